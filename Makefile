@@ -1,0 +1,43 @@
+# Every target makes the virtual environment it needs: only python3, gcc and make have to be there.
+PYTHON ?= python3
+VENV   ?= .venv
+RANKS  ?= 2
+ARGS   ?=
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.DEFAULT_GOAL := test
+.PHONY: venv train test nightly bench lint format
+
+venv: $(STAMP)
+
+# The package goes in with --no-deps: its own, looser `torch>=2.11` would be free to fetch a build with
+# several gigabytes of CUDA in place of the one that is pinned.
+$(STAMP): requirements/cpu.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -r requirements/cpu.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	touch $@
+
+# One thread a rank: two ranks on two cores would otherwise fight over them.
+train: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node=$(RANKS) -m shardlib.cli train $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not nightly" $(ARGS)
+
+nightly: lint
+	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -n 2 -m "nightly or not nightly" $(ARGS)
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks $(ARGS)
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .

@@ -1,0 +1,19 @@
+"""shardlib: pure functions turn a parameter pytree into sharded state and a train step."""
+
+from shardlib import optim
+from shardlib.blocks import block, sequential
+from shardlib.claims import chain
+from shardlib.collectives import all_gather, all_reduce, all_to_all, broadcast, permute, reduce_scatter
+from shardlib.errors import IllegalComposition, ShardlibError
+from shardlib.execute.losses import Mean
+from shardlib.launch import launch, simulate
+from shardlib.mesh import Mesh, abstract_mesh, make_mesh
+from shardlib.optim import GradientTransformation, apply_updates
+from shardlib.planning import Plan
+from shardlib.rng import Key, dropout
+from shardlib.sharded import Sharded, shard, unshard
+from shardlib.specs import Leaf, P
+from shardlib.train import TrainState, make_eval_step, make_train_step, value_and_grad
+from shardlib.transforms import accumulate, freeze, precision, remat, zero
+
+__version__ = "0.1.0"

@@ -1,0 +1,33 @@
+"""What differs between the supported torch versions (2.11 and later), in one place."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import _engine_run_backward
+
+# 2.13 renamed the single-tensor collectives and warns at each call of the old names.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_FIRST = 2**63  # above every sequence number autograd gives out
+
+
+def run_first(tensor: torch.Tensor) -> torch.Tensor:
+    """Let backward run the node that made ``tensor`` as soon as its gradients are complete.
+
+    Autograd's queue prefers the node made last, so one made before the forward pass would wait for all the others.
+    Versions without the setter run it late: right, with less overlap.
+    """
+    set_number: Any = getattr(tensor.grad_fn, "_set_sequence_nr", None)
+    if set_number is not None:
+        set_number(_FIRST)
+    return tensor
+
+
+def grad(total: torch.Tensor, inputs: Sequence[torch.Tensor], seed: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """`torch.autograd.grad` that never dispatches on the inputs' type: some are handles, meant as graph leaves."""
+    return _engine_run_backward(
+        (total,), (seed,), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+    )

@@ -1,0 +1,182 @@
+"""What a transform can say, and nothing else: four kinds of claim, each on slots that one transform may hold.
+
+`Use`: how a leaf is used in the loss. `Reduce`: how an axis is reduced. `Live`: where a leaf of the state lives.
+`Schedule`: how the step is scheduled. Claims carry no order, so `chain` commutes: two transforms that claim one
+slot are refused, and everything else is a union.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+import torch
+
+from shardlib.errors import IllegalComposition, listing
+from shardlib.specs import P
+
+
+@dataclass(frozen=True)
+class LeafInfo:
+    """What a transform sees of a parameter: its path, global shape and dtype."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Use:
+    """How one leaf is used in the loss: its compute spec, the dtype it is used in, whether it is trained."""
+
+    path: str
+    spec: P | None = None
+    dtype: torch.dtype | None = None
+    trainable: bool | None = None
+    master: torch.dtype | None = None
+
+    def slots(self) -> dict[tuple[str, ...], Any]:
+        return {("use", self.path, name): value for name, value in _given(self) if name != "path"}
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """How gradients are summed: over which axis the batch varies, by which method, in which dtype.
+
+    ``axis="*"`` speaks of every axis.
+    """
+
+    axis: str
+    method: str | None = None
+    dtype: torch.dtype | None = None
+
+    def slots(self) -> dict[tuple[str, ...], Any]:
+        return {("reduce", self.axis, name): value for name, value in _given(self) if name != "axis"}
+
+
+@dataclass(frozen=True)
+class Live:
+    """Where a tensor of the state lives: ``role`` ("param", "grad" or "optimizer") is split over ``axis``."""
+
+    role: str
+    axis: str
+
+    def slots(self) -> dict[tuple[str, ...], Any]:
+        return {("live", self.role, self.axis): True}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the step is scheduled."""
+
+    microbatches: int | None = None
+    sync: str | None = None
+    remat: Any = None
+    prefetch: bool | None = None
+    loss_scale: str | None = None
+    cast_batch: torch.dtype | None = None
+
+    def slots(self) -> dict[tuple[str, ...], Any]:
+        return {("schedule", name): value for name, value in _given(self)}
+
+
+Claim = Use | Reduce | Live | Schedule
+Slots = dict[tuple[str, ...], Any]
+
+
+class Transform(Protocol):
+    """A value with a ``name`` whose ``claims`` are a pure function of the mesh's sizes and the leaves."""
+
+    @property
+    def name(self) -> str: ...
+
+    def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]: ...
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Several transforms as one. Order-free: every permutation gives the same plan."""
+
+    transforms: tuple[Transform, ...]
+
+    @property
+    def name(self) -> str:
+        return f"chain({', '.join(transform.name for transform in self.transforms)})"
+
+    def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
+        for transform in self.transforms:
+            yield from transform.claims(sizes, leaves)
+
+
+def chain(*transforms: Transform) -> Chain:
+    """Compose transforms. Nested chains flatten; the order does not matter."""
+    flat: list[Transform] = []
+    for transform in transforms:
+        flat.extend(transform.transforms if isinstance(transform, Chain) else [transform])
+    return Chain(tuple(flat))
+
+
+def resolve(
+    transform: Transform, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]
+) -> tuple[Slots, tuple[str, ...]]:
+    """Merge every claim into slots; also a log of which transform wrote what.
+
+    Raises:
+        IllegalComposition: two transforms claim one slot; lists all of them.
+    """
+    members = transform.transforms if isinstance(transform, Chain) else (transform,)
+    slots: Slots = {}
+    owners: dict[tuple[str, ...], str] = {}
+    conflicts: dict[tuple[str, str], list[str]] = {}
+    written: dict[str, list[tuple[str, ...]]] = {}
+    for member in sorted(members, key=lambda member: member.name):
+        for claim in member.claims(sizes, leaves):
+            for slot, value in claim.slots().items():
+                if slot in owners:
+                    told = f"{_slot_name(slot)}: {_show(slots[slot])} against {_show(value)}"
+                    conflicts.setdefault((owners[slot], member.name), []).append(told)
+                    continue
+                slots[slot], owners[slot] = value, member.name
+                written.setdefault(member.name, []).append(slot)
+    if conflicts:
+        raise IllegalComposition(
+            "\n".join(
+                f"{first} and {second} both claim\n{listing(claims, 5)}\nKeep one of the two, or give them different axes."
+                for (first, second), claims in conflicts.items()
+            )
+        )
+    return slots, tuple(f"{name}: {_summary(found, slots)}" for name, found in sorted(written.items()))
+
+
+def _given(claim: Any) -> Iterable[tuple[str, Any]]:
+    return [(f.name, getattr(claim, f.name)) for f in fields(claim) if getattr(claim, f.name) is not None]
+
+
+def _slot_name(slot: tuple[str, ...]) -> str:
+    kind, *rest = slot
+    if kind == "use":
+        return f"the {rest[1]} of {rest[0]}"
+    if kind == "reduce":
+        return f"the reduction over axis {rest[0]!r} ({rest[1]})"
+    if kind == "live":
+        return f"the split of the {rest[0]} state over axis {rest[1]!r}"
+    return f"the schedule's {rest[0]}"
+
+
+def _show(value: Any) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def _summary(found: list[tuple[str, ...]], slots: Slots) -> str:
+    """One line: claims on many leaves are counted, the others spelled out."""
+    uses: dict[str, int] = {}
+    lines = []
+    for slot in found:
+        if slot[0] == "use":
+            told = f"{slot[2]}={_show(slots[slot])}"
+            uses[told] = uses.get(told, 0) + 1
+        else:
+            lines.append(f"{_slot_name(slot).removeprefix('the ')} = {_show(slots[slot])}")
+    lines += [f"{told} on {count} leaves" for told, count in uses.items()]
+    return "; ".join(lines)

@@ -1,0 +1,259 @@
+"""Collectives that autograd crosses, each with its dual.
+
+A tensor along an axis is Replicated (equal values; each rank uses its copy on its own, so cotangents differ and
+are summed), Varying (each rank its own values and cotangents), Partial (the true value is the sum over ranks) or
+Invariant (equal values and equal cotangents). Duals: R↔P, V↔V, I↔I. Hence
+
+    ====================  ==========  ======================
+    forward               types       backward
+    ====================  ==========  ======================
+    all_reduce "varying"  V -> V      all_reduce "varying"
+    all_reduce "invariant" P -> I     identity
+    all_gather            V -> V      reduce_scatter
+    reduce_scatter        V -> V      all_gather
+    all_to_all            V -> V      all_to_all, dims swapped
+    permute               V -> V      permute, pairs reversed
+    broadcast             V -> V      sum to the source
+    ====================  ==========  ======================
+
+Every backward re-enters a Function of this table, so the pairs are right under `torch.autograd.grad`, double
+backward and `torch.func.grad`. (Types after meta-pytorch/spmd_types; torch.func's needs measured.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from shardlib.collectives import primitives
+from shardlib.errors import MeshError, SpecError
+from shardlib.mesh import Mesh, as_mesh, current_mesh
+
+Pairs = tuple[tuple[int, int], ...]
+
+
+def all_reduce(
+    x: torch.Tensor, axis: str, *, dst: Literal["varying", "invariant"], mesh: Mesh | None = None
+) -> torch.Tensor:
+    """Sum ``x`` over ``axis``; every rank gets the sum.
+
+    ::
+
+        rank 0: a ┐            ┌ a+b
+        rank 1: b ┘ all_reduce └ a+b
+
+    Args:
+        dst: what follows. ``"invariant"``: every rank computes the same from the sum (one loss, not one per
+            rank), so the cotangent passes through. ``"varying"``: each rank goes its own way, so cotangents are
+            summed over the axis.
+        mesh: the mesh; by default the one of the train step, `launch` or `simulate` this runs in.
+    """
+    if dst not in ("varying", "invariant"):
+        raise ValueError(f"dst={dst!r}: say 'invariant' (one common loss follows) or 'varying' (one per rank)")
+    mesh = _mesh(mesh, axis)
+    function = _SumInvariant if dst == "invariant" else _SumVarying
+    return function.apply(x, mesh, axis)
+
+
+def all_gather(x: torch.Tensor, axis: str, *, dim: int = 0, mesh: Mesh | None = None) -> torch.Tensor:
+    """Concatenate every rank's ``x`` along ``dim``, in rank order; backward reduce-scatters.
+
+    ::
+
+        rank 0: [a] ┐            ┌ [a b]
+        rank 1: [b] ┘ all_gather └ [a b]
+    """
+    return _Gather.apply(x, _mesh(mesh, axis), axis, _dim(x, dim))
+
+
+def reduce_scatter(x: torch.Tensor, axis: str, *, dim: int = 0, mesh: Mesh | None = None) -> torch.Tensor:
+    """Sum over ranks, then keep this rank's chunk along ``dim``; backward all-gathers.
+
+    ::
+
+        rank 0: [a b] ┐                ┌ [a+c]
+        rank 1: [c d] ┘ reduce_scatter └ [b+d]
+
+    Raises:
+        SpecError: the dimension's size is not divisible by the axis.
+    """
+    mesh = _mesh(mesh, axis)
+    _divisible(x, _dim(x, dim), mesh, axis, "reduce_scatter")
+    return _Scatter.apply(x, mesh, axis, _dim(x, dim))
+
+
+def all_to_all(
+    x: torch.Tensor, axis: str, *, split_dim: int, concat_dim: int, mesh: Mesh | None = None
+) -> torch.Tensor:
+    """Cut ``x`` along ``split_dim``, send chunk ``j`` to rank ``j``, concatenate what comes along ``concat_dim``.
+
+    ::
+
+        rank 0: [a0 a1] ┐            ┌ [a0 b0]
+        rank 1: [b0 b1] ┘ all_to_all └ [a1 b1]
+
+    Raises:
+        SpecError: the split dimension's size is not divisible by the axis.
+    """
+    mesh = _mesh(mesh, axis)
+    _divisible(x, _dim(x, split_dim), mesh, axis, "all_to_all")
+    return _Exchange.apply(x, mesh, axis, _dim(x, split_dim), _dim(x, concat_dim))
+
+
+def permute(x: torch.Tensor, axis: str, pairs: Sequence[tuple[int, int]], *, mesh: Mesh | None = None) -> torch.Tensor:
+    """Send ``x`` along ``(source, destination)`` pairs; zeros where nothing arrives.
+
+    Raises:
+        SpecError: a rank outside the axis, or one that sends or receives twice.
+    """
+    mesh = _mesh(mesh, axis)
+    wanted = tuple((int(source), int(destination)) for source, destination in pairs)
+    size = mesh.shape[axis]
+    sources, destinations = [pair[0] for pair in wanted], [pair[1] for pair in wanted]
+    outside = [rank for rank in sources + destinations if not 0 <= rank < size]
+    if outside or len(set(sources)) < len(sources) or len(set(destinations)) < len(destinations):
+        raise SpecError(
+            f"permute pairs {wanted} do not fit axis {axis!r} of size {size}: each rank 0..{size - 1} may send once "
+            "and receive once"
+        )
+    return _Permute.apply(x, mesh, axis, wanted)
+
+
+def broadcast(x: torch.Tensor, axis: str, *, source: int = 0, mesh: Mesh | None = None) -> torch.Tensor:
+    """Rank ``source``'s ``x`` on every rank; backward sums the cotangents to the source, zero elsewhere."""
+    mesh = _mesh(mesh, axis)
+    if not 0 <= source < mesh.shape[axis]:
+        raise SpecError(f"broadcast source {source} is outside axis {axis!r} of size {mesh.shape[axis]}")
+    return _Broadcast.apply(x, mesh, axis, source)
+
+
+def _mesh(mesh: Any, axis: str) -> Mesh:
+    found = as_mesh(mesh) if mesh is not None else current_mesh.get()
+    if found is None:
+        raise MeshError(f"no mesh here for axis {axis!r}; pass mesh=, or call it inside a loss function of a train step")
+    found.group(axis)  # raises for an unknown axis
+    return found
+
+
+def _dim(x: torch.Tensor, dim: int) -> int:
+    if not -x.dim() <= dim < x.dim():
+        raise SpecError(f"dimension {dim} is outside a tensor of shape {tuple(x.shape)}")
+    return dim % x.dim()
+
+
+def _divisible(x: torch.Tensor, dim: int, mesh: Mesh, axis: str, what: str) -> None:
+    if x.shape[dim] % mesh.shape[axis]:
+        raise SpecError(
+            f"{what}: dimension {dim} of shape {tuple(x.shape)} is not divisible by axis {axis!r} of size "
+            f"{mesh.shape[axis]}; pad it, or use another dimension"
+        )
+
+
+class _Pair(torch.autograd.Function):
+    """Forward without autograd's context, as torch.func asks; subclasses keep what their dual needs."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.static = inputs[1:]
+
+
+class _SumVarying(_Pair):
+    @staticmethod
+    def forward(x: torch.Tensor, mesh: Mesh, axis: str) -> torch.Tensor:
+        out = x.clone(memory_format=torch.contiguous_format)
+        primitives.all_reduce(mesh, axis, out).wait()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return _SumVarying.apply(grad, *ctx.static), None, None
+
+
+class _SumInvariant(_SumVarying):
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return grad, None, None
+
+
+class _Gather(_Pair):
+    @staticmethod
+    def forward(x: torch.Tensor, mesh: Mesh, axis: str, dim: int) -> torch.Tensor:
+        out = x.new_empty((mesh.shape[axis], *x.shape))
+        primitives.all_gather(mesh, axis, out, x.contiguous()).wait()
+        return out.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return _Scatter.apply(grad, *ctx.static), None, None, None
+
+
+class _Scatter(_Pair):
+    @staticmethod
+    def forward(x: torch.Tensor, mesh: Mesh, axis: str, dim: int) -> torch.Tensor:
+        size = mesh.shape[axis]
+        chunks = x.unflatten(dim, (size, x.shape[dim] // size)).movedim(dim, 0).contiguous()
+        out = torch.empty_like(chunks[0])
+        primitives.reduce_scatter(mesh, axis, out, chunks).wait()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return _Gather.apply(grad, *ctx.static), None, None, None
+
+
+class _Exchange(_Pair):
+    @staticmethod
+    def forward(x: torch.Tensor, mesh: Mesh, axis: str, split_dim: int, concat_dim: int) -> torch.Tensor:
+        size = mesh.shape[axis]
+        chunks = x.unflatten(split_dim, (size, x.shape[split_dim] // size)).movedim(split_dim, 0).contiguous()
+        out = torch.empty_like(chunks)
+        primitives.all_to_all(mesh, axis, out, chunks).wait()
+        return out.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        mesh, axis, split_dim, concat_dim = ctx.static
+        return _Exchange.apply(grad, mesh, axis, concat_dim, split_dim), None, None, None, None
+
+
+class _Permute(_Pair):
+    @staticmethod
+    def forward(x: torch.Tensor, mesh: Mesh, axis: str, pairs: Pairs) -> torch.Tensor:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        primitives.permute(mesh, axis, out, x.contiguous(), pairs).wait()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        mesh, axis, pairs = ctx.static
+        reversed_pairs = tuple((destination, source) for source, destination in pairs)
+        return _Permute.apply(grad, mesh, axis, reversed_pairs), None, None, None
+
+
+class _Broadcast(_Pair):
+    @staticmethod
+    def forward(x: torch.Tensor, mesh: Mesh, axis: str, source: int) -> torch.Tensor:
+        out = x.clone(memory_format=torch.contiguous_format)
+        primitives.broadcast(mesh, axis, out, source).wait()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        mesh, axis, source = ctx.static
+        return _SumTo.apply(grad, mesh, axis, source), None, None, None
+
+
+class _SumTo(_Pair):
+    """The sum over ranks on ``source``, zero elsewhere: the dual of broadcast."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, mesh: Mesh, axis: str, source: int) -> torch.Tensor:
+        out = x.clone(memory_format=torch.contiguous_format)
+        primitives.all_reduce(mesh, axis, out).wait()
+        return out if mesh.group(axis).rank == source else torch.zeros_like(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return _Broadcast.apply(grad, *ctx.static), None, None, None

@@ -1,0 +1,94 @@
+"""Counted exchanges of flat buffers along one axis. Everything the library sends goes through here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardlib.errors import RankMismatch
+from shardlib.groups import Work
+from shardlib.mesh import Mesh
+
+
+def all_gather(mesh: Mesh, axis: str, out: torch.Tensor, inp: torch.Tensor) -> Work:
+    """``out = concat of every rank's inp``; payload per rank: (n−1)/n of ``out``."""
+    _count(mesh, axis, out, 1)
+    return mesh.group(axis).all_gather(out, inp)
+
+
+def reduce_scatter(mesh: Mesh, axis: str, out: torch.Tensor, inp: torch.Tensor) -> Work:
+    """``out = this rank's chunk of the sum of inp``; payload per rank: (n−1)/n of ``inp``."""
+    _count(mesh, axis, inp, 1)
+    return mesh.group(axis).reduce_scatter(out, inp)
+
+
+def all_reduce(mesh: Mesh, axis: str, tensor: torch.Tensor) -> Work:
+    """Sum in place; payload per rank: 2·(n−1)/n of the tensor."""
+    _count(mesh, axis, tensor, 2)
+    return mesh.group(axis).all_reduce(tensor)
+
+
+def all_to_all(mesh: Mesh, axis: str, out: torch.Tensor, inp: torch.Tensor) -> Work:
+    """Equal chunks to every rank; payload per rank: (n−1)/n of ``inp``."""
+    _count(mesh, axis, inp, 1)
+    return mesh.group(axis).all_to_all(out, inp)
+
+
+def broadcast(mesh: Mesh, axis: str, tensor: torch.Tensor, source: int) -> Work:
+    """Rank ``source``'s tensor to all; payload: (n−1) of the tensor, counted on the source."""
+    group = mesh.group(axis)
+    if group.rank == source:
+        mesh.traffic.add(axis, tensor.numel(), (group.size - 1) * tensor.numel() * tensor.dtype.itemsize)
+    return group.broadcast(tensor, source)
+
+
+def permute(mesh: Mesh, axis: str, out: torch.Tensor, inp: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> Work:
+    """Point to point along ``(source, destination)`` pairs; payload: the tensor per message to another rank."""
+    group = mesh.group(axis)
+    messages = sum(1 for source, destination in pairs if source == group.rank != destination)
+    if messages:
+        mesh.traffic.add(axis, inp.numel(), messages * inp.numel() * inp.dtype.itemsize)
+    return group.permute(out, inp, pairs)
+
+
+def all_gather_object(mesh: Mesh, axes: Sequence[str], value: Any) -> list[Any]:
+    """The values of every rank along ``axes``, in row-major order. For set-up, not for steps: not counted."""
+    values = [value]
+    for axis in reversed(axes):
+        if mesh.shape[axis] > 1:
+            gathered = mesh.group(axis).all_gather_object(values)
+            values = [item for part in gathered for item in part]
+    return values
+
+
+def require_equal(mesh: Mesh, what: str, items: dict[str, Any], remedy: str) -> None:
+    """Raise on every rank when ``items`` differ between ranks, naming each differing item and the ranks.
+
+    Every rank must call it. Costs one small exchange per axis.
+    """
+    everyone = all_gather_object(mesh, list(mesh.shape), items)
+    problems = []
+    for key in dict.fromkeys(key for theirs in everyone for key in theirs):
+        values = [repr(theirs.get(key, "(absent)")) for theirs in everyone]
+        if len(set(values)) > 1:
+            groups: dict[str, list[int]] = {}
+            for rank, value in enumerate(values):
+                groups.setdefault(value, []).append(rank)
+            told = "; ".join(f"rank {', '.join(map(str, ranks))}: {value}" for value, ranks in groups.items())
+            problems.append(f"{key}: {told}")
+    if problems:
+        raise RankMismatch(_mismatch(what, problems, remedy))
+
+
+def _mismatch(what: str, problems: list[str], remedy: str) -> str:
+    shown = "\n".join(f"  - {problem}" for problem in problems[:10])
+    more = f"\n  ... and {len(problems) - 10} more" if len(problems) > 10 else ""
+    return f"the ranks' {what} differ:\n{shown}{more}\n{remedy}"
+
+
+def _count(mesh: Mesh, axis: str, whole: torch.Tensor, times: int) -> None:
+    size = mesh.group(axis).size
+    if size > 1:
+        mesh.traffic.add(axis, whole.numel(), times * whole.numel() * whole.dtype.itemsize * (size - 1) // size)

@@ -1,0 +1,136 @@
+"""A text file or folder as one array of bytes, split and sampled without any state to save.
+
+A batch is a function of (seed, step) alone. So a run that is resumed at step s sees what the uninterrupted
+run would have seen, and any number of ranks share one and the same global batch.
+"""
+
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+_CHUNK = 16 * 1024  # bytes: long against a training sequence, short against the text
+
+
+def load_bytes(path: str | Path | None = None) -> np.ndarray:
+    """The bytes of a file, or of all files below a folder in the order of their paths: (N,) uint8.
+
+    Without a path, the ``.py`` source of the Python standard library that is running, less its tests. Hidden
+    files and files that hold a zero byte (not text) are left out of a folder.
+
+    Raises FileNotFoundError when there is no such path, ValueError when no text is found there.
+    """
+    if path is None:
+        root, pattern = Path(sysconfig.get_path("stdlib")), "*.py"
+    else:
+        root, pattern = Path(path), "*"
+    if root.is_file():
+        pieces = [root.read_bytes()]
+    elif root.is_dir():
+        pieces = [piece for file in _files(root, pattern) if b"\0" not in (piece := file.read_bytes())]
+    else:
+        raise FileNotFoundError(f"no file or folder of text at {root}")
+    text = np.frombuffer(b"".join(pieces), dtype=np.uint8)
+    if not text.size:
+        raise ValueError(f"no text in {root}")
+    return text
+
+
+def split(data: np.ndarray, validation: float = 0.05) -> tuple[np.ndarray, np.ndarray]:
+    """Cut ``data`` (N,) into training and validation bytes, the same way every time.
+
+    Evenly spaced chunks of 16 KiB (shorter ones where the text is short) go to validation, so that both
+    parts hold something of every region of the text. ``validation`` is the share of chunks that go there.
+
+    Raises ValueError when ``validation`` lies outside (0, 0.5] or there is too little text to cut.
+    """
+    if not 0 < validation <= 0.5:
+        raise ValueError(f"split: validation={validation}, but it must lie in (0, 0.5]")
+    every = round(1 / validation)
+    chunk = min(_CHUNK, len(data) // every)
+    if chunk == 0:
+        raise ValueError(f"split: {len(data)} bytes are too few to set {validation:.0%} of them aside")
+    held_out = (np.arange(len(data)) // chunk) % every == every - 1
+    return data[~held_out], data[held_out]
+
+
+def batch_at(
+    data: np.ndarray, batch: int, sequence: int, *, seed: int, step: int, rank: int = 0, ranks: int = 1
+) -> dict[str, Tensor]:
+    """This rank's rows of the global batch of one step, drawn at random from ``data`` (N,) uint8.
+
+    ``batch`` counts the rows of the global batch; rank r takes rows r·batch/ranks and on. Returns
+    ``{"tokens": (batch/ranks, sequence), "targets": same}`` int64, targets one byte ahead of tokens.
+
+    Raises ValueError when ``ranks`` does not divide ``batch`` or ``data`` is not longer than ``sequence``.
+    """
+    if batch % ranks:
+        raise ValueError(
+            f"a global batch of {batch} rows does not divide over {ranks} ranks; "
+            f"choose a multiple of {ranks}, for example {max(1, batch // ranks) * ranks}"
+        )
+    _check_length(data, sequence)
+    # Raw counter-based bits: unlike a generator's methods, they are promised never to change.
+    bits = np.random.Philox(key=np.array([seed, step], dtype=np.uint64)).random_raw(batch)
+    starts = (bits % np.uint64(len(data) - sequence)).astype(np.int64)
+    rows = batch // ranks
+    return _windows_at(data, starts[rank * rows : (rank + 1) * rows], sequence)
+
+
+def batches(
+    data: np.ndarray,
+    batch: int,
+    sequence: int,
+    *,
+    seed: int = 0,
+    step: int = 0,
+    rank: int = 0,
+    ranks: int = 1,
+) -> Iterator[dict[str, Tensor]]:
+    """The endless sequence of ``batch_at`` from ``step`` on."""
+    while True:
+        yield batch_at(data, batch, sequence, seed=seed, step=step, rank=rank, ranks=ranks)
+        step += 1
+
+
+def windows(data: np.ndarray, batch: int, sequence: int, *, limit: int) -> Iterator[dict[str, Tensor]]:
+    """At most ``limit`` batches of windows that do not overlap, evenly spaced over ``data``: to evaluate on.
+
+    Every batch is ``{"tokens": (batch, sequence), "targets": same}`` int64; windows too few to fill a last
+    batch are left out, so that the mean over batches is the mean over bytes.
+
+    Raises ValueError when ``data`` does not fill one batch.
+    """
+    _check_length(data, sequence)
+    available = (len(data) - 1) // sequence
+    count = min(limit, available // batch)
+    if count == 0:
+        raise ValueError(
+            f"{len(data)} bytes hold {available} windows of {sequence}, fewer than a batch of {batch}; "
+            "use a smaller batch or more text"
+        )
+    chosen = np.arange(count * batch, dtype=np.int64) * available // (count * batch)
+    for rows in chosen.reshape(count, batch):
+        yield _windows_at(data, rows * sequence, sequence)
+
+
+def _files(root: Path, pattern: str) -> list[Path]:
+    def wanted(file: Path) -> bool:
+        parts = file.relative_to(root).parts
+        return not _SKIPPED.intersection(parts) and not any(part.startswith(".") for part in parts)
+
+    return sorted(file for file in root.rglob(pattern) if wanted(file) and file.is_file())
+
+
+def _check_length(data: np.ndarray, sequence: int) -> None:
+    if len(data) <= sequence:
+        raise ValueError(f"{len(data)} bytes hold no window of {sequence} with the byte that follows it")
+
+
+def _windows_at(data: np.ndarray, starts: np.ndarray, sequence: int) -> dict[str, Tensor]:
+    bytes_ = torch.from_numpy(data[starts[:, None] + np.arange(sequence + 1)].astype(np.int64))
+    return {"tokens": bytes_[:, :-1].contiguous(), "targets": bytes_[:, 1:].contiguous()}

@@ -1,0 +1,146 @@
+"""Initialise piece by piece: record what an initialiser does on fake tensors, then replay it leaf by leaf.
+
+The recording runs on fake tensors and costs no memory. The replay runs the same operations in the same order on
+real tensors, so random numbers come out as they would have, and drops each tensor after its last use: what is
+alive at any time is one leaf and the intermediates it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from shardlib.errors import TreeError
+from shardlib.tree import Tree, flatten
+
+
+@dataclass(frozen=True)
+class _Ref:
+    """Stands for a recorded tensor in the arguments of a recorded call."""
+
+    number: int
+
+
+@dataclass
+class _Call:
+    op: Any
+    arguments: list[Any]
+    structure: Any
+    results: list[int]
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes every operation on (or creation of) fake tensors."""
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        super().__init__()
+        self.calls: list[_Call] = []
+        self.number_of: dict[int, int] = {}
+        self.storage_of: list[int] = []
+        self._keep: list[Any] = []  # ids stay unique while the tensors live
+        self._storages: dict[int, int] = {}
+        self._fake = fake
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        flat, structure = tree_flatten((args, kwargs or {}))
+        arguments = [self._reference(value) if isinstance(value, torch.Tensor) else value for value in flat]
+        with self._fake:
+            out = op(*args, **(kwargs or {}))
+        results = [self._number(value) for value in tree_flatten(out)[0] if isinstance(value, torch.Tensor)]
+        self.calls.append(_Call(op, arguments, structure, results))
+        return out
+
+    def _reference(self, value: torch.Tensor) -> Any:
+        # A real tensor made outside the initialiser is a constant, passed along as it is.
+        return _Ref(self._number(value)) if isinstance(value, FakeTensor) else value
+
+    def _number(self, value: torch.Tensor) -> int:
+        if id(value) not in self.number_of:
+            storage = value.untyped_storage()._cdata
+            self._keep.append((value, value.untyped_storage()))
+            self.number_of[id(value)] = len(self.storage_of)
+            self.storage_of.append(self._storages.setdefault(storage, len(self._storages)))
+        return self.number_of[id(value)]
+
+
+class Deferred:
+    """A recorded initialiser. ``tree`` holds fake leaves of the right shapes; `replay` makes the real ones."""
+
+    def __init__(self, tree: Tree, recorder: _Recorder) -> None:
+        self.tree = tree
+        self._recorder = recorder
+
+    def replay(self, paths: Mapping[int, str], place: Callable[[str, torch.Tensor], None]) -> None:
+        """Run the recording; call ``place(path, leaf)`` as soon as nothing more writes to a leaf's memory.
+
+        Args:
+            paths: number of a leaf in flattening order -> its path.
+        """
+        recorder = self._recorder
+        last_use: dict[int, int] = {}
+        for step, call in enumerate(recorder.calls):
+            for number in [*call.results, *(a.number for a in call.arguments if isinstance(a, _Ref))]:
+                last_use[recorder.storage_of[number]] = step
+        wanted: dict[int, list[tuple[str, int]]] = {}
+        for index, leaf in enumerate(flatten(self.tree)[1]):
+            if not isinstance(leaf, FakeTensor):
+                place(paths[index], leaf.detach())  # made outside the initialiser
+                continue
+            number = recorder.number_of[id(leaf)]
+            wanted.setdefault(recorder.storage_of[number], []).append((paths[index], number))
+        ending: dict[int, list[int]] = {}
+        for storage, step in last_use.items():
+            ending.setdefault(step, []).append(storage)
+        live: dict[int, dict[int, torch.Tensor]] = {}
+        with torch.no_grad():
+            for step, call in enumerate(recorder.calls):
+                self._run(call, live)
+                for storage in ending.get(step, ()):
+                    for path, number in wanted.get(storage, ()):
+                        place(path, live[storage][number])
+                    live.pop(storage, None)
+
+    def _run(self, call: _Call, live: dict[int, dict[int, torch.Tensor]]) -> None:
+        storage_of = self._recorder.storage_of
+
+        def real(value: Any) -> Any:
+            return live[storage_of[value.number]][value.number] if isinstance(value, _Ref) else value
+
+        args, kwargs = tree_unflatten([real(value) for value in call.arguments], call.structure)
+        out = call.op(*args, **kwargs)
+        tensors = [value for value in tree_flatten(out)[0] if isinstance(value, torch.Tensor)]
+        for number, tensor in zip(call.results, tensors, strict=True):
+            live.setdefault(storage_of[number], {})[number] = tensor
+
+
+def defer(init_fn: Callable[[], Tree]) -> Deferred:
+    """Record ``init_fn`` without running it for real.
+
+    Raises:
+        TreeError: the initialiser reads values of the tensors it makes (``.item()``, a branch on data).
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    recorder = _Recorder(fake)
+    try:
+        with recorder:
+            tree = init_fn()
+    except torch._subclasses.fake_tensor.DataDependentOutputException as error:
+        raise TreeError(
+            f"the initialiser reads a value it has not computed yet ({error}), so it cannot run piece by piece; make the "
+            "parameters first and pass the pytree to sl.shard"
+        ) from error
+    # Leaves such as nn.Parameter are made without an operation; find the tensor they wrap.
+    return Deferred(tree_map(lambda leaf: _plain(leaf, recorder), tree), recorder)
+
+
+def _plain(leaf: Any, recorder: _Recorder) -> Any:
+    if not isinstance(leaf, FakeTensor) or id(leaf) in recorder.number_of:
+        return leaf
+    with recorder:
+        return leaf.detach()

@@ -1,0 +1,229 @@
+"""Runs a user's function on sharded parameters, with or without gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from shardlib._compat import grad
+from shardlib.blocks import block_runner
+from shardlib.collectives import primitives
+from shardlib.errors import HandleError
+from shardlib.execute.gathering import Gathering
+from shardlib.execute.gradients import Gradients
+from shardlib.execute.handles import Handle, materialise
+from shardlib.execute.units import BucketState, UnitState
+from shardlib.mesh import Mesh, current_mesh
+from shardlib.planning import Plan
+from shardlib.sharded import Sharded
+from shardlib.tree import Tree, unflatten
+
+
+class Executor:
+    """Everything about running one function on one plan that outlives a step: handles, and the trace.
+
+    Args:
+        trained: whether gradients are wanted.
+    """
+
+    def __init__(self, plan: Plan, mesh: Mesh, trained: bool) -> None:
+        self.plan, self.mesh, self._trained = plan, mesh, trained
+        states = [BucketState(bucket, mesh) for bucket in plan.buckets]
+        self._units = {
+            name: UnitState(name, [state for state in states if state.bucket.unit == name], self._touch)
+            for name in plan.units
+        }
+        self._buckets = states
+        self._gathering = Gathering(dict(self._units), plan.prefetch)
+        self._handles: dict[str, list[Handle]] = {}
+        self._trace: list[str] | None = None
+        self.order: list[str] | None = None
+        self._stored: dict[int, BucketState] = {}  # data pointer of a gathered storage -> its bucket
+
+    @property
+    def gathers(self) -> bool:
+        """Whether any unit must be gathered before use."""
+        return any(unit.gathers for unit in self._units.values())
+
+    @property
+    def touches(self) -> tuple[str, ...]:
+        """Units in the order the last micro-batch gathered them."""
+        return tuple(self._gathering.fetched)
+
+    def forward(self, params: Sharded, fn: Callable[[Tree], Any]) -> Any:
+        """``fn(parameters)`` without gradients."""
+        with self._running(params, None), torch.no_grad():
+            result = fn(self._tree())
+            self._trace = self._gathering.runs
+        return result
+
+    def backward(
+        self,
+        params: Sharded,
+        gradients: Gradients,
+        last: bool,
+        fn: Callable[[Tree], tuple[torch.Tensor, Any]],
+        seed: torch.Tensor,
+    ) -> Any:
+        """One micro-batch: ``total, rest = fn(parameters)``, then the gradient of ``total`` × ``seed``.
+
+        Returns ``rest``; the gradients go to ``gradients``.
+        """
+        gradients.begin(last)
+        with self._running(params, gradients):
+            with torch.enable_grad(), self._saving():
+                total, rest = fn(self._tree())
+            self._gathering.turn()
+            handles = [handle for unit in self._handles.values() for handle in unit if handle.requires_grad]
+            anchors = [state.anchor for state in self._buckets if state.anchor is not None]
+            found = grad(total, [*anchors, *handles], seed.to(total.dtype))
+            del total
+            gradients.finish(self._late(handles, found[len(anchors) :]))
+            self._agree(gradients)
+        return rest
+
+    def _tree(self) -> Tree:
+        leaves: dict[str, torch.Tensor] = {}
+        for unit in self._units.values():
+            if unit.gathers:
+                if unit.name not in self._handles:
+                    self._handles[unit.name] = unit.handles(self._trained)
+                values: list[Any] = self._handles[unit.name]
+            else:
+                values = unit.attached()
+            leaves.update(zip(unit.paths, values, strict=True))
+        placements = self.plan.placements
+        return unflatten(self.plan.treedef, [leaves[placements[owner].path] for owner in self.plan.owners])
+
+    @contextmanager
+    def _running(self, params: Sharded, gradients: Gradients | None) -> Iterator[None]:
+        """Bind this step's parameters, and let go of everything when it ends, however it ends."""
+        for state in self._buckets:
+            state.bind(params.buffers[state.bucket.name], gradients)
+        self._gathering.begin(self._trace)
+        runner = block_runner.set(self._run_block if self.gathers or self.plan.remat else None)
+        mesh = current_mesh.set(self.mesh)
+        try:
+            yield
+        finally:
+            block_runner.reset(runner)
+            current_mesh.reset(mesh)
+            self._gathering.end()
+            for unit in self._units.values():
+                unit.forget()
+            self._stored.clear()
+
+    def _touch(self, unit: UnitState) -> None:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise HandleError(
+                f"torch.func inside the loss reaches unit {unit.name!r}, whose parameters are gathered on use (ZeRO stage "
+                "3), and its transforms cannot cross the gather. Use zero(stage=2), or take the parameters first: "
+                "w = p.clone() outside the torch.func call"
+            )
+        if unit is self._gathering.current:
+            return
+        if torch.is_autocast_enabled(self.mesh.device.type):
+            raise HandleError(
+                f"autocast is on while unit {unit.name!r} is gathered (ZeRO stage 3); its casts would keep whole parameters "
+                "alive. Use sl.precision('bf16') in the plan instead, with keep=[...] for what must stay in fp32"
+            )
+        self._gathering.touch(unit)
+        for state in unit.buckets:
+            if state.gathers and state.whole is not None:
+                self._stored[state.whole.untyped_storage().data_ptr()] = state
+
+    def _saving(self) -> Any:
+        """Saved tensors that lie in gathered storage become notes, and are gathered again in backward."""
+        return saved_tensors_hooks(self._note, self._recall) if self.gathers else _nothing()
+
+    def _note(self, tensor: torch.Tensor) -> Any:
+        if type(tensor) is Handle or tensor.layout is not torch.strided or tensor.numel() == 0:
+            return tensor
+        state = self._stored.get(tensor.untyped_storage().data_ptr())
+        if state is None or state.whole is None or state.bucket.dtype is not tensor.dtype:
+            return tensor
+        if state.whole.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
+            return tensor  # a released storage's address was used again
+        unit = self._units[state.bucket.unit]
+        return unit, state, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def _recall(self, note: Any) -> torch.Tensor:
+        if isinstance(note, torch.Tensor):
+            return note
+        unit, state, size, stride, offset = note
+        self._touch(unit)
+        return state.whole.as_strided(size, stride, offset)
+
+    def _run_block(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = materialise((args, kwargs))
+            return fn(*args, **kwargs)
+
+        if self.plan.remat is None or not self._trained:
+            return call(*args, **kwargs)
+        # The mesh travels with the call: recompute may run in a thread of autograd's.
+        def again(*args: Any, **kwargs: Any) -> Any:
+            mesh = current_mesh.set(self.mesh)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                current_mesh.reset(mesh)
+
+        return checkpoint(again, *args, use_reentrant=False, **_policy(self.plan.remat), **kwargs)
+
+    def _late(self, handles: list[Handle], grads: tuple[torch.Tensor | None, ...]) -> dict[str, torch.Tensor]:
+        """What reached handles themselves, packed per bucket."""
+        reached = {handle._path: found for handle, found in zip(handles, grads, strict=True) if found is not None}
+        late = {}
+        for state in self._buckets:
+            leaves = [reached.get(path) for path in state.bucket.paths]
+            if any(leaf is not None for leaf in leaves):
+                late[state.bucket.name] = state.bucket.pack(leaves, state.bucket.reduce_dtype)
+        return late
+
+    def _agree(self, gradients: Gradients) -> None:
+        """After the first micro-batch, and whenever the touches change: hold the ranks' sequences together."""
+        runs = self._gathering.runs
+        if self.order is None:
+            items = {"units gathered, in order": runs, "gradients reduced, in order": gradients.started}
+            primitives.require_equal(
+                self.mesh,
+                "steps",
+                items,
+                "Every rank must use the same parameters in the same order, at least in the first step.",
+            )
+            self.order = list(gradients.started)
+        self._trace = list(runs)
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def _policy(remat: Any) -> dict[str, Any]:
+    if remat == "full":
+        return {}
+    return {"context_fn": partial(create_selective_checkpoint_contexts, _keep_dots if remat == "dots" else remat)}
+
+
+_DOTS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
+
+
+def _keep_dots(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _DOTS else CheckpointPolicy.PREFER_RECOMPUTE

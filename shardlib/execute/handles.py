@@ -1,0 +1,143 @@
+"""What stands for a parameter inside a loss function while it is not gathered.
+
+A handle is a tensor without memory. Its metadata answer at once; any other function of it first asks for the real
+tensor. Code that reaches a handle below `__torch_function__` (a user's autograd.Function, C++) is served by
+`__torch_dispatch__`, and the gradient that then arrives at the handle itself is picked up after backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from shardlib.errors import HandleError
+
+
+class Source(Protocol):
+    """Where a handle gets its tensor from."""
+
+    def leaf(self, index: int) -> torch.Tensor:
+        """The parameter, gathered, connected to the graph."""
+        ...
+
+    def data(self, index: int) -> torch.Tensor:
+        """The parameter, gathered, outside any graph."""
+        ...
+
+    def root_gradient(self, index: int) -> tuple[torch.Tensor, Any]:
+        """For gradients inside the loss: the graph node that stands for the leaf, and how to read its gradient."""
+        ...
+
+
+class Handle(torch.Tensor):
+    """Stands for one parameter leaf; see the module's docstring."""
+
+    _source: Source
+    _index: int
+    _path: str
+
+    @staticmethod
+    def __new__(
+        cls, source: Source, index: int, path: str, shape: tuple[int, ...], like: torch.Tensor, trained: bool
+    ) -> Handle:
+        handle = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=like.dtype, device=like.device, requires_grad=trained
+        )
+        handle._source, handle._index, handle._path = source, index, path
+        return handle
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = _KINDS.get(func)
+        if kind is None:
+            kind = _KINDS[func] = _classify(func)
+        if kind == "metadata":
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if kind == "special":
+            return _SPECIAL[func](*args, **(kwargs or {}))
+        if kind == "in-place" and isinstance(args[0], Handle):
+            raise HandleError(
+                f"{func.__name__} writes to parameter {args[0]._path} inside the loss; parameters are inputs of a pure "
+                "function. Return the change as an output (buffers=), or work on a copy: p.clone()"
+            )
+        if kwargs:
+            if isinstance(kwargs.get("out"), Handle):
+                raise HandleError(f"out= names parameter {kwargs['out']._path}; write to a new tensor instead")
+            kwargs = {name: _real(value) for name, value in kwargs.items()}
+            return func(*[_real(value) for value in args], **kwargs)
+        return func(*[_real(value) for value in args])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def data(handle: Handle) -> torch.Tensor:
+            return handle._source.data(handle._index)
+
+        args, kwargs = tree_map_only(Handle, data, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def materialise(value: Any) -> Any:
+    """Every handle in a pytree replaced by its gathered tensor."""
+    return tree_map_only(Handle, lambda handle: handle._source.leaf(handle._index), value)
+
+
+def _real(value: Any) -> Any:
+    kind = type(value)
+    if kind is Handle:
+        return value._source.leaf(value._index)
+    if kind is list or kind is tuple or kind is dict:
+        return materialise(value)
+    return value
+
+
+def _describe(handle: Any, *_: Any, **__: Any) -> str:
+    """Printing must not gather: it may happen on one rank alone."""
+    with torch._C.DisableTorchFunctionSubclass():
+        shape, dtype = tuple(handle.shape), handle.dtype
+    return f"Handle({handle._path}, shape={shape}, dtype={dtype}, sharded; p.clone() gathers it on every rank)"
+
+
+def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """torch.autograd.grad with respect to handles, inside the loss: differentiate to their units' roots."""
+    given = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    found = [
+        value._source.root_gradient(value._index) if isinstance(value, Handle) else (value, None) for value in given
+    ]
+    grads = torch.autograd.grad(_real(outputs), [node for node, _ in found], *args, **kwargs)
+    return tuple(
+        grad if read is None or grad is None else read(grad) for grad, (_, read) in zip(grads, found, strict=True)
+    )
+
+
+_T = torch.Tensor
+_METADATA = {
+    *(
+        getattr(_T, name).__get__
+        for name in (
+            "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "is_cuda", "is_cpu", "is_meta",
+            "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xla", "is_mps", "itemsize", "nbytes", "grad",
+            "grad_fn", "names", "_backward_hooks", "output_nr", "retains_grad",
+        )
+        if hasattr(_T, name)
+    ),
+    _T.size, _T.dim, _T.numel, _T.nelement, _T.stride, _T.is_floating_point, _T.is_complex, _T.element_size,
+    _T.is_contiguous, _T.get_device, _T.ndimension, _T.__len__, _T.__hash__, _T.requires_grad_, _T.storage_offset,
+    torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor,
+}  # fmt: skip
+_SPECIAL: dict[Any, Any] = {_T.__repr__: _describe, _T.__format__: _describe, torch.autograd.grad: _grad}
+_KINDS: dict[Any, str] = dict.fromkeys(_METADATA, "metadata") | dict.fromkeys(_SPECIAL, "special")
+_IN_PLACE_DUNDERS = {"__setitem__", "__set__"}
+
+
+def _classify(func: Any) -> str:
+    name = getattr(func, "__name__", "")
+    augmented = name.startswith("__i") and name.endswith("__") and name not in ("__index__", "__int__", "__invert__", "__iter__")
+    if name in _IN_PLACE_DUNDERS or augmented or (name.endswith("_") and not name.endswith("__")):
+        return "in-place"
+    return "operation"

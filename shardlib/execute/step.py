@@ -1,0 +1,199 @@
+"""One evaluation of a loss and its gradients over all micro-batches and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardlib.errors import HandleError, NonFiniteError, TreeError
+from shardlib.execute.executor import Executor
+from shardlib.execute.gradients import Gradients
+from shardlib.execute.losses import (
+    Mean,
+    Outcome,
+    map_means,
+    means_of,
+    read_loss,
+    require_gradient,
+    split_batch,
+    wants,
+)
+from shardlib.mesh import Mesh
+from shardlib.optim.shards import MeshShards, sum_of_squares, sum_over
+from shardlib.planning import Plan
+from shardlib.rng import Key
+from shardlib.sharded import Sharded
+from shardlib.tree import Tree
+
+
+@dataclass
+class Evaluation:
+    """A loss and its gradients.
+
+    Attributes:
+        loss: the mean over the global batch, 0-d.
+        aux: what the loss function handed out beside it, or None.
+        buffers: the buffers it returned, or None.
+        grads: bucket name -> this rank's shard of the summed gradient, still to be multiplied by ``scale``.
+        scale: what makes the sum the gradient of the mean loss (also undoes the loss scale); None for 1.
+        norm: the gradient's global norm, 0-d, after ``scale``.
+        finite: whether the loss and every gradient are finite, on every rank.
+        shards: sums over the gradients' elements; knows their squares already.
+    """
+
+    loss: torch.Tensor
+    aux: Any
+    buffers: Any
+    grads: dict[str, torch.Tensor]
+    scale: torch.Tensor | None
+    norm: torch.Tensor
+    finite: bool
+    shards: MeshShards
+
+
+class LossStep:
+    """A loss function bound to a plan.
+
+    Raises:
+        HandleError: a compiled loss function with a plan that gathers parameters.
+    """
+
+    def __init__(self, loss_fn: Callable[..., Any], plan: Plan, mesh: Mesh, with_buffers: bool) -> None:
+        self._loss_fn, self._plan, self._mesh, self._with_buffers = loss_fn, plan, mesh, with_buffers
+        self._wants_rng = wants(loss_fn, "rng")
+        self.executor = Executor(plan, mesh, trained=True)
+        if self.executor.gathers and hasattr(loss_fn, "_torchdynamo_orig_callable"):
+            raise HandleError(
+                "the loss function is compiled as a whole, and ZeRO stage 3 gathers parameters inside it; compile the "
+                "blocks instead (sl.block(torch.compile(fn))), or use zero(stage=2)"
+            )
+
+    def __call__(
+        self, params: Sharded, batch: Tree, buffers: Any, rng: Key | None, loss_scale: float = 1.0
+    ) -> Evaluation:
+        plan, mesh = self._plan, self._mesh
+        if self._wants_rng and rng is None:
+            raise TreeError("the loss function has a parameter rng and none was given; pass rng=sl.Key(seed)")
+        parts = split_batch(batch, plan, mesh)
+        gradients = Gradients(plan, mesh, self.executor.order)
+        sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)
+        outcome: Outcome | None = None
+        for index, part in enumerate(parts):
+            outcome = self._microbatch(params, gradients, part, index, buffers, rng, loss_scale)
+            buffers = outcome.buffers
+            sums[0] += outcome.total.detach()
+            sums[1] += outcome.weight
+        assert outcome is not None
+        grads = gradients.result()
+        shards = MeshShards(Sharded(plan, mesh, "grad", grads))
+        sums[2] = shards.local_sum(sum_of_squares, grads)
+        sum_over(mesh, plan.batch_axes, sums)
+        total, weight, squares = sums.unbind()
+        shards.remember(sum_of_squares, grads, squares)
+        scale = (1.0 / (weight * loss_scale)) if outcome.weighted else torch.full_like(total, 1.0 / loss_scale)
+        return Evaluation(
+            loss=total / weight,
+            aux=self._average(outcome.aux),
+            buffers=average_buffers(buffers, plan, mesh),
+            grads=grads,
+            scale=None if not outcome.weighted and loss_scale == 1.0 else scale,
+            norm=squares.sqrt() * scale,
+            finite=bool(torch.isfinite(sums).all()),
+            shards=shards,
+        )
+
+    def _microbatch(
+        self,
+        params: Sharded,
+        gradients: Gradients,
+        batch: Tree,
+        index: int,
+        buffers: Any,
+        rng: Key | None,
+        loss_scale: float,
+    ) -> Outcome:
+        plan = self._plan
+        extra: dict[str, Any] = {}
+        if self._wants_rng and rng is not None:
+            extra["rng"] = rng.at_slot(batch_index(plan, self._mesh) * plan.microbatches + index)
+
+        def run(tree: Tree) -> tuple[torch.Tensor, Outcome]:
+            inputs = (tree, buffers, batch) if self._with_buffers else (tree, batch)
+            outcome = read_loss(self._loss_fn(*inputs, **extra), self._with_buffers)
+            require_gradient(outcome.total)
+            # A scalar's mean over ranks and micro-batches is known beforehand; a Mean's weight only afterwards.
+            seed.fill_(loss_scale / (1 if outcome.weighted else plan.batch_ranks * plan.microbatches))
+            return outcome.total, outcome._replace(total=outcome.total.detach())
+
+        seed = torch.ones((), dtype=torch.float64, device=self._mesh.device)
+        return self.executor.backward(params, gradients, index == plan.microbatches - 1, run, seed)
+
+    def _average(self, aux: Any) -> Any:
+        return reduce_means(aux, self._plan, self._mesh)
+
+
+def batch_index(plan: Plan, mesh: Mesh) -> int:
+    """This rank's number among the ranks that share the batch."""
+    index = 0
+    for axis in plan.batch_axes:
+        index = index * mesh.shape[axis] + mesh.coords[axis]
+    return index
+
+
+def reduce_means(tree: Tree, plan: Plan, mesh: Mesh) -> Tree:
+    """Every `Mean` of a pytree as a number over all ranks' batches; other leaves stay this rank's own."""
+    means = means_of(tree)
+    if not means:
+        return tree
+    values = torch.stack([torch.as_tensor(value, dtype=torch.float64).detach() for mean in means for value in mean])
+    sum_over(mesh, plan.batch_axes, values)
+    results = iter(values.view(-1, 2).unbind())
+
+    def quotient(_: Mean) -> torch.Tensor:
+        total, weight = next(results)
+        return total / weight
+
+    return map_means(quotient, tree)
+
+
+def average_buffers(buffers: Any, plan: Plan, mesh: Mesh) -> Any:
+    """Buffers after a step, equal on all ranks: floating ones averaged over the batch axes, others kept."""
+    from shardlib.tree import tree_map
+
+    def average(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        leaf = leaf.detach()
+        if not leaf.is_floating_point() or plan.batch_ranks == 1:
+            return leaf
+        mean = leaf / plan.batch_ranks
+        sum_over(mesh, plan.batch_axes, mean)
+        return mean
+
+    return tree_map(average, buffers)
+
+
+def first_bad_leaf(evaluation: Evaluation, plan: Plan, mesh: Mesh) -> str:
+    """The path of the first leaf (in the plan's order, over all ranks) whose gradient is not finite, or ""."""
+    from shardlib.collectives import primitives
+
+    order = {placement.path: number for number, placement in enumerate(plan.placements)}
+    bad = []
+    for bucket in plan.trained:
+        parts = bucket.leaf_parts(evaluation.grads[bucket.name], bucket.levels)
+        bad += [path for path, part in zip(bucket.paths, parts, strict=True) if not torch.isfinite(part).all()]
+    everyone = [path for paths in primitives.all_gather_object(mesh, plan.batch_axes, bad) for path in paths]
+    return min(everyone, key=order.__getitem__, default="")
+
+
+def require_finite(evaluation: Evaluation, plan: Plan, mesh: Mesh, step: int) -> None:
+    """Raise `NonFiniteError`, naming the step and the first leaf, on every rank alike."""
+    path = first_bad_leaf(evaluation, plan, mesh)
+    what = f"the gradient of {path}" if path else "the loss"
+    raise NonFiniteError(
+        f"step {step}: {what} is not finite (loss {evaluation.loss.item():g}). The state is unchanged. Lower the learning "
+        "rate, clip gradients, or pass nonfinite='skip' to make_train_step to drop such steps"
+    )

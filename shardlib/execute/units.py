@@ -1,0 +1,182 @@
+"""A unit at run time: its buckets, their place in the graph, and the whole parameters while they are here.
+
+Two autograd functions make up a unit's pair. `_Root` makes, once per micro-batch, a tensor without memory that
+stands for the bucket's whole gradient; its backward hands the complete gradient to `Gradients`, which reduces it.
+`_Attach` connects gathered data to that root, each time the bucket is gathered; its backward packs the leaves'
+gradients. Autograd itself sums over several gathers and knows when the sum is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardlib._compat import run_first
+from shardlib.exchange import Gather
+from shardlib.execute.gradients import Gradients
+from shardlib.execute.handles import Handle
+from shardlib.layout import Bucket
+from shardlib.mesh import Mesh
+
+
+class _Root(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, bucket: Bucket, gradients: Gradients) -> torch.Tensor:
+        ctx.bucket, ctx.gradients = bucket, gradients
+        return anchor.new_zeros(1, dtype=bucket.reduce_dtype).expand(bucket.size(0))
+
+    @staticmethod
+    def backward(ctx: Any, whole: torch.Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+        ctx.gradients.add(ctx.bucket, whole)
+        return None, None, None
+
+
+class _Attach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, root: torch.Tensor, bucket: Bucket, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.bucket = bucket
+        ctx.set_materialize_grads(False)
+        return tuple(bucket.leaves(whole))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:  # type: ignore[override]
+        if all(grad is None for grad in grads):
+            return None, None, None
+        return ctx.bucket.pack(grads, ctx.bucket.reduce_dtype), None, None
+
+
+class BucketState:
+    """One bucket at run time.
+
+    Attributes:
+        stored: this rank's buffer, as stored.
+        whole: the whole, leaf-major buffer while it is here.
+        anchor: the graph input of its root; what `torch.autograd.grad` differentiates to.
+    """
+
+    def __init__(self, bucket: Bucket, mesh: Mesh) -> None:
+        self.bucket = bucket
+        self._mesh = mesh
+        self.stored: torch.Tensor = torch.empty(0)
+        self.whole: torch.Tensor | None = None
+        self.anchor: torch.Tensor | None = None
+        self.root: torch.Tensor | None = None
+        self._coming: Gather | None = None
+
+    @property
+    def gathers(self) -> bool:
+        return self.bucket.param_level > 0
+
+    def bind(self, stored: torch.Tensor, gradients: Gradients | None) -> None:
+        self.stored = stored
+        self.whole = None if self.gathers else stored
+        self.anchor = self.root = None
+        if gradients is not None and self.bucket.trainable:
+            self.anchor = torch.zeros((), requires_grad=True, device=stored.device)
+            self.root = run_first(_Root.apply(self.anchor, self.bucket, gradients))
+
+    def unbind(self) -> None:
+        """Drop the graph and the parameters of a micro-batch that is over."""
+        self.stored = torch.empty(0)
+        self.whole = self.anchor = self.root = self._coming = None
+
+    def fetch(self) -> None:
+        if self.gathers:
+            self._coming = Gather(self._mesh, self.bucket, self.stored, 0, self.bucket.param_level)
+
+    def arrive(self) -> None:
+        if self._coming is not None:
+            self.whole = self._coming.wait()
+            self._coming = None
+
+    def release(self) -> None:
+        if self._coming is not None:
+            self._coming.wait()  # an exchange under way writes to memory that must outlive it
+            self._coming = None
+        if self.gathers:
+            self.whole = None
+
+    def leaves(self) -> list[torch.Tensor]:
+        """The whole leaves, connected to the root when there is one."""
+        assert self.whole is not None
+        if self.root is None:
+            return self.bucket.leaves(self.whole)
+        leaves = list(_Attach.apply(self.root, self.bucket, self.whole))
+        run_first(leaves[0])
+        return leaves
+
+
+class UnitState:
+    """One unit at run time; the source of its leaves' handles."""
+
+    def __init__(self, name: str, buckets: list[BucketState], touch: Callable[[UnitState], None]) -> None:
+        self.name = name
+        self.buckets = buckets
+        self._touch = touch
+        self._where = [(state, place) for state in buckets for place in range(len(state.bucket.paths))]
+        self._leaves: list[torch.Tensor] | None = None
+
+    @property
+    def gathers(self) -> bool:
+        return any(state.gathers for state in self.buckets)
+
+    @property
+    def paths(self) -> list[str]:
+        return [path for state in self.buckets for path in state.bucket.paths]
+
+    def fetch(self) -> None:
+        for state in self.buckets:
+            state.fetch()
+
+    def arrive(self) -> None:
+        for state in self.buckets:
+            state.arrive()
+
+    def release(self) -> None:
+        self._leaves = None
+        for state in self.buckets:
+            state.release()
+
+    def attached(self) -> list[torch.Tensor]:
+        """All leaves, whole, connected to the graph: also when first touched under no_grad or inference_mode."""
+        if self._leaves is None:
+            with torch.inference_mode(False), torch.enable_grad():
+                self._leaves = [leaf for state in self.buckets for leaf in state.leaves()]
+        return self._leaves
+
+    def leaf(self, index: int) -> torch.Tensor:
+        self._touch(self)
+        leaves = self._leaves
+        return leaves[index] if leaves is not None else self.attached()[index]
+
+    def data(self, index: int) -> torch.Tensor:
+        self._touch(self)
+        state, place = self._where[index]
+        assert state.whole is not None
+        return state.bucket.leaves(state.whole)[place]
+
+    def root_gradient(self, index: int) -> tuple[torch.Tensor, Any]:
+        state, place = self._where[index]
+        assert state.root is not None
+
+        def read(whole: torch.Tensor) -> torch.Tensor:
+            columns = whole.view(state.bucket.ways, -1).split(state.bucket.chunks, dim=1)
+            flat = columns[place].reshape(-1)[: state.bucket.numels[place]]
+            return flat.view(state.bucket.shapes[place]).to(state.bucket.dtype)
+
+        return state.root, read
+
+    def handles(self, trained: bool) -> list[Handle]:
+        """One handle per leaf, to be made once and used in every step."""
+        return [
+            Handle(self, index, path, state.bucket.shapes[place], state.stored, trained and state.bucket.trainable)
+            for index, (path, (state, place)) in enumerate(zip(self.paths, self._where, strict=True))
+        ]
+
+    def forget(self) -> None:
+        """Drop the graph and the parameters of a micro-batch that is over."""
+        self._leaves = None
+        for state in self.buckets:
+            state.unbind()

@@ -1,0 +1,8 @@
+"""Transports: how the ranks along one mesh axis exchange flat tensors."""
+
+from shardlib.groups.base import Group, Work
+from shardlib.groups.echo import EchoGroup
+from shardlib.groups.process import ProcessGroup
+from shardlib.groups.simulated import SimulatedGroup, Simulation
+
+__all__ = ["EchoGroup", "Group", "ProcessGroup", "SimulatedGroup", "Simulation", "Work"]

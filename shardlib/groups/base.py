@@ -1,0 +1,59 @@
+"""What every transport offers. Buffers are contiguous; a call returns at once with a `Work` to wait on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+
+class Work:
+    """An exchange under way. `wait` returns once the output may be used; waiting again does nothing."""
+
+    def __init__(self, finish: Callable[[], None] | None = None) -> None:
+        self._finish = finish
+
+    def wait(self) -> None:
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+
+class Group(Protocol):
+    """The ranks along one mesh axis (or several, flattened), numbered 0 to ``size - 1``.
+
+    Inputs must not change, and outputs must not be read, until the returned work was waited for. All ranks of
+    a group make the same calls in the same order.
+    """
+
+    size: int
+    rank: int
+
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        """Sum ``tensor`` over the group, in place."""
+        ...
+
+    def all_gather(self, out: torch.Tensor, inp: torch.Tensor) -> Work:
+        """``out = concat(inp of rank 0, inp of rank 1, ...)``; ``out`` has ``size`` × the elements of ``inp``."""
+        ...
+
+    def reduce_scatter(self, out: torch.Tensor, inp: torch.Tensor) -> Work:
+        """``out = sum over ranks of their inp's chunk number rank``; ``inp`` has ``size`` × the elements."""
+        ...
+
+    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor) -> Work:
+        """Chunk ``j`` of ``inp`` goes to rank ``j``; chunk ``i`` of ``out`` comes from rank ``i``."""
+        ...
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
+        """Overwrite ``tensor`` with rank ``source``'s, in place."""
+        ...
+
+    def permute(self, out: torch.Tensor, inp: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> Work:
+        """Send ``inp`` along ``(source, destination)`` pairs; ``out`` is zero where nothing arrives."""
+        ...
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order. Blocking, for small picklable values."""
+        ...

@@ -1,0 +1,32 @@
+"""Who is gone: after a failed collective the survivors sign a list in the rendezvous store."""
+
+from __future__ import annotations
+
+import time
+
+import torch.distributed as dist
+
+_GRACE = 3.0  # seconds the survivors wait for each other's signature
+
+
+def silent_ranks() -> list[int]:
+    """Global ranks that do not sign within a few seconds.
+
+    Every survivor of a failed collective calls this; a rank that died, or is stuck elsewhere, does not. When the
+    store itself is gone, so is the rank that hosts it: rank 0.
+    """
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(_name(dist.get_rank()), "here")
+        missing = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+        deadline = time.monotonic() + _GRACE
+        while missing and time.monotonic() < deadline:
+            missing = [rank for rank in missing if not store.check([_name(rank)])]
+            time.sleep(0.05)
+        return missing
+    except (RuntimeError, ValueError):
+        return [0]
+
+
+def _name(rank: int) -> str:
+    return f"shardlib/alive/{rank}"

@@ -1,0 +1,221 @@
+"""Every rank in this process: one thread per rank, one of them running at a time.
+
+A rank runs until it must wait for a collective, then hands over to the next rank that can go on, in rank order:
+a simulation is deterministic. Since the simulator sees every rank, two ranks that call different collectives,
+or that wait for each other for ever, are an error at once, naming both.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shardlib.errors import RankMismatch
+from shardlib.groups.base import Work
+
+
+class Simulation:
+    """Runs ``ranks`` threads by turns and detects mismatch and deadlock."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self._wake = [threading.Semaphore(0) for _ in range(ranks)]
+        self._waiting: dict[int, tuple[Callable[[], bool], str]] = {}
+        self._finished: set[int] = set()
+        self.failure: BaseException | None = None
+        self.failed_rank: int | None = None
+
+    def run(self, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Run one body per rank to the end; returns their values, or raises the first failure."""
+        results: list[Any] = [None] * self.ranks
+
+        def main(rank: int) -> None:
+            self._wake[rank].acquire()
+            try:
+                if self.failure is None:
+                    # Backward then runs in this thread, so that a collective in it blocks this rank alone.
+                    with torch.autograd.set_multithreading_enabled(False):
+                        results[rank] = bodies[rank]()
+            except BaseException as error:
+                self.fail(rank, error)
+            self._finished.add(rank)
+            self._hand_over(rank)
+
+        threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in range(self.ranks)]
+        self._waiting = {rank: (lambda: True, "start") for rank in range(1, self.ranks)}
+        for thread in threads:
+            thread.start()
+        self._wake[0].release()
+        for thread in threads:
+            thread.join()
+        if self.failure is not None:
+            self.failure.add_note(f"raised on simulated rank {self.failed_rank} of {self.ranks}")
+            raise self.failure
+        return results
+
+    def fail(self, rank: int, error: BaseException) -> None:
+        """Record the first failure; every other rank stops when it next runs."""
+        if self.failure is None:
+            self.failure, self.failed_rank = error, rank
+
+    def block(self, rank: int, ready: Callable[[], bool], what: str) -> None:
+        """Return once ``ready()`` holds, letting the other ranks run meanwhile."""
+        if self.failure is None and ready():
+            return
+        if self.failure is None:
+            self._waiting[rank] = (ready, what)
+            if self._hand_over(rank):
+                self._wake[rank].acquire()
+        if self.failure is not None:
+            raise RankMismatch(f"rank {rank} stopped in {what}, because rank {self.failed_rank} failed")
+
+    def _hand_over(self, rank: int) -> bool:
+        """Wake the next rank that can run; False when that is ``rank`` itself (it keeps running)."""
+        order = [(rank + step) % self.ranks for step in range(1, self.ranks + 1)]
+        runnable = [
+            other for other in order if other in self._waiting and (self.failure is not None or self._waiting[other][0]())
+        ]
+        if not runnable and self._waiting:
+            waits = "; ".join(f"rank {other} waits in {self._waiting[other][1]}" for other in sorted(self._waiting))
+            done = ", ".join(map(str, sorted(self._finished)))
+            self.fail(
+                min(self._waiting),
+                RankMismatch(
+                    f"the ranks wait for each other for ever: {waits}"
+                    + (f"; rank {done} has finished" if done else "")
+                    + ". Every rank along an axis must make the same collective calls in the same order."
+                ),
+            )
+            runnable = [other for other in order if other in self._waiting]
+        if not runnable:
+            return True
+        chosen = runnable[0]
+        del self._waiting[chosen]
+        if chosen == rank:
+            return False
+        self._wake[chosen].release()
+        return True
+
+
+@dataclass
+class _Round:
+    """One collective of a group: what was called, and what each member brought."""
+
+    signature: str
+    first: int
+    members: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    complete: bool = False
+
+
+class _Exchange:
+    """The calls made so far on one group, shared by its members."""
+
+    def __init__(self) -> None:
+        self.rounds: dict[int, _Round] = {}
+
+
+class SimulatedGroup:
+    """One simulated rank's view of a group.
+
+    Args:
+        simulation: the scheduler all ranks share.
+        exchange: the group's shared record of calls, from `SimulatedGroup.exchange`.
+        members: global ranks of the group, in group order.
+        rank: this rank's place among them.
+        axis: the mesh axis, for messages.
+    """
+
+    exchange = _Exchange
+
+    def __init__(self, simulation: Simulation, exchange: _Exchange, members: Sequence[int], rank: int, axis: str) -> None:
+        self.size = len(members)
+        self.rank = rank
+        self._simulation = simulation
+        self._exchange = exchange
+        self._members = members
+        self._axis = axis
+        self._calls = 0
+
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        return self._post("all_reduce", tensor, tensor, lambda inputs, rank: torch.stack(inputs).sum(0))
+
+    def all_gather(self, out: torch.Tensor, inp: torch.Tensor) -> Work:
+        return self._post("all_gather", out, inp, lambda inputs, rank: torch.cat(inputs))
+
+    def reduce_scatter(self, out: torch.Tensor, inp: torch.Tensor) -> Work:
+        def chunk(inputs: list[torch.Tensor], rank: int) -> torch.Tensor:
+            return torch.stack([value.chunk(self.size)[rank] for value in inputs]).sum(0)
+
+        return self._post("reduce_scatter", out, inp, chunk)
+
+    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor) -> Work:
+        def chunks(inputs: list[torch.Tensor], rank: int) -> torch.Tensor:
+            return torch.cat([value.chunk(self.size)[rank] for value in inputs])
+
+        return self._post("all_to_all", out, inp, chunks)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
+        return self._post(f"broadcast from {source}", tensor, tensor, lambda inputs, rank: inputs[source])
+
+    def permute(self, out: torch.Tensor, inp: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> Work:
+        def move(inputs: list[torch.Tensor], rank: int) -> torch.Tensor:
+            sources = [source for source, destination in pairs if destination == rank]
+            return inputs[sources[0]] if sources else torch.zeros_like(inputs[rank])
+
+        return self._post(f"permute {tuple(pairs)}", out, inp, move)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        got: list[Any] = []
+
+        def finish(members: dict[int, Any]) -> None:
+            values = [members[rank][0] for rank in range(self.size)]
+            for rank in range(self.size):
+                members[rank][1].extend(values)
+
+        self._call("all_gather_object", (value, got), finish).wait()
+        return got
+
+    def _post(
+        self,
+        name: str,
+        out: torch.Tensor,
+        inp: torch.Tensor,
+        result: Callable[[list[torch.Tensor], int], torch.Tensor],
+    ) -> Work:
+        signature = f"{name}({inp.numel()} × {str(inp.dtype).removeprefix('torch.')})"
+
+        def finish(members: dict[int, Any]) -> None:
+            inputs = [members[rank][0].reshape(-1) for rank in range(self.size)]
+            with torch.no_grad():
+                # Every result before any write: all_reduce and broadcast write over their inputs.
+                results = [result(inputs, rank) for rank in range(self.size)]
+                for rank, value in enumerate(results):
+                    members[rank][1].copy_(value.view_as(members[rank][1]))
+
+        return self._call(signature, (inp.detach(), out.detach()), finish)
+
+    def _call(self, signature: str, entry: tuple[Any, Any], finish: Callable[[dict[int, Any]], None]) -> Work:
+        number = self._calls
+        self._calls += 1
+        me = self._members[self.rank]
+        current = self._exchange.rounds.setdefault(number, _Round(signature, me))
+        if current.signature != signature:
+            error = RankMismatch(
+                f"ranks call different collectives on axis {self._axis!r} (call {number + 1}): "
+                f"rank {current.first} calls {current.signature}, rank {me} calls {signature}. "
+                "Every rank along an axis must make the same calls, of the same sizes, in the same order."
+            )
+            self._simulation.fail(me, error)
+            raise error
+        current.members[self.rank] = entry
+        if len(current.members) == self.size:
+            finish(current.members)
+            current.complete = True
+            current.members = {}
+            del self._exchange.rounds[number]
+        what = f"{signature} on axis {self._axis!r} (call {number + 1})"
+        return Work(lambda: self._simulation.block(me, lambda: current.complete, what))

@@ -1,0 +1,144 @@
+"""Buckets: leaves of one unit that are gathered, reduced and updated as one flat buffer.
+
+Every leaf is flattened, padded to a multiple of N (the product of the bucket's axes) and cut into N chunks; rank
+number r along those axes owns chunk r of every leaf. A bucket at *level* k is split over its first k axes: level 0
+is whole, the last level is what one rank owns. Two orders of the same elements occur:
+
+    leaf-major  [leaf 0 | leaf 1 | ...]       each leaf's part contiguous: what is stored and computed with
+    rank-major  [owner 0 | owner 1 | ...]     each owner's part contiguous: what collectives exchange
+
+They coincide at the last level, and everywhere on a mesh of one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from shardlib.specs import chunk_size
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Leaves laid out together.
+
+    Attributes:
+        name: unique within the plan.
+        unit: name of the unit it belongs to.
+        paths: the leaves, in order.
+        shapes: their shapes where they are used (the compute shards).
+        dtype: as stored and used in the loss.
+        reduce_dtype: of gradients as they are summed and kept.
+        master_dtype: of the optimizer's own copy of the parameters, or None.
+        trainable: whether gradients flow.
+        axes: mesh axes the optimizer state is split over, major to minor, with ``sizes``.
+        param_level: how many of them the stored parameters are split over.
+        grad_level: how many of them gradients are split over while they are accumulated.
+        replicas: batch axes over which the bucket is replicated, so that gradients are all-reduced.
+    """
+
+    name: str
+    unit: str
+    paths: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    master_dtype: torch.dtype | None
+    trainable: bool
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    param_level: int
+    grad_level: int
+    replicas: tuple[str, ...]
+
+    @cached_property
+    def ways(self) -> int:
+        """Number of owners: the product of the axes' sizes."""
+        return math.prod(self.sizes)
+
+    @cached_property
+    def numels(self) -> tuple[int, ...]:
+        return tuple(math.prod(shape) for shape in self.shapes)
+
+    @cached_property
+    def chunks(self) -> list[int]:
+        """Elements of each leaf that one rank owns, padding included."""
+        return [chunk_size(numel, self.ways) for numel in self.numels]
+
+    @cached_property
+    def owned(self) -> int:
+        """Elements one rank owns of the bucket, padding included."""
+        return sum(self.chunks)
+
+    @cached_property
+    def padded(self) -> bool:
+        return any(chunk * self.ways != numel for chunk, numel in zip(self.chunks, self.numels, strict=True))
+
+    @property
+    def levels(self) -> int:
+        return len(self.axes)
+
+    def parts(self, level: int) -> int:
+        """Owners that share one buffer at ``level``."""
+        return math.prod(self.sizes[level:])
+
+    def size(self, level: int) -> int:
+        """Elements of a buffer at ``level``."""
+        return self.parts(level) * self.owned
+
+    def leaf_parts(self, buffer: torch.Tensor, level: int) -> list[torch.Tensor]:
+        """Each leaf's flat part of a leaf-major buffer, padding included (views)."""
+        parts = self.parts(level)
+        return list(buffer.split([chunk * parts for chunk in self.chunks]))
+
+    def leaves(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """The leaves of a whole (level 0), leaf-major buffer, in shape and without padding (views)."""
+        parts = self.leaf_parts(buffer, 0)
+        if self.padded:
+            parts = [part[:numel] for part, numel in zip(parts, self.numels, strict=True)]
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def owned_part(self, buffer: torch.Tensor, level: int, index: int) -> torch.Tensor:
+        """Owner ``index``'s elements of a leaf-major buffer, contiguous; the same tensor at the last level."""
+        parts = self.parts(level)
+        if parts == 1:
+            return buffer
+        return torch.cat([part.view(parts, -1)[index] for part in self.leaf_parts(buffer, level)])
+
+    def to_leaf_major(self, buffer: torch.Tensor, start: int, stop: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Merge the gathered buffers of level ``stop`` (one after the other) into one of level ``start``.
+
+        Writes into ``out`` when given; else returns ``buffer`` itself where nothing needs to move.
+        """
+        pieces = self.size(start) // max(self.size(stop), 1)
+        if pieces <= 1 or len(self.paths) == 1:
+            return buffer if out is None else out.copy_(buffer)
+        out = torch.empty_like(buffer) if out is None else out
+        views = [part.view(pieces, -1) for part in self.leaf_parts(out, start)]
+        widths = [chunk * self.parts(stop) for chunk in self.chunks]
+        torch.split_with_sizes_copy(buffer.view(pieces, -1), widths, dim=1, out=views)
+        return out
+
+    def pack(self, leaves: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
+        """Whole leaves (None is zero) to one whole, rank-major buffer of ``dtype``, padded with zeros.
+
+        Differentiable, so that gradients of gradients flow through the packing of a gradient.
+        """
+        device = next((leaf.device for leaf in leaves if leaf is not None), None)
+        columns = []
+        for leaf, numel, chunk in zip(leaves, self.numels, self.chunks, strict=True):
+            if leaf is None:
+                columns.append(torch.zeros((self.ways, chunk), dtype=dtype, device=device))
+                continue
+            flat = leaf.reshape(-1)
+            if chunk * self.ways != numel:
+                flat = torch.nn.functional.pad(flat, (0, chunk * self.ways - numel))
+            columns.append(flat.view(self.ways, chunk))
+        if torch.is_grad_enabled() or any(column.dtype != columns[0].dtype for column in columns):
+            return torch.cat([column.to(dtype) for column in columns], dim=1).view(-1)
+        out = torch.empty((self.ways, self.owned), dtype=dtype, device=columns[0].device)
+        return torch.cat(columns, dim=1, out=out).view(-1)

@@ -1,0 +1,199 @@
+"""A GPT as pure functions of a parameter pytree (pre-norm, learned positions; Radford et al. 2019, GPT-2).
+
+Nothing here knows of ranks, meshes or shards. Weights are (out, in) as ``F.linear`` wants them, and all
+computing is done in the dtype the parameters come in.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardlib.blocks import block as mark_block
+from shardlib.rng import Key, dropout
+
+Params = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Sizes of a GPT.
+
+    ``sequence`` is the longest context in tokens; ``dropout`` the probability of zeroing an element of the
+    embedding and of each residual branch; ``tie`` uses the token embedding as the output layer too.
+
+    Raises ValueError when ``heads`` does not divide ``width``, a size is below 1 or ``dropout`` lies
+    outside [0, 1).
+    """
+
+    vocab: int = 256
+    layers: int = 4
+    width: int = 192
+    heads: int = 6
+    sequence: int = 128
+    dropout: float = 0.0
+    dtype: torch.dtype = torch.float32
+    tie: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("vocab", "layers", "width", "heads", "sequence"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"GPTConfig: {name}={getattr(self, name)}, but it must be at least 1")
+        if self.width % self.heads:
+            raise ValueError(
+                f"GPTConfig: heads={self.heads} does not divide width={self.width}; "
+                "choose a width that is a multiple of heads"
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"GPTConfig: dropout={self.dropout}, but it must lie in [0, 1)")
+
+
+def init(config: GPTConfig, seed: int = 0, device: str | torch.device = "cpu") -> Params:
+    """Fresh parameters: weights from N(0, 0.02²), biases 0, gains 1.
+
+    The two weights that write into the residual stream are scaled by 1/√(2·layers), so that the stream's
+    variance does not grow with depth. Values depend on ``seed`` alone, not on ``device``.
+
+    Returns ``{"wte": (V, W), "wpe": (S, W), "blocks": [...], "ln_f": {...}, "head": (V, W)}``, without
+    "head" when ``config.tie``; a block is ``{"ln1", "attn": {"qkv", "out"}, "ln2", "mlp": {"up", "down"}}``,
+    each a ``{"weight", "bias"}``.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    width, residual_std = config.width, 0.02 / math.sqrt(2 * config.layers)
+
+    def normal(*shape: int, std: float = 0.02) -> Tensor:
+        if torch.device(device).type == "meta":
+            return torch.empty(shape, dtype=config.dtype, device=device)
+        return torch.empty(shape).normal_(std=std, generator=generator).to(device, config.dtype)
+
+    def linear(out: int, into: int, std: float = 0.02) -> Params:
+        bias = torch.zeros(out, dtype=config.dtype, device=device)
+        return {"weight": normal(out, into, std=std), "bias": bias}
+
+    def norm() -> Params:
+        one = torch.ones(width, dtype=config.dtype, device=device)
+        return {"weight": one, "bias": torch.zeros_like(one)}
+
+    def one_block() -> Params:
+        return {
+            "ln1": norm(),
+            "attn": {"qkv": linear(3 * width, width), "out": linear(width, width, residual_std)},
+            "ln2": norm(),
+            "mlp": {"up": linear(4 * width, width), "down": linear(width, 4 * width, residual_std)},
+        }
+
+    params = {
+        "wte": normal(config.vocab, width),
+        "wpe": normal(config.sequence, width),
+        "blocks": [one_block() for _ in range(config.layers)],
+        "ln_f": norm(),
+    }
+    if not config.tie:
+        params["head"] = normal(config.vocab, width)
+    return params
+
+
+@mark_block
+def block(config: GPTConfig, params: Params, x: Tensor, rng: Key | None) -> Tensor:
+    """One transformer block: (B, S, W) -> (B, S, W). ``rng`` is used, and may not be None, under dropout."""
+    a = _attention(config, params["attn"], _layer_norm(params["ln1"], x))
+    x = x + _dropout(config, a, rng, "attn")
+    h = F.gelu(_linear(params["mlp"]["up"], _layer_norm(params["ln2"], x)), approximate="tanh")
+    return x + _dropout(config, _linear(params["mlp"]["down"], h), rng, "mlp")
+
+
+def embed(config: GPTConfig, params: Params, tokens: Tensor, rng: Key | None = None) -> Tensor:
+    """The residual stream before the first block: tokens (B, S) int64 -> (B, S, W).
+
+    Raises ValueError when S is longer than ``config.sequence``.
+    """
+    length = tokens.shape[1]
+    if length > config.sequence:
+        raise ValueError(f"{length} tokens are more than the model's sequence of {config.sequence}")
+    x = F.embedding(tokens, params["wte"]) + params["wpe"][:length]
+    return _dropout(config, x, rng, "embed")
+
+
+def logits(config: GPTConfig, params: Params, tokens: Tensor, rng: Key | None = None) -> Tensor:
+    """Scores of the next token at every position: tokens (B, S) int64 -> (B, S, V)."""
+    x = embed(config, params, tokens, rng)
+    for i, params_i in enumerate(params["blocks"]):
+        x = block(config, params_i, x, rng.fold_in(i) if rng is not None else None)
+    return F.linear(_layer_norm(params["ln_f"], x), params["wte" if config.tie else "head"])
+
+
+def make_loss(config: GPTConfig) -> Callable[..., Tensor]:
+    """The training loss ``loss(params, batch, rng=None) -> ()``, in nats per token.
+
+    ``batch`` is ``{"tokens": (B, S), "targets": (B, S)}``, both int64; the loss is the cross entropy of the
+    targets, averaged over B·S. ``rng`` is a ``Key``, needed only under dropout.
+    """
+
+    def loss(params: Params, batch: dict[str, Tensor], rng: Key | None = None) -> Tensor:
+        scores = logits(config, params, batch["tokens"], rng)
+        # The softmax sums V terms: in a 16-bit dtype that costs digits which the loss cannot spare.
+        scores = scores.flatten(0, 1).to(torch.promote_types(scores.dtype, torch.float32))
+        return F.cross_entropy(scores, batch["targets"].flatten())
+
+    return loss
+
+
+def generate(
+    config: GPTConfig, params: Params, prompt: Tensor, length: int, temperature: float = 1.0, seed: int = 0
+) -> Tensor:
+    """Append ``length`` sampled tokens to ``prompt``: (B, S₀) int64, S₀ ≥ 1 -> (B, S₀ + length).
+
+    The model sees the last ``config.sequence`` tokens. ``temperature`` divides the scores; at 0 the
+    likeliest token is taken. The same seed gives the same text on every rank.
+    """
+    if temperature < 0:
+        raise ValueError(f"generate: temperature={temperature}, but it must not be negative")
+    generator = torch.Generator(prompt.device).manual_seed(seed)
+    tokens = prompt
+    with torch.no_grad():
+        for _ in range(length):
+            scores = logits(config, params, tokens[:, -config.sequence :])[:, -1]
+            if temperature == 0:
+                chosen = scores.argmax(-1, keepdim=True)
+            else:
+                odds = torch.softmax(scores.float() / temperature, -1)
+                chosen = torch.multinomial(odds, 1, generator=generator)
+            tokens = torch.cat([tokens, chosen], 1)
+    return tokens
+
+
+def parameters_count(config: GPTConfig) -> int:
+    """How many numbers ``init(config)`` holds."""
+    w = config.width
+    per_block = 12 * w * w + 13 * w  # qkv 3, out 1, up 4, down 4 squares; their biases 9 and two norms 4
+    embeddings = (config.vocab * (1 if config.tie else 2) + config.sequence) * w
+    return config.layers * per_block + embeddings + 2 * w
+
+
+def _attention(config: GPTConfig, params: Params, x: Tensor) -> Tensor:
+    batch, length, width = x.shape
+    # Heads come from the shape of qkv (3·heads·size, W), not from W: a sliced model holds fewer of them.
+    qkv = _linear(params["qkv"], x).view(batch, length, 3, -1, width // config.heads)
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return _linear(params["out"], out.transpose(1, 2).flatten(2))
+
+
+def _linear(params: Params, x: Tensor) -> Tensor:
+    return F.linear(x, params["weight"], params["bias"])
+
+
+def _layer_norm(params: Params, x: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], params["weight"], params["bias"])
+
+
+def _dropout(config: GPTConfig, x: Tensor, rng: Key | None, name: str) -> Tensor:
+    if config.dropout == 0:
+        return x
+    if rng is None:
+        raise ValueError(f"GPTConfig has dropout={config.dropout}, but no rng was given to draw it from")
+    return dropout(x, config.dropout, rng.fold_in(name))

@@ -1,0 +1,63 @@
+"""Adam and AdamW (arXiv 1412.6980, 1711.05101)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from shardlib.kernels.adamw import adamw_
+from shardlib.optim.base import GradientTransformation, Locality
+from shardlib.optim.schedules import Schedule, as_schedule
+from shardlib.optim.shards import Shards
+from shardlib.tree import Tree, leaves_of, tree_map
+
+
+class AdamState(NamedTuple):
+    """``count``: steps taken (0-d float); ``mu``, ``nu``: running means of g and g²."""
+
+    count: torch.Tensor
+    mu: Tree
+    nu: Tree
+
+
+def adamw(
+    lr: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 1e-4
+) -> GradientTransformation:
+    """Adam with decoupled weight decay: update ``−lr·(m̂/(√v̂ + eps) + weight_decay·p)``.
+
+    m̂, v̂ are bias-corrected. Defaults as optax.adamw. Moments take the dtype of the parameters they are made for
+    (fp32 masters, under `shardlib.precision`).
+    """
+    rate = as_schedule(lr)
+
+    def init(params: Tree) -> AdamState:
+        return AdamState(torch.zeros(()), tree_map(torch.zeros_like, params), tree_map(torch.zeros_like, params))
+
+    def update(updates: Tree, state: AdamState, params: Tree, *, shards: Shards) -> tuple[Tree, AdamState]:
+        step, count = rate(state.count), state.count + 1
+        mu = tree_map(lambda g, m: b1 * m + (1 - b1) * g.to(m.dtype), updates, state.mu)
+        nu = tree_map(lambda g, v: b2 * v + (1 - b2) * g.to(v.dtype).square(), updates, state.nu)
+        if weight_decay and params is None:
+            raise ValueError("adamw decays weights, so update needs them: update(updates, state, params)")
+
+        def move(m: torch.Tensor, v: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+            direction = (m / (1 - b1**count)) / ((v / (1 - b2**count)).sqrt() + eps)
+            return -step.to(m.dtype) * (direction + weight_decay * p if weight_decay else direction)
+
+        return tree_map(move, mu, nu, params if weight_decay else mu), AdamState(count, mu, nu)
+
+    def apply(params: Tree, updates: Tree, state: AdamState, scale: torch.Tensor | None, shards: Shards) -> AdamState:
+        count = state.count + 1
+        step = rate(state.count)
+        trees = (params, updates, state.mu, state.nu)
+        for p, g, m, v in zip(*map(leaves_of, trees), strict=True):
+            adamw_(p, g, m, v, count=count, lr=step, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, scale=scale)
+        return AdamState(count, state.mu, state.nu)
+
+    return GradientTransformation(init, update, Locality.ELEMENTWISE, apply=apply)
+
+
+def adam(lr: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> GradientTransformation:
+    """Adam: update ``−lr·m̂/(√v̂ + eps)``."""
+    return adamw(lr, b1, b2, eps, weight_decay=0.0)

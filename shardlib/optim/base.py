@@ -1,0 +1,100 @@
+"""`GradientTransformation`: two pure functions, and what they need to run on shards.
+
+As in optax, ``init(params) -> state`` and ``update(updates, state, params) -> (updates, state)`` map pytrees to
+pytrees. A train step runs them on flat shards: a dictionary from bucket name to this rank's flat buffer.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardlib.errors import IllegalComposition
+from shardlib.optim.shards import WHOLE, MeshShards, Shards, optimizer_shards
+from shardlib.sharded import Sharded
+from shardlib.tree import Tree, tree_map
+
+
+class Locality(enum.Enum):
+    """What a transformation reads beyond the element it writes."""
+
+    ELEMENTWISE = "elementwise"  # nothing: each element alone (Adam, SGD)
+    GLOBAL = "global"  # sums over all elements, through ``shards.sum`` (the global norm)
+
+
+class GradientTransformation:
+    """A pair of pure functions with their locality.
+
+    Args:
+        init: ``init(params) -> state``.
+        update: ``update(updates, state, params, shards=...) -> (updates, state)`` when it has a locality; plain
+            optax form ``update(updates, state, params)`` otherwise.
+        locality: what it reads of other elements. Without one it is refused on shards.
+        factor: for a transformation that multiplies every element by one number: ``factor(updates, scale, shards)``
+            returns the number for ``updates * scale``. A chain folds it into its next pass over memory.
+        apply: the same as updating and adding, in one pass in place: ``apply(params, updates, state, scale) ->
+            state`` for ``updates * scale``; may use up the memory of ``updates`` and ``state``.
+    """
+
+    def __init__(
+        self,
+        init: Callable[[Tree], Tree],
+        update: Callable[..., tuple[Tree, Tree]],
+        locality: Locality | None = None,
+        factor: Callable[[Tree, torch.Tensor | None, Shards], torch.Tensor] | None = None,
+        apply: Callable[..., Tree] | None = None,
+    ) -> None:
+        self._init, self._update = init, update
+        self.locality, self.factor, self._apply = locality, factor, apply
+
+    def init(self, params: Tree) -> Tree:
+        """The state for ``params``: a pytree, or `Sharded` (then over this rank's flat shards)."""
+        return self._init(self._lower(params))
+
+    def update(self, updates: Tree, state: Tree, params: Tree = None, *, shards: Shards = WHOLE) -> tuple[Tree, Tree]:
+        """Transform ``updates`` (gradients, at first); returns them with the new state, changing nothing in place."""
+        if isinstance(updates, Sharded):
+            flat, state = self.update(updates.buffers, state, self._lower(params), shards=MeshShards(updates))
+            return Sharded(updates.plan, updates.mesh, "grad", flat), state
+        if self.locality is None:
+            return self._update(updates, state, params)
+        return self._update(updates, state, params, shards=shards)
+
+    def apply(
+        self, params: Tree, updates: Tree, state: Tree, *, scale: torch.Tensor | None = None, shards: Shards = WHOLE
+    ) -> Tree:
+        """Write ``params`` in place from ``updates * scale``; returns the new state. May use up all it is given."""
+        if self._apply is not None:
+            return self._apply(params, updates, state, scale, shards)
+        updates, state = self.update(scaled(updates, scale), state, params, shards=shards)
+        tree_map(lambda param, update: param.add_(update.to(param.dtype)), params, updates)
+        return state
+
+    def _lower(self, params: Tree) -> Tree:
+        if not isinstance(params, Sharded):
+            return params
+        self.require_locality(params)
+        return optimizer_shards(params)
+
+    def require_locality(self, params: Sharded) -> None:
+        """Refuse shards when no locality is declared."""
+        if self.locality is None and params.mesh.size > 1:
+            raise IllegalComposition(
+                f"this gradient transformation declares no locality, so it may be wrong on shards ({params.mesh}); "
+                "pass locality=sl.optim.Locality.ELEMENTWISE if it treats each element alone, or GLOBAL if it sums "
+                "through shards.sum"
+            )
+
+
+def scaled(updates: Tree, scale: torch.Tensor | None) -> Tree:
+    if scale is None:
+        return updates
+    return tree_map(lambda update: update * scale.to(update.dtype), updates)
+
+
+def empty_init(params: Any) -> tuple[()]:
+    """The state of a transformation that has none."""
+    return ()

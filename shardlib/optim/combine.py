@@ -1,0 +1,50 @@
+"""`chain`: several gradient transformations as one."""
+
+from __future__ import annotations
+
+from shardlib.optim.base import GradientTransformation, Locality, scaled
+from shardlib.optim.shards import WHOLE
+from shardlib.tree import Tree
+
+
+def chain(*transformations: GradientTransformation) -> GradientTransformation:
+    """Apply transformations in turn, each to the updates the one before it returned.
+
+    The state is a tuple of their states. Unlike transforms of the plan, these do not commute.
+
+    Raises:
+        ValueError: no transformations.
+    """
+    if not transformations:
+        raise ValueError("chain() needs at least one gradient transformation")
+    *first, last = transformations
+
+    def init(params: Tree) -> Tree:
+        return tuple(tx.init(params) for tx in transformations)
+
+    def update(updates, state, params, *, shards):  # type: ignore[no-untyped-def]
+        new_state = []
+        for tx, tx_state in zip(transformations, state, strict=True):
+            updates, tx_state = tx.update(updates, tx_state, params, shards=shards)
+            new_state.append(tx_state)
+        return updates, tuple(new_state)
+
+    def apply(params, updates, state, scale, shards):  # type: ignore[no-untyped-def]
+        new_state = []
+        for tx, tx_state in zip(first, state, strict=False):
+            if tx.factor is not None:
+                # One number for all elements: left to the last transformation, which reads every element anyway.
+                factor = tx.factor(updates, scale, shards)
+                scale = factor if scale is None else scale * factor
+            else:
+                updates, tx_state = tx.update(scaled(updates, scale), tx_state, params, shards=shards)
+                scale = None
+            new_state.append(tx_state)
+        new_state.append(last.apply(params, updates, state[-1], scale=scale, shards=shards))
+        return tuple(new_state)
+
+    localities = {tx.locality for tx in transformations}
+    if None in localities:
+        return GradientTransformation(init, lambda u, s, p: update(u, s, p, shards=WHOLE))
+    locality = Locality.GLOBAL if Locality.GLOBAL in localities else Locality.ELEMENTWISE
+    return GradientTransformation(init, update, locality, apply=apply)

@@ -1,0 +1,38 @@
+"""Stochastic gradient descent with momentum."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from shardlib.optim.base import GradientTransformation, Locality
+from shardlib.optim.schedules import Schedule, as_schedule
+from shardlib.optim.shards import Shards
+from shardlib.tree import Tree, tree_map
+
+
+class SgdState(NamedTuple):
+    """``count``: steps taken; ``trace``: the momentum, or () without."""
+
+    count: torch.Tensor
+    trace: Tree
+
+
+def sgd(lr: float | Schedule, momentum: float = 0.0, nesterov: bool = False) -> GradientTransformation:
+    """``t ← momentum·t + g``; update ``−lr·t`` (nesterov: ``−lr·(g + momentum·t)``). As optax.sgd."""
+    rate = as_schedule(lr)
+
+    def init(params: Tree) -> SgdState:
+        return SgdState(torch.zeros(()), tree_map(torch.zeros_like, params) if momentum else ())
+
+    def update(updates: Tree, state: SgdState, params: Tree, *, shards: Shards) -> tuple[Tree, SgdState]:
+        step = rate(state.count)
+        trace = state.trace
+        if momentum:
+            trace = tree_map(lambda g, t: momentum * t + g.to(t.dtype), updates, trace)
+            updates = tree_map(lambda g, t: g + momentum * t, updates, trace) if nesterov else trace
+        moved = tree_map(lambda update: update * -step.to(update.dtype).to(update.device), updates)
+        return moved, SgdState(state.count + 1, trace)
+
+    return GradientTransformation(init, update, Locality.ELEMENTWISE)

@@ -1,0 +1,105 @@
+"""Parameters in the optimizer's layout: what each rank owns, sums over all of it, and writing it back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardlib.collectives import primitives
+from shardlib.exchange import Gather, owner_index
+from shardlib.mesh import Mesh
+from shardlib.planning import Plan
+from shardlib.sharded import Sharded
+from shardlib.tree import Tree, leaves_of, tree_map
+
+
+class Shards:
+    """How to sum over all elements of a tree. This one is for whole trees; `MeshShards` for shards."""
+
+    def sum(self, fn: Callable[[torch.Tensor], torch.Tensor], tree: Tree) -> torch.Tensor:
+        """Σ fn(leaf) over the leaves, as a 0-d tensor; ``fn`` returns the sum over the elements it is given."""
+        return torch.stack([fn(leaf) for leaf in leaves_of(tree)]).sum()
+
+
+WHOLE = Shards()
+
+
+class MeshShards(Shards):
+    """Sums over flat shards on a mesh: each element counts once, however many ranks hold it."""
+
+    def __init__(self, tree: Sharded) -> None:
+        self._plan, self._mesh = tree.plan, tree.mesh
+        self._known: list[tuple[Any, Any, torch.Tensor]] = []
+
+    def sum(self, fn: Callable[[torch.Tensor], torch.Tensor], tree: Tree) -> torch.Tensor:
+        for known_fn, known_tree, value in self._known:
+            if known_fn is fn and known_tree is tree:
+                return value
+        local = self.local_sum(fn, tree).reshape(1)
+        sum_over(self._mesh, self._plan.batch_axes, local)
+        return local[0]
+
+    def local_sum(self, fn: Callable[[torch.Tensor], torch.Tensor], tree: dict[str, torch.Tensor]) -> torch.Tensor:
+        """This rank's part of the sum: of copies, only the first rank's counts."""
+        parts = [fn(leaf) for name, leaf in tree.items() if self._counts(name)]
+        return torch.stack(parts).sum() if parts else torch.zeros((), device=self._mesh.device)
+
+    def remember(self, fn: Callable[[torch.Tensor], torch.Tensor], tree: Tree, value: torch.Tensor) -> None:
+        """Note a sum that was computed along with something else, so that asking again costs nothing."""
+        self._known.append((fn, tree, value))
+
+    def _counts(self, bucket: str) -> bool:
+        return all(self._mesh.coords[axis] == 0 for axis in self._plan.bucket_of[bucket].replicas)
+
+
+def sum_of_squares(leaf: torch.Tensor) -> torch.Tensor:
+    """Σ x², accumulated in fp32 (fp64 for fp64); not finite when an element is not."""
+    wide = torch.float64 if leaf.dtype == torch.float64 else torch.float32
+    return torch.linalg.vector_norm(leaf, dtype=wide).square().to(torch.float64)
+
+
+def sum_over(mesh: Mesh, axes: tuple[str, ...], values: torch.Tensor) -> None:
+    """Sum a small vector in place over several axes."""
+    for axis in axes:
+        if mesh.shape[axis] > 1:
+            primitives.all_reduce(mesh, axis, values).wait()
+
+
+def optimizer_shards(params: Sharded) -> dict[str, torch.Tensor]:
+    """This rank's flat shards of the trained parameters in the optimizer's layout.
+
+    Where parameters are stored in that layout these are the stored buffers themselves, not copies.
+    """
+    shards = {}
+    for bucket in params.plan.trained:
+        index = owner_index(params.mesh, bucket, bucket.param_level, bucket.levels)
+        shards[bucket.name] = bucket.owned_part(params.buffers[bucket.name], bucket.param_level, index)
+    return shards
+
+
+def store(params: Sharded, shards: dict[str, torch.Tensor]) -> None:
+    """Write the optimizer's shards into the stored parameters in place, gathering what must be whole again."""
+    plan: Plan = params.plan
+    gathers = []
+    for bucket in plan.trained:
+        shard, stored = shards[bucket.name], params.buffers[bucket.name]
+        if bucket.parts(bucket.param_level) > 1:
+            narrow = shard.to(bucket.dtype)
+            gathers.append((Gather(params.mesh, bucket, narrow, bucket.param_level, bucket.levels), stored))
+        elif shard is not stored:
+            stored.copy_(shard)
+    for gather, stored in gathers:
+        gather.wait(out=stored)
+
+
+def apply_updates(params: Tree, updates: Tree) -> Tree:
+    """``params + updates``, leaf by leaf; `Sharded` or plain pytrees. Changes nothing in place."""
+    if not isinstance(params, Sharded):
+        return tree_map(lambda param, update: param + update.to(param.dtype), params, updates)
+    shards = optimizer_shards(params)
+    moved = {name: shard + updates.buffers[name].to(shard.dtype) for name, shard in shards.items()}
+    result = Sharded(params.plan, params.mesh, "param", {name: b.clone() for name, b in params.buffers.items()})
+    store(result, moved)
+    return result

@@ -1,0 +1,382 @@
+"""The plan: every tensor of the training state with its spec, decided before any rank runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardlib.claims import LeafInfo, Slots, Transform, resolve
+from shardlib.errors import IllegalComposition, TreeError, listing
+from shardlib.layout import Bucket
+from shardlib.mesh import Mesh
+from shardlib.plan_text import describe
+from shardlib.specs import Leaf, P, check_leaves
+from shardlib.tree import Tree, TreeDef, check_tensors, flatten, ties
+from shardlib.units import unit_names
+
+ROLES = ("param", "grad", "optimizer")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one parameter lives in each role.
+
+    Attributes:
+        path: its first path; ``aliases`` are further paths of a tied leaf.
+        unit, bucket: the unit and the bucket that hold it.
+        compute: as the loss sees it.
+        param, grad, optimizer: as it is stored; grad and optimizer are None for a leaf that is not trained.
+    """
+
+    path: str
+    aliases: tuple[str, ...]
+    unit: str
+    bucket: str
+    compute: Leaf
+    param: Leaf
+    grad: Leaf | None
+    optimizer: Leaf | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A frozen, comparable, device-free description of a sharded training state; ``print`` it.
+
+    Attributes:
+        sizes: axis name -> size of the mesh.
+        treedef: the parameters' structure.
+        leaf_paths: the path of every leaf of the pytree, tied ones included.
+        owners: for each of them the index of its placement.
+        placements: one per distinct parameter.
+        buckets: the flat buffers they lie in, in order of units.
+        batch_axes: axes over which the batch varies.
+        microbatches: parts a rank's batch is cut into; gradients are summed over them.
+        sync: "each" reduces gradients after every micro-batch, "last" only after the last.
+        remat: activation recompute policy of blocks, or None.
+        prefetch: whether the next unit is gathered while one computes.
+        loss_scale: None, or "dynamic" for fp16.
+        cast_batch: dtype that floating batch leaves are cast to, or None.
+        touches: units in the order one micro-batch gathers them, forward then backward; None when not traced.
+        optimizer_bytes: bytes per rank of the optimizer's state, masters included; None when none was given.
+        log: which transform wrote what.
+    """
+
+    sizes: Mapping[str, int]
+    treedef: TreeDef
+    leaf_paths: tuple[str, ...]
+    owners: tuple[int, ...]
+    placements: tuple[Placement, ...]
+    buckets: tuple[Bucket, ...]
+    batch_axes: tuple[str, ...]
+    microbatches: int
+    sync: str
+    remat: Any
+    prefetch: bool
+    loss_scale: str | None
+    cast_batch: torch.dtype | None
+    touches: tuple[str, ...] | None = None
+    optimizer_bytes: int | None = None
+    log: tuple[str, ...] = field(default=(), compare=False)
+
+    @cached_property
+    def units(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(bucket.unit for bucket in self.buckets))
+
+    @cached_property
+    def batch_ranks(self) -> int:
+        """Ranks that each bring their own share of the batch."""
+        return math.prod(self.sizes[axis] for axis in self.batch_axes)
+
+    @cached_property
+    def trained(self) -> tuple[Bucket, ...]:
+        return tuple(bucket for bucket in self.buckets if bucket.trainable)
+
+    @property
+    def parameters(self) -> int:
+        """Number of distinct parameters, tied ones counted once."""
+        return sum(math.prod(placement.param.shape) for placement in self.placements)
+
+    def bytes(self, role: str) -> int:
+        """Bytes one rank holds of "param", "grad" or "optimizer" state, padding included.
+
+        "grad" is the buffer gradients are accumulated in: whole where they are reduced once at the end.
+        """
+        if role == "param":
+            return sum(bucket.size(bucket.param_level) * bucket.dtype.itemsize for bucket in self.buckets)
+        if role == "grad":
+            return sum(bucket.size(bucket.grad_level) * bucket.reduce_dtype.itemsize for bucket in self.trained)
+        if role == "optimizer":
+            if self.optimizer_bytes is None:
+                raise ValueError("the plan was made without an optimizer; pass optimizer= to make_plan")
+            return self.optimizer_bytes
+        raise ValueError(f"role {role!r} is not one of {', '.join(ROLES)}")
+
+    @cached_property
+    def bucket_of(self) -> dict[str, Bucket]:
+        """Bucket name -> bucket."""
+        return {bucket.name: bucket for bucket in self.buckets}
+
+    def local_shape(self, placement: Placement, role: str) -> tuple[int, ...]:
+        """The shape of one rank's shard in ``role`` ("param", or "grad" for the optimizer's layout)."""
+        bucket = self.bucket_of[placement.bucket]
+        leaf = placement.param if role == "param" else placement.optimizer or placement.param
+        level = bucket.param_level if role == "param" else bucket.levels
+        shape = leaf.spec.local_shape(leaf.shape, self.sizes)
+        part = bucket.chunks[bucket.paths.index(placement.path)] * bucket.parts(level)
+        # Split over several axes, padding is to a multiple of all of them; then the shard is a flat piece.
+        return shape if level == 0 or math.prod(shape) == part else (part,)
+
+    def gathers(self) -> tuple[str, ...]:
+        """Units in the order one micro-batch gathers them: as traced, or each once forward and once backward."""
+        if self.touches is not None:
+            return self.touches
+        sharded = [unit for unit in self.units if any(b.param_level for b in self.buckets if b.unit == unit)]
+        trained = {bucket.unit for bucket in self.trained}
+        return (*sharded, *(unit for unit in reversed(sharded) if unit in trained))
+
+    def payload(self) -> dict[str, int]:
+        """Payload bytes one rank sends per step, by axis, by the algorithms' own volume (scalars apart)."""
+        total = dict.fromkeys(self.sizes, 0)
+        reductions = self.microbatches if self.sync == "each" else 1
+        for unit in self.gathers():
+            for bucket in self.buckets:
+                if bucket.unit == unit:
+                    _add_gather(total, bucket, 0, bucket.param_level, self.microbatches)
+        for bucket in self.trained:
+            itemsize = bucket.reduce_dtype.itemsize
+            for level, axis in enumerate(bucket.axes):
+                times = reductions if level < bucket.grad_level else 1
+                total[axis] += times * _share(bucket.size(level) * itemsize, self.sizes[axis])
+            for axis in bucket.replicas:
+                total[axis] += 2 * _share(bucket.size(bucket.levels) * itemsize, self.sizes[axis])
+            _add_gather(total, bucket, bucket.param_level, bucket.levels, 1)
+        return {axis: count for axis, count in total.items() if self.sizes[axis] > 1}
+
+    def __str__(self) -> str:
+        return describe(self)
+
+    __repr__ = __str__
+
+
+def _share(whole: int, ways: int) -> int:
+    return whole * (ways - 1) // ways
+
+
+def _add_gather(total: dict[str, int], bucket: Bucket, start: int, stop: int, times: int) -> None:
+    """Gathering from level ``stop`` to level ``start``, one axis after the other, the last first."""
+    for level in range(start, stop):
+        axis = bucket.axes[level]
+        total[axis] += times * _share(bucket.size(level) * bucket.dtype.itemsize, bucket.sizes[level])
+
+
+def build_plan(params: Tree, mesh: Mesh, transform: Transform, *, optimizer: Any = None) -> Plan:
+    """Decide every spec. Pure: reads shapes and dtypes alone, runs on meta tensors, moves no data.
+
+    Args:
+        params: a pytree of tensors (or meta tensors).
+        optimizer: anything with ``init(params)``; only its state's size is asked for.
+
+    Raises:
+        TreeError: a leaf that is not a tensor.
+        IllegalComposition: claims that conflict, or that do not fit the mesh.
+        SpecError: specs that do not fit the shapes.
+    """
+    paths, leaves, treedef = flatten(params)
+    check_tensors(paths, leaves)
+    owner_of = ties(leaves)
+    distinct = sorted(set(owner_of))
+    infos = [LeafInfo(paths[index], tuple(leaves[index].shape), leaves[index].dtype) for index in distinct]
+    slots, log = resolve(transform, mesh.shape, infos)
+    _check_slots(slots, mesh, transform)
+
+    batch_axes = tuple(axis for axis in mesh.shape if ("reduce", axis, "method") in slots)
+    split = _splits(slots, mesh.shape)
+    microbatches = slots.get(("schedule", "microbatches"), 1)
+    sync = slots.get(("schedule", "sync")) or ("each" if split["grad"] else "last")
+    if sync == "last" and split["grad"] and microbatches > 1:
+        split["grad"] = ()
+        log += ("sync='last': gradients are kept whole until the last micro-batch",)
+    units = unit_names(params)
+    draft = [
+        _place(
+            infos[place],
+            tuple(paths[i] for i, owner in enumerate(owner_of) if owner == index and i != index),
+            units[index],
+            slots,
+            split,
+            mesh.shape,
+        )
+        for place, index in enumerate(distinct)
+    ]
+    order = {unit: number for number, unit in enumerate(dict.fromkeys(units))}
+    buckets = _buckets(draft, slots, split, batch_axes, mesh.shape, order)
+    bucket_of = {path: bucket.name for bucket in buckets for path in bucket.paths}
+    placements = tuple(replace(placement, bucket=bucket_of[placement.path]) for placement in draft)
+    check_leaves([placement.compute for placement in placements], mesh.shape)
+    place_of = {index: place for place, index in enumerate(distinct)}
+    plan = Plan(
+        sizes=dict(mesh.shape),
+        treedef=treedef,
+        leaf_paths=tuple(paths),
+        owners=tuple(place_of[owner] for owner in owner_of),
+        placements=placements,
+        buckets=buckets,
+        batch_axes=batch_axes,
+        microbatches=microbatches,
+        sync=sync,
+        remat=slots.get(("schedule", "remat")),
+        prefetch=slots.get(("schedule", "prefetch"), True),
+        loss_scale=slots.get(("schedule", "loss_scale")),
+        cast_batch=slots.get(("schedule", "cast_batch")),
+        log=log,
+    )
+    return plan if optimizer is None else replace(plan, optimizer_bytes=_optimizer_bytes(plan, optimizer))
+
+
+def _check_slots(slots: Slots, mesh: Mesh, transform: Transform) -> None:
+    axes = {slot[1] for slot in slots if slot[0] == "reduce" and slot[1] != "*"}
+    axes |= {slot[2] for slot in slots if slot[0] == "live"}
+    axes |= {axis for slot, spec in slots.items() if slot[0] == "use" and slot[2] == "spec" for axis in spec.axes}
+    unknown = sorted(axes - set(mesh.shape))
+    if unknown:
+        raise IllegalComposition(
+            f"{transform.name} uses axis {', '.join(map(repr, unknown))}, which {mesh} does not have; name one of its "
+            f"axes with axis=, or make the mesh with {', '.join(f'{axis}=...' for axis in unknown)}"
+        )
+    if slots.get(("schedule", "sync")) == "each" and not any(slot[:2] == ("live", "grad") for slot in slots):
+        raise IllegalComposition(
+            "accumulate(sync='each') reduces gradients after every micro-batch into their shards, and at ZeRO stages 0 and "
+            "1 they are kept whole; use sync='last' (the same numbers, less traffic), or stage 2 or 3"
+        )
+    idle = [f"{axis!r} (size {size})" for axis, size in mesh.shape.items() if size > 1 and axis not in axes]
+    if idle:
+        raise IllegalComposition(
+            f"no transform uses axis {', '.join(idle)} of {mesh}: its ranks would all do the same work. Add a transform "
+            "for it (zero(..., replicate=axis) shares the batch over it), or leave it out of the mesh"
+        )
+
+
+def _place(
+    info: LeafInfo,
+    aliases: tuple[str, ...],
+    unit: str,
+    slots: Slots,
+    split: Mapping[str, tuple[str, ...]],
+    sizes: Mapping[str, int],
+) -> Placement:
+    dtype = slots.get(("use", info.path, "dtype"), info.dtype)
+    compute = Leaf(info.path, info.shape, dtype, slots.get(("use", info.path, "spec"), P()))
+    trainable = dtype.is_floating_point and slots.get(("use", info.path, "trainable"), True)
+    master = slots.get(("use", info.path, "master"))
+
+    def stored(role: str, dtype: torch.dtype) -> Leaf:
+        return replace(compute, dtype=dtype, spec=compute.spec.split(split[role], info.shape, sizes))
+
+    return Placement(
+        path=info.path,
+        aliases=aliases,
+        unit=unit,
+        bucket="",
+        compute=compute,
+        param=stored("param", dtype),
+        grad=stored("grad", _reduce_dtype(dtype, slots)) if trainable else None,
+        optimizer=stored("optimizer", master or dtype) if trainable else None,
+    )
+
+
+def _reduce_dtype(dtype: torch.dtype, slots: Slots) -> torch.dtype:
+    """As asked; else 16-bit gradients are summed in fp32 and wider ones as they are."""
+    if dtype.itemsize < 4:
+        return slots.get(("reduce", "*", "dtype"), torch.float32)
+    return dtype
+
+
+def _buckets(
+    placements: Sequence[Placement],
+    slots: Slots,
+    split: Mapping[str, tuple[str, ...]],
+    batch_axes: tuple[str, ...],
+    sizes: Mapping[str, int],
+    order: Mapping[str, int],
+) -> tuple[Bucket, ...]:
+    groups: dict[tuple[Any, ...], list[Placement]] = {}
+    for placement in placements:
+        trainable = placement.grad is not None
+        master = slots.get(("use", placement.path, "master")) if trainable else None
+        key = (order[placement.unit], placement.unit, str(placement.param.dtype), trainable, master)
+        groups.setdefault(key, []).append(placement)
+    buckets = []
+    for key, members in sorted(groups.items(), key=lambda item: (item[0][0], item[0][2], not item[0][3], str(item[0][4]))):
+        _, unit, _, trainable, master = key
+        # A leaf that is not trained has no optimizer state: it is split as its parameters are, and no further.
+        axes = split["optimizer"] if trainable else split["param"]
+        first = members[0]
+        name = f"{unit or '(top)'}/{str(first.param.dtype).removeprefix('torch.')}" + ("" if trainable else "/frozen")
+        buckets.append(
+            Bucket(
+                name=name if not any(bucket.name == name for bucket in buckets) else f"{name}/master",
+                unit=unit,
+                paths=tuple(member.path for member in members),
+                shapes=tuple(member.compute.spec.local_shape(member.compute.shape, sizes) for member in members),
+                dtype=first.param.dtype,
+                reduce_dtype=first.grad.dtype if first.grad else first.param.dtype,
+                master_dtype=master,
+                trainable=trainable,
+                axes=axes,
+                sizes=tuple(sizes[axis] for axis in axes),
+                param_level=len(split["param"]),
+                grad_level=len(split["grad"]) if trainable else 0,
+                replicas=tuple(axis for axis in batch_axes if sizes[axis] > 1 and axis not in axes),
+            )
+        )
+    return tuple(buckets)
+
+
+def _splits(slots: Slots, sizes: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
+    """Axes each role is split over, ordered so that each role's are the first few of the next one's."""
+    found: dict[str, tuple[str, ...]] = {}
+    before: tuple[str, ...] = ()
+    for role in ROLES:
+        mine = {slot[2] for slot in slots if slot[:2] == ("live", role)}
+        missing = sorted(set(before) - mine)
+        if missing:
+            raise IllegalComposition(
+                f"the {role} state is not split over axis {', '.join(map(repr, missing))}, and the one before it (param, "
+                "grad, optimizer) is; a higher ZeRO stage splits everything a lower one does"
+            )
+        before = (*before, *(axis for axis in sizes if axis in mine and axis not in before))
+        found[role] = before
+    return {role: tuple(axis for axis in axes if sizes[axis] > 1) for role, axes in found.items()}
+
+
+def _optimizer_bytes(plan: Plan, optimizer: Any) -> int:
+    """Bytes of per-parameter optimizer state, asked of ``optimizer.init`` on fake shards; scalars are left out."""
+    with FakeTensorMode():
+        shards = {
+            bucket.name: torch.empty(bucket.owned, dtype=bucket.master_dtype or bucket.dtype) for bucket in plan.trained
+        }
+        _, leaves, _ = flatten(optimizer.init(shards))
+        state = sum(leaf.numel() * leaf.dtype.itemsize for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim())
+    masters = sum(bucket.owned * bucket.master_dtype.itemsize for bucket in plan.trained if bucket.master_dtype)
+    return state + masters
+
+
+def check_same_tree(plan: Plan, paths: Sequence[str], shapes: Sequence[tuple[int, ...]], what: str) -> None:
+    """Raise `TreeError` listing each leaf of ``what`` that is missing, new, or of another shape than the plan's."""
+    wanted = dict(zip(plan.leaf_paths, (plan.placements[owner] for owner in plan.owners), strict=True))
+    got = dict(zip(paths, shapes, strict=True))
+    failures = [f"{path}: missing" for path in wanted if path not in got]
+    failures += [f"{path}: not in the plan" for path in got if path not in wanted]
+    for path, placement in wanted.items():
+        local = plan.local_shape(placement, "param")
+        if path in got and got[path] != local:
+            failures.append(f"{path}: shape {got[path]}, planned {local} (this rank's share of {placement.param.shape})")
+    if failures:
+        raise TreeError(f"the {what} differ from the plan:\n{listing(failures)}\nShard the changed tree anew with sl.shard.")
+

@@ -1,0 +1,87 @@
+"""The live line of a training run: step, loss, tokens per second, time left."""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, TaskID, TextColumn
+from rich.progress import Progress as Bar
+
+_WINDOW = 10.0  # seconds over which the rate is averaged
+
+
+class Progress:
+    """Shows how a run of ``steps`` steps gets on, to be used in a ``with`` statement.
+
+    On a terminal one line is redrawn in place; anywhere else a plain line is printed every ``every`` seconds
+    and after the last step. Ranks other than 0 print nothing. ``tokens_per_step`` counts those of all ranks,
+    ``start`` is the number of steps done before (in a run that was resumed).
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        tokens_per_step: int,
+        *,
+        start: int = 0,
+        rank: int = 0,
+        every: float = 5.0,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._steps, self._tokens_per_step = steps, tokens_per_step
+        self._silent, self._every, self._clock = rank != 0, every, clock
+        self._stream = stream if stream is not None else sys.stdout
+        self._printed = clock()
+        self._seen = deque([(self._printed, start)])
+        self._bar: Bar | None = None
+        self._task = TaskID(0)
+        if not self._silent and self._stream.isatty():
+            console = Console(file=self._stream)
+            self._bar = Bar(BarColumn(bar_width=24), TextColumn("{task.description}"), console=console)
+            self._task = self._bar.add_task(f"step {start}/{steps}", total=steps, completed=start)
+
+    def __enter__(self) -> "Progress":
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, step: int, loss: float) -> None:
+        """Tell that ``step`` steps are done and the last had ``loss`` (a Python number, nats per token)."""
+        now = self._clock()
+        self._seen.append((now, step))
+        while len(self._seen) > 2 and now - self._seen[0][0] > _WINDOW:
+            self._seen.popleft()
+        if self._silent:
+            return
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, description=self._line(step, loss))
+        elif now - self._printed >= self._every or step == self._steps:
+            self._printed = now
+            print(self._line(step, loss), file=self._stream, flush=True)
+
+    def note(self, text: str) -> None:
+        """Print a line that stays, above the live one."""
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False)
+        elif not self._silent:
+            print(text, file=self._stream, flush=True)
+
+    def _line(self, step: int, loss: float) -> str:
+        (begun, first), (now, last) = self._seen[0], self._seen[-1]
+        line = f"step {step}/{self._steps}  loss {loss:.3f}"
+        if last == first or now == begun:
+            return line
+        rate = (last - first) / (now - begun)  # steps per second
+        left = round((self._steps - step) / rate)
+        return f"{line}  {rate * self._tokens_per_step:,.0f} tokens/s  {left // 60}:{left % 60:02d} left"

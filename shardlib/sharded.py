@@ -1,0 +1,255 @@
+"""`Sharded`: a pytree whose leaves are this rank's shards; `shard` makes one and `unshard` gives the whole back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from shardlib.claims import Transform, chain
+from shardlib.collectives import primitives
+from shardlib.deferred import defer
+from shardlib.errors import DonatedStateError, IllegalComposition, TreeError, listing
+from shardlib.exchange import Gather, owner_index
+from shardlib.layout import Bucket
+from shardlib.mesh import Mesh, as_mesh
+from shardlib.planning import Placement, Plan, build_plan, check_same_tree
+from shardlib.specs import P, shard_of
+from shardlib.transforms.zero import zero
+from shardlib.tree import Tree, flatten, register_node, unflatten
+
+
+class Sharded:
+    """This rank's shards of a parameter pytree (role "param") or of its gradients (role "grad").
+
+    A pytree: ``tree_map`` over it yields another `Sharded`; indexing reads the tree. Underneath, the shards lie in
+    one flat buffer per bucket; leaves are views. A tree that a ``tree_map`` made is packed into buffers when they
+    are next asked for.
+
+    Attributes:
+        plan: where every tensor lives.
+        mesh: the mesh it is sharded over.
+        role: "param", or "grad" for anything in the layout of the optimizer (gradients, updates).
+        tree: the nested tree of shards, in the local shape of their spec.
+    """
+
+    def __init__(
+        self, plan: Plan, mesh: Mesh, role: str, buffers: dict[str, torch.Tensor] | None = None, tree: Tree = None
+    ) -> None:
+        self.plan, self.mesh, self.role = plan, mesh, role
+        self._buffers = buffers
+        self._tree = tree
+        self._taken: str | None = None
+
+    @property
+    def tree(self) -> Tree:
+        self._check()
+        if self._tree is None:
+            self._tree = unflatten(self.plan.treedef, self._leaves())
+        return self._tree
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Bucket name -> this rank's flat buffer."""
+        self._check()
+        if self._buffers is None:
+            self._buffers = self._pack()
+        return self._buffers
+
+    def level(self, bucket: Bucket) -> int:
+        return bucket.param_level if self.role == "param" else bucket.levels
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        return self.plan.buckets if self.role == "param" else self.plan.trained
+
+    def take(self, why: str) -> None:
+        """Mark this value as used up: its memory now belongs to a later state."""
+        self._taken = why
+
+    def _check(self) -> None:
+        if self._taken:
+            raise DonatedStateError(self._taken)
+
+    def _leaves(self) -> list[torch.Tensor | None]:
+        shards: dict[str, torch.Tensor | None] = {}
+        placements = {placement.path: placement for placement in self.plan.placements}
+        for bucket in self.buckets:
+            level = self.level(bucket)
+            for path, part in zip(bucket.paths, bucket.leaf_parts(self.buffers[bucket.name], level), strict=True):
+                shape = self.plan.local_shape(placements[path], self.role)
+                shards[path] = part[: math.prod(shape)].view(shape)
+        return [shards.get(self.plan.placements[owner].path) for owner in self.plan.owners]
+
+    def _pack(self) -> dict[str, torch.Tensor]:
+        paths, leaves, _ = flatten(self._tree)
+        found = dict(zip(paths, leaves, strict=True))
+        if self.role == "param":
+            wrong = [f"{path}: {type(leaf).__name__}" for path, leaf in found.items() if not isinstance(leaf, torch.Tensor)]
+            if wrong:
+                raise TreeError(f"leaves of a sharded tree must be tensors:\n{listing(wrong)}")
+            check_same_tree(self.plan, paths, [tuple(leaf.shape) for leaf in leaves], "parameters")
+        buffers = {}
+        for bucket in self.buckets:
+            level = self.level(bucket)
+            buffer = torch.zeros(bucket.size(level), dtype=bucket.dtype, device=self.mesh.device)
+            for path, part in zip(bucket.paths, bucket.leaf_parts(buffer, level), strict=True):
+                part[: found[path].numel()].copy_(found[path].detach().reshape(-1))
+            buffers[bucket.name] = buffer
+        return buffers
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.tree[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.tree)
+
+    def __len__(self) -> int:
+        return len(self.tree)
+
+    def __repr__(self) -> str:
+        return f"Sharded {self.role} tree of rank {self.mesh.rank} on {self.mesh}\n{self.plan}"
+
+
+def _children(node: Sharded) -> tuple[Iterable[Any], Any]:
+    return (node.tree,), (node.plan, node.mesh, node.role)
+
+
+def _build(static: Any, children: Iterable[Any]) -> Sharded:
+    plan, mesh, role = static
+    (tree,) = children
+    return Sharded(plan, mesh, role, tree=tree)
+
+
+register_node(Sharded, _children, _build)
+
+
+def default_transform(transform: Transform | None, stage: int | None) -> Transform:
+    """``stage=n`` is short for `zero`\\ (n); with neither, plain data parallelism."""
+    if stage is None:
+        return transform if transform is not None else zero(0)
+    return zero(stage) if transform is None else chain(transform, zero(stage))
+
+
+def shard(
+    params: Tree | Callable[[], Tree], mesh: Any, transform: Transform | None = None, *, stage: int | None = None
+) -> Sharded:
+    """Split a parameter pytree over a mesh; returns this rank's shards, with their specs.
+
+    Args:
+        params: any pytree of tensors, the same values on every rank; or a function without arguments that makes
+            one, which is then run piece by piece, so that no rank ever holds the whole model.
+        mesh: a `Mesh`, or a torch DeviceMesh with named dimensions.
+        transform: how to shard; by default plain data parallelism over axis "data".
+        stage: short for ``zero(stage)``, added to ``transform``.
+
+    Raises:
+        TreeError: a leaf that is not a tensor, or is on another device than the mesh's.
+        IllegalComposition: transforms that do not compose, or do not fit the mesh.
+        RankMismatch: the ranks' trees, plans or values differ; names the leaves and the ranks.
+    """
+    mesh = as_mesh(mesh)
+    if mesh.abstract:
+        raise IllegalComposition(f"{mesh} has no ranks to hold shards; use sl.make_plan to plan on it, sl.make_mesh to run")
+    source = defer(params) if callable(params) else None
+    tree = source.tree if source else params
+    plan = build_plan(tree, mesh, default_transform(transform, stage))
+    _check_ranks_agree(plan, mesh)
+    buffers = {
+        bucket.name: torch.zeros(bucket.size(bucket.param_level), dtype=bucket.dtype, device=mesh.device)
+        for bucket in plan.buckets
+    }
+    parts = {
+        path: (bucket, part)
+        for bucket in plan.buckets
+        for path, part in zip(bucket.paths, bucket.leaf_parts(buffers[bucket.name], bucket.param_level), strict=True)
+    }
+    paths, leaves, _ = flatten(tree)
+    compute = {placement.path: placement.compute.spec for placement in plan.placements}
+    sums: dict[str, int] = {}
+
+    def place(path: str, value: torch.Tensor) -> None:
+        if path in parts:
+            if mesh.size > 1:
+                sums[path] = _checksum(value)
+            bucket, part = parts[path]
+            _fill(part, shard_of(value, compute[path], mesh.shape, mesh.coords), mesh, bucket)
+
+    if source:
+        source.replay(dict(enumerate(paths)), place)
+    else:
+        _check_devices(paths, leaves, mesh)
+        for path, leaf in zip(paths, leaves, strict=True):
+            place(path, leaf.detach())
+    primitives.require_equal(
+        mesh,
+        "initial values",
+        {path: f"checksum {value & 0xFFFFFFFF:08x}" for path, value in sums.items()},
+        "Start every rank from the same seed or checkpoint before sl.shard.",
+    )
+    return Sharded(plan, mesh, "param", buffers)
+
+
+def unshard(params: Sharded) -> Tree:
+    """Gather the full pytree on every rank. Tied leaves come back as one tensor; gradients of frozen leaves as None."""
+    whole: dict[str, torch.Tensor] = {}
+    specs = {placement.path: placement.compute.spec for placement in params.plan.placements}
+    for bucket in params.buckets:
+        buffer, level = params.buffers[bucket.name], params.level(bucket)
+        if level:
+            buffer = Gather(params.mesh, bucket, buffer, 0, level).wait()
+        for path, leaf in zip(bucket.paths, bucket.leaves(buffer), strict=True):
+            whole[path] = _gather_slices(leaf, specs[path], params.mesh).clone()
+    paths = [params.plan.placements[owner].path for owner in params.plan.owners]
+    return unflatten(params.plan.treedef, [whole.get(path) for path in paths])
+
+
+def _gather_slices(leaf: torch.Tensor, spec: P, mesh: Mesh) -> torch.Tensor:
+    for dim, entry in enumerate(spec.entries):
+        for axis in reversed(entry):
+            out = leaf.new_empty((mesh.shape[axis], *leaf.shape))
+            primitives.all_gather(mesh, axis, out, leaf.contiguous()).wait()
+            leaf = out.movedim(0, dim).flatten(dim, dim + 1)
+    return leaf
+
+
+def _fill(part: torch.Tensor, value: torch.Tensor, mesh: Mesh, bucket: Bucket) -> None:
+    """Copy this rank's piece of a whole leaf; what the padding covers stays zero."""
+    start = owner_index(mesh, bucket, 0, bucket.param_level) * part.numel()
+    flat = value.reshape(-1)[start : start + part.numel()]
+    part[: flat.numel()].copy_(flat)
+
+
+def _checksum(value: torch.Tensor) -> int:
+    """A sum over the bits, exact and independent of the order of summation."""
+    if value.numel() == 0:
+        return 0
+    width = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+    bits = value.contiguous().reshape(-1).view(width.get(value.dtype.itemsize, torch.uint8))
+    return int(bits.sum(dtype=torch.int64))
+
+
+def _check_devices(paths: list[str], leaves: list[torch.Tensor], mesh: Mesh) -> None:
+    wrong = [
+        f"{path}: shape {tuple(leaf.shape)} on {leaf.device}"
+        for path, leaf in zip(paths, leaves, strict=True)
+        if leaf.device != mesh.device
+    ]
+    if wrong:
+        raise TreeError(
+            f"{len(wrong)} parameters are not on the mesh's device {mesh.device}:\n{listing(wrong)}\nMove them there "
+            "with .to(mesh.device); for a model on the meta device pass sl.shard the function that makes it."
+        )
+
+
+def _check_ranks_agree(plan: Plan, mesh: Mesh) -> None:
+    items: dict[str, Any] = {
+        "micro-batches": plan.microbatches,
+        "transforms": plan.log,
+        "batch axes": plan.batch_axes,
+    }
+    for placement in plan.placements:
+        items[placement.path] = (placement.compute.shape, str(placement.compute.dtype), placement.aliases)
+    primitives.require_equal(mesh, "parameter trees or plans", items, "Build the same model and plan on every rank.")

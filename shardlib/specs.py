@@ -1,0 +1,179 @@
+"""Partition specs: on which mesh axes each dimension of a tensor lies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardlib.errors import SpecError, listing
+
+Entry = str | tuple[str, ...] | None
+Sizes = Mapping[str, int]
+
+
+class P:
+    """A partition spec, immutable and refused at construction when it is malformed.
+
+    ``P("data", None, ("model", "expert"))`` has one entry per dimension: an axis, none, or several axes major
+    to minor. Missing trailing entries mean none. ``P.flat("data")`` is the flattened tensor, padded with
+    zeros to a multiple of the axis and cut into equal chunks, for sizes that do not divide. Entries and flat
+    axes combine: the entries slice first, what is left is flattened (``P(None, "model", flat=("data",))``).
+
+    Raises:
+        SpecError: an axis twice, or an entry that is not an axis name, a tuple of names, or None.
+    """
+
+    __slots__ = ("entries", "flat_axes")
+
+    entries: tuple[tuple[str, ...], ...]
+    flat_axes: tuple[str, ...]
+
+    def __init__(self, *entries: Entry, flat: Sequence[str] = ()) -> None:
+        normal = [_entry(entry) for entry in entries]
+        while normal and not normal[-1]:
+            normal.pop()
+        object.__setattr__(self, "entries", tuple(normal))
+        object.__setattr__(self, "flat_axes", _entry(tuple(flat)))
+        axes = self.axes
+        repeated = sorted({axis for axis in axes if axes.count(axis) > 1})
+        if repeated:
+            raise SpecError(f"{self!r} uses axis {', '.join(map(repr, repeated))} twice; each axis may appear once")
+
+    @classmethod
+    def flat(cls, *axes: str) -> P:
+        """The flattened, padded tensor cut along ``axes``, major to minor."""
+        return cls(flat=axes)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Every axis the spec uses, in order of dimension, flat axes last."""
+        return tuple(axis for entry in self.entries for axis in entry) + self.flat_axes
+
+    def split(self, axes: Sequence[str], shape: Sequence[int], sizes: Sizes) -> P:
+        """This spec with ``axes`` added: on dimension 0 where it divides, else on the flattened tensor.
+
+        Both lay memory out alike (a chunk of a contiguous tensor whose dimension 0 divides is its shard), so
+        the choice is one of description. ``shape`` is the global shape. Axes of size one are left out.
+        """
+        axes = tuple(axis for axis in axes if sizes[axis] > 1)
+        if not axes:
+            return self
+        local = self.local_shape(shape, sizes) if not self.flat_axes else ()
+        ways = math.prod(sizes[axis] for axis in axes)
+        if local and local[0] % ways == 0 and local[0] > 0:
+            head = self.entries[0] if self.entries else ()
+            return P(head + axes, *self.entries[1:])
+        return P(*self.entries, flat=self.flat_axes + axes)
+
+    def problems(self, shape: Sequence[int], sizes: Sizes) -> list[str]:
+        """Why this spec does not fit ``shape`` on a mesh of these ``sizes``; empty when it does."""
+        found = [
+            f"axis {axis!r} is not on the mesh (axes: {', '.join(map(repr, sizes)) or 'none'})"
+            for axis in self.axes
+            if axis not in sizes
+        ]
+        if len(self.entries) > len(shape):
+            found.append(f"{self!r} has {len(self.entries)} entries for {len(shape)} dimensions")
+        if found:
+            return found
+        for dim, (entry, size) in enumerate(zip(self.entries, shape, strict=False)):
+            ways = math.prod(sizes[axis] for axis in entry)
+            if ways and size % ways:
+                names = " × ".join(f"{axis}={sizes[axis]}" for axis in entry)
+                found.append(f"dimension {dim} of size {size} is not divisible by {ways} ({names})")
+        return found
+
+    def local_shape(self, shape: Sequence[int], sizes: Sizes) -> tuple[int, ...]:
+        """The shape of one rank's shard; one-dimensional (and padded) under flat axes."""
+        local = list(shape)
+        for dim, entry in enumerate(self.entries):
+            for axis in entry:
+                local[dim] //= sizes[axis]
+        if not self.flat_axes:
+            return tuple(local)
+        return (chunk_size(math.prod(local), math.prod(sizes[axis] for axis in self.flat_axes)),)
+
+    def local_numel(self, shape: Sequence[int], sizes: Sizes) -> int:
+        return math.prod(self.local_shape(shape, sizes))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"a spec is immutable; build a new one instead of setting {name!r}")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, P) and (self.entries, self.flat_axes) == (other.entries, other.flat_axes)
+
+    def __hash__(self) -> int:
+        return hash((self.entries, self.flat_axes))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self.entries, self.flat_axes)
+
+    def __repr__(self) -> str:
+        if self.flat_axes and not self.entries:
+            return f"P.flat({', '.join(map(repr, self.flat_axes))})"
+        parts = [repr(entry[0] if len(entry) == 1 else entry or None) for entry in self.entries]
+        if self.flat_axes:
+            parts.append(f"flat={self.flat_axes!r}")
+        return f"P({', '.join(parts)})"
+
+
+def _rebuild(entries: tuple[tuple[str, ...], ...], flat_axes: tuple[str, ...]) -> P:
+    return P(*entries, flat=flat_axes)
+
+
+def _entry(entry: Entry) -> tuple[str, ...]:
+    if entry is None:
+        return ()
+    if isinstance(entry, str):
+        return (entry,)
+    if isinstance(entry, tuple) and all(isinstance(axis, str) for axis in entry):
+        return entry
+    raise SpecError(f"{entry!r} is not a spec entry; use an axis name, a tuple of axis names, or None")
+
+
+def chunk_size(numel: int, ways: int) -> int:
+    """Elements per chunk when ``numel`` elements are padded and cut ``ways`` ways."""
+    return -(-numel // ways)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """Shape (global), dtype, spec and memory of one tensor of the training state."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    spec: P = P()
+    memory: str = "device"
+
+    def local_bytes(self, sizes: Sizes) -> int:
+        """Bytes one rank holds, padding included."""
+        return self.spec.local_numel(self.shape, sizes) * self.dtype.itemsize
+
+
+def check_leaves(leaves: Sequence[Leaf], sizes: Sizes) -> None:
+    """Raise one `SpecError` that lists every leaf whose spec does not fit its shape and the mesh."""
+    failures = [
+        f"{leaf.path}: shape {tuple(leaf.shape)} with {leaf.spec!r}: {problem}"
+        for leaf in leaves
+        for problem in leaf.spec.problems(leaf.shape, sizes)
+    ]
+    if failures:
+        mesh = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+        raise SpecError(
+            f"{len(failures)} specs do not fit the mesh ({mesh}):\n{listing(failures)}\n"
+            "Use another axis, P.flat(axis) for sizes that do not divide, or a mesh whose sizes divide."
+        )
+
+
+def shard_of(tensor: torch.Tensor, spec: P, sizes: Sizes, coords: Mapping[str, int]) -> torch.Tensor:
+    """The slice of a whole tensor that ``spec``'s entries give the rank at ``coords`` (flat axes not applied)."""
+    for dim, entry in enumerate(spec.entries):
+        for axis in entry:
+            size = tensor.shape[dim] // sizes[axis]
+            tensor = tensor.narrow(dim, coords[axis] * size, size)
+    return tensor

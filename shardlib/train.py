@@ -1,0 +1,250 @@
+"""From a loss function and sharded parameters to a train step: state in, state out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from shardlib.errors import DonatedStateError, TreeError
+from shardlib.execute.executor import Executor
+from shardlib.execute.losses import wants
+from shardlib.execute.step import LossStep, reduce_means, require_finite
+from shardlib.mesh import Mesh
+from shardlib.optim.base import GradientTransformation
+from shardlib.optim.scaling import LossScale
+from shardlib.optim.shards import optimizer_shards, store
+from shardlib.rng import Key
+from shardlib.sharded import Sharded, shard, unshard
+from shardlib.tree import Tree, leaves_of, register_node, tree_map
+
+
+class OptimizerState(NamedTuple):
+    """``masters``: bucket name -> fp32 master weights (under `precision`); ``inner``: the optimizer's own state."""
+
+    masters: dict[str, torch.Tensor]
+    inner: Any
+
+
+class TrainState:
+    """All that a step reads and writes. A pytree.
+
+    Attributes:
+        step: steps taken, skipped ones included.
+        params: `Sharded` parameters.
+        opt: `OptimizerState`, over this rank's flat shards.
+        comm: state of compressed communication (error feedback).
+        buffers: what the loss function returns beside the loss (BatchNorm's statistics), or None.
+        scale: `LossScale`, or None.
+        rng: the `Key` that per-step keys are folded from.
+    """
+
+    step: int
+    params: Sharded
+    opt: OptimizerState
+    comm: dict[str, torch.Tensor]
+    buffers: Any
+    scale: LossScale | None
+    rng: Key
+
+    def __init__(
+        self,
+        step: int,
+        params: Sharded,
+        opt: OptimizerState,
+        comm: dict[str, torch.Tensor],
+        buffers: Any,
+        scale: LossScale | None,
+        rng: Key,
+    ) -> None:
+        self.step, self.params, self.opt = step, params, opt
+        self.comm, self.buffers, self.scale, self.rng = comm, buffers, scale, rng
+
+    def take(self) -> None:
+        """Mark this state as used up by the step that follows it."""
+        why = (
+            f"this state (step {self.step}) was donated: the step after it has taken over its memory. Go on with the state "
+            "that train_step returned, or make the step with donate=False to keep old states"
+        )
+        self.params.take(why)
+        self.__dict__.clear()
+        self.__dict__["_donated"] = why
+
+    def __getattr__(self, name: str) -> Any:
+        if "_donated" in self.__dict__:
+            raise DonatedStateError(self.__dict__["_donated"])
+        raise AttributeError(f"TrainState has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        if "_donated" in self.__dict__:
+            return "TrainState(donated)"
+        return f"TrainState(step={self.step}, {self.params.plan.parameters} parameters on {self.params.mesh})"
+
+
+register_node(
+    TrainState,
+    lambda s: ((s.params, s.opt, s.comm, s.buffers), (s.step, s.scale, s.rng)),
+    lambda static, c: TrainState(static[0], *tuple(c), static[1], static[2]),  # type: ignore[arg-type,misc]
+)
+
+
+def value_and_grad(loss_fn: Callable[..., Any]) -> Callable[..., tuple[Any, Tree]]:
+    """``grad_fn(params, batch, *, buffers=None, rng=None) -> (loss, grads)``.
+
+    ``params`` is `Sharded`, or a plain pytree (one device). ``loss`` is the mean over the global batch, or ``(loss,
+    aux)``, with ``buffers`` given ``(loss, buffers)`` or ``((loss, aux), buffers)``, as the loss function returns.
+    ``grads`` are `Sharded` in the optimizer's layout, ready for ``tx.update``, or a plain pytree.
+
+    Raises:
+        LossError: the loss is not a scalar, or depends on no parameter.
+        BatchError: the batch does not fit.
+    """
+    bound: list[tuple[Any, LossStep]] = []
+
+    def grad_fn(params: Any, batch: Any, *, buffers: Any = None, rng: Key | None = None) -> tuple[Any, Tree]:
+        lifted = lift(params)
+        if not bound or bound[0][0] != (lifted.plan, buffers is not None):
+            bound[:] = [
+                ((lifted.plan, buffers is not None), LossStep(loss_fn, lifted.plan, lifted.mesh, buffers is not None))
+            ]
+        evaluation = bound[0][1](lifted, batch, buffers, rng)
+        scale = evaluation.scale
+        flat = evaluation.grads
+        if scale is not None:
+            flat = {name: grad.mul_(scale.to(grad.dtype)) for name, grad in flat.items()}
+        grads = Sharded(lifted.plan, lifted.mesh, "grad", flat)
+        value: Any = evaluation.loss if evaluation.aux is None else (evaluation.loss, evaluation.aux)
+        if buffers is not None:
+            value = (value, evaluation.buffers)
+        return value, grads if isinstance(params, Sharded) else grads.tree
+
+    return grad_fn
+
+
+def make_train_step(
+    loss_fn: Callable[..., Any],
+    params: Any,
+    optimizer: GradientTransformation,
+    *,
+    buffers: Any = None,
+    rng: Key | int = 0,
+    donate: bool = True,
+    nonfinite: str | None = None,
+) -> tuple[TrainState, Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]]:
+    """The initial state, and ``train_step(state, batch) -> (state, metrics)``.
+
+    ``metrics`` holds ``loss`` (mean over the global batch), ``grad_norm`` (global, before clipping), ``finite``,
+    and ``aux`` when the loss function hands one out (a `Mean` in it is averaged over all ranks; other leaves are
+    this rank's, of the last micro-batch).
+
+    Args:
+        loss_fn: ``loss_fn(params, batch)``, plain PyTorch; see the README for its forms.
+        params: from `shard`, or a plain pytree (one device).
+        buffers: a pytree the loss function takes second and returns beside the loss.
+        rng: a key, or a seed for one, when ``loss_fn`` has a parameter ``rng``.
+        donate: let a step reuse the memory of the state it is given; that state may not be used again.
+        nonfinite: a loss or gradient that is not finite: "raise" (the default), or "skip" the update (the
+            default under dynamic loss scaling).
+
+    Raises:
+        IllegalComposition: an optimizer that declares no locality, on shards.
+    """
+    lifted = lift(params)
+    plan, mesh = lifted.plan, lifted.mesh
+    policy = nonfinite or ("skip" if plan.loss_scale else "raise")
+    if policy not in ("raise", "skip"):
+        raise ValueError(f"nonfinite={nonfinite!r}: use 'raise' or 'skip'")
+    optimizer.require_locality(lifted)
+    loss_step = LossStep(loss_fn, plan, mesh, buffers is not None)
+    key = rng if isinstance(rng, Key) else Key(rng)
+
+    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        params = state.params
+        if params.plan is not plan and params.plan != plan:
+            raise TreeError("this state was sharded by another plan than the train step was made for; make a step for it")
+        scale = state.scale.value if state.scale else 1.0
+        evaluation = loss_step(params, batch, state.buffers, state.rng.fold_in(state.step), scale)
+        metrics = {"loss": evaluation.loss, "grad_norm": evaluation.norm, "finite": evaluation.finite}
+        if evaluation.aux is not None:
+            metrics["aux"] = evaluation.aux
+        if not evaluation.finite and policy == "raise":
+            require_finite(evaluation, plan, mesh, state.step)
+        opt, comm, old_buffers = state.opt, state.comm, state.buffers
+        after = state.scale.after(evaluation.finite) if state.scale else None
+        new = Sharded(plan, mesh, "param", dict(params.buffers))
+        step, state_rng = state.step + 1, state.rng
+        if donate:
+            state.take()
+        elif evaluation.finite:
+            new = Sharded(plan, mesh, "param", {name: buffer.clone() for name, buffer in new.buffers.items()})
+            opt = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, opt)
+        if evaluation.finite:
+            opt = _update(optimizer, new, opt, evaluation)
+        kept = evaluation.buffers if evaluation.finite else old_buffers
+        return TrainState(step, new, opt, comm, kept, after, state_rng), metrics
+
+    state = TrainState(
+        step=0,
+        params=lifted,
+        opt=_init(optimizer, lifted),
+        comm={},
+        buffers=buffers,
+        scale=LossScale() if plan.loss_scale else None,
+        rng=key,
+    )
+    return state, train_step
+
+
+def make_eval_step(fn: Callable[..., Any], params: Any) -> Callable[..., Any]:
+    """``eval_step(params, *args)``: ``fn`` on sharded parameters, without gradients.
+
+    Every `Mean` that ``fn`` returns becomes one number over all ranks' batches; other results (samples, logits) are
+    this rank's own. ``params`` may also be a `TrainState`.
+    """
+    lifted = lift(params)
+    executor = Executor(lifted.plan, lifted.mesh, trained=False)
+
+    def eval_step(params: Any, *args: Any) -> Any:
+        current = lift(params.params if isinstance(params, TrainState) else params)
+        if current.plan is not lifted.plan and current.plan != lifted.plan:
+            raise TreeError("these parameters were sharded by another plan than the eval step was made for; make one for it")
+        result = executor.forward(current, lambda tree: fn(tree, *args))
+        return reduce_means(result, lifted.plan, lifted.mesh)
+
+    return eval_step
+
+
+def lift(params: Any) -> Sharded:
+    """`Sharded` as it is; a plain pytree becomes one on a mesh of one."""
+    if isinstance(params, Sharded):
+        return params
+    from shardlib.groups import EchoGroup
+
+    devices = {leaf.device for leaf in leaves_of(params) if isinstance(leaf, torch.Tensor)}
+    device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+    return shard(params, Mesh({"data": 1}, 0, {"data": EchoGroup(1)}, device))
+
+
+def _init(optimizer: GradientTransformation, params: Sharded) -> OptimizerState:
+    shards = optimizer_shards(params)
+    masters = {
+        bucket.name: shards[bucket.name].to(bucket.master_dtype)
+        for bucket in params.plan.trained
+        if bucket.master_dtype is not None
+    }
+    return OptimizerState(masters, optimizer.init(shards | masters))
+
+
+def _update(optimizer: GradientTransformation, params: Sharded, opt: OptimizerState, evaluation: Any) -> OptimizerState:
+    """Write the next parameters and optimizer state in place."""
+    with torch.no_grad():
+        targets = optimizer_shards(params) | opt.masters
+        inner = optimizer.apply(
+            targets, evaluation.grads, opt.inner, scale=evaluation.scale, shards=evaluation.shards
+        )
+        store(params, targets)
+    return OptimizerState(opt.masters, inner)
+
+
+__all__ = ["TrainState", "make_eval_step", "make_train_step", "unshard", "value_and_grad", "wants"]

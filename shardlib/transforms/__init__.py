@@ -1,0 +1,9 @@
+"""One file per transform: values that claim how a step is sharded, reduced and scheduled."""
+
+from shardlib.transforms.accumulate import accumulate
+from shardlib.transforms.freeze import freeze
+from shardlib.transforms.precision import precision
+from shardlib.transforms.remat import remat
+from shardlib.transforms.zero import zero
+
+__all__ = ["accumulate", "freeze", "precision", "remat", "zero"]

@@ -1,0 +1,41 @@
+"""Gradient accumulation: a rank's batch in several micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardlib.claims import Claim, LeafInfo, Schedule
+from shardlib.errors import IllegalComposition
+
+
+@dataclass(frozen=True)
+class Accumulate:
+    microbatches: int
+    sync: str | None
+
+    @property
+    def name(self) -> str:
+        return f"accumulate({self.microbatches}{f', sync={self.sync!r}' if self.sync else ''})"
+
+    def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
+        yield Schedule(microbatches=self.microbatches, sync=self.sync)
+
+
+def accumulate(n: int, sync: str | None = None) -> Accumulate:
+    """Cut each rank's batch into ``n`` micro-batches along dimension 0 and sum their gradients.
+
+    Args:
+        n: number of micro-batches, at least 1.
+        sync: when gradients are reduced over ranks. "each": after every micro-batch, into their shards (stages
+            2 and 3: least memory). "last": once, after the last; they are kept whole until then (least
+            traffic). By default "each" where gradients are split and "last" where they are whole.
+
+    Raises:
+        IllegalComposition: ``n`` or ``sync`` out of range.
+    """
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+        raise IllegalComposition(f"accumulate(n={n!r}): the number of micro-batches is an integer of at least 1")
+    if sync not in (None, "each", "last"):
+        raise IllegalComposition(f"accumulate(sync={sync!r}): use 'each' or 'last'")
+    return Accumulate(n, sync)

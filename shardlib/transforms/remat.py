@@ -1,0 +1,38 @@
+"""Activation recompute per block (arXiv 1604.06174; selective policies as in torch's checkpoint)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardlib.claims import Claim, LeafInfo, Schedule
+from shardlib.errors import IllegalComposition
+
+
+@dataclass(frozen=True)
+class Remat:
+    policy: str | Callable[..., Any]
+
+    @property
+    def name(self) -> str:
+        return f"remat({self.policy if isinstance(self.policy, str) else getattr(self.policy, '__name__', self.policy)!r})"
+
+    def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
+        yield Schedule(remat=self.policy)
+
+
+def remat(policy: str | Callable[..., Any] = "full") -> Remat:
+    """Recompute the activations of every `shardlib.block` in backward instead of keeping them.
+
+    Args:
+        policy: "full" keeps a block's inputs alone; "dots" also keeps the results of matrix products and
+            attention; or a policy function ``(context, op, *args, **kwargs) -> CheckpointPolicy`` of
+            torch.utils.checkpoint.
+
+    Raises:
+        IllegalComposition: an unknown policy.
+    """
+    if policy not in ("full", "dots") and not callable(policy):
+        raise IllegalComposition(f"remat policy {policy!r} is not 'full', 'dots' or a policy function")
+    return Remat(policy)

@@ -1,0 +1,62 @@
+"""ZeRO stages 0 to 3, and hybrid sharding (arXiv 1910.02054, section 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardlib.claims import Claim, LeafInfo, Live, Reduce, Schedule
+from shardlib.errors import IllegalComposition
+
+_SPLIT = {0: (), 1: ("optimizer",), 2: ("grad", "optimizer"), 3: ("param", "grad", "optimizer")}
+
+
+@dataclass(frozen=True)
+class Zero:
+    stage: int
+    axis: str
+    replicate: str | None
+    prefetch: bool
+
+    @property
+    def name(self) -> str:
+        hybrid = f", replicate={self.replicate!r}" if self.replicate else ""
+        return f"zero(stage={self.stage}, axis={self.axis!r}{hybrid})"
+
+    def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
+        yield Reduce(self.axis, method="sum")
+        if self.replicate:
+            yield Reduce(self.replicate, method="sum")
+        for role in _SPLIT[self.stage]:
+            yield Live(role, self.axis)
+        if not self.prefetch:
+            yield Schedule(prefetch=False)
+
+
+def zero(stage: int = 0, axis: str = "data", replicate: str | None = None, *, prefetch: bool = True) -> Zero:
+    """Share the batch over ``axis`` and split the training state over it.
+
+    ======  ============================================
+    stage   split over ``axis``
+    ======  ============================================
+    0       nothing: plain data parallelism
+    1       optimizer state
+    2       optimizer state and gradients
+    3       optimizer state, gradients and parameters
+    ======  ============================================
+
+    Args:
+        stage: 0 to 3.
+        axis: mesh axis that shares the batch and holds the shards.
+        replicate: a second mesh axis that shares the batch and holds copies (hybrid sharding: split inside a
+            node, replicate across).
+        prefetch: gather the next unit while one computes (stage 3).
+
+    Raises:
+        IllegalComposition: a stage outside 0 to 3, or one axis for both purposes.
+    """
+    if stage not in _SPLIT or isinstance(stage, bool):
+        raise IllegalComposition(f"ZeRO stage {stage!r} is not one of 0, 1, 2, 3")
+    if replicate == axis:
+        raise IllegalComposition(f"zero cannot both split and replicate over axis {axis!r}; name two axes of the mesh")
+    return Zero(int(stage), axis, replicate, prefetch)

@@ -1,0 +1,103 @@
+"""Pytrees: flattening with readable paths, leaf globs and ties."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import optree
+import torch
+import torch.utils._pytree as torch_pytree
+
+from shardlib.errors import TreeError, listing
+
+Tree = Any
+TreeDef = optree.PyTreeSpec
+
+
+def path_name(path: Sequence[Any]) -> str:
+    """``("blocks", 0, "weight")`` -> ``"blocks/0/weight"``."""
+    return "/".join(str(part) for part in path)
+
+
+def flatten(tree: Tree) -> tuple[list[str], list[Any], TreeDef]:
+    """Paths, leaves and structure of a pytree, in optree's order (dictionaries sorted by key)."""
+    paths, leaves, treedef = optree.tree_flatten_with_path(tree)
+    return [path_name(path) for path in paths], leaves, treedef
+
+
+def key_paths(tree: Tree) -> list[tuple[Any, ...]]:
+    """The raw path of every leaf: a tuple of dictionary keys and sequence indices."""
+    return list(optree.tree_flatten_with_path(tree)[0])
+
+
+def unflatten(treedef: TreeDef, leaves: Iterable[Any]) -> Tree:
+    return optree.tree_unflatten(treedef, leaves)
+
+
+def tree_map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
+    return optree.tree_map(fn, tree, *rest)
+
+
+def leaves_of(tree: Tree) -> list[Any]:
+    return optree.tree_leaves(tree)
+
+
+def matches(path: str, globs: str | Sequence[str]) -> bool:
+    """Whether a leaf's path matches one of the globs (``*`` crosses ``/``)."""
+    patterns = (globs,) if isinstance(globs, str) else globs
+    return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+
+
+def check_tensors(paths: Sequence[str], leaves: Sequence[Any], what: str = "parameter") -> None:
+    """Raise one `TreeError` that lists every leaf that is not a dense tensor."""
+    failures = []
+    for path, leaf in zip(paths, leaves, strict=True):
+        if not isinstance(leaf, torch.Tensor):
+            failures.append(f"{path}: {type(leaf).__name__}, not a tensor; close over it or wrap it in torch.tensor")
+        elif leaf.layout is not torch.strided:
+            failures.append(f"{path}: layout {leaf.layout}; call .to_dense() first")
+    if failures:
+        raise TreeError(f"{len(failures)} {what} leaves cannot be sharded:\n{listing(failures)}")
+
+
+def ties(leaves: Sequence[torch.Tensor]) -> list[int]:
+    """For each leaf the index of the first leaf that is the same tensor.
+
+    Two leaves are tied when they are one object, or view the same memory with the same shape and stride
+    (``module.weight`` reached through two modules, say). Meta tensors are tied only as one object.
+    """
+    first: dict[Any, int] = {}
+    owners = []
+    for index, leaf in enumerate(leaves):
+        key: Any = id(leaf)
+        if leaf.device.type != "meta" and leaf.numel() > 0:
+            key = (leaf.data_ptr(), leaf.dtype, tuple(leaf.shape), leaf.stride())
+        owners.append(first.setdefault(key, index))
+    return owners
+
+
+def register_node(
+    cls: type, children: Callable[[Any], tuple[Iterable[Any], Any]], build: Callable[[Any, Iterable[Any]], Any]
+) -> None:
+    """Register a class as a pytree node with optree and with torch's own pytrees.
+
+    ``children(node)`` returns the children and the static part; ``build(static, children)`` inverts it.
+    """
+    optree.register_pytree_node(
+        cls,
+        lambda node: (*children(node), None),
+        build,
+        namespace=optree.registry.__GLOBAL_NAMESPACE,
+    )
+    torch_pytree.register_pytree_node(
+        cls,
+        lambda node: _torch_children(children(node)),
+        lambda values, static: build(static, values),
+    )
+
+
+def _torch_children(pair: tuple[Iterable[Any], Any]) -> tuple[list[Any], Any]:
+    values, static = pair
+    return list(values), static
