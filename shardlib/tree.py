@@ -9,6 +9,7 @@ from typing import Any
 import optree
 import torch
 import torch.utils._pytree as torch_pytree
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shardlib.errors import TreeError, listing
 
@@ -66,13 +67,13 @@ def ties(leaves: Sequence[torch.Tensor]) -> list[int]:
     """For each leaf the index of the first leaf that is the same tensor.
 
     Two leaves are tied when they are one object, or view the same memory with the same shape and stride
-    (``module.weight`` reached through two modules, say). Meta tensors are tied only as one object.
+    (``module.weight`` reached through two modules, say). Meta and fake tensors are tied only as one object.
     """
     first: dict[Any, int] = {}
     owners = []
     for index, leaf in enumerate(leaves):
         key: Any = id(leaf)
-        if leaf.device.type != "meta" and leaf.numel() > 0:
+        if leaf.device.type != "meta" and leaf.numel() > 0 and not isinstance(leaf, FakeTensor):
             key = (leaf.data_ptr(), leaf.dtype, tuple(leaf.shape), leaf.stride())
         owners.append(first.setdefault(key, index))
     return owners

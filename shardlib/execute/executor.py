@@ -44,7 +44,7 @@ class Executor:
         self._handles: dict[str, list[Handle]] = {}
         self._trace: list[str] | None = None
         self.order: list[str] | None = None
-        self._stored: dict[int, BucketState] = {}  # data pointer of a gathered storage -> its bucket
+        self._stored: dict[int, BucketState] = {}  # identity of a gathered storage -> its bucket
 
     @property
     def gathers(self) -> bool:
@@ -136,7 +136,7 @@ class Executor:
         self._gathering.touch(unit)
         for state in unit.buckets:
             if state.gathers and state.whole is not None:
-                self._stored[state.whole.untyped_storage().data_ptr()] = state
+                self._stored[state.whole.untyped_storage()._cdata] = state
 
     def _saving(self) -> Any:
         """Saved tensors that lie in gathered storage become notes, and are gathered again in backward."""
@@ -145,11 +145,12 @@ class Executor:
     def _note(self, tensor: torch.Tensor) -> Any:
         if type(tensor) is Handle or tensor.layout is not torch.strided or tensor.numel() == 0:
             return tensor
-        state = self._stored.get(tensor.untyped_storage().data_ptr())
+        storage = tensor.untyped_storage()._cdata
+        state = self._stored.get(storage)
         if state is None or state.whole is None or state.bucket.dtype is not tensor.dtype:
             return tensor
-        if state.whole.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
-            return tensor  # a released storage's address was used again
+        if state.whole.untyped_storage()._cdata != storage:
+            return tensor  # a released storage's identity was used again
         unit = self._units[state.bucket.unit]
         return unit, state, tensor.size(), tensor.stride(), tensor.storage_offset()
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shardlib.collectives import primitives
 from shardlib.errors import HandleError, NonFiniteError, TreeError
 from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Gradients
@@ -26,7 +27,7 @@ from shardlib.optim.shards import MeshShards, sum_of_squares, sum_over
 from shardlib.planning import Plan
 from shardlib.rng import Key
 from shardlib.sharded import Sharded
-from shardlib.tree import Tree
+from shardlib.tree import Tree, tree_map
 
 
 @dataclass
@@ -96,7 +97,7 @@ class LossStep:
         scale = (1.0 / (weight * loss_scale)) if outcome.weighted else torch.full_like(total, 1.0 / loss_scale)
         return Evaluation(
             loss=total / weight,
-            aux=self._average(outcome.aux),
+            aux=reduce_means(outcome.aux, plan, mesh),
             buffers=average_buffers(buffers, plan, mesh),
             grads=grads,
             scale=None if not outcome.weighted and loss_scale == 1.0 else scale,
@@ -104,6 +105,11 @@ class LossStep:
             finite=bool(torch.isfinite(sums).all()),
             shards=shards,
         )
+
+    def trace(self, params: Sharded, batch: Tree, buffers: Any, rng: Key) -> None:
+        """Run the first micro-batch for the sake of the executor's record of touches alone."""
+        part = split_batch(batch, self._plan, self._mesh)[0]
+        self._microbatch(params, Gradients(self._plan, self._mesh, None), part, 0, buffers, rng, 1.0)
 
     def _microbatch(
         self,
@@ -130,9 +136,6 @@ class LossStep:
 
         seed = torch.ones((), dtype=torch.float64, device=self._mesh.device)
         return self.executor.backward(params, gradients, index == plan.microbatches - 1, run, seed)
-
-    def _average(self, aux: Any) -> Any:
-        return reduce_means(aux, self._plan, self._mesh)
 
 
 def batch_index(plan: Plan, mesh: Mesh) -> int:
@@ -161,7 +164,6 @@ def reduce_means(tree: Tree, plan: Plan, mesh: Mesh) -> Tree:
 
 def average_buffers(buffers: Any, plan: Plan, mesh: Mesh) -> Any:
     """Buffers after a step, equal on all ranks: floating ones averaged over the batch axes, others kept."""
-    from shardlib.tree import tree_map
 
     def average(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -178,8 +180,6 @@ def average_buffers(buffers: Any, plan: Plan, mesh: Mesh) -> Any:
 
 def first_bad_leaf(evaluation: Evaluation, plan: Plan, mesh: Mesh) -> str:
     """The path of the first leaf (in the plan's order, over all ranks) whose gradient is not finite, or ""."""
-    from shardlib.collectives import primitives
-
     order = {placement.path: number for number, placement in enumerate(plan.placements)}
     bad = []
     for bucket in plan.trained:

@@ -1,0 +1,1 @@
+"""Measurements against peers; ``make bench`` runs them all."""

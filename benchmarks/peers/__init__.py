@@ -1,0 +1,1 @@
+"""One file per peer, each at the best setting we found for it."""

@@ -1,0 +1,45 @@
+"""Interleaved timing, and what paired samples say about a ratio."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+Times = dict[str, list[float]]  # name -> seconds per call, one entry per round
+
+
+def interleave(calls: Mapping[str, Callable[[int], Any]], rounds: int, barrier: Callable[[], Any] = lambda: None) -> Times:
+    """Call each once per round, in an order that rotates, between barriers.
+
+    Whatever else the machine does in a round it does to all of them, so ratios within a round are comparable.
+    """
+    names = list(calls)
+    times: Times = {name: [] for name in names}
+    for number in range(rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            barrier()
+            start = time.perf_counter()
+            calls[name](number)
+            barrier()
+            times[name].append(time.perf_counter() - start)
+    return times
+
+
+class Ratio(NamedTuple):
+    """The median of paired ratios, with its bootstrap 95% interval."""
+
+    median: float
+    low: float
+    high: float
+
+
+def ratio(times: list[float], reference: list[float], draws: int = 2000) -> Ratio:
+    """``times / reference``, round by round."""
+    ratios = [mine / theirs for mine, theirs in zip(times, reference, strict=True)]
+    dice = random.Random(0)
+    medians = sorted(statistics.median(dice.choices(ratios, k=len(ratios))) for _ in range(draws))
+    return Ratio(statistics.median(ratios), medians[int(0.025 * draws)], medians[int(0.975 * draws)])

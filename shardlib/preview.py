@@ -1,0 +1,73 @@
+"""`make_plan`: what a training job will hold and send, before any rank runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardlib.claims import Transform
+from shardlib.deferred import defer
+from shardlib.execute.step import LossStep
+from shardlib.groups import EchoGroup
+from shardlib.mesh import Mesh, as_mesh
+from shardlib.planning import Plan, build_plan
+from shardlib.rng import Key
+from shardlib.sharded import Sharded, default_transform
+from shardlib.tree import Tree, tree_map
+
+
+def make_plan(
+    params: Tree | Callable[[], Tree],
+    mesh: Any,
+    transform: Transform | None = None,
+    *,
+    stage: int | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    optimizer: Any = None,
+    batch: Any = None,
+    buffers: Any = None,
+) -> Plan:
+    """Plan without running: specs, bytes and messages per rank. Moves no data and needs no ranks.
+
+    Args:
+        params: a pytree of tensors, real or on the meta device, or a function that makes one (it is not run).
+        mesh: any mesh, abstract ones included.
+        transform, stage: as for `shard`.
+        loss_fn, batch: with both (and ``buffers``, if it takes them), the loss and its backward are traced on fake
+            tensors to see which units are gathered and how often. ``batch`` is one rank's share. Without them each
+            unit is taken to be gathered once forward and once backward.
+        optimizer: a gradient transformation; its state is then counted.
+
+    Raises:
+        TreeError, IllegalComposition, SpecError: as `shard`.
+    """
+    mesh = as_mesh(mesh)
+    tree = defer(params).tree if callable(params) else params
+    plan = build_plan(tree, mesh, default_transform(transform, stage), optimizer=optimizer)
+    if loss_fn is None or batch is None:
+        return plan
+    return _traced(plan, loss_fn, batch, buffers)
+
+
+def _traced(plan: Plan, loss_fn: Callable[..., Any], batch: Any, buffers: Any) -> Plan:
+    """The plan with its touches, from one micro-batch on fake tensors; says so in its log when that fails."""
+    device = torch.device("cpu")
+    mesh = Mesh(plan.sizes, 0, {axis: EchoGroup(size) for axis, size in plan.sizes.items()}, device, abstract=True)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def pretend(leaf: Any) -> Any:
+        return fake.from_tensor(leaf) if isinstance(leaf, torch.Tensor) and not leaf.is_meta else leaf
+
+    batch, buffers = tree_map(pretend, batch), tree_map(pretend, buffers)
+    with fake:
+        stored = {b.name: torch.empty(b.size(b.param_level), dtype=b.dtype, device=device) for b in plan.buckets}
+        step = LossStep(loss_fn, plan, mesh, buffers is not None)
+        try:
+            step.trace(Sharded(plan, mesh, "param", stored), batch, buffers, Key(0))
+        except torch._subclasses.fake_tensor.DataDependentOutputException as error:
+            return replace(plan, log=(*plan.log, f"not traced: the loss reads values ({error})"))
+    return replace(plan, touches=step.executor.touches)

@@ -1,0 +1,1 @@
+"""What the library is held against: one device with plain torch, and a second, plain implementation."""
