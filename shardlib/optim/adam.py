@@ -36,13 +36,14 @@ def adamw(
 
     def update(updates: Tree, state: AdamState, params: Tree, *, shards: Shards) -> tuple[Tree, AdamState]:
         step, count = rate(state.count), state.count + 1
+        exact = count.to(torch.float64)  # 1 − b2 loses most of its digits in fp32
         mu = tree_map(lambda g, m: b1 * m + (1 - b1) * g.to(m.dtype), updates, state.mu)
         nu = tree_map(lambda g, v: b2 * v + (1 - b2) * g.to(v.dtype).square(), updates, state.nu)
         if weight_decay and params is None:
             raise ValueError("adamw decays weights, so update needs them: update(updates, state, params)")
 
         def move(m: torch.Tensor, v: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-            direction = (m / (1 - b1**count)) / ((v / (1 - b2**count)).sqrt() + eps)
+            direction = (m / (1 - b1**exact)) / ((v / (1 - b2**exact)).sqrt() + eps)
             return -step.to(m.dtype) * (direction + weight_decay * p if weight_decay else direction)
 
         return tree_map(move, mu, nu, params if weight_decay else mu), AdamState(count, mu, nu)

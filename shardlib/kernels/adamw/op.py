@@ -58,6 +58,9 @@ def _fused(
     weight_decay: float,
     scale: torch.Tensor | None,
 ) -> None:
+    if scale is not None and grad.dtype == torch.float64:
+        # The kernel takes its scale in fp32.
+        grad, scale = grad.mul_(scale), None
     torch._fused_adamw_(
         [param],
         [grad],

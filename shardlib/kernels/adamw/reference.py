@@ -21,6 +21,7 @@ def adamw_(
 ) -> None:
     """See `shardlib.kernels.adamw.op.adamw_`."""
     g = grad if scale is None else grad * scale
+    count = count.to(torch.float64)  # 1 − β2 loses most of its digits in fp32
     mu.mul_(b1).add_(g, alpha=1 - b1)
     nu.mul_(b2).addcmul_(g, g, value=1 - b2)
     denominator = (nu / (1 - b2**count)).sqrt_().add_(eps)

@@ -1,0 +1,82 @@
+"""A train state as named pieces: each a range of one flattened leaf, whatever mesh and stage it came from.
+
+Every rank owns a range of every parameter (the optimizer's layout). Parameters, masters and each of the
+optimizer's trees are cut into these ranges under names that do not depend on the mesh, so a state saved on one
+mesh is restored on another by copying the ranges that overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import optree
+import torch
+
+from shardlib.exchange import owner_index
+from shardlib.layout import Bucket
+from shardlib.mesh import Mesh
+from shardlib.planning import Plan
+from shardlib.train import TrainState
+from shardlib.tree import path_name
+
+
+class Piece(NamedTuple):
+    """Elements ``start`` to ``start + data.numel()`` of a flattened leaf; ``data`` is a view of the state."""
+
+    name: str
+    start: int
+    data: torch.Tensor
+
+
+def owned_pieces(state: TrainState) -> Iterator[Piece]:
+    """What this rank saves: its own ranges, of copies the first rank's alone, and on rank 0 what is not sharded."""
+    plan, mesh = state.params.plan, state.params.mesh
+    for bucket in plan.buckets:
+        if any(mesh.coords[axis] for axis in mesh.shape if axis not in bucket.axes):
+            continue
+        index = owner_index(mesh, bucket, bucket.param_level, bucket.levels)
+        mine = bucket.owned_part(state.params.buffers[bucket.name], bucket.param_level, index)
+        yield from _cut(plan, mesh, bucket, "params", mine, bucket.levels)
+        for name, tensor in _flat_states(state, bucket):
+            yield from _cut(plan, mesh, bucket, name, tensor, bucket.levels)
+    if mesh.rank == 0:
+        yield from common_pieces(state)
+
+
+def needed_pieces(state: TrainState) -> Iterator[Piece]:
+    """Every range this rank holds, as views to be filled."""
+    plan, mesh = state.params.plan, state.params.mesh
+    for bucket in plan.buckets:
+        yield from _cut(plan, mesh, bucket, "params", state.params.buffers[bucket.name], bucket.param_level)
+        for name, tensor in _flat_states(state, bucket):
+            yield from _cut(plan, mesh, bucket, name, tensor, bucket.levels)
+    yield from common_pieces(state)
+
+
+def common_pieces(state: TrainState) -> Iterator[Piece]:
+    """Tensors that are equal on all ranks: counters of the optimizer, buffers of the model."""
+    names = {bucket.name for bucket in state.params.plan.buckets}
+    for prefix, tree in (("opt", state.opt), ("buffers", state.buffers)):
+        for path, leaf in _leaves(tree):
+            if isinstance(leaf, torch.Tensor) and not names.intersection(map(str, path)):
+                yield Piece(f"{prefix}/{path_name(path)}", 0, leaf.reshape(-1))
+
+
+def _flat_states(state: TrainState, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
+    """The optimizer's flat tensors for one bucket, named by their place without the bucket."""
+    for path, leaf in _leaves(state.opt):
+        if bucket.name in path and isinstance(leaf, torch.Tensor):
+            yield "opt/" + path_name([entry for entry in path if entry != bucket.name]), leaf
+
+
+def _leaves(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    paths, leaves, _ = optree.tree_flatten_with_path(tree)
+    return list(zip(paths, leaves, strict=True))
+
+
+def _cut(plan: Plan, mesh: Mesh, bucket: Bucket, prefix: str, buffer: torch.Tensor, level: int) -> Iterator[Piece]:
+    index = owner_index(mesh, bucket, 0, level)
+    for path, numel, part in zip(bucket.paths, bucket.numels, bucket.leaf_parts(buffer, level), strict=True):
+        start = index * part.numel()
+        yield Piece(f"{prefix}/{path}", start, part[: max(0, min(part.numel(), numel - start))])

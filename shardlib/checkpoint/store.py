@@ -1,0 +1,119 @@
+"""Checkpoints on disk: one folder per step, one file per rank, complete or not there at all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from shardlib.checkpoint.pieces import Piece, needed_pieces, owned_pieces
+from shardlib.collectives import primitives
+from shardlib.errors import TreeError, listing
+from shardlib.optim.scaling import LossScale
+from shardlib.rng import Key
+from shardlib.train import TrainState
+
+
+def save(folder: str | Path, state: TrainState, keep: int = 2) -> Path:
+    """Write ``state`` under ``folder``; every rank calls it. Returns the new checkpoint's folder.
+
+    A checkpoint appears under its final name only when every rank has written its part. The newest ``keep`` are kept.
+    """
+    mesh = state.params.mesh
+    final = Path(folder) / f"step-{state.step:08d}"
+    partial = final.with_suffix(".partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    pieces: dict[str, tuple[int, torch.Tensor]] = {}
+    for piece in owned_pieces(state):
+        if piece.data.numel():
+            pieces[piece.name] = (piece.start, piece.data.detach().to("cpu", copy=True))
+    torch.save(pieces, partial / f"rank-{mesh.rank:05d}.pt")
+    primitives.all_gather_object(mesh, list(mesh.shape), "written")
+    if mesh.rank == 0:
+        scale = asdict(state.scale) if state.scale else None
+        facts = {"step": state.step, "seed": state.rng.seed, "scale": scale, "shapes": _shapes(state)}
+        (partial / "state.json").write_text(json.dumps(facts))
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        for old in _complete(folder)[:-keep]:
+            shutil.rmtree(old)
+    primitives.all_gather_object(mesh, list(mesh.shape), "named")
+    return final
+
+
+def latest(folder: str | Path) -> Path | None:
+    """The newest complete checkpoint under ``folder``, or None."""
+    found = _complete(folder)
+    return found[-1] if found else None
+
+
+def restore(checkpoint: str | Path, state: TrainState) -> TrainState:
+    """The saved state in the layout of ``state`` (a fresh one from `make_train_step`, whose memory is reused).
+
+    The mesh, stage and number of ranks may differ from those it was saved on.
+
+    Raises:
+        TreeError: the checkpoint lacks a leaf, or part of one, or holds one of another size; lists them. ``state`` is
+            then unchanged.
+    """
+    path = Path(checkpoint)
+    facts = json.loads((path / "state.json").read_text())
+    failures = _differences(facts["shapes"], _shapes(state))
+    saved: dict[str, list[Piece]] = {}
+    for file in sorted(path.glob("rank-*.pt")):
+        for name, (start, data) in torch.load(file, map_location="cpu", mmap=True, weights_only=True).items():
+            saved.setdefault(name, []).append(Piece(name, start, data))
+    needed = list(needed_pieces(state))
+    failures = failures or [problem for piece in needed if (problem := _missing(piece, saved.get(piece.name, [])))]
+    if failures:
+        raise TreeError(
+            f"{path.name} does not fit this state:\n{listing(failures)}\nMake the state with the model and the optimizer it "
+            "was saved from."
+        )
+    with torch.no_grad():
+        for piece in needed:
+            for source in saved.get(piece.name, []):
+                _copy_overlap(piece, source)
+    scale = LossScale(**facts["scale"]) if facts["scale"] else None
+    result = TrainState(facts["step"], state.params, state.opt, state.comm, state.buffers, scale, Key(facts["seed"]))
+    return result
+
+
+def _complete(folder: str | Path) -> list[Path]:
+    return sorted(path for path in Path(folder).glob("step-*") if (path / "state.json").exists() and not path.suffix)
+
+
+def _shapes(state: TrainState) -> dict[str, list[int]]:
+    """Path -> global shape of every parameter."""
+    return {placement.path: list(placement.param.shape) for placement in state.params.plan.placements}
+
+
+def _differences(saved: dict[str, list[int]], wanted: dict[str, list[int]]) -> list[str]:
+    """One line per parameter that only one side has, or that has another shape."""
+    return [
+        f"{path}: saved {saved.get(path, '(absent)')}, wanted {wanted.get(path, '(absent)')}"
+        for path in dict.fromkeys([*saved, *wanted])
+        if saved.get(path) != wanted.get(path)
+    ]
+
+
+def _missing(piece: Piece, sources: list[Piece]) -> str:
+    """Why the saved ranges do not cover ``piece``, or ""."""
+    stop = piece.start + piece.data.numel()
+    covered = piece.start
+    for source in sorted(sources, key=lambda source: source.start):
+        if source.start <= covered:
+            covered = max(covered, source.start + source.data.numel())
+    if covered >= stop:
+        return ""
+    return f"{piece.name}: elements {covered} to {stop} are not in it" if sources else f"{piece.name}: not in it"
+
+
+def _copy_overlap(piece: Piece, source: Piece) -> None:
+    start = max(piece.start, source.start)
+    stop = min(piece.start + piece.data.numel(), source.start + source.data.numel())
+    if start < stop:
+        piece.data[start - piece.start : stop - piece.start].copy_(source.data[start - source.start : stop - source.start])

@@ -1,0 +1,99 @@
+"""A state saved on one mesh and stage goes on training on any other as if nothing had happened."""
+
+import optree
+import pytest
+import torch
+
+import shardlib as sl
+from shardlib import checkpoint
+from shardlib.errors import TreeError
+
+
+def _start(mesh, stage, precision=None, width=6):
+    torch.manual_seed(0)
+    params = {
+        "embed": {"w": torch.randn(10, width, dtype=torch.float64)},
+        "blocks": [
+            {"w": torch.randn(width, width, dtype=torch.float64) * 0.3, "b": torch.randn(width + 1, dtype=torch.float64)}
+            for _ in range(2)
+        ],
+        "head": {"w": torch.randn(10, width, dtype=torch.float64)},
+    }
+
+    def loss_fn(params, batch):
+        x = params["embed"]["w"][batch["x"]].double()
+        for block in params["blocks"]:
+            x = torch.nn.functional.linear(x, block["w"].double(), block["b"][:-1].double()).tanh()
+        logits = torch.nn.functional.linear(x, params["head"]["w"].double())
+        return torch.nn.functional.cross_entropy(logits, batch["y"])
+
+    transform = sl.zero(stage) if precision is None else sl.chain(sl.zero(stage), sl.precision(precision))
+    optimizer = sl.optim.chain(sl.optim.clip_by_global_norm(1.0), sl.optim.adamw(sl.optim.cosine(1e-2, 10, warmup=2)))
+    return sl.make_train_step(loss_fn, sl.shard(params, mesh, transform), optimizer)
+
+
+def _batch(mesh, step):
+    generator = torch.Generator().manual_seed(step)
+    x, y = torch.randint(0, 10, (2, 24), generator=generator)
+    return {"x": x.chunk(mesh.size)[mesh.rank], "y": y.chunk(mesh.size)[mesh.rank]}
+
+
+def _save_midway(mesh, folder, stage, precision):
+    state, step = _start(mesh, stage, precision)
+    for index in range(6):
+        if index == 3:
+            checkpoint.save(folder, state)
+        state, _ = step(state, _batch(mesh, index))
+    return sl.unshard(state.params)
+
+
+def _resume(mesh, folder, stage, precision):
+    state, step = _start(mesh, stage, precision)
+    state = checkpoint.restore(checkpoint.latest(folder), state)
+    assert state.step == 3
+    for index in range(3, 6):
+        state, _ = step(state, _batch(mesh, index))
+    return sl.unshard(state.params)
+
+
+@pytest.mark.parametrize("ranks, stage", [(1, 0), (2, 1), (2, 2), (4, 3), (3, 3)])
+def test_resharding_on_resume(tmp_path, ranks, stage):
+    straight = sl.simulate(_save_midway, tmp_path, 3, None, mesh={"data": 3})[0]
+    resumed = sl.simulate(_resume, tmp_path, stage, None, mesh={"data": ranks})[0]
+    for wanted, got in zip(optree.tree_leaves(straight), optree.tree_leaves(resumed), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_masters_are_kept(tmp_path):
+    straight = sl.simulate(_save_midway, tmp_path, 2, "bf16", mesh={"data": 2})[0]
+    resumed = sl.simulate(_resume, tmp_path, 2, "bf16", mesh={"data": 2})[0]
+    for wanted, got in zip(optree.tree_leaves(straight), optree.tree_leaves(resumed), strict=True):
+        assert torch.equal(wanted, got)
+
+
+def test_another_model_is_refused_and_nothing_changes(tmp_path):
+    def run(mesh):
+        state, _ = _start(mesh, 3)
+        checkpoint.save(tmp_path, state)
+        other, _ = _start(mesh, 3, width=8)
+        before = [buffer.clone() for buffer in other.params.buffers.values()]
+        with pytest.raises(TreeError, match=r"blocks/0/b: saved \[7\], wanted \[9\]"):
+            checkpoint.restore(checkpoint.latest(tmp_path), other)
+        assert all(torch.equal(a, b) for a, b in zip(before, other.params.buffers.values(), strict=True))
+
+    sl.simulate(run, mesh={"data": 2})
+
+
+def test_only_complete_checkpoints_count_and_old_ones_go(tmp_path):
+    def run(mesh):
+        state, step = _start(mesh, 3)
+        for index in range(4):
+            checkpoint.save(tmp_path, state, keep=2)
+            state, _ = step(state, _batch(mesh, index))
+
+    sl.simulate(run, mesh={"data": 2})
+    (tmp_path / "step-00000009.partial").mkdir()
+    (tmp_path / "step-00000008").mkdir()
+    assert checkpoint.latest(tmp_path).name == "step-00000003"
+    complete = sorted(path.parent.name for path in tmp_path.glob("*/state.json"))
+    assert complete == ["step-00000002", "step-00000003"]
