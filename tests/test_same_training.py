@@ -4,12 +4,12 @@ import functools
 
 import pytest
 import torch
-
-import shardlib as sl
 from helpers import training
 from helpers.models import tiny_gpt, token_batches
 from helpers.trees import assert_close
 from oracle import one_device, plain
+
+import shardlib as sl
 
 STEPS = 20
 MAX_NORM = 0.3  # acts in some of the steps
@@ -17,7 +17,12 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 CASES = [(stage, ranks, n, True) for stage in (0, 1, 2, 3) for ranks in (1, 2, 3, 4) for n in (1, 4)]
 CASES += [(3, ranks, n, False) for ranks in (1, 2, 3, 4) for n in (1, 4)]
-HYBRID = [(stage, n, prefetch) for stage in (0, 1, 2, 3) for n in (1, 4) for prefetch in (True, False)[: 1 + stage // 3]]
+HYBRID = [
+    (stage, n, prefetch)
+    for stage in (0, 1, 2, 3)
+    for n in (1, 4)
+    for prefetch in (True, False)[: 1 + stage // 3]
+]
 
 
 @functools.cache

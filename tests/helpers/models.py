@@ -42,7 +42,10 @@ def mlp(sizes, dtype=torch.float64, seed=0):
 
     def layer(into, out):
         weight = torch.randn(out, into, generator=generator, dtype=torch.float64) / into**0.5
-        return {"weight": weight.to(dtype), "bias": torch.randn(out, generator=generator, dtype=torch.float64).to(dtype)}
+        return {
+            "weight": weight.to(dtype),
+            "bias": torch.randn(out, generator=generator, dtype=torch.float64).to(dtype),
+        }
 
     params = {"layers": [layer(a, b) for a, b in zip(sizes, sizes[1:])]}
     return mlp_loss, params
@@ -58,5 +61,7 @@ def mlp_loss(params, batch):
 
 def regression_batch(rows, into, out, dtype=torch.float64, seed=1):
     generator = torch.Generator().manual_seed(seed)
-    x, y = (torch.randn(rows, size, generator=generator, dtype=torch.float64).to(dtype) for size in (into, out))
+    x, y = (
+        torch.randn(rows, size, generator=generator, dtype=torch.float64).to(dtype) for size in (into, out)
+    )
     return x, y

@@ -37,4 +37,6 @@ def assert_same(actual, expected):
 
 
 def copy_of(tree):
-    return optree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, tree)
+    return optree.tree_map(
+        lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, tree
+    )

@@ -71,7 +71,10 @@ def train(
 
     # What a rank keeps between steps: parameters whole, or its chunk at stage 3; moments of its chunk from stage 1.
     stored = [[start[n].clone() if stage < 3 else cluster.cut(start[n], r) for n in names] for r in ranks]
-    owned = [[start[n].reshape(-1).clone() if stage == 0 else cluster.cut(start[n], r) for n in names] for r in ranks]
+    owned = [
+        [start[n].reshape(-1).clone() if stage == 0 else cluster.cut(start[n], r) for n in names]
+        for r in ranks
+    ]
     mean = [[torch.zeros_like(t) for t in mine] for mine in owned]
     square = [[torch.zeros_like(t) for t in mine] for mine in owned]
 
@@ -82,13 +85,19 @@ def train(
         for micro in range(microbatches):
             wholes = [[p.reshape(s) for p, s in zip(mine, shapes)] for mine in stored] if stage < 3 else None
             if stage == 3:
-                gathered = [cluster.all_gather([stored[r][i] for r in ranks], shapes[i]) for i in range(len(names))]
+                gathered = [
+                    cluster.all_gather([stored[r][i] for r in ranks], shapes[i]) for i in range(len(names))
+                ]
                 wholes = [[gathered[i][r] for i in range(len(names))] for r in ranks]
-                cluster.sent += sum(stored[0][i].numel() for i in range(len(names))) * (ways - 1)  # again, for backward
+                cluster.sent += sum(stored[0][i].numel() for i in range(len(names))) * (
+                    ways - 1
+                )  # again, for backward
             grads = []
             for r in ranks:
                 inputs = [w.detach().clone().requires_grad_() for w in wholes[r]]
-                part = optree.tree_map(lambda t, r=r, m=micro: t.chunk(cluster.ranks)[r].chunk(microbatches)[m], batch)
+                part = optree.tree_map(
+                    lambda t, r=r, m=micro: t.chunk(cluster.ranks)[r].chunk(microbatches)[m], batch
+                )
                 loss = loss_fn(optree.tree_unflatten(structure, [inputs[s] for s in slots]), part)
                 loss = loss / (cluster.ranks * microbatches)
                 found = torch.autograd.grad(loss, inputs, allow_unused=True)
@@ -127,7 +136,9 @@ def train(
     results = []
     for r in ranks:
         wholes = [
-            torch.cat([stored[p][i] for p in cluster._group(r)])[: shapes[i].numel()] if stage == 3 else stored[r][i]
+            torch.cat([stored[p][i] for p in cluster._group(r)])[: shapes[i].numel()]
+            if stage == 3
+            else stored[r][i]
             for i in range(len(names))
         ]
         results.append(optree.tree_unflatten(structure, [wholes[s].reshape(shapes[s]) for s in slots]))
