@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,10 +18,13 @@ from shardlib.rng import Key
 from shardlib.train import TrainState
 
 
-def save(folder: str | Path, state: TrainState, keep: int = 2) -> Path:
+def save(folder: str | Path, state: TrainState, keep: int = 2, extra: dict[str, Any] | None = None) -> Path:
     """Write ``state`` under ``folder``; every rank calls it. Returns the new checkpoint's folder.
 
     A checkpoint appears under its final name only when every rank has written its part. The newest ``keep`` are kept.
+
+    Args:
+        extra: further files for rank 0 to write beside it: name -> anything that `torch.save` takes.
     """
     mesh = state.params.mesh
     final = Path(folder) / f"step-{state.step:08d}"
@@ -36,6 +40,8 @@ def save(folder: str | Path, state: TrainState, keep: int = 2) -> Path:
         scale = asdict(state.scale) if state.scale else None
         facts = {"step": state.step, "seed": state.rng.seed, "scale": scale, "shapes": _shapes(state)}
         (partial / "state.json").write_text(json.dumps(facts))
+        for name, value in (extra or {}).items():
+            torch.save(value, partial / name)
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         for old in _complete(folder)[:-keep]:

@@ -1,0 +1,27 @@
+"""The command line: ``shardlib train | plan | doctor``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from shardlib.commands import doctor, plan, train
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="shardlib", description="Functional sharding on PyTorch.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, module in (("train", train), ("plan", plan), ("doctor", doctor)):
+        summary = (module.__doc__ or "").splitlines()[0]
+        command = commands.add_parser(
+            name, help=summary, description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    args = parser.parse_args(argv)
+    return args.run(args)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

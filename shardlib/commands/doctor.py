@@ -1,0 +1,78 @@
+"""Show versions, devices, backends, compilers, and which kernels are in use and why."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+
+import torch
+import torch.distributed as dist
+
+from shardlib.kernels import adamw
+from shardlib.plan_text import table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """No arguments."""
+
+
+def run(args: argparse.Namespace) -> int:
+    for title, rows in (
+        ("Versions", _versions()),
+        ("Devices", _devices()),
+        ("Communication", _backends()),
+        ("Compilers", _compilers()),
+        ("Kernels", _kernels()),
+    ):
+        print(table((title, ""), rows), end="\n\n")
+    return 0
+
+
+def _versions() -> list[tuple[str, str]]:
+    rows = [("python", platform.python_version())]
+    for name in ("shardlib", "torch", "optree", "numpy", "triton", "ninja", "cloudpickle", "transformers", "deepspeed"):
+        try:
+            rows.append((name, importlib.metadata.version(name)))
+        except importlib.metadata.PackageNotFoundError:
+            rows.append((name, "not installed"))
+    return rows
+
+
+def _devices() -> list[tuple[str, str]]:
+    capability = torch.backends.cpu.get_cpu_capability()
+    rows = [("cpu", f"{os.cpu_count()} cores, {capability}, {torch.get_num_threads()} torch threads")]
+    if not torch.cuda.is_available():
+        built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA"
+        return [*rows, ("cuda", f"none: {built}")]
+    for index in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(index)
+        rows.append((f"cuda:{index}", f"{facts.name}, {facts.total_memory / 1e9:.0f} GB, sm_{facts.major}{facts.minor}"))
+    return rows
+
+
+def _backends() -> list[tuple[str, str]]:
+    return [
+        ("gloo", "used on CPU" if dist.is_gloo_available() else "missing from this torch: no multi-process runs on CPU"),
+        ("nccl", "used on CUDA" if dist.is_nccl_available() else "missing from this torch: no multi-GPU runs"),
+    ]
+
+
+def _compilers() -> list[tuple[str, str]]:
+    rows = []
+    for name, purpose in (("g++", "C++ kernels"), ("nvcc", "CUDA kernels"), ("ninja", "builds")):
+        path = shutil.which(name)
+        if path is None:
+            rows.append((name, f"not found: {purpose} fall back to the next implementation"))
+            continue
+        lines = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout.splitlines()
+        rows.append((name, next((line for line in lines if any(c.isdigit() for c in line) and "(c)" not in line), path)))
+    return rows
+
+
+def _kernels() -> list[tuple[str, str]]:
+    devices = [torch.device("cpu")] + ([torch.device("cuda")] if torch.cuda.is_available() else [])
+    return [(f"adamw on {device.type}", adamw.implementation(device)) for device in devices]
