@@ -169,14 +169,22 @@ def _show(value: Any) -> str:
 
 
 def _summary(found: list[tuple[str, ...]], slots: Slots) -> str:
-    """One line: claims on many leaves are counted, the others spelled out."""
+    """One line: claims on many leaves are counted, splits gathered by axis, the rest spelled out."""
     uses: dict[str, int] = {}
+    splits: dict[str, list[str]] = {}
     lines = []
     for slot in found:
-        if slot[0] == "use":
-            told = f"{slot[2]}={_show(slots[slot])}"
+        kind, *rest = slot
+        if kind == "use":
+            told = f"{rest[1]}={_show(slots[slot])}"
             uses[told] = uses.get(told, 0) + 1
+        elif kind == "live":
+            splits.setdefault(rest[1], []).append(rest[0])
+        elif kind == "reduce":
+            value = _show(slots[slot])
+            lines.append(f"reduces over axis {rest[0]!r} by {value}" if rest[1] == "method" else f"reduces in {value}")
         else:
-            lines.append(f"{_slot_name(slot).removeprefix('the ')} = {_show(slots[slot])}")
+            lines.append(f"{rest[0]}={_show(slots[slot])}")
+    lines += [f"splits {', '.join(roles)} over axis {axis!r}" for axis, roles in splits.items()]
     lines += [f"{told} on {count} leaves" for told, count in uses.items()]
     return "; ".join(lines)

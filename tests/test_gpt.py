@@ -18,9 +18,12 @@ EXACT = dataclasses.replace(CONFIG, dtype=torch.float64)
 def random_params(config, seed=1):
     """Parameters where nothing is 0 or 1, so that no term of the model can go missing unseen."""
     generator = torch.Generator().manual_seed(seed)
-    return tree_map(
+    params = tree_map(
         lambda p: p + 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype), gpt.init(config)
     )
+    if config.tie:
+        params["head"]["weight"] = params["embed"]["tokens"]
+    return params
 
 
 def random_batch(config, rows=3, length=None, seed=2):
@@ -45,11 +48,11 @@ def oracle(config, params):
         )
     ).eval()
     state = {
-        "transformer.wte.weight": params["wte"],
-        "transformer.wpe.weight": params["wpe"],
-        "transformer.ln_f.weight": params["ln_f"]["weight"],
-        "transformer.ln_f.bias": params["ln_f"]["bias"],
-        "lm_head.weight": params["wte" if config.tie else "head"],
+        "transformer.wte.weight": params["embed"]["tokens"],
+        "transformer.wpe.weight": params["embed"]["positions"],
+        "transformer.ln_f.weight": params["head"]["norm"]["weight"],
+        "transformer.ln_f.bias": params["head"]["norm"]["bias"],
+        "lm_head.weight": params["head"]["weight"],
     }
     for i, p in enumerate(params["blocks"]):
         for name, pair in {"ln_1": p["ln1"], "ln_2": p["ln2"]}.items():
@@ -89,8 +92,8 @@ def test_same_gradients_as_gpt2():
     gpt.make_loss(EXACT)(params, batch).backward()
     inner = model.transformer
     for ours, theirs in [
-        (params["wte"], inner.wte.weight.grad),
-        (params["wpe"], inner.wpe.weight.grad),
+        (params["embed"]["tokens"], inner.wte.weight.grad),
+        (params["embed"]["positions"], inner.wpe.weight.grad),
         (params["blocks"][1]["attn"]["qkv"]["weight"], inner.h[1].attn.c_attn.weight.grad.mT),
         (params["blocks"][2]["mlp"]["down"]["bias"], inner.h[2].mlp.c_proj.bias.grad),
     ]:
@@ -108,7 +111,9 @@ def test_fresh_model_knows_nothing(tie):
 def test_parameters_are_counted_seeded_and_typed(tie):
     config = dataclasses.replace(CONFIG, tie=tie, dtype=torch.bfloat16)
     leaves, structure = tree_flatten(gpt.init(config))
-    assert sum(leaf.numel() for leaf in leaves) == gpt.parameters_count(config)
+    distinct = {id(leaf): leaf for leaf in leaves}.values()
+    assert sum(leaf.numel() for leaf in distinct) == gpt.parameters_count(config)
+    assert len(leaves) - len(distinct) == tie
     assert all(leaf.dtype == torch.bfloat16 for leaf in leaves)
     again, other = tree_flatten(gpt.init(config))[0], tree_flatten(gpt.init(config, seed=1))[0]
     assert all(torch.equal(a, b) for a, b in zip(leaves, again, strict=True))

@@ -39,10 +39,12 @@ def config(args: argparse.Namespace) -> GPTConfig:
 
 def transform(args: argparse.Namespace) -> Chain:
     chosen = best_precision() if args.precision == "auto" else args.precision
-    parts = [zero(args.stage), accumulate(args.microbatches)]
-    if chosen != "fp32":
-        parts.append(precision(chosen))
-    return chain(*parts, remat()) if args.remat else chain(*parts)
+    return chain(
+        zero(args.stage),
+        *([accumulate(args.microbatches)] if args.microbatches > 1 else []),
+        *([precision(chosen)] if chosen != "fp32" else []),
+        *([remat()] if args.remat else []),
+    )
 
 
 def best_precision() -> str:

@@ -58,9 +58,9 @@ def init(config: GPTConfig, seed: int = 0, device: str | torch.device = "cpu") -
     The two weights that write into the residual stream are scaled by 1/√(2·layers), so that the stream's
     variance does not grow with depth. Values depend on ``seed`` alone, not on ``device``.
 
-    Returns ``{"wte": (V, W), "wpe": (S, W), "blocks": [...], "ln_f": {...}, "head": (V, W)}``, without
-    "head" when ``config.tie``; a block is ``{"ln1", "attn": {"qkv", "out"}, "ln2", "mlp": {"up", "down"}}``,
-    each a ``{"weight", "bias"}``.
+    Returns ``{"embed": {"tokens": (V, W), "positions": (S, W)}, "blocks": [...], "head": {"norm", "weight": (V, W)}}``;
+    under ``config.tie`` head's weight is the token embedding itself. A block is ``{"ln1", "attn": {"qkv", "out"},
+    "ln2", "mlp": {"up", "down"}}``, each (and "norm") a ``{"weight", "bias"}``.
     """
     generator = torch.Generator().manual_seed(seed)
     width, residual_std = config.width, 0.02 / math.sqrt(2 * config.layers)
@@ -86,15 +86,12 @@ def init(config: GPTConfig, seed: int = 0, device: str | torch.device = "cpu") -
             "mlp": {"up": linear(4 * width, width), "down": linear(width, 4 * width, residual_std)},
         }
 
-    params = {
-        "wte": normal(config.vocab, width),
-        "wpe": normal(config.sequence, width),
+    tokens = normal(config.vocab, width)
+    return {
+        "embed": {"tokens": tokens, "positions": normal(config.sequence, width)},
         "blocks": [one_block() for _ in range(config.layers)],
-        "ln_f": norm(),
+        "head": {"norm": norm(), "weight": tokens if config.tie else normal(config.vocab, width)},
     }
-    if not config.tie:
-        params["head"] = normal(config.vocab, width)
-    return params
 
 
 @mark_block
@@ -114,7 +111,7 @@ def embed(config: GPTConfig, params: Params, tokens: Tensor, rng: Key | None = N
     length = tokens.shape[1]
     if length > config.sequence:
         raise ValueError(f"{length} tokens are more than the model's sequence of {config.sequence}")
-    x = F.embedding(tokens, params["wte"]) + params["wpe"][:length]
+    x = F.embedding(tokens, params["embed"]["tokens"]) + params["embed"]["positions"][:length]
     return _dropout(config, x, rng, "embed")
 
 
@@ -123,7 +120,7 @@ def logits(config: GPTConfig, params: Params, tokens: Tensor, rng: Key | None = 
     x = embed(config, params, tokens, rng)
     for i, params_i in enumerate(params["blocks"]):
         x = block(config, params_i, x, rng.fold_in(i) if rng is not None else None)
-    return F.linear(_layer_norm(params["ln_f"], x), params["wte" if config.tie else "head"])
+    return F.linear(_layer_norm(params["head"]["norm"], x), params["head"]["weight"])
 
 
 def make_loss(config: GPTConfig) -> Callable[..., Tensor]:
