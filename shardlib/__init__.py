@@ -1,6 +1,6 @@
 """shardlib: pure functions turn a parameter pytree into sharded state and a train step."""
 
-from shardlib import optim
+from shardlib import checkpoint, optim
 from shardlib.blocks import block, sequential
 from shardlib.claims import chain
 from shardlib.collectives import all_gather, all_reduce, all_to_all, broadcast, permute, reduce_scatter
@@ -19,3 +19,46 @@ from shardlib.train import TrainState, make_eval_step, make_train_step, value_an
 from shardlib.transforms import accumulate, freeze, precision, remat, zero
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "abstract_mesh",
+    "accumulate",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "apply_updates",
+    "block",
+    "broadcast",
+    "chain",
+    "checkpoint",
+    "dropout",
+    "freeze",
+    "from_module",
+    "GradientTransformation",
+    "IllegalComposition",
+    "Key",
+    "launch",
+    "Leaf",
+    "make_eval_step",
+    "make_mesh",
+    "make_plan",
+    "make_train_step",
+    "Mean",
+    "Mesh",
+    "optim",
+    "P",
+    "permute",
+    "Plan",
+    "precision",
+    "reduce_scatter",
+    "remat",
+    "sequential",
+    "shard",
+    "Sharded",
+    "ShardlibError",
+    "simulate",
+    "TrainState",
+    "unshard",
+    "value_and_grad",
+    "zero",
+]

@@ -109,7 +109,9 @@ class Bucket:
             return buffer
         return torch.cat([part.view(parts, -1)[index] for part in self.leaf_parts(buffer, level)])
 
-    def to_leaf_major(self, buffer: torch.Tensor, start: int, stop: int, out: torch.Tensor | None = None) -> torch.Tensor:
+    def to_leaf_major(
+        self, buffer: torch.Tensor, start: int, stop: int, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Merge the gathered buffers of level ``stop`` (one after the other) into one of level ``start``.
 
         Writes into ``out`` when given; else returns ``buffer`` itself where nothing needs to move.

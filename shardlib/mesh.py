@@ -87,7 +87,9 @@ class Mesh:
             MeshError: no such axis.
         """
         if axis not in self.shape:
-            raise MeshError(f"axis {axis!r} is not on {self}; use one of {', '.join(map(repr, self.shape)) or '(none)'}")
+            raise MeshError(
+                f"axis {axis!r} is not on {self}; use one of {', '.join(map(repr, self.shape)) or '(none)'}"
+            )
         return self._groups[axis]
 
     def __repr__(self) -> str:
@@ -98,7 +100,7 @@ class Mesh:
 def coordinates(shape: Mapping[str, int], rank: int) -> dict[str, int]:
     """Row-major coordinates of ``rank``: the last axis varies fastest."""
     coords = {}
-    for axis, size in reversed(shape.items()):
+    for axis, size in reversed(list(shape.items())):
         rank, coords[axis] = divmod(rank, size)
     return {axis: coords[axis] for axis in shape}
 
@@ -209,6 +211,7 @@ def _process_groups(shape: Mapping[str, int], rank: int, timeout: float) -> dict
         if size == 1:
             groups[axis] = EchoGroup(1)
         elif size == math.prod(shape.values()):
+            assert dist.group.WORLD is not None
             groups[axis] = ProcessGroup(dist.group.WORLD, axis)
         else:
             # Every rank makes every group, in the same order, as torch requires.

@@ -61,7 +61,9 @@ def size(number: int) -> str:
 
 def _memory(plan: Plan) -> list[str]:
     told = [f"parameters {size(plan.bytes('param'))}", f"gradients {size(plan.bytes('grad'))}"]
-    told.append("optimizer (not given)" if plan.optimizer_bytes is None else f"optimizer {size(plan.bytes('optimizer'))}")
+    told.append(
+        "optimizer (not given)" if plan.optimizer_bytes is None else f"optimizer {size(plan.bytes('optimizer'))}"
+    )
     return told
 
 
@@ -94,7 +96,9 @@ def _merge(pattern: str, numbers: list[tuple[int, ...]]) -> str:
     for column in range(len(numbers[0])):
         values = sorted({row[column] for row in numbers})
         whole = values == list(range(values[0], values[-1] + 1))
-        told = str(values[0]) if len(values) == 1 else f"{values[0]}…{values[-1]}" if whole else ",".join(map(str, values))
+        told = (
+            str(values[0]) if len(values) == 1 else f"{values[0]}…{values[-1]}" if whole else ",".join(map(str, values))
+        )
         pattern = pattern.replace("#", told, 1)
     return pattern
 
@@ -107,7 +111,9 @@ def _unit_rows(plan: Plan) -> list[tuple[str, ...]]:
         buckets = [bucket for bucket in plan.buckets if bucket.unit == unit]
         elements = sum(math.prod(shape) for bucket in buckets for shape in bucket.shapes)
         param = sum(bucket.size(bucket.param_level) * bucket.dtype.itemsize for bucket in buckets)
-        grad = sum(bucket.size(bucket.grad_level) * bucket.reduce_dtype.itemsize for bucket in buckets if bucket.trainable)
+        grad = sum(
+            bucket.size(bucket.grad_level) * bucket.reduce_dtype.itemsize for bucket in buckets if bucket.trainable
+        )
         whole = sum(bucket.size(0) * bucket.dtype.itemsize for bucket in buckets)
         times = gathers.count(unit)
         cells = (
@@ -121,4 +127,7 @@ def _unit_rows(plan: Plan) -> list[tuple[str, ...]]:
             rows[-1][0].append(unit)
         else:
             rows.append(([unit], cells))
-    return [(names[0] or "(top)" if len(names) == 1 else f"{names[0]} … {names[-1]} (each)", *cells) for names, cells in rows]
+    return [
+        (names[0] or "(top)" if len(names) == 1 else f"{names[0]} … {names[-1]} (each)", *cells)
+        for names, cells in rows
+    ]

@@ -311,8 +311,10 @@ def _buckets(
         master = slots.get(("use", placement.path, "master")) if trainable else None
         key = (order[placement.unit], placement.unit, str(placement.param.dtype), trainable, master)
         groups.setdefault(key, []).append(placement)
-    buckets = []
-    for key, members in sorted(groups.items(), key=lambda item: (item[0][0], item[0][2], not item[0][3], str(item[0][4]))):
+    buckets: list[Bucket] = []
+    for key, members in sorted(
+        groups.items(), key=lambda item: (item[0][0], item[0][2], not item[0][3], str(item[0][4]))
+    ):
         _, unit, _, trainable, master = key
         # A leaf that is not trained has no optimizer state: it is split as its parameters are, and no further.
         axes = split["optimizer"] if trainable else split["param"]
@@ -362,7 +364,9 @@ def _optimizer_bytes(plan: Plan, optimizer: Any) -> int:
             bucket.name: torch.empty(bucket.owned, dtype=bucket.master_dtype or bucket.dtype) for bucket in plan.trained
         }
         _, leaves, _ = flatten(optimizer.init(shards))
-        state = sum(leaf.numel() * leaf.dtype.itemsize for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim())
+        state = sum(
+            leaf.numel() * leaf.dtype.itemsize for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()
+        )
     masters = sum(bucket.owned * bucket.master_dtype.itemsize for bucket in plan.trained if bucket.master_dtype)
     return state + masters
 
@@ -376,7 +380,10 @@ def check_same_tree(plan: Plan, paths: Sequence[str], shapes: Sequence[tuple[int
     for path, placement in wanted.items():
         local = plan.local_shape(placement, "param")
         if path in got and got[path] != local:
-            failures.append(f"{path}: shape {got[path]}, planned {local} (this rank's share of {placement.param.shape})")
+            failures.append(
+                f"{path}: shape {got[path]}, planned {local} (this rank's share of {placement.param.shape})"
+            )
     if failures:
-        raise TreeError(f"the {what} differ from the plan:\n{listing(failures)}\nShard the changed tree anew with sl.shard.")
-
+        raise TreeError(
+            f"the {what} differ from the plan:\n{listing(failures)}\nShard the changed tree anew with sl.shard."
+        )

@@ -42,7 +42,10 @@ def random_bits(key: Key, count: int, device: torch.device | str = "cpu") -> tor
 
 
 def uniform(
-    key: Key, shape: tuple[int, ...] | torch.Size, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    key: Key,
+    shape: tuple[int, ...] | torch.Size,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Uniform numbers in [0, 1) on a grid of 2^-24."""
     count = torch.Size(shape).numel()

@@ -15,7 +15,7 @@ from shardlib.errors import DonatedStateError, IllegalComposition, TreeError, li
 from shardlib.exchange import Gather, owner_index
 from shardlib.layout import Bucket
 from shardlib.mesh import Mesh, as_mesh
-from shardlib.planning import Placement, Plan, build_plan, check_same_tree
+from shardlib.planning import Plan, build_plan, check_same_tree
 from shardlib.specs import P, shard_of
 from shardlib.transforms.zero import zero
 from shardlib.tree import Tree, flatten, register_node, unflatten
@@ -87,7 +87,9 @@ class Sharded:
         paths, leaves, _ = flatten(self._tree)
         found = dict(zip(paths, leaves, strict=True))
         if self.role == "param":
-            wrong = [f"{path}: {type(leaf).__name__}" for path, leaf in found.items() if not isinstance(leaf, torch.Tensor)]
+            wrong = [
+                f"{path}: {type(leaf).__name__}" for path, leaf in found.items() if not isinstance(leaf, torch.Tensor)
+            ]
             if wrong:
                 raise TreeError(f"leaves of a sharded tree must be tensors:\n{listing(wrong)}")
             check_same_tree(self.plan, paths, [tuple(leaf.shape) for leaf in leaves], "parameters")
@@ -152,7 +154,9 @@ def shard(
     """
     mesh = as_mesh(mesh)
     if mesh.abstract:
-        raise IllegalComposition(f"{mesh} has no ranks to hold shards; use sl.make_plan to plan on it, sl.make_mesh to run")
+        raise IllegalComposition(
+            f"{mesh} has no ranks to hold shards; use sl.make_plan to plan on it, sl.make_mesh to run"
+        )
     source = defer(params) if callable(params) else None
     tree = source.tree if source else params
     plan = build_plan(tree, mesh, default_transform(transform, stage))

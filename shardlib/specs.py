@@ -140,6 +140,9 @@ def chunk_size(numel: int, ways: int) -> int:
     return -(-numel // ways)
 
 
+WHOLE = P()
+
+
 @dataclass(frozen=True)
 class Leaf:
     """Shape (global), dtype, spec and memory of one tensor of the training state."""
@@ -147,7 +150,7 @@ class Leaf:
     path: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    spec: P = P()
+    spec: P = WHOLE
     memory: str = "device"
 
     def local_bytes(self, sizes: Sizes) -> int:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 
 from shardlib.errors import DonatedStateError, TreeError
 from shardlib.execute.executor import Executor
-from shardlib.execute.losses import wants
 from shardlib.execute.step import LossStep, reduce_means, require_finite
+from shardlib.groups import EchoGroup
 from shardlib.mesh import Mesh
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.scaling import LossScale
 from shardlib.optim.shards import optimizer_shards, store
 from shardlib.rng import Key
-from shardlib.sharded import Sharded, shard, unshard
+from shardlib.sharded import Sharded, shard
 from shardlib.tree import Tree, leaves_of, register_node, tree_map
 
 
@@ -82,10 +82,16 @@ class TrainState:
         return f"TrainState(step={self.step}, {self.params.plan.parameters} parameters on {self.params.mesh})"
 
 
+def _rebuild(static: tuple[int, LossScale | None, Key], children: Iterable[Any]) -> TrainState:
+    step, scale, rng = static
+    params, opt, comm, buffers = children
+    return TrainState(step, params, opt, comm, buffers, scale, rng)
+
+
 register_node(
     TrainState,
     lambda s: ((s.params, s.opt, s.comm, s.buffers), (s.step, s.scale, s.rng)),
-    lambda static, c: TrainState(static[0], *tuple(c), static[1], static[2]),  # type: ignore[arg-type,misc]
+    _rebuild,
 )
 
 
@@ -162,7 +168,9 @@ def make_train_step(
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         params = state.params
         if params.plan is not plan and params.plan != plan:
-            raise TreeError("this state was sharded by another plan than the train step was made for; make a step for it")
+            raise TreeError(
+                "this state was sharded by another plan than the train step was made for; make a step for it"
+            )
         scale = state.scale.value if state.scale else 1.0
         evaluation = loss_step(params, batch, state.buffers, state.rng.fold_in(state.step), scale)
         metrics = {"loss": evaluation.loss, "grad_norm": evaluation.norm, "finite": evaluation.finite}
@@ -208,7 +216,9 @@ def make_eval_step(fn: Callable[..., Any], params: Any) -> Callable[..., Any]:
     def eval_step(params: Any, *args: Any) -> Any:
         current = lift(params.params if isinstance(params, TrainState) else params)
         if current.plan is not lifted.plan and current.plan != lifted.plan:
-            raise TreeError("these parameters were sharded by another plan than the eval step was made for; make one for it")
+            raise TreeError(
+                "these parameters were sharded by another plan than the eval step was made for; make one for it"
+            )
         result = executor.forward(current, lambda tree: fn(tree, *args))
         return reduce_means(result, lifted.plan, lifted.mesh)
 
@@ -219,8 +229,6 @@ def lift(params: Any) -> Sharded:
     """`Sharded` as it is; a plain pytree becomes one on a mesh of one."""
     if isinstance(params, Sharded):
         return params
-    from shardlib.groups import EchoGroup
-
     devices = {leaf.device for leaf in leaves_of(params) if isinstance(leaf, torch.Tensor)}
     device = devices.pop() if len(devices) == 1 else torch.device("cpu")
     return shard(params, Mesh({"data": 1}, 0, {"data": EchoGroup(1)}, device))
@@ -240,11 +248,6 @@ def _update(optimizer: GradientTransformation, params: Sharded, opt: OptimizerSt
     """Write the next parameters and optimizer state in place."""
     with torch.no_grad():
         targets = optimizer_shards(params) | opt.masters
-        inner = optimizer.apply(
-            targets, evaluation.grads, opt.inner, scale=evaluation.scale, shards=evaluation.shards
-        )
+        inner = optimizer.apply(targets, evaluation.grads, opt.inner, scale=evaluation.scale, shards=evaluation.shards)
         store(params, targets)
     return OptimizerState(opt.masters, inner)
-
-
-__all__ = ["TrainState", "make_eval_step", "make_train_step", "unshard", "value_and_grad", "wants"]

@@ -14,7 +14,10 @@ def _start(mesh, stage, precision=None, width=6):
     params = {
         "embed": {"w": torch.randn(10, width, dtype=torch.float64)},
         "blocks": [
-            {"w": torch.randn(width, width, dtype=torch.float64) * 0.3, "b": torch.randn(width + 1, dtype=torch.float64)}
+            {
+                "w": torch.randn(width, width, dtype=torch.float64) * 0.3,
+                "b": torch.randn(width + 1, dtype=torch.float64),
+            }
             for _ in range(2)
         ],
         "head": {"w": torch.randn(10, width, dtype=torch.float64)},

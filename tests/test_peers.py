@@ -1,4 +1,4 @@
-"""The same training on real processes: as in a simulation, and as torch's own data parallelism in the same processes."""
+"""The same training on real processes, also against torch's own data parallelism in the same processes."""
 
 import pytest
 import torch
@@ -16,6 +16,8 @@ import shardlib as sl
 CASES = [
     ({"data": 2}, sl.zero(0)),
     ({"data": 2}, sl.zero(1)),
+    ({"data": 4}, sl.zero(1)),
+    ({"data": 3}, sl.zero(0)),
     ({"data": 4}, sl.zero(2)),
     ({"data": 3}, sl.zero(3)),
     ({"data": 4}, sl.chain(sl.zero(3), sl.accumulate(4))),

@@ -122,4 +122,6 @@ def _copy_overlap(piece: Piece, source: Piece) -> None:
     start = max(piece.start, source.start)
     stop = min(piece.start + piece.data.numel(), source.start + source.data.numel())
     if start < stop:
-        piece.data[start - piece.start : stop - piece.start].copy_(source.data[start - source.start : stop - source.start])
+        piece.data[start - piece.start : stop - piece.start].copy_(
+            source.data[start - source.start : stop - source.start]
+        )

@@ -132,7 +132,9 @@ def broadcast(x: torch.Tensor, axis: str, *, source: int = 0, mesh: Mesh | None 
 def _mesh(mesh: Any, axis: str) -> Mesh:
     found = as_mesh(mesh) if mesh is not None else current_mesh.get()
     if found is None:
-        raise MeshError(f"no mesh here for axis {axis!r}; pass mesh=, or call it inside a loss function of a train step")
+        raise MeshError(
+            f"no mesh here for axis {axis!r}; pass mesh=, or call it inside a loss function of a train step"
+        )
     found.group(axis)  # raises for an unknown axis
     return found
 

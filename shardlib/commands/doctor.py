@@ -50,13 +50,18 @@ def _devices() -> list[tuple[str, str]]:
         return [*rows, ("cuda", f"none: {built}")]
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
-        rows.append((f"cuda:{index}", f"{facts.name}, {facts.total_memory / 1e9:.0f} GB, sm_{facts.major}{facts.minor}"))
+        rows.append(
+            (f"cuda:{index}", f"{facts.name}, {facts.total_memory / 1e9:.0f} GB, sm_{facts.major}{facts.minor}")
+        )
     return rows
 
 
 def _backends() -> list[tuple[str, str]]:
     return [
-        ("gloo", "used on CPU" if dist.is_gloo_available() else "missing from this torch: no multi-process runs on CPU"),
+        (
+            "gloo",
+            "used on CPU" if dist.is_gloo_available() else "missing from this torch: no multi-process runs on CPU",
+        ),
         ("nccl", "used on CUDA" if dist.is_nccl_available() else "missing from this torch: no multi-GPU runs"),
     ]
 
@@ -69,7 +74,9 @@ def _compilers() -> list[tuple[str, str]]:
             rows.append((name, f"not found: {purpose} fall back to the next implementation"))
             continue
         lines = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout.splitlines()
-        rows.append((name, next((line for line in lines if any(c.isdigit() for c in line) and "(c)" not in line), path)))
+        rows.append(
+            (name, next((line for line in lines if any(c.isdigit() for c in line) and "(c)" not in line), path))
+        )
     return rows
 
 

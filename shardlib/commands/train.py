@@ -113,7 +113,8 @@ class Job:
 
     def resume(self, say: Callable[[str], None]) -> tuple[TrainState, dict[str, Any]]:
         """The state to start from, and the losses so far: of an interrupted run if there is one."""
-        state, history = self._state, {"train": [], "validation": []}
+        state = self._state
+        history: dict[str, Any] = {"train": [], "validation": []}
         found = None if self._args.fresh else checkpoint.latest(self._args.out)
         if found is None:
             return state, history

@@ -168,6 +168,7 @@ class Executor:
 
         if self.plan.remat is None or not self._trained:
             return call(*args, **kwargs)
+
         # The mesh travels with the call: recompute may run in a thread of autograd's.
         def again(*args: Any, **kwargs: Any) -> Any:
             mesh = current_mesh.set(self.mesh)

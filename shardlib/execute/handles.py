@@ -74,7 +74,9 @@ class Handle(torch.Tensor):
         return func(*[_real(value) for value in args])
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         def data(handle: Handle) -> torch.Tensor:
             return handle._source.data(handle._index)
 
@@ -137,7 +139,11 @@ _IN_PLACE_DUNDERS = {"__setitem__", "__set__"}
 
 def _classify(func: Any) -> str:
     name = getattr(func, "__name__", "")
-    augmented = name.startswith("__i") and name.endswith("__") and name not in ("__index__", "__int__", "__invert__", "__iter__")
+    augmented = (
+        name.startswith("__i")
+        and name.endswith("__")
+        and name not in ("__index__", "__int__", "__invert__", "__iter__")
+    )
     if name in _IN_PLACE_DUNDERS or augmented or (name.endswith("_") and not name.endswith("__")):
         return "in-place"
     return "operation"

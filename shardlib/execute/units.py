@@ -28,7 +28,7 @@ class _Root(torch.autograd.Function):
         return anchor.new_zeros(1, dtype=bucket.reduce_dtype).expand(bucket.size(0))
 
     @staticmethod
-    def backward(ctx: Any, whole: torch.Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, whole: torch.Tensor) -> tuple[None, None, None]:
         ctx.gradients.add(ctx.bucket, whole)
         return None, None, None
 
@@ -41,7 +41,7 @@ class _Attach(torch.autograd.Function):
         return tuple(bucket.leaves(whole))
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
         if all(grad is None for grad in grads):
             return None, None, None
         return ctx.bucket.pack(grads, ctx.bucket.reduce_dtype), None, None

@@ -51,7 +51,9 @@ class ProcessGroup:
         chunks = out.view(self.size, -1)
 
         def start() -> list[Any]:
-            works = self._messages({peer: inp.view(-1) for peer in self._peers}, {peer: chunks[peer] for peer in self._peers})
+            works = self._messages(
+                {peer: inp.view(-1) for peer in self._peers}, {peer: chunks[peer] for peer in self._peers}
+            )
             chunks[self.rank].copy_(inp.view(-1))
             return works
 
@@ -72,12 +74,13 @@ class ProcessGroup:
 
         def total() -> None:
             ordered = [parts.get(rank, mine[self.rank]) for rank in range(self.size)]
-            if self.size == 2:
-                torch.add(ordered[0], ordered[1], out=out.view(-1))
-            elif out.dtype.itemsize >= 4:
-                torch.add(ordered[0], ordered[1], out=out.view(-1))
-                for part in ordered[2:]:
-                    out.view(-1).add_(part)
+            if out.dtype.itemsize >= 4:
+                # ``out`` may be this rank's part of ``inp``, so nothing is written there before that was read.
+                *first, last = ordered
+                so_far = first[0]
+                for part in first[1:]:
+                    so_far = torch.add(so_far, part, out=first[0] if self.rank else first[1])
+                torch.add(so_far, last, out=out.view(-1))
             else:
                 # torch.sum accumulates 16-bit floats in fp32; repeated additions would round each time.
                 torch.sum(torch.stack(ordered), 0, out=out.view(-1))

@@ -77,7 +77,9 @@ class Simulation:
         """Wake the next rank that can run; False when that is ``rank`` itself (it keeps running)."""
         order = [(rank + step) % self.ranks for step in range(1, self.ranks + 1)]
         runnable = [
-            other for other in order if other in self._waiting and (self.failure is not None or self._waiting[other][0]())
+            other
+            for other in order
+            if other in self._waiting and (self.failure is not None or self._waiting[other][0]())
         ]
         if not runnable and self._waiting:
             waits = "; ".join(f"rank {other} waits in {self._waiting[other][1]}" for other in sorted(self._waiting))
@@ -131,7 +133,9 @@ class SimulatedGroup:
 
     exchange = _Exchange
 
-    def __init__(self, simulation: Simulation, exchange: _Exchange, members: Sequence[int], rank: int, axis: str) -> None:
+    def __init__(
+        self, simulation: Simulation, exchange: _Exchange, members: Sequence[int], rank: int, axis: str
+    ) -> None:
         self.size = len(members)
         self.rank = rank
         self._simulation = simulation

@@ -153,7 +153,7 @@ def _reset_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     for prefix, owner in module.named_modules():
         if owns(owner):
             real = copy.deepcopy(owner).to_empty(device="cpu", recurse=False)
-            real.reset_parameters()  # type: ignore[operator]
+            real.reset_parameters()
             found |= {f"{prefix}.{name}" if prefix else name: b for name, b in real.named_buffers(recurse=False)}
     return found
 

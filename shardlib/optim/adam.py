@@ -16,7 +16,7 @@ from shardlib.tree import Tree, leaves_of, tree_map
 class AdamState(NamedTuple):
     """``count``: steps taken (0-d float); ``mu``, ``nu``: running means of g and g²."""
 
-    count: torch.Tensor
+    count: torch.Tensor  # type: ignore[assignment]  # optax's name, though tuples have a method of it
     mu: Tree
     nu: Tree
 

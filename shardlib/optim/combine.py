@@ -22,14 +22,14 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     def init(params: Tree) -> Tree:
         return tuple(tx.init(params) for tx in transformations)
 
-    def update(updates, state, params, *, shards):  # type: ignore[no-untyped-def]
+    def update(updates, state, params, *, shards):
         new_state = []
         for tx, tx_state in zip(transformations, state, strict=True):
             updates, tx_state = tx.update(updates, tx_state, params, shards=shards)
             new_state.append(tx_state)
         return updates, tuple(new_state)
 
-    def apply(params, updates, state, scale, shards):  # type: ignore[no-untyped-def]
+    def apply(params, updates, state, scale, shards):
         new_state = []
         for tx, tx_state in zip(first, state, strict=False):
             if tx.factor is not None:

@@ -15,7 +15,7 @@ from shardlib.tree import Tree, tree_map
 class SgdState(NamedTuple):
     """``count``: steps taken; ``trace``: the momentum, or () without."""
 
-    count: torch.Tensor
+    count: torch.Tensor  # type: ignore[assignment]  # optax's name, though tuples have a method of it
     trace: Tree
 
 

@@ -16,7 +16,9 @@ class Remat:
 
     @property
     def name(self) -> str:
-        return f"remat({self.policy if isinstance(self.policy, str) else getattr(self.policy, '__name__', self.policy)!r})"
+        return (
+            f"remat({self.policy if isinstance(self.policy, str) else getattr(self.policy, '__name__', self.policy)!r})"
+        )
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         yield Schedule(remat=self.policy)

@@ -1,5 +1,7 @@
 """Small models and data, the same on every rank."""
 
+from itertools import pairwise
+
 import torch
 from optree import tree_map
 
@@ -47,7 +49,7 @@ def mlp(sizes, dtype=torch.float64, seed=0):
             "bias": torch.randn(out, generator=generator, dtype=torch.float64).to(dtype),
         }
 
-    params = {"layers": [layer(a, b) for a, b in zip(sizes, sizes[1:])]}
+    params = {"layers": [layer(a, b) for a, b in pairwise(sizes)]}
     return mlp_loss, params
 
 
@@ -61,7 +63,5 @@ def mlp_loss(params, batch):
 
 def regression_batch(rows, into, out, dtype=torch.float64, seed=1):
     generator = torch.Generator().manual_seed(seed)
-    x, y = (
-        torch.randn(rows, size, generator=generator, dtype=torch.float64).to(dtype) for size in (into, out)
-    )
+    x, y = (torch.randn(rows, size, generator=generator, dtype=torch.float64).to(dtype) for size in (into, out))
     return x, y

@@ -20,7 +20,7 @@ TIMEOUT = 60.0  # seconds for one function; what hangs is stopped, with the whol
 
 
 class Pool:
-    """``run(fn, *args, mesh=...)`` is like `shardlib.simulate`, on real processes. It may use fewer than all."""
+    """``run(fn, *args, mesh=...)`` is like `shardlib.simulate`, on some or all of the processes."""
 
     def __init__(self, size):
         self.size = size

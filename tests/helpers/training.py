@@ -12,8 +12,8 @@ LR, EPS, DECAY = 1e-2, 1e-5, 0.01
 def optimizer(max_norm=None, **changes):
     """AdamW as the oracles have it.
 
-    eps is not the usual 1e-8: the true gradient of a key's bias is zero (softmax ignores a shift), and Adam with a
-    tiny eps would turn its rounding noise into steps of full size.
+    eps is not the usual 1e-8: the true gradient of a key's bias is zero (softmax ignores a shift), and Adam
+    with a tiny eps would turn its rounding noise into steps of full size.
     """
     adamw = sl.optim.adamw(LR, eps=EPS, weight_decay=DECAY, **changes)
     return adamw if max_norm is None else sl.optim.chain(sl.optim.clip_by_global_norm(max_norm), adamw)

@@ -69,7 +69,7 @@ def train(
     start = {id(leaf): leaf for leaf in leaves}
     shapes = [start[name].shape for name in names]
 
-    # What a rank keeps between steps: parameters whole, or its chunk at stage 3; moments of its chunk from stage 1.
+    # Between steps a rank keeps whole parameters (its chunk at stage 3) and, from stage 1, moments of its chunk.
     stored = [[start[n].clone() if stage < 3 else cluster.cut(start[n], r) for n in names] for r in ranks]
     owned = [
         [start[n].reshape(-1).clone() if stage == 0 else cluster.cut(start[n], r) for n in names]

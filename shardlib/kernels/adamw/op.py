@@ -35,7 +35,17 @@ def adamw_(
     """
     step = _fused if implementation(param.device) == "torch fused" else reference.adamw_
     step(
-        param, grad.to(param.dtype), mu, nu, count=count, lr=lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, scale=scale
+        param,
+        grad.to(param.dtype),
+        mu,
+        nu,
+        count=count,
+        lr=lr,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        weight_decay=weight_decay,
+        scale=scale,
     )
 
 
