@@ -33,6 +33,7 @@ class _Call:
     arguments: list[Any]
     structure: Any
     results: list[int]
+    generators: list[torch.Tensor] | None  # states of the default generators to start from, when they were set
 
 
 class _Recorder(TorchDispatchMode):
@@ -45,6 +46,7 @@ class _Recorder(TorchDispatchMode):
         self.storage_of: list[int] = []
         self._keep: list[Any] = []  # ids stay unique while the tensors live
         self._storages: dict[int, int] = {}
+        self._states: list[torch.Tensor] | None = None
         self._fake = fake
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -53,8 +55,21 @@ class _Recorder(TorchDispatchMode):
         with self._fake:
             out = op(*args, **(kwargs or {}))
         results = [self._number(value) for value in tree_flatten(out)[0] if isinstance(value, torch.Tensor)]
-        self.calls.append(_Call(op, arguments, structure, results))
+        self.calls.append(_Call(op, arguments, structure, results, self._seeded(op)))
         return out
+
+    def _seeded(self, op: Any) -> list[torch.Tensor] | None:
+        """The default generators' states before a random operation, if the initialiser has set them since the last.
+
+        Fake operations do not advance a generator, so a state that differs was set: by torch.manual_seed, say.
+        """
+        if torch.Tag.nondeterministic_seeded not in op.tags:
+            return None
+        states = _generator_states()
+        if self._states is not None and all(map(torch.equal, states, self._states)):
+            return None
+        self._states = states
+        return states
 
     def _reference(self, value: torch.Tensor) -> Any:
         # A real tensor made outside the initialiser is a constant, passed along as it is.
@@ -112,11 +127,24 @@ class Deferred:
         def real(value: Any) -> Any:
             return live[storage_of[value.number]][value.number] if isinstance(value, _Ref) else value
 
+        if call.generators is not None:
+            _set_generator_states(call.generators)
         args, kwargs = tree_unflatten([real(value) for value in call.arguments], call.structure)
         out = call.op(*args, **kwargs)
         tensors = [value for value in tree_flatten(out)[0] if isinstance(value, torch.Tensor)]
         for number, tensor in zip(call.results, tensors, strict=True):
             live.setdefault(storage_of[number], {})[number] = tensor
+
+
+def _generator_states() -> list[torch.Tensor]:
+    on_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
+    return [torch.get_rng_state(), *on_gpu]
+
+
+def _set_generator_states(states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state)
 
 
 def defer(init_fn: Callable[[], Tree]) -> Deferred:

@@ -18,9 +18,7 @@ EXACT = dataclasses.replace(CONFIG, dtype=torch.float64)
 def random_params(config, seed=1):
     """Parameters where nothing is 0 or 1, so that no term of the model can go missing unseen."""
     generator = torch.Generator().manual_seed(seed)
-    params = tree_map(
-        lambda p: p + 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype), gpt.init(config)
-    )
+    params = tree_map(lambda p: p + 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype), gpt.init(config))
     if config.tie:
         params["head"]["weight"] = params["embed"]["tokens"]
     return params

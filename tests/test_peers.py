@@ -77,7 +77,7 @@ def train_peer(mesh, kind, batches):
         for block in module.blocks:
             fully_shard(block)
         fully_shard(module)
-    tx = torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-5, weight_decay=0.01)
+    tx = torch.optim.AdamW(module.parameters(), lr=1e-3, eps=1e-5, weight_decay=0.01)
     losses = []
     for batch in batches:
         mine = share(batch, mesh.rank, mesh.size)

@@ -71,7 +71,7 @@ def require_equal(mesh: Mesh, what: str, items: dict[str, Any], remedy: str) -> 
     everyone = all_gather_object(mesh, list(mesh.shape), items)
     problems = []
     for key in dict.fromkeys(key for theirs in everyone for key in theirs):
-        values = [repr(theirs.get(key, "(absent)")) for theirs in everyone]
+        values = [str(theirs.get(key, "(absent)")) for theirs in everyone]
         if len(set(values)) > 1:
             groups: dict[str, list[int]] = {}
             for rank, value in enumerate(values):

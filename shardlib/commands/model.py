@@ -13,9 +13,9 @@ from shardlib.transforms import accumulate, precision, remat, zero
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
-    model.add_argument("--layers", type=int, default=4)
-    model.add_argument("--width", type=int, default=192)
-    model.add_argument("--heads", type=int, default=6)
+    model.add_argument("--layers", type=int, default=2)
+    model.add_argument("--width", type=int, default=256)
+    model.add_argument("--heads", type=int, default=4)
     model.add_argument("--sequence", type=int, default=128, help="tokens of context")
     model.add_argument("--vocab", type=int, default=256, help="256 is one token per byte")
     model.add_argument("--dropout", type=float, default=0.0)

@@ -31,15 +31,15 @@ from shardlib.tree import leaves_of
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", help="a text file or folder; by default the source of Python's standard library")
     parser.add_argument("--out", type=Path, default=Path("runs/train"), help="folder for checkpoints and the plot")
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--batch", type=int, default=32, help="rows per step, over all ranks")
-    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
-    parser.add_argument("--warmup", type=int, default=50, help="steps of warm-up")
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--batch", type=int, default=16, help="rows per step, over all ranks")
+    parser.add_argument("--lr", type=float, default=1.5e-3, help="peak learning rate")
+    parser.add_argument("--warmup", type=int, default=100, help="steps of warm-up")
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--clip", type=float, default=1.0, help="largest gradient norm")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--validate-every", type=int, default=100, help="steps between validations")
-    parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints")
+    parser.add_argument("--validate-every", type=int, default=200, help="steps between validations")
+    parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--fresh", action="store_true", help="do not go on from a checkpoint")
     model.add_arguments(parser)
 
@@ -85,7 +85,7 @@ class Job:
             optim.clip_by_global_norm(args.clip),
             optim.adamw(
                 optim.cosine(args.lr, args.steps, warmup=min(args.warmup, args.steps - 1), end=args.lr / 10),
-                b2=0.99,
+                b2=0.95,
                 weight_decay=args.weight_decay,
             ),
         )

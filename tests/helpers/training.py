@@ -6,7 +6,7 @@ import shardlib as sl
 from helpers.models import share
 from shardlib.execute.step import batch_index
 
-LR, EPS, DECAY = 1e-2, 1e-5, 0.01
+LR, EPS, DECAY = 1e-3, 1e-5, 0.01
 
 
 def optimizer(max_norm=None, **changes):

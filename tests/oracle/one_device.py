@@ -4,7 +4,7 @@ import optree
 import torch
 
 
-def train(loss_fn, params, batches, *, lr=1e-2, eps=1e-5, weight_decay=0.01, max_norm=None, frozen=()):
+def train(loss_fn, params, batches, *, lr=1e-3, eps=1e-5, weight_decay=0.01, max_norm=None, frozen=()):
     """Losses, gradient norms and final parameters of AdamW on ``batches``; tied leaves are trained once.
 
     Clips by max_norm / norm: torch's clip_grad_norm_ adds 1e-6 to the norm, which float64 would show.
@@ -17,17 +17,13 @@ def train(loss_fn, params, batches, *, lr=1e-2, eps=1e-5, weight_decay=0.01, max
         for leaf in copies.values()
         if leaf.is_floating_point() and not any(leaf is m and p in frozen for p, m in zip(paths, mine))
     ]
-    optimizer = torch.optim.AdamW(
-        trained, lr=lr, eps=eps, weight_decay=weight_decay, foreach=False, fused=False
-    )
+    optimizer = torch.optim.AdamW(trained, lr=lr, eps=eps, weight_decay=weight_decay, foreach=False, fused=False)
     losses, norms = [], []
     for batch in batches:
         optimizer.zero_grad()
         loss = loss_fn(optree.tree_unflatten(structure, mine), batch)
         loss.backward()
-        for (
-            leaf
-        ) in trained:  # an unused parameter's gradient is zero, not absent: its moments and decay go on
+        for leaf in trained:  # an unused parameter's gradient is zero, not absent: its moments and decay go on
             leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
         norm = torch.nn.utils.get_total_norm([leaf.grad for leaf in trained]) if trained else torch.zeros(())
         if max_norm is not None and norm > max_norm:

@@ -58,7 +58,7 @@ class Cluster:
 
 def train(
     loss_fn, params, batches, *, stage, ways, copies=1, microbatches=1,
-    lr=1e-2, eps=1e-5, weight_decay=0.01, b1=0.9, b2=0.999, max_norm=None,
+    lr=1e-3, eps=1e-5, weight_decay=0.01, b1=0.9, b2=0.999, max_norm=None,
 ):  # fmt: skip
     """Losses, final parameters (of every rank) and elements sent per step, by explicit collectives."""
     cluster = Cluster(ways, copies)
@@ -69,12 +69,9 @@ def train(
     start = {id(leaf): leaf for leaf in leaves}
     shapes = [start[name].shape for name in names]
 
-    # Between steps a rank keeps whole parameters (its chunk at stage 3) and, from stage 1, moments of its chunk.
+    # Kept between steps: parameters, whole or (stage 3) a chunk; moments, from stage 1 of a chunk.
     stored = [[start[n].clone() if stage < 3 else cluster.cut(start[n], r) for n in names] for r in ranks]
-    owned = [
-        [start[n].reshape(-1).clone() if stage == 0 else cluster.cut(start[n], r) for n in names]
-        for r in ranks
-    ]
+    owned = [[start[n].reshape(-1).clone() if stage == 0 else cluster.cut(start[n], r) for n in names] for r in ranks]
     mean = [[torch.zeros_like(t) for t in mine] for mine in owned]
     square = [[torch.zeros_like(t) for t in mine] for mine in owned]
 
@@ -85,19 +82,13 @@ def train(
         for micro in range(microbatches):
             wholes = [[p.reshape(s) for p, s in zip(mine, shapes)] for mine in stored] if stage < 3 else None
             if stage == 3:
-                gathered = [
-                    cluster.all_gather([stored[r][i] for r in ranks], shapes[i]) for i in range(len(names))
-                ]
+                gathered = [cluster.all_gather([stored[r][i] for r in ranks], shapes[i]) for i in range(len(names))]
                 wholes = [[gathered[i][r] for i in range(len(names))] for r in ranks]
-                cluster.sent += sum(stored[0][i].numel() for i in range(len(names))) * (
-                    ways - 1
-                )  # again, for backward
+                cluster.sent += sum(stored[0][i].numel() for i in range(len(names))) * (ways - 1)  # again, for backward
             grads = []
             for r in ranks:
                 inputs = [w.detach().clone().requires_grad_() for w in wholes[r]]
-                part = optree.tree_map(
-                    lambda t, r=r, m=micro: t.chunk(cluster.ranks)[r].chunk(microbatches)[m], batch
-                )
+                part = optree.tree_map(lambda t, r=r, m=micro: t.chunk(cluster.ranks)[r].chunk(microbatches)[m], batch)
                 loss = loss_fn(optree.tree_unflatten(structure, [inputs[s] for s in slots]), part)
                 loss = loss / (cluster.ranks * microbatches)
                 found = torch.autograd.grad(loss, inputs, allow_unused=True)
@@ -136,9 +127,7 @@ def train(
     results = []
     for r in ranks:
         wholes = [
-            torch.cat([stored[p][i] for p in cluster._group(r)])[: shapes[i].numel()]
-            if stage == 3
-            else stored[r][i]
+            torch.cat([stored[p][i] for p in cluster._group(r)])[: shapes[i].numel()] if stage == 3 else stored[r][i]
             for i in range(len(names))
         ]
         results.append(optree.tree_unflatten(structure, [wholes[s].reshape(shapes[s]) for s in slots]))
