@@ -31,3 +31,9 @@ def grad(total: torch.Tensor, inputs: Sequence[torch.Tensor], seed: torch.Tensor
     return _engine_run_backward(
         (total,), (seed,), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
     )
+
+
+def cpu_multiplies_bf16() -> bool:
+    """Whether the CPU has bf16 dot products; False where this torch cannot tell."""
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    return bool(capabilities.get("avx512_bf16"))

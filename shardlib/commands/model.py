@@ -6,6 +6,7 @@ import argparse
 
 import torch
 
+from shardlib._compat import cpu_multiplies_bf16
 from shardlib.claims import Chain, chain
 from shardlib.models.gpt import GPTConfig
 from shardlib.transforms import accumulate, precision, remat, zero
@@ -48,5 +49,9 @@ def transform(args: argparse.Namespace) -> Chain:
 
 
 def best_precision() -> str:
-    """bf16 on a GPU that multiplies it natively, else fp32."""
-    return "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    """bf16 where the GPU, or without one the CPU, multiplies it natively; else fp32."""
+    if torch.cuda.is_available():
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        native = cpu_multiplies_bf16()
+    return "bf16" if native else "fp32"

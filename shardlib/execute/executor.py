@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardlib._compat import grad
@@ -163,7 +164,9 @@ class Executor:
 
     def _run_block(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = materialise((args, kwargs))
+            # Gathering is no part of the block: a recompute policy must neither see nor keep its operations.
+            with _disable_current_modes():
+                args, kwargs = materialise((args, kwargs))
             return fn(*args, **kwargs)
 
         if self.plan.remat is None or not self._trained:

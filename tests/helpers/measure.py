@@ -1,0 +1,135 @@
+"""Bytes measured from outside the library: sent through groups, sent by torch's own operators, alive in storages."""
+
+import weakref
+
+import optree
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+SCALARS = 16  # exchanges of at most so many elements (losses, norms) are counted apart
+
+
+def stored_bytes(tree):
+    """Bytes of the distinct storages behind a pytree's tensors; counters (0-d) aside."""
+    tensors = [leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+class CountingGroup:
+    """Stands before a mesh axis's group and counts the bytes that leave this rank for the others."""
+
+    def __init__(self, group):
+        self._group = group
+        self.size, self.rank = group.size, group.rank
+        self.sent = 0
+        self.gathered = []  # weak references to the storages that gathers wrote to
+
+    def all_reduce(self, tensor):
+        self._count(tensor, 2 * (self.size - 1) / self.size)
+        return self._group.all_reduce(tensor)
+
+    def all_gather(self, out, inp):
+        self._count(inp, self.size - 1, whole=out)
+        self.gathered.append(weakref.ref(out.untyped_storage()))
+        return self._group.all_gather(out, inp)
+
+    def reduce_scatter(self, out, inp):
+        self._count(inp, (self.size - 1) / self.size)
+        return self._group.reduce_scatter(out, inp)
+
+    def all_to_all(self, out, inp):
+        self._count(inp, (self.size - 1) / self.size)
+        return self._group.all_to_all(out, inp)
+
+    def broadcast(self, tensor, source):
+        self._count(tensor, self.size - 1 if self.rank == source else 0)
+        return self._group.broadcast(tensor, source)
+
+    def permute(self, out, inp, pairs):
+        self._count(inp, sum(1 for source, destination in pairs if source == self.rank != destination))
+        return self._group.permute(out, inp, pairs)
+
+    def all_gather_object(self, value):  # set-up, not payload
+        return self._group.all_gather_object(value)
+
+    def _count(self, tensor, times, whole=None):
+        if (tensor if whole is None else whole).numel() > SCALARS:
+            self.sent += round(tensor.numel() * tensor.dtype.itemsize * times)
+
+
+def count_payload(mesh):
+    """Wrap every group of ``mesh``; returns a function that tells the bytes sent per axis since it was last asked."""
+    counters = {axis: CountingGroup(mesh.group(axis)) for axis, size in mesh.shape.items() if size > 1}
+    mesh._groups.update(counters)
+
+    def sent():
+        told = {axis: counter.sent for axis, counter in counters.items()}
+        for counter in counters.values():
+            counter.sent = 0
+        return told
+
+    return sent
+
+
+class CountOperators(TorchDispatchMode):
+    """Bytes this process sends, seen at torch's own c10d operators. Exchanges of few elements are left out."""
+
+    def __init__(self, ranks):
+        super().__init__()
+        self.ranks = ranks
+        self.sent = 0
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d" and not func._opname.startswith("recv"):
+            self.seen.add(func._opname)
+            self.sent += self._volume(func._opname, args)
+        return func(*args, **(kwargs or {}))
+
+    def _volume(self, name, args):
+        tensors = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+        size = sum(t.numel() * t.dtype.itemsize for t in tensors)
+        elements = sum(t.numel() for t in tensors)
+        if name == "send":  # one message of many: small ones are parts of an exchange that is not
+            return size
+        if elements <= SCALARS:
+            return 0
+        if name == "allreduce_":
+            return round(size * 2 * (self.ranks - 1) / self.ranks)
+        raise AssertionError(f"an exchange that is not counted here: {name}")
+
+
+class WatchGathered(TorchDispatchMode):
+    """Most bytes alive at once in storages that hold gathered parameters: those a gather wrote to, and plain copies."""
+
+    COPIES = ("copy_", "clone", "cat", "split_with_sizes_copy", "_to_copy", "contiguous")
+
+    def __init__(self, counters):
+        super().__init__()
+        self._counters = counters
+        self._alive = {}
+        self._known = set()
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for counter in self._counters:
+            while counter.gathered:
+                storage = counter.gathered.pop()()
+                if storage is not None:
+                    self._add(storage)
+        flat = [v for v in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+        tainted = any(v.untyped_storage()._cdata in self._alive for v in flat)
+        out = func(*args, **(kwargs or {}))
+        if tainted and func._opname in self.COPIES:
+            written = [v for v in torch.utils._pytree.tree_leaves(out) if isinstance(v, torch.Tensor)]
+            for tensor in written or flat:
+                self._add(tensor.untyped_storage())
+        self.peak = max(self.peak, sum(self._alive.values()))
+        return out
+
+    def _add(self, storage):
+        key = storage._cdata
+        if key not in self._alive:
+            self._alive[key] = storage.nbytes()
+            weakref.finalize(storage, self._alive.pop, key, None)
