@@ -37,10 +37,20 @@ class Outcome(NamedTuple):
 
 def wants(fn: Callable[..., Any], name: str) -> bool:
     """Whether ``fn`` has a parameter of this name."""
+    return _parameter(fn, name) is not None
+
+
+def needs(fn: Callable[..., Any], name: str) -> bool:
+    """Whether ``fn`` has a parameter of this name without a default."""
+    parameter = _parameter(fn, name)
+    return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
+def _parameter(fn: Callable[..., Any], name: str) -> inspect.Parameter | None:
     try:
-        return name in inspect.signature(fn).parameters
+        return inspect.signature(fn).parameters.get(name)
     except (TypeError, ValueError):
-        return False
+        return None
 
 
 def read_loss(value: Any, with_buffers: bool) -> Outcome:

@@ -17,6 +17,7 @@ from shardlib.execute.losses import (
     Outcome,
     map_means,
     means_of,
+    needs,
     read_loss,
     require_gradient,
     split_batch,
@@ -76,7 +77,7 @@ class LossStep:
         self, params: Sharded, batch: Tree, buffers: Any, rng: Key | None, loss_scale: float = 1.0
     ) -> Evaluation:
         plan, mesh = self._plan, self._mesh
-        if self._wants_rng and rng is None:
+        if rng is None and needs(self._loss_fn, "rng"):
             raise TreeError("the loss function has a parameter rng and none was given; pass rng=sl.Key(seed)")
         parts = split_batch(batch, plan, mesh)
         gradients = Gradients(plan, mesh, self.executor.order)
