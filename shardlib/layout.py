@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from shardlib.specs import chunk_size
 
@@ -97,10 +98,15 @@ class Bucket:
 
     def leaves(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The leaves of a whole (level 0), leaf-major buffer, in shape and without padding (views)."""
+        if not self.padded:
+            return list(_unflatten_dense_tensors(buffer, self._templates))
         parts = self.leaf_parts(buffer, 0)
-        if self.padded:
-            parts = [part[:numel] for part, numel in zip(parts, self.numels, strict=True)]
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        return [part[:numel].view(shape) for part, numel, shape in zip(parts, self.numels, self.shapes, strict=True)]
+
+    @cached_property
+    def _templates(self) -> list[torch.Tensor]:
+        """Tensors without memory that have the leaves' shapes."""
+        return [torch.empty(shape, device="meta") for shape in self.shapes]
 
     def owned_part(self, buffer: torch.Tensor, level: int, index: int) -> torch.Tensor:
         """Owner ``index``'s elements of a leaf-major buffer, contiguous; the same tensor at the last level."""
@@ -130,6 +136,9 @@ class Bucket:
 
         Differentiable, so that gradients of gradients flow through the packing of a gradient.
         """
+        present = [leaf for leaf in leaves if leaf is not None]
+        if self.ways == 1 and len(present) == len(leaves) > 1 and all(leaf.dtype == dtype for leaf in present):
+            return _flatten_dense_tensors(present)  # torch's own loop: many small leaves are cheap
         device = next((leaf.device for leaf in leaves if leaf is not None), None)
         columns = []
         for leaf, numel, chunk in zip(leaves, self.numels, self.chunks, strict=True):

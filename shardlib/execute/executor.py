@@ -43,6 +43,7 @@ class Executor:
         self._buckets = states
         self._gathering = Gathering(dict(self._units), plan.prefetch)
         self._handles: dict[str, list[Handle]] = {}
+        self._trained_handles: list[Handle] = []
         self._trace: list[str] | None = None
         self.order: list[str] | None = None
         self._stored: dict[int, BucketState] = {}  # identity of a gathered storage -> its bucket
@@ -81,7 +82,7 @@ class Executor:
             with torch.enable_grad(), self._saving():
                 total, rest = fn(self._tree())
             self._gathering.turn()
-            handles = [handle for unit in self._handles.values() for handle in unit if handle.requires_grad]
+            handles = self._trained_handles
             anchors = [state.anchor for state in self._buckets if state.anchor is not None]
             found = grad(total, [*anchors, *handles], seed.to(total.dtype))
             del total
@@ -94,7 +95,8 @@ class Executor:
         for unit in self._units.values():
             if unit.gathers:
                 if unit.name not in self._handles:
-                    self._handles[unit.name] = unit.handles(self._trained)
+                    self._handles[unit.name] = made = unit.handles(self._trained)
+                    self._trained_handles += [handle for handle in made if handle.requires_grad]
                 values: list[Any] = self._handles[unit.name]
             else:
                 values = unit.attached()
@@ -144,7 +146,10 @@ class Executor:
         return saved_tensors_hooks(self._note, self._recall) if self.gathers else _nothing()
 
     def _note(self, tensor: torch.Tensor) -> Any:
-        if type(tensor) is Handle or tensor.layout is not torch.strided or tensor.numel() == 0:
+        # Gathered leaves are views of their buffer: this sorts most activations out at once.
+        if type(tensor) is Handle or not tensor._is_view():
+            return tensor
+        if tensor.layout is not torch.strided or tensor.numel() == 0:
             return tensor
         storage = tensor.untyped_storage()._cdata
         state = self._stored.get(storage)
@@ -156,7 +161,7 @@ class Executor:
         return unit, state, tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def _recall(self, note: Any) -> torch.Tensor:
-        if isinstance(note, torch.Tensor):
+        if type(note) is not tuple:
             return note
         unit, state, size, stride, offset = note
         self._touch(unit)

@@ -56,6 +56,17 @@ class Handle(torch.Tensor):
         kind = _KINDS.get(func)
         if kind is None:
             kind = _KINDS[func] = _classify(func)
+        if kind == "operation" and not kwargs:  # first, and flat: this runs for every use of a parameter
+            return func(
+                *[
+                    value._source.leaf(value._index)
+                    if type(value) is Handle
+                    else materialise(value)
+                    if type(value) in _CONTAINERS
+                    else value
+                    for value in args
+                ]
+            )
         if kind == "metadata":
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -66,12 +77,11 @@ class Handle(torch.Tensor):
                 f"{func.__name__} writes to parameter {args[0]._path} inside the loss; parameters are inputs of a pure "
                 "function. Return the change as an output (buffers=), or work on a copy: p.clone()"
             )
-        if kwargs:
-            if isinstance(kwargs.get("out"), Handle):
-                raise HandleError(f"out= names parameter {kwargs['out']._path}; write to a new tensor instead")
-            kwargs = {name: _real(value) for name, value in kwargs.items()}
-            return func(*[_real(value) for value in args], **kwargs)
-        return func(*[_real(value) for value in args])
+        kwargs = kwargs or {}
+        if isinstance(kwargs.get("out"), Handle):
+            raise HandleError(f"out= names parameter {kwargs['out']._path}; write to a new tensor instead")
+        args, kwargs = materialise((args, kwargs))
+        return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -89,15 +99,6 @@ def materialise(value: Any) -> Any:
     return tree_map_only(Handle, lambda handle: handle._source.leaf(handle._index), value)
 
 
-def _real(value: Any) -> Any:
-    kind = type(value)
-    if kind is Handle:
-        return value._source.leaf(value._index)
-    if kind is list or kind is tuple or kind is dict:
-        return materialise(value)
-    return value
-
-
 def _describe(handle: Any, *_: Any, **__: Any) -> str:
     """Printing must not gather: it may happen on one rank alone."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -111,12 +112,13 @@ def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     found = [
         value._source.root_gradient(value._index) if isinstance(value, Handle) else (value, None) for value in given
     ]
-    grads = torch.autograd.grad(_real(outputs), [node for node, _ in found], *args, **kwargs)
+    grads = torch.autograd.grad(materialise(outputs), [node for node, _ in found], *args, **kwargs)
     return tuple(
         grad if read is None or grad is None else read(grad) for grad, (_, read) in zip(grads, found, strict=True)
     )
 
 
+_CONTAINERS = {list, tuple, dict}
 _T = torch.Tensor
 _METADATA = {
     *(
