@@ -35,5 +35,5 @@ def grad(total: torch.Tensor, inputs: Sequence[torch.Tensor], seed: torch.Tensor
 
 def cpu_multiplies_bf16() -> bool:
     """Whether the CPU has bf16 dot products; False where this torch cannot tell."""
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(capabilities.get("avx512_bf16"))
