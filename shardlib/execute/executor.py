@@ -19,6 +19,7 @@ from shardlib.errors import HandleError
 from shardlib.execute.gathering import Gathering
 from shardlib.execute.gradients import Gradients
 from shardlib.execute.handles import Handle, materialise
+from shardlib.execute.losses import refuse_reentrant_checkpoints
 from shardlib.execute.units import BucketState, UnitState
 from shardlib.mesh import Mesh, current_mesh
 from shardlib.planning import Plan
@@ -80,7 +81,9 @@ class Executor:
         gradients.begin(last)
         with self._running(params, gradients):
             with torch.enable_grad(), self._saving():
-                total, rest = fn(self._tree())
+                total, rest = self._forward(fn)
+            if self.order is None:
+                refuse_reentrant_checkpoints(total)
             self._gathering.turn()
             handles = self._trained_handles
             anchors = [state.anchor for state in self._buckets if state.anchor is not None]
@@ -89,6 +92,18 @@ class Executor:
             gradients.finish(self._late(handles, found[len(anchors) :]))
             self._agree(gradients)
         return rest
+
+    def _forward(self, fn: Callable[[Tree], tuple[torch.Tensor, Any]]) -> tuple[torch.Tensor, Any]:
+        try:
+            return fn(self._tree())
+        except RuntimeError as error:
+            # torch.func's grad refuses to start where tensors are saved through hooks.
+            if self.gathers and "saved tensor hooks" in str(error):
+                raise HandleError(
+                    "torch.func inside the loss differentiates while parameters are gathered on use (ZeRO stage 3), which "
+                    "its transforms do not support. Use torch.autograd.grad there, or zero(stage=2)"
+                ) from error
+            raise
 
     def _tree(self) -> Tree:
         leaves: dict[str, torch.Tensor] = {}
@@ -136,7 +151,8 @@ class Executor:
                 f"autocast is on while unit {unit.name!r} is gathered (ZeRO stage 3); its casts would keep whole parameters "
                 "alive. Use sl.precision('bf16') in the plan instead, with keep=[...] for what must stay in fp32"
             )
-        self._gathering.touch(unit)
+        with torch.inference_mode(False):  # the first touch may lie in inference_mode, and a later one not
+            self._gathering.touch(unit)
         for state in unit.buckets:
             if state.gathers and state.whole is not None:
                 self._stored[state.whole.untyped_storage()._cdata] = state

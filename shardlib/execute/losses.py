@@ -91,6 +91,22 @@ def require_gradient(total: torch.Tensor) -> None:
         )
 
 
+def refuse_reentrant_checkpoints(total: torch.Tensor) -> None:
+    """Raise where backward would run a backward of its own: gradients of parameters in there would be lost."""
+    seen, todo = set(), [total.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            raise LossError(
+                "the loss calls torch.utils.checkpoint with use_reentrant=True, which loses gradients of parameters here; "
+                "pass use_reentrant=False, or mark blocks with sl.block and add sl.remat() to the plan"
+            )
+        todo += [previous for previous, _ in node.next_functions]
+
+
 def split_batch(batch: Tree, plan: Plan, mesh: Mesh) -> list[Tree]:
     """Micro-batches: every tensor with dimensions cut along dimension 0; floats cast as the plan says.
 
