@@ -34,9 +34,7 @@ CASES = [
 def test_real_processes_train_like_one_device(pool, mesh, transform, dtype):
     loss_fn, params = tiny_gpt(dtype)
     batches = token_batches(10)
-    results = pool.run(
-        training.train, loss_fn, params, batches, transform, training.optimizer(0.3), mesh=mesh
-    )
+    results = pool.run(training.train, loss_fn, params, batches, transform, training.optimizer(0.3), mesh=mesh)
     losses, norms, final = one_device.train(loss_fn, params, batches, max_norm=0.3)
     tolerance = {torch.float32: 1e-5, torch.float64: 1e-10}[dtype]
     assert len(results) == torch.Size(mesh.values()).numel()
@@ -90,9 +88,7 @@ def train_peer(mesh, kind, batches):
         dist.all_reduce(mean)
         losses.append(mean.item() / mesh.size)
     whole = {name.removeprefix("module."): p for name, p in module.named_parameters()}
-    return losses, {
-        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for name, p in whole.items()
-    }
+    return losses, {name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for name, p in whole.items()}
 
 
 def train_ours(mesh, stage, batches):

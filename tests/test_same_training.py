@@ -18,10 +18,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 CASES = [(stage, ranks, n, True) for stage in (0, 1, 2, 3) for ranks in (1, 2, 3, 4) for n in (1, 4)]
 CASES += [(3, ranks, n, False) for ranks in (1, 2, 3, 4) for n in (1, 4)]
 HYBRID = [
-    (stage, n, prefetch)
-    for stage in (0, 1, 2, 3)
-    for n in (1, 4)
-    for prefetch in (True, False)[: 1 + stage // 3]
+    (stage, n, prefetch) for stage in (0, 1, 2, 3) for n in (1, 4) for prefetch in (True, False)[: 1 + stage // 3]
 ]
 
 

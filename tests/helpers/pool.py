@@ -16,14 +16,15 @@ from pathlib import Path
 
 import cloudpickle
 
-TIMEOUT = 60.0  # seconds for one function; what hangs is stopped, with the whole pool
+TIMEOUT = 40.0  # seconds for one collective
 
 
 class Pool:
     """``run(fn, *args, mesh=...)`` is like `shardlib.simulate`, on some or all of the processes."""
 
-    def __init__(self, size):
-        self.size = size
+    def __init__(self, size, timeout=TIMEOUT, patience=TIMEOUT + 20):
+        """``timeout`` is that of a collective; after ``patience`` a function that has not come back is stopped."""
+        self.size, self._timeout, self._patience = size, timeout, patience
         self._processes = []
 
     def run(self, fn, *args, mesh):
@@ -51,13 +52,13 @@ class Pool:
         threads = [threading.Thread(target=ask, args=(rank,), daemon=True) for rank in range(self.size)]
         for thread in threads:
             thread.start()
-        deadline = time.monotonic() + TIMEOUT
+        deadline = time.monotonic() + self._patience
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         late = [rank for rank, answer in enumerate(answers) if answer is None]
         if late:
             self.stop()
-            raise TimeoutError(f"ranks {late} of {self.size} did not answer within {TIMEOUT:g} s: a hang")
+            raise TimeoutError(f"ranks {late} of {self.size} did not answer within {self._patience:g} s: a hang")
         return [answer for answer in answers if answer != "not part of the mesh"]
 
     def stop(self):
@@ -82,7 +83,7 @@ class Pool:
             }
             self._processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "helpers.pool"],
+                    [sys.executable, "-m", "helpers.pool", str(self._timeout)],
                     env=environment,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
@@ -97,7 +98,7 @@ def _receive(stream):
     return pickle.loads(stream.read(struct.unpack("q", header)[0]))
 
 
-def _serve():
+def _serve(timeout):
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
@@ -107,7 +108,7 @@ def _serve():
     torch.set_num_threads(1)
     answers, requests = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
     os.dup2(2, 1)  # what tests print must not mix with answers
-    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     meshes = {}
     while header := requests.read(8):
         fn, args, shape = pickle.loads(requests.read(struct.unpack("q", header)[0]))
@@ -132,4 +133,4 @@ def _serve():
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(float(sys.argv[1]))

@@ -1,0 +1,446 @@
+"""Bad input is refused on every rank, with the leaf or argument, the sizes and a remedy; and changes nothing."""
+
+import os
+import time
+
+import pytest
+import torch
+from helpers.models import mlp, regression_batch
+from helpers.pool import Pool
+from helpers.trees import assert_close, assert_same, copy_of
+from torch.distributed.device_mesh import DeviceMesh
+
+import shardlib as sl
+from shardlib.errors import (
+    BatchError,
+    LossError,
+    MeshError,
+    NonFiniteError,
+    RankFailure,
+    RankMismatch,
+    SpecError,
+    TreeError,
+)
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+LOSS, PARAMS = mlp([6, 9, 4])
+BATCH = regression_batch(8, 6, 4)
+
+
+def raised_by(fn, mesh, error):
+    """The message of the error that every simulated rank raises; ranks that do not raise fail the test."""
+
+    def run(mesh):
+        with pytest.raises(error) as caught:
+            fn(mesh)
+        return str(caught.value)
+
+    return sl.simulate(run, mesh=mesh)
+
+
+def assert_told(messages, *parts):
+    for message in messages:
+        for part in parts:
+            assert part in message, f"{part!r} is not in: {message}"
+
+
+# --- meshes ----------------------------------------------------------------------------------------------------
+
+
+def test_a_world_that_does_not_fit_the_mesh():
+    with pytest.raises(
+        MeshError, match=r"the mesh data=2 × model=3 has 6 ranks and 1 process runs; .*--nproc-per-node=6"
+    ):
+        sl.make_mesh(data=2, model=3)
+
+
+def test_a_world_that_does_not_fit_the_mesh_in_real_processes(pool):
+    def run(mesh):
+        with pytest.raises(MeshError) as caught:
+            sl.make_mesh(data=3)
+        return str(caught.value)
+
+    assert_told(pool.run(run, mesh={"data": 4}), "data=3 has 3 ranks and 4 processes run;", "--nproc-per-node=3")
+
+
+@pytest.mark.parametrize("size", [0, -2, 1.5, "2"])
+def test_a_size_that_is_none(size):
+    with pytest.raises(MeshError, match="axis sizes must be positive integers: data="):
+        sl.abstract_mesh(data=size)
+
+
+def test_what_is_not_a_mesh():
+    with pytest.raises(MeshError, match=r"dict is not a mesh; pass sl.make_mesh"):
+        sl.shard(PARAMS, {"data": 2})
+
+
+def test_a_device_mesh_without_names(pool):
+    def run(mesh):
+        with pytest.raises(MeshError, match=r"no dimension names; pass mesh_dim_names="):
+            sl.shard(PARAMS, DeviceMesh("cpu", torch.arange(4)))
+        return True
+
+    assert pool.run(run, mesh={"data": 4}) == [True] * 4
+
+
+def test_an_unknown_axis():
+    with pytest.raises(
+        sl.IllegalComposition, match=r"axis 'model', which .*data=2.* does not have; .*axis=.*model=\.\.\."
+    ):
+        sl.make_plan(PARAMS, sl.abstract_mesh(data=2), sl.zero(1, axis="model"))
+
+
+def test_an_axis_that_nothing_uses():
+    with pytest.raises(sl.IllegalComposition, match=r"no transform uses axis 'model' \(size 4\).*replicate=axis"):
+        sl.make_plan(PARAMS, sl.abstract_mesh(data=2, model=4), sl.zero(1))
+
+
+def test_a_repeated_axis():
+    with pytest.raises(SpecError, match=r"P\('data', 'data'\) uses axis 'data' twice"):
+        sl.P("data", "data")
+    with pytest.raises(sl.IllegalComposition, match="cannot both split and replicate over axis 'data'; name two axes"):
+        sl.zero(3, replicate="data")
+
+
+# --- transforms ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [-1, 4, 1.5, "3", None, True])
+def test_a_stage_that_is_none(stage):
+    with pytest.raises(sl.IllegalComposition, match=r"ZeRO stage .* is not one of 0, 1, 2, 3"):
+        sl.zero(stage)
+
+
+@pytest.mark.parametrize(
+    ("transforms", "message"),
+    [
+        (lambda: (sl.zero(1), sl.zero(2)), r"zero\(stage=1.*zero\(stage=2.* both claim\n.*reduction over axis 'data'"),
+        (lambda: (sl.accumulate(2), sl.accumulate(4)), r"the schedule's microbatches: 2 against 4"),
+        (
+            lambda: (sl.zero(), sl.precision("bf16"), sl.precision("fp16")),
+            r"the dtype of layers/0/bias: bfloat16 against",
+        ),
+        (lambda: (sl.zero(1), sl.accumulate(2, sync="each")), r"use sync='last'.* or stage 2 or 3"),
+        (
+            lambda: (sl.zero(), sl.freeze("decoder/*")),
+            r"freeze\('decoder/\*'\) matches no parameter; paths .* layers/0/bias",
+        ),
+    ],
+)
+def test_transforms_that_do_not_compose(transforms, message):
+    with pytest.raises(sl.IllegalComposition, match=message):
+        sl.make_plan(PARAMS, sl.abstract_mesh(data=2), sl.chain(*transforms()))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: sl.accumulate(0), r"accumulate\(n=0\): the number of micro-batches is an integer of at least 1"),
+        (lambda: sl.accumulate(2, sync="never"), r"sync='never'\): use 'each' or 'last'"),
+        (lambda: sl.precision("fp8"), r"precision dtype 'fp8' is not one of 'bf16', 'fp16', 'fp32'"),
+        (lambda: sl.remat("some"), r"remat policy 'some' is not 'full', 'dots' or a policy function"),
+    ],
+)
+def test_an_argument_out_of_range(make, message):
+    with pytest.raises(sl.IllegalComposition, match=message):
+        make()
+
+
+def test_an_optimizer_without_locality_on_shards():
+    tx = sl.optim.GradientTransformation(lambda p: (), lambda u, s, p: (u, s))
+
+    def run(mesh):
+        sl.make_train_step(LOSS, sl.shard(PARAMS, mesh, stage=1), tx)
+
+    assert_told(raised_by(run, {"data": 2}, sl.IllegalComposition), "no locality", "Locality.ELEMENTWISE")
+
+
+# --- parameters ------------------------------------------------------------------------------------------------
+
+
+def test_leaves_that_are_not_tensors_come_together():
+    params = {"w": torch.ones(2), "lr": 0.1, "name": "gpt", "mask": torch.eye(3).to_sparse()}
+    messages = raised_by(lambda mesh: sl.shard(params, mesh, stage=3), {"data": 2}, TreeError)
+    assert_told(
+        messages, "3 parameter leaves", "lr: float", "name: str", "mask: layout torch.sparse_coo; call .to_dense()"
+    )
+
+
+def test_leaves_on_another_device():
+    params = {"w": torch.ones(2), "far": torch.ones(3, 2, device="meta"), "too": torch.ones(1, device="meta")}
+    messages = raised_by(lambda mesh: sl.shard(params, mesh, stage=3), {"data": 2}, TreeError)
+    assert_told(
+        messages, "2 parameters are not on the mesh's device cpu", "far: shape (3, 2) on meta", "the function that"
+    )
+
+
+def stepping(stage, loss_fn=LOSS, transform=None, **options):
+    """A function of a mesh that makes a train step, and its state."""
+
+    def make(mesh):
+        chain = sl.zero(stage) if transform is None else sl.chain(sl.zero(stage), transform)
+        return sl.make_train_step(loss_fn, sl.shard(PARAMS, mesh, chain), sl.optim.adamw(1e-3), **options)
+
+    return make
+
+
+def refused_by_step(make, bad, error, ranks=2, good=BATCH):
+    """Messages of a step with a bad batch (a function of the rank); the state must be as before, and usable."""
+
+    def run(mesh):
+        state, step = make(mesh)
+        state, _ = step(state, good)
+        before = copy_of((sl.unshard(state.params), state.opt))
+        with pytest.raises(error) as caught:
+            step(state, bad(mesh.rank))
+        assert_same((sl.unshard(state.params), state.opt), before)
+        after, _ = step(state, good)
+        twin, twin_step = make(mesh)
+        for _ in range(2):
+            twin, _ = twin_step(twin, good)
+        assert_close(sl.unshard(after.params), sl.unshard(twin.params), 0)
+        return str(caught.value)
+
+    return sl.simulate(run, mesh={"data": ranks})
+
+
+@STAGES
+def test_a_leaf_that_changed_its_shape(stage):
+    def run(mesh):
+        state, step = stepping(stage)(mesh)
+        wrong = sl.shard({"layers": [*PARAMS["layers"][:1], mlp([9, 5])[1]["layers"][0]]}, mesh, stage=stage)
+        state.params = wrong
+        step(state, BATCH)
+
+    assert_told(raised_by(run, {"data": 2}, TreeError), "another plan", "make a step")
+
+
+# --- batches and losses ----------------------------------------------------------------------------------------
+
+
+@STAGES
+def test_a_batch_that_accumulate_cannot_split(stage):
+    messages = refused_by_step(
+        stepping(stage, transform=sl.accumulate(4)), lambda rank: regression_batch(6, 6, 4), BatchError
+    )
+    for rank, message in enumerate(messages):
+        assert_told([message], f"rank {rank}'s batch", "0: dimension 0 of shape (6, 6)", "1: dimension 0 of shape (6, 4)",
+                    "4 micro-batches", "multiple")  # fmt: skip
+
+
+def test_a_batch_on_another_device():
+    messages = refused_by_step(stepping(3), lambda rank: tuple(t.to("meta") for t in BATCH), BatchError)
+    assert_told(messages, "0: on meta, the mesh is on cpu; move it with .to('cpu')")
+
+
+def by_last_column(kind):
+    """A loss that goes wrong in the given way when the batch's last column is 9."""
+
+    def loss_fn(params, batch):
+        loss = LOSS(params, batch)
+        if batch[0][0, -1] != 9:
+            return loss
+        return {"vector": loss * torch.ones(3), "number": 1.0, "detached": loss.detach(), "nothing": None}[kind]
+
+    return loss_fn
+
+
+@STAGES
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [
+        ("vector", ("loss must be a scalar tensor and is a tensor of shape (3,)", ".mean()", "sl.Mean(total, weight)")),
+        ("number", ("must be a scalar tensor and is float",)),
+        ("nothing", ("must be a scalar tensor and is NoneType",)),
+        ("detached", ("does not depend on any trained parameter", ".detach()", "freeze()")),
+    ],
+)
+def test_a_loss_that_cannot_be_differentiated(stage, kind, parts):
+    x, y = BATCH
+    bad = (torch.full_like(x, 9), y)
+    assert_told(refused_by_step(stepping(stage, by_last_column(kind)), lambda rank: bad, LossError), *parts)
+
+
+def poisoned(rank):
+    """Rank 1's share holds an infinity; rank 0's is fine."""
+    x, y = BATCH
+    return (x, y) if rank == 0 else (x, torch.full_like(y, torch.inf))
+
+
+@STAGES
+def test_a_loss_that_is_not_finite_on_one_rank(stage):
+    messages = refused_by_step(stepping(stage), poisoned, NonFiniteError)
+    assert_told(messages, "step 1: the gradient of layers/0/bias is not finite (loss inf)", "nonfinite='skip'")
+    assert len(set(messages)) == 1
+
+
+@STAGES
+def test_a_gradient_that_is_not_finite_names_the_first_leaf(stage):
+    def loss_fn(params, batch):
+        return LOSS(params, batch[:2]) + (params["layers"][1]["bias"][0] * 0 + batch[2]).sqrt()
+
+    good, bad = ((*BATCH, torch.tensor(value, dtype=torch.float64)) for value in (1.0, 0.0))
+    messages = refused_by_step(stepping(stage, loss_fn), lambda rank: bad, NonFiniteError, good=good)
+    assert_told(messages, "step 1: the gradient of layers/1/bias is not finite")
+
+
+@STAGES
+def test_skipping_what_is_not_finite(stage):
+    def run(mesh):
+        state, step = stepping(stage, nonfinite="skip")(mesh)
+        before = copy_of((sl.unshard(state.params), state.opt))
+        state, metrics = step(state, poisoned(mesh.rank))
+        assert not metrics["finite"] and state.step == 1
+        assert_same((sl.unshard(state.params), state.opt), before)
+        state, metrics = step(state, BATCH)
+        return metrics["finite"] and state.step == 2
+
+    assert sl.simulate(run, mesh={"data": 2}) == [True, True]
+
+
+def test_a_policy_that_is_none():
+    with pytest.raises(ValueError, match="nonfinite='ignore': use 'raise' or 'skip'"):
+        sl.make_train_step(LOSS, PARAMS, sl.optim.sgd(0.1), nonfinite="ignore")
+
+
+def test_a_loss_with_rng_and_none_given():
+    def loss_fn(params, batch, rng):
+        return LOSS(params, batch)
+
+    with pytest.raises(TreeError, match=r"has a parameter rng and none was given; pass rng=sl.Key\(seed\)"):
+        sl.value_and_grad(loss_fn)(PARAMS, BATCH)
+
+
+# --- ranks that differ -----------------------------------------------------------------------------------------
+
+
+def other(rank, change):
+    """The parameters, changed on rank 1."""
+    params = {"layers": [dict(layer) for layer in PARAMS["layers"]]}
+    if rank == 1:
+        change(params["layers"][0])
+    return params
+
+
+DIFFERENCES = {
+    "values": (
+        lambda p: p.update(bias=p["bias"] + 1e-9),
+        "initial values differ",
+        "layers/0/bias: rank 0",
+        "same seed",
+    ),
+    "dtype": (lambda p: p.update(bias=p["bias"].float()), "layers/0/bias", "torch.float32", "Build the same model"),
+    "shape": (lambda p: p.update(bias=torch.ones(8)), "layers/0/bias: rank 0", "(9,)", "rank 1", "(8,)"),
+    "missing": (lambda p: p.pop("bias"), "layers/0/bias: rank 0", "rank 1: (absent)"),
+    "more": (lambda p: p.update(extra=torch.ones(2)), "layers/0/extra: rank 0: (absent)"),
+}
+
+
+def shard_differently(mesh, kind, stage):
+    sl.shard(other(mesh.rank, DIFFERENCES[kind][0]), mesh, stage=stage)
+
+
+def shard_with_other_microbatches(mesh):
+    sl.shard(PARAMS, mesh, sl.chain(sl.zero(2), sl.accumulate(1 + mesh.rank)))
+
+
+@STAGES
+@pytest.mark.parametrize("kind", DIFFERENCES)
+def test_ranks_whose_parameters_differ(kind, stage):
+    messages = raised_by(lambda mesh: shard_differently(mesh, kind, stage), {"data": 2}, RankMismatch)
+    assert_told(messages, *DIFFERENCES[kind][1:])
+
+
+def test_ranks_whose_micro_batches_differ():
+    messages = raised_by(shard_with_other_microbatches, {"data": 2}, RankMismatch)
+    assert_told(messages, "micro-batches: rank 0: 1; rank 1: 2")
+
+
+def test_real_ranks_that_differ_all_say_so(pool):
+    """Nothing hangs: each of the real processes answers, again and again in the same groups."""
+    for kind in DIFFERENCES:
+        outcomes = pool.outcomes(shard_differently, kind, 3, mesh={"data": 2})
+        assert [type(error) for _, error in outcomes] == [RankMismatch] * 2
+        assert_told([str(error) for _, error in outcomes], *DIFFERENCES[kind][1:])
+    outcomes = pool.outcomes(shard_with_other_microbatches, mesh={"data": 4})
+    assert [type(error) for _, error in outcomes] == [RankMismatch] * 4
+
+
+def step_in_different_order(mesh):
+    def loss_fn(params, batch):
+        layers = params["layers"] if mesh.rank == 0 else params["layers"][::-1]
+        return sum((p["weight"].square().sum() for p in layers), start=torch.zeros((), dtype=torch.float64))
+
+    state, step = sl.make_train_step(loss_fn, sl.shard(PARAMS, mesh, stage=3), sl.optim.sgd(0.1))
+    step(state, BATCH)
+
+
+def test_ranks_that_use_parameters_in_different_order():
+    """A simulation sees it at the first gather whose sizes differ, and names both calls."""
+    with pytest.raises(RankMismatch, match=r"(?s)rank 0 calls all_gather\(.*rank 1 calls all_gather\("):
+        sl.simulate(step_in_different_order, mesh={"data": 2})
+
+
+# --- ranks that die --------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_raises_under_launch_is_named():
+    def run(mesh):
+        state, step = sl.make_train_step(LOSS, sl.shard(PARAMS, mesh, stage=3), sl.optim.sgd(0.1))
+        x, y = BATCH
+        step(state, (x, y) if mesh.rank == 0 else (x, y[:3]))
+
+    before = time.monotonic()
+    with pytest.raises(RankFailure, match=r"(?s)rank 1 raised:.*size of tensor.*\(2 ranks; the others were stopped\)"):
+        sl.launch(run, mesh={"data": 2}, timeout=60)
+    assert time.monotonic() - before < 50
+
+
+def test_a_rank_that_dies_under_launch_is_named():
+    def run(mesh):
+        params = sl.shard(PARAMS, mesh, stage=3)
+        if mesh.rank == 1:
+            print("the last words", flush=True)
+            os._exit(7)
+        sl.unshard(params)
+
+    with pytest.raises(RankFailure, match=r"(?s)rank 1 exited with code 7. Its last output:.*the last words"):
+        sl.launch(run, mesh={"data": 2}, timeout=60)
+
+
+def test_survivors_name_the_rank_that_died():
+    """Without a launcher that stops them: each survivor's own collective fails, and says whose fault it is."""
+
+    def run(mesh):
+        state, step = sl.make_train_step(LOSS, sl.shard(PARAMS, mesh, stage=2), sl.optim.sgd(0.1))
+        state, _ = step(state, BATCH)
+        if mesh.rank == 1:
+            os._exit(7)
+        step(state, BATCH)
+
+    pool = Pool(3, timeout=20)
+    try:
+        outcomes = pool.outcomes(run, mesh={"data": 3})
+    finally:
+        pool.stop()
+    for rank in (0, 2):
+        assert isinstance(outcomes[rank][1], RankFailure)
+        assert_told(
+            [str(outcomes[rank][1])], f"on axis 'data' (size 3) failed on rank {rank}", "rank 1 no longer answers"
+        )
+
+
+def test_a_rank_that_is_stuck_is_named_within_the_timeout():
+    def run(mesh):
+        if mesh.rank == 0:
+            time.sleep(9)
+        else:
+            sl.all_gather(torch.ones(100), "data")
+
+    pool = Pool(2, timeout=3, patience=30)
+    try:
+        outcomes = pool.outcomes(run, mesh={"data": 2})
+    finally:
+        pool.stop()
+    assert outcomes[0] == (True, None)
+    assert_told([str(outcomes[1][1])], "all_gather(100 × float32) on axis 'data'", "rank 0 no longer answers")
