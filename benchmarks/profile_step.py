@@ -26,7 +26,6 @@ from shardlib.layout import Bucket
 _CALLS = {
     "gather start": (Gather, "_launch"),
     "gather wait": (Gather, "wait"),
-    "of it: to leaf-major": (Bucket, "to_leaf_major"),
     "reduce start": (Reduction, "_launch"),
     "reduce wait": (Reduction, "wait"),
     "pack gradients": (Bucket, "pack"),

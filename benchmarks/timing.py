@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 Times = dict[str, list[float]]  # name -> seconds per call, one entry per round
 
 
-def interleave(calls: Mapping[str, Callable[[int], Any]], rounds: int, barrier: Callable[[], Any] = lambda: None) -> Times:
+def interleave(
+    calls: Mapping[str, Callable[[int], Any]], rounds: int, barrier: Callable[[], Any] = lambda: None
+) -> Times:
     """Call each once per round, in an order that rotates, between barriers.
 
     Whatever else the machine does in a round it does to all of them, so ratios within a round are comparable.

@@ -12,29 +12,59 @@ from shardlib.collectives import primitives
 from shardlib.layout import Bucket
 from shardlib.mesh import Mesh
 
+# Elements of a rank's part from which a leaf is a message of its own, received where it belongs. That saves a copy
+# of the leaf (two cores, gloo: 22 ms per gathered 135 MB) and costs about 0.1 ms per message.
+_ALONE = 1 << 16
+
 
 class Gather:
-    """A leaf-major buffer of level ``stop`` on its way to level ``start``."""
+    """A leaf-major buffer of level ``stop`` on its way to level ``start``, into ``out`` when given."""
 
-    def __init__(self, mesh: Mesh, bucket: Bucket, buffer: torch.Tensor, start: int, stop: int) -> None:
-        self._mesh, self._bucket, self._start, self._stop = mesh, bucket, start, stop
-        self._level = stop
-        self._buffer = buffer
+    def __init__(
+        self, mesh: Mesh, bucket: Bucket, buffer: torch.Tensor, start: int, stop: int, out: torch.Tensor | None = None
+    ) -> None:
+        self._mesh, self._bucket, self._start = mesh, bucket, start
+        self._level, self._buffer, self._out = stop, buffer, out
         self._launch()
 
     def _launch(self) -> None:
+        """Send for the next level: large leaves straight to their place, small ones together."""
         self._level -= 1
-        bucket, inp = self._bucket, self._buffer
-        self._buffer = inp.new_empty(inp.numel() * bucket.sizes[self._level])
-        self._work = primitives.all_gather(self._mesh, bucket.axes[self._level], self._buffer, inp)
+        bucket, level = self._bucket, self._level
+        axis, ways = bucket.axes[level], bucket.sizes[level]
+        mine = bucket.leaf_parts(self._buffer, level + 1)
+        out = self._out if level == self._start and self._out is not None else None
+        whole = self._buffer.new_empty(bucket.size(level)) if out is None else out
+        places = bucket.leaf_parts(whole, level)
+        alone = [len(mine) == 1 or part.numel() >= _ALONE for part in mine]
+        self._works = [
+            primitives.all_gather(self._mesh, axis, place, part)
+            for place, part, is_alone in zip(places, mine, alone, strict=True)
+            if is_alone
+        ]
+        small = [part for part, is_alone in zip(mine, alone, strict=True) if not is_alone]
+        self._small = [place.view(ways, -1) for place, is_alone in zip(places, alone, strict=True) if not is_alone]
+        if small:
+            packed = self._buffer if len(small) == len(mine) else torch.cat(small)
+            self._gathered = packed.new_empty(ways, packed.numel())
+            self._works.append(primitives.all_gather(self._mesh, axis, self._gathered, packed))
+        self._buffer = whole
 
-    def wait(self, out: torch.Tensor | None = None) -> torch.Tensor:
+    def _land(self) -> None:
+        for work in self._works:
+            work.wait()
+        if self._small:
+            widths = [place.shape[1] for place in self._small]
+            torch.split_with_sizes_copy(self._gathered, widths, dim=1, out=self._small)
+            del self._gathered
+
+    def wait(self) -> torch.Tensor:
         """The gathered, leaf-major buffer (``out``, when given)."""
-        self._work.wait()
+        self._land()
         while self._level > self._start:
             self._launch()
-            self._work.wait()
-        return self._bucket.to_leaf_major(self._buffer, self._start, self._stop, out)
+            self._land()
+        return self._buffer
 
 
 class Reduction:

@@ -115,22 +115,6 @@ class Bucket:
             return buffer
         return torch.cat([part.view(parts, -1)[index] for part in self.leaf_parts(buffer, level)])
 
-    def to_leaf_major(
-        self, buffer: torch.Tensor, start: int, stop: int, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Merge the gathered buffers of level ``stop`` (one after the other) into one of level ``start``.
-
-        Writes into ``out`` when given; else returns ``buffer`` itself where nothing needs to move.
-        """
-        pieces = self.size(start) // max(self.size(stop), 1)
-        if pieces <= 1 or len(self.paths) == 1:
-            return buffer if out is None else out.copy_(buffer)
-        out = torch.empty_like(buffer) if out is None else out
-        views = [part.view(pieces, -1) for part in self.leaf_parts(out, start)]
-        widths = [chunk * self.parts(stop) for chunk in self.chunks]
-        torch.split_with_sizes_copy(buffer.view(pieces, -1), widths, dim=1, out=views)
-        return out
-
     def pack(self, leaves: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
         """Whole leaves (None is zero) to one whole, rank-major buffer of ``dtype``, padded with zeros.
 
@@ -145,7 +129,7 @@ class Bucket:
             if leaf is None:
                 columns.append(torch.zeros((self.ways, chunk), dtype=dtype, device=device))
                 continue
-            flat = leaf.reshape(-1)
+            flat = leaf.to_dense().reshape(-1) if leaf.is_sparse else leaf.reshape(-1)
             if chunk * self.ways != numel:
                 flat = torch.nn.functional.pad(flat, (0, chunk * self.ways - numel))
             columns.append(flat.view(self.ways, chunk))

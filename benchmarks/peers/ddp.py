@@ -32,7 +32,9 @@ def zero_redundancy(bucket_mb: float = 25, static: bool = True, views: bool = Tr
         )
         return loop(model, optimizer)
 
-    setting = f"{bucket_mb:g} MB buckets as gradient views, static graph: {static}, parameters as views: {views}, fused AdamW"
+    setting = (
+        f"{bucket_mb:g} MB buckets as gradient views, static graph: {static}, parameters as views: {views}, fused AdamW"
+    )
     return Provider("DDP + ZeroRedundancyOptimizer", setting, make)
 
 

@@ -42,16 +42,18 @@ class MeshShards(Shards):
         return local[0]
 
     def local_sum(self, fn: Callable[[torch.Tensor], torch.Tensor], tree: dict[str, torch.Tensor]) -> torch.Tensor:
-        """This rank's part of the sum: of copies, only the first rank's counts."""
-        parts = [fn(leaf) for name, leaf in tree.items() if self._counts(name)]
+        """This rank's part of the sum: ranks that hold copies share the work."""
+        parts = [fn(self._part(name, leaf)) for name, leaf in tree.items()]
         return torch.stack(parts).sum() if parts else torch.zeros((), device=self._mesh.device)
 
     def remember(self, fn: Callable[[torch.Tensor], torch.Tensor], tree: Tree, value: torch.Tensor) -> None:
         """Note a sum that was computed along with something else, so that asking again costs nothing."""
         self._known.append((fn, tree, value))
 
-    def _counts(self, bucket: str) -> bool:
-        return all(self._mesh.coords[axis] == 0 for axis in self._plan.bucket_of[bucket].replicas)
+    def _part(self, bucket: str, leaf: torch.Tensor) -> torch.Tensor:
+        for axis in self._plan.bucket_of[bucket].replicas:
+            leaf = leaf.tensor_split(self._mesh.shape[axis])[self._mesh.coords[axis]]
+        return leaf
 
 
 def sum_of_squares(leaf: torch.Tensor) -> torch.Tensor:
@@ -87,11 +89,11 @@ def store(params: Sharded, shards: dict[str, torch.Tensor]) -> None:
         shard, stored = shards[bucket.name], params.buffers[bucket.name]
         if bucket.parts(bucket.param_level) > 1:
             narrow = shard.to(bucket.dtype)
-            gathers.append((Gather(params.mesh, bucket, narrow, bucket.param_level, bucket.levels), stored))
+            gathers.append(Gather(params.mesh, bucket, narrow, bucket.param_level, bucket.levels, out=stored))
         elif shard is not stored:
             stored.copy_(shard)
-    for gather, stored in gathers:
-        gather.wait(out=stored)
+    for gather in gathers:
+        gather.wait()
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
