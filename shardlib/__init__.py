@@ -10,7 +10,7 @@ from shardlib.launch import launch, simulate
 from shardlib.mesh import Mesh, abstract_mesh, make_mesh
 from shardlib.models.modules import from_module
 from shardlib.optim import GradientTransformation, apply_updates
-from shardlib.planning import Plan
+from shardlib.plan import Plan
 from shardlib.preview import make_plan
 from shardlib.rng import Key, dropout
 from shardlib.sharded import Sharded, shard, unshard

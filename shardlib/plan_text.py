@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardlib.planning import Placement, Plan
+    from shardlib.plan import Placement, Plan
 
 
 def describe(plan: Plan) -> str:

@@ -14,7 +14,8 @@ from shardlib.deferred import defer
 from shardlib.execute.step import LossStep
 from shardlib.groups import EchoGroup
 from shardlib.mesh import Mesh, as_mesh
-from shardlib.planning import Plan, build_plan
+from shardlib.plan import Plan
+from shardlib.planning import build_plan
 from shardlib.rng import Key
 from shardlib.sharded import Sharded, default_transform
 from shardlib.tree import Tree, tree_map

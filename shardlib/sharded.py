@@ -15,7 +15,8 @@ from shardlib.errors import DonatedStateError, IllegalComposition, TreeError, li
 from shardlib.exchange import Gather, owner_index
 from shardlib.layout import Bucket
 from shardlib.mesh import Mesh, as_mesh
-from shardlib.planning import Plan, build_plan, check_same_tree
+from shardlib.plan import Plan, check_same_tree
+from shardlib.planning import build_plan
 from shardlib.specs import P, shard_of
 from shardlib.transforms.zero import zero
 from shardlib.tree import Tree, flatten, register_node, unflatten

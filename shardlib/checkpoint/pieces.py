@@ -16,7 +16,7 @@ import torch
 from shardlib.exchange import owner_index
 from shardlib.layout import Bucket
 from shardlib.mesh import Mesh
-from shardlib.planning import Plan
+from shardlib.plan import Plan
 from shardlib.train import TrainState
 from shardlib.tree import path_name
 

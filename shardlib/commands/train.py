@@ -17,8 +17,8 @@ from shardlib.data.bytes import batch_at, load_bytes, split, windows
 from shardlib.execute.losses import Mean
 from shardlib.mesh import Mesh, make_mesh
 from shardlib.models import gpt
+from shardlib.plan import Plan
 from shardlib.plan_text import size, table
-from shardlib.planning import Plan
 from shardlib.preview import make_plan
 from shardlib.report.ngram import ngram_losses
 from shardlib.report.plot import plot_losses

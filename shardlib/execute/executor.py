@@ -22,7 +22,7 @@ from shardlib.execute.handles import Handle, materialise
 from shardlib.execute.losses import refuse_reentrant_checkpoints
 from shardlib.execute.units import BucketState, UnitState
 from shardlib.mesh import Mesh, current_mesh
-from shardlib.planning import Plan
+from shardlib.plan import Plan
 from shardlib.sharded import Sharded
 from shardlib.tree import Tree, unflatten
 

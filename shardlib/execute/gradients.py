@@ -12,7 +12,7 @@ import torch
 from shardlib.exchange import Reduction
 from shardlib.layout import Bucket
 from shardlib.mesh import Mesh
-from shardlib.planning import Plan
+from shardlib.plan import Plan
 
 _IN_FLIGHT = 2  # exchanges under way before the oldest is waited for, where whole gradients may be dropped
 

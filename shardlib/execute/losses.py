@@ -11,7 +11,7 @@ import torch
 
 from shardlib.errors import BatchError, LossError, listing
 from shardlib.mesh import Mesh
-from shardlib.planning import Plan
+from shardlib.plan import Plan
 from shardlib.tree import Tree, flatten, unflatten
 
 

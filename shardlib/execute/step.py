@@ -25,7 +25,7 @@ from shardlib.execute.losses import (
 )
 from shardlib.mesh import Mesh
 from shardlib.optim.shards import MeshShards, sum_of_squares, sum_over
-from shardlib.planning import Plan
+from shardlib.plan import Plan
 from shardlib.rng import Key
 from shardlib.sharded import Sharded
 from shardlib.tree import Tree, tree_map
