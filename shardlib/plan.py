@@ -150,7 +150,7 @@ class Plan:
                 times = reductions if level < bucket.grad_level else 1
                 total[axis] += times * _share(bucket.size(level) * itemsize, self.sizes[axis])
             for axis in bucket.replicas:
-                total[axis] += 2 * _share(bucket.size(bucket.levels) * itemsize, self.sizes[axis])
+                total[axis] += _share(2 * bucket.size(bucket.levels) * itemsize, self.sizes[axis])
             _add_gather(total, bucket, bucket.param_level, bucket.levels, 1)
         return {axis: count for axis, count in total.items() if self.sizes[axis] > 1}
 

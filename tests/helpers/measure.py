@@ -9,9 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 SCALARS = 16  # exchanges of at most so many elements (losses, norms) are counted apart
 
 
-def stored_bytes(tree):
-    """Bytes of the distinct storages behind a pytree's tensors; counters (0-d) aside."""
-    tensors = [leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+def stored_bytes(tree, counters=False):
+    """Bytes of the distinct storages behind a pytree's tensors; those of an optimizer's counters (0-d) aside."""
+    tensors = [leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    tensors = [tensor for tensor in tensors if tensor.dim() or not counters]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
@@ -19,14 +20,14 @@ def stored_bytes(tree):
 class CountingGroup:
     """Stands before a mesh axis's group and counts the bytes that leave this rank for the others."""
 
-    def __init__(self, group):
-        self._group = group
+    def __init__(self, group, scalars=SCALARS):
+        self._group, self._scalars = group, scalars
         self.size, self.rank = group.size, group.rank
         self.sent = 0
         self.gathered = []  # weak references to the storages that gathers wrote to
 
     def all_reduce(self, tensor):
-        self._count(tensor, 2 * (self.size - 1) / self.size)
+        self._count(tensor, 2 * (self.size - 1), self.size)
         return self._group.all_reduce(tensor)
 
     def all_gather(self, out, inp):
@@ -35,11 +36,11 @@ class CountingGroup:
         return self._group.all_gather(out, inp)
 
     def reduce_scatter(self, out, inp):
-        self._count(inp, (self.size - 1) / self.size)
+        self._count(inp, self.size - 1, self.size)
         return self._group.reduce_scatter(out, inp)
 
     def all_to_all(self, out, inp):
-        self._count(inp, (self.size - 1) / self.size)
+        self._count(inp, self.size - 1, self.size)
         return self._group.all_to_all(out, inp)
 
     def broadcast(self, tensor, source):
@@ -53,14 +54,17 @@ class CountingGroup:
     def all_gather_object(self, value):  # set-up, not payload
         return self._group.all_gather_object(value)
 
-    def _count(self, tensor, times, whole=None):
-        if (tensor if whole is None else whole).numel() > SCALARS:
-            self.sent += round(tensor.numel() * tensor.dtype.itemsize * times)
+    def _count(self, tensor, times, ways=1, whole=None):
+        if (tensor if whole is None else whole).numel() > self._scalars:
+            self.sent += tensor.numel() * tensor.dtype.itemsize * times // ways
 
 
-def count_payload(mesh):
-    """Wrap every group of ``mesh``; returns a function that tells the bytes sent per axis since it was last asked."""
-    counters = {axis: CountingGroup(mesh.group(axis)) for axis, size in mesh.shape.items() if size > 1}
+def count_payload(mesh, scalars=SCALARS):
+    """Wrap every group of ``mesh``; returns a function that tells the bytes sent per axis since it was last asked.
+
+    Exchanges of at most ``scalars`` elements are left out.
+    """
+    counters = {axis: CountingGroup(mesh.group(axis), scalars) for axis, size in mesh.shape.items() if size > 1}
     mesh._groups.update(counters)
 
     def sent():
