@@ -135,11 +135,21 @@ def _initialise(hollow: nn.Module) -> Tree:
     """Make a meta module's parameters by each submodule's own ``reset_parameters``."""
     module = copy.deepcopy(hollow)
     _resettable(module, lambda owner: any(True for _ in owner.parameters(recurse=False)), "parameters")
-    module.to_empty(device="cpu")
+    _empty_parameters(module)
     for owner in module.modules():
         if callable(getattr(owner, "reset_parameters", None)):
             owner.reset_parameters()  # type: ignore[operator]
     return _nest(_own_parameters(module))
+
+
+def _empty_parameters(module: nn.Module) -> None:
+    """Memory for a meta module's parameters, tied ones still tied. (Module.to_empty cannot while being recorded.)"""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, old in owner.named_parameters(recurse=False, remove_duplicate=False):
+            if old not in made:
+                made[old] = nn.Parameter(torch.empty_like(old, device="cpu"), old.requires_grad)
+            setattr(owner, name, made[old])
 
 
 def _reset_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
