@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -47,7 +48,9 @@ class Executor:
         self._trained_handles: list[Handle] = []
         self._trace: list[str] | None = None
         self.order: list[str] | None = None
-        self._stored: dict[int, BucketState] = {}  # identity of a gathered storage -> its bucket
+        # Identity of a gathered storage -> whether it is alive, and its bucket. It may outlive its unit's release, in
+        # an operation that uses two units.
+        self._stored: dict[int, tuple[Callable[[], Any], BucketState | None]] = {}
 
     @property
     def gathers(self) -> bool:
@@ -155,7 +158,8 @@ class Executor:
             self._gathering.touch(unit)
         for state in unit.buckets:
             if state.gathers and state.whole is not None:
-                self._stored[state.whole.untyped_storage()._cdata] = state
+                storage = state.whole.untyped_storage()
+                self._stored[storage._cdata] = weakref.ref(storage), state
 
     def _saving(self) -> Any:
         """Saved tensors that lie in gathered storage become notes, and are gathered again in backward."""
@@ -167,12 +171,9 @@ class Executor:
             return tensor
         if tensor.layout is not torch.strided or tensor.numel() == 0:
             return tensor
-        storage = tensor.untyped_storage()._cdata
-        state = self._stored.get(storage)
-        if state is None or state.whole is None or state.bucket.dtype is not tensor.dtype:
-            return tensor
-        if state.whole.untyped_storage()._cdata != storage:
-            return tensor  # a released storage's identity was used again
+        alive, state = self._stored.get(tensor.untyped_storage()._cdata, _NOT_STORED)
+        if state is None or alive() is None or state.bucket.dtype is not tensor.dtype:
+            return tensor  # not gathered, or a storage that took the identity of one that is gone
         unit = self._units[state.bucket.unit]
         return unit, state, tensor.size(), tensor.stride(), tensor.storage_offset()
 
@@ -231,6 +232,9 @@ class Executor:
 @contextmanager
 def _nothing() -> Iterator[None]:
     yield
+
+
+_NOT_STORED: tuple[Callable[[], Any], BucketState | None] = (lambda: None, None)
 
 
 def _policy(remat: Any) -> dict[str, Any]:
