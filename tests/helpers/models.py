@@ -16,8 +16,14 @@ def tiny_gpt(dtype=torch.float32, **changes):
     """``(loss_fn, params)``; no leaf starts at 0 or 1, so that none has a vanishing scale."""
     config = gpt.GPTConfig(**{**TINY.__dict__, "dtype": dtype, **changes})
     generator = torch.Generator().manual_seed(3)
+    shaken = {}  # tied leaves stay tied
 
     def shake(leaf):
+        if id(leaf) not in shaken:
+            shaken[id(leaf)] = leaf, moved(leaf)
+        return shaken[id(leaf)][1]
+
+    def moved(leaf):
         return leaf + 0.1 * torch.randn(leaf.shape, generator=generator, dtype=torch.float64).to(dtype)
 
     return gpt.make_loss(config), tree_map(shake, gpt.init(config))

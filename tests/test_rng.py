@@ -1,0 +1,119 @@
+"""Counter-based randomness: the same seed trains the same on every mesh."""
+
+import dataclasses
+
+import pytest
+import torch
+from helpers import training
+from helpers.models import share, tiny_gpt, token_batches
+from helpers.trees import assert_close
+
+import shardlib as sl
+from shardlib.rng import random_bits, uniform
+
+KEY = sl.Key(7).fold_in("test")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_mask_is_equal_on_every_mesh(ranks, stage):
+    batch = torch.ones(24, 5)
+
+    def loss_fn(params, batch, rng):
+        kept = sl.dropout(batch, 0.4, rng.fold_in(3))
+        return (kept * params["w"]).mean(), kept
+
+    def run(mesh):
+        params = sl.shard({"w": torch.ones(5)}, mesh, sl.zero(stage))
+        _, grads = sl.value_and_grad(loss_fn)(params, share(batch, mesh.rank, ranks), rng=KEY)
+        value, _ = sl.value_and_grad(loss_fn)(params, share(batch, mesh.rank, ranks), rng=KEY)
+        return value[1], sl.unshard(grads)["w"]
+
+    results = sl.simulate(run, mesh={"data": ranks})
+    assert torch.equal(torch.cat([kept for kept, _ in results]), sl.dropout(batch, 0.4, KEY.fold_in(3)))
+    for _, grad in results:
+        torch.testing.assert_close(grad, sl.dropout(batch, 0.4, KEY.fold_in(3)).mean(0) / 5)
+
+
+MESHES = [
+    ({"data": 1}, sl.accumulate(4)),
+    ({"data": 2}, sl.chain(sl.zero(3), sl.remat())),
+    ({"data": 4}, sl.zero(1)),
+    ({"data": 3}, sl.chain(sl.zero(2), sl.accumulate(2))),
+    ({"node": 2, "local": 2}, sl.chain(sl.zero(3, axis="local", replicate="node"), sl.accumulate(3))),
+]
+
+
+@pytest.mark.parametrize(("mesh", "transform"), MESHES)
+def test_a_gpt_with_dropout_trains_the_same_on_every_mesh(mesh, transform):
+    """With 4 micro-batches on one device as the reference is another mesh; here it is a mesh of one."""
+    loss_fn, params = tiny_gpt(torch.float64, dropout=0.2)
+    batches = token_batches(4)
+    transform = transform if "zero" in transform.name else sl.chain(transform, sl.zero(0))
+    got = training.simulate(mesh, loss_fn, params, batches, transform, training.optimizer(0.3), rng=11)
+    alone = training.simulate({"data": 1}, loss_fn, params, batches, sl.zero(0), training.optimizer(0.3), rng=11)
+    other = training.simulate({"data": 1}, loss_fn, params, batches, sl.zero(0), training.optimizer(0.3), rng=12)
+    assert got[0] == pytest.approx(alone[0], rel=1e-10)
+    assert_close(got[2], alone[2], 1e-10)
+    assert other[0] != pytest.approx(alone[0], rel=1e-6)
+
+
+def test_each_step_draws_anew():
+    masks = []
+
+    def loss_fn(params, batch, rng):
+        masks.append(sl.dropout(batch, 0.5, rng))
+        return (masks[-1] * params["w"]).sum()
+
+    state, step = sl.make_train_step(loss_fn, {"w": torch.ones(4)}, sl.optim.sgd(0.0))
+    for _ in range(2):
+        state, _ = step(state, torch.ones(64, 4))
+    assert not torch.equal(*masks)
+
+
+def test_keys_are_independent():
+    keys = [
+        KEY,
+        KEY.fold_in(0),
+        KEY.fold_in(1),
+        KEY.fold_in("0x"),
+        KEY.fold_in(0).fold_in(1),
+        KEY.fold_in(1).fold_in(0),
+    ]
+    draws = torch.stack([uniform(key, (4096,)) for key in keys])
+    assert len({key.seed for key in keys}) == len(keys)
+    correlation = torch.corrcoef(draws) - torch.eye(len(keys))
+    assert correlation.abs().max() < 0.08  # five standard deviations of 1/√4096
+
+
+def test_numbers_are_uniform():
+    x = uniform(KEY, (1 << 16,), dtype=torch.float64)
+    assert x.min() >= 0 and x.max() < 1
+    counts = torch.histc(x, bins=64, min=0, max=1)
+    expected = (1 << 16) / 64
+    # 63 degrees of freedom: 63 ± 11.2; both ends five standard deviations away
+    assert 7 < ((counts - expected) ** 2 / expected).sum() < 119
+    assert abs(torch.corrcoef(torch.stack([x[1:], x[:-1]]))[0, 1]) < 5 / 256
+
+
+def test_slots_continue_one_another():
+    whole = random_bits(KEY, 60)
+    parts = [random_bits(KEY.at_slot(slot), 20) for slot in range(3)]
+    assert torch.equal(torch.cat(parts), whole)
+    assert dataclasses.replace(KEY, slot=2) == KEY.at_slot(2)
+
+
+def test_the_bits_are_pinned():
+    """A checkpoint's key must draw the same numbers in every later version."""
+    assert random_bits(sl.Key(1), 4).tolist() == [5829961, 0, 6784506, 3561215]
+
+
+def test_dropout_keeps_the_mean_and_refuses_what_is_no_probability():
+    x = torch.ones(1 << 16)
+    dropped = sl.dropout(x, 0.25, KEY)
+    assert (dropped == 0).float().mean() == pytest.approx(0.25, abs=0.01)
+    assert dropped.mean() == pytest.approx(1.0, abs=0.015)
+    assert sl.dropout(x, 0.0, KEY) is x
+    for p in (-0.1, 1.0):
+        with pytest.raises(ValueError, match="is outside"):
+            sl.dropout(x, p, KEY)
