@@ -32,20 +32,18 @@ class Gather:
         self._level -= 1
         bucket, level = self._bucket, self._level
         axis, ways = bucket.axes[level], bucket.sizes[level]
-        mine = bucket.leaf_parts(self._buffer, level + 1)
-        out = self._out if level == self._start and self._out is not None else None
+        out = self._out if level == self._start else None
         whole = self._buffer.new_empty(bucket.size(level)) if out is None else out
+        sizes = bucket.part_sizes(level + 1)
+        alone = [place for place, size in enumerate(sizes) if size >= _ALONE or len(sizes) == 1]
         places = bucket.leaf_parts(whole, level)
-        alone = [len(mine) == 1 or part.numel() >= _ALONE for part in mine]
-        self._works = [
-            primitives.all_gather(self._mesh, axis, place, part)
-            for place, part, is_alone in zip(places, mine, alone, strict=True)
-            if is_alone
-        ]
-        small = [part for part, is_alone in zip(mine, alone, strict=True) if not is_alone]
-        self._small = [place.view(ways, -1) for place, is_alone in zip(places, alone, strict=True) if not is_alone]
-        if small:
-            packed = self._buffer if len(small) == len(mine) else torch.cat(small)
+        mine = bucket.leaf_parts(self._buffer, level + 1) if alone else []
+        self._works = [primitives.all_gather(self._mesh, axis, places[place], mine[place]) for place in alone]
+        self._small: list[torch.Tensor] = []
+        if len(alone) < len(sizes):
+            small = sorted({*range(len(sizes))} - {*alone})
+            packed = torch.cat([mine[place] for place in small]) if alone else self._buffer
+            self._small = [places[place].view(ways, -1) for place in small]
             self._gathered = packed.new_empty(ways, packed.numel())
             self._works.append(primitives.all_gather(self._mesh, axis, self._gathered, packed))
         self._buffer = whole

@@ -93,8 +93,12 @@ class Bucket:
 
     def leaf_parts(self, buffer: torch.Tensor, level: int) -> list[torch.Tensor]:
         """Each leaf's flat part of a leaf-major buffer, padding included (views)."""
+        return list(torch.split_with_sizes(buffer, self.part_sizes(level)))
+
+    def part_sizes(self, level: int) -> list[int]:
+        """Elements of each leaf's part of a leaf-major buffer."""
         parts = self.parts(level)
-        return list(buffer.split([chunk * parts for chunk in self.chunks]))
+        return [chunk * parts for chunk in self.chunks]
 
     def leaves(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The leaves of a whole (level 0), leaf-major buffer, in shape and without padding (views)."""
