@@ -25,19 +25,17 @@ class Traffic:
     """Payload bytes a rank sent, per axis, by the algorithm's own volume.
 
     A gather or reduce-scatter of a whole of W bytes over n ranks counts W·(n−1)/n, an all-reduce twice that.
-    What a backend moves beyond (headers, retries, a less frugal algorithm) is not counted. Exchanges of at
-    most `SCALAR_ELEMENTS` elements (losses, norms, flags) are kept apart.
+    What a backend moves beyond (headers, retries, a less frugal algorithm) is not counted. A step's own scalars
+    (losses, norms, flags) are kept apart.
     """
-
-    SCALAR_ELEMENTS = 16
 
     def __init__(self) -> None:
         self.payload: dict[str, int] = {}
         self.scalars: dict[str, int] = {}
         self.calls: dict[str, int] = {}
 
-    def add(self, axis: str, elements: int, sent_bytes: int) -> None:
-        table = self.scalars if elements <= self.SCALAR_ELEMENTS else self.payload
+    def add(self, axis: str, sent_bytes: int, scalars: bool = False) -> None:
+        table = self.scalars if scalars else self.payload
         table[axis] = table.get(axis, 0) + sent_bytes
         self.calls[axis] = self.calls.get(axis, 0) + 1
 

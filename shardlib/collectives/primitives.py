@@ -24,9 +24,9 @@ def reduce_scatter(mesh: Mesh, axis: str, out: torch.Tensor, inp: torch.Tensor) 
     return mesh.group(axis).reduce_scatter(out, inp)
 
 
-def all_reduce(mesh: Mesh, axis: str, tensor: torch.Tensor) -> Work:
-    """Sum in place; payload per rank: 2·(n−1)/n of the tensor."""
-    _count(mesh, axis, tensor, 2)
+def all_reduce(mesh: Mesh, axis: str, tensor: torch.Tensor, *, scalars: bool = False) -> Work:
+    """Sum in place; payload per rank: 2·(n−1)/n of the tensor. ``scalars`` are counted apart."""
+    _count(mesh, axis, tensor, 2, scalars)
     return mesh.group(axis).all_reduce(tensor)
 
 
@@ -40,7 +40,7 @@ def broadcast(mesh: Mesh, axis: str, tensor: torch.Tensor, source: int) -> Work:
     """Rank ``source``'s tensor to all; payload: (n−1) of the tensor, counted on the source."""
     group = mesh.group(axis)
     if group.rank == source:
-        mesh.traffic.add(axis, tensor.numel(), (group.size - 1) * tensor.numel() * tensor.dtype.itemsize)
+        mesh.traffic.add(axis, (group.size - 1) * tensor.numel() * tensor.dtype.itemsize)
     return group.broadcast(tensor, source)
 
 
@@ -49,7 +49,7 @@ def permute(mesh: Mesh, axis: str, out: torch.Tensor, inp: torch.Tensor, pairs: 
     group = mesh.group(axis)
     messages = sum(1 for source, destination in pairs if source == group.rank != destination)
     if messages:
-        mesh.traffic.add(axis, inp.numel(), messages * inp.numel() * inp.dtype.itemsize)
+        mesh.traffic.add(axis, messages * inp.numel() * inp.dtype.itemsize)
     return group.permute(out, inp, pairs)
 
 
@@ -88,7 +88,7 @@ def _mismatch(what: str, problems: list[str], remedy: str) -> str:
     return f"the ranks' {what} differ:\n{shown}{more}\n{remedy}"
 
 
-def _count(mesh: Mesh, axis: str, whole: torch.Tensor, times: int) -> None:
+def _count(mesh: Mesh, axis: str, whole: torch.Tensor, times: int, scalars: bool = False) -> None:
     size = mesh.group(axis).size
     if size > 1:
-        mesh.traffic.add(axis, whole.numel(), times * whole.numel() * whole.dtype.itemsize * (size - 1) // size)
+        mesh.traffic.add(axis, times * whole.numel() * whole.dtype.itemsize * (size - 1) // size, scalars)

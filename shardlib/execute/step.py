@@ -173,7 +173,7 @@ def average_buffers(buffers: Any, plan: Plan, mesh: Mesh) -> Any:
         if not leaf.is_floating_point() or plan.batch_ranks == 1:
             return leaf
         mean = leaf / plan.batch_ranks
-        sum_over(mesh, plan.batch_axes, mean)
+        sum_over(mesh, plan.batch_axes, mean, scalars=False)
         return mean
 
     return tree_map(average, buffers)

@@ -10,7 +10,7 @@ import torch
 from shardlib.collectives import primitives
 from shardlib.exchange import Gather, owner_index
 from shardlib.mesh import Mesh
-from shardlib.planning import Plan
+from shardlib.plan import Plan
 from shardlib.sharded import Sharded
 from shardlib.tree import Tree, leaves_of, tree_map
 
@@ -62,11 +62,11 @@ def sum_of_squares(leaf: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(leaf, dtype=wide).square().to(torch.float64)
 
 
-def sum_over(mesh: Mesh, axes: tuple[str, ...], values: torch.Tensor) -> None:
+def sum_over(mesh: Mesh, axes: tuple[str, ...], values: torch.Tensor, *, scalars: bool = True) -> None:
     """Sum a small vector in place over several axes."""
     for axis in axes:
         if mesh.shape[axis] > 1:
-            primitives.all_reduce(mesh, axis, values).wait()
+            primitives.all_reduce(mesh, axis, values, scalars=scalars).wait()
 
 
 def optimizer_shards(params: Sharded) -> dict[str, torch.Tensor]:

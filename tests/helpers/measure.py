@@ -6,7 +6,7 @@ import optree
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-SCALARS = 16  # exchanges of at most so many elements (losses, norms) are counted apart
+SCALARS = 3  # what a step sums beside its payload: the loss, its weight, the squared norm; counted apart
 
 
 def stored_bytes(tree, counters=False):
