@@ -1,0 +1,75 @@
+"""The commands, as a user types them."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from shardlib import checkpoint, cli
+
+SIZES = ["--layers", "2", "--width", "32", "--heads", "2", "--sequence", "32", "--batch", "4"]
+
+
+def torchrun(*arguments, **options):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*command, "-m", "shardlib.cli", "train", *SIZES, *map(str, arguments)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    file = tmp_path_factory.mktemp("data") / "text.txt"
+    file.write_text("the quick brown fox jumps over the lazy dog\n" * 2000)
+    return file
+
+
+def test_train_is_interrupted_and_goes_on(text, tmp_path):
+    options = ["--data", text, "--out", tmp_path, "--steps", 40, "--save-every", 10, "--validate-every", 20]
+    first = torchrun(*options, start_new_session=True)
+    deadline = time.monotonic() + 120
+    while checkpoint.latest(tmp_path) is None and time.monotonic() < deadline and first.poll() is None:
+        time.sleep(0.05)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.communicate()
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+
+    second = torchrun(*options)
+    out, _ = second.communicate(timeout=200)
+    assert second.returncode == 0, out
+    assert f"going on from {found}" in out
+    assert re.search(r"order 0 \d\.\d{3}, order 1 \d\.\d{3}, order 2 \d\.\d{3}", out)
+    assert re.search(r"step 40/40  loss \d\.\d{3}", out)
+    # The plan's bytes come true: each row shows the same number twice.
+    rows = re.findall(r"^(parameters|optimizer|sent on data)\s+(\d.*? \w+)\s{2,}(\d.*? \w+)\s*$", out, re.MULTILINE)
+    assert len(rows) == 3 and all(predicted == measured for _, predicted, measured in rows), out
+    assert "A sample:" in out and (tmp_path / "loss.png").stat().st_size > 10_000
+
+
+def test_plan_prints_what_each_rank_holds(capsys):
+    assert cli.main(["plan", "--mesh", "data=4", "--stage", "3", "--precision", "fp32", *SIZES[:8]]) == 0
+    out = capsys.readouterr().out
+    assert "Plan on data=4" in out and "as traced" in out and "blocks/0…1/attn/qkv/weight" in out
+
+
+def test_a_mesh_that_cannot_be_read():
+    with pytest.raises(SystemExit, match="write axes and sizes like data=4"):
+        cli.main(["plan", "--mesh", "four"])
+
+
+def test_doctor_names_versions_devices_and_kernels(capsys):
+    assert cli.main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for part in ("torch", "gloo", "g++", "adamw on cpu", "torch fused"):
+        assert part in out

@@ -1,0 +1,71 @@
+"""transformers' GPT-2, Llama and BERT train unmodified under every stage, as on one device."""
+
+import copy
+
+import pytest
+import torch
+from helpers.training import optimizer, simulate
+from helpers.trees import assert_close
+from oracle import one_device
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    logging,
+)
+
+import shardlib as sl
+
+logging.set_verbosity_error()
+SMALL = dict(vocab_size=50, bos_token_id=1, eos_token_id=2)
+MODELS = {
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **SMALL)
+    ),
+    "llama": lambda: LlamaForCausalLM(
+        LlamaConfig(num_hidden_layers=2, hidden_size=32, intermediate_size=48, num_attention_heads=2, **SMALL)
+    ),
+    "bert": lambda: BertForMaskedLM(
+        BertConfig(
+            num_hidden_layers=2,
+            hidden_size=32,
+            intermediate_size=48,
+            num_attention_heads=2,
+            hidden_dropout_prob=0,
+            attention_probs_dropout_prob=0,
+            vocab_size=50,
+        )
+    ),
+}
+TOKENS = torch.randint(0, 50, (3, 12, 16), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def trained_alone(request):
+    torch.manual_seed(0)
+    apply, params = sl.from_module(MODELS[request.param]().double().train())
+
+    def loss_fn(params, tokens):
+        return apply(params, input_ids=tokens, labels=tokens).loss
+
+    return loss_fn, params, one_device.train(loss_fn, params, list(TOKENS), max_norm=1.0)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_same_training(trained_alone, stage):
+    loss_fn, params, (losses, norms, final) = trained_alone
+    got = simulate({"data": 3}, loss_fn, copy.deepcopy(params), list(TOKENS), sl.zero(stage), optimizer(max_norm=1.0))
+    assert got[0] == pytest.approx(losses, rel=1e-10)
+    assert got[1] == pytest.approx(norms, rel=1e-9)
+    assert_close(got[2], final, 1e-9)
+
+
+def test_units_are_layers():
+    _, params = sl.from_module(MODELS["gpt2"]())
+    plan = sl.make_plan(params, sl.abstract_mesh(data=2), stage=3)
+    assert set(plan.units) == {"transformer", "transformer/h/0", "transformer/h/1"}
+    tied = next(placement for placement in plan.placements if placement.aliases)
+    assert {tied.path, *tied.aliases} == {"lm_head/weight", "transformer/wte/weight"}
