@@ -8,7 +8,7 @@ from helpers.drawn import MESHES, STAGE, chains, models
 from helpers.measure import count_payload, stored_bytes
 from helpers.models import share
 from helpers.trees import assert_close, assert_same
-from hypothesis import assume, given, note
+from hypothesis import assume, given, note, settings
 from hypothesis import strategies as st
 from oracle import one_device, plain
 
@@ -59,6 +59,21 @@ def test_every_legal_chain_trains_like_one_device(data):
     assert got[0] == pytest.approx(wanted[0], rel=TOLERANCE)
     assert got[1] == pytest.approx(wanted[1], rel=10 * TOLERANCE)
     assert_close(got[2], wanted[2], TOLERANCE)
+
+
+@settings(max_examples=max(10, settings().max_examples // 10))
+@given(case=cases())
+def test_drawn_cases_on_real_processes(pool, case):
+    """A simulation hides real hangs and real buffers."""
+    mesh, model, transforms, _, _, batches = case
+    transform, tx = sl.chain(*transforms), training.optimizer(MAX_NORM)
+    wanted = one_device.train(model.loss_fn, model.params, batches, max_norm=MAX_NORM)
+    for losses, norms, final in pool.run(
+        training.train, model.loss_fn, model.params, batches, transform, tx, mesh=mesh
+    ):
+        assert losses == pytest.approx(wanted[0], rel=TOLERANCE)
+        assert norms == pytest.approx(wanted[1], rel=10 * TOLERANCE)
+        assert_close(final, wanted[2], TOLERANCE)
 
 
 @given(cases())
