@@ -46,7 +46,11 @@ TOKENS = torch.randint(0, 50, (3, 12, 16), generator=torch.Generator().manual_se
 @pytest.fixture(scope="module", params=MODELS)
 def trained_alone(request):
     torch.manual_seed(0)
-    apply, params = sl.from_module(MODELS[request.param]().double().train())
+    module = MODELS[request.param]().train()
+    with torch.no_grad():  # no bias at zero: softmax ignores a key's, which would then hold rounding noise alone
+        for parameter in module.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    apply, params = sl.from_module(module)
 
     def loss_fn(params, tokens):
         return apply(params, input_ids=tokens, labels=tokens).loss
@@ -58,14 +62,15 @@ def trained_alone(request):
 def test_same_training(trained_alone, stage):
     loss_fn, params, (losses, norms, final) = trained_alone
     got = simulate({"data": 3}, loss_fn, copy.deepcopy(params), list(TOKENS), sl.zero(stage), optimizer(max_norm=1.0))
-    assert got[0] == pytest.approx(losses, rel=1e-10)
-    assert got[1] == pytest.approx(norms, rel=1e-9)
-    assert_close(got[2], final, 1e-9)
+    # In fp32: these models compute their own loss in it, whatever the dtype of the weights.
+    assert got[0] == pytest.approx(losses, rel=1e-5)
+    assert got[1] == pytest.approx(norms, rel=1e-5)
+    assert_close(got[2], final, 1e-5)
 
 
 def test_units_are_layers():
     _, params = sl.from_module(MODELS["gpt2"]())
     plan = sl.make_plan(params, sl.abstract_mesh(data=2), stage=3)
-    assert set(plan.units) == {"transformer", "transformer/h/0", "transformer/h/1"}
+    assert set(plan.units) == {"lm_head", "transformer", "transformer/h/0", "transformer/h/1"}
     tied = next(placement for placement in plan.placements if placement.aliases)
     assert {tied.path, *tied.aliases} == {"lm_head/weight", "transformer/wte/weight"}

@@ -126,14 +126,14 @@ class Job:
         return state, torch.load(found / "history.pt")
 
     def train_to(self, steps: int, state: TrainState, history: dict[str, Any], progress: Progress) -> TrainState:
-        args = self._args
-        for step in range(state.step, steps):
+        args, first = self._args, state.step
+        for step in range(first, steps):
             self._mesh.traffic.reset()
             state, metrics = self._step(state, self._batch(step))
             loss = float(metrics["loss"])
             history["train"].append((step + 1, loss))
             progress.update(step + 1, loss)
-            if len(history["train"]) == 2:
+            if step == first + 1:
                 progress.note(self._measured(state))
             if (step + 1) % args.validate_every == 0 or step + 1 == steps:
                 history["validation"].append((step + 1, self.validate(state)))
