@@ -15,15 +15,21 @@ import torch
 
 from shardlib.errors import IllegalComposition, listing
 from shardlib.specs import P
+from shardlib.tree import matches
 
 
 @dataclass(frozen=True)
 class LeafInfo:
-    """What a transform sees of a parameter: its path, global shape and dtype."""
+    """What a transform sees of a parameter: its path, global shape and dtype; ``aliases`` are a tied leaf's other paths."""
 
     path: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    aliases: tuple[str, ...] = ()
+
+    def matches(self, globs: str | Sequence[str]) -> bool:
+        """Whether any of its paths matches one of the globs."""
+        return any(matches(path, globs) for path in (self.path, *self.aliases))
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ from shardlib.errors import RankFailure
 from shardlib.groups import Simulation
 from shardlib.mesh import check_shape, current_mesh, make_mesh, simulated_mesh
 
+_CHILD = "import sys; from shardlib.launch import child; child(sys.argv[1])"
+
 
 def simulate(fn: Callable[..., Any], *args: Any, mesh: Mapping[str, int]) -> list[Any]:
     """Run ``fn(mesh, *args)`` on every rank of ``mesh`` in this process; returns the ranks' values.
@@ -81,7 +83,7 @@ def launch(fn: Callable[..., Any], *args: Any, mesh: Mapping[str, int], timeout:
                 "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks))),
             }
             with (job / f"{rank}.log").open("wb") as log:
-                command = [sys.executable, "-m", "shardlib.launch", folder]
+                command = [sys.executable, "-c", _CHILD, folder]
                 processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
         try:
             _watch(processes, job, timeout)
@@ -140,7 +142,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _child(folder: str) -> None:
+def child(folder: str) -> None:
     """One rank of `launch`: run the pickled job and leave its value, or its traceback, in the folder."""
     job, rank = Path(folder), os.environ["RANK"]
     try:
@@ -157,7 +159,3 @@ def _child(folder: str) -> None:
         (job / f"{rank}.error").write_text(traceback.format_exc())
         # Skip torch's tear-down: it may wait for peers that will never answer.
         os._exit(1)
-
-
-if __name__ == "__main__":
-    _child(sys.argv[1])

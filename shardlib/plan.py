@@ -60,6 +60,7 @@ class Plan:
         cast_batch: dtype that floating batch leaves are cast to, or None.
         touches: units in the order one micro-batch gathers them, forward then backward; None when not traced.
         optimizer_bytes: bytes per rank of the optimizer's state, masters included; None when none was given.
+        buffers: dtype and number of elements of what the loss returns beside the loss (BatchNorm's statistics).
         log: which transform wrote what.
     """
 
@@ -78,6 +79,7 @@ class Plan:
     cast_batch: torch.dtype | None
     touches: tuple[str, ...] | None = None
     optimizer_bytes: int | None = None
+    buffers: tuple[tuple[torch.dtype, int], ...] = ()
     log: tuple[str, ...] = field(default=(), compare=False)
 
     @cached_property
@@ -99,7 +101,7 @@ class Plan:
         return sum(math.prod(placement.param.shape) for placement in self.placements)
 
     def bytes(self, role: str) -> int:
-        """Bytes one rank holds of "param", "grad" or "optimizer" state, padding included.
+        """Bytes one rank holds of "param", "grad", "optimizer" or "buffers", padding included.
 
         "grad" is the buffer gradients are accumulated in: whole where they are reduced once at the end.
         """
@@ -111,7 +113,9 @@ class Plan:
             if self.optimizer_bytes is None:
                 raise ValueError("the plan was made without an optimizer; pass optimizer= to make_plan")
             return self.optimizer_bytes
-        raise ValueError(f"role {role!r} is not one of {', '.join(ROLES)}")
+        if role == "buffers":
+            return sum(numel * dtype.itemsize for dtype, numel in self.buffers)
+        raise ValueError(f"role {role!r} is not one of {', '.join(ROLES)}, buffers")
 
     @cached_property
     def bucket_of(self) -> dict[str, Bucket]:
@@ -152,6 +156,10 @@ class Plan:
             for axis in bucket.replicas:
                 total[axis] += _share(2 * bucket.size(bucket.levels) * itemsize, self.sizes[axis])
             _add_gather(total, bucket, bucket.param_level, bucket.levels, 1)
+        for dtype, numel in self.buffers:
+            if dtype.is_floating_point:  # averaged over the ranks
+                for axis in self.batch_axes:
+                    total[axis] += 2 * _share(numel * dtype.itemsize, self.sizes[axis])
         return {axis: count for axis, count in total.items() if self.sizes[axis] > 1}
 
     def __str__(self) -> str:

@@ -64,7 +64,7 @@ def _memory(plan: Plan) -> list[str]:
     told.append(
         "optimizer (not given)" if plan.optimizer_bytes is None else f"optimizer {size(plan.bytes('optimizer'))}"
     )
-    return told
+    return told + ([f"buffers {size(plan.bytes('buffers'))}"] if plan.buffers else [])
 
 
 def _leaf_rows(placements: Sequence[Placement]) -> list[tuple[str, ...]]:

@@ -35,7 +35,15 @@ def build_plan(params: Tree, mesh: Mesh, transform: Transform, *, optimizer: Any
     check_tensors(paths, leaves)
     owner_of = ties(leaves)
     distinct = sorted(set(owner_of))
-    infos = [LeafInfo(paths[index], tuple(leaves[index].shape), leaves[index].dtype) for index in distinct]
+    infos = [
+        LeafInfo(
+            paths[index],
+            tuple(leaves[index].shape),
+            leaves[index].dtype,
+            aliases=tuple(paths[i] for i, owner in enumerate(owner_of) if owner == index and i != index),
+        )
+        for index in distinct
+    ]
     slots, log = resolve(transform, mesh.shape, infos)
     _check_slots(slots, mesh, transform)
 
@@ -47,17 +55,7 @@ def build_plan(params: Tree, mesh: Mesh, transform: Transform, *, optimizer: Any
         split["grad"] = ()
         log += ("sync='last': gradients are kept whole until the last micro-batch",)
     units = unit_names(params)
-    draft = [
-        _place(
-            infos[place],
-            tuple(paths[i] for i, owner in enumerate(owner_of) if owner == index and i != index),
-            units[index],
-            slots,
-            split,
-            mesh.shape,
-        )
-        for place, index in enumerate(distinct)
-    ]
+    draft = [_place(info, units[index], slots, split, mesh.shape) for info, index in zip(infos, distinct, strict=True)]
     order = {unit: number for number, unit in enumerate(dict.fromkeys(units))}
     buckets = _buckets(draft, slots, split, batch_axes, mesh.shape, order)
     bucket_of = {path: bucket.name for bucket in buckets for path in bucket.paths}
@@ -108,7 +106,6 @@ def _check_slots(slots: Slots, mesh: Mesh, transform: Transform) -> None:
 
 def _place(
     info: LeafInfo,
-    aliases: tuple[str, ...],
     unit: str,
     slots: Slots,
     split: Mapping[str, tuple[str, ...]],
@@ -124,7 +121,7 @@ def _place(
 
     return Placement(
         path=info.path,
-        aliases=aliases,
+        aliases=info.aliases,
         unit=unit,
         bucket="",
         compute=compute,

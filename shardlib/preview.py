@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardlib.claims import Transform
 from shardlib.deferred import defer
+from shardlib.execute.buffers import buffer_sizes
 from shardlib.execute.step import LossStep
 from shardlib.groups import EchoGroup
 from shardlib.mesh import Mesh, as_mesh
@@ -49,6 +50,7 @@ def make_plan(
     mesh = as_mesh(mesh)
     tree = defer(params).tree if callable(params) else params
     plan = build_plan(tree, mesh, default_transform(transform, stage), optimizer=optimizer)
+    plan = replace(plan, buffers=buffer_sizes(buffers))
     if loss_fn is None or batch is None:
         return plan
     return _traced(plan, loss_fn, batch, buffers)

@@ -141,8 +141,8 @@ def test_bytes_need_to_be_known():
     plan = sl.make_plan(small(), sl.abstract_mesh(data=2), stage=1)
     with pytest.raises(ValueError, match="made without an optimizer; pass optimizer="):
         plan.bytes("optimizer")
-    with pytest.raises(ValueError, match="role 'buffers' is not one of param, grad, optimizer"):
-        plan.bytes("buffers")
+    with pytest.raises(ValueError, match="role 'comm' is not one of param, grad, optimizer"):
+        plan.bytes("comm")
 
 
 def test_the_optimizers_state_is_asked_for():
@@ -211,3 +211,30 @@ def test_every_parameter_is_placed_once():
     assert sorted(path for bucket in plan.buckets for path in bucket.paths) == sorted(p.path for p in plan.placements)
     assert {p.path: p.aliases for p in plan.placements if p.aliases} == {"embed": ("head/w",)}
     assert all(sum(map(math.prod, bucket.shapes)) <= bucket.owned * bucket.ways for bucket in plan.buckets)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_buffers_are_held_and_sent_as_planned(stage):
+    def loss_fn(params, buffers, batch):
+        mean = batch.mean(0)
+        loss = ((batch - buffers["mean"]) @ params["w"]).square().mean()
+        return loss, {"mean": 0.9 * buffers["mean"] + 0.1 * mean, "steps": buffers["steps"] + 1}
+
+    params = {"w": torch.randn(6, 4, dtype=torch.float64)}
+    buffers = {"mean": torch.zeros(6, dtype=torch.float64), "steps": torch.zeros((), dtype=torch.int64)}
+    batch = torch.randn(4, 6, dtype=torch.float64)
+    options = {"loss_fn": loss_fn, "batch": batch, "buffers": buffers}
+    plan = sl.make_plan(params, sl.abstract_mesh(data=2), stage=stage, **options)
+    assert plan.bytes("buffers") == 6 * 8 + 8 and "buffers 56 B" in str(plan)
+
+    def run(mesh):
+        state, step = sl.make_train_step(
+            loss_fn, sl.shard(params, mesh, stage=stage), sl.optim.adamw(1e-3), buffers=buffers
+        )
+        state, _ = step(state, batch + mesh.rank)
+        return dict(mesh.traffic.payload), state.buffers
+
+    for payload, after in sl.simulate(run, mesh={"data": 2}):
+        assert payload == plan.payload()
+        torch.testing.assert_close(after["mean"], 0.1 * (batch.mean(0) + 0.5))
+        assert after["steps"] == 1

@@ -20,7 +20,7 @@ from transformers import (
 import shardlib as sl
 
 logging.set_verbosity_error()
-SMALL = dict(vocab_size=50, bos_token_id=1, eos_token_id=2)
+SMALL = {"vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2}
 MODELS = {
     "gpt2": lambda: GPT2LMHeadModel(
         GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **SMALL)

@@ -10,6 +10,7 @@ import torch
 
 from shardlib.collectives import primitives
 from shardlib.errors import HandleError, NonFiniteError, TreeError
+from shardlib.execute.buffers import average_buffers
 from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Gradients
 from shardlib.execute.losses import (
@@ -28,7 +29,7 @@ from shardlib.optim.shards import MeshShards, sum_of_squares, sum_over
 from shardlib.plan import Plan
 from shardlib.rng import Key
 from shardlib.sharded import Sharded
-from shardlib.tree import Tree, tree_map
+from shardlib.tree import Tree
 
 
 @dataclass
@@ -161,22 +162,6 @@ def reduce_means(tree: Tree, plan: Plan, mesh: Mesh) -> Tree:
         return total / weight
 
     return map_means(quotient, tree)
-
-
-def average_buffers(buffers: Any, plan: Plan, mesh: Mesh) -> Any:
-    """Buffers after a step, equal on all ranks: floating ones averaged over the batch axes, others kept."""
-
-    def average(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        leaf = leaf.detach()
-        if not leaf.is_floating_point() or plan.batch_ranks == 1:
-            return leaf
-        mean = leaf / plan.batch_ranks
-        sum_over(mesh, plan.batch_axes, mean, scalars=False)
-        return mean
-
-    return tree_map(average, buffers)
 
 
 def first_bad_leaf(evaluation: Evaluation, plan: Plan, mesh: Mesh) -> str:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from shardlib.claims import Claim, LeafInfo, Use
 from shardlib.errors import IllegalComposition
-from shardlib.tree import matches
 
 
 @dataclass(frozen=True)
@@ -20,11 +19,11 @@ class Freeze:
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         for pattern in self.globs:
-            if not any(matches(leaf.path, pattern) for leaf in leaves):
+            if not any(leaf.matches(pattern) for leaf in leaves):
                 shown = ", ".join(leaf.path for leaf in leaves[:5])
                 raise IllegalComposition(f"freeze({pattern!r}) matches no parameter; paths look like {shown}")
         for leaf in leaves:
-            if matches(leaf.path, self.globs):
+            if leaf.matches(self.globs):
                 yield Use(leaf.path, trainable=False)
 
 

@@ -9,7 +9,6 @@ import torch
 
 from shardlib.claims import Claim, LeafInfo, Reduce, Schedule, Use
 from shardlib.errors import IllegalComposition
-from shardlib.tree import matches
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -27,7 +26,7 @@ class Precision:
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         dtype = _DTYPES[self.compute]
         for leaf in leaves:
-            if leaf.dtype.is_floating_point and not matches(leaf.path, self.keep):
+            if leaf.dtype.is_floating_point and not leaf.matches(self.keep):
                 yield Use(leaf.path, dtype=dtype, master=torch.float32 if dtype.itemsize < 4 else None)
         yield Reduce("*", dtype=_DTYPES[self.reduce_dtype])
         yield Schedule(cast_batch=dtype, loss_scale="dynamic" if self.compute == "fp16" else None)

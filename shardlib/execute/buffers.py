@@ -1,0 +1,49 @@
+"""What a loss function returns beside the loss for its next call: BatchNorm's running statistics, say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardlib.mesh import Mesh
+from shardlib.optim.shards import sum_over
+from shardlib.plan import Plan
+from shardlib.tree import Tree, leaves_of, tree_map
+
+
+def average_buffers(buffers: Tree, plan: Plan, mesh: Mesh) -> Tree:
+    """Buffers after a step, equal on all ranks: floating ones averaged over the batch axes, others kept.
+
+    One exchange per dtype.
+    """
+    if plan.batch_ranks == 1:
+        return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, buffers)
+    sums: dict[torch.dtype, torch.Tensor] = {}
+    for dtype, leaves in _by_dtype(buffers).items():
+        if dtype.is_floating_point:
+            sums[dtype] = torch.cat([leaf.reshape(-1) for leaf in leaves]).div_(plan.batch_ranks)
+            sum_over(mesh, plan.batch_axes, sums[dtype], scalars=False)
+    pieces = {
+        dtype: iter(total.split([leaf.numel() for leaf in _by_dtype(buffers)[dtype]])) for dtype, total in sums.items()
+    }
+
+    def averaged(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return next(pieces[leaf.dtype]).view(leaf.shape) if leaf.dtype in pieces else leaf.detach()
+
+    return tree_map(averaged, buffers)
+
+
+def buffer_sizes(buffers: Tree) -> tuple[tuple[torch.dtype, int], ...]:
+    """Each dtype among the buffers with its number of elements."""
+    return tuple((dtype, sum(leaf.numel() for leaf in leaves)) for dtype, leaves in _by_dtype(buffers).items())
+
+
+def _by_dtype(buffers: Tree) -> dict[torch.dtype, list[torch.Tensor]]:
+    found: dict[torch.dtype, list[torch.Tensor]] = {}
+    for leaf in leaves_of(buffers):
+        if isinstance(leaf, torch.Tensor):
+            found.setdefault(leaf.dtype, []).append(leaf.detach())
+    return found
