@@ -6,6 +6,8 @@ goes on, and the others follow when it is waited for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from shardlib.collectives import primitives
@@ -102,6 +104,47 @@ class Reduction:
             self._work.wait()
             self._launch()
         return self._buffer
+
+
+class LeafReduction:
+    """Whole leaves of partial sums on their way to what this rank owns of a bucket split over one axis.
+
+    Large leaves leave from where backward put them, without being packed first; the others go together.
+    """
+
+    def __init__(self, mesh: Mesh, bucket: Bucket, leaves: Sequence[torch.Tensor | None], *, replicas: bool) -> None:
+        self._mesh, self._replicas = mesh, bucket.replicas if replicas else ()
+        self._owned = torch.empty(bucket.owned, dtype=bucket.reduce_dtype, device=mesh.device)
+        (axis,) = bucket.axes
+        places = bucket.leaf_parts(self._owned, 1)
+        alone = [place for place, leaf in enumerate(leaves) if leaf is not None and _leaves_alone(bucket, place, leaf)]
+        self._works = []
+        for place in alone:
+            leaf = leaves[place]
+            assert leaf is not None
+            self._works.append(primitives.reduce_scatter(mesh, axis, places[place], leaf.reshape(-1)))
+        together = tuple(place for place in range(len(leaves)) if place not in alone)
+        self._small = [places[place] for place in together]
+        if together:
+            packed = bucket.only(together).pack([leaves[place] for place in together], bucket.reduce_dtype)
+            self._reduced = packed.new_empty(packed.numel() // bucket.ways)
+            self._works.append(primitives.reduce_scatter(mesh, axis, self._reduced, packed))
+
+    def wait(self) -> torch.Tensor:
+        """The summed, owned buffer."""
+        for work in self._works:
+            work.wait()
+        if self._small:
+            torch.split_with_sizes_copy(self._reduced, [place.numel() for place in self._small], out=self._small)
+        for axis in self._replicas:
+            primitives.all_reduce(self._mesh, axis, self._owned).wait()
+        return self._owned
+
+
+def _leaves_alone(bucket: Bucket, place: int, leaf: torch.Tensor) -> bool:
+    chunk = bucket.chunks[place]
+    fits = chunk * bucket.ways == bucket.numels[place] and leaf.dtype == bucket.reduce_dtype
+    return fits and leaf.layout is torch.strided and chunk >= _ALONE
 
 
 def owner_index(mesh: Mesh, bucket: Bucket, start: int, stop: int) -> int:

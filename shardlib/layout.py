@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -99,6 +99,14 @@ class Bucket:
         """Elements of each leaf's part of a leaf-major buffer."""
         parts = self.parts(level)
         return [chunk * parts for chunk in self.chunks]
+
+    def only(self, places: tuple[int, ...]) -> Bucket:
+        """A bucket of some of the leaves, laid out by themselves."""
+        return replace(
+            self,
+            paths=tuple(self.paths[place] for place in places),
+            shapes=tuple(self.shapes[place] for place in places),
+        )
 
     def leaves(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The leaves of a whole (level 0), leaf-major buffer, in shape and without padding (views)."""

@@ -12,6 +12,7 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 import shardlib as sl
+from shardlib import exchange
 
 CASES = [
     ({"data": 2}, sl.zero(0)),
@@ -42,6 +43,27 @@ def test_real_processes_train_like_one_device(pool, mesh, transform, dtype):
         assert ours[0] == pytest.approx(losses, rel=tolerance, abs=0)
         assert ours[1] == pytest.approx(norms, rel=10 * tolerance, abs=0)
         assert_close(ours[2], final, tolerance)
+
+
+def _trained_with_leaves_alone(mesh, *arguments):
+    exchange._ALONE = 8
+    try:
+        return training.train(mesh, *arguments)
+    finally:
+        exchange._ALONE = 1 << 16
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_leaves_that_travel_alone(pool, stage):
+    loss_fn, params = tiny_gpt(torch.float64)
+    batches = token_batches(6)
+    results = pool.run(
+        _trained_with_leaves_alone, loss_fn, params, batches, sl.zero(stage), training.optimizer(0.3), mesh={"data": 4}
+    )
+    losses, _, final = one_device.train(loss_fn, params, batches, max_norm=0.3)
+    for ours in results:
+        assert ours[0] == pytest.approx(losses, rel=1e-10, abs=0)
+        assert_close(ours[2], final, 1e-10)
 
 
 class Network(torch.nn.Module):

@@ -10,6 +10,7 @@ from helpers.trees import assert_close
 from oracle import one_device, plain
 
 import shardlib as sl
+from shardlib import exchange
 
 STEPS = 20
 MAX_NORM = 0.3  # acts in some of the steps
@@ -53,6 +54,23 @@ def test_every_stage_and_number_of_ranks(stage, ranks, microbatches, prefetch, d
 def test_hybrid(stage, microbatches, prefetch, dtype):
     zero = sl.zero(stage, axis="local", replicate="node", prefetch=prefetch)
     check(dtype, {"node": 2, "local": 2}, sl.chain(zero, sl.accumulate(microbatches)))
+
+
+ALONE = [
+    ({"data": 2}, sl.zero(1)),
+    ({"data": 2}, sl.chain(sl.zero(2), sl.accumulate(2))),
+    ({"data": 3}, sl.zero(3)),
+    ({"data": 4}, sl.chain(sl.zero(3), sl.accumulate(4, sync="last"))),
+    ({"node": 2, "local": 2}, sl.chain(sl.zero(3, axis="local", replicate="node"), sl.accumulate(2))),
+    ({"node": 2, "local": 2}, sl.chain(sl.zero(3, axis="local"), sl.zero(1, axis="node"))),
+]
+
+
+@pytest.mark.parametrize(("mesh", "transform"), ALONE)
+def test_leaves_that_travel_alone(mesh, transform, monkeypatch):
+    """Large leaves are messages of their own; here nearly all count as large, and the smallest go together."""
+    monkeypatch.setattr(exchange, "_ALONE", 8)
+    check(torch.float64, mesh, transform)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -7,12 +7,16 @@ on all ranks, then holds: a rank whose branch leaves a parameter unused sends ze
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from shardlib.exchange import Reduction
+from shardlib.exchange import LeafReduction, Reduction
 from shardlib.layout import Bucket
 from shardlib.mesh import Mesh
 from shardlib.plan import Plan
+
+Whole = torch.Tensor | Sequence[torch.Tensor | None]
 
 _IN_FLIGHT = 2  # exchanges under way before the oldest is waited for, where whole gradients may be dropped
 
@@ -31,8 +35,8 @@ class Gradients:
         self.started: list[str] = []
 
     def _begin(self) -> None:
-        self._ready: dict[str, torch.Tensor] = {}
-        self._flying: list[tuple[Bucket, Reduction, bool]] = []
+        self._ready: dict[str, Whole] = {}
+        self._flying: list[tuple[Bucket, Reduction | LeafReduction, bool]] = []
         self._turn = 0
         self._seen: set[str] = set()
 
@@ -42,8 +46,8 @@ class Gradients:
         self.started = []
         self._begin()
 
-    def add(self, bucket: Bucket, whole: torch.Tensor) -> None:
-        """A bucket's complete gradient of this micro-batch: whole, rank-major."""
+    def add(self, bucket: Bucket, whole: Whole) -> None:
+        """A bucket's complete gradient of this micro-batch: packed (whole, rank-major), or leaf by leaf."""
         self._seen.add(bucket.name)
         if self._order is None:
             self._start(bucket, whole)
@@ -77,9 +81,17 @@ class Gradients:
     def _zeros(self, bucket: Bucket) -> torch.Tensor:
         return torch.zeros(bucket.size(0), dtype=bucket.reduce_dtype, device=self._mesh.device)
 
-    def _start(self, bucket: Bucket, whole: torch.Tensor) -> None:
+    def takes_leaves(self, bucket: Bucket) -> bool:
+        """Whether `add` takes this bucket's gradient leaf by leaf: it is reduced at once, over one axis."""
+        waits = self._last and bool(bucket.replicas) and bucket.name in self._held
+        return bucket.grad_level == bucket.levels == 1 and not waits
+
+    def _start(self, bucket: Bucket, whole: Whole) -> None:
         self.started.append(bucket.name)
         level = bucket.grad_level
+        if not isinstance(whole, torch.Tensor):
+            self._track(bucket, LeafReduction(self._mesh, bucket, whole, replicas=self._last))
+            return
         if level == 0:
             held = self._held.pop(bucket.name, None)
             total = whole if held is None else held.add_(whole)
@@ -97,8 +109,10 @@ class Gradients:
 
     def _fly(self, bucket: Bucket, buffer: torch.Tensor, start: int, stop: int, replicas: bool) -> None:
         whole = bucket.grad_level == 0
-        reduction = Reduction(self._mesh, bucket, buffer, start, stop, replicas=replicas, in_place=whole)
-        self._flying.append((bucket, reduction, whole))
+        self._track(bucket, Reduction(self._mesh, bucket, buffer, start, stop, replicas=replicas, in_place=whole))
+
+    def _track(self, bucket: Bucket, reduction: Reduction | LeafReduction) -> None:
+        self._flying.append((bucket, reduction, bucket.grad_level == 0))
         # Where gradients are split, whole ones must not pile up behind a slow network.
         while sum(1 for _, _, kept in self._flying if not kept) > _IN_FLIGHT:
             self._land()

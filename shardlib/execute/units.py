@@ -3,12 +3,13 @@
 Two autograd functions make up a unit's pair. `_Root` makes, once per micro-batch, a tensor without memory that
 stands for the bucket's whole gradient; its backward hands the complete gradient to `Gradients`, which reduces it.
 `_Attach` connects gathered data to that root, each time the bucket is gathered; its backward packs the leaves'
-gradients. Autograd itself sums over several gathers and knows when the sum is complete.
+gradients. Autograd itself sums over several gathers and knows when the sum is complete. Where there was one gather
+alone its leaves' gradients are the sum, and are handed over as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,26 +26,31 @@ class _Root(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, bucket: Bucket, gradients: Gradients) -> torch.Tensor:
         ctx.bucket, ctx.gradients = bucket, gradients
+        ctx.set_materialize_grads(False)
         return anchor.new_zeros(1, dtype=bucket.reduce_dtype).expand(bucket.size(0))
 
     @staticmethod
-    def backward(ctx: Any, whole: torch.Tensor) -> tuple[None, None, None]:
-        ctx.gradients.add(ctx.bucket, whole)
+    def backward(ctx: Any, whole: torch.Tensor | None) -> tuple[None, None, None]:
+        if whole is not None:
+            ctx.gradients.add(ctx.bucket, whole)
         return None, None, None
 
 
 class _Attach(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, root: torch.Tensor, bucket: Bucket, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.bucket = bucket
+    def forward(ctx: Any, root: torch.Tensor, state: BucketState) -> tuple[torch.Tensor, ...]:
+        ctx.state = state
         ctx.set_materialize_grads(False)
-        return tuple(bucket.leaves(whole))
+        assert state.whole is not None
+        return tuple(state.bucket.leaves(state.whole))
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         if all(grad is None for grad in grads):
-            return None, None, None
-        return ctx.bucket.pack(grads, ctx.bucket.reduce_dtype), None, None
+            return None, None
+        if ctx.state.hand_over(grads):
+            return None, None
+        return ctx.state.bucket.pack(grads, ctx.state.bucket.reduce_dtype), None
 
 
 class BucketState:
@@ -64,6 +70,9 @@ class BucketState:
         self.anchor: torch.Tensor | None = None
         self.root: torch.Tensor | None = None
         self._coming: Gather | None = None
+        self._gradients: Gradients | None = None
+        self._attached = 0
+        self._turned = False
 
     @property
     def gathers(self) -> bool:
@@ -73,6 +82,7 @@ class BucketState:
         self.stored = stored
         self.whole = None if self.gathers else stored
         self.anchor = self.root = None
+        self._gradients, self._attached, self._turned = gradients, 0, False
         if gradients is not None and self.bucket.trainable:
             self.anchor = torch.zeros((), requires_grad=True, device=stored.device)
             self.root = run_first(_Root.apply(self.anchor, self.bucket, gradients))
@@ -80,7 +90,23 @@ class BucketState:
     def unbind(self) -> None:
         """Drop the graph and the parameters of a micro-batch that is over."""
         self.stored = torch.empty(0)
-        self.whole = self.anchor = self.root = self._coming = None
+        self.whole = self.anchor = self.root = self._coming = self._gradients = None
+
+    def turn(self) -> None:
+        """Forward is over: what is attached from now on is recomputed, and gets no gradient."""
+        self._turned = True
+
+    def hand_over(self, grads: Sequence[torch.Tensor | None]) -> bool:
+        """Give a sole attachment's gradients to the reduction as they are, if that can take them.
+
+        Not before the turn: a gradient taken inside the loss must stay in the graph.
+        """
+        if not self._turned or self._attached > 1:
+            return False
+        if self._gradients is None or not self._gradients.takes_leaves(self.bucket):
+            return False
+        self._gradients.add(self.bucket, grads)
+        return True
 
     def fetch(self) -> None:
         if self.gathers:
@@ -103,7 +129,9 @@ class BucketState:
         assert self.whole is not None
         if self.root is None:
             return self.bucket.leaves(self.whole)
-        leaves = list(_Attach.apply(self.root, self.bucket, self.whole))
+        if not self._turned:
+            self._attached += 1
+        leaves = list(_Attach.apply(self.root, self))
         run_first(leaves[0])
         return leaves
 
