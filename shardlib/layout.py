@@ -22,6 +22,10 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from shardlib.specs import chunk_size
 
+# Elements that one rank owns of a leaf from which it is a message of its own. That saves a copy of the leaf (two cores,
+# gloo: 22 ms per gathered 135 MB) and costs about 0.1 ms per message.
+_ALONE = 1 << 16
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -78,6 +82,17 @@ class Bucket:
     @cached_property
     def padded(self) -> bool:
         return any(chunk * self.ways != numel for chunk, numel in zip(self.chunks, self.numels, strict=True))
+
+    @cached_property
+    def large(self) -> tuple[int, ...]:
+        """Places of the leaves that travel as messages of their own, from and to where they belong."""
+        return tuple(place for place, chunk in enumerate(self.chunks) if chunk >= _ALONE or len(self.chunks) == 1)
+
+    @cached_property
+    def small(self) -> tuple[int, ...]:
+        """Places of the leaves that travel together."""
+        large = set(self.large)
+        return tuple(place for place in range(len(self.chunks)) if place not in large)
 
     @property
     def levels(self) -> int:

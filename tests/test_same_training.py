@@ -10,7 +10,7 @@ from helpers.trees import assert_close
 from oracle import one_device, plain
 
 import shardlib as sl
-from shardlib import exchange
+from shardlib import layout
 
 STEPS = 20
 MAX_NORM = 0.3  # acts in some of the steps
@@ -69,7 +69,7 @@ ALONE = [
 @pytest.mark.parametrize(("mesh", "transform"), ALONE)
 def test_leaves_that_travel_alone(mesh, transform, monkeypatch):
     """Large leaves are messages of their own; here nearly all count as large, and the smallest go together."""
-    monkeypatch.setattr(exchange, "_ALONE", 8)
+    monkeypatch.setattr(layout, "_ALONE", 8)
     check(torch.float64, mesh, transform)
 
 

@@ -82,9 +82,9 @@ class Gradients:
         return torch.zeros(bucket.size(0), dtype=bucket.reduce_dtype, device=self._mesh.device)
 
     def takes_leaves(self, bucket: Bucket) -> bool:
-        """Whether `add` takes this bucket's gradient leaf by leaf: it is reduced at once, over one axis."""
+        """Whether `add` takes this bucket's gradient leaf by leaf: it is reduced at once, over one axis, and gains by it."""
         waits = self._last and bool(bucket.replicas) and bucket.name in self._held
-        return bucket.grad_level == bucket.levels == 1 and not waits
+        return bucket.grad_level == bucket.levels == 1 and bool(bucket.large) and not waits
 
     def _start(self, bucket: Bucket, whole: Whole) -> None:
         self.started.append(bucket.name)
