@@ -28,11 +28,6 @@ def flatten(tree: Tree) -> tuple[list[str], list[Any], TreeDef]:
     return [path_name(path) for path in paths], leaves, treedef
 
 
-def key_paths(tree: Tree) -> list[tuple[Any, ...]]:
-    """The raw path of every leaf: a tuple of dictionary keys and sequence indices."""
-    return list(optree.tree_flatten_with_path(tree)[0])
-
-
 def unflatten(treedef: TreeDef, leaves: Iterable[Any]) -> Tree:
     return optree.tree_unflatten(treedef, leaves)
 
