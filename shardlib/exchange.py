@@ -111,19 +111,24 @@ class LeafReduction:
         self._owned = torch.empty(bucket.owned, dtype=bucket.reduce_dtype, device=mesh.device)
         (axis,) = bucket.axes
         places = bucket.leaf_parts(self._owned, 1)
-        self._works = []
-        together = bucket.small
-        for place in bucket.large:
-            leaf = leaves[place]
-            if leaf is not None and _fits(bucket, place, leaf):
-                self._works.append(primitives.reduce_scatter(mesh, axis, places[place], leaf.reshape(-1)))
-            else:
-                together = (*together, place)
+        alone = [place for place in bucket.large if bucket.chunks[place] * bucket.ways == bucket.numels[place]]
+        self._works = [
+            primitives.reduce_scatter(mesh, axis, places[place], self._flat(leaves[place], bucket, place))
+            for place in alone
+        ]
+        # Chosen by the bucket alone, never by the gradients: every rank must make the same exchanges.
+        together = tuple(place for place in range(len(leaves)) if place not in alone)
         self._small = [places[place] for place in together]
         if together:
             packed = bucket.only(together).pack([leaves[place] for place in together], bucket.reduce_dtype)
             self._reduced = packed.new_empty(packed.numel() // bucket.ways)
             self._works.append(primitives.reduce_scatter(mesh, axis, self._reduced, packed))
+
+    def _flat(self, leaf: torch.Tensor | None, bucket: Bucket, place: int) -> torch.Tensor:
+        """A gradient as it can be sent: itself, in the usual case."""
+        if leaf is None:
+            return self._owned.new_zeros(bucket.numels[place])
+        return (leaf.to_dense() if leaf.is_sparse else leaf).to(bucket.reduce_dtype).reshape(-1)
 
     def wait(self) -> torch.Tensor:
         """The summed, owned buffer."""
@@ -134,12 +139,6 @@ class LeafReduction:
         for axis in self._replicas:
             primitives.all_reduce(self._mesh, axis, self._owned).wait()
         return self._owned
-
-
-def _fits(bucket: Bucket, place: int, leaf: torch.Tensor) -> bool:
-    """Whether a gradient can be sent as it is: no padding, no cast, dense."""
-    unpadded = bucket.chunks[place] * bucket.ways == bucket.numels[place]
-    return unpadded and leaf.dtype == bucket.reduce_dtype and leaf.layout is torch.strided
 
 
 def owner_index(mesh: Mesh, bucket: Bucket, start: int, stop: int) -> int:

@@ -142,6 +142,14 @@ class Bucket:
             return buffer
         return torch.cat([part.view(parts, -1)[index] for part in self.leaf_parts(buffer, level)])
 
+    def unpack(self, packed: torch.Tensor) -> list[torch.Tensor]:
+        """The leaves of a whole, rank-major buffer, in shape and without padding: what `pack` was given."""
+        columns = packed.view(self.ways, -1).split(self.chunks, dim=1)
+        return [
+            column.reshape(-1)[:numel].view(shape)
+            for column, numel, shape in zip(columns, self.numels, self.shapes, strict=True)
+        ]
+
     def pack(self, leaves: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
         """Whole leaves (None is zero) to one whole, rank-major buffer of ``dtype``, padded with zeros.
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import shardlib as sl
+from shardlib import layout
 from shardlib.errors import RankMismatch
 
 
@@ -125,3 +126,32 @@ def test_launch_runs_the_same_function_in_processes():
             ([0.0, 10.0], {"a": 0, "b": 0}),
             ([0.0, 10.0], {"a": 0, "b": 1}),
         ]
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_ranks_whose_branches_use_other_parameters(stage, together, monkeypatch):
+    """After the first step a rank may leave a leaf, or a whole unit, unused: it then sends zeros in its turn."""
+    monkeypatch.setattr(layout, "_ALONE", 1 << 16 if together else 1)
+    generator = torch.Generator().manual_seed(0)
+    names = ("a", "b", "c")
+    start = {
+        name: {"w": torch.randn(4, 4, generator=generator), "v": torch.randn(6, generator=generator)} for name in names
+    }
+    used = [[("a", "wv"), ("b", "wv"), ("c", "wv")], [("a", "w"), ("c", "v")]]  # in the first step, and later on rank 1
+
+    def loss_fn(params, choice):
+        return sum(params[name][leaf].square().sum() for name, leaves in used[int(choice)] for leaf in leaves)
+
+    def run(mesh):
+        state, step = sl.make_train_step(loss_fn, sl.shard(start, mesh, stage=stage), sl.optim.sgd(0.1))
+        for number in range(3):
+            state, _ = step(state, torch.tensor([number > 0 and mesh.rank == 1]))
+        return sl.unshard(state.params)
+
+    for final in sl.simulate(run, mesh={"data": 2}):
+        for name in names:
+            for leaf in "wv":
+                # Each step multiplies a leaf by 1 - 0.2 × (the share of ranks that use it).
+                share = 1.0 if any(name == n and leaf in leaves for n, leaves in used[1]) else 0.5
+                torch.testing.assert_close(final[name][leaf], start[name][leaf] * 0.8 * (1 - 0.2 * share) ** 2)

@@ -89,9 +89,12 @@ class Gradients:
     def _start(self, bucket: Bucket, whole: Whole) -> None:
         self.started.append(bucket.name)
         level = bucket.grad_level
-        if not isinstance(whole, torch.Tensor):
-            self._track(bucket, LeafReduction(self._mesh, bucket, whole, replicas=self._last))
+        if self.takes_leaves(bucket):
+            # However it arrived: what is exchanged must be the same on a rank that used the bucket otherwise, or not.
+            leaves = bucket.unpack(whole) if isinstance(whole, torch.Tensor) else whole
+            self._track(bucket, LeafReduction(self._mesh, bucket, leaves, replicas=self._last))
             return
+        assert isinstance(whole, torch.Tensor)
         if level == 0:
             held = self._held.pop(bucket.name, None)
             total = whole if held is None else held.add_(whole)

@@ -190,9 +190,7 @@ class UnitState:
         assert state.root is not None
 
         def read(whole: torch.Tensor) -> torch.Tensor:
-            columns = whole.view(state.bucket.ways, -1).split(state.bucket.chunks, dim=1)
-            flat = columns[place].reshape(-1)[: state.bucket.numels[place]]
-            return flat.view(state.bucket.shapes[place]).to(state.bucket.dtype)
+            return state.bucket.unpack(whole)[place].to(state.bucket.dtype)
 
         return state.root, read
 
