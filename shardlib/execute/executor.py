@@ -217,7 +217,7 @@ class Executor:
         return late
 
     def _agree(self, gradients: Gradients) -> None:
-        """After the first micro-batch, and whenever the touches change: hold the ranks' sequences together."""
+        """Note what this micro-batch touched; after the first one, hold the ranks' sequences together."""
         runs = self._gathering.runs
         if self.order is None:
             items = {"units gathered, in order": runs, "gradients reduced, in order": gradients.started}
