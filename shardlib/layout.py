@@ -7,14 +7,15 @@ is whole, the last level is what one rank owns. Two orders of the same elements 
     leaf-major  [leaf 0 | leaf 1 | ...]       each leaf's part contiguous: what is stored and computed with
     rank-major  [owner 0 | owner 1 | ...]     each owner's part contiguous: what collectives exchange
 
-They coincide at the last level, and everywhere on a mesh of one.
+They coincide at the last level, on a mesh of one, and in a bucket of one leaf. Hence a large leaf is a bucket of
+its own: it is gathered, reduced and updated where it lies, while small leaves are packed into common messages.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -22,9 +23,17 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from shardlib.specs import chunk_size
 
-# Elements that one rank owns of a leaf from which it is a message of its own. That saves a copy of the leaf (two cores,
+# Elements that one rank owns of a leaf from which it is a bucket of its own. That saves copies of the leaf (two cores,
 # gloo: 22 ms per gathered 135 MB) and costs about 0.1 ms per message.
 _ALONE = 1 << 16
+
+
+def stands_alone(numel: int, ways: int) -> bool:
+    """Whether a leaf of ``numel`` elements, split over ``ways`` owners, is large enough for a bucket of its own.
+
+    Not where nothing is split: an all-reduce gains nothing by it, and costs more per message.
+    """
+    return ways > 1 and chunk_size(numel, ways) >= _ALONE
 
 
 @dataclass(frozen=True)
@@ -83,16 +92,10 @@ class Bucket:
     def padded(self) -> bool:
         return any(chunk * self.ways != numel for chunk, numel in zip(self.chunks, self.numels, strict=True))
 
-    @cached_property
-    def large(self) -> tuple[int, ...]:
-        """Places of the leaves that travel as messages of their own, from and to where they belong."""
-        return tuple(place for place, chunk in enumerate(self.chunks) if chunk >= _ALONE or len(self.chunks) == 1)
-
-    @cached_property
-    def small(self) -> tuple[int, ...]:
-        """Places of the leaves that travel together."""
-        large = set(self.large)
-        return tuple(place for place in range(len(self.chunks)) if place not in large)
+    @property
+    def alone(self) -> bool:
+        """Whether it holds one leaf: then both orders of its elements are the same."""
+        return len(self.paths) == 1
 
     @property
     def levels(self) -> int:
@@ -115,14 +118,6 @@ class Bucket:
         parts = self.parts(level)
         return [chunk * parts for chunk in self.chunks]
 
-    def only(self, places: tuple[int, ...]) -> Bucket:
-        """A bucket of some of the leaves, laid out by themselves."""
-        return replace(
-            self,
-            paths=tuple(self.paths[place] for place in places),
-            shapes=tuple(self.shapes[place] for place in places),
-        )
-
     def leaves(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The leaves of a whole (level 0), leaf-major buffer, in shape and without padding (views)."""
         if not self.padded:
@@ -136,10 +131,12 @@ class Bucket:
         return [torch.empty(shape, device="meta") for shape in self.shapes]
 
     def owned_part(self, buffer: torch.Tensor, level: int, index: int) -> torch.Tensor:
-        """Owner ``index``'s elements of a leaf-major buffer, contiguous; the same tensor at the last level."""
+        """Owner ``index``'s elements of a leaf-major buffer, contiguous; a view where one leaf is alone."""
         parts = self.parts(level)
         if parts == 1:
             return buffer
+        if self.alone:
+            return buffer.view(parts, -1)[index]
         return torch.cat([part.view(parts, -1)[index] for part in self.leaf_parts(buffer, level)])
 
     def unpack(self, packed: torch.Tensor) -> list[torch.Tensor]:
@@ -153,7 +150,8 @@ class Bucket:
     def pack(self, leaves: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
         """Whole leaves (None is zero) to one whole, rank-major buffer of ``dtype``, padded with zeros.
 
-        Differentiable, so that gradients of gradients flow through the packing of a gradient.
+        A leaf that is alone is not copied where it is right as it is. Differentiable, so that gradients of gradients
+        flow through the packing of a gradient.
         """
         present = [leaf for leaf in leaves if leaf is not None]
         if self.ways == 1 and len(present) == len(leaves) > 1 and all(leaf.dtype == dtype for leaf in present):
@@ -168,6 +166,8 @@ class Bucket:
             if chunk * self.ways != numel:
                 flat = torch.nn.functional.pad(flat, (0, chunk * self.ways - numel))
             columns.append(flat.view(self.ways, chunk))
+        if self.alone:
+            return columns[0].to(dtype).view(-1)
         if torch.is_grad_enabled() or any(column.dtype != columns[0].dtype for column in columns):
             return torch.cat([column.to(dtype) for column in columns], dim=1).view(-1)
         out = torch.empty((self.ways, self.owned), dtype=dtype, device=columns[0].device)

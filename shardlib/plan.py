@@ -95,6 +95,19 @@ class Plan:
     def trained(self) -> tuple[Bucket, ...]:
         return tuple(bucket for bucket in self.buckets if bucket.trainable)
 
+    @cached_property
+    def trained_in(self) -> dict[str, tuple[Bucket, ...]]:
+        """Unit -> its trained buckets, where it has any."""
+        found: dict[str, tuple[Bucket, ...]] = {}
+        for bucket in self.trained:
+            found[bucket.unit] = (*found.get(bucket.unit, ()), bucket)
+        return found
+
+    @cached_property
+    def largest_unit(self) -> int:
+        """Elements of the largest unit's trained leaves, padding included."""
+        return max((sum(bucket.size(0) for bucket in unit) for unit in self.trained_in.values()), default=0)
+
     @property
     def parameters(self) -> int:
         """Number of distinct parameters, tied ones counted once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardlib.claims import LeafInfo, Slots, Transform, resolve
 from shardlib.errors import IllegalComposition
-from shardlib.layout import Bucket
+from shardlib.layout import Bucket, stands_alone
 from shardlib.mesh import Mesh
 from shardlib.plan import ROLES, Placement, Plan
 from shardlib.specs import Leaf, P, check_leaves
@@ -150,17 +151,20 @@ def _buckets(
     for placement in placements:
         trainable = placement.grad is not None
         master = slots.get(("use", placement.path, "master")) if trainable else None
-        key = (order[placement.unit], placement.unit, str(placement.param.dtype), trainable, master)
+        # A leaf that is not trained has no optimizer state: it is split as its parameters are, and no further.
+        axes = split["optimizer"] if trainable else split["param"]
+        numel = math.prod(placement.compute.spec.local_shape(placement.compute.shape, sizes))
+        alone = placement.path if stands_alone(numel, math.prod(sizes[axis] for axis in axes)) else ""
+        key = (order[placement.unit], placement.unit, str(placement.param.dtype), trainable, master, axes, alone)
         groups.setdefault(key, []).append(placement)
     buckets: list[Bucket] = []
     for key, members in sorted(
-        groups.items(), key=lambda item: (item[0][0], item[0][2], not item[0][3], str(item[0][4]))
+        groups.items(), key=lambda item: (item[0][0], item[0][2], not item[0][3], str(item[0][4]), item[0][6])
     ):
-        _, unit, _, trainable, master = key
-        # A leaf that is not trained has no optimizer state: it is split as its parameters are, and no further.
-        axes = split["optimizer"] if trainable else split["param"]
+        _, unit, _, trainable, master, axes, alone = key
         first = members[0]
         name = f"{unit or '(top)'}/{str(first.param.dtype).removeprefix('torch.')}" + ("" if trainable else "/frozen")
+        name = alone or name
         buckets.append(
             Bucket(
                 name=name if not any(bucket.name == name for bucket in buckets) else f"{name}/master",

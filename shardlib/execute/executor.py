@@ -88,8 +88,6 @@ class Executor:
             if self.order is None:
                 refuse_reentrant_checkpoints(total)
             self._gathering.turn()
-            for state in self._buckets:
-                state.turn()
             handles = self._trained_handles
             anchors = [state.anchor for state in self._buckets if state.anchor is not None]
             found = grad(total, [*anchors, *handles], seed.to(total.dtype))

@@ -3,13 +3,12 @@
 Two autograd functions make up a unit's pair. `_Root` makes, once per micro-batch, a tensor without memory that
 stands for the bucket's whole gradient; its backward hands the complete gradient to `Gradients`, which reduces it.
 `_Attach` connects gathered data to that root, each time the bucket is gathered; its backward packs the leaves'
-gradients. Autograd itself sums over several gathers and knows when the sum is complete. Where there was one gather
-alone its leaves' gradients are the sum, and are handed over as they are.
+gradients. Autograd itself sums over several gathers and knows when the sum is complete.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,8 +47,6 @@ class _Attach(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         if all(grad is None for grad in grads):
             return None, None
-        if ctx.state.hand_over(grads):
-            return None, None
         return ctx.state.bucket.pack(grads, ctx.state.bucket.reduce_dtype), None
 
 
@@ -70,9 +67,6 @@ class BucketState:
         self.anchor: torch.Tensor | None = None
         self.root: torch.Tensor | None = None
         self._coming: Gather | None = None
-        self._gradients: Gradients | None = None
-        self._attached = 0
-        self._turned = False
 
     @property
     def gathers(self) -> bool:
@@ -82,7 +76,6 @@ class BucketState:
         self.stored = stored
         self.whole = None if self.gathers else stored
         self.anchor = self.root = None
-        self._gradients, self._attached, self._turned = gradients, 0, False
         if gradients is not None and self.bucket.trainable:
             self.anchor = torch.zeros((), requires_grad=True, device=stored.device)
             self.root = run_first(_Root.apply(self.anchor, self.bucket, gradients))
@@ -90,23 +83,7 @@ class BucketState:
     def unbind(self) -> None:
         """Drop the graph and the parameters of a micro-batch that is over."""
         self.stored = torch.empty(0)
-        self.whole = self.anchor = self.root = self._coming = self._gradients = None
-
-    def turn(self) -> None:
-        """Forward is over: what is attached from now on is recomputed, and gets no gradient."""
-        self._turned = True
-
-    def hand_over(self, grads: Sequence[torch.Tensor | None]) -> bool:
-        """Give a sole attachment's gradients to the reduction as they are, if that can take them.
-
-        Not before the turn: a gradient taken inside the loss must stay in the graph.
-        """
-        if not self._turned or self._attached > 1:
-            return False
-        if self._gradients is None or not self._gradients.takes_leaves(self.bucket):
-            return False
-        self._gradients.add(self.bucket, grads)
-        return True
+        self.whole = self.anchor = self.root = self._coming = None
 
     def fetch(self) -> None:
         if self.gathers:
@@ -129,8 +106,6 @@ class BucketState:
         assert self.whole is not None
         if self.root is None:
             return self.bucket.leaves(self.whole)
-        if not self._turned:
-            self._attached += 1
         leaves = list(_Attach.apply(self.root, self))
         run_first(leaves[0])
         return leaves
