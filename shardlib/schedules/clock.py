@@ -78,8 +78,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Run a schedule on a virtual clock; every action starts as soon as its rank and its inputs allow.
 
     Raises:
-        ScheduleError: a schedule that cannot run (see `check`), or costs that are negative or not as many as
-            there are stages.
+        ScheduleError: a schedule that cannot run (see `check`), or costs that are negative, all zero, or not
+            as many as there are stages.
     """
     check(schedule)
     table = _per_stage(costs or Costs(), schedule.stages)
@@ -141,9 +141,11 @@ def _per_stage(costs: Costs, stages: int) -> dict[str, Sequence[float]]:
         if len(lists[name]) != stages:
             problems.append(f"{name} has {len(lists[name])} entries for {stages} stages")
         problems += [f"{name} of stage {s} is {c}" for s, c in enumerate(lists[name]) if not c >= 0]
+    if not any(sum(lists[name]) for name in ("forward", "input_gradient", "weight_gradient")):
+        problems.append("nothing takes any time")
     if problems:
         raise ScheduleError(
-            f"costs do not fit:\n{listing(problems)}\nGive one number, or one per stage, none negative."
+            f"costs do not fit:\n{listing(problems)}\nGive one number, or one per stage, none negative and not all zero."
         )
     inputs, weights = lists["input_gradient"], lists["weight_gradient"]
     return {
