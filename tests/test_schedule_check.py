@@ -129,12 +129,15 @@ def test_check_says_deadlock_exactly_when_there_is_one(schedule):
         if "deadlock" not in line:
             continue
         links = LINK.findall(line)
-        for (rank, _, wanted, other, before), following in zip(links, [*links[1:], links[0]]):
-            # The cycle closes, and every link is as told.
-            assert (other, before) == following[:2]
+        for (rank, at, wanted, other, before), following in zip(links, [*links[1:], links[0]]):
+            # The cycle closes, and every link is as told: `at` needs `wanted`, which comes after `before`.
+            assert (other, before) == following[0:2]
+            waiting, needed = parsed(at), parsed(wanted)
+            assert waiting in schedule.orders[int(rank)]
+            assert needed.microbatch == waiting.microbatch
+            assert needed.stage - waiting.stage == (-1 if waiting.kind is Kind.F else 1)
             cells = [str(action) for action in schedule.orders[int(other)]]
             assert cells.index(before) <= cells.index(wanted)
-            assert parsed(links[0][1]) in schedule.orders[int(links[0][0])], rank
 
 
 def test_the_draws_above_hold_both_kinds():
