@@ -54,6 +54,9 @@ def test_fractions_are_cut_exactly(drawn):
 def test_ties_go_to_balance():
     # The block of 9 is a stage in any good cut; the rest need not be cut well for the largest, but is.
     assert by_cost([9, 1, 1, 1, 1], 3) == ((0, 1), (1, 3), (3, 5))
+    # 6, 2 and 3 are more alike than 1, 5 and 5, but the costliest stage goes first.
+    assert by_cost([1, 5, 2, 3], 3) == ((0, 1), (1, 2), (2, 4))
+    # As floats 0.1 + 0.2 > 0.3: no tie.
     assert by_cost([0.1, 0.2, 0.3], 2) == ((0, 2), (2, 3))
     assert by_cost([0, 0, 5], 3) == ((0, 1), (1, 2), (2, 3))
 
