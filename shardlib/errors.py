@@ -29,6 +29,10 @@ class BatchError(ShardlibError, ValueError):
     """A batch that cannot be split as the plan asks."""
 
 
+class ScheduleError(ShardlibError, ValueError):
+    """A pipeline schedule, or a cut into stages, that cannot be made or cannot run; names the actions and the remedy."""
+
+
 class LossError(ShardlibError, ValueError):
     """A loss function whose result cannot be differentiated or averaged."""
 

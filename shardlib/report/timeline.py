@@ -1,0 +1,118 @@
+"""Pipeline schedules drawn over time: a picture, or text for a terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from shardlib.schedules import Action, Kind, Timeline
+
+_COLOURS = {Kind.F: "#3b6ea8", Kind.B: "#c8553d", Kind.I: "#d9902f", Kind.W: "#4f8a55"}
+_NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
+_PALE = 0.55  # how far a rank's first stage is blended with white; its last stage has the full colour
+
+
+def draw_timeline(timelines: Timeline | Sequence[Timeline], path: str | Path) -> None:
+    """Write a PNG with one row per rank and one box per action, several timelines stacked on one time axis.
+
+    A box holds its micro-batch's number and is coloured by kind, in a deeper tone for a rank's later stages.
+    Folders on the way are made.
+
+    Raises ImportError, naming the extra to install, where matplotlib is missing.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.colors import to_rgb
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install 'shardlib[notebooks]'") from error
+
+    stacked = [timelines] if isinstance(timelines, Timeline) else list(timelines)
+    if not stacked:
+        raise ValueError("no timelines to draw; give at least one")
+    longest = float(max(timeline.makespan for timeline in stacked))
+    rows = [timeline.schedule.ranks for timeline in stacked]
+    # A figure of its own, not pyplot's: nothing global is touched, and no display is asked for.
+    width, row = 13.0, 0.32
+    figure = Figure(figsize=(width, row * sum(rows) + 0.75 * len(stacked) + 0.6), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(stacked), sharex=True, squeeze=False, gridspec_kw={"height_ratios": rows})[:, 0]
+    shown: dict[Kind, Patch] = {}
+    for axes, timeline in zip(panels, stacked):
+        schedule = timeline.schedule
+        for rank, events in enumerate(timeline.events):
+            stages = schedule.stages_of(rank)
+            for (stage, kind, microbatch), start, end in events:
+                pale = _PALE * (1 - stages.index(stage) / max(len(stages) - 1, 1))
+                fill = tuple(channel + (1 - channel) * pale for channel in to_rgb(_COLOURS[kind]))
+                left, wide = float(start), float(end - start)
+                axes.barh(rank, wide, left=left, height=1, color=fill, edgecolor="white", linewidth=0.6)
+                if wide / longest * (width - 1) > 0.07 * len(str(microbatch)):  # room for digits of 0.07 inches
+                    ink = "#1c1c1c" if pale > _PALE / 2 else "white"
+                    at = (left + wide / 2, rank)
+                    axes.text(*at, microbatch, color=ink, ha="center", va="center_baseline", fontsize=6.5)
+                shown.setdefault(kind, Patch(facecolor=_COLOURS[kind], label=_NAMES[kind]))
+        axes.set_yticks(range(schedule.ranks), [f"rank {rank}" for rank in range(schedule.ranks)], fontsize=8)
+        axes.set_ylim(schedule.ranks - 0.5, -0.5)
+        axes.set_xlim(0, longest)
+        axes.set_facecolor("#f3f3f3")
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+        axes.set_title(_title(timeline), fontsize=9, loc="left")
+    panels[-1].set_xlabel("time", fontsize=8)
+    panels[-1].tick_params(axis="x", labelsize=8)
+    handles = [shown[kind] for kind in _NAMES if kind in shown]
+    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=8)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def timeline_text(timeline: Timeline, width: int = 120) -> str:
+    """The timeline as text, one line per rank, at most ``width`` characters wide after the rank's name.
+
+    An action fills its time with its name, then ``-``; idle time is ``.``. Where names do not fit they lose the
+    stage (``4F0``, then ``F0``; it is left out anyway where a rank has but one), then the micro-batch, and the
+    letter is repeated. Actions that take no time are not shown.
+    """
+    spellings: list[Callable[[Action], str]] = [lambda action: f"{action.kind}{action.microbatch}"]
+    if timeline.schedule.stages > timeline.schedule.ranks:
+        spellings.insert(0, str)
+    lasting = [event for events in timeline.events for event in events if event.end > event.start]
+    for spell in spellings:
+        # Characters per unit of time at which the tightest name fits.
+        scale = max(len(spell(action)) / (end - start) for action, start, end in lasting)
+        if scale * timeline.makespan <= width:
+            break
+    else:
+        scale, spell = width / timeline.makespan, _letter
+    lines = [_title(timeline)]
+    margin = len(f"r{timeline.schedule.ranks - 1}")
+    for rank, events in enumerate(timeline.events):
+        line = ""
+        for action, start, end in events:
+            line = line.ljust(_column(start, scale), ".")
+            room = _column(end, scale) - len(line)
+            line += spell(action)[:room].ljust(room, _letter(action) if spell is _letter else "-")
+        lines.append(f"{f'r{rank}':<{margin}} {line.ljust(_column(timeline.makespan, scale), '.')}")
+    return "\n".join(lines)
+
+
+def _letter(action: Action) -> str:
+    return str(action.kind)
+
+
+def _column(time: float, scale: float) -> int:
+    """The column of a time, rounded half up: `round` goes to even, and equal boxes would differ in width."""
+    return math.floor(time * scale + 0.5)
+
+
+def _title(timeline: Timeline) -> str:
+    schedule = timeline.schedule
+    peak = max(timeline.peak_in_flight)
+    held = f"{peak} micro-batches" if schedule.stages == schedule.ranks else f"{peak} chunk activations"
+    return (
+        f"{schedule.name}: {schedule.ranks} ranks, {schedule.microbatches} micro-batches; "
+        f"makespan {float(timeline.makespan):g}, bubble {float(timeline.bubble):.1%}, at most {held} held"
+    )

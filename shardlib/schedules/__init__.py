@@ -1,0 +1,47 @@
+"""Pipeline schedules as data: made by pure functions, checked, put on a virtual clock, lowered to messages."""
+
+from shardlib.schedules.actions import Action, Kind, Schedule, from_orders
+from shardlib.schedules.check import check
+from shardlib.schedules.clock import Costs, Event, Timeline, peak_in_flight, peak_of_stages, simulate
+from shardlib.schedules.generators import (
+    gpipe,
+    interleaved_1f1b,
+    interleaved_zero_bubble,
+    one_f_one_b,
+    zbv,
+    zero_bubble_h1,
+)
+from shardlib.schedules.make import NAMES, make_schedule
+from shardlib.schedules.messages import lower, peer, tag
+from shardlib.schedules.partition import by_cost, by_count, by_regex
+from shardlib.schedules.table import read_table, write_table
+
+__all__ = [
+    "Action",
+    "by_cost",
+    "by_count",
+    "by_regex",
+    "check",
+    "Costs",
+    "Event",
+    "from_orders",
+    "gpipe",
+    "interleaved_1f1b",
+    "interleaved_zero_bubble",
+    "Kind",
+    "lower",
+    "make_schedule",
+    "NAMES",
+    "one_f_one_b",
+    "peak_in_flight",
+    "peak_of_stages",
+    "peer",
+    "read_table",
+    "Schedule",
+    "simulate",
+    "tag",
+    "Timeline",
+    "write_table",
+    "zbv",
+    "zero_bubble_h1",
+]

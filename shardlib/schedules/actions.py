@@ -1,0 +1,170 @@
+"""What a pipeline schedule is made of: actions, and one order of them per rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from shardlib.errors import ScheduleError, listing
+
+
+class Kind(StrEnum):
+    """What an action does for one stage and one micro-batch.
+
+    A backward is whole (``B``) or split: ``I`` computes the gradient of the stage's input, which the stage before
+    waits for, and ``W`` the gradients of its weights, which nobody waits for. The four messages stand only in
+    orders that went through `lower`; a message is named by the stage on whose rank it is run.
+    """
+
+    F = "F"
+    B = "B"
+    I = "I"  # noqa: E741  the papers' letter
+    W = "W"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+
+
+COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W)
+
+
+class Action(NamedTuple):
+    """One action, printed as ``2F3``: stage 2, forward, micro-batch 3 (messages: ``0SEND_F1``)."""
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+def gives(action: Action) -> Action | None:
+    """What others may wait for once ``action`` has run: an activation ``sFm`` or an input gradient ``sBm``.
+
+    ``I`` gives the same gradient as ``B``, so that a whole and a split backward may meet; ``W`` gives nothing.
+    """
+    if action.kind is Kind.F:
+        return action
+    if action.kind is Kind.B or action.kind is Kind.I:
+        return Action(action.stage, Kind.B, action.microbatch)
+    return None
+
+
+def needs(action: Action, stages: int) -> Action | None:
+    """What ``action`` takes from the neighbouring stage, in the words of `gives`; None when nothing."""
+    stage, kind, microbatch = action
+    if kind is Kind.F:
+        return Action(stage - 1, Kind.F, microbatch) if stage else None
+    if (kind is Kind.B or kind is Kind.I) and stage < stages - 1:
+        return Action(stage + 1, Kind.B, microbatch)
+    return None
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Who computes what in which order: a value, made by a pure function and interpreted by an executor.
+
+    ``ranks`` p, ``stages`` p·v where every rank has v, ``microbatches`` m; ``rank_of[stage]`` is the rank that
+    owns the stage and ``orders[rank]`` its compute actions (``F``, ``B``, ``I``, ``W``). That the orders can run
+    is `check`'s to say, not the constructor's.
+
+    Raises:
+        ScheduleError: sizes that contradict each other, or a rank without a stage; lists all of them.
+    """
+
+    name: str
+    ranks: int
+    stages: int
+    microbatches: int
+    rank_of: tuple[int, ...]
+    orders: tuple[tuple[Action, ...], ...]
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{what} is {value}, and at least 1 is needed"
+            for what, value in (("ranks", self.ranks), ("stages", self.stages), ("microbatches", self.microbatches))
+            if value < 1
+        ]
+        if len(self.orders) != self.ranks:
+            problems.append(f"{len(self.orders)} orders for {self.ranks} ranks")
+        if len(self.rank_of) != self.stages:
+            problems.append(f"rank_of has {len(self.rank_of)} entries for {self.stages} stages")
+        owners = set(self.rank_of)
+        problems += [f"rank {rank} has no stage" for rank in range(self.ranks) if rank not in owners]
+        problems += [
+            f"stage {stage} is on rank {rank}, which is none of the {self.ranks} ranks"
+            for stage, rank in enumerate(self.rank_of)
+            if not 0 <= rank < self.ranks
+        ]
+        if problems:
+            raise ScheduleError(
+                f"schedule {self.name!r} is malformed:\n{listing(problems)}\n"
+                "Give one order per rank, and in rank_of one rank per stage."
+            )
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages on ``rank``, ascending."""
+        return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
+
+    @property
+    def splits(self) -> bool:
+        """Whether any backward is split into ``I`` and ``W``."""
+        return any(action.kind is Kind.I or action.kind is Kind.W for order in self.orders for action in order)
+
+    def __str__(self) -> str:
+        """A table, one row per rank; actions leave their stage out where a rank has but the stage of its number."""
+        one_each = self.rank_of == tuple(range(self.ranks))
+        chunks = "" if one_each else f" stages={self.stages}"
+        rows = [f"{self.name} p={self.ranks} m={self.microbatches}{chunks}"]
+        for rank, order in enumerate(self.orders):
+            cells = [f"{a.kind}{a.microbatch}" if one_each and a.stage == rank else str(a) for a in order]
+            rows.append(" ".join([f"r{rank}", *cells]))
+        return "\n".join(rows)
+
+
+def from_orders(orders: Iterable[Sequence[Action]], name: str = "custom") -> Schedule:
+    """The schedule of the user's own ``orders``, one list of compute actions per rank.
+
+    The numbers of stages and micro-batches are the largest that occur, and a stage belongs to the rank that runs
+    its first forward.
+
+    Raises:
+        ScheduleError: an entry that is not a compute action, or a stage without a forward; lists all of them.
+    """
+    rows = tuple(tuple(order) for order in orders)
+    problems = [
+        f"rank {rank}, position {position}: {entry!s} is not a compute action"
+        for rank, row in enumerate(rows)
+        for position, entry in enumerate(row)
+        if not isinstance(entry, Action) or entry.kind not in COMPUTE or min(entry.stage, entry.microbatch) < 0
+    ]
+    if problems:
+        raise ScheduleError(
+            f"schedule {name!r} is malformed:\n{listing(problems)}\n"
+            "Write Action(stage, kind, microbatch), numbers from 0, with kind F, B, I or W; lower() adds the messages."
+        )
+    owners: dict[int, int] = {}
+    for rank, row in enumerate(rows):
+        for action in row:
+            if action.kind is Kind.F:
+                owners.setdefault(action.stage, rank)
+    actions = [action for row in rows for action in row]
+    stages = 1 + max((action.stage for action in actions), default=-1)
+    homeless = [f"no rank runs a forward of stage {stage}" for stage in range(stages) if stage not in owners]
+    if homeless or not actions:
+        raise ScheduleError(
+            f"schedule {name!r} is malformed:\n{listing(homeless or ['it has no actions'])}\n"
+            "Every stage from 0 to the last needs a forward for every micro-batch."
+        )
+    return Schedule(
+        name=name,
+        ranks=len(rows),
+        stages=stages,
+        microbatches=1 + max(action.microbatch for action in actions),
+        rank_of=tuple(owners[stage] for stage in range(stages)),
+        orders=rows,
+    )

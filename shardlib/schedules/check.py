@@ -1,0 +1,116 @@
+"""Whether a schedule can run: every action there, once, in its place, and no ranks that wait for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from shardlib.errors import ScheduleError, listing
+from shardlib.schedules.actions import COMPUTE, Action, Schedule, gives, needs
+from shardlib.schedules.running import run
+
+Places = dict[Action, list[tuple[int, int]]]
+
+
+def check(schedule: Schedule) -> None:
+    """Refuse a schedule that cannot run.
+
+    Every stage needs, for every micro-batch, one ``F`` and then one ``B``, or one ``I`` and then one ``W``, on the
+    rank that owns the stage. The orders are run as processes whose sends never wait and whose receives do.
+
+    Raises:
+        ScheduleError: lists every missing, foreign, repeated or misplaced action, and every cycle of ranks that
+            wait for each other ("deadlock: rank 0 waits at 0B1 for 1B1, ...").
+    """
+    places: Places = {}
+    for rank, order in enumerate(schedule.orders):
+        for position, action in enumerate(order):
+            places.setdefault(action, []).append((rank, position))
+    problems = [*_misplaced(schedule, places), *_incomplete(schedule, places), *_deadlocks(schedule)]
+    if problems:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} cannot run:\n{listing(problems)}\n"
+            "Give every stage and micro-batch one F, then one B or one I and one W, on the rank that owns the stage, "
+            "in orders in which no ranks wait for each other."
+        )
+
+
+def _misplaced(schedule: Schedule, places: Places) -> Iterator[str]:
+    for action, found in places.items():
+        rank = found[0][0]
+        if action.kind not in COMPUTE:
+            yield f"rank {rank}: {action} is a message; orders hold compute actions, and lower() adds the messages"
+        elif not (0 <= action.stage < schedule.stages and 0 <= action.microbatch < schedule.microbatches):
+            yield (
+                f"rank {rank}: {action} is outside the {schedule.stages} stages "
+                f"and {schedule.microbatches} micro-batches"
+            )
+        else:
+            owner = schedule.rank_of[action.stage]
+            strangers = sorted({rank for rank, _ in found} - {owner})
+            if strangers:
+                ranks = ", ".join(map(str, strangers))
+                yield f"rank {ranks} runs {action}, but stage {action.stage} is on rank {owner}"
+        if len(found) > 1:
+            spots = ", ".join(f"rank {rank} position {position}" for rank, position in found)
+            yield f"{action} is run {len(found)} times: {spots}"
+
+
+def _incomplete(schedule: Schedule, places: Places) -> Iterator[str]:
+    for stage, rank in enumerate(schedule.rank_of):
+        for microbatch in range(schedule.microbatches):
+            forward, whole, inputs, weights = (Action(stage, kind, microbatch) for kind in COMPUTE)
+            split = inputs in places or weights in places
+            if split and whole in places:
+                half = inputs if inputs in places else weights
+                yield f"rank {rank} runs both {whole} and {half}; a backward is whole (B) or split (I and W)"
+            chain = [forward, inputs, weights] if split else [forward, whole]
+            yield from (f"rank {rank} never runs {action}" for action in chain if action not in places)
+            for earlier, later in pairwise(chain):
+                if earlier in places and later in places:
+                    (where, first), (there, second) = places[earlier][0], places[later][0]
+                    if where == there and second < first:
+                        yield f"rank {where} runs {later} (position {second}) before {earlier} (position {first})"
+
+
+def _deadlocks(schedule: Schedule) -> Iterator[str]:
+    """One line for each cycle of ranks that wait for each other.
+
+    A rank that waits for what nobody runs is no cycle: the missing action is reported as such.
+    """
+    stopped = run(schedule)
+    stuck = {rank: at for rank, at in enumerate(stopped) if at < len(schedule.orders[rank])}
+    makers: dict[Action, tuple[int, Action]] = {}
+    for rank, at in stuck.items():
+        for action in schedule.orders[rank][at:]:
+            result = gives(action)
+            if result is not None:
+                makers.setdefault(result, (rank, action))
+
+    def waits_for(rank: int) -> tuple[Action, tuple[int, Action] | None]:
+        action = schedule.orders[rank][stuck[rank]]
+        need = needs(action, schedule.stages)
+        assert need is not None, "a rank only ever stops at an action that needs something"
+        return action, makers.get(need)
+
+    def told(rank: int) -> str:
+        action, maker = waits_for(rank)
+        assert maker is not None, "a rank in a cycle waits for another one"
+        other, wanted = maker
+        return f"rank {rank} waits at {action} for {wanted}, which rank {other} runs after {waits_for(other)[0]}"
+
+    # Every stuck rank waits for at most one other, so following them from each rank in turn finds every cycle.
+    seen: set[int] = set()
+    for start in stuck:
+        path: list[int] = []
+        rank = start
+        while rank not in seen:
+            seen.add(rank)
+            path.append(rank)
+            maker = waits_for(rank)[1]
+            if maker is None:
+                break
+            rank = maker[0]
+        else:
+            if rank in path:
+                yield "deadlock: " + "; ".join(told(rank) for rank in path[path.index(rank) :])

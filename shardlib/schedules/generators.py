@@ -1,0 +1,154 @@
+"""The published schedules, as pure functions of the numbers of ranks p, micro-batches m and chunks v.
+
+Costs are those of a whole rank's share of the model: a forward F, an input gradient I, a weight gradient W, and
+B = I + W; a chunk costs a v-th of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from shardlib.errors import ScheduleError
+from shardlib.schedules.actions import Action, Kind, Schedule
+
+Step = tuple[int, Kind]  # (chunk, what to do with the chunk's next micro-batch)
+
+
+def gpipe(p: int, m: int) -> Schedule:
+    """All forwards, then all backwards (GPipe, arXiv 1811.06965).
+
+    The bubble is (p−1)(F+B), and every rank holds m micro-batches at its peak.
+    """
+    _at_least_one(p=p, m=m)
+    orders = [
+        [Action(rank, kind, microbatch) for kind in (Kind.F, Kind.B) for microbatch in range(m)] for rank in range(p)
+    ]
+    return _schedule("gpipe", m, tuple(range(p)), orders)
+
+
+def one_f_one_b(p: int, m: int) -> Schedule:
+    """One forward, one backward in turn after a warm-up of min(p−1−r, m) forwards ("1f1b").
+
+    The non-interleaved schedule of arXiv 2104.04473, section 2.2.1. The bubble is (p−1)(F+B), as GPipe's, but
+    rank r holds only min(p−r, m) micro-batches.
+    """
+    return _in_rounds("1f1b", p, m, chunks=1, hop=1)
+
+
+def interleaved_1f1b(p: int, m: int, v: int = 2) -> Schedule:
+    """1F1B over v chunks per rank, stage = chunk·p + r (arXiv 2104.04473, section 2.2.2).
+
+    Micro-batches go through in rounds, all chunks of one round before the next. For m ≥ p the bubble is
+    (p−1)(F+B)/v; rank 0 holds up to p + (p−1)/v micro-batches where p divides m. Where it does not, there are
+    ⌊m/p⌋ rounds, none shorter than p and the longer ones first: no larger bubble, some more micro-batches held.
+    For m < p the one round is too short to hide the way around, and the makespan is (pv+m−1)(F+B)/v.
+    One chunk is plain 1F1B.
+    """
+    return _in_rounds("interleaved-1f1b", p, m, chunks=v, hop=1 if v == 1 else 2)
+
+
+def zero_bubble_h1(p: int, m: int) -> Schedule:
+    """1F1B with a split backward whose weight gradients fill the bubble ("zb-h1"; arXiv 2401.10241).
+
+    Rank r puts its weight gradients off by r micro-batches, so that every rank holds p micro-batches at its peak
+    (until their weight gradients are done), as 1F1B's rank 0 does. For m ≥ p the bubble is
+    (p−1)(F+I−W) where W ≤ min(F, I), and (p−1)·max(F, I) where W is longer.
+    """
+    return _in_rounds("zb-h1", p, m, chunks=1, hop=1, split=True)
+
+
+def interleaved_zero_bubble(p: int, m: int, v: int = 2) -> Schedule:
+    """ZB-H1 over v chunks per rank ("interleaved-zb"), in the rounds of `interleaved_1f1b`.
+
+    After arXiv 2401.10241 and 2104.04473. For m ≥ p the bubble is ZB-H1's by v: (p−1)(F+I−W)/v where
+    W ≤ min(F, I).
+    """
+    return _in_rounds("interleaved-zb", p, m, chunks=v, hop=1, split=True)
+
+
+def zbv(p: int, m: int) -> Schedule:
+    """ZB-V (arXiv 2401.10241, section 6): rank r has stages r and 2p−1−r, so that the last stage sits on rank 0.
+
+    For m ≥ 2p−1 and F = I = W no rank idles between its first and its last action, and the bubble is the
+    stagger alone, (p−1)F/2; for fewer micro-batches it is max(p−1, 4(p−1) − 2(m−1))·F/2. No rank holds more
+    than p micro-batches (2p halves) at its peak.
+    """
+    _at_least_one(p=p, m=m)
+    # The pattern needs 2p−1 micro-batches to close up. Fewer are what is left of it when the others are taken
+    # out, which breaks nothing: dependencies are within one micro-batch.
+    whole = max(m, 2 * p - 1)
+    f0, i0, w0 = ((0, kind) for kind in (Kind.F, Kind.I, Kind.W))
+    f1, i1, w1 = ((1, kind) for kind in (Kind.F, Kind.I, Kind.W))
+    orders = []
+    for rank in range(p):
+        # Down the V until the first micro-batch comes back up, then up and down in turn until its backward comes.
+        steps: list[Step] = [f0] * (2 * (p - rank) - 1) + [f1, f0] * rank + [f1, i1, w1] * (p - rank)
+        steps += [f0, i0, w0, f1, i1, w1] * (whole - (2 * p - 1 - rank))
+        steps += [i0, w0, f1, i1, w1] * (p - 1 - rank)
+        # Backwards only: input gradients as long as other ranks wait for them, weight gradients in what is left.
+        steps += [i0, i1] * rank + [i0, w0] * (p - rank) + [w1] * rank + [w0] * rank
+        orders.append([a for a in _numbered(steps, (rank, 2 * p - 1 - rank)) if a.microbatch < m])
+    return _schedule("zb-v", m, (*range(p), *reversed(range(p))), orders)
+
+
+def _in_rounds(name: str, p: int, m: int, chunks: int, hop: int, split: bool = False) -> Schedule:
+    """Warm up, then one forward and one backward in turn, then the backwards that are left.
+
+    Every rank runs the same sequence of (chunk, micro-batch) forwards and the same sequence of backwards; a rank
+    starts its backwards ``hop`` forwards later than the next one. With ``split`` rank r runs each weight gradient
+    r input gradients later than its own.
+    """
+    _at_least_one(p=p, m=m, v=chunks)
+    rounds = _rounds(p, m)
+    forwards = [(chunk, i) for members in rounds for chunk in range(chunks) for i in members]
+    backwards = [(chunk, i) for members in rounds for chunk in reversed(range(chunks)) for i in members]
+    orders = []
+    for rank in range(p):
+        # The last rank has to see the whole first round through all chunks but the last one.
+        warmup = min((chunks - 1) * len(rounds[0]) + hop * (p - 1 - rank), len(forwards))
+        order = [Action(chunk * p + rank, Kind.F, i) for chunk, i in forwards[:warmup]]
+        for k, (chunk, i) in enumerate(backwards):
+            if warmup + k < len(forwards):
+                ahead, j = forwards[warmup + k]
+                order.append(Action(ahead * p + rank, Kind.F, j))
+            order.append(Action(chunk * p + rank, Kind.I if split else Kind.B, i))
+            if split and k >= rank:
+                late, j = backwards[k - rank]
+                order.append(Action(late * p + rank, Kind.W, j))
+        if split:
+            order += [Action(c * p + rank, Kind.W, i) for c, i in backwards[max(len(backwards) - rank, 0) :]]
+        orders.append(order)
+    return _schedule(name, m, tuple(range(p)) * chunks, orders)
+
+
+def _rounds(p: int, m: int) -> list[range]:
+    """Micro-batches in rounds of p or a little more; of m where there are fewer.
+
+    Longer rounds come first: the warm-up covers the first round, and a longer one after it would run dry.
+    """
+    count = max(m // p, 1)
+    short, extra = divmod(m, count)
+    ends = [(k + 1) * short + min(k + 1, extra) for k in range(count)]
+    return [range(start, end) for start, end in zip([0, *ends], ends)]
+
+
+def _numbered(steps: Iterable[Step], stages: Sequence[int]) -> list[Action]:
+    """Actions from steps: each (chunk, kind) takes the micro-batches in turn."""
+    following: dict[Step, int] = {}
+    actions = []
+    for chunk, kind in steps:
+        microbatch = following.get((chunk, kind), 0)
+        following[chunk, kind] = microbatch + 1
+        actions.append(Action(stages[chunk], kind, microbatch))
+    return actions
+
+
+def _schedule(name: str, m: int, rank_of: tuple[int, ...], orders: list[list[Action]]) -> Schedule:
+    return Schedule(name, len(orders), len(rank_of), m, rank_of, tuple(map(tuple, orders)))
+
+
+def _at_least_one(**sizes: int) -> None:
+    words = {"p": "ranks", "m": "micro-batches", "v": "chunks per rank"}
+    wrong = [f"{words[name]} {name}={size}" for name, size in sizes.items() if size < 1]
+    if wrong:
+        raise ScheduleError(f"a schedule needs at least one of each, but {', '.join(wrong)}; give positive numbers")

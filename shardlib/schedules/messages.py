@@ -1,0 +1,80 @@
+"""From compute actions to what a rank executes: where messages are sent and received, and how they are told apart."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from shardlib.errors import ScheduleError
+from shardlib.schedules.actions import Action, Kind, Schedule, gives
+from shardlib.schedules.check import check
+from shardlib.schedules.running import run
+
+SENDS = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B}
+RECEIVES = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B}
+_FORWARD = (Kind.SEND_F, Kind.RECV_F)
+
+
+def lower(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
+    """The orders of a schedule with their messages, one per rank.
+
+    ``sSEND_Fm`` follows the forward of stage s whose activation it sends to stage s+1, and ``sRECV_Fm`` precedes
+    the forward of stage s that needs it; ``sSEND_Bm`` and ``sRECV_Bm`` carry input gradients from s to s−1 and
+    from s+1 to s. There are none between stages on one rank.
+
+    Between two ranks, in one direction, messages are received in the order in which they are sent, so a transport
+    without tags will do. A receive therefore stands right before the action that needs it, or earlier where the
+    same sender's next message is needed before it; that delays nobody, as what is sent earlier arrives earlier.
+    It also holds that no ranks wait for each other while sends do not block.
+
+    Raises:
+        ScheduleError: a schedule that cannot run, see `check`.
+    """
+    check(schedule)
+    lowered: list[list[Action]] = [[] for _ in range(schedule.ranks)]
+    # What each rank (second) has been sent by another (first) and has not received yet, oldest first.
+    under_way: dict[tuple[int, int], deque[Action]] = {}
+
+    def visit(rank: int, action: Action, need: Action | None) -> None:
+        if need is not None and schedule.rank_of[need.stage] != rank:
+            line = under_way[schedule.rank_of[need.stage], rank]
+            receive = Action(action.stage, RECEIVES[need.kind], action.microbatch)
+            if receive in line:
+                while (first := line.popleft()) != receive:
+                    lowered[rank].append(first)
+                lowered[rank].append(receive)
+        lowered[rank].append(action)
+        result = gives(action)
+        if result is None:
+            return
+        stage = action.stage + 1 if result.kind is Kind.F else action.stage - 1
+        if 0 <= stage < schedule.stages and schedule.rank_of[stage] != rank:
+            lowered[rank].append(Action(action.stage, SENDS[result.kind], action.microbatch))
+            line = under_way.setdefault((rank, schedule.rank_of[stage]), deque())
+            line.append(Action(stage, RECEIVES[result.kind], action.microbatch))
+
+    run(schedule, visit)
+    return tuple(map(tuple, lowered))
+
+
+def peer(schedule: Schedule, message: Action) -> int:
+    """The rank a send goes to, or a receive comes from."""
+    return schedule.rank_of[_stages(message)[message.kind in SENDS.values()]]
+
+
+def tag(schedule: Schedule, message: Action) -> int:
+    """A number for a message, the same for its send and its receive and for no other message of the schedule.
+
+    Between 0 and 2·(stages−1)·microbatches − 1.
+    """
+    boundary = min(_stages(message))
+    return (boundary * schedule.microbatches + message.microbatch) * 2 + (message.kind not in _FORWARD)
+
+
+def _stages(message: Action) -> tuple[int, int]:
+    """The stages a message goes from and to."""
+    stage, kind, _ = message
+    if kind in SENDS.values():
+        return stage, stage + 1 if kind is Kind.SEND_F else stage - 1
+    if kind in RECEIVES.values():
+        return stage - 1 if kind is Kind.RECV_F else stage + 1, stage
+    raise ScheduleError(f"{message} is not a message; messages are SEND_F, RECV_F, SEND_B and RECV_B")

@@ -1,0 +1,125 @@
+"""Cutting a sequence of blocks into contiguous stages."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import accumulate, pairwise
+
+from shardlib.errors import ScheduleError, listing
+
+Spans = tuple[tuple[int, int], ...]  # (start, stop) of each stage, as in range
+
+
+def by_count(n: int, k: int) -> Spans:
+    """``n`` blocks in ``k`` stages whose sizes differ by one at most.
+
+    The larger stages come last: later stages hold fewer micro-batches, so a block costs less memory there.
+
+    Raises:
+        ScheduleError: more stages than blocks, or no stages.
+    """
+    _refuse_empty(n, k)
+    size, extra = divmod(n, k)
+    return _spans([stage * size + max(stage - (k - extra), 0) for stage in range(k + 1)])
+
+
+def by_cost(costs: Sequence[float], k: int) -> Spans:
+    """Blocks with these costs in ``k`` stages, none empty, so that the costliest stage costs the least possible.
+
+    Exact, in whole numbers. Among the cuts that reach the optimum, one with the smallest sum of squared stage
+    costs is taken (the stages most alike), and of several the one whose later stages are larger. For n blocks
+    the time is n·k times the number of blocks that fit into the costliest stage.
+
+    Raises:
+        ScheduleError: more stages than blocks, no stages, or costs that are negative or not finite (all listed).
+    """
+    _refuse_empty(len(costs), k)
+    wrong = [f"block {i} costs {cost}" for i, cost in enumerate(costs) if not (0 <= cost < math.inf)]
+    if wrong:
+        raise ScheduleError(
+            f"blocks cannot be weighed:\n{listing(wrong)}\nGive costs that are finite and not negative."
+        )
+    # Every float is a fraction, and a common denominator makes them whole: no rounding decides a tie.
+    exact = [Fraction(cost) for cost in costs]
+    unit = math.lcm(*(cost.denominator for cost in exact))
+    sums = [0, *accumulate(int(cost * unit) for cost in exact)]
+    limit = _smallest_limit(sums, k)
+    # squares[i]: least sum of squares when the first i blocks make the stages so far, none above the limit.
+    squares: list[int | None] = [0] + [None] * len(costs)
+    cuts: list[list[int]] = []
+    for _ in range(k):
+        following: list[int | None] = [None] * len(squares)
+        cut = [0] * len(squares)
+        for stop in range(1, len(squares)):
+            for start in range(stop - 1, -1, -1):
+                cost = sums[stop] - sums[start]
+                if cost > limit:
+                    break
+                before, best = squares[start], following[stop]
+                # Not `<`: the earliest start among equals makes the later stage the larger one.
+                if before is not None and (best is None or before + cost * cost <= best):
+                    following[stop], cut[stop] = before + cost * cost, start
+        squares = following
+        cuts.append(cut)
+    edges = [len(costs)]
+    for cut in reversed(cuts):
+        edges.append(cut[edges[-1]])
+    return _spans(edges[::-1])
+
+
+def by_regex(names: Sequence[str], pattern: str, k: int) -> Spans:
+    """``k`` stages with equally many blocks whose name matches ``pattern`` (found anywhere in it).
+
+    Every stage but the first starts at a matching block. Blocks that do not match stay with the matching one
+    before them, those before the first match with the first stage.
+
+    Raises:
+        ScheduleError: a pattern that is none, or that matches fewer blocks than there are stages.
+    """
+    try:
+        matching = [i for i, name in enumerate(names) if re.search(pattern, name)]
+    except re.error as error:
+        raise ScheduleError(f"{pattern!r} is not a regular expression: {error}; mend it, or cut by count") from error
+    _refuse_empty(len(names), k)
+    if len(matching) < k:
+        raise ScheduleError(
+            f"{pattern!r} matches {len(matching)} blocks, so {k - len(matching)} of the {k} stages would be empty; "
+            f"ask for fewer stages, or match more of these names:\n{listing(list(names))}"
+        )
+    starts = [matching[start] for start, _ in by_count(len(matching), k)]
+    return _spans([0, *starts[1:], len(names)])
+
+
+def _refuse_empty(n: int, k: int) -> None:
+    if k < 1:
+        raise ScheduleError(f"{n} blocks cannot be cut into {k} stages; ask for at least one")
+    if n < k:
+        raise ScheduleError(f"{n} blocks cannot make {k} stages, as no stage may be empty; ask for {n} or fewer")
+
+
+def _smallest_limit(sums: Sequence[int], k: int) -> int:
+    """The least cost that k stages can keep within, by bisection; filling greedily tells whether a limit will do."""
+
+    def stages_within(limit: int) -> int:
+        stages, start = 1, 0
+        for before, after in pairwise(sums):
+            if after - start > limit:
+                stages, start = stages + 1, before
+        return stages
+
+    low = max(after - before for before, after in pairwise(sums))
+    high = sums[-1]
+    while low < high:
+        middle = (low + high) // 2
+        if stages_within(middle) <= k:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _spans(edges: Sequence[int]) -> Spans:
+    return tuple(pairwise(edges))

@@ -1,0 +1,82 @@
+"""The CSV in which torch.distributed.pipelining writes schedules: one row per rank, one action per cell."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardlib.errors import ScheduleError, listing
+from shardlib.schedules.actions import COMPUTE, Action, Kind, Schedule, from_orders
+from shardlib.schedules.messages import lower
+
+_CELL = re.compile(r"(\d+)([A-Z][A-Z_]*)(\d*)")
+# What torch's lowered form adds: messages are derived from the compute actions by `lower`, and gathering
+# parameters and reducing gradients is not the schedule's business here.
+_DERIVED = {Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B, "UNSHARD", "RESHARD", "REDUCE_GRAD"}
+
+
+def read_table(source: str | Path, name: str | None = None) -> Schedule:
+    """A schedule from CSV text (a string with a comma or a line break) or from a file.
+
+    Cells read ``0F0``, ``1B3``, ``0I1``, ``0W1``; empty ones, which stand for idling, are dropped, and so are the
+    words of the lowered form (``SEND_F``, ``RECV_F``, ``SEND_B``, ``RECV_B``, ``UNSHARD``, ``RESHARD``,
+    ``REDUCE_GRAD``), which are derived here. The result is not yet `check`-ed. ``name`` defaults to the file's.
+
+    Raises:
+        ScheduleError: cells that say something else, all listed, or a schedule without actions.
+        OSError: a file that cannot be read.
+    """
+    if isinstance(source, Path) or not is_table(source):
+        name = name or Path(source).stem
+        source = Path(source).read_text()
+    rows = list(csv.reader(io.StringIO(source, newline="")))
+    while rows and not any(cell.strip() for cell in rows[-1]):
+        rows.pop()
+    problems: list[str] = []
+    orders = []
+    for rank, row in enumerate(rows):
+        actions = (_parsed(cell.strip(), f"rank {rank}, cell {at}", problems) for at, cell in enumerate(row))
+        orders.append([action for action in actions if action is not None])
+    if problems:
+        raise ScheduleError(
+            f"the table is not a schedule:\n{listing(problems)}\n"
+            "Write a cell as [stage][F, B, I or W][micro-batch], such as 2F0, or leave it empty."
+        )
+    return from_orders(orders, name or "table")
+
+
+def write_table(schedule: Schedule, messages: bool = False) -> str:
+    """The CSV text of a schedule, of its compute actions or, with ``messages``, of its lowered form."""
+    orders: Sequence[Sequence[Action]] = lower(schedule) if messages else schedule.orders
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([map(str, order) for order in orders])
+    return text.getvalue()
+
+
+def is_table(text: str) -> bool:
+    """Whether a string is CSV text rather than a name or a path."""
+    return "," in text or "\n" in text
+
+
+def _parsed(cell: str, where: str, problems: list[str]) -> Action | None:
+    """The action of a cell; None for what is dropped. What cannot be read goes to ``problems``."""
+    if not cell:
+        return None
+    match = _CELL.fullmatch(cell)
+    if match is None:
+        overlapped = " (overlapped actions are not run here: give each a cell of its own)" if cell[0] == "(" else ""
+        problems.append(f"{where}: {cell!r} is not an action{overlapped}")
+        return None
+    stage, word, microbatch = match.groups()
+    if word in _DERIVED:
+        return None
+    if word not in COMPUTE:
+        problems.append(f"{where}: {cell!r} has the unknown word {word!r}")
+    elif not microbatch:
+        problems.append(f"{where}: {cell!r} lacks its micro-batch")
+    else:
+        return Action(int(stage), Kind(word), int(microbatch))
+    return None
