@@ -3,9 +3,20 @@
 from shardlib import checkpoint, optim
 from shardlib.blocks import block, sequential
 from shardlib.claims import chain
-from shardlib.collectives import all_gather, all_reduce, all_to_all, broadcast, permute, reduce_scatter
+from shardlib.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    copy,
+    permute,
+    reduce_scatter,
+    split,
+    vocab_cross_entropy,
+)
 from shardlib.errors import IllegalComposition, ShardlibError
 from shardlib.execute.losses import Mean
+from shardlib.functional import linear_cross_entropy
 from shardlib.launch import launch, simulate
 from shardlib.mesh import Mesh, abstract_mesh, make_mesh
 from shardlib.models.modules import from_module
@@ -16,7 +27,7 @@ from shardlib.rng import Key, dropout
 from shardlib.sharded import Sharded, shard, unshard
 from shardlib.specs import Leaf, P
 from shardlib.train import TrainState, make_eval_step, make_train_step, value_and_grad
-from shardlib.transforms import accumulate, freeze, precision, remat, zero
+from shardlib.transforms import accumulate, column, freeze, precision, remat, row, tensor_slicing, zero
 
 __version__ = "0.1.0"
 
@@ -31,6 +42,8 @@ __all__ = [
     "broadcast",
     "chain",
     "checkpoint",
+    "column",
+    "copy",
     "dropout",
     "freeze",
     "from_module",
@@ -39,6 +52,7 @@ __all__ = [
     "Key",
     "launch",
     "Leaf",
+    "linear_cross_entropy",
     "make_eval_step",
     "make_mesh",
     "make_plan",
@@ -52,13 +66,17 @@ __all__ = [
     "precision",
     "reduce_scatter",
     "remat",
+    "row",
     "sequential",
     "shard",
     "Sharded",
     "ShardlibError",
     "simulate",
+    "split",
+    "tensor_slicing",
     "TrainState",
     "unshard",
     "value_and_grad",
+    "vocab_cross_entropy",
     "zero",
 ]

@@ -15,6 +15,7 @@ import torch
 
 from shardlib.errors import IllegalComposition, listing
 from shardlib.specs import P
+from shardlib.styles import Style
 from shardlib.tree import matches
 
 
@@ -34,12 +35,13 @@ class LeafInfo:
 
 @dataclass(frozen=True)
 class Use:
-    """How one leaf is used in the loss: its compute spec, the dtype it is used in, whether it is trained."""
+    """How one leaf is used in the loss: its compute spec, how slices work together, its dtype, whether it is trained."""
 
     path: str
     spec: P | None = None
     dtype: torch.dtype | None = None
     trainable: bool | None = None
+    style: Style | None = None
     master: torch.dtype | None = None
 
     def slots(self) -> dict[tuple[str, ...], Any]:

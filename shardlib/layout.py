@@ -52,7 +52,8 @@ class Bucket:
         axes: mesh axes the optimizer state is split over, major to minor, with ``sizes``.
         param_level: how many of them the stored parameters are split over.
         grad_level: how many of them gradients are split over while they are accumulated.
-        replicas: batch axes over which the bucket is replicated, so that gradients are all-reduced.
+        replicas: axes over which the bucket is replicated and its gradients are all-reduced.
+        slices: axes that the leaves are slices over: other values, not copies, on their ranks.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Bucket:
     param_level: int
     grad_level: int
     replicas: tuple[str, ...]
+    slices: tuple[str, ...] = ()
 
     @cached_property
     def ways(self) -> int:

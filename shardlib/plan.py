@@ -14,6 +14,7 @@ from shardlib.errors import TreeError, listing
 from shardlib.layout import Bucket
 from shardlib.plan_text import describe
 from shardlib.specs import Leaf
+from shardlib.styles import Style
 from shardlib.tree import TreeDef
 
 ROLES = ("param", "grad", "optimizer")
@@ -27,6 +28,7 @@ class Placement:
         path: its first path; ``aliases`` are further paths of a tied leaf.
         unit, bucket: the unit and the bucket that hold it.
         compute: as the loss sees it.
+        style: how its slices work together, or None.
         param, grad, optimizer: as it is stored; grad and optimizer are None for a leaf that is not trained.
     """
 
@@ -38,6 +40,7 @@ class Placement:
     param: Leaf
     grad: Leaf | None
     optimizer: Leaf | None
+    style: Style | None = None
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,16 @@ class Plan:
         part = bucket.chunks[bucket.paths.index(placement.path)] * bucket.parts(level)
         # Split over several axes, padding is to a multiple of all of them; then the shard is a flat piece.
         return shape if level == 0 or math.prod(shape) == part else (part,)
+
+    @cached_property
+    def styles(self) -> dict[str, Style]:
+        """Path -> style, of the leaves that have one."""
+        return {placement.path: placement.style for placement in self.placements if placement.style}
+
+    def copies(self, bucket: Bucket) -> tuple[str, ...]:
+        """Axes along which ranks hold the same elements of a bucket in the optimizer's layout."""
+        own = {*bucket.axes, *bucket.slices}
+        return tuple(axis for axis, size in self.sizes.items() if size > 1 and axis not in own)
 
     def gathers(self) -> tuple[str, ...]:
         """Units in the order one micro-batch gathers them: as traced, or each once forward and once backward."""

@@ -129,6 +129,7 @@ def _place(
         param=stored("param", dtype),
         grad=stored("grad", _reduce_dtype(dtype, slots)) if trainable else None,
         optimizer=stored("optimizer", master or dtype) if trainable else None,
+        style=slots.get(("use", info.path, "style")),
     )
 
 
@@ -155,16 +156,21 @@ def _buckets(
         axes = split["optimizer"] if trainable else split["param"]
         numel = math.prod(placement.compute.spec.local_shape(placement.compute.shape, sizes))
         alone = placement.path if stands_alone(numel, math.prod(sizes[axis] for axis in axes)) else ""
-        key = (order[placement.unit], placement.unit, str(placement.param.dtype), trainable, master, axes, alone)
+        slices = tuple(axis for axis in placement.compute.spec.axes if sizes[axis] > 1)
+        sums = (placement.style.axis,) if placement.style and placement.style.sums else ()
+        key = (
+            *(order[placement.unit], placement.unit, str(placement.param.dtype), trainable, master, axes, alone),
+            *(slices, sums),
+        )
         groups.setdefault(key, []).append(placement)
     buckets: list[Bucket] = []
     for key, members in sorted(
-        groups.items(), key=lambda item: (item[0][0], item[0][2], not item[0][3], str(item[0][4]), item[0][6])
+        groups.items(), key=lambda item: (item[0][0], item[0][2], not item[0][3], str(item[0][4]), *item[0][6:])
     ):
-        _, unit, _, trainable, master, axes, alone = key
+        _, unit, _, trainable, master, axes, alone, slices, sums = key
         first = members[0]
         name = f"{unit or '(top)'}/{str(first.param.dtype).removeprefix('torch.')}" + ("" if trainable else "/frozen")
-        name = alone or name
+        name = alone or "/".join((name, *slices, *(f"sum over {axis}" for axis in sums)))
         buckets.append(
             Bucket(
                 name=name if not any(bucket.name == name for bucket in buckets) else f"{name}/master",
@@ -179,7 +185,8 @@ def _buckets(
                 sizes=tuple(sizes[axis] for axis in axes),
                 param_level=len(split["param"]),
                 grad_level=len(split["grad"]) if trainable else 0,
-                replicas=tuple(axis for axis in batch_axes if sizes[axis] > 1 and axis not in axes),
+                replicas=tuple(axis for axis in (*batch_axes, *sums) if sizes[axis] > 1 and axis not in axes),
+                slices=slices,
             )
         )
     return tuple(buckets)

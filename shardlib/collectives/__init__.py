@@ -1,5 +1,25 @@
 """Collectives by axis name: counted primitives beneath, dual pairs that autograd crosses above."""
 
-from shardlib.collectives.pairs import all_gather, all_reduce, all_to_all, broadcast, permute, reduce_scatter
+from shardlib.collectives.cross_entropy import vocab_cross_entropy
+from shardlib.collectives.pairs import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    copy,
+    permute,
+    reduce_scatter,
+    split,
+)
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "permute", "reduce_scatter"]
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "copy",
+    "permute",
+    "reduce_scatter",
+    "split",
+    "vocab_cross_entropy",
+]

@@ -9,7 +9,10 @@ Invariant (equal values and equal cotangents). Duals: R↔P, V↔V, I↔I. Hence
     ====================  ==========  ======================
     all_reduce "varying"  V -> V      all_reduce "varying"
     all_reduce "invariant" P -> I     identity
-    all_gather            V -> V      reduce_scatter
+    copy                  I -> R      all_reduce
+    all_gather "varying"  V -> V      reduce_scatter
+    all_gather "invariant" V -> I     split
+    split                 I -> V      all_gather "invariant"
     reduce_scatter        V -> V      all_gather
     all_to_all            V -> V      all_to_all, dims swapped
     permute               V -> V      permute, pairs reversed
@@ -33,6 +36,8 @@ from shardlib.mesh import Mesh, as_mesh, current_mesh
 
 Pairs = tuple[tuple[int, int], ...]
 
+_DST = ("varying", "invariant")
+
 
 def all_reduce(
     x: torch.Tensor, axis: str, *, dst: Literal["varying", "invariant"], mesh: Mesh | None = None
@@ -50,22 +55,55 @@ def all_reduce(
             summed over the axis.
         mesh: the mesh; by default the one of the train step, `launch` or `simulate` this runs in.
     """
-    if dst not in ("varying", "invariant"):
+    if dst not in _DST:
         raise ValueError(f"dst={dst!r}: say 'invariant' (one common loss follows) or 'varying' (one per rank)")
-    mesh = _mesh(mesh, axis)
+    mesh = mesh_with(mesh, axis)
     function = _SumInvariant if dst == "invariant" else _SumVarying
     return function.apply(x, mesh, axis)
 
 
-def all_gather(x: torch.Tensor, axis: str, *, dim: int = 0, mesh: Mesh | None = None) -> torch.Tensor:
-    """Concatenate every rank's ``x`` along ``dim``, in rank order; backward reduce-scatters.
+def copy(x: torch.Tensor, axis: str, *, mesh: Mesh | None = None) -> torch.Tensor:
+    """``x`` as it is, equal on every rank; from here on each rank goes its own way, so cotangents are summed.
+
+    Where a column-sliced layer's input comes in (Megatron-LM's f, arXiv 1909.08053; `all_reduce` "invariant" is its g).
+    """
+    return _Copy.apply(x, mesh_with(mesh, axis), axis)
+
+
+def split(x: torch.Tensor, axis: str, *, dim: int = 0, mesh: Mesh | None = None) -> torch.Tensor:
+    """This rank's chunk along ``dim`` of an ``x`` that is equal on every rank; backward gathers the cotangents.
+
+    Raises:
+        SpecError: the dimension's size is not divisible by the axis.
+    """
+    mesh = mesh_with(mesh, axis)
+    _divisible(x, _dim(x, dim), mesh, axis, "split")
+    return _Split.apply(x, mesh, axis, _dim(x, dim))
+
+
+def all_gather(
+    x: torch.Tensor,
+    axis: str,
+    *,
+    dim: int = 0,
+    dst: Literal["varying", "invariant"] = "varying",
+    mesh: Mesh | None = None,
+) -> torch.Tensor:
+    """Concatenate every rank's ``x`` along ``dim``, in rank order.
 
     ::
 
         rank 0: [a] ┐            ┌ [a b]
         rank 1: [b] ┘ all_gather └ [a b]
+
+    Args:
+        dst: what follows. ``"varying"``: each rank goes its own way, and backward reduce-scatters. ``"invariant"``:
+            every rank computes the same, so each takes its chunk of the common cotangent.
     """
-    return _Gather.apply(x, _mesh(mesh, axis), axis, _dim(x, dim))
+    if dst not in _DST:
+        raise ValueError(f"dst={dst!r}: say 'invariant' (all compute the same from here) or 'varying' (one by one)")
+    function = _GatherInvariant if dst == "invariant" else _Gather
+    return function.apply(x, mesh_with(mesh, axis), axis, _dim(x, dim))
 
 
 def reduce_scatter(x: torch.Tensor, axis: str, *, dim: int = 0, mesh: Mesh | None = None) -> torch.Tensor:
@@ -79,7 +117,7 @@ def reduce_scatter(x: torch.Tensor, axis: str, *, dim: int = 0, mesh: Mesh | Non
     Raises:
         SpecError: the dimension's size is not divisible by the axis.
     """
-    mesh = _mesh(mesh, axis)
+    mesh = mesh_with(mesh, axis)
     _divisible(x, _dim(x, dim), mesh, axis, "reduce_scatter")
     return _Scatter.apply(x, mesh, axis, _dim(x, dim))
 
@@ -97,7 +135,7 @@ def all_to_all(
     Raises:
         SpecError: the split dimension's size is not divisible by the axis.
     """
-    mesh = _mesh(mesh, axis)
+    mesh = mesh_with(mesh, axis)
     _divisible(x, _dim(x, split_dim), mesh, axis, "all_to_all")
     return _Exchange.apply(x, mesh, axis, _dim(x, split_dim), _dim(x, concat_dim))
 
@@ -108,7 +146,7 @@ def permute(x: torch.Tensor, axis: str, pairs: Sequence[tuple[int, int]], *, mes
     Raises:
         SpecError: a rank outside the axis, or one that sends or receives twice.
     """
-    mesh = _mesh(mesh, axis)
+    mesh = mesh_with(mesh, axis)
     wanted = tuple((int(source), int(destination)) for source, destination in pairs)
     size = mesh.shape[axis]
     sources, destinations = [pair[0] for pair in wanted], [pair[1] for pair in wanted]
@@ -123,13 +161,13 @@ def permute(x: torch.Tensor, axis: str, pairs: Sequence[tuple[int, int]], *, mes
 
 def broadcast(x: torch.Tensor, axis: str, *, source: int = 0, mesh: Mesh | None = None) -> torch.Tensor:
     """Rank ``source``'s ``x`` on every rank; backward sums the cotangents to the source, zero elsewhere."""
-    mesh = _mesh(mesh, axis)
+    mesh = mesh_with(mesh, axis)
     if not 0 <= source < mesh.shape[axis]:
         raise SpecError(f"broadcast source {source} is outside axis {axis!r} of size {mesh.shape[axis]}")
     return _Broadcast.apply(x, mesh, axis, source)
 
 
-def _mesh(mesh: Any, axis: str) -> Mesh:
+def mesh_with(mesh: Any, axis: str) -> Mesh:
     found = as_mesh(mesh) if mesh is not None else current_mesh.get()
     if found is None:
         raise MeshError(
@@ -176,7 +214,17 @@ class _SumVarying(_Pair):
 class _SumInvariant(_SumVarying):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return grad, None, None
+        return _Copy.apply(grad, *ctx.static), None, None
+
+
+class _Copy(_Pair):
+    @staticmethod
+    def forward(x: torch.Tensor, mesh: Mesh, axis: str) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return _SumInvariant.apply(grad, *ctx.static), None, None
 
 
 class _Gather(_Pair):
@@ -189,6 +237,22 @@ class _Gather(_Pair):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return _Scatter.apply(grad, *ctx.static), None, None, None
+
+
+class _GatherInvariant(_Gather):
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return _Split.apply(grad, *ctx.static), None, None, None
+
+
+class _Split(_Pair):
+    @staticmethod
+    def forward(x: torch.Tensor, mesh: Mesh, axis: str, dim: int) -> torch.Tensor:
+        return x.chunk(mesh.shape[axis], dim)[mesh.coords[axis]].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return _GatherInvariant.apply(grad, *ctx.static), None, None, None
 
 
 class _Scatter(_Pair):

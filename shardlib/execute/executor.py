@@ -19,8 +19,9 @@ from shardlib.collectives import primitives
 from shardlib.errors import HandleError
 from shardlib.execute.gathering import Gathering
 from shardlib.execute.gradients import Gradients
-from shardlib.execute.handles import Handle, materialise
+from shardlib.execute.handles import Handle
 from shardlib.execute.losses import refuse_reentrant_checkpoints
+from shardlib.execute.slicing import Slices, gathered
 from shardlib.execute.units import BucketState, UnitState
 from shardlib.mesh import Mesh, current_mesh
 from shardlib.plan import Plan
@@ -38,13 +39,16 @@ class Executor:
     def __init__(self, plan: Plan, mesh: Mesh, trained: bool) -> None:
         self.plan, self.mesh, self._trained = plan, mesh, trained
         states = [BucketState(bucket, mesh) for bucket in plan.buckets]
+        self._slices = Slices(mesh)
         self._units = {
-            name: UnitState(name, [state for state in states if state.bucket.unit == name], self._touch)
+            name: UnitState(
+                name, [state for state in states if state.bucket.unit == name], self._touch, plan.styles, self._slices
+            )
             for name in plan.units
         }
         self._buckets = states
         self._gathering = Gathering(dict(self._units), plan.prefetch)
-        self._handles: dict[str, list[Handle]] = {}
+        self._handles: dict[str, dict[str, Handle]] = {}
         self._trained_handles: list[Handle] = []
         self._trace: list[str] | None = None
         self.order: list[str] | None = None
@@ -111,14 +115,12 @@ class Executor:
     def _tree(self) -> Tree:
         leaves: dict[str, torch.Tensor] = {}
         for unit in self._units.values():
-            if unit.gathers:
-                if unit.name not in self._handles:
-                    self._handles[unit.name] = made = unit.handles(self._trained)
-                    self._trained_handles += [handle for handle in made if handle.requires_grad]
-                values: list[Any] = self._handles[unit.name]
-            else:
-                values = unit.attached()
-            leaves.update(zip(unit.paths, values, strict=True))
+            if unit.name not in self._handles:
+                self._handles[unit.name] = made = unit.handles(self._trained)
+                self._trained_handles += [handle for handle in made.values() if handle.requires_grad]
+            if not unit.gathers:
+                leaves.update(zip(unit.paths, unit.attached(), strict=True))
+            leaves.update(self._handles[unit.name])
         placements = self.plan.placements
         return unflatten(self.plan.treedef, [leaves[placements[owner].path] for owner in self.plan.owners])
 
@@ -139,6 +141,7 @@ class Executor:
             for unit in self._units.values():
                 unit.forget()
             self._stored.clear()
+            self._slices.clear()
 
     def _touch(self, unit: UnitState) -> None:
         if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -167,7 +170,7 @@ class Executor:
 
     def _note(self, tensor: torch.Tensor) -> Any:
         # Gathered leaves are views of their buffer: this sorts most activations out at once.
-        if type(tensor) is Handle or not tensor._is_view():
+        if isinstance(tensor, Handle) or not tensor._is_view():
             return tensor
         if tensor.layout is not torch.strided or tensor.numel() == 0:
             return tensor
@@ -188,7 +191,7 @@ class Executor:
         def call(*args: Any, **kwargs: Any) -> Any:
             # Gathering is no part of the block: a recompute policy must neither see nor keep its operations.
             with _disable_current_modes():
-                args, kwargs = materialise((args, kwargs))
+                args, kwargs = gathered((args, kwargs))
             return fn(*args, **kwargs)
 
         if self.plan.remat is None or not self._trained:

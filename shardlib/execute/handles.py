@@ -53,14 +53,12 @@ class Handle(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kind = _KINDS.get(func)
-        if kind is None:
-            kind = _KINDS[func] = _classify(func)
+        kind = kind_of(func)
         if kind == "operation" and not kwargs:  # first, and flat: this runs for every use of a parameter
             return func(
                 *[
                     value._source.leaf(value._index)
-                    if type(value) is Handle
+                    if isinstance(value, Handle)
                     else materialise(value)
                     if type(value) in _CONTAINERS
                     else value
@@ -137,6 +135,14 @@ _METADATA = {
 _SPECIAL: dict[Any, Any] = {_T.__repr__: _describe, _T.__format__: _describe, torch.autograd.grad: _grad}
 _KINDS: dict[Any, str] = dict.fromkeys(_METADATA, "metadata") | dict.fromkeys(_SPECIAL, "special")
 _IN_PLACE_DUNDERS = {"__setitem__", "__set__"}
+
+
+def kind_of(func: Any) -> str:
+    """What a function is to a handle: "metadata", "special", "in-place" or "operation"."""
+    kind = _KINDS.get(func)
+    if kind is None:
+        kind = _KINDS[func] = _classify(func)
+    return kind
 
 
 def _classify(func: Any) -> str:

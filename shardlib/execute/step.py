@@ -94,6 +94,7 @@ class LossStep:
         shards = MeshShards(Sharded(plan, mesh, "grad", grads))
         sums[2] = shards.local_sum(sum_of_squares, grads)
         sum_over(mesh, plan.batch_axes, sums)
+        sum_over(mesh, tuple(axis for axis in mesh.shape if axis not in plan.batch_axes), sums[2:])
         total, weight, squares = sums.unbind()
         shards.remember(sum_of_squares, grads, squares)
         scale = (1.0 / (weight * loss_scale)) if outcome.weighted else torch.full_like(total, 1.0 / loss_scale)
@@ -171,7 +172,7 @@ def first_bad_leaf(evaluation: Evaluation, plan: Plan, mesh: Mesh) -> str:
     for bucket in plan.trained:
         parts = bucket.leaf_parts(evaluation.grads[bucket.name], bucket.levels)
         bad += [path for path, part in zip(bucket.paths, parts, strict=True) if not torch.isfinite(part).all()]
-    everyone = [path for paths in primitives.all_gather_object(mesh, plan.batch_axes, bad) for path in paths]
+    everyone = [path for paths in primitives.all_gather_object(mesh, list(mesh.shape), bad) for path in paths]
     return min(everyone, key=order.__getitem__, default="")
 
 

@@ -17,8 +17,10 @@ from shardlib._compat import run_first
 from shardlib.exchange import Gather
 from shardlib.execute.gradients import Gradients
 from shardlib.execute.handles import Handle
+from shardlib.execute.slicing import SlicedHandle, Slices
 from shardlib.layout import Bucket
 from shardlib.mesh import Mesh
+from shardlib.styles import Style
 
 
 class _Root(torch.autograd.Function):
@@ -114,10 +116,17 @@ class BucketState:
 class UnitState:
     """One unit at run time; the source of its leaves' handles."""
 
-    def __init__(self, name: str, buckets: list[BucketState], touch: Callable[[UnitState], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        buckets: list[BucketState],
+        touch: Callable[[UnitState], None],
+        styles: dict[str, Style],
+        slices: Slices,
+    ) -> None:
         self.name = name
         self.buckets = buckets
-        self._touch = touch
+        self._touch, self._styles, self._slices = touch, styles, slices
         self._where = [(state, place) for state in buckets for place in range(len(state.bucket.paths))]
         self._leaves: list[torch.Tensor] | None = None
 
@@ -150,12 +159,14 @@ class UnitState:
         return self._leaves
 
     def leaf(self, index: int) -> torch.Tensor:
-        self._touch(self)
+        if self.gathers:
+            self._touch(self)
         leaves = self._leaves
         return leaves[index] if leaves is not None else self.attached()[index]
 
     def data(self, index: int) -> torch.Tensor:
-        self._touch(self)
+        if self.gathers:
+            self._touch(self)
         state, place = self._where[index]
         assert state.whole is not None
         return state.bucket.leaves(state.whole)[place]
@@ -169,12 +180,17 @@ class UnitState:
 
         return state.root, read
 
-    def handles(self, trained: bool) -> list[Handle]:
-        """One handle per leaf, to be made once and used in every step."""
-        return [
-            Handle(self, index, path, state.bucket.shapes[place], state.stored, trained and state.bucket.trainable)
-            for index, (path, (state, place)) in enumerate(zip(self.paths, self._where, strict=True))
-        ]
+    def handles(self, trained: bool) -> dict[str, Handle]:
+        """Path -> handle, of the leaves that need one: all where the unit is gathered, else those with a style."""
+        made: dict[str, Handle] = {}
+        for index, (path, (state, place)) in enumerate(zip(self.paths, self._where, strict=True)):
+            style = self._styles.get(path)
+            about = (self, index, path, state.bucket.shapes[place], state.stored, trained and state.bucket.trainable)
+            if style is not None:
+                made[path] = SlicedHandle.make(*about, style, self._slices)
+            elif self.gathers:
+                made[path] = Handle(*about)
+        return made
 
     def forget(self) -> None:
         """Drop the graph and the parameters of a micro-batch that is over."""

@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.blocks import block as mark_block
+from shardlib.functional import linear_cross_entropy
 from shardlib.rng import Key, dropout
+from shardlib.transforms.tensor_slicing import column, row
 
 Params = dict[str, Any]
 
@@ -115,12 +117,17 @@ def embed(config: GPTConfig, params: Params, tokens: Tensor, rng: Key | None = N
     return _dropout(config, x, rng, "embed")
 
 
-def logits(config: GPTConfig, params: Params, tokens: Tensor, rng: Key | None = None) -> Tensor:
-    """Scores of the next token at every position: tokens (B, S) int64 -> (B, S, V)."""
+def hidden(config: GPTConfig, params: Params, tokens: Tensor, rng: Key | None = None) -> Tensor:
+    """What the output layer scores: tokens (B, S) int64 -> (B, S, W)."""
     x = embed(config, params, tokens, rng)
     for i, params_i in enumerate(params["blocks"]):
         x = block(config, params_i, x, rng.fold_in(i) if rng is not None else None)
-    return F.linear(_layer_norm(params["head"]["norm"], x), params["head"]["weight"])
+    return _layer_norm(params["head"]["norm"], x)
+
+
+def logits(config: GPTConfig, params: Params, tokens: Tensor, rng: Key | None = None) -> Tensor:
+    """Scores of the next token at every position: tokens (B, S) int64 -> (B, S, V)."""
+    return F.linear(hidden(config, params, tokens, rng), params["head"]["weight"])
 
 
 def make_loss(config: GPTConfig) -> Callable[..., Tensor]:
@@ -131,12 +138,22 @@ def make_loss(config: GPTConfig) -> Callable[..., Tensor]:
     """
 
     def loss(params: Params, batch: dict[str, Tensor], rng: Key | None = None) -> Tensor:
-        scores = logits(config, params, batch["tokens"], rng)
-        # The softmax sums V terms: in a 16-bit dtype that costs digits which the loss cannot spare.
-        scores = scores.flatten(0, 1).to(torch.promote_types(scores.dtype, torch.float32))
-        return F.cross_entropy(scores, batch["targets"].flatten())
+        x = hidden(config, params, batch["tokens"], rng)
+        return linear_cross_entropy(x, params["head"]["weight"], batch["targets"])
 
     return loss
+
+
+def slicing_rules(config: GPTConfig) -> dict[str, Any]:
+    """Rules for `shardlib.tensor_slicing`: attention by heads, the MLP by its inner width, both embeddings by words."""
+    return {
+        "blocks/*/attn/qkv": column(heads=config.heads),
+        "blocks/*/attn/out": row(heads=config.heads),
+        "blocks/*/mlp/up": "column",
+        "blocks/*/mlp/down": "row",
+        "embed/tokens": "vocab",
+        "head/weight": "vocab",
+    }
 
 
 def generate(
@@ -173,9 +190,9 @@ def parameters_count(config: GPTConfig) -> int:
 
 def _attention(config: GPTConfig, params: Params, x: Tensor) -> Tensor:
     batch, length, width = x.shape
-    # Heads come from the shape of qkv (3·heads·size, W), not from W: a sliced model holds fewer of them.
-    qkv = _linear(params["qkv"], x).view(batch, length, 3, -1, width // config.heads)
-    q, k, v = qkv.permute(2, 0, 3, 1, 4)
+    # The rows of qkv are (heads, 3, size): a slice of them holds whole heads, as many as its shape tells.
+    qkv = _linear(params["qkv"], x).view(batch, length, -1, 3, width // config.heads)
+    q, k, v = qkv.permute(3, 0, 2, 1, 4)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return _linear(params["out"], out.transpose(1, 2).flatten(2))
 

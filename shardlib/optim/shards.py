@@ -38,7 +38,7 @@ class MeshShards(Shards):
             if known_fn is fn and known_tree is tree:
                 return value
         local = self.local_sum(fn, tree).reshape(1)
-        sum_over(self._mesh, self._plan.batch_axes, local)
+        sum_over(self._mesh, tuple(self._mesh.shape), local)
         return local[0]
 
     def local_sum(self, fn: Callable[[torch.Tensor], torch.Tensor], tree: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -51,7 +51,7 @@ class MeshShards(Shards):
         self._known.append((fn, tree, value))
 
     def _part(self, bucket: str, leaf: torch.Tensor) -> torch.Tensor:
-        for axis in self._plan.bucket_of[bucket].replicas:
+        for axis in self._plan.copies(self._plan.bucket_of[bucket]):
             leaf = leaf.tensor_split(self._mesh.shape[axis])[self._mesh.coords[axis]]
         return leaf
 

@@ -1,0 +1,207 @@
+"""Handles of sliced leaves: the dual pairs go in where a leaf is consumed, so that a model needs no parallel code.
+
+A layer's function (``F.linear``, ``F.embedding``, ``x @ weight``) finds the slice's style and does this rank's share
+between the pair that the style asks for. Any other function of a sliced weight is refused: it would silently compute
+with a part of it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils._pytree import tree_map_only
+
+from shardlib.collectives import pairs
+from shardlib.collectives.cross_entropy import vocab_cross_entropy
+from shardlib.errors import HandleError
+from shardlib.execute.handles import Handle, Source, kind_of, materialise
+from shardlib.functional import linear_cross_entropy, widened
+from shardlib.mesh import Mesh
+from shardlib.styles import Style
+
+
+class Slices:
+    """What the sliced leaves of one run share: the mesh, and the copy pair of the input that was last consumed."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._last: dict[str, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
+
+    def copy(self, x: torch.Tensor, axis: str) -> torch.Tensor:
+        """One copy per input: several layers that read it (query, key, value) then share one backward all-reduce."""
+        if not (x.requires_grad and torch.is_grad_enabled()):
+            return x
+        known = self._last.get(axis)
+        if known is not None and known[0]() is x and known[1] == x._version:
+            return known[2]
+        copied = pairs.copy(x, axis, mesh=self.mesh)
+        self._last[axis] = (weakref.ref(x), x._version, copied)
+        return copied
+
+    def clear(self) -> None:
+        self._last.clear()
+
+
+class SlicedHandle(Handle):
+    """Stands for this rank's slice of a leaf with a style."""
+
+    _style: Style
+    _slices: Slices
+
+    @staticmethod
+    def make(
+        source: Source, index: int, path: str, shape: tuple[int, ...], like: torch.Tensor, trained: bool,
+        style: Style, slices: Slices,
+    ) -> SlicedHandle:  # fmt: skip
+        handle = SlicedHandle(source, index, path, shape, like, trained)
+        handle._style, handle._slices = style, slices
+        return handle
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        layer = _LAYERS.get(func)
+        if layer is not None:
+            return layer(*args, **(kwargs or {}))
+        if kind_of(func) == "operation" and func not in _ELEMENTWISE:
+            _refuse(func, [*args, *(kwargs or {}).values()])
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def gathered(value: Any) -> Any:
+    """What a block gets: plain tensors for whole leaves; slices keep their handles, their unit being here."""
+
+    def arrive(handle: Handle) -> Any:
+        tensor = handle._source.leaf(handle._index)
+        return handle if isinstance(handle, SlicedHandle) else tensor
+
+    return tree_map_only(Handle, arrive, value)
+
+
+def _linear(x: Any, weight: Any, bias: Any = None) -> torch.Tensor:
+    return _layer(F.linear, False, x, weight, bias)
+
+
+def _matmul(x: Any, weight: Any) -> torch.Tensor:
+    return _layer(lambda x, weight, bias: _add(x @ weight, bias), True, x, weight, None)
+
+
+def _addmm(bias: Any, x: Any, weight: Any, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
+    if beta != 1 or alpha != 1:
+        raise HandleError("addmm of a sliced weight takes beta=1 and alpha=1; scale the factors instead")
+    return _layer(lambda x, weight, bias: _add(x @ weight, bias), True, x, weight, bias)
+
+
+def _layer(
+    compute: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor],
+    transposed: bool, x: Any, weight: Any, bias: Any,
+) -> torch.Tensor:  # fmt: skip
+    """``compute(x, weight, bias)`` by this rank's slice of ``weight``."""
+    _refuse(compute, [x])
+    x, added = materialise((x, bias))
+    style = _style(weight)
+    if style is None or style.sums:
+        _require_whole_layer(weight, bias)
+        return compute(x, materialise(weight), added)
+    slices, name = weight._slices, weight._path
+    if style.kind == "vocab":
+        style = Style("column", style.axis, whole=True)
+    if style.transposed != transposed:
+        order = "(in, out)" if transposed else "(out, in)"
+        raise HandleError(
+            f"{name} is consumed as {order} and sliced as the other order; give its layer sl.{style.kind}(transposed="
+            f"{transposed}) in tensor_slicing's rules"
+        )
+    local, axis, mesh = materialise(weight), style.axis, slices.mesh
+    if style.kind == "column":
+        y = compute(slices.copy(x, axis), local, added)
+        return pairs.all_gather(y, axis, dim=-1, dst="invariant", mesh=mesh) if style.whole else y
+    if style.whole:
+        x = pairs.split(x, axis, dim=-1, mesh=mesh)
+    inputs = local.shape[0 if transposed else 1]
+    if x.shape[-1] != inputs:
+        raise HandleError(
+            f"{name} has the style row and takes {inputs} inputs on this rank, but gets {x.shape[-1]}: its input must "
+            "come from column-sliced layers; use sl.row(split=True) where it comes whole"
+        )
+    # The bias is whole, and added once: after the sum.
+    return _add(pairs.all_reduce(compute(x, local, None), axis, dst="invariant", mesh=mesh), added)
+
+
+def _embedding(
+    ids: torch.Tensor,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> torch.Tensor:
+    style = _style(weight)
+    if style is None or style.kind != "vocab":
+        raise HandleError(f"{weight._path} is looked up and has the style {style}; give its layer the style 'vocab'")
+    if max_norm is not None or scale_grad_by_freq:
+        raise HandleError(f"{weight._path}: max_norm and scale_grad_by_freq need the whole embedding; do not slice it")
+    mesh, local = weight._slices.mesh, materialise(weight)
+    first = local.shape[0] * mesh.coords[style.axis]
+    mine = (ids >= first) & (ids < first + local.shape[0])
+    padding = None
+    if padding_idx is not None:
+        whole = padding_idx % (local.shape[0] * mesh.shape[style.axis]) - first
+        padding = whole if 0 <= whole < local.shape[0] else None
+    found = F.embedding((ids - first).where(mine, 0), local, padding, sparse=sparse)
+    return pairs.all_reduce(found.masked_fill(~mine[..., None], 0), style.axis, dst="invariant", mesh=mesh)
+
+
+def _cross_entropy(
+    x: Any, weight: Any, targets: torch.Tensor, *, ignore_index: int = -100, reduction: str = "mean"
+) -> torch.Tensor:
+    style = _style(weight)
+    if style is None or style.kind != "vocab":
+        raise HandleError(f"{weight._path} is an output layer with the style {style}; give it the style 'vocab'")
+    slices = weight._slices
+    scores = widened(F.linear(slices.copy(materialise(x), style.axis), materialise(weight)))
+    return vocab_cross_entropy(
+        scores, targets, style.axis, ignore_index=ignore_index, reduction=reduction, mesh=slices.mesh
+    )
+
+
+def _style(weight: Any) -> Style | None:
+    return weight._style if isinstance(weight, SlicedHandle) else None
+
+
+def _add(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return y if bias is None else y + bias
+
+
+def _require_whole_layer(weight: Any, bias: Any) -> None:
+    style = _style(bias)
+    if style is not None and not style.sums:
+        told = getattr(weight, "_path", "a tensor that is not sliced")
+        raise HandleError(f"{bias._path} is sliced and its weight ({told}) is not; give both the same rule")
+
+
+def _refuse(func: Any, values: list[Any]) -> None:
+    for handle in values:
+        if isinstance(handle, SlicedHandle) and not handle._style.sums:
+            raise HandleError(
+                f"{getattr(func, '__name__', func)} uses {handle._path}, of which this rank holds a slice ({handle._style} "
+                f"over axis {handle._style.axis!r}): the result would be wrong. Consume it by F.linear, F.embedding, "
+                "x @ weight or sl.linear_cross_entropy, or leave its layer whole"
+            )
+
+
+_LAYERS: dict[Any, Callable[..., torch.Tensor]] = {
+    F.linear: _linear,
+    F.embedding: _embedding,
+    torch.matmul: _matmul,
+    torch.Tensor.matmul: _matmul,
+    torch.Tensor.__matmul__: _matmul,
+    torch.addmm: _addmm,
+    linear_cross_entropy: _cross_entropy,
+}
+# A bias that is added by itself: its slice belongs to the slice it is added to.
+_ELEMENTWISE = {torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__}

@@ -1,0 +1,161 @@
+"""Tensor slicing: layers cut over a mesh axis (Megatron-LM, arXiv 1909.08053, section 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from shardlib.claims import Claim, LeafInfo, Use
+from shardlib.errors import IllegalComposition, listing
+from shardlib.specs import P
+from shardlib.styles import Style
+from shardlib.tree import matches
+
+
+@dataclass(frozen=True)
+class Slicing:
+    """One rule's value: a style, and what its sliced dimension is made of.
+
+    Attributes:
+        pieces: the dimension is this many pieces that must stay whole (attention heads); 0 for any cut.
+    """
+
+    kind: str
+    transposed: bool = False
+    whole: bool = False
+    pieces: int = 0
+
+
+def column(*, heads: int = 0, transposed: bool = False, gather: bool = False) -> Slicing:
+    """A layer whose outputs are shared out, its bias with them.
+
+    Args:
+        heads: the outputs are this many heads, which must not be cut.
+        transposed: the weight is stored (in, out), as ``x @ weight`` and transformers' Conv1D have it.
+        gather: every rank gets all outputs.
+    """
+    return Slicing("column", transposed, gather, heads)
+
+
+def row(*, heads: int = 0, transposed: bool = False, split: bool = False) -> Slicing:
+    """A layer whose inputs are shared out: the outputs are all-reduced, and the bias, whole, is added once.
+
+    Args:
+        heads: the inputs are this many heads, which must not be cut.
+        transposed: as for `column`.
+        split: the input comes whole, and each rank takes its share.
+    """
+    return Slicing("row", transposed, split, heads)
+
+
+# The styles of transformers' base_model_tp_plan have their own names for these.
+STYLES: dict[str, Slicing | None] = {
+    "column": column(),
+    "row": row(),
+    "vocab": Slicing("vocab"),
+    "shared": Slicing("shared"),
+    "replicated": None,
+    "colwise": column(),
+    "rowwise": row(),
+    "colwise_gather_output": column(gather=True),
+    "colwise_rep": column(gather=True),
+    "rowwise_split_input": row(split=True),
+    "embedding_rowwise": Slicing("vocab"),
+    "replicated_with_grad_allreduce": Slicing("shared"),
+    "replicate": None,
+}
+
+
+@dataclass(frozen=True)
+class TensorSlicing:
+    rules: tuple[tuple[str, Slicing | None], ...]
+    axis: str
+
+    @property
+    def name(self) -> str:
+        return f"tensor_slicing(axis={self.axis!r})"
+
+    def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
+        ways = sizes.get(self.axis, 1)
+        failures, used, found = [], set(), []
+        for leaf in leaves:
+            wanted: dict[tuple[P, Style] | None, str] = {}
+            for path in (leaf.path, *leaf.aliases):
+                for pattern, slicing in self.rules:
+                    if not _matches(path, pattern):
+                        continue
+                    used.add(pattern)
+                    wanted.setdefault(self._placed(slicing, leaf), pattern)
+                    if slicing is not None and slicing.pieces % ways:
+                        failures.append(f"{path}: {slicing.pieces} heads do not divide over {self.axis}={ways}")
+                    break
+            if len(wanted) > 1:
+                failures.append(
+                    f"{' = '.join((leaf.path, *leaf.aliases))}: one tied leaf with several styles, by the rules "
+                    + ", ".join(map(repr, wanted.values()))
+                )
+                continue
+            for placed in wanted:
+                if placed is not None:
+                    spec, style = placed
+                    failures += [
+                        f"{leaf.path}: shape {leaf.shape}: {told}" for told in spec.problems(leaf.shape, sizes)
+                    ]
+                    found.append(Use(leaf.path, spec=spec, style=style))
+        failures += [f"rule {pattern!r} matches no parameter" for pattern, _ in self.rules if pattern not in used]
+        if failures and self.axis in sizes:
+            raise IllegalComposition(
+                f"{self.name} does not fit the parameters and the mesh:\n{listing(failures)}\nUse a size of axis "
+                f"{self.axis!r} that divides heads and widths, or change the rules (they match a parameter's path or its "
+                "layer's, such as 'blocks/*/mlp/up')."
+            )
+        # Where nothing is sliced the axis must still be on the mesh, for the message that it is not.
+        yield from found if ways > 1 or self.axis not in sizes else (replace(use, style=None) for use in found)
+
+    def _placed(self, slicing: Slicing | None, leaf: LeafInfo) -> tuple[P, Style] | None:
+        """The spec and style of one leaf of a layer: its weight, or its bias."""
+        if slicing is None:
+            return None
+        style = Style(slicing.kind, self.axis, slicing.transposed, slicing.whole)
+        if slicing.kind == "shared":
+            return P(), style
+        if len(leaf.shape) < 2:
+            return None if slicing.kind == "row" else (P(self.axis), style)
+        outputs = 1 if slicing.transposed else 0
+        dim = 1 - outputs if slicing.kind == "row" else outputs
+        return P(*([None] * dim), self.axis), style
+
+
+def tensor_slicing(rules: Mapping[str, str | Slicing], axis: str = "model") -> TensorSlicing:
+    """Slice layers over ``axis``. The ranks along it share one batch and one model.
+
+    Args:
+        rules: glob -> style, the first match holds. A glob matches a parameter's path ("blocks/0/mlp/up/weight") or
+            its layer's ("blocks/*/mlp/up"). transformers' ``config.base_model_tp_plan`` is accepted as it is: in a
+            glob with dots these stand for "/", and any prefix may come before it. A style is `column`, `row`, or
+            "column", "row", "vocab" (embedding, output layer or both: logits that the model computes itself are
+            gathered; `linear_cross_entropy` never gathers them), "shared" (whole, but used on slices: its gradient
+            is summed), "replicated".
+
+    Raises:
+        IllegalComposition: a style that is not supported; while planning, rules that match nothing, and heads or
+            widths that do not divide (all of them are listed).
+    """
+    unknown = [f"{glob}: {style!r}" for glob, style in rules.items() if isinstance(style, str) and style not in STYLES]
+    if unknown:
+        raise IllegalComposition(
+            f"tensor_slicing does not know these styles:\n{listing(unknown)}\nIt knows {', '.join(STYLES)}; leave the "
+            "others' layers whole by taking their rules out."
+        )
+    return TensorSlicing(
+        tuple((glob, STYLES[style] if isinstance(style, str) else style) for glob, style in rules.items()), axis
+    )
+
+
+def _matches(path: str, pattern: str) -> bool:
+    layer = path.rpartition("/")[0]
+    globs = [pattern]
+    if "." in pattern:
+        pattern = pattern.replace(".", "/")
+        globs = [pattern, f"*/{pattern}"]
+    return matches(path, globs) or matches(layer, globs)
