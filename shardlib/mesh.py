@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
@@ -32,7 +33,18 @@ class Traffic:
     def __init__(self) -> None:
         self.payload: dict[str, int] = {}
         self.scalars: dict[str, int] = {}
+        self.activations: dict[str, int] = {}  # the part of the payload that the loss function sent
         self.calls: dict[str, int] = {}
+
+    @contextmanager
+    def by_the_loss(self) -> Iterator[None]:
+        """Count what is sent meanwhile among the activations too."""
+        before = dict(self.payload)
+        try:
+            yield
+        finally:
+            for axis, sent in self.payload.items():
+                self.activations[axis] = self.activations.get(axis, 0) + sent - before.get(axis, 0)
 
     def add(self, axis: str, sent_bytes: int, scalars: bool = False) -> None:
         table = self.scalars if scalars else self.payload
@@ -42,6 +54,7 @@ class Traffic:
     def reset(self) -> None:
         self.payload.clear()
         self.scalars.clear()
+        self.activations.clear()
         self.calls.clear()
 
 

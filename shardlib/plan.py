@@ -62,6 +62,7 @@ class Plan:
         loss_scale: None, or "dynamic" for fp16.
         cast_batch: dtype that floating batch leaves are cast to, or None.
         touches: units in the order one micro-batch gathers them, forward then backward; None when not traced.
+        activations: payload bytes of activations that one micro-batch sends, by axis; None when not traced.
         optimizer_bytes: bytes per rank of the optimizer's state, masters included; None when none was given.
         buffers: dtype and number of elements of what the loss returns beside the loss (BatchNorm's statistics).
         log: which transform wrote what.
@@ -81,6 +82,7 @@ class Plan:
     loss_scale: str | None
     cast_batch: torch.dtype | None
     touches: tuple[str, ...] | None = None
+    activations: Mapping[str, int] | None = None
     optimizer_bytes: int | None = None
     buffers: tuple[tuple[torch.dtype, int], ...] = ()
     log: tuple[str, ...] = field(default=(), compare=False)
@@ -167,8 +169,11 @@ class Plan:
         return (*sharded, *(unit for unit in reversed(sharded) if unit in trained))
 
     def payload(self) -> dict[str, int]:
-        """Payload bytes one rank sends per step, by axis, by the algorithms' own volume (scalars apart)."""
-        total = dict.fromkeys(self.sizes, 0)
+        """Payload bytes one rank sends per step, by axis, by the algorithms' own volume (scalars apart).
+
+        With what the loss sends itself (activations) where the plan was traced.
+        """
+        total = {axis: self.microbatches * (self.activations or {}).get(axis, 0) for axis in self.sizes}
         reductions = self.microbatches if self.sync == "each" else 1
         for unit in self.gathers():
             for bucket in self.buckets:

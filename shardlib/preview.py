@@ -73,4 +73,4 @@ def _traced(plan: Plan, loss_fn: Callable[..., Any], batch: Any, buffers: Any) -
             step.trace(Sharded(plan, mesh, "param", stored), batch, buffers, Key(0))
         except torch._subclasses.fake_tensor.DataDependentOutputException as error:
             return replace(plan, log=(*plan.log, f"not traced: the loss reads values ({error})"))
-    return replace(plan, touches=step.executor.touches)
+    return replace(plan, touches=step.executor.touches, activations=dict(mesh.traffic.activations))

@@ -97,6 +97,16 @@ class P:
             return tuple(local)
         return (chunk_size(math.prod(local), math.prod(sizes[axis] for axis in self.flat_axes)),)
 
+    def offsets(self, shape: Sequence[int], sizes: Sizes, coords: Mapping[str, int]) -> tuple[int, ...]:
+        """Where the slice of the rank at ``coords`` begins in each dimension (flat axes not applied)."""
+        found = [0] * len(shape)
+        for dim, entry in enumerate(self.entries):
+            step = shape[dim]
+            for axis in entry:
+                step //= sizes[axis]
+                found[dim] += coords[axis] * step
+        return tuple(found)
+
     def local_numel(self, shape: Sequence[int], sizes: Sizes) -> int:
         return math.prod(self.local_shape(shape, sizes))
 

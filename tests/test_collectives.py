@@ -24,6 +24,10 @@ CASES = {
     "all_to_all back": lambda x: sl.all_to_all(x, "data", split_dim=-1, concat_dim=1),
     "permute": lambda x: sl.permute(x, "data", PAIRS),
     "broadcast": lambda x: sl.broadcast(x, "data", source=1),
+    # What is equal on all ranks, from what each rank brings: summed, then used by each rank in its own way.
+    "all_reduce invariant, copy": lambda x: sl.copy(sl.all_reduce(x, "data", dst="invariant"), "data"),
+    "all_gather invariant, copy": lambda x: sl.copy(sl.all_gather(x, "data", dim=1, dst="invariant"), "data"),
+    "all_gather invariant, split": lambda x: sl.split(sl.all_gather(x, "data", dim=1, dst="invariant"), "data", dim=2),
 }
 
 # The same over a list with every rank's tensor.
@@ -36,6 +40,9 @@ DEFINITIONS = {
     "all_to_all back": lambda xs: [torch.cat([x.chunk(N, 2)[r] for x in xs], 1) for r in range(N)],
     "permute": lambda xs: [torch.zeros_like(xs[0]), xs[2], xs[0], xs[3]],
     "broadcast": lambda xs: [xs[1]] * N,
+    "all_reduce invariant, copy": lambda xs: [sum(xs)] * N,
+    "all_gather invariant, copy": lambda xs: [torch.cat(xs, 1)] * N,
+    "all_gather invariant, split": lambda xs: list(torch.cat(xs, 1).chunk(N, 2)),
 }
 
 

@@ -30,6 +30,12 @@ def random_batch(config, rows=3, length=None, seed=2):
     return {"tokens": drawn[:, :-1], "targets": drawn[:, 1:]}
 
 
+def queries_first(rows, config):
+    """Rows in the order (heads, 3, size) to GPT-2's (3, heads, size)."""
+    size = config.width // config.heads
+    return rows.unflatten(0, (config.heads, 3, size)).transpose(0, 1).flatten(0, 2)
+
+
 def oracle(config, params):
     """transformers' GPT-2 with ``params`` copied in; its weights lie (in, out), ours (out, in)."""
     transformers = pytest.importorskip("transformers")
@@ -56,7 +62,7 @@ def oracle(config, params):
         for name, pair in {"ln_1": p["ln1"], "ln_2": p["ln2"]}.items():
             state |= {f"transformer.h.{i}.{name}.{key}": value for key, value in pair.items()}
         for name, pair in {
-            "attn.c_attn": p["attn"]["qkv"],
+            "attn.c_attn": {key: queries_first(value, config) for key, value in p["attn"]["qkv"].items()},
             "attn.c_proj": p["attn"]["out"],
             "mlp.c_fc": p["mlp"]["up"],
             "mlp.c_proj": p["mlp"]["down"],
@@ -92,10 +98,11 @@ def test_same_gradients_as_gpt2():
     for ours, theirs in [
         (params["embed"]["tokens"], inner.wte.weight.grad),
         (params["embed"]["positions"], inner.wpe.weight.grad),
-        (params["blocks"][1]["attn"]["qkv"]["weight"], inner.h[1].attn.c_attn.weight.grad.mT),
         (params["blocks"][2]["mlp"]["down"]["bias"], inner.h[2].mlp.c_proj.bias.grad),
     ]:
         torch.testing.assert_close(ours.grad, theirs, atol=1e-12, rtol=1e-10)
+    ours = queries_first(params["blocks"][1]["attn"]["qkv"]["weight"].grad, EXACT)
+    torch.testing.assert_close(ours, inner.h[1].attn.c_attn.weight.grad.mT, atol=1e-12, rtol=1e-10)
 
 
 @pytest.mark.parametrize("tie", [False, True])

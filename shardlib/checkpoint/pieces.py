@@ -1,4 +1,4 @@
-"""A train state as named pieces: each a range of one flattened leaf, whatever mesh and stage it came from.
+"""A train state as named pieces: each a range of one flattened leaf (or slice), whatever mesh and stage it came from.
 
 Every rank owns a range of every parameter (the optimizer's layout). Parameters, masters and each of the
 optimizer's trees are cut into these ranges under names that do not depend on the mesh, so a state saved on one
@@ -7,6 +7,7 @@ mesh is restored on another by copying the ranges that overlap.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -21,19 +22,38 @@ from shardlib.train import TrainState
 from shardlib.tree import path_name
 
 
+class Window(NamedTuple):
+    """Which part of a leaf a slice is: the leaf's shape, and first index and size in each dimension."""
+
+    shape: tuple[int, ...]
+    first: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def places(self) -> torch.Tensor:
+        """Where the slice's elements, in order, lie in the flattened leaf."""
+        places = torch.arange(math.prod(self.shape)).view(self.shape)
+        for dim, (first, size) in enumerate(zip(self.first, self.sizes, strict=True)):
+            places = places.narrow(dim, first, size)
+        return places.reshape(-1)
+
+
 class Piece(NamedTuple):
-    """Elements ``start`` to ``start + data.numel()`` of a flattened leaf; ``data`` is a view of the state."""
+    """Elements ``start`` to ``start + data.numel()`` of a flattened slice of a leaf; ``data`` is a view of the state.
+
+    The slice is ``window``, or the whole leaf.
+    """
 
     name: str
     start: int
     data: torch.Tensor
+    window: Window | None = None
 
 
 def owned_pieces(state: TrainState) -> Iterator[Piece]:
     """What this rank saves: its own ranges, of copies the first rank's alone, and on rank 0 what is not sharded."""
     plan, mesh = state.params.plan, state.params.mesh
     for bucket in plan.buckets:
-        if any(mesh.coords[axis] for axis in mesh.shape if axis not in bucket.axes):
+        if any(mesh.coords[axis] for axis in plan.copies(bucket)):
             continue
         index = owner_index(mesh, bucket, bucket.param_level, bucket.levels)
         mine = bucket.owned_part(state.params.buffers[bucket.name], bucket.param_level, index)
@@ -77,6 +97,20 @@ def _leaves(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
 
 def _cut(plan: Plan, mesh: Mesh, bucket: Bucket, prefix: str, buffer: torch.Tensor, level: int) -> Iterator[Piece]:
     index = owner_index(mesh, bucket, 0, level)
+    windows = _windows(plan, mesh, bucket)
     for path, numel, part in zip(bucket.paths, bucket.numels, bucket.leaf_parts(buffer, level), strict=True):
         start = index * part.numel()
-        yield Piece(f"{prefix}/{path}", start, part[: max(0, min(part.numel(), numel - start))])
+        yield Piece(f"{prefix}/{path}", start, part[: max(0, min(part.numel(), numel - start))], windows.get(path))
+
+
+def _windows(plan: Plan, mesh: Mesh, bucket: Bucket) -> dict[str, Window]:
+    """Path -> window, of the leaves that are slices on this rank."""
+    if not bucket.slices:
+        return {}
+    found = {}
+    for placement in plan.placements:
+        if placement.path in bucket.paths:
+            shape, spec = placement.compute.shape, placement.compute.spec
+            sizes = spec.local_shape(shape, plan.sizes)
+            found[placement.path] = Window(shape, spec.offsets(shape, plan.sizes, mesh.coords), sizes)
+    return found

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from shardlib.checkpoint.pieces import Piece, needed_pieces, owned_pieces
+from shardlib.checkpoint.overlap import fill, missing
+from shardlib.checkpoint.pieces import Piece, Window, needed_pieces, owned_pieces
 from shardlib.collectives import primitives
 from shardlib.errors import TreeError, listing
 from shardlib.optim.scaling import LossScale
@@ -30,10 +31,11 @@ def save(folder: str | Path, state: TrainState, keep: int = 2, extra: dict[str, 
     final = Path(folder) / f"step-{state.step:08d}"
     partial = final.with_suffix(".partial")
     partial.mkdir(parents=True, exist_ok=True)
-    pieces: dict[str, tuple[int, torch.Tensor]] = {}
+    pieces: dict[str, tuple[Any, ...]] = {}
     for piece in owned_pieces(state):
         if piece.data.numel():
-            pieces[piece.name] = (piece.start, piece.data.detach().to("cpu", copy=True))
+            window = tuple(piece.window) if piece.window else None
+            pieces[piece.name] = (piece.start, piece.data.detach().to("cpu", copy=True), window)
     torch.save(pieces, partial / f"rank-{mesh.rank:05d}.pt")
     primitives.all_gather_object(mesh, list(mesh.shape), "written")
     if mesh.rank == 0:
@@ -70,10 +72,10 @@ def restore(checkpoint: str | Path, state: TrainState) -> TrainState:
     failures = _differences(facts["shapes"], _shapes(state))
     saved: dict[str, list[Piece]] = {}
     for file in sorted(path.glob("rank-*.pt")):
-        for name, (start, data) in torch.load(file, map_location="cpu", mmap=True, weights_only=True).items():
-            saved.setdefault(name, []).append(Piece(name, start, data))
+        for name, (start, data, window) in torch.load(file, map_location="cpu", mmap=True, weights_only=True).items():
+            saved.setdefault(name, []).append(Piece(name, start, data, Window(*window) if window else None))
     needed = list(needed_pieces(state))
-    failures = failures or [problem for piece in needed if (problem := _missing(piece, saved.get(piece.name, [])))]
+    failures = failures or [problem for piece in needed if (problem := missing(piece, saved.get(piece.name, [])))]
     if failures:
         raise TreeError(
             f"{path.name} does not fit this state:\n{listing(failures)}\nMake the state with the model and the optimizer it "
@@ -81,8 +83,7 @@ def restore(checkpoint: str | Path, state: TrainState) -> TrainState:
         )
     with torch.no_grad():
         for piece in needed:
-            for source in saved.get(piece.name, []):
-                _copy_overlap(piece, source)
+            fill(piece, saved.get(piece.name, []))
     scale = LossScale(**facts["scale"]) if facts["scale"] else None
     result = TrainState(facts["step"], state.params, state.opt, state.comm, state.buffers, scale, Key(facts["seed"]))
     return result
@@ -104,24 +105,3 @@ def _differences(saved: dict[str, list[int]], wanted: dict[str, list[int]]) -> l
         for path in dict.fromkeys([*saved, *wanted])
         if saved.get(path) != wanted.get(path)
     ]
-
-
-def _missing(piece: Piece, sources: list[Piece]) -> str:
-    """Why the saved ranges do not cover ``piece``, or ""."""
-    stop = piece.start + piece.data.numel()
-    covered = piece.start
-    for source in sorted(sources, key=lambda source: source.start):
-        if source.start <= covered:
-            covered = max(covered, source.start + source.data.numel())
-    if covered >= stop:
-        return ""
-    return f"{piece.name}: elements {covered} to {stop} are not in it" if sources else f"{piece.name}: not in it"
-
-
-def _copy_overlap(piece: Piece, source: Piece) -> None:
-    start = max(piece.start, source.start)
-    stop = min(piece.start + piece.data.numel(), source.start + source.data.numel())
-    if start < stop:
-        piece.data[start - piece.start : stop - piece.start].copy_(
-            source.data[start - source.start : stop - source.start]
-        )

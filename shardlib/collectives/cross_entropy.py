@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardlib.collectives import primitives
-from shardlib.collectives.pairs import all_reduce, mesh_with
+from shardlib.collectives.pairs import all_reduce, exchange, mesh_with
 from shardlib.mesh import Mesh
 
 
@@ -46,5 +46,5 @@ def _highest(scores: torch.Tensor, mesh: Mesh, axis: str) -> torch.Tensor:
     """The largest score over the whole vocabulary, outside any graph: it cancels out of the loss."""
     mine = scores.amax(-1)
     everyone = mine.new_empty((mesh.shape[axis], *mine.shape))
-    primitives.all_gather(mesh, axis, everyone, mine.contiguous()).wait()
+    exchange(primitives.all_gather, mesh, axis, everyone, mine.contiguous())
     return everyone.amax(0)

@@ -25,13 +25,14 @@ backward and `torch.func.grad`. (Types after meta-pytorch/spmd_types; torch.func
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 
 from shardlib.collectives import primitives
 from shardlib.errors import MeshError, SpecError
+from shardlib.groups import Work
 from shardlib.mesh import Mesh, as_mesh, current_mesh
 
 Pairs = tuple[tuple[int, int], ...]
@@ -177,6 +178,12 @@ def mesh_with(mesh: Any, axis: str) -> Mesh:
     return found
 
 
+def exchange(primitive: Callable[..., Work], mesh: Mesh, axis: str, *tensors: Any) -> None:
+    """One exchange of activations or their cotangents, from start to end."""
+    with mesh.traffic.by_the_loss():
+        primitive(mesh, axis, *tensors).wait()
+
+
 def _dim(x: torch.Tensor, dim: int) -> int:
     if not -x.dim() <= dim < x.dim():
         raise SpecError(f"dimension {dim} is outside a tensor of shape {tuple(x.shape)}")
@@ -203,7 +210,7 @@ class _SumVarying(_Pair):
     @staticmethod
     def forward(x: torch.Tensor, mesh: Mesh, axis: str) -> torch.Tensor:
         out = x.clone(memory_format=torch.contiguous_format)
-        primitives.all_reduce(mesh, axis, out).wait()
+        exchange(primitives.all_reduce, mesh, axis, out)
         return out
 
     @staticmethod
@@ -231,7 +238,7 @@ class _Gather(_Pair):
     @staticmethod
     def forward(x: torch.Tensor, mesh: Mesh, axis: str, dim: int) -> torch.Tensor:
         out = x.new_empty((mesh.shape[axis], *x.shape))
-        primitives.all_gather(mesh, axis, out, x.contiguous()).wait()
+        exchange(primitives.all_gather, mesh, axis, out, x.contiguous())
         return out.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
     @staticmethod
@@ -261,7 +268,7 @@ class _Scatter(_Pair):
         size = mesh.shape[axis]
         chunks = x.unflatten(dim, (size, x.shape[dim] // size)).movedim(dim, 0).contiguous()
         out = torch.empty_like(chunks[0])
-        primitives.reduce_scatter(mesh, axis, out, chunks).wait()
+        exchange(primitives.reduce_scatter, mesh, axis, out, chunks)
         return out
 
     @staticmethod
@@ -275,7 +282,7 @@ class _Exchange(_Pair):
         size = mesh.shape[axis]
         chunks = x.unflatten(split_dim, (size, x.shape[split_dim] // size)).movedim(split_dim, 0).contiguous()
         out = torch.empty_like(chunks)
-        primitives.all_to_all(mesh, axis, out, chunks).wait()
+        exchange(primitives.all_to_all, mesh, axis, out, chunks)
         return out.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1).contiguous()
 
     @staticmethod
@@ -288,7 +295,7 @@ class _Permute(_Pair):
     @staticmethod
     def forward(x: torch.Tensor, mesh: Mesh, axis: str, pairs: Pairs) -> torch.Tensor:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        primitives.permute(mesh, axis, out, x.contiguous(), pairs).wait()
+        exchange(primitives.permute, mesh, axis, out, x.contiguous(), pairs)
         return out
 
     @staticmethod
@@ -302,7 +309,7 @@ class _Broadcast(_Pair):
     @staticmethod
     def forward(x: torch.Tensor, mesh: Mesh, axis: str, source: int) -> torch.Tensor:
         out = x.clone(memory_format=torch.contiguous_format)
-        primitives.broadcast(mesh, axis, out, source).wait()
+        exchange(primitives.broadcast, mesh, axis, out, source)
         return out
 
     @staticmethod
@@ -317,7 +324,7 @@ class _SumTo(_Pair):
     @staticmethod
     def forward(x: torch.Tensor, mesh: Mesh, axis: str, source: int) -> torch.Tensor:
         out = x.clone(memory_format=torch.contiguous_format)
-        primitives.all_reduce(mesh, axis, out).wait()
+        exchange(primitives.all_reduce, mesh, axis, out)
         return out if mesh.group(axis).rank == source else torch.zeros_like(out)
 
     @staticmethod

@@ -100,7 +100,7 @@ def _layer(
     transposed: bool, x: Any, weight: Any, bias: Any,
 ) -> torch.Tensor:  # fmt: skip
     """``compute(x, weight, bias)`` by this rank's slice of ``weight``."""
-    _refuse(compute, [x])
+    _refuse("a layer as its input", [x])
     x, added = materialise((x, bias))
     style = _style(weight)
     if style is None or style.sums:
@@ -187,9 +187,9 @@ def _require_whole_layer(weight: Any, bias: Any) -> None:
 def _refuse(func: Any, values: list[Any]) -> None:
     for handle in values:
         if isinstance(handle, SlicedHandle) and not handle._style.sums:
+            told = getattr(func, "__name__", None) or func
             raise HandleError(
-                f"{getattr(func, '__name__', func)} uses {handle._path}, of which this rank holds a slice ({handle._style} "
-                f"over axis {handle._style.axis!r}): the result would be wrong. Consume it by F.linear, F.embedding, "
+                f"{told} uses {handle._path}, of which this rank holds a slice ({handle._style} over axis {handle._style.axis!r}): the result would be wrong. Consume it by F.linear, F.embedding, "
                 "x @ weight or sl.linear_cross_entropy, or leave its layer whole"
             )
 

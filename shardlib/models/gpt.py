@@ -62,7 +62,7 @@ def init(config: GPTConfig, seed: int = 0, device: str | torch.device = "cpu") -
 
     Returns ``{"embed": {"tokens": (V, W), "positions": (S, W)}, "blocks": [...], "head": {"norm", "weight": (V, W)}}``;
     under ``config.tie`` head's weight is the token embedding itself. A block is ``{"ln1", "attn": {"qkv", "out"},
-    "ln2", "mlp": {"up", "down"}}``, each (and "norm") a ``{"weight", "bias"}``.
+    "ln2", "mlp": {"up", "down"}}``, each (and "norm") a ``{"weight", "bias"}``. The rows of qkv are (heads, 3, size).
     """
     generator = torch.Generator().manual_seed(seed)
     width, residual_std = config.width, 0.02 / math.sqrt(2 * config.layers)

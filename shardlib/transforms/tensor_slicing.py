@@ -77,18 +77,18 @@ class TensorSlicing:
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         ways = sizes.get(self.axis, 1)
-        failures, used, found = [], set(), []
+        failures: list[str] = []
+        used: set[str] = set()
+        found: list[Use] = []
         for leaf in leaves:
             wanted: dict[tuple[P, Style] | None, str] = {}
             for path in (leaf.path, *leaf.aliases):
-                for pattern, slicing in self.rules:
-                    if not _matches(path, pattern):
-                        continue
-                    used.add(pattern)
+                found_rules = [rule for rule in self.rules if _matches(path, rule[0])]
+                used.update(pattern for pattern, _ in found_rules)
+                for pattern, slicing in found_rules[:1]:
                     wanted.setdefault(self._placed(slicing, leaf), pattern)
                     if slicing is not None and slicing.pieces % ways:
                         failures.append(f"{path}: {slicing.pieces} heads do not divide over {self.axis}={ways}")
-                    break
             if len(wanted) > 1:
                 failures.append(
                     f"{' = '.join((leaf.path, *leaf.aliases))}: one tied leaf with several styles, by the rules "

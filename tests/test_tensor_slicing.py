@@ -1,0 +1,441 @@
+"""Sliced layers train like whole ones, on any mesh, with any stage; and say so when they cannot."""
+
+import copy
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import training
+from helpers.measure import count_payload
+from helpers.models import TINY, tiny_gpt, token_batches
+from helpers.trees import assert_close
+from oracle import one_device
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, logging
+
+import shardlib as sl
+from shardlib import checkpoint
+from shardlib.errors import HandleError, IllegalComposition
+from shardlib.models import gpt
+
+logging.set_verbosity_error()
+SIZES = {"vocab": 32, "width": 12, "heads": 4}
+CONFIG = replace(TINY, **SIZES)
+MAX_NORM = 0.3
+MESHES = [({"model": 2}, None), ({"data": 2, "model": 2}, 1), ({"data": 2, "model": 2}, 3)]
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+
+
+def sliced(*others, rules=None):
+    return sl.chain(sl.tensor_slicing(rules or gpt.slicing_rules(CONFIG)), *others)
+
+
+@functools.cache
+def expected(dtype, steps, **changes):
+    loss_fn, params = tiny_gpt(dtype, **SIZES, **changes)
+    return one_device.train(loss_fn, params, token_batches(steps, config=CONFIG), max_norm=MAX_NORM)
+
+
+def check(dtype, mesh, transform, steps=20, **changes):
+    loss_fn, params = tiny_gpt(dtype, **SIZES, **changes)
+    batches = token_batches(steps, config=CONFIG)
+    got = training.simulate(mesh, loss_fn, params, batches, transform, training.optimizer(MAX_NORM))
+    losses, norms, final = expected(dtype, steps, **changes)
+    assert got[0] == pytest.approx(losses, rel=TOLERANCE[dtype], abs=0)
+    assert got[1] == pytest.approx(norms, rel=TOLERANCE[dtype] * 10, abs=0)
+    assert_close(got[2], final, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("stage", range(4))
+def test_every_stage(stage, dtype):
+    check(dtype, {"data": 2, "model": 2}, sliced(sl.zero(stage), sl.accumulate(2)))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "others"),
+    [
+        ({"model": 4}, ()),
+        ({"model": 2, "data": 3}, (sl.zero(3), sl.remat())),
+        ({"data": 2, "model": 2}, (sl.zero(2), sl.remat("dots"))),
+        ({"node": 2, "data": 2, "model": 2}, (sl.zero(3, replicate="node"), sl.accumulate(4))),
+        ({"data": 2, "model": 1}, (sl.zero(1),)),
+    ],
+)
+def test_meshes_and_chains(mesh, others):
+    check(torch.float64, mesh, sliced(*(others or (sl.zero(0, axis="model"),)[:0])), steps=6)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_tied_embedding_is_looked_up_and_scores(stage):
+    check(torch.float64, {"data": 2, "model": 2}, sliced(sl.zero(stage)), steps=6, tie=True)
+
+
+def test_sliced_over_two_axes():
+    """The MLP over one axis and the rest over another: each with its own pairs."""
+    rules = gpt.slicing_rules(CONFIG)
+    inner = {glob: rules.pop(glob) for glob in list(rules) if "mlp" in glob}
+    transform = sl.chain(sl.tensor_slicing(rules, axis="a"), sl.tensor_slicing(inner, axis="b"), sl.zero(3))
+    check(torch.float64, {"data": 2, "a": 2, "b": 2}, transform, steps=6)
+
+
+def test_dropout_is_the_same_on_every_mesh():
+    loss_fn, params = tiny_gpt(torch.float64, **SIZES, dropout=0.2)
+    batches = token_batches(4, config=CONFIG)
+    alone = training.simulate({"data": 1}, loss_fn, params, batches, sl.zero(0), training.optimizer(), rng=5)
+    got = training.simulate(
+        {"data": 2, "model": 2}, loss_fn, params, batches, sliced(sl.zero(3)), training.optimizer(), rng=5
+    )
+    assert got[0] == pytest.approx(alone[0], rel=1e-10)
+    assert_close(got[2], alone[2], 1e-10)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_16_bit(stage):
+    """Against the same precision on one device: sums in another order, so to 16-bit rounding."""
+    loss_fn, params = tiny_gpt(torch.float32, **SIZES)
+    batches = token_batches(6, config=CONFIG)
+    alone = training.simulate({"data": 1}, loss_fn, params, batches, sl.precision("bf16"), training.optimizer(1.0))
+    transform = sliced(sl.zero(stage), sl.precision("bf16"))
+    got = training.simulate({"data": 2, "model": 2}, loss_fn, params, batches, transform, training.optimizer(1.0))
+    assert got[0] == pytest.approx(alone[0], rel=2**-7)
+
+
+def on_real_processes(mesh, transform):
+    loss_fn, params = tiny_gpt(torch.float64, **SIZES)
+    return training.train(
+        mesh, loss_fn, params, token_batches(4, config=CONFIG), transform, training.optimizer(MAX_NORM)
+    )
+
+
+@pytest.mark.parametrize(("mesh", "stage"), MESHES)
+def test_real_processes(pool, mesh, stage):
+    transform = sliced() if stage is None else sliced(sl.zero(stage))
+    losses, norms, final = expected(torch.float64, 4)
+    for got in pool.run(on_real_processes, transform, mesh=mesh):
+        assert got[0] == pytest.approx(losses, rel=1e-10)
+        assert got[1] == pytest.approx(norms, rel=1e-9)
+        assert_close(got[2], final, 1e-10)
+
+
+# transformers, unmodified
+
+SMALL = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+TOKENS = torch.randint(0, 48, (3, 8, 10), generator=torch.Generator().manual_seed(1))
+
+
+def llama(**changes):
+    config = LlamaConfig(
+        num_attention_heads=4, num_key_value_heads=2, bos_token_id=1, eos_token_id=2, **SMALL, **changes
+    )
+    return LlamaForCausalLM(config)
+
+
+def llama_rules(model):
+    return model.config.base_model_tp_plan | model._tp_plan | {"model/embed_tokens": "vocab"}
+
+
+def bert():
+    return BertForMaskedLM(
+        BertConfig(num_attention_heads=4, hidden_dropout_prob=0, attention_probs_dropout_prob=0, **SMALL)
+    )
+
+
+BERT_RULES = {
+    "*/attention/self/*": sl.column(heads=4),
+    "*/attention/output/dense": sl.row(heads=4),
+    "*/intermediate/dense": "column",
+    "*/layer/?/output/dense": "row",
+    "*/word_embeddings": "vocab",
+    "cls/predictions/decoder": "vocab",
+    "cls/predictions/bias": "vocab",
+}
+MODELS = {"llama": (llama, llama_rules), "bert": (bert, lambda _: BERT_RULES)}
+
+
+@functools.cache
+def transformer(name):
+    torch.manual_seed(0)
+    make, rules = MODELS[name]
+    module = make().train()
+    with torch.no_grad():  # no bias at zero: softmax ignores a key's, which would then hold rounding noise alone
+        for parameter in module.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    apply, params = sl.from_module(module)
+
+    def loss_fn(params, tokens):
+        return apply(params, input_ids=tokens, labels=tokens).loss
+
+    return loss_fn, params, rules(module), one_device.train(loss_fn, params, list(TOKENS), max_norm=1.0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("mesh", "stage"), MESHES)
+def test_unmodified_transformers(name, mesh, stage):
+    loss_fn, params, rules, (losses, norms, final) = transformer(name)
+    transform = sliced(*([] if stage is None else [sl.zero(stage)]), rules=rules)
+    got = training.simulate(
+        mesh, loss_fn, copy.deepcopy(params), list(TOKENS), transform, training.optimizer(max_norm=1.0)
+    )
+    # In fp32: these models compute their own loss in it, whatever the dtype of the weights.
+    assert got[0] == pytest.approx(losses, rel=1e-5)
+    assert got[1] == pytest.approx(norms, rel=1e-5)
+    assert_close(got[2], final, 1e-5)
+
+
+def test_consumers_of_one_input_share_its_copy():
+    """q, k and v share one backward all-reduce, gate and up another: 6 for 3 layers, not 15; and one for the output."""
+    loss_fn, params, rules, _ = transformer("llama")
+
+    def run(mesh):
+        step = sl.value_and_grad(loss_fn)
+        sharded = sl.shard(params, mesh, sl.tensor_slicing(rules))
+        reduced = []
+        group = mesh.group("model")
+        all_reduce = group.all_reduce
+        group.all_reduce = lambda tensor: (reduced.append(tensor.numel()), all_reduce(tensor))[1]
+        step(sharded, TOKENS[0])
+        return reduced
+
+    for reduced in sl.simulate(run, mesh={"model": 2}):
+        activations = [numel for numel in reduced if numel == TOKENS[0].numel() * SMALL["hidden_size"]]
+        forward = 2 * SMALL["num_hidden_layers"] + 1  # o_proj, down_proj, and the embedding
+        assert len(activations) == forward + 2 * SMALL["num_hidden_layers"] + 1
+
+
+@pytest.mark.parametrize("ways", [2, 4])
+def test_payload_of_a_layer_is_the_papers(ways):
+    """8(t−1)/t·bsh elements a layer, forward and backward, counted at the group; as the traced plan says."""
+    layers, rows = 3, 4
+    config = replace(CONFIG, layers=layers, dtype=torch.float64)
+    params, batch = gpt.init(config), token_batches(1, rows=rows, config=config)[0]
+    rules = {glob: style for glob, style in gpt.slicing_rules(config).items() if glob.startswith("blocks")}
+    transform = sl.tensor_slicing(rules)
+    plan = sl.make_plan(params, sl.abstract_mesh(model=ways), transform, loss_fn=gpt.make_loss(config), batch=batch)
+    expected = layers * 8 * (ways - 1) * rows * config.sequence * config.width * 8 // ways
+    assert plan.payload() == {"model": expected}
+
+    def run(mesh):
+        sharded = sl.shard(params, mesh, transform)
+        step = sl.value_and_grad(gpt.make_loss(config))
+        sent = count_payload(mesh)
+        step(sharded, batch)
+        return sent()
+
+    for sent in sl.simulate(run, mesh={"model": ways}):
+        assert sent == {"model": expected}
+
+
+# the vocabulary
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shape", [(6,), (2, 3)])
+def test_vocab_cross_entropy(reduction, shape):
+    generator = torch.Generator().manual_seed(0)
+    scores = (30 * torch.randn(*shape, 8, generator=generator, dtype=torch.float64)).requires_grad_()
+    targets = torch.randint(8, shape, generator=generator)
+    targets.view(-1)[1] = -100
+    weight = torch.randn(shape if reduction == "none" else (), generator=generator, dtype=torch.float64)
+    want = F.cross_entropy(scores.flatten(0, -2), targets.flatten(), reduction=reduction)
+    want = want.view(targets.shape) if reduction == "none" else want
+    (grad,) = torch.autograd.grad((want * weight).sum(), scores)
+
+    def run(mesh):
+        mine = scores.detach().chunk(4, -1)[mesh.rank].requires_grad_()
+        loss = sl.vocab_cross_entropy(mine, targets, "model", reduction=reduction)
+        return loss.detach(), torch.autograd.grad((loss * weight).sum(), mine)[0]
+
+    results = sl.simulate(run, mesh={"model": 4})
+    for loss, _ in results:
+        torch.testing.assert_close(loss, want.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(torch.cat([mine for _, mine in results], -1), grad, rtol=1e-10, atol=1e-12)
+
+
+def test_the_librarys_loss_never_gathers_the_logits():
+    config = replace(CONFIG, dtype=torch.float64)
+    params, batch = gpt.init(config), token_batches(1, rows=2, config=config)[0]
+    tokens = batch["tokens"].numel()
+
+    def run(mesh, loss_fn):
+        sharded = sl.shard(params, mesh, sl.tensor_slicing({"head/weight": "vocab"}))
+        sent = count_payload(mesh)
+        sl.value_and_grad(loss_fn)(sharded, batch)
+        return sent()["model"] // 8
+
+    def gathered_loss(params, batch):
+        return F.cross_entropy(gpt.logits(config, params, batch["tokens"]).flatten(0, 1), batch["targets"].flatten())
+
+    hidden = tokens * config.width  # the input's cotangent is summed either way
+    for sent in sl.simulate(run, gpt.make_loss(config), mesh={"model": 2}):
+        assert sent == hidden + tokens + 2 * tokens  # the largest score gathered, two numbers summed
+    for sent in sl.simulate(run, gathered_loss, mesh={"model": 2}):
+        assert sent == hidden + tokens * config.vocab // 2
+
+
+# checkpoints
+
+
+@pytest.mark.parametrize(
+    ("mesh", "stage"), [({"data": 2, "model": 2}, 3), ({"data": 1, "model": 4}, 1), ({"data": 3}, 2), ({"data": 1}, 0)]
+)
+def test_a_checkpoint_goes_on_with_other_slices(mesh, stage, tmp_path):
+    loss_fn, params = tiny_gpt(torch.float64, **SIZES)
+    batches = token_batches(6, config=CONFIG)
+
+    def start(mesh, *transforms):
+        sharded = sl.shard(params, mesh, sl.chain(*transforms))
+        return sl.make_train_step(loss_fn, sharded, training.optimizer(MAX_NORM))
+
+    def save(mesh):
+        state, step = start(mesh, sliced(sl.zero(3)))
+        for batch in batches[:3]:
+            state, _ = step(state, training.share(batch, mesh.coords["data"], mesh.shape["data"]))
+        checkpoint.save(tmp_path, state)
+
+    def resume(mesh):
+        state, step = start(mesh, sl.zero(stage), *([sliced()] if "model" in mesh.shape else []))
+        state = checkpoint.restore(checkpoint.latest(tmp_path), state)
+        for batch in batches[3:]:
+            state, _ = step(state, training.share(batch, mesh.coords["data"], mesh.shape["data"]))
+        return sl.unshard(state.params)
+
+    sl.simulate(save, mesh={"data": 2, "model": 2})
+    for final in sl.simulate(resume, mesh=mesh):
+        assert_close(final, expected(torch.float64, 6)[2], 1e-10)
+
+
+# refused
+
+
+def plan_of(params, rules, **mesh):
+    return sl.make_plan(params, sl.abstract_mesh(**mesh), sl.tensor_slicing(rules))
+
+
+def test_what_does_not_divide_is_listed_together():
+    params = gpt.init(replace(TINY, heads=2))
+    with pytest.raises(IllegalComposition) as error:
+        plan_of(params, gpt.slicing_rules(replace(TINY, heads=2)), model=4)
+    for told in (
+        "blocks/1/attn/qkv/weight: 2 heads",
+        "embed/tokens: shape (29, 10): dimension 0 of size 29",
+        "model=4",
+    ):
+        assert told in str(error.value)
+
+
+def test_styles_that_are_not_known_are_named():
+    with pytest.raises(IllegalComposition, match=r"moe\.experts: 'grouped_gemm'\n(.|\n)*column"):
+        sl.tensor_slicing({"moe.experts": "grouped_gemm", "q_proj": "colwise"})
+
+
+def test_a_rule_that_matches_nothing_and_an_axis_that_is_not_there():
+    params = {"up": {"weight": torch.zeros(4, 4)}}
+    with pytest.raises(IllegalComposition, match="rule 'down' matches no parameter"):
+        plan_of(params, {"up": "column", "down": "row"}, model=2)
+    with pytest.raises(IllegalComposition, match="uses axis 'model', which abstract_mesh"):
+        plan_of(params, {"up": "column"}, data=2)
+
+
+def test_a_tied_leaf_with_two_styles():
+    weight = torch.zeros(4, 4)
+    with pytest.raises(IllegalComposition, match="one tied leaf with several styles, by the rules 'a', 'b'"):
+        plan_of({"a": {"w": weight}, "b": {"w": weight}}, {"a": "column", "b": "row"}, model=2)
+
+
+@pytest.mark.parametrize(
+    ("rules", "loss", "message"),
+    [
+        ({"w": "column"}, lambda p, x: p["w"].square().sum(), "pow uses w|square uses w"),
+        ({"w": "column"}, lambda p, x: (p["w"] @ x.T).sum(), "a layer as its input uses w"),
+        ({"w": "column"}, lambda p, x: (x @ p["w"]).sum(), r"consumed as \(in, out\)"),
+        ({"w": sl.column(transposed=True)}, lambda p, x: F.linear(x, p["w"]).sum(), r"consumed as \(out, in\)"),
+        ({"w": "row"}, lambda p, x: F.linear(x, p["w"]).sum(), r"takes 2 inputs on this rank, but gets 4"),
+        ({"w": "column"}, lambda p, x: F.embedding(x.long(), p["w"]).sum(), "looked up and has the style column"),
+        ({"w": "vocab"}, lambda p, x: F.embedding(x.long(), p["w"], max_norm=1.0).sum(), "max_norm"),
+        ({"b": "column"}, lambda p, x: F.linear(x, p["w"], p["b"]).sum(), "b is sliced and its weight"),
+        ({"w": "column"}, lambda p, x: torch.addmm(p["b"], x, p["w"], alpha=2).sum(), "alpha=1"),
+        (
+            {"w": "column"},
+            lambda p, x: sl.linear_cross_entropy(x, p["w"], torch.zeros(2, dtype=torch.int64)),
+            "output layer with the style column",
+        ),
+    ],
+)
+def test_a_use_that_would_be_wrong_is_refused(rules, loss, message):
+    params = {"w": torch.ones(4, 4), "b": torch.ones(4)}
+
+    def run(mesh):
+        sl.value_and_grad(loss)(sl.shard(params, mesh, sl.tensor_slicing(rules)), torch.ones(2, 4))
+
+    with pytest.raises(HandleError, match=message):
+        sl.simulate(run, mesh={"model": 2})
+
+
+@pytest.mark.parametrize(
+    ("rules", "layer"),
+    [
+        (
+            {"w": "column", "b": "column"},
+            lambda p, x: sl.all_gather(F.linear(x, p["w"], p["b"]), "model", dim=-1, dst="invariant"),
+        ),
+        ({"w": sl.column(gather=True), "b": "column"}, lambda p, x: F.linear(x, p["w"], p["b"])),
+        ({"w": sl.column(gather=True, transposed=True), "b": sl.column()}, lambda p, x: torch.addmm(p["b"], x, p["w"])),
+        ({"w": sl.column(gather=True, transposed=True)}, lambda p, x: x @ p["w"] + p["b"]),
+        ({"w": sl.row(split=True)}, lambda p, x: F.linear(x, p["w"], p["b"])),
+        ({"w": sl.row(split=True, transposed=True)}, lambda p, x: torch.addmm(p["b"], x, p["w"])),
+        ({"w": sl.row(split=True, transposed=True)}, lambda p, x: torch.matmul(x, p["w"]) + p["b"]),
+    ],
+)  # fmt: skip
+def test_layers_one_by_one(rules, layer):
+    generator = torch.Generator().manual_seed(2)
+    params = {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, shape in (("w", (6, 6)), ("b", (6,)))
+    }
+    x = torch.randn(4, 6, generator=generator, dtype=torch.float64)
+
+    def loss_fn(params, x):
+        return layer(params, x.sin()).cos().mean()
+
+    def whole(params, x):
+        weight = params["w"] if getattr(rules["w"], "transposed", False) else params["w"].T
+        return (x.sin() @ weight + params["b"]).cos().mean()
+
+    leaves = {name: leaf.clone().requires_grad_() for name, leaf in params.items()}
+    want = whole(leaves, x)
+    grads = dict(zip(leaves, torch.autograd.grad(want, list(leaves.values()))))
+
+    def run(mesh):
+        loss, found = sl.value_and_grad(loss_fn)(sl.shard(params, mesh, sl.tensor_slicing(rules)), x)
+        return loss, sl.unshard(found)
+
+    for loss, found in sl.simulate(run, mesh={"model": 3}):
+        torch.testing.assert_close(loss, want.detach(), rtol=1e-12, atol=1e-12, check_dtype=False)
+        assert_close(found, grads, 1e-10)
+
+
+def test_a_leaf_that_slices_use_whole():
+    """A norm on sliced heads: its gradient is summed over the slices."""
+    generator = torch.Generator().manual_seed(2)
+    params = {
+        "up": torch.randn(8, 4, generator=generator, dtype=torch.float64),
+        "norm": torch.randn(2, generator=generator, dtype=torch.float64),
+        "down": torch.randn(4, 8, generator=generator, dtype=torch.float64),
+    }
+
+    def loss_fn(params, x):
+        heads = F.linear(x, params["up"]).unflatten(-1, (-1, 2)) * params["norm"]
+        return F.linear(heads.flatten(-2).tanh(), params["down"]).square().mean()
+
+    batches = [torch.randn(4, 4, generator=generator, dtype=torch.float64) for _ in range(4)]
+    losses, norms, final = one_device.train(loss_fn, params, batches, max_norm=MAX_NORM)
+    rules = {"up": sl.column(heads=4), "norm": "replicated_with_grad_allreduce", "down": sl.row(heads=4)}
+    for stage in range(4):
+        transform = sliced(sl.zero(stage), rules=rules)
+        got = training.simulate(
+            {"data": 2, "model": 2}, loss_fn, params, batches, transform, training.optimizer(MAX_NORM)
+        )
+        assert got[0] == pytest.approx(losses, rel=1e-10) and got[1] == pytest.approx(norms, rel=1e-9)
+        assert_close(got[2], final, 1e-10)
