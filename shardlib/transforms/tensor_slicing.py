@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shardlib.claims import Claim, LeafInfo, Use
 from shardlib.errors import IllegalComposition, listing
@@ -76,41 +76,40 @@ class TensorSlicing:
         return f"tensor_slicing(axis={self.axis!r})"
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
-        ways = sizes.get(self.axis, 1)
         failures: list[str] = []
         used: set[str] = set()
-        found: list[Use] = []
         for leaf in leaves:
-            wanted: dict[tuple[P, Style] | None, str] = {}
-            for path in (leaf.path, *leaf.aliases):
-                found_rules = [rule for rule in self.rules if _matches(path, rule[0])]
-                used.update(pattern for pattern, _ in found_rules)
-                for pattern, slicing in found_rules[:1]:
-                    wanted.setdefault(self._placed(slicing, leaf), pattern)
-                    if slicing is not None and slicing.pieces % ways:
-                        failures.append(f"{path}: {slicing.pieces} heads do not divide over {self.axis}={ways}")
-            if len(wanted) > 1:
+            rules = self._rules_for(leaf, used)
+            if len({self._placed(slicing, leaf) for slicing in rules.values()}) > 1:
+                names = " = ".join((leaf.path, *leaf.aliases))
                 failures.append(
-                    f"{' = '.join((leaf.path, *leaf.aliases))}: one tied leaf with several styles, by the rules "
-                    + ", ".join(map(repr, wanted.values()))
+                    f"{names}: one tied leaf with several styles, by the rules {', '.join(map(repr, rules))}"
                 )
                 continue
-            for placed in wanted:
-                if placed is not None:
-                    spec, style = placed
-                    failures += [
-                        f"{leaf.path}: shape {leaf.shape}: {told}" for told in spec.problems(leaf.shape, sizes)
-                    ]
-                    found.append(Use(leaf.path, spec=spec, style=style))
+            for slicing in list(rules.values())[:1]:
+                placed = self._placed(slicing, leaf)
+                if slicing is None or placed is None:
+                    continue
+                spec, style = placed
+                if self.axis in sizes:
+                    failures += _misfits(leaf, slicing, spec, self.axis, sizes)
+                yield Use(leaf.path, spec=spec, style=style if sizes.get(self.axis) != 1 else None)
         failures += [f"rule {pattern!r} matches no parameter" for pattern, _ in self.rules if pattern not in used]
-        if failures and self.axis in sizes:
+        if failures:
             raise IllegalComposition(
                 f"{self.name} does not fit the parameters and the mesh:\n{listing(failures)}\nUse a size of axis "
                 f"{self.axis!r} that divides heads and widths, or change the rules (they match a parameter's path or its "
                 "layer's, such as 'blocks/*/mlp/up')."
             )
-        # Where nothing is sliced the axis must still be on the mesh, for the message that it is not.
-        yield from found if ways > 1 or self.axis not in sizes else (replace(use, style=None) for use in found)
+
+    def _rules_for(self, leaf: LeafInfo, used: set[str]) -> dict[str, Slicing | None]:
+        """The first rule that matches each path of a (tied) leaf; notes every rule that matches in ``used``."""
+        found: dict[str, Slicing | None] = {}
+        for path in (leaf.path, *leaf.aliases):
+            matching = [(pattern, slicing) for pattern, slicing in self.rules if _matches(path, pattern)]
+            used.update(pattern for pattern, _ in matching)
+            found.update(matching[:1])
+        return found
 
     def _placed(self, slicing: Slicing | None, leaf: LeafInfo) -> tuple[P, Style] | None:
         """The spec and style of one leaf of a layer: its weight, or its bias."""
@@ -124,6 +123,14 @@ class TensorSlicing:
         outputs = 1 if slicing.transposed else 0
         dim = 1 - outputs if slicing.kind == "row" else outputs
         return P(*([None] * dim), self.axis), style
+
+
+def _misfits(leaf: LeafInfo, slicing: Slicing, spec: P, axis: str, sizes: Mapping[str, int]) -> list[str]:
+    """Why one leaf cannot be sliced over this mesh."""
+    found = [f"{leaf.path}: shape {leaf.shape}: {told}" for told in spec.problems(leaf.shape, sizes)]
+    if slicing.pieces % sizes[axis]:
+        found.append(f"{leaf.path}: {slicing.pieces} heads do not divide over {axis}={sizes[axis]}")
+    return found
 
 
 def tensor_slicing(rules: Mapping[str, str | Slicing], axis: str = "model") -> TensorSlicing:
