@@ -12,12 +12,20 @@ from helpers.measure import count_payload
 from helpers.models import TINY, tiny_gpt, token_batches
 from helpers.trees import assert_close
 from oracle import one_device
-from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, logging
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    logging,
+)
 
 import shardlib as sl
 from shardlib import checkpoint
-from shardlib.errors import HandleError, IllegalComposition
-from shardlib.models import gpt
+from shardlib.errors import HandleError, IllegalComposition, TreeError
+from shardlib.models import gpt, huggingface
 
 logging.set_verbosity_error()
 SIZES = {"vocab": 32, "width": 12, "heads": 4}
@@ -132,26 +140,28 @@ def llama(**changes):
     return LlamaForCausalLM(config)
 
 
-def llama_rules(model):
-    return model.config.base_model_tp_plan | model._tp_plan | {"model/embed_tokens": "vocab"}
-
-
 def bert():
     return BertForMaskedLM(
         BertConfig(num_attention_heads=4, hidden_dropout_prob=0, attention_probs_dropout_prob=0, **SMALL)
     )
 
 
-BERT_RULES = {
-    "*/attention/self/*": sl.column(heads=4),
-    "*/attention/output/dense": sl.row(heads=4),
-    "*/intermediate/dense": "column",
-    "*/layer/?/output/dense": "row",
-    "*/word_embeddings": "vocab",
-    "cls/predictions/decoder": "vocab",
-    "cls/predictions/bias": "vocab",
+def gpt2():
+    config = GPT2Config(
+        n_layer=2, n_embd=32, n_head=4, n_positions=10, vocab_size=48, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    return huggingface.sliceable(GPT2LMHeadModel(config))
+
+
+MODELS = {
+    "llama": (llama, lambda module: module.config.base_model_tp_plan | {"lm_head": "colwise_gather_output"}),
+    "llama, its vocabulary too": (
+        llama,
+        lambda module: huggingface.slicing_rules(module) | {"model/embed_tokens": "vocab"},
+    ),
+    "bert": (bert, huggingface.slicing_rules),
+    "gpt2": (gpt2, huggingface.slicing_rules),
 }
-MODELS = {"llama": (llama, llama_rules), "bert": (bert, lambda _: BERT_RULES)}
 
 
 @functools.cache
@@ -184,9 +194,27 @@ def test_unmodified_transformers(name, mesh, stage):
     assert_close(got[2], final, 1e-5)
 
 
+def test_a_sliceable_gpt2_computes_the_same():
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=2, n_embd=32, n_head=4, n_positions=10, vocab_size=48)
+    model = GPT2LMHeadModel(config).eval()
+    with torch.no_grad():
+        want = model(TOKENS[0]).logits
+        got = huggingface.sliceable(model)(TOKENS[0]).logits
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+def test_a_model_without_rules_says_so():
+    class Odd(torch.nn.Module):
+        config = type("Config", (), {"model_type": "odd"})
+
+    with pytest.raises(TreeError, match="shardlib has no rules for 'odd'"):
+        huggingface.slicing_rules(Odd())
+
+
 def test_consumers_of_one_input_share_its_copy():
     """q, k and v share one backward all-reduce, gate and up another: 6 for 3 layers, not 15; and one for the output."""
-    loss_fn, params, rules, _ = transformer("llama")
+    loss_fn, params, rules, _ = transformer("llama, its vocabulary too")
 
     def run(mesh):
         step = sl.value_and_grad(loss_fn)

@@ -189,9 +189,9 @@ def _refuse(func: Any, values: list[Any]) -> None:
         if isinstance(handle, SlicedHandle) and not handle._style.sums:
             told, style = getattr(func, "__name__", None) or func, handle._style
             raise HandleError(
-                f"{told} uses {handle._path}, of which this rank holds a slice ({style} over axis {style.axis!r}): the result "
-                "would be wrong. Consume it by F.linear, F.embedding, x @ weight or sl.linear_cross_entropy, or leave its "
-                "layer whole"
+                f"{told} uses {handle._path}, of which this rank holds a slice ({style} over axis {style.axis!r}): the "
+                "result would be wrong. Consume it by F.linear, F.embedding, x @ weight or sl.linear_cross_entropy, or leave "
+                "its layer whole"
             )
 
 

@@ -1,0 +1,119 @@
+"""transformers' models under tensor slicing: which layers to slice, and what to swap where code hard-codes sizes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from shardlib.errors import TreeError
+from shardlib.transforms.tensor_slicing import Slicing, column, row
+
+Rules = dict[str, str | Slicing]
+
+
+def slicing_rules(module: nn.Module) -> Rules:
+    """Rules for `shardlib.tensor_slicing` of a transformers model: its own plan, with the heads that must stay whole.
+
+    For models that carry a ``base_model_tp_plan`` (Llama and its kin), BERT and RoBERTa, and GPT-2 (made `sliceable`).
+
+    Raises:
+        TreeError: a model that has no plan and is none of these.
+    """
+    config: Any = module.config
+    if config.model_type == "gpt2":
+        return _gpt2(config.num_attention_heads)
+    if config.model_type in ("bert", "roberta"):
+        return _bert(config.num_attention_heads)
+    plan: dict[str, str] = {
+        **(getattr(config, "base_model_tp_plan", None) or {}),
+        **(getattr(module, "_tp_plan", None) or {}),
+    }
+    if not plan:
+        raise TreeError(
+            f"{type(module).__name__} has no base_model_tp_plan, and shardlib has no rules for {config.model_type!r}; write "
+            "them: sl.tensor_slicing({'*/up': 'column', '*/down': 'row', ...})"
+        )
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    heads = {"q_proj": config.num_attention_heads, "k_proj": kv_heads, "v_proj": kv_heads}
+    rules: Rules = dict(plan)
+    for glob, style in plan.items():
+        layer = glob.rpartition(".")[2]
+        if style == "colwise" and layer in heads:
+            rules[glob] = column(heads=heads[layer])
+    return rules
+
+
+def _bert(heads: int) -> Rules:
+    return {
+        "*/attention/self/*": column(heads=heads),
+        "*/attention/output/dense": row(heads=heads),
+        "*/intermediate/dense": "column",
+        "*/layer/*/output/dense": "row",
+        "*/word_embeddings": "vocab",
+        "*/decoder": "vocab",
+    }
+
+
+def _gpt2(heads: int) -> Rules:
+    return {
+        "*/attn/c_attn/*": column(heads=heads, transposed=True),
+        "*/attn/c_proj": row(heads=heads, transposed=True),
+        "*/mlp/c_fc": column(transposed=True),
+        "*/mlp/c_proj": row(transposed=True),
+        "*/wte": "vocab",
+    }
+
+
+def sliceable(module: nn.Module) -> nn.Module:
+    """Swap, in place, the projections of a GPT-2 whose code hard-codes sizes for ones that do not. Same numbers.
+
+    The packed query, key and value projection ``c_attn`` becomes three (``c_attn.query``, ``.key``, ``.value``), so
+    that each is sliced by heads. Other models come back as they are. Call it before `from_module`.
+    """
+    if getattr(getattr(module, "config", None), "model_type", "") != "gpt2":
+        return module
+    layer: Any
+    for child in list(module.modules()):
+        for name, layer in list(child.named_children()):
+            if type(layer).__name__ == "Conv1D":
+                swapped = _QueryKeyValue(layer) if name == "c_attn" else _Projection(layer.weight, layer.bias)
+                setattr(child, name, swapped)
+    return module
+
+
+class _Projection(nn.Module):
+    """``x @ weight + bias`` with a weight (in, out), whatever their sizes."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(weight.detach()), nn.Parameter(bias.detach())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight).unflatten(0, x.shape[:-1])
+
+
+class _Three(NamedTuple):
+    """Query, key and value; what GPT-2 splits after its packed projection."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+    def split(self, size: int, dim: int) -> _Three:
+        """Already split."""
+        return self
+
+
+class _QueryKeyValue(nn.Module):
+    def __init__(self, packed: nn.Module) -> None:
+        super().__init__()
+        weights = packed.weight.detach().chunk(3, dim=1)  # type: ignore[operator]
+        biases = packed.bias.detach().chunk(3)  # type: ignore[operator]
+        self.query, self.key, self.value = (
+            _Projection(weight.contiguous(), bias.clone()) for weight, bias in zip(weights, biases, strict=True)
+        )
+
+    def forward(self, x: torch.Tensor) -> _Three:
+        return _Three(self.query(x), self.key(x), self.value(x))
