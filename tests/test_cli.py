@@ -62,8 +62,23 @@ def test_plan_prints_what_each_rank_holds(capsys):
 
 
 def test_a_mesh_that_cannot_be_read():
-    with pytest.raises(SystemExit, match="write axes and sizes like data=4"):
+    with pytest.raises(SystemExit, match="write axes and sizes, such as data=4"):
         cli.main(["plan", "--mesh", "four"])
+
+
+def test_an_axis_without_use():
+    with pytest.raises(SystemExit, match="axis depth is not one of data, model"):
+        cli.main(["plan", "--mesh", "depth=4"])
+
+
+def test_plan_and_train_sliced(text, tmp_path, capsys):
+    assert cli.main(["plan", "--mesh", "data=4,model=2", "--stage", "2", *SIZES[:8]]) == 0
+    assert "P('model')" in capsys.readouterr().out
+    run = torchrun("--data", text, "--out", tmp_path, "--steps", 12, "--mesh", "model=2", "--stage", 2)
+    out, _ = run.communicate(timeout=200)
+    assert run.returncode == 0, out
+    rows = re.findall(r"^(parameters|optimizer|sent on model)\s+(\d.*? \w+)\s{2,}(\d.*? \w+)\s*$", out, re.MULTILINE)
+    assert len(rows) == 3 and all(predicted == measured for _, predicted, measured in rows), out
 
 
 def test_doctor_names_versions_devices_and_kernels(capsys):

@@ -25,6 +25,7 @@ backward and `torch.func.grad`. (Types after meta-pytorch/spmd_types; torch.func
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -200,6 +201,10 @@ def _divisible(x: torch.Tensor, dim: int, mesh: Mesh, axis: str, what: str) -> N
 
 class _Pair(torch.autograd.Function):
     """Forward without autograd's context, as torch.func asks; subclasses keep what their dual needs."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]  # apply asks every time
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

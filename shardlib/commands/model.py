@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 
 import torch
 
 from shardlib._compat import cpu_multiplies_bf16
 from shardlib.claims import Chain, chain
-from shardlib.models.gpt import GPTConfig
-from shardlib.transforms import accumulate, precision, remat, zero
+from shardlib.models.gpt import GPTConfig, slicing_rules
+from shardlib.transforms import accumulate, precision, remat, tensor_slicing, zero
+
+AXES = ("data", "model")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,14 +41,32 @@ def config(args: argparse.Namespace) -> GPTConfig:
     )
 
 
-def transform(args: argparse.Namespace) -> Chain:
+def transform(args: argparse.Namespace, axes: Mapping[str, int]) -> Chain:
+    """What the arguments ask for on a mesh: axis "data" shares the batch, "model" slices layers."""
     chosen = best_precision() if args.precision == "auto" else args.precision
     return chain(
         zero(args.stage),
+        *([tensor_slicing(slicing_rules(config(args)))] if "model" in axes else []),
         *([accumulate(args.microbatches)] if args.microbatches > 1 else []),
         *([precision(chosen)] if chosen != "fp32" else []),
         *([remat()] if args.remat else []),
     )
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """``"data=4,model=2"`` -> ``{"data": 4, "model": 2}``; an axis "data" of one where there is none.
+
+    Raises:
+        SystemExit: not of that form, or an axis that the commands have no use for.
+    """
+    try:
+        shape = {name.strip(): int(size) for name, size in (part.split("=") for part in text.split(","))}
+    except ValueError:
+        raise SystemExit(f"--mesh {text!r}: write axes and sizes, such as data=4 or data=4,model=2") from None
+    unknown = sorted(set(shape) - set(AXES))
+    if unknown:
+        raise SystemExit(f"--mesh {text!r}: axis {', '.join(unknown)} is not one of {', '.join(AXES)}")
+    return shape if "data" in shape else {"data": 1, **shape}
 
 
 def best_precision() -> str:

@@ -29,6 +29,7 @@ from shardlib.tree import leaves_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--mesh", help="axes and sizes, such as data=2,model=2; by default every rank on axis data")
     parser.add_argument("--data", help="a text file or folder; by default the source of Python's standard library")
     parser.add_argument("--out", type=Path, default=Path("runs/train"), help="folder for checkpoints and the plot")
     parser.add_argument("--steps", type=int, default=2000)
@@ -45,7 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    mesh = make_mesh()
+    shape: dict[str, Any] = model.parse_mesh(args.mesh) if args.mesh else {}
+    mesh = make_mesh(**shape)
     say: Callable[[str], None] = print if mesh.rank == 0 else lambda text: None
     job = Job(args, mesh)
     say(f"{len(job.train):,} bytes to train on, {len(job.validation):,} to validate on")
@@ -79,6 +81,7 @@ class Job:
 
     def __init__(self, args: argparse.Namespace, mesh: Mesh) -> None:
         self._args, self._mesh = args, mesh
+        self._share, self._shares = mesh.coords["data"], mesh.shape["data"]
         self.config = model.config(args)
         self.train, self.validation = split(load_bytes(args.data))
         optimizer = optim.chain(
@@ -90,7 +93,7 @@ class Job:
             ),
         )
         loss_fn = gpt.make_loss(self.config)
-        transform = model.transform(args)
+        transform = model.transform(args, mesh.shape)
         params = shard(lambda: gpt.init(self.config, args.seed), mesh, transform)
         self.plan: Plan = make_plan(
             gpt.init(self.config, device="meta"),
@@ -107,7 +110,7 @@ class Job:
     def _batch(self, step: int) -> dict[str, torch.Tensor]:
         mesh, args = self._mesh, self._args
         batch = batch_at(
-            self.train, args.batch, args.sequence, seed=args.seed, step=step, rank=mesh.rank, ranks=mesh.size
+            self.train, args.batch, args.sequence, seed=args.seed, step=step, rank=self._share, ranks=self._shares
         )
         return {name: tensor.to(mesh.device) for name, tensor in batch.items()}
 
@@ -145,17 +148,17 @@ class Job:
     def validate(self, state: TrainState) -> float:
         """Mean loss over validation windows, in nats per byte; the ranks share them."""
         mesh, args = self._mesh, self._args
-        rows = max(1, args.batch // mesh.size)
+        rows = max(1, args.batch // self._shares)
         losses = []
-        for index, batch in enumerate(windows(self.validation, rows, args.sequence, limit=16 * mesh.size)):
-            if index % mesh.size == mesh.rank:
+        for index, batch in enumerate(windows(self.validation, rows, args.sequence, limit=16 * self._shares)):
+            if index % self._shares == self._share:
                 losses.append({name: tensor.to(mesh.device) for name, tensor in batch.items()})
         return float(np.mean([float(self._evaluate(state, batch)) for batch in losses[: self._rounds(rows)]]))
 
     def _rounds(self, rows: int) -> int:
         """Validation batches that every rank has: evaluation is collective, so none may do one more."""
         windows_there = (len(self.validation) - 1) // self._args.sequence
-        return max(1, min(16, windows_there // rows // self._mesh.size))
+        return max(1, min(16, windows_there // rows // self._shares))
 
     def sample(self, state: TrainState) -> str:
         prompt = torch.tensor([list(b"def ")], device=self._mesh.device)
