@@ -401,6 +401,21 @@ def test_a_use_that_would_be_wrong_is_refused(rules, loss, message):
         sl.simulate(run, mesh={"model": 2})
 
 
+def test_compiled_code_with_slices_in_it_is_refused():
+    params = {"up": {"w": torch.ones(4, 4)}}
+    block = sl.block(torch.compile(lambda p, x: F.linear(x, p["w"]), backend="eager"))
+
+    def run(mesh, loss):
+        sl.value_and_grad(loss)(sl.shard(params, mesh, sl.tensor_slicing({"up": "column"})), torch.ones(2, 4))
+
+    with pytest.raises(HandleError, match="a compiled block is given up/w, which is sliced"):
+        sl.simulate(run, lambda p, x: block(p["up"], x).sum(), mesh={"model": 2})
+    with pytest.raises(HandleError, match="compiled as a whole, and tensor slicing"):
+        sl.simulate(
+            run, torch.compile(lambda p, x: F.linear(x, p["up"]["w"]).sum(), backend="eager"), mesh={"model": 2}
+        )
+
+
 @pytest.mark.parametrize(
     ("rules", "layer"),
     [

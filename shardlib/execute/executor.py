@@ -20,8 +20,8 @@ from shardlib.errors import HandleError
 from shardlib.execute.gathering import Gathering
 from shardlib.execute.gradients import Gradients
 from shardlib.execute.handles import Handle
-from shardlib.execute.losses import refuse_reentrant_checkpoints
-from shardlib.execute.slicing import Slices, gathered
+from shardlib.execute.losses import is_compiled, refuse_reentrant_checkpoints
+from shardlib.execute.slicing import Slices, gathered, refuse_slices
 from shardlib.execute.units import BucketState, UnitState
 from shardlib.mesh import Mesh, current_mesh
 from shardlib.plan import Plan
@@ -130,7 +130,8 @@ class Executor:
         for state in self._buckets:
             state.bind(params.buffers[state.bucket.name], gradients)
         self._gathering.begin(self._trace)
-        runner = block_runner.set(self._run_block if self.gathers or self.plan.remat else None)
+        minds_blocks = self.gathers or self.plan.remat or self.plan.styles
+        runner = block_runner.set(self._run_block if minds_blocks else None)
         mesh = current_mesh.set(self.mesh)
         try:
             yield
@@ -192,6 +193,8 @@ class Executor:
             # Gathering is no part of the block: a recompute policy must neither see nor keep its operations.
             with _disable_current_modes():
                 args, kwargs = gathered((args, kwargs))
+            if self.plan.styles and is_compiled(fn):
+                refuse_slices((args, kwargs))
             return fn(*args, **kwargs)
 
         if self.plan.remat is None or not self._trained:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardlib.collectives import pairs
 from shardlib.collectives.cross_entropy import vocab_cross_entropy
@@ -79,6 +79,16 @@ def gathered(value: Any) -> Any:
         return handle if isinstance(handle, SlicedHandle) else tensor
 
     return tree_map_only(Handle, arrive, value)
+
+
+def refuse_slices(value: Any) -> None:
+    """Raise where a compiled block is given sliced parameters: its pairs go in call by call, which compiling skips."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, SlicedHandle) and not leaf._style.sums:
+            raise HandleError(
+                f"a compiled block is given {leaf._path}, which is sliced ({leaf._style}); compile functions that use no "
+                "sliced parameter, or take its layer out of tensor_slicing's rules"
+            )
 
 
 def _linear(x: Any, weight: Any, bias: Any = None) -> torch.Tensor:

@@ -16,6 +16,7 @@ from shardlib.execute.gradients import Gradients
 from shardlib.execute.losses import (
     Mean,
     Outcome,
+    is_compiled,
     map_means,
     means_of,
     needs,
@@ -68,10 +69,15 @@ class LossStep:
         self._loss_fn, self._plan, self._mesh, self._with_buffers = loss_fn, plan, mesh, with_buffers
         self._wants_rng = wants(loss_fn, "rng")
         self.executor = Executor(plan, mesh, trained=True)
-        if self.executor.gathers and hasattr(loss_fn, "_torchdynamo_orig_callable"):
+        if self.executor.gathers and is_compiled(loss_fn):
             raise HandleError(
                 "the loss function is compiled as a whole, and ZeRO stage 3 gathers parameters inside it; compile the "
                 "blocks instead (sl.block(torch.compile(fn))), or use zero(stage=2)"
+            )
+        if plan.styles and is_compiled(loss_fn):
+            raise HandleError(
+                "the loss function is compiled as a whole, and tensor slicing puts collectives between its operations; "
+                "compile functions that use no sliced parameter"
             )
 
     def __call__(
