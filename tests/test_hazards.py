@@ -40,13 +40,13 @@ def mean_of_shares(loss_fn):
     return mean
 
 
-def check(loss_fn, params, stage, batches=BATCHES, extra=None):
+def check(loss_fn, params, stage, batches=BATCHES, extra=None, tolerance=1e-10):
     """Three steps train like one device."""
     transform = sl.zero(stage) if extra is None else sl.chain(sl.zero(stage), extra)
     got = training.simulate({"data": RANKS}, loss_fn, params, batches, transform, training.optimizer(0.5))
     wanted = one_device.train(mean_of_shares(loss_fn), params, batches, max_norm=0.5)
-    assert got[0] == pytest.approx(wanted[0], rel=1e-10)
-    assert_close(got[2], wanted[2], 1e-10)
+    assert got[0] == pytest.approx(wanted[0], rel=tolerance)
+    assert_close(got[2], wanted[2], tolerance)
 
 
 def run_step(loss_fn, stage, params=None, batch=BATCHES[0], ranks=RANKS):
@@ -199,32 +199,45 @@ def test_sparse_gradients_arrive_whole(stage):
 
 
 def autocast_loss(params, batch):
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return mlp([6, 9, 4])[0](params, batch).float()
+    x, y = batch
+    first, last = params["layers"]
+    # Without the cache: one device would add its shares' gradients of one 16-bit copy, in 16 bits.
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+        x = layer(last, torch.tanh(layer(first, x.float())))
+    assert x.dtype == torch.bfloat16
+    return (x.double() - y).square().mean()
 
 
 def test_autocast_is_refused_at_stage_3_and_fine_below():
     with pytest.raises(HandleError, match=r"autocast is on while unit 'layers/0' .* sl.precision\('bf16'\)"):
         run_step(autocast_loss, 3)
-    for stage in (0, 2):
-        for _, metrics in run_step(autocast_loss, stage):
-            assert metrics["finite"]
+    for stage in (0, 1, 2):
+        # In fp32, which autocast casts; every product is rounded alike, whoever computes it.
+        check(autocast_loss, optree.tree_map(torch.Tensor.float, network()), stage, tolerance=1e-5)
 
 
-def test_a_compiled_loss_is_refused_at_stage_3_and_fine_below():
+def test_a_compiled_loss_is_refused_at_stage_3_and_fine_below(pool):
     loss_fn = mlp([6, 9, 4])[0]
     compiled = torch.compile(loss_fn, backend="eager")
     with pytest.raises(HandleError, match=r"sl.block\(torch.compile\(fn\)\)\), or use zero\(stage=2\)"):
         run_step(compiled, 3)
-    params = sl.simulate(lambda mesh: sl.shard(network(), mesh, stage=2), mesh={"data": 1})[0]
-    state, step = sl.make_train_step(compiled, params, sl.optim.sgd(0.1))
-    _, metrics = step(state, BATCHES[0])
-    torch.testing.assert_close(metrics["loss"], loss_fn(network(), BATCHES[0]))
+    wanted = one_device.train(mean_of_shares(loss_fn), network(), BATCHES, max_norm=0.5)
+
+    def run(mesh, stage):
+        loss_fn = torch.compile(mlp([6, 9, 4])[0], backend="aot_eager")
+        return training.train(mesh, loss_fn, network(), BATCHES, sl.zero(stage), training.optimizer(0.5))
+
+    for stage in (0, 1, 2):
+        for losses, _, final in pool.run(run, stage, mesh={"data": RANKS}):
+            assert losses == pytest.approx(wanted[0], rel=1e-10)
+            assert_close(final, wanted[2], 1e-10)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    ("backend", "stage"), [("eager", 3), ("aot_eager", 0), ("aot_eager", 1), ("aot_eager", 2), ("aot_eager", 3)]
+)
 @pytest.mark.parametrize("extra", [None, sl.remat()])
-def test_a_compiled_block(pool, backend, extra):
+def test_a_compiled_block(pool, backend, stage, extra):
     """On real processes, as a user has it: compiling is global state, which simulated ranks would share."""
 
     def run(mesh):
@@ -236,7 +249,7 @@ def test_a_compiled_block(pool, backend, extra):
                 x = block(p, x)
             return (x - y).square().mean()
 
-        transform = sl.zero(3) if extra is None else sl.chain(sl.zero(3), extra)
+        transform = sl.zero(stage) if extra is None else sl.chain(sl.zero(stage), extra)
         return training.train(mesh, loss_fn, network(), BATCHES, transform, training.optimizer(0.5))
 
     def plain_loss(params, batch):
@@ -275,7 +288,7 @@ def test_torch_func_inside_the_loss():
     with pytest.raises(HandleError, match=r"torch.func .* 'layers/0'.*zero\(stage=2\), or .* w = p.clone\(\)"):
         run_step(vmap_loss, 3)
     check(functools.partial(vmap_loss, take=torch.clone), network(), 3)
-    for stage in (0, 2):
+    for stage in (0, 1, 2):
         check(func_loss, network(), stage)
         check(vmap_loss, network(), stage)
 

@@ -63,12 +63,12 @@ def all_gather_object(mesh: Mesh, axes: Sequence[str], value: Any) -> list[Any]:
     return values
 
 
-def require_equal(mesh: Mesh, what: str, items: dict[str, Any], remedy: str) -> None:
+def require_equal(mesh: Mesh, what: str, items: dict[str, Any], remedy: str, axes: Sequence[str] | None = None) -> None:
     """Raise on every rank when ``items`` differ between ranks, naming each differing item and the ranks.
 
-    Every rank must call it. Costs one small exchange per axis.
+    Every rank along ``axes`` (by default all) must call it. Costs one small exchange per axis.
     """
-    everyone = all_gather_object(mesh, list(mesh.shape), items)
+    everyone = all_gather_object(mesh, list(mesh.shape) if axes is None else axes, items)
     problems = []
     for key in dict.fromkeys(key for theirs in everyone for key in theirs):
         values = [str(theirs.get(key, "(absent)")) for theirs in everyone]

@@ -66,6 +66,22 @@ class Executor:
         """Units in the order the last micro-batch gathered them."""
         return tuple(self._gathering.fetched)
 
+    def gradients(self) -> Gradients:
+        """What the micro-batches of one step hand their gradients to."""
+        return Gradients(self.plan, self.mesh, self.order, self._announce("reduces"))
+
+    def _announce(self, verb: str) -> Callable[[str], None]:
+        """Before the order of exchanges is known, ranks tell each other which one is next: else they would mix two."""
+
+        def announce(unit: str) -> None:
+            if self.order is None and self._trained:
+                buckets = [state.bucket for state in self._units[unit].buckets]
+                used = {axis for bucket in buckets for axis in (*bucket.axes, *bucket.replicas)}
+                axes = [axis for axis in self.mesh.shape if axis in used]
+                primitives.require_equal(self.mesh, "steps", {"next": f"{verb} unit {unit!r}"}, _SAME_ORDER, axes)
+
+        return announce
+
     def forward(self, params: Sharded, fn: Callable[[Tree], Any]) -> Any:
         """``fn(parameters)`` without gradients."""
         with self._running(params, None), torch.no_grad():
@@ -158,6 +174,7 @@ class Executor:
                 f"autocast is on while unit {unit.name!r} is gathered (ZeRO stage 3); its casts would keep whole parameters "
                 "alive. Use sl.precision('bf16') in the plan instead, with keep=[...] for what must stay in fp32"
             )
+        self._announce("gathers")(unit.name)
         with torch.inference_mode(False):  # the first touch may lie in inference_mode, and a later one not
             self._gathering.touch(unit)
         for state in unit.buckets:
@@ -225,12 +242,7 @@ class Executor:
         runs = self._gathering.runs
         if self.order is None:
             items = {"units gathered, in order": runs, "gradients reduced, in order": gradients.started}
-            primitives.require_equal(
-                self.mesh,
-                "steps",
-                items,
-                "Every rank must use the same parameters in the same order, at least in the first step.",
-            )
+            primitives.require_equal(self.mesh, "steps", items, _SAME_ORDER)
             self.order = list(gradients.started)
         self._trace = list(runs)
 
@@ -240,6 +252,7 @@ def _nothing() -> Iterator[None]:
     yield
 
 
+_SAME_ORDER = "Every rank must use the same parameters in the same order, at least in the first step."
 _NOT_STORED: tuple[Callable[[], Any], BucketState | None] = (lambda: None, None)
 
 

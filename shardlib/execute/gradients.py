@@ -7,6 +7,8 @@ to be the same on all ranks, then holds: a rank whose branch leaves a parameter 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from shardlib.exchange import Reduction
@@ -20,13 +22,16 @@ class Gradients:
 
     Args:
         order: units in the order their exchanges are to start; None to take them as they come.
+        announce: called before a unit's exchanges start.
 
     Attributes:
         started: units whose exchanges this micro-batch started, in order.
     """
 
-    def __init__(self, plan: Plan, mesh: Mesh, order: list[str] | None) -> None:
-        self._plan, self._mesh, self._order = plan, mesh, order
+    def __init__(
+        self, plan: Plan, mesh: Mesh, order: list[str] | None, announce: Callable[[str], None] = lambda unit: None
+    ) -> None:
+        self._plan, self._mesh, self._order, self._announce = plan, mesh, order, announce
         self._held: dict[str, torch.Tensor] = {}
         self._begin()
 
@@ -80,6 +85,7 @@ class Gradients:
         return torch.zeros(bucket.size(0), dtype=bucket.reduce_dtype, device=self._mesh.device)
 
     def _start(self, unit: str) -> None:
+        self._announce(unit)
         self.started.append(unit)
         ready = self._ready[unit]
         for bucket in self._plan.trained_in[unit]:

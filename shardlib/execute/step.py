@@ -87,7 +87,7 @@ class LossStep:
         if rng is None and needs(self._loss_fn, "rng"):
             raise TreeError("the loss function has a parameter rng and none was given; pass rng=sl.Key(seed)")
         parts = split_batch(batch, plan, mesh)
-        gradients = Gradients(plan, mesh, self.executor.order)
+        gradients = self.executor.gradients()
         sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)
         outcome: Outcome | None = None
         for index, part in enumerate(parts):
@@ -118,7 +118,7 @@ class LossStep:
     def trace(self, params: Sharded, batch: Tree, buffers: Any, rng: Key) -> None:
         """Run the first micro-batch for the sake of the executor's record of touches alone."""
         part = split_batch(batch, self._plan, self._mesh)[0]
-        self._microbatch(params, Gradients(self._plan, self._mesh, None), part, 0, buffers, rng, 1.0)
+        self._microbatch(params, self.executor.gradients(), part, 0, buffers, rng, 1.0)
 
     def _microbatch(
         self,
