@@ -22,6 +22,7 @@ from shardlib.mesh import Mesh, abstract_mesh, make_mesh
 from shardlib.models.modules import from_module
 from shardlib.optim import GradientTransformation, apply_updates
 from shardlib.plan import Plan
+from shardlib.prediction import predict_step
 from shardlib.preview import make_plan
 from shardlib.rng import Key, dropout
 from shardlib.sharded import Sharded, shard, unshard
@@ -64,6 +65,7 @@ __all__ = [
     "permute",
     "Plan",
     "precision",
+    "predict_step",
     "reduce_scatter",
     "remat",
     "row",

@@ -183,14 +183,14 @@ class Plan:
             itemsize = bucket.reduce_dtype.itemsize
             for level, axis in enumerate(bucket.axes):
                 times = reductions if level < bucket.grad_level else 1
-                total[axis] += times * _share(bucket.size(level) * itemsize, self.sizes[axis])
+                total[axis] += times * share(bucket.size(level) * itemsize, self.sizes[axis])
             for axis in bucket.replicas:
-                total[axis] += _share(2 * bucket.size(bucket.levels) * itemsize, self.sizes[axis])
+                total[axis] += share(2 * bucket.size(bucket.levels) * itemsize, self.sizes[axis])
             _add_gather(total, bucket, bucket.param_level, bucket.levels, 1)
         for dtype, numel in self.buffers:
             if dtype.is_floating_point:  # averaged over the ranks
                 for axis in self.batch_axes:
-                    total[axis] += 2 * _share(numel * dtype.itemsize, self.sizes[axis])
+                    total[axis] += 2 * share(numel * dtype.itemsize, self.sizes[axis])
         return {axis: count for axis, count in total.items() if self.sizes[axis] > 1}
 
     def __str__(self) -> str:
@@ -199,7 +199,8 @@ class Plan:
     __repr__ = __str__
 
 
-def _share(whole: int, ways: int) -> int:
+def share(whole: int, ways: int) -> int:
+    """What one rank sends of ``whole`` bytes that are gathered, or reduced and scattered, over ``ways`` ranks."""
     return whole * (ways - 1) // ways
 
 
@@ -207,7 +208,7 @@ def _add_gather(total: dict[str, int], bucket: Bucket, start: int, stop: int, ti
     """Gathering from level ``stop`` to level ``start``, one axis after the other, the last first."""
     for level in range(start, stop):
         axis = bucket.axes[level]
-        total[axis] += times * _share(bucket.size(level) * bucket.dtype.itemsize, bucket.sizes[level])
+        total[axis] += times * share(bucket.size(level) * bucket.dtype.itemsize, bucket.sizes[level])
 
 
 def check_same_tree(plan: Plan, paths: Sequence[str], shapes: Sequence[tuple[int, ...]], what: str) -> None:
