@@ -19,7 +19,7 @@ from shardlib.plan import Plan, check_same_tree
 from shardlib.planning import build_plan
 from shardlib.specs import P, shard_of
 from shardlib.transforms.zero import zero
-from shardlib.tree import Tree, flatten, register_node, unflatten
+from shardlib.tree import Tree, checksum, flatten, register_node, unflatten
 
 
 class Sharded:
@@ -173,12 +173,12 @@ def shard(
     }
     paths, leaves, _ = flatten(tree)
     compute = {placement.path: placement.compute.spec for placement in plan.placements}
-    sums: dict[str, int] = {}
+    sums: dict[str, str] = {}
 
     def place(path: str, value: torch.Tensor) -> None:
         if path in parts:
             if mesh.size > 1:
-                sums[path] = _checksum(value)
+                sums[path] = checksum(value)
             bucket, part = parts[path]
             _fill(part, shard_of(value, compute[path], mesh.shape, mesh.coords), mesh, bucket)
 
@@ -191,7 +191,7 @@ def shard(
     primitives.require_equal(
         mesh,
         "initial values",
-        {path: f"checksum {value & 0xFFFFFFFF:08x}" for path, value in sums.items()},
+        sums,
         "Start every rank from the same seed or checkpoint before sl.shard.",
     )
     return Sharded(plan, mesh, "param", buffers)
@@ -225,15 +225,6 @@ def _fill(part: torch.Tensor, value: torch.Tensor, mesh: Mesh, bucket: Bucket) -
     start = owner_index(mesh, bucket, 0, bucket.param_level) * part.numel()
     flat = value.reshape(-1)[start : start + part.numel()]
     part[: flat.numel()].copy_(flat)
-
-
-def _checksum(value: torch.Tensor) -> int:
-    """A sum over the bits, exact and independent of the order of summation."""
-    if value.numel() == 0:
-        return 0
-    width = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-    bits = value.contiguous().reshape(-1).view(width.get(value.dtype.itemsize, torch.uint8))
-    return int(bits.sum(dtype=torch.int64))
 
 
 def _check_devices(paths: list[str], leaves: list[torch.Tensor], mesh: Mesh) -> None:

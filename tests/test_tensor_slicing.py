@@ -24,7 +24,7 @@ from transformers import (
 
 import shardlib as sl
 from shardlib import checkpoint
-from shardlib.errors import HandleError, IllegalComposition, TreeError
+from shardlib.errors import HandleError, IllegalComposition, RankMismatch, TreeError
 from shardlib.models import gpt, huggingface
 
 logging.set_verbosity_error()
@@ -399,6 +399,22 @@ def test_a_use_that_would_be_wrong_is_refused(rules, loss, message):
 
     with pytest.raises(HandleError, match=message):
         sl.simulate(run, mesh={"model": 2})
+
+
+def test_ranks_of_one_model_with_batches_of_their_own(pool):
+    params = {"up": {"w": torch.ones(4, 4)}}
+
+    def run(mesh):
+        sharded = sl.shard(params, mesh, sl.tensor_slicing({"up": sl.column(gather=True)}))
+        sl.value_and_grad(lambda p, x: F.linear(x, p["up"]["w"]).sum())(sharded, torch.full((2, 4), 1.0 + mesh.rank))
+
+    told = (
+        r"(?s)the ranks' batches differ:.*batch: rank 0: checksum.*; rank 1: checksum.*axis 'model' work on one batch"
+    )
+    with pytest.raises(RankMismatch, match=told):
+        sl.simulate(run, mesh={"model": 2})
+    for _, error in pool.outcomes(run, mesh={"model": 2}):
+        assert isinstance(error, RankMismatch)
 
 
 def test_compiled_code_with_slices_in_it_is_refused():

@@ -22,6 +22,7 @@ from shardlib.execute.losses import (
     needs,
     read_loss,
     require_gradient,
+    require_same_batch,
     split_batch,
     wants,
 )
@@ -87,6 +88,8 @@ class LossStep:
         if rng is None and needs(self._loss_fn, "rng"):
             raise TreeError("the loss function has a parameter rng and none was given; pass rng=sl.Key(seed)")
         parts = split_batch(batch, plan, mesh)
+        if self.executor.order is None:
+            require_same_batch(batch, plan, mesh)
         gradients = self.executor.gradients()
         sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)
         outcome: Outcome | None = None
