@@ -55,6 +55,7 @@ def build_plan(params: Tree, mesh: Mesh, transform: Transform, *, optimizer: Any
     if sync == "last" and split["grad"] and microbatches > 1:
         split["grad"] = ()
         log += ("sync='last': gradients are kept whole until the last micro-batch",)
+    log += _gathered_outputs(slots, mesh.shape)
     units = unit_names(params)
     draft = [_place(info, units[index], slots, split, mesh.shape) for info, index in zip(infos, distinct, strict=True)]
     order = {unit: number for number, unit in enumerate(dict.fromkeys(units))}
@@ -103,6 +104,17 @@ def _check_slots(slots: Slots, mesh: Mesh, transform: Transform) -> None:
             f"no transform uses axis {', '.join(idle)} of {mesh}: its ranks would all do the same work. Add a transform "
             "for it (zero(..., replicate=axis) shares the batch over it), or leave it out of the mesh"
         )
+
+
+def _gathered_outputs(slots: Slots, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """A line for the log where a layer's sliced output is made whole on every rank."""
+    styles = {slot[1]: style for slot, style in slots.items() if slot[0] == "use" and slot[2] == "style"}
+    whole = sorted(p for p, s in styles.items() if s.kind == "column" and s.whole and sizes.get(s.axis, 1) > 1)
+    words = sorted(p for p, s in styles.items() if s.kind == "vocab" and sizes.get(s.axis, 1) > 1)
+    told = [f"gathered on every rank: the outputs of {', '.join(whole)}"] if whole else []
+    if words:
+        told.append(f"gathered on every rank: logits by {', '.join(words)}, except in sl.linear_cross_entropy")
+    return tuple(told)
 
 
 def _place(

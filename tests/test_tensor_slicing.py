@@ -353,6 +353,14 @@ def test_what_does_not_divide_is_listed_together():
         assert told in str(error.value)
 
 
+def test_the_plan_says_which_outputs_are_gathered():
+    params = {"head": {"weight": torch.zeros(4, 4)}, "up": {"weight": torch.zeros(4, 4)}}
+    text = str(plan_of(params, {"head": "vocab", "up": "colwise_rep"}, model=2))
+    assert "gathered on every rank: the outputs of up/weight" in text
+    assert "gathered on every rank: logits by head/weight, except in sl.linear_cross_entropy" in text
+    assert "gathered on every rank" not in str(plan_of(params, {"head": "vocab", "up": "colwise_rep"}, model=1))
+
+
 def test_styles_that_are_not_known_are_named():
     with pytest.raises(IllegalComposition, match=r"moe\.experts: 'grouped_gemm'\n(.|\n)*column"):
         sl.tensor_slicing({"moe.experts": "grouped_gemm", "q_proj": "colwise"})
