@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks import report, slicing, slow_network, small_tensors, speed
+from benchmarks import pipeline, report, slicing, slow_network, small_tensors, speed
 
 _RESULTS = Path(__file__).parent / "results"
 
@@ -15,6 +15,7 @@ def main() -> None:
         "speed": lambda rounds: speed.measure(rounds),
         "small_tensors": lambda rounds: small_tensors.measure(5 * rounds),
         "slicing": lambda rounds: slicing.measure(rounds),
+        "pipeline": lambda rounds: pipeline.measure(rounds),
         "slow_network": lambda rounds: slow_network.measure(max(3, rounds // 4)),
     }
     parser = argparse.ArgumentParser(description=__doc__)
