@@ -149,6 +149,20 @@ class Bucket:
             for column, numel, shape in zip(columns, self.numels, self.shapes, strict=True)
         ]
 
+    def add_leaves(self, packed: torch.Tensor, leaves: Sequence[torch.Tensor | None]) -> None:
+        """Add whole leaves (None is zero) to a whole, rank-major buffer, in place."""
+        columns = packed.view(self.ways, -1).split(self.chunks, dim=1)
+        present = [(column, leaf) for column, leaf in zip(columns, leaves, strict=True) if leaf is not None]
+        parts = [self._cut(leaf, column.shape[1]).to(packed.dtype) for column, leaf in present]
+        torch._foreach_add_([column for column, _ in present], parts)
+
+    def _cut(self, leaf: torch.Tensor, chunk: int) -> torch.Tensor:
+        """A whole leaf as (owners, chunk), padded with zeros; a view where it can be."""
+        flat = leaf.to_dense().reshape(-1) if leaf.is_sparse else leaf.reshape(-1)
+        if chunk * self.ways != leaf.numel():
+            flat = torch.nn.functional.pad(flat, (0, chunk * self.ways - leaf.numel()))
+        return flat.view(self.ways, chunk)
+
     def pack(self, leaves: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
         """Whole leaves (None is zero) to one whole, rank-major buffer of ``dtype``, padded with zeros.
 
@@ -160,14 +174,11 @@ class Bucket:
             return _flatten_dense_tensors(present)  # torch's own loop: many small leaves are cheap
         device = next((leaf.device for leaf in leaves if leaf is not None), None)
         columns = []
-        for leaf, numel, chunk in zip(leaves, self.numels, self.chunks, strict=True):
+        for leaf, chunk in zip(leaves, self.chunks, strict=True):
             if leaf is None:
                 columns.append(torch.zeros((self.ways, chunk), dtype=dtype, device=device))
-                continue
-            flat = leaf.to_dense().reshape(-1) if leaf.is_sparse else leaf.reshape(-1)
-            if chunk * self.ways != numel:
-                flat = torch.nn.functional.pad(flat, (0, chunk * self.ways - numel))
-            columns.append(flat.view(self.ways, chunk))
+            else:
+                columns.append(self._cut(leaf, chunk))
         if self.alone:
             return columns[0].to(dtype).view(-1)
         if torch.is_grad_enabled() or any(column.dtype != columns[0].dtype for column in columns):

@@ -85,3 +85,14 @@ def test_the_plain_implementation_trains_like_one_device_too(stage, ways, copies
     assert losses == pytest.approx(wanted[0], rel=1e-10, abs=0)
     for final in ranks:
         assert_close(final, wanted[2], 1e-10)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_micro_batches_after_the_first_are_summed_without_packing(stage, monkeypatch):
+    packed = []
+    pack = layout.Bucket.pack
+    monkeypatch.setattr(layout.Bucket, "pack", lambda bucket, *args: packed.append(bucket.name) or pack(bucket, *args))
+    loss_fn, params = tiny_gpt(torch.float64)
+    transform = sl.chain(sl.zero(stage), sl.accumulate(3))
+    training.simulate({"data": 1}, loss_fn, params, token_batches(1), transform, training.optimizer())
+    assert packed and len(packed) == len(set(packed))

@@ -108,6 +108,8 @@ class Executor:
             if self.order is None:
                 refuse_reentrant_checkpoints(total)
             self._gathering.turn()
+            for state in self._buckets:
+                state.summing = gradients
             handles = self._trained_handles
             anchors = [state.anchor for state in self._buckets if state.anchor is not None]
             found = grad(total, [*anchors, *handles], seed.to(total.dtype))

@@ -7,7 +7,7 @@ to be the same on all ranks, then holds: a rank whose branch leaves a parameter 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -37,8 +37,9 @@ class Gradients:
 
     def _begin(self) -> None:
         self.started: list[str] = []
-        self._ready: dict[str, dict[str, torch.Tensor]] = {unit: {} for unit in self._plan.trained_in}
+        self._ready: dict[str, dict[str, torch.Tensor | None]] = {unit: {} for unit in self._plan.trained_in}
         self._complete: set[str] = set()
+        self._added: set[str] = set()
         self._flying: list[tuple[Bucket, Reduction, bool]] = []
 
     def begin(self, last: bool) -> None:
@@ -46,10 +47,24 @@ class Gradients:
         self._last = last
         self._begin()
 
-    def add(self, bucket: Bucket, whole: torch.Tensor) -> None:
-        """A bucket's complete gradient of this micro-batch: whole, rank-major. A unit starts when all of its have come.
+    def add_leaves(self, bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> bool:
+        """Add leaves' gradients to the bucket's sum over micro-batches, if one is kept whole; packing is then saved."""
+        held = self._held.get(bucket.name) if bucket.grad_level == 0 else None
+        if held is None:
+            return False
+        bucket.add_leaves(held, grads)
+        self._added.add(bucket.name)
+        return True
 
-        Starting each as it comes would cost more: on gloo a send waits while others of its pair are received.
+    def added(self, bucket: Bucket) -> bool:
+        """Whether `add_leaves` took gradients of this micro-batch."""
+        return bucket.name in self._added
+
+    def add(self, bucket: Bucket, whole: torch.Tensor | None) -> None:
+        """A bucket's complete gradient of this micro-batch: whole, rank-major; None where `add_leaves` took it.
+
+        A unit starts when all of its have come. Starting each as it comes would cost more: on gloo a send waits while
+        others of its pair are received.
         """
         unit = bucket.unit
         self._ready[unit][bucket.name] = whole
@@ -91,11 +106,13 @@ class Gradients:
         for bucket in self._plan.trained_in[unit]:
             self._reduce(bucket, ready.pop(bucket.name))
 
-    def _reduce(self, bucket: Bucket, whole: torch.Tensor) -> None:
+    def _reduce(self, bucket: Bucket, whole: torch.Tensor | None) -> None:
         level = bucket.grad_level
         if level == 0:
             self._keep(bucket, whole)
-        elif not self._last or (level == bucket.levels and not bucket.replicas):
+            return
+        assert whole is not None
+        if not self._last or (level == bucket.levels and not bucket.replicas):
             self._fly(bucket, whole, 0, level, False)
         elif bucket.name not in self._held:
             self._fly(bucket, whole, 0, bucket.levels, True)
@@ -103,12 +120,13 @@ class Gradients:
             part = Reduction(self._mesh, bucket, whole, 0, level, replicas=False).wait()
             self._fly(bucket, part.add_(self._held.pop(bucket.name)), level, bucket.levels, True)
 
-    def _keep(self, bucket: Bucket, whole: torch.Tensor) -> None:
+    def _keep(self, bucket: Bucket, whole: torch.Tensor | None) -> None:
         """A gradient that is kept whole until the last micro-batch."""
         held = self._held.pop(bucket.name, None)
         if held is not None:
-            whole = held.add_(whole)
-        elif bucket.alone and not (self._last and bucket.levels):
+            whole = held if whole is None else held.add_(whole)
+        assert whole is not None
+        if held is None and bucket.alone and not (self._last and bucket.levels):
             whole = whole.clone()  # it may be somebody's tensor: never packed, and now to be written to
         if not self._last:
             self._held[bucket.name] = whole

@@ -32,7 +32,7 @@ class _Root(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, whole: torch.Tensor | None) -> tuple[None, None, None]:
-        if whole is not None:
+        if whole is not None or ctx.gradients.added(ctx.bucket):
             ctx.gradients.add(ctx.bucket, whole)
         return None, None, None
 
@@ -49,6 +49,8 @@ class _Attach(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         if all(grad is None for grad in grads):
             return None, None
+        if ctx.state.summing is not None and ctx.state.summing.add_leaves(ctx.state.bucket, grads):
+            return None, None
         return ctx.state.bucket.pack(grads, ctx.state.bucket.reduce_dtype), None
 
 
@@ -59,6 +61,8 @@ class BucketState:
         stored: this rank's buffer, as stored.
         whole: the whole, leaf-major buffer while it is here.
         anchor: the graph input of its root; what `torch.autograd.grad` differentiates to.
+        summing: set for the backward proper: gradients may go straight to their sums. (One that the loss itself takes
+            must stay in the graph.)
     """
 
     def __init__(self, bucket: Bucket, mesh: Mesh) -> None:
@@ -68,6 +72,7 @@ class BucketState:
         self.whole: torch.Tensor | None = None
         self.anchor: torch.Tensor | None = None
         self.root: torch.Tensor | None = None
+        self.summing: Gradients | None = None
         self._coming: Gather | None = None
 
     @property
@@ -77,7 +82,7 @@ class BucketState:
     def bind(self, stored: torch.Tensor, gradients: Gradients | None) -> None:
         self.stored = stored
         self.whole = None if self.gathers else stored
-        self.anchor = self.root = None
+        self.anchor = self.root = self.summing = None
         if gradients is not None and self.bucket.trainable:
             self.anchor = torch.zeros((), requires_grad=True, device=stored.device)
             self.root = run_first(_Root.apply(self.anchor, self.bucket, gradients))
@@ -85,7 +90,7 @@ class BucketState:
     def unbind(self) -> None:
         """Drop the graph and the parameters of a micro-batch that is over."""
         self.stored = torch.empty(0)
-        self.whole = self.anchor = self.root = self._coming = None
+        self.whole = self.anchor = self.root = self.summing = self._coming = None
 
     def fetch(self) -> None:
         if self.gathers:
