@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from shardlib.errors import TreeError, listing
 from shardlib.layout import Bucket
 from shardlib.plan_text import describe
+from shardlib.schedules import Pipeline
 from shardlib.specs import Leaf
 from shardlib.styles import Style
 from shardlib.tree import TreeDef
@@ -62,8 +63,11 @@ class Plan:
         loss_scale: None, or "dynamic" for fp16.
         cast_batch: dtype that floating batch leaves are cast to, or None.
         touches: units in the order one micro-batch gathers them, forward then backward; None when not traced.
-        optimizer_bytes: bytes per rank of the optimizer's state, masters included; None when none was given.
+        optimizer_bytes: bytes per rank of the optimizer's state, masters included, one number for each of the
+            `views`; None when no optimizer was given.
         buffers: dtype and number of elements of what the loss returns beside the loss (BatchNorm's statistics).
+        pipeline: the stages and their schedule, or None.
+        whole: of a part of a plan (see `at`), the plan it is a part of.
         log: which transform wrote what.
     """
 
@@ -81,9 +85,40 @@ class Plan:
     loss_scale: str | None
     cast_batch: torch.dtype | None
     touches: tuple[str, ...] | None = None
-    optimizer_bytes: int | None = None
+    optimizer_bytes: tuple[int, ...] | None = None
     buffers: tuple[tuple[torch.dtype, int], ...] = ()
+    pipeline: Pipeline | None = None
+    whole: Plan | None = field(default=None, compare=False, repr=False)
     log: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def everywhere(self) -> Plan:
+        """The plan of all ranks, from a rank's or a stage's part of it."""
+        return self.whole or self
+
+    def at(self, coords: Mapping[str, int]) -> Plan:
+        """What the rank at these coordinates works with: under a pipeline, the buckets that live there alone."""
+        if self.pipeline is None:
+            return self
+        home = coords[self.pipeline.axis]
+        spent = self.everywhere.optimizer_bytes
+        part = self._part(lambda bucket: home in bucket.homes)
+        return replace(part, optimizer_bytes=None if spent is None else spent[home : home + 1])
+
+    def of_stage(self, stage: int) -> Plan:
+        """The part of the plan that one stage of the pipeline uses."""
+        return self._part(lambda bucket: stage in bucket.stages)
+
+    def _part(self, keep: Callable[[Bucket], bool]) -> Plan:
+        whole = self.everywhere
+        return replace(whole, buckets=tuple(bucket for bucket in whole.buckets if keep(bucket)), whole=whole)
+
+    @cached_property
+    def views(self) -> tuple[Plan, ...]:
+        """The plan as each rank along the pipeline's axis has it; without a pipeline, the plan itself."""
+        if self.pipeline is None or self.whole is not None:
+            return (self,)
+        return tuple(self.at({self.pipeline.axis: home}) for home in range(self.sizes[self.pipeline.axis]))
 
     @cached_property
     def units(self) -> tuple[str, ...]:
@@ -119,8 +154,11 @@ class Plan:
     def bytes(self, role: str) -> int:
         """Bytes one rank holds of "param", "grad", "optimizer" or "buffers", padding included.
 
-        "grad" is the buffer gradients are accumulated in: whole where they are reduced once at the end.
+        "grad" is the buffer gradients are accumulated in: whole where they are reduced once at the end. Under a
+        pipeline, what the rank that holds most holds; see `at` for the others.
         """
+        if len(self.views) > 1:
+            return max(view.bytes(role) for view in self.views)
         if role == "param":
             return sum(bucket.size(bucket.param_level) * bucket.dtype.itemsize for bucket in self.buckets)
         if role == "grad":
@@ -128,7 +166,7 @@ class Plan:
         if role == "optimizer":
             if self.optimizer_bytes is None:
                 raise ValueError("the plan was made without an optimizer; pass optimizer= to make_plan")
-            return self.optimizer_bytes
+            return max(self.optimizer_bytes)
         if role == "buffers":
             return sum(numel * dtype.itemsize for dtype, numel in self.buffers)
         raise ValueError(f"role {role!r} is not one of {', '.join(ROLES)}, buffers")
@@ -156,7 +194,13 @@ class Plan:
     def copies(self, bucket: Bucket) -> tuple[str, ...]:
         """Axes along which ranks hold the same elements of a bucket in the optimizer's layout."""
         own = {*bucket.axes, *bucket.slices}
+        if self.pipeline is not None:
+            own.add(self.pipeline.axis)  # what several stages hold is its first home's to count: see `counts`
         return tuple(axis for axis, size in self.sizes.items() if size > 1 and axis not in own)
+
+    def counts(self, bucket: Bucket, coords: Mapping[str, int]) -> bool:
+        """Whether a rank speaks for its bucket's elements: of several homes along the pipeline's axis, the first."""
+        return self.pipeline is None or coords[self.pipeline.axis] == bucket.homes[0]
 
     def gathers(self) -> tuple[str, ...]:
         """Units in the order one micro-batch gathers them: as traced, or each once forward and once backward."""
@@ -167,7 +211,13 @@ class Plan:
         return (*sharded, *(unit for unit in reversed(sharded) if unit in trained))
 
     def payload(self) -> dict[str, int]:
-        """Payload bytes one rank sends per step, by axis, by the algorithms' own volume (scalars apart)."""
+        """Payload bytes one rank sends per step, by axis, by the algorithms' own volume (scalars apart).
+
+        Under a pipeline, by axis what the rank that sends most sends.
+        """
+        if len(self.views) > 1:
+            sent = [view.payload() for view in self.views]
+            return {axis: max(view[axis] for view in sent) for axis in sent[0]}
         total = dict.fromkeys(self.sizes, 0)
         reductions = self.microbatches if self.sync == "each" else 1
         for unit in self.gathers():
@@ -207,7 +257,11 @@ def _add_gather(total: dict[str, int], bucket: Bucket, start: int, stop: int, ti
 
 def check_same_tree(plan: Plan, paths: Sequence[str], shapes: Sequence[tuple[int, ...]], what: str) -> None:
     """Raise `TreeError` listing each leaf of ``what`` that is missing, new, or of another shape than the plan's."""
-    wanted = dict(zip(plan.leaf_paths, (plan.placements[owner] for owner in plan.owners), strict=True))
+    owners = (plan.placements[owner] for owner in plan.owners)
+    # Other stages' leaves are None in a rank's tree.
+    wanted = {
+        path: owner for path, owner in zip(plan.leaf_paths, owners, strict=True) if owner.bucket in plan.bucket_of
+    }
     got = dict(zip(paths, shapes, strict=True))
     failures = [f"{path}: missing" for path in wanted if path not in got]
     failures += [f"{path}: not in the plan" for path in got if path not in wanted]

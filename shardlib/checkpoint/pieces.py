@@ -33,7 +33,8 @@ def owned_pieces(state: TrainState) -> Iterator[Piece]:
     """What this rank saves: its own ranges, of copies the first rank's alone, and on rank 0 what is not sharded."""
     plan, mesh = state.params.plan, state.params.mesh
     for bucket in plan.buckets:
-        if any(mesh.coords[axis] for axis in mesh.shape if axis not in bucket.axes):
+        apart = {*bucket.axes, plan.pipeline.axis if plan.pipeline else None}
+        if not plan.counts(bucket, mesh.coords) or any(mesh.coords[axis] for axis in mesh.shape if axis not in apart):
             continue
         index = owner_index(mesh, bucket, bucket.param_level, bucket.levels)
         mine = bucket.owned_part(state.params.buffers[bucket.name], bucket.param_level, index)
