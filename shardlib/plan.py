@@ -113,6 +113,11 @@ class Plan:
         whole = self.everywhere
         return replace(whole, buckets=tuple(bucket for bucket in whole.buckets if keep(bucket)), whole=whole)
 
+    @property
+    def alike(self) -> tuple[str, ...]:
+        """Axes along which all ranks run the same: not the pipeline's."""
+        return tuple(axis for axis in self.sizes if self.pipeline is None or axis != self.pipeline.axis)
+
     @cached_property
     def views(self) -> tuple[Plan, ...]:
         """The plan as each rank along the pipeline's axis has it; without a pipeline, the plan itself."""

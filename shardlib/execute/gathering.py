@@ -67,11 +67,11 @@ class Gathering:
         if upcoming is not None and self._prefetch:
             self._fetch(self._units[upcoming])
 
-    def turn(self) -> None:
-        """Forward is over. Everything is released, and what backward needs first is sent for."""
+    def turn(self, soon: bool) -> None:
+        """Forward is over. Everything is released, and what backward needs first is sent for if it comes ``soon``."""
         self._keep(set())
         self.current = None
-        if self._trace is not None and self._prefetch and len(self.runs) < len(self._trace):
+        if soon and self._trace is not None and self._prefetch and len(self.runs) < len(self._trace):
             self._fetch(self._units[self._trace[len(self.runs)]])
 
     def end(self) -> None:

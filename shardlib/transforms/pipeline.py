@@ -68,7 +68,7 @@ class Pipelined:
             for leaf, _ in blocks:
                 for path in (leaf.path, *leaf.aliases):
                     names[_block(path)] += f"{path}\n"
-            return schedules.by_regex(names, self.partition.pattern, stages)
+            return schedules.by_regex(names, self.partition, stages)
         costs: list[float] = [0] * count
         if isinstance(self.partition, tuple):
             if len(self.partition) < count:
