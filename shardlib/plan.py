@@ -114,6 +114,11 @@ class Plan:
         return replace(whole, buckets=tuple(bucket for bucket in whole.buckets if keep(bucket)), whole=whole)
 
     @property
+    def loss_axes(self) -> tuple[str, ...]:
+        """Axes over which losses and weights are summed: those of the batch, and the pipeline's (one stage has them)."""
+        return self.batch_axes if self.pipeline is None else (*self.batch_axes, self.pipeline.axis)
+
+    @property
     def alike(self) -> tuple[str, ...]:
         """Axes along which all ranks run the same: not the pipeline's."""
         return tuple(axis for axis in self.sizes if self.pipeline is None or axis != self.pipeline.axis)

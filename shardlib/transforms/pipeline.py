@@ -37,20 +37,19 @@ class Pipelined:
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         ranks = sizes.get(self.axis, 1)
         schedule = schedules.make_schedule(self.schedule, ranks, self.microbatches, self.chunks)
-        paths = [(leaf, [leaf.path, *leaf.aliases]) for leaf in leaves]
-        strange = [path for _, found in paths for path in found if not path.split("/")[0].isdigit()]
+        strange = [path for leaf in leaves for path in (leaf.path, *leaf.aliases) if not path.split("/")[0].isdigit()]
         if strange or not leaves:
             told = f"these paths belong to no block:\n{listing(strange, 5)}" if strange else "there are no parameters"
             raise IllegalComposition(NO_BLOCKS.format(told=told))
-        blocks = [(leaf, {_block(path) for path in found}) for leaf, found in paths]
+        blocks = [(leaf, {_block(path) for path in (leaf.path, *leaf.aliases)}) for leaf in leaves]
         spans = self._cut(blocks, schedule.stages)
         stage_of = {block: stage for stage, span in enumerate(spans) for block in range(*span)}
         used = [(leaf, tuple(sorted({stage_of[block] for block in found}))) for leaf, found in blocks]
         empty = set(range(schedule.stages)).difference(*(stages for _, stages in used))
         if empty:
-            told = [f"stage {s} (blocks {spans[s][0]} to {spans[s][1] - 1})" for s in sorted(empty)]
+            idle = [f"stage {s} (blocks {spans[s][0]} to {spans[s][1] - 1})" for s in sorted(empty)]
             raise IllegalComposition(
-                f"{self.name} leaves stages without parameters:\n{listing(told)}\nUse fewer stages, or another partition="
+                f"{self.name} leaves stages without parameters:\n{listing(idle)}\nUse fewer stages, or another partition="
             )
         yield Schedule(
             microbatches=self.microbatches, sync=self.sync, pipeline=schedules.Pipeline(self.axis, schedule, spans)
