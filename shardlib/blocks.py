@@ -28,17 +28,22 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def marked(*args: Any, **kwargs: Any) -> Any:
-        runner = block_runner.get()
-        return fn(*args, **kwargs) if runner is None else runner(fn, args, kwargs)
+        return _call(fn, args, kwargs)
 
     return marked
+
+
+def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Not part of `block`, so that a marked function can be sent to other processes: a context variable cannot."""
+    runner = block_runner.get()
+    return fn(*args, **kwargs) if runner is None else runner(fn, args, kwargs)
 
 
 class Sequential:
     """A loss function made of blocks; see `sequential`."""
 
     def __init__(self, blocks: Sequence[Callable[..., Any]]) -> None:
-        self._blocks = [block(fn) for fn in blocks]
+        self.blocks = [block(fn) for fn in blocks]
         rngs = [_rng_of(fn) for fn in blocks]
         self._wants_rng = [rng is not None for rng in rngs]
         names = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("params", "batch")]
@@ -50,7 +55,7 @@ class Sequential:
         self.__signature__ = inspect.Signature(names)
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self.blocks)
 
     def __call__(self, params: Sequence[Any], batch: Any, rng: Key | None = None) -> Any:
         if len(params) != len(self):
@@ -61,7 +66,7 @@ class Sequential:
         """What blocks ``start`` to ``stop - 1`` make of ``carry``."""
         for index in range(start, stop):
             extra = {"rng": rng.fold_in(index) if rng is not None else None} if self._wants_rng[index] else {}
-            carry = self._blocks[index](params[index], carry, batch, **extra)
+            carry = self.blocks[index](params[index], carry, batch, **extra)
         return carry
 
 
