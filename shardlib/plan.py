@@ -45,6 +45,20 @@ class Placement:
 
 
 @dataclass(frozen=True)
+class StageTrace:
+    """What one micro-batch does in one stage.
+
+    Attributes:
+        touches: units in the order it gathers them.
+        forward, backward: bytes of the carry it passes on, and of the gradient that comes back for it.
+    """
+
+    touches: tuple[str, ...]
+    forward: int
+    backward: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """A frozen, comparable, device-free description of a sharded training state; ``print`` it.
 
@@ -67,7 +81,9 @@ class Plan:
             `views`; None when no optimizer was given.
         buffers: dtype and number of elements of what the loss returns beside the loss (BatchNorm's statistics).
         pipeline: the stages and their schedule, or None.
-        whole: of a part of a plan (see `at`), the plan it is a part of.
+        traces: of each of the stages, when traced.
+        whole: of a part of a plan, the plan it is a part of.
+        home: of the part that `at` gives, the coordinate along the pipeline's axis.
         log: which transform wrote what.
     """
 
@@ -88,6 +104,8 @@ class Plan:
     optimizer_bytes: tuple[int, ...] | None = None
     buffers: tuple[tuple[torch.dtype, int], ...] = ()
     pipeline: Pipeline | None = None
+    traces: tuple[StageTrace, ...] | None = None
+    home: int | None = None
     whole: Plan | None = field(default=None, compare=False, repr=False)
     log: tuple[str, ...] = field(default=(), compare=False)
 
@@ -103,11 +121,12 @@ class Plan:
         home = coords[self.pipeline.axis]
         spent = self.everywhere.optimizer_bytes
         part = self._part(lambda bucket: home in bucket.homes)
-        return replace(part, optimizer_bytes=None if spent is None else spent[home : home + 1])
+        return replace(part, home=home, optimizer_bytes=None if spent is None else spent[home : home + 1])
 
     def of_stage(self, stage: int) -> Plan:
         """The part of the plan that one stage of the pipeline uses."""
-        return self._part(lambda bucket: stage in bucket.stages)
+        part = self._part(lambda bucket: stage in bucket.stages)
+        return replace(part, touches=self.traces[stage].touches if self.traces else None)
 
     def _part(self, keep: Callable[[Bucket], bool]) -> Plan:
         whole = self.everywhere
@@ -126,7 +145,7 @@ class Plan:
     @cached_property
     def views(self) -> tuple[Plan, ...]:
         """The plan as each rank along the pipeline's axis has it; without a pipeline, the plan itself."""
-        if self.pipeline is None or self.whole is not None:
+        if self.pipeline is None or self.home is not None:
             return (self,)
         return tuple(self.at({self.pipeline.axis: home}) for home in range(self.sizes[self.pipeline.axis]))
 
@@ -216,19 +235,51 @@ class Plan:
         """Units in the order one micro-batch gathers them: as traced, or each once forward and once backward."""
         if self.touches is not None:
             return self.touches
+        if self.pipeline is not None and self.traces is not None:
+            stages = range(len(self.traces)) if self.home is None else self.local_stages
+            return tuple(unit for stage in stages for unit in self.traces[stage].touches)
         sharded = [unit for unit in self.units if any(b.param_level for b in self.buckets if b.unit == unit)]
         trained = {bucket.unit for bucket in self.trained}
-        return (*sharded, *(unit for unit in reversed(sharded) if unit in trained))
+        backward = tuple(unit for unit in reversed(sharded) if unit in trained)
+        # A backward in two halves walks through the stage twice.
+        return (*sharded, *backward * (2 if self.pipeline and self.pipeline.schedule.splits else 1))
 
     def payload(self) -> dict[str, int]:
         """Payload bytes one rank sends per step, by axis, by the algorithms' own volume (scalars apart).
 
-        Under a pipeline, by axis what the rank that sends most sends.
+        Under a pipeline, by axis what the rank that sends most sends; what passes between stages only when traced.
         """
         if len(self.views) > 1:
             sent = [view.payload() for view in self.views]
             return {axis: max(view[axis] for view in sent) for axis in sent[0]}
         total = dict.fromkeys(self.sizes, 0)
+        for part in self.parts:
+            part._add_microbatches(total)
+        for bucket in self.trained:
+            _add_gather(total, bucket, bucket.param_level, bucket.levels, 1)
+        if self.pipeline is not None:
+            self._add_messages(total, self.pipeline)
+        for dtype, numel in self.buffers:
+            if dtype.is_floating_point:  # averaged over the ranks
+                for axis in self.batch_axes:
+                    total[axis] += 2 * _share(numel * dtype.itemsize, self.sizes[axis])
+        return {axis: count for axis, count in total.items() if self.sizes[axis] > 1}
+
+    @cached_property
+    def parts(self) -> tuple[Plan, ...]:
+        """What runs as one: each of a rank's stages (see `at`); without a pipeline, the plan itself."""
+        if self.pipeline is None:
+            return (self,)
+        return tuple(self.everywhere.of_stage(stage) for stage in self.local_stages)
+
+    @property
+    def local_stages(self) -> tuple[int, ...]:
+        """The stages of the pipeline that run where this part of the plan belongs."""
+        assert self.pipeline is not None
+        return self.pipeline.schedule.stages_of(self.home or 0)
+
+    def _add_microbatches(self, total: dict[str, int]) -> None:
+        """What all micro-batches gather, and their gradients."""
         reductions = self.microbatches if self.sync == "each" else 1
         for unit in self.gathers():
             for bucket in self.buckets:
@@ -241,12 +292,20 @@ class Plan:
                 total[axis] += times * _share(bucket.size(level) * itemsize, self.sizes[axis])
             for axis in bucket.replicas:
                 total[axis] += _share(2 * bucket.size(bucket.levels) * itemsize, self.sizes[axis])
-            _add_gather(total, bucket, bucket.param_level, bucket.levels, 1)
-        for dtype, numel in self.buffers:
-            if dtype.is_floating_point:  # averaged over the ranks
-                for axis in self.batch_axes:
-                    total[axis] += 2 * _share(numel * dtype.itemsize, self.sizes[axis])
-        return {axis: count for axis, count in total.items() if self.sizes[axis] > 1}
+
+    def _add_messages(self, total: dict[str, int], pipeline: Pipeline) -> None:
+        """Gradients of tied leaves to their other homes; and, where traced, carries and their gradients."""
+        for bucket in self.trained:
+            own = bucket.size(bucket.levels) * bucket.reduce_dtype.itemsize
+            total[pipeline.axis] += (len(bucket.homes) - 1) * own
+        if self.traces is None:
+            return
+        rank_of = pipeline.schedule.rank_of
+        for stage in self.local_stages:
+            if stage + 1 < len(rank_of) and rank_of[stage + 1] != rank_of[stage]:
+                total[pipeline.axis] += self.microbatches * self.traces[stage].forward
+            if stage > 0 and rank_of[stage - 1] != rank_of[stage]:
+                total[pipeline.axis] += self.microbatches * self.traces[stage - 1].backward
 
     def __str__(self) -> str:
         return describe(self)

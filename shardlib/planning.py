@@ -56,6 +56,11 @@ def build_plan(params: Tree, mesh: Mesh, transform: Transform, *, optimizer: Any
     if sync == "last" and split["grad"] and microbatches > 1:
         split["grad"] = ()
         log += ("sync='last': gradients are kept whole until the last micro-batch",)
+    if slots.get(("schedule", "pipeline")) and sync == "each" and microbatches > 1:
+        log += (
+            f"gradients are reduced after each of {microbatches} micro-batches, into their shards; pipeline(sync='last') "
+            f"sends 1/{microbatches} of that and keeps them whole meanwhile",
+        )
     units = unit_names(params)
     draft = [_place(info, units[index], slots, split, mesh.shape) for info, index in zip(infos, distinct, strict=True)]
     order = {unit: number for number, unit in enumerate(dict.fromkeys(units))}

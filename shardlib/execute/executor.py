@@ -34,7 +34,7 @@ from shardlib.tree import Tree, unflatten
 class Record:
     """What the first micro-batch showed: units in the order they were touched, and in that of their reductions."""
 
-    trace: list[str] | None = None
+    trace: list[str | None] | None = None
     order: list[str] | None = None
 
 
@@ -110,7 +110,7 @@ class Executor:
             total, rest = self.open(params, gradients, fn)
             if self.order is None:
                 refuse_reentrant_checkpoints(total)
-            self._gathering.turn(soon=True)
+            self._gathering.turn()
             self.differentiate([total], [seed.to(total.dtype)], (), gradients, last)
             return rest
         finally:
@@ -124,7 +124,7 @@ class Executor:
 
     def rest(self) -> None:
         """Hold no gathered parameters until the backward comes."""
-        self._gathering.turn(soon=False)
+        self._gathering.rest()
 
     def inputs_gradient(
         self, outputs: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]

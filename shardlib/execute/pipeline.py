@@ -31,7 +31,7 @@ from shardlib.execute.messages import (
 from shardlib.mesh import Mesh
 from shardlib.plan import Plan
 from shardlib.rng import Key
-from shardlib.schedules import Action, Kind, Pipeline, lower, peer, tag
+from shardlib.schedules import Action, Kind, Pipeline, acknowledged, lower, peer, tag
 from shardlib.sharded import Sharded
 from shardlib.tree import Tree, leaves_of, tree_map
 
@@ -69,26 +69,32 @@ class Stage:
         self._idle.append(run.executor)
 
 
-class Pipe:
-    """A rank's stages and its way to the ranks of other stages.
+def require_blocks(loss_fn: Any, plan: Plan) -> Sequential:
+    """The loss function, if it can be cut into the plan's stages.
 
     Raises:
         IllegalComposition: a loss function that is not made of blocks.
         TreeError: another number of blocks than parameter trees.
     """
+    if not isinstance(loss_fn, Sequential):
+        raise IllegalComposition(
+            f"pipeline needs a loss made of blocks, and {getattr(loss_fn, '__name__', loss_fn)!r} is one function; make it "
+            "sl.sequential([...]) (gpt.make_sequential(config) does it for the library's GPT)"
+        )
+    if len(loss_fn) != plan.treedef.num_children:
+        raise TreeError(
+            f"sequential has {len(loss_fn)} blocks and the parameters are {plan.treedef.num_children} trees; give one tree "
+            "per block, an empty one where a block has no parameters"
+        )
+    return loss_fn
+
+
+class Pipe:
+    """A rank's stages and its way to the ranks of other stages. Raises what `require_blocks` raises."""
 
     def __init__(self, loss_fn: Any, plan: Plan, mesh: Mesh, trained: bool) -> None:
         assert plan.pipeline is not None
-        if not isinstance(loss_fn, Sequential):
-            raise IllegalComposition(
-                f"pipeline needs a loss made of blocks, and {getattr(loss_fn, '__name__', loss_fn)!r} is one function; make "
-                "it sl.sequential([...]) (gpt.make_sequential(config) does it for the library's GPT)"
-            )
-        if len(loss_fn) != plan.treedef.num_children:
-            raise TreeError(
-                f"sequential has {len(loss_fn)} blocks and the parameters are {plan.treedef.num_children} trees; give one "
-                "tree per block, an empty one where a block has no parameters"
-            )
+        self._blocks = require_blocks(loss_fn, plan)
         self._plan, self._mesh = plan, mesh
         self.pipeline: Pipeline = plan.pipeline
         self._schedule = self.pipeline.schedule
@@ -96,9 +102,9 @@ class Pipe:
         self.stages = {
             stage: Stage(plan.of_stage(stage), mesh, trained) for stage in self._schedule.stages_of(self.home)
         }
-
-        self._order = lower(self._schedule)[self.home]
-        self._blocks = loss_fn
+        orders = lower(self._schedule)
+        self._order = orders[self.home]
+        self.acknowledged = acknowledged(self._schedule, orders, self.home)
 
     def ends(self, stage: int) -> bool:
         """Whether it is the last stage, whose result is the loss."""
@@ -212,7 +218,7 @@ class _Interpreter:
         self._cotangents: dict[tuple[int, int], Any] = {}
         self._results: dict[tuple[int, int], Any] = {}
         self._newest: dict[int, IncomingTree] = {}  # by rank: the carry whose receive was posted last
-        self._sent: list[Sent] = []
+        self._sent: dict[Action, list[Sent]] = {}
         self._do: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._forward if gradients is not None else self._forward_only,
             Kind.B: self._backward,
@@ -233,7 +239,7 @@ class _Interpreter:
                 if action.kind in _COMPUTE:
                     self._post_ahead(order[place + 1 :])
                 self._do[action.kind](action)
-            _finish(self._sent)
+            self._let_go(list(self._sent))
         finally:
             for stage in self._pipe.stages.values():
                 for microbatch in list(stage.runs):
@@ -244,14 +250,14 @@ class _Interpreter:
         stage = self._pipe.stages[number]
         run = stage.begin(microbatch)
         carry = self._carry(action)
-        run.inputs = _differentiable(carry)
+        run.inputs = differentiable(carry)
         assert self._gradients is not None
         result = run.executor.open(
             self._params,
             self._gradients[number],
             lambda tree: materialise(self._compute(number, microbatch, tree, carry)),
         )
-        run.outputs = _differentiable(result)
+        run.outputs = differentiable(result)
         if stage.record.order is None:
             for output in run.outputs:
                 refuse_reentrant_checkpoints(output)
@@ -270,17 +276,21 @@ class _Interpreter:
 
     def _carry(self, action: Action) -> Any:
         carry = self._carries.pop((action.stage, action.microbatch), None)
-        return carry.wait() if isinstance(carry, IncomingTree) else carry
+        if not isinstance(carry, IncomingTree):
+            return carry
+        carry = carry.wait()
+        self._let_go(self._pipe.acknowledged.get(Action(action.stage, Kind.RECV_F, action.microbatch), ()))
+        return carry
 
     def _pass_on(self, number: int, microbatch: int, result: Any) -> None:
         if number + 1 in self._pipe.stages:
-            self._carries[number + 1, microbatch] = tree_map(_fresh_leaf, result)
+            self._carries[number + 1, microbatch] = tree_map(fresh_leaf, result)
         elif number + 1 < self._schedule.stages:
             self._results[number, microbatch] = result
 
     def _send_carry(self, action: Action) -> None:
         result = self._results.pop((action.stage, action.microbatch))
-        self._sent += send_tree(self._line(action), result, self._tag(action))
+        self._sent[action] = send_tree(self._line(action), result, self._tag(action))
 
     def _backward(self, action: Action) -> None:
         run = self._seeded(action)
@@ -313,6 +323,7 @@ class _Interpreter:
         else:
             given = self._cotangents.pop(key)
             run.seeds = given.wait() if isinstance(given, IncomingTensors) else given
+            self._let_go(self._pipe.acknowledged.get(Action(action.stage, Kind.RECV_B, action.microbatch), ()))
         return run
 
     def _differentiate(self, action: Action, run: Run, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
@@ -333,7 +344,7 @@ class _Interpreter:
 
     def _send_gradients(self, action: Action) -> None:
         found = self._results.pop((action.stage, action.microbatch))
-        self._sent += send_tensors(self._line(action), found, self._tag(action))
+        self._sent[action] = send_tensors(self._line(action), found, self._tag(action))
 
     def _post_ahead(self, rest: Sequence[Action]) -> None:
         """Start the receives that stand before the next computation, in order, as far as they can be known."""
@@ -366,6 +377,11 @@ class _Interpreter:
             outputs = self._pipe.stages[action.stage].runs[action.microbatch].outputs
             self._cotangents[key] = IncomingTensors(line, facts_of(outputs), self._tag(action))
 
+    def _let_go(self, sends: Iterable[Action]) -> None:
+        """Free the memory of messages that have been received; of those that may not have been, once they are."""
+        for action in sends:
+            _finish(self._sent.pop(action, ()))
+
     def _line(self, message: Action) -> Line:
         return self._pipe.line(peer(self._schedule, message))
 
@@ -377,11 +393,11 @@ _COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W)
 _RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 
 
-def _differentiable(tree: Tree) -> list[torch.Tensor]:
+def differentiable(tree: Tree) -> list[torch.Tensor]:
     return [leaf for leaf in leaves_of(tree) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
 
-def _fresh_leaf(leaf: Any) -> Any:
+def fresh_leaf(leaf: Any) -> Any:
     """What a stage on the same rank starts from: the same data, in a graph of its own."""
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
