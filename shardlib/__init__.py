@@ -1,6 +1,6 @@
 """shardlib: pure functions turn a parameter pytree into sharded state and a train step."""
 
-from shardlib import checkpoint, optim
+from shardlib import checkpoint, optim, schedules
 from shardlib.blocks import block, sequential
 from shardlib.claims import chain
 from shardlib.collectives import (
@@ -28,7 +28,7 @@ from shardlib.rng import Key, dropout
 from shardlib.sharded import Sharded, shard, unshard
 from shardlib.specs import Leaf, P
 from shardlib.train import TrainState, make_eval_step, make_train_step, value_and_grad
-from shardlib.transforms import accumulate, column, freeze, precision, remat, row, tensor_slicing, zero
+from shardlib.transforms import accumulate, column, freeze, pipeline, precision, remat, row, tensor_slicing, zero
 
 __version__ = "0.1.0"
 
@@ -63,12 +63,14 @@ __all__ = [
     "optim",
     "P",
     "permute",
+    "pipeline",
     "Plan",
     "precision",
     "predict_step",
     "reduce_scatter",
     "remat",
     "row",
+    "schedules",
     "sequential",
     "shard",
     "Sharded",

@@ -26,10 +26,15 @@ def run_first(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def grad(total: torch.Tensor, inputs: Sequence[torch.Tensor], seed: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def grad(
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    seeds: Sequence[torch.Tensor],
+    keep_graph: bool = False,
+) -> tuple[torch.Tensor | None, ...]:
     """`torch.autograd.grad` that never dispatches on the inputs' type: some are handles, meant as graph leaves."""
     return _engine_run_backward(
-        (total,), (seed,), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+        tuple(outputs), tuple(seeds), keep_graph, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
     )
 
 

@@ -6,9 +6,12 @@ A block is the unit that is gathered, recomputed and compiled. Outside a train s
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
+
+from shardlib.rng import Key
 
 Runner = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -25,29 +28,63 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def marked(*args: Any, **kwargs: Any) -> Any:
-        runner = block_runner.get()
-        return fn(*args, **kwargs) if runner is None else runner(fn, args, kwargs)
+        return _call(fn, args, kwargs)
 
     return marked
 
 
-def sequential(blocks: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Not part of `block`, so that a marked function can be sent to other processes: a context variable cannot."""
+    runner = block_runner.get()
+    return fn(*args, **kwargs) if runner is None else runner(fn, args, kwargs)
+
+
+class Sequential:
+    """A loss function made of blocks; see `sequential`."""
+
+    def __init__(self, blocks: Sequence[Callable[..., Any]]) -> None:
+        self.blocks = [block(fn) for fn in blocks]
+        rngs = [_rng_of(fn) for fn in blocks]
+        self._wants_rng = [rng is not None for rng in rngs]
+        names = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("params", "batch")]
+        if any(self._wants_rng):
+            # The loss needs a key when one of its blocks does.
+            needed = any(rng is not None and rng.default is inspect.Parameter.empty for rng in rngs)
+            default = inspect.Parameter.empty if needed else None
+            names.append(inspect.Parameter("rng", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default))
+        self.__signature__ = inspect.Signature(names)
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __call__(self, params: Sequence[Any], batch: Any, rng: Key | None = None) -> Any:
+        if len(params) != len(self):
+            raise ValueError(f"sequential has {len(self)} blocks and got {len(params)} parameter trees")
+        return self.run(params, None, batch, 0, len(self), rng)
+
+    def run(self, params: Sequence[Any], carry: Any, batch: Any, start: int, stop: int, rng: Key | None = None) -> Any:
+        """What blocks ``start`` to ``stop - 1`` make of ``carry``."""
+        for index in range(start, stop):
+            extra = {"rng": rng.fold_in(index) if rng is not None else None} if self._wants_rng[index] else {}
+            carry = self.blocks[index](params[index], carry, batch, **extra)
+        return carry
+
+
+def sequential(blocks: Sequence[Callable[..., Any]]) -> Sequential:
     """A loss function from blocks ``fn(params_i, carry, batch) -> carry``; the last returns the loss.
 
     The result is ``loss_fn(params, batch)`` over a list of parameter trees, one per block. The first block's
-    carry is None; a carry is any pytree (skips, auxiliary losses).
+    carry is None; a carry is any pytree (skips, auxiliary losses). A block with a parameter ``rng`` is given a key of
+    its own, and ``loss_fn`` then takes ``rng`` too. `shardlib.pipeline` cuts it into stages.
 
     Raises:
         ValueError: when called with another number of parameter trees than blocks.
     """
-    marked = [block(fn) for fn in blocks]
+    return Sequential(blocks)
 
-    def loss_fn(params: Sequence[Any], batch: Any) -> Any:
-        if len(params) != len(marked):
-            raise ValueError(f"sequential has {len(marked)} blocks and got {len(params)} parameter trees")
-        carry = None
-        for fn, params_i in zip(marked, params, strict=True):
-            carry = fn(params_i, carry, batch)
-        return carry
 
-    return loss_fn
+def _rng_of(fn: Callable[..., Any]) -> inspect.Parameter | None:
+    try:
+        return inspect.signature(fn).parameters.get("rng")
+    except (TypeError, ValueError):
+        return None

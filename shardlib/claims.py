@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from shardlib.errors import IllegalComposition, listing
+from shardlib.schedules import Pipeline
 from shardlib.specs import P
 from shardlib.styles import Style
 from shardlib.tree import matches
@@ -35,7 +36,10 @@ class LeafInfo:
 
 @dataclass(frozen=True)
 class Use:
-    """How one leaf is used in the loss: its compute spec, how slices work together, its dtype, whether it is trained."""
+    """How one leaf is used in the loss: its compute spec, how slices work together, its dtype, whether it is trained.
+
+    ``stages``: the pipeline stages that use it.
+    """
 
     path: str
     spec: P | None = None
@@ -43,6 +47,7 @@ class Use:
     trainable: bool | None = None
     style: Style | None = None
     master: torch.dtype | None = None
+    stages: tuple[int, ...] | None = None
 
     def slots(self) -> dict[tuple[str, ...], Any]:
         return {("use", self.path, name): value for name, value in _given(self) if name != "path"}
@@ -84,6 +89,7 @@ class Schedule:
     prefetch: bool | None = None
     loss_scale: str | None = None
     cast_batch: torch.dtype | None = None
+    pipeline: Pipeline | None = None
 
     def slots(self) -> dict[tuple[str, ...], Any]:
         return {("schedule", name): value for name, value in _given(self)}

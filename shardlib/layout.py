@@ -54,6 +54,8 @@ class Bucket:
         grad_level: how many of them gradients are split over while they are accumulated.
         replicas: axes over which the bucket is replicated and its gradients are all-reduced.
         slices: axes that the leaves are slices over: other values, not copies, on their ranks.
+        stages: the pipeline stages that use it; none without a pipeline.
+        homes: the coordinates along the pipeline's axis that hold it; empty for all.
     """
 
     name: str
@@ -70,6 +72,8 @@ class Bucket:
     grad_level: int
     replicas: tuple[str, ...]
     slices: tuple[str, ...] = ()
+    stages: tuple[int, ...] = ()
+    homes: tuple[int, ...] = ()
 
     @cached_property
     def ways(self) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from shardlib.errors import TreeError, listing
 from shardlib.layout import Bucket
 from shardlib.plan_text import describe
+from shardlib.schedules import Pipeline
 from shardlib.specs import Leaf
 from shardlib.styles import Style
 from shardlib.tree import TreeDef
@@ -44,6 +45,22 @@ class Placement:
 
 
 @dataclass(frozen=True)
+class StageTrace:
+    """What one micro-batch does in one stage.
+
+    Attributes:
+        touches: units in the order it gathers them.
+        forward, backward: bytes of the carry it passes on, and of the gradient that comes back for it.
+        activations: payload bytes that its blocks send themselves, by axis.
+    """
+
+    touches: tuple[str, ...]
+    forward: int
+    backward: int
+    activations: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class Plan:
     """A frozen, comparable, device-free description of a sharded training state; ``print`` it.
 
@@ -63,8 +80,13 @@ class Plan:
         cast_batch: dtype that floating batch leaves are cast to, or None.
         touches: units in the order one micro-batch gathers them, forward then backward; None when not traced.
         activations: payload bytes of activations that one micro-batch sends, by axis; None when not traced.
-        optimizer_bytes: bytes per rank of the optimizer's state, masters included; None when none was given.
+        optimizer_bytes: bytes per rank of the optimizer's state, masters included, one number for each of the
+            `views`; None when no optimizer was given.
         buffers: dtype and number of elements of what the loss returns beside the loss (BatchNorm's statistics).
+        pipeline: the stages and their schedule, or None.
+        traces: of each of the stages, when traced.
+        whole: of a part of a plan, the plan it is a part of.
+        home: of the part that `at` gives, the coordinate along the pipeline's axis.
         log: which transform wrote what.
     """
 
@@ -83,9 +105,55 @@ class Plan:
     cast_batch: torch.dtype | None
     touches: tuple[str, ...] | None = None
     activations: Mapping[str, int] | None = None
-    optimizer_bytes: int | None = None
+    optimizer_bytes: tuple[int, ...] | None = None
     buffers: tuple[tuple[torch.dtype, int], ...] = ()
+    pipeline: Pipeline | None = None
+    traces: tuple[StageTrace, ...] | None = None
+    home: int | None = None
+    whole: Plan | None = field(default=None, compare=False, repr=False)
     log: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def everywhere(self) -> Plan:
+        """The plan of all ranks, from a rank's or a stage's part of it."""
+        return self.whole or self
+
+    def at(self, coords: Mapping[str, int]) -> Plan:
+        """What the rank at these coordinates works with: under a pipeline, the buckets that live there alone."""
+        if self.pipeline is None:
+            return self
+        home = coords[self.pipeline.axis]
+        spent = self.everywhere.optimizer_bytes
+        part = self._part(lambda bucket: home in bucket.homes)
+        return replace(part, home=home, optimizer_bytes=None if spent is None else spent[home : home + 1])
+
+    def of_stage(self, stage: int) -> Plan:
+        """The part of the plan that one stage of the pipeline uses."""
+        part = self._part(lambda bucket: stage in bucket.stages)
+        if self.traces is None:
+            return part
+        return replace(part, touches=self.traces[stage].touches, activations=self.traces[stage].activations)
+
+    def _part(self, keep: Callable[[Bucket], bool]) -> Plan:
+        whole = self.everywhere
+        return replace(whole, buckets=tuple(bucket for bucket in whole.buckets if keep(bucket)), whole=whole)
+
+    @property
+    def loss_axes(self) -> tuple[str, ...]:
+        """Axes over which losses and weights are summed: those of the batch, and the pipeline's (one stage has them)."""
+        return self.batch_axes if self.pipeline is None else (*self.batch_axes, self.pipeline.axis)
+
+    @property
+    def alike(self) -> tuple[str, ...]:
+        """Axes along which all ranks run the same: not the pipeline's."""
+        return tuple(axis for axis in self.sizes if self.pipeline is None or axis != self.pipeline.axis)
+
+    @cached_property
+    def views(self) -> tuple[Plan, ...]:
+        """The plan as each rank along the pipeline's axis has it; without a pipeline, the plan itself."""
+        if self.pipeline is None or self.home is not None:
+            return (self,)
+        return tuple(self.at({self.pipeline.axis: home}) for home in range(self.sizes[self.pipeline.axis]))
 
     @cached_property
     def units(self) -> tuple[str, ...]:
@@ -121,8 +189,11 @@ class Plan:
     def bytes(self, role: str) -> int:
         """Bytes one rank holds of "param", "grad", "optimizer" or "buffers", padding included.
 
-        "grad" is the buffer gradients are accumulated in: whole where they are reduced once at the end.
+        "grad" is the buffer gradients are accumulated in: whole where they are reduced once at the end. Under a
+        pipeline, what the rank that holds most holds; see `at` for the others.
         """
+        if len(self.views) > 1:
+            return max(view.bytes(role) for view in self.views)
         if role == "param":
             return sum(bucket.size(bucket.param_level) * bucket.dtype.itemsize for bucket in self.buckets)
         if role == "grad":
@@ -130,7 +201,7 @@ class Plan:
         if role == "optimizer":
             if self.optimizer_bytes is None:
                 raise ValueError("the plan was made without an optimizer; pass optimizer= to make_plan")
-            return self.optimizer_bytes
+            return max(self.optimizer_bytes)
         if role == "buffers":
             return sum(numel * dtype.itemsize for dtype, numel in self.buffers)
         raise ValueError(f"role {role!r} is not one of {', '.join(ROLES)}, buffers")
@@ -158,22 +229,66 @@ class Plan:
     def copies(self, bucket: Bucket) -> tuple[str, ...]:
         """Axes along which ranks hold the same elements of a bucket in the optimizer's layout."""
         own = {*bucket.axes, *bucket.slices}
+        if self.pipeline is not None:
+            own.add(self.pipeline.axis)  # what several stages hold is its first home's to count: see `counts`
         return tuple(axis for axis, size in self.sizes.items() if size > 1 and axis not in own)
+
+    def counts(self, bucket: Bucket, coords: Mapping[str, int]) -> bool:
+        """Whether a rank speaks for its bucket's elements: of several homes along the pipeline's axis, the first."""
+        return self.pipeline is None or coords[self.pipeline.axis] == bucket.homes[0]
 
     def gathers(self) -> tuple[str, ...]:
         """Units in the order one micro-batch gathers them: as traced, or each once forward and once backward."""
         if self.touches is not None:
             return self.touches
+        if self.pipeline is not None and self.traces is not None:
+            stages = range(len(self.traces)) if self.home is None else self.local_stages
+            return tuple(unit for stage in stages for unit in self.traces[stage].touches)
         sharded = [unit for unit in self.units if any(b.param_level for b in self.buckets if b.unit == unit)]
         trained = {bucket.unit for bucket in self.trained}
-        return (*sharded, *(unit for unit in reversed(sharded) if unit in trained))
+        backward = tuple(unit for unit in reversed(sharded) if unit in trained)
+        # A backward in two halves walks through the stage twice.
+        return (*sharded, *backward * (2 if self.pipeline and self.pipeline.schedule.splits else 1))
 
     def payload(self) -> dict[str, int]:
         """Payload bytes one rank sends per step, by axis, by the algorithms' own volume (scalars apart).
 
         With what the loss sends itself (activations) where the plan was traced.
+        Under a pipeline, by axis what the rank that sends most sends; what passes between stages only when traced.
         """
-        total = {axis: self.microbatches * (self.activations or {}).get(axis, 0) for axis in self.sizes}
+        if len(self.views) > 1:
+            sent = [view.payload() for view in self.views]
+            return {axis: max(view[axis] for view in sent) for axis in sent[0]}
+        total = dict.fromkeys(self.sizes, 0)
+        for part in self.parts:
+            part._add_microbatches(total)
+        for bucket in self.trained:
+            _add_gather(total, bucket, bucket.param_level, bucket.levels, 1)
+        if self.pipeline is not None:
+            self._add_messages(total, self.pipeline)
+        for dtype, numel in self.buffers:
+            if dtype.is_floating_point:  # averaged over the ranks
+                for axis in self.batch_axes:
+                    total[axis] += 2 * share(numel * dtype.itemsize, self.sizes[axis])
+        return {axis: count for axis, count in total.items() if self.sizes[axis] > 1}
+
+    @cached_property
+    def parts(self) -> tuple[Plan, ...]:
+        """What runs as one: each of a rank's stages (see `at`); without a pipeline, the plan itself."""
+        if self.pipeline is None:
+            return (self,)
+        return tuple(self.everywhere.of_stage(stage) for stage in self.local_stages)
+
+    @property
+    def local_stages(self) -> tuple[int, ...]:
+        """The stages of the pipeline that run where this part of the plan belongs."""
+        assert self.pipeline is not None
+        return self.pipeline.schedule.stages_of(self.home or 0)
+
+    def _add_microbatches(self, total: dict[str, int]) -> None:
+        """What all micro-batches gather, and their gradients."""
+        for axis, sent in (self.activations or {}).items():
+            total[axis] += self.microbatches * sent
         reductions = self.microbatches if self.sync == "each" else 1
         for unit in self.gathers():
             for bucket in self.buckets:
@@ -186,12 +301,20 @@ class Plan:
                 total[axis] += times * share(bucket.size(level) * itemsize, self.sizes[axis])
             for axis in bucket.replicas:
                 total[axis] += share(2 * bucket.size(bucket.levels) * itemsize, self.sizes[axis])
-            _add_gather(total, bucket, bucket.param_level, bucket.levels, 1)
-        for dtype, numel in self.buffers:
-            if dtype.is_floating_point:  # averaged over the ranks
-                for axis in self.batch_axes:
-                    total[axis] += 2 * share(numel * dtype.itemsize, self.sizes[axis])
-        return {axis: count for axis, count in total.items() if self.sizes[axis] > 1}
+
+    def _add_messages(self, total: dict[str, int], pipeline: Pipeline) -> None:
+        """Gradients of tied leaves to their other homes; and, where traced, carries and their gradients."""
+        for bucket in self.trained:
+            own = bucket.size(bucket.levels) * bucket.reduce_dtype.itemsize
+            total[pipeline.axis] += (len(bucket.homes) - 1) * own
+        if self.traces is None:
+            return
+        rank_of = pipeline.schedule.rank_of
+        for stage in self.local_stages:
+            if stage + 1 < len(rank_of) and rank_of[stage + 1] != rank_of[stage]:
+                total[pipeline.axis] += self.microbatches * self.traces[stage].forward
+            if stage > 0 and rank_of[stage - 1] != rank_of[stage]:
+                total[pipeline.axis] += self.microbatches * self.traces[stage - 1].backward
 
     def __str__(self) -> str:
         return describe(self)
@@ -213,7 +336,11 @@ def _add_gather(total: dict[str, int], bucket: Bucket, start: int, stop: int, ti
 
 def check_same_tree(plan: Plan, paths: Sequence[str], shapes: Sequence[tuple[int, ...]], what: str) -> None:
     """Raise `TreeError` listing each leaf of ``what`` that is missing, new, or of another shape than the plan's."""
-    wanted = dict(zip(plan.leaf_paths, (plan.placements[owner] for owner in plan.owners), strict=True))
+    owners = (plan.placements[owner] for owner in plan.owners)
+    # Other stages' leaves are None in a rank's tree.
+    wanted = {
+        path: owner for path, owner in zip(plan.leaf_paths, owners, strict=True) if owner.bucket in plan.bucket_of
+    }
     got = dict(zip(paths, shapes, strict=True))
     failures = [f"{path}: missing" for path in wanted if path not in got]
     failures += [f"{path}: not in the plan" for path in got if path not in wanted]

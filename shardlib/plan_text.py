@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from shardlib.schedules import Pipeline, peak_in_flight, simulate
+
 if TYPE_CHECKING:
     from shardlib.plan import Placement, Plan
 
@@ -15,20 +17,60 @@ def describe(plan: Plan) -> str:
     """The text `print(plan)` shows: leaves and specs, units, bytes per rank, payload per step and axis, the log."""
     mesh = " × ".join(f"{axis}={size}" for axis, size in plan.sizes.items()) or "one device"
     parts = [
-        f"Plan on {mesh}: {count(plan.parameters)} parameters, {len(plan.units)} units, "
+        f"{_title(plan)} on {mesh}: {count(plan.parameters)} parameters, {len(plan.units)} units, "
         f"{plan.microbatches} micro-batch{'es' * (plan.microbatches > 1)} per step"
         + (f" (reduced at {'the last' if plan.sync == 'last' else 'each'})" if plan.microbatches > 1 else ""),
         table(("parameter", "shape", "dtype", "stored", "gradient", "optimizer"), _leaf_rows(plan.placements)),
         table(("unit", "leaves", "elements", "param", "grad", "gathered"), _unit_rows(plan), right=5),
-        "Per rank: " + "   ".join(_memory(plan)),
-        "Payload per step: " + ("   ".join(f"{axis} {size(sent)}" for axis, sent in plan.payload().items()) or "none"),
+        *([_stages(plan, plan.pipeline)] if plan.pipeline else []),
+        ("Per rank: " if len(plan.views) == 1 else "Per rank, at most: ") + "   ".join(_memory(plan)),
+        f"Payload per step{_untold(plan)}: "
+        + ("   ".join(f"{axis} {size(sent)}" for axis, sent in plan.payload().items()) or "none"),
     ]
     if plan.gathers():
-        how = "as traced" if plan.touches is not None else "taking each unit once forward and once backward"
+        how = (
+            "as traced"
+            if plan.touches is not None or plan.traces is not None
+            else "taking each unit once forward and once backward"
+        )
         parts.append(f"Gathers per micro-batch: {len(plan.gathers())} ({how})")
     if plan.log:
         parts.append("\n".join(plan.log))
     return "\n\n".join(parts)
+
+
+def _title(plan: Plan) -> str:
+    if plan.pipeline is None or plan.home is None:
+        return "Plan"
+    return f"Plan of the ranks at {plan.pipeline.axis}={plan.home}"
+
+
+def _untold(plan: Plan) -> str:
+    return " (what passes between stages not traced)" if plan.pipeline and plan.traces is None else ""
+
+
+def _stages(plan: Plan, pipeline: Pipeline) -> str:
+    """One row per coordinate along the pipeline's axis: its stages, and what its ranks hold."""
+    schedule, rows = pipeline.schedule, []
+    held = peak_in_flight(schedule)
+    for home, view in enumerate(plan.everywhere.views):
+        spans = [pipeline.spans[stage] for stage in schedule.stages_of(home)]
+        spent = view.optimizer_bytes
+        rows.append(
+            (
+                f"{pipeline.axis}={home}",
+                ", ".join(map(str, schedule.stages_of(home))),
+                ", ".join(f"{start}…{stop - 1}" if stop - start > 1 else str(start) for start, stop in spans),
+                count(sum(math.prod(shape) for bucket in view.buckets for shape in bucket.shapes)),
+                size(view.bytes("param")),
+                size(view.bytes("grad")),
+                "-" if spent is None else size(max(spent)),
+                str(held[home]),
+            )
+        )
+    header = ("rank", "stages", "blocks", "elements", "param", "grad", "optimizer", "micro-batches held")
+    bubble = f"{schedule.name}: a bubble of {simulate(schedule).bubble:.1%} of the work where F = I = W"
+    return f"{table(header, rows, right=5)}\n\n{bubble}"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: int = 0) -> str:

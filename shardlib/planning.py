@@ -15,8 +15,9 @@ from shardlib.errors import IllegalComposition
 from shardlib.layout import Bucket, stands_alone
 from shardlib.mesh import Mesh
 from shardlib.plan import ROLES, Placement, Plan
+from shardlib.schedules.pipeline import NO_BLOCKS, Pipeline
 from shardlib.specs import Leaf, P, check_leaves
-from shardlib.tree import Tree, check_tensors, flatten, ties
+from shardlib.tree import Tree, TreeDef, check_tensors, flatten, ties
 from shardlib.units import unit_names
 
 
@@ -56,6 +57,11 @@ def build_plan(params: Tree, mesh: Mesh, transform: Transform, *, optimizer: Any
         split["grad"] = ()
         log += ("sync='last': gradients are kept whole until the last micro-batch",)
     log += _gathered_outputs(slots, mesh.shape)
+    if slots.get(("schedule", "pipeline")) and sync == "each" and microbatches > 1:
+        log += (
+            f"gradients are reduced after each of {microbatches} micro-batches, into their shards; pipeline(sync='last') "
+            f"sends 1/{microbatches} of that and keeps them whole meanwhile",
+        )
     units = unit_names(params)
     draft = [_place(info, units[index], slots, split, mesh.shape) for info, index in zip(infos, distinct, strict=True)]
     order = {unit: number for number, unit in enumerate(dict.fromkeys(units))}
@@ -63,6 +69,7 @@ def build_plan(params: Tree, mesh: Mesh, transform: Transform, *, optimizer: Any
     bucket_of = {path: bucket.name for bucket in buckets for path in bucket.paths}
     placements = tuple(replace(placement, bucket=bucket_of[placement.path]) for placement in draft)
     check_leaves([placement.compute for placement in placements], mesh.shape)
+    pipeline = slots.get(("schedule", "pipeline"))
     place_of = {index: place for place, index in enumerate(distinct)}
     plan = Plan(
         sizes=dict(mesh.shape),
@@ -78,15 +85,43 @@ def build_plan(params: Tree, mesh: Mesh, transform: Transform, *, optimizer: Any
         prefetch=slots.get(("schedule", "prefetch"), True),
         loss_scale=slots.get(("schedule", "loss_scale")),
         cast_batch=slots.get(("schedule", "cast_batch")),
+        pipeline=pipeline and _all_blocks(pipeline, treedef),
         log=log,
     )
-    return plan if optimizer is None else replace(plan, optimizer_bytes=_optimizer_bytes(plan, optimizer))
+    if optimizer is None:
+        return plan
+    return replace(plan, optimizer_bytes=tuple(_optimizer_bytes(view, optimizer) for view in plan.views))
+
+
+def _all_blocks(pipeline: Pipeline, treedef: TreeDef) -> Pipeline:
+    """With the last blocks in the last stage, if those have no parameters: transforms see leaves alone.
+
+    Raises:
+        IllegalComposition: parameters that are not a list of blocks.
+    """
+    if treedef.type not in (list, tuple):
+        told = treedef.type.__name__ if treedef.type else "single tensor"
+        raise IllegalComposition(NO_BLOCKS.format(told=f"these parameters are a {told}"))
+    *first, (start, _) = pipeline.spans
+    return replace(pipeline, spans=(*first, (start, treedef.num_children)))
 
 
 def _check_slots(slots: Slots, mesh: Mesh, transform: Transform) -> None:
     axes = {slot[1] for slot in slots if slot[0] == "reduce" and slot[1] != "*"}
     axes |= {slot[2] for slot in slots if slot[0] == "live"}
     axes |= {axis for slot, spec in slots.items() if slot[0] == "use" and slot[2] == "spec" for axis in spec.axes}
+    pipeline = slots.get(("schedule", "pipeline"))
+    if pipeline and pipeline.axis in axes:
+        raise IllegalComposition(
+            f"{transform.name} puts the pipeline's stages on axis {pipeline.axis!r} and something else as well: stages hold "
+            "different blocks of one batch. Give the pipeline an axis of its own"
+        )
+    if pipeline and pipeline.schedule.splits and slots.get(("schedule", "remat")) not in (None, "full"):
+        raise IllegalComposition(
+            f"{pipeline.schedule.name} splits backwards and so recomputes a block twice, and remat keeps results for one "
+            "recompute; use remat('full'), or a schedule that does not split (1f1b, interleaved-1f1b)"
+        )
+    axes |= {pipeline.axis} if pipeline else set()
     unknown = sorted(axes - set(mesh.shape))
     if unknown:
         raise IllegalComposition(
@@ -95,7 +130,7 @@ def _check_slots(slots: Slots, mesh: Mesh, transform: Transform) -> None:
         )
     if slots.get(("schedule", "sync")) == "each" and not any(slot[:2] == ("live", "grad") for slot in slots):
         raise IllegalComposition(
-            "accumulate(sync='each') reduces gradients after every micro-batch into their shards, and at ZeRO stages 0 and "
+            "sync='each' reduces gradients after every micro-batch into their shards, and at ZeRO stages 0 and "
             "1 they are kept whole; use sync='last' (the same numbers, less traffic), or stage 2 or 3"
         )
     idle = [f"{axis!r} (size {size})" for axis, size in mesh.shape.items() if size > 1 and axis not in axes]
@@ -160,6 +195,7 @@ def _buckets(
     sizes: Mapping[str, int],
     order: Mapping[str, int],
 ) -> tuple[Bucket, ...]:
+    pipeline = slots.get(("schedule", "pipeline"))
     groups: dict[tuple[Any, ...], list[Placement]] = {}
     for placement in placements:
         trainable = placement.grad is not None
@@ -170,19 +206,21 @@ def _buckets(
         alone = placement.path if stands_alone(numel, math.prod(sizes[axis] for axis in axes)) else ""
         slices = tuple(axis for axis in placement.compute.spec.axes if sizes[axis] > 1)
         sums = (placement.style.axis,) if placement.style and placement.style.sums else ()
+        stages = slots.get(("use", placement.path, "stages"), ())
         key = (
             *(order[placement.unit], placement.unit, str(placement.param.dtype), trainable, master, axes, alone),
-            *(slices, sums),
+            *(slices, sums, stages),
         )
         groups.setdefault(key, []).append(placement)
     buckets: list[Bucket] = []
     for key, members in sorted(
         groups.items(), key=lambda item: (item[0][0], item[0][2], not item[0][3], str(item[0][4]), *item[0][6:])
     ):
-        _, unit, _, trainable, master, axes, alone, slices, sums = key
+        _, unit, _, trainable, master, axes, alone, slices, sums, stages = key
         first = members[0]
         name = f"{unit or '(top)'}/{str(first.param.dtype).removeprefix('torch.')}" + ("" if trainable else "/frozen")
-        name = alone or "/".join((name, *slices, *(f"sum over {axis}" for axis in sums)))
+        shared = (f"stages {', '.join(map(str, stages))}",) if len(stages) > 1 else ()
+        name = alone or "/".join((name, *slices, *(f"sum over {axis}" for axis in sums), *shared))
         buckets.append(
             Bucket(
                 name=name if not any(bucket.name == name for bucket in buckets) else f"{name}/master",
@@ -199,6 +237,8 @@ def _buckets(
                 grad_level=len(split["grad"]) if trainable else 0,
                 replicas=tuple(axis for axis in (*batch_axes, *sums) if sizes[axis] > 1 and axis not in axes),
                 slices=slices,
+                stages=stages,
+                homes=pipeline.homes(stages) if pipeline else (),
             )
         )
     return tuple(buckets)

@@ -12,7 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardlib.claims import Transform
 from shardlib.deferred import defer
 from shardlib.execute.buffers import buffer_sizes
+from shardlib.execute.losses import split_batch
 from shardlib.execute.step import LossStep
+from shardlib.execute.tracing import trace_stages
 from shardlib.groups import EchoGroup
 from shardlib.mesh import Mesh, as_mesh
 from shardlib.plan import Plan
@@ -68,8 +70,12 @@ def _traced(plan: Plan, loss_fn: Callable[..., Any], batch: Any, buffers: Any) -
     batch, buffers = tree_map(pretend, batch), tree_map(pretend, buffers)
     with fake:
         stored = {b.name: torch.empty(b.size(b.param_level), dtype=b.dtype, device=device) for b in plan.buckets}
-        step = LossStep(loss_fn, plan, mesh, buffers is not None)
         try:
+            if plan.pipeline is not None:
+                held = Sharded(plan, mesh, "param", stored)
+                part = split_batch(batch, plan, mesh)[0]
+                return replace(plan, traces=trace_stages(loss_fn, plan, mesh, held, part, Key(0)))
+            step = LossStep(loss_fn, plan, mesh, buffers is not None)
             step.trace(Sharded(plan, mesh, "param", stored), batch, buffers, Key(0))
         except torch._subclasses.fake_tensor.DataDependentOutputException as error:
             return replace(plan, log=(*plan.log, f"not traced: the loss reads values ({error})"))

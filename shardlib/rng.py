@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import torch
 
@@ -18,24 +19,25 @@ class Key:
 
     ``slot`` says which share of the global batch the caller holds (rank along the batch axes × micro-batches
     + micro-batch): an activation whose leading dimension is the batch takes its random numbers at
-    ``slot * x.numel()`` onwards, so every mesh draws the same mask for the same sample.
+    ``slot * x.numel()`` onwards, so every mesh draws the same mask for the same sample. It is a fraction where shares
+    differ: the first row over the number of rows.
     """
 
     seed: int
-    slot: int = 0
+    slot: int | Fraction = 0
 
     def fold_in(self, data: int | str) -> Key:
         """A new, independent key for ``data`` (a step, a layer's index or name)."""
         digest = hashlib.blake2b(f"{self.seed}/{data}".encode(), digest_size=8).digest()
         return replace(self, seed=int.from_bytes(digest, "little"))
 
-    def at_slot(self, slot: int) -> Key:
+    def at_slot(self, slot: int | Fraction) -> Key:
         return replace(self, slot=slot)
 
 
 def random_bits(key: Key, count: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """``count`` 24-bit integers as int64, for elements ``slot * count`` to ``(slot + 1) * count``."""
-    start = key.slot * count
+    start = int(key.slot * count)
     x = torch.arange(start, start + count, dtype=torch.int64, device=device)
     x = _mix((x & _MASK) ^ (key.seed & _MASK)) ^ _mix((x >> 32) ^ (key.seed >> 32 & _MASK))
     return _mix(x) >> 8

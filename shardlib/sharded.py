@@ -162,6 +162,7 @@ def shard(
     tree = source.tree if source else params
     plan = build_plan(tree, mesh, default_transform(transform, stage))
     _check_ranks_agree(plan, mesh)
+    plan = plan.at(mesh.coords)
     buffers = {
         bucket.name: torch.zeros(bucket.size(bucket.param_level), dtype=bucket.dtype, device=mesh.device)
         for bucket in plan.buckets
@@ -176,9 +177,9 @@ def shard(
     sums: dict[str, str] = {}
 
     def place(path: str, value: torch.Tensor) -> None:
+        if mesh.size > 1 and path in compute:
+            sums[path] = checksum(value)
         if path in parts:
-            if mesh.size > 1:
-                sums[path] = checksum(value)
             bucket, part = parts[path]
             _fill(part, shard_of(value, compute[path], mesh.shape, mesh.coords), mesh, bucket)
 
@@ -200,15 +201,42 @@ def shard(
 def unshard(params: Sharded) -> Tree:
     """Gather the full pytree on every rank. Tied leaves come back as one tensor; gradients of frozen leaves as None."""
     whole: dict[str, torch.Tensor] = {}
-    specs = {placement.path: placement.compute.spec for placement in params.plan.placements}
-    for bucket in params.buckets:
-        buffer, level = params.buffers[bucket.name], params.level(bucket)
-        if level:
-            buffer = Gather(params.mesh, bucket, buffer, 0, level).wait()
+    plan = params.plan.everywhere
+    specs = {placement.path: placement.compute.spec for placement in plan.placements}
+    for bucket, buffer in _whole_buffers(params):
         for path, leaf in zip(bucket.paths, bucket.leaves(buffer), strict=True):
             whole[path] = _gather_slices(leaf, specs[path], params.mesh).clone()
-    paths = [params.plan.placements[owner].path for owner in params.plan.owners]
-    return unflatten(params.plan.treedef, [whole.get(path) for path in paths])
+    return unflatten(plan.treedef, [whole.get(plan.placements[owner].path) for owner in plan.owners])
+
+
+def _whole_buffers(params: Sharded) -> Iterator[tuple[Bucket, torch.Tensor]]:
+    """Every bucket gathered; other stages' come from the first rank along the pipeline's axis that has them."""
+    plan, mesh, buffers = params.plan, params.mesh, params.buffers
+    pipeline = plan.pipeline
+    if pipeline is None or mesh.shape[pipeline.axis] == 1:
+        for bucket in params.buckets:
+            yield bucket, _gathered(params, bucket)
+        return
+    mine = {name: buffer.dtype for name, buffer in buffers.items()}
+    dtypes = {
+        name: dtype
+        for held in primitives.all_gather_object(mesh, [pipeline.axis], mine)
+        for name, dtype in held.items()
+    }
+    for bucket in plan.everywhere.buckets:
+        if bucket.name not in dtypes:
+            continue
+        if bucket.name in buffers:
+            buffer = _gathered(params, bucket).clone()  # a broadcast writes, and this may be the stored one
+        else:
+            buffer = torch.empty(bucket.size(0), dtype=dtypes[bucket.name], device=mesh.device)
+        primitives.broadcast(mesh, pipeline.axis, buffer, bucket.homes[0]).wait()
+        yield bucket, buffer
+
+
+def _gathered(params: Sharded, bucket: Bucket) -> torch.Tensor:
+    buffer, level = params.buffers[bucket.name], params.level(bucket)
+    return Gather(params.mesh, bucket, buffer, 0, level).wait() if level else buffer
 
 
 def _gather_slices(leaf: torch.Tensor, spec: P, mesh: Mesh) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from shardlib.errors import DonatedStateError, TreeError
 from shardlib.execute.executor import Executor
+from shardlib.execute.pipeline import Pipe
 from shardlib.execute.step import LossStep, reduce_means, require_finite
 from shardlib.groups import EchoGroup
 from shardlib.mesh import Mesh
@@ -211,6 +212,7 @@ def make_eval_step(fn: Callable[..., Any], params: Any) -> Callable[..., Any]:
     this rank's own. ``params`` may also be a `TrainState`.
     """
     lifted = lift(params)
+    pipe = Pipe(fn, lifted.plan, lifted.mesh, trained=False) if lifted.plan.pipeline else None
     executor = Executor(lifted.plan, lifted.mesh, trained=False)
 
     def eval_step(params: Any, *args: Any) -> Any:
@@ -219,7 +221,10 @@ def make_eval_step(fn: Callable[..., Any], params: Any) -> Callable[..., Any]:
             raise TreeError(
                 "these parameters were sharded by another plan than the eval step was made for; make one for it"
             )
-        result = executor.forward(current, lambda tree: fn(tree, *args))
+        if pipe is None:
+            result = executor.forward(current, lambda tree: fn(tree, *args))
+        else:
+            result = pipe.evaluate(current, *args)
         return reduce_means(result, lifted.plan, lifted.mesh)
 
     return eval_step

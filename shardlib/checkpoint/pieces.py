@@ -53,7 +53,7 @@ def owned_pieces(state: TrainState) -> Iterator[Piece]:
     """What this rank saves: its own ranges, of copies the first rank's alone, and on rank 0 what is not sharded."""
     plan, mesh = state.params.plan, state.params.mesh
     for bucket in plan.buckets:
-        if any(mesh.coords[axis] for axis in plan.copies(bucket)):
+        if not plan.counts(bucket, mesh.coords) or any(mesh.coords[axis] for axis in plan.copies(bucket)):
             continue
         index = owner_index(mesh, bucket, bucket.param_level, bucket.levels)
         mine = bucket.owned_part(state.params.buffers[bucket.name], bucket.param_level, index)

@@ -53,6 +53,17 @@ def permute(mesh: Mesh, axis: str, out: torch.Tensor, inp: torch.Tensor, pairs: 
     return group.permute(out, inp, pairs)
 
 
+def send(mesh: Mesh, axis: str, tensor: torch.Tensor, peer: int, tag: int, *, scalars: bool = False) -> Work:
+    """To one rank along ``axis``; payload: the tensor, counted on the sender. ``scalars`` are counted apart."""
+    mesh.traffic.add(axis, tensor.numel() * tensor.dtype.itemsize, scalars)
+    return mesh.group(axis).send(tensor, peer, tag)
+
+
+def recv(mesh: Mesh, axis: str, out: torch.Tensor, peer: int, tag: int) -> Work:
+    """From one rank along ``axis``, into ``out``; its sender counts it."""
+    return mesh.group(axis).recv(out, peer, tag)
+
+
 def all_gather_object(mesh: Mesh, axes: Sequence[str], value: Any) -> list[Any]:
     """The values of every rank along ``axes``, in row-major order. For set-up, not for steps: not counted."""
     values = [value]
@@ -68,13 +79,14 @@ def require_equal(mesh: Mesh, what: str, items: dict[str, Any], remedy: str, axe
 
     Every rank along ``axes`` (by default all) must call it. Costs one small exchange per axis.
     """
-    everyone = all_gather_object(mesh, list(mesh.shape) if axes is None else axes, items)
+    axes = list(mesh.shape) if axes is None else axes
+    everyone = all_gather_object(mesh, axes, (mesh.rank, items))
     problems = []
-    for key in dict.fromkeys(key for theirs in everyone for key in theirs):
-        values = [str(theirs.get(key, "(absent)")) for theirs in everyone]
-        if len(set(values)) > 1:
+    for key in dict.fromkeys(key for _, theirs in everyone for key in theirs):
+        values = [(rank, str(theirs.get(key, "(absent)"))) for rank, theirs in everyone]
+        if len({value for _, value in values}) > 1:
             groups: dict[str, list[int]] = {}
-            for rank, value in enumerate(values):
+            for rank, value in values:
                 groups.setdefault(value, []).append(rank)
             told = "; ".join(f"rank {', '.join(map(str, ranks))}: {value}" for value, ranks in groups.items())
             problems.append(f"{key}: {told}")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,14 +30,26 @@ from shardlib.sharded import Sharded
 from shardlib.tree import Tree, unflatten
 
 
+@dataclass
+class Record:
+    """What the first micro-batch showed: units in the order they were touched, and in that of their reductions."""
+
+    trace: list[str | None] | None = None
+    order: list[str] | None = None
+
+
 class Executor:
-    """Everything about running one function on one plan that outlives a step: handles, and the trace.
+    """Everything about running one function on one plan that outlives a step: handles, and the record.
+
+    It runs one micro-batch at a time. `backward` runs one forward and backward; a pipeline, which has several under
+    way, has an executor for each and calls `open`, `differentiate` and `close` itself.
 
     Args:
         trained: whether gradients are wanted.
+        record: shared by executors that run the same function.
     """
 
-    def __init__(self, plan: Plan, mesh: Mesh, trained: bool) -> None:
+    def __init__(self, plan: Plan, mesh: Mesh, trained: bool, record: Record | None = None) -> None:
         self.plan, self.mesh, self._trained = plan, mesh, trained
         states = [BucketState(bucket, mesh) for bucket in plan.buckets]
         self._slices = Slices(mesh)
@@ -50,8 +63,7 @@ class Executor:
         self._gathering = Gathering(dict(self._units), plan.prefetch)
         self._handles: dict[str, dict[str, Handle]] = {}
         self._trained_handles: list[Handle] = []
-        self._trace: list[str] | None = None
-        self.order: list[str] | None = None
+        self._record = Record() if record is None else record
         # Identity of a gathered storage -> whether it is alive, and its bucket. It may outlive its unit's release, in
         # an operation that uses two units.
         self._stored: dict[int, tuple[Callable[[], Any], BucketState | None]] = {}
@@ -65,6 +77,11 @@ class Executor:
     def touches(self) -> tuple[str, ...]:
         """Units in the order the last micro-batch gathered them."""
         return tuple(self._gathering.fetched)
+
+    @property
+    def order(self) -> list[str] | None:
+        """Units in the order their reductions start; None before the first micro-batch."""
+        return self._record.order
 
     def gradients(self) -> Gradients:
         """What the micro-batches of one step hand their gradients to."""
@@ -84,10 +101,14 @@ class Executor:
 
     def forward(self, params: Sharded, fn: Callable[[Tree], Any]) -> Any:
         """``fn(parameters)`` without gradients."""
-        with self._running(params, None), torch.no_grad():
-            result = fn(self._tree())
-            self._trace = self._gathering.runs
-        return result
+        try:
+            self._bind(params, None)
+            with self._running(), torch.no_grad():
+                result = fn(self._tree())
+                self._record.trace = self._gathering.runs
+            return result
+        finally:
+            self.close()
 
     def backward(
         self,
@@ -101,22 +122,65 @@ class Executor:
 
         Returns ``rest``; the gradients go to ``gradients``.
         """
-        gradients.begin(last)
-        with self._running(params, gradients):
-            with torch.enable_grad(), self._saving():
-                total, rest = self._forward(fn)
+        try:
+            total, rest = self.open(params, gradients, fn)
             if self.order is None:
                 refuse_reentrant_checkpoints(total)
             self._gathering.turn()
-            for state in self._buckets:
-                state.summing = gradients
-            handles = self._trained_handles
-            anchors = [state.anchor for state in self._buckets if state.anchor is not None]
-            found = grad(total, [*anchors, *handles], seed.to(total.dtype))
-            del total
-            gradients.finish(self._late(handles, found[len(anchors) :]))
+            self.differentiate([total], [seed.to(total.dtype)], (), gradients, last)
+            return rest
+        finally:
+            self.close()
+
+    def open(self, params: Sharded, gradients: Gradients, fn: Callable[[Tree], Any]) -> Any:
+        """``fn(parameters)``; the graph is kept until `close`."""
+        self._bind(params, gradients)
+        with self._running(), torch.enable_grad(), self._saving():
+            return self._forward(fn)
+
+    def rest(self) -> None:
+        """Hold no gathered parameters until the backward comes."""
+        self._gathering.rest()
+
+    def inputs_gradient(
+        self, outputs: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of ``inputs`` alone; those of the parameters are still to be asked for."""
+        with self._running():
+            return grad(outputs, inputs, seeds, keep_graph=True)
+
+    def differentiate(
+        self,
+        outputs: Sequence[torch.Tensor],
+        seeds: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        gradients: Gradients,
+        last: bool,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Backward from ``outputs``: parameters' gradients go to ``gradients``, those of ``inputs`` are returned.
+
+        ``last`` when it is the step's last with these gradients.
+        """
+        gradients.begin(last)
+        for state in self._buckets:
+            state.summing = gradients
+        handles = self._trained_handles
+        anchors = [state.anchor for state in self._buckets if state.anchor is not None]
+        wanted = [*anchors, *handles, *inputs]
+        with self._running():
+            found = grad(outputs, wanted, seeds) if outputs and wanted else (None,) * len(wanted)
+            reached = found[len(anchors) : len(anchors) + len(handles)]
+            gradients.finish(self._late(handles, reached))
             self._agree(gradients)
-        return rest
+        return found[len(wanted) - len(inputs) :]
+
+    def close(self) -> None:
+        """Let go of the graph and of everything that was gathered."""
+        self._gathering.end()
+        for unit in self._units.values():
+            unit.forget()
+        self._stored.clear()
+        self._slices.clear()
 
     def _forward(self, fn: Callable[[Tree], tuple[torch.Tensor, Any]]) -> tuple[torch.Tensor, Any]:
         try:
@@ -140,14 +204,17 @@ class Executor:
                 leaves.update(zip(unit.paths, unit.attached(), strict=True))
             leaves.update(self._handles[unit.name])
         placements = self.plan.placements
-        return unflatten(self.plan.treedef, [leaves[placements[owner].path] for owner in self.plan.owners])
+        return unflatten(self.plan.treedef, [leaves.get(placements[owner].path) for owner in self.plan.owners])
 
-    @contextmanager
-    def _running(self, params: Sharded, gradients: Gradients | None) -> Iterator[None]:
-        """Bind this step's parameters, and let go of everything when it ends, however it ends."""
+    def _bind(self, params: Sharded, gradients: Gradients | None) -> None:
+        """Take this step's parameters."""
         for state in self._buckets:
             state.bind(params.buffers[state.bucket.name], gradients)
-        self._gathering.begin(self._trace)
+        self._gathering.begin(self._record.trace)
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """While the user's code runs, forward or again in backward."""
         minds_blocks = self.gathers or self.plan.remat or self.plan.styles
         runner = block_runner.set(self._run_block if minds_blocks else None)
         mesh = current_mesh.set(self.mesh)
@@ -156,11 +223,6 @@ class Executor:
         finally:
             block_runner.reset(runner)
             current_mesh.reset(mesh)
-            self._gathering.end()
-            for unit in self._units.values():
-                unit.forget()
-            self._stored.clear()
-            self._slices.clear()
 
     def _touch(self, unit: UnitState) -> None:
         if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -242,11 +304,11 @@ class Executor:
     def _agree(self, gradients: Gradients) -> None:
         """Note what this micro-batch touched; after the first one, hold the ranks' sequences together."""
         runs = self._gathering.runs
-        if self.order is None:
+        if self._record.order is None:
             items = {"units gathered, in order": runs, "gradients reduced, in order": gradients.started}
-            primitives.require_equal(self.mesh, "steps", items, _SAME_ORDER)
-            self.order = list(gradients.started)
-        self._trace = list(runs)
+            primitives.require_equal(self.mesh, "steps", items, _SAME_ORDER, self.plan.alike)
+            self._record.order = list(gradients.started)
+        self._record.trace = list(runs)
 
 
 @contextmanager

@@ -34,20 +34,20 @@ class Gathering:
 
     Attributes:
         current: the unit of the present run; touching it again needs no decision.
-        runs: the units touched since `begin`, one entry per run.
+        runs: the units touched since `begin`, one entry per run; None where other work came between.
         fetched: the units gathered since `begin`, in order.
     """
 
     def __init__(self, units: dict[str, Gatherable], prefetch: bool) -> None:
         self._units = units
         self._prefetch = prefetch
-        self._trace: list[str] | None = None
+        self._trace: list[str | None] | None = None
         self._here: dict[str, Gatherable] = {}
         self.current: Gatherable | None = None
-        self.runs: list[str] = []
+        self.runs: list[str | None] = []
         self.fetched: list[str] = []
 
-    def begin(self, trace: list[str] | None) -> None:
+    def begin(self, trace: list[str | None] | None) -> None:
         """Start a micro-batch that is expected to follow ``trace`` (None: unknown)."""
         self._trace = trace
         self.runs, self.fetched = [], []
@@ -69,13 +69,20 @@ class Gathering:
 
     def turn(self) -> None:
         """Forward is over. Everything is released, and what backward needs first is sent for."""
-        self._keep(set())
-        self.current = None
-        if self._trace is not None and self._prefetch and len(self.runs) < len(self._trace):
-            self._fetch(self._units[self._trace[len(self.runs)]])
+        self.end()
+        upcoming = (
+            self._trace[len(self.runs)] if self._trace is not None and len(self.runs) < len(self._trace) else None
+        )
+        if upcoming is not None and self._prefetch:
+            self._fetch(self._units[upcoming])
+
+    def rest(self) -> None:
+        """Other micro-batches come first. Everything is released, and nothing is sent for until this one goes on."""
+        self.end()
+        self.runs.append(None)
 
     def end(self) -> None:
-        """Backward is over, or failed."""
+        """Backward is over, or failed. Everything is released."""
         self._keep(set())
         self.current = None
 

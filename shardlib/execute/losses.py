@@ -130,12 +130,12 @@ def split_batch(batch: Tree, plan: Plan, mesh: Mesh) -> list[Tree]:
     failures += [
         f"{path or 'batch'}: dimension 0 of shape {tuple(leaf.shape)} does not divide into {n} micro-batches"
         for path, leaf in tensors
-        if leaf.dim() and leaf.shape[0] % n
+        if leaf.dim() and (leaf.shape[0] % n if plan.pipeline is None else leaf.shape[0] < n)
     ]
     if failures:
         raise BatchError(
             f"rank {mesh.rank}'s batch does not fit the plan:\n{listing(failures)}\nUse a batch per rank whose size is a "
-            f"multiple of accumulate({n})'s, on the mesh's device."
+            f"multiple of {n}, the number of micro-batches, on the mesh's device."
         )
 
     def part(leaf: Any, index: int) -> Any:
@@ -143,7 +143,7 @@ def split_batch(batch: Tree, plan: Plan, mesh: Mesh) -> list[Tree]:
             return leaf
         if plan.cast_batch is not None and leaf.is_floating_point():
             leaf = leaf.to(plan.cast_batch)
-        return leaf.chunk(n)[index] if leaf.dim() and n > 1 else leaf
+        return leaf.tensor_split(n)[index] if leaf.dim() and n > 1 else leaf
 
     return [unflatten(treedef, [part(leaf, index) for leaf in leaves]) for index in range(n)]
 

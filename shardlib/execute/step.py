@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
 
 from shardlib.collectives import primitives
-from shardlib.errors import HandleError, NonFiniteError, TreeError
+from shardlib.errors import BatchError, HandleError, IllegalComposition, NonFiniteError, TreeError
 from shardlib.execute.buffers import average_buffers
 from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Gradients
@@ -26,12 +27,13 @@ from shardlib.execute.losses import (
     split_batch,
     wants,
 )
+from shardlib.execute.pipeline import Pipe
 from shardlib.mesh import Mesh
 from shardlib.optim.shards import MeshShards, sum_of_squares, sum_over
 from shardlib.plan import Plan
 from shardlib.rng import Key
 from shardlib.sharded import Sharded
-from shardlib.tree import Tree
+from shardlib.tree import Tree, leaves_of
 
 
 @dataclass
@@ -69,6 +71,12 @@ class LossStep:
     def __init__(self, loss_fn: Callable[..., Any], plan: Plan, mesh: Mesh, with_buffers: bool) -> None:
         self._loss_fn, self._plan, self._mesh, self._with_buffers = loss_fn, plan, mesh, with_buffers
         self._wants_rng = wants(loss_fn, "rng")
+        self._met = False  # whether the ranks have compared their batches, as they do once
+        if plan.pipeline is not None and with_buffers:
+            raise IllegalComposition(
+                "pipeline does not carry buffers= from stage to stage; make them part of the carry"
+            )
+        self._pipe = Pipe(loss_fn, plan, mesh, trained=True) if plan.pipeline else None
         self.executor = Executor(plan, mesh, trained=True)
         if self.executor.gathers and is_compiled(loss_fn):
             raise HandleError(
@@ -88,31 +96,31 @@ class LossStep:
         if rng is None and needs(self._loss_fn, "rng"):
             raise TreeError("the loss function has a parameter rng and none was given; pass rng=sl.Key(seed)")
         parts = split_batch(batch, plan, mesh)
-        if self.executor.order is None:
+        if not self._met:
             require_same_batch(batch, plan, mesh)
-        gradients = self.executor.gradients()
-        sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)
-        outcome: Outcome | None = None
-        for index, part in enumerate(parts):
-            outcome = self._microbatch(params, gradients, part, index, buffers, rng, loss_scale)
-            buffers = outcome.buffers
-            sums[0] += outcome.total.detach()
-            sums[1] += outcome.weight
-        assert outcome is not None
-        grads = gradients.result()
+            self._met = True
+        # The sums over micro-batches, and then over ranks, of losses and weights; then the gradient's squares, and of a
+        # pipeline whether the loss is a `Mean` and whether it has aux, which ranks without the loss cannot know.
+        sums = torch.zeros(5 if self._pipe else 3, dtype=torch.float64, device=mesh.device)
+        run = self._one_by_one if self._pipe is None else self._through_stages
+        grads, outcome = run(params, parts, buffers, rng, loss_scale, sums)
         shards = MeshShards(Sharded(plan, mesh, "grad", grads))
         sums[2] = shards.local_sum(sum_of_squares, grads)
-        sum_over(mesh, plan.batch_axes, sums)
-        sum_over(mesh, tuple(axis for axis in mesh.shape if axis not in plan.batch_axes), sums[2:])
-        total, weight, squares = sums.unbind()
+        sum_over(mesh, plan.loss_axes, sums)
+        sum_over(mesh, tuple(axis for axis in mesh.shape if axis not in plan.loss_axes), sums[2:3])
+        total, weight, squares = sums[:3].unbind()
         shards.remember(sum_of_squares, grads, squares)
-        scale = (1.0 / (weight * loss_scale)) if outcome.weighted else torch.full_like(total, 1.0 / loss_scale)
+        weighted, aux = outcome.weighted, outcome.aux
+        if self._pipe is not None:
+            weighted = bool(sums[3] > 0)
+            aux = self._pipe.hand_out(aux) if sums[4] > 0 else None
+        scale = (1.0 / (weight * loss_scale)) if weighted else torch.full_like(total, 1.0 / loss_scale)
         return Evaluation(
             loss=total / weight,
-            aux=reduce_means(outcome.aux, plan, mesh),
-            buffers=average_buffers(buffers, plan, mesh),
+            aux=reduce_means(aux, plan, mesh),
+            buffers=average_buffers(outcome.buffers, plan, mesh),
             grads=grads,
-            scale=None if not outcome.weighted and loss_scale == 1.0 else scale,
+            scale=None if not weighted and loss_scale == 1.0 else scale,
             norm=squares.sqrt() * scale,
             finite=bool(torch.isfinite(sums).all()),
             shards=shards,
@@ -122,6 +130,53 @@ class LossStep:
         """Run the first micro-batch for the sake of the executor's record of touches alone."""
         part = split_batch(batch, self._plan, self._mesh)[0]
         self._microbatch(params, self.executor.gradients(), part, 0, buffers, rng, 1.0)
+
+    def _one_by_one(
+        self, params: Sharded, parts: list[Tree], buffers: Any, rng: Key | None, loss_scale: float, sums: torch.Tensor
+    ) -> tuple[dict[str, torch.Tensor], Outcome]:
+        """Forward and backward of each micro-batch in turn: gradients, and the last one's outcome."""
+        gradients = self.executor.gradients()
+        outcome: Outcome | None = None
+        for index, part in enumerate(parts):
+            outcome = self._microbatch(params, gradients, part, index, buffers, rng, loss_scale)
+            buffers = outcome.buffers
+            _add(sums, outcome)
+        assert outcome is not None
+        return gradients.result(), outcome
+
+    def _through_stages(
+        self, params: Sharded, parts: list[Tree], _: Any, rng: Key | None, loss_scale: float, sums: torch.Tensor
+    ) -> tuple[dict[str, torch.Tensor], Outcome]:
+        """All micro-batches through the pipeline: gradients, and where the loss is the last one's outcome."""
+        pipe = self._pipe
+        assert pipe is not None
+        keys = self._keys(parts, rng)
+        outcomes: dict[int, Outcome] = {}
+        compute = pipe.computing(parts, keys)
+        uneven = len({_rows(part) for part in parts}) > 1
+
+        def run(stage: int, microbatch: int, tree: Tree, carry: Any) -> Any:
+            result = compute(stage, microbatch, tree, carry)
+            if not pipe.ends(stage):
+                return result
+            outcome = read_loss(result, False)
+            require_gradient(outcome.total)
+            if uneven and not outcome.weighted:
+                raise BatchError(
+                    f"the batch's {sum(map(_rows, parts))} rows make {len(parts)} micro-batches of different sizes, and the "
+                    "loss is a mean over each; return sl.Mean(total, weight), or use a batch that divides"
+                )
+            outcomes[microbatch] = outcome._replace(total=outcome.total.detach())
+            return outcome.total
+
+        grads = pipe.train(params, run, lambda microbatch: self._seed(outcomes[microbatch], loss_scale))
+        for index in sorted(outcomes):
+            _add(sums, outcomes[index])
+        if not outcomes:
+            return grads, _NO_OUTCOME
+        outcome = outcomes[len(parts) - 1]
+        sums[3], sums[4] = float(outcome.weighted), float(outcome.aux is not None)
+        return grads, outcome
 
     def _microbatch(
         self,
@@ -142,12 +197,38 @@ class LossStep:
             inputs = (tree, buffers, batch) if self._with_buffers else (tree, batch)
             outcome = read_loss(self._loss_fn(*inputs, **extra), self._with_buffers)
             require_gradient(outcome.total)
-            # A scalar's mean over ranks and micro-batches is known beforehand; a Mean's weight only afterwards.
-            seed.fill_(loss_scale / (1 if outcome.weighted else plan.batch_ranks * plan.microbatches))
+            seed.fill_(self._seed(outcome, loss_scale))
             return outcome.total, outcome._replace(total=outcome.total.detach())
 
         seed = torch.ones((), dtype=torch.float64, device=self._mesh.device)
         return self.executor.backward(params, gradients, index == plan.microbatches - 1, run, seed)
+
+    def _seed(self, outcome: Outcome, loss_scale: float) -> float:
+        """A scalar's mean over ranks and micro-batches is known beforehand; a Mean's weight only afterwards."""
+        plan = self._plan
+        return loss_scale / (1 if outcome.weighted else plan.batch_ranks * plan.microbatches)
+
+    def _keys(self, parts: list[Tree], rng: Key | None) -> list[Key | None]:
+        """Each micro-batch's key. Its slot is its first row in the global batch, in units of its own rows."""
+        if rng is None or not self._wants_rng:
+            return [None] * len(parts)
+        rows = [_rows(part) for part in parts]
+        first = batch_index(self._plan, self._mesh) * sum(rows)
+        starts = [first + sum(rows[:index]) for index in range(len(rows))]
+        return [rng.at_slot(Fraction(start, count)) for start, count in zip(starts, rows)]
+
+
+_NO_OUTCOME = Outcome(torch.zeros(()), torch.zeros(()), False, None, None)
+
+
+def _add(sums: torch.Tensor, outcome: Outcome) -> None:
+    sums[0] += outcome.total.detach()
+    sums[1] += outcome.weight
+
+
+def _rows(batch: Tree) -> int:
+    """Dimension 0 of a batch: that of its first tensor with dimensions."""
+    return next((leaf.shape[0] for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), 1)
 
 
 def batch_index(plan: Plan, mesh: Mesh) -> int:

@@ -24,7 +24,7 @@ class Group(Protocol):
     """The ranks along one mesh axis (or several, flattened), numbered 0 to ``size - 1``.
 
     Inputs must not change, and outputs must not be read, until the returned work was waited for. All ranks of
-    a group make the same calls in the same order.
+    a group make the same calls in the same order, `send` and `recv` apart.
     """
 
     size: int
@@ -52,6 +52,18 @@ class Group(Protocol):
 
     def permute(self, out: torch.Tensor, inp: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> Work:
         """Send ``inp`` along ``(source, destination)`` pairs; ``out`` is zero where nothing arrives."""
+        ...
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+        """Send ``tensor`` to rank ``peer``. Never waits for it; only the two ranks take part.
+
+        Between two ranks, in one direction, receives are posted in the order of the sends. ``tag``, at least 0,
+        tells messages apart where the transport can.
+        """
+        ...
+
+    def recv(self, out: torch.Tensor, peer: int, tag: int) -> Work:
+        """Overwrite ``out`` with what rank ``peer`` sends under ``tag``: as many elements, of the same dtype."""
         ...
 
     def all_gather_object(self, value: Any) -> list[Any]:

@@ -44,5 +44,11 @@ class EchoGroup:
             out.zero_()
         return Work()
 
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+        return Work()
+
+    def recv(self, out: torch.Tensor, peer: int, tag: int) -> Work:
+        raise NotImplementedError("an echo has no peers to receive from")
+
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value] * self.size

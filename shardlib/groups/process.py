@@ -19,7 +19,7 @@ from shardlib.errors import RankFailure
 from shardlib.groups.base import Work
 from shardlib.groups.failure import silent_ranks
 
-_TAGS = 1 << 20  # tags are reused after this many exchanges
+_TAGS = 1 << 20  # tags of exchanges are reused after this many; those of single messages lie beyond
 
 
 class ProcessGroup:
@@ -113,6 +113,18 @@ class ProcessGroup:
             return self._messages(sends, receives)
 
         return self._guard("permute", start, inp)
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+        def start() -> list[Any]:
+            return [dist.isend(tensor, group=self._group, group_dst=peer, tag=_TAGS + tag)]
+
+        return self._guard(f"send to {peer}", start, tensor)
+
+    def recv(self, out: torch.Tensor, peer: int, tag: int) -> Work:
+        def start() -> list[Any]:
+            return [dist.irecv(out, group=self._group, group_src=peer, tag=_TAGS + tag)]
+
+        return self._guard(f"recv from {peer}", start, out)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size

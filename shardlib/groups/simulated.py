@@ -8,6 +8,7 @@ or that wait for each other for ever, are an error at once, naming both.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -118,6 +119,8 @@ class _Exchange:
 
     def __init__(self) -> None:
         self.rounds: dict[int, _Round] = {}
+        # Messages that were sent and not yet received, oldest first, by (source, destination, tag).
+        self.boxes: dict[tuple[int, int, int], deque[torch.Tensor]] = {}
 
 
 class SimulatedGroup:
@@ -171,6 +174,34 @@ class SimulatedGroup:
             return inputs[sources[0]] if sources else torch.zeros_like(inputs[rank])
 
         return self._post(f"permute {tuple(pairs)}", out, inp, move)
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+        box = self._exchange.boxes.setdefault((self.rank, peer, tag), deque())
+        box.append(tensor.detach().clone())
+        return Work()
+
+    def recv(self, out: torch.Tensor, peer: int, tag: int) -> Work:
+        box = self._exchange.boxes.setdefault((peer, self.rank, tag), deque())
+        me, target = self._members[self.rank], out.detach()
+        what = (
+            f"recv({out.numel()} × {str(out.dtype).removeprefix('torch.')}) from rank {self._members[peer]} "
+            f"on axis {self._axis!r} (tag {tag})"
+        )
+
+        def finish() -> None:
+            self._simulation.block(me, lambda: bool(box), what)
+            sent = box.popleft()
+            if sent.numel() != target.numel() or sent.dtype is not target.dtype:
+                error = RankMismatch(
+                    f"rank {me} waits in {what}, and {sent.numel()} × {str(sent.dtype).removeprefix('torch.')} were sent. "
+                    "Send and receive the same number of elements of the same dtype."
+                )
+                self._simulation.fail(me, error)
+                raise error
+            with torch.no_grad():
+                target.copy_(sent.view_as(target))
+
+        return Work(finish)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         got: list[Any] = []

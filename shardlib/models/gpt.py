@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardlib.blocks import Sequential, sequential
 from shardlib.blocks import block as mark_block
 from shardlib.functional import linear_cross_entropy
 from shardlib.rng import Key, dropout
@@ -96,13 +97,15 @@ def init(config: GPTConfig, seed: int = 0, device: str | torch.device = "cpu") -
     }
 
 
-@mark_block
-def block(config: GPTConfig, params: Params, x: Tensor, rng: Key | None) -> Tensor:
+def _block(config: GPTConfig, params: Params, x: Tensor, rng: Key | None) -> Tensor:
     """One transformer block: (B, S, W) -> (B, S, W). ``rng`` is used, and may not be None, under dropout."""
     a = _attention(config, params["attn"], _layer_norm(params["ln1"], x))
     x = x + _dropout(config, a, rng, "attn")
     h = F.gelu(_linear(params["mlp"]["up"], _layer_norm(params["ln2"], x)), approximate="tanh")
     return x + _dropout(config, _linear(params["mlp"]["down"], h), rng, "mlp")
+
+
+block = mark_block(_block)
 
 
 def embed(config: GPTConfig, params: Params, tokens: Tensor, rng: Key | None = None) -> Tensor:
@@ -144,15 +147,39 @@ def make_loss(config: GPTConfig) -> Callable[..., Tensor]:
     return loss
 
 
-def slicing_rules(config: GPTConfig) -> dict[str, Any]:
-    """Rules for `shardlib.tensor_slicing`: attention by heads, the MLP by its inner width, both embeddings by words."""
+def to_blocks(params: Params) -> list[Params]:
+    """The same parameters as `make_sequential` takes them: embedding, one tree per layer, head."""
+    return [params["embed"], *params["blocks"], params["head"]]
+
+
+def make_sequential(config: GPTConfig) -> Sequential:
+    """`make_loss` as an `shardlib.sequential` over `to_blocks`, which `shardlib.pipeline` can cut into stages."""
+
+    def first(params: Params, _: None, batch: dict[str, Tensor], rng: Key | None = None) -> Tensor:
+        return embed(config, {"embed": params}, batch["tokens"], rng)
+
+    def layer(params: Params, x: Tensor, _: dict[str, Tensor], rng: Key | None = None) -> Tensor:
+        return _block(config, params, x, rng)
+
+    def last(params: Params, x: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return linear_cross_entropy(_layer_norm(params["norm"], x), params["weight"], batch["targets"])
+
+    return sequential([first, *[layer] * config.layers, last])
+
+
+def slicing_rules(config: GPTConfig, blocks: bool = False) -> dict[str, Any]:
+    """Rules for `shardlib.tensor_slicing`: attention by heads, the MLP by its inner width, both embeddings by words.
+
+    ``blocks``: for the parameters that `to_blocks` makes.
+    """
+    first, layers, last = ("0", "*", config.layers + 1) if blocks else ("embed", "blocks/*", "head")
     return {
-        "blocks/*/attn/qkv": column(heads=config.heads),
-        "blocks/*/attn/out": row(heads=config.heads),
-        "blocks/*/mlp/up": "column",
-        "blocks/*/mlp/down": "row",
-        "embed/tokens": "vocab",
-        "head/weight": "vocab",
+        f"{layers}/attn/qkv": column(heads=config.heads),
+        f"{layers}/attn/out": row(heads=config.heads),
+        f"{layers}/mlp/up": "column",
+        f"{layers}/mlp/down": "row",
+        f"{first}/tokens": "vocab",
+        f"{last}/weight": "vocab",
     }
 
 

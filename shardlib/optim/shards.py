@@ -44,14 +44,17 @@ class MeshShards(Shards):
     def local_sum(self, fn: Callable[[torch.Tensor], torch.Tensor], tree: dict[str, torch.Tensor]) -> torch.Tensor:
         """This rank's part of the sum: ranks that hold copies share the work."""
         parts = [fn(self._part(name, leaf)) for name, leaf in tree.items()]
-        return torch.stack(parts).sum() if parts else torch.zeros((), device=self._mesh.device)
+        return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=self._mesh.device)
 
     def remember(self, fn: Callable[[torch.Tensor], torch.Tensor], tree: Tree, value: torch.Tensor) -> None:
         """Note a sum that was computed along with something else, so that asking again costs nothing."""
         self._known.append((fn, tree, value))
 
     def _part(self, bucket: str, leaf: torch.Tensor) -> torch.Tensor:
-        for axis in self._plan.copies(self._plan.bucket_of[bucket]):
+        about = self._plan.bucket_of[bucket]
+        if not self._plan.counts(about, self._mesh.coords):
+            return leaf[:0]
+        for axis in self._plan.copies(about):
             leaf = leaf.tensor_split(self._mesh.shape[axis])[self._mesh.coords[axis]]
         return leaf
 

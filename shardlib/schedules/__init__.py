@@ -12,11 +12,13 @@ from shardlib.schedules.generators import (
     zero_bubble_h1,
 )
 from shardlib.schedules.make import NAMES, make_schedule
-from shardlib.schedules.messages import lower, peer, tag
+from shardlib.schedules.messages import acknowledged, lower, peer, tag
 from shardlib.schedules.partition import by_cost, by_count, by_regex
+from shardlib.schedules.pipeline import Pipeline
 from shardlib.schedules.table import read_table, write_table
 
 __all__ = [
+    "acknowledged",
     "Action",
     "by_cost",
     "by_count",
@@ -36,6 +38,7 @@ __all__ = [
     "peak_in_flight",
     "peak_of_stages",
     "peer",
+    "Pipeline",
     "read_table",
     "Schedule",
     "simulate",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from shardlib.errors import ScheduleError
-from shardlib.schedules.actions import Action, Kind, Schedule, gives
+from shardlib.schedules.actions import COMPUTE, Action, Kind, Schedule, gives, needs
 from shardlib.schedules.check import check
 from shardlib.schedules.running import run
 
@@ -54,6 +55,28 @@ def lower(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
 
     run(schedule, visit)
     return tuple(map(tuple, lowered))
+
+
+def acknowledged(schedule: Schedule, orders: Sequence[Sequence[Action]], rank: int) -> dict[Action, list[Action]]:
+    """For each receive of ``rank``, those of its sends that are sure to have been received once that has come.
+
+    ``orders`` are the lowered ones. A message that another rank sends after it has used one of this rank's says that
+    it has it; the memory of that one is then free.
+    """
+    found: dict[Action, list[Action]] = {}
+    for order in orders:
+        following: Action | None = None  # this rank's receive of the next message that the other one sends it
+        for action in reversed(order):
+            if action.kind in SENDS.values():
+                stage, to = _stages(action)
+                if schedule.rank_of[to] == rank:
+                    kind = Kind.RECV_F if to > stage else Kind.RECV_B
+                    following = Action(to, kind, action.microbatch)
+                continue
+            need = needs(action, schedule.stages) if action.kind in COMPUTE else None
+            if following and need and schedule.rank_of[need.stage] == rank != schedule.rank_of[action.stage]:
+                found.setdefault(following, []).append(Action(need.stage, SENDS[need.kind], need.microbatch))
+    return found
 
 
 def peer(schedule: Schedule, message: Action) -> int:

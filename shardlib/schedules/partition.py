@@ -70,7 +70,7 @@ def by_cost(costs: Sequence[float], k: int) -> Spans:
     return _spans(edges[::-1])
 
 
-def by_regex(names: Sequence[str], pattern: str, k: int) -> Spans:
+def by_regex(names: Sequence[str], pattern: str | re.Pattern[str], k: int) -> Spans:
     """``k`` stages with equally many blocks whose name matches ``pattern`` (found anywhere in it).
 
     Every stage but the first starts at a matching block. Blocks that do not match stay with the matching one

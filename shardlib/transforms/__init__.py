@@ -2,9 +2,10 @@
 
 from shardlib.transforms.accumulate import accumulate
 from shardlib.transforms.freeze import freeze
+from shardlib.transforms.pipeline import pipeline
 from shardlib.transforms.precision import precision
 from shardlib.transforms.remat import remat
 from shardlib.transforms.tensor_slicing import column, row, tensor_slicing
 from shardlib.transforms.zero import zero
 
-__all__ = ["accumulate", "column", "freeze", "precision", "remat", "row", "tensor_slicing", "zero"]
+__all__ = ["accumulate", "column", "freeze", "pipeline", "precision", "remat", "row", "tensor_slicing", "zero"]

@@ -51,6 +51,14 @@ class CountingGroup:
         self._count(inp, sum(1 for source, destination in pairs if source == self.rank != destination))
         return self._group.permute(out, inp, pairs)
 
+    def send(self, tensor, peer, tag):
+        if tensor.dtype is not torch.uint8:  # those are headers: what a message holds, not payload
+            self.sent += tensor.numel() * tensor.dtype.itemsize
+        return self._group.send(tensor, peer, tag)
+
+    def recv(self, out, peer, tag):
+        return self._group.recv(out, peer, tag)
+
     def all_gather_object(self, value):  # set-up, not payload
         return self._group.all_gather_object(value)
 

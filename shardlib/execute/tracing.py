@@ -1,0 +1,65 @@
+"""A pipeline traced without ranks: one micro-batch through all stages in turn, on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from shardlib.execute.executor import Executor
+from shardlib.execute.gradients import Gradients
+from shardlib.execute.handles import materialise
+from shardlib.execute.losses import read_loss
+from shardlib.execute.pipeline import Run, differentiable, fresh_leaf, require_blocks
+from shardlib.mesh import Mesh
+from shardlib.plan import Plan, StageTrace
+from shardlib.rng import Key
+from shardlib.sharded import Sharded
+from shardlib.tree import Tree, leaves_of, tree_map
+
+
+def trace_stages(
+    loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, rng: Key
+) -> tuple[StageTrace, ...]:
+    """What each stage gathers and passes on for the micro-batch ``batch``. ``params`` holds all stages' buckets."""
+    assert plan.pipeline is not None
+    blocks, spans = require_blocks(loss_fn, plan), plan.pipeline.spans
+    runs: list[Run] = []
+    carry: Any = None
+    passed: list[tuple[int, int]] = []
+    sent: list[dict[str, int]] = [{} for _ in spans]
+    gradients = [Gradients(plan.of_stage(stage), mesh, None) for stage in range(len(spans))]
+    for stage, (start, stop) in enumerate(spans):
+
+        def compute(tree: Tree, start: int = start, stop: int = stop, carry: Any = carry) -> Any:
+            result = materialise(blocks.run(tree, carry, batch, start, stop, rng))
+            return read_loss(result, False).total if stop == len(blocks) else result
+
+        executor = Executor(plan.of_stage(stage), mesh, trained=True)
+        with _counting(mesh, sent[stage]):
+            result = executor.open(params, gradients[stage], compute)
+        executor.rest()
+        runs.append(Run(executor, differentiable(carry), differentiable(result)))
+        tensors = [leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)]
+        passed.append((sum(leaf.nbytes for leaf in tensors), sum(leaf.nbytes for leaf in runs[-1].outputs)))
+        carry = tree_map(fresh_leaf, result)
+    for run, kept, counts in zip(reversed(runs), reversed(gradients), reversed(sent)):
+        seeds = [torch.ones_like(output) for output in run.outputs]
+        with _counting(mesh, counts):
+            if plan.pipeline.schedule.splits and run.inputs and run.outputs:
+                run.executor.inputs_gradient(run.outputs, seeds, run.inputs)
+                run.executor.rest()
+            run.executor.differentiate(run.outputs, seeds, run.inputs, kept, last=False)
+        run.executor.close()
+    return tuple(StageTrace(run.executor.touches, *sizes, counts) for run, sizes, counts in zip(runs, passed, sent))
+
+
+@contextmanager
+def _counting(mesh: Mesh, counts: dict[str, int]) -> Iterator[None]:
+    """Add what the blocks send meanwhile, by axis."""
+    before = dict(mesh.traffic.activations)
+    yield
+    for axis, sent in mesh.traffic.activations.items():
+        counts[axis] = counts.get(axis, 0) + sent - before.get(axis, 0)

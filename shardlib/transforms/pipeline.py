@@ -1,0 +1,130 @@
+"""Pipeline stages: blocks cut over a mesh axis, micro-batches passed from stage to stage (GPipe, arXiv 1811.06965)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardlib import schedules
+from shardlib.claims import Claim, LeafInfo, Schedule, Use
+from shardlib.errors import IllegalComposition, listing
+from shardlib.schedules.make import Spec
+from shardlib.schedules.partition import Spans
+from shardlib.schedules.pipeline import NO_BLOCKS
+
+Partition = str | tuple[float, ...] | re.Pattern[str]
+
+
+@dataclass(frozen=True)
+class Pipelined:
+    schedule: Spec
+    microbatches: int
+    axis: str
+    chunks: int | None
+    partition: Partition
+    sync: str | None
+
+    @property
+    def name(self) -> str:
+        given = (
+            self.schedule if isinstance(self.schedule, str) and self.schedule.lower() in schedules.NAMES else "custom"
+        )
+        return f"pipeline({given!r}, microbatches={self.microbatches}, axis={self.axis!r})"
+
+    def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
+        ranks = sizes.get(self.axis, 1)
+        schedule = schedules.make_schedule(self.schedule, ranks, self.microbatches, self.chunks)
+        strange = [path for leaf in leaves for path in (leaf.path, *leaf.aliases) if not path.split("/")[0].isdigit()]
+        if strange or not leaves:
+            told = f"these paths belong to no block:\n{listing(strange, 5)}" if strange else "there are no parameters"
+            raise IllegalComposition(NO_BLOCKS.format(told=told))
+        blocks = [(leaf, {_block(path) for path in (leaf.path, *leaf.aliases)}) for leaf in leaves]
+        spans = self._cut(blocks, schedule.stages)
+        stage_of = {block: stage for stage, span in enumerate(spans) for block in range(*span)}
+        used = [(leaf, tuple(sorted({stage_of[block] for block in found}))) for leaf, found in blocks]
+        empty = set(range(schedule.stages)).difference(*(stages for _, stages in used))
+        if empty:
+            idle = [f"stage {s} (blocks {spans[s][0]} to {spans[s][1] - 1})" for s in sorted(empty)]
+            raise IllegalComposition(
+                f"{self.name} leaves stages without parameters:\n{listing(idle)}\nUse fewer stages, or another partition="
+            )
+        yield Schedule(
+            microbatches=self.microbatches, sync=self.sync, pipeline=schedules.Pipeline(self.axis, schedule, spans)
+        )
+        for leaf, stages in used:
+            yield Use(leaf.path, stages=stages)
+
+    def _cut(self, blocks: list[tuple[LeafInfo, set[int]]], stages: int) -> Spans:
+        """Blocks per stage. A tied leaf weighs in every block that uses it: each of their stages computes with it."""
+        count = 1 + max(block for _, found in blocks for block in found)
+        if self.partition == "count":
+            return schedules.by_count(count, stages)
+        if isinstance(self.partition, re.Pattern):
+            names = [""] * count
+            for leaf, _ in blocks:
+                for path in (leaf.path, *leaf.aliases):
+                    names[_block(path)] += f"{path}\n"
+            return schedules.by_regex(names, self.partition, stages)
+        costs: list[float] = [0] * count
+        if isinstance(self.partition, tuple):
+            if len(self.partition) < count:
+                raise IllegalComposition(
+                    f"{self.name}: partition= gives {len(self.partition)} costs for {count} blocks; give one per block"
+                )
+            costs = list(self.partition)
+        else:
+            for leaf, found in blocks:
+                for block in found:
+                    costs[block] += math.prod(leaf.shape)
+        return schedules.by_cost(costs, stages)
+
+
+def _block(path: str) -> int:
+    return int(path.split("/")[0])
+
+
+def pipeline(
+    schedule: Spec = "1f1b",
+    microbatches: int = 1,
+    axis: str = "pipe",
+    chunks: int | None = None,
+    partition: str | Sequence[float] | re.Pattern[str] = "parameters",
+    sync: str | None = None,
+) -> Pipelined:
+    """Cut the blocks of an `sl.sequential` into stages over ``axis`` and pass micro-batches through them.
+
+    The parameters are a list of trees, one per block. Every rank along the axis is given the same batch.
+
+    Args:
+        schedule: "gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "interleaved-zb", "zb-v"; or your own, as
+            `shardlib.schedules.make_schedule` takes it: a Schedule, lists of actions, CSV text or a file of it.
+        microbatches: parts a rank's batch is cut into along dimension 0. Where they cannot be equal, the loss must be
+            an `sl.Mean`.
+        chunks: stages per rank, of the interleaved schedules (2 by default).
+        partition: how blocks become stages: "parameters" (the largest stage as small as possible), "count" (equally
+            many blocks), one cost per block, or a compiled regular expression (equally many blocks with a parameter
+            whose path matches).
+        sync: as for `accumulate`: gradients are reduced after "each" micro-batch (the default where they are split,
+            stages 2 and 3: least memory) or once, after the "last" (least traffic).
+
+    Raises:
+        IllegalComposition: arguments out of range; while planning, parameters that are not a list of blocks, or a
+            stage that has none.
+        ScheduleError: while planning, more stages than blocks, or a schedule that cannot run on these sizes.
+    """
+    if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
+        raise IllegalComposition(f"pipeline(microbatches={microbatches!r}): use an integer of at least 1")
+    if sync not in (None, "each", "last"):
+        raise IllegalComposition(f"pipeline(sync={sync!r}): use 'each' or 'last'")
+    if isinstance(partition, str) and partition not in ("parameters", "count"):
+        raise IllegalComposition(
+            f"pipeline(partition={partition!r}): use 'parameters', 'count', one cost per block, or re.compile(pattern)"
+        )
+    if not isinstance(partition, (str, re.Pattern)):
+        partition = tuple(partition)
+    if not isinstance(schedule, (str, Path, schedules.Schedule)):
+        schedule = tuple(tuple(order) for order in schedule)
+    return Pipelined(schedule, microbatches, axis, chunks, partition, sync)
