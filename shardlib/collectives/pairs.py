@@ -26,6 +26,7 @@ backward and `torch.func.grad`. (Types after meta-pytorch/spmd_types; torch.func
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -210,7 +211,8 @@ class _SumVarying(_Pair):
     @staticmethod
     def forward(x: torch.Tensor, mesh: Mesh, axis: str) -> torch.Tensor:
         out = x.clone(memory_format=torch.contiguous_format)
-        exchange(primitives.all_reduce, mesh, axis, out)
+        # A number alone is a step's scalar (a loss), which is no payload.
+        exchange(partial(primitives.all_reduce, scalars=x.dim() == 0), mesh, axis, out)
         return out
 
     @staticmethod

@@ -21,9 +21,11 @@ from shardlib.execute.gathering import Gathering
 from shardlib.execute.gradients import Gradients
 from shardlib.execute.handles import Handle
 from shardlib.execute.losses import refuse_reentrant_checkpoints
+from shardlib.execute.sequence import SequenceParts
 from shardlib.execute.slicing import Slices, gathered
 from shardlib.execute.units import BucketState, UnitState
 from shardlib.mesh import Mesh, current_mesh
+from shardlib.parts import current_parts
 from shardlib.plan import Plan
 from shardlib.sharded import Sharded
 from shardlib.tree import Tree, unflatten
@@ -39,7 +41,8 @@ class Executor:
     def __init__(self, plan: Plan, mesh: Mesh, trained: bool) -> None:
         self.plan, self.mesh, self._trained = plan, mesh, trained
         states = [BucketState(bucket, mesh) for bucket in plan.buckets]
-        self._slices = Slices(mesh)
+        self.parts = SequenceParts(plan.sequence, mesh) if plan.sequence else None
+        self._slices = Slices(mesh, self.parts)
         self._units = {
             name: UnitState(
                 name, [state for state in states if state.bucket.unit == name], self._touch, plan.styles, self._slices
@@ -131,17 +134,26 @@ class Executor:
             state.bind(params.buffers[state.bucket.name], gradients)
         self._gathering.begin(self._trace)
         runner = block_runner.set(self._run_block if self.gathers or self.plan.remat else None)
-        mesh = current_mesh.set(self.mesh)
         try:
-            yield
+            with self._here():
+                yield
         finally:
             block_runner.reset(runner)
-            current_mesh.reset(mesh)
             self._gathering.end()
             for unit in self._units.values():
                 unit.forget()
             self._stored.clear()
             self._slices.clear()
+
+    @contextmanager
+    def _here(self) -> Iterator[None]:
+        """What functions of a model find their surroundings by."""
+        mesh, parts = current_mesh.set(self.mesh), current_parts.set(self.parts)
+        try:
+            yield
+        finally:
+            current_mesh.reset(mesh)
+            current_parts.reset(parts)
 
     def _touch(self, unit: UnitState) -> None:
         if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -197,13 +209,10 @@ class Executor:
         if self.plan.remat is None or not self._trained:
             return call(*args, **kwargs)
 
-        # The mesh travels with the call: recompute may run in a thread of autograd's.
+        # The surroundings travel with the call: recompute may run in a thread of autograd's.
         def again(*args: Any, **kwargs: Any) -> Any:
-            mesh = current_mesh.set(self.mesh)
-            try:
+            with self._here():
                 return call(*args, **kwargs)
-            finally:
-                current_mesh.reset(mesh)
 
         return checkpoint(again, *args, use_reentrant=False, **_policy(self.plan.remat), **kwargs)
 

@@ -133,6 +133,8 @@ class LossStep:
             inputs = (tree, buffers, batch) if self._with_buffers else (tree, batch)
             outcome = read_loss(self._loss_fn(*inputs, **extra), self._with_buffers)
             require_gradient(outcome.total)
+            if self.executor.parts is not None and self.executor.order is None:
+                self.executor.parts.require_whole_loss(outcome.total, outcome.weight)
             # A scalar's mean over ranks and micro-batches is known beforehand; a Mean's weight only afterwards.
             seed.fill_(loss_scale / (1 if outcome.weighted else plan.batch_ranks * plan.microbatches))
             return outcome.total, outcome._replace(total=outcome.total.detach())
