@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardlib.collectives import primitives
 from shardlib.collectives.pairs import mesh_with
-from shardlib.errors import HandleError
+from shardlib.errors import LossError, SpecError
 from shardlib.groups import Work
 from shardlib.mesh import Mesh
 
@@ -40,8 +40,14 @@ def ring_attention(
     (P−1) times its keys and values forward; the same and as many gradients (in fp32 or wider) backward.
 
     Raises:
-        HandleError: a second derivative.
+        SpecError: keys of another length than the queries, or an odd one.
+        LossError: a second derivative.
     """
+    if k.shape[2] != q.shape[2] or q.shape[2] % 2:
+        raise SpecError(
+            f"ring attention over axis {axis!r} takes as many keys as queries, in two chunks a rank, and gets "
+            f"{k.shape[2]} keys and {q.shape[2]} queries on each; pad both to one even number, or use kind='ulysses'"
+        )
     return _Ring.apply(q, k, v, mesh_with(mesh, axis), axis, causal, q.shape[-1] ** -0.5 if scale is None else scale)
 
 
@@ -60,7 +66,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
-            raise HandleError(
+            raise LossError(
                 "ring attention has no second derivative; for gradients of gradients use sequence(kind='ulysses')"
             )
         mesh, axis, causal, scale = ctx.static
@@ -114,7 +120,8 @@ def _forward(
         total[..., rows, :] = after
         work.wait()
         held = coming
-    return out.flatten(1, 2).to(q.dtype), total
+    # Laid out as (batch, length, heads, size), which is what the layer after it reads: one copy then serves both.
+    return out.flatten(1, 2).transpose(1, 2).to(q.dtype).contiguous().transpose(1, 2), total
 
 
 def _backward(

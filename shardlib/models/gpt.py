@@ -1,7 +1,8 @@
 """A GPT as pure functions of a parameter pytree (pre-norm, learned positions; Radford et al. 2019, GPT-2).
 
-Nothing here knows of ranks, meshes or shards. Weights are (out, in) as ``F.linear`` wants them, and all
-computing is done in the dtype the parameters come in.
+Nothing here knows of ranks, meshes or shards; where S stands for a sequence of activations, it is this rank's part
+under `shardlib.sequence`, but logits and losses are those of the whole. Weights are (out, in) as ``F.linear`` wants
+them, and all computing is done in the dtype the parameters come in.
 """
 
 import math
