@@ -16,11 +16,12 @@ from shardlib.collectives import (
 )
 from shardlib.errors import IllegalComposition, ShardlibError
 from shardlib.execute.losses import Mean
-from shardlib.functional import linear_cross_entropy
+from shardlib.functional import embedding, linear_cross_entropy
 from shardlib.launch import launch, simulate
 from shardlib.mesh import Mesh, abstract_mesh, make_mesh
 from shardlib.models.modules import from_module
 from shardlib.optim import GradientTransformation, apply_updates
+from shardlib.parts import attention, gather_sequence, shard_sequence, sum_sequence
 from shardlib.plan import Plan
 from shardlib.prediction import predict_step
 from shardlib.preview import make_plan
@@ -28,7 +29,18 @@ from shardlib.rng import Key, dropout
 from shardlib.sharded import Sharded, shard, unshard
 from shardlib.specs import Leaf, P
 from shardlib.train import TrainState, make_eval_step, make_train_step, value_and_grad
-from shardlib.transforms import accumulate, column, freeze, pipeline, precision, remat, row, tensor_slicing, zero
+from shardlib.transforms import (
+    accumulate,
+    column,
+    freeze,
+    pipeline,
+    precision,
+    remat,
+    row,
+    sequence,
+    tensor_slicing,
+    zero,
+)
 
 __version__ = "0.1.0"
 
@@ -39,6 +51,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "apply_updates",
+    "attention",
     "block",
     "broadcast",
     "chain",
@@ -46,8 +59,10 @@ __all__ = [
     "column",
     "copy",
     "dropout",
+    "embedding",
     "freeze",
     "from_module",
+    "gather_sequence",
     "GradientTransformation",
     "IllegalComposition",
     "Key",
@@ -71,12 +86,15 @@ __all__ = [
     "remat",
     "row",
     "schedules",
+    "sequence",
     "sequential",
     "shard",
+    "shard_sequence",
     "Sharded",
     "ShardlibError",
     "simulate",
     "split",
+    "sum_sequence",
     "tensor_slicing",
     "TrainState",
     "unshard",

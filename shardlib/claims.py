@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from shardlib.errors import IllegalComposition, listing
+from shardlib.parts import SequencePlan
 from shardlib.schedules import Pipeline
 from shardlib.specs import P
 from shardlib.styles import Style
@@ -90,6 +91,7 @@ class Schedule:
     loss_scale: str | None = None
     cast_batch: torch.dtype | None = None
     pipeline: Pipeline | None = None
+    sequence: SequencePlan | None = None
 
     def slots(self) -> dict[tuple[str, ...], Any]:
         return {("schedule", name): value for name, value in _given(self)}

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
+from shardlib.parts import current_parts, shard_sequence
+
 
 def linear_cross_entropy(
     x: torch.Tensor,
@@ -21,9 +23,10 @@ def linear_cross_entropy(
     gathered: two all-reduces of two numbers and one number per token take their place.
 
     Args:
-        x: (..., width).
+        x: (..., width). Under a sequence plan (batch, part of the sequence, ..., width); the loss is still that of the
+            whole sequence, on every rank.
         weight: (vocabulary, width).
-        targets: (...), int64; ``ignore_index`` counts for nothing.
+        targets: (...), int64, whole; ``ignore_index`` counts for nothing.
         reduction: "mean" over the targets that count, "sum", or "none" ((...), zero where ignored).
     """
     if reduction not in ("mean", "sum", "none"):
@@ -33,8 +36,28 @@ def linear_cross_entropy(
             linear_cross_entropy, (weight,), x, weight, targets, ignore_index=ignore_index, reduction=reduction
         )
     scores = widened(F.linear(x, weight))
-    losses = F.cross_entropy(scores.flatten(0, -2), targets.flatten(), ignore_index=ignore_index, reduction=reduction)
-    return losses.view(targets.shape) if reduction == "none" else losses
+
+    def losses(targets: torch.Tensor, reduction: str) -> torch.Tensor:
+        found = F.cross_entropy(
+            scores.flatten(0, -2), targets.flatten(), ignore_index=ignore_index, reduction=reduction
+        )
+        return found.view(targets.shape) if reduction == "none" else found
+
+    parts = current_parts.get()
+    if parts is None:
+        return losses(targets, reduction)
+    return parts.loss(losses, x, targets, ignore_index, reduction)
+
+
+def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``F.embedding(ids, weight)``; under a sequence plan this rank's part of it, along dimension 1.
+
+    ``ids`` (batch, sequence) are whole. Where `tensor_slicing` cuts the vocabulary over the axis of the sequence, all
+    ids are looked up and what is found is reduce-scattered; otherwise each rank looks up its own part.
+    """
+    if has_torch_function((weight,)):
+        return handle_torch_function(embedding, (weight,), ids, weight)
+    return F.embedding(shard_sequence(ids), weight)
 
 
 def widened(scores: torch.Tensor) -> torch.Tensor:

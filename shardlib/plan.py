@@ -12,6 +12,7 @@ import torch
 
 from shardlib.errors import TreeError, listing
 from shardlib.layout import Bucket
+from shardlib.parts import SequencePlan
 from shardlib.plan_text import describe
 from shardlib.schedules import Pipeline
 from shardlib.specs import Leaf
@@ -78,6 +79,7 @@ class Plan:
         prefetch: whether the next unit is gathered while one computes.
         loss_scale: None, or "dynamic" for fp16.
         cast_batch: dtype that floating batch leaves are cast to, or None.
+        sequence: over which axis sequences are cut, and how; or None.
         touches: units in the order one micro-batch gathers them, forward then backward; None when not traced.
         activations: payload bytes of activations that one micro-batch sends, by axis; None when not traced.
         optimizer_bytes: bytes per rank of the optimizer's state, masters included, one number for each of the
@@ -103,6 +105,7 @@ class Plan:
     prefetch: bool
     loss_scale: str | None
     cast_batch: torch.dtype | None
+    sequence: SequencePlan | None = None
     touches: tuple[str, ...] | None = None
     activations: Mapping[str, int] | None = None
     optimizer_bytes: tuple[int, ...] | None = None

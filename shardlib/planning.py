@@ -14,6 +14,7 @@ from shardlib.claims import LeafInfo, Slots, Transform, resolve
 from shardlib.errors import IllegalComposition
 from shardlib.layout import Bucket, stands_alone
 from shardlib.mesh import Mesh
+from shardlib.parts import SequencePlan
 from shardlib.plan import ROLES, Placement, Plan
 from shardlib.schedules.pipeline import NO_BLOCKS, Pipeline
 from shardlib.specs import Leaf, P, check_leaves
@@ -49,7 +50,13 @@ def build_plan(params: Tree, mesh: Mesh, transform: Transform, *, optimizer: Any
     slots, log = resolve(transform, mesh.shape, infos)
     _check_slots(slots, mesh, transform)
 
-    batch_axes = tuple(axis for axis in mesh.shape if ("reduce", axis, "method") in slots)
+    sequence = _sequence(slots, mesh.shape)
+    batch_axes = tuple(
+        axis
+        for axis in mesh.shape
+        # What zero sums over the axis of a sequence are gradients of its parts, not of parts of the batch.
+        if ("reduce", axis, "method") in slots and not (sequence and axis == sequence.axis)
+    )
     split = _splits(slots, mesh.shape)
     microbatches = slots.get(("schedule", "microbatches"), 1)
     sync = slots.get(("schedule", "sync")) or ("each" if split["grad"] else "last")
@@ -65,7 +72,7 @@ def build_plan(params: Tree, mesh: Mesh, transform: Transform, *, optimizer: Any
     units = unit_names(params)
     draft = [_place(info, units[index], slots, split, mesh.shape) for info, index in zip(infos, distinct, strict=True)]
     order = {unit: number for number, unit in enumerate(dict.fromkeys(units))}
-    buckets = _buckets(draft, slots, split, batch_axes, mesh.shape, order)
+    buckets = _buckets(draft, slots, split, batch_axes, sequence, mesh.shape, order)
     bucket_of = {path: bucket.name for bucket in buckets for path in bucket.paths}
     placements = tuple(replace(placement, bucket=bucket_of[placement.path]) for placement in draft)
     check_leaves([placement.compute for placement in placements], mesh.shape)
@@ -86,6 +93,7 @@ def build_plan(params: Tree, mesh: Mesh, transform: Transform, *, optimizer: Any
         loss_scale=slots.get(("schedule", "loss_scale")),
         cast_batch=slots.get(("schedule", "cast_batch")),
         pipeline=pipeline and _all_blocks(pipeline, treedef),
+        sequence=sequence,
         log=log,
     )
     if optimizer is None:
@@ -122,6 +130,7 @@ def _check_slots(slots: Slots, mesh: Mesh, transform: Transform) -> None:
             "recompute; use remat('full'), or a schedule that does not split (1f1b, interleaved-1f1b)"
         )
     axes |= {pipeline.axis} if pipeline else set()
+    axes |= {value.axis for slot, value in slots.items() if slot == ("schedule", "sequence")}
     unknown = sorted(axes - set(mesh.shape))
     if unknown:
         raise IllegalComposition(
@@ -192,6 +201,7 @@ def _buckets(
     slots: Slots,
     split: Mapping[str, tuple[str, ...]],
     batch_axes: tuple[str, ...],
+    sequence: SequencePlan | None,
     sizes: Mapping[str, int],
     order: Mapping[str, int],
 ) -> tuple[Bucket, ...]:
@@ -207,6 +217,8 @@ def _buckets(
         slices = tuple(axis for axis in placement.compute.spec.axes if sizes[axis] > 1)
         sums = (placement.style.axis,) if placement.style and placement.style.sums else ()
         stages = slots.get(("use", placement.path, "stages"), ())
+        if sequence and trainable and sequence.axis not in (*slices, *sums):
+            sums = (*sums, sequence.axis)  # each rank's gradient is that of its own positions
         key = (
             *(order[placement.unit], placement.unit, str(placement.param.dtype), trainable, master, axes, alone),
             *(slices, sums, stages),
@@ -242,6 +254,31 @@ def _buckets(
             )
         )
     return tuple(buckets)
+
+
+def _sequence(slots: Slots, sizes: Mapping[str, int]) -> SequencePlan | None:
+    """How sequences are cut, where they are; None on an axis of size one."""
+    found: SequencePlan | None = slots.get(("schedule", "sequence"))
+    if found is None:
+        return None
+    axis, kind = found.axis, found.kind
+    told = f"sequence(axis={axis!r}, kind={kind!r})"
+    sliced = any(axis in spec.axes for slot, spec in slots.items() if slot[0] == "use" and slot[2] == "spec")
+    if kind == "megatron" and not sliced:
+        raise IllegalComposition(
+            f"{told} changes the exchanges of layers that are sliced over {axis!r}, and none is: add tensor_slicing(rules, "
+            f"axis={axis!r}), or use kind='ulysses' or 'ring', which need none"
+        )
+    if kind != "megatron" and sliced:
+        raise IllegalComposition(
+            f"{told} and tensor_slicing both use axis {axis!r}: slicing there needs kind='megatron'; give one of the two "
+            "another axis of the mesh"
+        )
+    if kind == "megatron" and any(slot[1] == axis for slot in slots if slot[0] == "reduce"):
+        raise IllegalComposition(
+            f"{told} and zero both use axis {axis!r}, over which layers are already sliced; give zero another axis"
+        )
+    return found if sizes[axis] > 1 else None
 
 
 def _splits(slots: Slots, sizes: Mapping[str, int]) -> dict[str, tuple[str, ...]]:

@@ -12,6 +12,8 @@ from fractions import Fraction
 
 import torch
 
+from shardlib.parts import current_parts
+
 
 @dataclass(frozen=True)
 class Key:
@@ -38,7 +40,10 @@ class Key:
 def random_bits(key: Key, count: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """``count`` 24-bit integers as int64, for elements ``slot * count`` to ``(slot + 1) * count``."""
     start = int(key.slot * count)
-    x = torch.arange(start, start + count, dtype=torch.int64, device=device)
+    return _hash(key, torch.arange(start, start + count, dtype=torch.int64, device=device))
+
+
+def _hash(key: Key, x: torch.Tensor) -> torch.Tensor:
     x = _mix((x & _MASK) ^ (key.seed & _MASK)) ^ _mix((x >> 32) ^ (key.seed >> 32 & _MASK))
     return _mix(x) >> 8
 
@@ -58,7 +63,8 @@ def dropout(x: torch.Tensor, p: float, key: Key) -> torch.Tensor:
     """Zero each element with probability ``p`` and scale the rest by ``1 / (1 - p)``.
 
     The mask depends on the key and the element's index in the global batch alone (dimension 0 of ``x`` is the
-    batch, or a multiple of it), so it is equal on every mesh and under recompute.
+    batch, or a multiple of it), so it is equal on every mesh and under recompute. Under a sequence plan, dimension 1
+    of an ``x`` that has one is this rank's part of the sequence.
 
     Raises:
         ValueError: ``p`` outside [0, 1).
@@ -67,8 +73,21 @@ def dropout(x: torch.Tensor, p: float, key: Key) -> torch.Tensor:
         raise ValueError(f"dropout probability {p} is outside [0, 1)")
     if p == 0.0:
         return x
-    keep = random_bits(key, x.numel(), x.device) >= int(p * 2**24)
+    keep = _hash(key, _indices(x, key.slot)) >= int(p * 2**24)
     return x * (keep.to(x.dtype) / (1.0 - p)).reshape(x.shape)
+
+
+def _indices(x: torch.Tensor, slot: int | Fraction) -> torch.Tensor:
+    """The index of each element of ``x`` in the whole tensor of all batches and, under a sequence plan, all positions."""
+    parts = current_parts.get()
+    if parts is None or x.dim() < 2:
+        start = int(slot * x.numel())
+        return torch.arange(start, start + x.numel(), dtype=torch.int64, device=x.device)
+    positions, length = parts.positions(x)
+    batch, rest = x.shape[0], x.shape[2:].numel()
+    first = int(slot * batch)
+    rows = torch.arange(first, first + batch, device=x.device)[:, None] * length + positions
+    return (rows[..., None] * rest + torch.arange(rest, device=x.device)).flatten()
 
 
 _MASK = 0xFFFFFFFF

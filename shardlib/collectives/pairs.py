@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -215,7 +216,8 @@ class _SumVarying(_Pair):
     @staticmethod
     def forward(x: torch.Tensor, mesh: Mesh, axis: str) -> torch.Tensor:
         out = x.clone(memory_format=torch.contiguous_format)
-        exchange(primitives.all_reduce, mesh, axis, out)
+        # A number alone is a step's scalar (a loss), which is no payload.
+        exchange(partial(primitives.all_reduce, scalars=x.dim() == 0), mesh, axis, out)
         return out
 
     @staticmethod

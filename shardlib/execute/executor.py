@@ -22,9 +22,11 @@ from shardlib.execute.gathering import Gathering
 from shardlib.execute.gradients import Gradients
 from shardlib.execute.handles import Handle
 from shardlib.execute.losses import is_compiled, refuse_reentrant_checkpoints
+from shardlib.execute.sequence import SequenceParts
 from shardlib.execute.slicing import Slices, gathered, refuse_slices
 from shardlib.execute.units import BucketState, UnitState
 from shardlib.mesh import Mesh, current_mesh
+from shardlib.parts import current_parts
 from shardlib.plan import Plan
 from shardlib.sharded import Sharded
 from shardlib.tree import Tree, unflatten
@@ -52,7 +54,8 @@ class Executor:
     def __init__(self, plan: Plan, mesh: Mesh, trained: bool, record: Record | None = None) -> None:
         self.plan, self.mesh, self._trained = plan, mesh, trained
         states = [BucketState(bucket, mesh) for bucket in plan.buckets]
-        self._slices = Slices(mesh)
+        self.parts = SequenceParts(plan.sequence, mesh) if plan.sequence else None
+        self._slices = Slices(mesh, self.parts)
         self._units = {
             name: UnitState(
                 name, [state for state in states if state.bucket.unit == name], self._touch, plan.styles, self._slices
@@ -217,12 +220,21 @@ class Executor:
         """While the user's code runs, forward or again in backward."""
         minds_blocks = self.gathers or self.plan.remat or self.plan.styles
         runner = block_runner.set(self._run_block if minds_blocks else None)
-        mesh = current_mesh.set(self.mesh)
+        try:
+            with self._here():
+                yield
+        finally:
+            block_runner.reset(runner)
+
+    @contextmanager
+    def _here(self) -> Iterator[None]:
+        """What functions of a model find their surroundings by."""
+        mesh, parts = current_mesh.set(self.mesh), current_parts.set(self.parts)
         try:
             yield
         finally:
-            block_runner.reset(runner)
             current_mesh.reset(mesh)
+            current_parts.reset(parts)
 
     def _touch(self, unit: UnitState) -> None:
         if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -281,13 +293,10 @@ class Executor:
         if self.plan.remat is None or not self._trained:
             return call(*args, **kwargs)
 
-        # The mesh travels with the call: recompute may run in a thread of autograd's.
+        # The surroundings travel with the call: recompute may run in a thread of autograd's.
         def again(*args: Any, **kwargs: Any) -> Any:
-            mesh = current_mesh.set(self.mesh)
-            try:
+            with self._here():
                 return call(*args, **kwargs)
-            finally:
-                current_mesh.reset(mesh)
 
         return checkpoint(again, *args, use_reentrant=False, **_policy(self.plan.remat), **kwargs)
 

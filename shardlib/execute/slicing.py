@@ -17,30 +17,62 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardlib.collectives import pairs
 from shardlib.collectives.cross_entropy import vocab_cross_entropy
-from shardlib.errors import HandleError
+from shardlib.errors import HandleError, SpecError
 from shardlib.execute.handles import Handle, Source, kind_of, materialise
-from shardlib.functional import linear_cross_entropy, widened
+from shardlib.execute.sequence import SequenceParts
+from shardlib.functional import embedding, linear_cross_entropy, widened
 from shardlib.mesh import Mesh
+from shardlib.parts import shard_sequence
 from shardlib.styles import Style
 
 
 class Slices:
-    """What the sliced leaves of one run share: the mesh, and the copy pair of the input that was last consumed."""
+    """What the sliced leaves of one run share: the mesh, and the pair of the input that was last consumed.
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
-        self._last: dict[str, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
+    The pairs are those of Megatron-LM: a copy before and an all-reduce after the slices; or, where sequences are cut
+    over the same axis (arXiv 2205.05198), a gather and a reduce-scatter along the sequence, which together send as much.
+    """
 
-    def copy(self, x: torch.Tensor, axis: str) -> torch.Tensor:
-        """One copy per input: several layers that read it (query, key, value) then share one backward all-reduce."""
-        if not (x.requires_grad and torch.is_grad_enabled()):
+    def __init__(self, mesh: Mesh, parts: SequenceParts | None) -> None:
+        self.mesh, self.parts = mesh, parts
+        self._last: dict[str, tuple[weakref.ref[torch.Tensor], tuple[int, bool], torch.Tensor]] = {}
+
+    def cuts_sequence(self, axis: str) -> bool:
+        """Whether activations outside the slices over ``axis`` are parts of the sequence."""
+        return self.parts is not None and self.parts.kind == "megatron" and self.parts.axis == axis
+
+    def enter(self, x: torch.Tensor, axis: str) -> torch.Tensor:
+        """One pair per input: several layers that read it (query, key, value) then share one exchange each way."""
+        grad = x.requires_grad and torch.is_grad_enabled()
+        if not grad and not self.cuts_sequence(axis):
             return x
         known = self._last.get(axis)
-        if known is not None and known[0]() is x and known[1] == x._version:
+        if known is not None and known[0]() is x and known[1] == (x._version, grad):
             return known[2]
-        copied = pairs.copy(x, axis, mesh=self.mesh)
-        self._last[axis] = (weakref.ref(x), x._version, copied)
-        return copied
+        if self.cuts_sequence(axis):
+            entered = pairs.all_gather(_with_sequence(x), axis, dim=1, mesh=self.mesh)
+        else:
+            entered = pairs.copy(x, axis, mesh=self.mesh)
+        self._last[axis] = (weakref.ref(x), (x._version, grad), entered)
+        return entered
+
+    def leave(self, y: torch.Tensor, axis: str) -> torch.Tensor:
+        """The sum of the slices' partial results."""
+        if self.cuts_sequence(axis):
+            return pairs.reduce_scatter(_with_sequence(y), axis, dim=1, mesh=self.mesh)
+        return pairs.all_reduce(y, axis, dst="invariant", mesh=self.mesh)
+
+    def whole_outputs(self, y: torch.Tensor, axis: str) -> torch.Tensor:
+        """Every rank's share of the outputs, put together; parts of the sequence stay parts."""
+        if self.cuts_sequence(axis):
+            return pairs.all_to_all(_with_sequence(y), axis, split_dim=1, concat_dim=-1, mesh=self.mesh)
+        return pairs.all_gather(y, axis, dim=-1, dst="invariant", mesh=self.mesh)
+
+    def own_inputs(self, x: torch.Tensor, axis: str) -> torch.Tensor:
+        """This rank's share of inputs that come whole; of all positions."""
+        if self.cuts_sequence(axis):
+            return pairs.all_to_all(_with_sequence(x), axis, split_dim=-1, concat_dim=1, mesh=self.mesh)
+        return pairs.split(x, axis, dim=-1, mesh=self.mesh)
 
     def clear(self) -> None:
         self._last.clear()
@@ -125,12 +157,12 @@ def _layer(
             f"{name} is consumed as {order} and sliced as the other order; give its layer sl.{style.kind}(transposed="
             f"{transposed}) in tensor_slicing's rules"
         )
-    local, axis, mesh = materialise(weight), style.axis, slices.mesh
+    local, axis = materialise(weight), style.axis
     if style.kind == "column":
-        y = compute(slices.copy(x, axis), local, added)
-        return pairs.all_gather(y, axis, dim=-1, dst="invariant", mesh=mesh) if style.whole else y
+        y = compute(slices.enter(x, axis), local, added)
+        return slices.whole_outputs(y, axis) if style.whole else y
     if style.whole:
-        x = pairs.split(x, axis, dim=-1, mesh=mesh)
+        x = slices.own_inputs(x, axis)
     inputs = local.shape[0 if transposed else 1]
     if x.shape[-1] != inputs:
         raise HandleError(
@@ -138,7 +170,7 @@ def _layer(
             "come from column-sliced layers; use sl.row(split=True) where it comes whole"
         )
     # The bias is whole, and added once: after the sum.
-    return _add(pairs.all_reduce(compute(x, local, None), axis, dst="invariant", mesh=mesh), added)
+    return _add(slices.leave(compute(x, local, None), axis), added)
 
 
 def _embedding(
@@ -155,7 +187,11 @@ def _embedding(
         raise HandleError(f"{weight._path} is looked up and has the style {style}; give its layer the style 'vocab'")
     if max_norm is not None or scale_grad_by_freq:
         raise HandleError(f"{weight._path}: max_norm and scale_grad_by_freq need the whole embedding; do not slice it")
-    mesh, local = weight._slices.mesh, materialise(weight)
+    slices, local = weight._slices, materialise(weight)
+    mesh = slices.mesh
+    if slices.cuts_sequence(style.axis):  # ``ids`` are whole, what is found is this rank's part
+        slices.parts.note("enter")
+        slices.parts.chunks(ids.shape[1])
     first = local.shape[0] * mesh.coords[style.axis]
     mine = (ids >= first) & (ids < first + local.shape[0])
     padding = None
@@ -163,7 +199,13 @@ def _embedding(
         whole = padding_idx % (local.shape[0] * mesh.shape[style.axis]) - first
         padding = whole if 0 <= whole < local.shape[0] else None
     found = F.embedding((ids - first).where(mine, 0), local, padding, sparse=sparse)
-    return pairs.all_reduce(found.masked_fill(~mine[..., None], 0), style.axis, dst="invariant", mesh=mesh)
+    return slices.leave(found.masked_fill(~mine[..., None], 0), style.axis)
+
+
+def _embedding_of_part(ids: torch.Tensor, weight: Any) -> torch.Tensor:
+    style = _style(weight)
+    whole = style is not None and weight._slices.cuts_sequence(style.axis)
+    return _embedding(ids if whole else shard_sequence(ids), weight)
 
 
 def _cross_entropy(
@@ -172,15 +214,34 @@ def _cross_entropy(
     style = _style(weight)
     if style is None or style.kind != "vocab":
         raise HandleError(f"{weight._path} is an output layer with the style {style}; give it the style 'vocab'")
-    slices = weight._slices
-    scores = widened(F.linear(slices.copy(materialise(x), style.axis), materialise(weight)))
-    return vocab_cross_entropy(
-        scores, targets, style.axis, ignore_index=ignore_index, reduction=reduction, mesh=slices.mesh
-    )
+    slices, axis = weight._slices, style.axis
+    x = slices.enter(materialise(x), axis)
+    scores = widened(F.linear(x, materialise(weight)))
+
+    def losses(targets: torch.Tensor, reduction: str) -> torch.Tensor:
+        return vocab_cross_entropy(
+            scores, targets, axis, ignore_index=ignore_index, reduction=reduction, mesh=slices.mesh
+        )
+
+    if slices.parts is None:
+        return losses(targets, reduction)
+    if slices.cuts_sequence(axis):  # all positions are here again
+        slices.parts.note("leave")
+        return losses(targets, reduction)
+    return slices.parts.loss(losses, x, targets, ignore_index, reduction)
 
 
 def _style(weight: Any) -> Style | None:
     return weight._style if isinstance(weight, SlicedHandle) else None
+
+
+def _with_sequence(x: torch.Tensor) -> torch.Tensor:
+    if x.dim() < 3:
+        raise SpecError(
+            f"a sliced layer under sequence(kind='megatron') takes activations (batch, sequence, width) and gets shape "
+            f"{tuple(x.shape)}; keep the three dimensions, or leave the layer whole"
+        )
+    return x
 
 
 def _add(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -213,6 +274,7 @@ _LAYERS: dict[Any, Callable[..., torch.Tensor]] = {
     torch.Tensor.__matmul__: _matmul,
     torch.addmm: _addmm,
     linear_cross_entropy: _cross_entropy,
+    embedding: _embedding_of_part,
 }
 # A bias that is added by itself: its slice belongs to the slice it is added to.
 _ELEMENTWISE = {torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__}

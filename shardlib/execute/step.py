@@ -197,6 +197,8 @@ class LossStep:
             inputs = (tree, buffers, batch) if self._with_buffers else (tree, batch)
             outcome = read_loss(self._loss_fn(*inputs, **extra), self._with_buffers)
             require_gradient(outcome.total)
+            if self.executor.parts is not None and self.executor.order is None:
+                self.executor.parts.require_whole_loss(outcome.total, outcome.weight)
             seed.fill_(self._seed(outcome, loss_scale))
             return outcome.total, outcome._replace(total=outcome.total.detach())
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardlib.errors import RankMismatch
 from shardlib.groups.base import Work
@@ -224,8 +225,9 @@ class SimulatedGroup:
         signature = f"{name}({inp.numel()} × {str(inp.dtype).removeprefix('torch.')})"
 
         def finish(members: dict[int, Any]) -> None:
-            inputs = [members[rank][0].reshape(-1) for rank in range(self.size)]
-            with torch.no_grad():
+            # The rank that comes last computes for all: its own modes (a recompute policy) must not see that.
+            with torch.no_grad(), _disable_current_modes():
+                inputs = [members[rank][0].reshape(-1) for rank in range(self.size)]
                 # Every result before any write: all_reduce and broadcast write over their inputs.
                 results = [result(inputs, rank) for rank in range(self.size)]
                 for rank, value in enumerate(results):

@@ -1,7 +1,8 @@
 """A GPT as pure functions of a parameter pytree (pre-norm, learned positions; Radford et al. 2019, GPT-2).
 
-Nothing here knows of ranks, meshes or shards. Weights are (out, in) as ``F.linear`` wants them, and all
-computing is done in the dtype the parameters come in.
+Nothing here knows of ranks, meshes or shards; where S stands for a sequence of activations, it is this rank's part
+under `shardlib.sequence`, but logits and losses are those of the whole. Weights are (out, in) as ``F.linear`` wants
+them, and all computing is done in the dtype the parameters come in.
 """
 
 import math
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from shardlib.blocks import Sequential, sequential
 from shardlib.blocks import block as mark_block
-from shardlib.functional import linear_cross_entropy
+from shardlib.functional import embedding, linear_cross_entropy
+from shardlib.parts import attention, gather_sequence, shard_sequence
 from shardlib.rng import Key, dropout
 from shardlib.transforms.tensor_slicing import column, row
 
@@ -116,7 +118,7 @@ def embed(config: GPTConfig, params: Params, tokens: Tensor, rng: Key | None = N
     length = tokens.shape[1]
     if length > config.sequence:
         raise ValueError(f"{length} tokens are more than the model's sequence of {config.sequence}")
-    x = F.embedding(tokens, params["embed"]["tokens"]) + params["embed"]["positions"][:length]
+    x = embedding(tokens, params["embed"]["tokens"]) + shard_sequence(params["embed"]["positions"][:length], 0)
     return _dropout(config, x, rng, "embed")
 
 
@@ -130,7 +132,7 @@ def hidden(config: GPTConfig, params: Params, tokens: Tensor, rng: Key | None = 
 
 def logits(config: GPTConfig, params: Params, tokens: Tensor, rng: Key | None = None) -> Tensor:
     """Scores of the next token at every position: tokens (B, S) int64 -> (B, S, V)."""
-    return F.linear(hidden(config, params, tokens, rng), params["head"]["weight"])
+    return gather_sequence(F.linear(hidden(config, params, tokens, rng), params["head"]["weight"]))
 
 
 def make_loss(config: GPTConfig) -> Callable[..., Tensor]:
@@ -216,11 +218,10 @@ def parameters_count(config: GPTConfig) -> int:
 
 
 def _attention(config: GPTConfig, params: Params, x: Tensor) -> Tensor:
-    batch, length, width = x.shape
     # The rows of qkv are (heads, 3, size): a slice of them holds whole heads, as many as its shape tells.
-    qkv = _linear(params["qkv"], x).view(batch, length, -1, 3, width // config.heads)
+    qkv = _linear(params["qkv"], x).unflatten(-1, (-1, 3, config.width // config.heads))
     q, k, v = qkv.permute(3, 0, 2, 1, 4)
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    out = attention(q, k, v, causal=True)
     return _linear(params["out"], out.transpose(1, 2).flatten(2))
 
 

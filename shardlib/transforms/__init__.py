@@ -5,7 +5,19 @@ from shardlib.transforms.freeze import freeze
 from shardlib.transforms.pipeline import pipeline
 from shardlib.transforms.precision import precision
 from shardlib.transforms.remat import remat
+from shardlib.transforms.sequence import sequence
 from shardlib.transforms.tensor_slicing import column, row, tensor_slicing
 from shardlib.transforms.zero import zero
 
-__all__ = ["accumulate", "column", "freeze", "pipeline", "precision", "remat", "row", "tensor_slicing", "zero"]
+__all__ = [
+    "accumulate",
+    "column",
+    "freeze",
+    "pipeline",
+    "precision",
+    "remat",
+    "row",
+    "sequence",
+    "tensor_slicing",
+    "zero",
+]

@@ -1,0 +1,121 @@
+"""What the functions of `shardlib.parts` do under a sequence plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from shardlib.collectives import pairs, primitives
+from shardlib.collectives.attention import ulysses_attention
+from shardlib.collectives.ring_attention import ring_attention
+from shardlib.errors import LossError, SpecError, listing
+from shardlib.mesh import Mesh
+from shardlib.parts import SequencePlan, plain_attention
+
+
+class SequenceParts:
+    """The parts of sequences on one rank of a mesh, and what a loss function has done with them."""
+
+    def __init__(self, plan: SequencePlan, mesh: Mesh) -> None:
+        self.axis, self.kind = plan.axis, plan.kind
+        self._plan, self._mesh = plan, mesh
+        self._size, self._rank = mesh.shape[plan.axis], mesh.coords[plan.axis]
+        self._done: set[str] = set()
+
+    def note(self, what: str) -> None:
+        """Remember that the loss function took a step ("enter", "mix", "leave") without which it would be wrong."""
+        self._done.add(what)
+
+    def shard(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        self.note("enter")
+        chunks = [x.narrow(dim, start, length) for start, length in self.chunks(x.shape[dim])]
+        return chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim)
+
+    def chunks(self, length: int) -> list[tuple[int, int]]:
+        return self._plan.chunks(self._rank, self._size, length)
+
+    def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        self.note("leave")
+        whole = pairs.all_gather(x, self.axis, dim=dim, dst="invariant", mesh=self._mesh)
+        chunks = [
+            chunk for rank in range(self._size) for chunk in self._plan.chunks(rank, self._size, whole.shape[dim])
+        ]
+        if chunks == sorted(chunks):
+            return whole
+        pieces = whole.split([length for _, length in chunks], dim)
+        return torch.cat([piece for _, piece in sorted(zip(chunks, pieces), key=lambda pair: pair[0])], dim)
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        self.note("leave")
+        return pairs.all_reduce(x, self.axis, dst="invariant", mesh=self._mesh)
+
+    def attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None
+    ) -> torch.Tensor:
+        self.note("mix")
+        if self.kind != "megatron":
+            over = ulysses_attention if self.kind == "ulysses" else ring_attention
+            return over(q, k, v, self.axis, causal=causal, scale=scale, mesh=self._mesh)
+        return plain_attention(q, k, v, causal, scale)  # a column-sliced layer gave it all positions of its heads
+
+    def loss(
+        self,
+        part: Callable[[torch.Tensor, str], torch.Tensor],
+        x: torch.Tensor,
+        targets: torch.Tensor,
+        ignore_index: int,
+        reduction: str,
+    ) -> torch.Tensor:
+        """The loss of all positions from ``part(targets, reduction)``, that of this rank's: equal on all ranks."""
+        if targets.dim() < 2 or x.shape[:-1] != (targets.shape[0], targets.shape[1] // self._size, *targets.shape[2:]):
+            raise SpecError(
+                f"linear_cross_entropy under {self._plan}: targets of shape {tuple(targets.shape)} must be whole and have "
+                f"dimensions (batch, sequence), and x of shape {tuple(x.shape)} this rank's part of the sequence, 1 of "
+                f"{self._size}; pass targets that are not sharded, and x as (batch, sequence, width)"
+            )
+        mine = self.shard(targets, 1)
+        if reduction == "none":
+            return self.gather(part(mine, "none"), 1)
+        total = self.sum(part(mine, "sum"))
+        return total if reduction == "sum" else total / (targets != ignore_index).sum()
+
+    def positions(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Where in the whole sequence each element of dimension 1 of ``x`` lies, and the whole length."""
+        whole = x.shape[1] * self._size
+        return torch.cat(
+            [torch.arange(start, start + length, device=x.device) for start, length in self.chunks(whole)]
+        ), whole
+
+    def require_whole_loss(self, total: torch.Tensor, weight: torch.Tensor) -> None:
+        """Refuse what would train wrongly without a sign: after the first call of a loss function.
+
+        Raises:
+            LossError: a step that is left out, or a loss that differs between the ranks that share a batch.
+        """
+        needed = _STEPS if self.kind != "megatron" else {name: told for name, told in _STEPS.items() if name != "mix"}
+        missing = [told for name, told in needed.items() if name not in self._done]
+        if missing:
+            raise LossError(
+                f"the plan cuts sequences ({self._plan}) and the loss function never calls\n{listing(missing)}\nso its "
+                "gradients would be wrong. Build the model of these functions (see shardlib.models.gpt), or take "
+                "sequence(...) out of the plan."
+            )
+        if self._mesh.abstract:
+            return
+        values = torch.stack([total.detach().double(), weight.double().to(total.device)]).tolist()
+        everyone = primitives.all_gather_object(self._mesh, [self.axis], values)
+        # The same numbers in the same order: what differs beyond rounding is each rank's own part.
+        if any(abs(a - b) > 1e-6 * abs(b) for theirs in everyone for a, b in zip(theirs, everyone[0])):
+            told = ", ".join(f"rank {rank}: {loss:g} (weight {w:g})" for rank, (loss, w) in enumerate(everyone))
+            raise LossError(
+                f"the loss differs along axis {self.axis!r}, whose ranks share one batch ({self._plan}): {told}. A loss must "
+                "be that of the whole sequence: use sl.linear_cross_entropy, or sum what each rank has by sl.sum_sequence"
+            )
+
+
+_STEPS = {
+    "enter": "sl.shard_sequence or sl.embedding (this rank's part of the sequence)",
+    "mix": "sl.attention (attention over the whole sequence)",
+    "leave": "sl.linear_cross_entropy, sl.sum_sequence or sl.gather_sequence (the loss of the whole sequence)",
+}
