@@ -683,3 +683,23 @@ def test_on_real_processes(pool, mesh, schedule, stage, tie):
     )
     for got in told:
         compare(got, expected(torch.float64, 3, tie=tie), 1e-10)
+
+
+def test_messages_of_both_directions_where_a_transport_has_no_tags(pool):
+    """Each direction then has a communicator of its own."""
+
+    def both_ways(mesh):
+        group = mesh.group("pipe")
+        group._gloo = False
+        try:
+            other = 1 - group.rank
+            mine, theirs = torch.full((1 << 18,), float(group.rank)), [torch.empty(1 << 18) for _ in range(2)]
+            sent = [group.send(mine + step, other, 0) for step in range(2)]
+            came = [group.recv(out, other, 0) for out in theirs]
+            for work in (*came, *sent):
+                work.wait()
+            return [out[0].item() for out in theirs], group._lanes[0] is not group._lanes[1]
+        finally:
+            group._gloo = True
+
+    assert pool.run(both_ways, mesh={"pipe": 2, "data": 2})[::2] == [([1.0, 2.0], True), ([0.0, 1.0], True)]
