@@ -575,6 +575,12 @@ def plan(transform, params=None, **mesh):
             r"accumulate\(4\) and pipeline.*both claim\n.*the schedule's microbatches: 4 against 2\n",
         ),
         (lambda: plan(sl.chain(sl.pipeline(axis="data"), sl.zero()), data=2), IllegalComposition, "an axis of its own"),
+        (
+            lambda: sl.make_plan(
+                blocks()[1], sl.abstract_mesh(pipe=2), sl.pipeline(), loss_fn=gpt.make_loss(TINY), batch=token_batches(1)[0]
+            ),
+            IllegalComposition, "'loss' is one function; make it sl.sequential",
+        ),
         (lambda: plan(sl.pipeline(axis="stages")), IllegalComposition, "axis 'stages', which"),
         (lambda: plan(sl.chain(sl.pipeline("zb-h1"), sl.remat("dots"))), IllegalComposition, "zb-h1 splits"),
         (lambda: plan(sl.chain(sl.pipeline(), sl.pipeline(axis="b")), pipe=2, b=2), IllegalComposition, "both claim"),
