@@ -42,8 +42,9 @@ def make_plan(
         mesh: any mesh, abstract ones included.
         transform, stage: as for `shard`.
         loss_fn, batch: with both (and ``buffers``, if it takes them), the loss and its backward are traced on fake
-            tensors to see which units are gathered and how often. ``batch`` is one rank's share. Without them each
-            unit is taken to be gathered once forward and once backward.
+            tensors to see which units are gathered and how often, and what passes between a pipeline's stages.
+            ``batch`` is one rank's share. Without them each unit is taken to be gathered once forward and once backward,
+            and what passes between stages is not counted.
         optimizer: a gradient transformation; its state is then counted.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -30,7 +31,8 @@ class Sharded:
     are next asked for.
 
     Attributes:
-        plan: where every tensor lives.
+        plan: where every tensor lives; under a pipeline, the part of it that concerns this rank (``plan.everywhere`` is
+            all of it), and other stages' leaves are None.
         mesh: the mesh it is sharded over.
         role: "param", or "grad" for anything in the layout of the optimizer (gradients, updates).
         tree: the nested tree of shards, in the local shape of their spec.
@@ -274,6 +276,9 @@ def _check_ranks_agree(plan: Plan, mesh: Mesh) -> None:
         "transforms": plan.log,
         "batch axes": plan.batch_axes,
     }
+    if plan.pipeline is not None:
+        schedule = plan.pipeline.schedule
+        items["pipeline"] = f"{schedule.name}, checksum {zlib.crc32(str(schedule).encode()):08x}"
     for placement in plan.placements:
         items[placement.path] = (placement.compute.shape, str(placement.compute.dtype), placement.aliases)
     primitives.require_equal(mesh, "parameter trees or plans", items, "Build the same model and plan on every rank.")

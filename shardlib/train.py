@@ -143,7 +143,7 @@ def make_train_step(
 
     ``metrics`` holds ``loss`` (mean over the global batch), ``grad_norm`` (global, before clipping), ``finite``,
     and ``aux`` when the loss function hands one out (a `Mean` in it is averaged over all ranks; other leaves are
-    this rank's, of the last micro-batch).
+    this rank's, of the last micro-batch; under a pipeline, of the rank with the last stage).
 
     Args:
         loss_fn: ``loss_fn(params, batch)``, plain PyTorch; see the README for its forms.
@@ -209,11 +209,17 @@ def make_eval_step(fn: Callable[..., Any], params: Any) -> Callable[..., Any]:
     """``eval_step(params, *args)``: ``fn`` on sharded parameters, without gradients.
 
     Every `Mean` that ``fn`` returns becomes one number over all ranks' batches; other results (samples, logits) are
-    this rank's own. ``params`` may also be a `TrainState`.
+    this rank's own. ``params`` may also be a `TrainState`. Under a pipeline ``fn`` is an `sl.sequential`, called with one
+    batch, and what its last block returns is handed to the ranks of all stages.
     """
     lifted = lift(params)
-    pipe = Pipe(fn, lifted.plan, lifted.mesh, trained=False) if lifted.plan.pipeline else None
-    executor = Executor(lifted.plan, lifted.mesh, trained=False)
+    if lifted.plan.pipeline is None:
+        executor = Executor(lifted.plan, lifted.mesh, trained=False)
+
+        def run(params: Sharded, *args: Any) -> Any:
+            return executor.forward(params, lambda tree: fn(tree, *args))
+    else:
+        run = Pipe(fn, lifted.plan, lifted.mesh, trained=False).evaluate
 
     def eval_step(params: Any, *args: Any) -> Any:
         current = lift(params.params if isinstance(params, TrainState) else params)
@@ -221,11 +227,7 @@ def make_eval_step(fn: Callable[..., Any], params: Any) -> Callable[..., Any]:
             raise TreeError(
                 "these parameters were sharded by another plan than the eval step was made for; make one for it"
             )
-        if pipe is None:
-            result = executor.forward(current, lambda tree: fn(tree, *args))
-        else:
-            result = pipe.evaluate(current, *args)
-        return reduce_means(result, lifted.plan, lifted.mesh)
+        return reduce_means(run(current, *args), lifted.plan, lifted.mesh)
 
     return eval_step
 

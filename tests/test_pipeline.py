@@ -12,11 +12,13 @@ from helpers import training
 from helpers.measure import count_payload, stored_bytes
 from helpers.models import ROWS, TINY, share, tiny_gpt, token_batches
 from helpers.trees import assert_close, assert_same
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from oracle import one_device
 
 import shardlib as sl
 from shardlib import schedules
-from shardlib.errors import BatchError, IllegalComposition, RankMismatch, ScheduleError, TreeError
+from shardlib.errors import BatchError, IllegalComposition, LossError, RankMismatch, ScheduleError, TreeError
 from shardlib.execute.executor import Executor
 from shardlib.models import gpt
 
@@ -51,15 +53,37 @@ def compare(got, wanted, tolerance):
 
 # --- schedules, meshes, stages ------------------------------------------------------------------------------------
 
-MESHES = [{"data": 1, "pipe": 2}, {"data": 1, "pipe": 4}, {"pipe": 3, "data": 2}]
-SCHEDULES = [(name, 4) for name in schedules.NAMES] + [("1f1b", 2), ("gpipe", 1), ("zb-v", 8)]
-
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize(("schedule", "microbatches"), SCHEDULES)
-def test_every_schedule_mesh_and_stage(schedule, microbatches, mesh, stage):
-    check(mesh, sl.zero(stage), sl.pipeline(schedule, microbatches))
+@pytest.mark.parametrize("schedule", schedules.NAMES)
+def test_every_schedule_and_stage(schedule, stage):
+    check({"data": 2, "pipe": 3}, sl.zero(stage), sl.pipeline(schedule, 4))
+
+
+@pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 2), ("gpipe", 1), ("zb-h1", 3), ("zb-v", 8)])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_four_stages_with_fewer_micro_batches_and_with_more(schedule, microbatches, stage):
+    check({"data": 1, "pipe": 4}, sl.zero(stage), sl.pipeline(schedule, microbatches))
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_any_legal_chain(data):
+    """Meshes, schedules and what goes with them, drawn together and in any order."""
+    pipe = data.draw(st.sampled_from([1, 2, 3, 4]))
+    mesh = dict(data.draw(st.permutations([("pipe", pipe), ("data", data.draw(st.sampled_from([1, 2])))])))
+    stage = data.draw(st.integers(0, 3))
+    schedule = data.draw(st.sampled_from(schedules.NAMES))
+    microbatches = data.draw(st.sampled_from([1, 2, 3, 4, 6]))
+    sync = data.draw(st.sampled_from([None, "last"] + ["each"] * (stage >= 2)))
+    partition = data.draw(st.sampled_from(["count", "parameters"]))
+    transforms = [
+        sl.zero(stage, prefetch=data.draw(st.booleans())),
+        sl.pipeline(schedule, microbatches, partition=partition, sync=sync),
+    ]
+    if data.draw(st.booleans()):
+        transforms.append(sl.remat())
+    check(mesh, *data.draw(st.permutations(transforms)), steps=2, tie=data.draw(st.booleans()))
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -434,10 +458,13 @@ def test_payload_on_the_pipe_axis_is_two_activations_per_boundary_and_micro_batc
     assert sum(outside for outside, _ in told) == boundaries * m * 2 * activation
 
 
-@pytest.mark.parametrize("sync", [None, "last"])
-@pytest.mark.parametrize("tie", [False, True])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "schedule", "tie", "sync"),
+    [
+        (0, "1f1b", True, None), (1, "zb-v", True, None), (1, "zb-h1", False, None), (2, "1f1b", False, "last"),
+        (2, "zb-h1", True, None), (3, "1f1b", False, None), (3, "zb-h1", False, "last"), (3, "zb-v", True, None),
+    ],
+)  # fmt: skip
 def test_bytes_held_and_sent_are_the_plans(stage, schedule, tie, sync):
     loss_fn, params = blocks(torch.float32, tie=tie)
     transform = sl.chain(sl.zero(stage), sl.pipeline(schedule, 4, sync=sync))
@@ -548,6 +575,12 @@ def plan(transform, params=None, **mesh):
             r"accumulate\(4\) and pipeline.*both claim\n.*the schedule's microbatches: 4 against 2\n",
         ),
         (lambda: plan(sl.chain(sl.pipeline(axis="data"), sl.zero()), data=2), IllegalComposition, "an axis of its own"),
+        (
+            lambda: sl.make_plan(
+                blocks()[1], sl.abstract_mesh(pipe=2), sl.pipeline(), loss_fn=gpt.make_loss(TINY), batch=token_batches(1)[0]
+            ),
+            IllegalComposition, "'loss' is one function; make it sl.sequential",
+        ),
         (lambda: plan(sl.pipeline(axis="stages")), IllegalComposition, "axis 'stages', which"),
         (lambda: plan(sl.chain(sl.pipeline("zb-h1"), sl.remat("dots"))), IllegalComposition, "zb-h1 splits"),
         (lambda: plan(sl.chain(sl.pipeline(), sl.pipeline(axis="b")), pipe=2, b=2), IllegalComposition, "both claim"),
@@ -587,6 +620,14 @@ def test_refused_when_bound_to_a_loss():
             ),
             mesh={"pipe": 2},
         )
+
+
+def test_refused_carries():
+    loss_fn, params = blocks(layers=2)
+    first, layer, _, head = loss_fn.blocks
+    strange = [first, lambda p, x, b: (x, lambda: 0), lambda p, carry, b: layer(p, carry[0], b), head]
+    with pytest.raises(LossError, match="a pytree of tensors and picklable values"):
+        train_once(sl.sequential(strange), params, token_batches(1)[0])
 
 
 def test_refused_batches():
@@ -648,3 +689,23 @@ def test_on_real_processes(pool, mesh, schedule, stage, tie):
     )
     for got in told:
         compare(got, expected(torch.float64, 3, tie=tie), 1e-10)
+
+
+def test_messages_of_both_directions_where_a_transport_has_no_tags(pool):
+    """Each direction then has a communicator of its own."""
+
+    def both_ways(mesh):
+        group = mesh.group("pipe")
+        group._gloo = False
+        try:
+            other = 1 - group.rank
+            mine, theirs = torch.full((1 << 18,), float(group.rank)), [torch.empty(1 << 18) for _ in range(2)]
+            sent = [group.send(mine + step, other, 0) for step in range(2)]
+            came = [group.recv(out, other, 0) for out in theirs]
+            for work in (*came, *sent):
+                work.wait()
+            return [out[0].item() for out in theirs], group._lanes[0] is not group._lanes[1]
+        finally:
+            group._gloo = True
+
+    assert pool.run(both_ways, mesh={"pipe": 2, "data": 2})[::2] == [([1.0, 2.0], True), ([0.0, 1.0], True)]

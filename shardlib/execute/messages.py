@@ -7,7 +7,7 @@ may hold integers, skips or auxiliary losses. Gradients go the way back without 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +52,12 @@ class Sent:
 
     work: Work
     buffer: torch.Tensor
+
+
+def finish(sent: Iterable[Sent]) -> None:
+    """Return once the memory of these messages may be used again."""
+    for message in sent:
+        message.work.wait()
 
 
 def send_tree(line: Line, tree: Tree, tag: int) -> list[Sent]:

@@ -72,11 +72,14 @@ class LossStep:
         self._loss_fn, self._plan, self._mesh, self._with_buffers = loss_fn, plan, mesh, with_buffers
         self._wants_rng = wants(loss_fn, "rng")
         self._met = False  # whether the ranks have compared their batches, as they do once
-        if plan.pipeline is not None and with_buffers:
-            raise IllegalComposition(
-                "pipeline does not carry buffers= from stage to stage; make them part of the carry"
-            )
-        self._pipe = Pipe(loss_fn, plan, mesh, trained=True) if plan.pipeline else None
+        self._pipe: Pipe | None = None
+        if plan.pipeline is not None:
+            if with_buffers:
+                raise IllegalComposition(
+                    "pipeline does not bring buffers= from stage to stage; leave them out, or use accumulate() instead"
+                )
+            self._pipe = Pipe(loss_fn, plan, mesh, trained=True)
+            return
         self.executor = Executor(plan, mesh, trained=True)
         if self.executor.gathers and is_compiled(loss_fn):
             raise HandleError(

@@ -11,8 +11,9 @@ import torch
 from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Gradients
 from shardlib.execute.handles import materialise
+from shardlib.execute.interpreter import Run, differentiable, fresh_leaf
 from shardlib.execute.losses import read_loss
-from shardlib.execute.pipeline import Run, differentiable, fresh_leaf, require_blocks
+from shardlib.execute.pipeline import require_blocks
 from shardlib.mesh import Mesh
 from shardlib.plan import Plan, StageTrace
 from shardlib.rng import Key

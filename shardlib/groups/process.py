@@ -37,6 +37,7 @@ class ProcessGroup:
         self.rank = group.rank()
         self._gloo = dist.get_backend(group) == "gloo"
         self._tag = 0
+        self._lanes: list[dist.ProcessGroup] = []
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
         return self._guard("all_reduce", lambda: [dist.all_reduce(tensor, group=self._group, async_op=True)], tensor)
@@ -116,13 +117,13 @@ class ProcessGroup:
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
         def start() -> list[Any]:
-            return [dist.isend(tensor, group=self._group, group_dst=peer, tag=_TAGS + tag)]
+            return [dist.isend(tensor, group=self._lane(peer > self.rank), group_dst=peer, tag=_TAGS + tag)]
 
         return self._guard(f"send to {peer}", start, tensor)
 
     def recv(self, out: torch.Tensor, peer: int, tag: int) -> Work:
         def start() -> list[Any]:
-            return [dist.irecv(out, group=self._group, group_src=peer, tag=_TAGS + tag)]
+            return [dist.irecv(out, group=self._lane(peer < self.rank), group_src=peer, tag=_TAGS + tag)]
 
         return self._guard(f"recv from {peer}", start, out)
 
@@ -151,6 +152,20 @@ class ProcessGroup:
             return dist.batch_isend_irecv(ops) if ops else []
         works = [self._group.recv([tensor], peer, self._tag) for peer, tensor in receives.items()]
         return works + [self._group.send([tensor], peer, self._tag) for peer, tensor in sends.items()]
+
+    def _lane(self, upwards: bool) -> dist.ProcessGroup:
+        """The torch group for single messages to higher ranks, or to lower ones.
+
+        gloo goes by tags. NCCL runs the messages of two ranks one after the other, in the order of the calls, and two
+        ranks that both send first would wait for each other: there each direction has a communicator of its own.
+        Its members alone make it, at their first message.
+        """
+        if self._gloo:
+            return self._group
+        if not self._lanes:
+            ranks = dist.get_process_group_ranks(self._group)
+            self._lanes = [dist.new_group(ranks, use_local_synchronization=True) for _ in range(2)]
+        return self._lanes[upwards]
 
     def _guard(self, name: str, start: Any, tensor: torch.Tensor, then: Any = None) -> Work:
         what = f"{name}({tensor.numel()} × {str(tensor.dtype).removeprefix('torch.')})"

@@ -35,8 +35,11 @@ class Pipelined:
         return f"pipeline({given!r}, microbatches={self.microbatches}, axis={self.axis!r})"
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
-        ranks = sizes.get(self.axis, 1)
-        schedule = schedules.make_schedule(self.schedule, ranks, self.microbatches, self.chunks)
+        if self.axis not in sizes:
+            # For the message that the mesh has no such axis: whatever the schedule is made for, it is not that.
+            yield Schedule(pipeline=schedules.Pipeline(self.axis, schedules.gpipe(1, 1), ((0, 1),)))
+            return
+        schedule = schedules.make_schedule(self.schedule, sizes[self.axis], self.microbatches, self.chunks)
         strange = [path for leaf in leaves for path in (leaf.path, *leaf.aliases) if not path.split("/")[0].isdigit()]
         if strange or not leaves:
             told = f"these paths belong to no block:\n{listing(strange, 5)}" if strange else "there are no parameters"
