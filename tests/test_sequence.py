@@ -11,9 +11,10 @@ from helpers import training
 from helpers.measure import count_payload
 from helpers.models import TINY, tiny_gpt, token_batches
 from helpers.trees import assert_close
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import one_device
+from torch.utils.checkpoint import CheckpointPolicy
 
 import shardlib as sl
 from shardlib import checkpoint
@@ -74,13 +75,31 @@ def test_in_fp32(kind):
         ({"seq": 2}, ()),
         ({"seq": 4}, (sl.remat("dots"),)),
         ({"seq": 4, "data": 2}, (sl.zero(3), sl.remat(), sl.accumulate(2))),
-        ({"data": 2, "seq": 2}, (sl.zero(2), sl.remat("dots"))),
         ({"data": 2, "seq": 1}, (sl.zero(1),)),
     ],
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_meshes_and_chains(kind, mesh, others):
     check(mesh, cut(kind, *others))
+
+
+@settings(max_examples=settings().max_examples // 3)
+@given(
+    kind=st.sampled_from(KINDS),
+    sizes=st.permutations([("data", 2), ("seq", 2)]) | st.just([("seq", 4)]),
+    stage=st.integers(0, 3),
+    both=st.booleans(),
+    remat=st.sampled_from([None, "full", "dots"]),
+    microbatches=st.sampled_from([1, 2, 4]),
+    rules=st.sampled_from([RULES, BLOCKS]),
+    tie=st.booleans(),
+)
+def test_any_chain(kind, sizes, stage, both, remat, microbatches, rules, tie):
+    others = [sl.accumulate(microbatches)]
+    others += [sl.zero(stage)] if len(sizes) > 1 else []
+    others += [sl.zero(stage, axis="seq")] if both and kind != "megatron" else []
+    others += [sl.remat(remat)] if remat else []
+    check(dict(sizes), cut(kind, *others, rules=rules), steps=3, tie=tie)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -399,6 +418,39 @@ def test_payload_of_a_layer_is_the_papers(kind, ways):
 
     for sent in sl.simulate(run, mesh={"seq": ways}):
         assert sent == plan.payload()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_payload_of_a_whole_chain_is_as_planned(kind):
+    """With parameters gathered, activations recomputed (what was exchanged for them is exchanged again), micro-batches."""
+    config = replace(CONFIG, dtype=torch.float64)
+    params, batch = gpt.init(config), token_batches(1, 4, config)[0]
+    transform = cut(kind, sl.zero(3), sl.remat("dots"), sl.accumulate(2))
+    sizes = {"data": 2, "seq": 2}
+    plan = sl.make_plan(params, sl.abstract_mesh(**sizes), transform, loss_fn=gpt.make_loss(config), batch=batch)
+
+    def run(mesh):
+        step = sl.value_and_grad(gpt.make_loss(config))
+        sharded = sl.shard(params, mesh, transform)
+        step(sharded, batch)
+        sent = count_payload(mesh)
+        step(sharded, batch)
+        return sent()
+
+    for sent in sl.simulate(run, mesh=sizes):
+        assert sent == plan.payload()
+
+
+def test_a_recompute_policy_keeps_nothing_of_the_ring():
+    """Its products are blocks of scores: kept, they would be those of the whole sequence."""
+    seen = set()
+
+    def policy(context, op, *args, **kwargs):
+        seen.add(op)
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    check({"seq": 2}, cut("ring", sl.remat(policy)), steps=2)
+    assert torch.ops.aten.addmm.default in seen and torch.ops.aten.bmm.default not in seen
 
 
 def test_consumers_of_one_input_share_its_gather():
