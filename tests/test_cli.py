@@ -67,7 +67,7 @@ def test_a_mesh_that_cannot_be_read():
 
 
 def test_an_axis_without_use():
-    with pytest.raises(SystemExit, match="axis depth is not one of data, model"):
+    with pytest.raises(SystemExit, match="axis depth is not one of data, pipe, model"):
         cli.main(["plan", "--mesh", "depth=4"])
 
 
@@ -79,6 +79,20 @@ def test_plan_and_train_sliced(text, tmp_path, capsys):
     assert run.returncode == 0, out
     rows = re.findall(r"^(parameters|optimizer|sent on model)\s+(\d.*? \w+)\s{2,}(\d.*? \w+)\s*$", out, re.MULTILINE)
     assert len(rows) == 3 and all(predicted == measured for _, predicted, measured in rows), out
+
+
+def test_plan_and_train_in_stages(text, tmp_path, capsys):
+    picture = tmp_path / "timeline.png"
+    sharding = ["--mesh", "data=2,pipe=2,model=2", "--schedule", "zb-h1", "--microbatches", "4", "--stage", "2"]
+    assert cli.main(["plan", *sharding, "--timeline", str(picture), *SIZES[:8]]) == 0
+    assert "zb-h1: 2 ranks" in capsys.readouterr().out and picture.stat().st_size > 10_000
+    with pytest.raises(SystemExit, match="give the mesh an axis pipe"):
+        cli.main(["plan", "--mesh", "data=2", "--timeline", str(picture), *SIZES[:8]])
+    options = ("--mesh", "pipe=2", "--microbatches", 4, "--stage", 2)
+    run = torchrun("--data", text, "--out", tmp_path, "--steps", 12, *options)
+    out, _ = run.communicate(timeout=200)
+    assert run.returncode == 0, out
+    assert "1f1b: 2 ranks" not in out and "A sample:" in out and "step 12/12" in out
 
 
 def test_doctor_names_versions_devices_and_kernels(capsys):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
+from shardlib import schedules
 from shardlib._compat import cpu_multiplies_bf16
-from shardlib.claims import Chain, chain
-from shardlib.models.gpt import GPTConfig, slicing_rules
-from shardlib.transforms import accumulate, precision, remat, tensor_slicing, zero
+from shardlib.claims import Chain, Transform, chain
+from shardlib.models import gpt
+from shardlib.models.gpt import GPTConfig
+from shardlib.transforms import accumulate, pipeline, precision, remat, tensor_slicing, zero
 
-AXES = ("data", "model")
+AXES = ("data", "pipe", "model")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--dropout", type=float, default=0.0)
     sharding = parser.add_argument_group("sharding")
     sharding.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage")
+    sharding.add_argument("--schedule", default="1f1b", choices=schedules.NAMES, help="of an axis pipe")
     sharding.add_argument("--microbatches", type=int, default=1, help="micro-batches per rank and step")
     sharding.add_argument("--remat", action="store_true", help="recompute activations block by block")
     sharding.add_argument("--precision", default="auto", choices=("auto", "bf16", "fp16", "fp32"))
@@ -42,15 +46,32 @@ def config(args: argparse.Namespace) -> GPTConfig:
 
 
 def transform(args: argparse.Namespace, axes: Mapping[str, int]) -> Chain:
-    """What the arguments ask for on a mesh: axis "data" shares the batch, "model" slices layers."""
+    """What the arguments ask for on a mesh: "data" shares the batch, "pipe" holds stages, "model" slices layers."""
     chosen = best_precision() if args.precision == "auto" else args.precision
     return chain(
         zero(args.stage),
-        *([tensor_slicing(slicing_rules(config(args)))] if "model" in axes else []),
-        *([accumulate(args.microbatches)] if args.microbatches > 1 else []),
+        *([tensor_slicing(gpt.slicing_rules(config(args), blocks="pipe" in axes))] if "model" in axes else []),
+        *_microbatches(args, axes),
         *([precision(chosen)] if chosen != "fp32" else []),
         *([remat()] if args.remat else []),
     )
+
+
+def _microbatches(args: argparse.Namespace, axes: Mapping[str, int]) -> list[Transform]:
+    if "pipe" in axes:
+        return [pipeline(args.schedule, microbatches=args.microbatches)]
+    return [accumulate(args.microbatches)] if args.microbatches > 1 else []
+
+
+def loss(args: argparse.Namespace, axes: Mapping[str, int]) -> Callable[..., Any]:
+    """The loss function, made of blocks where the mesh has stages."""
+    return (gpt.make_sequential if "pipe" in axes else gpt.make_loss)(config(args))
+
+
+def init(args: argparse.Namespace, axes: Mapping[str, int], **options: Any) -> Any:
+    """The parameters that `loss` takes."""
+    params = gpt.init(config(args), **options)
+    return gpt.to_blocks(params) if "pipe" in axes else params
 
 
 def parse_mesh(text: str) -> dict[str, int]:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import torch
 
-from shardlib import optim
+from shardlib import optim, schedules
 from shardlib.commands import model
 from shardlib.mesh import abstract_mesh
-from shardlib.models import gpt
 from shardlib.preview import make_plan
+from shardlib.report.timeline import draw_timeline, timeline_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mesh", default="data=8", help="axes and sizes, such as data=4,model=2")
     parser.add_argument("--batch", type=int, default=8, help="rows per rank")
+    parser.add_argument("--timeline", type=Path, help="a PNG to draw the pipeline's schedule to")
     model.add_arguments(parser)
 
 
@@ -24,12 +26,20 @@ def run(args: argparse.Namespace) -> int:
     shape = model.parse_mesh(args.mesh)
     tokens = torch.zeros((args.batch, config.sequence), dtype=torch.int64)
     plan = make_plan(
-        gpt.init(config, device="meta"),
+        model.init(args, shape, device="meta"),
         abstract_mesh(**shape),
         model.transform(args, shape),
-        loss_fn=gpt.make_loss(config),
+        loss_fn=model.loss(args, shape),
         batch={"tokens": tokens, "targets": tokens},
         optimizer=optim.adamw(1e-3),
     )
     print(plan)
+    if plan.pipeline is not None:
+        timeline = schedules.simulate(plan.pipeline.schedule)
+        print(f"\n{timeline_text(timeline)}")
+        if args.timeline:
+            draw_timeline(timeline, args.timeline)
+            print(f"\ntimeline: {args.timeline}")
+    elif args.timeline:
+        raise SystemExit("--timeline draws a pipeline's schedule: give the mesh an axis pipe, such as --mesh pipe=4")
     return 0

@@ -14,16 +14,16 @@ import torch.distributed as dist
 from shardlib import checkpoint, optim
 from shardlib.commands import model
 from shardlib.data.bytes import batch_at, load_bytes, split, windows
-from shardlib.execute.losses import Mean
 from shardlib.mesh import Mesh, make_mesh
 from shardlib.models import gpt
+from shardlib.optim.shards import sum_over
 from shardlib.plan import Plan
 from shardlib.plan_text import size, table
 from shardlib.preview import make_plan
 from shardlib.report.ngram import ngram_losses
 from shardlib.report.plot import plot_losses
 from shardlib.report.progress import Progress
-from shardlib.sharded import shard
+from shardlib.sharded import shard, unshard
 from shardlib.train import TrainState, make_eval_step, make_train_step
 from shardlib.tree import leaves_of
 
@@ -92,11 +92,11 @@ class Job:
                 weight_decay=args.weight_decay,
             ),
         )
-        loss_fn = gpt.make_loss(self.config)
+        loss_fn = model.loss(args, mesh.shape)
         transform = model.transform(args, mesh.shape)
-        params = shard(lambda: gpt.init(self.config, args.seed), mesh, transform)
+        params = shard(lambda: model.init(args, mesh.shape, seed=args.seed), mesh, transform)
         self.plan: Plan = make_plan(
-            gpt.init(self.config, device="meta"),
+            model.init(args, mesh.shape, device="meta"),
             mesh,
             transform,
             loss_fn=loss_fn,
@@ -104,8 +104,7 @@ class Job:
             optimizer=optimizer,
         )
         self._state, self._step = make_train_step(loss_fn, params, optimizer, rng=args.seed)
-        self._evaluate = make_eval_step(lambda p, batch: Mean(loss_fn(p, batch), 1.0), params)
-        self._generate = make_eval_step(lambda p, prompt: gpt.generate(self.config, p, prompt, 300, 0.7), params)
+        self._evaluate = make_eval_step(loss_fn, params)
 
     def _batch(self, step: int) -> dict[str, torch.Tensor]:
         mesh, args = self._mesh, self._args
@@ -149,11 +148,14 @@ class Job:
         """Mean loss over validation windows, in nats per byte; the ranks share them."""
         mesh, args = self._mesh, self._args
         rows = max(1, args.batch // self._shares)
-        losses = []
+        batches = []
         for index, batch in enumerate(windows(self.validation, rows, args.sequence, limit=16 * self._shares)):
             if index % self._shares == self._share:
-                losses.append({name: tensor.to(mesh.device) for name, tensor in batch.items()})
-        return float(np.mean([float(self._evaluate(state, batch)) for batch in losses[: self._rounds(rows)]]))
+                batches.append({name: tensor.to(mesh.device) for name, tensor in batch.items()})
+        total = sum(float(self._evaluate(state, batch)) for batch in batches[: self._rounds(rows)])
+        mean = torch.tensor([total / min(len(batches), self._rounds(rows)) / self._shares], device=mesh.device)
+        sum_over(mesh, ("data",), mean)
+        return float(mean)
 
     def _rounds(self, rows: int) -> int:
         """Validation batches that every rank has: evaluation is collective, so none may do one more."""
@@ -161,8 +163,11 @@ class Job:
         return max(1, min(16, windows_there // rows // self._shares))
 
     def sample(self, state: TrainState) -> str:
+        params = unshard(state.params)
+        if isinstance(params, list):
+            params = gpt.from_blocks(params)
         prompt = torch.tensor([list(b"def ")], device=self._mesh.device)
-        tokens = self._generate(state, prompt)[0].tolist()
+        tokens = gpt.generate(self.config, params, prompt, 300, 0.7)[0].tolist()
         return bytes(tokens).decode("utf-8", errors="replace")
 
     def _save(self, state: TrainState, history: dict[str, Any]) -> None:

@@ -154,6 +154,11 @@ def to_blocks(params: Params) -> list[Params]:
     return [params["embed"], *params["blocks"], params["head"]]
 
 
+def from_blocks(blocks: list[Params]) -> Params:
+    """The inverse of `to_blocks`."""
+    return {"embed": blocks[0], "blocks": blocks[1:-1], "head": blocks[-1]}
+
+
 def make_sequential(config: GPTConfig) -> Sequential:
     """`make_loss` as an `shardlib.sequential` over `to_blocks`, which `shardlib.pipeline` can cut into stages."""
 
