@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shardlib.errors import MeshError, listing
+from shardlib.errors import IllegalComposition, MeshError, listing
 from shardlib.layout import Bucket
 from shardlib.plan import Plan, share
 
@@ -47,7 +47,7 @@ def predict_step(
     backward: float = 2.0,
     update: float = 0.0,
 ) -> StepTime:
-    """The time of one step of a plan.
+    """The time of one step of a plan without pipeline stages.
 
     Args:
         forward: seconds of one micro-batch's forward, in all (shared out by elements) or unit by unit.
@@ -57,7 +57,13 @@ def predict_step(
 
     Raises:
         MeshError: an axis or a unit that the plan does not have.
+        IllegalComposition: a plan with stages.
     """
+    if plan.pipeline is not None:
+        raise IllegalComposition(
+            "predict_step does not know pipeline stages; put their schedule on a clock of its own: "
+            "sl.schedules.simulate(plan.pipeline.schedule, sl.schedules.Costs(forward, input_gradient, weight_gradient, message))"
+        )
     unknown = [f"axis {axis!r}" for axis in bandwidth if axis not in plan.sizes]
     unknown += [f"unit {unit!r}" for unit in forward if unit not in plan.units] if isinstance(forward, Mapping) else []
     if unknown:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import shardlib as sl
-from shardlib.errors import MeshError
+from shardlib.errors import IllegalComposition, MeshError
 from shardlib.models import gpt
 
 UNITS, NUMEL, RANKS = 4, 1000, 4
@@ -86,6 +86,12 @@ def test_each_axis_is_a_link_of_its_own():
 def test_names_that_the_plan_does_not_have():
     with pytest.raises(MeshError, match=r"axis 'pipe'\n  - unit 'head'"):
         sl.predict_step(sl.make_plan(PARAMS, sl.abstract_mesh(data=2), stage=1), {"head": 1.0}, {"pipe": 1.0})
+
+
+def test_stages_are_sent_to_their_own_clock():
+    plan = sl.make_plan([{"w": torch.zeros(4)}] * 2, sl.abstract_mesh(pipe=2), sl.pipeline(microbatches=2))
+    with pytest.raises(IllegalComposition, match=r"sl.schedules.simulate\(plan.pipeline.schedule"):
+        sl.predict_step(plan, 1.0, {})
 
 
 def test_it_can_be_printed():
