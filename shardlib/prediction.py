@@ -62,7 +62,7 @@ def predict_step(
     if plan.pipeline is not None:
         raise IllegalComposition(
             "predict_step does not know pipeline stages; put their schedule on a clock of its own: "
-            "sl.schedules.simulate(plan.pipeline.schedule, sl.schedules.Costs(forward, input_gradient, weight_gradient, message))"
+            "sl.schedules.simulate(plan.pipeline.schedule, sl.schedules.Costs(forward, input_gradient, weight_gradient))"
         )
     unknown = [f"axis {axis!r}" for axis in bandwidth if axis not in plan.sizes]
     unknown += [f"unit {unit!r}" for unit in forward if unit not in plan.units] if isinstance(forward, Mapping) else []
