@@ -89,6 +89,15 @@ class Pool:
                     stdout=subprocess.PIPE,
                 )
             )
+        # Starting may take long on a busy machine, and is no hang: the clock runs from here.
+        for process in self._processes:
+            _receive(process.stdout)
+
+
+def _send(stream, value):
+    message = cloudpickle.dumps(value)
+    stream.write(struct.pack("q", len(message)) + message)
+    stream.flush()
 
 
 def _receive(stream):
@@ -109,6 +118,7 @@ def _serve(timeout):
     answers, requests = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
     os.dup2(2, 1)  # what tests print must not mix with answers
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    _send(answers, (True, "ready"))
     meshes = {}
     while header := requests.read(8):
         fn, args, shape = pickle.loads(requests.read(struct.unpack("q", header)[0]))
@@ -127,9 +137,7 @@ def _serve(timeout):
             except Exception as error:
                 error.add_note(traceback.format_exc())
                 answer = False, error
-        message = cloudpickle.dumps(answer)
-        answers.write(struct.pack("q", len(message)) + message)
-        answers.flush()
+        _send(answers, answer)
 
 
 if __name__ == "__main__":
