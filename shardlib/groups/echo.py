@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardlib.errors import MeshError
 from shardlib.groups.base import Work
 
 
@@ -48,7 +49,7 @@ class EchoGroup:
         return Work()
 
     def recv(self, out: torch.Tensor, peer: int, tag: int) -> Work:
-        raise NotImplementedError("an echo has no peers to receive from")
+        raise MeshError("an echo has no peers to receive from: pipeline stages need ranks, real or simulated")
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value] * self.size
