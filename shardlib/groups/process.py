@@ -158,7 +158,8 @@ class ProcessGroup:
 
         gloo goes by tags. NCCL runs the messages of two ranks one after the other, in the order of the calls, and two
         ranks that both send first would wait for each other: there each direction has a communicator of its own.
-        Its members alone make it, at their first message.
+        Its members alone make it, at their first message. (torch names such a group by how many groups a process is in
+        already, so the members must be in equally many, as the axes of a mesh leave them.)
         """
         if self._gloo:
             return self._group
