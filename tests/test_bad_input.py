@@ -387,6 +387,74 @@ def test_ranks_that_use_parameters_in_different_order(pool, stage):
         assert isinstance(error, RankMismatch) and told in str(error)
 
 
+def same_order_then_another(mesh, transform, strays_in):
+    """In one step all ranks' units are of one size, so that a mixed gather would not be noticed by itself."""
+
+    def loss_fn(params, batch):
+        step = batch["step"][0].item()
+        layers = params["layers"] if mesh.coords["data"] == 0 or step not in strays_in else params["layers"][::-1]
+        return sum((p["weight"].square().sum() for p in layers), start=torch.zeros((), dtype=torch.float64))
+
+    params = {"layers": [{"weight": torch.full((4, 4), float(i))} for i in range(3)]}
+    state, step = sl.make_train_step(loss_fn, sl.shard(params, mesh, transform), sl.optim.sgd(0.1))
+    for number in range(4):
+        state, _ = step(state, {"step": torch.tensor([number, number])})
+
+
+@pytest.mark.parametrize("transform", [sl.zero(3), sl.chain(sl.zero(3), sl.accumulate(2))])
+@pytest.mark.parametrize("strays_in", [{0}, {2}, {1, 2, 3}])
+def test_ranks_whose_order_differs_in_a_later_step(pool, transform, strays_in):
+    with pytest.raises(RankMismatch):
+        sl.simulate(same_order_then_another, transform, strays_in, mesh={"data": 2})
+    told = "next: rank 0: gathers unit 'layers/0'" if 0 in strays_in else "units gathered: rank 0: [["
+    for _, error in pool.outcomes(same_order_then_another, transform, strays_in, mesh={"data": 2}):
+        assert isinstance(error, RankMismatch)
+        assert_told([str(error)], told, "layers/0", "layers/2")
+
+
+def test_a_rank_that_gathers_more_than_the_others_says_so():
+    """The others wait for what it does not send, until the timeout."""
+
+    def run(mesh):
+        def loss_fn(params, batch):
+            again = mesh.rank == 1 and batch[0].item()
+            return sum((p["weight"].square().sum() for p in params["layers"] * (2 if again else 1)), start=0.0)
+
+        state, step = sl.make_train_step(loss_fn, sl.shard(PARAMS, mesh, stage=3), sl.optim.sgd(0.1))
+        for number in range(2):
+            state, _ = step(state, torch.tensor([number]))
+
+    pool = Pool(2, timeout=4, patience=30)
+    try:
+        outcomes = pool.outcomes(run, mesh={"data": 2})
+    finally:
+        pool.stop()
+    assert [type(error) for _, error in outcomes] == [RankFailure] * 2
+    assert_told([str(outcomes[1][1])], "this rank gathered 'layers/0' where it gathered 'layers/1' in the run before")
+
+
+def evaluate_in_another_order(mesh, strays_in):
+    def total(params, number):
+        layers = params["layers"] if mesh.rank == 0 or number not in strays_in else params["layers"][::-1]
+        weights = [p["weight"].clone() for p in layers]  # before they are summed: a sum has no order
+        return sum((i + 1) * weight.sum() for i, weight in enumerate(weights))
+
+    params = sl.shard({"layers": [{"weight": torch.full((4, 4), float(i))} for i in range(3)]}, mesh, stage=3)
+    evaluate = sl.make_eval_step(total, params)
+    return [evaluate(params, number).item() for number in range(3)]
+
+
+@pytest.mark.parametrize("strays_in", [{0}, {1}])
+def test_ranks_that_evaluate_in_different_order(pool, strays_in):
+    told = "next: rank 0: gathers unit 'layers/0'" if 0 in strays_in else "units gathered: rank 0: [["
+    with pytest.raises(RankMismatch) as raised:
+        sl.simulate(evaluate_in_another_order, strays_in, mesh={"data": 2})
+    outcomes = pool.outcomes(evaluate_in_another_order, strays_in, mesh={"data": 2})
+    assert [type(error) for _, error in outcomes] == [RankMismatch] * 2
+    for error in (raised.value, *(error for _, error in outcomes)):
+        assert_told([str(error)], told, "layers/0", "layers/2")
+
+
 # --- ranks that die --------------------------------------------------------------------------------------------
 
 
@@ -434,6 +502,25 @@ def test_survivors_name_the_rank_that_died():
         assert_told(
             [str(outcomes[rank][1])], f"on axis 'data' (size 3) failed on rank {rank}", "rank 1 no longer answers"
         )
+
+
+def test_a_rank_alone_with_a_bad_batch_does_not_hang_the_others():
+    """As under torchrun, where nobody stops the others at once."""
+
+    def run(mesh):
+        state, step = sl.make_train_step(LOSS, sl.shard(PARAMS, mesh, stage=3), sl.optim.sgd(0.1))
+        x, y = BATCH
+        state, _ = step(state, (x, y))
+        step(state, (x, y) if mesh.rank == 0 else (x, y[:3]))
+
+    pool = Pool(2, timeout=4, patience=30)
+    try:
+        (_, waited), (_, raised) = pool.outcomes(run, mesh={"data": 2})
+    finally:
+        pool.stop()
+    assert_told([str(raised)], "size of tensor")
+    assert isinstance(waited, RankFailure)
+    assert_told([str(waited)], "on axis 'data' (size 2) failed on rank 0", "Look at the output of")
 
 
 def test_a_rank_that_is_stuck_is_named_within_the_timeout():

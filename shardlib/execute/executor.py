@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,12 +15,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from shardlib._compat import grad
 from shardlib.blocks import block_runner
-from shardlib.collectives import primitives
-from shardlib.errors import HandleError
+from shardlib.errors import HandleError, RankFailure, RankMismatch
 from shardlib.execute.gathering import Gathering
 from shardlib.execute.gradients import Gradients
 from shardlib.execute.handles import Handle
 from shardlib.execute.losses import is_compiled, refuse_reentrant_checkpoints
+from shardlib.execute.record import SAME_ORDER, Record
 from shardlib.execute.sequence import SequenceParts
 from shardlib.execute.slicing import Slices, gathered, refuse_slices
 from shardlib.execute.units import BucketState, UnitState
@@ -30,14 +29,6 @@ from shardlib.parts import current_parts
 from shardlib.plan import Plan
 from shardlib.sharded import Sharded
 from shardlib.tree import Tree, unflatten
-
-
-@dataclass
-class Record:
-    """What the first micro-batch showed: units in the order they were touched, and in that of their reductions."""
-
-    trace: list[str | None] | None = None
-    order: list[str] | None = None
 
 
 class Executor:
@@ -66,7 +57,7 @@ class Executor:
         self._gathering = Gathering(dict(self._units), plan.prefetch)
         self._handles: dict[str, dict[str, Handle]] = {}
         self._trained_handles: list[Handle] = []
-        self._record = Record() if record is None else record
+        self.record = Record(plan, mesh) if record is None else record
         # Identity of a gathered storage -> whether it is alive, and its bucket. It may outlive its unit's release, in
         # an operation that uses two units.
         self._stored: dict[int, tuple[Callable[[], Any], BucketState | None]] = {}
@@ -81,26 +72,9 @@ class Executor:
         """Units in the order the last micro-batch gathered them."""
         return tuple(self._gathering.fetched)
 
-    @property
-    def order(self) -> list[str] | None:
-        """Units in the order their reductions start; None before the first micro-batch."""
-        return self._record.order
-
     def gradients(self) -> Gradients:
         """What the micro-batches of one step hand their gradients to."""
-        return Gradients(self.plan, self.mesh, self.order, self._announce("reduces"))
-
-    def _announce(self, verb: str) -> Callable[[str], None]:
-        """Before the order of exchanges is known, ranks tell each other which one is next: else they would mix two."""
-
-        def announce(unit: str) -> None:
-            if self.order is None and self._trained:
-                buckets = [state.bucket for state in self._units[unit].buckets]
-                used = {axis for bucket in buckets for axis in (*bucket.axes, *bucket.replicas)}
-                axes = [axis for axis in self.mesh.shape if axis in used]
-                primitives.require_equal(self.mesh, "steps", {"next": f"{verb} unit {unit!r}"}, _SAME_ORDER, axes)
-
-        return announce
+        return Gradients(self.plan, self.mesh, self.record.order, partial(self.record.announce, "reduces"))
 
     def forward(self, params: Sharded, fn: Callable[[Tree], Any]) -> Any:
         """``fn(parameters)`` without gradients."""
@@ -108,7 +82,10 @@ class Executor:
             self._bind(params, None)
             with self._running(), torch.no_grad():
                 result = fn(self._tree())
-                self._record.trace = self._gathering.runs
+            self.record.strays.clear()
+            self.record.note(self._gathering.runs)
+            if self.gathers:
+                self.record.meet()
             return result
         finally:
             self.close()
@@ -127,7 +104,7 @@ class Executor:
         """
         try:
             total, rest = self.open(params, gradients, fn)
-            if self.order is None:
+            if self.record.order is None:
                 refuse_reentrant_checkpoints(total)
             self._gathering.turn()
             self.differentiate([total], [seed.to(total.dtype)], (), gradients, last)
@@ -174,7 +151,7 @@ class Executor:
             found = grad(outputs, wanted, seeds) if outputs and wanted else (None,) * len(wanted)
             reached = found[len(anchors) : len(anchors) + len(handles)]
             gradients.finish(self._late(handles, reached))
-            self._agree(gradients)
+            self.record.note(self._gathering.runs, gradients.started)
         return found[len(wanted) - len(inputs) :]
 
     def close(self) -> None:
@@ -213,7 +190,7 @@ class Executor:
         """Take this step's parameters."""
         for state in self._buckets:
             state.bind(params.buffers[state.bucket.name], gradients)
-        self._gathering.begin(self._record.trace)
+        self._gathering.begin(self.record.trace)
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -223,6 +200,14 @@ class Executor:
         try:
             with self._here():
                 yield
+        except (RankFailure, RankMismatch) as error:
+            if self._gathering.left is None:
+                raise
+            touched, expected = self._gathering.left
+            told = f"it gathered {expected!r}" if expected else "nothing came"
+            raise type(error)(
+                f"{error} Before that, this rank gathered {touched!r} where {told} in the run before. {SAME_ORDER}"
+            ) from error
         finally:
             block_runner.reset(runner)
 
@@ -250,7 +235,7 @@ class Executor:
                 f"autocast is on while unit {unit.name!r} is gathered (ZeRO stage 3); its casts would keep whole parameters "
                 "alive. Use sl.precision('bf16') in the plan instead, with keep=[...] for what must stay in fp32"
             )
-        self._announce("gathers")(unit.name)
+        self.record.announce("gathers", unit.name)
         with torch.inference_mode(False):  # the first touch may lie in inference_mode, and a later one not
             self._gathering.touch(unit)
         for state in unit.buckets:
@@ -310,22 +295,12 @@ class Executor:
                 late[state.bucket.name] = state.bucket.pack(leaves, state.bucket.reduce_dtype)
         return late
 
-    def _agree(self, gradients: Gradients) -> None:
-        """Note what this micro-batch touched; after the first one, hold the ranks' sequences together."""
-        runs = self._gathering.runs
-        if self._record.order is None:
-            items = {"units gathered, in order": runs, "gradients reduced, in order": gradients.started}
-            primitives.require_equal(self.mesh, "steps", items, _SAME_ORDER, self.plan.alike)
-            self._record.order = list(gradients.started)
-        self._record.trace = list(runs)
-
 
 @contextmanager
 def _nothing() -> Iterator[None]:
     yield
 
 
-_SAME_ORDER = "Every rank must use the same parameters in the same order, at least in the first step."
 _NOT_STORED: tuple[Callable[[], Any], BucketState | None] = (lambda: None, None)
 
 

@@ -36,6 +36,7 @@ class Gathering:
         current: the unit of the present run; touching it again needs no decision.
         runs: the units touched since `begin`, one entry per run; None where other work came between.
         fetched: the units gathered since `begin`, in order.
+        left: where the trace was left: the unit touched, and the one expected (None: no more); None while it is followed.
     """
 
     def __init__(self, units: dict[str, Gatherable], prefetch: bool) -> None:
@@ -46,11 +47,12 @@ class Gathering:
         self.current: Gatherable | None = None
         self.runs: list[str | None] = []
         self.fetched: list[str] = []
+        self.left: tuple[str, str | None] | None = None
 
     def begin(self, trace: list[str | None] | None) -> None:
         """Start a micro-batch that is expected to follow ``trace`` (None: unknown)."""
         self._trace = trace
-        self.runs, self.fetched = [], []
+        self.runs, self.fetched, self.left = [], [], None
 
     def touch(self, unit: Gatherable) -> None:
         """Make ``unit`` the current one, its parameters here."""
@@ -58,8 +60,9 @@ class Gathering:
         self.runs.append(unit.name)
         self.current = unit
         place = len(self.runs)
-        if self._trace is not None and self._trace[place - 1 : place] != [unit.name]:
-            self._trace = None
+        expected = (self._trace or [])[place - 1 : place]
+        if self._trace is not None and expected != [unit.name]:
+            self._trace, self.left = None, (unit.name, expected[0] if expected else None)
         upcoming = self._trace[place] if self._trace is not None and place < len(self._trace) else None
         self._keep({unit.name, previous if self._trace is None else upcoming})
         self._fetch(unit)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardlib.execute.executor import Executor, Record
+from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Gradients
 from shardlib.execute.handles import materialise
 from shardlib.execute.losses import refuse_reentrant_checkpoints
@@ -27,6 +27,7 @@ from shardlib.execute.messages import (
     send_tensors,
     send_tree,
 )
+from shardlib.execute.record import Record
 from shardlib.mesh import Mesh
 from shardlib.plan import Plan
 from shardlib.schedules import Action, Kind, Pipeline, peer, tag
@@ -52,7 +53,7 @@ class Stage:
 
     def __init__(self, plan: Plan, mesh: Mesh, trained: bool) -> None:
         self.plan, self._mesh, self._trained = plan, mesh, trained
-        self.record = Record()
+        self.record = Record(plan, mesh)
         self._idle: list[Executor] = []
         self.runs: dict[int, Run] = {}
 

@@ -63,6 +63,7 @@ class Pipe:
         self._order = orders[self._home]
         stages = {stage: Stage(plan.of_stage(stage), mesh, trained) for stage in schedule.stages_of(self._home)}
         self._place = Place(plan.pipeline, mesh, stages, acknowledged(schedule, orders, self._home))
+        self.records = [stage.record for stage in stages.values()]
         self.ends = self._place.ends
 
     def computing(self, parts: Sequence[Tree], keys: Sequence[Key | None]) -> Compute:

@@ -102,21 +102,29 @@ class LossStep:
         if not self._met:
             require_same_batch(batch, plan, mesh)
             self._met = True
-        # The sums over micro-batches, and then over ranks, of losses and weights; then the gradient's squares, and of a
-        # pipeline whether the loss is a `Mean` and whether it has aux, which ranks without the loss cannot know.
-        sums = torch.zeros(5 if self._pipe else 3, dtype=torch.float64, device=mesh.device)
+        # The sums over micro-batches, and then over ranks, of losses and weights. Then what is summed over all ranks: the
+        # gradient's squares, whether a rank strayed, and of a pipeline whether the loss is a `Mean` and whether it has
+        # aux, which ranks without the loss cannot know.
+        sums = torch.zeros(6 if self._pipe else 4, dtype=torch.float64, device=mesh.device)
+        records = self._pipe.records if self._pipe else [self.executor.record]
+        for record in records:
+            record.strays.clear()
         run = self._one_by_one if self._pipe is None else self._through_stages
         grads, outcome = run(params, parts, buffers, rng, loss_scale, sums)
         shards = MeshShards(Sharded(plan, mesh, "grad", grads))
         sums[2] = shards.local_sum(sum_of_squares, grads)
+        sums[3] = any(record.strays for record in records)
         sum_over(mesh, plan.loss_axes, sums)
-        sum_over(mesh, tuple(axis for axis in mesh.shape if axis not in plan.loss_axes), sums[2:3])
+        sum_over(mesh, tuple(axis for axis in mesh.shape if axis not in plan.loss_axes), sums[2:])
+        if sums[3] > 0:
+            for record in records:
+                record.reconcile()
         total, weight, squares = sums[:3].unbind()
         shards.remember(sum_of_squares, grads, squares)
         weighted, aux = outcome.weighted, outcome.aux
         if self._pipe is not None:
-            weighted = bool(sums[3] > 0)
-            aux = self._pipe.hand_out(aux) if sums[4] > 0 else None
+            weighted = bool(sums[4] > 0)
+            aux = self._pipe.hand_out(aux) if sums[5] > 0 else None
         scale = (1.0 / (weight * loss_scale)) if weighted else torch.full_like(total, 1.0 / loss_scale)
         return Evaluation(
             loss=total / weight,
@@ -178,7 +186,7 @@ class LossStep:
         if not outcomes:
             return grads, _NO_OUTCOME
         outcome = outcomes[len(parts) - 1]
-        sums[3], sums[4] = float(outcome.weighted), float(outcome.aux is not None)
+        sums[4], sums[5] = float(outcome.weighted), float(outcome.aux is not None)
         return grads, outcome
 
     def _microbatch(
@@ -200,7 +208,7 @@ class LossStep:
             inputs = (tree, buffers, batch) if self._with_buffers else (tree, batch)
             outcome = read_loss(self._loss_fn(*inputs, **extra), self._with_buffers)
             require_gradient(outcome.total)
-            if self.executor.parts is not None and self.executor.order is None:
+            if self.executor.parts is not None and self.executor.record.order is None:
                 self.executor.parts.require_whole_loss(outcome.total, outcome.weight)
             seed.fill_(self._seed(outcome, loss_scale))
             return outcome.total, outcome._replace(total=outcome.total.detach())

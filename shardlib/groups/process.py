@@ -19,7 +19,9 @@ from shardlib.errors import RankFailure
 from shardlib.groups.base import Work
 from shardlib.groups.failure import silent_ranks
 
-_TAGS = 1 << 20  # tags of exchanges are reused after this many; those of single messages lie beyond
+# A tag has 31 bits: those of single messages have the highest set; those of exchanges number the exchange (numbers are
+# reused after this many) and, above that, tell its size.
+_EXCHANGES, _SIZES, _SINGLE = 1 << 20, 1021, 1 << 30
 
 
 class ProcessGroup:
@@ -36,7 +38,7 @@ class ProcessGroup:
         self.size = group.size()
         self.rank = group.rank()
         self._gloo = dist.get_backend(group) == "gloo"
-        self._tag = 0
+        self._number = 0
         self._lanes: list[dist.ProcessGroup] = []
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
@@ -117,13 +119,13 @@ class ProcessGroup:
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
         def start() -> list[Any]:
-            return [dist.isend(tensor, group=self._lane(peer > self.rank), group_dst=peer, tag=_TAGS + tag)]
+            return [dist.isend(tensor, group=self._lane(peer > self.rank), group_dst=peer, tag=_SINGLE | tag)]
 
         return self._guard(f"send to {peer}", start, tensor)
 
     def recv(self, out: torch.Tensor, peer: int, tag: int) -> Work:
         def start() -> list[Any]:
-            return [dist.irecv(out, group=self._lane(peer < self.rank), group_src=peer, tag=_TAGS + tag)]
+            return [dist.irecv(out, group=self._lane(peer < self.rank), group_src=peer, tag=_SINGLE | tag)]
 
         return self._guard(f"recv from {peer}", start, out)
 
@@ -141,8 +143,12 @@ class ProcessGroup:
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def _messages(self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> list[Any]:
-        """Start every message at once. The tag numbers the exchange, so that calls cannot pair up wrongly."""
-        self._tag = (self._tag + 1) % _TAGS
+        """Start every message at once. Tags keep different calls, and calls of different sizes, from being paired.
+
+        (A message that is longer than its receive would end the process; one that is never received ends in a timeout,
+        which names the call.)
+        """
+        self._number = (self._number + 1) % _EXCHANGES
         if not self._gloo:
             ops = [
                 dist.P2POp(op, tensor, group=self._group, group_peer=peer)
@@ -150,8 +156,12 @@ class ProcessGroup:
                 for peer, tensor in table.items()
             ]
             return dist.batch_isend_irecv(ops) if ops else []
-        works = [self._group.recv([tensor], peer, self._tag) for peer, tensor in receives.items()]
-        return works + [self._group.send([tensor], peer, self._tag) for peer, tensor in sends.items()]
+
+        def tag(tensor: torch.Tensor) -> int:
+            return self._number + tensor.nbytes % _SIZES * _EXCHANGES
+
+        works = [self._group.recv([tensor], peer, tag(tensor)) for peer, tensor in receives.items()]
+        return works + [self._group.send([tensor], peer, tag(tensor)) for peer, tensor in sends.items()]
 
     def _lane(self, upwards: bool) -> dist.ProcessGroup:
         """The torch group for single messages to higher ranks, or to lower ones.
