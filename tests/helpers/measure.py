@@ -6,7 +6,7 @@ import optree
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-SCALARS = 3  # what a step sums beside its payload: the loss, its weight, the squared norm; counted apart
+SCALARS = 4  # what a step sums beside its payload: the loss, its weight, the squared norm, strays; counted apart
 
 
 def stored_bytes(tree, counters=False):
