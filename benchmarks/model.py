@@ -97,15 +97,32 @@ def make_loss(config: Config) -> Any:
 
     def loss_fn(params: Params, batch: tuple[Tensor, Tensor]) -> Tensor:
         tokens, targets = batch
-        embed, head = params["embed"], params["head"]
-        x = F.embedding(tokens, embed["tokens"]["weight"]) + embed["positions"]["weight"][: tokens.shape[1]]
+        x = _embed(params["embed"], tokens)
         for block in params["blocks"]:
-            x = x + _linear(block["out"], attend(_linear(block["qkv"], _norm(block["norm1"], x)), config.heads))
-            hidden = F.gelu(_linear(block["up"], _norm(block["norm2"], x)), approximate="tanh")
-            x = x + _linear(block["down"], hidden)
-        return cross_entropy(F.linear(_norm(head["norm"], x), head["scores"]["weight"]), targets)
+            x = _block(block, x, config.heads)
+        return cross_entropy(_scores(params["head"], x), targets)
 
     return loss_fn
+
+
+def make_blocks(config: Config) -> list[Any]:
+    """The loss as functions ``block(params, x, (tokens, targets))``, for `shardlib.sequential`; see `blocks_of`."""
+
+    def embed(params: Params, _: None, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return _embed(params, batch[0])
+
+    def block(params: Params, x: Tensor, _: Any) -> Tensor:
+        return _block(params, x, config.heads)
+
+    def head(params: Params, x: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return cross_entropy(_scores(params, x), batch[1])
+
+    return [embed, *[block] * config.layers, head]
+
+
+def blocks_of(params: Params) -> list[Params]:
+    """A tree for each of `make_blocks`."""
+    return [params["embed"], *params["blocks"], params["head"]]
 
 
 def attend(qkv: Tensor, heads: int) -> Tensor:
@@ -136,6 +153,19 @@ def _nested(module: nn.Module) -> Params:
             node = node.setdefault(parent, {})
         node[last] = value.detach().clone()
     return tree
+
+
+def _embed(params: Params, tokens: Tensor) -> Tensor:
+    return F.embedding(tokens, params["tokens"]["weight"]) + params["positions"]["weight"][: tokens.shape[1]]
+
+
+def _block(params: Params, x: Tensor, heads: int) -> Tensor:
+    x = x + _linear(params["out"], attend(_linear(params["qkv"], _norm(params["norm1"], x)), heads))
+    return x + _linear(params["down"], F.gelu(_linear(params["up"], _norm(params["norm2"], x)), approximate="tanh"))
+
+
+def _scores(params: Params, x: Tensor) -> Tensor:
+    return F.linear(_norm(params["norm"], x), params["scores"]["weight"])
 
 
 def _linear(params: Params, x: Tensor) -> Tensor:

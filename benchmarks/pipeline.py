@@ -6,17 +6,15 @@ import os
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.func import functional_call
 
 import shardlib as sl
-from benchmarks.model import GPT, Config, cross_entropy, random_batch
+from benchmarks.model import GPT, Config, blocks_of, make_blocks, params_of, random_batch
 from benchmarks.provider import ADAMW, Step
 from benchmarks.report import Row, Section
 from benchmarks.timing import Times, interleave, ratio
@@ -42,7 +40,7 @@ def measure(rounds: int) -> Section:
     text = (
         f"One training step of a GPT ({config.layers} layers, vocabulary {config.vocab}, sequence {config.sequence}) in two "
         f"stages on two gloo ranks of one thread, {_MICROBATCHES} micro-batches of one row, 1F1B, fp32, fused AdamW. The "
-        "same modules for both: embedding and the first half of the blocks, the other half and the head. "
+        "same cut for both: embedding and the first half of the blocks, the other half and the head. "
         f"{rounds} rounds, interleaved; in the first {_WARM} steps, not timed, the losses agreed within {_AGREE:g}."
     )
     return Section("Pipeline stages", text, rows, {_OURS: "defaults", _THEIRS: "defaults"}, times)
@@ -62,24 +60,8 @@ def _rank(mesh: sl.Mesh, config: Config, rounds: int) -> Times:
     return interleave({name: call(step) for name, step in steps.items()}, rounds, dist.barrier)
 
 
-def _parts(config: Config) -> list[nn.Module]:
-    model = GPT(config)
-    return [model.embed, *model.blocks, model.head]
-
-
 def _staged(config: Config, mesh: sl.Mesh) -> Step:
-    parts = _parts(config)
-    last = len(parts) - 1
-
-    def block(index: int) -> Callable[[Any, Any, Any], Tensor]:
-        def run(params: Any, x: Any, batch: Any) -> Tensor:
-            out = functional_call(parts[index], params, (batch[0] if index == 0 else x,))
-            return cross_entropy(out, batch[1]) if index == last else out
-
-        return run
-
-    loss_fn = sl.sequential([block(index) for index in range(len(parts))])
-    params = [{name: value.detach() for name, value in part.named_parameters()} for part in parts]
+    loss_fn, params = sl.sequential(make_blocks(config)), blocks_of(params_of(GPT(config)))
     cut = sl.pipeline("1f1b", microbatches=_MICROBATCHES, partition="count")
     optimizer = sl.optim.adamw(ADAMW["lr"], *ADAMW["betas"], ADAMW["eps"], ADAMW["weight_decay"])
     state, train_step = sl.make_train_step(loss_fn, sl.shard(params, mesh, cut), optimizer)
@@ -93,7 +75,8 @@ def _staged(config: Config, mesh: sl.Mesh) -> Step:
 
 
 def _pipelined(config: Config, rank: int) -> Step:
-    parts = _parts(config)
+    model = GPT(config)
+    parts = [model.embed, *model.blocks, model.head]
     half = len(parts) // 2
     module = nn.Sequential(*(parts[:half] if rank == 0 else parts[half:]))
     stage = PipelineStage(module, rank, 2, torch.device("cpu"))
