@@ -1,18 +1,21 @@
 """How long a step will take: the plan's exchanges and given compute times on a virtual clock.
 
-One processor computes and every mesh axis is one link; each does one thing at a time. What runs beside what is what
+A rank has one processor, and one link for every mesh axis; each does one thing at a time. What runs beside what is what
 the executor does: the next unit is gathered while one computes, a unit's gradients are reduced while backward goes
-on, activations are waited for, and the update starts when every gradient is there.
+on, activations are waited for, messages between stages are not, and the update starts when every rank has every
+gradient (the global norm needs them). Ranks differ along a pipeline's axis alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardlib.errors import IllegalComposition, MeshError, listing
+from shardlib.errors import MeshError, listing
 from shardlib.layout import Bucket
 from shardlib.plan import Plan, share
+from shardlib.schedules import Action, Kind, one_f_one_b
+from shardlib.schedules.running import run
 
 
 @dataclass(frozen=True)
@@ -21,22 +24,33 @@ class StepTime:
 
     Attributes:
         total: from the batch to the next parameters.
-        compute: what the processor computes of it.
-        links: axis -> seconds its link is busy.
+        ranks: what each rank along the pipeline's axis computes of it; without a pipeline, one number.
+        links: axis -> seconds its link is busy, on the rank where it is busiest.
     """
 
     total: float
-    compute: float
+    ranks: tuple[float, ...]
     links: Mapping[str, float]
 
     @property
+    def compute(self) -> float:
+        """What a rank computes; under a pipeline, the one that computes most."""
+        return max(self.ranks)
+
+    @property
     def exposed(self) -> float:
-        """What the processor waits for links."""
+        """What that rank waits for links and for other stages."""
         return self.total - self.compute
+
+    @property
+    def bubble(self) -> float:
+        """Waiting over computing, all ranks together, as of `shardlib.schedules.Timeline`."""
+        return self.total * len(self.ranks) / sum(self.ranks) - 1
 
     def __str__(self) -> str:
         links = "".join(f", {axis} busy {seconds:.4g} s" for axis, seconds in self.links.items())
-        return f"step {self.total:.4g} s: compute {self.compute:.4g} s, waiting {self.exposed:.4g} s{links}"
+        bubble = f", bubble {self.bubble:.1%}" if len(self.ranks) > 1 else ""
+        return f"step {self.total:.4g} s: compute {self.compute:.4g} s, waiting {self.exposed:.4g} s{bubble}{links}"
 
 
 def predict_step(
@@ -47,82 +61,149 @@ def predict_step(
     backward: float = 2.0,
     update: float = 0.0,
 ) -> StepTime:
-    """The time of one step of a plan without pipeline stages.
+    """The time of one step of a plan.
+
+    What passes between a pipeline's stages counts where the plan was traced (``make_plan(..., loss_fn=, batch=)``). A
+    backward that a schedule splits takes half its time for the inputs' gradients and half for the weights'.
 
     Args:
-        forward: seconds of one micro-batch's forward, in all (shared out by elements) or unit by unit.
+        forward: seconds of one micro-batch's forward, through all stages (shared out by elements) or unit by unit.
         bandwidth: axis -> bytes per second that one rank sends; an axis left out takes no time.
         backward: seconds of backward for each of forward.
-        update: seconds of the optimizer.
+        update: seconds of the optimizer, on each rank.
 
     Raises:
         MeshError: an axis or a unit that the plan does not have.
-        IllegalComposition: a plan with stages.
     """
-    if plan.pipeline is not None:
-        raise IllegalComposition(
-            "predict_step does not know pipeline stages; put their schedule on a clock of its own: "
-            "sl.schedules.simulate(plan.pipeline.schedule, sl.schedules.Costs(forward, input_gradient, weight_gradient))"
-        )
+    plan = plan.everywhere
     unknown = [f"axis {axis!r}" for axis in bandwidth if axis not in plan.sizes]
     unknown += [f"unit {unit!r}" for unit in forward if unit not in plan.units] if isinstance(forward, Mapping) else []
     if unknown:
         raise MeshError(
             f"the plan does not have\n{listing(unknown)}\nIt has axes {list(plan.sizes)} and units {plan.units}"
         )
-    clock = _Clock(plan, _by_unit(plan, forward), dict(bandwidth))
-    for number in range(plan.microbatches):
-        clock.microbatch(backward, last=number == plan.microbatches - 1)
-    clock.finish(update)
-    return StepTime(clock.now, clock.computed, {axis: clock.busy.get(axis, 0.0) for axis in bandwidth})
+    ranks = _run(plan, _stages(plan, forward), bandwidth, backward, update)
+    links = {axis: max(rank.busy.get(axis, 0.0) for rank in ranks) for axis in bandwidth}
+    return StepTime(max(rank.now for rank in ranks), tuple(rank.computed for rank in ranks), links)
 
 
-def _by_unit(plan: Plan, forward: float | Mapping[str, float]) -> dict[str, float]:
+@dataclass(frozen=True)
+class _Stage:
+    """What runs as one: the part of the plan, and seconds of forward by unit, in order."""
+
+    plan: Plan
+    forward: Mapping[str, float]
+
+    @property
+    def backward(self) -> dict[str, float]:
+        return {unit: self.forward[unit] for unit in reversed(list(self.forward))}
+
+
+def _stages(plan: Plan, forward: float | Mapping[str, float]) -> list[_Stage]:
+    """A unit that several stages use (a tied leaf's) computes in each."""
+    parts = [plan] if plan.pipeline is None else [plan.of_stage(s) for s in range(plan.pipeline.schedule.stages)]
     if isinstance(forward, Mapping):
-        return {unit: forward.get(unit, 0.0) for unit in plan.units}
-    elements = {unit: sum(b.size(0) for b in plan.buckets if b.unit == unit) for unit in plan.units}
-    whole = sum(elements.values()) or 1
-    return {unit: forward * count / whole for unit, count in elements.items()}
+        return [_Stage(part, {unit: forward.get(unit, 0.0) for unit in part.units}) for part in parts]
+    elements = [{unit: sum(b.size(0) for b in part.buckets if b.unit == unit) for unit in part.units} for part in parts]
+    whole = sum(sum(counts.values()) for counts in elements) or 1
+    return [
+        _Stage(part, {unit: forward * count / whole for unit, count in counts.items()})
+        for part, counts in zip(parts, elements)
+    ]
+
+
+def _run(
+    plan: Plan, stages: Sequence[_Stage], bandwidth: Mapping[str, float], backward: float, update: float
+) -> list[_Rank]:
+    """The ranks along the pipeline's axis, at the end of the step."""
+    pipeline = plan.pipeline
+    schedule = one_f_one_b(1, plan.microbatches) if pipeline is None else pipeline.schedule
+    ranks = [_Rank(bandwidth) for _ in range(schedule.ranks)]
+    last = {a.stage: a.microbatch for order in schedule.orders for a in order if a.kind in (Kind.B, Kind.W)}
+    ready: dict[Action | None, float] = {None: 0.0}  # an action's result -> when it is where it is needed
+
+    def visit(number: int, action: Action, need: Action | None) -> None:
+        (place, kind, microbatch), rank = action, ranks[number]
+        stage, final = stages[place], last[place] == microbatch
+        rank.now = max(rank.now, ready[need])
+        if kind is Kind.F:
+            rank.walk(stage.plan, stage.forward, 1.0)
+        elif kind is Kind.I:
+            rank.walk(stage.plan, stage.backward, backward / 2)
+        elif kind is Kind.W:
+            rank.walk(stage.plan, stage.backward, backward / 2, final, waits=False)
+        else:
+            rank.walk(stage.plan, stage.backward, backward, final)
+        if kind is not Kind.W:
+            ready[Action(place, Kind.B if kind is Kind.I else kind, microbatch)] = pass_on(rank, place, kind is Kind.F)
+
+    def pass_on(rank: _Rank, stage: int, forwards: bool) -> float:
+        other = stage + 1 if forwards else stage - 1
+        if pipeline is None or plan.traces is None or not 0 <= other < schedule.stages:
+            return rank.now
+        if schedule.rank_of[other] == schedule.rank_of[stage]:
+            return rank.now
+        count = plan.traces[stage].forward if forwards else plan.traces[other].backward
+        return rank.send(pipeline.axis, count, rank.now)
+
+    run(schedule, visit)
+    _update(plan, ranks, update)
+    return ranks
+
+
+def _update(plan: Plan, ranks: Sequence[_Rank], update: float) -> None:
+    """The update, once every gradient is there; then what must be whole again."""
+    for rank in ranks:
+        rank.now = max(rank.now, rank.reduced)
+    if plan.pipeline is not None:
+        for bucket in plan.trained:
+            count = (len(bucket.homes) - 1) * bucket.size(bucket.levels) * bucket.reduce_dtype.itemsize
+            for rank in (ranks[home] for home in bucket.homes):
+                rank.now = rank.send(plan.pipeline.axis, count, rank.now)
+    start = max(rank.now for rank in ranks)
+    for view, rank in zip(plan.views, ranks, strict=True):
+        rank.now = start
+        rank.compute(update)
+        stored = [rank.gathered(b, b.param_level, b.levels, rank.now) for b in view.trained]
+        rank.now = max([rank.now, *stored])
 
 
 @dataclass
-class _Clock:
-    plan: Plan
-    forward: dict[str, float]
-    bandwidth: dict[str, float]
+class _Rank:
+    bandwidth: Mapping[str, float]
     now: float = 0.0  # of the processor
     computed: float = 0.0
+    reduced: float = 0.0  # when the last of the gradients' reductions is done
     busy: dict[str, float] = field(default_factory=dict)
     _free: dict[str, float] = field(default_factory=dict)  # when a link is done with what it was given
     _arrival: dict[str, float] = field(default_factory=dict)  # unit -> when its gather is done
-    _reduced: float = 0.0
 
-    def microbatch(self, backward: float, last: bool) -> None:
-        units = list(self.forward)
-        sent = self.plan.activations or {}
-        waits = {axis: sent.get(axis, 0) / 2 / max(len(units), 1) for axis in sent}
-        self._pass(units, 1.0, waits, None)
-        self._arrival.clear()
-        self._pass(units[::-1], backward, waits, last)
-        self._arrival.clear()
+    def walk(
+        self, plan: Plan, seconds: Mapping[str, float], factor: float, last: bool | None = None, waits: bool = True
+    ) -> None:
+        """Through units in this order. ``last`` is None where no gradients come, else whether they are the step's last.
 
-    def _pass(self, units: list[str], factor: float, waits: dict[str, float], last: bool | None) -> None:
+        ``waits``: whether activations are exchanged meanwhile.
+        """
+        units = list(seconds)
+        sent = plan.activations or {} if waits else {}
         for place, unit in enumerate(units):
-            self._gather(unit)
-            self.now = max(self.now, self._arrival.get(unit, 0.0))
-            if place + 1 < len(units) and self.plan.prefetch:
-                self._gather(units[place + 1])
-            self._compute(factor * self.forward[unit])
-            for axis, count in waits.items():
-                self.now = self._send(axis, count, self.now)
+            self._gather(plan, unit)
+            self.now = max(self.now, self._arrival[unit])
+            if place + 1 < len(units) and plan.prefetch:
+                self._gather(plan, units[place + 1])
+            self.compute(factor * seconds[unit])
+            for axis, count in sent.items():
+                self.now = self.send(axis, count / 2 / len(units), self.now)
             if last is not None:
-                self._reduce(unit, last)
+                self._reduce(plan, unit, last)
+        self._arrival.clear()
 
-    def _compute(self, seconds: float) -> None:
+    def compute(self, seconds: float) -> None:
         self.now += seconds
         self.computed += seconds
 
-    def _send(self, axis: str, count: float, ready: float) -> float:
+    def send(self, axis: str, count: float, ready: float) -> float:
         """When ``count`` bytes that are ready at a time have gone over a link."""
         if axis not in self.bandwidth or not count:
             return ready
@@ -131,30 +212,24 @@ class _Clock:
         self.busy[axis] = self.busy.get(axis, 0.0) + seconds
         return self._free[axis]
 
-    def _gather(self, unit: str) -> None:
+    def _gather(self, plan: Plan, unit: str) -> None:
         if unit not in self._arrival:
-            buckets = [bucket for bucket in self.plan.buckets if bucket.unit == unit]
-            self._arrival[unit] = max((self._gathered(b, 0, b.param_level, self.now) for b in buckets), default=0.0)
+            buckets = [bucket for bucket in plan.buckets if bucket.unit == unit]
+            self._arrival[unit] = max((self.gathered(b, 0, b.param_level, self.now) for b in buckets), default=0.0)
 
-    def _gathered(self, bucket: Bucket, start: int, stop: int, ready: float) -> float:
+    def gathered(self, bucket: Bucket, start: int, stop: int, ready: float) -> float:
+        """When a bucket has been gathered from level ``stop`` to level ``start``."""
         for level in reversed(range(start, stop)):
             count = share(bucket.size(level) * bucket.dtype.itemsize, bucket.sizes[level])
-            ready = self._send(bucket.axes[level], count, ready)
+            ready = self.send(bucket.axes[level], count, ready)
         return ready
 
-    def _reduce(self, unit: str, last: bool) -> None:
-        for bucket in self.plan.trained_in.get(unit, ()):
+    def _reduce(self, plan: Plan, unit: str, last: bool) -> None:
+        for bucket in plan.trained_in.get(unit, ()):
             ready, width = self.now, bucket.reduce_dtype.itemsize
-            early = 0 if self.plan.sync == "last" and not last else bucket.grad_level
+            early = 0 if plan.sync == "last" and not last else bucket.grad_level
             for level in range(bucket.levels if last else early):
-                ready = self._send(bucket.axes[level], share(bucket.size(level) * width, bucket.sizes[level]), ready)
+                ready = self.send(bucket.axes[level], share(bucket.size(level) * width, bucket.sizes[level]), ready)
             for axis in bucket.replicas if last else ():
-                ready = self._send(axis, share(2 * bucket.owned * width, self.plan.sizes[axis]), ready)
-            self._reduced = max(self._reduced, ready)
-
-    def finish(self, update: float) -> None:
-        """The update, once every gradient is there; then what must be whole again."""
-        self.now = max(self.now, self._reduced)
-        self._compute(update)
-        stored = [self._gathered(b, b.param_level, b.levels, self.now) for b in self.plan.trained]
-        self.now = max([self.now, *stored])
+                ready = self.send(axis, share(2 * bucket.owned * width, plan.sizes[axis]), ready)
+            self.reduced = max(self.reduced, ready)

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import shardlib as sl
-from shardlib.errors import IllegalComposition, MeshError
+from shardlib.errors import MeshError
 from shardlib.models import gpt
 
 UNITS, NUMEL, RANKS = 4, 1000, 4
@@ -88,10 +90,100 @@ def test_names_that_the_plan_does_not_have():
         sl.predict_step(sl.make_plan(PARAMS, sl.abstract_mesh(data=2), stage=1), {"head": 1.0}, {"pipe": 1.0})
 
 
-def test_stages_are_sent_to_their_own_clock():
-    plan = sl.make_plan([{"w": torch.zeros(4)}] * 2, sl.abstract_mesh(pipe=2), sl.pipeline(microbatches=2))
-    with pytest.raises(IllegalComposition, match=r"sl.schedules.simulate\(plan.pipeline.schedule"):
-        sl.predict_step(plan, 1.0, {})
+# --- pipelines ---------------------------------------------------------------------------------------------------
+
+BLOCKS = [{"w": torch.zeros(NUMEL)} for _ in range(8)]
+
+
+def staged(schedule, ranks, microbatches, *transforms, chunks=None, **mesh):
+    """Eight equal blocks cut into equal stages."""
+    cut = sl.pipeline(schedule, microbatches, chunks=chunks, partition="count")
+    return sl.make_plan(BLOCKS, sl.abstract_mesh(**mesh, pipe=ranks), sl.chain(cut, *transforms))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("microbatches", [4, 8])
+@pytest.mark.parametrize(
+    ("schedule", "bubble"),
+    [
+        ("gpipe", lambda p, v: (p - 1) * 3),
+        ("1f1b", lambda p, v: (p - 1) * 3),
+        ("interleaved-1f1b", lambda p, v: (p - 1) * 3 / v),
+        ("zb-h1", lambda p, v: (p - 1) * 1),
+    ],
+)
+def test_without_links_a_pipeline_takes_its_closed_form(schedule, bubble, ranks, microbatches):
+    """A stage's forward, and either half of its backward, take 1 s (a chunk's 1/v); see arXiv 2104.04473, 2401.10241."""
+    chunks = 2 if schedule.startswith("interleaved") else 1
+    plan = staged(schedule, ranks, microbatches, chunks=2 if chunks == 2 else None)
+    found = sl.predict_step(plan, float(ranks), {}, backward=2.0, update=0.5)
+    assert found.total == pytest.approx(3 * microbatches + bubble(ranks, chunks) + 0.5)
+    assert found.ranks == pytest.approx([3 * microbatches + 0.5] * ranks)
+    assert found.bubble == pytest.approx(bubble(ranks, chunks) / (3 * microbatches + 0.5))
+
+
+@settings(max_examples=60)
+@given(
+    stage=st.integers(0, 3),
+    sync=st.sampled_from([None, "last"]),
+    prefetch=st.booleans(),
+    microbatches=st.integers(1, 4),
+    rate=st.floats(100, 1e6),
+    backward=st.floats(0.5, 3),
+)
+def test_one_stage_takes_as_long_as_no_pipeline(stage, sync, prefetch, microbatches, rate, backward):
+    zero = sl.zero(stage, prefetch=prefetch)
+    sizes = {"data": 4, "pipe": 1}
+    cut = sl.chain(zero, sl.pipeline("1f1b", microbatches, sync=sync))
+    plain = sl.chain(zero, sl.accumulate(microbatches, sync=sync))
+    one, none = (
+        sl.predict_step(
+            sl.make_plan(BLOCKS, sl.abstract_mesh(**sizes), chain), 1.0, {"data": rate}, backward=backward, update=0.1
+        )
+        for chain in (cut, plain)
+    )
+    assert one == none
+
+
+@settings(max_examples=60)
+@given(
+    schedule=st.sampled_from(["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "interleaved-zb", "zb-v"]),
+    stage=st.integers(0, 3),
+    microbatches=st.sampled_from([2, 4, 8]),
+    rate=st.floats(100, 1e6),
+)
+def test_slower_links_never_make_a_step_shorter(schedule, stage, microbatches, rate):
+    plan = staged(schedule, 2, microbatches, sl.zero(stage), data=4)
+    slow, fast, none = (sl.predict_step(plan, 1.0, bandwidth) for bandwidth in ({"data": rate}, {"data": 2 * rate}, {}))
+    assert slow.total >= fast.total >= none.total
+    assert slow.links["data"] == pytest.approx(plan.payload()["data"] / rate)
+    clock = sl.schedules.Costs(*(costs_of(plan, share) for share in (1, 1, 1)))
+    assert none.total == pytest.approx(sl.schedules.simulate(plan.pipeline.schedule, clock).makespan)
+
+
+def costs_of(plan, factor):
+    """Each stage's share of a forward of 1 s."""
+    return [factor * (stop - start) / len(BLOCKS) for start, stop in plan.pipeline.spans]
+
+
+def test_messages_between_stages_are_waited_for_once_there_and_once_back():
+    """Two stages, one micro-batch: forward, message, forward, backward, message, backward."""
+    config = gpt.GPTConfig(layers=2, width=16, heads=4, sequence=8, vocab=32)
+    params, tokens = gpt.to_blocks(gpt.init(config, device="meta")), torch.zeros(2, 8, dtype=torch.int64)
+    plan = sl.make_plan(
+        params,
+        sl.abstract_mesh(pipe=2),
+        sl.pipeline(microbatches=1, partition="count"),
+        loss_fn=gpt.make_sequential(config),
+        batch={"tokens": tokens, "targets": tokens},
+    )
+    sent = 2 * 8 * 16 * 4  # batch × sequence × width, fp32
+    tied = (
+        sum(b.size(0) * 4 for b in plan.trained if len(b.homes) > 1) / 1e3
+    )  # the tied embedding's gradient, at the end
+    found = sl.predict_step(plan, 3.0, {"pipe": 1e3})
+    assert plan.traces[0].forward == plan.traces[0].backward == sent
+    assert found.total == pytest.approx(9.0 + 2 * sent / 1e3 + tied)
 
 
 def test_it_can_be_printed():
