@@ -18,6 +18,7 @@ from shardlib.errors import IllegalComposition, ShardlibError
 from shardlib.execute.losses import Mean
 from shardlib.functional import embedding, linear_cross_entropy
 from shardlib.launch import launch, simulate
+from shardlib.measure import measure_blocks
 from shardlib.mesh import Mesh, abstract_mesh, make_mesh
 from shardlib.models.modules import from_module
 from shardlib.optim import GradientTransformation, apply_updates
@@ -74,6 +75,7 @@ __all__ = [
     "make_plan",
     "make_train_step",
     "Mean",
+    "measure_blocks",
     "Mesh",
     "optim",
     "P",

@@ -1,0 +1,94 @@
+"""How long the blocks of a loss take, for cutting them into stages."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardlib.blocks import Sequential
+from shardlib.collectives import primitives
+from shardlib.execute.interpreter import differentiable, fresh_leaf
+from shardlib.execute.losses import read_loss
+from shardlib.mesh import as_mesh
+from shardlib.rng import Key
+from shardlib.tree import Tree, leaves_of, tree_map
+
+
+def measure_blocks(
+    loss_fn: Sequential,
+    params: Sequence[Tree],
+    microbatch: Any,
+    *,
+    rng: Key | None = None,
+    rounds: int = 5,
+    mesh: Any = None,
+) -> tuple[float, ...]:
+    """Seconds of each block's forward and backward: what ``pipeline(partition=...)`` cuts into stages.
+
+    Runs on the device of ``microbatch``, one block after the other; every block's median of ``rounds``, after one that
+    is not counted. Embedding and head are blocks like the others, and so weigh what they take.
+
+    Args:
+        loss_fn: an `sl.sequential`.
+        params: one tree per block. Leaves on the meta device are given random values while their block runs, so that a
+            model of which only a block fits can be measured.
+        microbatch: as the loss is given it in a step: a rank's batch cut into micro-batches.
+        rng: a key, for a loss that takes one.
+        mesh: all its ranks measure, and each is given the mean: stages must be cut alike everywhere.
+
+    Raises:
+        ValueError: another number of trees than blocks, or no rounds.
+    """
+    if len(params) != len(loss_fn) or rounds < 1:
+        raise ValueError(
+            f"measure_blocks: {len(loss_fn)} blocks, {len(params)} parameter trees, rounds={rounds}; give one tree per "
+            "block and at least one round"
+        )
+    found = [_round(loss_fn, params, microbatch, rng) for _ in range(rounds + 1)][1:]
+    mine = [statistics.median(times) for times in zip(*found, strict=True)]
+    if mesh is None:
+        return tuple(mine)
+    mesh = as_mesh(mesh)
+    everyone = primitives.all_gather_object(mesh, list(mesh.shape), mine)
+    return tuple(statistics.fmean(times) for times in zip(*everyone, strict=True))
+
+
+def _round(loss_fn: Sequential, params: Sequence[Tree], microbatch: Any, rng: Key | None) -> list[float]:
+    device = next(
+        (leaf.device for leaf in leaves_of(microbatch) if isinstance(leaf, torch.Tensor)), torch.device("cpu")
+    )
+    carry: Any = None
+    times = []
+    for index in range(len(loss_fn)):
+        tree = tree_map(lambda leaf: _leaf(leaf, device), params[index])
+        start = _now()
+        result = loss_fn.run([None] * index + [tree], carry, microbatch, index, index + 1, rng)
+        if index + 1 == len(loss_fn):
+            result = read_loss(result, False).total
+        outputs = differentiable(result)
+        inputs = [*differentiable(tree), *differentiable(carry)]
+        if outputs and inputs:
+            torch.autograd.grad(outputs, inputs, [torch.ones_like(output) for output in outputs], allow_unused=True)
+        times.append(_now() - start)
+        carry = tree_map(fresh_leaf, result)
+    return times
+
+
+def _leaf(leaf: Any, device: torch.device) -> Any:
+    """A parameter to be differentiated to."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if leaf.is_meta:
+        leaf = torch.empty_like(leaf, device=device)
+        leaf = leaf.normal_(0, 0.02) if leaf.is_floating_point() else leaf.zero_()
+    return leaf.detach().requires_grad_(leaf.is_floating_point())
+
+
+def _now() -> float:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return time.perf_counter()
