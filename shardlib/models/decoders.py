@@ -69,12 +69,13 @@ def decoder_of(model: nn.Module) -> Decoder:
     return DECODERS[kind]
 
 
-def decoder_blocks(model: nn.Module) -> list[nn.Module]:
+def decoder_blocks(model: Any) -> list[nn.Module]:
     """The blocks of a transformers causal language model, for ``sl.from_module(model, blocks=decoder_blocks(model))``.
 
     One block is the embedding, one each decoder layer, and the last the final norm, the output layer and the loss: the
-    cross entropy of ``model(**batch).loss`` as an `sl.Mean` over the labels that count, so that micro-batches may hold
-    different numbers of them. Parameters keep the model's names after the block's number ("3/model/layers/0/mlp/...":
+    loss of ``model(**batch, use_cache=False)`` as an `sl.Mean` over the labels that count, so that micro-batches may hold
+    different numbers of them. (With a cache transformers does not see packed documents in ``position_ids``.) Parameters
+    keep the model's names after the block's number ("3/model/layers/0/mlp/...":
     each layer is number 0 of its block). Tied embeddings are one tensor in the first and the last block.
 
     ``batch`` is a dictionary of ``input_ids`` and ``labels`` (both (B, S) int64; the loss shifts the labels, and those at
@@ -85,8 +86,8 @@ def decoder_blocks(model: nn.Module) -> list[nn.Module]:
             IllegalComposition, under `shardlib.sequence` (the attention is transformers' own).
     """
     decoder = decoder_of(model)
-    prefix = str(model.base_model_prefix)
-    base: Any = getattr(model, prefix)
+    prefix = model.base_model_prefix
+    base = getattr(model, prefix)
     return [
         _Block(prefix, _part(base, decoder, {decoder.words, *decoder.embedded})),
         *[_Block(prefix, _part(base, decoder, set(), [index])) for index in range(len(getattr(base, decoder.layers)))],
@@ -105,7 +106,7 @@ def _part(base: Any, decoder: Decoder, kept: set[str], layers: list[int] | None 
     part.config.num_hidden_layers = len(layers or [])
     if getattr(base.config, "layer_types", None) is not None:
         part.config.layer_types = [base.config.layer_types[index] for index in layers or []]
-    stand_ins = {decoder.words: nn.Identity, decoder.norm: nn.Identity, **decoder.embedded}
+    stand_ins: dict[str, type[nn.Module]] = {decoder.words: nn.Identity, decoder.norm: nn.Identity, **decoder.embedded}
     for name, stand_in in stand_ins.items():
         if name not in kept:
             setattr(part, name, stand_in())
@@ -129,13 +130,13 @@ class _Block(nn.Module):
                 "ones; take sequence(...) out of the plan, or build the model of sl.attention (see shardlib.models.gpt)"
             )
         given = {"input_ids": batch["input_ids"]} if hidden is None else {"inputs_embeds": hidden}
-        run = self.get_submodule(self._prefix)
+        part = self.get_submodule(self._prefix)
         optional = {name: batch.get(name) for name in OPTIONAL}
-        return run(**given, **optional, use_cache=False, return_dict=True).last_hidden_state
+        return part(**given, **optional, use_cache=False, return_dict=True).last_hidden_state
 
 
 class _Head(_Block):
-    def __init__(self, prefix: str, part: nn.Module, output: nn.Module) -> None:
+    def __init__(self, prefix: str, part: nn.Module, output: nn.Linear) -> None:
         super().__init__(prefix, part)
         self.lm_head = output
 
@@ -154,6 +155,6 @@ def _check(batch: Any) -> None:
     found = set(batch) if isinstance(batch, Mapping) else {type(batch).__name__}
     if not found >= set(REQUIRED) or found - {*REQUIRED, *OPTIONAL}:
         raise BatchError(
-            f"a batch for decoder_blocks is a dictionary with {' and '.join(REQUIRED)}, and may hold {' and '.join(OPTIONAL)};"
-            f" this one is or has {', '.join(sorted(found))}"
+            f"a batch for decoder_blocks is a dictionary with {' and '.join(REQUIRED)}, and may hold "
+            f"{' and '.join(OPTIONAL)}; this one is or has {', '.join(sorted(found))}"
         )

@@ -30,10 +30,15 @@ def slicing_rules(module: nn.Module, blocks: bool = False) -> Rules:
     Raises:
         TreeError: a model that has no plan and is none of these; with ``blocks`` one that `decoder_blocks` cannot cut.
     """
-    if blocks:
-        rules = slicing_rules(module)
-        rules.pop("lm_head", None)  # its outputs would be gathered
-        return rules | {f"*/{decoder_of(module).words}": "vocab", "*/lm_head": "vocab"}
+    if not blocks:
+        return _layers(module)
+    words = decoder_of(module).words
+    rules = _layers(module)
+    rules.pop("lm_head", None)  # its outputs would be gathered
+    return rules | {f"*/{words}": "vocab", "*/lm_head": "vocab"}
+
+
+def _layers(module: nn.Module) -> Rules:
     config: Any = module.config
     if config.model_type == "gpt2":
         return _gpt2(config.num_attention_heads)

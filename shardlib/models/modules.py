@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardlib.blocks import Sequential, sequential
 from shardlib.errors import TreeError, listing
@@ -19,9 +20,7 @@ from shardlib.models.meta import initialised, reset_buffers
 from shardlib.tree import Tree
 
 
-def from_module(
-    module: nn.Module, buffers: bool = False, blocks: Sequence[nn.Module] | None = None
-) -> tuple[Any, ...]:
+def from_module(module: nn.Module, buffers: bool = False, blocks: Sequence[nn.Module] | None = None) -> tuple[Any, ...]:
     """A module as ``(apply, params)``, or with ``buffers=True`` as ``(apply, params, buffers)``.
 
     ``apply(params, *args, **kwargs)`` calls the module; with buffers ``apply(params, buffers, *args, **kwargs)``
@@ -44,7 +43,9 @@ def from_module(
     """
     if blocks is not None:
         if buffers:
-            raise TreeError("a loss made of blocks hands no buffers on; use from_module without buffers=True, or blocks=")
+            raise TreeError(
+                "a loss made of blocks hands no buffers on; use from_module without buffers=True, or blocks="
+            )
         _refuse_left_out(module, blocks)
         module = _Blocks(blocks)
     _refuse_frozen(module)
@@ -121,7 +122,9 @@ class _Skeletons:
 
     def get(self) -> nn.Module:
         if not hasattr(self._local, "module"):
-            self._local.module = copy.deepcopy(self._pattern)
+            # Not a part of what it is called in: a trace on fake tensors, a recomputed block, inference.
+            with _disable_current_modes(), torch.inference_mode(False):
+                self._local.module = copy.deepcopy(self._pattern)
         return self._local.module
 
 
@@ -169,7 +172,7 @@ def _lists(node: Any) -> Any:
     if not isinstance(node, dict):
         return node
     values = {key: _lists(value) for key, value in node.items()}
-    if list(values) == [str(index) for index in range(len(values))]:
+    if values and list(values) == [str(index) for index in range(len(values))]:
         return list(values.values())
     return values
 
