@@ -15,7 +15,7 @@ import shardlib as sl
 from shardlib.errors import BatchError, IllegalComposition, TreeError
 from shardlib.models import huggingface
 
-MAX_NORM = 0.3
+ROWS, MAX_NORM = 16, 0.3
 OPTIONAL = [(), ("attention_mask",), ("position_ids",), ("attention_mask", "position_ids")]
 MODELS = {
     "llama": {},
@@ -55,7 +55,7 @@ def gradients(loss_fn, params, batch):
 @pytest.mark.parametrize(("name", "dtype"), BOTH)
 def test_the_whole_models_loss_and_gradients(name, optional, dtype):
     module = decoder(name.partition(",")[0], dtype, **MODELS[name]).train()
-    batch = label_batches(1, optional=optional)[0]
+    batch = label_batches(1, ROWS, optional)[0]
     loss_fn, params = cut(module)
     assert len(params) == len(loss_fn) == SIZES["num_hidden_layers"] + 2
     assert set(names(params)) == {name for name, _ in module.named_parameters(remove_duplicate=False)}
@@ -68,9 +68,9 @@ def test_the_whole_models_loss_and_gradients(name, optional, dtype):
     assert_close(got_gradients, wanted_gradients, tolerance)
 
 
-def train(mesh, module, transform, rows=16, optional=()):
+def train(mesh, module, transform, optional=()):
     loss_fn, params = cut(module)
-    batches = label_batches(3, rows, optional)
+    batches = label_batches(3, ROWS, optional)
     wanted = one_device.train(whole_loss(module), params, batches, max_norm=MAX_NORM)
     got = training.simulate(mesh, loss_fn, params, batches, transform, training.optimizer(MAX_NORM))
     assert got[0] == pytest.approx(wanted[0], rel=1e-10, abs=0)
@@ -107,7 +107,7 @@ def test_the_logits_are_never_gathered():
     module = decoder("llama")
     loss_fn, params = cut(module)
     transform = sl.tensor_slicing(huggingface.slicing_rules(module, blocks=True))
-    batch = label_batches(1)[0]
+    batch = label_batches(1, ROWS)[0]
 
     def run(mesh):
         gathered = []
@@ -128,7 +128,7 @@ def test_the_logits_are_never_gathered():
 def test_a_plan_without_ranks():
     """Traced on fake tensors: stages pass on the residual stream and nothing else, one rank there and one back."""
     loss_fn, params = cut(decoder("llama"))
-    batch = label_batches(1)[0]
+    batch = label_batches(1, ROWS)[0]
     plan = sl.make_plan(params, sl.abstract_mesh(pipe=2), sl.pipeline("1f1b", 2), loss_fn=loss_fn, batch=batch)
     assert plan.payload() == {"pipe": batch["labels"].numel() * SIZES["hidden_size"] * 4}
 
@@ -142,7 +142,7 @@ def test_sequences_stay_whole(kind):
 
     def run(mesh):
         sharded = sl.shard(params, mesh, sl.chain(sl.sequence(axis, kind), *slices))
-        sl.value_and_grad(loss_fn)(sharded, label_batches(1)[0])
+        sl.value_and_grad(loss_fn)(sharded, label_batches(1, ROWS)[0])
 
     with pytest.raises(IllegalComposition, match="the attention of transformers' modules needs whole ones"):
         sl.simulate(run, mesh={axis: 2})

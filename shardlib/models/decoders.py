@@ -20,6 +20,7 @@ from shardlib.functional import Mean, linear_cross_entropy
 from shardlib.parts import current_parts
 
 IGNORED = -100  # as a label: the position does not count
+REQUIRED, OPTIONAL = ("input_ids", "labels"), ("attention_mask", "position_ids")  # in a batch
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,9 @@ def decoder_blocks(model: Any) -> list[nn.Module]:
     One block is the embedding, one each decoder layer, and the last the final norm, the output layer and the loss: the
     loss of ``model(**batch, use_cache=False)`` as an `sl.Mean` over the labels that count, so that micro-batches may hold
     different numbers of them. (With a cache transformers does not see packed documents in ``position_ids``.) Parameters
-    keep the model's names after the block's number ("3/model/layers/0/mlp/...":
-    each layer is number 0 of its block). Tied embeddings are one tensor in the first and the last block.
+    keep the model's names after the block's number ("3/model/layers/0/mlp/...": each layer is number 0 of its block).
+    Tied embeddings are one tensor in the first and the last block. The modules' own dropout draws from torch's
+    generator, so that its masks differ from mesh to mesh.
 
     ``batch`` is a dictionary of ``input_ids`` and ``labels`` (both (B, S) int64; the loss shifts the labels, and those at
     -100 do not count) and, where needed, ``attention_mask`` (B, S) and ``position_ids`` (B, S).
@@ -90,22 +92,22 @@ def decoder_blocks(model: Any) -> list[nn.Module]:
     base = getattr(model, prefix)
     return [
         _Block(prefix, _part(base, decoder, {decoder.words, *decoder.embedded})),
-        *[_Block(prefix, _part(base, decoder, set(), [index])) for index in range(len(getattr(base, decoder.layers)))],
+        *[_Block(prefix, _part(base, decoder, set(), (index,))) for index in range(len(getattr(base, decoder.layers)))],
         _Head(prefix, _part(base, decoder, {decoder.norm}), model.lm_head),
     ]
 
 
-def _part(base: Any, decoder: Decoder, kept: set[str], layers: list[int] | None = None) -> nn.Module:
-    """A base model that shares the parts ``kept`` and the layers of these numbers, and has no others."""
+def _part(base: Any, decoder: Decoder, kept: set[str], layers: tuple[int, ...] = ()) -> nn.Module:
+    """A base model with the parts ``kept`` and the layers of these numbers, the model's own, and no others."""
     part = copy.copy(base)
     part._modules = dict(base._modules)
     own = getattr(base, decoder.layers)
-    setattr(part, decoder.layers, nn.ModuleList(own[index] for index in layers or []))
+    setattr(part, decoder.layers, nn.ModuleList(own[index] for index in layers))
     # Forwards count layers, and some ask for each one's kind, by the config.
     part.config = copy.copy(base.config)
-    part.config.num_hidden_layers = len(layers or [])
+    part.config.num_hidden_layers = len(layers)
     if getattr(base.config, "layer_types", None) is not None:
-        part.config.layer_types = [base.config.layer_types[index] for index in layers or []]
+        part.config.layer_types = [base.config.layer_types[index] for index in layers]
     stand_ins: dict[str, type[nn.Module]] = {decoder.words: nn.Identity, decoder.norm: nn.Identity, **decoder.embedded}
     for name, stand_in in stand_ins.items():
         if name not in kept:
@@ -146,9 +148,6 @@ class _Head(_Block):
         # Not a call of the output layer: where its words are sliced the logits are never gathered.
         total = linear_cross_entropy(x, self.lm_head.weight, targets, ignore_index=IGNORED, reduction="sum")
         return Mean(total, (targets != IGNORED).sum())
-
-
-REQUIRED, OPTIONAL = ("input_ids", "labels"), ("attention_mask", "position_ids")
 
 
 def _check(batch: Any) -> None:

@@ -31,14 +31,14 @@ def slicing_rules(module: nn.Module, blocks: bool = False) -> Rules:
         TreeError: a model that has no plan and is none of these; with ``blocks`` one that `decoder_blocks` cannot cut.
     """
     if not blocks:
-        return _layers(module)
+        return _of_whole(module)
     words = decoder_of(module).words
-    rules = _layers(module)
+    rules = _of_whole(module)
     rules.pop("lm_head", None)  # its outputs would be gathered
     return rules | {f"*/{words}": "vocab", "*/lm_head": "vocab"}
 
 
-def _layers(module: nn.Module) -> Rules:
+def _of_whole(module: nn.Module) -> Rules:
     config: Any = module.config
     if config.model_type == "gpt2":
         return _gpt2(config.num_attention_heads)

@@ -94,7 +94,7 @@ def names(trees):
     return named
 
 
-def label_batches(steps, rows=16, optional=()):
+def label_batches(steps, rows, optional=()):
     """One global batch per step; about a quarter of the labels do not count, more in some rows than in others.
 
     ``optional``: "attention_mask" with padding on either side, "position_ids" of two documents to a row.
