@@ -115,6 +115,15 @@ def test_a_thread_may_come_while_another_is_in_a_call():
     assert torch.equal(apply(params, x), found[0])
 
 
+def test_a_first_call_in_inference_does_not_spoil_training():
+    apply, params = sl.from_module(tied())
+    with torch.inference_mode():
+        apply(params, torch.arange(3))
+    params["parts"]["blocks"][1]["weight"].requires_grad_()
+    (grad,) = torch.autograd.grad(apply(params, torch.arange(3)).sum(), params["parts"]["blocks"][1]["weight"])
+    assert grad.abs().sum() > 0
+
+
 # --- as blocks ----------------------------------------------------------------------------------------------------
 
 
