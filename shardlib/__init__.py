@@ -15,8 +15,7 @@ from shardlib.collectives import (
     vocab_cross_entropy,
 )
 from shardlib.errors import IllegalComposition, ShardlibError
-from shardlib.execute.losses import Mean
-from shardlib.functional import embedding, linear_cross_entropy
+from shardlib.functional import Mean, embedding, linear_cross_entropy
 from shardlib.launch import launch, simulate
 from shardlib.measure import measure_blocks
 from shardlib.mesh import Mesh, abstract_mesh, make_mesh

@@ -1,12 +1,26 @@
-"""Functions for loss functions that know what to do with a sliced parameter, and are plain PyTorch with a whole one."""
+"""What loss functions are made of: functions that know what to do with a sliced parameter and are plain PyTorch with a
+whole one, and the mean that a loss may be given as.
+"""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 from shardlib.parts import current_parts, shard_sequence
+
+
+class Mean(NamedTuple):
+    """A mean given as a sum and a weight, both scalars; sums and weights add up over micro-batches and ranks.
+
+    ``sl.Mean(losses.sum(), mask.sum())`` is the right loss for masked tokens.
+    """
+
+    total: Any
+    weight: Any
 
 
 def linear_cross_entropy(

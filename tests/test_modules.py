@@ -1,5 +1,7 @@
 """Any nn.Module as a pure function: its tree, ties and buffers."""
 
+import threading
+
 import pytest
 import torch
 from helpers import training
@@ -93,3 +95,131 @@ def test_buffers_that_change_must_be_asked_for():
     apply, params = sl.from_module(nn.Sequential(nn.BatchNorm1d(3)))
     with pytest.raises(TreeError, match=r"(?s)changed its buffers.*0.num_batches_tracked.*buffers=True"):
         apply(params, torch.randn(4, 3))
+
+
+def test_a_thread_may_come_while_another_is_in_a_call():
+    """As ranks of a simulation do: what it copies must not be the module with the other's weights in it."""
+
+    class Meeting(nn.Linear):
+        def forward(self, x):
+            if threading.current_thread() is threading.main_thread():
+                other = threading.Thread(target=lambda: found.append(apply(params, x)))
+                other.start()
+                other.join()
+            return super().forward(x)
+
+    found = []
+    apply, params = sl.from_module(Meeting(3, 3))
+    params = {name: 2 * leaf.requires_grad_() for name, leaf in params.items()}  # torch refuses to copy such tensors
+    x = torch.randn(2, 3)
+    assert torch.equal(apply(params, x), found[0])
+
+
+def test_a_first_call_in_inference_does_not_spoil_training():
+    apply, params = sl.from_module(tied())
+    with torch.inference_mode():
+        apply(params, torch.arange(3))
+    params["parts"]["blocks"][1]["weight"].requires_grad_()
+    (grad,) = torch.autograd.grad(apply(params, torch.arange(3)).sum(), params["parts"]["blocks"][1]["weight"])
+    assert grad.abs().sum() > 0
+
+
+# --- as blocks ----------------------------------------------------------------------------------------------------
+
+
+class Embed(nn.Module):
+    def __init__(self, embedding):
+        super().__init__()
+        self.embedding = embedding
+
+    def forward(self, carry, batch):
+        return self.embedding(batch[:, :-1])
+
+
+class Ids(nn.Module):
+    def forward(self, carry, batch):
+        return batch[:, :-1]
+
+
+class Layer(nn.Module):
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, carry, batch, rng):
+        return carry + 0.5 * torch.tanh(sl.dropout(self.linear(carry), 0.2, rng))
+
+
+class Squash(nn.Module):
+    def forward(self, carry, batch):
+        return carry / (1 + carry.abs())
+
+
+class Score(nn.Module):
+    def __init__(self, head):
+        super().__init__()
+        self.head = head
+
+    def forward(self, carry, batch):
+        return nn.functional.cross_entropy(self.head(carry).flatten(0, 1), batch[:, 1:].flatten())
+
+
+def in_blocks(module):
+    layers = [Layer(linear) for linear in module.parts["blocks"]]
+    return [Embed(module.parts["embed"]), *layers, Squash(), Score(module.head)]
+
+
+def test_blocks_have_a_tree_each():
+    module = tied()
+    loss_fn, params = sl.from_module(module, blocks=in_blocks(module))
+    assert [list(tree) for tree in params] == [["embedding"], ["linear"], ["linear"], [], ["head"]] and params[3] == {}
+    assert params[0]["embedding"]["weight"] is params[4]["head"]["weight"]
+    tokens, key = torch.randint(11, (6, 4)), sl.Key(3)
+    x = module.parts["embed"](tokens[:, :-1])
+    for number, linear in enumerate(module.parts["blocks"], 1):
+        x = x + 0.5 * torch.tanh(sl.dropout(linear(x), 0.2, key.fold_in(number)))
+    scores = module.head(x / (1 + x.abs()))
+    wanted = nn.functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
+    assert torch.equal(loss_fn(params, tokens, rng=key), wanted.detach())
+
+
+@STAGES
+def test_blocks_in_stages(stage):
+    module = tied().double()
+    loss_fn, params = sl.from_module(module, blocks=in_blocks(module))
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randint(11, (8, 4), generator=generator) for _ in range(3)]
+    step = iter(range(3))
+    wanted = one_device.train(
+        lambda p, b: loss_fn(p, b, rng=sl.Key(2).fold_in(next(step))), params, batches, max_norm=0.3
+    )
+    transform = sl.chain(sl.zero(stage), sl.pipeline("1f1b", 2, partition="count"))
+    mesh = {"data": 2, "pipe": 2}
+    got = training.simulate(mesh, loss_fn, params, batches, transform, training.optimizer(0.3), rng=2)
+    assert_close(got[2], wanted[2], 1e-10)
+
+
+def test_blocks_on_the_meta_device_are_made_by_their_parts():
+    with torch.device("meta"):
+        module = Tied()
+    loss_fn, init = sl.from_module(module, blocks=in_blocks(module))
+
+    def run(mesh):
+        torch.manual_seed(4)
+        return sl.unshard(sl.shard(init, mesh, stage=3))
+
+    for params in sl.simulate(run, mesh={"data": 2}):
+        assert params[0]["embedding"]["weight"] is params[4]["head"]["weight"] and params[3] == {}
+        assert loss_fn(params, torch.randint(11, (6, 4)), rng=sl.Key(0)).isfinite()
+
+
+def test_what_blocks_leave_out_is_named():
+    module = tied()
+    with pytest.raises(TreeError, match=r"(?s)none of the blocks has.*parts.embed.weight.*parts.blocks.0.bias"):
+        sl.from_module(module, blocks=in_blocks(tied()))
+    with pytest.raises(TreeError, match="hands no buffers on"):
+        sl.from_module(module, buffers=True, blocks=in_blocks(module))
+    changing = Score(nn.Sequential(nn.Embedding(11, 11), nn.BatchNorm1d(3)))
+    loss_fn, params = sl.from_module(changing, blocks=[Ids(), changing])
+    with pytest.raises(TreeError, match=r"(?s)changed its buffers.*head.1.num_batches_tracked.*not with blocks"):
+        loss_fn(params, torch.randint(11, (6, 4)))

@@ -1,27 +1,34 @@
-"""Data × pipeline × tensor × sequence on eight ranks, every ZeRO stage and schedule: all train like one device."""
+"""Data × pipeline × tensor × sequence on eight ranks, every ZeRO stage and schedule: all train like one device.
+
+The library's GPT, and transformers' Llama as it is (in float64 with norms that do not round to fp32), which is held to
+the loss of the whole model.
+"""
 
 import functools
 import itertools
 import math
 import os
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers import training
+from helpers import decoders, training
 from helpers.models import TINY, tiny_gpt, token_batches
 from helpers.pool import Pool
 from helpers.trees import assert_close
-from hypothesis import given, note, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import one_device
 
 import shardlib as sl
-from shardlib.models import gpt
+from shardlib.models import gpt, huggingface
 
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 SIZES = {"vocab": 32, "layers": 6, "width": 8, "heads": 4, "sequence": 8, "dropout": 0.1}
 CONFIG = replace(TINY, **SIZES)
+MODELS = ["gpt", "llama"]
+ROWS = 16
 STEPS, MAX_NORM, SEED = 20 if NIGHTLY else 3, 0.3, 11
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 SCHEDULES = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "interleaved-zb", "zb-v"]
@@ -29,8 +36,11 @@ SCHEDULES = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "interleaved-zb", "zb
 
 @dataclass(frozen=True)
 class Case:
-    """What is drawn: a mesh and what its axes are for."""
+    """What is drawn: a model, a mesh and what its axes are for."""
 
+    model: str
+    tie: bool
+    dtype: torch.dtype
     mesh: tuple[tuple[str, int], ...]
     stage: int
     schedule: str
@@ -38,10 +48,8 @@ class Case:
     sync: str | None
     sequence: str | None  # "megatron" is over the axis "model"
     remat: str | None
-    dtype: torch.dtype
-    tie: bool
 
-    def transform(self):
+    def transform(self, rules):
         axes = dict(self.mesh)
         hybrid = {"replicate": "node"} if "node" in axes else {}
         parts = [sl.zero(self.stage, **hybrid)]
@@ -50,7 +58,7 @@ class Case:
         elif self.microbatches > 1:
             parts.append(sl.accumulate(self.microbatches, sync=self.sync))
         if "model" in axes:
-            parts.append(sl.tensor_slicing(gpt.slicing_rules(CONFIG, blocks=True)))
+            parts.append(sl.tensor_slicing(rules))
         if self.sequence:
             parts.append(sl.sequence("model" if self.sequence == "megatron" else "seq", self.sequence))
         if self.remat:
@@ -59,20 +67,28 @@ class Case:
 
 
 @st.composite
-def cases(draw, ranks=8):
+def cases(draw, model, ranks=8):
     """A factorisation of the ranks over the axes, and settings that are legal on it."""
-    sizes = dict.fromkeys(("node", "data", "pipe", "model", "seq"), 1)
+    # transformers' attention takes whole sequences alone.
+    sizes = dict.fromkeys(("node", "data", "pipe", "model", *(["seq"] if model == "gpt" else [])), 1)
     for _ in range(int(math.log2(ranks))):
         axis = draw(st.sampled_from([axis for axis, size in sizes.items() if axis != "node" and size < 4]))
         sizes["node" if axis == "data" and draw(st.booleans()) else axis] *= 2
     mesh = {axis: size for axis, size in sizes.items() if size > 1 or axis == "data"}
     schedule = draw(st.sampled_from(SCHEDULES))
     stage = draw(st.integers(0, 3))
-    microbatches = draw(st.sampled_from([1, 2, 4]))
+    microbatches = draw(st.sampled_from([n for n in (1, 2, 4) if n * sizes["node"] * sizes["data"] <= ROWS]))
     splits = stage >= 2 and microbatches > 1
     splits_backward = "pipe" in mesh and schedule.startswith(("zb", "interleaved-zb"))
-    kinds = ["ulysses", "ring"] if "seq" in mesh else [None, "megatron"] if "model" in mesh else [None]
+    kinds = [None]
+    if "seq" in mesh:  # ulysses shares out the heads that tensor slicing leaves a rank
+        kinds = ["ring"] + ["ulysses"] * (SIZES["heads"] % (sizes["model"] * sizes["seq"]) == 0)
+    elif "model" in mesh and model == "gpt":
+        kinds.append("megatron")
     return Case(
+        model=model,
+        tie=draw(st.booleans()),
+        dtype=draw(st.sampled_from([torch.float64, torch.float64, torch.float32])),
         mesh=tuple(draw(st.permutations(list(mesh.items())))),
         stage=stage,
         schedule=schedule,
@@ -80,36 +96,54 @@ def cases(draw, ranks=8):
         sync=draw(st.sampled_from([None, "last", "each"])) if splits else None,
         sequence=draw(st.sampled_from(kinds)),
         remat=draw(st.sampled_from([None, "full"] if splits_backward else [None, "full", "dots"])),
-        dtype=draw(st.sampled_from([torch.float64, torch.float64, torch.float32])),
-        tie=draw(st.booleans()),
     )
 
 
-def model(dtype, tie):
-    _, params = tiny_gpt(dtype, **SIZES, tie=tie)
-    return gpt.make_sequential(replace(CONFIG, tie=tie)), gpt.to_blocks(params)
+class Made(NamedTuple):
+    """A model: as blocks, as a function for one device, and what it is trained on."""
+
+    loss_fn: Any
+    alone: Any
+    params: list
+    rules: dict
+    batches: list
+    options: dict
 
 
 @functools.cache
-def expected(dtype, tie):
-    loss_fn, params = model(dtype, tie)
-    step = itertools.count()
+def make(model, dtype, tie):
+    if model == "llama":
+        module = decoders.decoder("llama", tie=tie, num_hidden_layers=SIZES["layers"])
+        module = decoders.in_float64(module) if dtype is torch.float64 else module
+        rules, batches = huggingface.slicing_rules(module, blocks=True), decoders.label_batches(STEPS, ROWS)
+        loss_fn, params = decoders.cut(module)
+        return Made(loss_fn, decoders.whole_loss(module), params, rules, batches, {})
+    _, params = tiny_gpt(dtype, **SIZES, tie=tie)
+    loss_fn, step = gpt.make_sequential(replace(CONFIG, tie=tie)), itertools.count()
 
     def keyed(params, batch):
         return loss_fn(params, batch, rng=sl.Key(SEED).fold_in(next(step)))
 
-    return one_device.train(keyed, params, token_batches(STEPS, rows=16, config=CONFIG), max_norm=MAX_NORM)
+    rules, batches = gpt.slicing_rules(CONFIG, blocks=True), token_batches(STEPS, ROWS, CONFIG)
+    return Made(loss_fn, keyed, gpt.to_blocks(params), rules, batches, {"rng": SEED})
+
+
+@functools.cache
+def expected(*which):
+    made = make(*which)
+    return one_device.train(made.alone, made.params, made.batches, max_norm=MAX_NORM)
 
 
 def train(mesh, case):
-    loss_fn, params = model(case.dtype, case.tie)
-    batches = token_batches(STEPS, rows=16, config=CONFIG)
-    optimizer = training.optimizer(MAX_NORM)
-    return training.train(mesh, loss_fn, params, batches, case.transform(), optimizer, rng=SEED)
+    made = make(case.model, case.dtype, case.tie)
+    transform, optimizer = case.transform(made.rules), training.optimizer(MAX_NORM)
+    return training.train(mesh, made.loss_fn, made.params, made.batches, transform, optimizer, **made.options)
 
 
-def check(case, results):
-    losses, norms, final = expected(case.dtype, case.tie)
+def check(case, run):
+    # Before the ranks run: all of them would make the model at once.
+    losses, norms, final = expected(case.model, case.dtype, case.tie)
+    results = run(train, case, mesh=dict(case.mesh))
     tolerance = TOLERANCE[case.dtype]
     for got in results:
         assert got[0] == pytest.approx(losses, rel=tolerance, abs=0)
@@ -119,18 +153,19 @@ def check(case, results):
 
 
 @pytest.mark.timeout(3600 if NIGHTLY else 300)
-@settings(max_examples=200 if NIGHTLY else 40)
-@given(cases())
-def test_every_factorisation_trains_like_one_device(case):
-    note(str(case))
-    check(case, sl.simulate(train, case, mesh=dict(case.mesh)))
+@pytest.mark.parametrize("model", MODELS)
+@settings(max_examples=100 if NIGHTLY else 20)
+@given(data=st.data())
+def test_every_factorisation_trains_like_one_device(model, data):
+    check(data.draw(cases(model)), sl.simulate)
 
 
 @pytest.mark.timeout(1200 if NIGHTLY else 300)
-@settings(max_examples=12)
-@given(cases(ranks=4))
-def test_the_same_on_real_processes(pool, case):
-    check(case, pool.run(train, case, mesh=dict(case.mesh)))
+@pytest.mark.parametrize("model", MODELS)
+@settings(max_examples=6)
+@given(data=st.data())
+def test_the_same_on_real_processes(pool, model, data):
+    check(data.draw(cases(model, ranks=4)), pool.run)
 
 
 @pytest.mark.nightly
@@ -140,9 +175,9 @@ def test_the_same_on_eight_real_processes():
     try:
 
         @settings(max_examples=12)
-        @given(cases(ranks=8))
+        @given(st.sampled_from(MODELS).flatmap(cases))
         def run(case):
-            check(case, eight.run(train, case, mesh=dict(case.mesh)))
+            check(case, eight.run)
 
         run()
     finally:

@@ -11,19 +11,10 @@ import torch
 
 from shardlib.collectives import primitives
 from shardlib.errors import BatchError, LossError, listing
+from shardlib.functional import Mean
 from shardlib.mesh import Mesh
 from shardlib.plan import Plan
 from shardlib.tree import Tree, checksum, flatten, unflatten
-
-
-class Mean(NamedTuple):
-    """A mean given as a sum and a weight, both scalars; sums and weights add up over micro-batches and ranks.
-
-    ``sl.Mean(losses.sum(), mask.sum())`` is the right loss for masked tokens.
-    """
-
-    total: Any
-    weight: Any
 
 
 class Outcome(NamedTuple):

@@ -39,7 +39,8 @@ def require_blocks(loss_fn: Any, plan: Plan) -> Sequential:
     if not isinstance(loss_fn, Sequential):
         raise IllegalComposition(
             f"pipeline needs a loss made of blocks, and {getattr(loss_fn, '__name__', loss_fn)!r} is one function; make it "
-            "sl.sequential([...]) (gpt.make_sequential(config) does it for the library's GPT)"
+            "sl.sequential([...]): gpt.make_sequential(config) does it for the library's GPT, sl.from_module(module, "
+            "blocks=...) for modules, transformers' decoders included"
         )
     if len(loss_fn) != plan.treedef.num_children:
         raise TreeError(

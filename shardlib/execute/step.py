@@ -15,7 +15,6 @@ from shardlib.execute.buffers import average_buffers
 from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Gradients
 from shardlib.execute.losses import (
-    Mean,
     Outcome,
     is_compiled,
     map_means,
@@ -28,6 +27,7 @@ from shardlib.execute.losses import (
     wants,
 )
 from shardlib.execute.pipeline import Pipe
+from shardlib.functional import Mean
 from shardlib.mesh import Mesh
 from shardlib.optim.shards import MeshShards, sum_of_squares, sum_over
 from shardlib.plan import Plan

@@ -1,4 +1,6 @@
-"""transformers' models under tensor slicing: which layers to slice, and what to swap where code hard-codes sizes."""
+"""transformers' models under tensor slicing and pipelines: which layers to slice, what to swap where code hard-codes
+sizes, and (`decoder_blocks`) how to cut a decoder into blocks.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +10,35 @@ import torch
 from torch import nn
 
 from shardlib.errors import TreeError
+from shardlib.models.decoders import decoder_blocks, decoder_of
 from shardlib.transforms.tensor_slicing import Slicing, column, row
+
+__all__ = ["decoder_blocks", "sliceable", "slicing_rules"]
 
 Rules = dict[str, str | Slicing]
 
 
-def slicing_rules(module: nn.Module) -> Rules:
+def slicing_rules(module: nn.Module, blocks: bool = False) -> Rules:
     """Rules for `shardlib.tensor_slicing` of a transformers model: its own plan, with the heads that must stay whole.
 
     For models that carry a ``base_model_tp_plan`` (Llama and its kin), BERT and RoBERTa, and GPT-2 (made `sliceable`).
 
+    Args:
+        blocks: for the parameters that `decoder_blocks` makes; the vocabulary is sliced too, both embedding and output
+            layer, and the logits are never gathered.
+
     Raises:
-        TreeError: a model that has no plan and is none of these.
+        TreeError: a model that has no plan and is none of these; with ``blocks`` one that `decoder_blocks` cannot cut.
     """
+    if not blocks:
+        return _of_whole(module)
+    words = decoder_of(module).words
+    rules = _of_whole(module)
+    rules.pop("lm_head", None)  # its outputs would be gathered
+    return rules | {f"*/{words}": "vocab", "*/lm_head": "vocab"}
+
+
+def _of_whole(module: nn.Module) -> Rules:
     config: Any = module.config
     if config.model_type == "gpt2":
         return _gpt2(config.num_attention_heads)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.utils._python_dispatch import _disable_current_modes
 
+from shardlib.blocks import Sequential, sequential
 from shardlib.errors import TreeError, listing
+from shardlib.models.meta import initialised, reset_buffers
 from shardlib.tree import Tree
 
 
-def from_module(module: nn.Module, buffers: bool = False) -> tuple[Any, ...]:
+def from_module(module: nn.Module, buffers: bool = False, blocks: Sequence[nn.Module] | None = None) -> tuple[Any, ...]:
     """A module as ``(apply, params)``, or with ``buffers=True`` as ``(apply, params, buffers)``.
 
     ``apply(params, *args, **kwargs)`` calls the module; with buffers ``apply(params, buffers, *args, **kwargs)``
@@ -24,38 +28,41 @@ def from_module(module: nn.Module, buffers: bool = False) -> tuple[Any, ...]:
     Sequential is a list; its tensors are the module's own. Tied parameters stay tied. ``apply`` keeps the module's
     structure and mode (train or eval) as they are now.
 
+    With ``blocks`` the result is ``(loss_fn, params)``: an `shardlib.sequential`, which `shardlib.pipeline` can cut into
+    stages, and a list of trees, one per block. A block is a module of the module's own submodules, called as
+    ``block(carry, batch) -> carry``; the first carry is None and the last block returns the loss (the module's own
+    ``forward`` is not called). `shardlib.models.huggingface.decoder_blocks` makes them for transformers' decoders.
+
     A module on the meta device has no values yet: then ``params`` is a function that makes them by each
     submodule's ``reset_parameters``, to be passed to `shardlib.shard`, which runs it piece by piece.
 
     Raises:
-        TreeError: parameters with ``requires_grad=False`` (say so with `shardlib.freeze`), or on the meta device
-            without a way to initialise them. From ``apply``: a buffer changed and ``buffers=True`` was not given.
+        TreeError: parameters with ``requires_grad=False`` (say so with `shardlib.freeze`), on the meta device without a
+            way to initialise them, or in none of the blocks; blocks together with ``buffers=True``. From ``apply`` and
+            ``loss_fn``: a buffer changed and ``buffers=True`` was not given.
     """
+    if blocks is not None:
+        if buffers:
+            raise TreeError(
+                "a loss made of blocks hands no buffers on; use from_module without buffers=True, or blocks="
+            )
+        _refuse_left_out(module, blocks)
+        module = _Blocks(blocks)
     _refuse_frozen(module)
     held = dict(module.named_buffers(remove_duplicate=False))
     if any(buffer.is_meta for buffer in held.values()):
-        held = _reset_buffers(module)
+        held = reset_buffers(module)
     structure = _Skeletons(module, held)
     on_meta = any(parameter.is_meta for parameter in module.parameters())
-    params: Any = partial(_initialise, _hollow(module)) if on_meta else _nest(_own_parameters(module))
+    params: Any = partial(_initialise, _hollow(module)) if on_meta else _tree(module)
+
+    if isinstance(module, _Blocks):
+        return _in_sequence(module, structure), params
 
     if not buffers:
 
         def apply(params: Tree, *args: Any, **kwargs: Any) -> Any:
-            skeleton = structure.get()
-            versions = [buffer._version for buffer in skeleton.buffers()]
-            out = functional_call(skeleton, _flat(params), args, kwargs, tie_weights=False)
-            changed = [
-                name
-                for (name, buffer), version in zip(skeleton.named_buffers(), versions, strict=True)
-                if buffer._version != version
-            ]
-            if changed:
-                raise TreeError(
-                    f"the module changed its buffers, which a pure function cannot:\n{listing(changed)}\nUse apply, params, "
-                    "buffers = sl.from_module(module, buffers=True), or module.eval()"
-                )
-            return out
+            return _call(structure.get(), params, args, kwargs)
 
         return apply, params
 
@@ -67,20 +74,57 @@ def from_module(module: nn.Module, buffers: bool = False) -> tuple[Any, ...]:
     return apply_with_buffers, params, {name: buffer.detach().clone() for name, buffer in held.items()}
 
 
+def _call(skeleton: nn.Module, params: Tree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The module called with these parameters.
+
+    Raises:
+        TreeError: it changed a buffer.
+    """
+    versions = [buffer._version for buffer in skeleton.buffers()]
+    out = functional_call(skeleton, _flat(params), args, kwargs, tie_weights=False)
+    changed = [
+        name
+        for (name, buffer), version in zip(skeleton.named_buffers(), versions, strict=True)
+        if buffer._version != version
+    ]
+    if changed:
+        raise TreeError(
+            f"the module changed its buffers, which a pure function cannot:\n{listing(changed)}\nUse apply, params, "
+            "buffers = sl.from_module(module, buffers=True) (not with blocks), or module.eval()"
+        )
+    return out
+
+
+class _Blocks(nn.ModuleList):
+    """Modules that are called one after the other, each with a tree of its own."""
+
+
+def _in_sequence(blocks: _Blocks, structure: _Skeletons) -> Sequential:
+    def one(index: int, module: nn.Module) -> Callable[..., Any]:
+        def run(params: Tree, carry: Any, batch: Any, **rng: Any) -> Any:
+            return _call(structure.get().get_submodule(str(index)), params, (carry, batch), rng)
+
+        run.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]  # whether it takes rng
+        return run
+
+    return sequential([one(index, module) for index, module in enumerate(blocks)])
+
+
 class _Skeletons:
     """The module without weights, one copy per thread: a call swaps weights into the module itself."""
 
     def __init__(self, module: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
-        self._first = _hollow(module)
+        self._pattern = _hollow(module)  # never called: a thread may come to copy it while another is in a call
         for name, buffer in buffers.items():
             owner, _, leaf = name.rpartition(".")
-            self._first.get_submodule(owner)._buffers[leaf] = buffer.detach().clone()
+            self._pattern.get_submodule(owner)._buffers[leaf] = buffer.detach().clone()
         self._local = threading.local()
-        self._local.module = self._first
 
     def get(self) -> nn.Module:
         if not hasattr(self._local, "module"):
-            self._local.module = copy.deepcopy(self._first)
+            # Not a part of what it is called in: a trace on fake tensors, a recomputed block, inference.
+            with _disable_current_modes(), torch.inference_mode(False):
+                self._local.module = copy.deepcopy(self._pattern)
         return self._local.module
 
 
@@ -99,6 +143,19 @@ def _own_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def _tree(module: nn.Module) -> Tree:
+    """A module's parameters as nested dictionaries and lists."""
+    named = _own_parameters(module)
+    if not isinstance(module, _Blocks):
+        return _nest(named)
+    # Not `_nest` of all: a block without parameters has a tree too.
+    parts: list[dict[str, torch.Tensor]] = [{} for _ in module]
+    for name, tensor in named.items():
+        block, _, rest = name.partition(".")
+        parts[int(block)][rest] = tensor
+    return [_nest(part) for part in parts]
+
+
 def _nest(named: dict[str, torch.Tensor]) -> Tree:
     """``{"h.0.weight": ...}`` -> ``{"h": [{"weight": ...}]}``; keys 0..n-1 make a list."""
     tree: dict[str, Any] = {}
@@ -115,7 +172,7 @@ def _lists(node: Any) -> Any:
     if not isinstance(node, dict):
         return node
     values = {key: _lists(value) for key, value in node.items()}
-    if list(values) == [str(index) for index in range(len(values))]:
+    if values and list(values) == [str(index) for index in range(len(values))]:
         return list(values.values())
     return values
 
@@ -132,52 +189,16 @@ def _flat(tree: Tree, prefix: str = "") -> dict[str, torch.Tensor]:
 
 
 def _initialise(hollow: nn.Module) -> Tree:
-    """Make a meta module's parameters by each submodule's own ``reset_parameters``."""
-    module = copy.deepcopy(hollow)
-    _resettable(module, lambda owner: any(True for _ in owner.parameters(recurse=False)), "parameters")
-    _empty_parameters(module)
-    for owner in module.modules():
-        if callable(getattr(owner, "reset_parameters", None)):
-            owner.reset_parameters()  # type: ignore[operator]
-    return _nest(_own_parameters(module))
+    return _tree(initialised(hollow))
 
 
-def _empty_parameters(module: nn.Module) -> None:
-    """Memory for a meta module's parameters, tied ones still tied. (Module.to_empty cannot while being recorded.)"""
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for owner in module.modules():
-        for name, old in owner.named_parameters(recurse=False, remove_duplicate=False):
-            if old not in made:
-                made[old] = nn.Parameter(torch.empty_like(old, device="cpu"), old.requires_grad)
-            setattr(owner, name, made[old])
-
-
-def _reset_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Real values for a meta module's buffers, by ``reset_parameters`` of the submodules that own some."""
-
-    def owns(owner: nn.Module) -> bool:
-        return any(buffer.is_meta for buffer in owner.buffers(recurse=False))
-
-    _resettable(module, owns, "buffers")
-    found = {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False) if not buffer.is_meta}
-    for prefix, owner in module.named_modules():
-        if owns(owner):
-            real = copy.deepcopy(owner).to_empty(device="cpu", recurse=False)
-            real.reset_parameters()
-            found |= {f"{prefix}.{name}" if prefix else name: b for name, b in real.named_buffers(recurse=False)}
-    return found
-
-
-def _resettable(module: nn.Module, owns: Callable[[nn.Module], bool], what: str) -> None:
-    missing = [
-        f"{name or '(top)'}: {type(owner).__name__}"
-        for name, owner in module.named_modules()
-        if owns(owner) and not callable(getattr(owner, "reset_parameters", None))
-    ]
+def _refuse_left_out(module: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    used = {id(parameter) for block in blocks for parameter in block.parameters()}
+    missing = [name for name, parameter in module.named_parameters() if id(parameter) not in used]
     if missing:
         raise TreeError(
-            f"submodules with {what} on the meta device and no reset_parameters() to make them:\n{listing(missing)}\nGive "
-            "them one, or pass sl.shard a function that builds the module on the CPU: lambda: sl.from_module(Model())[1]"
+            f"parameters that none of the blocks has, so that they would not be trained:\n{listing(missing)}\nMake the "
+            "blocks of the module's own submodules (not copies), and of all of them"
         )
 
 

@@ -9,7 +9,7 @@ from shardlib.schedules.partition import Spans
 
 NO_BLOCKS = (
     "pipeline cuts a list of parameter trees, one per block, and {told}; make the loss sl.sequential([...]) and its "
-    "parameters a list (gpt.to_blocks(params) does it for the library's GPT)"
+    "parameters a list: gpt.to_blocks(params) does it for the library's GPT, sl.from_module(module, blocks=...) for modules"
 )
 
 
