@@ -30,11 +30,9 @@ def compress(x: torch.Tensor, error: torch.Tensor, segments: Segments) -> tuple[
     return bits, scales
 
 
-def average(bits: torch.Tensor, scales: torch.Tensor, segments: Segments) -> torch.Tensor:
-    out = torch.empty(segments.length)
+def average(bits: torch.Tensor, scales: torch.Tensor, segments: Segments, out: torch.Tensor) -> None:
     where = (*_table(segments), out, torch.get_num_threads())
     _library().onebit_average(bits, scales, len(bits), *where)
-    return out
 
 
 def average_compress(

@@ -12,6 +12,7 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "signs are stored as li
 namespace {
 
 constexpr int64_t SPAN = 1 << 16;  // elements
+constexpr int64_t AHEAD = 512;     // elements
 constexpr int LANES = 32, VECTORS = LANES / W;
 
 struct Segments {
@@ -84,7 +85,12 @@ struct Tensor {
     const float* error;
 
     void group(int64_t i, int64_t, Floats (&c)[VECTORS]) const {
-        for (int v = 0; v < VECTORS; ++v) c[v] = Type::load(x + i + v * W) + load<Floats>(error + i + v * W);
+        for (int v = 0; v < VECTORS; ++v) {
+            // The hardware's prefetching stops at every 4 KB; asking ahead won 8 % (whole segments) to 20 % (blocks of 128).
+            __builtin_prefetch(x + i + AHEAD + v * W);
+            __builtin_prefetch(error + i + AHEAD + v * W);
+            c[v] = Type::load(x + i + v * W) + load<Floats>(error + i + v * W);
+        }
     }
     float one(int64_t i, int64_t) const { return Type::get(x + i) + error[i]; }
 };

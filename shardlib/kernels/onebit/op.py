@@ -45,21 +45,38 @@ def compress(
 
 
 def decompress(
-    bits: torch.Tensor, scales: torch.Tensor, segments: Segments, *, using: str | None = None
+    bits: torch.Tensor,
+    scales: torch.Tensor,
+    segments: Segments,
+    *,
+    out: torch.Tensor | None = None,
+    using: str | None = None,
 ) -> torch.Tensor:
     """``[segments.length]``: ±scale, and 0 in the padding, from bits ``[segments.bytes]`` and scales ``[count]``."""
-    return average(bits.unsqueeze(0), scales.unsqueeze(0), segments, using=using)
+    return average(bits.unsqueeze(0), scales.unsqueeze(0), segments, out=out, using=using)
 
 
-def average(bits: torch.Tensor, scales: torch.Tensor, segments: Segments, *, using: str | None = None) -> torch.Tensor:
+def average(
+    bits: torch.Tensor,
+    scales: torch.Tensor,
+    segments: Segments,
+    *,
+    out: torch.Tensor | None = None,
+    using: str | None = None,
+) -> torch.Tensor:
     """The mean of what n ranks sent, ``[segments.length]``, 0 in the padding.
 
     Args:
         bits: ``[n, segments.bytes]``.
         scales: ``[n, segments.count]``.
+        out: is filled, where given; new memory costs more than the average itself.
     """
     _check_sent(bits, scales, segments)
-    return _implementation(scales, using).average(bits.contiguous(), scales.contiguous(), segments)
+    if out is None:
+        out = scales.new_empty(segments.length)
+    _check(out=(out, (segments.length,)))
+    _implementation(scales, using).average(bits.contiguous(), scales.contiguous(), segments, out)
+    return out
 
 
 def average_compress(
@@ -98,15 +115,12 @@ def _check_sent(bits: torch.Tensor, scales: torch.Tensor, segments: Segments) ->
 
 def _check(**tensors: tuple[torch.Tensor, tuple[int, ...]]) -> None:
     """Kernels read and write by these sizes: what does not have them must not reach one."""
+    floats = (torch.float32, torch.float64)
+    dtypes = {"x": (*floats, torch.bfloat16, torch.float16), "bits": (torch.uint8,)}
     for name, (tensor, shape) in tensors.items():
         if tensor.shape != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, its segments ask for {shape}")
-        dtypes = {
-            "x": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
-            "bits": (torch.uint8,),
-        }.get(name, (torch.float32, torch.float64))
-        if tensor.dtype not in dtypes:
-            raise TypeError(f"{name} is {tensor.dtype}, not one of {', '.join(map(str, dtypes))}: cast it")
-    error = tensors.get("error")
-    if error is not None and not error[0].is_contiguous():
-        raise ValueError("the error is updated in place, so it must be contiguous")
+        if tensor.dtype not in dtypes.get(name, floats):
+            raise TypeError(f"{name} is {tensor.dtype}, not one of {dtypes.get(name, floats)}: cast it")
+        if name in ("error", "out") and not tensor.is_contiguous():
+            raise ValueError(f"{name} is filled in place, so it must be contiguous")

@@ -28,17 +28,19 @@ def compress(x: torch.Tensor, error: torch.Tensor, segments: Segments) -> tuple[
     return _pack(positive), scales
 
 
-def average(bits: torch.Tensor, scales: torch.Tensor, segments: Segments) -> torch.Tensor:
-    total = scales.new_zeros(segments.length)
+def average(bits: torch.Tensor, scales: torch.Tensor, segments: Segments, out: torch.Tensor) -> None:
+    out.zero_()
     for positive, spread in zip(_unpack(bits, segments.length), segments.spread(scales)):
-        total += torch.where(positive, spread, -spread)
-    return total / torch.full_like(total, len(bits))  # a Python number would be inverted first on CUDA
+        out += torch.where(positive, spread, -spread)
+    out /= torch.full_like(out, len(bits))  # a Python number would be inverted first on CUDA
 
 
 def average_compress(
     bits: torch.Tensor, scales: torch.Tensor, error: torch.Tensor, segments: Segments
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return compress(average(bits, scales, segments), error, segments)
+    mean = torch.empty_like(error)
+    average(bits, scales, segments, mean)
+    return compress(mean, error, segments)
 
 
 def _pack(positive: torch.Tensor) -> torch.Tensor:
