@@ -51,6 +51,17 @@ inline void store(void* to, Vector vector) {
     memcpy(to, &vector, sizeof(vector));
 }
 
+// Compilers take the widening of bytes apart, element by element.
+inline Ints widen(Bytes bytes) {
+#if defined(__AVX512F__)
+    return bitcast<Ints>(_mm512_cvtepi8_epi32(bitcast<__m128i>(bytes)));
+#elif defined(__AVX2__)
+    return bitcast<Ints>(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(bitcast<int64_t>(bytes))));
+#else
+    return Ints{bytes[0], bytes[1], bytes[2], bytes[3]};
+#endif
+}
+
 inline Floats all(float value) { return Floats{} + value; }
 
 // float and bfloat16 buffers; bfloat16 is the upper half of a float, rounded to nearest even.
