@@ -50,7 +50,7 @@ def _callable(function: Any, letters: str) -> Callable[..., None]:
 def cpp_recipe(name: str) -> Recipe:
     """``<name>/<name>.cpp`` compiled for every instruction set of this kind of processor."""
     source = _HERE / name / f"{name}.cpp"
-    units = [(source, ("-DISA=portable", "-DCHOOSES"))]
+    units: list[tuple[Path, tuple[str, ...]]] = [(source, ("-DISA=portable", "-DCHOOSES"))]
     if platform.machine() in ("x86_64", "AMD64"):
         units += [(source, ("-DISA=avx2", "-mavx2")), (source, ("-DISA=avx512", *_AVX512.split()))]
     flags = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wno-psabi", *_EXACT.split())

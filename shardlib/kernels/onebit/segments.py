@@ -22,7 +22,9 @@ class Segments:
     def __init__(self, offsets: Sequence[int] | torch.Tensor, length: int | None = None) -> None:
         table = torch.as_tensor(offsets, dtype=torch.int64, device="cpu").contiguous()
         if table.dim() != 1 or len(table) == 0 or table[0] != 0 or bool((table.diff() < 0).any()):
-            raise ValueError(f"offsets of segments must ascend from 0, not {table.tolist()}: sum up the segments' sizes")
+            raise ValueError(
+                f"offsets of segments must ascend from 0, not {table.tolist()}: sum up the segments' sizes"
+            )
         self._set(int(table[-1]), length, len(table) - 1, None)
         self.__dict__["offsets"] = table
 
@@ -34,7 +36,9 @@ class Segments:
         are equal have equally many scales.
         """
         if block < 8 or block % 8:
-            raise ValueError(f"blocks of {block} elements: a block must be a multiple of 8, so that bytes hold one scale")
+            raise ValueError(
+                f"blocks of {block} elements: a block must be a multiple of 8, so that bytes hold one scale"
+            )
         segments = cls.__new__(cls)
         segments._set(elements, length, -(-(elements if length is None else length) // block), block)
         return segments
@@ -57,7 +61,7 @@ class Segments:
         """Bytes of the packed signs."""
         return -(-self.length // 8)
 
-    def slice(self, start: int, stop: int) -> Segments:
+    def part(self, start: int, stop: int) -> Segments:
         """The segments of the buffer's elements from ``start`` up to ``stop``, whose scales are `scales_of` them.
 
         Segments are cut at both ends. Offsets keep their ``count``: those outside are empty. Blocks keep their size,
@@ -68,19 +72,19 @@ class Segments:
         if self.block is None:
             return Segments((self.offsets.clamp(start, stop) - start), stop - start)
         if start % self.block:
-            raise ValueError(f"a slice from {start} cuts a block of {self.block}: pad chunks to a multiple of the block")
+            raise ValueError(f"a part from {start} cuts a block of {self.block}: pad chunks to a multiple of the block")
         return Segments.blocks(self.block, min(max(self.elements - start, 0), stop - start), stop - start)
 
     def scales_of(self, start: int, stop: int) -> slice:
-        """Where `slice(start, stop)`'s scales lie among this one's."""
+        """Where `part(start, stop)`'s scales lie among this one's."""
         if self.block is None:
             return slice(0, self.count)
         return slice(start // self.block, -(-stop // self.block))
 
     def split(self, ranks: int) -> Segments:
-        """The segments of ``ranks`` equal slices, one slice's after another: what was compressed slice by slice.
+        """The segments of ``ranks`` equal parts, one after another: what was compressed part by part.
 
-        Scales are the slices' in order: ``ranks * count`` for offsets, ``count`` for blocks.
+        Scales are the parts' in order: ``ranks * count`` for offsets, ``count`` for blocks.
         """
         if self.length % ranks:
             raise ValueError(f"{self.length} elements do not divide over {ranks} ranks: pad the buffer")

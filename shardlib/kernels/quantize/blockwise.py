@@ -13,7 +13,7 @@ class Blockwise:
 
     Attributes:
         bits: 8, one int8 per element; or 4, two to a uint8, the first in the low half.
-        block: elements per scale, a power of two of at least 16; the last block may be shorter.
+        block: elements per scale, a power of two from 16 to 4096; the last block may be shorter.
     """
 
     bits: int
@@ -22,8 +22,8 @@ class Blockwise:
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
             raise ValueError(f"values of {self.bits} bits: 4 and 8 are there")
-        if self.block < 16 or self.block & (self.block - 1):
-            raise ValueError(f"blocks of {self.block} elements: take a power of two of at least 16")
+        if not 16 <= self.block <= 4096 or self.block & (self.block - 1):
+            raise ValueError(f"blocks of {self.block} elements: take a power of two from 16 to 4096")
 
     @property
     def largest(self) -> int:

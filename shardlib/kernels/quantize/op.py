@@ -109,7 +109,9 @@ def dequantize_sum_quantize(
     _check_sent(values, scales, form, elements)
     _check_error(error, elements)
     if out_form.block != form.block:
-        raise ValueError(f"blocks of {form.block} and of {out_form.block} elements: quantise to the blocks that come in")
+        raise ValueError(
+            f"blocks of {form.block} and of {out_form.block} elements: quantise to the blocks that come in"
+        )
     chosen = _implementation(values.device, using)
     return chosen.dequantize_sum_quantize(values.contiguous(), scales.contiguous(), form, elements, out_form, error)
 

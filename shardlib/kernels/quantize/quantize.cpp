@@ -242,7 +242,7 @@ void write(const Sum<BITS>& sum, int64_t elements, void* out, int dtype, int thr
 
 }  // namespace
 
-// dtype: 0 float, 1 bfloat16. bits: 8 or 4. block: a power of two of at least 16. error: may be null.
+// dtype: 0 float, 1 bfloat16. bits: 8 or 4. block: a power of two from 16 to 4096. error: may be null.
 EXPORT(quantize)(const void* x, int dtype, float* error, int bits, int64_t block, int64_t elements, uint8_t* values,
                  float* scales, int threads) {
     if (dtype == 0)
