@@ -6,6 +6,7 @@ and returns its name, or raises where it cannot be used here.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import logging
@@ -68,6 +69,11 @@ def _tell(operation: str, device: str, choice: Choice, slow: bool) -> None:
     if slow and reasons and reasons not in _told and os.environ.get("RANK", "0") == "0":
         _told.add(reasons)  # the other operations lack the same compiler
         _log.warning("compiled kernels are not used on %s, plain torch is, several times slower: %s", device, reasons)
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Where kernels are launched for tensors of ``device``: on its GPU, even if another is the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _module(operation: str, implementation: str) -> ModuleType:

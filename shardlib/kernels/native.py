@@ -24,25 +24,28 @@ _AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512"
 _EXACT = "-ffp-contract=off -fno-math-errno"
 
 
-def functions(path: Path, signatures: Mapping[str, str], suffix: str = "") -> Any:
+def functions(path: Path, signatures: Mapping[str, str], suffix: str = "", checked: bool = False) -> Any:
     """The functions of a compiled library, as attributes.
 
     Args:
         path: the shared library.
         signatures: function -> its parameters' types, a letter each: p a tensor (or None), i an int, l an int64.
         suffix: what the library's names have after the functions'.
+        checked: they return an int, 0 where all went well; otherwise nothing.
     """
     library = ctypes.CDLL(str(path))
-    made = {name: _callable(getattr(library, name + suffix), letters) for name, letters in signatures.items()}
+    made = {name: _callable(getattr(library, name + suffix), letters, checked) for name, letters in signatures.items()}
     return SimpleNamespace(**made)
 
 
-def _callable(function: Any, letters: str) -> Callable[..., None]:
+def _callable(function: Any, letters: str, checked: bool) -> Callable[..., None]:
     function.argtypes = [_TYPES[letter] for letter in letters]
-    function.restype = None
+    function.restype = ctypes.c_int if checked else None
 
     def call(*values: torch.Tensor | int | None) -> None:
-        function(*[value.data_ptr() if isinstance(value, torch.Tensor) else value for value in values])
+        code = function(*[value.data_ptr() if isinstance(value, torch.Tensor) else value for value in values])
+        if code:
+            raise RuntimeError(f"{function.__name__} was not launched: CUDA error {code}; see cudaError_t")
 
     return call
 
@@ -93,6 +96,11 @@ def cuda_path(name: str) -> Path:
         raise BuildError("no NVIDIA GPU that this torch can use")
     capabilities = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
     return shared_library(cuda_recipe(name, min(capabilities)))
+
+
+def stream(device: torch.device) -> int:
+    """The handle of the stream that torch runs on now."""
+    return torch.cuda.current_stream(device).cuda_stream
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:

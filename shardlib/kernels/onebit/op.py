@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from shardlib.kernels.dispatch import choose, load
+from shardlib.kernels.dispatch import choose, load, on
 from shardlib.kernels.onebit import reference
 from shardlib.kernels.onebit.segments import Segments
 
@@ -41,7 +41,8 @@ def compress(
         bits uint8 ``[segments.bytes]``, and scales ``[segments.count]`` of the error's dtype; 0 for empty segments.
     """
     _check(x=(x, (segments.length,)), error=(error, (segments.length,)))
-    return _implementation(error, using).compress(x, error, segments)
+    with on(error.device):
+        return _implementation(error, using).compress(x, error, segments)
 
 
 def decompress(
@@ -75,7 +76,8 @@ def average(
     if out is None:
         out = scales.new_empty(segments.length)
     _check(out=(out, (segments.length,)))
-    _implementation(scales, using).average(bits.contiguous(), scales.contiguous(), segments, out)
+    with on(scales.device):
+        _implementation(scales, using).average(bits.contiguous(), scales.contiguous(), segments, out)
     return out
 
 
@@ -94,8 +96,9 @@ def average_compress(
     """
     _check_sent(bits, scales, segments)
     _check(error=(error, (segments.length,)))
-    chosen = _implementation(error, using)
-    return chosen.average_compress(bits.contiguous(), scales.contiguous(), error, segments)
+    with on(error.device):
+        chosen = _implementation(error, using)
+        return chosen.average_compress(bits.contiguous(), scales.contiguous(), error, segments)
 
 
 def implementation(device: torch.device) -> str:

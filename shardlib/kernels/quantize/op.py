@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from shardlib.kernels.dispatch import choose, load
+from shardlib.kernels.dispatch import choose, load, on
 from shardlib.kernels.quantize.blockwise import Blockwise
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -43,7 +43,8 @@ def quantize(
     """
     _check(x=(x, (len(x),), _FLOATS))
     _check_error(error, len(x))
-    return _implementation(x.device, using).quantize(x, form, error)
+    with on(x.device):
+        return _implementation(x.device, using).quantize(x, form, error)
 
 
 def dequantize(
@@ -81,7 +82,8 @@ def dequantize_sum(
     if out is None:
         out = torch.empty(elements, dtype=dtype, device=values.device)
     _check(out=(out, (elements,), _FLOATS))
-    _implementation(values.device, using).dequantize_sum(values.contiguous(), scales.contiguous(), form, out)
+    with on(values.device):
+        _implementation(values.device, using).dequantize_sum(values.contiguous(), scales.contiguous(), form, out)
     return out
 
 
@@ -112,8 +114,9 @@ def dequantize_sum_quantize(
         raise ValueError(
             f"blocks of {form.block} and of {out_form.block} elements: quantise to the blocks that come in"
         )
-    chosen = _implementation(values.device, using)
-    return chosen.dequantize_sum_quantize(values.contiguous(), scales.contiguous(), form, elements, out_form, error)
+    with on(values.device):
+        chosen = _implementation(values.device, using)
+        return chosen.dequantize_sum_quantize(values.contiguous(), scales.contiguous(), form, elements, out_form, error)
 
 
 def implementation(device: torch.device) -> str:

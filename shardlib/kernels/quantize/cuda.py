@@ -1,0 +1,64 @@
+"""Blockwise quantisation on NVIDIA GPUs, by quantize.cu."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from shardlib.kernels import native
+from shardlib.kernels.quantize.blockwise import Blockwise
+
+_SIGNATURES = {
+    "quantize": "pipillppp",
+    "dequantize_sum": "pplillpip",
+    "dequantize_sum_quantize": "pplipillppp",
+}
+
+
+def load(device: torch.device) -> str:
+    _library()
+    return "CUDA C++"
+
+
+def quantize(x: torch.Tensor, form: Blockwise, error: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    x = native.readable(x)
+    outputs = _outputs(form, len(x), x.device)
+    where = (form.bits, form.block, len(x), *outputs, native.stream(x.device))
+    _library().quantize(x, native.DTYPES[x.dtype], error, *where)
+    return outputs
+
+
+def dequantize_sum(values: torch.Tensor, scales: torch.Tensor, form: Blockwise, out: torch.Tensor) -> None:
+    if out.dtype == torch.float16:
+        total = torch.empty(len(out), device=out.device)
+        dequantize_sum(values, scales, form, total)
+        out.copy_(total)
+        return
+    where = (form.bits, form.block, len(out), out, native.DTYPES[out.dtype], native.stream(out.device))
+    _library().dequantize_sum(values, scales, len(values), *where)
+
+
+def dequantize_sum_quantize(
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    form: Blockwise,
+    elements: int,
+    out_form: Blockwise,
+    error: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    outputs = _outputs(out_form, elements, values.device)
+    where = (out_form.bits, form.block, elements, *outputs, native.stream(values.device))
+    _library().dequantize_sum_quantize(values, scales, len(values), form.bits, error, *where)
+    return outputs
+
+
+@functools.cache
+def _library() -> Any:
+    return native.functions(native.cuda_path("quantize"), _SIGNATURES, checked=True)
+
+
+def _outputs(form: Blockwise, elements: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    values = torch.empty(form.bytes(elements), dtype=form.dtype, device=device)
+    return values, torch.empty(form.scales(elements), device=device)
