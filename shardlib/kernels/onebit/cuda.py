@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,9 +46,13 @@ def average_compress(
     return outputs[:2]
 
 
-@functools.cache
 def _library() -> Any:
-    return native.functions(native.cuda_path("onebit"), _SIGNATURES, checked=True)
+    return _functions(native.cuda_path("onebit"))
+
+
+@functools.cache
+def _functions(path: Path) -> Any:
+    return native.functions(path, _SIGNATURES, checked=True)
 
 
 def _in_one_pass(segments: Segments) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,9 +55,13 @@ def dequantize_sum_quantize(
     return outputs
 
 
-@functools.cache
 def _library() -> Any:
-    return native.functions(native.cuda_path("quantize"), _SIGNATURES, checked=True)
+    return _functions(native.cuda_path("quantize"))
+
+
+@functools.cache
+def _functions(path: Path) -> Any:
+    return native.functions(path, _SIGNATURES, checked=True)
 
 
 def _outputs(form: Blockwise, elements: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -69,9 +69,9 @@ def _quantize(
 
 
 def _shape(form: Blockwise) -> dict[str, int]:
-    """A tile holds whole blocks; a thread has 16 of its elements."""
+    """A tile holds whole blocks; a thread has 8 of its elements."""
     tile = max(2048, form.block)
-    return {"TILE": tile, "BLOCK": form.block, "num_warps": tile // 512}
+    return {"TILE": tile, "BLOCK": form.block, "num_warps": tile // 256}
 
 
 @triton.jit
