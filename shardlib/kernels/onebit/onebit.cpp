@@ -1,10 +1,10 @@
 // 1-bit compression on the CPU; see op.py for the mathematics. Compiled once per instruction set (ISA names it).
 //
-// The buffer is worked on in spans that fit a core's cache, of whole bytes of signs. The first pass packs the signs and
-// sums the squares; a segment that lies inside one span gets its scale and errors at once, while its elements are in the
-// cache: it moves x and the error in, the error and the signs out, 12.125 bytes per fp32 element. One that crosses spans
-// waits for its sum and is read a second time, 20.125 bytes. Sums are added in fp64, where the square of a float is
-// exact, over 32 lanes and in one order: all instruction sets and numbers of threads give the same bits.
+// The buffer is worked on in spans of whole bytes of signs, a range of them per thread. A first pass packs the signs and
+// sums the squares; as soon as a segment is complete its scale is known and a second pass leaves its errors. A segment that
+// fits the cache moves x and the error in, the error and the signs out, 12.125 bytes per fp32 element; a larger one is
+// read twice from memory, 20.125 bytes. Sums are added in fp64, where the square of a float is exact, over 32 lanes, per
+// span and then over spans: all instruction sets and numbers of threads give the same bits.
 #include "../simd.h"
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "signs are stored as little-endian words");
@@ -194,7 +194,7 @@ inline void subtract(const Source& source, int64_t j, int64_t a, int64_t b, floa
         nothing);
 }
 
-// Calls visit(j, a, b, whole) for every piece of a segment inside the span; whole: all of the segment lies there.
+// Calls visit(j, a, b, ends) for every piece of a segment inside the span; ends: it is the segment's last.
 template <typename Visit>
 inline void pieces(const Segments& segments, int64_t span, Visit visit) {
     int64_t first = span * SPAN, last = smaller(first + SPAN, segments.elements);
@@ -202,12 +202,19 @@ inline void pieces(const Segments& segments, int64_t span, Visit visit) {
     int64_t a = first;
     for (int64_t j = segments.at(first); a < last; ++j) {
         int64_t stop = segments.start(j + 1), b = smaller(stop, last);
-        if (b > a) visit(j, a, b, segments.start(j) >= first && stop <= last);
+        if (b > a) visit(j, a, b, stop <= last);
         a = larger(a, b);
     }
 }
 
-inline float root_mean(double sum, int64_t elements) { return float(__builtin_sqrt(sum / double(elements))); }
+// The scale of segment j, from its pieces.
+inline float scale_of(const Segments& segments, int64_t j, const double* partial) {
+    int64_t start = segments.start(j), stop = segments.start(j + 1);
+    if (start == stop) return 0;
+    double sum = 0;
+    for (int64_t span = start / SPAN; span <= (stop - 1) / SPAN; ++span) sum += partial[span + j];
+    return float(__builtin_sqrt(sum / double(stop - start)));
+}
 
 inline void pad(const Segments& segments, int64_t span, uint8_t* bits, float* error) {
     int64_t last = smaller((span + 1) * SPAN, segments.length);
@@ -223,47 +230,47 @@ inline int64_t spans(const Segments& segments) { return (segments.length + SPAN 
 // A thread costs what a few spans take.
 inline int useful(int threads, int64_t count) { return int(smaller(threads, count / 4)); }
 
-// partial: one double per span and segment, for pieces of segments that cross spans; piece (span, j) at span + j,
-// which no two pieces share as either grows from one to the next.
+// Backwards: what was read last may still be in a cache. Spans from `from` up to `to` of those of segment j.
+template <typename Source>
+inline void subtract_spans(const Source& source, const Segments& segments, int64_t j, int64_t from, int64_t to,
+                           float scale, float* error) {
+    int64_t start = segments.start(j), stop = segments.start(j + 1);
+    for (int64_t span = to; span-- > from;)
+        subtract(source, j, larger(start, span * SPAN), smaller(stop, (span + 1) * SPAN), scale, error);
+}
+
+// partial: a double per piece; piece (span, j) at span + j, which no two pieces share as either grows from one to the next.
 template <typename Source>
 void compress(const Source& source, const Segments& segments, float* error, uint8_t* bits, float* scales,
               double* partial, int threads) {
+    constexpr float PENDING = -1;  // no scale is negative
     int64_t count = spans(segments);
+    for (int64_t j = 0; j < segments.count; ++j) scales[j] = PENDING;
     parallel(count, useful(threads, count), [&](int64_t from, int64_t to) {
         for (int64_t span = from; span < to; ++span) {
             int64_t first = span * SPAN, last = smaller(first + SPAN, segments.length);
             memset(bits + first / 8, 0, size_t((last + 7) / 8 - first / 8));
-            pieces(segments, span, [&](int64_t j, int64_t a, int64_t b, bool whole) {
-                double sum = pack(source, j, a, b, bits);
-                if (!whole) {
-                    partial[span + j] = sum;
-                    return;
-                }
-                scales[j] = root_mean(sum, b - a);
-                subtract(source, j, a, b, scales[j], error);
+            pieces(segments, span, [&](int64_t j, int64_t a, int64_t b, bool ends) {
+                partial[span + j] = pack(source, j, a, b, bits);
+                int64_t begun = segments.start(j) / SPAN;
+                if (!ends || begun < from) return;
+                scales[j] = scale_of(segments, j, partial);
+                subtract_spans(source, segments, j, begun, span + 1, scales[j], error);
             });
             pad(segments, span, bits, error);
         }
     });
-    for (int64_t j = 0, start = 0, stop; j < segments.count; ++j, start = stop) {
-        stop = segments.start(j + 1);
-        if (start == stop) {
-            scales[j] = 0;
-            continue;
-        }
-        int64_t first = start / SPAN, last = (stop - 1) / SPAN;
-        if (first == last) continue;
-        double sum = 0;
-        for (int64_t span = first; span <= last; ++span) sum += partial[span + j];
-        scales[j] = root_mean(sum, stop - start);
+    // What is left: empty segments, and those that lie across the threads' ranges.
+    for (int64_t j = 0; j < segments.count; ++j) {
+        if (scales[j] != PENDING) continue;
+        scales[j] = scale_of(segments, j, partial);
+        int64_t start = segments.start(j), stop = segments.start(j + 1);
+        if (start == stop) continue;
+        int64_t begun = start / SPAN, number = (stop - 1) / SPAN + 1 - begun;
+        parallel(number, useful(threads, number), [&](int64_t from, int64_t to) {
+            subtract_spans(source, segments, j, begun + from, begun + to, scales[j], error);
+        });
     }
-    // Backwards: the spans read last are the ones that a cache may still have.
-    parallel(count, useful(threads, count), [&](int64_t from, int64_t to) {
-        for (int64_t span = to; span-- > from;)
-            pieces(segments, span, [&](int64_t j, int64_t a, int64_t b, bool whole) {
-                if (!whole) subtract(source, j, a, b, scales[j], error);
-            });
-    });
 }
 
 }  // namespace
