@@ -16,10 +16,8 @@ def load(device: torch.device) -> str:
 
 def compress(x: torch.Tensor, error: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, torch.Tensor]:
     c = x.to(error.dtype) + error
-    offsets = segments.on(c.device)
-    squares = c[: segments.elements].double().square()
-    sums = torch.segment_reduce(squares, "sum", offsets=offsets, initial=0)
-    scales = (sums / offsets.diff().clamp(min=1)).sqrt().to(c.dtype)
+    sums = _sums(c[: segments.elements].double().square(), segments)
+    scales = (sums / segments.on(c.device).diff().clamp(min=1)).sqrt().to(c.dtype)
     positive = c >= 0
     positive[segments.elements :] = True
     spread = segments.spread(scales)
@@ -41,6 +39,15 @@ def average_compress(
     mean = torch.empty_like(error)
     average(bits, scales, segments, mean)
     return compress(mean, error, segments)
+
+
+def _sums(squares: torch.Tensor, segments: Segments) -> torch.Tensor:
+    """Every segment's sum, ``[count]``."""
+    if segments.block is not None:
+        rows = torch.nn.functional.pad(squares, (0, segments.count * segments.block - len(squares)))
+        return rows.view(segments.count, segments.block).sum(dim=1)
+    parts = squares.split(segments.offsets.diff().tolist())
+    return torch.cat([squares.new_empty(0), *(part.sum().view(1) for part in parts)])
 
 
 def _pack(positive: torch.Tensor) -> torch.Tensor:
