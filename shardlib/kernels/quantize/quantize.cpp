@@ -47,21 +47,32 @@ struct Packed<4> {
     }
 };
 
-// What is quantised. A source fills c[0 … b − a) with its elements from a, a multiple of W, up to b; b − a ≤ CHUNK.
+// What is quantised. fill(a, b, c) gives the elements from a, a multiple of W, up to b: in c, or where they are already;
+// b − a ≤ CHUNK.
 
 constexpr int64_t CHUNK = 512;  // floats: few enough that reading memory and computing overlap
+constexpr int64_t AHEAD = 1024;  // floats: beyond where the hardware's prefetching stops
 
 template <typename Type>
 struct Tensor {
     const typename Type::Element* x;
 
-    void fill(int64_t a, int64_t b, float* c) const {
-        for (; a + W <= b; a += W, c += W) {
-            __builtin_prefetch(x + a + 1024);  // beyond where the hardware's prefetching stops
-            store(c, Type::load(x + a));
+    const float* fill(int64_t a, int64_t b, float* c) const {
+        float* to = c;
+        for (; a + W <= b; a += W, to += W) {
+            __builtin_prefetch(x + a + AHEAD);
+            store(to, Type::load(x + a));
         }
-        for (; a < b; ++a, ++c) *c = Type::get(x + a);
+        for (; a < b; ++a, ++to) *to = Type::get(x + a);
+        return c;
     }
+};
+
+template <>
+struct Tensor<Float32> {
+    const float* x;
+
+    const float* fill(int64_t a, int64_t, float*) const { return x + a; }
 };
 
 // The sum of n ranks' values, in their order.
@@ -71,18 +82,23 @@ struct Sum {
     const float* scales;
     int64_t ranks, bytes, count, block;  // bytes and scales of a rank
 
-    void fill(int64_t a, int64_t b, float* c) const {
-        memset(c, 0, size_t(b - a) * sizeof(float));
+    const float* fill(int64_t a, int64_t b, float* c) const {
         for (int64_t from = a, to; from < b; from = to) {
             to = smaller(b, (from / block + 1) * block);
-            for (int64_t r = 0; r < ranks; ++r)
-                add(values + r * bytes, scales[r * count + from / block], from, to, c + (from - a));
+            const float* scale = scales + from / block;
+            add<true>(values, *scale, from, to, c + (from - a));
+            for (int64_t r = 1; r < ranks; ++r)
+                add<false>(values + r * bytes, scale[r * count], from, to, c + (from - a));
         }
+        return c;
     }
+    template <bool FIRST>
     static void add(const uint8_t* values, float scale, int64_t a, int64_t b, float* c) {
-        for (; a + W <= b; a += W, c += W)
-            store(c, load<Floats>(c) + __builtin_convertvector(Packed<BITS>::load(values, a), Floats) * all(scale));
-        for (; a < b; ++a, ++c) *c += float(Packed<BITS>::get(values, a)) * scale;
+        for (; a + W <= b; a += W, c += W) {
+            Floats sum = FIRST ? Floats{} : load<Floats>(c);
+            store(c, sum + __builtin_convertvector(Packed<BITS>::load(values, a), Floats) * all(scale));
+        }
+        for (; a < b; ++a, ++c) *c = (FIRST ? 0 : *c) + float(Packed<BITS>::get(values, a)) * scale;
     }
 };
 
@@ -91,13 +107,16 @@ struct WithError {
     Source source;
     const float* error;
 
-    void fill(int64_t a, int64_t b, float* c) const {
-        source.fill(a, b, c);
-        for (; a + W <= b; a += W, c += W) {
-            __builtin_prefetch(error + a + 512);
-            store(c, load<Floats>(c) + load<Floats>(error + a));
+    const float* fill(int64_t a, int64_t b, float* c) const {
+        const float* from = source.fill(a, b, c);
+        float* to = c;
+        for (; a + W <= b; a += W, from += W, to += W) {
+            __builtin_prefetch(from + AHEAD / 2);
+            __builtin_prefetch(error + a + AHEAD / 2);
+            store(to, load<Floats>(from) + load<Floats>(error + a));
         }
-        for (; a < b; ++a, ++c) *c += error[a];
+        for (; a < b; ++a, ++from, ++to) *to = *from + error[a];
+        return c;
     }
 };
 
@@ -114,6 +133,7 @@ inline float largest(const float* c, int64_t number) {
     Ints most = {};
     int64_t i = 0;
     for (; i + W <= number; i += W) {
+        __builtin_prefetch(c + i + AHEAD);
         Ints magnitude = bitcast<Ints>(load<Floats>(c + i)) & 0x7fffffff;
         most = magnitude > most ? magnitude : most;
     }
@@ -163,10 +183,11 @@ inline void emit_block(const float* c, int64_t a, int64_t b, float scale, uint8_
 template <int BITS, typename Source>
 void quantize_unit(const Source& source, int64_t a, int64_t b, int64_t block, uint8_t* values, float* scales,
                    float* error) {
-    alignas(64) float c[CHUNK];
+    alignas(64) float buffer[CHUNK];
+    const float* c = buffer;
     for (int64_t from = a; from < b; from += CHUNK) {
         int64_t to = smaller(b, from + CHUNK);
-        source.fill(from, to, c);
+        c = source.fill(from, to, buffer);
         for (int64_t i = from; i < to; i += block) {
             float* most = scales + i / block;
             float found = largest(c + (i - from), smaller(block, to - i));
@@ -176,7 +197,7 @@ void quantize_unit(const Source& source, int64_t a, int64_t b, int64_t block, ui
     for (int64_t i = a; i < b; i += block) scales[i / block] /= Packed<BITS>::LARGEST;
     for (int64_t from = a; from < b; from += CHUNK) {
         int64_t to = smaller(b, from + CHUNK);
-        if (b - a > CHUNK) source.fill(from, to, c);
+        if (b - a > CHUNK) c = source.fill(from, to, buffer);
         for (int64_t i = from; i < to; i += block)
             emit_block<BITS>(c + (i - from), i, smaller(i + block, to), scales[i / block], values, error);
     }
@@ -218,26 +239,30 @@ inline Sum<BITS> sum_of(const uint8_t* values, const float* scales, int64_t rank
     return {values, scales, ranks, bytes, (elements + block - 1) / block, block};
 }
 
-template <typename Type, typename Source>
-void write(const Source& source, int64_t elements, typename Type::Element* out, int threads) {
+// Calls each(a, b) for every chunk.
+template <typename Each>
+inline void chunks(int64_t elements, int threads, const Each& each) {
     parallel((elements + CHUNK - 1) / CHUNK, useful(threads, elements), [&](int64_t from, int64_t to) {
-        alignas(64) float c[CHUNK];
-        for (int64_t a = from * CHUNK, b; a < smaller(to * CHUNK, elements); a = b) {
-            b = smaller(a + CHUNK, elements);
-            source.fill(a, b, c);
-            int64_t i = a;
-            for (; i + W <= b; i += W) Type::store(out + i, load<Floats>(c + (i - a)));
-            for (; i < b; ++i) Type::put(out + i, c[i - a]);
-        }
+        for (int64_t a = from * CHUNK; a < smaller(to * CHUNK, elements); a += CHUNK)
+            each(a, smaller(a + CHUNK, elements));
     });
 }
 
 template <int BITS>
 void write(const Sum<BITS>& sum, int64_t elements, void* out, int dtype, int threads) {
-    if (dtype == 0)
-        write<Float32>(sum, elements, static_cast<float*>(out), threads);
-    else
-        write<BFloat16>(sum, elements, static_cast<uint16_t*>(out), threads);
+    if (dtype == 0) {
+        float* floats = static_cast<float*>(out);
+        chunks(elements, threads, [&](int64_t a, int64_t b) { sum.fill(a, b, floats + a); });
+        return;
+    }
+    uint16_t* halves = static_cast<uint16_t*>(out);
+    chunks(elements, threads, [&](int64_t a, int64_t b) {
+        alignas(64) float c[CHUNK];
+        sum.fill(a, b, c);
+        int64_t i = a;
+        for (; i + W <= b; i += W) BFloat16::store(halves + i, load<Floats>(c + (i - a)));
+        for (; i < b; ++i) BFloat16::put(halves + i, c[i - a]);
+    });
 }
 
 }  // namespace
