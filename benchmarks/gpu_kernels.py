@@ -101,7 +101,7 @@ def measurements(device: torch.device, tiny: bool, seconds: Seconds) -> Rows:
             13.125,
             lambda u: onebit.average_compress(bits, scales, error, whole, using=u),
         ),
-        "int8 quantise": (5.031, lambda u: quantize.quantize(x, int8, using=u)),
+        "int8 quantise": (5.031, lambda u: quantize.quantize(x, int8, out=values, using=u)),
         "int4 quantise": (4.531, lambda u: quantize.quantize(x, int4, using=u)),
         "int8 dequantise": (5.031, lambda u: quantize.dequantize(*values, int8, elements, out=out, using=u)),
     }

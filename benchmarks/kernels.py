@@ -16,7 +16,9 @@ from shardlib.kernels.onebit import Segments
 from shardlib.kernels.quantize import Blockwise
 
 _ELEMENTS = 1 << 25
-_BANDWIDTH = "error += x"  # reads two buffers and writes one of them, as the kernels with errors do
+# What the bandwidth is measured by, with its bytes per element: in place, as the kernels with errors work, or not, where
+# the processor reads what it is about to overwrite.
+_IN_PLACE, _COPY = ("error += x", 12), ("copy", 8)
 _EAGER_ONEBIT, _LEAN_ONEBIT = "1-bit, DeepSpeed's operations in torch", "1-bit, fewest operations in torch"
 _EAGER_QUANTIZE = "int8, eager torch"
 _FASTER, _SHARE = 0.1, 1 / 0.7
@@ -25,6 +27,7 @@ _FASTER, _SHARE = 0.1, 1 / 0.7
 class _Kernel(NamedTuple):
     bytes: float  # that it must move, per element
     run: Callable[[int], Any]
+    like: tuple[str, int]
     eager: Mapping[str, float | None] = {}  # against which others, and the ratio aimed for
 
 
@@ -37,8 +40,8 @@ def measure(rounds: int) -> Section:
     kernels = _kernels(x, error, out)
     calls = {name: kernel.run for name, kernel in kernels.items()}
     calls |= {
-        _BANDWIDTH: lambda _: error.add_(x, alpha=1e-3),
-        "copy": lambda _: out.copy_(x),
+        _IN_PLACE[0]: lambda _: error.add_(x, alpha=1e-3),
+        _COPY[0]: lambda _: out.copy_(x),
         _EAGER_ONEBIT: lambda _: eager_onebit(buffer, error),
         _LEAN_ONEBIT: lambda _: lean_onebit(x, error),
         _EAGER_QUANTIZE: lambda _: eager_quantize(x),
@@ -52,17 +55,15 @@ def measure(rounds: int) -> Section:
         for reference, target in kernel.eager.items():
             seconds = statistics.median(times[name]), statistics.median(times[reference])
             rows.append(Row(name, reference, target, ratio(times[name], times[reference]), seconds))
-        at_bandwidth = [seconds * kernel.bytes / 12 for seconds in times[_BANDWIDTH]]
+        like, size = kernel.like
+        at_bandwidth = [seconds * kernel.bytes / size for seconds in times[like]]
         seconds = statistics.median(times[name]), statistics.median(at_bandwidth)
-        against = f"its {kernel.bytes:.4g} bytes an element at the measured bandwidth"
+        against = f"its {kernel.bytes:.4g} bytes an element at the bandwidth of “{like}”"
         rows.append(Row(name, against, _SHARE, ratio(times[name], at_bandwidth), seconds))
-    rates = {
-        name: size * _ELEMENTS / statistics.median(times[name]) / 1e9 for name, size in (("copy", 8), (_BANDWIDTH, 12))
-    }
+    rates = [f"“{n}” {size * _ELEMENTS / statistics.median(times[n]) / 1e9:.1f} GB/s" for n, size in (_IN_PLACE, _COPY)]
     text = (
-        f"{_ELEMENTS:,} fp32 elements, one thread, {rounds} rounds, {onebit.implementation(x.device)}. The bandwidth is that "
-        f"of “{_BANDWIDTH}”, {rates[_BANDWIDTH]:.1f} GB/s (a copy, writes counted once: {rates['copy']:.1f}); a share of "
-        "70 % is a ratio of 1.43."
+        f"{_ELEMENTS:,} fp32 elements, one thread, {rounds} rounds, {onebit.implementation(x.device)}. Bandwidths (writes "
+        f"counted once): {', '.join(rates)}. A share of 70 % is a ratio of 1.43."
     )
     return Section("Kernels of compressed communication", text, rows, times=times)
 
@@ -77,19 +78,28 @@ def _kernels(x: torch.Tensor, error: torch.Tensor, out: torch.Tensor) -> dict[st
     scales = torch.ones(ranks, 1)
     server = torch.zeros(_ELEMENTS)
     values8, values4 = quantize.quantize(x, int8), quantize.quantize(x, int4)
+    filled8, filled4 = quantize.quantize(x, int8), quantize.quantize(x, int4)
     return {
-        "1-bit compress, one scale": _Kernel(20.125, lambda _: onebit.compress(x, error, whole), onebit_eager),
-        "1-bit compress, tensors of 2^20": _Kernel(12.125, lambda _: onebit.compress(x, error, tensors), onebit_eager),
-        "1-bit compress, blocks of 128": _Kernel(12.156, lambda _: onebit.compress(x, error, blocks), onebit_eager),
-        "1-bit average of 4": _Kernel(4 + ranks / 8, lambda _: onebit.average(bits, scales, whole, out=out)),
-        "1-bit average of 4, compress": _Kernel(
-            12.125 + 2 * ranks / 8, lambda _: onebit.average_compress(bits, scales, server, whole)
+        "1-bit compress, one scale": _Kernel(
+            20.125, lambda _: onebit.compress(x, error, whole), _IN_PLACE, onebit_eager
         ),
-        "int8 quantise": _Kernel(5.031, lambda _: quantize.quantize(x, int8), quantize_eager),
-        "int8 quantise with errors": _Kernel(13.031, lambda _: quantize.quantize(x, int8, error)),
-        "int4 quantise": _Kernel(4.531, lambda _: quantize.quantize(x, int4), quantize_eager),
-        "int8 dequantise": _Kernel(5.031, lambda _: quantize.dequantize(*values8, int8, _ELEMENTS, out=out)),
-        "int4 dequantise": _Kernel(4.531, lambda _: quantize.dequantize(*values4, int4, _ELEMENTS, out=out)),
+        "1-bit compress, tensors of 2^20": _Kernel(
+            12.125, lambda _: onebit.compress(x, error, tensors), _IN_PLACE, onebit_eager
+        ),
+        "1-bit compress, blocks of 128": _Kernel(
+            12.156, lambda _: onebit.compress(x, error, blocks), _IN_PLACE, onebit_eager
+        ),
+        "1-bit average of 4": _Kernel(4.5, lambda _: onebit.average(bits, scales, whole, out=out), _COPY),
+        "1-bit average of 4, compress": _Kernel(
+            13.125, lambda _: onebit.average_compress(bits, scales, server, whole), _IN_PLACE
+        ),
+        "int8 quantise": _Kernel(5.031, lambda _: quantize.quantize(x, int8, out=filled8), _COPY, quantize_eager),
+        "int8 quantise with errors": _Kernel(
+            13.031, lambda _: quantize.quantize(x, int8, error, out=filled8), _IN_PLACE
+        ),
+        "int4 quantise": _Kernel(4.531, lambda _: quantize.quantize(x, int4, out=filled4), _COPY, quantize_eager),
+        "int8 dequantise": _Kernel(5.031, lambda _: quantize.dequantize(*values8, int8, _ELEMENTS, out=out), _COPY),
+        "int4 dequantise": _Kernel(4.531, lambda _: quantize.dequantize(*values4, int4, _ELEMENTS, out=out), _COPY),
     }
 
 

@@ -118,8 +118,25 @@ def test_half_a_step_is_lost_at_most(form, elements, seed):
     assert bool(((lost <= half) | denormal).all())
 
 
+def test_given_buffers_are_filled():
+    x, form = kernels.values(1000, 1), Blockwise(4)
+    values, scales = quantize.quantize(x, form)
+    out = torch.empty_like(values), torch.empty_like(scales)
+    assert quantize.quantize(x, form, out=out) is out
+    assert torch.equal(out[0], values) and torch.equal(out[1], scales)
+    twice = values.repeat(2, 1), scales.repeat(2, 1)
+    wanted = quantize.dequantize_sum_quantize(*twice, form, 1000, form)
+    assert quantize.dequantize_sum_quantize(*twice, form, 1000, form, out=out) is out
+    assert torch.equal(out[0], wanted[0]) and torch.equal(out[1], wanted[1])
+    back = torch.empty(1000)
+    assert quantize.dequantize(values, scales, form, 1000, out=back) is back
+    assert torch.equal(back, quantize.dequantize(values, scales, form, 1000))
+
+
 def test_wrong_arguments_reach_no_kernel():
     x, form = torch.zeros(16), Blockwise(8, 16)
+    with pytest.raises(ValueError, match=r"out_values has shape \(15,\), not \(16,\)"):
+        quantize.quantize(x, form, out=(torch.zeros(15, dtype=torch.int8), torch.zeros(1)))
     with pytest.raises(ValueError, match=r"error has shape \(15,\), not \(16,\)"):
         quantize.quantize(x, form, torch.zeros(15))
     with pytest.raises(TypeError, match=r"x is torch.float64"):

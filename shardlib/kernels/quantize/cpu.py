@@ -21,12 +21,12 @@ def load(device: torch.device) -> str:
     return f"C++, {native.instruction_set('quantize')}"
 
 
-def quantize(x: torch.Tensor, form: Blockwise, error: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(
+    x: torch.Tensor, form: Blockwise, error: torch.Tensor | None, values: torch.Tensor, scales: torch.Tensor
+) -> None:
     x = native.readable(x)
-    values, scales = _outputs(form, len(x))
     where = (form.bits, form.block, len(x), values, scales, torch.get_num_threads())
     _library().quantize(x, native.DTYPES[x.dtype], error, *where)
-    return values, scales
 
 
 def dequantize_sum(values: torch.Tensor, scales: torch.Tensor, form: Blockwise, out: torch.Tensor) -> None:
@@ -46,11 +46,11 @@ def dequantize_sum_quantize(
     elements: int,
     out_form: Blockwise,
     error: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    out_values, out_scales = _outputs(out_form, elements)
+    out_values: torch.Tensor,
+    out_scales: torch.Tensor,
+) -> None:
     where = (out_form.bits, form.block, elements, out_values, out_scales, torch.get_num_threads())
     _library().dequantize_sum_quantize(values, scales, len(values), form.bits, error, *where)
-    return out_values, out_scales
 
 
 def _library() -> Any:
@@ -60,7 +60,3 @@ def _library() -> Any:
 @functools.cache
 def _functions(instruction_set: str) -> Any:
     return native.functions(native.cpp_path("quantize"), _SIGNATURES, "_" + instruction_set)
-
-
-def _outputs(form: Blockwise, elements: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty(form.bytes(elements), dtype=form.dtype), torch.empty(form.scales(elements))

@@ -23,12 +23,12 @@ def load(device: torch.device) -> str:
     return "CUDA C++"
 
 
-def quantize(x: torch.Tensor, form: Blockwise, error: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(
+    x: torch.Tensor, form: Blockwise, error: torch.Tensor | None, values: torch.Tensor, scales: torch.Tensor
+) -> None:
     x = native.readable(x)
-    outputs = _outputs(form, len(x), x.device)
-    where = (form.bits, form.block, len(x), *outputs, native.stream(x.device))
+    where = (form.bits, form.block, len(x), values, scales, native.stream(x.device))
     _library().quantize(x, native.DTYPES[x.dtype], error, *where)
-    return outputs
 
 
 def dequantize_sum(values: torch.Tensor, scales: torch.Tensor, form: Blockwise, out: torch.Tensor) -> None:
@@ -48,11 +48,11 @@ def dequantize_sum_quantize(
     elements: int,
     out_form: Blockwise,
     error: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    outputs = _outputs(out_form, elements, values.device)
-    where = (out_form.bits, form.block, elements, *outputs, native.stream(values.device))
+    out_values: torch.Tensor,
+    out_scales: torch.Tensor,
+) -> None:
+    where = (out_form.bits, form.block, elements, out_values, out_scales, native.stream(values.device))
     _library().dequantize_sum_quantize(values, scales, len(values), form.bits, error, *where)
-    return outputs
 
 
 def _library() -> Any:
@@ -62,8 +62,3 @@ def _library() -> Any:
 @functools.cache
 def _functions(path: Path) -> Any:
     return native.functions(path, _SIGNATURES, checked=True)
-
-
-def _outputs(form: Blockwise, elements: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    values = torch.empty(form.bytes(elements), dtype=form.dtype, device=device)
-    return values, torch.empty(form.scales(elements), device=device)

@@ -30,21 +30,30 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def quantize(
-    x: torch.Tensor, form: Blockwise, error: torch.Tensor | None = None, *, using: str | None = None
+    x: torch.Tensor,
+    form: Blockwise,
+    error: torch.Tensor | None = None,
+    *,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    using: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise ``x``; updates ``error``, where given, in place.
 
     Args:
         x: ``[d]``, fp32, bf16 or fp16.
         error: fp32 ``[d]``, contiguous: what earlier calls left out.
+        out: the values and scales to fill, where given; new memory can cost as much as quantising.
 
     Returns:
         values of ``form.dtype`` ``[form.bytes(d)]``, and scales fp32 ``[form.scales(d)]``.
     """
     _check(x=(x, (len(x),), _FLOATS))
     _check_error(error, len(x))
+    out = _outputs(form, len(x), x.device) if out is None else out
+    _check_outputs(out, form, len(x))
     with on(x.device):
-        return _implementation(x.device, using).quantize(x, form, error)
+        _implementation(x.device, using).quantize(x, form, error, *out)
+    return out
 
 
 def dequantize(
@@ -95,6 +104,7 @@ def dequantize_sum_quantize(
     out_form: Blockwise,
     error: torch.Tensor | None = None,
     *,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
     using: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`quantize` of the ranks' `dequantize_sum`, in one pass; updates ``error``, where given, in place.
@@ -104,6 +114,7 @@ def dequantize_sum_quantize(
         scales: fp32 ``[n, form.scales(elements)]``.
         out_form: of the result; its blocks are ``form``'s.
         error: fp32 ``[elements]``, contiguous.
+        out: the values and scales to fill, where given.
 
     Returns:
         As `quantize`, in ``out_form``.
@@ -114,9 +125,13 @@ def dequantize_sum_quantize(
         raise ValueError(
             f"blocks of {form.block} and of {out_form.block} elements: quantise to the blocks that come in"
         )
+    out = _outputs(out_form, elements, values.device) if out is None else out
+    _check_outputs(out, out_form, elements)
     with on(values.device):
         chosen = _implementation(values.device, using)
-        return chosen.dequantize_sum_quantize(values.contiguous(), scales.contiguous(), form, elements, out_form, error)
+        sent = (values.contiguous(), scales.contiguous(), form, elements)
+        chosen.dequantize_sum_quantize(*sent, out_form, error, *out)
+    return out
 
 
 def implementation(device: torch.device) -> str:
@@ -126,6 +141,16 @@ def implementation(device: torch.device) -> str:
 
 def _implementation(device: torch.device, using: str | None) -> Any:
     return (choose("quantize", device) if using is None else load("quantize", using, device)).module
+
+
+def _outputs(form: Blockwise, elements: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    values = torch.empty(form.bytes(elements), dtype=form.dtype, device=device)
+    return values, torch.empty(form.scales(elements), device=device)
+
+
+def _check_outputs(out: tuple[torch.Tensor, torch.Tensor], form: Blockwise, elements: int) -> None:
+    _check(out_values=(out[0], (form.bytes(elements),), (form.dtype,)))
+    _check(out_scales=(out[1], (form.scales(elements),), (torch.float32,)))
 
 
 def _check_sent(values: torch.Tensor, scales: torch.Tensor, form: Blockwise, elements: int) -> None:
@@ -148,5 +173,5 @@ def _check(**tensors: tuple[torch.Tensor, tuple[int, ...], tuple[torch.dtype, ..
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {shape}")
         if tensor.dtype not in dtypes:
             raise TypeError(f"{name} is {tensor.dtype}, not one of {dtypes}: cast it")
-        if name in ("error", "out") and not tensor.is_contiguous():
+        if name.startswith(("error", "out")) and not tensor.is_contiguous():
             raise ValueError(f"{name} is filled in place, so it must be contiguous")

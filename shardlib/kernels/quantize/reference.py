@@ -14,11 +14,13 @@ def load(device: torch.device) -> str:
     return "reference"
 
 
-def quantize(x: torch.Tensor, form: Blockwise, error: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(
+    x: torch.Tensor, form: Blockwise, error: torch.Tensor | None, values: torch.Tensor, scales: torch.Tensor
+) -> None:
     c = x.float() if error is None else x.float() + error
     blocks = torch.nn.functional.pad(c, (0, -len(c) % form.block)).view(-1, form.block)
     # Division by a tensor: a Python number would be inverted first on CUDA.
-    scales = blocks.abs().amax(dim=1) / blocks.new_full((1,), form.largest)
+    torch.div(blocks.abs().amax(dim=1), blocks.new_full((1,), form.largest), out=scales)
     usable = scales.isfinite() & (scales > 0)
     steps = (blocks / scales.unsqueeze(1)).clamp(-form.largest, form.largest).round()
     steps = torch.where(usable.unsqueeze(1), steps, 0.0)
@@ -26,8 +28,8 @@ def quantize(x: torch.Tensor, form: Blockwise, error: torch.Tensor | None) -> tu
         left = (blocks - steps * scales.unsqueeze(1)).flatten()[: len(c)]
         finite = scales.isfinite().repeat_interleave(form.block)[: len(c)]
         error.copy_(torch.where(finite, left, error))
-    values = steps.flatten()[: len(c)].to(torch.int8)
-    return (_pack(values) if form.bits == 4 else values), scales
+    whole = steps.flatten()[: len(c)].to(torch.int8)
+    values.copy_(_pack(whole) if form.bits == 4 else whole)
 
 
 def dequantize_sum(values: torch.Tensor, scales: torch.Tensor, form: Blockwise, out: torch.Tensor) -> None:
@@ -45,10 +47,12 @@ def dequantize_sum_quantize(
     elements: int,
     out_form: Blockwise,
     error: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    out_values: torch.Tensor,
+    out_scales: torch.Tensor,
+) -> None:
     total = scales.new_empty(elements)
     dequantize_sum(values, scales, form, total)
-    return quantize(total, out_form, error)
+    quantize(total, out_form, error, out_values, out_scales)
 
 
 def _pack(values: torch.Tensor) -> torch.Tensor:

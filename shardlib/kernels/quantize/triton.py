@@ -16,8 +16,10 @@ def load(device: torch.device) -> str:
     return tiles.triton_name(device)
 
 
-def quantize(x: torch.Tensor, form: Blockwise, error: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    return _quantize(x.contiguous(), (x, x, 0, 0), form, len(x), error)
+def quantize(
+    x: torch.Tensor, form: Blockwise, error: torch.Tensor | None, values: torch.Tensor, scales: torch.Tensor
+) -> None:
+    _quantize(x.contiguous(), (x, x, 0, 0), form, len(x), error, values, scales)
 
 
 def dequantize_sum(values: torch.Tensor, scales: torch.Tensor, form: Blockwise, out: torch.Tensor) -> None:
@@ -34,9 +36,11 @@ def dequantize_sum_quantize(
     elements: int,
     out_form: Blockwise,
     error: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    out_values: torch.Tensor,
+    out_scales: torch.Tensor,
+) -> None:
     sent = (values, scales, len(values), form.bytes(elements))
-    return _quantize(scales, sent, out_form, elements, error, sent_bits=form.bits)
+    _quantize(scales, sent, out_form, elements, error, out_values, out_scales, sent_bits=form.bits)
 
 
 def _quantize(
@@ -45,11 +49,11 @@ def _quantize(
     form: Blockwise,
     elements: int,
     error: torch.Tensor | None,
+    values: torch.Tensor,
+    scales: torch.Tensor,
     sent_bits: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> None:
     """``x`` is not read where ranks' values of ``sent_bits`` bits are summed."""
-    values = torch.empty(form.bytes(elements), dtype=form.dtype, device=x.device)
-    scales = torch.empty(form.scales(elements), device=x.device)
     shape = _shape(form)
     _quantize_blocks[(triton.cdiv(elements, shape["TILE"]),)](
         x,
@@ -65,7 +69,6 @@ def _quantize(
         **shape,
         **tiles.EXACT,
     )
-    return values, scales
 
 
 def _shape(form: Blockwise) -> dict[str, int]:
