@@ -182,6 +182,14 @@ def test_wrong_arguments_reach_no_kernel():
         onebit.compress(x.long(), x, segments)
     with pytest.raises(ValueError, match="must be contiguous"):
         onebit.compress(x, torch.zeros(32)[::2], segments)
+    with pytest.raises(TypeError, match="keep the error in float64"):
+        onebit.compress(x.double(), x, segments)
+    with pytest.raises(TypeError, match="served by plain torch, not by cpu"):
+        onebit.compress(x.double(), x.double(), segments, using="cpu")
+    with pytest.raises(TypeError, match=r"out is torch.float64 and the scales are torch.float32"):
+        onebit.decompress(torch.zeros(2, dtype=torch.uint8), torch.zeros(1), segments, out=x.double())
+    with pytest.raises(ValueError, match="x on cpu, error on meta: move them to one device"):
+        onebit.compress(x, x.to("meta"), segments)
     with pytest.raises(ValueError, match="ascend from 0"):
         Segments([0, 5, 3])
     with pytest.raises(ValueError, match="multiple of 8"):

@@ -139,6 +139,8 @@ def test_wrong_arguments_reach_no_kernel():
         quantize.quantize(x, form, out=(torch.zeros(15, dtype=torch.int8), torch.zeros(1)))
     with pytest.raises(ValueError, match=r"error has shape \(15,\), not \(16,\)"):
         quantize.quantize(x, form, torch.zeros(15))
+    with pytest.raises(ValueError, match="x on cpu, error on meta"):
+        quantize.quantize(x, form, x.to("meta"))
     with pytest.raises(TypeError, match=r"x is torch.float64"):
         quantize.quantize(x.double(), form)
     with pytest.raises(TypeError, match=r"values is torch.uint8, not one of \(torch.int8,\)"):

@@ -12,6 +12,7 @@ import importlib
 import logging
 import os
 import threading
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -69,6 +70,13 @@ def _tell(operation: str, device: str, choice: Choice, slow: bool) -> None:
     if slow and reasons and reasons not in _told and os.environ.get("RANK", "0") == "0":
         _told.add(reasons)  # the other operations lack the same compiler
         _log.warning("compiled kernels are not used on %s, plain torch is, several times slower: %s", device, reasons)
+
+
+def one_device(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Kernels take addresses, which mean nothing on another device."""
+    if len({tensor.device for tensor in tensors.values()}) > 1:
+        where = ", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items())
+        raise ValueError(f"{where}: move them to one device")
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from shardlib.kernels.dispatch import choose, load, on
+from shardlib.kernels.dispatch import choose, load, on, one_device
 from shardlib.kernels.onebit import reference
 from shardlib.kernels.onebit.segments import Segments
 
@@ -41,6 +41,8 @@ def compress(
         bits uint8 ``[segments.bytes]``, and scales ``[segments.count]`` of the error's dtype; 0 for empty segments.
     """
     _check(x=(x, (segments.length,)), error=(error, (segments.length,)))
+    if x.dtype == torch.float64 != error.dtype:
+        raise TypeError(f"x is float64 and the error {error.dtype}: keep the error in float64, or cast x")
     with on(error.device):
         return _implementation(error, using).compress(x, error, segments)
 
@@ -72,10 +74,9 @@ def average(
         scales: ``[n, segments.count]``.
         out: is filled, where given; new memory costs more than the average itself.
     """
-    _check_sent(bits, scales, segments)
     if out is None:
         out = scales.new_empty(segments.length)
-    _check(out=(out, (segments.length,)))
+    _check_sent(bits, scales, segments, out=out)
     with on(scales.device):
         _implementation(scales, using).average(bits.contiguous(), scales.contiguous(), segments, out)
     return out
@@ -94,8 +95,7 @@ def average_compress(
     Returns:
         As `compress`.
     """
-    _check_sent(bits, scales, segments)
-    _check(error=(error, (segments.length,)))
+    _check_sent(bits, scales, segments, error=error)
     with on(error.device):
         chosen = _implementation(error, using)
         return chosen.average_compress(bits.contiguous(), scales.contiguous(), error, segments)
@@ -107,13 +107,20 @@ def implementation(device: torch.device) -> str:
 
 
 def _implementation(computed: torch.Tensor, using: str | None) -> Any:
-    if using is not None:
-        return load("onebit", using, computed.device).module
-    return reference if computed.dtype == torch.float64 else choose("onebit", computed.device).module
+    if computed.dtype == torch.float64:
+        if using not in (None, "reference"):
+            raise TypeError(f"float64 is served by plain torch, not by {using}")
+        return reference
+    return (choose("onebit", computed.device) if using is None else load("onebit", using, computed.device)).module
 
 
-def _check_sent(bits: torch.Tensor, scales: torch.Tensor, segments: Segments) -> None:
-    _check(bits=(bits, (len(bits), segments.bytes)), scales=(scales, (len(bits), segments.count)))
+def _check_sent(bits: torch.Tensor, scales: torch.Tensor, segments: Segments, **filled: torch.Tensor) -> None:
+    """What ranks sent, and what is filled from it, of the scales' dtype."""
+    shapes = {name: (tensor, (segments.length,)) for name, tensor in filled.items()}
+    _check(bits=(bits, (len(bits), segments.bytes)), scales=(scales, (len(bits), segments.count)), **shapes)
+    for name, tensor in filled.items():
+        if tensor.dtype != scales.dtype:
+            raise TypeError(f"{name} is {tensor.dtype} and the scales are {scales.dtype}: cast one")
 
 
 def _check(**tensors: tuple[torch.Tensor, tuple[int, ...]]) -> None:
@@ -127,3 +134,4 @@ def _check(**tensors: tuple[torch.Tensor, tuple[int, ...]]) -> None:
             raise TypeError(f"{name} is {tensor.dtype}, not one of {dtypes.get(name, floats)}: cast it")
         if name in ("error", "out") and not tensor.is_contiguous():
             raise ValueError(f"{name} is filled in place, so it must be contiguous")
+    one_device({name: tensor for name, (tensor, _) in tensors.items()})

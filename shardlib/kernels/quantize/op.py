@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from shardlib.kernels.dispatch import choose, load, on
+from shardlib.kernels.dispatch import choose, load, on, one_device
 from shardlib.kernels.quantize.blockwise import Blockwise
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -51,6 +51,7 @@ def quantize(
     _check_error(error, len(x))
     out = _outputs(form, len(x), x.device) if out is None else out
     _check_outputs(out, form, len(x))
+    one_device(_named(x=x, error=error, out_values=out[0], out_scales=out[1]))
     with on(x.device):
         _implementation(x.device, using).quantize(x, form, error, *out)
     return out
@@ -91,6 +92,7 @@ def dequantize_sum(
     if out is None:
         out = torch.empty(elements, dtype=dtype, device=values.device)
     _check(out=(out, (elements,), _FLOATS))
+    one_device(_named(values=values, scales=scales, out=out))
     with on(values.device):
         _implementation(values.device, using).dequantize_sum(values.contiguous(), scales.contiguous(), form, out)
     return out
@@ -127,6 +129,7 @@ def dequantize_sum_quantize(
         )
     out = _outputs(out_form, elements, values.device) if out is None else out
     _check_outputs(out, out_form, elements)
+    one_device(_named(values=values, scales=scales, error=error, out_values=out[0], out_scales=out[1]))
     with on(values.device):
         chosen = _implementation(values.device, using)
         sent = (values.contiguous(), scales.contiguous(), form, elements)
@@ -141,6 +144,10 @@ def implementation(device: torch.device) -> str:
 
 def _implementation(device: torch.device, using: str | None) -> Any:
     return (choose("quantize", device) if using is None else load("quantize", using, device)).module
+
+
+def _named(**tensors: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def _outputs(form: Blockwise, elements: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
