@@ -20,6 +20,7 @@ import optree
 import torch
 
 import shardlib as sl
+from benchmarks import gpu_kernels
 from shardlib.groups import EchoGroup
 from shardlib.mesh import Mesh
 from shardlib.models import gpt
@@ -35,14 +36,15 @@ def main() -> None:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cpu" and not args.tiny:
         raise SystemExit("no CUDA device: nothing to measure (--tiny tries the script on the CPU)")
-    rows = checks(device)
+    rows = checks(device) + gpu_kernels.checks(device)
     for row in rows:
         print(f"{row['check']:55s} {row['result']}")
     measured = measurements(device, args.tiny)
-    for row in measured:
+    kernels = gpu_kernels.measurements(device, args.tiny, seconds)
+    for row in measured + kernels:
         print(row)
     if not args.tiny:
-        write(args.out, device, rows, measured)
+        write(args.out, device, rows, measured, kernels)
 
 
 def checks(device: torch.device) -> Rows:
@@ -172,20 +174,21 @@ def seconds(step: Callable[[], None], device: torch.device) -> float:
     return begin.elapsed_time(end) / 1e3
 
 
-def write(folder: Path, device: torch.device, checked: Rows, measured: Rows) -> None:
+def write(folder: Path, device: torch.device, checked: Rows, measured: Rows, kernels: Rows) -> None:
     name = torch.cuda.get_device_name(device)
     stem = name.lower().replace(" ", "-")
     folder.mkdir(parents=True, exist_ok=True)
     lines = [f"# {name}", "", f"`python -m benchmarks.gpu`, torch {torch.__version__}", ""]
-    for rows in (checked, measured):
+    for rows in (checked, measured, kernels):
         header = list(rows[0])
         lines += [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
         lines += [f"| {' | '.join(row.values())} |" for row in rows] + [""]
     (folder / f"{stem}.md").write_text("\n".join(lines))
-    with (folder / f"{stem}.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(measured[0]))
-        writer.writeheader()
-        writer.writerows(measured)
+    for rows, ending in ((measured, ""), (kernels, "-kernels")):
+        with (folder / f"{stem}{ending}.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
 
 
 if __name__ == "__main__":

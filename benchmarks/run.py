@@ -1,11 +1,11 @@
-"""Every benchmark: ``python -m benchmarks [--rounds 20] [--only speed small_tensors slow_network]``."""
+"""Every benchmark: ``python -m benchmarks [--rounds 20] [--only speed kernels slow_network]``."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from benchmarks import pipeline, report, slicing, slow_network, small_tensors, speed
+from benchmarks import kernels, pipeline, report, slicing, slow_network, small_tensors, speed
 
 _RESULTS = Path(__file__).parent / "results"
 
@@ -14,6 +14,7 @@ def main() -> None:
     benchmarks = {
         "speed": lambda rounds: speed.measure(rounds),
         "small_tensors": lambda rounds: small_tensors.measure(5 * rounds),
+        "kernels": lambda rounds: kernels.measure(rounds),
         "slicing": lambda rounds: slicing.measure(rounds),
         "pipeline": lambda rounds: pipeline.measure(rounds),
         "slow_network": lambda rounds: slow_network.measure(max(3, rounds // 4)),

@@ -9,6 +9,7 @@ import torch
 from helpers.measure import count_payload
 
 import shardlib as sl
+from shardlib.groups import EchoGroup
 from shardlib.groups.simulated import RankMismatch
 
 N = 4
@@ -209,6 +210,12 @@ def test_traffic_of_point_to_point_is_counted_where_it_leaves():
         return moved, mesh.traffic.payload.get("data", 0)
 
     assert sl.simulate(run, mesh={"data": N}) == [(BYTES, 0), (0, 3 * BYTES), (BYTES, 0), (0, 0)]
+
+
+def test_an_echo_gathers_into_the_buffer_that_holds_its_input():
+    buffer = torch.arange(6.0)
+    EchoGroup(3, rank=1).all_gather(buffer, buffer[2:4])
+    assert buffer.tolist() == [2, 3] * 3
 
 
 def test_a_steps_scalars_are_counted_apart_and_an_axis_of_one_not_at_all():

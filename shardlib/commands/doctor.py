@@ -12,7 +12,7 @@ import subprocess
 import torch
 import torch.distributed as dist
 
-from shardlib.kernels import adamw
+from shardlib.kernels import adamw, onebit, quantize
 from shardlib.plan_text import table
 
 
@@ -82,4 +82,9 @@ def _compilers() -> list[tuple[str, str]]:
 
 def _kernels() -> list[tuple[str, str]]:
     devices = [torch.device("cpu")] + ([torch.device("cuda")] if torch.cuda.is_available() else [])
-    return [(f"adamw on {device.type}", adamw.implementation(device)) for device in devices]
+    operations = {"adamw": adamw, "onebit": onebit, "quantize": quantize}
+    return [
+        (f"{name} on {device.type}", operation.implementation(device))
+        for name, operation in operations.items()
+        for device in devices
+    ]

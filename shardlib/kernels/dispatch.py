@@ -1,0 +1,88 @@
+"""Which implementation of an operation serves a device: compiled, else Triton, else plain torch; chosen once.
+
+An implementation is a module of the operation's folder with the operation's functions and `load`, which makes it ready
+and returns its name, or raises where it cannot be used here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from shardlib.kernels.build import BuildError
+
+_PREFERENCE = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "triton", "reference")}
+_log = logging.getLogger("shardlib.kernels")
+_lock = threading.Lock()
+_told: set[str] = set()
+
+
+class Choice(NamedTuple):
+    """An implementation that is ready, its name, and why those before it were passed over."""
+
+    module: Any
+    name: str
+    passed: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} ({'; '.join(self.passed)})" if self.passed else self.name
+
+
+def choose(operation: str, device: torch.device) -> Choice:
+    """What serves ``device``; logs it the first time, as a warning where only plain torch is left."""
+    with _lock:
+        return _choose(operation, device.type)
+
+
+def load(operation: str, implementation: str, device: torch.device) -> Choice:
+    """One implementation by the name of its module, for tests and benchmarks; raises where it cannot be used."""
+    module = _module(operation, implementation)
+    return Choice(module, module.load(device), ())
+
+
+@functools.cache
+def _choose(operation: str, device: str) -> Choice:
+    passed: list[str] = []
+    for implementation in _PREFERENCE.get(device, ("reference",)):
+        try:
+            choice = load(operation, implementation, torch.device(device))
+        except (BuildError, ImportError, OSError) as reason:
+            passed.append(f"not {implementation}: {reason}")
+            continue
+        choice = choice._replace(passed=tuple(passed))
+        _tell(operation, device, choice, implementation == "reference")
+        return choice
+    raise AssertionError("the reference can always be used")
+
+
+def _tell(operation: str, device: str, choice: Choice, slow: bool) -> None:
+    _log.info("%s on %s: %s", operation, device, choice)
+    reasons = "; ".join(choice.passed)
+    if slow and reasons and reasons not in _told and os.environ.get("RANK", "0") == "0":
+        _told.add(reasons)  # the other operations lack the same compiler
+        _log.warning("compiled kernels are not used on %s, plain torch is, several times slower: %s", device, reasons)
+
+
+def one_device(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Kernels take addresses, which mean nothing on another device."""
+    if len({tensor.device for tensor in tensors.values()}) > 1:
+        where = ", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items())
+        raise ValueError(f"{where}: move them to one device")
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Where kernels are launched for tensors of ``device``: on its GPU, even if another is the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _module(operation: str, implementation: str) -> ModuleType:
+    return importlib.import_module(f"shardlib.kernels.{operation}.{implementation}")

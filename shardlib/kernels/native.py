@@ -1,0 +1,111 @@
+"""Compiled kernels as Python functions: C functions over raw pointers, called through ctypes.
+
+No header of torch is needed, so that a kernel compiles in seconds and one library serves every version of torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import platform
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from shardlib.kernels.build import BuildError, Recipe, shared_library
+
+_HERE = Path(__file__).parent
+_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64}
+_AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512"
+# Sums are in the order written, and a product is rounded before it is added: the same bits everywhere.
+_EXACT = "-ffp-contract=off -fno-math-errno"
+
+
+def functions(path: Path, signatures: Mapping[str, str], suffix: str = "", checked: bool = False) -> Any:
+    """The functions of a compiled library, as attributes.
+
+    Args:
+        path: the shared library.
+        signatures: function -> its parameters' types, a letter each: p a tensor (or None), i an int, l an int64.
+        suffix: what the library's names have after the functions'.
+        checked: they return an int, 0 where all went well; otherwise nothing.
+    """
+    library = ctypes.CDLL(str(path))
+    made = {name: _callable(getattr(library, name + suffix), letters, checked) for name, letters in signatures.items()}
+    return SimpleNamespace(**made)
+
+
+def _callable(function: Any, letters: str, checked: bool) -> Callable[..., None]:
+    function.argtypes = [_TYPES[letter] for letter in letters]
+    function.restype = ctypes.c_int if checked else None
+
+    def call(*values: torch.Tensor | int | None) -> None:
+        code = function(*[value.data_ptr() if isinstance(value, torch.Tensor) else value for value in values])
+        if code:
+            raise RuntimeError(f"{function.__name__} was not launched: CUDA error {code}; see cudaError_t")
+
+    return call
+
+
+def cpp_recipe(name: str) -> Recipe:
+    """``<name>/<name>.cpp`` compiled for every instruction set of this kind of processor."""
+    source = _HERE / name / f"{name}.cpp"
+    units: list[tuple[Path, tuple[str, ...]]] = [(source, ("-DISA=portable", "-DCHOOSES"))]
+    if platform.machine() in ("x86_64", "AMD64"):
+        units += [(source, ("-DISA=avx2", "-mavx2")), (source, ("-DISA=avx512", *_AVX512.split()))]
+    flags = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wno-psabi", *_EXACT.split())
+    return Recipe(name, "g++", tuple(units), (_HERE / "simd.h",), flags)
+
+
+@functools.cache
+def cpp_path(name: str) -> Path:
+    """The operation's library for the CPU, built on the first call.
+
+    Raises:
+        BuildError: it cannot be built here.
+    """
+    return shared_library(cpp_recipe(name))
+
+
+@functools.cache
+def instruction_set(name: str) -> str:
+    """The one of the library that suits this processor best: "avx512", "avx2" or "portable"."""
+    function = ctypes.CDLL(str(cpp_path(name))).instruction_set
+    function.restype = ctypes.c_char_p
+    return function().decode()
+
+
+def cuda_recipe(name: str, capability: tuple[int, int]) -> Recipe:
+    """``<name>/<name>.cu`` for GPUs of one compute capability, and by its PTX for later ones."""
+    flags = ("-O3", "-std=c++17", f"-arch=sm_{capability[0]}{capability[1]}", "-Xcompiler=-fPIC", "-fmad=false")
+    includes = (_HERE / name / f"{name}.cuh", _HERE / "simt.cuh")
+    return Recipe(f"{name}-cuda", "nvcc", ((_HERE / name / f"{name}.cu", ()),), includes, flags)
+
+
+@functools.cache
+def cuda_path(name: str) -> Path:
+    """The operation's library for the GPUs at hand, built on the first call.
+
+    Raises:
+        BuildError: it cannot be built here, or there is no NVIDIA GPU.
+    """
+    if not torch.cuda.is_available() or torch.version.cuda is None:
+        raise BuildError("no NVIDIA GPU that this torch can use")
+    capabilities = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
+    return shared_library(cuda_recipe(name, min(capabilities)))
+
+
+def stream(device: torch.device) -> int:
+    """The handle of the stream that torch runs on now."""
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+def readable(x: torch.Tensor) -> torch.Tensor:
+    """``x`` as the compiled kernels read it: contiguous fp32 or bf16; fp16 is cast first."""
+    return (x.float() if x.dtype == torch.float16 else x).contiguous()
+
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}

@@ -1,0 +1,69 @@
+"""1-bit compression on the CPU, by onebit.cpp."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from shardlib.kernels import native
+from shardlib.kernels.onebit.segments import Segments
+
+_SPAN = 1 << 16  # as in onebit.cpp
+_SIGNATURES = {
+    "onebit_compress": "pippllllpppi",
+    "onebit_average": "pplpllllpi",
+    "onebit_average_compress": "pplppllllpppi",
+}
+
+
+def load(device: torch.device) -> str:
+    return f"C++, {native.instruction_set('onebit')}"
+
+
+def compress(x: torch.Tensor, error: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, torch.Tensor]:
+    x = native.readable(x)
+    bits, scales, partial = _outputs(segments)
+    where = (*_table(segments), bits, scales, partial, torch.get_num_threads())
+    _library().onebit_compress(x, native.DTYPES[x.dtype], error, *where)
+    return bits, scales
+
+
+def average(bits: torch.Tensor, scales: torch.Tensor, segments: Segments, out: torch.Tensor) -> None:
+    where = (*_table(segments), out, torch.get_num_threads())
+    _library().onebit_average(bits, scales, len(bits), *where)
+
+
+def average_compress(
+    bits: torch.Tensor, scales: torch.Tensor, error: torch.Tensor, segments: Segments
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out_bits, out_scales, partial = _outputs(segments)
+    where = (*_table(segments), out_bits, out_scales, partial, torch.get_num_threads())
+    _library().onebit_average_compress(bits, scales, len(bits), error, *where)
+    return out_bits, out_scales
+
+
+def _library() -> Any:
+    return _functions(native.instruction_set("onebit"))
+
+
+@functools.cache
+def _functions(instruction_set: str) -> Any:
+    return native.functions(native.cpp_path("onebit"), _SIGNATURES, "_" + instruction_set)
+
+
+def _outputs(segments: Segments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Signs, scales, and room for the sums of pieces of segments."""
+    pieces = -(-segments.length // _SPAN) + segments.count
+    return (
+        torch.empty(segments.bytes, dtype=torch.uint8),
+        torch.empty(segments.count),
+        torch.empty(pieces, dtype=torch.float64),
+    )
+
+
+def _table(segments: Segments) -> tuple[torch.Tensor | None, int, int, int, int]:
+    """The segments as the C functions take them."""
+    offsets = segments.offsets if segments.block is None else None
+    return offsets, segments.block or 0, segments.count, segments.elements, segments.length

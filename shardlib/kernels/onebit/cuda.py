@@ -1,0 +1,77 @@
+"""1-bit compression on NVIDIA GPUs, by onebit.cu."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardlib.kernels import native
+from shardlib.kernels.onebit.segments import Segments
+
+_TILE = 2048  # as in onebit.cuh
+_SIGNATURES = {
+    "onebit_compress": "pipppllllpppp",
+    "onebit_average": "pplppllllpp",
+    "onebit_average_compress": "pplpppllllpppp",
+}
+
+
+def load(device: torch.device) -> str:
+    _library()
+    return "CUDA C++"
+
+
+def compress(x: torch.Tensor, error: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, torch.Tensor]:
+    x = native.readable(x)
+    outputs = _outputs(segments, x.device)
+    table = _table(segments, x.device)
+    _library().onebit_compress(x, native.DTYPES[x.dtype], error, *table, *outputs, native.stream(x.device))
+    return outputs[:2]
+
+
+def average(bits: torch.Tensor, scales: torch.Tensor, segments: Segments, out: torch.Tensor) -> None:
+    table = _table(segments, out.device)
+    _library().onebit_average(bits, scales, len(bits), *table, out, native.stream(out.device))
+
+
+def average_compress(
+    bits: torch.Tensor, scales: torch.Tensor, error: torch.Tensor, segments: Segments
+) -> tuple[torch.Tensor, torch.Tensor]:
+    outputs = _outputs(segments, error.device)
+    table = _table(segments, error.device)
+    _library().onebit_average_compress(bits, scales, len(bits), error, *table, *outputs, native.stream(error.device))
+    return outputs[:2]
+
+
+def _library() -> Any:
+    return _functions(native.cuda_path("onebit"))
+
+
+@functools.cache
+def _functions(path: Path) -> Any:
+    return native.functions(path, _SIGNATURES, checked=True)
+
+
+def _in_one_pass(segments: Segments) -> bool:
+    return segments.block is not None and segments.block % 32 == 0 and segments.block <= 4096
+
+
+def _outputs(segments: Segments, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Signs, scales, and room for the sums of pieces of segments."""
+    pieces = 0 if _in_one_pass(segments) else -(-segments.length // _TILE) + segments.count
+    return (
+        torch.empty(segments.bytes, dtype=torch.uint8, device=device),
+        torch.empty(segments.count, device=device),
+        torch.empty(pieces, dtype=torch.float64, device=device),
+    )
+
+
+def _table(segments: Segments, device: torch.device) -> tuple[torch.Tensor | int | None, ...]:
+    """The segments as the C functions take them."""
+    sizes = (segments.count, segments.elements, segments.length)
+    if _in_one_pass(segments):
+        return None, None, segments.block, *sizes
+    return segments.on(device), segments.first(_TILE, device), 0, *sizes

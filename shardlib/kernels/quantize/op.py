@@ -1,0 +1,184 @@
+"""Blockwise symmetric quantisation to 8 or 4 bits (ZeRO++, arXiv 2306.10209), on flat buffers.
+
+Over a block, with L = 127 or 7:
+
+- quantise: c = x + e (or x);  s = max|c| / L;  q = clamp(round(c / s), −L, L), ties to even;  e ← c − q·s.
+- dequantise: Σ_r q_r·s_r over n ranks' values, in rank order, each product rounded before it is added.
+- for an all-to-all in two hops, both in one: c = Σ_r q_r·s_r + e, quantised, without storing the sum.
+
+A block of zeros has the scale 0 and values 0 (so has one whose scale underflows); denormal scales can push c / s beyond L,
+hence the clamp. All arithmetic is in fp32 and every implementation gives the same bits. With an odd number of elements the
+last byte of 4-bit values has zero in its upper half.
+
+Bytes moved per element, fp32 in: 4 + bits/8 to quantise (12 + bits/8 with errors), the same to dequantise one rank;
+scales add 4/block. Operations: two passes over a block that stays in the cache, one division per element.
+
+NaN or infinity in a block makes its scale NaN or infinity, its values 0, and leaves its errors as they were: look at the
+scales before using anything else. ``using`` names one implementation ("cpu", "cuda", "triton", "reference"), for tests.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardlib.kernels.dispatch import choose, load, on, one_device
+from shardlib.kernels.quantize.blockwise import Blockwise
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def quantize(
+    x: torch.Tensor,
+    form: Blockwise,
+    error: torch.Tensor | None = None,
+    *,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    using: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise ``x``; updates ``error``, where given, in place.
+
+    Args:
+        x: ``[d]``, fp32, bf16 or fp16.
+        error: fp32 ``[d]``, contiguous: what earlier calls left out.
+        out: the values and scales to fill, where given; new memory can cost as much as quantising.
+
+    Returns:
+        values of ``form.dtype`` ``[form.bytes(d)]``, and scales fp32 ``[form.scales(d)]``.
+    """
+    _check(x=(x, (len(x),), _FLOATS))
+    _check_error(error, len(x))
+    out = _outputs(form, len(x), x.device) if out is None else out
+    _check_outputs(out, form, len(x))
+    one_device(_named(x=x, error=error, out_values=out[0], out_scales=out[1]))
+    with on(x.device):
+        _implementation(x.device, using).quantize(x, form, error, *out)
+    return out
+
+
+def dequantize(
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    form: Blockwise,
+    elements: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    out: torch.Tensor | None = None,
+    using: str | None = None,
+) -> torch.Tensor:
+    """What `quantize` gave, as ``[elements]`` of ``dtype`` (or in ``out``)."""
+    return dequantize_sum(values.unsqueeze(0), scales.unsqueeze(0), form, elements, dtype=dtype, out=out, using=using)
+
+
+def dequantize_sum(
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    form: Blockwise,
+    elements: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    out: torch.Tensor | None = None,
+    using: str | None = None,
+) -> torch.Tensor:
+    """The sum of n ranks' values, ``[elements]`` of ``dtype``, added in fp32.
+
+    Args:
+        values: ``[n, form.bytes(elements)]``.
+        scales: fp32 ``[n, form.scales(elements)]``.
+        out: fp32, bf16 or fp16 ``[elements]``, is filled, where given; new memory costs more than the sum itself.
+    """
+    _check_sent(values, scales, form, elements)
+    if out is None:
+        out = torch.empty(elements, dtype=dtype, device=values.device)
+    _check(out=(out, (elements,), _FLOATS))
+    one_device(_named(values=values, scales=scales, out=out))
+    with on(values.device):
+        _implementation(values.device, using).dequantize_sum(values.contiguous(), scales.contiguous(), form, out)
+    return out
+
+
+def dequantize_sum_quantize(
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    form: Blockwise,
+    elements: int,
+    out_form: Blockwise,
+    error: torch.Tensor | None = None,
+    *,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    using: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize` of the ranks' `dequantize_sum`, in one pass; updates ``error``, where given, in place.
+
+    Args:
+        values: ``[n, form.bytes(elements)]``.
+        scales: fp32 ``[n, form.scales(elements)]``.
+        out_form: of the result; its blocks are ``form``'s.
+        error: fp32 ``[elements]``, contiguous.
+        out: the values and scales to fill, where given.
+
+    Returns:
+        As `quantize`, in ``out_form``.
+    """
+    _check_sent(values, scales, form, elements)
+    _check_error(error, elements)
+    if out_form.block != form.block:
+        raise ValueError(
+            f"blocks of {form.block} and of {out_form.block} elements: quantise to the blocks that come in"
+        )
+    out = _outputs(out_form, elements, values.device) if out is None else out
+    _check_outputs(out, out_form, elements)
+    one_device(_named(values=values, scales=scales, error=error, out_values=out[0], out_scales=out[1]))
+    with on(values.device):
+        chosen = _implementation(values.device, using)
+        sent = (values.contiguous(), scales.contiguous(), form, elements)
+        chosen.dequantize_sum_quantize(*sent, out_form, error, *out)
+    return out
+
+
+def implementation(device: torch.device) -> str:
+    """Which implementation serves a device, and why none before it."""
+    return str(choose("quantize", device))
+
+
+def _implementation(device: torch.device, using: str | None) -> Any:
+    return (choose("quantize", device) if using is None else load("quantize", using, device)).module
+
+
+def _named(**tensors: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+def _outputs(form: Blockwise, elements: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    values = torch.empty(form.bytes(elements), dtype=form.dtype, device=device)
+    return values, torch.empty(form.scales(elements), device=device)
+
+
+def _check_outputs(out: tuple[torch.Tensor, torch.Tensor], form: Blockwise, elements: int) -> None:
+    _check(out_values=(out[0], (form.bytes(elements),), (form.dtype,)))
+    _check(out_scales=(out[1], (form.scales(elements),), (torch.float32,)))
+
+
+def _check_sent(values: torch.Tensor, scales: torch.Tensor, form: Blockwise, elements: int) -> None:
+    ranks = len(values)
+    _check(
+        values=(values, (ranks, form.bytes(elements)), (form.dtype,)),
+        scales=(scales, (ranks, form.scales(elements)), (torch.float32,)),
+    )
+
+
+def _check_error(error: torch.Tensor | None, elements: int) -> None:
+    if error is not None:
+        _check(error=(error, (elements,), (torch.float32,)))
+
+
+def _check(**tensors: tuple[torch.Tensor, tuple[int, ...], tuple[torch.dtype, ...]]) -> None:
+    """Kernels read and write by these sizes: what does not have them must not reach one."""
+    for name, (tensor, shape, dtypes) in tensors.items():
+        if tensor.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {shape}")
+        if tensor.dtype not in dtypes:
+            raise TypeError(f"{name} is {tensor.dtype}, not one of {dtypes}: cast it")
+        if name.startswith(("error", "out")) and not tensor.is_contiguous():
+            raise ValueError(f"{name} is filled in place, so it must be contiguous")

@@ -1,0 +1,297 @@
+// Blockwise int8 and int4 on the CPU; see op.py for the mathematics. Compiled once per instruction set (ISA names it).
+//
+// A block's elements are gathered in the first-level cache, then scaled, rounded and packed from there. Blocks are independent, so threads take ranges of them.
+#include "../simd.h"
+
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "nibbles are packed in pairs of bytes");
+
+namespace {
+
+typedef uint16_t Pairs __attribute__((vector_size(W)));           // two bytes of Bytes each
+typedef uint8_t HalfBytes __attribute__((vector_size(W / 2)));    // what is left of them
+
+// W values of 8 or 4 bits; 4-bit ones two to a byte, the first in the low half.
+template <int BITS>
+struct Packed;
+
+template <>
+struct Packed<8> {
+    static constexpr float LARGEST = 127;
+    static Ints load(const uint8_t* values, int64_t i) {
+        return widen(::load<Bytes>(values + i));
+    }
+    static int get(const uint8_t* values, int64_t i) { return int8_t(values[i]); }
+    static void store(uint8_t* values, int64_t i, Ints q) { ::store(values + i, __builtin_convertvector(q, Bytes)); }
+    static void put(uint8_t* values, int64_t i, int q) { values[i] = uint8_t(q); }
+};
+
+template <>
+struct Packed<4> {
+    static constexpr float LARGEST = 7;
+    static Ints load(const uint8_t* values, int64_t i) {
+        Pairs pairs = __builtin_convertvector(::load<HalfBytes>(values + i / 2), Pairs);
+        Bytes nibbles = bitcast<Bytes>(Pairs((pairs | pairs << 4) & 0x0f0f));
+        return widen((nibbles ^ 8) - 8);
+    }
+    static int get(const uint8_t* values, int64_t i) {
+        int nibble = values[i / 2] >> (i % 2 * 4) & 15;
+        return nibble - ((nibble & 8) << 1);
+    }
+    static void store(uint8_t* values, int64_t i, Ints q) {
+        Pairs pairs = bitcast<Pairs>(__builtin_convertvector(q, Bytes));
+        ::store(values + i / 2, __builtin_convertvector((pairs & 0x0f) | (pairs >> 4 & 0xf0), HalfBytes));
+    }
+    // In order: an even element clears the half above it, which the next one fills.
+    static void put(uint8_t* values, int64_t i, int q) {
+        values[i / 2] = uint8_t(i % 2 ? values[i / 2] | q << 4 : q & 15);
+    }
+};
+
+// What is quantised. fill(a, b, c) gives the elements from a, a multiple of W, up to b: in c, or where they are already;
+// b − a ≤ CHUNK.
+
+constexpr int64_t CHUNK = 512;  // floats: few enough that reading memory and computing overlap
+constexpr int64_t AHEAD = 1024;  // floats: beyond where the hardware's prefetching stops
+
+template <typename Type>
+struct Tensor {
+    const typename Type::Element* x;
+
+    const float* fill(int64_t a, int64_t b, float* c) const {
+        float* to = c;
+        for (; a + W <= b; a += W, to += W) {
+            __builtin_prefetch(x + a + AHEAD);
+            store(to, Type::load(x + a));
+        }
+        for (; a < b; ++a, ++to) *to = Type::get(x + a);
+        return c;
+    }
+};
+
+template <>
+struct Tensor<Float32> {
+    const float* x;
+
+    const float* fill(int64_t a, int64_t, float*) const { return x + a; }
+};
+
+// The sum of n ranks' values, in their order.
+template <int BITS>
+struct Sum {
+    const uint8_t* values;
+    const float* scales;
+    int64_t ranks, bytes, count, block;  // bytes and scales of a rank
+
+    const float* fill(int64_t a, int64_t b, float* c) const {
+        for (int64_t from = a, to; from < b; from = to) {
+            to = smaller(b, (from / block + 1) * block);
+            const float* scale = scales + from / block;
+            add<true>(values, *scale, from, to, c + (from - a));
+            for (int64_t r = 1; r < ranks; ++r)
+                add<false>(values + r * bytes, scale[r * count], from, to, c + (from - a));
+        }
+        return c;
+    }
+    template <bool FIRST>
+    static void add(const uint8_t* values, float scale, int64_t a, int64_t b, float* c) {
+        for (; a + W <= b; a += W, c += W) {
+            Floats sum = FIRST ? Floats{} : load<Floats>(c);
+            store(c, sum + __builtin_convertvector(Packed<BITS>::load(values, a), Floats) * all(scale));
+        }
+        for (; a < b; ++a, ++c) *c = (FIRST ? 0 : *c) + float(Packed<BITS>::get(values, a)) * scale;
+    }
+};
+
+template <typename Source>
+struct WithError {
+    Source source;
+    const float* error;
+
+    const float* fill(int64_t a, int64_t b, float* c) const {
+        const float* from = source.fill(a, b, c);
+        float* to = c;
+        for (; a + W <= b; a += W, from += W, to += W) {
+            __builtin_prefetch(from + AHEAD / 2);
+            __builtin_prefetch(error + a + AHEAD / 2);
+            store(to, load<Floats>(from) + load<Floats>(error + a));
+        }
+        for (; a < b; ++a, ++from, ++to) *to = *from + error[a];
+        return c;
+    }
+};
+
+// Adding it leaves a float of up to 22 bits rounded to nearest even in the lowest bits of the sum.
+constexpr float ROUND = 12582912;  // 1.5 · 2^23
+
+inline Floats clamp(Floats v, float most) {
+    v = v > all(most) ? all(most) : v;
+    return v < all(-most) ? all(-most) : v;
+}
+
+// The largest of c's magnitudes: as integers, which order like the floats they are, infinity and then NaN on top.
+inline float largest(const float* c, int64_t number) {
+    Ints most = {};
+    int64_t i = 0;
+    for (; i + W <= number; i += W) {
+        __builtin_prefetch(c + i + AHEAD);
+        Ints magnitude = bitcast<Ints>(load<Floats>(c + i)) & 0x7fffffff;
+        most = magnitude > most ? magnitude : most;
+    }
+    int32_t lanes[W];
+    store(lanes, most);
+    for (; i < number; ++i) {
+        int32_t magnitude = bitcast<int32_t>(c[i]) & 0x7fffffff;
+        lanes[0] = magnitude > lanes[0] ? magnitude : lanes[0];
+    }
+    for (int step = W / 2; step; step /= 2)
+        for (int lane = 0; lane < step; ++lane)
+            lanes[lane] = lanes[lane] > lanes[lane + step] ? lanes[lane] : lanes[lane + step];
+    return bitcast<float>(lanes[0]);
+}
+
+// Elements a up to b, whose c are there; error may be null.
+template <int BITS>
+inline void emit(const float* c, int64_t a, int64_t b, float scale, uint8_t* values, float* error) {
+    constexpr float LARGEST = Packed<BITS>::LARGEST;
+    int64_t i = a;
+    for (; i + W <= b; i += W, c += W) {
+        Floats rounded = clamp(load<Floats>(c) / all(scale), LARGEST) + ROUND;
+        Packed<BITS>::store(values, i, bitcast<Ints>(rounded) - bitcast<Ints>(all(ROUND)));
+        if (error) store(error + i, load<Floats>(c) - (rounded - ROUND) * all(scale));
+    }
+    for (; i < b; ++i, ++c) {
+        float v = *c / scale;
+        float rounded = (v > LARGEST ? LARGEST : v < -LARGEST ? -LARGEST : v) + ROUND;
+        Packed<BITS>::put(values, i, bitcast<int32_t>(rounded) - bitcast<int32_t>(ROUND));
+        if (error) error[i] = *c - (rounded - ROUND) * scale;
+    }
+}
+
+// One block's elements a up to b, whose c are there. Errors stay as they are where the scale is not finite.
+template <int BITS>
+inline void emit_block(const float* c, int64_t a, int64_t b, float scale, uint8_t* values, float* error) {
+    if (__builtin_isfinite(scale) && scale > 0) {
+        emit<BITS>(c, a, b, scale, values, error);
+        return;
+    }
+    memset(values + a * BITS / 8, 0, size_t((b - a) * BITS + 7) / 8);
+    if (error && scale == 0) memcpy(error + a, c, size_t(b - a) * sizeof(float));
+}
+
+// Elements a up to b: many blocks that fill a chunk, or one block of many chunks. All scales come before all values, for
+// a scale is a long chain of dependent instructions and those of different blocks overlap.
+template <int BITS, typename Source>
+void quantize_unit(const Source& source, int64_t a, int64_t b, int64_t block, uint8_t* values, float* scales,
+                   float* error) {
+    alignas(64) float buffer[CHUNK];
+    const float* c = buffer;
+    for (int64_t from = a; from < b; from += CHUNK) {
+        int64_t to = smaller(b, from + CHUNK);
+        c = source.fill(from, to, buffer);
+        for (int64_t i = from; i < to; i += block) {
+            float* most = scales + i / block;
+            float found = largest(c + (i - from), smaller(block, to - i));
+            if (i % block == 0 || bitcast<int32_t>(found) > bitcast<int32_t>(*most)) *most = found;
+        }
+    }
+    for (int64_t i = a; i < b; i += block) scales[i / block] /= Packed<BITS>::LARGEST;
+    for (int64_t from = a; from < b; from += CHUNK) {
+        int64_t to = smaller(b, from + CHUNK);
+        if (b - a > CHUNK) c = source.fill(from, to, buffer);
+        for (int64_t i = from; i < to; i += block)
+            emit_block<BITS>(c + (i - from), i, smaller(i + block, to), scales[i / block], values, error);
+    }
+}
+
+// A thread costs what a megabyte takes.
+inline int useful(int threads, int64_t elements) { return int(smaller(threads, elements >> 18)); }
+
+template <int BITS, typename Source>
+void quantize(const Source& source, int64_t block, int64_t elements, uint8_t* values, float* scales, float* error,
+              int threads) {
+    int64_t unit = larger(block, CHUNK);
+    parallel((elements + unit - 1) / unit, useful(threads, elements), [&](int64_t from, int64_t to) {
+        for (int64_t a = from * unit; a < smaller(to * unit, elements); a += unit)
+            quantize_unit<BITS>(source, a, smaller(a + unit, elements), block, values, scales, error);
+    });
+}
+
+template <typename Source>
+void quantize(const Source& source, int bits, int64_t block, int64_t elements, uint8_t* values, float* scales,
+              float* error, int threads) {
+    WithError<Source> corrected = {source, error};
+    if (bits == 8) {
+        if (error)
+            quantize<8>(corrected, block, elements, values, scales, error, threads);
+        else
+            quantize<8>(source, block, elements, values, scales, error, threads);
+    } else {
+        if (error)
+            quantize<4>(corrected, block, elements, values, scales, error, threads);
+        else
+            quantize<4>(source, block, elements, values, scales, error, threads);
+    }
+}
+
+template <int BITS>
+inline Sum<BITS> sum_of(const uint8_t* values, const float* scales, int64_t ranks, int64_t block, int64_t elements) {
+    int64_t bytes = BITS == 8 ? elements : (elements + 1) / 2;
+    return {values, scales, ranks, bytes, (elements + block - 1) / block, block};
+}
+
+// Calls each(a, b) for every chunk.
+template <typename Each>
+inline void chunks(int64_t elements, int threads, const Each& each) {
+    parallel((elements + CHUNK - 1) / CHUNK, useful(threads, elements), [&](int64_t from, int64_t to) {
+        for (int64_t a = from * CHUNK; a < smaller(to * CHUNK, elements); a += CHUNK)
+            each(a, smaller(a + CHUNK, elements));
+    });
+}
+
+template <int BITS>
+void write(const Sum<BITS>& sum, int64_t elements, void* out, int dtype, int threads) {
+    if (dtype == 0) {
+        float* floats = static_cast<float*>(out);
+        chunks(elements, threads, [&](int64_t a, int64_t b) { sum.fill(a, b, floats + a); });
+        return;
+    }
+    uint16_t* halves = static_cast<uint16_t*>(out);
+    chunks(elements, threads, [&](int64_t a, int64_t b) {
+        alignas(64) float c[CHUNK];
+        sum.fill(a, b, c);
+        int64_t i = a;
+        for (; i + W <= b; i += W) BFloat16::store(halves + i, load<Floats>(c + (i - a)));
+        for (; i < b; ++i) BFloat16::put(halves + i, c[i - a]);
+    });
+}
+
+}  // namespace
+
+// dtype: 0 float, 1 bfloat16. bits: 8 or 4. block: a power of two from 16 to 4096. error: may be null.
+EXPORT(quantize)(const void* x, int dtype, float* error, int bits, int64_t block, int64_t elements, uint8_t* values,
+                 float* scales, int threads) {
+    if (dtype == 0)
+        quantize(Tensor<Float32>{static_cast<const float*>(x)}, bits, block, elements, values, scales, error, threads);
+    else
+        quantize(Tensor<BFloat16>{static_cast<const uint16_t*>(x)}, bits, block, elements, values, scales, error,
+                 threads);
+}
+
+EXPORT(dequantize_sum)(const uint8_t* values, const float* scales, int64_t ranks, int bits, int64_t block,
+                       int64_t elements, void* out, int dtype, int threads) {
+    if (bits == 8)
+        write(sum_of<8>(values, scales, ranks, block, elements), elements, out, dtype, threads);
+    else
+        write(sum_of<4>(values, scales, ranks, block, elements), elements, out, dtype, threads);
+}
+
+EXPORT(dequantize_sum_quantize)(const uint8_t* values, const float* scales, int64_t ranks, int bits, float* error,
+                                int out_bits, int64_t block, int64_t elements, uint8_t* out_values, float* out_scales,
+                                int threads) {
+    if (bits == 8)
+        quantize(sum_of<8>(values, scales, ranks, block, elements), out_bits, block, elements, out_values, out_scales,
+                 error, threads);
+    else
+        quantize(sum_of<4>(values, scales, ranks, block, elements), out_bits, block, elements, out_values, out_scales,
+                 error, threads);
+}

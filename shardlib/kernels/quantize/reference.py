@@ -1,0 +1,67 @@
+"""Blockwise quantisation in plain torch: the oracle of the kernels, and the fallback.
+
+See `shardlib.kernels.quantize.op` for what the functions do.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shardlib.kernels.quantize.blockwise import Blockwise
+
+
+def load(device: torch.device) -> str:
+    return "reference"
+
+
+def quantize(
+    x: torch.Tensor, form: Blockwise, error: torch.Tensor | None, values: torch.Tensor, scales: torch.Tensor
+) -> None:
+    c = x.float() if error is None else x.float() + error
+    blocks = torch.nn.functional.pad(c, (0, -len(c) % form.block)).view(-1, form.block)
+    # Division by a tensor: a Python number would be inverted first on CUDA.
+    torch.div(blocks.abs().amax(dim=1), blocks.new_full((1,), form.largest), out=scales)
+    usable = scales.isfinite() & (scales > 0)
+    steps = (blocks / scales.unsqueeze(1)).clamp(-form.largest, form.largest).round()
+    steps = torch.where(usable.unsqueeze(1), steps, 0.0)
+    if error is not None:
+        left = (blocks - steps * scales.unsqueeze(1)).flatten()[: len(c)]
+        finite = scales.isfinite().repeat_interleave(form.block)[: len(c)]
+        error.copy_(torch.where(finite, left, error))
+    whole = steps.flatten()[: len(c)].to(torch.int8)
+    values.copy_(_pack(whole) if form.bits == 4 else whole)
+
+
+def dequantize_sum(values: torch.Tensor, scales: torch.Tensor, form: Blockwise, out: torch.Tensor) -> None:
+    total = scales.new_zeros(len(out))
+    for row, per_block in zip(values, scales):
+        steps = (_unpack(row) if form.bits == 4 else row)[: len(out)]
+        total += steps.float() * per_block.repeat_interleave(form.block)[: len(out)]
+    out.copy_(total)
+
+
+def dequantize_sum_quantize(
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    form: Blockwise,
+    elements: int,
+    out_form: Blockwise,
+    error: torch.Tensor | None,
+    out_values: torch.Tensor,
+    out_scales: torch.Tensor,
+) -> None:
+    total = scales.new_empty(elements)
+    dequantize_sum(values, scales, form, total)
+    quantize(total, out_form, error, out_values, out_scales)
+
+
+def _pack(values: torch.Tensor) -> torch.Tensor:
+    """int8 ``[d]`` from -8 to 7 -> uint8 ``[⌈d/2⌉]``."""
+    nibbles = torch.nn.functional.pad(values, (0, len(values) % 2)).view(torch.uint8) & 15
+    return nibbles[0::2] | nibbles[1::2] << 4
+
+
+def _unpack(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 ``[b]`` -> int8 ``[2b]``."""
+    nibbles = torch.stack([packed & 15, packed >> 4], dim=1).flatten().view(torch.int8)
+    return nibbles - ((nibbles & 8) << 1)

@@ -1,0 +1,26 @@
+"""What the Triton kernels share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from shardlib.kernels.build import BuildError
+
+# A product is rounded before it is added, as everywhere.
+EXACT: dict[str, Any] = {"enable_fp_fusion": False}
+
+
+def triton_name(device: torch.device) -> str:
+    """The implementation's name on ``device``.
+
+    Raises:
+        BuildError: Triton does not compile for it, and is not interpreting (TRITON_INTERPRET=1).
+    """
+    if triton.knobs.runtime.interpret:
+        return f"Triton {triton.__version__}, interpreted"
+    if device.type != "cuda":
+        raise BuildError(f"Triton does not compile for {device.type}")
+    return f"Triton {triton.__version__}"
