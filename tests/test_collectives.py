@@ -228,7 +228,7 @@ def test_a_steps_scalars_are_counted_apart_and_an_axis_of_one_not_at_all():
 
     for payload, scalars in sl.simulate(run, mesh={"data": 2, "single": 1}):
         assert payload == {"data": 8}  # an all-reduce of two numbers of 4 bytes: 2 · 8 · (2 − 1)/2
-        assert scalars == {"data": 24}  # and of three of 8 bytes
+        assert scalars == {"data": 32}  # and of four of 8 bytes
 
 
 @pytest.mark.parametrize("stage", [2, 3])

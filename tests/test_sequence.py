@@ -466,7 +466,7 @@ def test_consumers_of_one_input_share_its_gather():
     def run(mesh):
         rules = {"a": "column", "b": "column", "out": "row"}
         sharded = sl.shard(params | {"bias": x[0, 0]}, mesh, cut("megatron", rules=rules))
-        sent = count_payload(mesh)
+        sent = count_payload(mesh, scalars=2)
         sl.value_and_grad(loss_fn)(sharded, x)
         return sent()["seq"]
 
