@@ -54,8 +54,21 @@ class _Attach(torch.autograd.Function):
         return ctx.state.bucket.pack(grads, ctx.state.bucket.reduce_dtype), None
 
 
+def attachment(node: Any) -> Any:
+    """The node that attaches a leaf, and the leaf's number there, of the node that stands for a leaf alone; else None.
+
+    Only where leaves have such nodes: see `BucketState`.
+    """
+    nexts = node.next_functions
+    return nexts[0] if nexts and isinstance(nexts[0][0], _Attach._backward_cls) else None  # type: ignore[attr-defined]
+
+
 class BucketState:
     """One bucket at run time.
+
+    Args:
+        apart: whether each leaf has a node of its own in the graph, so that autograd can be asked for some leaves'
+            gradients without the others'.
 
     Attributes:
         stored: this rank's buffer, as stored.
@@ -65,9 +78,9 @@ class BucketState:
             must stay in the graph.)
     """
 
-    def __init__(self, bucket: Bucket, mesh: Mesh) -> None:
+    def __init__(self, bucket: Bucket, mesh: Mesh, apart: bool = False) -> None:
         self.bucket = bucket
-        self._mesh = mesh
+        self._mesh, self._apart = mesh, apart
         self.stored: torch.Tensor = torch.empty(0)
         self.whole: torch.Tensor | None = None
         self.anchor: torch.Tensor | None = None
@@ -115,7 +128,7 @@ class BucketState:
             return self.bucket.leaves(self.whole)
         leaves = list(_Attach.apply(self.root, self))
         run_first(leaves[0])
-        return leaves
+        return [leaf.view_as(leaf) for leaf in leaves] if self._apart else leaves
 
 
 class UnitState:
