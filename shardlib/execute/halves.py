@@ -4,6 +4,8 @@ The first half is the whole backward but for the products that give the gradient
 factors (a layer's input and the gradient of its output), and autograd lets go of the rest. The second half multiplies
 them. Neither walks where the other has been, so together they compute what one backward does (arXiv 2401.10241).
 
+Under remat too the factors are kept meanwhile, instead of computed twice.
+
 What is no plain matmul by a parameter belongs to the first half: biases and norms, whose gradients cost little; a
 compiled block, or a function with its own backward; and matmuls in a checkpoint that is not the plan's.
 """
@@ -19,7 +21,7 @@ from torch.autograd.graph import GradientEdge
 
 from shardlib._compat import grad
 from shardlib.execute.products import Product, edge, handle_of, part
-from shardlib.execute.units import BucketState, attachment
+from shardlib.execute.units import BucketState
 
 
 class Halves:
@@ -47,7 +49,7 @@ class Halves:
             if value is not None and (handle := handle_of(leaf)) is not None:
                 self.reached[handle._path] = value
             elif value is not None:
-                attach, number = attachment(leaf)
+                attach, number = leaf.next_functions[0]
                 self._parts.append(_Part(edge(attach, number, leaf), frozenset([attach.state]), value, None))
 
     def _keep(self, product: Product, grads: tuple[torch.Tensor | None, ...]) -> None:

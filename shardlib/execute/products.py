@@ -13,10 +13,13 @@ from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from shardlib._compat import saving_hooks
 from shardlib.execute.handles import Handle
-from shardlib.execute.units import BucketState, attachment
+from shardlib.execute.units import BucketState, attached
 
+_Nexts = tuple[tuple[Any, int], ...]
+_Leaves = frozenset[Any] | None
+_NONE: frozenset[Any] = frozenset()
 # Name of a node -> the names of its two factors, and the place of the first among the node's inputs.
-_PRODUCTS = {
+_PRODUCTS: dict[str, tuple[tuple[str, str], int]] = {
     "MmBackward0": (("self", "mat2"), 0),
     "BmmBackward0": (("self", "mat2"), 0),
     "AddmmBackward0": (("mat1", "mat2"), 1),
@@ -48,7 +51,7 @@ class Product:
         return getattr(self.node, f"_saved_{self.other}").detach()
 
     def states(self) -> frozenset[BucketState]:
-        return frozenset(attachment(leaf)[0].state for leaf in self.leaves)
+        return frozenset(leaf.next_functions[0][0].state for leaf in self.leaves)
 
 
 class Parting(NamedTuple):
@@ -64,15 +67,15 @@ class Parting(NamedTuple):
 
 def part(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Parting:
     """Part the graph of ``outputs`` whose leaves are ``inputs`` and parameters."""
-    after = _walk([output.grad_fn for output in outputs if output.grad_fn is not None])
-    below = _below(after, {id(leaf) for leaf in inputs})
-    now = {leaf for output in outputs for leaf in below.get(output.grad_fn) or ()}
+    roots = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    after, below = _walk(roots, {id(leaf) for leaf in inputs})
+    now = {leaf for root in roots for leaf in below[root] or ()}
     later = []
     for node, nexts in after.items():
         if below[node] is not None:
             continue
         for place, (child, number) in enumerate(nexts):
-            if leaves := below.get(child):  # from here on the way leads to parameters alone
+            if leaves := below[child]:  # from here on the way leads to parameters alone
                 product = _product(node, place, edge(child, number, node), leaves)
                 if product is None:
                     now |= leaves
@@ -97,55 +100,61 @@ def handle_of(node: Any) -> Handle | None:
     return variable if isinstance(variable, Handle) else None
 
 
-def _walk(roots: Sequence[Any]) -> dict[Any, tuple[tuple[Any, int], ...]]:
-    """Node -> the nodes it leads to; each comes after those. A parameter leads no further."""
-    opened: dict[Any, tuple[tuple[Any, int], ...]] = {}
-    after: dict[Any, tuple[tuple[Any, int], ...]] = {}
+def _walk(roots: list[Any], inputs: set[int]) -> tuple[dict[Any, _Nexts], dict[Any, _Leaves]]:
+    """Node -> the nodes it leads to, each after those; and node -> the parameters' nodes among all it leads to.
+
+    A parameter leads no further. What leads to an input (they are given by identity) has None.
+    """
+    nexts: dict[Any, _Nexts] = {}
+    after: dict[Any, _Nexts] = {}
+    below: dict[Any, _Leaves] = {None: _NONE}
     todo = list(roots)
     while todo:
         node = todo[-1]
-        if node not in opened:
-            opened[node] = nexts = () if attachment(node) else node.next_functions
-            todo += [child for child, _ in nexts if child is not None and child not in opened]
-        else:
-            todo.pop()
-            after.setdefault(node, opened[node])
-    return after
-
-
-def _below(after: dict[Any, tuple[tuple[Any, int], ...]], inputs: set[int]) -> dict[Any, frozenset[Any] | None]:
-    """Node -> the nodes of the parameters it leads to; None where it leads to an input as well."""
-    below: dict[Any, frozenset[Any] | None] = {}
-    for node, nexts in after.items():
-        if nexts:
-            found = [below[child] for child, _ in nexts if child is not None]
-            below[node] = _union(found)
+        if node not in nexts:
+            nexts[node] = node.next_functions
+            if nexts[node] and not attached(nexts[node]):
+                todo += [child for child, _ in nexts[node] if child not in nexts and child is not None]
+                continue
+        todo.pop()
+        if node in after:
+            continue
+        after[node] = given = nexts[node]
+        if attached(given):
+            after[node], below[node] = (), frozenset([node])
+        elif given:
+            below[node] = _union([below[child] for child, _ in given])
         elif id(getattr(node, "variable", None)) in inputs:
             below[node] = None
         else:
-            below[node] = frozenset([node] if attachment(node) or handle_of(node) is not None else [])
-    return below
+            below[node] = _NONE if handle_of(node) is None else frozenset([node])
+    return after, below
 
 
-def _union(sets: list[frozenset[Any] | None]) -> frozenset[Any] | None:
-    whole = frozenset[Any]()
+def _union(sets: list[_Leaves]) -> _Leaves:
+    whole = _NONE
     for one in sets:
         if one is None:
             return None
-        whole = whole | one if whole else one
+        if one is not whole:
+            whole = whole | one if whole else one
     return whole
 
 
 def _product(node: Any, place: int, towards: GradientEdge, leaves: frozenset[Any]) -> Product | None:
-    factors, first = _PRODUCTS.get(node.name(), (None, 0))
+    """The product whose input ``place`` is a weight; None where it is none, or not one that can be left for later."""
+    if node.name() not in _PRODUCTS:
+        return None
+    factors, first = _PRODUCTS[node.name()]
     side = place - first
-    if factors is None or side < 0 or getattr(node, "_saved_alpha", 1) != 1:
+    if side < 0 or getattr(node, "_saved_alpha", 1) != 1:
         return None
     weight, other = factors[side], factors[1 - side]
+    # Foreign hooks, such as those of a user's own checkpoint, may hand a tensor out only once.
     if not isinstance(getattr(node, f"_raw_saved_{other}").data, (torch.Tensor, _Twice)):
         return None
-    strides = getattr(node, f"_saved_{weight}_sym_strides", ())
-    return Product(node, towards, leaves, other, side, bool(strides) and strides[0] == 1)
+    by_columns = getattr(node, f"_saved_{weight}_sym_strides", (0,))[0] == 1
+    return Product(node, towards, leaves, other, side, by_columns)
 
 
 class _Twice:

@@ -54,13 +54,12 @@ class _Attach(torch.autograd.Function):
         return ctx.state.bucket.pack(grads, ctx.state.bucket.reduce_dtype), None
 
 
-def attachment(node: Any) -> Any:
-    """The node that attaches a leaf, and the leaf's number there, of the node that stands for a leaf alone; else None.
+def attached(nexts: tuple[tuple[Any, int], ...]) -> bool:
+    """Whether a node that leads to these is a leaf's own, whose gradient goes next to where the leaf was attached.
 
-    Only where leaves have such nodes: see `BucketState`.
+    Leaves have such nodes where they are ``apart``: see `BucketState`.
     """
-    nexts = node.next_functions
-    return nexts[0] if nexts and isinstance(nexts[0][0], _Attach._backward_cls) else None  # type: ignore[attr-defined]
+    return len(nexts) == 1 and type(nexts[0][0]) is _Attach._backward_cls
 
 
 class BucketState:
