@@ -1,11 +1,11 @@
 """What differs between the supported torch versions (2.11 and later), in one place."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 # 2.13 renamed the single-tensor collectives and warns at each call of the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -27,15 +27,19 @@ def run_first(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def grad(
-    outputs: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor | GradientEdge],
+    inputs: Sequence[torch.Tensor | GradientEdge],
     seeds: Sequence[torch.Tensor],
-    keep_graph: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
     """`torch.autograd.grad` that never dispatches on the inputs' type: some are handles, meant as graph leaves."""
     return _engine_run_backward(
-        tuple(outputs), tuple(seeds), keep_graph, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+        tuple(outputs), tuple(seeds), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
     )
+
+
+def saving_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """How a tensor saved now is packed and unpacked; None where it is kept as it is."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def cpu_multiplies_bf16() -> bool:

@@ -249,9 +249,7 @@ class Plan:
             return tuple(unit for stage in stages for unit in self.traces[stage].touches)
         sharded = [unit for unit in self.units if any(b.param_level for b in self.buckets if b.unit == unit)]
         trained = {bucket.unit for bucket in self.trained}
-        backward = tuple(unit for unit in reversed(sharded) if unit in trained)
-        # A backward in two halves walks through the stage twice.
-        return (*sharded, *backward * (2 if self.pipeline and self.pipeline.schedule.splits else 1))
+        return (*sharded, *(unit for unit in reversed(sharded) if unit in trained))
 
     def payload(self) -> dict[str, int]:
         """Payload bytes one rank sends per step, by axis, by the algorithms' own volume (scalars apart).

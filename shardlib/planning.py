@@ -124,11 +124,6 @@ def _check_slots(slots: Slots, mesh: Mesh, transform: Transform) -> None:
             f"{transform.name} puts the pipeline's stages on axis {pipeline.axis!r} and something else as well: stages hold "
             "different blocks of one batch. Give the pipeline an axis of its own"
         )
-    if pipeline and pipeline.schedule.splits and slots.get(("schedule", "remat")) not in (None, "full"):
-        raise IllegalComposition(
-            f"{pipeline.schedule.name} splits backwards and so recomputes a block twice, and remat keeps results for one "
-            "recompute; use remat('full'), or a schedule that does not split (1f1b, interleaved-1f1b)"
-        )
     axes |= {pipeline.axis} if pipeline else set()
     axes |= {value.axis for slot, value in slots.items() if slot == ("schedule", "sequence")}
     unknown = sorted(axes - set(mesh.shape))

@@ -131,7 +131,7 @@ def _run(
         elif kind is Kind.I:
             rank.walk(stage.plan, stage.backward, backward / 2)
         elif kind is Kind.W:
-            rank.walk(stage.plan, stage.backward, backward / 2, final, waits=False)
+            rank.walk(stage.plan, stage.backward, backward / 2, final, whole=False)
         else:
             rank.walk(stage.plan, stage.backward, backward, final)
         if kind is not Kind.W:
@@ -179,19 +179,20 @@ class _Rank:
     _arrival: dict[str, float] = field(default_factory=dict)  # unit -> when its gather is done
 
     def walk(
-        self, plan: Plan, seconds: Mapping[str, float], factor: float, last: bool | None = None, waits: bool = True
+        self, plan: Plan, seconds: Mapping[str, float], factor: float, last: bool | None = None, whole: bool = True
     ) -> None:
         """Through units in this order. ``last`` is None where no gradients come, else whether they are the step's last.
 
-        ``waits``: whether activations are exchanged meanwhile.
+        ``whole``: whether whole parameters are needed and activations exchanged, as for all but weights' gradients.
         """
         units = list(seconds)
-        sent = plan.activations or {} if waits else {}
+        sent = plan.activations or {} if whole else {}
         for place, unit in enumerate(units):
-            self._gather(plan, unit)
-            self.now = max(self.now, self._arrival[unit])
-            if place + 1 < len(units) and plan.prefetch:
-                self._gather(plan, units[place + 1])
+            if whole:
+                self._gather(plan, unit)
+                self.now = max(self.now, self._arrival[unit])
+                if place + 1 < len(units) and plan.prefetch:
+                    self._gather(plan, units[place + 1])
             self.compute(factor * seconds[unit])
             for axis, count in sent.items():
                 self.now = self.send(axis, count / 2 / len(units), self.now)

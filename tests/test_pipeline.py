@@ -82,7 +82,7 @@ def test_any_legal_chain(data):
         sl.pipeline(schedule, microbatches, partition=partition, sync=sync),
     ]
     if data.draw(st.booleans()):
-        transforms.append(sl.remat())
+        transforms.append(sl.remat(data.draw(st.sampled_from(["full", "dots"]))))
     check(mesh, *data.draw(st.permutations(transforms)), steps=2, tie=data.draw(st.booleans()))
 
 
@@ -156,7 +156,9 @@ def test_copies_of_a_tied_leaf_are_equal_to_the_last_bit():
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize(("schedule", "policy"), [("1f1b", "full"), ("1f1b", "dots"), ("zb-h1", "full")])
+@pytest.mark.parametrize(
+    ("schedule", "policy"), [("1f1b", "full"), ("1f1b", "dots"), ("zb-h1", "full"), ("zb-v", "dots")]
+)
 def test_remat(schedule, policy, stage):
     check({"data": 2, "pipe": 2}, sl.zero(stage), sl.remat(policy), sl.pipeline(schedule, 4))
 
@@ -582,7 +584,6 @@ def plan(transform, params=None, **mesh):
             IllegalComposition, "'loss' is one function; make it sl.sequential",
         ),
         (lambda: plan(sl.pipeline(axis="stages")), IllegalComposition, "axis 'stages', which"),
-        (lambda: plan(sl.chain(sl.pipeline("zb-h1"), sl.remat("dots"))), IllegalComposition, "zb-h1 splits"),
         (lambda: plan(sl.chain(sl.pipeline(), sl.pipeline(axis="b")), pipe=2, b=2), IllegalComposition, "both claim"),
         (lambda: plan(sl.chain(sl.pipeline(sync="each"), sl.zero(1)), pipe=2, data=2), IllegalComposition, "sync='each'"),
     ],

@@ -79,7 +79,6 @@ def cases(draw, model, ranks=8):
     stage = draw(st.integers(0, 3))
     microbatches = draw(st.sampled_from([n for n in (1, 2, 4) if n * sizes["node"] * sizes["data"] <= ROWS]))
     splits = stage >= 2 and microbatches > 1
-    splits_backward = "pipe" in mesh and schedule.startswith(("zb", "interleaved-zb"))
     kinds = [None]
     if "seq" in mesh:  # ulysses shares out the heads that tensor slicing leaves a rank
         kinds = ["ring"] + ["ulysses"] * (SIZES["heads"] % (sizes["model"] * sizes["seq"]) == 0)
@@ -95,7 +94,7 @@ def cases(draw, model, ranks=8):
         microbatches=microbatches,
         sync=draw(st.sampled_from([None, "last", "each"])) if splits else None,
         sequence=draw(st.sampled_from(kinds)),
-        remat=draw(st.sampled_from([None, "full"] if splits_backward else [None, "full", "dots"])),
+        remat=draw(st.sampled_from([None, "full", "dots"])),
     )
 
 

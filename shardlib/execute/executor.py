@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,8 +18,10 @@ from shardlib.blocks import block_runner
 from shardlib.errors import HandleError, RankFailure, RankMismatch
 from shardlib.execute.gathering import Gathering
 from shardlib.execute.gradients import Gradients
+from shardlib.execute.halves import Halves
 from shardlib.execute.handles import Handle
 from shardlib.execute.losses import is_compiled, refuse_reentrant_checkpoints
+from shardlib.execute.products import readable_twice
 from shardlib.execute.record import SAME_ORDER, Record
 from shardlib.execute.sequence import SequenceParts
 from shardlib.execute.slicing import Slices, gathered, refuse_slices
@@ -44,7 +46,8 @@ class Executor:
 
     def __init__(self, plan: Plan, mesh: Mesh, trained: bool, record: Record | None = None) -> None:
         self.plan, self.mesh, self._trained = plan, mesh, trained
-        states = [BucketState(bucket, mesh) for bucket in plan.buckets]
+        self._splits = trained and plan.pipeline is not None and plan.pipeline.schedule.splits
+        states = [BucketState(bucket, mesh, self._splits) for bucket in plan.buckets]
         self.parts = SequenceParts(plan.sequence, mesh) if plan.sequence else None
         self._slices = Slices(mesh, self.parts)
         self._units = {
@@ -61,6 +64,7 @@ class Executor:
         # Identity of a gathered storage -> whether it is alive, and its bucket. It may outlive its unit's release, in
         # an operation that uses two units.
         self._stored: dict[int, tuple[Callable[[], Any], BucketState | None]] = {}
+        self._halves: Halves | None = None
 
     @property
     def gathers(self) -> bool:
@@ -125,9 +129,17 @@ class Executor:
     def inputs_gradient(
         self, outputs: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of ``inputs`` alone; those of the parameters are still to be asked for."""
+        """The first half of a backward from ``outputs``: the gradients of ``inputs``. `weights_gradient` is the other."""
         with self._running():
-            return grad(outputs, inputs, seeds, keep_graph=True)
+            self._halves = Halves(outputs, seeds, inputs)
+        return self._halves.inputs
+
+    def weights_gradient(self, gradients: Gradients, last: bool) -> None:
+        """The second half: parameters' gradients go to ``gradients``. ``last`` as in `differentiate`."""
+        assert self._halves is not None
+        with self._summing(gradients, last) as reached:
+            self._halves.weights_gradient()
+            reached |= self._halves.reached
 
     def differentiate(
         self,
@@ -141,21 +153,31 @@ class Executor:
 
         ``last`` when it is the step's last with these gradients.
         """
-        gradients.begin(last)
-        for state in self._buckets:
-            state.summing = gradients
         handles = self._trained_handles
         anchors = [state.anchor for state in self._buckets if state.anchor is not None]
         wanted = [*anchors, *handles, *inputs]
-        with self._running():
+        with self._summing(gradients, last) as reached:
             found = grad(outputs, wanted, seeds) if outputs and wanted else (None,) * len(wanted)
-            reached = found[len(anchors) : len(anchors) + len(handles)]
-            gradients.finish(self._late(handles, reached))
-            self.record.note(self._gathering.runs, gradients.started)
+            for handle, value in zip(handles, found[len(anchors) :]):
+                if value is not None:
+                    reached[handle._path] = value
         return found[len(wanted) - len(inputs) :]
+
+    @contextmanager
+    def _summing(self, gradients: Gradients, last: bool) -> Iterator[dict[str, torch.Tensor]]:
+        """While parameters' gradients come; what reaches handles themselves is to be put, by path, into the dict."""
+        gradients.begin(last)
+        for state in self._buckets:
+            state.summing = gradients
+        reached: dict[str, torch.Tensor] = {}
+        with self._running():
+            yield reached
+            gradients.finish(self._late(reached))
+            self.record.note(self._gathering.runs, gradients.started)
 
     def close(self) -> None:
         """Let go of the graph and of everything that was gathered."""
+        self._halves = None
         self._gathering.end()
         for unit in self._units.values():
             unit.forget()
@@ -245,7 +267,7 @@ class Executor:
 
     def _saving(self) -> Any:
         """Saved tensors that lie in gathered storage become notes, and are gathered again in backward."""
-        return saved_tensors_hooks(self._note, self._recall) if self.gathers else _nothing()
+        return saved_tensors_hooks(self._note, self._recall) if self.gathers else nullcontext()
 
     def _note(self, tensor: torch.Tensor) -> Any:
         # Gathered leaves are views of their buffer: this sorts most activations out at once.
@@ -280,25 +302,19 @@ class Executor:
 
         # The surroundings travel with the call: recompute may run in a thread of autograd's.
         def again(*args: Any, **kwargs: Any) -> Any:
-            with self._here():
+            with self._here(), readable_twice() if self._splits else nullcontext():
                 return call(*args, **kwargs)
 
         return checkpoint(again, *args, use_reentrant=False, **_policy(self.plan.remat), **kwargs)
 
-    def _late(self, handles: list[Handle], grads: tuple[torch.Tensor | None, ...]) -> dict[str, torch.Tensor]:
+    def _late(self, reached: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What reached handles themselves, packed per bucket."""
-        reached = {handle._path: found for handle, found in zip(handles, grads, strict=True) if found is not None}
         late = {}
         for state in self._buckets:
             leaves = [reached.get(path) for path in state.bucket.paths]
             if any(leaf is not None for leaf in leaves):
                 late[state.bucket.name] = state.bucket.pack(leaves, state.bucket.reduce_dtype)
         return late
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 _NOT_STORED: tuple[Callable[[], Any], BucketState | None] = (lambda: None, None)

@@ -40,12 +40,17 @@ Compute = Callable[[int, int, Tree, Any], Any]
 
 @dataclass
 class Run:
-    """One micro-batch in one stage, between its forward and the end of its backward."""
+    """One micro-batch in one stage, between its forward and the end of its backward.
+
+    Attributes:
+        halved: whether the first half of its backward is done; the rest is then empty.
+    """
 
     executor: Executor
     inputs: list[torch.Tensor] = field(default_factory=list)
     outputs: list[torch.Tensor] = field(default_factory=list)
     seeds: list[torch.Tensor] = field(default_factory=list)
+    halved: bool = False
 
 
 class Stage:
@@ -188,21 +193,23 @@ class Interpreter:
         self._return(action, run, self._differentiate(action, run, run.inputs))
 
     def _inputs_gradient(self, action: Action) -> None:
-        """Half of a backward, the one the stage before waits for.
-
-        Autograd walks the stage's graph twice: here towards the inputs, for the weights' gradients again from the
-        start. So the chain of activations' gradients is computed twice, which a schedule that splits backwards must
-        gain back from its smaller bubble. Under ZeRO-3 the parameters are gathered twice as well.
-        """
+        """The half of a backward that the stage before waits for. A stage without inputs does all of it in the other."""
         run = self._seeded(action)
         found: Sequence[torch.Tensor | None] = ()
         if run.inputs and run.outputs:
             found = run.executor.inputs_gradient(run.outputs, run.seeds, run.inputs)
             run.executor.rest()
         self._return(action, run, found or [None] * len(run.inputs))
+        if found:
+            run.halved, run.outputs, run.seeds, run.inputs = True, [], [], []
 
     def _weights_gradient(self, action: Action) -> None:
-        self._differentiate(action, self._place.stages[action.stage].runs[action.microbatch], ())
+        run = self._place.stages[action.stage].runs[action.microbatch]
+        if not run.halved:
+            self._differentiate(action, run, ())
+            return
+        run.executor.weights_gradient(*self._sums(action))
+        self._place.stages[action.stage].end(action.microbatch)
 
     def _seeded(self, action: Action) -> Run:
         """The run an action goes back through, with the gradients of its outputs."""
@@ -218,11 +225,14 @@ class Interpreter:
         return run
 
     def _differentiate(self, action: Action, run: Run, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        assert self._gradients is not None
-        last = self._last[action.stage] == action.microbatch
-        found = run.executor.differentiate(run.outputs, run.seeds, inputs, self._gradients[action.stage], last)
+        found = run.executor.differentiate(run.outputs, run.seeds, inputs, *self._sums(action))
         self._place.stages[action.stage].end(action.microbatch)
         return found
+
+    def _sums(self, action: Action) -> tuple[Gradients, bool]:
+        """Where a stage's gradients are summed, and whether these are the last."""
+        assert self._gradients is not None
+        return self._gradients[action.stage], self._last[action.stage] == action.microbatch
 
     def _return(self, action: Action, run: Run, found: Sequence[torch.Tensor | None]) -> None:
         """Keep the gradients of a run's inputs for the stage before; what was not used has the gradient zero."""

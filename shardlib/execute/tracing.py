@@ -52,7 +52,9 @@ def trace_stages(
             if plan.pipeline.schedule.splits and run.inputs and run.outputs:
                 run.executor.inputs_gradient(run.outputs, seeds, run.inputs)
                 run.executor.rest()
-            run.executor.differentiate(run.outputs, seeds, run.inputs, kept, last=False)
+                run.executor.weights_gradient(kept, last=False)
+            else:
+                run.executor.differentiate(run.outputs, seeds, run.inputs, kept, last=False)
         run.executor.close()
     return tuple(StageTrace(run.executor.touches, *sizes, counts) for run, sizes, counts in zip(runs, passed, sent))
 

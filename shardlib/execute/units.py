@@ -54,8 +54,20 @@ class _Attach(torch.autograd.Function):
         return ctx.state.bucket.pack(grads, ctx.state.bucket.reduce_dtype), None
 
 
+def attached(nexts: tuple[tuple[Any, int], ...]) -> bool:
+    """Whether a node that leads to these is a leaf's own, whose gradient goes next to where the leaf was attached.
+
+    Leaves have such nodes where they are ``apart``: see `BucketState`.
+    """
+    return len(nexts) == 1 and type(nexts[0][0]) is _Attach._backward_cls
+
+
 class BucketState:
     """One bucket at run time.
+
+    Args:
+        apart: whether each leaf has a node of its own in the graph, so that autograd can be asked for some leaves'
+            gradients without the others'.
 
     Attributes:
         stored: this rank's buffer, as stored.
@@ -65,9 +77,9 @@ class BucketState:
             must stay in the graph.)
     """
 
-    def __init__(self, bucket: Bucket, mesh: Mesh) -> None:
+    def __init__(self, bucket: Bucket, mesh: Mesh, apart: bool = False) -> None:
         self.bucket = bucket
-        self._mesh = mesh
+        self._mesh, self._apart = mesh, apart
         self.stored: torch.Tensor = torch.empty(0)
         self.whole: torch.Tensor | None = None
         self.anchor: torch.Tensor | None = None
@@ -115,7 +127,7 @@ class BucketState:
             return self.bucket.leaves(self.whole)
         leaves = list(_Attach.apply(self.root, self))
         run_first(leaves[0])
-        return leaves
+        return [leaf.view_as(leaf) for leaf in leaves] if self._apart else leaves
 
 
 class UnitState:

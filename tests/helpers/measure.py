@@ -5,6 +5,7 @@ import weakref
 import optree
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 SCALARS = 4  # what a step sums beside its payload: the loss, its weight, the squared norm, strays; counted apart
 
@@ -130,11 +131,11 @@ class WatchGathered(TorchDispatchMode):
                 storage = counter.gathered.pop()()
                 if storage is not None:
                     self._add(storage)
-        flat = [v for v in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+        flat = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
         tainted = any(v.untyped_storage()._cdata in self._alive for v in flat)
         out = func(*args, **(kwargs or {}))
         if tainted and func._opname in self.COPIES:
-            written = [v for v in torch.utils._pytree.tree_leaves(out) if isinstance(v, torch.Tensor)]
+            written = [v for v in tree_leaves(out) if isinstance(v, torch.Tensor)]
             for tensor in written or flat:
                 self._add(tensor.untyped_storage())
         self.peak = max(self.peak, sum(self._alive.values()))
@@ -145,3 +146,26 @@ class WatchGathered(TorchDispatchMode):
         if key not in self._alive:
             self._alive[key] = storage.nbytes()
             weakref.finalize(storage, self._alive.pop, key, None)
+
+
+class WatchStorages(TorchDispatchMode):
+    """Bytes of the storages that operations made meanwhile and that are alive."""
+
+    def __init__(self):
+        super().__init__()
+        self._alive = {}
+
+    @property
+    def alive(self):
+        return sum(self._alive.values())
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {v.untyped_storage()._cdata for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
+                storage = tensor.untyped_storage()
+                if storage._cdata not in given and storage._cdata not in self._alive:
+                    self._alive[storage._cdata] = storage.nbytes()
+                    weakref.finalize(storage, self._alive.pop, storage._cdata, None)
+        return out
