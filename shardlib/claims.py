@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from shardlib.collectives.codecs import Codec, Packing
 from shardlib.errors import IllegalComposition, listing
 from shardlib.parts import SequencePlan
 from shardlib.schedules import Pipeline
@@ -58,12 +59,15 @@ class Use:
 class Reduce:
     """How gradients are summed: over which axis the batch varies, by which method, in which dtype.
 
-    ``axis="*"`` speaks of every axis.
+    ``axis="*"`` speaks of every axis. ``codec``: in how many bits gradients travel over the axis; ``gathered``: in how
+    many the parameters do that are split over it.
     """
 
     axis: str
     method: str | None = None
     dtype: torch.dtype | None = None
+    codec: Codec | None = None
+    gathered: Packing | None = None
 
     def slots(self) -> dict[tuple[str, ...], Any]:
         return {("reduce", self.axis, name): value for name, value in _given(self) if name != "axis"}
@@ -71,7 +75,10 @@ class Reduce:
 
 @dataclass(frozen=True)
 class Live:
-    """Where a tensor of the state lives: ``role`` ("param", "grad" or "optimizer") is split over ``axis``."""
+    """Where a tensor of the state lives: ``role`` ("param", "grad" or "optimizer") is split over ``axis``.
+
+    The role "second" is a further copy of the parameters, kept from forward to backward.
+    """
 
     role: str
     axis: str
@@ -184,6 +191,14 @@ def _show(value: Any) -> str:
     return str(value).removeprefix("torch.")
 
 
+_REDUCTIONS = {
+    "method": "reduces over axis {axis!r} by {value}",
+    "dtype": "reduces in {value}",
+    "codec": "gradients travel over axis {axis!r} in {value}",
+    "gathered": "parameters travel over axis {axis!r} in {value}",
+}
+
+
 def _summary(found: list[tuple[str, ...]], slots: Slots) -> str:
     """One line: claims on many leaves are counted, splits gathered by axis, the rest spelled out."""
     uses: dict[str, int] = {}
@@ -198,7 +213,7 @@ def _summary(found: list[tuple[str, ...]], slots: Slots) -> str:
             splits.setdefault(rest[1], []).append(rest[0])
         elif kind == "reduce":
             value = _show(slots[slot])
-            lines.append(f"reduces over axis {rest[0]!r} by {value}" if rest[1] == "method" else f"reduces in {value}")
+            lines.append(_REDUCTIONS[rest[1]].format(axis=rest[0], value=value))
         else:
             lines.append(f"{rest[0]}={_show(slots[slot])}")
     lines += [f"splits {', '.join(roles)} over axis {axis!r}" for axis, roles in splits.items()]

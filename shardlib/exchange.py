@@ -6,21 +6,44 @@ goes on, and the others follow when it is waited for.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
 import torch
 
 from shardlib.collectives import primitives
+from shardlib.collectives.codecs import Codec, Packing, Wire
+from shardlib.collectives.compressed import CompressedSum, Errors, Item
+from shardlib.compression import Channel, channels
 from shardlib.layout import Bucket
 from shardlib.mesh import Mesh
 
 
 class Gather:
-    """A leaf-major buffer of level ``stop`` on its way to level ``start``, into ``out`` when given."""
+    """A leaf-major buffer of level ``stop`` on its way to level ``start``.
+
+    Args:
+        out: is filled, when given.
+        packings: axis -> how values travel over it, where that is not as they are. A rank's own come out as the others'.
+
+    Attributes:
+        passed: level -> the buffer at that level, of those on the way that `wait` was through.
+    """
 
     def __init__(
-        self, mesh: Mesh, bucket: Bucket, buffer: torch.Tensor, start: int, stop: int, out: torch.Tensor | None = None
+        self,
+        mesh: Mesh,
+        bucket: Bucket,
+        buffer: torch.Tensor,
+        start: int,
+        stop: int,
+        out: torch.Tensor | None = None,
+        packings: Mapping[str, Packing] = MappingProxyType({}),
     ) -> None:
-        self._mesh, self._bucket, self._start = mesh, bucket, start
+        self._mesh, self._bucket, self._start, self._packings = mesh, bucket, start, packings
         self._level, self._buffer, self._out = stop, buffer, out
+        self.passed: dict[int, torch.Tensor] = {}
         self._launch()
 
     def _launch(self) -> None:
@@ -31,18 +54,31 @@ class Gather:
         out = self._out if level == self._start else None
         whole = self._buffer.new_empty(bucket.size(level)) if out is None else out
         self._gathered = whole if bucket.alone else self._buffer.new_empty(whole.numel())
-        self._work = primitives.all_gather(self._mesh, axis, self._gathered.view(ways, -1), self._buffer)
+        packing = self._packings.get(axis) if bucket.dtype.is_floating_point else None
+        self._packed: torch.Tensor | None = None
+        if packing is None:
+            self._work = primitives.all_gather(self._mesh, axis, self._gathered.view(ways, -1), self._buffer)
+        else:
+            message = packing.pack(self._buffer)
+            self._packed = message.new_empty((ways, len(message)))
+            self._work = primitives.all_gather(self._mesh, axis, self._packed, message)
         self._buffer = whole
 
     def _land(self) -> None:
         self._work.wait()
         bucket, level = self._bucket, self._level
+        if self._packed is not None:
+            rows = self._gathered.view(len(self._packed), -1)
+            for message, row in zip(self._packed, rows, strict=True):
+                self._packings[bucket.axes[level]].unpack(message, row)
+            self._packed = None
         if not bucket.alone:
             ways = bucket.sizes[level]
             places = [place.view(ways, -1) for place in bucket.leaf_parts(self._buffer, level)]
             widths = [place.shape[1] for place in places]
             torch.split_with_sizes_copy(self._gathered.view(ways, -1), widths, dim=1, out=places)
         del self._gathered
+        self.passed[level] = self._buffer
 
     def wait(self) -> torch.Tensor:
         """The gathered, leaf-major buffer (``out``, when given)."""
@@ -53,58 +89,98 @@ class Gather:
         return self._buffer
 
 
-class Reduction:
-    """A rank-major buffer of partial sums of level ``start`` on its way to level ``stop``.
+class Compression:
+    """What one rank's reductions send in few bits.
 
     Args:
-        replicas: sum over the bucket's replica axes at the end.
-        within: leave each result in this rank's part of this buffer, which may be the one that comes in.
+        codecs: axis -> how what is summed over it travels, where that is not as it is.
+    """
+
+    def __init__(self, codecs: Mapping[str, Codec], mesh: Mesh) -> None:
+        self.codecs, self._mesh = codecs, mesh
+        self._channels: dict[tuple[str, str], tuple[Channel, Wire]] = {}
+
+    def item(self, bucket: Bucket, axis: str, buffer: torch.Tensor) -> Item:
+        """A buffer on its way over a compressed axis; its memory is used up where it is the caller's own."""
+        if (bucket.name, axis) not in self._channels:
+            for channel in channels(bucket, self.codecs, self._mesh.shape):
+                self._channels[bucket.name, channel.axis] = channel, channel.wire(self._mesh.coords)
+        channel, wire = self._channels[bucket.name, axis]
+        return Item(wire, _own(wire.pad(buffer.to(channel.dtype)), buffer, bucket), channel.errors)
+
+
+def _own(padded: torch.Tensor, buffer: torch.Tensor, bucket: Bucket) -> torch.Tensor:
+    # A gradient that was not packed may be somebody's tensor.
+    return padded.clone() if bucket.alone and padded.data_ptr() == buffer.data_ptr() else padded
+
+
+@dataclass
+class Sum:
+    """A bucket's rank-major buffer of partial sums; ``within``: leave each result in this rank's part of this buffer.
+
+    ``within`` may be the buffer itself.
+    """
+
+    bucket: Bucket
+    buffer: torch.Tensor
+    within: torch.Tensor | None = None
+
+
+class Reduction:
+    """Buckets' partial sums of level ``start`` on their way to level ``stop``: a unit's, which start together.
+
+    Args:
+        sums: all split over the same axes.
+        axes: the axes, after that, over which they are summed on all ranks.
+        compression: what travels in few bits, and
+        errors: what it left out; written to.
     """
 
     def __init__(
         self,
         mesh: Mesh,
-        bucket: Bucket,
-        buffer: torch.Tensor,
+        sums: Sequence[Sum],
         start: int,
         stop: int,
-        *,
-        replicas: bool,
-        within: torch.Tensor | None = None,
+        axes: Sequence[str],
+        compression: Compression,
+        errors: Errors,
     ) -> None:
-        self._mesh, self._bucket, self._within = mesh, bucket, within
-        self._buffer = buffer
-        scatters = [(bucket.axes[level], True) for level in range(start, stop)]
-        sums = [(axis, False) for axis in bucket.replicas] if replicas else []
-        self._todo = scatters + sums
+        self._mesh, self._compression, self._errors = mesh, compression, errors
+        self.sums = sums
+        self._todo = [(axis, True) for axis in sums[0].bucket.axes[start:stop]] + [(axis, False) for axis in axes]
         self._launch()
 
     def _launch(self) -> None:
+        self._works: list[primitives.Work] = []
+        self._compressed: CompressedSum | None = None
+        self._under_way = bool(self._todo)
         if not self._todo:
-            self._work = None
             return
         axis, scatter = self._todo.pop(0)
-        inp = self._buffer
-        if not scatter:
-            self._work = primitives.all_reduce(self._mesh, axis, inp)
-            return
-        if self._within is None:
-            self._buffer = inp.new_empty(inp.numel() // self._mesh.shape[axis])
+        if axis in self._compression.codecs:
+            items = [self._compression.item(part.bucket, axis, part.buffer) for part in self.sums]
+            self._compressed = CompressedSum(self._mesh, axis, items, self._errors, scatter=scatter)
+        elif scatter:
+            self._works = [self._scatter(axis, part) for part in self.sums]
         else:
-            self._buffer = self._within = self._within.view(self._mesh.shape[axis], -1)[self._mesh.coords[axis]]
-        self._work = primitives.reduce_scatter(self._mesh, axis, self._buffer, inp)
+            self._works = [primitives.all_reduce(self._mesh, axis, part.buffer) for part in self.sums]
 
-    def wait(self) -> torch.Tensor:
-        """The summed buffer at level ``stop``."""
-        while self._work is not None:
-            self._work.wait()
+    def _scatter(self, axis: str, part: Sum) -> primitives.Work:
+        inp, size = part.buffer, self._mesh.shape[axis]
+        if part.within is None:
+            part.buffer = inp.new_empty(inp.numel() // size)
+        else:
+            part.buffer = part.within = part.within.view(size, -1)[self._mesh.coords[axis]]
+        return primitives.reduce_scatter(self._mesh, axis, part.buffer, inp)
+
+    def wait(self) -> Sequence[Sum]:
+        """The sums, their buffers now at level ``stop``."""
+        while self._under_way:
+            for work in self._works:
+                work.wait()
+            if self._compressed is not None:
+                for part, result in zip(self.sums, self._compressed.wait(), strict=True):
+                    part.buffer = result.to(part.bucket.reduce_dtype)
             self._launch()
-        return self._buffer
-
-
-def owner_index(mesh: Mesh, bucket: Bucket, start: int, stop: int) -> int:
-    """This rank's number among the owners that levels ``start`` to ``stop`` tell apart."""
-    index = 0
-    for level in range(start, stop):
-        index = index * bucket.sizes[level] + mesh.coords[bucket.axes[level]]
-    return index
+        return self.sums

@@ -14,7 +14,7 @@ its own: it is gathered, reduced and updated where it lies, while small leaves a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -114,6 +114,22 @@ class Bucket:
     def size(self, level: int) -> int:
         """Elements of a buffer at ``level``."""
         return self.parts(level) * self.owned
+
+    def owner(self, coords: Mapping[str, int], start: int, stop: int) -> int:
+        """The number of the rank at ``coords`` among the owners that levels ``start`` to ``stop`` tell apart."""
+        index = 0
+        for axis, size in zip(self.axes[start:stop], self.sizes[start:stop]):
+            index = index * size + coords[axis]
+        return index
+
+    def filled(self, first: int, owners: int) -> tuple[tuple[int, int], ...]:
+        """From where to where each leaf's elements lie, padding left out, in what these owners own, one after another."""
+        spans, place = [], 0
+        for owner in range(first, first + owners):
+            for chunk, numel in zip(self.chunks, self.numels, strict=True):
+                spans.append((place, place + min(max(numel - owner * chunk, 0), chunk)))
+                place += chunk
+        return tuple(spans)
 
     def leaf_parts(self, buffer: torch.Tensor, level: int) -> list[torch.Tensor]:
         """Each leaf's flat part of a leaf-major buffer, padding included (views)."""

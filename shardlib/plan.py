@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from shardlib.collectives.codecs import Codec, Packing
+from shardlib.compression import Channel, channels
 from shardlib.errors import TreeError, listing
 from shardlib.layout import Bucket
 from shardlib.parts import SequencePlan
@@ -20,6 +22,18 @@ from shardlib.styles import Style
 from shardlib.tree import TreeDef
 
 ROLES = ("param", "grad", "optimizer")
+
+
+@dataclass(frozen=True)
+class OwnedAxis:
+    """An axis over which the optimizer sums gradients itself, in few bits, once it has got that far.
+
+    ``by`` names the optimizer.
+    """
+
+    axis: str
+    codec: Codec
+    by: str
 
 
 @dataclass(frozen=True)
@@ -80,6 +94,10 @@ class Plan:
         loss_scale: None, or "dynamic" for fp16.
         cast_batch: dtype that floating batch leaves are cast to, or None.
         sequence: over which axis sequences are cut, and how; or None.
+        codecs: axis -> in how many bits gradients travel, where that is not as they are.
+        packings: axis -> in how many bits parameters travel when they are gathered.
+        second_level: the level at which gathered parameters are kept from forward to backward, or None.
+        owned: the axis that the optimizer sums over itself, or None.
         touches: units in the order one micro-batch gathers them, forward then backward; None when not traced.
         activations: payload bytes of activations that one micro-batch sends, by axis; None when not traced.
         optimizer_bytes: bytes per rank of the optimizer's state, masters included, one number for each of the
@@ -106,6 +124,10 @@ class Plan:
     loss_scale: str | None
     cast_batch: torch.dtype | None
     sequence: SequencePlan | None = None
+    codecs: Mapping[str, Codec] = field(default_factory=dict)
+    packings: Mapping[str, Packing] = field(default_factory=dict)
+    second_level: int | None = None
+    owned: OwnedAxis | None = None
     touches: tuple[str, ...] | None = None
     activations: Mapping[str, int] | None = None
     optimizer_bytes: tuple[int, ...] | None = None
@@ -180,6 +202,26 @@ class Plan:
         return found
 
     @cached_property
+    def channels(self) -> tuple[Channel, ...]:
+        """Where gradients travel in few bits, the optimizer's own channels last."""
+        found = [channel for bucket in self.trained for channel in channels(bucket, self.codecs, self.sizes)]
+        return (*found, *(self.owned_channels if self.owned else ()))
+
+    @cached_property
+    def owned_channels(self) -> tuple[Channel, ...]:
+        """Those of the optimizer that owns an axis."""
+        assert self.owned is not None
+        axis, codec = self.owned.axis, self.owned.codec
+        if self.sizes[axis] == 1:
+            return ()
+        return tuple(Channel(bucket, axis, self.sizes[axis], codec, None, mean=True) for bucket in self.trained)
+
+    @cached_property
+    def errors(self) -> tuple[Leaf, ...]:
+        """What compressed communication remembers: the leaves of ``TrainState.comm``."""
+        return tuple(leaf for channel in self.channels for leaf in channel.leaves(self.sizes))
+
+    @cached_property
     def largest_unit(self) -> int:
         """Elements of the largest unit's trained leaves, padding included."""
         return max((sum(bucket.size(0) for bucket in unit) for unit in self.trained_in.values()), default=0)
@@ -190,7 +232,7 @@ class Plan:
         return sum(math.prod(placement.param.shape) for placement in self.placements)
 
     def bytes(self, role: str) -> int:
-        """Bytes one rank holds of "param", "grad", "optimizer" or "buffers", padding included.
+        """Bytes one rank holds of "param", "grad", "optimizer", "comm" or "buffers", padding included.
 
         "grad" is the buffer gradients are accumulated in: whole where they are reduced once at the end. Under a
         pipeline, what the rank that holds most holds; see `at` for the others.
@@ -205,9 +247,11 @@ class Plan:
             if self.optimizer_bytes is None:
                 raise ValueError("the plan was made without an optimizer; pass optimizer= to make_plan")
             return max(self.optimizer_bytes)
+        if role == "comm":
+            return sum(channel.dtype.itemsize * sum(channel.sizes) for channel in self.channels)
         if role == "buffers":
             return sum(numel * dtype.itemsize for dtype, numel in self.buffers)
-        raise ValueError(f"role {role!r} is not one of {', '.join(ROLES)}, buffers")
+        raise ValueError(f"role {role!r} is not one of {', '.join(ROLES)}, comm, buffers")
 
     @cached_property
     def bucket_of(self) -> dict[str, Bucket]:
@@ -251,20 +295,23 @@ class Plan:
         trained = {bucket.unit for bucket in self.trained}
         return (*sharded, *(unit for unit in reversed(sharded) if unit in trained))
 
-    def payload(self) -> dict[str, int]:
+    def payload(self, *, owned: bool = False) -> dict[str, int]:
         """Payload bytes one rank sends per step, by axis, by the algorithms' own volume (scalars apart).
+
+        ``owned``: of a step whose optimizer sums over its own axis itself (1-bit Adam, once its variance is frozen).
 
         With what the loss sends itself (activations) where the plan was traced.
         Under a pipeline, by axis what the rank that sends most sends; what passes between stages only when traced.
         """
         if len(self.views) > 1:
-            sent = [view.payload() for view in self.views]
+            sent = [view.payload(owned=owned) for view in self.views]
             return {axis: max(view[axis] for view in sent) for axis in sent[0]}
         total = dict.fromkeys(self.sizes, 0)
         for part in self.parts:
-            part._add_microbatches(total)
+            part._add_microbatches(total, owned)
         for bucket in self.trained:
-            _add_gather(total, bucket, bucket.param_level, bucket.levels, 1)
+            for level in range(bucket.param_level, bucket.levels):
+                total[bucket.axes[level]] += share(bucket.size(level) * bucket.dtype.itemsize, bucket.sizes[level])
         if self.pipeline is not None:
             self._add_messages(total, self.pipeline)
         for dtype, numel in self.buffers:
@@ -286,22 +333,50 @@ class Plan:
         assert self.pipeline is not None
         return self.pipeline.schedule.stages_of(self.home or 0)
 
-    def _add_microbatches(self, total: dict[str, int]) -> None:
+    def gather_bytes(self, bucket: Bucket, level: int) -> int:
+        """What one rank sends where a bucket's parameters are gathered for use, from level ``level`` + 1."""
+        axis, size = bucket.axes[level], bucket.sizes[level]
+        if axis in self.packings and bucket.dtype.is_floating_point:
+            return (size - 1) * self.packings[axis].size(bucket.size(level + 1))
+        return share(bucket.size(level) * bucket.dtype.itemsize, size)
+
+    def scatter_bytes(self, bucket: Bucket, level: int) -> int:
+        """What one rank sends where a bucket's gradients are reduced to level ``level`` + 1."""
+        found = self._channel_bytes.get((bucket.name, bucket.axes[level]))
+        return share(bucket.size(level) * bucket.reduce_dtype.itemsize, bucket.sizes[level]) if found is None else found
+
+    def sum_bytes(self, bucket: Bucket, axis: str) -> int:
+        """What one rank sends where a bucket's gradients are summed over an axis of its replicas."""
+        found = self._channel_bytes.get((bucket.name, axis))
+        whole = 2 * bucket.size(bucket.levels) * bucket.reduce_dtype.itemsize
+        return share(whole, self.sizes[axis]) if found is None else found
+
+    @cached_property
+    def _channel_bytes(self) -> dict[tuple[str, str], int]:
+        return {(channel.bucket.name, channel.axis): channel.payload for channel in self.channels if not channel.mean}
+
+    def _add_microbatches(self, total: dict[str, int], owned: bool) -> None:
         """What all micro-batches gather, and their gradients."""
         for axis, sent in (self.activations or {}).items():
             total[axis] += self.microbatches * sent
         reductions = self.microbatches if self.sync == "each" else 1
+        seen: set[str] = set()
         for unit in self.gathers():
             for bucket in self.buckets:
                 if bucket.unit == unit:
-                    _add_gather(total, bucket, 0, bucket.param_level, self.microbatches)
+                    stop = self.second_level if unit in seen and self.second_level is not None else bucket.param_level
+                    for level in range(stop):
+                        total[bucket.axes[level]] += self.microbatches * self.gather_bytes(bucket, level)
+            seen.add(unit)
         for bucket in self.trained:
-            itemsize = bucket.reduce_dtype.itemsize
             for level, axis in enumerate(bucket.axes):
                 times = reductions if level < bucket.grad_level else 1
-                total[axis] += times * share(bucket.size(level) * itemsize, self.sizes[axis])
+                total[axis] += times * self.scatter_bytes(bucket, level)
             for axis in bucket.replicas:
-                total[axis] += share(2 * bucket.size(bucket.levels) * itemsize, self.sizes[axis])
+                if not (owned and self.owned and self.owned.axis == axis):
+                    total[axis] += self.sum_bytes(bucket, axis)
+        if owned and self.owned is not None:
+            total[self.owned.axis] += sum(channel.payload for channel in self.owned_channels)
 
     def _add_messages(self, total: dict[str, int], pipeline: Pipeline) -> None:
         """Gradients of tied leaves to their other homes; and, where traced, carries and their gradients."""
@@ -326,13 +401,6 @@ class Plan:
 def share(whole: int, ways: int) -> int:
     """What one rank sends of ``whole`` bytes that are gathered, or reduced and scattered, over ``ways`` ranks."""
     return whole * (ways - 1) // ways
-
-
-def _add_gather(total: dict[str, int], bucket: Bucket, start: int, stop: int, times: int) -> None:
-    """Gathering from level ``stop`` to level ``start``, one axis after the other, the last first."""
-    for level in range(start, stop):
-        axis = bucket.axes[level]
-        total[axis] += times * share(bucket.size(level) * bucket.dtype.itemsize, bucket.sizes[level])
 
 
 def check_same_tree(plan: Plan, paths: Sequence[str], shapes: Sequence[tuple[int, ...]], what: str) -> None:

@@ -11,11 +11,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardlib.claims import LeafInfo, Slots, Transform, resolve
+from shardlib.collectives.codecs import OneBit
 from shardlib.errors import IllegalComposition
 from shardlib.layout import Bucket, stands_alone
 from shardlib.mesh import Mesh
 from shardlib.parts import SequencePlan
-from shardlib.plan import ROLES, Placement, Plan
+from shardlib.plan import ROLES, OwnedAxis, Placement, Plan
 from shardlib.schedules.pipeline import NO_BLOCKS, Pipeline
 from shardlib.specs import Leaf, P, check_leaves
 from shardlib.tree import Tree, TreeDef, check_tensors, flatten, ties
@@ -94,10 +95,15 @@ def build_plan(params: Tree, mesh: Mesh, transform: Transform, *, optimizer: Any
         cast_batch=slots.get(("schedule", "cast_batch")),
         pipeline=pipeline and _all_blocks(pipeline, treedef),
         sequence=sequence,
+        codecs=_by_axis(slots, "codec", mesh.shape),
+        packings=_by_axis(slots, "gathered", mesh.shape),
+        second_level=_second_level(slots, split["param"], mesh.shape),
         log=log,
     )
+    _check_compression(plan, slots)
     if optimizer is None:
         return plan
+    plan = own_axis(plan, optimizer)
     return replace(plan, optimizer_bytes=tuple(_optimizer_bytes(view, optimizer) for view in plan.views))
 
 
@@ -288,9 +294,92 @@ def _splits(slots: Slots, sizes: Mapping[str, int]) -> dict[str, tuple[str, ...]
                 f"the {role} state is not split over axis {', '.join(map(repr, missing))}, and the one before it (param, "
                 "grad, optimizer) is; a higher ZeRO stage splits everything a lower one does"
             )
-        before = (*before, *(axis for axis in sizes if axis in mine and axis not in before))
+        # What the second shard is split over comes first: it is the stage before the last of a gather.
+        new = [axis for axis in sizes if axis in mine and axis not in before]
+        before = (*before, *sorted(new, key=lambda axis: ("live", "second", axis) not in slots))
         found[role] = before
     return {role: tuple(axis for axis in axes if sizes[axis] > 1) for role, axes in found.items()}
+
+
+def _by_axis(slots: Slots, name: str, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """Axis -> what was said of its exchanges, of axes with several ranks."""
+    return {
+        slot[1]: value
+        for slot, value in slots.items()
+        if slot[0] == "reduce" and slot[2] == name and sizes[slot[1]] > 1
+    }
+
+
+def _second_level(slots: Slots, split: Sequence[str], sizes: Mapping[str, int]) -> int | None:
+    kept = [axis for axis in split if ("live", "second", axis) in slots]
+    return len(kept) if 0 < len(kept) < len(split) else None
+
+
+def _check_compression(plan: Plan, slots: Slots) -> None:
+    """Whether there is something to compress on every axis where it is asked for, and whether it can be."""
+    asked = {slot[1:]: value for slot, value in slots.items() if slot[0] == "reduce"}
+    for (axis, name), value in asked.items():
+        if name == "codec" and (axis, "method") not in asked:
+            raise IllegalComposition(
+                f"gradients are to travel over axis {axis!r} in {value}, and nothing sums them there: add "
+                f"zero(axis={axis!r}), or name the axis that it shares the batch over"
+            )
+        if name == "gathered" and ("live", "param", axis) not in slots:
+            raise IllegalComposition(
+                f"parameters are to travel over axis {axis!r} in {value}, and none are split over it: add zero(stage=3, "
+                f"axis={axis!r}); at lower stages they are not gathered to be used"
+            )
+    for slot in slots:
+        if slot[:2] == ("live", "second") and ("live", "param", slot[2]) not in slots:
+            raise IllegalComposition(
+                f"a second shard is to be kept over axis {slot[2]!r}, and no parameters are split over it: add zero(stage=3, "
+                f"axis={slot[2]!r}) beside the zero(stage=3) of the axis between nodes"
+            )
+    wide = [placement.path for placement in plan.placements if placement.param.dtype == torch.float64]
+    integers = [value for (_, name), value in asked.items() if name in ("codec", "gathered") and not _takes_wide(value)]
+    if wide and integers:
+        raise IllegalComposition(
+            f"{integers[0]} holds no float64, which {len(wide)} parameters are ({wide[0]} first); use float32 parameters, or "
+            "sl.onebit() for gradients"
+        )
+
+
+def _takes_wide(codec: Any) -> bool:
+    return isinstance(codec, OneBit)
+
+
+def own_axis(plan: Plan, optimizer: Any) -> Plan:
+    """The plan of a step whose optimizer may sum gradients over an axis itself.
+
+    Raises:
+        IllegalComposition: it cannot: gradients are split over the axis, or already travel in few bits.
+    """
+    owned = getattr(optimizer, "owns", None)
+    if owned is None:
+        return plan
+    axis = owned.axis
+    if axis not in plan.sizes:
+        raise IllegalComposition(
+            f"{owned.name} sums gradients over axis {axis!r}, which the mesh ({', '.join(plan.sizes)}) does not have; name "
+            "one of its axes with axis="
+        )
+    split = any(axis in bucket.axes for bucket in plan.trained)
+    if split or (plan.sizes[axis] > 1 and axis not in plan.batch_axes):
+        does = "zero splits the state over it" if split else "the batch is not shared over it"
+        raise IllegalComposition(
+            f"{owned.name} sums gradients over axis {axis!r} itself, and {does}. Split over another axis of the mesh, and "
+            f"replicate over this one: zero(stage, axis='local', replicate={axis!r})"
+        )
+    if axis in plan.codecs:
+        raise IllegalComposition(
+            f"{owned.name} sums gradients over axis {axis!r} in few bits itself, and so do onebit() or quantize() there; "
+            "drop one of the two"
+        )
+    log = (
+        *plan.log,
+        f"{owned.name} sums gradients over axis {axis!r} itself once its variance is frozen: {owned.codec}",
+    )
+    return replace(plan, owned=OwnedAxis(axis, owned.codec, owned.name), log=log)
 
 
 def _optimizer_bytes(plan: Plan, optimizer: Any) -> int:

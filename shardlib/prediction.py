@@ -127,7 +127,7 @@ def _run(
         stage, final = stages[place], last[place] == microbatch
         rank.now = max(rank.now, ready[need])
         if kind is Kind.F:
-            rank.walk(stage.plan, stage.forward, 1.0)
+            rank.walk(stage.plan, stage.forward, 1.0, first=True)
         elif kind is Kind.I:
             rank.walk(stage.plan, stage.backward, backward / 2)
         elif kind is Kind.W:
@@ -164,7 +164,7 @@ def _update(plan: Plan, ranks: Sequence[_Rank], update: float) -> None:
     for view, rank in zip(plan.views, ranks, strict=True):
         rank.now = start
         rank.compute(update)
-        stored = [rank.gathered(b, b.param_level, b.levels, rank.now) for b in view.trained]
+        stored = [rank.restored(bucket) for bucket in view.trained]
         rank.now = max([rank.now, *stored])
 
 
@@ -179,20 +179,27 @@ class _Rank:
     _arrival: dict[str, float] = field(default_factory=dict)  # unit -> when its gather is done
 
     def walk(
-        self, plan: Plan, seconds: Mapping[str, float], factor: float, last: bool | None = None, whole: bool = True
+        self,
+        plan: Plan,
+        seconds: Mapping[str, float],
+        factor: float,
+        last: bool | None = None,
+        whole: bool = True,
+        first: bool = False,
     ) -> None:
         """Through units in this order. ``last`` is None where no gradients come, else whether they are the step's last.
 
-        ``whole``: whether whole parameters are needed and activations exchanged, as for all but weights' gradients.
+        ``first``: whether it is the micro-batch's first walk. ``whole``: whether whole parameters are needed and
+        activations exchanged, as for all but weights' gradients.
         """
         units = list(seconds)
         sent = plan.activations or {} if whole else {}
         for place, unit in enumerate(units):
             if whole:
-                self._gather(plan, unit)
+                self._gather(plan, unit, first)
                 self.now = max(self.now, self._arrival[unit])
                 if place + 1 < len(units) and plan.prefetch:
-                    self._gather(plan, units[place + 1])
+                    self._gather(plan, units[place + 1], first)
             self.compute(factor * seconds[unit])
             for axis, count in sent.items():
                 self.now = self.send(axis, count / 2 / len(units), self.now)
@@ -213,24 +220,32 @@ class _Rank:
         self.busy[axis] = self.busy.get(axis, 0.0) + seconds
         return self._free[axis]
 
-    def _gather(self, plan: Plan, unit: str) -> None:
+    def _gather(self, plan: Plan, unit: str, first: bool) -> None:
         if unit not in self._arrival:
             buckets = [bucket for bucket in plan.buckets if bucket.unit == unit]
-            self._arrival[unit] = max((self.gathered(b, 0, b.param_level, self.now) for b in buckets), default=0.0)
+            self._arrival[unit] = max((self._gathered(plan, b, first) for b in buckets), default=0.0)
 
-    def gathered(self, bucket: Bucket, start: int, stop: int, ready: float) -> float:
-        """When a bucket has been gathered from level ``stop`` to level ``start``."""
-        for level in reversed(range(start, stop)):
+    def _gathered(self, plan: Plan, bucket: Bucket, first: bool) -> float:
+        """When a bucket has been gathered for use."""
+        kept, ready = plan.second_level, self.now
+        for level in reversed(range(bucket.param_level if first or kept is None else kept)):
+            ready = self.send(bucket.axes[level], plan.gather_bytes(bucket, level), ready)
+        return ready
+
+    def restored(self, bucket: Bucket) -> float:
+        """When what is stored of a bucket is whole again after the update."""
+        ready = self.now
+        for level in reversed(range(bucket.param_level, bucket.levels)):
             count = share(bucket.size(level) * bucket.dtype.itemsize, bucket.sizes[level])
             ready = self.send(bucket.axes[level], count, ready)
         return ready
 
     def _reduce(self, plan: Plan, unit: str, last: bool) -> None:
         for bucket in plan.trained_in.get(unit, ()):
-            ready, width = self.now, bucket.reduce_dtype.itemsize
+            ready = self.now
             early = 0 if plan.sync == "last" and not last else bucket.grad_level
             for level in range(bucket.levels if last else early):
-                ready = self.send(bucket.axes[level], share(bucket.size(level) * width, bucket.sizes[level]), ready)
+                ready = self.send(bucket.axes[level], plan.scatter_bytes(bucket, level), ready)
             for axis in bucket.replicas if last else ():
-                ready = self.send(axis, share(2 * bucket.owned * width, plan.sizes[axis]), ready)
+                ready = self.send(axis, plan.sum_bytes(bucket, axis), ready)
             self.reduced = max(self.reduced, ready)

@@ -13,7 +13,7 @@ from shardlib.claims import Transform, chain
 from shardlib.collectives import primitives
 from shardlib.deferred import defer
 from shardlib.errors import DonatedStateError, IllegalComposition, TreeError, listing
-from shardlib.exchange import Gather, owner_index
+from shardlib.exchange import Gather
 from shardlib.layout import Bucket
 from shardlib.mesh import Mesh, as_mesh
 from shardlib.plan import Plan, check_same_tree
@@ -45,6 +45,7 @@ class Sharded:
         self._buffers = buffers
         self._tree = tree
         self._taken: str | None = None
+        self._origin: Sharded | None = None
 
     @property
     def tree(self) -> Tree:
@@ -68,9 +69,19 @@ class Sharded:
     def buckets(self) -> tuple[Bucket, ...]:
         return self.plan.buckets if self.role == "param" else self.plan.trained
 
+    def under(self, plan: Plan) -> Sharded:
+        """The same memory under a plan with the same layout; used up together with it."""
+        if plan is self.plan:
+            return self
+        other = Sharded(plan, self.mesh, self.role, self.buffers)
+        other._origin = self
+        return other
+
     def take(self, why: str) -> None:
         """Mark this value as used up: its memory now belongs to a later state."""
         self._taken = why
+        if self._origin is not None:
+            self._origin.take(why)
 
     def _check(self) -> None:
         if self._taken:
@@ -252,7 +263,7 @@ def _gather_slices(leaf: torch.Tensor, spec: P, mesh: Mesh) -> torch.Tensor:
 
 def _fill(part: torch.Tensor, value: torch.Tensor, mesh: Mesh, bucket: Bucket) -> None:
     """Copy this rank's piece of a whole leaf; what the padding covers stays zero."""
-    start = owner_index(mesh, bucket, 0, bucket.param_level) * part.numel()
+    start = bucket.owner(mesh.coords, 0, bucket.param_level) * part.numel()
     flat = value.reshape(-1)[start : start + part.numel()]
     part[: flat.numel()].copy_(flat)
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardlib.errors import DonatedStateError, TreeError
+from shardlib.errors import DonatedStateError, IllegalComposition, TreeError
 from shardlib.execute.executor import Executor
 from shardlib.execute.pipeline import Pipe
 from shardlib.execute.step import LossStep, reduce_means, require_finite
@@ -16,6 +16,8 @@ from shardlib.mesh import Mesh
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.scaling import LossScale
 from shardlib.optim.shards import optimizer_shards, store
+from shardlib.plan import Plan
+from shardlib.planning import own_axis
 from shardlib.rng import Key
 from shardlib.sharded import Sharded, shard
 from shardlib.tree import Tree, leaves_of, register_node, tree_map
@@ -35,7 +37,7 @@ class TrainState:
         step: steps taken, skipped ones included.
         params: `Sharded` parameters.
         opt: `OptimizerState`, over this rank's flat shards.
-        comm: state of compressed communication (error feedback).
+        comm: what compressed exchanges left out so far, by name (see ``Plan.errors``).
         buffers: what the loss function returns beside the loss (BatchNorm's statistics), or None.
         scale: `LossScale`, or None.
         rng: the `Key` that per-step keys are folded from.
@@ -115,7 +117,12 @@ def value_and_grad(loss_fn: Callable[..., Any]) -> Callable[..., tuple[Any, Tree
             bound[:] = [
                 ((lifted.plan, buffers is not None), LossStep(loss_fn, lifted.plan, lifted.mesh, buffers is not None))
             ]
-        evaluation = bound[0][1](lifted, batch, buffers, rng)
+        if lifted.plan.errors:
+            raise IllegalComposition(
+                "gradients are compressed with error feedback, whose errors live in a TrainState: use sl.make_train_step, or "
+                "feedback=False in onebit() and quantize()"
+            )
+        evaluation = bound[0][1](lifted, batch, buffers, rng, comm={})
         scale = evaluation.scale
         flat = evaluation.grads
         if scale is not None:
@@ -141,9 +148,10 @@ def make_train_step(
 ) -> tuple[TrainState, Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]]:
     """The initial state, and ``train_step(state, batch) -> (state, metrics)``.
 
-    ``metrics`` holds ``loss`` (mean over the global batch), ``grad_norm`` (global, before clipping), ``finite``,
-    and ``aux`` when the loss function hands one out (a `Mean` in it is averaged over all ranks; other leaves are
-    this rank's, of the last micro-batch; under a pipeline, of the rank with the last stage).
+    ``metrics`` holds ``loss`` (mean over the global batch), ``grad_norm`` (global, before clipping; of gradients that a
+    compressing optimizer takes unreduced, the root mean square of the ranks' norms), ``finite``, and
+    ``aux`` when the loss function hands one out (a `Mean` in it is averaged over all ranks; other leaves are this rank's,
+    of the last micro-batch; under a pipeline, of the rank with the last stage).
 
     Args:
         loss_fn: ``loss_fn(params, batch)``, plain PyTorch; see the README for its forms.
@@ -158,13 +166,18 @@ def make_train_step(
         IllegalComposition: an optimizer that declares no locality, on shards.
     """
     lifted = lift(params)
-    plan, mesh = lifted.plan, lifted.mesh
+    plan, mesh = own_axis(lifted.plan, optimizer), lifted.mesh
+    lifted = lifted.under(plan)
     policy = nonfinite or ("skip" if plan.loss_scale else "raise")
     if policy not in ("raise", "skip"):
         raise ValueError(f"nonfinite={nonfinite!r}: use 'raise' or 'skip'")
     optimizer.require_locality(lifted)
     loss_step = LossStep(loss_fn, plan, mesh, buffers is not None)
     key = rng if isinstance(rng, Key) else Key(rng)
+
+    def unreduced(state: TrainState) -> tuple[str, ...]:
+        owns = optimizer.owns
+        return (owns.axis,) if owns is not None and owns.unreduced(state.opt.inner) else ()
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         params = state.params
@@ -173,7 +186,15 @@ def make_train_step(
                 "this state was sharded by another plan than the train step was made for; make a step for it"
             )
         scale = state.scale.value if state.scale else 1.0
-        evaluation = loss_step(params, batch, state.buffers, state.rng.fold_in(state.step), scale)
+        evaluation = loss_step(
+            params,
+            batch,
+            state.buffers,
+            state.rng.fold_in(state.step),
+            scale,
+            comm=state.comm,
+            unreduced=unreduced(state),
+        )
         metrics = {"loss": evaluation.loss, "grad_norm": evaluation.norm, "finite": evaluation.finite}
         if evaluation.aux is not None:
             metrics["aux"] = evaluation.aux
@@ -190,6 +211,9 @@ def make_train_step(
             opt = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, opt)
         if evaluation.finite:
             opt = _update(optimizer, new, opt, evaluation)
+            comm = evaluation.errors.after
+        if after is not None and after.value != scale:
+            comm = _rescaled(plan, comm, after.value / scale)
         kept = evaluation.buffers if evaluation.finite else old_buffers
         return TrainState(step, new, opt, comm, kept, after, state_rng), metrics
 
@@ -197,7 +221,11 @@ def make_train_step(
         step=0,
         params=lifted,
         opt=_init(optimizer, lifted),
-        comm={},
+        comm={
+            name: torch.zeros(size, dtype=channel.dtype, device=mesh.device)
+            for channel in plan.channels
+            for name, size in zip(channel.errors, channel.sizes, strict=True)
+        },
         buffers=buffers,
         scale=LossScale() if plan.loss_scale else None,
         rng=key,
@@ -249,6 +277,12 @@ def _init(optimizer: GradientTransformation, params: Sharded) -> OptimizerState:
         if bucket.master_dtype is not None
     }
     return OptimizerState(masters, optimizer.init(shards | masters))
+
+
+def _rescaled(plan: Plan, comm: dict[str, torch.Tensor], factor: float) -> dict[str, torch.Tensor]:
+    """Errors of scaled gradients, under another loss scale. (An optimizer's own are of what is no longer scaled.)"""
+    scaled = {name for channel in plan.channels if not channel.mean for name in channel.errors}
+    return {name: error * factor if name in scaled else error for name, error in comm.items()}
 
 
 def _update(optimizer: GradientTransformation, params: Sharded, opt: OptimizerState, evaluation: Any) -> OptimizerState:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from shardlib.exchange import owner_index
 from shardlib.layout import Bucket
 from shardlib.mesh import Mesh
 from shardlib.plan import Plan
@@ -55,7 +54,7 @@ def owned_pieces(state: TrainState) -> Iterator[Piece]:
     for bucket in plan.buckets:
         if not plan.counts(bucket, mesh.coords) or any(mesh.coords[axis] for axis in plan.copies(bucket)):
             continue
-        index = owner_index(mesh, bucket, bucket.param_level, bucket.levels)
+        index = bucket.owner(mesh.coords, bucket.param_level, bucket.levels)
         mine = bucket.owned_part(state.params.buffers[bucket.name], bucket.param_level, index)
         yield from _cut(plan, mesh, bucket, "params", mine, bucket.levels)
         for name, tensor in _flat_states(state, bucket):
@@ -96,7 +95,7 @@ def _leaves(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
 
 
 def _cut(plan: Plan, mesh: Mesh, bucket: Bucket, prefix: str, buffer: torch.Tensor, level: int) -> Iterator[Piece]:
-    index = owner_index(mesh, bucket, 0, level)
+    index = bucket.owner(mesh.coords, 0, level)
     windows = _windows(plan, mesh, bucket)
     for path, numel, part in zip(bucket.paths, bucket.numels, bucket.leaf_parts(buffer, level), strict=True):
         start = index * part.numel()

@@ -17,7 +17,7 @@ from shardlib._compat import grad
 from shardlib.blocks import block_runner
 from shardlib.errors import HandleError, RankFailure, RankMismatch
 from shardlib.execute.gathering import Gathering
-from shardlib.execute.gradients import Gradients
+from shardlib.execute.gradients import Gradients, Route
 from shardlib.execute.halves import Halves
 from shardlib.execute.handles import Handle
 from shardlib.execute.losses import is_compiled, refuse_reentrant_checkpoints
@@ -47,7 +47,8 @@ class Executor:
     def __init__(self, plan: Plan, mesh: Mesh, trained: bool, record: Record | None = None) -> None:
         self.plan, self.mesh, self._trained = plan, mesh, trained
         self._splits = trained and plan.pipeline is not None and plan.pipeline.schedule.splits
-        states = [BucketState(bucket, mesh, self._splits) for bucket in plan.buckets]
+        packings = {} if mesh.abstract else plan.packings  # kernels do not run on tensors without values
+        states = [BucketState(bucket, mesh, packings, plan.second_level, self._splits) for bucket in plan.buckets]
         self.parts = SequenceParts(plan.sequence, mesh) if plan.sequence else None
         self._slices = Slices(mesh, self.parts)
         self._units = {
@@ -76,9 +77,9 @@ class Executor:
         """Units in the order the last micro-batch gathered them."""
         return tuple(self._gathering.fetched)
 
-    def gradients(self) -> Gradients:
+    def gradients(self, route: Route) -> Gradients:
         """What the micro-batches of one step hand their gradients to."""
-        return Gradients(self.plan, self.mesh, self.record.order, partial(self.record.announce, "reduces"))
+        return Gradients(self.plan, self.mesh, self.record.order, route, partial(self.record.announce, "reduces"))
 
     def forward(self, params: Sharded, fn: Callable[[Tree], Any]) -> Any:
         """``fn(parameters)`` without gradients."""

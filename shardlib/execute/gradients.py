@@ -8,13 +8,35 @@ to be the same on all ranks, then holds: a rank whose branch leaves a parameter 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from shardlib.exchange import Reduction
+from shardlib.collectives.compressed import Errors
+from shardlib.exchange import Compression, Reduction, Sum
 from shardlib.layout import Bucket
 from shardlib.mesh import Mesh
 from shardlib.plan import Plan
+
+
+@dataclass(frozen=True)
+class Route:
+    """What a step's gradients meet on their way.
+
+    Attributes:
+        compression: what travels in few bits, and
+        errors: what it leaves out; written to.
+        unreduced: axes over which they are left unsummed, for an optimizer that does it itself.
+    """
+
+    compression: Compression
+    errors: Errors
+    unreduced: tuple[str, ...] = ()
+
+
+def plain_route(mesh: Mesh) -> Route:
+    """Everything travels as it is and is summed over all axes."""
+    return Route(Compression({}, mesh), Errors({}))
 
 
 class Gradients:
@@ -22,6 +44,7 @@ class Gradients:
 
     Args:
         order: units in the order their exchanges are to start; None to take them as they come.
+        route: see `Route`.
         announce: called before a unit's exchanges start.
 
     Attributes:
@@ -29,9 +52,14 @@ class Gradients:
     """
 
     def __init__(
-        self, plan: Plan, mesh: Mesh, order: list[str] | None, announce: Callable[[str], None] = lambda unit: None
+        self,
+        plan: Plan,
+        mesh: Mesh,
+        order: list[str] | None,
+        route: Route,
+        announce: Callable[[str], None] = lambda unit: None,
     ) -> None:
-        self._plan, self._mesh, self._order, self._announce = plan, mesh, order, announce
+        self._plan, self._mesh, self._order, self._route, self._announce = plan, mesh, order, route, announce
         self._held: dict[str, torch.Tensor] = {}
         self._begin()
 
@@ -40,7 +68,7 @@ class Gradients:
         self._ready: dict[str, dict[str, torch.Tensor | None]] = {unit: {} for unit in self._plan.trained_in}
         self._complete: set[str] = set()
         self._added: set[str] = set()
-        self._flying: list[tuple[Bucket, Reduction, bool]] = []
+        self._flying: list[tuple[Reduction, int]] = []
 
     def begin(self, last: bool) -> None:
         """Start a micro-batch; ``last`` when it is the step's last."""
@@ -88,9 +116,9 @@ class Gradients:
             self._land()
         for name, whole in sorted(late.items()):
             bucket = self._plan.bucket_of[name]
-            stop = bucket.levels if self._last else bucket.grad_level
-            part = Reduction(self._mesh, bucket, whole, 0, stop, replicas=self._last).wait()
-            self._held[name].add_(part)
+            stop, over = (bucket.levels, self._over(bucket)) if self._last else (bucket.grad_level, ())
+            for part in self._reduction([Sum(bucket, whole)], 0, stop, over).wait():
+                self._held[name].add_(part.buffer)
 
     def result(self) -> dict[str, torch.Tensor]:
         """Bucket name -> this rank's shard of the gradient, after the last micro-batch."""
@@ -103,24 +131,34 @@ class Gradients:
         self._announce(unit)
         self.started.append(unit)
         ready = self._ready[unit]
+        together: dict[tuple[str, ...], list[Bucket]] = {}
         for bucket in self._plan.trained_in[unit]:
-            self._reduce(bucket, ready.pop(bucket.name))
+            together.setdefault(self._over(bucket), []).append(bucket)
+        for over, buckets in together.items():
+            self._reduce(buckets, [ready.pop(bucket.name) for bucket in buckets], over)
 
-    def _reduce(self, bucket: Bucket, whole: torch.Tensor | None) -> None:
-        level = bucket.grad_level
+    def _over(self, bucket: Bucket) -> tuple[str, ...]:
+        """Axes over which a bucket is summed and not split."""
+        return tuple(axis for axis in bucket.replicas if axis not in self._route.unreduced)
+
+    def _reduce(self, buckets: list[Bucket], wholes: list[torch.Tensor | None], over: tuple[str, ...]) -> None:
+        level, levels = buckets[0].grad_level, buckets[0].levels
         if level == 0:
-            self._keep(bucket, whole)
+            sums = [self._sum(bucket, whole) for bucket, whole in zip(buckets, wholes, strict=True)]
+            if self._last:
+                self._fly(sums, 0, levels, over)
             return
-        assert whole is not None
-        if not self._last or (level == bucket.levels and not bucket.replicas):
-            self._fly(bucket, whole, 0, level, False)
-        elif bucket.name not in self._held:
-            self._fly(bucket, whole, 0, bucket.levels, True)
+        sums = [Sum(bucket, whole) for bucket, whole in zip(buckets, wholes, strict=True) if whole is not None]
+        if not self._last or (level == levels and not over):
+            self._fly(sums, 0, level, ())
+        elif buckets[0].name not in self._held:
+            self._fly(sums, 0, levels, over)
         else:
-            part = Reduction(self._mesh, bucket, whole, 0, level, replicas=False).wait()
-            self._fly(bucket, part.add_(self._held.pop(bucket.name)), level, bucket.levels, True)
+            for part in self._reduction(sums, 0, level, ()).wait():
+                part.buffer.add_(self._held.pop(part.bucket.name))
+            self._fly(sums, level, levels, over)
 
-    def _keep(self, bucket: Bucket, whole: torch.Tensor | None) -> None:
+    def _sum(self, bucket: Bucket, whole: torch.Tensor | None) -> Sum:
         """A gradient that is kept whole until the last micro-batch."""
         held = self._held.pop(bucket.name, None)
         if held is not None:
@@ -130,28 +168,23 @@ class Gradients:
             whole = whole.clone()  # it may be somebody's tensor: never packed, and now to be written to
         if not self._last:
             self._held[bucket.name] = whole
-        else:
-            # What the sum is written into is as large as what was planned for: the whole gradient.
-            within = torch.empty_like(whole) if held is None and bucket.levels else whole
-            self._fly(bucket, whole, 0, bucket.levels, True, within)
+            return Sum(bucket, whole)
+        # What the sum is written into is as large as what was planned for: the whole gradient.
+        return Sum(bucket, whole, torch.empty_like(whole) if held is None and bucket.levels else whole)
 
-    def _fly(
-        self,
-        bucket: Bucket,
-        buffer: torch.Tensor,
-        start: int,
-        stop: int,
-        replicas: bool,
-        within: torch.Tensor | None = None,
-    ) -> None:
-        reduction = Reduction(self._mesh, bucket, buffer, start, stop, replicas=replicas, within=within)
-        self._flying.append((bucket, reduction, within is not buffer))
+    def _fly(self, sums: list[Sum], start: int, stop: int, over: tuple[str, ...]) -> None:
+        freed = sum(part.bucket.size(0) for part in sums if part.within is not part.buffer)
+        self._flying.append((self._reduction(sums, start, stop, over), freed))
         # Whole gradients that are not what is kept must not pile up behind a slow network.
-        while sum(bucket.size(0) for bucket, _, freed in self._flying if freed) > 2 * self._plan.largest_unit:
+        while sum(freed for _, freed in self._flying) > 2 * self._plan.largest_unit:
             self._land()
 
+    def _reduction(self, sums: list[Sum], start: int, stop: int, over: tuple[str, ...]) -> Reduction:
+        route = self._route
+        return Reduction(self._mesh, sums, start, stop, over, route.compression, route.errors)
+
     def _land(self) -> None:
-        bucket, reduction, _ = self._flying.pop(0)
-        part = reduction.wait()
-        held = self._held.get(bucket.name)
-        self._held[bucket.name] = part if held is None else held.add_(part)
+        reduction, _ = self._flying.pop(0)
+        for part in reduction.wait():
+            held = self._held.get(part.bucket.name)
+            self._held[part.bucket.name] = part.buffer if held is None else held.add_(part.buffer)

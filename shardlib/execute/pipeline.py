@@ -9,7 +9,7 @@ import torch
 
 from shardlib.blocks import Sequential
 from shardlib.errors import IllegalComposition, TreeError
-from shardlib.execute.gradients import Gradients
+from shardlib.execute.gradients import Gradients, Route
 from shardlib.execute.interpreter import Compute, Interpreter, Place, Stage
 from shardlib.execute.messages import (
     PARTS,
@@ -76,13 +76,15 @@ class Pipe:
 
         return compute
 
-    def train(self, params: Sharded, compute: Compute, seed: Callable[[int], float]) -> dict[str, torch.Tensor]:
+    def train(
+        self, params: Sharded, compute: Compute, seed: Callable[[int], float], route: Route
+    ) -> dict[str, torch.Tensor]:
         """One step: the gradients of this rank's buckets, in the optimizer's layout, summed over micro-batches.
 
         ``compute`` returns, in the last stage, what is to be differentiated, times ``seed(microbatch)``.
         """
         gradients = {
-            number: Gradients(stage.plan, self._mesh, stage.record.order)
+            number: Gradients(stage.plan, self._mesh, stage.record.order, route)
             for number, stage in self._place.stages.items()
         }
         Interpreter(self._place, params, compute, gradients, seed).run(self._order)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -10,10 +11,12 @@ from typing import Any
 import torch
 
 from shardlib.collectives import primitives
+from shardlib.collectives.compressed import Errors
 from shardlib.errors import BatchError, HandleError, IllegalComposition, NonFiniteError, TreeError
+from shardlib.exchange import Compression
 from shardlib.execute.buffers import average_buffers
 from shardlib.execute.executor import Executor
-from shardlib.execute.gradients import Gradients
+from shardlib.execute.gradients import Gradients, Route, plain_route
 from shardlib.execute.losses import (
     Outcome,
     is_compiled,
@@ -29,7 +32,7 @@ from shardlib.execute.losses import (
 from shardlib.execute.pipeline import Pipe
 from shardlib.functional import Mean
 from shardlib.mesh import Mesh
-from shardlib.optim.shards import MeshShards, sum_of_squares, sum_over
+from shardlib.optim.shards import MeshShards, OwnExchange, sum_of_squares, sum_over
 from shardlib.plan import Plan
 from shardlib.rng import Key
 from shardlib.sharded import Sharded
@@ -46,9 +49,11 @@ class Evaluation:
         buffers: the buffers it returned, or None.
         grads: bucket name -> this rank's shard of the summed gradient, still to be multiplied by ``scale``.
         scale: what makes the sum the gradient of the mean loss (also undoes the loss scale); None for 1.
-        norm: the gradient's global norm, 0-d, after ``scale``.
+        norm: the gradient's global norm, 0-d, after ``scale``. Of gradients that are left unreduced, the root mean square of
+            the norms of the ranks' own.
         finite: whether the loss and every gradient are finite, on every rank.
         shards: sums over the gradients' elements; knows their squares already.
+        errors: what compressed exchanges have left out by now.
     """
 
     loss: torch.Tensor
@@ -59,6 +64,7 @@ class Evaluation:
     norm: torch.Tensor
     finite: bool
     shards: MeshShards
+    errors: Errors
 
 
 class LossStep:
@@ -70,6 +76,8 @@ class LossStep:
 
     def __init__(self, loss_fn: Callable[..., Any], plan: Plan, mesh: Mesh, with_buffers: bool) -> None:
         self._loss_fn, self._plan, self._mesh, self._with_buffers = loss_fn, plan, mesh, with_buffers
+        self._compression = Compression(plan.codecs, mesh)
+        self._own = OwnExchange(plan, mesh) if plan.owned else None
         self._wants_rng = wants(loss_fn, "rng")
         self._met = False  # whether the ranks have compared their batches, as they do once
         self._pipe: Pipe | None = None
@@ -93,9 +101,19 @@ class LossStep:
             )
 
     def __call__(
-        self, params: Sharded, batch: Tree, buffers: Any, rng: Key | None, loss_scale: float = 1.0
+        self,
+        params: Sharded,
+        batch: Tree,
+        buffers: Any,
+        rng: Key | None,
+        loss_scale: float = 1.0,
+        *,
+        comm: dict[str, torch.Tensor],
+        unreduced: tuple[str, ...] = (),
     ) -> Evaluation:
+        """``comm``: the errors of compressed exchanges. ``unreduced``: axes over which gradients stay this rank's own."""
         plan, mesh = self._plan, self._mesh
+        route = Route(self._compression, Errors(comm), unreduced)
         if rng is None and needs(self._loss_fn, "rng"):
             raise TreeError("the loss function has a parameter rng and none was given; pass rng=sl.Key(seed)")
         parts = split_batch(batch, plan, mesh)
@@ -110,8 +128,8 @@ class LossStep:
         for record in records:
             record.strays.clear()
         run = self._one_by_one if self._pipe is None else self._through_stages
-        grads, outcome = run(params, parts, buffers, rng, loss_scale, sums)
-        shards = MeshShards(Sharded(plan, mesh, "grad", grads))
+        grads, outcome = run(params, parts, buffers, rng, loss_scale, sums, route)
+        shards = MeshShards(Sharded(plan, mesh, "grad", grads), unreduced, self._own, route.errors)
         sums[2] = shards.local_sum(sum_of_squares, grads)
         sums[3] = any(record.strays for record in records)
         sum_over(mesh, plan.loss_axes, sums)
@@ -126,27 +144,36 @@ class LossStep:
             weighted = bool(sums[4] > 0)
             aux = self._pipe.hand_out(aux) if sums[5] > 0 else None
         scale = (1.0 / (weight * loss_scale)) if weighted else torch.full_like(total, 1.0 / loss_scale)
+        scale = scale * math.prod(mesh.shape[axis] for axis in unreduced)  # a mean over them is to give the gradient
         return Evaluation(
             loss=total / weight,
             aux=reduce_means(aux, plan, mesh),
             buffers=average_buffers(outcome.buffers, plan, mesh),
             grads=grads,
-            scale=None if not weighted and loss_scale == 1.0 else scale,
+            scale=None if not weighted and loss_scale == 1.0 and not unreduced else scale,
             norm=squares.sqrt() * scale,
             finite=bool(torch.isfinite(sums).all()),
             shards=shards,
+            errors=route.errors,
         )
 
     def trace(self, params: Sharded, batch: Tree, buffers: Any, rng: Key) -> None:
         """Run the first micro-batch for the sake of the executor's record of touches alone."""
         part = split_batch(batch, self._plan, self._mesh)[0]
-        self._microbatch(params, self.executor.gradients(), part, 0, buffers, rng, 1.0)
+        self._microbatch(params, self.executor.gradients(plain_route(self._mesh)), part, 0, buffers, rng, 1.0)
 
     def _one_by_one(
-        self, params: Sharded, parts: list[Tree], buffers: Any, rng: Key | None, loss_scale: float, sums: torch.Tensor
+        self,
+        params: Sharded,
+        parts: list[Tree],
+        buffers: Any,
+        rng: Key | None,
+        loss_scale: float,
+        sums: torch.Tensor,
+        route: Route,
     ) -> tuple[dict[str, torch.Tensor], Outcome]:
         """Forward and backward of each micro-batch in turn: gradients, and the last one's outcome."""
-        gradients = self.executor.gradients()
+        gradients = self.executor.gradients(route)
         outcome: Outcome | None = None
         for index, part in enumerate(parts):
             outcome = self._microbatch(params, gradients, part, index, buffers, rng, loss_scale)
@@ -156,7 +183,14 @@ class LossStep:
         return gradients.result(), outcome
 
     def _through_stages(
-        self, params: Sharded, parts: list[Tree], _: Any, rng: Key | None, loss_scale: float, sums: torch.Tensor
+        self,
+        params: Sharded,
+        parts: list[Tree],
+        _: Any,
+        rng: Key | None,
+        loss_scale: float,
+        sums: torch.Tensor,
+        route: Route,
     ) -> tuple[dict[str, torch.Tensor], Outcome]:
         """All micro-batches through the pipeline: gradients, and where the loss is the last one's outcome."""
         pipe = self._pipe
@@ -180,7 +214,7 @@ class LossStep:
             outcomes[microbatch] = outcome._replace(total=outcome.total.detach())
             return outcome.total
 
-        grads = pipe.train(params, run, lambda microbatch: self._seed(outcomes[microbatch], loss_scale))
+        grads = pipe.train(params, run, lambda microbatch: self._seed(outcomes[microbatch], loss_scale), route)
         for index in sorted(outcomes):
             _add(sums, outcomes[index])
         if not outcomes:

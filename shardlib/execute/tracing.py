@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardlib.execute.executor import Executor
-from shardlib.execute.gradients import Gradients
+from shardlib.execute.gradients import Gradients, plain_route
 from shardlib.execute.handles import materialise
 from shardlib.execute.interpreter import Run, differentiable, fresh_leaf
 from shardlib.execute.losses import read_loss
@@ -31,7 +31,7 @@ def trace_stages(
     carry: Any = None
     passed: list[tuple[int, int]] = []
     sent: list[dict[str, int]] = [{} for _ in spans]
-    gradients = [Gradients(plan.of_stage(stage), mesh, None) for stage in range(len(spans))]
+    gradients = [Gradients(plan.of_stage(stage), mesh, None, plain_route(mesh)) for stage in range(len(spans))]
     for stage, (start, stop) in enumerate(spans):
 
         def compute(tree: Tree, start: int = start, stop: int = stop, carry: Any = carry) -> Any:

@@ -8,12 +8,13 @@ gradients. Autograd itself sums over several gathers and knows when the sum is c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from shardlib._compat import run_first
+from shardlib.collectives.codecs import Packing
 from shardlib.exchange import Gather
 from shardlib.execute.gradients import Gradients
 from shardlib.execute.handles import Handle
@@ -66,6 +67,9 @@ class BucketState:
     """One bucket at run time.
 
     Args:
+        packings: how parameters travel when they are gathered: see `Gather`.
+        second_level: the level at which they are kept from the first gather on, so that later ones of the same
+            micro-batch are shorter; None where they are not.
         apart: whether each leaf has a node of its own in the graph, so that autograd can be asked for some leaves'
             gradients without the others'.
 
@@ -77,9 +81,17 @@ class BucketState:
             must stay in the graph.)
     """
 
-    def __init__(self, bucket: Bucket, mesh: Mesh, apart: bool = False) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        mesh: Mesh,
+        packings: Mapping[str, Packing],
+        second_level: int | None,
+        apart: bool = False,
+    ) -> None:
         self.bucket = bucket
-        self._mesh, self._apart = mesh, apart
+        self._mesh, self._packings, self._second_level, self._apart = mesh, packings, second_level, apart
+        self._second: torch.Tensor | None = None
         self.stored: torch.Tensor = torch.empty(0)
         self.whole: torch.Tensor | None = None
         self.anchor: torch.Tensor | None = None
@@ -102,15 +114,20 @@ class BucketState:
     def unbind(self) -> None:
         """Drop the graph and the parameters of a micro-batch that is over."""
         self.stored = torch.empty(0)
-        self.whole = self.anchor = self.root = self.summing = self._coming = None
+        self.whole = self.anchor = self.root = self.summing = self._coming = self._second = None
 
     def fetch(self) -> None:
         if self.gathers:
-            self._coming = Gather(self._mesh, self.bucket, self.stored, 0, self.bucket.param_level)
+            buffer, level = self.stored, self.bucket.param_level
+            if self._second is not None and self._second_level is not None:
+                buffer, level = self._second, self._second_level
+            self._coming = Gather(self._mesh, self.bucket, buffer, 0, level, packings=self._packings)
 
     def arrive(self) -> None:
         if self._coming is not None:
             self.whole = self._coming.wait()
+            if self.root is not None and self._second is None and self._second_level is not None:
+                self._second = self._coming.passed[self._second_level]
             self._coming = None
 
     def release(self) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from shardlib.collectives.codecs import Codec
 from shardlib.errors import IllegalComposition
 from shardlib.optim.shards import WHOLE, MeshShards, Shards, optimizer_shards
 from shardlib.sharded import Sharded
@@ -23,6 +25,24 @@ class Locality(enum.Enum):
 
     ELEMENTWISE = "elementwise"  # nothing: each element alone (Adam, SGD)
     GLOBAL = "global"  # sums over all elements, through ``shards.sum`` (the global norm)
+
+
+@dataclass(frozen=True)
+class Owned:
+    """The axis over which a transformation reduces gradients itself, in few bits.
+
+    Attributes:
+        name: of the transformation, for messages.
+        axis: a mesh axis that shares the batch and splits nothing.
+        codec: how what it sends travels.
+        unreduced: whether the coming update, from this state, takes each rank's own gradients, whose mean over the axis is
+            the gradient; else they are averaged as for any other. Must be the same on all ranks.
+    """
+
+    name: str
+    axis: str
+    codec: Codec
+    unreduced: Callable[[Tree], bool]
 
 
 class GradientTransformation:
@@ -37,6 +57,7 @@ class GradientTransformation:
             returns the number for ``updates * scale``. A chain folds it into its next pass over memory.
         apply: the same as updating and adding, in one pass in place: ``apply(params, updates, state, scale) ->
             state`` for ``updates * scale``; may use up the memory of ``updates`` and ``state``.
+        owns: an axis that it reduces over itself, through ``shards.compressed_mean``.
     """
 
     def __init__(
@@ -46,8 +67,9 @@ class GradientTransformation:
         locality: Locality | None = None,
         factor: Callable[[Tree, torch.Tensor | None, Shards], torch.Tensor] | None = None,
         apply: Callable[..., Tree] | None = None,
+        owns: Owned | None = None,
     ) -> None:
-        self._init, self._update = init, update
+        self._init, self._update, self.owns = init, update, owns
         self.locality, self.factor, self._apply = locality, factor, apply
 
     def init(self, params: Tree) -> Tree:

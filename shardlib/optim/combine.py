@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shardlib.optim.base import GradientTransformation, Locality, scaled
 from shardlib.optim.shards import WHOLE
 from shardlib.tree import Tree
@@ -43,8 +45,17 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         new_state.append(last.apply(params, updates, state[-1], scale=scale, shards=shards))
         return tuple(new_state)
 
+    owners = [(place, tx.owns) for place, tx in enumerate(transformations) if tx.owns is not None]
+    if len(owners) > 1:
+        names = " and ".join(owned.name for _, owned in owners)
+        raise ValueError(f"{names} in one chain: each reduces gradients itself; keep one")
+    owns = None
+    if owners:
+        place, owned = owners[0]
+        owns = replace(owned, unreduced=lambda state: owned.unreduced(state[place]))
+
     localities = {tx.locality for tx in transformations}
     if None in localities:
         return GradientTransformation(init, lambda u, s, p: update(u, s, p, shards=WHOLE))
     locality = Locality.GLOBAL if Locality.GLOBAL in localities else Locality.ELEMENTWISE
-    return GradientTransformation(init, update, locality, apply=apply)
+    return GradientTransformation(init, update, locality, apply=apply, owns=owns)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from shardlib.collectives import primitives
-from shardlib.exchange import Gather, owner_index
+from shardlib.collectives.compressed import CompressedSum, Errors, Item
+from shardlib.errors import IllegalComposition
+from shardlib.exchange import Gather
 from shardlib.mesh import Mesh
 from shardlib.plan import Plan
 from shardlib.sharded import Sharded
@@ -16,22 +19,59 @@ from shardlib.tree import Tree, leaves_of, tree_map
 
 
 class Shards:
-    """How to sum over all elements of a tree. This one is for whole trees; `MeshShards` for shards."""
+    """What a transformation may ask about all elements of a tree, on every rank of a mesh.
+
+    This one is for whole trees; `MeshShards` for shards.
+    """
 
     def sum(self, fn: Callable[[torch.Tensor], torch.Tensor], tree: Tree) -> torch.Tensor:
         """Σ fn(leaf) over the leaves, as a 0-d tensor; ``fn`` returns the sum over the elements it is given."""
         return torch.stack([fn(leaf) for leaf in leaves_of(tree)]).sum()
+
+    def compressed_mean(self, tree: Tree) -> Tree:
+        """The mean over the axis that the transformation owns, in its codec's bits and with error feedback.
+
+        May use up the memory of ``tree``. The same tree where there is nobody to share with.
+        """
+        return tree
+
+    def reset_errors(self) -> None:
+        """Forget what compressed means left out."""
 
 
 WHOLE = Shards()
 
 
 class MeshShards(Shards):
-    """Sums over flat shards on a mesh: each element counts once, however many ranks hold it."""
+    """For flat shards on a mesh. In sums each element counts once, however many ranks hold it.
 
-    def __init__(self, tree: Sharded) -> None:
-        self._plan, self._mesh = tree.plan, tree.mesh
+    Args:
+        unreduced: axes along which the trees that are summed over differ: sums are then the means over these ranks'.
+        own: exchanges over the axis that the transformation owns; None where it owns none.
+        errors: what they left out; written to.
+    """
+
+    def __init__(
+        self,
+        tree: Sharded,
+        unreduced: tuple[str, ...] = (),
+        own: OwnExchange | None = None,
+        errors: Errors | None = None,
+    ) -> None:
+        self._plan, self._mesh, self._unreduced = tree.plan, tree.mesh, unreduced
+        self._own, self._errors = own, errors
         self._known: list[tuple[Any, Any, torch.Tensor]] = []
+
+    def compressed_mean(self, tree: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if self._own is None or self._errors is None:
+            raise IllegalComposition(
+                "this transformation reduces gradients itself, with errors that live in a TrainState: use sl.make_train_step"
+            )
+        return self._own.mean(tree, self._errors)
+
+    def reset_errors(self) -> None:
+        if self._own is not None and self._errors is not None:
+            self._own.reset(self._errors)
 
     def sum(self, fn: Callable[[torch.Tensor], torch.Tensor], tree: Tree) -> torch.Tensor:
         for known_fn, known_tree, value in self._known:
@@ -44,7 +84,8 @@ class MeshShards(Shards):
     def local_sum(self, fn: Callable[[torch.Tensor], torch.Tensor], tree: dict[str, torch.Tensor]) -> torch.Tensor:
         """This rank's part of the sum: ranks that hold copies share the work."""
         parts = [fn(self._part(name, leaf)) for name, leaf in tree.items()]
-        return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        total = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        return total / math.prod(self._mesh.shape[axis] for axis in self._unreduced)
 
     def remember(self, fn: Callable[[torch.Tensor], torch.Tensor], tree: Tree, value: torch.Tensor) -> None:
         """Note a sum that was computed along with something else, so that asking again costs nothing."""
@@ -55,8 +96,44 @@ class MeshShards(Shards):
         if not self._plan.counts(about, self._mesh.coords):
             return leaf[:0]
         for axis in self._plan.copies(about):
+            if axis in self._unreduced:
+                continue
             leaf = leaf.tensor_split(self._mesh.shape[axis])[self._mesh.coords[axis]]
         return leaf
+
+
+class OwnExchange:
+    """The compressed means of an optimizer that owns an axis; see `shardlib.plan.OwnedAxis`."""
+
+    def __init__(self, plan: Plan, mesh: Mesh) -> None:
+        assert plan.owned is not None
+        self._plan, self._mesh, self._axis = plan, mesh, plan.owned.axis
+        self._wires = {channel.bucket.name: (channel, channel.wire(mesh.coords)) for channel in plan.owned_channels}
+
+    def mean(self, tree: dict[str, torch.Tensor], errors: Errors) -> dict[str, torch.Tensor]:
+        """One exchange for each unit; all are under way before the first is waited for."""
+        units: dict[str, list[str]] = {}
+        for name in tree:
+            if name in self._wires:
+                units.setdefault(self._plan.bucket_of[name].unit, []).append(name)
+        started = [(names, self._start([(name, tree[name]) for name in names], errors)) for names in units.values()]
+        found = dict(tree)
+        for names, exchange in started:
+            for name, result in zip(names, exchange.wait(), strict=True):
+                found[name] = result.to(tree[name].dtype)
+        return found
+
+    def _start(self, buffers: list[tuple[str, torch.Tensor]], errors: Errors) -> CompressedSum:
+        items = []
+        for name, buffer in buffers:
+            channel, wire = self._wires[name]
+            items.append(Item(wire, wire.pad(buffer.to(channel.dtype)), channel.errors))
+        return CompressedSum(self._mesh, self._axis, items, errors, scatter=False)
+
+    def reset(self, errors: Errors) -> None:
+        for channel, _ in self._wires.values():
+            for name in channel.errors:
+                errors.own(name).zero_()
 
 
 def sum_of_squares(leaf: torch.Tensor) -> torch.Tensor:
@@ -79,7 +156,7 @@ def optimizer_shards(params: Sharded) -> dict[str, torch.Tensor]:
     """
     shards = {}
     for bucket in params.plan.trained:
-        index = owner_index(params.mesh, bucket, bucket.param_level, bucket.levels)
+        index = bucket.owner(params.mesh.coords, bucket.param_level, bucket.levels)
         shards[bucket.name] = bucket.owned_part(params.buffers[bucket.name], bucket.param_level, index)
     return shards
 

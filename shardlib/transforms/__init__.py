@@ -2,8 +2,11 @@
 
 from shardlib.transforms.accumulate import accumulate
 from shardlib.transforms.freeze import freeze
+from shardlib.transforms.hierarchical import hierarchical
+from shardlib.transforms.onebit import onebit
 from shardlib.transforms.pipeline import pipeline
 from shardlib.transforms.precision import precision
+from shardlib.transforms.quantize import quantize
 from shardlib.transforms.remat import remat
 from shardlib.transforms.sequence import sequence
 from shardlib.transforms.tensor_slicing import column, row, tensor_slicing
@@ -13,8 +16,11 @@ __all__ = [
     "accumulate",
     "column",
     "freeze",
+    "hierarchical",
+    "onebit",
     "pipeline",
     "precision",
+    "quantize",
     "remat",
     "row",
     "sequence",

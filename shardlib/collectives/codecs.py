@@ -1,0 +1,349 @@
+"""How flat buffers travel in few bits: a codec says how, a `Wire` is a codec bound to the sizes of one buffer.
+
+A wire serves the two exchanges that `shardlib.collectives.compressed` is made of. Each rank encodes its whole buffer as
+one message for every rank; a rank adds up the messages that are for it (its row of the sum); and, where all are to have
+the whole sum, encodes its row again and decodes everybody's. Scales lie in front of the values in a message.
+
+Error feedback (arXiv 2102.02888): what a message leaves out is added to the next buffer. Errors are fp32 (float64 for
+float64). A buffer and its error are interchangeable in x + e, so the new error is written over the *buffer*: the old
+error stays as it was until the step is known to count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from shardlib.kernels import onebit, quantize
+from shardlib.kernels.onebit import Segments
+from shardlib.kernels.quantize import Blockwise
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The shape of a buffer on a wire.
+
+    Attributes:
+        ways: ranks that exchange it; this one is number ``place``.
+        elements: of the buffer.
+        filled: from where to where each leaf's elements lie; what is between is padding, zero at all times.
+        scattered: whether rank r's row is the r-th of ``ways`` equal parts of the buffer, with equally many leaves in
+            each; else all ranks get the whole sum, and rows are only how the work is shared.
+        mean: whether the result is the mean over the ranks; else the sum.
+        dtype: of the buffer, the errors and the result.
+    """
+
+    ways: int
+    place: int
+    elements: int
+    filled: tuple[tuple[int, int], ...]
+    scattered: bool
+    mean: bool
+    dtype: torch.dtype
+
+    def row(self, grain: int) -> int:
+        """Elements of one row, padded to a multiple of ``grain``."""
+        return -(-self.elements // (self.ways * grain)) * grain
+
+    def pad(self, x: torch.Tensor, grain: int) -> torch.Tensor:
+        """The buffer as ``[ways * row]``; ``x`` itself where that is the same."""
+        row = self.row(grain)
+        if self.scattered:
+            x = x.view(self.ways, -1)
+            return F.pad(x, (0, row - x.shape[1])).view(-1)
+        return F.pad(x, (0, self.ways * row - self.elements))
+
+    def spans(self, grain: int) -> list[tuple[int, int]]:
+        """``filled``, in the padded buffer."""
+        if not self.scattered:
+            return list(self.filled)
+        leaves, shift = len(self.filled) // self.ways, self.row(grain) - self.elements // self.ways
+        moved = [number // leaves * shift for number in range(len(self.filled))]
+        return [(start + by, stop + by) for (start, stop), by in zip(self.filled, moved)]
+
+    def unpadded(self, row: torch.Tensor) -> torch.Tensor:
+        """One row of the result, without its padding."""
+        return row[: self.elements // self.ways] if self.scattered else row
+
+
+class Codec(Protocol):
+    """How values travel in few bits. Frozen and comparable: part of a plan.
+
+    Attributes:
+        feedback: whether what a message leaves out is added to the next buffer.
+    """
+
+    @property
+    def feedback(self) -> bool: ...
+
+    def bind(self, rows: Rows) -> Wire: ...
+
+
+class Packing(Protocol):
+    """How whole values travel in few bits, without errors: for gathers. Frozen and comparable."""
+
+    def size(self, elements: int) -> int:
+        """Bytes of that many elements."""
+        ...
+
+    def pack(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` ``[d]`` as uint8 ``[size(d)]``."""
+        ...
+
+    def unpack(self, message: torch.Tensor, out: torch.Tensor) -> None:
+        """Fill ``out`` ``[d]`` with what was packed."""
+        ...
+
+
+class Wire(Protocol):
+    """A codec bound to a buffer.
+
+    Attributes:
+        row: elements of a padded row.
+        widths: bytes of a message to one rank, and of a message to all.
+    """
+
+    row: int
+    widths: tuple[int, int]
+
+    def pad(self, x: torch.Tensor) -> torch.Tensor:
+        """A buffer as `encode` takes it; itself where it needs no padding."""
+        ...
+
+    def encode(self, error: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """``x + error`` as messages to the ranks, uint8 ``[ways, width]``; what they leave out is written over ``x``.
+
+        Both are padded, ``[ways * row]``.
+        """
+        ...
+
+    def add(self, messages: torch.Tensor) -> torch.Tensor:
+        """This rank's row of the sum (or mean) of what came in, without padding, from uint8 ``[ways, width]``."""
+        ...
+
+    def add_encode(self, messages: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
+        """That row plus ``error`` as a message to all, uint8 ``[second_width]``; updates ``error`` in place."""
+        ...
+
+    def decode(self, messages: torch.Tensor) -> torch.Tensor:
+        """The whole buffer ``[elements]``, from everybody's rows, uint8 ``[ways, second_width]``."""
+        ...
+
+
+@dataclass(frozen=True)
+class OneBit:
+    """Signs and one scale per leaf, or per block of elements (see `shardlib.kernels.onebit`).
+
+    Attributes:
+        scales: "leaf", the papers' choice, or elements per block, a multiple of 8: better accuracy, more bytes.
+    """
+
+    scales: str | int = "leaf"
+    feedback: bool = True
+
+    def bind(self, rows: Rows) -> Wire:
+        return _LeafBits(rows) if self.scales == "leaf" else _BlockBits(rows, int(self.scales))
+
+    def __str__(self) -> str:
+        per = "leaf" if self.scales == "leaf" else f"{self.scales} elements"
+        return f"1 bit, a scale per {per}{'' if self.feedback else ', no error feedback'}"
+
+
+@dataclass(frozen=True)
+class Integers:
+    """Integers of 8 or 4 bits with a scale per block (ZeRO++, arXiv 2306.10209; see `shardlib.kernels.quantize`)."""
+
+    form: Blockwise
+    feedback: bool = True
+
+    def bind(self, rows: Rows) -> Wire:
+        return _Blocks(rows, self.form)
+
+    def size(self, elements: int) -> int:
+        return 4 * self.form.scales(elements) + self.form.bytes(elements)
+
+    def pack(self, x: torch.Tensor) -> torch.Tensor:
+        values, scales = quantize.quantize(x, self.form)
+        return torch.cat([scales.view(torch.uint8), values.view(torch.uint8)])
+
+    def unpack(self, message: torch.Tensor, out: torch.Tensor) -> None:
+        scales, values = _parts(message[None], self.form.scales(len(out)), torch.float32)
+        quantize.dequantize(values[0].view(self.form.dtype), scales[0], self.form, len(out), out=out)
+
+    def __str__(self) -> str:
+        told = f"{self.form.bits} bits, a scale per {self.form.block} elements"
+        return told + ("" if self.feedback else ", no error feedback")
+
+
+class _Wire:
+    """What wires have in common: rows padded to a grain."""
+
+    def __init__(self, rows: Rows, grain: int) -> None:
+        self.rows, self.row, self._grain = rows, rows.row(grain), grain
+
+    def pad(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rows.pad(x, self._grain)
+
+    @property
+    def _length(self) -> int:
+        return self.rows.ways * self.row
+
+
+class _LeafBits(_Wire):
+    """Signs, and a scale for each leaf's part of a row (scattered) or of the buffer.
+
+    Padding has segments of its own, before each leaf, whose scales are 0 and are not sent.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        super().__init__(rows, 8)
+        edges = [edge for span in rows.spans(8) for edge in span]
+        self._segments = Segments([0, *edges], self._length)
+        self._leaves = len(rows.filled) // (rows.ways if rows.scattered else 1)
+        self._mine = self._own_segments()
+        width = self._leaves * rows.dtype.itemsize + self.row // 8
+        self.widths = (width, width)
+
+    def encode(self, error: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        bits, scales = onebit.compress(error, x, self._segments)
+        sent = scales[1::2]
+        heads = sent.view(self.rows.ways, -1) if self.rows.scattered else sent.expand(self.rows.ways, -1)
+        return _message(heads, bits.view(self.rows.ways, -1))
+
+    def add(self, messages: torch.Tensor) -> torch.Tensor:
+        scales, bits = self._read(messages)
+        return self.rows.unpadded(onebit.average(bits, self._weighed(scales), self._mine))
+
+    def add_encode(self, messages: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
+        scales, bits = self._read(messages)
+        bits, scales = onebit.average_compress(bits, self._weighed(scales), error, self._mine)
+        return _message(scales[None, 1::2], bits[None])[0]
+
+    def decode(self, messages: torch.Tensor) -> torch.Tensor:
+        scales, bits = self._read(messages)
+        whole = onebit.decompress(bits.reshape(-1), scales.reshape(-1), self._segments.split(self.rows.ways))
+        return whole[: self.rows.elements]
+
+    def _read(self, messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scales, the padding's zeros between them, and bits."""
+        sent, bits = _parts(messages, self._leaves, self.rows.dtype)
+        scales = sent.new_zeros((len(sent), 2 * self._leaves))
+        scales[:, 1::2] = sent
+        return scales, bits
+
+    def _weighed(self, scales: torch.Tensor) -> torch.Tensor:
+        """The kernels average: the sum of n is n times that."""
+        return scales if self.rows.mean else scales * self.rows.ways
+
+    def _own_segments(self) -> Segments:
+        first = self.rows.place * self.row
+        part = self._segments.part(first, first + self.row)
+        if not self.rows.scattered:
+            return part
+        first = self.rows.place * 2 * self._leaves  # the other rows' segments are empty here
+        return Segments(part.offsets[first : first + 2 * self._leaves + 1], self.row)
+
+
+class _BlockBits(_Wire):
+    """Signs, and a scale for each block of elements, whichever leaves they belong to."""
+
+    def __init__(self, rows: Rows, block: int) -> None:
+        super().__init__(rows, block)
+        self._block = block
+        self._whole = Segments.blocks(block, self._length)
+        self._one = Segments.blocks(block, self.row)
+        self._gaps = _gaps(rows.spans(block), self._length)
+        first, stop = rows.place * self.row, (rows.place + 1) * self.row
+        cut = [(max(start, first) - first, min(end, stop) - first) for start, end in self._gaps]
+        self._own_gaps = [(start, end) for start, end in cut if start < end]
+        width = self._one.count * rows.dtype.itemsize + self.row // 8
+        self.widths = (width, width)
+
+    def encode(self, error: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        bits, scales = onebit.compress(error, x, self._whole)
+        _clear(x, self._gaps)
+        return _message(scales.view(self.rows.ways, -1), bits.view(self.rows.ways, -1))
+
+    def add(self, messages: torch.Tensor) -> torch.Tensor:
+        scales, bits = self._read(messages)
+        row = onebit.average(bits, scales, self._one)
+        return self.rows.unpadded(_clear(row, self._own_gaps))
+
+    def add_encode(self, messages: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
+        scales, bits = self._read(messages)
+        bits, scales = onebit.average_compress(bits, scales, error, self._one)
+        _clear(error, self._own_gaps)
+        return _message(scales[None], bits[None])[0]
+
+    def decode(self, messages: torch.Tensor) -> torch.Tensor:
+        scales, bits = _parts(messages, self._one.count, self.rows.dtype)
+        whole = onebit.decompress(bits.reshape(-1), scales.reshape(-1), self._whole)
+        return _clear(whole, self._gaps)[: self.rows.elements]
+
+    def _read(self, messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scales, bits = _parts(messages, self._one.count, self.rows.dtype)
+        return scales if self.rows.mean else scales * self.rows.ways, bits
+
+
+class _Blocks(_Wire):
+    """Integers, and a scale for each block of elements. Padding is 0 and stays so."""
+
+    def __init__(self, rows: Rows, form: Blockwise) -> None:
+        super().__init__(rows, form.block)
+        self._form = form
+        self._scales = form.scales(self.row)
+        width = 4 * self._scales + form.bytes(self.row)
+        self.widths = (width, width)
+
+    def encode(self, error: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        values, scales = quantize.quantize(error, self._form, x)
+        return _message(scales.view(self.rows.ways, -1), values.view(torch.uint8).view(self.rows.ways, -1))
+
+    def add(self, messages: torch.Tensor) -> torch.Tensor:
+        return self.rows.unpadded(quantize.dequantize_sum(*self._read(messages), self._form, self.row))
+
+    def add_encode(self, messages: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
+        sent = self._read(messages)
+        values, scales = quantize.dequantize_sum_quantize(*sent, self._form, self.row, self._form, error)
+        return _message(scales[None], values.view(torch.uint8)[None])[0]
+
+    def decode(self, messages: torch.Tensor) -> torch.Tensor:
+        scales, values = _parts(messages, self._scales, torch.float32)
+        whole = values.reshape(-1).view(self._form.dtype)
+        return quantize.dequantize(whole, scales.reshape(-1), self._form, self._length)[: self.rows.elements]
+
+    def _read(self, messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scales, values = _parts(messages, self._scales, torch.float32)
+        return values.contiguous().view(self._form.dtype), scales / self.rows.ways if self.rows.mean else scales
+
+
+def _message(scales: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Scales ``[rows, k]`` and bytes ``[rows, b]`` as uint8 ``[rows, 4k + b]``."""
+    return torch.cat([_whole(scales).view(torch.uint8), values], dim=1)
+
+
+def _whole(x: torch.Tensor) -> torch.Tensor:
+    """A copy whose strides are those of its shape (a dimension of size 1 may else keep another), as a view asks for."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _parts(messages: torch.Tensor, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """``count`` scales of ``dtype`` and the bytes behind them, from every row."""
+    width = count * dtype.itemsize
+    return _whole(messages[:, :width]).view(dtype), messages[:, width:]
+
+
+def _gaps(filled: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
+    """From where to where there is only padding."""
+    starts = [0, *(stop for _, stop in filled)]
+    stops = [*(start for start, _ in filled), length]
+    return [(start, stop) for start, stop in zip(starts, stops) if start < stop]
+
+
+def _clear(buffer: torch.Tensor, gaps: list[tuple[int, int]]) -> torch.Tensor:
+    for start, stop in gaps:
+        buffer[start:stop].zero_()
+    return buffer

@@ -1,0 +1,50 @@
+"""Gradients in one bit per element, with error feedback (the two-phase all-reduce of arXiv 2102.02888)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardlib.claims import Claim, LeafInfo, Reduce
+from shardlib.collectives.codecs import OneBit
+from shardlib.errors import IllegalComposition
+
+
+@dataclass(frozen=True)
+class OneBitGradients:
+    axis: str
+    codec: OneBit
+
+    @property
+    def name(self) -> str:
+        return f"onebit(axis={self.axis!r}, scales={self.codec.scales!r})"
+
+    def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
+        yield Reduce(self.axis, codec=self.codec)
+
+
+def onebit(axis: str = "data", scales: str | int = "leaf", *, feedback: bool = True) -> OneBitGradients:
+    """Reduce gradients over ``axis`` in one bit per element, at any ZeRO stage.
+
+    Where gradients are split over the axis (stages 1 to 3) each rank's signs and scales go to the owner, who adds them up
+    in full precision; where they are not, the sum is compressed once more and gathered. What is left out is added to the
+    next step's gradients: fp32 errors, the size of the whole gradient, in ``TrainState.comm``. With many steps of Adam's
+    adaptive moments on such gradients the variance suffers; `shardlib.optim.onebit_adam` freezes it.
+
+    Args:
+        scales: "leaf" for one scale per parameter and rank, or elements per block, a multiple of 8.
+        feedback: False to forget what is left out; for comparison.
+
+    Raises:
+        IllegalComposition: ``scales`` is neither.
+    """
+    check_scales(scales, "onebit")
+    return OneBitGradients(axis, OneBit(scales, feedback))
+
+
+def check_scales(scales: str | int, what: str) -> None:
+    """Refuse what `OneBit` cannot use."""
+    if scales != "leaf" and (not isinstance(scales, int) or isinstance(scales, bool) or scales < 8 or scales % 8):
+        raise IllegalComposition(
+            f"{what}(scales={scales!r}): use 'leaf', or the number of elements that share a scale, a multiple of 8"
+        )

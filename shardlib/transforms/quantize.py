@@ -1,0 +1,72 @@
+"""Gathers and reductions in few bits (ZeRO++, arXiv 2306.10209)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardlib.claims import Claim, LeafInfo, Reduce
+from shardlib.collectives.codecs import Integers
+from shardlib.errors import IllegalComposition
+from shardlib.kernels.quantize import Blockwise
+
+_BITS = {"int8": 8, "int4": 4}
+
+
+@dataclass(frozen=True)
+class Quantize:
+    weights: str | None
+    gradients: str | None
+    axis: str
+    block: int
+    feedback: bool
+
+    @property
+    def name(self) -> str:
+        given = [
+            f"{name}={value!r}" for name, value in (("weights", self.weights), ("gradients", self.gradients)) if value
+        ]
+        return f"quantize({', '.join(given)}, axis={self.axis!r})"
+
+    def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
+        yield Reduce(
+            self.axis,
+            codec=Integers(Blockwise(_BITS[self.gradients], self.block), self.feedback) if self.gradients else None,
+            gathered=Integers(Blockwise(_BITS[self.weights], self.block), False) if self.weights else None,
+        )
+
+
+def quantize(
+    weights: str | None = None,
+    gradients: str | None = None,
+    axis: str = "data",
+    *,
+    block: int = 128,
+    feedback: bool = True,
+) -> Quantize:
+    """Send parameters and gradients over ``axis`` as integers with an fp32 scale per block.
+
+    ``weights`` concerns gathers of parameters that are split over the axis (stage 3): all ranks, the owner too, compute
+    with what arrives; what is stored and updated stays exact. ``gradients`` concerns reductions at any stage: split
+    gradients are added up in fp32 by their owner, on two axes after requantising in between (two hops); others are summed,
+    quantised again and gathered. What is left out of gradients is added to the next step's, from fp32 errors in
+    ``TrainState.comm``.
+
+    Args:
+        weights, gradients: "int8" or "int4".
+        block: elements per scale, a power of two from 16 to 4096.
+        feedback: False to forget what is left out of gradients, as ZeRO++ does; saves the errors' memory.
+
+    Raises:
+        IllegalComposition: neither is given, or not one of these.
+    """
+    if weights is None and gradients is None:
+        raise IllegalComposition("quantize() says neither what: give weights='int8', gradients='int4', or both")
+    for name, value in (("weights", weights), ("gradients", gradients)):
+        if value is not None and value not in _BITS:
+            raise IllegalComposition(f"quantize({name}={value!r}) is not one of {', '.join(map(repr, _BITS))}")
+    try:
+        Blockwise(8, block)
+    except ValueError as error:
+        raise IllegalComposition(f"quantize(block={block!r}): {error}") from error
+    return Quantize(weights, gradients, axis, block, feedback)
