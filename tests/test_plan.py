@@ -141,8 +141,8 @@ def test_bytes_need_to_be_known():
     plan = sl.make_plan(small(), sl.abstract_mesh(data=2), stage=1)
     with pytest.raises(ValueError, match="made without an optimizer; pass optimizer="):
         plan.bytes("optimizer")
-    with pytest.raises(ValueError, match="role 'comm' is not one of param, grad, optimizer"):
-        plan.bytes("comm")
+    with pytest.raises(ValueError, match="role 'activations' is not one of param, grad, optimizer"):
+        plan.bytes("activations")
 
 
 def test_the_optimizers_state_is_asked_for():
