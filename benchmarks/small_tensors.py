@@ -113,8 +113,8 @@ def _with_handles(params: sl.Sharded) -> sl.Sharded:
     return sl.Sharded(replace(params.plan, buckets=buckets), params.mesh, "param", params.buffers)
 
 
-class _HandOn:
-    """Stands for a gather or a reduction of one rank: what goes in comes out."""
+class _GatherNothing:
+    """Stands for a gather of one rank: what goes in comes out."""
 
     def __init__(self, mesh: sl.Mesh, bucket: Any, buffer: torch.Tensor, *_: Any, **__: Any) -> None:
         self._buffer = buffer
@@ -123,9 +123,19 @@ class _HandOn:
         return self._buffer
 
 
+class _ReduceNothing:
+    """The same for reductions."""
+
+    def __init__(self, mesh: sl.Mesh, sums: Any, *_: Any) -> None:
+        self._sums = sums
+
+    def wait(self) -> Any:
+        return self._sums
+
+
 def _exchanging_nothing(call: Call) -> Call:
     def step(number: int) -> float:
-        with patch.object(units, "Gather", _HandOn), patch.object(gradients, "Reduction", _HandOn):
+        with patch.object(units, "Gather", _GatherNothing), patch.object(gradients, "Reduction", _ReduceNothing):
             return call(number)
 
     return step
