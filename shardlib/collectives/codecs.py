@@ -12,7 +12,7 @@ error stays as it was until the step is known to count.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -74,16 +74,23 @@ class Codec(Protocol):
 
     Attributes:
         feedback: whether what a message leaves out is added to the next buffer.
+        wide: whether float64 can be encoded.
     """
 
     @property
     def feedback(self) -> bool: ...
+
+    @property
+    def wide(self) -> bool: ...
 
     def bind(self, rows: Rows) -> Wire: ...
 
 
 class Packing(Protocol):
     """How whole values travel in few bits, without errors: for gathers. Frozen and comparable."""
+
+    @property
+    def wide(self) -> bool: ...
 
     def size(self, elements: int) -> int:
         """Bytes of that many elements."""
@@ -143,6 +150,7 @@ class OneBit:
 
     scales: str | int = "leaf"
     feedback: bool = True
+    wide: ClassVar[bool] = True
 
     def bind(self, rows: Rows) -> Wire:
         return _LeafBits(rows) if self.scales == "leaf" else _BlockBits(rows, int(self.scales))
@@ -158,6 +166,7 @@ class Integers:
 
     form: Blockwise
     feedback: bool = True
+    wide: ClassVar[bool] = False
 
     def bind(self, rows: Rows) -> Wire:
         return _Blocks(rows, self.form)
