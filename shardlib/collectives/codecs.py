@@ -135,8 +135,8 @@ class Wire(Protocol):
         """That row plus ``error`` as a message to all, uint8 ``[second_width]``; updates ``error`` in place."""
         ...
 
-    def decode(self, messages: torch.Tensor) -> torch.Tensor:
-        """The whole buffer ``[elements]``, from everybody's rows, uint8 ``[ways, second_width]``."""
+    def decode(self, messages: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The whole buffer ``[elements]``, from everybody's rows, uint8 ``[ways, second_width]``; in ``out``, if given."""
         ...
 
 
@@ -200,6 +200,15 @@ class _Wire:
     def _length(self) -> int:
         return self.rows.ways * self.row
 
+    def _whole(self, out: torch.Tensor | None) -> torch.Tensor | None:
+        """``out``, where a padded buffer can be decoded into it."""
+        return out if out is not None and len(out) == self._length and out.dtype == self.rows.dtype else None
+
+    def _unpadded(self, whole: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        if out is None:
+            return whole[: self.rows.elements]
+        return out if whole is out else out.copy_(whole[: self.rows.elements])
+
 
 class _LeafBits(_Wire):
     """Signs, and a scale for each leaf's part of a row (scattered) or of the buffer.
@@ -212,7 +221,7 @@ class _LeafBits(_Wire):
         edges = [edge for span in rows.spans(8) for edge in span]
         self._segments = Segments([0, *edges], self._length)
         self._leaves = len(rows.filled) // (rows.ways if rows.scattered else 1)
-        self._mine = self._own_segments()
+        self._mine, self._split = self._own_segments(), self._segments.split(rows.ways)
         width = self._leaves * rows.dtype.itemsize + self.row // 8
         self.widths = (width, width)
 
@@ -231,10 +240,10 @@ class _LeafBits(_Wire):
         bits, scales = onebit.average_compress(bits, self._weighed(scales), error, self._mine)
         return _message(scales[None, 1::2], bits[None])[0]
 
-    def decode(self, messages: torch.Tensor) -> torch.Tensor:
+    def decode(self, messages: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         scales, bits = self._read(messages)
-        whole = onebit.decompress(bits.reshape(-1), scales.reshape(-1), self._segments.split(self.rows.ways))
-        return whole[: self.rows.elements]
+        sent = bits.reshape(-1), scales.reshape(-1), self._split
+        return self._unpadded(onebit.decompress(*sent, out=self._whole(out)), out)
 
     def _read(self, messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scales, the padding's zeros between them, and bits."""
@@ -262,7 +271,7 @@ class _BlockBits(_Wire):
     def __init__(self, rows: Rows, block: int) -> None:
         super().__init__(rows, block)
         self._block = block
-        self._whole = Segments.blocks(block, self._length)
+        self._blocks = Segments.blocks(block, self._length)
         self._one = Segments.blocks(block, self.row)
         self._gaps = _gaps(rows.spans(block), self._length)
         first, stop = rows.place * self.row, (rows.place + 1) * self.row
@@ -272,7 +281,7 @@ class _BlockBits(_Wire):
         self.widths = (width, width)
 
     def encode(self, error: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        bits, scales = onebit.compress(error, x, self._whole)
+        bits, scales = onebit.compress(error, x, self._blocks)
         _clear(x, self._gaps)
         return _message(scales.view(self.rows.ways, -1), bits.view(self.rows.ways, -1))
 
@@ -287,10 +296,10 @@ class _BlockBits(_Wire):
         _clear(error, self._own_gaps)
         return _message(scales[None], bits[None])[0]
 
-    def decode(self, messages: torch.Tensor) -> torch.Tensor:
+    def decode(self, messages: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         scales, bits = _parts(messages, self._one.count, self.rows.dtype)
-        whole = onebit.decompress(bits.reshape(-1), scales.reshape(-1), self._whole)
-        return _clear(whole, self._gaps)[: self.rows.elements]
+        whole = onebit.decompress(bits.reshape(-1), scales.reshape(-1), self._blocks, out=self._whole(out))
+        return self._unpadded(_clear(whole, self._gaps), out)
 
     def _read(self, messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scales, bits = _parts(messages, self._one.count, self.rows.dtype)
@@ -319,10 +328,10 @@ class _Blocks(_Wire):
         values, scales = quantize.dequantize_sum_quantize(*sent, self._form, self.row, self._form, error)
         return _message(scales[None], values.view(torch.uint8)[None])[0]
 
-    def decode(self, messages: torch.Tensor) -> torch.Tensor:
+    def decode(self, messages: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         scales, values = _parts(messages, self._scales, torch.float32)
-        whole = values.reshape(-1).view(self._form.dtype)
-        return quantize.dequantize(whole, scales.reshape(-1), self._form, self._length)[: self.rows.elements]
+        sent = values.reshape(-1).view(self._form.dtype), scales.reshape(-1), self._form, self._length
+        return self._unpadded(quantize.dequantize(*sent, out=self._whole(out)), out)
 
     def _read(self, messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scales, values = _parts(messages, self._scales, torch.float32)
