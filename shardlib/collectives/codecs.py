@@ -179,7 +179,7 @@ class Integers:
         return torch.cat([scales.view(torch.uint8), values.view(torch.uint8)])
 
     def unpack(self, message: torch.Tensor, out: torch.Tensor) -> None:
-        scales, values = _parts(message[None], self.form.scales(len(out)), torch.float32)
+        scales, values = parts(message[None], self.form.scales(len(out)), torch.float32)
         quantize.dequantize(values[0].view(self.form.dtype), scales[0], self.form, len(out), out=out)
 
     def __str__(self) -> str:
@@ -187,7 +187,7 @@ class Integers:
         return told + ("" if self.feedback else ", no error feedback")
 
 
-class _Wire:
+class PaddedWire:
     """What wires have in common: rows padded to a grain."""
 
     def __init__(self, rows: Rows, grain: int) -> None:
@@ -204,13 +204,14 @@ class _Wire:
         """``out``, where a padded buffer can be decoded into it."""
         return out if out is not None and len(out) == self._length and out.dtype == self.rows.dtype else None
 
-    def _unpadded(self, whole: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    def unpadded(self, whole: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        """What was decoded, without its padding; in ``out``, if given."""
         if out is None:
             return whole[: self.rows.elements]
         return out if whole is out else out.copy_(whole[: self.rows.elements])
 
 
-class _LeafBits(_Wire):
+class _LeafBits(PaddedWire):
     """Signs, and a scale for each leaf's part of a row (scattered) or of the buffer.
 
     Padding has segments of its own, before each leaf, whose scales are 0 and are not sent.
@@ -229,7 +230,7 @@ class _LeafBits(_Wire):
         bits, scales = onebit.compress(error, x, self._segments)
         sent = scales[1::2]
         heads = sent.view(self.rows.ways, -1) if self.rows.scattered else sent.expand(self.rows.ways, -1)
-        return _message(heads, bits.view(self.rows.ways, -1))
+        return message(heads, bits.view(self.rows.ways, -1))
 
     def add(self, messages: torch.Tensor) -> torch.Tensor:
         scales, bits = self._read(messages)
@@ -238,16 +239,16 @@ class _LeafBits(_Wire):
     def add_encode(self, messages: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
         scales, bits = self._read(messages)
         bits, scales = onebit.average_compress(bits, self._weighed(scales), error, self._mine)
-        return _message(scales[None, 1::2], bits[None])[0]
+        return message(scales[None, 1::2], bits[None])[0]
 
     def decode(self, messages: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         scales, bits = self._read(messages)
         sent = bits.reshape(-1), scales.reshape(-1), self._split
-        return self._unpadded(onebit.decompress(*sent, out=self._whole(out)), out)
+        return self.unpadded(onebit.decompress(*sent, out=self._whole(out)), out)
 
     def _read(self, messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scales, the padding's zeros between them, and bits."""
-        sent, bits = _parts(messages, self._leaves, self.rows.dtype)
+        sent, bits = parts(messages, self._leaves, self.rows.dtype)
         scales = sent.new_zeros((len(sent), 2 * self._leaves))
         scales[:, 1::2] = sent
         return scales, bits
@@ -265,7 +266,7 @@ class _LeafBits(_Wire):
         return Segments(part.offsets[first : first + 2 * self._leaves + 1], self.row)
 
 
-class _BlockBits(_Wire):
+class _BlockBits(PaddedWire):
     """Signs, and a scale for each block of elements, whichever leaves they belong to."""
 
     def __init__(self, rows: Rows, block: int) -> None:
@@ -283,7 +284,7 @@ class _BlockBits(_Wire):
     def encode(self, error: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         bits, scales = onebit.compress(error, x, self._blocks)
         _clear(x, self._gaps)
-        return _message(scales.view(self.rows.ways, -1), bits.view(self.rows.ways, -1))
+        return message(scales.view(self.rows.ways, -1), bits.view(self.rows.ways, -1))
 
     def add(self, messages: torch.Tensor) -> torch.Tensor:
         scales, bits = self._read(messages)
@@ -294,19 +295,19 @@ class _BlockBits(_Wire):
         scales, bits = self._read(messages)
         bits, scales = onebit.average_compress(bits, scales, error, self._one)
         _clear(error, self._own_gaps)
-        return _message(scales[None], bits[None])[0]
+        return message(scales[None], bits[None])[0]
 
     def decode(self, messages: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        scales, bits = _parts(messages, self._one.count, self.rows.dtype)
+        scales, bits = parts(messages, self._one.count, self.rows.dtype)
         whole = onebit.decompress(bits.reshape(-1), scales.reshape(-1), self._blocks, out=self._whole(out))
-        return self._unpadded(_clear(whole, self._gaps), out)
+        return self.unpadded(_clear(whole, self._gaps), out)
 
     def _read(self, messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scales, bits = _parts(messages, self._one.count, self.rows.dtype)
+        scales, bits = parts(messages, self._one.count, self.rows.dtype)
         return scales if self.rows.mean else scales * self.rows.ways, bits
 
 
-class _Blocks(_Wire):
+class _Blocks(PaddedWire):
     """Integers, and a scale for each block of elements. Padding is 0 and stays so."""
 
     def __init__(self, rows: Rows, form: Blockwise) -> None:
@@ -318,7 +319,7 @@ class _Blocks(_Wire):
 
     def encode(self, error: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         values, scales = quantize.quantize(error, self._form, x)
-        return _message(scales.view(self.rows.ways, -1), values.view(torch.uint8).view(self.rows.ways, -1))
+        return message(scales.view(self.rows.ways, -1), values.view(torch.uint8).view(self.rows.ways, -1))
 
     def add(self, messages: torch.Tensor) -> torch.Tensor:
         return self.rows.unpadded(quantize.dequantize_sum(*self._read(messages), self._form, self.row))
@@ -326,19 +327,19 @@ class _Blocks(_Wire):
     def add_encode(self, messages: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
         sent = self._read(messages)
         values, scales = quantize.dequantize_sum_quantize(*sent, self._form, self.row, self._form, error)
-        return _message(scales[None], values.view(torch.uint8)[None])[0]
+        return message(scales[None], values.view(torch.uint8)[None])[0]
 
     def decode(self, messages: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        scales, values = _parts(messages, self._scales, torch.float32)
+        scales, values = parts(messages, self._scales, torch.float32)
         sent = values.reshape(-1).view(self._form.dtype), scales.reshape(-1), self._form, self._length
-        return self._unpadded(quantize.dequantize(*sent, out=self._whole(out)), out)
+        return self.unpadded(quantize.dequantize(*sent, out=self._whole(out)), out)
 
     def _read(self, messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scales, values = _parts(messages, self._scales, torch.float32)
+        scales, values = parts(messages, self._scales, torch.float32)
         return values.contiguous().view(self._form.dtype), scales / self.rows.ways if self.rows.mean else scales
 
 
-def _message(scales: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def message(scales: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Scales ``[rows, k]`` and bytes ``[rows, b]`` as uint8 ``[rows, 4k + b]``."""
     return torch.cat([_whole(scales).view(torch.uint8), values], dim=1)
 
@@ -348,8 +349,8 @@ def _whole(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _parts(messages: torch.Tensor, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """``count`` scales of ``dtype`` and the bytes behind them, from every row."""
+def parts(messages: torch.Tensor, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """``count`` scales of ``dtype`` and the bytes behind them, from every row: what `message` joined."""
     width = count * dtype.itemsize
     return _whole(messages[:, :width]).view(dtype), messages[:, width:]
 
