@@ -70,14 +70,18 @@ def test_lamb_on_shards(stage):
     assert_same_trajectory(got, wanted, owners=4, owner_of=lambda rank: (0, rank))
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize(("decay", "factors", "threshold"), [(0.0, (0.5, 4.0), 0.1), (0.1, (0.9, 1.02), 0.004)])
 @FORM
 @RANKS
-def test_onebit_lamb_is_the_papers(ranks, scales, decay):
-    tx = sl.optim.onebit_lamb(RATE, FREEZE, b2=0.99, weight_decay=decay, scales=scales)
+def test_onebit_lamb_is_the_papers(ranks, scales, decay, factors, threshold):
+    bounds = {"min_factor": factors[0], "max_factor": factors[1], "factor_threshold": threshold}
+    tx = sl.optim.onebit_lamb(RATE, FREEZE, b2=0.99, weight_decay=decay, scales=scales, **bounds)
     got = sl.simulate(lambda mesh: trajectory(mesh, tx, sl.zero(0), trees=("mu", "nu", "fresh")), mesh={"data": ranks})
     means = oracle.Means(ranks, flat_model(), GROUPS, scales)
-    wanted = oracle.onebit_lamb(flat_model(), grads, ranks, means, lr, FREEZE, b2=0.99, decay=decay, steps=STEPS)
+    wanted = oracle.onebit_lamb(
+        flat_model(), grads, ranks, means, lr, FREEZE, b2=0.99, decay=decay, steps=STEPS,
+        factors=factors, threshold=threshold,
+    )  # fmt: skip
     assert_same_trajectory(got, wanted)
 
 

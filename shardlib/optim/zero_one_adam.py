@@ -48,9 +48,9 @@ def zero_one_adam(
     axis: str = "data",
     scales: str | int = "leaf",
 ) -> GradientTransformation:
-    """Adam that sends gradients in one bit per element over ``axis``, and from ``var_freeze_step`` on at most steps nothing.
+    """Adam that sends gradients in one bit per element over ``axis``, and after ``var_freeze_step`` at most steps nothing.
 
-    Which step does what, `ZeroOneSteps` says. Until ``var_freeze_step`` gradients are averaged at every step: in full
+    Which step does what, `ZeroOneSteps` says. Until the variance is frozen, gradients are averaged at every step: in full
     precision where the variance takes them up too, at others in one bit, for momentum alone. Then each rank takes steps of
     its own, ``−lr·m/(√v + eps)``, and remembers how far it went; at some of them what ranks went, as momentum, is averaged
     in one bit and all go there from where they last were together.
@@ -97,7 +97,7 @@ def zero_one_adam(
                 each(lambda g: g.mul_(scale), grads)
             mean = shards.compressed_mean(grads)
             each(lambda m, g, v: mask(m.lerp_(g, 1 - b1), v), state.mu, mean, state.nu)
-        if number == var_freeze_step:
+        if steps.frozen(number + 1):
             shards.reset_errors()  # they are of gradients; what follows is momentum
         size = rate(state.count)
 
@@ -107,7 +107,7 @@ def zero_one_adam(
         return state, Move(move, (state.mu, state.nu))
 
     def alone(params, grads, state, scale, shards, number):
-        if number == var_freeze_step + 1:
+        if not steps.frozen(number - 1):
             each(lambda anchor, p: anchor.copy_(p), state.anchor, params)
         size = rate(state.count)
         elapsed = state.elapsed + size

@@ -21,10 +21,10 @@ class Sent(enum.Enum):
 class ZeroOneSteps:
     """When 0/1 Adam sends what.
 
-    Up to step ``var_freeze_step`` every step that the variance's interval divides is in full precision, the others in 1
-    bit; the interval is 1 and doubles after every ``var_update_scaler`` such steps. After it, every step that the local
-    interval divides is in 1 bit, the others send nothing; that interval is 1 and doubles after every
-    ``local_step_scaler`` steps, up to ``local_step_clipper``.
+    Up to the step after ``var_freeze_step`` (so the paper's counts have it) every step that the variance's interval divides
+    is in full precision, the others in 1 bit; the interval is 1 and doubles after every ``var_update_scaler`` such steps.
+    From then on every step that the local interval divides is in 1 bit, the others send nothing; that interval is 1 and
+    doubles after every ``local_step_scaler`` steps, up to ``local_step_clipper``.
 
     Raises:
         ValueError: one of them is not an integer above 0.
@@ -50,7 +50,7 @@ class ZeroOneSteps:
 
     def frozen(self, step: int) -> bool:
         """Whether the variance is frozen at this step."""
-        return step > self.var_freeze_step
+        return step > self.var_freeze_step + 1
 
     def count(self, steps: int) -> Mapping[Sent, int]:
         """How many of the first ``steps`` steps send what."""
@@ -69,6 +69,6 @@ class ZeroOneSteps:
             interval *= 2
 
     def _local_interval(self, step: int) -> int:
-        doublings = (step - self.var_freeze_step - 1) // self.local_step_scaler
+        doublings = (step - self.var_freeze_step - 2) // self.local_step_scaler
         # A clipper need not be a power of two; and what is far beyond it need not be computed.
         return min(2 ** min(doublings, self.local_step_clipper.bit_length()), self.local_step_clipper)

@@ -175,7 +175,7 @@ def zero_one_adam(
     for step in range(1, steps + 1):
         g = [grads(rank, step - 1, p[rank]) for rank in range(ranks)]
         rate = lr(step - 1)
-        if step <= freeze_step:
+        if step <= freeze_step + 1:
             if step % variance_interval == 0:
                 mean, sent = average(g), "full"
                 v = [b2 * v[i] + (1 - b2) * mean[i] ** 2 for i in numbers]
@@ -188,7 +188,7 @@ def zero_one_adam(
                 for i in numbers:
                     m[rank][i] = torch.where(v[i] == 0, 0, b1 * m[rank][i] + (1 - b1) * mean[i])
                     p[rank][i] = p[rank][i] - rate * (m[rank][i] / (v[i].sqrt() + eps) + decay * p[rank][i])
-            if step == freeze_step:
+            if step == freeze_step + 1:
                 means.reset()
         else:
             sent = "nothing"
