@@ -78,7 +78,7 @@ def common_pieces(state: TrainState) -> Iterator[Piece]:
     names = {bucket.name for bucket in state.params.plan.buckets}
     for prefix, tree in (("opt", state.opt), ("buffers", state.buffers)):
         for path, leaf in _leaves(tree):
-            if isinstance(leaf, torch.Tensor) and not names.intersection(map(str, path)):
+            if isinstance(leaf, torch.Tensor) and not names.intersection(path):
                 yield Piece(f"{prefix}/{path_name(path)}", 0, leaf.reshape(-1))
 
 
