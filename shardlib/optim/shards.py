@@ -196,6 +196,11 @@ class MeshShards(Shards):
         return leaf
 
 
+# Elements from which an exchange is large enough: two fewer cost 1 to 2 ms on gloo, and on a slow network what is encoded
+# while another is under way costs nothing.
+_TOGETHER = 1 << 22
+
+
 class OwnExchange:
     """The compressed means of an optimizer that owns an axis; see `shardlib.plan.OwnedAxis`."""
 
@@ -207,12 +212,14 @@ class OwnExchange:
     def mean(
         self, tree: dict[str, torch.Tensor], errors: Errors, out: dict[str, torch.Tensor] | None
     ) -> dict[str, torch.Tensor]:
-        """One exchange for each unit; all are under way before the first is waited for."""
-        units: dict[str, list[str]] = {}
+        """Several buckets to an exchange; all are under way before the first is waited for."""
+        groups: list[list[str]] = [[]]
         for name in tree:
+            if sum(tree[other].numel() for other in groups[-1]) >= _TOGETHER:
+                groups.append([])
             if name in self._wires:
-                units.setdefault(self._plan.bucket_of[name].unit, []).append(name)
-        started = [(names, self._start([(name, tree[name]) for name in names], errors)) for names in units.values()]
+                groups[-1].append(name)
+        started = [(names, self._start([(name, tree[name]) for name in names], errors)) for names in groups if names]
         found = dict(tree)
         for names, exchange in started:
             places = [None if out is None else out[name] for name in names]
