@@ -27,6 +27,7 @@ from shardlib.execute.losses import (
     wants,
 )
 from shardlib.execute.pipeline import Pipe
+from shardlib.execute.sequence import require_whole_loss
 from shardlib.functional import Mean
 from shardlib.mesh import Mesh
 from shardlib.optim.shards import MeshShards, sum_of_squares, sum_over
@@ -159,7 +160,7 @@ class LossStep:
         self, params: Sharded, parts: list[Tree], _: Any, rng: Key | None, loss_scale: float, sums: torch.Tensor
     ) -> tuple[dict[str, torch.Tensor], Outcome]:
         """All micro-batches through the pipeline: gradients, and where the loss is the last one's outcome."""
-        pipe = self._pipe
+        plan, pipe = self._plan, self._pipe
         assert pipe is not None
         keys = self._keys(parts, rng)
         outcomes: dict[int, Outcome] = {}
@@ -180,7 +181,12 @@ class LossStep:
             outcomes[microbatch] = outcome._replace(total=outcome.total.detach())
             return outcome.total
 
+        first = pipe.records[0].order is None
         grads = pipe.train(params, run, lambda microbatch: self._seed(outcomes[microbatch], loss_scale))
+        if plan.sequence and first:  # after the schedule: now every stage may wait for the others
+            done = {step for record in pipe.records for step in record.done}
+            loss = (outcomes[0].total, outcomes[0].weight) if outcomes else None
+            require_whole_loss(plan.sequence, self._mesh, done, loss, [pipe.axis])
         for index in sorted(outcomes):
             _add(sums, outcomes[index])
         if not outcomes:
@@ -208,8 +214,9 @@ class LossStep:
             inputs = (tree, buffers, batch) if self._with_buffers else (tree, batch)
             outcome = read_loss(self._loss_fn(*inputs, **extra), self._with_buffers)
             require_gradient(outcome.total)
-            if self.executor.parts is not None and self.executor.record.order is None:
-                self.executor.parts.require_whole_loss(outcome.total, outcome.weight)
+            record = self.executor.record
+            if plan.sequence and record.order is None:
+                require_whole_loss(plan.sequence, self._mesh, record.done, (outcome.total, outcome.weight))
             seed.fill_(self._seed(outcome, loss_scale))
             return outcome.total, outcome._replace(total=outcome.total.detach())
 
