@@ -125,6 +125,8 @@ class LossStep:
         weighted, aux = outcome.weighted, outcome.aux
         if self._pipe is not None:
             weighted = bool(sums[4] > 0)
+            if not weighted:
+                _require_even(parts)
             aux = self._pipe.hand_out(aux) if sums[5] > 0 else None
         scale = (1.0 / (weight * loss_scale)) if weighted else torch.full_like(total, 1.0 / loss_scale)
         return Evaluation(
@@ -165,7 +167,6 @@ class LossStep:
         keys = self._keys(parts, rng)
         outcomes: dict[int, Outcome] = {}
         compute = pipe.computing(parts, keys)
-        uneven = len({_rows(part) for part in parts}) > 1
 
         def run(stage: int, microbatch: int, tree: Tree, carry: Any) -> Any:
             result = compute(stage, microbatch, tree, carry)
@@ -173,11 +174,6 @@ class LossStep:
                 return result
             outcome = read_loss(result, False)
             require_gradient(outcome.total)
-            if uneven and not outcome.weighted:
-                raise BatchError(
-                    f"the batch's {sum(map(_rows, parts))} rows make {len(parts)} micro-batches of different sizes, and the "
-                    "loss is a mean over each; return sl.Mean(total, weight), or use a batch that divides"
-                )
             outcomes[microbatch] = outcome._replace(total=outcome.total.detach())
             return outcome.total
 
@@ -249,6 +245,16 @@ def _add(sums: torch.Tensor, outcome: Outcome) -> None:
 def _rows(batch: Tree) -> int:
     """Dimension 0 of a batch: that of its first tensor with dimensions."""
     return next((leaf.shape[0] for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), 1)
+
+
+def _require_even(parts: list[Tree]) -> None:
+    """Refuse micro-batches that a mean over each would weigh alike; where the ranks of all stages know what the loss is."""
+    rows = [_rows(part) for part in parts]
+    if len(set(rows)) > 1:
+        raise BatchError(
+            f"the batch's {sum(rows)} rows make {len(rows)} micro-batches of different sizes, and the loss is a mean over "
+            "each; return sl.Mean(total, weight), or use a batch that divides"
+        )
 
 
 def batch_index(plan: Plan, mesh: Mesh) -> int:
