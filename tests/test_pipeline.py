@@ -640,6 +640,26 @@ def test_refused_batches():
         train_once(loss_fn, params, odd, 8)
 
 
+def step_after_an_uneven_batch(mesh):
+    """The loss of a batch that divides, after one that does not was refused."""
+    loss_fn, params = blocks(layers=2)
+    state, step = sl.make_train_step(
+        loss_fn, sl.shard(params, mesh, sl.chain(sl.zero(3), sl.pipeline("1f1b", 4))), training.optimizer()
+    )
+    (batch,) = token_batches(1)
+    with pytest.raises(BatchError, match=r"7 rows make 4 micro-batches"):
+        step(state, {name: leaf[:7] for name, leaf in batch.items()})
+    return step(state, batch)[1]["loss"].item()
+
+
+def test_ranks_of_every_stage_refuse_a_batch_at_once(pool):
+    """Real ones, that wait for nobody; and the state is as it was."""
+    loss_fn, params = blocks(layers=2)
+    wanted = loss_fn(params, token_batches(1)[0]).item()
+    for loss in pool.run(step_after_an_uneven_batch, mesh={"data": 2, "pipe": 2}):
+        assert loss == pytest.approx(wanted, rel=1e-10)
+
+
 @pytest.mark.parametrize("place", [0, 2, 3])
 def test_a_rank_that_fails_inside_its_stage_stops_the_others(place):
     loss_fn, params = blocks(layers=2)

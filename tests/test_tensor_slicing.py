@@ -159,6 +159,7 @@ MODELS = {
         llama,
         lambda module: huggingface.slicing_rules(module) | {"model/embed_tokens": "vocab"},
     ),
+    "llama, tied": (lambda: llama(tie_word_embeddings=True), huggingface.slicing_rules),
     "bert": (bert, huggingface.slicing_rules),
     "gpt2": (gpt2, huggingface.slicing_rules),
 }
@@ -376,7 +377,9 @@ def test_a_rule_that_matches_nothing_and_an_axis_that_is_not_there():
 
 def test_a_tied_leaf_with_two_styles():
     weight = torch.zeros(4, 4)
-    with pytest.raises(IllegalComposition, match="one tied leaf with several styles, by the rules 'a', 'b'"):
+    with pytest.raises(
+        IllegalComposition, match=r"a/w = b/w: one tied leaf .*, by the rules 'a', 'b'; give all .* one style"
+    ):
         plan_of({"a": {"w": weight}, "b": {"w": weight}}, {"a": "column", "b": "row"}, model=2)
 
 

@@ -30,6 +30,7 @@ from shardlib.execute.losses import (
     wants,
 )
 from shardlib.execute.pipeline import Pipe
+from shardlib.execute.sequence import require_whole_loss
 from shardlib.functional import Mean
 from shardlib.mesh import Mesh
 from shardlib.optim.shards import MeshShards, OwnExchange, sum_of_squares, sum_over
@@ -142,6 +143,8 @@ class LossStep:
         weighted, aux = outcome.weighted, outcome.aux
         if self._pipe is not None:
             weighted = bool(sums[4] > 0)
+            if not weighted:
+                _require_even(parts)
             aux = self._pipe.hand_out(aux) if sums[5] > 0 else None
         scale = (1.0 / (weight * loss_scale)) if weighted else torch.full_like(total, 1.0 / loss_scale)
         scale = scale * math.prod(mesh.shape[axis] for axis in unreduced)  # a mean over them is to give the gradient
@@ -193,12 +196,11 @@ class LossStep:
         route: Route,
     ) -> tuple[dict[str, torch.Tensor], Outcome]:
         """All micro-batches through the pipeline: gradients, and where the loss is the last one's outcome."""
-        pipe = self._pipe
+        plan, pipe = self._plan, self._pipe
         assert pipe is not None
         keys = self._keys(parts, rng)
         outcomes: dict[int, Outcome] = {}
         compute = pipe.computing(parts, keys)
-        uneven = len({_rows(part) for part in parts}) > 1
 
         def run(stage: int, microbatch: int, tree: Tree, carry: Any) -> Any:
             result = compute(stage, microbatch, tree, carry)
@@ -206,15 +208,15 @@ class LossStep:
                 return result
             outcome = read_loss(result, False)
             require_gradient(outcome.total)
-            if uneven and not outcome.weighted:
-                raise BatchError(
-                    f"the batch's {sum(map(_rows, parts))} rows make {len(parts)} micro-batches of different sizes, and the "
-                    "loss is a mean over each; return sl.Mean(total, weight), or use a batch that divides"
-                )
             outcomes[microbatch] = outcome._replace(total=outcome.total.detach())
             return outcome.total
 
+        first = pipe.records[0].order is None
         grads = pipe.train(params, run, lambda microbatch: self._seed(outcomes[microbatch], loss_scale), route)
+        if plan.sequence and first:  # after the schedule: now every stage may wait for the others
+            done = {step for record in pipe.records for step in record.done}
+            loss = (outcomes[0].total, outcomes[0].weight) if outcomes else None
+            require_whole_loss(plan.sequence, self._mesh, done, loss, [pipe.axis])
         for index in sorted(outcomes):
             _add(sums, outcomes[index])
         if not outcomes:
@@ -242,8 +244,9 @@ class LossStep:
             inputs = (tree, buffers, batch) if self._with_buffers else (tree, batch)
             outcome = read_loss(self._loss_fn(*inputs, **extra), self._with_buffers)
             require_gradient(outcome.total)
-            if self.executor.parts is not None and self.executor.record.order is None:
-                self.executor.parts.require_whole_loss(outcome.total, outcome.weight)
+            record = self.executor.record
+            if plan.sequence and record.order is None:
+                require_whole_loss(plan.sequence, self._mesh, record.done, (outcome.total, outcome.weight))
             seed.fill_(self._seed(outcome, loss_scale))
             return outcome.total, outcome._replace(total=outcome.total.detach())
 
@@ -276,6 +279,16 @@ def _add(sums: torch.Tensor, outcome: Outcome) -> None:
 def _rows(batch: Tree) -> int:
     """Dimension 0 of a batch: that of its first tensor with dimensions."""
     return next((leaf.shape[0] for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), 1)
+
+
+def _require_even(parts: list[Tree]) -> None:
+    """Refuse micro-batches that a mean over each would weigh alike; where the ranks of all stages know what the loss is."""
+    rows = [_rows(part) for part in parts]
+    if len(set(rows)) > 1:
+        raise BatchError(
+            f"the batch's {sum(rows)} rows make {len(rows)} micro-batches of different sizes, and the loss is a mean over "
+            "each; return sl.Mean(total, weight), or use a batch that divides"
+        )
 
 
 def batch_index(plan: Plan, mesh: Mesh) -> int:
