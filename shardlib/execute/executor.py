@@ -47,17 +47,11 @@ class Executor:
     def __init__(self, plan: Plan, mesh: Mesh, trained: bool, record: Record | None = None) -> None:
         self.plan, self.mesh, self._trained = plan, mesh, trained
         self._splits = trained and plan.pipeline is not None and plan.pipeline.schedule.splits
-<<<<<<< HEAD
         packings = {} if mesh.abstract else plan.packings  # kernels do not run on tensors without values
         states = [BucketState(bucket, mesh, packings, plan.second_level, self._splits) for bucket in plan.buckets]
-        self.parts = SequenceParts(plan.sequence, mesh) if plan.sequence else None
-        self._slices = Slices(mesh, self.parts)
-=======
-        states = [BucketState(bucket, mesh, self._splits) for bucket in plan.buckets]
         self.record = Record(plan, mesh) if record is None else record
         self._parts = SequenceParts(plan.sequence, mesh, self.record.done) if plan.sequence else None
         self._slices = Slices(mesh, self._parts)
->>>>>>> fix3
         self._units = {
             name: UnitState(
                 name, [state for state in states if state.bucket.unit == name], self._touch, plan.styles, self._slices
