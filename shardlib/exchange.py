@@ -110,8 +110,12 @@ class Compression:
 
 
 def _own(padded: torch.Tensor, buffer: torch.Tensor, bucket: Bucket) -> torch.Tensor:
-    # A gradient that was not packed may be somebody's tensor.
-    return padded.clone() if bucket.alone and padded.data_ptr() == buffer.data_ptr() else padded
+    """Memory that the error may be kept in."""
+    if padded.data_ptr() != buffer.data_ptr():
+        return padded
+    # A gradient that was not packed may be somebody's tensor; a part of a buffer would keep all of it.
+    shared = bucket.alone or padded.untyped_storage().nbytes() > padded.nbytes
+    return padded.clone() if shared else padded
 
 
 @dataclass

@@ -27,6 +27,11 @@ def describe(plan: Plan) -> str:
         f"Payload per step{_untold(plan)}: "
         + ("   ".join(f"{axis} {size(sent)}" for axis, sent in plan.payload().items()) or "none"),
     ]
+    if plan.owned:
+        sent = plan.payload(owned=True)
+        parts.append(
+            f"Once {plan.owned.by} sums by itself: {'   '.join(f'{axis} {size(n)}' for axis, n in sent.items())}"
+        )
     if plan.gathers():
         how = (
             "as traced"
@@ -106,6 +111,7 @@ def _memory(plan: Plan) -> list[str]:
     told.append(
         "optimizer (not given)" if plan.optimizer_bytes is None else f"optimizer {size(plan.bytes('optimizer'))}"
     )
+    told += [f"errors {size(plan.bytes('comm'))}"] if plan.errors else []
     return told + ([f"buffers {size(plan.bytes('buffers'))}"] if plan.buffers else [])
 
 

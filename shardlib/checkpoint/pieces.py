@@ -96,13 +96,13 @@ def _leaves(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
 
 def _cut(plan: Plan, mesh: Mesh, bucket: Bucket, prefix: str, buffer: torch.Tensor, level: int) -> Iterator[Piece]:
     index = bucket.owner(mesh.coords, 0, level)
-    windows = _windows(plan, mesh, bucket)
+    cuts = windows(plan, mesh, bucket)
     for path, numel, part in zip(bucket.paths, bucket.numels, bucket.leaf_parts(buffer, level), strict=True):
         start = index * part.numel()
-        yield Piece(f"{prefix}/{path}", start, part[: max(0, min(part.numel(), numel - start))], windows.get(path))
+        yield Piece(f"{prefix}/{path}", start, part[: max(0, min(part.numel(), numel - start))], cuts.get(path))
 
 
-def _windows(plan: Plan, mesh: Mesh, bucket: Bucket) -> dict[str, Window]:
+def windows(plan: Plan, mesh: Mesh, bucket: Bucket) -> dict[str, Window]:
     """Path -> window, of the leaves that are slices on this rank."""
     if not bucket.slices:
         return {}
