@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import optree
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -383,14 +384,19 @@ def own_axis(plan: Plan, optimizer: Any) -> Plan:
 
 
 def _optimizer_bytes(plan: Plan, optimizer: Any) -> int:
-    """Bytes of per-parameter optimizer state, asked of ``optimizer.init`` on fake shards; scalars are left out."""
+    """Bytes of the optimizer's state for each element, asked of ``optimizer.init`` on fake shards.
+
+    What it keeps once, or once for each parameter, is left out.
+    """
     with FakeTensorMode():
         shards = {
             bucket.name: torch.empty(bucket.owned, dtype=bucket.master_dtype or bucket.dtype) for bucket in plan.trained
         }
-        _, leaves, _ = flatten(optimizer.init(shards))
+        paths, leaves, _ = optree.tree_flatten_with_path(optimizer.init(shards))
         state = sum(
-            leaf.numel() * leaf.dtype.itemsize for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()
+            leaf.numel() * leaf.dtype.itemsize
+            for path, leaf in zip(paths, leaves, strict=True)
+            if isinstance(leaf, torch.Tensor) and not shards.keys().isdisjoint(path)
         )
     masters = sum(bucket.owned * bucket.master_dtype.itemsize for bucket in plan.trained if bucket.master_dtype)
     return state + masters

@@ -15,7 +15,7 @@ from shardlib.groups import EchoGroup
 from shardlib.mesh import Mesh
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.scaling import LossScale
-from shardlib.optim.shards import optimizer_shards, store
+from shardlib.optim.shards import MeshShards, optimizer_shards, store
 from shardlib.plan import Plan
 from shardlib.planning import own_axis
 from shardlib.rng import Key
@@ -276,7 +276,7 @@ def _init(optimizer: GradientTransformation, params: Sharded) -> OptimizerState:
         for bucket in params.plan.trained
         if bucket.master_dtype is not None
     }
-    return OptimizerState(masters, optimizer.init(shards | masters))
+    return OptimizerState(masters, optimizer.init(shards | masters, shards=MeshShards(params)))
 
 
 def _rescaled(plan: Plan, comm: dict[str, torch.Tensor], factor: float) -> dict[str, torch.Tensor]:

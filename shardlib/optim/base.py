@@ -24,6 +24,7 @@ class Locality(enum.Enum):
     """What a transformation reads beyond the element it writes."""
 
     ELEMENTWISE = "elementwise"  # nothing: each element alone (Adam, SGD)
+    LEAF = "leaf"  # the elements of the same parameter, through ``shards.leaf_sums`` (LAMB's norms)
     GLOBAL = "global"  # sums over all elements, through ``shards.sum`` (the global norm)
 
 
@@ -49,7 +50,7 @@ class GradientTransformation:
     """A pair of pure functions with their locality.
 
     Args:
-        init: ``init(params) -> state``.
+        init: ``init(params) -> state``; with `Locality.LEAF` ``init(params, shards)``.
         update: ``update(updates, state, params, shards=...) -> (updates, state)`` when it has a locality; plain
             optax form ``update(updates, state, params)`` otherwise.
         locality: what it reads of other elements. Without one it is refused on shards.
@@ -62,7 +63,7 @@ class GradientTransformation:
 
     def __init__(
         self,
-        init: Callable[[Tree], Tree],
+        init: Callable[..., Tree],
         update: Callable[..., tuple[Tree, Tree]],
         locality: Locality | None = None,
         factor: Callable[[Tree, torch.Tensor | None, Shards], torch.Tensor] | None = None,
@@ -72,9 +73,11 @@ class GradientTransformation:
         self._init, self._update, self.owns = init, update, owns
         self.locality, self.factor, self._apply = locality, factor, apply
 
-    def init(self, params: Tree) -> Tree:
+    def init(self, params: Tree, *, shards: Shards = WHOLE) -> Tree:
         """The state for ``params``: a pytree, or `Sharded` (then over this rank's flat shards)."""
-        return self._init(self._lower(params))
+        if isinstance(params, Sharded):
+            return self.init(self._lower(params), shards=MeshShards(params))
+        return self._init(params, shards) if self.locality is Locality.LEAF else self._init(params)
 
     def update(self, updates: Tree, state: Tree, params: Tree = None, *, shards: Shards = WHOLE) -> tuple[Tree, Tree]:
         """Transform ``updates`` (gradients, at first); returns them with the new state, changing nothing in place."""
@@ -106,8 +109,8 @@ class GradientTransformation:
         if self.locality is None and params.mesh.size > 1:
             raise IllegalComposition(
                 f"this gradient transformation declares no locality, so it may be wrong on shards ({params.mesh}); "
-                "pass locality=sl.optim.Locality.ELEMENTWISE if it treats each element alone, or GLOBAL if it sums "
-                "through shards.sum"
+                "pass locality=sl.optim.Locality.ELEMENTWISE if it treats each element alone, LEAF or GLOBAL if it sums "
+                "through shards.leaf_sums or shards.sum"
             )
 
 

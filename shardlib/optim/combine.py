@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardlib.optim.base import GradientTransformation, Locality, scaled
-from shardlib.optim.shards import WHOLE
+from shardlib.optim.shards import WHOLE, Shards
 from shardlib.tree import Tree
 
 
@@ -21,8 +21,8 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         raise ValueError("chain() needs at least one gradient transformation")
     *first, last = transformations
 
-    def init(params: Tree) -> Tree:
-        return tuple(tx.init(params) for tx in transformations)
+    def init(params: Tree, shards: Shards = WHOLE) -> Tree:
+        return tuple(tx.init(params, shards=shards) for tx in transformations)
 
     def update(updates, state, params, *, shards):
         new_state = []
@@ -57,5 +57,6 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     localities = {tx.locality for tx in transformations}
     if None in localities:
         return GradientTransformation(init, lambda u, s, p: update(u, s, p, shards=WHOLE))
-    locality = Locality.GLOBAL if Locality.GLOBAL in localities else Locality.ELEMENTWISE
+    # What any of them needs when its state is made; all are given the same shards later.
+    locality = next(kind for kind in (Locality.LEAF, Locality.GLOBAL, Locality.ELEMENTWISE) if kind in localities)
     return GradientTransformation(init, update, locality, apply=apply, owns=owns)

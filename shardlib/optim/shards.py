@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,6 +28,45 @@ class Shards:
     def sum(self, fn: Callable[[torch.Tensor], torch.Tensor], tree: Tree) -> torch.Tensor:
         """Σ fn(leaf) over the leaves, as a 0-d tensor; ``fn`` returns the sum over the elements it is given."""
         return torch.stack([fn(leaf) for leaf in leaves_of(tree)]).sum()
+
+    def leaf_count(self, tree: Tree) -> int:
+        """How many parameters there are, on all ranks together."""
+        return len(leaves_of(tree))
+
+    def leaves(self, *trees: Tree) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        """For each parameter its number, below `leaf_count`, and what this rank holds of it in each tree: views."""
+        for number, parts in enumerate(zip(*map(leaves_of, trees), strict=True)):
+            yield number, list(parts)
+
+    def leaf_sums(self, fns: Sequence[Callable[..., torch.Tensor]], *trees: Tree) -> torch.Tensor:
+        """For each of ``fns`` and each parameter Σ fn(its elements in each tree), float64 ``[len(fns), leaf_count]``.
+
+        A function gets as many flat tensors as there are trees, and returns the sum over their elements, 0-d.
+        """
+        return self._leaf_table(fns, trees, 0.0)
+
+    def leaf_max(self, fn: Callable[..., torch.Tensor], *trees: Tree) -> torch.Tensor:
+        """For each parameter the largest fn(its elements in each tree), float64 ``[leaf_count]``.
+
+        The function returns the largest over the elements it is given, 0-d. −∞ for a parameter without elements.
+        """
+        return self._leaf_table([fn], trees, -math.inf)[0]
+
+    def _leaf_table(
+        self, fns: Sequence[Callable[..., torch.Tensor]], trees: Sequence[Tree], nothing: float
+    ) -> torch.Tensor:
+        """``[len(fns), leaf_count]`` from the elements whose share of the work is this rank's; ``nothing`` elsewhere."""
+        shape = (len(fns), self.leaf_count(trees[0]))
+        table = torch.full(shape, nothing, dtype=torch.float64, device=device_of(trees[0]))
+        for number, parts in self._shares(trees):
+            if parts[0].numel():
+                for row, fn in zip(table, fns, strict=True):
+                    row[number] = fn(*parts)
+        return table
+
+    def _shares(self, trees: Sequence[Tree]) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        """`leaves`, as far as they are this rank's to work on."""
+        return self.leaves(*trees)
 
     def compressed_mean(self, tree: Tree) -> Tree:
         """The mean over the axis that the transformation owns, in its codec's bits and with error feedback.
@@ -85,7 +125,52 @@ class MeshShards(Shards):
         """This rank's part of the sum: ranks that hold copies share the work."""
         parts = [fn(self._part(name, leaf)) for name, leaf in tree.items()]
         total = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=self._mesh.device)
-        return total / math.prod(self._mesh.shape[axis] for axis in self._unreduced)
+        return total / self._differing
+
+    def leaf_count(self, tree: Tree) -> int:
+        return len(self._numbers)
+
+    def leaves(self, *trees: Tree) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        for _, number, parts in self._by_bucket(trees):
+            yield number, parts
+
+    def _shares(self, trees: Sequence[Tree]) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        for bucket, number, parts in self._by_bucket(trees):
+            yield number, [self._part(bucket, part) for part in parts]
+
+    def _by_bucket(self, trees: Sequence[Tree]) -> Iterator[tuple[str, int, list[torch.Tensor]]]:
+        """Without padding: it is zero, and among the largest of something that may be wrong."""
+        for name in trees[0]:
+            bucket = self._plan.bucket_of[name]
+            spans = bucket.filled(bucket.owner(self._mesh.coords, 0, bucket.levels), 1)
+            for path, (start, stop) in zip(bucket.paths, spans, strict=True):
+                yield name, self._numbers[path], [tree[name][start:stop] for tree in trees]
+
+    def leaf_sums(self, fns: Sequence[Callable[..., torch.Tensor]], *trees: Tree) -> torch.Tensor:
+        table = super().leaf_sums(fns, *trees)
+        sum_over(self._mesh, tuple(self._mesh.shape), table)
+        return table / self._differing
+
+    def leaf_max(self, fn: Callable[..., torch.Tensor], *trees: Tree) -> torch.Tensor:
+        largest = super().leaf_max(fn, *trees)
+        for axis, size in self._mesh.shape.items():
+            # As a sum over rows of which each rank fills one.
+            rows = largest.new_zeros((size, len(largest)))
+            rows[self._mesh.coords[axis]] = largest
+            sum_over(self._mesh, (axis,), rows)
+            largest = rows.amax(dim=0)
+        return largest
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        """Path -> number, of the parameters of all ranks."""
+        paths = [path for bucket in self._plan.everywhere.trained for path in bucket.paths]
+        return {path: number for number, path in enumerate(paths)}
+
+    @property
+    def _differing(self) -> int:
+        """Ranks whose trees differ though they are of the same elements."""
+        return math.prod(self._mesh.shape[axis] for axis in self._unreduced)
 
     def remember(self, fn: Callable[[torch.Tensor], torch.Tensor], tree: Tree, value: torch.Tensor) -> None:
         """Note a sum that was computed along with something else, so that asking again costs nothing."""
@@ -134,6 +219,11 @@ class OwnExchange:
         for channel, _ in self._wires.values():
             for name in channel.errors:
                 errors.own(name).zero_()
+
+
+def device_of(tree: Tree) -> torch.device | None:
+    """Where a tree's first tensor is; None for a tree without."""
+    return next((leaf.device for leaf in leaves_of(tree)), None)
 
 
 def sum_of_squares(leaf: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,72 @@
+"""LAMB (arXiv 1904.00962, algorithm 2)."""
+
+from __future__ import annotations
+
+import torch
+
+from shardlib.optim.adam import AdamState
+from shardlib.optim.base import GradientTransformation, Locality
+from shardlib.optim.moments import direction, moments
+from shardlib.optim.ranges import check, check_adam
+from shardlib.optim.schedules import Schedule, as_schedule
+from shardlib.optim.shards import Shards, sum_of_squares
+from shardlib.optim.stepping import Move, each, stepping
+from shardlib.tree import Tree, tree_map
+
+
+def lamb(
+    lr: float | Schedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-6,
+    weight_decay: float = 0.0,
+    *,
+    min_coeff: float = 0.01,
+    max_coeff: float = 10.0,
+) -> GradientTransformation:
+    """Adam whose steps have the parameters' size: update ``−lr·c·u`` with ``u = m̂/(√v̂ + eps) + weight_decay·p``.
+
+    c = ‖p‖/‖u‖ of the whole parameter, kept between ``min_coeff`` and ``max_coeff``; 1 where either norm is 0. m̂, v̂ are
+    bias-corrected. Defaults as optax.lamb; the bounds are DeepSpeed's.
+
+    Raises:
+        ValueError: a hyper-parameter out of range.
+    """
+    check_adam("lamb", b1, b2, eps, weight_decay)
+    check_coeffs("lamb", min_coeff, max_coeff)
+    rate = as_schedule(lr)
+
+    def init(params: Tree, _: Shards) -> AdamState:
+        return AdamState(torch.zeros(()), tree_map(torch.zeros_like, params), tree_map(torch.zeros_like, params))
+
+    def step(
+        params: Tree, grads: Tree, state: AdamState, scale: torch.Tensor | None, shards: Shards
+    ) -> tuple[AdamState, Move]:
+        size, count = rate(state.count), state.count + 1
+        exact = count.to(torch.float64)  # 1 − b2 loses most of its digits in fp32
+
+        def direct(p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> None:
+            moments(g, m, v, b1, b2, scale)
+            g.copy_(direction(p, m / (1 - b1**exact), v / (1 - b2**exact), eps, weight_decay))
+
+        each(direct, params, grads, state.mu, state.nu)
+        trust = coefficients(params, grads, shards, min_coeff, max_coeff)
+        return AdamState(count, state.mu, state.nu), Move(lambda p, u: u, (grads,), -size * trust)
+
+    return stepping("lamb", init, step, Locality.LEAF)
+
+
+def coefficients(params: Tree, directions: Tree, shards: Shards, least: float, most: float) -> torch.Tensor:
+    """‖p‖/‖u‖ of each parameter within bounds, float64 ``[leaf_count]``; 1 where either is 0."""
+    of_both = (lambda p, u: sum_of_squares(p), lambda p, u: sum_of_squares(u))
+    lengths, steps = shards.leaf_sums(of_both, params, directions).sqrt()
+    return torch.where((lengths > 0) & (steps > 0), (lengths / steps).clamp(least, most), 1.0)
+
+
+def check_coeffs(what: str, least: float, most: float) -> None:
+    check(
+        what,
+        "the bounds of the trust ratio are above 0, and min_coeff is not above max_coeff (usually 0.01 and 10)",
+        min_coeff=(least, 0 < least <= most),
+        max_coeff=(most, 0 < least <= most),
+    )

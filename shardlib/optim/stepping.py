@@ -1,0 +1,113 @@
+"""One algorithm as both a pure ``update`` and an ``apply`` in place.
+
+The algorithm is a *step*, ``step(params, grads, state, scale, shards) -> (state, Move)``: it may use up the memory of its
+gradients and of its state, and leaves parameters as they are; where they go is told by the `Move`. ``update`` runs it on
+copies. The elements go through the same operations in both, so both give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from shardlib.optim.base import GradientTransformation, Locality, Owned
+from shardlib.optim.shards import Shards
+from shardlib.tree import Tree, leaves_of, tree_map
+
+# Elements that are taken through a chain of operations at once: they stay in a core's cache, and memory is passed over once
+# however long the chain is. (Less, and the calls themselves cost more.)
+_PIECE = 1 << 16
+
+
+@dataclass(frozen=True)
+class Move:
+    """Where parameters go.
+
+    Attributes:
+        fn: ``fn(param, *parts)``, of each element alone: by how much it moves, in memory that may be written to. May also
+            finish ``parts`` in place.
+        parts: trees like the parameters.
+        factors: for each parameter what ``fn`` gives is to be multiplied by, ``[leaf_count]``; None for 1.
+        absolute: whether ``fn`` gives where it goes instead.
+    """
+
+    fn: Callable[..., torch.Tensor]
+    parts: Sequence[Tree] = field(default=())
+    factors: torch.Tensor | None = None
+    absolute: bool = False
+
+    def updates(self, params: Tree, shards: Shards) -> Tree:
+        """By how much, as a tree of its own."""
+        found = tree_map(self.fn, params, *self.parts)
+        if self.absolute:
+            return tree_map(torch.sub, found, params)
+        if self.factors is not None:
+            for number, (part,) in shards.leaves(found):
+                part.mul_(self.factors[number])
+        return found
+
+    def write(self, params: Tree, shards: Shards) -> None:
+        """Move ``params`` in place."""
+
+        def place(p: torch.Tensor, *parts: torch.Tensor) -> None:
+            p.copy_(self.fn(p, *parts))
+
+        def add(p: torch.Tensor, *parts: torch.Tensor) -> None:
+            p.add_(self.fn(p, *parts))
+
+        def add_leaf(factors: torch.Tensor, number: int, p: torch.Tensor, *parts: torch.Tensor) -> None:
+            p.add_(self.fn(p, *parts).mul_(factors[number]))
+
+        if self.factors is not None:
+            each_leaf(shards, partial(add_leaf, self.factors), params, *self.parts)
+        else:
+            each(place if self.absolute else add, params, *self.parts)
+
+
+Step = Callable[[Tree, Tree, Any, torch.Tensor | None, Shards], tuple[Any, Move]]
+
+
+def stepping(
+    name: str, init: Callable[..., Tree], step: Step, locality: Locality, owns: Owned | None = None
+) -> GradientTransformation:
+    """The gradient transformation whose one step this is."""
+
+    def update(updates: Tree, state: Tree, params: Tree, *, shards: Shards) -> tuple[Tree, Tree]:
+        if params is None:
+            raise ValueError(f"{name} needs the parameters it moves: update(updates, state, params)")
+        grads = tree_map(lambda g, p: g.to(p.dtype, copy=True), updates, params)
+        state, move = step(params, grads, tree_map(torch.clone, state), None, shards)
+        return move.updates(params, shards), state
+
+    def apply(params: Tree, updates: Tree, state: Tree, scale: torch.Tensor | None, shards: Shards) -> Tree:
+        grads = tree_map(lambda g, p: g.to(p.dtype), updates, params)
+        state, move = step(params, grads, state, scale, shards)
+        move.write(params, shards)
+        return state
+
+    return GradientTransformation(init, update, locality, apply=apply, owns=owns)
+
+
+def each(fn: Callable[..., Any], *trees: Tree) -> None:
+    """``fn(*tensors)`` of the trees, which writes to some of them; each element alone."""
+    for tensors in zip(*map(leaves_of, trees), strict=True):
+        _by_piece(fn, tensors)
+
+
+def each_leaf(shards: Shards, fn: Callable[..., Any], *trees: Tree) -> None:
+    """``fn(number, *tensors)``, as `each`, with the parameter's number."""
+    for number, tensors in shards.leaves(*trees):
+        _by_piece(partial(fn, number), tensors)
+
+
+def _by_piece(fn: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> None:
+    first = tensors[0]
+    if first.device.type == "cpu" and first.numel() > _PIECE and all(tensor.is_contiguous() for tensor in tensors):
+        for pieces in zip(*(tensor.view(-1).split(_PIECE) for tensor in tensors), strict=True):
+            fn(*pieces)
+    else:
+        fn(*tensors)

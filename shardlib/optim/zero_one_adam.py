@@ -1,0 +1,150 @@
+"""0/1 Adam (arXiv 2202.06009, algorithm 1)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from shardlib.collectives.codecs import OneBit
+from shardlib.optim.base import GradientTransformation, Locality, Owned
+from shardlib.optim.moments import direction, mask, moments, own_momentum, root
+from shardlib.optim.ranges import check_adam
+from shardlib.optim.schedules import Schedule, as_schedule
+from shardlib.optim.shards import Shards
+from shardlib.optim.stepping import Move, each, stepping
+from shardlib.optim.zero_one_steps import Sent, ZeroOneSteps
+from shardlib.transforms.onebit import check_scales
+from shardlib.tree import Tree, tree_map
+
+
+class ZeroOneAdamState(NamedTuple):
+    """What 0/1 Adam remembers.
+
+    ``count``: steps taken (0-d float); ``mu``, ``nu``: running means of g and g². Once the variance is frozen: ``anchor``,
+    the parameters that all ranks had last; ``moved``, how far this rank's have gone since; ``elapsed``, the sum of
+    learning rates since (0-d float64). In that phase ``mu`` and ``moved`` are this rank's own.
+    """
+
+    count: torch.Tensor  # type: ignore[assignment]  # optax's name, though tuples have a method of it
+    mu: Tree
+    nu: Tree
+    anchor: Tree
+    moved: Tree
+    elapsed: torch.Tensor
+
+
+def zero_one_adam(
+    lr: float | Schedule,
+    var_freeze_step: int,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    *,
+    var_update_scaler: int = 16,
+    local_step_scaler: int = 32678,
+    local_step_clipper: int = 16,
+    axis: str = "data",
+    scales: str | int = "leaf",
+) -> GradientTransformation:
+    """Adam that sends gradients in one bit per element over ``axis``, and after ``var_freeze_step`` at most steps nothing.
+
+    Which step does what, `ZeroOneSteps` says. Until the variance is frozen, gradients are averaged at every step: in full
+    precision where the variance takes them up too, at others in one bit, for momentum alone. Then each rank takes steps of
+    its own, ``−lr·m/(√v + eps)``, and remembers how far it went; at some of them what ranks went, as momentum, is averaged
+    in one bit and all go there from where they last were together.
+
+    Weight decay is decoupled. While ranks go on their own it waits for the next such step, and is then taken from the
+    parameters they all had: ``−Σlr·weight_decay·p``; the paper has none.
+
+    Between these steps ``state.params`` is **this rank's own**, and so is what is evaluated with it; its ranks' losses
+    differ a little. A checkpoint keeps the first rank's parameters and momentum, from which all ranks then go on: valid, but
+    what the others did since they were last together is lost. To evaluate or save what all have, do it at a step that
+    sends: ``ZeroOneSteps(...).sent(state.step) is Sent.ONE_BIT`` (skipped steps do not count).
+
+    Args:
+        var_update_scaler, local_step_scaler, local_step_clipper: see `ZeroOneSteps`.
+        axis: over which ranks share the batch and hold the same state.
+        scales: "leaf", one scale for each parameter, or elements per block, a multiple of 8.
+
+    Raises:
+        ValueError: a hyper-parameter out of range.
+        IllegalComposition: ``scales`` is neither.
+    """
+    check_adam("zero_one_adam", b1, b2, eps, weight_decay)
+    check_scales(scales, "zero_one_adam")
+    steps = ZeroOneSteps(var_freeze_step, var_update_scaler, local_step_scaler, local_step_clipper)
+    rate = as_schedule(lr)
+
+    def init(params: Tree) -> ZeroOneAdamState:
+        mu, nu, anchor, moved = (tree_map(torch.zeros_like, params) for _ in range(4))
+        return ZeroOneAdamState(torch.zeros(()), mu, nu, anchor, moved, torch.zeros((), dtype=torch.float64))
+
+    def step(
+        params: Tree, grads: Tree, state: ZeroOneAdamState, scale: torch.Tensor | None, shards: Shards
+    ) -> tuple[ZeroOneAdamState, Move]:
+        number = coming(state)
+        run = alone if steps.frozen(number) else together
+        after, move = run(params, grads, state, scale, shards, number)
+        return after._replace(count=state.count + 1), move
+
+    def together(params, grads, state, scale, shards, number):
+        if steps.sent(number) is Sent.FULL:
+            each(lambda g, m, v: moments(g, m, v, b1, b2, scale), grads, state.mu, state.nu)
+        else:
+            if scale is not None:
+                each(lambda g: g.mul_(scale), grads)
+            mean = shards.compressed_mean(grads)
+            each(lambda m, g, v: mask(m.lerp_(g, 1 - b1), v), state.mu, mean, state.nu)
+        if steps.frozen(number + 1):
+            shards.reset_errors()  # they are of gradients; what follows is momentum
+        size = rate(state.count)
+
+        def move(p: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return direction(p, m, v, eps, weight_decay).mul_(-size)
+
+        return state, Move(move, (state.mu, state.nu))
+
+    def alone(params, grads, state, scale, shards, number):
+        if not steps.frozen(number - 1):
+            each(lambda anchor, p: anchor.copy_(p), state.anchor, params)
+        size = rate(state.count)
+        elapsed = state.elapsed + size
+
+        def local(g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, moved: torch.Tensor) -> None:
+            m.copy_(mask(own_momentum(g, m, b1, scale), v))
+            moved.sub_(torch.div(m, root(v, eps)).mul_(size))
+
+        each(local, grads, state.mu, state.nu, state.moved)
+        # Where the learning rate was 0 all the while, nobody went anywhere.
+        if steps.sent(number) is Sent.NOTHING or elapsed == 0:
+            return state._replace(elapsed=elapsed), Move(
+                lambda p, anchor, moved: anchor + moved, (state.anchor, state.moved), absolute=True
+            )
+
+        def send(g: torch.Tensor, v: torch.Tensor, moved: torch.Tensor) -> None:
+            torch.mul(moved, root(v, eps), out=g)
+            moved.zero_()
+
+        def meet(mean: torch.Tensor, v: torch.Tensor, anchor: torch.Tensor) -> None:
+            mask(mean, v)
+            if weight_decay:
+                anchor.mul_(1 - elapsed * weight_decay)
+            anchor.add_(torch.div(mean, root(v, eps)))
+            mean.div_(-elapsed)
+
+        each(send, grads, state.nu, state.moved)
+        mu = shards.compressed_mean(grads)
+        each(meet, mu, state.nu, state.anchor)
+        after = state._replace(mu=mu, elapsed=torch.zeros_like(elapsed))
+        return after, Move(lambda p, anchor: anchor, (state.anchor,), absolute=True)
+
+    def coming(state: ZeroOneAdamState) -> int:
+        return int(state.count) + 1
+
+    def unreduced(state: ZeroOneAdamState) -> bool:
+        return steps.sent(coming(state)) is not Sent.FULL
+
+    owns = Owned("zero_one_adam", axis, OneBit(scales), unreduced)
+    return stepping("zero_one_adam", init, step, Locality.GLOBAL, owns)
