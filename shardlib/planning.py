@@ -12,7 +12,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardlib.claims import LeafInfo, Slots, Transform, resolve
-from shardlib.collectives.codecs import OneBit
 from shardlib.errors import IllegalComposition
 from shardlib.layout import Bucket, stands_alone
 from shardlib.mesh import Mesh
@@ -337,16 +336,12 @@ def _check_compression(plan: Plan, slots: Slots) -> None:
                 f"axis={slot[2]!r}) beside the zero(stage=3) of the axis between nodes"
             )
     wide = [placement.path for placement in plan.placements if placement.param.dtype == torch.float64]
-    integers = [value for (_, name), value in asked.items() if name in ("codec", "gathered") and not _takes_wide(value)]
-    if wide and integers:
+    narrow = [value for (_, name), value in asked.items() if name in ("codec", "gathered") and not value.wide]
+    if wide and narrow:
         raise IllegalComposition(
-            f"{integers[0]} holds no float64, which {len(wide)} parameters are ({wide[0]} first); use float32 parameters, or "
+            f"{narrow[0]} holds no float64, which {len(wide)} parameters are ({wide[0]} first); use float32 parameters, or "
             "sl.onebit() for gradients"
         )
-
-
-def _takes_wide(codec: Any) -> bool:
-    return isinstance(codec, OneBit)
 
 
 def own_axis(plan: Plan, optimizer: Any) -> Plan:

@@ -60,6 +60,7 @@ def predict_step(
     *,
     backward: float = 2.0,
     update: float = 0.0,
+    owned: bool = False,
 ) -> StepTime:
     """The time of one step of a plan.
 
@@ -71,9 +72,10 @@ def predict_step(
         bandwidth: axis -> bytes per second that one rank sends; an axis left out takes no time.
         backward: seconds of backward for each of forward.
         update: seconds of the optimizer, on each rank.
+        owned: a step whose optimizer sums over its own axis itself, after backward (1-bit Adam, once it is frozen).
 
     Raises:
-        MeshError: an axis or a unit that the plan does not have.
+        MeshError: an axis or a unit that the plan does not have, or ``owned`` where no optimizer owns an axis.
     """
     plan = plan.everywhere
     unknown = [f"axis {axis!r}" for axis in bandwidth if axis not in plan.sizes]
@@ -82,7 +84,9 @@ def predict_step(
         raise MeshError(
             f"the plan does not have\n{listing(unknown)}\nIt has axes {list(plan.sizes)} and units {plan.units}"
         )
-    ranks = _run(plan, _stages(plan, forward), bandwidth, backward, update)
+    if owned and plan.owned is None:
+        raise MeshError("no optimizer of this plan owns an axis; pass one that does to make_plan: optimizer=...")
+    ranks = _run(plan, _stages(plan, forward), bandwidth, backward, update, owned)
     links = {axis: max(rank.busy.get(axis, 0.0) for rank in ranks) for axis in bandwidth}
     return StepTime(max(rank.now for rank in ranks), tuple(rank.computed for rank in ranks), links)
 
@@ -113,12 +117,12 @@ def _stages(plan: Plan, forward: float | Mapping[str, float]) -> list[_Stage]:
 
 
 def _run(
-    plan: Plan, stages: Sequence[_Stage], bandwidth: Mapping[str, float], backward: float, update: float
+    plan: Plan, stages: Sequence[_Stage], bandwidth: Mapping[str, float], backward: float, update: float, owned: bool
 ) -> list[_Rank]:
     """The ranks along the pipeline's axis, at the end of the step."""
     pipeline = plan.pipeline
     schedule = one_f_one_b(1, plan.microbatches) if pipeline is None else pipeline.schedule
-    ranks = [_Rank(bandwidth) for _ in range(schedule.ranks)]
+    ranks = [_Rank(bandwidth, plan.owned.axis if owned and plan.owned else None) for _ in range(schedule.ranks)]
     last = {a.stage: a.microbatch for order in schedule.orders for a in order if a.kind in (Kind.B, Kind.W)}
     ready: dict[Action | None, float] = {None: 0.0}  # an action's result -> when it is where it is needed
 
@@ -163,6 +167,9 @@ def _update(plan: Plan, ranks: Sequence[_Rank], update: float) -> None:
     start = max(rank.now for rank in ranks)
     for view, rank in zip(plan.views, ranks, strict=True):
         rank.now = start
+        if rank.owned is not None:
+            sent = sum(channel.payload for channel in view.owned_channels)
+            rank.now = rank.send(rank.owned, sent, rank.now)
         rank.compute(update)
         stored = [rank.restored(bucket) for bucket in view.trained]
         rank.now = max([rank.now, *stored])
@@ -171,6 +178,7 @@ def _update(plan: Plan, ranks: Sequence[_Rank], update: float) -> None:
 @dataclass
 class _Rank:
     bandwidth: Mapping[str, float]
+    owned: str | None = None  # the axis that the optimizer sums over
     now: float = 0.0  # of the processor
     computed: float = 0.0
     reduced: float = 0.0  # when the last of the gradients' reductions is done
@@ -247,5 +255,5 @@ class _Rank:
             for level in range(bucket.levels if last else early):
                 ready = self.send(bucket.axes[level], plan.scatter_bytes(bucket, level), ready)
             for axis in bucket.replicas if last else ():
-                ready = self.send(axis, plan.sum_bytes(bucket, axis), ready)
+                ready = self.send(axis, 0 if axis == self.owned else plan.sum_bytes(bucket, axis), ready)
             self.reduced = max(self.reduced, ready)

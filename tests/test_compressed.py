@@ -13,6 +13,7 @@ from oracle.few_bits import FewBits
 import shardlib as sl
 from shardlib.collectives.codecs import Integers, OneBit, Rows
 from shardlib.collectives.compressed import CompressedSum, Errors, Item
+from shardlib.collectives.float8 import Float8
 from shardlib.kernels.quantize import Blockwise
 
 CODECS = {
@@ -21,6 +22,7 @@ CODECS = {
     "blocks of 24": (OneBit(24), 24),
     "int8": (Integers(Blockwise(8, 16)), (16, 127)),
     "int4": (Integers(Blockwise(4, 16)), (16, 7)),
+    "fp8": (Float8(16), (16, "fp8")),
 }
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-40, -1e-40, 3.0, 1e-20, -2.5]
 

@@ -20,6 +20,7 @@ FORMS = {
     "blocks": (sl.onebit(scales=16), 16, torch.float64),
     "int8": (sl.quantize(gradients="int8", block=16), (16, 127), torch.float32),
     "int4": (sl.quantize(gradients="int4", block=16), (16, 7), torch.float32),
+    "fp8": (sl.quantize(gradients="fp8", block=16), (16, "fp8"), torch.float32),
 }
 
 

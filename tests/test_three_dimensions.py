@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from helpers import decoders, training
+from helpers.exact import Travelling
 from helpers.models import TINY, tiny_gpt, token_batches
 from helpers.pool import Pool
 from helpers.trees import assert_close
@@ -48,6 +49,7 @@ class Case:
     sync: str | None
     sequence: str | None  # "megatron" is over the axis "model"
     remat: str | None
+    encoded: bool  # gradients and gathered parameters go through a codec that loses nothing
 
     def transform(self, rules):
         axes = dict(self.mesh)
@@ -63,6 +65,10 @@ class Case:
             parts.append(sl.sequence("model" if self.sequence == "megatron" else "seq", self.sequence))
         if self.remat:
             parts.append(sl.remat(self.remat))
+        if self.encoded:
+            itemsize = self.dtype.itemsize
+            parts.append(Travelling("data", self.stage == 3, itemsize))
+            parts += [Travelling("node", itemsize=itemsize)] if "node" in axes else []
         return sl.chain(*parts)
 
 
@@ -95,6 +101,7 @@ def cases(draw, model, ranks=8):
         sync=draw(st.sampled_from([None, "last", "each"])) if splits else None,
         sequence=draw(st.sampled_from(kinds)),
         remat=draw(st.sampled_from([None, "full", "dots"])),
+        encoded=draw(st.booleans()),
     )
 
 

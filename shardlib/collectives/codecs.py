@@ -12,7 +12,7 @@ error stays as it was until the step is known to count.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -74,16 +74,23 @@ class Codec(Protocol):
 
     Attributes:
         feedback: whether what a message leaves out is added to the next buffer.
+        wide: whether float64 can be encoded.
     """
 
     @property
     def feedback(self) -> bool: ...
+
+    @property
+    def wide(self) -> bool: ...
 
     def bind(self, rows: Rows) -> Wire: ...
 
 
 class Packing(Protocol):
     """How whole values travel in few bits, without errors: for gathers. Frozen and comparable."""
+
+    @property
+    def wide(self) -> bool: ...
 
     def size(self, elements: int) -> int:
         """Bytes of that many elements."""
@@ -128,8 +135,8 @@ class Wire(Protocol):
         """That row plus ``error`` as a message to all, uint8 ``[second_width]``; updates ``error`` in place."""
         ...
 
-    def decode(self, messages: torch.Tensor) -> torch.Tensor:
-        """The whole buffer ``[elements]``, from everybody's rows, uint8 ``[ways, second_width]``."""
+    def decode(self, messages: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The whole buffer ``[elements]``, from everybody's rows, uint8 ``[ways, second_width]``; in ``out``, if given."""
         ...
 
 
@@ -143,6 +150,7 @@ class OneBit:
 
     scales: str | int = "leaf"
     feedback: bool = True
+    wide: ClassVar[bool] = True
 
     def bind(self, rows: Rows) -> Wire:
         return _LeafBits(rows) if self.scales == "leaf" else _BlockBits(rows, int(self.scales))
@@ -158,6 +166,7 @@ class Integers:
 
     form: Blockwise
     feedback: bool = True
+    wide: ClassVar[bool] = False
 
     def bind(self, rows: Rows) -> Wire:
         return _Blocks(rows, self.form)
@@ -170,7 +179,7 @@ class Integers:
         return torch.cat([scales.view(torch.uint8), values.view(torch.uint8)])
 
     def unpack(self, message: torch.Tensor, out: torch.Tensor) -> None:
-        scales, values = _parts(message[None], self.form.scales(len(out)), torch.float32)
+        scales, values = parts(message[None], self.form.scales(len(out)), torch.float32)
         quantize.dequantize(values[0].view(self.form.dtype), scales[0], self.form, len(out), out=out)
 
     def __str__(self) -> str:
@@ -178,7 +187,7 @@ class Integers:
         return told + ("" if self.feedback else ", no error feedback")
 
 
-class _Wire:
+class PaddedWire:
     """What wires have in common: rows padded to a grain."""
 
     def __init__(self, rows: Rows, grain: int) -> None:
@@ -191,8 +200,18 @@ class _Wire:
     def _length(self) -> int:
         return self.rows.ways * self.row
 
+    def _whole(self, out: torch.Tensor | None) -> torch.Tensor | None:
+        """``out``, where a padded buffer can be decoded into it."""
+        return out if out is not None and len(out) == self._length and out.dtype == self.rows.dtype else None
 
-class _LeafBits(_Wire):
+    def unpadded(self, whole: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        """What was decoded, without its padding; in ``out``, if given."""
+        if out is None:
+            return whole[: self.rows.elements]
+        return out if whole is out else out.copy_(whole[: self.rows.elements])
+
+
+class _LeafBits(PaddedWire):
     """Signs, and a scale for each leaf's part of a row (scattered) or of the buffer.
 
     Padding has segments of its own, before each leaf, whose scales are 0 and are not sent.
@@ -203,7 +222,7 @@ class _LeafBits(_Wire):
         edges = [edge for span in rows.spans(8) for edge in span]
         self._segments = Segments([0, *edges], self._length)
         self._leaves = len(rows.filled) // (rows.ways if rows.scattered else 1)
-        self._mine = self._own_segments()
+        self._mine, self._split = self._own_segments(), self._segments.split(rows.ways)
         width = self._leaves * rows.dtype.itemsize + self.row // 8
         self.widths = (width, width)
 
@@ -211,7 +230,7 @@ class _LeafBits(_Wire):
         bits, scales = onebit.compress(error, x, self._segments)
         sent = scales[1::2]
         heads = sent.view(self.rows.ways, -1) if self.rows.scattered else sent.expand(self.rows.ways, -1)
-        return _message(heads, bits.view(self.rows.ways, -1))
+        return message(heads, bits.view(self.rows.ways, -1))
 
     def add(self, messages: torch.Tensor) -> torch.Tensor:
         scales, bits = self._read(messages)
@@ -220,16 +239,16 @@ class _LeafBits(_Wire):
     def add_encode(self, messages: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
         scales, bits = self._read(messages)
         bits, scales = onebit.average_compress(bits, self._weighed(scales), error, self._mine)
-        return _message(scales[None, 1::2], bits[None])[0]
+        return message(scales[None, 1::2], bits[None])[0]
 
-    def decode(self, messages: torch.Tensor) -> torch.Tensor:
+    def decode(self, messages: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         scales, bits = self._read(messages)
-        whole = onebit.decompress(bits.reshape(-1), scales.reshape(-1), self._segments.split(self.rows.ways))
-        return whole[: self.rows.elements]
+        sent = bits.reshape(-1), scales.reshape(-1), self._split
+        return self.unpadded(onebit.decompress(*sent, out=self._whole(out)), out)
 
     def _read(self, messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scales, the padding's zeros between them, and bits."""
-        sent, bits = _parts(messages, self._leaves, self.rows.dtype)
+        sent, bits = parts(messages, self._leaves, self.rows.dtype)
         scales = sent.new_zeros((len(sent), 2 * self._leaves))
         scales[:, 1::2] = sent
         return scales, bits
@@ -247,13 +266,13 @@ class _LeafBits(_Wire):
         return Segments(part.offsets[first : first + 2 * self._leaves + 1], self.row)
 
 
-class _BlockBits(_Wire):
+class _BlockBits(PaddedWire):
     """Signs, and a scale for each block of elements, whichever leaves they belong to."""
 
     def __init__(self, rows: Rows, block: int) -> None:
         super().__init__(rows, block)
         self._block = block
-        self._whole = Segments.blocks(block, self._length)
+        self._blocks = Segments.blocks(block, self._length)
         self._one = Segments.blocks(block, self.row)
         self._gaps = _gaps(rows.spans(block), self._length)
         first, stop = rows.place * self.row, (rows.place + 1) * self.row
@@ -263,9 +282,9 @@ class _BlockBits(_Wire):
         self.widths = (width, width)
 
     def encode(self, error: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        bits, scales = onebit.compress(error, x, self._whole)
+        bits, scales = onebit.compress(error, x, self._blocks)
         _clear(x, self._gaps)
-        return _message(scales.view(self.rows.ways, -1), bits.view(self.rows.ways, -1))
+        return message(scales.view(self.rows.ways, -1), bits.view(self.rows.ways, -1))
 
     def add(self, messages: torch.Tensor) -> torch.Tensor:
         scales, bits = self._read(messages)
@@ -276,19 +295,19 @@ class _BlockBits(_Wire):
         scales, bits = self._read(messages)
         bits, scales = onebit.average_compress(bits, scales, error, self._one)
         _clear(error, self._own_gaps)
-        return _message(scales[None], bits[None])[0]
+        return message(scales[None], bits[None])[0]
 
-    def decode(self, messages: torch.Tensor) -> torch.Tensor:
-        scales, bits = _parts(messages, self._one.count, self.rows.dtype)
-        whole = onebit.decompress(bits.reshape(-1), scales.reshape(-1), self._whole)
-        return _clear(whole, self._gaps)[: self.rows.elements]
+    def decode(self, messages: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        scales, bits = parts(messages, self._one.count, self.rows.dtype)
+        whole = onebit.decompress(bits.reshape(-1), scales.reshape(-1), self._blocks, out=self._whole(out))
+        return self.unpadded(_clear(whole, self._gaps), out)
 
     def _read(self, messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scales, bits = _parts(messages, self._one.count, self.rows.dtype)
+        scales, bits = parts(messages, self._one.count, self.rows.dtype)
         return scales if self.rows.mean else scales * self.rows.ways, bits
 
 
-class _Blocks(_Wire):
+class _Blocks(PaddedWire):
     """Integers, and a scale for each block of elements. Padding is 0 and stays so."""
 
     def __init__(self, rows: Rows, form: Blockwise) -> None:
@@ -300,7 +319,7 @@ class _Blocks(_Wire):
 
     def encode(self, error: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         values, scales = quantize.quantize(error, self._form, x)
-        return _message(scales.view(self.rows.ways, -1), values.view(torch.uint8).view(self.rows.ways, -1))
+        return message(scales.view(self.rows.ways, -1), values.view(torch.uint8).view(self.rows.ways, -1))
 
     def add(self, messages: torch.Tensor) -> torch.Tensor:
         return self.rows.unpadded(quantize.dequantize_sum(*self._read(messages), self._form, self.row))
@@ -308,19 +327,19 @@ class _Blocks(_Wire):
     def add_encode(self, messages: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
         sent = self._read(messages)
         values, scales = quantize.dequantize_sum_quantize(*sent, self._form, self.row, self._form, error)
-        return _message(scales[None], values.view(torch.uint8)[None])[0]
+        return message(scales[None], values.view(torch.uint8)[None])[0]
 
-    def decode(self, messages: torch.Tensor) -> torch.Tensor:
-        scales, values = _parts(messages, self._scales, torch.float32)
-        whole = values.reshape(-1).view(self._form.dtype)
-        return quantize.dequantize(whole, scales.reshape(-1), self._form, self._length)[: self.rows.elements]
+    def decode(self, messages: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        scales, values = parts(messages, self._scales, torch.float32)
+        sent = values.reshape(-1).view(self._form.dtype), scales.reshape(-1), self._form, self._length
+        return self.unpadded(quantize.dequantize(*sent, out=self._whole(out)), out)
 
     def _read(self, messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scales, values = _parts(messages, self._scales, torch.float32)
+        scales, values = parts(messages, self._scales, torch.float32)
         return values.contiguous().view(self._form.dtype), scales / self.rows.ways if self.rows.mean else scales
 
 
-def _message(scales: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def message(scales: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Scales ``[rows, k]`` and bytes ``[rows, b]`` as uint8 ``[rows, 4k + b]``."""
     return torch.cat([_whole(scales).view(torch.uint8), values], dim=1)
 
@@ -330,8 +349,8 @@ def _whole(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _parts(messages: torch.Tensor, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """``count`` scales of ``dtype`` and the bytes behind them, from every row."""
+def parts(messages: torch.Tensor, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """``count`` scales of ``dtype`` and the bytes behind them, from every row: what `message` joined."""
     width = count * dtype.itemsize
     return _whole(messages[:, :width]).view(dtype), messages[:, width:]
 

@@ -78,8 +78,8 @@ class CompressedSum:
         self._errors.after[name] = item.buffer
         return sent
 
-    def wait(self) -> list[torch.Tensor]:
-        """Each item's row, or whole buffer."""
+    def wait(self, out: Sequence[torch.Tensor | None] | None = None) -> list[torch.Tensor]:
+        """Each item's row; or whole buffer, in ``out`` where given."""
         self._work.wait()
         rows = self._arrived.split([item.wire.widths[0] for item in self._items], dim=1)
         if self._scatter:
@@ -88,7 +88,8 @@ class CompressedSum:
         arrived = message.new_empty((len(self._arrived), message.numel()))
         primitives.all_gather(self._mesh, self._axis, arrived, message).wait()
         parts = arrived.split([item.wire.widths[1] for item in self._items], dim=1)
-        return [item.wire.decode(part) for item, part in zip(self._items, parts, strict=True)]
+        places = [None] * len(parts) if out is None else out
+        return [i.wire.decode(part, place) for i, part, place in zip(self._items, parts, places, strict=True)]
 
     def _encode_row(self, item: Item, row: torch.Tensor) -> torch.Tensor:
         if item.errors:

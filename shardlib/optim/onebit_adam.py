@@ -87,7 +87,7 @@ def onebit_adam(
         size, mu, frozen = rate(state.count), state.mu, unreduced(state)
         if frozen:
             each(lambda g, m: own_momentum(g, m, b1, scale), grads, mu)
-            mu = shards.compressed_mean(grads)
+            mu = shards.compressed_mean(grads, out=mu)
         else:
             each(lambda g, m, v: moments(g, m, v, b1, b2, scale), grads, mu, state.nu)
 

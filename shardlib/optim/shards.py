@@ -68,10 +68,11 @@ class Shards:
         """`leaves`, as far as they are this rank's to work on."""
         return self.leaves(*trees)
 
-    def compressed_mean(self, tree: Tree) -> Tree:
+    def compressed_mean(self, tree: Tree, out: Tree = None) -> Tree:
         """The mean over the axis that the transformation owns, in its codec's bits and with error feedback.
 
-        May use up the memory of ``tree``. The same tree where there is nobody to share with.
+        May use up the memory of ``tree``, and of ``out`` (of the same shapes) for the result. The same tree where there is
+        nobody to share with.
         """
         return tree
 
@@ -102,12 +103,14 @@ class MeshShards(Shards):
         self._own, self._errors = own, errors
         self._known: list[tuple[Any, Any, torch.Tensor]] = []
 
-    def compressed_mean(self, tree: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def compressed_mean(
+        self, tree: dict[str, torch.Tensor], out: dict[str, torch.Tensor] | None = None
+    ) -> dict[str, torch.Tensor]:
         if self._own is None or self._errors is None:
             raise IllegalComposition(
                 "this transformation reduces gradients itself, with errors that live in a TrainState: use sl.make_train_step"
             )
-        return self._own.mean(tree, self._errors)
+        return self._own.mean(tree, self._errors, out)
 
     def reset_errors(self) -> None:
         if self._own is not None and self._errors is not None:
@@ -195,7 +198,9 @@ class OwnExchange:
         self._plan, self._mesh, self._axis = plan, mesh, plan.owned.axis
         self._wires = {channel.bucket.name: (channel, channel.wire(mesh.coords)) for channel in plan.owned_channels}
 
-    def mean(self, tree: dict[str, torch.Tensor], errors: Errors) -> dict[str, torch.Tensor]:
+    def mean(
+        self, tree: dict[str, torch.Tensor], errors: Errors, out: dict[str, torch.Tensor] | None
+    ) -> dict[str, torch.Tensor]:
         """One exchange for each unit; all are under way before the first is waited for."""
         units: dict[str, list[str]] = {}
         for name in tree:
@@ -204,7 +209,8 @@ class OwnExchange:
         started = [(names, self._start([(name, tree[name]) for name in names], errors)) for names in units.values()]
         found = dict(tree)
         for names, exchange in started:
-            for name, result in zip(names, exchange.wait(), strict=True):
+            places = [None if out is None else out[name] for name in names]
+            for name, result in zip(names, exchange.wait(places), strict=True):
                 found[name] = result.to(tree[name].dtype)
         return found
 

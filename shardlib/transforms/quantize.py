@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from shardlib.claims import Claim, LeafInfo, Reduce
 from shardlib.collectives.codecs import Integers
+from shardlib.collectives.float8 import Float8
 from shardlib.errors import IllegalComposition
 from shardlib.kernels.quantize import Blockwise
 
-_BITS = {"int8": 8, "int4": 4}
+_FORMS = ("int8", "int4", "fp8")
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,13 @@ class Quantize:
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         yield Reduce(
             self.axis,
-            codec=Integers(Blockwise(_BITS[self.gradients], self.block), self.feedback) if self.gradients else None,
-            gathered=Integers(Blockwise(_BITS[self.weights], self.block), False) if self.weights else None,
+            codec=_codec(self.gradients, self.block, self.feedback) if self.gradients else None,
+            gathered=_codec(self.weights, self.block, False) if self.weights else None,
         )
+
+
+def _codec(form: str, block: int, feedback: bool) -> Float8 | Integers:
+    return Float8(block, feedback) if form == "fp8" else Integers(Blockwise(int(form[3:]), block), feedback)
 
 
 def quantize(
@@ -44,7 +49,7 @@ def quantize(
     block: int = 128,
     feedback: bool = True,
 ) -> Quantize:
-    """Send parameters and gradients over ``axis`` as integers with an fp32 scale per block.
+    """Send parameters and gradients over ``axis`` as integers or 8-bit floats, with an fp32 scale per block.
 
     ``weights`` concerns gathers of parameters that are split over the axis (stage 3): all ranks, the owner too, compute
     with what arrives; what is stored and updated stays exact. ``gradients`` concerns reductions at any stage: split
@@ -53,7 +58,7 @@ def quantize(
     ``TrainState.comm``.
 
     Args:
-        weights, gradients: "int8" or "int4".
+        weights, gradients: "int8", "int4" or "fp8" (e4m3; made in plain PyTorch, fast where the GPU has it).
         block: elements per scale, a power of two from 16 to 4096.
         feedback: False to forget what is left out of gradients, as ZeRO++ does; saves the errors' memory.
 
@@ -63,8 +68,8 @@ def quantize(
     if weights is None and gradients is None:
         raise IllegalComposition("quantize() says neither what: give weights='int8', gradients='int4', or both")
     for name, value in (("weights", weights), ("gradients", gradients)):
-        if value is not None and value not in _BITS:
-            raise IllegalComposition(f"quantize({name}={value!r}) is not one of {', '.join(map(repr, _BITS))}")
+        if value is not None and value not in _FORMS:
+            raise IllegalComposition(f"quantize({name}={value!r}) is not one of {', '.join(map(repr, _FORMS))}")
     try:
         Blockwise(8, block)
     except ValueError as error:

@@ -39,13 +39,29 @@ def integers(block, largest, length):
     return quantise
 
 
+def floats(block, length):
+    """c -> (q, s), q in e4m3 and one s = max|c| / 448 per block."""
+
+    def quantise(c):
+        q, scales = torch.zeros_like(c), torch.zeros_like(c)
+        for start in range(0, length, block):
+            part = c[start : start + block]
+            s = part.abs().max() / 448
+            if s > 0:
+                q[start : start + block] = (part / s).clamp(-448, 448).to(torch.float8_e4m3fn).to(c.dtype)
+                scales[start : start + block] = s
+        return q, scales
+
+    return quantise
+
+
 class FewBits:
     """The ranks' errors, and the two exchanges over them.
 
     Args:
         ranks, elements: of the buffers.
         filled: (start, stop) of each leaf.
-        form: "leaf", or a block size (1 bit); or (block, largest) for integers.
+        form: "leaf", or a block size (1 bit); or (block, largest) for integers; (block, "fp8").
         scattered: whether rank r wants the r-th part of the sum alone; rows are then padded one by one.
         mean: whether the result is the mean; else the sum.
     """
@@ -76,7 +92,8 @@ class FewBits:
         if isinstance(self.form, int):
             blocks = [(at, at + self.form) for at in range(0, len(c), self.form)]
             return one_bit(blocks)(c)
-        return integers(*self.form, len(c))(c)
+        block, largest = self.form
+        return floats(block, len(c))(c) if largest == "fp8" else integers(block, largest, len(c))(c)
 
     def __call__(self, xs):
         """Each rank's result."""

@@ -1,0 +1,77 @@
+"""A codec that loses nothing: what travels through it must come out as if it were not there."""
+
+from dataclasses import dataclass
+
+import torch
+
+from shardlib.claims import Reduce
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Values as their own bytes, for sums and for gathers."""
+
+    feedback: bool = True
+    itemsize: int = 4
+    wide = True
+
+    def bind(self, rows):
+        return ExactWire(rows)
+
+    def size(self, elements):
+        return elements * self.itemsize
+
+    def pack(self, x):
+        return x.view(torch.uint8)
+
+    def unpack(self, message, out):
+        out.copy_(message.view(out.dtype))
+
+
+class ExactWire:
+    """Rows padded to a multiple of 3; errors are zero."""
+
+    def __init__(self, rows):
+        self._rows, self.row = rows, rows.row(3)
+        self.widths = (self.row * rows.dtype.itemsize,) * 2
+
+    def pad(self, x):
+        return self._rows.pad(x, 3)
+
+    def encode(self, error, x):
+        assert not error.any()
+        sent = x.view(self._rows.ways, -1).clone().view(torch.uint8)
+        x.zero_()
+        return sent
+
+    def add(self, messages):
+        return self._rows.unpadded(self._sum(messages))
+
+    def add_encode(self, messages, error):
+        assert not error.any()
+        return self._sum(messages).view(torch.uint8)
+
+    def decode(self, messages, out=None):
+        assert out is None
+        return messages.contiguous().view(self._rows.dtype).reshape(-1)[: self._rows.elements]
+
+    def _sum(self, messages):
+        total = messages.contiguous().view(self._rows.dtype).sum(0)
+        return total / self._rows.ways if self._rows.mean else total
+
+
+@dataclass(frozen=True)
+class Travelling:
+    """A transform: gradients, and parameters where they are split over the axis, travel by `Exact`."""
+
+    axis: str
+    weights: bool = False
+    itemsize: int = 4
+
+    @property
+    def name(self):
+        return f"travelling({self.axis!r})"
+
+    def claims(self, sizes, leaves):
+        codec = Exact(itemsize=self.itemsize)
+        yield Reduce(self.axis, codec=codec, gathered=codec if self.weights else None)
