@@ -8,9 +8,13 @@ from typing import Any
 
 import shardlib as sl
 from benchmarks.model import GPT, Config, params_of, random_batch
+from benchmarks.provider import ADAMW
 from benchmarks.providers import train_step
 
 ADAM, ONEBIT = "Adam", "1-bit Adam, compressed"
+_NEVER = 1 << 20  # steps that no run takes
+_LOCAL = 4  # 0/1 Adam's steps from one exchange to the next
+_LR = 1e-6  # the variance is frozen long before it is good for more
 _FEW_BITS: dict[str, Any] = {"weights": "int8", "gradients": "int4"}
 
 
@@ -29,6 +33,14 @@ class Method:
 def methods() -> list[Method]:
     return [
         Method(ADAM, "`adamw`, stage 0, fp32 gradients"),
+        Method("1-bit Adam, warm-up", "`onebit_adam`, before its freeze", optimizer=lambda: _onebit_adam(_NEVER)),
+        Method(ONEBIT, "`onebit_adam`, after its freeze", optimizer=lambda: _onebit_adam(1)),
+        Method(
+            "0/1 Adam",
+            f"`zero_one_adam`, variance frozen, the mean over a cycle: {_LOCAL} steps, one of which sends",
+            optimizer=_zero_one_adam,
+            steps=_LOCAL,
+        ),
         Method("ZeRO-3", "`zero(3)`, `adamw`", lambda ranks: sl.zero(3)),
         Method(
             "ZeRO++", "`zero(3)`, int8 weights, int4 gradients; four ranks as 2 × 2, `hierarchical`", _zeropp, _nodes
@@ -55,6 +67,15 @@ class Run:
         payload = sum(self._mesh.traffic.payload.values())
         self._mesh.traffic.reset()
         return payload
+
+
+def _onebit_adam(freeze_step: int) -> sl.optim.GradientTransformation:
+    return sl.optim.onebit_adam(_LR, freeze_step, *ADAMW["betas"], ADAMW["eps"], ADAMW["weight_decay"])
+
+
+def _zero_one_adam() -> sl.optim.GradientTransformation:
+    interval = {"local_step_scaler": 1, "local_step_clipper": _LOCAL}
+    return sl.optim.zero_one_adam(_LR, 1, *ADAMW["betas"], ADAMW["eps"], ADAMW["weight_decay"], **interval)
 
 
 def _nodes(ranks: int) -> dict[str, int]:

@@ -25,8 +25,8 @@ from benchmarks.timing import interleave, transfers
 
 # ranks -> rate of the links -> rounds
 _ROUNDS: dict[int, dict[str, int]] = {
-    2: {"unlimited": 10, "1gbit": 5, "100mbit": 2},
-    4: {"unlimited": 6, "1gbit": 3, "100mbit": 1},
+    2: {"unlimited": 8, "1gbit": 4, "100mbit": 2},
+    4: {"unlimited": 4, "1gbit": 2, "100mbit": 1},
 }
 _PROBES = {"unlimited": 32 << 20, "1gbit": 32 << 20, "100mbit": 8 << 20}  # bytes of a raw transfer
 _WARM = 2
