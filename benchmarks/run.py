@@ -1,11 +1,11 @@
-"""Every benchmark: ``python -m benchmarks [--rounds 20] [--only speed kernels slow_network]``."""
+"""Every benchmark: ``python -m benchmarks [--rounds 20] [--only speed kernels link]``."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from benchmarks import kernels, pipeline, report, slicing, slow_network, small_tensors, speed
+from benchmarks import kernels, link, pipeline, report, slicing, small_tensors, speed
 
 _RESULTS = Path(__file__).parent / "results"
 
@@ -17,7 +17,7 @@ def main() -> None:
         "kernels": lambda rounds: kernels.measure(rounds),
         "slicing": lambda rounds: slicing.measure(rounds),
         "pipeline": lambda rounds: pipeline.measure(rounds),
-        "slow_network": lambda rounds: slow_network.measure(max(3, rounds // 4)),
+        "link": lambda rounds: link.measure(max(3, rounds // 4)),
     }
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=20)

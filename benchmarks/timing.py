@@ -8,6 +8,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
+
 Times = dict[str, list[float]]  # name -> seconds per call, one entry per round
 
 
@@ -29,6 +32,20 @@ def interleave(
             barrier()
             times[name].append(time.perf_counter() - start)
     return times
+
+
+def transfers(payload: int, rounds: int) -> list[float]:
+    """Seconds that each of ``rounds`` raw transfers takes: every rank sends ``payload`` bytes to the next one at once."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    out, into = torch.ones(payload // 4), torch.empty(payload // 4)
+    seconds = []
+    for _ in range(rounds + 1):  # the first one connects
+        dist.barrier()
+        start = time.perf_counter()
+        for work in (dist.irecv(into, (rank - 1) % size), dist.isend(out, (rank + 1) % size)):
+            work.wait()
+        seconds.append(time.perf_counter() - start)
+    return seconds[1:]
 
 
 class Ratio(NamedTuple):

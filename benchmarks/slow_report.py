@@ -1,0 +1,191 @@
+"""Steps over slow links as one table, the targets, and a plot, all from the samples in ``slow_network.csv``."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.report import machine
+from benchmarks.slow_methods import ADAM, ONEBIT, methods
+from benchmarks.timing import Ratio, ratio
+
+ALONE, RAW = "compute alone", "raw transfer"
+_FOLDER = Path(__file__).parent / "results"
+_SAMPLES = _FOLDER / "slow_network.csv"
+_ABOUT = (
+    "One training step of the 34M-parameter GPT of `make bench`, fp32, one thread a rank, a rank in each network namespace: "
+    "two joined by a veth pair, four by a bridge; both ends of every link are shaped by tbf. Within a round every method "
+    "takes its turn. “MB sent” is one rank's payload per step, “sum” is compute + payload / rate: a step on a mesh "
+    "of one on all ranks at once, and the rate of raw gloo transfers. Two cores compute for all ranks. Medians; ratios are "
+    "medians over the rounds."
+)
+_RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "unlimited": "no limit"}
+
+
+class Sample(NamedTuple):
+    """One round: seconds and payload bytes per step, of a rank."""
+
+    ranks: int
+    rate: str
+    method: str
+    round: int
+    seconds: float
+    payload: float
+
+
+class Cell(NamedTuple):
+    """One method on one network: medians in seconds per step, ratios of them round by round.
+
+    ``serial`` is compute + payload / rate, with the step on a mesh of one and a raw transfer's rate.
+    """
+
+    seconds: float
+    serial: float
+    over_serial: Ratio
+    over_adam: Ratio
+    payload: float
+
+
+Cells = dict[tuple[int, str, str], Cell]  # (ranks, rate, method)
+
+
+class Target(NamedTuple):
+    text: str
+    aim: str
+    found: str
+    met: bool
+
+
+def keep(ranks: int, samples: list[Sample]) -> None:
+    """Put the samples of a run in the place of those of the last one with as many ranks."""
+    others = [sample for sample in _load() if sample.ranks != ranks]
+    _FOLDER.mkdir(exist_ok=True)
+    with _SAMPLES.open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(Sample._fields)
+        table.writerows(sorted([*others, *samples], key=lambda sample: sample.ranks))
+
+
+def write() -> str:
+    """``slow_network.md`` and, where matplotlib is installed, ``slow_network.png``; returns the text."""
+    samples = _load()
+    cells = evaluate(samples)
+    text = _markdown(cells, samples)
+    (_FOLDER / "slow_network.md").write_text(text)
+    try:
+        _plot(_FOLDER / "slow_network.png", cells)
+    except ImportError:
+        print("no plot: matplotlib is not installed")
+    return text
+
+
+def evaluate(samples: list[Sample]) -> Cells:
+    """Each method on each network it was measured on."""
+    found: dict[tuple[int, str, str], list[Sample]] = {}
+    for sample in samples:
+        found.setdefault((sample.ranks, sample.rate, sample.method), []).append(sample)
+    cells = {}
+    for (ranks, rate, method), rounds in found.items():
+        if method in (ALONE, RAW):
+            continue
+        alone, adam = (_seconds(found[ranks, rate, name]) for name in (ALONE, ADAM))
+        payload = statistics.median(sample.payload for sample in rounds)
+        wire = payload / _rate(found[ranks, rate, RAW])
+        seconds, serial = _seconds(rounds), [compute + wire for compute in alone]
+        medians = statistics.median(seconds), statistics.median(serial)
+        cells[ranks, rate, method] = Cell(*medians, ratio(seconds, serial), ratio(seconds, adam), payload)
+    return cells
+
+
+def targets(cells: Cells) -> list[Target]:
+    """What the compressed phase of 1-bit Adam is held to, on every number of ranks that was measured."""
+    found = []
+    for ranks in sorted({ranks for ranks, _, method in cells if method == ONEBIT}):
+        slow, fast = cells[ranks, "100mbit", ONEBIT], cells[ranks, "unlimited", ONEBIT]
+        faster, bound, slower = 1 / slow.over_adam.median, slow.over_serial.median, fast.over_adam.median
+        where = f"{ranks} ranks, {ONEBIT}"
+        found += [
+            Target(f"{where}: Adam / this at 100 Mbit/s", "≥ 6", f"{faster:.2f}", faster >= 6),
+            Target(f"{where}: this / (compute + payload / rate) at 100 Mbit/s", "≤ 1.2", f"{bound:.3f}", bound <= 1.2),
+            Target(f"{where}: this / Adam without a limit", "≤ 1.15", f"{slower:.3f}", slower <= 1.15),
+        ]
+    return found
+
+
+def _load() -> list[Sample]:
+    if not _SAMPLES.exists():
+        return []
+    with _SAMPLES.open(newline="") as file:
+        rows = [Sample(**row) for row in csv.DictReader(file)]
+    return [
+        row._replace(ranks=int(row.ranks), round=int(row.round), seconds=float(row.seconds), payload=float(row.payload))
+        for row in rows
+    ]
+
+
+def _seconds(rounds: list[Sample]) -> list[float]:
+    return [sample.seconds for sample in rounds]
+
+
+def _rate(transfers: list[Sample]) -> float:
+    """Bytes per second."""
+    return statistics.median(sample.payload / sample.seconds for sample in transfers)
+
+
+def _markdown(cells: Cells, samples: list[Sample]) -> str:
+    lines = ["# Slow networks, measured by `python -m benchmarks.slow_network`", "", machine(), "", _ABOUT, ""]
+    lines += [f"- {line}" for line in _networks(samples)]
+    names = [f"{name}: {column}" for name in _RATES.values() for column in ("s", "sum", "Adam / this")]
+    lines += ["", f"| ranks | method | MB sent | {' | '.join(names)} |", f"|{'---|' * (3 + len(names))}"]
+    for ranks in sorted({ranks for ranks, _, _ in cells}):
+        for method in methods():
+            row = [cells[ranks, rate, method.name] for rate in _RATES if (ranks, rate, method.name) in cells]
+            if row:
+                told = [f"{cell.seconds:.3g} | {cell.serial:.3g} | {1 / cell.over_adam.median:.2f}" for cell in row]
+                lines.append(f"| {ranks} | {method.name} | {row[0].payload / 1e6:.2f} | {' | '.join(told)} |")
+    lines += ["", "| target | aim | found | |", "|---|---|---|---|"]
+    lines += [f"| {t.text} | {t.aim} | {t.found} | {'met' if t.met else 'missed'} |" for t in targets(cells)]
+    lines += ["", "| method | setting |", "|---|---|"]
+    lines += [f"| {method.name} | {method.setting} |" for method in methods()]
+    return "\n".join(lines) + "\n"
+
+
+def _networks(samples: list[Sample]) -> list[str]:
+    """What the links carried, and how often each method took its turn."""
+    lines = []
+    for ranks in sorted({sample.ranks for sample in samples}):
+        for rate, name in _RATES.items():
+            here = [sample for sample in samples if (sample.ranks, sample.rate) == (ranks, rate)]
+            raw = _rate([sample for sample in here if sample.method == RAW]) * 8 / 1e6
+            compute = statistics.median(_seconds([sample for sample in here if sample.method == ALONE]))
+            rounds = 1 + max(sample.round for sample in here if sample.method == ALONE)
+            turns = f"{rounds} round{'s' * (rounds > 1)}"
+            lines.append(f"{ranks} ranks, {name}: raw transfers at {raw:,.0f} Mbit/s, compute {compute:.2f} s, {turns}")
+    return lines
+
+
+def _plot(path: Path, cells: Cells) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    sizes = sorted({ranks for ranks, _, _ in cells})
+    names = [method.name for method in methods() if any(name == method.name for _, _, name in cells)]
+    figure = Figure(figsize=(5.5 * len(sizes), 4.2), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
+    width = 0.8 / len(names)
+    for axes, ranks in zip(panels, sizes):
+        for place, name in enumerate(names):
+            row = [cells[ranks, rate, name] for rate in _RATES]
+            middles = [group + (place - (len(names) - 1) / 2) * width for group in range(len(_RATES))]
+            axes.bar(middles, [cell.seconds for cell in row], 0.92 * width, label=name, color=f"C{place}")
+            edges = [middle - width / 2 for middle in middles], [middle + width / 2 for middle in middles]
+            axes.hlines([cell.serial for cell in row], *edges, color="black", linewidth=1.2)
+        axes.set(title=f"{ranks} ranks", yscale="log")
+        axes.set_xticks(range(len(_RATES)), list(_RATES.values()))
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("seconds per step; black: compute + payload / rate")
+    panels[-1].legend(frameon=False, fontsize=8)
+    figure.savefig(path)
