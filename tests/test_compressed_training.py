@@ -14,6 +14,7 @@ import shardlib as sl
 from shardlib import checkpoint
 from shardlib.checkpoint.errors import error_pieces
 from shardlib.errors import NonFiniteError
+from shardlib.models import gpt
 
 FORMS = {
     "leaf": (sl.onebit(), "leaf", torch.float64),
@@ -379,3 +380,21 @@ def test_the_plan_tells_what_is_compressed():
     assert "gradients travel over axis 'data' in 1 bit, a scale per leaf" in str(plan)
     assert "errors 512 B" in str(plan)
     assert plan.bytes("comm") == sum(leaf.local_bytes(plan.sizes) for leaf in plan.errors) == 512
+
+
+def test_an_owned_axis_under_a_pipeline_sends_what_the_plan_says():
+    config = gpt.GPTConfig(vocab=32, layers=2, width=16, heads=2, sequence=8)
+    batch = {"tokens": torch.ones(4, 8, dtype=torch.long), "targets": torch.ones(4, 8, dtype=torch.long)}
+
+    def run(mesh):
+        transform = sl.chain(sl.zero(1, axis="local", replicate="node"), sl.pipeline("1f1b", 2))
+        sharded = sl.shard(gpt.to_blocks(gpt.init(config)), mesh, transform)
+        optimizer = sl.optim.onebit_adam(1e-3, freeze_step=1, eps=1e-5, axis="node")
+        state, step = sl.make_train_step(gpt.make_sequential(config), sharded, optimizer)
+        state, _ = step(state, batch)
+        sent = count_payload(mesh, scalars=6)
+        state, _ = step(state, batch)
+        return sent()["node"], state.params.plan.payload(owned=True)["node"]
+
+    for counted, planned in sl.simulate(run, mesh={"node": 2, "local": 2, "pipe": 2}):
+        assert counted == planned
