@@ -398,3 +398,55 @@ def test_an_owned_axis_under_a_pipeline_sends_what_the_plan_says():
 
     for counted, planned in sl.simulate(run, mesh={"node": 2, "local": 2, "pipe": 2}):
         assert counted == planned
+
+
+def zero_one(mesh, steps, axis="data"):
+    """0/1 Adam whose ranks go on their own from step 5 on, and meet at every fourth."""
+    optimizer = sl.optim.zero_one_adam(1e-2, 3, local_step_scaler=1, local_step_clipper=4, eps=1e-3, axis=axis)
+    transform = sl.zero(0) if axis == "data" else sl.zero(2, axis="local", replicate=axis)
+    sharded = sl.shard(params(torch.float64), mesh, transform)
+    state, step = sl.make_train_step(loss_fn, sharded, optimizer)
+    for number in range(steps):
+        state, _ = step(state, batch_of(mesh.rank, number, torch.float64))
+    return state, step
+
+
+@pytest.mark.parametrize(("shape", "axis"), [({"data": 3}, "data"), ({"node": 2, "local": 2}, "node")])
+def test_a_checkpoint_keeps_what_is_a_ranks_own(tmp_path, shape, axis):
+    def straight(mesh):
+        state, step = zero_one(mesh, 10, axis)
+        checkpoint.save(tmp_path, state)
+        own = optree.tree_leaves((state.params, state.opt.inner.mu, state.opt.inner.moved))
+        own = [leaf.clone() for leaf in own]
+        for number in range(10, 15):
+            state, _ = step(state, batch_of(mesh.rank, number, torch.float64))
+        return own, optree.tree_leaves((state.params, state.opt, state.comm))
+
+    def resumed(mesh):
+        state, step = zero_one(mesh, 0, axis)
+        state = checkpoint.restore(checkpoint.latest(tmp_path), state)
+        for number in range(10, 15):
+            state, _ = step(state, batch_of(mesh.rank, number, torch.float64))
+        return optree.tree_leaves((state.params, state.opt, state.comm))
+
+    wanted = sl.simulate(straight, mesh=shape)
+    assert not torch.equal(wanted[0][0][0], wanted[-1][0][0]), "ranks are apart"
+    for (_, one), other in zip(wanted, sl.simulate(resumed, mesh=shape), strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_on_other_ranks_all_go_on_from_the_mean(tmp_path, ranks):
+    def save(mesh):
+        state, _ = zero_one(mesh, 10)
+        checkpoint.save(tmp_path, state)
+        return optree.tree_leaves((state.params, state.opt.inner.mu, state.opt.inner.moved))
+
+    def load(mesh):
+        state = checkpoint.restore(checkpoint.latest(tmp_path), zero_one(mesh, 0)[0])
+        return optree.tree_leaves((state.params, state.opt.inner.mu, state.opt.inner.moved))
+
+    saved = sl.simulate(save, mesh={"data": 3})
+    for found in sl.simulate(load, mesh={"data": ranks}):
+        for got, *theirs in zip(found, *saved, strict=True):
+            torch.testing.assert_close(got, sum(theirs) / 3, rtol=1e-12, atol=1e-15)
