@@ -149,7 +149,8 @@ def make_train_step(
         loss_fn: ``loss_fn(params, batch)``, plain PyTorch; see the README for its forms.
         params: from `shard`, or a plain pytree (one device).
         buffers: a pytree the loss function takes second and returns beside the loss.
-        rng: a key, or a seed for one, when ``loss_fn`` has a parameter ``rng``.
+        rng: a key, or a seed for one, when ``loss_fn`` has a parameter ``rng``. What draws from torch's own generators in
+            it (``F.dropout``) draws by this key too, alike on all ranks that share a batch.
         donate: let a step reuse the memory of the state it is given; that state may not be used again.
         nonfinite: a loss or gradient that is not finite: "raise" (the default), or "skip" the update (the
             default under dynamic loss scaling).
