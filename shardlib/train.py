@@ -211,7 +211,8 @@ def make_eval_step(fn: Callable[..., Any], params: Any) -> Callable[..., Any]:
 
     Every `Mean` that ``fn`` returns becomes one number over all ranks' batches; other results (samples, logits) are
     this rank's own. ``params`` may also be a `TrainState`. Under a pipeline ``fn`` is an `sl.sequential`, called with one
-    batch, and what its last block returns is handed to the ranks of all stages.
+    batch. That goes through in one piece, not in micro-batches: each stage waits for the one before it. What the last
+    block returns is handed to the ranks of all stages.
     """
     lifted = lift(params)
     if lifted.plan.pipeline is None:
