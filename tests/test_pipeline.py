@@ -376,6 +376,30 @@ def test_evaluation_on_every_rank(schedule, stage):
     assert_same(told[0], told[1])
 
 
+def test_an_evaluations_mean_weighs_each_rank_by_its_own():
+    """Rows count or not; of those that do one rank has more than the other."""
+    loss_fn, params = blocks(layers=2)
+    *first, head = loss_fn.blocks
+
+    def counting(p, x, batch):
+        rows = [head(p, x[i : i + 1], {"targets": batch["targets"][i : i + 1]}) for i in range(len(x))]
+        counts = batch["targets"][:, 0] < TINY.vocab // 2
+        return {"mean": sl.Mean((torch.stack(rows) * counts).sum(), counts.sum()), "rows": counts.sum()}
+
+    (batch,) = token_batches(1)
+
+    def run(mesh):
+        sharded = sl.shard(params, mesh, sl.chain(sl.zero(1), sl.pipeline("1f1b", 2)))
+        step = sl.make_eval_step(sl.sequential([*first, counting]), sharded)
+        return step(sharded, share(batch, mesh.coords["data"], 2))
+
+    told = sl.simulate(run, mesh={"data": 2, "pipe": 2})
+    assert told[0]["rows"] != told[2]["rows"]
+    wanted = sl.sequential([*first, counting])(params, batch)["mean"]
+    for found in told:
+        torch.testing.assert_close(found["mean"], wanted.total / wanted.weight)
+
+
 def test_unshard_gives_back_what_was_sharded_and_trees_hold_a_stages_leaves():
     _, params = blocks(tie=True)
 

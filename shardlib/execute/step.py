@@ -35,7 +35,7 @@ from shardlib.functional import Mean
 from shardlib.mesh import Mesh
 from shardlib.optim.shards import MeshShards, OwnExchange, sum_of_squares, sum_over
 from shardlib.plan import Plan
-from shardlib.rng import Key
+from shardlib.rng import Key, seeding_torch
 from shardlib.sharded import Sharded
 from shardlib.tree import Tree, leaves_of
 
@@ -203,7 +203,9 @@ class LossStep:
         compute = pipe.computing(parts, keys)
 
         def run(stage: int, microbatch: int, tree: Tree, carry: Any) -> Any:
-            result = compute(stage, microbatch, tree, carry)
+            key = keys[microbatch]
+            with seeding_torch(key and key.fold_in(stage), self._mesh.device):
+                result = compute(stage, microbatch, tree, carry)
             if not pipe.ends(stage):
                 return result
             outcome = read_loss(result, False)
@@ -237,12 +239,14 @@ class LossStep:
     ) -> Outcome:
         plan = self._plan
         extra: dict[str, Any] = {}
-        if self._wants_rng and rng is not None:
-            extra["rng"] = rng.at_slot(batch_index(plan, self._mesh) * plan.microbatches + index)
+        key = rng and rng.at_slot(batch_index(plan, self._mesh) * plan.microbatches + index)
+        if self._wants_rng and key is not None:
+            extra["rng"] = key
 
         def run(tree: Tree) -> tuple[torch.Tensor, Outcome]:
             inputs = (tree, buffers, batch) if self._with_buffers else (tree, batch)
-            outcome = read_loss(self._loss_fn(*inputs, **extra), self._with_buffers)
+            with seeding_torch(key, self._mesh.device):
+                outcome = read_loss(self._loss_fn(*inputs, **extra), self._with_buffers)
             require_gradient(outcome.total)
             record = self.executor.record
             if plan.sequence and record.order is None:
@@ -260,7 +264,7 @@ class LossStep:
 
     def _keys(self, parts: list[Tree], rng: Key | None) -> list[Key | None]:
         """Each micro-batch's key. Its slot is its first row in the global batch, in units of its own rows."""
-        if rng is None or not self._wants_rng:
+        if rng is None:
             return [None] * len(parts)
         rows = [_rows(part) for part in parts]
         first = batch_index(self._plan, self._mesh) * sum(rows)
