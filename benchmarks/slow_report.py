@@ -21,6 +21,7 @@ _ABOUT = (
     "of one on all ranks at once, and the rate of raw gloo transfers. Two cores compute for all ranks. Medians; ratios are "
     "medians over the rounds."
 )
+_TICKS = (1, 2, 5, 10, 20)
 _RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "unlimited": "no limit"}
 
 
@@ -158,6 +159,8 @@ def _networks(samples: list[Sample]) -> list[str]:
     for ranks in sorted({sample.ranks for sample in samples}):
         for rate, name in _RATES.items():
             here = [sample for sample in samples if (sample.ranks, sample.rate) == (ranks, rate)]
+            if not here:
+                continue
             raw = _rate([sample for sample in here if sample.method == RAW]) * 8 / 1e6
             compute = statistics.median(_seconds([sample for sample in here if sample.method == ALONE]))
             rounds = 1 + max(sample.round for sample in here if sample.method == ALONE)
@@ -171,6 +174,7 @@ def _plot(path: Path, cells: Cells) -> None:
     from matplotlib.figure import Figure
 
     sizes = sorted({ranks for ranks, _, _ in cells})
+    rates = [rate for rate in _RATES if any(rate == known for _, known, _ in cells)]
     names = [method.name for method in methods() if any(name == method.name for _, _, name in cells)]
     figure = Figure(figsize=(5.5 * len(sizes), 4.2), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
@@ -178,13 +182,14 @@ def _plot(path: Path, cells: Cells) -> None:
     width = 0.8 / len(names)
     for axes, ranks in zip(panels, sizes):
         for place, name in enumerate(names):
-            row = [cells[ranks, rate, name] for rate in _RATES]
-            middles = [group + (place - (len(names) - 1) / 2) * width for group in range(len(_RATES))]
+            row = [cells[ranks, rate, name] for rate in rates]
+            middles = [group + (place - (len(names) - 1) / 2) * width for group in range(len(rates))]
             axes.bar(middles, [cell.seconds for cell in row], 0.92 * width, label=name, color=f"C{place}")
             edges = [middle - width / 2 for middle in middles], [middle + width / 2 for middle in middles]
             axes.hlines([cell.serial for cell in row], *edges, color="black", linewidth=1.2)
         axes.set(title=f"{ranks} ranks", yscale="log")
-        axes.set_xticks(range(len(_RATES)), list(_RATES.values()))
+        axes.set_yticks(_TICKS, map(str, _TICKS))
+        axes.set_xticks(range(len(rates)), [_RATES[rate] for rate in rates])
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("seconds per step; black: compute + payload / rate")
     panels[-1].legend(frameon=False, fontsize=8)

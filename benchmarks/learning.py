@@ -1,0 +1,150 @@
+"""What compressed communication learns: ``python -m benchmarks.learning [--seeds 3]``.
+
+The byte-level GPT on the source of Python's standard library, a fixed model and number of steps, every rank simulated; the
+final validation loss of each method, and of ablations, over several seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import functools
+import multiprocessing
+import os
+import statistics
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+import shardlib as sl
+from benchmarks.learning_methods import Method, Task, methods
+from benchmarks.report import machine
+from shardlib.data.bytes import batch_at, load_bytes, split, windows
+from shardlib.models import gpt
+from shardlib.models.gpt import GPTConfig
+
+TASK = Task(GPTConfig(vocab=256, layers=2, width=64, heads=4, sequence=64), batch=16, steps=500, adam=2e-3, lamb=0.02)
+WITHIN = 1.01  # how much above its reference's loss a method may end
+_RANKS = 2
+_SPREADS = 3  # an ablation is called worse where it is by this many seed spreads
+_FOLDER = Path(__file__).parent / "results"
+
+Losses = dict[str, list[float]]  # method -> final validation loss by seed
+
+
+class Verdict(NamedTuple):
+    """``relative`` is mean over the reference's mean, ``spreads`` the difference of means in seed spreads."""
+
+    relative: float
+    spreads: float
+
+    def told(self, ablation: bool) -> str:
+        if not ablation:
+            return "within 1 %" if self.relative <= WITHIN else "missed"
+        return {True: "worse", False: ""}[self.spreads >= _SPREADS]
+
+
+def train(task: Task, method: Method, seed: int) -> float:
+    """Final validation loss, in nats per byte; model and order of the text are the seed's."""
+    return sl.simulate(_rank, task, method, seed, mesh={"data": _RANKS})[0]
+
+
+def _rank(mesh: sl.Mesh, task: Task, method: Method, seed: int) -> float:
+    config, loss_fn = task.config, gpt.make_loss(task.config)
+    text, validation = _text()
+    params = sl.shard(gpt.init(config, seed=seed), mesh, method.transform)
+    state, step = sl.make_train_step(loss_fn, params, method.optimizer(task))
+    for number in range(task.steps):
+        shares = {"rank": mesh.rank, "ranks": mesh.size}
+        batch = batch_at(text, task.batch, config.sequence, seed=seed, step=number, **shares)
+        state, _ = step(state, batch)
+    evaluate = sl.make_eval_step(loss_fn, state.params)
+    return statistics.fmean(
+        float(evaluate(state, batch)) for batch in windows(validation, 64, config.sequence, limit=16)
+    )
+
+
+@functools.cache
+def _text() -> tuple[np.ndarray, np.ndarray]:
+    return split(load_bytes())
+
+
+def verdict(losses: Losses, method: Method) -> Verdict:
+    """A method against what it is compared with. The seed spread is the larger one of the two standard deviations."""
+    assert method.against is not None
+    mine, theirs = losses[method.name], losses[method.against]
+    difference = statistics.fmean(mine) - statistics.fmean(theirs)
+    spread = max(map(statistics.stdev, (mine, theirs)))
+    return Verdict(statistics.fmean(mine) / statistics.fmean(theirs), difference / spread)
+
+
+def measure(seeds: int) -> Losses:
+    """Every method with every seed, in one process a core."""
+    jobs = [(method.name, seed) for method in methods() for seed in range(seeds)]
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), spawn, torch.set_num_threads, (1,)) as pool:
+        found = list(pool.map(_job, *zip(*jobs)))
+    losses: Losses = {}
+    for (name, _), loss in zip(jobs, found):
+        losses.setdefault(name, []).append(loss)
+    return losses
+
+
+def _job(name: str, seed: int) -> float:
+    loss = train(TASK, next(method for method in methods() if method.name == name), seed)
+    print(f"{name}, seed {seed}: {loss:.4f}", flush=True)
+    return loss
+
+
+def write(losses: Losses) -> str:
+    """``learning.md`` and ``learning.csv``; returns the text."""
+    config, seeds = TASK.config, len(next(iter(losses.values())))
+    about = (
+        f"Final validation loss (nats per byte) of a GPT ({config.layers} layers, width {config.width}, sequence "
+        f"{config.sequence}) on the bytes of Python's standard library: {TASK.steps} steps of {TASK.batch} rows on "
+        f"{_RANKS} simulated ranks, {seeds} seeds of model and order of the text. What stands against Adam has Adam's "
+        f"learning rates, against LAMB, LAMB's. Variances are frozen after {TASK.freeze} steps. “Seed spread” is the "
+        "standard deviation over the seeds, “spreads” the difference of means in the larger one of the two spreads. "
+        f"A method is held to 1 % of its reference; an ablation is called worse where it is by {_SPREADS} spreads."
+    )
+    lines = ["# Learning, measured by `python -m benchmarks.learning`", "", machine(), "", about, ""]
+    lines += ["| | loss | seed spread | against | ratio | spreads | |", "|---|---|---|---|---|---|---|"]
+    for method in methods():
+        cells = [
+            method.name,
+            f"{statistics.fmean(losses[method.name]):.4f}",
+            f"{statistics.stdev(losses[method.name]):.4f}",
+        ]
+        if method.against is None:
+            cells += [""] * 4
+        else:
+            found = verdict(losses, method)
+            cells += [method.against, f"{found.relative:.4f}", f"{found.spreads:+.1f}", found.told(method.ablation)]
+        lines.append(f"| {' | '.join(cells)} |")
+    text = "\n".join(lines) + "\n"
+    _FOLDER.mkdir(exist_ok=True)
+    (_FOLDER / "learning.md").write_text(text)
+    with (_FOLDER / "learning.csv").open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["method", "seed", "loss"])
+        for name, values in losses.items():
+            table.writerows([name, seed, f"{loss:.6f}"] for seed, loss in enumerate(values))
+    return text
+
+
+def run(seeds: int = 3) -> str:
+    """Measure and write ``results/learning``; returns the text."""
+    return write(measure(seeds))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=3, help="at least 2, for a spread")
+    print(run(parser.parse_args().seeds))
+
+
+if __name__ == "__main__":
+    main()

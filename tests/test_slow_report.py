@@ -1,0 +1,48 @@
+"""The table of slow networks, against what is worked out by hand."""
+
+import pytest
+
+from benchmarks import slow_report
+from benchmarks.slow_methods import ADAM, ONEBIT
+from benchmarks.slow_report import ALONE, RAW, Sample
+
+MB = 1_000_000
+# By rate: bytes per second of a raw transfer, compute, Adam's and 1-bit Adam's steps in two rounds.
+MEASURED = {
+    "100mbit": (10 * MB, (1.0, 1.0), (12.0, 14.0), (2.0, 2.0)),
+    "unlimited": (1000 * MB, (1.0, 1.0), (1.0, 2.0), (1.2, 2.2)),
+}
+
+
+def samples():
+    found = []
+    for rate, (speed, compute, adam, onebit) in MEASURED.items():
+        found.append(Sample(2, rate, RAW, 0, 0.5, speed / 2))
+        for method, seconds, payload in ((ALONE, compute, 0), (ADAM, adam, 100 * MB), (ONEBIT, onebit, 5 * MB)):
+            found += [Sample(2, rate, method, number, took, payload) for number, took in enumerate(seconds)]
+    return found
+
+
+def test_cells_and_targets():
+    cells = slow_report.evaluate(samples())
+    slow = cells[2, "100mbit", ONEBIT]
+    assert (slow.seconds, slow.serial, slow.payload) == (2.0, 1.5, 5 * MB)
+    assert slow.over_serial.median == pytest.approx(2 / 1.5)
+    assert slow.over_adam.median == pytest.approx((2 / 12 + 2 / 14) / 2)
+    assert cells[2, "100mbit", ADAM].serial == 11.0
+    targets = slow_report.targets(cells)
+    assert [(target.found, target.met) for target in targets] == [("6.46", True), ("1.333", False), ("1.150", True)]
+
+
+def test_kept_samples_replace_those_of_as_many_ranks(tmp_path, monkeypatch):
+    monkeypatch.setattr(slow_report, "_FOLDER", tmp_path)
+    monkeypatch.setattr(slow_report, "_SAMPLES", tmp_path / "slow_network.csv")
+    four = [sample._replace(ranks=4) for sample in samples()]
+    slow_report.keep(4, four)
+    slow_report.keep(2, [sample._replace(seconds=9.0) for sample in samples()])
+    slow_report.keep(2, samples())
+    text = slow_report.write()
+    assert len((tmp_path / "slow_network.csv").read_text().splitlines()) == 1 + 2 * len(samples())
+    rows = [line for line in text.splitlines() if line.startswith(("| 2 |", "| 4 |"))]
+    assert rows[1] == f"| 2 | {ONEBIT} | 5.00 | 2 | 1.5 | 6.46 | 1.7 | 1 | 0.87 |"
+    assert [row.split(" | ")[1] for row in rows] == [ADAM, ONEBIT] * 2
