@@ -29,9 +29,9 @@ def simulate(fn: Callable[..., Any], *args: Any, mesh: Mapping[str, int]) -> lis
     """Run ``fn(mesh, *args)`` on every rank of ``mesh`` in this process; returns the ranks' values.
 
     Ranks are threads that run one at a time and switch only where a collective waits, so a run is
-    deterministic. CPU only. A failure on one rank stops all and is raised here, naming the rank; ranks that call
-    different collectives, or wait for each other for ever, are reported at once. ``args`` are shared by the
-    ranks: make models inside ``fn``.
+    deterministic; each draws from torch's generator as if it had one of its own. CPU only. A failure on one rank
+    stops all and is raised here, naming the rank; ranks that call different collectives, or wait for each other for
+    ever, are reported at once. ``args`` are shared by the ranks: make models inside ``fn``.
     """
     shape = check_shape(mesh)
     ranks = math.prod(shape.values())

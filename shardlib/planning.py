@@ -375,7 +375,8 @@ def own_axis(plan: Plan, optimizer: Any) -> Plan:
         *plan.log,
         f"{owned.name} sums gradients over axis {axis!r} itself once its variance is frozen: {owned.codec}",
     )
-    return replace(plan, owned=OwnedAxis(axis, owned.codec, owned.name), log=log)
+    whole = plan.whole and own_axis(plan.whole, optimizer)
+    return replace(plan, owned=OwnedAxis(axis, owned.codec, owned.name), whole=whole, log=log)
 
 
 def _optimizer_bytes(plan: Plan, optimizer: Any) -> int:

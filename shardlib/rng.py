@@ -7,6 +7,8 @@ mixer found by C. Wellons' hash prospector, applied to the index after a first m
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -75,6 +77,29 @@ def dropout(x: torch.Tensor, p: float, key: Key) -> torch.Tensor:
         return x
     keep = _hash(key, _indices(x, key.slot)) >= int(p * 2**24)
     return x * (keep.to(x.dtype) / (1.0 - p)).reshape(x.shape)
+
+
+@contextmanager
+def seeding_torch(key: Key | None, device: torch.device) -> Iterator[None]:
+    """Let what draws from torch's own generators meanwhile draw by ``key`` and its slot; then they are as they were.
+
+    For code that knows no keys: modules' own dropout. Without a key nothing is done.
+    """
+    if key is None:
+        yield
+        return
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        here = torch.cuda.current_device() if device.index is None else device.index
+        generators.append(torch.cuda.default_generators[here])
+    states = [generator.get_state() for generator in generators]
+    try:
+        for generator in generators:
+            generator.manual_seed(key.fold_in(f"torch at {key.slot}").seed)
+        yield
+    finally:
+        for generator, state in zip(generators, states):
+            generator.set_state(state)
 
 
 def _indices(x: torch.Tensor, slot: int | Fraction) -> torch.Tensor:

@@ -157,7 +157,8 @@ def make_train_step(
         loss_fn: ``loss_fn(params, batch)``, plain PyTorch; see the README for its forms.
         params: from `shard`, or a plain pytree (one device).
         buffers: a pytree the loss function takes second and returns beside the loss.
-        rng: a key, or a seed for one, when ``loss_fn`` has a parameter ``rng``.
+        rng: a key, or a seed for one, when ``loss_fn`` has a parameter ``rng``. What draws from torch's own generators in
+            it (``F.dropout``) draws by this key too, alike on all ranks that share a batch.
         donate: let a step reuse the memory of the state it is given; that state may not be used again.
         nonfinite: a loss or gradient that is not finite: "raise" (the default), or "skip" the update (the
             default under dynamic loss scaling).
@@ -238,7 +239,8 @@ def make_eval_step(fn: Callable[..., Any], params: Any) -> Callable[..., Any]:
 
     Every `Mean` that ``fn`` returns becomes one number over all ranks' batches; other results (samples, logits) are
     this rank's own. ``params`` may also be a `TrainState`. Under a pipeline ``fn`` is an `sl.sequential`, called with one
-    batch, and what its last block returns is handed to the ranks of all stages.
+    batch. That goes through in one piece, not in micro-batches: each stage waits for the one before it. What the last
+    block returns is handed to the ranks of all stages.
     """
     lifted = lift(params)
     if lifted.plan.pipeline is None:

@@ -100,3 +100,26 @@ def test_only_complete_checkpoints_count_and_old_ones_go(tmp_path):
     assert checkpoint.latest(tmp_path).name == "step-00000003"
     complete = sorted(path.parent.name for path in tmp_path.glob("*/state.json"))
     assert complete == ["step-00000002", "step-00000003"]
+
+
+def test_parameters_in_a_bare_list(tmp_path):
+    """Their buckets are named by a number, as are the places of a chain's states."""
+
+    def run(mesh):
+        params = [torch.full((1 << 17,), 0.5), torch.ones(3)]  # the first is a bucket of its own, "0"
+        tx = sl.optim.chain(sl.optim.adamw(1e-2), sl.optim.clip_by_global_norm(1e9))
+
+        def start():
+            loss_fn = lambda p, batch: (p[0] * batch).sum() + p[1].square().sum()  # noqa: E731
+            return sl.make_train_step(loss_fn, sl.shard([p.clone() for p in params], mesh, stage=2), tx)
+
+        state, step = start()
+        assert "0" in state.params.plan.bucket_of
+        state, _ = step(state, torch.tensor(2.0))
+        checkpoint.save(tmp_path, state)
+        fresh, _ = start()
+        again = checkpoint.restore(checkpoint.latest(tmp_path), fresh)
+        pairs = zip(optree.tree_leaves(again.opt), optree.tree_leaves(state.opt), strict=True)
+        return all(torch.equal(one, other) for one, other in pairs)
+
+    assert all(sl.simulate(run, mesh={"data": 2}))

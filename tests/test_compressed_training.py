@@ -14,6 +14,7 @@ import shardlib as sl
 from shardlib import checkpoint
 from shardlib.checkpoint.errors import error_pieces
 from shardlib.errors import NonFiniteError
+from shardlib.models import gpt
 
 FORMS = {
     "leaf": (sl.onebit(), "leaf", torch.float64),
@@ -211,15 +212,31 @@ def test_a_second_shard_changes_no_number_and_keeps_backward_inside_the_node():
 
 
 def test_zero_plus_plus_between_nodes():
-    """3M -> 0.75M of 16-bit parameters, and the scales: what crosses the nodes' link, counted at the group."""
-    base = sl.simulate(gpt_run, sl.chain(SPLIT, sl.precision("bf16", reduce_dtype="bf16")), mesh=INNER_FIRST)
-    few = sl.simulate(gpt_run, sl.chain(PLUS_PLUS, sl.precision("bf16", reduce_dtype="bf16")), mesh=NODES)
-    for (told, planned, _), (told_few, planned_few, _) in zip(base, few, strict=True):
-        assert told[1][1] == planned
-        assert told_few[1][1] == planned_few
-        # Forward int8 and backward nothing, gradients int4, an fp32 scale per 128: 1.03 + 0.53 bytes for 6.
-        ratio = told_few[1][1]["node"] / told[1][1]["node"]
-        assert ratio == pytest.approx((1 + 4 / 128 + 0.5 + 4 / 128) / 6, rel=0.25)  # small leaves are padded to blocks
+    """3M -> 0.75M of 16-bit parameters, and an fp32 scale per 128: what crosses the nodes' link, counted at the group."""
+    units, numel = 3, 64 * 64  # every rank's part of a matrix is a whole number of blocks
+    tree = {"blocks": [{"w": torch.full((64, 64), 0.01)} for _ in range(units)]}
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+
+    def loss(params, batch):
+        for block in params["blocks"]:
+            batch = torch.tanh(batch @ block["w"])
+        return batch.square().mean()
+
+    def run(mesh, transform):
+        transform = sl.chain(transform, sl.precision("bf16", reduce_dtype="bf16"))
+        state, step = sl.make_train_step(loss, sl.shard(tree, mesh, transform), sl.optim.sgd(1e-3))
+        sent = count_payload(mesh)
+        step(state, x)
+        return sent()["node"]
+
+    # Of two nodes each has half of what a rank's place in its node is of: that half of a unit goes to the other node.
+    half = numel // 4
+    gathers = 2 * units - 1  # backward begins with the unit that forward ended with
+    plain = (gathers + units) * 2 * half
+    few = units * (half * (1 + 4 / 128) + half * (0.5 + 4 / 128))
+    assert sl.simulate(run, SPLIT, mesh=INNER_FIRST) == [plain] * 4
+    assert sl.simulate(run, PLUS_PLUS, mesh=NODES) == [few] * 4
+    assert 3 * 2 * units * half / few == pytest.approx(3.84)
 
 
 def test_quantised_weights_are_what_every_rank_computes_with():
@@ -363,3 +380,73 @@ def test_the_plan_tells_what_is_compressed():
     assert "gradients travel over axis 'data' in 1 bit, a scale per leaf" in str(plan)
     assert "errors 512 B" in str(plan)
     assert plan.bytes("comm") == sum(leaf.local_bytes(plan.sizes) for leaf in plan.errors) == 512
+
+
+def test_an_owned_axis_under_a_pipeline_sends_what_the_plan_says():
+    config = gpt.GPTConfig(vocab=32, layers=2, width=16, heads=2, sequence=8)
+    batch = {"tokens": torch.ones(4, 8, dtype=torch.long), "targets": torch.ones(4, 8, dtype=torch.long)}
+
+    def run(mesh):
+        transform = sl.chain(sl.zero(1, axis="local", replicate="node"), sl.pipeline("1f1b", 2))
+        sharded = sl.shard(gpt.to_blocks(gpt.init(config)), mesh, transform)
+        optimizer = sl.optim.onebit_adam(1e-3, freeze_step=1, eps=1e-5, axis="node")
+        state, step = sl.make_train_step(gpt.make_sequential(config), sharded, optimizer)
+        state, _ = step(state, batch)
+        sent = count_payload(mesh, scalars=6)
+        state, _ = step(state, batch)
+        return sent()["node"], state.params.plan.payload(owned=True)["node"]
+
+    for counted, planned in sl.simulate(run, mesh={"node": 2, "local": 2, "pipe": 2}):
+        assert counted == planned
+
+
+def zero_one(mesh, steps, axis="data"):
+    """0/1 Adam whose ranks go on their own from step 5 on, and meet at every fourth."""
+    optimizer = sl.optim.zero_one_adam(1e-2, 3, local_step_scaler=1, local_step_clipper=4, eps=1e-3, axis=axis)
+    transform = sl.zero(0) if axis == "data" else sl.zero(2, axis="local", replicate=axis)
+    sharded = sl.shard(params(torch.float64), mesh, transform)
+    state, step = sl.make_train_step(loss_fn, sharded, optimizer)
+    for number in range(steps):
+        state, _ = step(state, batch_of(mesh.rank, number, torch.float64))
+    return state, step
+
+
+@pytest.mark.parametrize(("shape", "axis"), [({"data": 3}, "data"), ({"node": 2, "local": 2}, "node")])
+def test_a_checkpoint_keeps_what_is_a_ranks_own(tmp_path, shape, axis):
+    def straight(mesh):
+        state, step = zero_one(mesh, 10, axis)
+        checkpoint.save(tmp_path, state)
+        own = optree.tree_leaves((state.params, state.opt.inner.mu, state.opt.inner.moved))
+        own = [leaf.clone() for leaf in own]
+        for number in range(10, 15):
+            state, _ = step(state, batch_of(mesh.rank, number, torch.float64))
+        return own, optree.tree_leaves((state.params, state.opt, state.comm))
+
+    def resumed(mesh):
+        state, step = zero_one(mesh, 0, axis)
+        state = checkpoint.restore(checkpoint.latest(tmp_path), state)
+        for number in range(10, 15):
+            state, _ = step(state, batch_of(mesh.rank, number, torch.float64))
+        return optree.tree_leaves((state.params, state.opt, state.comm))
+
+    wanted = sl.simulate(straight, mesh=shape)
+    assert not torch.equal(wanted[0][0][0], wanted[-1][0][0]), "ranks are apart"
+    for (_, one), other in zip(wanted, sl.simulate(resumed, mesh=shape), strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_on_other_ranks_all_go_on_from_the_mean(tmp_path, ranks):
+    def save(mesh):
+        state, _ = zero_one(mesh, 10)
+        checkpoint.save(tmp_path, state)
+        return optree.tree_leaves((state.params, state.opt.inner.mu, state.opt.inner.moved))
+
+    def load(mesh):
+        state = checkpoint.restore(checkpoint.latest(tmp_path), zero_one(mesh, 0)[0])
+        return optree.tree_leaves((state.params, state.opt.inner.mu, state.opt.inner.moved))
+
+    saved = sl.simulate(save, mesh={"data": 3})
+    for found in sl.simulate(load, mesh={"data": ranks}):
+        for got, *theirs in zip(found, *saved, strict=True):
+            torch.testing.assert_close(got, sum(theirs) / 3, rtol=1e-12, atol=1e-15)

@@ -376,6 +376,30 @@ def test_evaluation_on_every_rank(schedule, stage):
     assert_same(told[0], told[1])
 
 
+def test_an_evaluations_mean_weighs_each_rank_by_its_own():
+    """Rows count or not; of those that do one rank has more than the other."""
+    loss_fn, params = blocks(layers=2)
+    *first, head = loss_fn.blocks
+
+    def counting(p, x, batch):
+        rows = [head(p, x[i : i + 1], {"targets": batch["targets"][i : i + 1]}) for i in range(len(x))]
+        counts = batch["targets"][:, 0] < TINY.vocab // 2
+        return {"mean": sl.Mean((torch.stack(rows) * counts).sum(), counts.sum()), "rows": counts.sum()}
+
+    (batch,) = token_batches(1)
+
+    def run(mesh):
+        sharded = sl.shard(params, mesh, sl.chain(sl.zero(1), sl.pipeline("1f1b", 2)))
+        step = sl.make_eval_step(sl.sequential([*first, counting]), sharded)
+        return step(sharded, share(batch, mesh.coords["data"], 2))
+
+    told = sl.simulate(run, mesh={"data": 2, "pipe": 2})
+    assert told[0]["rows"] != told[2]["rows"]
+    wanted = sl.sequential([*first, counting])(params, batch)["mean"]
+    for found in told:
+        torch.testing.assert_close(found["mean"], wanted.total / wanted.weight)
+
+
 def test_unshard_gives_back_what_was_sharded_and_trees_hold_a_stages_leaves():
     _, params = blocks(tie=True)
 
@@ -638,6 +662,26 @@ def test_refused_batches():
         train_once(loss_fn, params, odd)
     with pytest.raises(BatchError, match="does not divide into 8"):
         train_once(loss_fn, params, odd, 8)
+
+
+def step_after_an_uneven_batch(mesh):
+    """The loss of a batch that divides, after one that does not was refused."""
+    loss_fn, params = blocks(layers=2)
+    state, step = sl.make_train_step(
+        loss_fn, sl.shard(params, mesh, sl.chain(sl.zero(3), sl.pipeline("1f1b", 4))), training.optimizer()
+    )
+    (batch,) = token_batches(1)
+    with pytest.raises(BatchError, match=r"7 rows make 4 micro-batches"):
+        step(state, {name: leaf[:7] for name, leaf in batch.items()})
+    return step(state, batch)[1]["loss"].item()
+
+
+def test_ranks_of_every_stage_refuse_a_batch_at_once(pool):
+    """Real ones, that wait for nobody; and the state is as it was."""
+    loss_fn, params = blocks(layers=2)
+    wanted = loss_fn(params, token_batches(1)[0]).item()
+    for loss in pool.run(step_after_an_uneven_batch, mesh={"data": 2, "pipe": 2}):
+        assert loss == pytest.approx(wanted, rel=1e-10)
 
 
 @pytest.mark.parametrize("place", [0, 2, 3])

@@ -188,3 +188,28 @@ def test_messages_between_stages_are_waited_for_once_there_and_once_back():
 
 def test_it_can_be_printed():
     assert str(predicted(sl.zero(0), 1.0, 1e9)).startswith("step 3")
+
+
+@pytest.mark.parametrize("forward", [0.0, 7.0])
+def test_an_axis_of_the_optimizers_own_is_summed_after_backward(forward):
+    tx = sl.optim.onebit_adam(1e-3, freeze_step=1)
+    plan = sl.make_plan(PARAMS, sl.abstract_mesh(data=RANKS), sl.zero(0), optimizer=tx)
+    sent = plan.payload(owned=True)["data"]
+    assert sent < plan.payload()["data"] / 20
+    found = sl.predict_step(plan, forward, {"data": 1.0}, owned=True)
+    assert found.total == pytest.approx(3 * forward + sent) and found.links == {"data": sent}
+    assert sl.predict_step(plan, 0.0, {"data": 1.0}).total == plan.payload()["data"]
+
+
+def test_no_axis_of_its_own():
+    plan = sl.make_plan(PARAMS, sl.abstract_mesh(data=RANKS), sl.zero(0))
+    with pytest.raises(MeshError, match="no optimizer of this plan owns an axis; pass one that does"):
+        sl.predict_step(plan, 1.0, {}, owned=True)
+
+
+def test_what_travels_in_few_bits_takes_less_time():
+    plain = predicted(sl.zero(2), 0.0, 1.0)
+    few = predicted(sl.chain(sl.zero(2), sl.onebit()), 0.0, 1.0)
+    again = UNITS * SHARE  # parameters are gathered as they are
+    assert plain.total == 2 * again
+    assert few.total == again + UNITS * (RANKS - 1) * (-(-NUMEL // RANKS // 8) + 4)

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import training
 from helpers.models import share, tiny_gpt, token_batches
 from helpers.trees import assert_close
@@ -117,3 +118,33 @@ def test_dropout_keeps_the_mean_and_refuses_what_is_no_probability():
     for p in (-0.1, 1.0):
         with pytest.raises(ValueError, match="is outside"):
             sl.dropout(x, p, KEY)
+
+
+def torch_masks(mesh, microbatches, key):
+    """What torch's own dropout keeps in each of this rank's micro-batches."""
+    kept = []
+
+    def loss_fn(params, batch):
+        kept.append(F.dropout(torch.ones(64), 0.5) > 0)
+        return (params["w"] * batch).sum()
+
+    params = sl.shard({"w": torch.ones(())}, mesh, sl.chain(sl.zero(0), sl.accumulate(microbatches)))
+    sl.value_and_grad(loss_fn)(params, torch.ones(4 // mesh.size), rng=key)
+    return kept
+
+
+def test_torchs_own_dropout_follows_the_key_and_the_share_of_the_batch():
+    def masks(microbatches, key, ranks):
+        return [mask for kept in sl.simulate(torch_masks, microbatches, key, mesh={"data": ranks}) for mask in kept]
+
+    by_ranks, by_both, next_step = masks(1, KEY, 4), masks(2, KEY, 2), masks(1, KEY.fold_in(1), 4)
+    for same, other in zip(by_ranks, by_both, strict=True):
+        assert torch.equal(same, other)
+    assert len({tuple(mask.tolist()) for mask in by_ranks + next_step}) == 8
+
+
+def test_without_a_key_torch_draws_on():
+    torch.manual_seed(1)
+    (kept,) = sl.simulate(torch_masks, 1, None, mesh={"data": 1})[0]
+    torch.manual_seed(1)
+    assert torch.equal(kept, F.dropout(torch.ones(64), 0.5) > 0)

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -652,6 +653,59 @@ def attended(p, x):
 def test_a_model_that_would_train_wrongly(kind, loss, error, message):
     with pytest.raises(error, match=message):
         step_with(loss, {"w": torch.eye(6)}, kind, X, rules={"w": "column"})
+
+
+def in_stages(mix, leave):
+    """``(loss_fn, params)``: what enters, mixes and leaves the sequence's parts, each in a block of its own."""
+    first = lambda p, _, x: F.linear(sl.shard_sequence(x), p["w"])[:, None]  # noqa: E731
+    blocks = [first, lambda p, h, _: mix(h * p["w"][0]), lambda p, h, _: leave((h * p["w"][0]).square())]
+    generator = torch.Generator().manual_seed(3)
+    return sl.sequential(blocks), [{"w": torch.randn(6, 6, generator=generator, dtype=torch.float64)} for _ in blocks]
+
+
+def step_in_stages(mesh, mix, leave):
+    loss_fn, params = in_stages(mix, leave)
+    sharded = sl.shard(params, mesh, sl.chain(sl.sequence("seq", "ring"), sl.pipeline("1f1b", 2)))
+    return sl.value_and_grad(loss_fn)(sharded, X.double())[0]
+
+
+def attend(h):
+    return sl.attention(h, h, h)
+
+
+def own_mean(h):
+    sl.sum_sequence(h.sum())
+    return h.mean()
+
+
+@pytest.mark.parametrize(
+    ("mix", "leave", "message"),
+    [
+        (torch.sin, lambda h: sl.sum_sequence(h.sum()), r"never calls\n  - sl.attention [^-]*\nso its"),
+        (attend, torch.mean, r"never calls\n  - sl.linear_cross_entropy[^-]*\nso its"),
+        (attend, own_mean, r"loss differs along axis 'seq'.*rank 0: \d.* rank 1: \d"),
+    ],
+)
+def test_stages_that_would_train_wrongly(pool, mix, leave, message):
+    """The steps lie in several stages and the loss in one: every rank is told."""
+    for good, error in pool.outcomes(step_in_stages, mix, leave, mesh={"pipe": 2, "seq": 2}):
+        assert not good and isinstance(error, LossError) and re.search(message, str(error)), error
+    if leave is not own_mean:  # what is left out shows without ranks
+        loss_fn, params = in_stages(mix, leave)
+        with pytest.raises(LossError, match=message):
+            sl.make_plan(
+                params, sl.abstract_mesh(pipe=2, seq=2), sl.chain(sl.sequence("seq", "ring"), sl.pipeline("1f1b", 2)),
+                loss_fn=loss_fn, batch=X.double(),
+            )  # fmt: skip
+
+
+def test_stages_that_train_rightly():
+    def leave(h):
+        return sl.sum_sequence(h.sum())
+
+    loss_fn, params = in_stages(attend, leave)
+    for loss in sl.simulate(step_in_stages, attend, leave, mesh={"pipe": 3, "seq": 2}):
+        torch.testing.assert_close(loss, loss_fn(params, X.double()) / 2)  # a sum, in two micro-batches
 
 
 def test_keys_of_another_length():

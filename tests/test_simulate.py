@@ -32,6 +32,24 @@ def test_one_rank_runs_at_a_time_and_turns_change_where_a_collective_waits():
     assert sorted(order[:3]) == [(0, 0), (0, 1), (0, 2)]
 
 
+def test_every_rank_draws_as_a_process_of_its_own():
+    def run(mesh):
+        drawn = [torch.rand(2)]
+        if mesh.rank == 1:
+            torch.rand(5)
+        sl.all_gather(torch.ones(1), "data")
+        return [*drawn, torch.rand(2)]
+
+    torch.manual_seed(3)
+    got = sl.simulate(run, mesh={"data": 3})
+    after = torch.rand(2)
+    torch.manual_seed(3)
+    for alike in (*got[0], after):  # what follows goes on from rank 0
+        assert torch.equal(torch.rand(2), alike)
+    assert all(torch.equal(x, y) for x, y in zip(got[2], got[0]))
+    assert torch.equal(got[1][0], got[0][0]) and not torch.equal(got[1][1], got[0][1])
+
+
 def test_different_collectives_are_named():
     def run(mesh):
         sl.all_reduce(torch.ones(4), "data", dst="varying")

@@ -99,6 +99,45 @@ def test_dropout_is_the_same_on_every_mesh():
     assert_close(got[2], alone[2], 1e-10)
 
 
+def dropped(p, x):
+    """Torch's own dropout of whole activations, before and after sliced layers."""
+    return F.dropout(F.linear(F.linear(F.dropout(x, 0.3), p["up"]).tanh(), p["down"]), 0.5)
+
+
+def train_dropped(mesh, *transforms):
+    """Losses and parameters. Before, the ranks' generators are in states of their own; and they still are afterwards."""
+    generator = torch.Generator().manual_seed(2)
+    shapes = {"up": (8, 6), "down": (6, 8)}
+    params = [{n: torch.randn(s, generator=generator, dtype=torch.float64) for n, s in shapes.items()} for _ in "ab"]
+    batches = [torch.randn(8, 6, generator=generator, dtype=torch.float64) for _ in range(4)]
+    blocks = [lambda p, _, x: dropped(p, x), lambda p, h, _: F.dropout(dropped(p, h).square(), 0.2).mean()]
+    torch.manual_seed(mesh.rank)
+    before = torch.get_rng_state()
+    losses, _, final = training.train(
+        mesh, sl.sequential(blocks), params, batches, sl.chain(*transforms), training.optimizer(), rng=5
+    )
+    assert torch.equal(torch.get_rng_state(), before)
+    return losses, final
+
+
+@pytest.mark.parametrize(
+    ("mesh", "others"),
+    [
+        ({"data": 2}, (sl.zero(0),)),
+        ({"data": 2}, (sl.zero(3), sl.accumulate(2))),
+        ({"data": 2}, (sl.zero(3), sl.remat())),
+        ({"pipe": 2}, (sl.pipeline("1f1b", 2), sl.remat())),
+    ],
+)
+def test_torchs_own_dropout_is_the_same_on_all_ranks_of_one_model(pool, mesh, others):
+    slices = sl.tensor_slicing({"*/up": "column", "*/down": "row"})
+    wanted = sl.simulate(train_dropped, *others, mesh=mesh)[0]
+    for run in (sl.simulate, pool.run):
+        for losses, final in run(train_dropped, slices, *others, mesh=mesh | {"model": 2}):
+            assert losses == pytest.approx(wanted[0], rel=1e-10)
+            assert_close(final, wanted[1], 1e-10)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_16_bit(stage):
     """Against the same precision on one device: sums in another order, so to 16-bit rounding."""
@@ -159,6 +198,7 @@ MODELS = {
         llama,
         lambda module: huggingface.slicing_rules(module) | {"model/embed_tokens": "vocab"},
     ),
+    "llama, tied": (lambda: llama(tie_word_embeddings=True), huggingface.slicing_rules),
     "bert": (bert, huggingface.slicing_rules),
     "gpt2": (gpt2, huggingface.slicing_rules),
 }
@@ -376,7 +416,9 @@ def test_a_rule_that_matches_nothing_and_an_axis_that_is_not_there():
 
 def test_a_tied_leaf_with_two_styles():
     weight = torch.zeros(4, 4)
-    with pytest.raises(IllegalComposition, match="one tied leaf with several styles, by the rules 'a', 'b'"):
+    with pytest.raises(
+        IllegalComposition, match=r"a/w = b/w: one tied leaf .*, by the rules 'a', 'b'; give all .* one style"
+    ):
         plan_of({"a": {"w": weight}, "b": {"w": weight}}, {"a": "column", "b": "row"}, model=2)
 
 

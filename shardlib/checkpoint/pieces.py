@@ -54,13 +54,19 @@ def owned_pieces(state: TrainState) -> Iterator[Piece]:
     for bucket in plan.buckets:
         if not plan.counts(bucket, mesh.coords) or any(mesh.coords[axis] for axis in plan.copies(bucket)):
             continue
-        index = bucket.owner(mesh.coords, bucket.param_level, bucket.levels)
-        mine = bucket.owned_part(state.params.buffers[bucket.name], bucket.param_level, index)
-        yield from _cut(plan, mesh, bucket, "params", mine, bucket.levels)
-        for name, tensor in _flat_states(state, bucket):
-            yield from _cut(plan, mesh, bucket, name, tensor, bucket.levels)
+        yield from bucket_pieces(state, bucket)
     if mesh.rank == 0:
         yield from common_pieces(state)
+
+
+def bucket_pieces(state: TrainState, bucket: Bucket) -> Iterator[Piece]:
+    """This rank's own ranges of a bucket: of parameters and of the optimizer's trees."""
+    plan, mesh = state.params.plan, state.params.mesh
+    index = bucket.owner(mesh.coords, bucket.param_level, bucket.levels)
+    mine = bucket.owned_part(state.params.buffers[bucket.name], bucket.param_level, index)
+    yield from _cut(plan, mesh, bucket, "params", mine, bucket.levels)
+    for name, tensor in _flat_states(state, bucket):
+        yield from _cut(plan, mesh, bucket, name, tensor, bucket.levels)
 
 
 def needed_pieces(state: TrainState) -> Iterator[Piece]:
@@ -78,7 +84,7 @@ def common_pieces(state: TrainState) -> Iterator[Piece]:
     names = {bucket.name for bucket in state.params.plan.buckets}
     for prefix, tree in (("opt", state.opt), ("buffers", state.buffers)):
         for path, leaf in _leaves(tree):
-            if isinstance(leaf, torch.Tensor) and not names.intersection(map(str, path)):
+            if isinstance(leaf, torch.Tensor) and not names.intersection(path):
                 yield Piece(f"{prefix}/{path_name(path)}", 0, leaf.reshape(-1))
 
 

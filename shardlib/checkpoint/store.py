@@ -12,6 +12,7 @@ import torch
 
 from shardlib.checkpoint.errors import error_pieces, restore_errors
 from shardlib.checkpoint.overlap import fill, missing
+from shardlib.checkpoint.own import own_pieces, restore_own
 from shardlib.checkpoint.pieces import Piece, Window, needed_pieces, owned_pieces
 from shardlib.collectives import primitives
 from shardlib.errors import TreeError, listing
@@ -33,7 +34,7 @@ def save(folder: str | Path, state: TrainState, keep: int = 2, extra: dict[str, 
     partial = final.with_suffix(".partial")
     partial.mkdir(parents=True, exist_ok=True)
     pieces: dict[str, tuple[Any, ...]] = {}
-    for piece in (*owned_pieces(state), *error_pieces(state)):
+    for piece in (*owned_pieces(state), *own_pieces(state), *error_pieces(state)):
         if piece.data.numel():
             window = tuple(piece.window) if piece.window else None
             pieces[piece.name] = (piece.start, piece.data.detach().to("cpu", copy=True), window)
@@ -85,6 +86,7 @@ def restore(checkpoint: str | Path, state: TrainState) -> TrainState:
     with torch.no_grad():
         for piece in needed:
             fill(piece, saved.get(piece.name, []))
+        restore_own(state, saved)
         restore_errors(state, saved)
     scale = LossScale(**facts["scale"]) if facts["scale"] else None
     result = TrainState(facts["step"], state.params, state.opt, state.comm, state.buffers, scale, Key(facts["seed"]))

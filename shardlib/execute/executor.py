@@ -49,8 +49,9 @@ class Executor:
         self._splits = trained and plan.pipeline is not None and plan.pipeline.schedule.splits
         packings = {} if mesh.abstract else plan.packings  # kernels do not run on tensors without values
         states = [BucketState(bucket, mesh, packings, plan.second_level, self._splits) for bucket in plan.buckets]
-        self.parts = SequenceParts(plan.sequence, mesh) if plan.sequence else None
-        self._slices = Slices(mesh, self.parts)
+        self.record = Record(plan, mesh) if record is None else record
+        self._parts = SequenceParts(plan.sequence, mesh, self.record.done) if plan.sequence else None
+        self._slices = Slices(mesh, self._parts)
         self._units = {
             name: UnitState(
                 name, [state for state in states if state.bucket.unit == name], self._touch, plan.styles, self._slices
@@ -61,7 +62,6 @@ class Executor:
         self._gathering = Gathering(dict(self._units), plan.prefetch)
         self._handles: dict[str, dict[str, Handle]] = {}
         self._trained_handles: list[Handle] = []
-        self.record = Record(plan, mesh) if record is None else record
         # Identity of a gathered storage -> whether it is alive, and its bucket. It may outlive its unit's release, in
         # an operation that uses two units.
         self._stored: dict[int, tuple[Callable[[], Any], BucketState | None]] = {}
@@ -237,7 +237,7 @@ class Executor:
     @contextmanager
     def _here(self) -> Iterator[None]:
         """What functions of a model find their surroundings by."""
-        mesh, parts = current_mesh.set(self.mesh), current_parts.set(self.parts)
+        mesh, parts = current_mesh.set(self.mesh), current_parts.set(self._parts)
         try:
             yield
         finally:

@@ -59,7 +59,8 @@ class Pipe:
         self._plan, self._mesh = plan, mesh
         self._pipeline = plan.pipeline
         self._schedule = schedule = plan.pipeline.schedule
-        self._home = mesh.coords[plan.pipeline.axis]
+        self.axis = plan.pipeline.axis
+        self._home = mesh.coords[self.axis]
         orders = lower(schedule)
         self._order = orders[self._home]
         stages = {stage: Stage(plan.of_stage(stage), mesh, trained) for stage in schedule.stages_of(self._home)}
@@ -116,7 +117,7 @@ class Pipe:
 
     def hand_out(self, value: Tree) -> Tree:
         """The last stage's ranks' ``value``, on every rank along the axis."""
-        ranks, number = self._mesh.shape[self._pipeline.axis], self._beyond() - 1
+        ranks, number = self._mesh.shape[self.axis], self._beyond() - 1
         if self._home != self._pipeline.last:
             arrived = IncomingTree(self._place.line(self._pipeline.last), number * PARTS).wait()
             return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, arrived)

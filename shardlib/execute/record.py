@@ -25,6 +25,7 @@ class Record:
         trace: the units that the last run touched, in order; None before the first.
         order: units in the order their reductions start; None before the first backward.
         strays: of the present step, the runs that were not as the one before them.
+        done: the steps of `shardlib.execute.sequence` that the function took.
     """
 
     def __init__(self, plan: Plan, mesh: Mesh) -> None:
@@ -32,6 +33,7 @@ class Record:
         self.trace: list[str | None] | None = None
         self.order: list[str] | None = None
         self.strays: list[list[str | None]] = []
+        self.done: set[str] = set()
 
     def announce(self, verb: str, unit: str) -> None:
         """In the first run, ranks tell each other which exchange is next: else they would mix two."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -15,16 +15,19 @@ from shardlib.parts import SequencePlan, plain_attention
 
 
 class SequenceParts:
-    """The parts of sequences on one rank of a mesh, and what a loss function has done with them."""
+    """The parts of sequences on one rank of a mesh.
 
-    def __init__(self, plan: SequencePlan, mesh: Mesh) -> None:
+    Args:
+        done: where the steps ("enter", "mix", "leave") go that a loss function takes, and without which it is wrong.
+    """
+
+    def __init__(self, plan: SequencePlan, mesh: Mesh, done: set[str]) -> None:
         self.axis, self.kind = plan.axis, plan.kind
         self._plan, self._mesh = plan, mesh
         self._size, self._rank = mesh.shape[plan.axis], mesh.coords[plan.axis]
-        self._done: set[str] = set()
+        self._done = done
 
     def note(self, what: str) -> None:
-        """Remember that the loss function took a step ("enter", "mix", "leave") without which it would be wrong."""
         self._done.add(what)
 
     def shard(self, x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -87,31 +90,44 @@ class SequenceParts:
             [torch.arange(start, start + length, device=x.device) for start, length in self.chunks(whole)]
         ), whole
 
-    def require_whole_loss(self, total: torch.Tensor, weight: torch.Tensor) -> None:
-        """Refuse what would train wrongly without a sign: after the first call of a loss function.
 
-        Raises:
-            LossError: a step that is left out, or a loss that differs between the ranks that share a batch.
-        """
-        needed = _STEPS if self.kind != "megatron" else {name: told for name, told in _STEPS.items() if name != "mix"}
-        missing = [told for name, told in needed.items() if name not in self._done]
-        if missing:
-            raise LossError(
-                f"the plan cuts sequences ({self._plan}) and the loss function never calls\n{listing(missing)}\nso its "
-                "gradients would be wrong. Build the model of these functions (see shardlib.models.gpt), or take "
-                "sequence(...) out of the plan."
-            )
-        if self._mesh.abstract:
-            return
-        values = torch.stack([total.detach().double(), weight.double().to(total.device)]).tolist()
-        everyone = primitives.all_gather_object(self._mesh, [self.axis], values)
-        # The same numbers in the same order: what differs beyond rounding is each rank's own part.
-        if any(abs(a - b) > 1e-6 * abs(b) for theirs in everyone for a, b in zip(theirs, everyone[0])):
-            told = ", ".join(f"rank {rank}: {loss:g} (weight {w:g})" for rank, (loss, w) in enumerate(everyone))
-            raise LossError(
-                f"the loss differs along axis {self.axis!r}, whose ranks share one batch ({self._plan}): {told}. A loss must "
-                "be that of the whole sequence: use sl.linear_cross_entropy, or sum what each rank has by sl.sum_sequence"
-            )
+def require_whole_loss(
+    plan: SequencePlan,
+    mesh: Mesh,
+    done: Iterable[str],
+    loss: tuple[torch.Tensor, torch.Tensor] | None,
+    along: Sequence[str] = (),
+) -> None:
+    """Refuse what would train wrongly without a sign: after the first call of a loss function, on every rank alike.
+
+    Args:
+        done: the steps taken on this rank.
+        loss: its total and weight, 0-d, where this rank has them.
+        along: axes whose other ranks took other steps of the same call: a pipeline's.
+
+    Raises:
+        LossError: a step that is left out, or a loss that differs between the ranks that share a batch.
+    """
+    values = None
+    if loss is not None and not mesh.abstract:
+        values = torch.stack([number.detach().double().to(mesh.device) for number in loss]).tolist()
+    everyone = primitives.all_gather_object(mesh, [*along, plan.axis], (set(done), values))
+    taken = {step for theirs, _ in everyone for step in theirs}
+    missing = [told for name, told in _STEPS.items() if name not in taken and (name, plan.kind) != ("mix", "megatron")]
+    if missing:
+        raise LossError(
+            f"the plan cuts sequences ({plan}) and the loss function never calls\n{listing(missing)}\nso its "
+            "gradients would be wrong. Build the model of these functions (see shardlib.models.gpt), or take "
+            "sequence(...) out of the plan."
+        )
+    losses = [theirs for _, theirs in everyone if theirs is not None]
+    # The same numbers in the same order: what differs beyond rounding is each rank's own part.
+    if any(abs(a - b) > 1e-6 * abs(b) for theirs in losses for a, b in zip(theirs, losses[0])):
+        told = ", ".join(f"rank {rank}: {total:g} (weight {w:g})" for rank, (total, w) in enumerate(losses))
+        raise LossError(
+            f"the loss differs along axis {plan.axis!r}, whose ranks share one batch ({plan}): {told}. A loss must "
+            "be that of the whole sequence: use sl.linear_cross_entropy, or sum what each rank has by sl.sum_sequence"
+        )
 
 
 _STEPS = {

@@ -30,11 +30,12 @@ from shardlib.execute.losses import (
     wants,
 )
 from shardlib.execute.pipeline import Pipe
+from shardlib.execute.sequence import require_whole_loss
 from shardlib.functional import Mean
 from shardlib.mesh import Mesh
 from shardlib.optim.shards import MeshShards, OwnExchange, sum_of_squares, sum_over
 from shardlib.plan import Plan
-from shardlib.rng import Key
+from shardlib.rng import Key, seeding_torch
 from shardlib.sharded import Sharded
 from shardlib.tree import Tree, leaves_of
 
@@ -142,6 +143,8 @@ class LossStep:
         weighted, aux = outcome.weighted, outcome.aux
         if self._pipe is not None:
             weighted = bool(sums[4] > 0)
+            if not weighted:
+                _require_even(parts)
             aux = self._pipe.hand_out(aux) if sums[5] > 0 else None
         scale = (1.0 / (weight * loss_scale)) if weighted else torch.full_like(total, 1.0 / loss_scale)
         scale = scale * math.prod(mesh.shape[axis] for axis in unreduced)  # a mean over them is to give the gradient
@@ -193,28 +196,29 @@ class LossStep:
         route: Route,
     ) -> tuple[dict[str, torch.Tensor], Outcome]:
         """All micro-batches through the pipeline: gradients, and where the loss is the last one's outcome."""
-        pipe = self._pipe
+        plan, pipe = self._plan, self._pipe
         assert pipe is not None
         keys = self._keys(parts, rng)
         outcomes: dict[int, Outcome] = {}
         compute = pipe.computing(parts, keys)
-        uneven = len({_rows(part) for part in parts}) > 1
 
         def run(stage: int, microbatch: int, tree: Tree, carry: Any) -> Any:
-            result = compute(stage, microbatch, tree, carry)
+            key = keys[microbatch]
+            with seeding_torch(key and key.fold_in(stage), self._mesh.device):
+                result = compute(stage, microbatch, tree, carry)
             if not pipe.ends(stage):
                 return result
             outcome = read_loss(result, False)
             require_gradient(outcome.total)
-            if uneven and not outcome.weighted:
-                raise BatchError(
-                    f"the batch's {sum(map(_rows, parts))} rows make {len(parts)} micro-batches of different sizes, and the "
-                    "loss is a mean over each; return sl.Mean(total, weight), or use a batch that divides"
-                )
             outcomes[microbatch] = outcome._replace(total=outcome.total.detach())
             return outcome.total
 
+        first = pipe.records[0].order is None
         grads = pipe.train(params, run, lambda microbatch: self._seed(outcomes[microbatch], loss_scale), route)
+        if plan.sequence and first:  # after the schedule: now every stage may wait for the others
+            done = {step for record in pipe.records for step in record.done}
+            loss = (outcomes[0].total, outcomes[0].weight) if outcomes else None
+            require_whole_loss(plan.sequence, self._mesh, done, loss, [pipe.axis])
         for index in sorted(outcomes):
             _add(sums, outcomes[index])
         if not outcomes:
@@ -235,15 +239,18 @@ class LossStep:
     ) -> Outcome:
         plan = self._plan
         extra: dict[str, Any] = {}
-        if self._wants_rng and rng is not None:
-            extra["rng"] = rng.at_slot(batch_index(plan, self._mesh) * plan.microbatches + index)
+        key = rng and rng.at_slot(batch_index(plan, self._mesh) * plan.microbatches + index)
+        if self._wants_rng and key is not None:
+            extra["rng"] = key
 
         def run(tree: Tree) -> tuple[torch.Tensor, Outcome]:
             inputs = (tree, buffers, batch) if self._with_buffers else (tree, batch)
-            outcome = read_loss(self._loss_fn(*inputs, **extra), self._with_buffers)
+            with seeding_torch(key, self._mesh.device):
+                outcome = read_loss(self._loss_fn(*inputs, **extra), self._with_buffers)
             require_gradient(outcome.total)
-            if self.executor.parts is not None and self.executor.record.order is None:
-                self.executor.parts.require_whole_loss(outcome.total, outcome.weight)
+            record = self.executor.record
+            if plan.sequence and record.order is None:
+                require_whole_loss(plan.sequence, self._mesh, record.done, (outcome.total, outcome.weight))
             seed.fill_(self._seed(outcome, loss_scale))
             return outcome.total, outcome._replace(total=outcome.total.detach())
 
@@ -257,7 +264,7 @@ class LossStep:
 
     def _keys(self, parts: list[Tree], rng: Key | None) -> list[Key | None]:
         """Each micro-batch's key. Its slot is its first row in the global batch, in units of its own rows."""
-        if rng is None or not self._wants_rng:
+        if rng is None:
             return [None] * len(parts)
         rows = [_rows(part) for part in parts]
         first = batch_index(self._plan, self._mesh) * sum(rows)
@@ -276,6 +283,16 @@ def _add(sums: torch.Tensor, outcome: Outcome) -> None:
 def _rows(batch: Tree) -> int:
     """Dimension 0 of a batch: that of its first tensor with dimensions."""
     return next((leaf.shape[0] for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), 1)
+
+
+def _require_even(parts: list[Tree]) -> None:
+    """Refuse micro-batches that a mean over each would weigh alike; where the ranks of all stages know what the loss is."""
+    rows = [_rows(part) for part in parts]
+    if len(set(rows)) > 1:
+        raise BatchError(
+            f"the batch's {sum(rows)} rows make {len(rows)} micro-batches of different sizes, and the loss is a mean over "
+            "each; return sl.Mean(total, weight), or use a batch that divides"
+        )
 
 
 def batch_index(plan: Plan, mesh: Mesh) -> int:

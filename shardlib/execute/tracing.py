@@ -14,6 +14,7 @@ from shardlib.execute.handles import materialise
 from shardlib.execute.interpreter import Run, differentiable, fresh_leaf
 from shardlib.execute.losses import read_loss
 from shardlib.execute.pipeline import require_blocks
+from shardlib.execute.sequence import require_whole_loss
 from shardlib.mesh import Mesh
 from shardlib.plan import Plan, StageTrace
 from shardlib.rng import Key
@@ -46,6 +47,8 @@ def trace_stages(
         tensors = [leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)]
         passed.append((sum(leaf.nbytes for leaf in tensors), sum(leaf.nbytes for leaf in runs[-1].outputs)))
         carry = tree_map(fresh_leaf, result)
+    if plan.sequence:
+        require_whole_loss(plan.sequence, mesh, {step for run in runs for step in run.executor.record.done}, None)
     for run, kept, counts in zip(reversed(runs), reversed(gradients), reversed(sent)):
         seeds = [torch.ones_like(output) for output in run.outputs]
         with _counting(mesh, counts):

@@ -21,7 +21,11 @@ from shardlib.groups.base import Work
 
 
 class Simulation:
-    """Runs ``ranks`` threads by turns and detects mismatch and deadlock."""
+    """Runs ``ranks`` threads by turns and detects mismatch and deadlock.
+
+    Torch's default generator is one for all threads. So that each rank draws as a process of its own would, it starts
+    from the state at hand, and finds its own again when it goes on; what comes after goes on from rank 0's.
+    """
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -34,9 +38,12 @@ class Simulation:
     def run(self, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run one body per rank to the end; returns their values, or raises the first failure."""
         results: list[Any] = [None] * self.ranks
+        state = torch.default_generator.get_state()
+        ends = [state] * self.ranks
 
         def main(rank: int) -> None:
             self._wake[rank].acquire()
+            torch.default_generator.set_state(state)
             try:
                 if self.failure is None:
                     # Backward then runs in this thread, so that a collective in it blocks this rank alone.
@@ -44,6 +51,7 @@ class Simulation:
                         results[rank] = bodies[rank]()
             except BaseException as error:
                 self.fail(rank, error)
+            ends[rank] = torch.default_generator.get_state()
             self._finished.add(rank)
             self._hand_over(rank)
 
@@ -54,6 +62,7 @@ class Simulation:
         self._wake[0].release()
         for thread in threads:
             thread.join()
+        torch.default_generator.set_state(ends[0])
         if self.failure is not None:
             self.failure.add_note(f"raised on simulated rank {self.failed_rank} of {self.ranks}")
             raise self.failure
@@ -70,8 +79,10 @@ class Simulation:
             return
         if self.failure is None:
             self._waiting[rank] = (ready, what)
+            state = torch.default_generator.get_state()
             if self._hand_over(rank):
                 self._wake[rank].acquire()
+                torch.default_generator.set_state(state)
         if self.failure is not None:
             raise RankMismatch(f"rank {rank} stopped in {what}, because rank {self.failed_rank} failed")
 

@@ -78,7 +78,7 @@ def decoder_blocks(model: Any) -> list[nn.Module]:
     different numbers of them. (With a cache transformers does not see packed documents in ``position_ids``.) Parameters
     keep the model's names after the block's number ("3/model/layers/0/mlp/...": each layer is number 0 of its block).
     Tied embeddings are one tensor in the first and the last block. The modules' own dropout draws from torch's
-    generator, so that its masks differ from mesh to mesh.
+    generator: alike on ranks that share a batch, but from stage to stage its masks differ.
 
     ``batch`` is a dictionary of ``input_ids`` and ``labels`` (both (B, S) int64; the loss shifts the labels, and those at
     -100 do not count) and, where needed, ``attention_mask`` (B, S) and ``position_ids`` (B, S).

@@ -22,6 +22,7 @@ def slicing_rules(module: nn.Module, blocks: bool = False) -> Rules:
     """Rules for `shardlib.tensor_slicing` of a transformers model: its own plan, with the heads that must stay whole.
 
     For models that carry a ``base_model_tp_plan`` (Llama and its kin), BERT and RoBERTa, and GPT-2 (made `sliceable`).
+    Where the embedding is tied to the output layer both have the style "vocab".
 
     Args:
         blocks: for the parameters that `decoder_blocks` makes; the vocabulary is sliced too, both embedding and output
@@ -60,6 +61,8 @@ def _of_whole(module: nn.Module) -> Rules:
         layer = glob.rpartition(".")[2]
         if style == "colwise" and layer in heads:
             rules[glob] = column(heads=heads[layer])
+    if "lm_head" in rules and getattr(config, "tie_word_embeddings", False):
+        rules["lm_head"] = "vocab"  # one tensor is looked up and scores: one style
     return rules
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -26,6 +26,14 @@ class Locality(enum.Enum):
     ELEMENTWISE = "elementwise"  # nothing: each element alone (Adam, SGD)
     LEAF = "leaf"  # the elements of the same parameter, through ``shards.leaf_sums`` (LAMB's norms)
     GLOBAL = "global"  # sums over all elements, through ``shards.sum`` (the global norm)
+
+
+class Apart(Protocol):
+    """A state (a NamedTuple) of an optimizer whose ranks go apart at times: parameters are then each rank's own."""
+
+    def own_trees(self) -> tuple[str, ...]:
+        """The fields that are this rank's own now, along the axis that the optimizer owns; none while ranks are together."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,9 @@ from typing import Any
 import torch
 
 from shardlib.optim.base import GradientTransformation, Locality, Owned
+from shardlib.optim.pieces import pieces
 from shardlib.optim.shards import Shards
 from shardlib.tree import Tree, leaves_of, tree_map
-
-# Elements that are taken through a chain of operations at once: they stay in a core's cache, and memory is passed over once
-# however long the chain is. (Less, and the calls themselves cost more.)
-_PIECE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -95,19 +92,12 @@ def stepping(
 def each(fn: Callable[..., Any], *trees: Tree) -> None:
     """``fn(*tensors)`` of the trees, which writes to some of them; each element alone."""
     for tensors in zip(*map(leaves_of, trees), strict=True):
-        _by_piece(fn, tensors)
+        for parts in pieces(tensors):
+            fn(*parts)
 
 
 def each_leaf(shards: Shards, fn: Callable[..., Any], *trees: Tree) -> None:
     """``fn(number, *tensors)``, as `each`, with the parameter's number."""
     for number, tensors in shards.leaves(*trees):
-        _by_piece(partial(fn, number), tensors)
-
-
-def _by_piece(fn: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> None:
-    first = tensors[0]
-    if first.device.type == "cpu" and first.numel() > _PIECE and all(tensor.is_contiguous() for tensor in tensors):
-        for pieces in zip(*(tensor.view(-1).split(_PIECE) for tensor in tensors), strict=True):
-            fn(*pieces)
-    else:
-        fn(*tensors)
+        for parts in pieces(tensors):
+            fn(number, *parts)

@@ -23,7 +23,7 @@ class ZeroOneAdamState(NamedTuple):
 
     ``count``: steps taken (0-d float); ``mu``, ``nu``: running means of g and g². Once the variance is frozen: ``anchor``,
     the parameters that all ranks had last; ``moved``, how far this rank's have gone since; ``elapsed``, the sum of
-    learning rates since (0-d float64). In that phase ``mu`` and ``moved`` are this rank's own.
+    learning rates since (0-d float64). ``apart``: 1 from a step that sends nothing to the next that does (0-d float).
     """
 
     count: torch.Tensor  # type: ignore[assignment]  # optax's name, though tuples have a method of it
@@ -32,6 +32,11 @@ class ZeroOneAdamState(NamedTuple):
     anchor: Tree
     moved: Tree
     elapsed: torch.Tensor
+    apart: torch.Tensor
+
+    def own_trees(self) -> tuple[str, ...]:
+        """See `shardlib.optim.base.Apart`."""
+        return ("mu", "moved") if self.apart else ()
 
 
 def zero_one_adam(
@@ -59,9 +64,9 @@ def zero_one_adam(
     parameters they all had: ``−Σlr·weight_decay·p``; the paper has none.
 
     Between these steps ``state.params`` is **this rank's own**, and so is what is evaluated with it; its ranks' losses
-    differ a little. A checkpoint keeps the first rank's parameters and momentum, from which all ranks then go on: valid, but
-    what the others did since they were last together is lost. To evaluate or save what all have, do it at a step that
-    sends: ``ZeroOneSteps(...).sent(state.step) is Sent.ONE_BIT`` (skipped steps do not count).
+    differ a little. To evaluate what all have, do it at a step that sends: ``ZeroOneSteps(...).sent(state.step) is
+    Sent.ONE_BIT`` (skipped steps do not count). A checkpoint keeps every rank's own, and on another number of ranks goes on
+    from their mean.
 
     Args:
         var_update_scaler, local_step_scaler, local_step_clipper: see `ZeroOneSteps`.
@@ -79,7 +84,8 @@ def zero_one_adam(
 
     def init(params: Tree) -> ZeroOneAdamState:
         mu, nu, anchor, moved = (tree_map(torch.zeros_like, params) for _ in range(4))
-        return ZeroOneAdamState(torch.zeros(()), mu, nu, anchor, moved, torch.zeros((), dtype=torch.float64))
+        elapsed, apart = torch.zeros((), dtype=torch.float64), torch.zeros(())
+        return ZeroOneAdamState(torch.zeros(()), mu, nu, anchor, moved, elapsed, apart)
 
     def step(
         params: Tree, grads: Tree, state: ZeroOneAdamState, scale: torch.Tensor | None, shards: Shards
@@ -119,7 +125,7 @@ def zero_one_adam(
         each(local, grads, state.mu, state.nu, state.moved)
         # Where the learning rate was 0 all the while, nobody went anywhere.
         if steps.sent(number) is Sent.NOTHING or elapsed == 0:
-            return state._replace(elapsed=elapsed), Move(
+            return state._replace(elapsed=elapsed, apart=torch.ones(())), Move(
                 lambda p, anchor, moved: anchor + moved, (state.anchor, state.moved), absolute=True
             )
 
@@ -137,7 +143,7 @@ def zero_one_adam(
         each(send, grads, state.nu, state.moved)
         mu = shards.compressed_mean(grads)
         each(meet, mu, state.nu, state.anchor)
-        after = state._replace(mu=mu, elapsed=torch.zeros_like(elapsed))
+        after = state._replace(mu=mu, elapsed=torch.zeros_like(elapsed), apart=torch.zeros(()))
         return after, Move(lambda p, anchor: anchor, (state.anchor,), absolute=True)
 
     def coming(state: ZeroOneAdamState) -> int:

@@ -28,8 +28,9 @@ def onebit(axis: str = "data", scales: str | int = "leaf", *, feedback: bool = T
 
     Where gradients are split over the axis (stages 1 to 3) each rank's signs and scales go to the owner, who adds them up
     in full precision; where they are not, the sum is compressed once more and gathered. What is left out is added to the
-    next step's gradients: fp32 errors, the size of the whole gradient, in ``TrainState.comm``. With many steps of Adam's
-    adaptive moments on such gradients the variance suffers; `shardlib.optim.onebit_adam` freezes it.
+    next step's gradients: fp32 errors, the size of the whole gradient, in ``TrainState.comm`` (and as much again during a
+    step, so that one that does not count leaves them alone). Adam's variance suffers from such gradients;
+    `shardlib.optim.onebit_adam` freezes it.
 
     Args:
         scales: "leaf" for one scale per parameter and rank, or elements per block, a multiple of 8.

@@ -83,7 +83,8 @@ class TensorSlicing:
             if len({self._placed(slicing, leaf) for slicing in rules.values()}) > 1:
                 names = " = ".join((leaf.path, *leaf.aliases))
                 failures.append(
-                    f"{names}: one tied leaf with several styles, by the rules {', '.join(map(repr, rules))}"
+                    f"{names}: one tied leaf with several styles, by the rules {', '.join(map(repr, rules))}; give all of "
+                    "them one style ('vocab' where an embedding also scores)"
                 )
                 continue
             for slicing in list(rules.values())[:1]:
