@@ -26,7 +26,7 @@ from shardlib.data.bytes import batch_at, load_bytes, split, windows
 from shardlib.models import gpt
 from shardlib.models.gpt import GPTConfig
 
-TASK = Task(GPTConfig(vocab=256, layers=2, width=64, heads=4, sequence=64), batch=16, steps=500, adam=2e-3, lamb=0.02)
+TASK = Task(GPTConfig(vocab=256, layers=2, width=64, heads=4, sequence=32), batch=16, steps=500, adam=1.5e-3, lamb=0.03)
 WITHIN = 1.01  # how much above its reference's loss a method may end
 _RANKS = 2
 _SPREADS = 3  # an ablation is called worse where it is by this many seed spreads

@@ -9,7 +9,7 @@ from benchmarks.learning import TASK, WITHIN, train
 from benchmarks.learning_methods import Task, methods
 from shardlib.models.gpt import GPTConfig
 
-SHORT = Task(GPTConfig(vocab=256, layers=1, width=32, heads=4, sequence=16), batch=16, steps=200, adam=4e-3, lamb=0.03)
+SHORT = Task(GPTConfig(vocab=256, layers=1, width=32, heads=4, sequence=16), batch=16, steps=400, adam=2e-3, lamb=0.03)
 SEEDS = 3
 EVERY = {method.name: method for method in methods()}
 
@@ -27,6 +27,10 @@ COMPRESSED = [m for m in EVERY.values() if m.against and not m.ablation and not 
 @pytest.mark.parametrize("method", COMPRESSED, ids=lambda method: method.name)
 def test_a_short_run_ends_within_a_percent(method):
     assert loss(SHORT, method.name, 0) <= WITHIN * loss(SHORT, method.against, 0)
+
+
+def test_a_percent_tells_them_apart():
+    assert loss(SHORT, "onebit(), stage 0", 0) > WITHIN * loss(SHORT, "Adam", 0)
 
 
 @pytest.mark.nightly
