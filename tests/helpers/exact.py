@@ -53,10 +53,13 @@ class ExactWire:
 
     def decode(self, messages, out=None):
         assert out is None
-        return messages.contiguous().view(self._rows.dtype).reshape(-1)[: self._rows.elements]
+        return self._values(messages).reshape(-1)[: self._rows.elements]
+
+    def _values(self, messages):
+        return messages.reshape(-1).clone().view(self._rows.dtype).view(len(messages), self.row)
 
     def _sum(self, messages):
-        total = messages.contiguous().view(self._rows.dtype).sum(0)
+        total = self._values(messages).sum(0)
         return total / self._rows.ways if self._rows.mean else total
 
 
