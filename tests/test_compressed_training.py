@@ -304,7 +304,7 @@ def test_on_other_ranks_the_total_correction_is_kept(tmp_path, stages, ranks):
         """Σ over ranks, leaf by leaf, through the plain gradient path: a step whose own gradients are zero."""
         found = {}
         for piece in error_pieces(state):
-            key = piece.name.split("/", 3)[-1]
+            key = piece.name.split("/", 4)[-1]
             whole = found.setdefault(key, torch.zeros(100, dtype=torch.float64))
             whole[piece.start : piece.start + piece.data.numel()] += piece.data
         return found

@@ -1,8 +1,8 @@
 """What compressed exchanges left out, saved and restored.
 
-On the same mesh every rank gets its own errors back. On another one what counts is the *total*: the sum of all ranks'
-errors of an element is what the next gradient has still to be given (of a mean, the ranks' mean). It is shared out evenly
-over the ranks' first errors, and the other errors start from zero.
+Where the same exchanges are made by as many ranks every rank gets its own errors back. Elsewhere what counts is the
+*total*: the sum of all ranks' errors of an element is what the next gradient has still to be given (of a mean, the ranks'
+mean). It is shared out evenly over the ranks' first errors, and the other errors start from zero.
 """
 
 from __future__ import annotations
@@ -29,28 +29,44 @@ class Part(NamedTuple):
 
     Attributes:
         kind: "sum" or "mean", what the exchange gives.
-        holder: which error it is, and which of the ranks' that differ.
+        what: the axis, and which of the exchange's two errors.
+        holder, ranks: which it is of how many different errors of the same elements.
         start: the first of the elements of the leaf (or slice) it holds, in order; ``data`` is a view of the error.
-        ranks: how many hold different errors of the same elements.
+        first: whether it takes a share of a total.
     """
 
     kind: str
-    holder: str
+    what: str
+    holder: int
+    ranks: int
     path: str
     start: int
     data: torch.Tensor
     numel: int
     window: Window | None
-    ranks: int
     first: bool
 
     @property
     def name(self) -> str:
-        return f"comm/{self.kind}/{self.holder}/{self.path}"
+        return f"comm/{self.kind}/{self.what}/{self.holder} of {self.ranks}/{self.path}"
 
     def piece(self, data: torch.Tensor) -> Piece:
         """``data``, flat and in order, without the padding."""
         return Piece(self.name, self.start, data[: max(0, self.numel - self.start)], self.window)
+
+
+class Name(NamedTuple):
+    """What a part's name says of it."""
+
+    kind: str
+    what: str
+    ranks: int
+    path: str
+
+
+def _read(name: str) -> Name:
+    _, kind, what, holder, path = name.split("/", 4)
+    return Name(kind, what, int(holder.rpartition(" of ")[2]), path)
 
 
 def error_pieces(state: TrainState) -> Iterator[Piece]:
@@ -66,20 +82,22 @@ def error_pieces(state: TrainState) -> Iterator[Piece]:
 def restore_errors(state: TrainState, saved: Mapping[str, Sequence[Piece]]) -> None:
     """Fill the errors of ``state`` from a checkpoint's pieces."""
     plan, mesh = state.params.plan, state.params.mesh
-    kept = {name: pieces for name, pieces in saved.items() if name.startswith("comm/")}
-    if kept and not plan.channels:
-        _log.warning("the checkpoint's errors of compressed exchanges are dropped: this plan compresses none")
+    trained = {path for bucket in plan.trained for path in bucket.paths}
+    names = [name for name in saved if name.startswith("comm/") and _read(name).path in trained]
+    were, are = {_exchange(_read(name)) for name in names}, set(_exchanges(plan))
+    if lost := {kind for kind, *_ in were} - {kind for kind, *_ in are}:
+        told = " and ".join({"sum": "gradients", "mean": "the optimizer's means"}[kind] for kind in sorted(lost))
+        _log.warning(
+            "what compressed exchanges of %s left out is dropped: this plan has none with error feedback", told
+        )
     parts = [part for channel in plan.channels for part in _parts(plan, mesh, channel, state.comm)]
     pieces = [part.piece(part.data.new_zeros(part.data.numel())) for part in parts]
-    same = all(not missing(piece, kept.get(piece.name, ())) for piece in pieces if piece.data.numel())
-    totals: dict[tuple[str, str], torch.Tensor] = {}
+    same = were <= are and all(not missing(piece, saved.get(piece.name, ())) for piece in pieces if piece.data.numel())
     for part, piece in zip(parts, pieces, strict=True):
         if same:
-            fill(piece, kept.get(piece.name, ()))
+            fill(piece, saved.get(piece.name, ()))
         elif part.first:
-            if (part.kind, part.path) not in totals:
-                totals[part.kind, part.path] = _total(part, kept)
-            total = totals[part.kind, part.path]
+            total = _total(part, {name: saved[name] for name in names})
             mine = total[part.window.places()] if part.window else total
             share = mine[piece.start : piece.start + piece.data.numel()]
             piece.data.copy_(share / (1 if part.kind == "mean" else part.ranks))
@@ -88,15 +106,35 @@ def restore_errors(state: TrainState, saved: Mapping[str, Sequence[Piece]]) -> N
         part.data.copy_(flat.view(part.data.shape))
 
 
+def _exchanges(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    """Kind, axis and error, and leaf, of all errors of a plan."""
+    for channel in plan.channels:
+        for number in range(len(channel.errors)):
+            for path in channel.bucket.paths:
+                yield _kind(channel), _what(channel, number), path
+
+
+def _exchange(name: Name) -> tuple[str, str, str]:
+    return name.kind, name.what, name.path
+
+
+def _kind(channel: Channel) -> str:
+    return "mean" if channel.mean else "sum"
+
+
+def _what(channel: Channel, number: int) -> str:
+    return f"{channel.axis} {'row' if number else 'sent'}"
+
+
 def _total(part: Part, saved: Mapping[str, Sequence[Piece]]) -> torch.Tensor:
     """What all ranks' errors of a leaf come to."""
     shape = part.window.shape if part.window else (part.numel,)
     total = torch.zeros(math.prod(shape), dtype=torch.float64)
     for name, pieces in saved.items():
-        _, kind, holder, path = name.split("/", 3)
-        if (kind, path) != (part.kind, part.path):
+        about = _read(name)
+        if (about.kind, about.path) != (part.kind, part.path):
             continue
-        weight = 1 / int(holder.rpartition(" of ")[2]) if kind == "mean" and " of " in holder else 1.0
+        weight = 1 / about.ranks if about.kind == "mean" else 1.0
         for piece in pieces:
             stop = piece.start + piece.data.numel()
             places = piece.window.places()[piece.start : stop] if piece.window else slice(piece.start, stop)
@@ -106,18 +144,26 @@ def _total(part: Part, saved: Mapping[str, Sequence[Piece]]) -> torch.Tensor:
 
 def _parts(plan: Plan, mesh: Mesh, channel: Channel, comm: Mapping[str, torch.Tensor]) -> Iterator[Part]:
     """Each leaf's part of a channel's errors on this rank."""
-    bucket, coords = channel.bucket, mesh.coords
-    kind, cuts = "mean" if channel.mean else "sum", windows(plan, mesh, bucket)
-    first = channel is next(other for other in plan.channels if other.bucket.name == bucket.name)
+    bucket, kind, cuts = channel.bucket, _kind(channel), windows(plan, mesh, channel.bucket)
+    alike = [other for other in plan.channels if other.bucket.name == bucket.name and other.mean == channel.mean]
+    first = channel is next((other for other in alike if other.errors), None)
     for number, name in enumerate(channel.errors):
-        differing = _differing(plan, channel, number)
-        ranks = math.prod(mesh.shape[axis] for axis in differing)
-        at = 0
-        for axis in differing:
-            at = at * mesh.shape[axis] + coords[axis]
-        holder = f"{channel.axis} {'row' if number else 'sent'}" + (f" {at} of {ranks}" if differing else "")
-        for path, numel, start, data in _views(channel, comm[name], number, coords):
-            yield Part(kind, holder, path, start, data, numel, cuts.get(path), ranks, first and number == 0)
+        holder, ranks = _holder(plan, mesh, channel, number)
+        for path, numel, start, data in _views(channel, comm[name], number, mesh.coords):
+            cut, takes = cuts.get(path), first and number == 0
+            yield Part(kind, _what(channel, number), holder, ranks, path, start, data, numel, cut, takes)
+
+
+def _holder(plan: Plan, mesh: Mesh, channel: Channel, number: int) -> tuple[int, int]:
+    """Which this rank is, of how many whose errors of the same elements differ."""
+    place, ranks, homes = 0, 1, channel.bucket.homes
+    for axis in _differing(plan, channel, number):
+        if plan.pipeline is not None and axis == plan.pipeline.axis:
+            at, size = homes.index(mesh.coords[axis]), len(homes)
+        else:
+            at, size = mesh.coords[axis], mesh.shape[axis]
+        place, ranks = place * size + at, ranks * size
+    return place, ranks
 
 
 def _views(
