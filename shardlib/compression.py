@@ -78,8 +78,11 @@ class Channel:
     def leaves(self, sizes: Mapping[str, int]) -> list[Leaf]:
         """The errors of all ranks: one row for each rank that has its own."""
         bucket = self.bucket
-        summed = bucket.replicas[: bucket.replicas.index(self.axis)] if self.level is None else ()
-        own = {*bucket.slices, *bucket.axes, *bucket.replicas} - set(summed)
+        if self.mean:  # of what was summed over all other axes
+            later: tuple[str, ...] = (self.axis,)
+        else:
+            later = bucket.replicas[0 if self.level is not None else bucket.replicas.index(self.axis) :]
+        own = {*bucket.slices, *bucket.axes, *later}
         axes = tuple(axis for axis in sizes if axis in own)
         rows = math.prod(sizes[axis] for axis in axes)
         return [Leaf(name, (rows, size), self.dtype, P(axes)) for name, size in zip(self.errors, self.sizes)]

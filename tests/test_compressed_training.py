@@ -450,3 +450,40 @@ def test_on_other_ranks_all_go_on_from_the_mean(tmp_path, ranks):
     for found in sl.simulate(load, mesh={"data": ranks}):
         for got, *theirs in zip(found, *saved, strict=True):
             torch.testing.assert_close(got, sum(theirs) / 3, rtol=1e-12, atol=1e-15)
+
+
+COPIES = sl.chain(sl.zero(0, axis="node"), sl.zero(0, axis="local"))
+ON_BOTH = sl.chain(sl.onebit(axis="node"), sl.onebit(axis="local"))
+SPECS = {
+    "copies": (sl.chain(COPIES, ON_BOTH), None),
+    "the first of copies": (sl.chain(COPIES, sl.onebit(axis="node")), None),
+    "split": (sl.chain(sl.zero(1, axis="node"), sl.zero(2, axis="local"), ON_BOTH), None),
+    "hybrid": (sl.chain(sl.zero(3, axis="local", replicate="node"), ON_BOTH), None),
+    "an optimizer's, of copies": (COPIES, "node"),
+    "an optimizer's, of copies, the last": (COPIES, "local"),
+    "an optimizer's, inside": (sl.zero(1, axis="local", replicate="node"), "node"),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_specs_tell_which_ranks_errors_differ(name):
+    transform, own = SPECS[name]
+
+    def run(mesh):
+        tx = sl.optim.onebit_adam(1e-2, 1, axis=own) if own else sl.optim.adamw(1e-2)
+        state, step = sl.make_train_step(loss_fn, sl.shard(params(torch.float64), mesh, transform), tx)
+        for number in range(3):
+            state, _ = step(state, batch_of(mesh.rank, number, torch.float64))
+        return mesh.coords, state.comm, state.params.plan
+
+    told = sl.simulate(run, mesh=NODES)
+    leaves = told[0][2].errors
+    assert leaves
+    for leaf in leaves:
+        axes = leaf.spec.axes
+        found = {}
+        for coords, comm, _ in told:
+            found.setdefault(tuple(coords[axis] for axis in axes), []).append(comm[leaf.path])
+        assert len(found) == leaf.shape[0]
+        assert all(torch.equal(error, same[0]) for same in found.values() for error in same)
+        assert len({error[0].numpy().tobytes() for error in found.values()}) == len(found)
