@@ -113,9 +113,13 @@ def _own(padded: torch.Tensor, buffer: torch.Tensor, bucket: Bucket) -> torch.Te
     """Memory that the error may be kept in."""
     if padded.data_ptr() != buffer.data_ptr():
         return padded
-    # A gradient that was not packed may be somebody's tensor; a part of a buffer would keep all of it.
-    shared = bucket.alone or padded.untyped_storage().nbytes() > padded.nbytes
-    return padded.clone() if shared else padded
+    # A gradient that was not packed may be somebody's tensor.
+    return padded.clone() if bucket.alone else compact(padded)
+
+
+def compact(tensor: torch.Tensor) -> torch.Tensor:
+    """What may be kept: a part of something larger, all of which it would keep, is copied."""
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 @dataclass

@@ -311,22 +311,27 @@ def test_where_the_learning_rate_is_zero_ranks_stay_together():
     assert_same(first[4:], second[4:])
 
 
-@BY_NAME
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1])
-def test_state_bytes_are_the_plans(name, stage):
-    """But for what is kept once for each parameter, float64."""
-    transform = sl.zero(stage, axis="local", replicate="data")
+@BY_NAME
+def test_state_bytes_are_the_plans(name, stage, ranks):
+    """At first and after every step, but for what is kept once for each parameter, float64."""
+    transform, how = sl.zero(stage, axis="local", replicate="data"), {} if name == "lamb" else {"scales": 64}
 
     def run(mesh):
-        tx = MAKE[name]()
+        tx = MAKE[name](**how)
         plan = sl.make_plan(model(), mesh, transform, optimizer=tx)
-        state, _ = sl.make_train_step(loss_fn, sl.shard(model(), mesh, transform), tx)
-        inner = state.opt.inner
-        per_leaf = [leaf for leaf in inner if isinstance(leaf, torch.Tensor) and leaf.dim()]
-        return stored_bytes(state.opt, counters=True) - stored_bytes(per_leaf), plan.bytes("optimizer")
+        state, step = sl.make_train_step(loss_fn, sl.shard(model(), mesh, transform), tx)
+        held = set()
+        for number in range(12):
+            per_leaf = [leaf for leaf in state.opt.inner if isinstance(leaf, torch.Tensor) and leaf.dim()]
+            rest = stored_bytes(state.opt, counters=True) - stored_bytes(per_leaf)
+            held.add((rest, stored_bytes(state.comm)))
+            state, _ = step(state, batch_of(mesh.rank, number))
+        return held, (plan.bytes("optimizer"), plan.bytes("comm"))
 
-    for held, planned in sl.simulate(run, mesh={"data": 2, "local": 2}):
-        assert held == planned
+    for held, planned in sl.simulate(run, mesh={"data": ranks, "local": 2}):
+        assert held == {planned}
 
 
 @BY_NAME

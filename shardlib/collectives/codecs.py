@@ -51,6 +51,8 @@ class Rows:
     def pad(self, x: torch.Tensor, grain: int) -> torch.Tensor:
         """The buffer as ``[ways * row]``; ``x`` itself where that is the same."""
         row = self.row(grain)
+        if self.ways * row == self.elements:
+            return x
         if self.scattered:
             x = x.view(self.ways, -1)
             return F.pad(x, (0, row - x.shape[1])).view(-1)

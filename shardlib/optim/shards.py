@@ -12,7 +12,7 @@ import torch
 from shardlib.collectives import primitives
 from shardlib.collectives.compressed import CompressedSum, Errors, Item
 from shardlib.errors import IllegalComposition
-from shardlib.exchange import Gather
+from shardlib.exchange import Gather, compact
 from shardlib.mesh import Mesh
 from shardlib.optim.pieces import pieces
 from shardlib.plan import Plan
@@ -225,13 +225,13 @@ class OwnExchange:
             places = [None if out is None else out[name] for name in names]
             for name, result in zip(names, exchange.wait(places), strict=True):
                 found[name] = result.to(tree[name].dtype)
-        return found
+        return {name: compact(mean) for name, mean in found.items()}  # optimizers keep it
 
     def _start(self, buffers: list[tuple[str, torch.Tensor]], errors: Errors) -> CompressedSum:
         items = []
         for name, buffer in buffers:
             channel, wire = self._wires[name]
-            items.append(Item(wire, wire.pad(buffer.to(channel.dtype)), channel.errors))
+            items.append(Item(wire, compact(wire.pad(buffer.to(channel.dtype))), channel.errors))
         return CompressedSum(self._mesh, self._axis, items, errors, scatter=False)
 
     def reset(self, errors: Errors) -> None:

@@ -141,7 +141,7 @@ def zero_one_adam(
             mean.div_(-elapsed)
 
         each(send, grads, state.nu, state.moved)
-        mu = shards.compressed_mean(grads)
+        mu = shards.compressed_mean(grads, out=state.mu)
         each(meet, mu, state.nu, state.anchor)
         after = state._replace(mu=mu, elapsed=torch.zeros_like(elapsed), apart=torch.zeros(()))
         return after, Move(lambda p, anchor: anchor, (state.anchor,), absolute=True)
