@@ -314,6 +314,8 @@ class Plan:
         total = dict.fromkeys(self.sizes, 0)
         for part in self.parts:
             part._add_microbatches(total, owned)
+        if owned and self.owned is not None:
+            total[self.owned.axis] += sum(channel.payload for channel in self.owned_channels)
         for bucket in self.trained:
             for level in range(bucket.param_level, bucket.levels):
                 total[bucket.axes[level]] += share(bucket.size(level) * bucket.dtype.itemsize, bucket.sizes[level])
@@ -380,8 +382,6 @@ class Plan:
             for axis in bucket.replicas:
                 if not (owned and self.owned and self.owned.axis == axis):
                     total[axis] += self.sum_bytes(bucket, axis)
-        if owned and self.owned is not None:
-            total[self.owned.axis] += sum(channel.payload for channel in self.owned_channels)
 
     def _add_messages(self, total: dict[str, int], pipeline: Pipeline) -> None:
         """Gradients of tied leaves to their other homes; and, where traced, carries and their gradients."""

@@ -382,12 +382,14 @@ def test_the_plan_tells_what_is_compressed():
     assert plan.bytes("comm") == sum(leaf.local_bytes(plan.sizes) for leaf in plan.errors) == 512
 
 
-def test_an_owned_axis_under_a_pipeline_sends_what_the_plan_says():
-    config = gpt.GPTConfig(vocab=32, layers=2, width=16, heads=2, sequence=8)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_an_owned_axis_under_a_pipeline_sends_what_the_plan_says(schedule):
+    """A tied leaf once, also where its two stages are on one rank (zb-v)."""
+    config = gpt.GPTConfig(vocab=32, layers=2, width=16, heads=2, sequence=8, tie=True)
     batch = {"tokens": torch.ones(4, 8, dtype=torch.long), "targets": torch.ones(4, 8, dtype=torch.long)}
 
     def run(mesh):
-        transform = sl.chain(sl.zero(1, axis="local", replicate="node"), sl.pipeline("1f1b", 2))
+        transform = sl.chain(sl.zero(1, axis="local", replicate="node"), sl.pipeline(schedule, 2))
         sharded = sl.shard(gpt.to_blocks(gpt.init(config)), mesh, transform)
         optimizer = sl.optim.onebit_adam(1e-3, freeze_step=1, eps=1e-5, axis="node")
         state, step = sl.make_train_step(gpt.make_sequential(config), sharded, optimizer)
