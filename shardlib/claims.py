@@ -142,8 +142,8 @@ def chain(*transforms: Transform) -> Chain:
 
 def resolve(
     transform: Transform, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]
-) -> tuple[Slots, tuple[str, ...]]:
-    """Merge every claim into slots; also a log of which transform wrote what.
+) -> tuple[Slots, dict[tuple[str, ...], str], tuple[str, ...]]:
+    """Merge every claim into slots; also the name of the transform that wrote each, and a log of that.
 
     Raises:
         IllegalComposition: two transforms claim one slot; lists all of them.
@@ -169,7 +169,7 @@ def resolve(
                 for (first, second), claims in conflicts.items()
             )
         )
-    return slots, tuple(f"{name}: {_summary(found, slots)}" for name, found in sorted(written.items()))
+    return slots, owners, tuple(f"{name}: {_summary(found, slots)}" for name, found in sorted(written.items()))
 
 
 def _given(claim: Any) -> Iterable[tuple[str, Any]]:

@@ -11,6 +11,7 @@ import optree
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shardlib.axes import check_axes
 from shardlib.claims import LeafInfo, Slots, Transform, resolve
 from shardlib.errors import IllegalComposition
 from shardlib.layout import Bucket, stands_alone
@@ -48,8 +49,9 @@ def build_plan(params: Tree, mesh: Mesh, transform: Transform, *, optimizer: Any
         )
         for index in distinct
     ]
-    slots, log = resolve(transform, mesh.shape, infos)
-    _check_slots(slots, mesh, transform)
+    slots, owners, log = resolve(transform, mesh.shape, infos)
+    check_axes(slots, owners, mesh)
+    _check_sync(slots)
 
     sequence = _sequence(slots, mesh.shape)
     batch_axes = tuple(
@@ -111,43 +113,24 @@ def _all_blocks(pipeline: Pipeline, treedef: TreeDef) -> Pipeline:
     """With the last blocks in the last stage, if those have no parameters: transforms see leaves alone.
 
     Raises:
-        IllegalComposition: parameters that are not a list of blocks.
+        IllegalComposition: parameters that are not a list of blocks, or are fewer than the blocks that were cut.
     """
     if treedef.type not in (list, tuple):
         told = treedef.type.__name__ if treedef.type else "single tensor"
         raise IllegalComposition(NO_BLOCKS.format(told=f"these parameters are a {told}"))
-    *first, (start, _) = pipeline.spans
+    *first, (start, stop) = pipeline.spans
+    if stop > treedef.num_children:
+        raise IllegalComposition(
+            f"pipeline: partition= gives {stop} costs for {treedef.num_children} blocks; give one per block"
+        )
     return replace(pipeline, spans=(*first, (start, treedef.num_children)))
 
 
-def _check_slots(slots: Slots, mesh: Mesh, transform: Transform) -> None:
-    axes = {slot[1] for slot in slots if slot[0] == "reduce" and slot[1] != "*"}
-    axes |= {slot[2] for slot in slots if slot[0] == "live"}
-    axes |= {axis for slot, spec in slots.items() if slot[0] == "use" and slot[2] == "spec" for axis in spec.axes}
-    pipeline = slots.get(("schedule", "pipeline"))
-    if pipeline and pipeline.axis in axes:
-        raise IllegalComposition(
-            f"{transform.name} puts the pipeline's stages on axis {pipeline.axis!r} and something else as well: stages hold "
-            "different blocks of one batch. Give the pipeline an axis of its own"
-        )
-    axes |= {pipeline.axis} if pipeline else set()
-    axes |= {value.axis for slot, value in slots.items() if slot == ("schedule", "sequence")}
-    unknown = sorted(axes - set(mesh.shape))
-    if unknown:
-        raise IllegalComposition(
-            f"{transform.name} uses axis {', '.join(map(repr, unknown))}, which {mesh} does not have; name one of its "
-            f"axes with axis=, or make the mesh with {', '.join(f'{axis}=...' for axis in unknown)}"
-        )
+def _check_sync(slots: Slots) -> None:
     if slots.get(("schedule", "sync")) == "each" and not any(slot[:2] == ("live", "grad") for slot in slots):
         raise IllegalComposition(
             "sync='each' reduces gradients after every micro-batch into their shards, and at ZeRO stages 0 and "
             "1 they are kept whole; use sync='last' (the same numbers, less traffic), or stage 2 or 3"
-        )
-    idle = [f"{axis!r} (size {size})" for axis, size in mesh.shape.items() if size > 1 and axis not in axes]
-    if idle:
-        raise IllegalComposition(
-            f"no transform uses axis {', '.join(idle)} of {mesh}: its ranks would all do the same work. Add a transform "
-            "for it (zero(..., replicate=axis) shares the batch over it), or leave it out of the mesh"
         )
 
 
@@ -263,21 +246,11 @@ def _sequence(slots: Slots, sizes: Mapping[str, int]) -> SequencePlan | None:
     if found is None:
         return None
     axis, kind = found.axis, found.kind
-    told = f"sequence(axis={axis!r}, kind={kind!r})"
     sliced = any(axis in spec.axes for slot, spec in slots.items() if slot[0] == "use" and slot[2] == "spec")
     if kind == "megatron" and not sliced:
         raise IllegalComposition(
-            f"{told} changes the exchanges of layers that are sliced over {axis!r}, and none is: add tensor_slicing(rules, "
-            f"axis={axis!r}), or use kind='ulysses' or 'ring', which need none"
-        )
-    if kind != "megatron" and sliced:
-        raise IllegalComposition(
-            f"{told} and tensor_slicing both use axis {axis!r}: slicing there needs kind='megatron'; give one of the two "
-            "another axis of the mesh"
-        )
-    if kind == "megatron" and any(slot[1] == axis for slot in slots if slot[0] == "reduce"):
-        raise IllegalComposition(
-            f"{told} and zero both use axis {axis!r}, over which layers are already sliced; give zero another axis"
+            f"sequence(axis={axis!r}, kind={kind!r}) changes the exchanges of layers that are sliced over {axis!r}, and none "
+            f"is: add tensor_slicing(rules, axis={axis!r}), or use kind='ulysses' or 'ring', which need none"
         )
     return found if sizes[axis] > 1 else None
 

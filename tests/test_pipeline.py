@@ -25,6 +25,7 @@ from shardlib.models import gpt
 MAX_NORM = 0.3
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 CSV = "0F0,0F1,0B0,0F2,0B1,0F3,0B2,0B3\n1F0,1B0,1F1,1B1,1F2,1I2,1F3,1B3,1W2\n"  # one backward split, the others whole
+STUCK = "0F0,0B0,0F1,0B1\n1F1,1F0,1B1,1B0"
 
 
 def blocks(dtype=torch.float64, layers=6, **changes):
@@ -600,7 +601,28 @@ def plan(transform, params=None, **mesh):
             lambda: plan(sl.chain(sl.pipeline("1f1b", 2), sl.accumulate(4))), IllegalComposition,
             r"accumulate\(4\) and pipeline.*both claim\n.*the schedule's microbatches: 4 against 2\n",
         ),
-        (lambda: plan(sl.chain(sl.pipeline(axis="data"), sl.zero()), data=2), IllegalComposition, "an axis of its own"),
+        (lambda: plan(sl.pipeline(partition=[1] * 9)), IllegalComposition, "9 costs for 8 blocks; give one per block"),
+        (lambda: plan(sl.pipeline(), []), IllegalComposition, "there are no parameters; make the loss sl.sequential"),
+        (
+            lambda: plan(sl.pipeline(STUCK, 2)), ScheduleError,
+            "deadlock: rank 0 waits at 0B0 for 1B0, which rank 1 runs after 1F1; rank 1 waits at 1F1 for 0F1.*rank 0",
+        ),
+        (
+            lambda: plan(sl.chain(sl.pipeline(axis="data"), sl.zero()), data=2), IllegalComposition,
+            r"'data': zero\(.*\) shares the batch out, and pipeline\(.*\) lays out stages\nGive each an axis of its own",
+        ),
+        (
+            lambda: plan(sl.chain(sl.pipeline(), sl.zero(3, replicate="pipe")), pipe=2, data=2), IllegalComposition,
+            r"zero\(.*\) shares the batch out, and pipeline\(",
+        ),
+        (
+            lambda: plan(sl.chain(sl.pipeline(), sl.tensor_slicing({"*/qkv": "column"}, axis="pipe"))),
+            IllegalComposition, r"tensor_slicing\(axis='pipe'\) slices layers, and pipeline\(",
+        ),
+        (
+            lambda: plan(sl.chain(sl.pipeline(), sl.sequence("pipe", "ring"))),
+            IllegalComposition, r"sequence\(axis='pipe', kind='ring'\) cuts sequences, and pipeline\(",
+        ),
         (
             lambda: sl.make_plan(
                 blocks()[1], sl.abstract_mesh(pipe=2), sl.pipeline(), loss_fn=gpt.make_loss(TINY), batch=token_batches(1)[0]
