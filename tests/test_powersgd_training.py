@@ -167,6 +167,22 @@ def test_bytes_and_payload_are_the_plans_and_the_formulas(ranks, dtype):
     assert sl.simulate(run, mesh={"data": ranks}) == [(payload, payload, kept, kept, kept)] * ranks
 
 
+def test_specs_say_whose_errors_and_factors_differ():
+    """Errors are each rank's own; factors are equal over their axis, and differ over one that is summed after it."""
+    transform = sl.chain(sl.zero(0, replicate="node"), sl.powersgd(2))
+
+    def specs(**mesh):
+        plan = sl.make_plan(params(), sl.abstract_mesh(**mesh), transform)
+        return {leaf.path: (leaf.shape, leaf.spec) for leaf in plan.errors if leaf.path.startswith("net")}
+
+    errors, factors = 13 * 6 + 6 + 6 * 3 + 6 * 18, 2 * (6 + 18)
+    before, after = specs(data=3, node=2), specs(node=2, data=3)
+    assert before["net/float64@data/sent"] == ((6, errors), sl.P(("data", "node")))
+    assert before["net/float64@data/factors"] == ((2, factors), sl.P("node"))
+    assert after["net/float64@data/sent"] == ((3, errors), sl.P("data"))
+    assert after["net/float64@data/factors"] == ((1, factors), sl.P())
+
+
 def test_the_plan_tells_what_is_sent():
     plan = sl.make_plan(params(), sl.abstract_mesh(data=2), sl.chain(sl.zero(0), sl.powersgd(2)))
     assert "powersgd(rank=2, axis='data'): gradients travel over axis 'data' in factors of rank 2" in str(plan)
@@ -265,6 +281,26 @@ def test_on_other_ranks_the_total_correction_and_the_factors_are_kept(tmp_path, 
     for _, factors, fresh in after:
         wanted = before[0][1] if rank == 2 else fresh
         assert all(torch.equal(factors[name], wanted[name]) for name in wanted)
+
+
+def test_factors_that_differ_between_nodes_are_taken_over_from_the_first(tmp_path):
+    transform = sl.chain(sl.zero(0, replicate="node"), sl.powersgd(2))
+
+    def save(mesh):
+        state, step = trained(mesh, transform, 0)
+        state, _ = step(state, batch_of(mesh.rank, 0))
+        checkpoint.save(tmp_path, state)
+        return told(mesh, state)[1]
+
+    def load(mesh):
+        state, _ = trained(mesh, transform, 0)
+        return told(mesh, checkpoint.restore(checkpoint.latest(tmp_path), state))[1]
+
+    first, second, *_ = sl.simulate(save, mesh={"data": 2, "node": 2})
+    after = sl.simulate(load, mesh={"data": 2, "node": 3})
+    name = "net/float64@data/factors"
+    assert not torch.equal(first[name], second[name])
+    assert all(torch.equal(factors[name], first[name]) for factors in after)
 
 
 def test_a_changed_loss_scale_changes_the_errors_with_it():
