@@ -86,7 +86,7 @@ class Channel:
         found, bucket = [], self.bucket
         for name, kept in self.keeps.items():
             # Over the axes before this one what is exchanged is a sum already, and factors are equal on this one too.
-            alike = bucket.replicas.index(self.axis) + bool(kept.shapes) if self.level is None else 0
+            alike = bucket.replicas.index(self.axis) + (kept.kind == "factors") if self.level is None else 0
             own = {*bucket.slices, *bucket.axes, *bucket.replicas[alike:]}
             axes = tuple(axis for axis in sizes if axis in own)
             rows = math.prod(sizes[axis] for axis in axes)

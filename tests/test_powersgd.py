@@ -1,7 +1,7 @@
-"""PowerSGD: every step is the plain simulation's, nothing is lost, payloads are the formula's, states are kept."""
+"""Sums as low-rank factors: every step is the plain simulation's, nothing is lost, payloads are the formula's."""
 
-import itertools
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def rows_of(ranks, place, shapes, mean=False, dtype=torch.float64):
     edges = [0]
     for shape in shapes:
         edges.append(edges[-1] + math.prod(shape))
-    return Rows(ranks, place, edges[-1], tuple(itertools.pairwise(edges)), False, mean, dtype, tuple(shapes))
+    return Rows(ranks, place, edges[-1], tuple(pairwise(edges)), False, mean, dtype, tuple(shapes))
 
 
 def exchange(mesh, codec, buffers, steps, mean=False, dtype=torch.float64):
