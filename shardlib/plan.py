@@ -128,7 +128,7 @@ class Plan:
     codecs: Mapping[str, Codec] = field(default_factory=dict)
     packings: Mapping[str, Packing] = field(default_factory=dict)
     second_level: int | None = None
-    owned: OwnedAxis | None = None
+    owned: OwnedAxis | None = field(default=None, compare=False)  # of the optimizer, not of the layout
     touches: tuple[str, ...] | None = None
     activations: Mapping[str, int] | None = None
     optimizer_bytes: tuple[int, ...] | None = None

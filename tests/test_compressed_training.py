@@ -450,3 +450,16 @@ def test_on_other_ranks_all_go_on_from_the_mean(tmp_path, ranks):
     for found in sl.simulate(load, mesh={"data": ranks}):
         for got, *theirs in zip(found, *saved, strict=True):
             torch.testing.assert_close(got, sum(theirs) / 3, rtol=1e-12, atol=1e-15)
+
+
+def test_an_eval_step_takes_the_states_of_an_optimizer_that_owns_an_axis():
+    """Made, as its docstring has it, of the parameters that the train step is made of."""
+
+    def run(mesh):
+        sharded = sl.shard(params(torch.float32), mesh, stage=0)
+        evaluate = sl.make_eval_step(loss_fn, sharded)
+        state, step = sl.make_train_step(loss_fn, sharded, sl.optim.onebit_adam(1e-3, freeze_step=1, eps=1e-3))
+        state, _ = step(state, batch_of(mesh.rank, 0, torch.float32))
+        return float(evaluate(state, batch_of(mesh.rank, 0, torch.float32))) > 0
+
+    assert all(sl.simulate(run, mesh={"data": 2}))
