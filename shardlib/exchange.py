@@ -122,7 +122,7 @@ def _own(padded: torch.Tensor, buffer: torch.Tensor, bucket: Bucket) -> torch.Te
 class Sum:
     """A bucket's rank-major buffer of partial sums; ``within``: leave each result in this rank's part of this buffer.
 
-    ``within`` may be the buffer itself.
+    ``within`` may be the buffer itself. It serves up to the first exchange in few bits.
     """
 
     bucket: Bucket
@@ -165,6 +165,8 @@ class Reduction:
         if axis in self._compression.codecs:
             items = [self._compression.item(part.bucket, axis, part.buffer) for part in self.sums]
             self._compressed = self._compression.codecs[axis].exchange(self._mesh, axis, items, self._errors)
+            for part in self.sums:
+                part.within = None  # what comes in is decoded into memory of its own, and this may hold an error by now
         elif scatter:
             self._works = [self._scatter(axis, part) for part in self.sums]
         else:

@@ -144,6 +144,11 @@ class Plan:
         """The plan of all ranks, from a rank's or a stage's part of it."""
         return self.whole or self
 
+    @cached_property
+    def layout(self) -> Plan:
+        """The plan as it is before an optimizer is known: what evaluation goes by."""
+        return replace(self, owned=None, optimizer_bytes=None)
+
     def at(self, coords: Mapping[str, int]) -> Plan:
         """What the rank at these coordinates works with: under a pipeline, the buckets that live there alone."""
         if self.pipeline is None:

@@ -249,7 +249,7 @@ def make_eval_step(fn: Callable[..., Any], params: Any) -> Callable[..., Any]:
 
     def eval_step(params: Any, *args: Any) -> Any:
         current = lift(params.params if isinstance(params, TrainState) else params)
-        if current.plan is not lifted.plan and current.plan != lifted.plan:
+        if current.plan is not lifted.plan and current.plan.layout != lifted.plan.layout:
             raise TreeError(
                 "these parameters were sharded by another plan than the eval step was made for; make one for it"
             )

@@ -230,6 +230,23 @@ def test_in_a_chain_it_still_owns_its_axis(name):
         assert_same(clipped, plain)
 
 
+@COMPRESSING
+def test_it_evaluates_with_what_it_trains(name):
+    """An eval step of the parameters as they were sharded, before an optimizer was known."""
+
+    def run(mesh):
+        sharded = sl.shard(model(), mesh, sl.zero(0))
+        evaluate = sl.make_eval_step(lambda params, batch: sl.Mean(loss_fn(params, batch), 1.0), sharded)
+        state, step = sl.make_train_step(loss_fn, sharded, MAKE[name]())
+        for number in range(3):
+            told = evaluate(state, batch_of(mesh.rank, number)).item()
+            state, metrics = step(state, batch_of(mesh.rank, number))
+            assert told == pytest.approx(metrics["loss"].item(), rel=1e-12)
+        return True
+
+    assert all(sl.simulate(run, mesh={"data": 2}))
+
+
 # --- what is sent, held and kept --------------------------------------------------------------------------------
 
 

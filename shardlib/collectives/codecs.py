@@ -269,7 +269,9 @@ def _whole(x: torch.Tensor) -> torch.Tensor:
 def parts(messages: torch.Tensor, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """``count`` scales of ``dtype`` and the bytes behind them, from every row: what `message` joined."""
     width = count * dtype.itemsize
-    return _whole(messages[:, :width]).view(dtype), messages[:, width:]
+    # In one row: of rows without elements none can be seen as another dtype.
+    scales = _whole(messages[:, :width]).view(-1).view(dtype)
+    return scales.view(len(messages), count), messages[:, width:]
 
 
 def _gaps(filled: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:

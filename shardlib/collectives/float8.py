@@ -60,24 +60,23 @@ class _Float8Blocks(PaddedWire):
         self.widths = (width, width)
 
     def encode(self, error: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return message(*self._encode_rows(x.add_(error)))
+        return message(*self._encode_rows(x.add_(error), self.rows.ways))
 
     def add(self, messages: torch.Tensor) -> torch.Tensor:
         return self.rows.unpadded(self._add(messages))
 
     def add_encode(self, messages: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
-        return message(*self._encode_rows(error.add_(self._add(messages))))[0]
+        return message(*self._encode_rows(error.add_(self._add(messages)), 1))[0]
 
     def decode(self, messages: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         return self.unpadded(self._values(messages).reshape(-1), out)
 
-    def _encode_rows(self, c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scales and bytes, row by row; leaves in ``c`` what they do not hold."""
+    def _encode_rows(self, c: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scales and bytes of ``rows`` rows; leaves in ``c`` what they do not hold."""
         blocks = c.view(-1, self._block)
         values, scales = _encode(blocks)
         left = blocks - values.float() * scales[:, None]
         blocks.copy_(torch.where(scales.isfinite()[:, None], left, blocks))
-        rows = len(c) // self.row
         return scales.view(rows, -1), values.view(torch.uint8).view(rows, -1)
 
     def _add(self, messages: torch.Tensor) -> torch.Tensor:

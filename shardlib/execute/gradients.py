@@ -169,8 +169,12 @@ class Gradients:
         if not self._last:
             self._held[bucket.name] = whole
             return Sum(bucket, whole)
+        if held is not None or not bucket.levels:
+            return Sum(bucket, whole, whole)
+        if bucket.axes[0] in self._route.compression.codecs:
+            return Sum(bucket, whole)  # it is decoded elsewhere
         # What the sum is written into is as large as what was planned for: the whole gradient.
-        return Sum(bucket, whole, torch.empty_like(whole) if held is None and bucket.levels else whole)
+        return Sum(bucket, whole, torch.empty_like(whole))
 
     def _fly(self, sums: list[Sum], start: int, stop: int, over: tuple[str, ...]) -> None:
         freed = sum(part.bucket.size(0) for part in sums if part.within is not part.buffer)

@@ -52,10 +52,13 @@ class ExactWire(PaddedWire):
 
     def decode(self, messages, out=None):
         assert out is None
-        return messages.contiguous().view(self.rows.dtype).reshape(-1)[: self.rows.elements]
+        return self._values(messages).reshape(-1)[: self.rows.elements]
+
+    def _values(self, messages):
+        return messages.reshape(-1).clone().view(self.rows.dtype).view(len(messages), self.row)
 
     def _sum(self, messages):
-        total = messages.contiguous().view(self.rows.dtype).sum(0)
+        total = self._values(messages).sum(0)
         return total / self.rows.ways if self.rows.mean else total
 
 
