@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
-from shardlib.collectives.codecs import Codec, Packing
+from shardlib.collectives.codecs import Packing
+from shardlib.collectives.sums import Codec
 from shardlib.errors import IllegalComposition, listing
 from shardlib.parts import SequencePlan
 from shardlib.schedules import Pipeline
@@ -59,8 +60,8 @@ class Use:
 class Reduce:
     """How gradients are summed: over which axis the batch varies, by which method, in which dtype.
 
-    ``axis="*"`` speaks of every axis. ``codec``: in how many bits gradients travel over the axis; ``gathered``: in how
-    many the parameters do that are split over it.
+    ``axis="*"`` speaks of every axis. ``codec``: how gradients travel over the axis, where not as they are; ``gathered``:
+    how the parameters do that are split over it.
     """
 
     axis: str

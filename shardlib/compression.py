@@ -1,4 +1,4 @@
-"""Where gradients travel in few bits: one `Channel` for each bucket and axis, with the errors it remembers."""
+"""Where gradients are compressed on their way: one `Channel` for each bucket and axis, with what it keeps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 
-from shardlib.collectives.codecs import Codec, Rows, Wire
+from shardlib.collectives.sums import Codec, Kept, Line, Rows
 from shardlib.layout import Bucket
 from shardlib.specs import Leaf, P
 
@@ -37,55 +37,67 @@ class Channel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what is encoded, and of errors: fp32, or float64 where gradients are."""
+        """Of what is exchanged and kept: fp32, or float64 where gradients are."""
         return torch.float64 if self.bucket.reduce_dtype == torch.float64 else torch.float32
 
-    @property
-    def errors(self) -> tuple[str, ...]:
-        """Names of the errors: of what this rank sends, and of the row it adds up for all."""
-        if not self.codec.feedback:
-            return ()
-        name = f"{self.bucket.name}@{self.axis}"
-        return (name,) if self.level is not None else (name, f"{name}/row")
+    @cached_property
+    def keeps(self) -> dict[str, Kept]:
+        """What stays from one exchange to the next, by its name in ``TrainState.comm``."""
+        return {f"{self.bucket.name}@{self.axis}/{kept.kind}": kept for kept in self._any_line.keeps}
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """Elements of each of the errors."""
-        row = self._any_wire.row
-        return (self.ways * row, row)[: len(self.errors)]
+    def bytes(self) -> int:
+        """What one rank keeps."""
+        return self.dtype.itemsize * sum(kept.elements for kept in self.keeps.values())
 
     @property
     def payload(self) -> int:
         """Bytes one rank sends."""
-        first, second = self._any_wire.widths
-        return (self.ways - 1) * (first + (second if self.level is None else 0))
+        return self._any_line.payload
 
-    def wire(self, coords: Mapping[str, int]) -> Wire:
+    def start(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """What is kept before the first exchange, by name."""
+        return dict(zip(self.keeps, self._any_line.start(device), strict=True))
+
+    def line(self, coords: Mapping[str, int]) -> Line:
         """For the rank at these coordinates."""
         bucket, level = self.bucket, self.bucket.levels if self.level is None else self.level
         owners = bucket.parts(level)
-        filled = bucket.filled(bucket.owner(coords, 0, level) * owners, owners)
-        scattered = self.level is not None
         return self.codec.bind(
-            Rows(self.ways, coords[self.axis], self.elements, filled, scattered, self.mean, self.dtype)
+            Rows(
+                ways=self.ways,
+                place=coords[self.axis],
+                elements=self.elements,
+                filled=bucket.filled(bucket.owner(coords, 0, level) * owners, owners),
+                scattered=self.level is not None,
+                mean=self.mean,
+                dtype=self.dtype,
+                shapes=() if bucket.levels else bucket.shapes,
+            )
         )
 
     @cached_property
-    def _any_wire(self) -> Wire:
+    def _any_line(self) -> Line:
         """Some rank's: their sizes are alike."""
-        return self.wire(dict.fromkeys((*self.bucket.axes, self.axis), 0))
+        return self.line(dict.fromkeys((*self.bucket.axes, self.axis), 0))
 
     def leaves(self, sizes: Mapping[str, int]) -> list[Leaf]:
-        """The errors of all ranks: one row for each rank that has its own."""
-        bucket = self.bucket
+        """What all ranks keep: one row for each rank that has its own."""
+        found = []
+        for name, kept in self.keeps.items():
+            own = {*self.bucket.slices, *self.bucket.axes, *self._differing(kept)}
+            axes = tuple(axis for axis in sizes if axis in own)
+            rows = math.prod(sizes[axis] for axis in axes)
+            found.append(Leaf(name, (rows, kept.elements), self.dtype, P(axes)))
+        return found
+
+    def _differing(self, kept: Kept) -> tuple[str, ...]:
+        """Those of the axes that no leaf is split over whose ranks keep different ones."""
+        equal = kept.kind == "factors"  # on all ranks of this axis
         if self.mean:  # of what was summed over all other axes
-            later: tuple[str, ...] = (self.axis,)
-        else:
-            later = bucket.replicas[0 if self.level is not None else bucket.replicas.index(self.axis) :]
-        own = {*bucket.slices, *bucket.axes, *later}
-        axes = tuple(axis for axis in sizes if axis in own)
-        rows = math.prod(sizes[axis] for axis in axes)
-        return [Leaf(name, (rows, size), self.dtype, P(axes)) for name, size in zip(self.errors, self.sizes)]
+            return () if equal else (self.axis,)
+        # Over the axes before this one what is exchanged is a sum already.
+        return self.bucket.replicas[self.bucket.replicas.index(self.axis) + equal if self.level is None else 0 :]
 
 
 def channels(bucket: Bucket, codecs: Mapping[str, Codec], sizes: Mapping[str, int]) -> list[Channel]:

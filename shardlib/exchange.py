@@ -13,8 +13,8 @@ from types import MappingProxyType
 import torch
 
 from shardlib.collectives import primitives
-from shardlib.collectives.codecs import Codec, Packing, Wire
-from shardlib.collectives.compressed import CompressedSum, Errors, Item
+from shardlib.collectives.codecs import Packing
+from shardlib.collectives.sums import Codec, Errors, Exchange, Item, Line
 from shardlib.compression import Channel, channels
 from shardlib.layout import Bucket
 from shardlib.mesh import Mesh
@@ -90,7 +90,7 @@ class Gather:
 
 
 class Compression:
-    """What one rank's reductions send in few bits.
+    """What one rank's reductions compress.
 
     Args:
         codecs: axis -> how what is summed over it travels, where that is not as it is.
@@ -98,19 +98,19 @@ class Compression:
 
     def __init__(self, codecs: Mapping[str, Codec], mesh: Mesh) -> None:
         self.codecs, self._mesh = codecs, mesh
-        self._channels: dict[tuple[str, str], tuple[Channel, Wire]] = {}
+        self._channels: dict[tuple[str, str], tuple[Channel, Line]] = {}
 
-    def item(self, bucket: Bucket, axis: str, buffer: torch.Tensor) -> Item:
+    def item(self, bucket: Bucket, axis: str, buffer: torch.Tensor) -> Item[Line]:
         """A buffer on its way over a compressed axis; its memory is used up where it is the caller's own."""
         if (bucket.name, axis) not in self._channels:
             for channel in channels(bucket, self.codecs, self._mesh.shape):
-                self._channels[bucket.name, channel.axis] = channel, channel.wire(self._mesh.coords)
-        channel, wire = self._channels[bucket.name, axis]
-        return Item(wire, _own(wire.pad(buffer.to(channel.dtype)), buffer, bucket), channel.errors)
+                self._channels[bucket.name, channel.axis] = channel, channel.line(self._mesh.coords)
+        channel, line = self._channels[bucket.name, axis]
+        return Item(line, _own(line.pad(buffer.to(channel.dtype)), buffer, bucket), tuple(channel.keeps))
 
 
 def _own(padded: torch.Tensor, buffer: torch.Tensor, bucket: Bucket) -> torch.Tensor:
-    """Memory that the error may be kept in."""
+    """Memory that may be used up, and that an error may be kept in."""
     if padded.data_ptr() != buffer.data_ptr():
         return padded
     # A gradient that was not packed may be somebody's tensor.
@@ -140,8 +140,8 @@ class Reduction:
     Args:
         sums: all split over the same axes.
         axes: the axes, after that, over which they are summed on all ranks.
-        compression: what travels in few bits, and
-        errors: what it left out; written to.
+        compression: what is compressed, and
+        errors: what that left out; written to.
     """
 
     def __init__(
@@ -161,14 +161,14 @@ class Reduction:
 
     def _launch(self) -> None:
         self._works: list[primitives.Work] = []
-        self._compressed: CompressedSum | None = None
+        self._compressed: Exchange | None = None
         self._under_way = bool(self._todo)
         if not self._todo:
             return
         axis, scatter = self._todo.pop(0)
         if axis in self._compression.codecs:
             items = [self._compression.item(part.bucket, axis, part.buffer) for part in self.sums]
-            self._compressed = CompressedSum(self._mesh, axis, items, self._errors, scatter=scatter)
+            self._compressed = self._compression.codecs[axis].exchange(self._mesh, axis, items, self._errors)
             for part in self.sums:
                 part.within = None  # what comes in is decoded into memory of its own, and this may hold an error by now
         elif scatter:

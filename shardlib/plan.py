@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from shardlib.collectives.codecs import Codec, Packing
+from shardlib.collectives.codecs import Packing
+from shardlib.collectives.sums import Codec
 from shardlib.compression import Channel, channels
 from shardlib.errors import TreeError, listing
 from shardlib.layout import Bucket
@@ -94,7 +95,7 @@ class Plan:
         loss_scale: None, or "dynamic" for fp16.
         cast_batch: dtype that floating batch leaves are cast to, or None.
         sequence: over which axis sequences are cut, and how; or None.
-        codecs: axis -> in how many bits gradients travel, where that is not as they are.
+        codecs: axis -> how gradients travel over it, where that is not as they are.
         packings: axis -> in how many bits parameters travel when they are gathered.
         second_level: the level at which gathered parameters are kept from forward to backward, or None.
         owned: the axis that the optimizer sums over itself, or None.
@@ -127,7 +128,7 @@ class Plan:
     codecs: Mapping[str, Codec] = field(default_factory=dict)
     packings: Mapping[str, Packing] = field(default_factory=dict)
     second_level: int | None = None
-    owned: OwnedAxis | None = None
+    owned: OwnedAxis | None = field(default=None, compare=False)  # of the optimizer, not of the layout
     touches: tuple[str, ...] | None = None
     activations: Mapping[str, int] | None = None
     optimizer_bytes: tuple[int, ...] | None = None
@@ -208,7 +209,7 @@ class Plan:
 
     @cached_property
     def channels(self) -> tuple[Channel, ...]:
-        """Where gradients travel in few bits, the optimizer's own channels last."""
+        """Where gradients are compressed, the optimizer's own channels last."""
         found = [channel for bucket in self.trained for channel in channels(bucket, self.codecs, self.sizes)]
         return (*found, *(self.owned_channels if self.owned else ()))
 
@@ -253,7 +254,7 @@ class Plan:
                 raise ValueError("the plan was made without an optimizer; pass optimizer= to make_plan")
             return max(self.optimizer_bytes)
         if role == "comm":
-            return sum(channel.dtype.itemsize * sum(channel.sizes) for channel in self.channels)
+            return sum(channel.bytes for channel in self.channels)
         if role == "buffers":
             return sum(numel * dtype.itemsize for dtype, numel in self.buffers)
         raise ValueError(f"role {role!r} is not one of {', '.join(ROLES)}, comm, buffers")

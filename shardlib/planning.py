@@ -291,7 +291,14 @@ def _second_level(slots: Slots, split: Sequence[str], sizes: Mapping[str, int]) 
 def _check_compression(plan: Plan, slots: Slots) -> None:
     """Whether there is something to compress on every axis where it is asked for, and whether it can be."""
     asked = {slot[1:]: value for slot, value in slots.items() if slot[0] == "reduce"}
+    split = {slot[2]: None for slot in slots if slot[0] == "live" and slot[1] in ROLES}
     for (axis, name), value in asked.items():
+        if name == "codec" and value.whole and split:
+            raise IllegalComposition(
+                f"gradients are to travel over axis {axis!r} in {value}, which are made of whole leaves, and zero splits the "
+                f"state over axis {', '.join(map(repr, split))}: use zero(stage=0), or sl.onebit() or sl.quantize() to "
+                "compress shards"
+            )
         if name == "codec" and (axis, "method") not in asked:
             raise IllegalComposition(
                 f"gradients are to travel over axis {axis!r} in {value}, and nothing sums them there: add "
@@ -341,8 +348,8 @@ def own_axis(plan: Plan, optimizer: Any) -> Plan:
         )
     if axis in plan.codecs:
         raise IllegalComposition(
-            f"{owned.name} sums gradients over axis {axis!r} in few bits itself, and so do onebit() or quantize() there; "
-            "drop one of the two"
+            f"{owned.name} sums gradients over axis {axis!r} in few bits itself, and they already travel there in "
+            f"{plan.codecs[axis]}; drop one of the two"
         )
     log = (
         *plan.log,

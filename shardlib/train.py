@@ -37,7 +37,7 @@ class TrainState:
         step: steps taken, skipped ones included.
         params: `Sharded` parameters.
         opt: `OptimizerState`, over this rank's flat shards.
-        comm: what compressed exchanges left out so far, by name (see ``Plan.errors``).
+        comm: what compressed exchanges keep, such as what they left out so far, by name (see ``Plan.errors``).
         buffers: what the loss function returns beside the loss (BatchNorm's statistics), or None.
         scale: `LossScale`, or None.
         rng: the `Key` that per-step keys are folded from.
@@ -222,11 +222,7 @@ def make_train_step(
         step=0,
         params=lifted,
         opt=_init(optimizer, lifted),
-        comm={
-            name: torch.zeros(size, dtype=channel.dtype, device=mesh.device)
-            for channel in plan.channels
-            for name, size in zip(channel.errors, channel.sizes, strict=True)
-        },
+        comm={name: kept for channel in plan.channels for name, kept in channel.start(mesh.device).items()},
         buffers=buffers,
         scale=LossScale() if plan.loss_scale else None,
         rng=key,
@@ -283,7 +279,7 @@ def _init(optimizer: GradientTransformation, params: Sharded) -> OptimizerState:
 
 def _rescaled(plan: Plan, comm: dict[str, torch.Tensor], factor: float) -> dict[str, torch.Tensor]:
     """Errors of scaled gradients, under another loss scale. (An optimizer's own are of what is no longer scaled.)"""
-    scaled = {name for channel in plan.channels if not channel.mean for name in channel.errors}
+    scaled = {name for channel in plan.channels if not channel.mean for name in channel.keeps}
     return {name: error * factor if name in scaled else error for name, error in comm.items()}
 
 

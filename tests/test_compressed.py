@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from oracle.few_bits import FewBits
 
 import shardlib as sl
-from shardlib.collectives.codecs import Integers, OneBit, Rows
-from shardlib.collectives.compressed import CompressedSum, Errors, Item
+from shardlib.collectives.codecs import Integers, OneBit
+from shardlib.collectives.compressed import CompressedSum
 from shardlib.collectives.float8 import Float8
+from shardlib.collectives.sums import Errors, Item, Rows
 from shardlib.kernels.quantize import Blockwise
 
 CODECS = {
@@ -66,7 +67,7 @@ def exchange(mesh, axis, codec, rows, steps, scatter):
     for x in steps:
         before, after = {name: error.clone() for name, error in errors.items()}, Errors(errors)
         item = Item(wire, wire.pad(x.clone()).clone(), ("sent",) if scatter else ("sent", "row"))
-        (result,) = CompressedSum(mesh, axis, [item], after, scatter=scatter).wait()
+        (result,) = CompressedSum(mesh, axis, [item], after).wait()
         assert all(torch.equal(errors[name], before[name]) for name in errors), "old errors stay until the step counts"
         errors = after.after
         told.append((result, errors["sent"], errors["row"]))
@@ -151,7 +152,7 @@ def test_several_buffers_are_one_message():
             Item(wire, wire.pad(torch.arange(1.0, row.elements + 1)).clone(), (f"{i}0", f"{i}1"))
             for i, (wire, row) in enumerate(zip(wires, rows, strict=True))
         ]
-        results = CompressedSum(mesh, "data", items, errors, scatter=False).wait()
+        results = CompressedSum(mesh, "data", items, errors).wait()
         return mesh.traffic.calls["data"], [len(result) for result in results]
 
     assert sl.simulate(run, mesh={"data": 2}) == [(2, [5, 64, 17])] * 2

@@ -489,3 +489,16 @@ def test_specs_tell_which_ranks_errors_differ(name):
         assert len(found) == leaf.shape[0]
         assert all(torch.equal(error, same[0]) for same in found.values() for error in same)
         assert len({error[0].numpy().tobytes() for error in found.values()}) == len(found)
+
+
+def test_an_eval_step_takes_the_states_of_an_optimizer_that_owns_an_axis():
+    """Made, as its docstring has it, of the parameters that the train step is made of."""
+
+    def run(mesh):
+        sharded = sl.shard(params(torch.float32), mesh, stage=0)
+        evaluate = sl.make_eval_step(loss_fn, sharded)
+        state, step = sl.make_train_step(loss_fn, sharded, sl.optim.onebit_adam(1e-3, freeze_step=1, eps=1e-3))
+        state, _ = step(state, batch_of(mesh.rank, 0, torch.float32))
+        return float(evaluate(state, batch_of(mesh.rank, 0, torch.float32))) > 0
+
+    assert all(sl.simulate(run, mesh={"data": 2}))

@@ -1,8 +1,4 @@
-"""How flat buffers travel in few bits: a codec says how, a `Wire` is a codec bound to the sizes of one buffer.
-
-A wire serves the two exchanges that `shardlib.collectives.compressed` is made of. Each rank encodes its whole buffer as
-one message for every rank; a rank adds up the messages that are for it (its row of the sum); and, where all are to have
-the whole sum, encodes its row again and decodes everybody's. Scales lie in front of the values in a message.
+"""Sums and gathers in few bits: signs or integers, with scales in front of the values in a message.
 
 Error feedback (arXiv 2102.02888): what a message leaves out is added to the next buffer. Errors are fp32 (float64 for
 float64). A buffer and its error are interchangeable in x + e, so the new error is written over the *buffer*: the old
@@ -15,77 +11,12 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
-import torch.nn.functional as F
 
+from shardlib.collectives.compressed import TwoPhase, Wire
+from shardlib.collectives.sums import Kept, Rows
 from shardlib.kernels import onebit, quantize
 from shardlib.kernels.onebit import Segments
 from shardlib.kernels.quantize import Blockwise
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The shape of a buffer on a wire.
-
-    Attributes:
-        ways: ranks that exchange it; this one is number ``place``.
-        elements: of the buffer.
-        filled: from where to where each leaf's elements lie; what is between is padding, zero at all times.
-        scattered: whether rank r's row is the r-th of ``ways`` equal parts of the buffer, with equally many leaves in
-            each; else all ranks get the whole sum, and rows are only how the work is shared.
-        mean: whether the result is the mean over the ranks; else the sum.
-        dtype: of the buffer, the errors and the result.
-    """
-
-    ways: int
-    place: int
-    elements: int
-    filled: tuple[tuple[int, int], ...]
-    scattered: bool
-    mean: bool
-    dtype: torch.dtype
-
-    def row(self, grain: int) -> int:
-        """Elements of one row, padded to a multiple of ``grain``."""
-        return -(-self.elements // (self.ways * grain)) * grain
-
-    def pad(self, x: torch.Tensor, grain: int) -> torch.Tensor:
-        """The buffer as ``[ways * row]``; ``x`` itself where that is the same."""
-        row = self.row(grain)
-        if self.ways * row == self.elements:
-            return x
-        if self.scattered:
-            x = x.view(self.ways, -1)
-            return F.pad(x, (0, row - x.shape[1])).view(-1)
-        return F.pad(x, (0, self.ways * row - self.elements))
-
-    def spans(self, grain: int) -> list[tuple[int, int]]:
-        """``filled``, in the padded buffer."""
-        if not self.scattered:
-            return list(self.filled)
-        leaves, shift = len(self.filled) // self.ways, self.row(grain) - self.elements // self.ways
-        moved = [number // leaves * shift for number in range(len(self.filled))]
-        return [(start + by, stop + by) for (start, stop), by in zip(self.filled, moved)]
-
-    def unpadded(self, row: torch.Tensor) -> torch.Tensor:
-        """One row of the result, without its padding."""
-        return row[: self.elements // self.ways] if self.scattered else row
-
-
-class Codec(Protocol):
-    """How values travel in few bits. Frozen and comparable: part of a plan.
-
-    Attributes:
-        feedback: whether what a message leaves out is added to the next buffer.
-        wide: whether float64 can be encoded.
-    """
-
-    @property
-    def feedback(self) -> bool: ...
-
-    @property
-    def wide(self) -> bool: ...
-
-    def bind(self, rows: Rows) -> Wire: ...
 
 
 class Packing(Protocol):
@@ -107,43 +38,8 @@ class Packing(Protocol):
         ...
 
 
-class Wire(Protocol):
-    """A codec bound to a buffer.
-
-    Attributes:
-        row: elements of a padded row.
-        widths: bytes of a message to one rank, and of a message to all.
-    """
-
-    row: int
-    widths: tuple[int, int]
-
-    def pad(self, x: torch.Tensor) -> torch.Tensor:
-        """A buffer as `encode` takes it; itself where it needs no padding."""
-        ...
-
-    def encode(self, error: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """``x + error`` as messages to the ranks, uint8 ``[ways, width]``; what they leave out is written over ``x``.
-
-        Both are padded, ``[ways * row]``.
-        """
-        ...
-
-    def add(self, messages: torch.Tensor) -> torch.Tensor:
-        """This rank's row of the sum (or mean) of what came in, without padding, from uint8 ``[ways, width]``."""
-        ...
-
-    def add_encode(self, messages: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
-        """That row plus ``error`` as a message to all, uint8 ``[second_width]``; updates ``error`` in place."""
-        ...
-
-    def decode(self, messages: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The whole buffer ``[elements]``, from everybody's rows, uint8 ``[ways, second_width]``; in ``out``, if given."""
-        ...
-
-
 @dataclass(frozen=True)
-class OneBit:
+class OneBit(TwoPhase):
     """Signs and one scale per leaf, or per block of elements (see `shardlib.kernels.onebit`).
 
     Attributes:
@@ -155,7 +51,9 @@ class OneBit:
     wide: ClassVar[bool] = True
 
     def bind(self, rows: Rows) -> Wire:
-        return _LeafBits(rows) if self.scales == "leaf" else _BlockBits(rows, int(self.scales))
+        if self.scales == "leaf":
+            return _LeafBits(rows, self.feedback)
+        return _BlockBits(rows, self.feedback, int(self.scales))
 
     def __str__(self) -> str:
         per = "leaf" if self.scales == "leaf" else f"{self.scales} elements"
@@ -163,7 +61,7 @@ class OneBit:
 
 
 @dataclass(frozen=True)
-class Integers:
+class Integers(TwoPhase):
     """Integers of 8 or 4 bits with a scale per block (ZeRO++, arXiv 2306.10209; see `shardlib.kernels.quantize`)."""
 
     form: Blockwise
@@ -171,7 +69,7 @@ class Integers:
     wide: ClassVar[bool] = False
 
     def bind(self, rows: Rows) -> Wire:
-        return _Blocks(rows, self.form)
+        return _Blocks(rows, self.feedback, self.form)
 
     def size(self, elements: int) -> int:
         return 4 * self.form.scales(elements) + self.form.bytes(elements)
@@ -192,8 +90,25 @@ class Integers:
 class PaddedWire:
     """What wires have in common: rows padded to a grain."""
 
-    def __init__(self, rows: Rows, grain: int) -> None:
-        self.rows, self.row, self._grain = rows, rows.row(grain), grain
+    widths: tuple[int, int]
+
+    def __init__(self, rows: Rows, feedback: bool, grain: int) -> None:
+        self.rows, self.row, self._feedback, self._grain = rows, rows.row(grain), feedback, grain
+
+    @property
+    def keeps(self) -> tuple[Kept, ...]:
+        if not self._feedback:
+            return ()
+        sent = Kept("sent", self._length)
+        return (sent,) if self.rows.scattered else (sent, Kept("row", self.row))
+
+    @property
+    def payload(self) -> int:
+        first, second = self.widths
+        return (self.rows.ways - 1) * (first if self.rows.scattered else first + second)
+
+    def start(self, device: torch.device) -> list[torch.Tensor]:
+        return [torch.zeros(kept.elements, dtype=self.rows.dtype, device=device) for kept in self.keeps]
 
     def pad(self, x: torch.Tensor) -> torch.Tensor:
         return self.rows.pad(x, self._grain)
@@ -219,8 +134,8 @@ class _LeafBits(PaddedWire):
     Padding has segments of its own, before each leaf, whose scales are 0 and are not sent.
     """
 
-    def __init__(self, rows: Rows) -> None:
-        super().__init__(rows, 8)
+    def __init__(self, rows: Rows, feedback: bool) -> None:
+        super().__init__(rows, feedback, 8)
         edges = [edge for span in rows.spans(8) for edge in span]
         self._segments = Segments([0, *edges], self._length)
         self._leaves = len(rows.filled) // (rows.ways if rows.scattered else 1)
@@ -271,8 +186,8 @@ class _LeafBits(PaddedWire):
 class _BlockBits(PaddedWire):
     """Signs, and a scale for each block of elements, whichever leaves they belong to."""
 
-    def __init__(self, rows: Rows, block: int) -> None:
-        super().__init__(rows, block)
+    def __init__(self, rows: Rows, feedback: bool, block: int) -> None:
+        super().__init__(rows, feedback, block)
         self._block = block
         self._blocks = Segments.blocks(block, self._length)
         self._one = Segments.blocks(block, self.row)
@@ -312,8 +227,8 @@ class _BlockBits(PaddedWire):
 class _Blocks(PaddedWire):
     """Integers, and a scale for each block of elements. Padding is 0 and stays so."""
 
-    def __init__(self, rows: Rows, form: Blockwise) -> None:
-        super().__init__(rows, form.block)
+    def __init__(self, rows: Rows, feedback: bool, form: Blockwise) -> None:
+        super().__init__(rows, feedback, form.block)
         self._form = form
         self._scales = form.scales(self.row)
         width = 4 * self._scales + form.bytes(self.row)

@@ -13,13 +13,15 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from shardlib.collectives.codecs import PaddedWire, Rows, Wire, message, parts
+from shardlib.collectives.codecs import PaddedWire, message, parts
+from shardlib.collectives.compressed import TwoPhase, Wire
+from shardlib.collectives.sums import Rows
 
 _FP8, _LARGEST = torch.float8_e4m3fn, 448.0
 
 
 @dataclass(frozen=True)
-class Float8:
+class Float8(TwoPhase):
     """A codec and a packing.
 
     Attributes:
@@ -31,7 +33,7 @@ class Float8:
     wide: ClassVar[bool] = False
 
     def bind(self, rows: Rows) -> Wire:
-        return _Float8Blocks(rows, self.block)
+        return _Float8Blocks(rows, self.feedback, self.block)
 
     def size(self, elements: int) -> int:
         return 4 * -(-elements // self.block) + elements
@@ -51,8 +53,8 @@ class Float8:
 
 
 class _Float8Blocks(PaddedWire):
-    def __init__(self, rows: Rows, block: int) -> None:
-        super().__init__(rows, block)
+    def __init__(self, rows: Rows, feedback: bool, block: int) -> None:
+        super().__init__(rows, feedback, block)
         self._block, self._scales = block, self.row // block
         width = 4 * self._scales + self.row
         self.widths = (width, width)

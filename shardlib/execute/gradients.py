@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardlib.collectives.compressed import Errors
+from shardlib.collectives.sums import Errors
 from shardlib.exchange import Compression, Reduction, Sum
 from shardlib.layout import Bucket
 from shardlib.mesh import Mesh

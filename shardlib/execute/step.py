@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shardlib.collectives import primitives
-from shardlib.collectives.compressed import Errors
+from shardlib.collectives.sums import Errors
 from shardlib.errors import BatchError, HandleError, IllegalComposition, NonFiniteError, TreeError
 from shardlib.exchange import Compression
 from shardlib.execute.buffers import average_buffers

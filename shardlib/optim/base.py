@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from shardlib.collectives.codecs import Codec
+from shardlib.collectives.sums import Codec
 from shardlib.errors import IllegalComposition
 from shardlib.optim.shards import WHOLE, MeshShards, Shards, optimizer_shards
 from shardlib.sharded import Sharded

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardlib.collectives import primitives
-from shardlib.collectives.compressed import CompressedSum, Errors, Item
+from shardlib.collectives.sums import Errors, Exchange, Item
 from shardlib.errors import IllegalComposition
 from shardlib.exchange import Gather, compact
 from shardlib.mesh import Mesh
@@ -206,8 +206,8 @@ class OwnExchange:
 
     def __init__(self, plan: Plan, mesh: Mesh) -> None:
         assert plan.owned is not None
-        self._plan, self._mesh, self._axis = plan, mesh, plan.owned.axis
-        self._wires = {channel.bucket.name: (channel, channel.wire(mesh.coords)) for channel in plan.owned_channels}
+        self._plan, self._mesh, self._owned = plan, mesh, plan.owned
+        self._lines = {channel.bucket.name: (channel, channel.line(mesh.coords)) for channel in plan.owned_channels}
 
     def mean(
         self, tree: dict[str, torch.Tensor], errors: Errors, out: dict[str, torch.Tensor] | None
@@ -217,7 +217,7 @@ class OwnExchange:
         for name in tree:
             if sum(tree[other].numel() for other in groups[-1]) >= _TOGETHER:
                 groups.append([])
-            if name in self._wires:
+            if name in self._lines:
                 groups[-1].append(name)
         started = [(names, self._start([(name, tree[name]) for name in names], errors)) for names in groups if names]
         found = dict(tree)
@@ -227,17 +227,16 @@ class OwnExchange:
                 found[name] = result.to(tree[name].dtype)
         return {name: compact(mean) for name, mean in found.items()}  # optimizers keep it
 
-    def _start(self, buffers: list[tuple[str, torch.Tensor]], errors: Errors) -> CompressedSum:
+    def _start(self, buffers: list[tuple[str, torch.Tensor]], errors: Errors) -> Exchange:
         items = []
         for name, buffer in buffers:
-            channel, wire = self._wires[name]
-            items.append(Item(wire, compact(wire.pad(buffer.to(channel.dtype))), channel.errors))
-        return CompressedSum(self._mesh, self._axis, items, errors, scatter=False)
+            channel, line = self._lines[name]
+            items.append(Item(line, compact(line.pad(buffer.to(channel.dtype))), tuple(channel.keeps)))
+        return self._owned.codec.exchange(self._mesh, self._owned.axis, items, errors)
 
     def reset(self, errors: Errors) -> None:
-        for channel, _ in self._wires.values():
-            for name in channel.errors:
-                errors.own(name).zero_()
+        for channel, _ in self._lines.values():
+            errors.after |= channel.start(self._mesh.device)
 
 
 def device_of(tree: Tree) -> torch.device | None:

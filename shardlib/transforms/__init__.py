@@ -5,6 +5,7 @@ from shardlib.transforms.freeze import freeze
 from shardlib.transforms.hierarchical import hierarchical
 from shardlib.transforms.onebit import onebit
 from shardlib.transforms.pipeline import pipeline
+from shardlib.transforms.powersgd import powersgd
 from shardlib.transforms.precision import precision
 from shardlib.transforms.quantize import quantize
 from shardlib.transforms.remat import remat
@@ -19,6 +20,7 @@ __all__ = [
     "hierarchical",
     "onebit",
     "pipeline",
+    "powersgd",
     "precision",
     "quantize",
     "remat",

@@ -29,8 +29,8 @@ def onebit(axis: str = "data", scales: str | int = "leaf", *, feedback: bool = T
     Where gradients are split over the axis (stages 1 to 3) each rank's signs and scales go to the owner, who adds them up
     in full precision; where they are not, the sum is compressed once more and gathered. What is left out is added to the
     next step's gradients: fp32 errors, the size of the whole gradient, in ``TrainState.comm`` (and as much again during a
-    step, so that one that does not count leaves them alone). Adam's variance suffers from such gradients;
-    `shardlib.optim.onebit_adam` freezes it.
+    step, so that one that does not count leaves them alone). Adam's variance suffers from such gradients
+    (less with blocks of 128); `shardlib.optim.onebit_adam` freezes it.
 
     Args:
         scales: "leaf" for one scale per parameter and rank, or elements per block, a multiple of 8.

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 import torch
 
 from shardlib.claims import Reduce
+from shardlib.collectives.codecs import PaddedWire
+from shardlib.collectives.compressed import TwoPhase
 
 
 @dataclass(frozen=True)
-class Exact:
+class Exact(TwoPhase):
     """Values as their own bytes, for sums and for gathers."""
 
     feedback: bool = True
@@ -16,7 +18,7 @@ class Exact:
     wide = True
 
     def bind(self, rows):
-        return ExactWire(rows)
+        return ExactWire(rows, self.feedback)
 
     def size(self, elements):
         return elements * self.itemsize
@@ -28,24 +30,21 @@ class Exact:
         out.copy_(message.view(out.dtype))
 
 
-class ExactWire:
+class ExactWire(PaddedWire):
     """Rows padded to a multiple of 3; errors are zero."""
 
-    def __init__(self, rows):
-        self._rows, self.row = rows, rows.row(3)
+    def __init__(self, rows, feedback):
+        super().__init__(rows, feedback, 3)
         self.widths = (self.row * rows.dtype.itemsize,) * 2
-
-    def pad(self, x):
-        return self._rows.pad(x, 3)
 
     def encode(self, error, x):
         assert not error.any()
-        sent = x.view(self._rows.ways, -1).clone().view(torch.uint8)
+        sent = x.view(self.rows.ways, -1).clone().view(torch.uint8)
         x.zero_()
         return sent
 
     def add(self, messages):
-        return self._rows.unpadded(self._sum(messages))
+        return self.rows.unpadded(self._sum(messages))
 
     def add_encode(self, messages, error):
         assert not error.any()
@@ -53,14 +52,14 @@ class ExactWire:
 
     def decode(self, messages, out=None):
         assert out is None
-        return self._values(messages).reshape(-1)[: self._rows.elements]
+        return self._values(messages).reshape(-1)[: self.rows.elements]
 
     def _values(self, messages):
-        return messages.reshape(-1).clone().view(self._rows.dtype).view(len(messages), self.row)
+        return messages.reshape(-1).clone().view(self.rows.dtype).view(len(messages), self.row)
 
     def _sum(self, messages):
         total = self._values(messages).sum(0)
-        return total / self._rows.ways if self._rows.mean else total
+        return total / self.rows.ways if self.rows.mean else total
 
 
 @dataclass(frozen=True)

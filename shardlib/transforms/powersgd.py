@@ -1,0 +1,42 @@
+"""Gradients as low-rank factors, with error feedback (PowerSGD, arXiv 1905.13727)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardlib.claims import Claim, LeafInfo, Reduce
+from shardlib.collectives.low_rank import LowRank
+from shardlib.errors import IllegalComposition
+
+
+@dataclass(frozen=True)
+class PowerSGD:
+    axis: str
+    codec: LowRank
+
+    @property
+    def name(self) -> str:
+        return f"powersgd(rank={self.codec.rank}, axis={self.axis!r})"
+
+    def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
+        yield Reduce(self.axis, codec=self.codec)
+
+
+def powersgd(rank: int = 4, axis: str = "data") -> PowerSGD:
+    """Sum gradients over ``axis`` as products of two factors, at ZeRO stage 0.
+
+    A leaf of two or more dimensions is a matrix ``[n, m]``, of its first dimension and the others; (n + m)·rank numbers of
+    it are sent in place of n·m. Others, and matrices of which that is no fewer, are sent as they are. What is left out is
+    added to the next step's gradients: fp32 errors, the size of the whole gradient, in ``TrainState.comm``, beside the
+    factors ``[m, rank]`` that the next step starts from.
+
+    Args:
+        rank: of the factors, 1 or more; the paper's are 1 to 4.
+
+    Raises:
+        IllegalComposition: ``rank`` is not such a number. When a plan is made, too: gradients are split over any axis.
+    """
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise IllegalComposition(f"powersgd(rank={rank!r}): use the number of columns of the factors, 1 or more")
+    return PowerSGD(axis, LowRank(rank))
