@@ -61,6 +61,8 @@ def methods() -> list[Method]:
         Method("1-bit LAMB", lamb, _onebit_lamb),
         Method(zero_one, adam, _zero_one_adam),
         *(Method(f"onebit(), stage {stage}", adam, _adam, sl.chain(sl.zero(stage), sl.onebit())) for stage in range(4)),
+        Method("onebit(), stage 2, a scale per 32", adam, _adam, sl.chain(sl.zero(2), sl.onebit(scales=32))),
+        *(Method(f"PowerSGD, rank {rank}", adam, _adam, sl.chain(sl.zero(0), sl.powersgd(rank))) for rank in (4, 16)),
         Method("int8 gradients, stage 0", adam, _adam, sl.chain(sl.zero(0), sl.quantize(gradients="int8"))),
         Method("fp8 gradients, stage 0", adam, _adam, sl.chain(sl.zero(0), sl.quantize(gradients="fp8"))),
         Method(four, adam, _adam, sl.chain(sl.zero(2), sl.quantize(gradients="int4"))),
