@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-import torch.nn.functional as F
 
 from shardlib.errors import SpecError
+
+if TYPE_CHECKING:
+    from shardlib.attending import Attention
 
 KINDS = ("megatron", "ulysses", "ring")
 
@@ -50,15 +52,6 @@ class SequencePlan:
         step = length // pieces
         mine = (rank, pieces - 1 - rank) if self.kind == "ring" else (rank,)
         return [(chunk * step, step) for chunk in mine]
-
-
-@dataclass(frozen=True)
-class Attention:
-    """What `attention` was asked for beside its tensors; ``key_mask`` is (batch, whole sequence)."""
-
-    causal: bool = False
-    scale: float | None = None
-    key_mask: torch.Tensor | None = None
 
 
 class Parts(Protocol):
@@ -118,39 +111,3 @@ def sum_sequence(x: torch.Tensor) -> torch.Tensor:
     """
     parts = current_parts.get()
     return x if parts is None else parts.sum(x)
-
-
-def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    key_mask: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """``F.scaled_dot_product_attention`` over the whole sequence, whatever part of it is here.
-
-    Args:
-        q: (batch, heads, sequence, size).
-        k, v: the same, with as many heads or a divisor of their number (grouped queries).
-        causal: a position sees itself and those before it.
-        scale: of the scores; by default 1/√size.
-        key_mask: bool (batch, sequence), whole on every rank: False where a position is padding, which none sees.
-
-    Raises:
-        SpecError: kind="ulysses", and heads that do not divide over its axis; kind="ring" and ``key_mask``.
-    """
-    how, parts = Attention(causal, scale, key_mask), current_parts.get()
-    return plain_attention(q, k, v, how) if parts is None else parts.attention(q, k, v, how)
-
-
-def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: Attention) -> torch.Tensor:
-    """`attention` where q, k and v are of the whole sequence."""
-    mask = None if how.key_mask is None else how.key_mask[:, None, None, :]
-    causal = how.causal
-    if mask is not None and causal:
-        length = q.shape[2]
-        mask, causal = mask & torch.ones(length, length, dtype=torch.bool, device=q.device).tril(), False
-    grouped = k.shape[1] != q.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=how.scale, enable_gqa=grouped)

@@ -19,11 +19,12 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import shardlib as sl
 from shardlib import checkpoint
+from shardlib.attending import Attention, plain_attention
 from shardlib.collectives.attention import ulysses_attention
 from shardlib.collectives.ring_attention import _Trip, ring_attention
 from shardlib.errors import IllegalComposition, LossError, SpecError
 from shardlib.models import gpt
-from shardlib.parts import Attention, SequencePlan, plain_attention
+from shardlib.parts import SequencePlan
 
 SIZES = {"vocab": 32, "width": 16, "heads": 8, "sequence": 8}
 CONFIG = replace(TINY, **SIZES)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from shardlib.attending import Attention, plain_attention
 from shardlib.collectives.pairs import all_to_all, mesh_with
 from shardlib.errors import SpecError
 from shardlib.mesh import Mesh
-from shardlib.parts import Attention, plain_attention
 
 
 def ulysses_attention(

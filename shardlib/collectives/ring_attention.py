@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from shardlib.attending import Attention
 from shardlib.collectives import primitives
 from shardlib.collectives.pairs import mesh_with
 from shardlib.errors import LossError, SpecError
 from shardlib.groups import Work
 from shardlib.mesh import Mesh
-from shardlib.parts import Attention
 
 
 def ring_attention(
@@ -40,7 +40,7 @@ def ring_attention(
     (P−1) times its keys and values forward; the same and as many gradients (in fp32 or wider) backward.
 
     Raises:
-        SpecError: keys of another length than the queries, or an odd one; a key mask.
+        SpecError: keys of another length than the queries, or an odd one; a key mask or a layout.
         LossError: a second derivative.
     """
     if k.shape[2] != q.shape[2] or q.shape[2] % 2:
@@ -48,10 +48,10 @@ def ring_attention(
             f"ring attention over axis {axis!r} takes as many keys as queries, in two chunks a rank, and gets "
             f"{k.shape[2]} keys and {q.shape[2]} queries on each; pad both to one even number, or use kind='ulysses'"
         )
-    if how.key_mask is not None:
+    if how.key_mask is not None or how.layout is not None:
         raise SpecError(
-            f"ring attention over axis {axis!r} takes no key_mask: no rank ever holds the scores of a whole row; use "
-            "kind='ulysses' or 'megatron', or pack the batch without padding"
+            f"ring attention over axis {axis!r} takes no key_mask and no layout: no rank ever holds the scores of a whole "
+            "row; use kind='ulysses' or 'megatron'"
         )
     scale = q.shape[-1] ** -0.5 if how.scale is None else how.scale
     return _Ring.apply(q, k, v, mesh_with(mesh, axis), axis, how.causal, scale)

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from shardlib.attending import Attention, plain_attention
 from shardlib.collectives import pairs, primitives
 from shardlib.collectives.attention import ulysses_attention
 from shardlib.collectives.ring_attention import ring_attention
 from shardlib.errors import LossError, SpecError, listing
 from shardlib.mesh import Mesh
-from shardlib.parts import Attention, SequencePlan, plain_attention
+from shardlib.parts import SequencePlan
 
 
 class SequenceParts:

@@ -19,6 +19,7 @@ from shardlib.functional import Mean, embedding, linear_cross_entropy
 from shardlib.models.pieces import Fresh, Params, check_sizes, drop, layer_norm, linear, self_attention
 from shardlib.parts import gather_sequence, shard_sequence
 from shardlib.rng import Key, uniform
+from shardlib.sparse import Layout
 from shardlib.transforms.tensor_slicing import column, row
 
 IGNORED = -100  # as a target: the position does not count
@@ -30,7 +31,8 @@ class BERTConfig:
 
     ``sequence`` is the longest input in tokens; ``segments`` how many kinds of them there are (the paper: the first and
     the second sentence); ``dropout`` the probability of zeroing an element of the embedding and of each residual branch;
-    ``pre_norm`` normalises what goes into a branch, and once more at the end, instead of the sum after it.
+    ``pre_norm`` normalises what goes into a branch, and once more at the end, instead of the sum after it; with a
+    ``layout`` (`shardlib.sparse`, for the length of the batches) attention computes its blocks alone.
 
     Raises ValueError when ``heads`` does not divide ``width``, a size is below 1 or ``dropout`` lies
     outside [0, 1).
@@ -45,6 +47,7 @@ class BERTConfig:
     dropout: float = 0.0
     pre_norm: bool = False
     dtype: torch.dtype = torch.float32
+    layout: Layout | None = None
 
     def __post_init__(self) -> None:
         check_sizes(self, "vocab", "layers", "width", "heads", "sequence", "segments")
@@ -86,7 +89,8 @@ def _block(config: BERTConfig, params: Params, x: Tensor, key_mask: Tensor | Non
     """One transformer block: (B, S, W) -> (B, S, W). ``rng`` is used, and may not be None, under dropout."""
 
     def attend(x: Tensor) -> Tensor:
-        a = self_attention(params["attn"], x, config.width // config.heads, key_mask=key_mask)
+        size = config.width // config.heads
+        a = self_attention(params["attn"], x, size, key_mask=key_mask, layout=config.layout)
         return drop(config.dropout, a, rng, "attn")
 
     def think(x: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from shardlib.functional import embedding, linear_cross_entropy
 from shardlib.models.pieces import Fresh, Params, check_sizes, drop, layer_norm, linear, self_attention
 from shardlib.parts import gather_sequence, shard_sequence
 from shardlib.rng import Key
+from shardlib.sparse import Layout
 from shardlib.transforms.tensor_slicing import column, row
 
 
@@ -28,7 +29,8 @@ class GPTConfig:
     """Sizes of a GPT.
 
     ``sequence`` is the longest context in tokens; ``dropout`` the probability of zeroing an element of the
-    embedding and of each residual branch; ``tie`` uses the token embedding as the output layer too.
+    embedding and of each residual branch; ``tie`` uses the token embedding as the output layer too; with a ``layout``
+    (`shardlib.sparse`, for the length of the batches) attention computes its blocks alone.
 
     Raises ValueError when ``heads`` does not divide ``width``, a size is below 1 or ``dropout`` lies
     outside [0, 1).
@@ -42,6 +44,7 @@ class GPTConfig:
     dropout: float = 0.0
     dtype: torch.dtype = torch.float32
     tie: bool = False
+    layout: Layout | None = None
 
     def __post_init__(self) -> None:
         check_sizes(self, "vocab", "layers", "width", "heads", "sequence")
@@ -78,7 +81,8 @@ def init(config: GPTConfig, seed: int = 0, device: str | torch.device = "cpu") -
 
 def _block(config: GPTConfig, params: Params, x: Tensor, rng: Key | None) -> Tensor:
     """One transformer block: (B, S, W) -> (B, S, W). ``rng`` is used, and may not be None, under dropout."""
-    a = self_attention(params["attn"], layer_norm(params["ln1"], x), config.width // config.heads, causal=True)
+    size = config.width // config.heads
+    a = self_attention(params["attn"], layer_norm(params["ln1"], x), size, causal=True, layout=config.layout)
     x = x + drop(config.dropout, a, rng, "attn")
     h = F.gelu(linear(params["mlp"]["up"], layer_norm(params["ln2"], x)), approximate="tanh")
     return x + drop(config.dropout, linear(params["mlp"]["down"], h), rng, "mlp")

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib.parts import attention
+from shardlib.attending import attention
 from shardlib.rng import Key, dropout
+from shardlib.sparse import Layout
 
 Params = dict[str, Any]
 
@@ -47,7 +48,13 @@ def layer_norm(params: Params, x: Tensor, eps: float = 1e-5) -> Tensor:
 
 
 def self_attention(
-    params: Params, x: Tensor, size: int, *, causal: bool = False, key_mask: Tensor | None = None
+    params: Params,
+    x: Tensor,
+    size: int,
+    *,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    layout: Layout | None = None,
 ) -> Tensor:
     """``{"qkv", "out"}``: (B, S, W) -> (B, S, W). The rows of qkv are (heads, 3, size).
 
@@ -55,7 +62,7 @@ def self_attention(
     """
     qkv = linear(params["qkv"], x).unflatten(-1, (-1, 3, size))
     q, k, v = qkv.permute(3, 0, 2, 1, 4)
-    out = attention(q, k, v, causal=causal, key_mask=key_mask)
+    out = attention(q, k, v, causal=causal, key_mask=key_mask, layout=layout)
     return linear(params["out"], out.transpose(1, 2).flatten(2))
 
 

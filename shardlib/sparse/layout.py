@@ -129,8 +129,21 @@ class Layout:
         return column_offsets, rows
 
     def to(self, device: torch.device | str) -> Layout:
-        """The same on another device."""
-        return Layout(self.block, self.row_offsets.to(device), self.columns.to(device))
+        """The same on another device, where it stays."""
+        device = torch.device(device)
+        if device == self.columns.device:
+            return self
+        if device not in self._elsewhere:
+            self._elsewhere[device] = Layout(self.block, self.row_offsets.to(device), self.columns.to(device))
+        return self._elsewhere[device]
+
+    @cached_property
+    def _elsewhere(self) -> dict[torch.device, Layout]:
+        return {}
+
+    def __deepcopy__(self, memo: object) -> Layout:
+        """Itself, which never changes: a copied module has it too."""
+        return self
 
     def __repr__(self) -> str:
         heads = f"{self.heads} heads of " if self.heads > 1 else ""
