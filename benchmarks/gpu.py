@@ -10,9 +10,6 @@ itself that also runs on a CPU; its timings mean nothing and are not written.
 from __future__ import annotations
 
 import argparse
-import csv
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,12 +17,11 @@ import optree
 import torch
 
 import shardlib as sl
-from benchmarks import gpu_kernels
+from benchmarks import gpu_kernels, gpu_train
+from benchmarks.gpu_timing import Rows, Timing
 from shardlib.groups import EchoGroup
 from shardlib.mesh import Mesh
 from shardlib.models import gpt
-
-Rows = list[dict[str, str]]
 
 
 def main() -> None:
@@ -36,15 +32,23 @@ def main() -> None:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cpu" and not args.tiny:
         raise SystemExit("no CUDA device: nothing to measure (--tiny tries the script on the CPU)")
-    rows = checks(device) + gpu_kernels.checks(device)
-    for row in rows:
-        print(f"{row['check']:55s} {row['result']}")
-    measured = measurements(device, args.tiny)
-    kernels = gpu_kernels.measurements(device, args.tiny, seconds)
-    for row in measured + kernels:
-        print(row)
+    timing = Timing(device, args.tiny)
+    tables = {
+        "Checks": lambda: checks(device) + gpu_kernels.checks(device),
+        "A step of a small GPT": lambda: measurements(timing),
+        "A step of a GPT of 1.1 billion parameters": lambda: gpu_train.measurements(timing, alone(device)),
+        "Kernels": lambda: gpu_kernels.measurements(timing),
+    }
+    lines = [f"`python -m benchmarks.gpu`, torch {torch.__version__}"]
+    for title, make in tables.items():
+        print(text := _table(title, make()), flush=True)
+        lines.append(text)
     if not args.tiny:
-        write(args.out, device, rows, measured, kernels)
+        name = torch.cuda.get_device_name(device)
+        stem = args.out / name.lower().replace(" ", "-")
+        args.out.mkdir(parents=True, exist_ok=True)
+        stem.with_suffix(".md").write_text("\n".join([f"# {name}", "", *lines]))
+        timing.write(stem.with_suffix(".csv"))
 
 
 def checks(device: torch.device) -> Rows:
@@ -101,8 +105,9 @@ def train(device: torch.device, transform: sl.claims.Transform, mesh: Mesh) -> l
     return optree.tree_leaves(sl.unshard(state.params))
 
 
-def measurements(device: torch.device, tiny: bool) -> Rows:
+def measurements(timing: Timing) -> Rows:
     """A GPT in bf16 with fp32 masters: a hand-written loop against shardlib."""
+    device, tiny = timing.device, timing.tiny
     config = gpt.GPTConfig(vocab=512, layers=2, width=64, heads=4, sequence=64)
     if not tiny:
         config = gpt.GPTConfig(vocab=32768, layers=24, width=1024, heads=16, sequence=1024)
@@ -114,22 +119,16 @@ def measurements(device: torch.device, tiny: bool) -> Rows:
         "shardlib, mesh of one": by_shardlib(config, batch, alone(device), sl.zero(0)),
         "shardlib, stage 3, one echo (gathers are copies)": by_shardlib(config, batch, echo(device), sl.zero(3)),
     }
-    times: dict[str, list[float]] = {name: [] for name in providers}
-    for round_number in range(2 if tiny else 14):
-        for name, step in providers.items():
-            taken = seconds(step, device)
-            if round_number >= (0 if tiny else 4):
-                times[name].append(taken)
-    tokens = rows * config.sequence
-    base = statistics.median(times["hand-written loop"])
+    medians = timing.medians("a small GPT", providers)
+    tokens, base = rows * config.sequence, medians["hand-written loop"]
     return [
         {
             "provider": name,
-            "ms per step": f"{statistics.median(taken) * 1e3:.2f}",
-            "tokens/s": f"{tokens / statistics.median(taken):,.0f}",
-            "ratio": f"{statistics.median(taken) / base:.3f}",
+            "ms per step": f"{taken * 1e3:.2f}",
+            "tokens/s": f"{tokens / taken:,.0f}",
+            "ratio": f"{taken / base:.3f}",
         }
-        for name, taken in times.items()
+        for name, taken in medians.items()
     ]
 
 
@@ -161,34 +160,10 @@ def by_hand(config: gpt.GPTConfig, batch: dict[str, torch.Tensor], device: torch
     return run
 
 
-def seconds(step: Callable[[], None], device: torch.device) -> float:
-    if device.type == "cpu":
-        begun = time.perf_counter()
-        step()
-        return time.perf_counter() - begun
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    step()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / 1e3
-
-
-def write(folder: Path, device: torch.device, checked: Rows, measured: Rows, kernels: Rows) -> None:
-    name = torch.cuda.get_device_name(device)
-    stem = name.lower().replace(" ", "-")
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = [f"# {name}", "", f"`python -m benchmarks.gpu`, torch {torch.__version__}", ""]
-    for rows in (checked, measured, kernels):
-        header = list(rows[0])
-        lines += [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
-        lines += [f"| {' | '.join(row.values())} |" for row in rows] + [""]
-    (folder / f"{stem}.md").write_text("\n".join(lines))
-    for rows, ending in ((measured, ""), (kernels, "-kernels")):
-        with (folder / f"{stem}{ending}.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
+def _table(title: str, rows: Rows) -> str:
+    header = list(rows[0])
+    lines = [f"## {title}", "", f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(row.values())} |" for row in rows), ""])
 
 
 if __name__ == "__main__":

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from benchmarks.gpu_timing import Rows, Timing
 from shardlib.kernels import onebit, quantize
 from shardlib.kernels.build import BuildError
 from shardlib.kernels.onebit import Segments
 from shardlib.kernels.quantize import Blockwise
-
-Rows = list[dict[str, str]]
-Seconds = Callable[[Callable[[], Any], torch.device], float]
 
 _ODD = 1_000_003  # elements in the checks
 
@@ -81,9 +78,9 @@ def _check_quantize(using: str, device: torch.device, form: Blockwise) -> bool:
     return same
 
 
-def measurements(device: torch.device, tiny: bool, seconds: Seconds) -> Rows:
+def measurements(timing: Timing) -> Rows:
     """Bytes per second of every implementation, of plain torch and of a copy, taking turns."""
-    elements = 1 << (16 if tiny else 28)
+    device, elements = timing.device, 1 << (16 if timing.tiny else 28)
     x, error, out = (torch.randn(elements, device=device) for _ in range(3))
     whole, tensors, blocks = Segments([0, elements]), Segments.blocks(1 << 14, elements), Segments.blocks(128, elements)
     int8, int4 = Blockwise(8), Blockwise(4)
@@ -105,24 +102,18 @@ def measurements(device: torch.device, tiny: bool, seconds: Seconds) -> Rows:
         "int4 quantise": (4.531, lambda u: quantize.quantize(x, int4, using=u)),
         "int8 dequantise": (5.031, lambda u: quantize.dequantize(*values, int8, elements, out=out, using=u)),
     }
-    calls: dict[tuple[str, str], tuple[float, Callable[[], Any]]] = {("copy", "torch"): (8, lambda: out.copy_(x))}
+    sizes = {"copy, torch": ("copy", "torch", 8.0)}
+    calls: dict[str, Callable[[], Any]] = {"copy, torch": lambda: out.copy_(x)}
     for name, (size, operation) in operations.items():
         for using in (*implementations(device), "reference"):
-            calls[name, using] = (size, lambda operation=operation, using=using: operation(using))
-    times: dict[tuple[str, str], list[float]] = {}
-    for number in range(2 if tiny else 14):
-        for key, (_, call) in list(calls.items()):
-            try:
-                taken = seconds(call, device)
-            except (BuildError, ImportError):
-                del calls[key]  # the checks say why
-                continue
-            if number >= (0 if tiny else 4):
-                times.setdefault(key, []).append(taken)
-    ceiling = 8 * elements / statistics.median(times["copy", "torch"])
+            sizes[f"{name}, {using}"] = name, using, size
+            calls[f"{name}, {using}"] = lambda operation=operation, using=using: operation(using)
+    medians = timing.medians("kernels", calls)
+    ceiling = 8 * elements / medians["copy, torch"]
     rows = []
-    for (name, using), taken in times.items():
-        rate = calls[name, using][0] * elements / statistics.median(taken)
-        cells = {"kernel": name, "implementation": using, "ms": f"{statistics.median(taken) * 1e3:.3f}"}
+    for key, taken in medians.items():
+        name, using, size = sizes[key]
+        rate = size * elements / taken
+        cells = {"kernel": name, "implementation": using, "ms": f"{taken * 1e3:.3f}"}
         rows.append(cells | {"GB/s": f"{rate / 1e9:.0f}", "of a copy's": f"{rate / ceiling:.0%}"})
     return rows

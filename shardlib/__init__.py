@@ -1,6 +1,7 @@
 """shardlib: pure functions turn a parameter pytree into sharded state and a train step."""
 
-from shardlib import checkpoint, optim, schedules
+from shardlib import checkpoint, optim, schedules, sparse
+from shardlib.attending import attention
 from shardlib.blocks import block, sequential
 from shardlib.claims import chain
 from shardlib.collectives import (
@@ -16,12 +17,13 @@ from shardlib.collectives import (
 )
 from shardlib.errors import IllegalComposition, ShardlibError
 from shardlib.functional import Mean, embedding, linear_cross_entropy
+from shardlib.kernels.sparse_attention import sparse_attention
 from shardlib.launch import launch, simulate
 from shardlib.measure import measure_blocks
 from shardlib.mesh import Mesh, abstract_mesh, make_mesh
 from shardlib.models.modules import from_module
 from shardlib.optim import GradientTransformation, apply_updates
-from shardlib.parts import attention, gather_sequence, shard_sequence, sum_sequence
+from shardlib.parts import gather_sequence, shard_sequence, sum_sequence
 from shardlib.plan import Plan
 from shardlib.prediction import predict_step
 from shardlib.preview import make_plan
@@ -102,6 +104,8 @@ __all__ = [
     "Sharded",
     "ShardlibError",
     "simulate",
+    "sparse",
+    "sparse_attention",
     "split",
     "sum_sequence",
     "tensor_slicing",

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-import torch.nn.functional as F
 
 from shardlib.errors import SpecError
+
+if TYPE_CHECKING:
+    from shardlib.attending import Attention
 
 KINDS = ("megatron", "ulysses", "ring")
 
@@ -61,9 +63,7 @@ class Parts(Protocol):
 
     def sum(self, x: torch.Tensor) -> torch.Tensor: ...
 
-    def attention(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None
-    ) -> torch.Tensor: ...
+    def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: Attention) -> torch.Tensor: ...
 
     def loss(
         self,
@@ -111,28 +111,3 @@ def sum_sequence(x: torch.Tensor) -> torch.Tensor:
     """
     parts = current_parts.get()
     return x if parts is None else parts.sum(x)
-
-
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, scale: float | None = None
-) -> torch.Tensor:
-    """``F.scaled_dot_product_attention`` over the whole sequence, whatever part of it is here.
-
-    Args:
-        q: (batch, heads, sequence, size).
-        k, v: the same, with as many heads or a divisor of their number (grouped queries).
-        causal: a position sees itself and those before it.
-        scale: of the scores; by default 1/√size.
-
-    Raises:
-        SpecError: kind="ulysses", and heads that do not divide over its axis.
-    """
-    parts = current_parts.get()
-    return plain_attention(q, k, v, causal, scale) if parts is None else parts.attention(q, k, v, causal, scale)
-
-
-def plain_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None
-) -> torch.Tensor:
-    grouped = k.shape[1] != q.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)

@@ -19,11 +19,12 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import shardlib as sl
 from shardlib import checkpoint
+from shardlib.attending import Attention, plain_attention
 from shardlib.collectives.attention import ulysses_attention
 from shardlib.collectives.ring_attention import _Trip, ring_attention
 from shardlib.errors import IllegalComposition, LossError, SpecError
 from shardlib.models import gpt
-from shardlib.parts import SequencePlan, plain_attention
+from shardlib.parts import SequencePlan
 
 SIZES = {"vocab": 32, "width": 16, "heads": 8, "sequence": 8}
 CONFIG = replace(TINY, **SIZES)
@@ -270,13 +271,13 @@ def test_attention_is_torchs(kind, ranks, batch, groups, queries, chunk, size, v
         torch.randn(batch, n, length, d, generator=generator, dtype=torch.float64) * 2 for n, d in shapes
     )
     inputs = [x.requires_grad_() for x in inputs]
-    want = plain_attention(*inputs, causal, scale)
+    want = plain_attention(*inputs, Attention(causal, scale))
     grads = torch.autograd.grad((want * weight).sum(), inputs)
     attention = ulysses_attention if kind == "ulysses" else ring_attention
 
     def run(mesh):
         mine = [part_of(x.detach(), plan, mesh.rank, ranks, 2).requires_grad_() for x in inputs]
-        out = attention(*mine, "seq", causal=causal, scale=scale)
+        out = attention(*mine, "seq", Attention(causal, scale))
         given = part_of(weight, plan, mesh.rank, ranks, 2)
         return [out.detach(), *torch.autograd.grad((out * given).sum(), mine)]
 
@@ -323,7 +324,7 @@ def test_the_loss_of_uneven_parts(kind, reduction):
 
     def alone(params):
         h = x + F.linear(F.linear(x, params["up"]).tanh(), params["down"])
-        h = 2 * plain_attention(*[h[:, None]] * 3, False, None)[:, 0] if kind != "megatron" else h
+        h = 2 * plain_attention(*[h[:, None]] * 3, Attention())[:, 0] if kind != "megatron" else h
         scores = F.linear(h, params["w"]).flatten(0, 1)
         losses = F.cross_entropy(scores, targets.flatten(), ignore_index=-1, reduction=reduction)
         return (losses.view(weight.shape) * weight).sum()
@@ -603,7 +604,7 @@ def test_heads_that_do_not_divide():
         step_with(loss_fn, params, "ulysses", token_batches(1, 2, CONFIG)[0], ways=4)
 
     def grouped(mesh):
-        ulysses_attention(torch.ones(1, 4, 2, 2), *[torch.ones(1, 2, 2, 2)] * 2, "seq")
+        ulysses_attention(torch.ones(1, 4, 2, 2), *[torch.ones(1, 2, 2, 2)] * 2, "seq", Attention())
 
     with pytest.raises(SpecError, match="2 key and value heads do not"):
         sl.simulate(grouped, mesh={"seq": 4})
@@ -714,7 +715,7 @@ def test_stages_that_train_rightly():
 
 def test_keys_of_another_length():
     def run(mesh, queries, keys):
-        ring_attention(torch.ones(1, 2, queries, 2), *[torch.ones(1, 2, keys, 2)] * 2, "seq")
+        ring_attention(torch.ones(1, 2, queries, 2), *[torch.ones(1, 2, keys, 2)] * 2, "seq", Attention())
 
     for lengths in ((4, 2), (3, 3)):
         with pytest.raises(SpecError, match=r"gets \d keys and \d queries"):

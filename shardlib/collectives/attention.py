@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from shardlib.attending import Attention, plain_attention
 from shardlib.collectives.pairs import all_to_all, mesh_with
 from shardlib.errors import SpecError
 from shardlib.mesh import Mesh
-from shardlib.parts import plain_attention
 
 
 def ulysses_attention(
@@ -15,9 +15,8 @@ def ulysses_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     axis: str,
+    how: Attention,
     *,
-    causal: bool = False,
-    scale: float | None = None,
     mesh: Mesh | None = None,
 ) -> torch.Tensor:
     """Attention of (batch, heads, sequence / ranks, size): each rank attends with its share of the heads.
@@ -39,4 +38,4 @@ def ulysses_attention(
             "kind='ulysses'): use a smaller axis, repeat the keys' heads, or use kind='ring', which cuts no heads"
         )
     q, k, v = (all_to_all(x, axis, split_dim=1, concat_dim=2, mesh=mesh) for x in (q, k, v))
-    return all_to_all(plain_attention(q, k, v, causal, scale), axis, split_dim=2, concat_dim=1, mesh=mesh)
+    return all_to_all(plain_attention(q, k, v, how), axis, split_dim=2, concat_dim=1, mesh=mesh)

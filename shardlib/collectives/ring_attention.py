@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from shardlib.attending import Attention
 from shardlib.collectives import primitives
 from shardlib.collectives.pairs import mesh_with
 from shardlib.errors import LossError, SpecError
@@ -29,9 +30,8 @@ def ring_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     axis: str,
+    how: Attention,
     *,
-    causal: bool = False,
-    scale: float | None = None,
     mesh: Mesh | None = None,
 ) -> torch.Tensor:
     """Attention of (batch, heads, sequence / ranks, size), where each rank holds two chunks of the sequence (zig-zag).
@@ -40,7 +40,7 @@ def ring_attention(
     (P−1) times its keys and values forward; the same and as many gradients (in fp32 or wider) backward.
 
     Raises:
-        SpecError: keys of another length than the queries, or an odd one.
+        SpecError: keys of another length than the queries, or an odd one; a key mask or a layout.
         LossError: a second derivative.
     """
     if k.shape[2] != q.shape[2] or q.shape[2] % 2:
@@ -48,7 +48,13 @@ def ring_attention(
             f"ring attention over axis {axis!r} takes as many keys as queries, in two chunks a rank, and gets "
             f"{k.shape[2]} keys and {q.shape[2]} queries on each; pad both to one even number, or use kind='ulysses'"
         )
-    return _Ring.apply(q, k, v, mesh_with(mesh, axis), axis, causal, q.shape[-1] ** -0.5 if scale is None else scale)
+    if how.key_mask is not None or how.layout is not None:
+        raise SpecError(
+            f"ring attention over axis {axis!r} takes no key_mask and no layout: no rank ever holds the scores of a whole "
+            "row; use kind='ulysses' or 'megatron'"
+        )
+    scale = q.shape[-1] ** -0.5 if how.scale is None else how.scale
+    return _Ring.apply(q, k, v, mesh_with(mesh, axis), axis, how.causal, scale)
 
 
 class _Ring(torch.autograd.Function):

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from shardlib.attending import Attention, plain_attention
 from shardlib.collectives import pairs, primitives
 from shardlib.collectives.attention import ulysses_attention
 from shardlib.collectives.ring_attention import ring_attention
 from shardlib.errors import LossError, SpecError, listing
 from shardlib.mesh import Mesh
-from shardlib.parts import SequencePlan, plain_attention
+from shardlib.parts import SequencePlan
 
 
 class SequenceParts:
@@ -53,14 +54,12 @@ class SequenceParts:
         self.note("leave")
         return pairs.all_reduce(x, self.axis, dst="invariant", mesh=self._mesh)
 
-    def attention(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None
-    ) -> torch.Tensor:
+    def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: Attention) -> torch.Tensor:
         self.note("mix")
-        if self.kind != "megatron":
-            over = ulysses_attention if self.kind == "ulysses" else ring_attention
-            return over(q, k, v, self.axis, causal=causal, scale=scale, mesh=self._mesh)
-        return plain_attention(q, k, v, causal, scale)  # a column-sliced layer gave it all positions of its heads
+        if self.kind == "megatron":
+            return plain_attention(q, k, v, how)  # a column-sliced layer gave it all positions of its heads
+        over = ulysses_attention if self.kind == "ulysses" else ring_attention
+        return over(q, k, v, self.axis, how, mesh=self._mesh)
 
     def loss(
         self,

@@ -17,11 +17,11 @@ from torch import Tensor
 from shardlib.blocks import Sequential, sequential
 from shardlib.blocks import block as mark_block
 from shardlib.functional import embedding, linear_cross_entropy
-from shardlib.parts import attention, gather_sequence, shard_sequence
-from shardlib.rng import Key, dropout
+from shardlib.models.pieces import Fresh, Params, check_sizes, drop, layer_norm, linear, self_attention
+from shardlib.parts import gather_sequence, shard_sequence
+from shardlib.rng import Key
+from shardlib.sparse import Layout
 from shardlib.transforms.tensor_slicing import column, row
-
-Params = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class GPTConfig:
     """Sizes of a GPT.
 
     ``sequence`` is the longest context in tokens; ``dropout`` the probability of zeroing an element of the
-    embedding and of each residual branch; ``tie`` uses the token embedding as the output layer too.
+    embedding and of each residual branch; ``tie`` uses the token embedding as the output layer too; with a ``layout``
+    (`shardlib.sparse`, for the length of the batches) attention computes its blocks alone.
 
     Raises ValueError when ``heads`` does not divide ``width``, a size is below 1 or ``dropout`` lies
     outside [0, 1).
@@ -43,18 +44,10 @@ class GPTConfig:
     dropout: float = 0.0
     dtype: torch.dtype = torch.float32
     tie: bool = False
+    layout: Layout | None = None
 
     def __post_init__(self) -> None:
-        for name in ("vocab", "layers", "width", "heads", "sequence"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"GPTConfig: {name}={getattr(self, name)}, but it must be at least 1")
-        if self.width % self.heads:
-            raise ValueError(
-                f"GPTConfig: heads={self.heads} does not divide width={self.width}; "
-                "choose a width that is a multiple of heads"
-            )
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"GPTConfig: dropout={self.dropout}, but it must lie in [0, 1)")
+        check_sizes(self, "vocab", "layers", "width", "heads", "sequence")
 
 
 def init(config: GPTConfig, seed: int = 0, device: str | torch.device = "cpu") -> Params:
@@ -67,44 +60,32 @@ def init(config: GPTConfig, seed: int = 0, device: str | torch.device = "cpu") -
     under ``config.tie`` head's weight is the token embedding itself. A block is ``{"ln1", "attn": {"qkv", "out"},
     "ln2", "mlp": {"up", "down"}}``, each (and "norm") a ``{"weight", "bias"}``. The rows of qkv are (heads, 3, size).
     """
-    generator = torch.Generator().manual_seed(seed)
+    fresh = Fresh(config.dtype, device, seed)
     width, residual_std = config.width, 0.02 / math.sqrt(2 * config.layers)
-
-    def normal(*shape: int, std: float = 0.02) -> Tensor:
-        if torch.device(device).type == "meta":
-            return torch.empty(shape, dtype=config.dtype, device=device)
-        return torch.empty(shape).normal_(std=std, generator=generator).to(device, config.dtype)
-
-    def linear(out: int, into: int, std: float = 0.02) -> Params:
-        bias = torch.zeros(out, dtype=config.dtype, device=device)
-        return {"weight": normal(out, into, std=std), "bias": bias}
-
-    def norm() -> Params:
-        one = torch.ones(width, dtype=config.dtype, device=device)
-        return {"weight": one, "bias": torch.zeros_like(one)}
 
     def one_block() -> Params:
         return {
-            "ln1": norm(),
-            "attn": {"qkv": linear(3 * width, width), "out": linear(width, width, residual_std)},
-            "ln2": norm(),
-            "mlp": {"up": linear(4 * width, width), "down": linear(width, 4 * width, residual_std)},
+            "ln1": fresh.norm(width),
+            "attn": {"qkv": fresh.linear(3 * width, width), "out": fresh.linear(width, width, residual_std)},
+            "ln2": fresh.norm(width),
+            "mlp": {"up": fresh.linear(4 * width, width), "down": fresh.linear(width, 4 * width, residual_std)},
         }
 
-    tokens = normal(config.vocab, width)
+    tokens = fresh.normal(config.vocab, width)
     return {
-        "embed": {"tokens": tokens, "positions": normal(config.sequence, width)},
+        "embed": {"tokens": tokens, "positions": fresh.normal(config.sequence, width)},
         "blocks": [one_block() for _ in range(config.layers)],
-        "head": {"norm": norm(), "weight": tokens if config.tie else normal(config.vocab, width)},
+        "head": {"norm": fresh.norm(width), "weight": tokens if config.tie else fresh.normal(config.vocab, width)},
     }
 
 
 def _block(config: GPTConfig, params: Params, x: Tensor, rng: Key | None) -> Tensor:
     """One transformer block: (B, S, W) -> (B, S, W). ``rng`` is used, and may not be None, under dropout."""
-    a = _attention(config, params["attn"], _layer_norm(params["ln1"], x))
-    x = x + _dropout(config, a, rng, "attn")
-    h = F.gelu(_linear(params["mlp"]["up"], _layer_norm(params["ln2"], x)), approximate="tanh")
-    return x + _dropout(config, _linear(params["mlp"]["down"], h), rng, "mlp")
+    size = config.width // config.heads
+    a = self_attention(params["attn"], layer_norm(params["ln1"], x), size, causal=True, layout=config.layout)
+    x = x + drop(config.dropout, a, rng, "attn")
+    h = F.gelu(linear(params["mlp"]["up"], layer_norm(params["ln2"], x)), approximate="tanh")
+    return x + drop(config.dropout, linear(params["mlp"]["down"], h), rng, "mlp")
 
 
 block = mark_block(_block)
@@ -119,7 +100,7 @@ def embed(config: GPTConfig, params: Params, tokens: Tensor, rng: Key | None = N
     if length > config.sequence:
         raise ValueError(f"{length} tokens are more than the model's sequence of {config.sequence}")
     x = embedding(tokens, params["embed"]["tokens"]) + shard_sequence(params["embed"]["positions"][:length], 0)
-    return _dropout(config, x, rng, "embed")
+    return drop(config.dropout, x, rng, "embed")
 
 
 def hidden(config: GPTConfig, params: Params, tokens: Tensor, rng: Key | None = None) -> Tensor:
@@ -127,7 +108,7 @@ def hidden(config: GPTConfig, params: Params, tokens: Tensor, rng: Key | None = 
     x = embed(config, params, tokens, rng)
     for i, params_i in enumerate(params["blocks"]):
         x = block(config, params_i, x, rng.fold_in(i) if rng is not None else None)
-    return _layer_norm(params["head"]["norm"], x)
+    return layer_norm(params["head"]["norm"], x)
 
 
 def logits(config: GPTConfig, params: Params, tokens: Tensor, rng: Key | None = None) -> Tensor:
@@ -169,7 +150,7 @@ def make_sequential(config: GPTConfig) -> Sequential:
         return _block(config, params, x, rng)
 
     def last(params: Params, x: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        return linear_cross_entropy(_layer_norm(params["norm"], x), params["weight"], batch["targets"])
+        return linear_cross_entropy(layer_norm(params["norm"], x), params["weight"], batch["targets"])
 
     return sequential([first, *[layer] * config.layers, last])
 
@@ -220,27 +201,3 @@ def parameters_count(config: GPTConfig) -> int:
     per_block = 12 * w * w + 13 * w  # qkv 3, out 1, up 4, down 4 squares; their biases 9 and two norms 4
     embeddings = (config.vocab * (1 if config.tie else 2) + config.sequence) * w
     return config.layers * per_block + embeddings + 2 * w
-
-
-def _attention(config: GPTConfig, params: Params, x: Tensor) -> Tensor:
-    # The rows of qkv are (heads, 3, size): a slice of them holds whole heads, as many as its shape tells.
-    qkv = _linear(params["qkv"], x).unflatten(-1, (-1, 3, config.width // config.heads))
-    q, k, v = qkv.permute(3, 0, 2, 1, 4)
-    out = attention(q, k, v, causal=True)
-    return _linear(params["out"], out.transpose(1, 2).flatten(2))
-
-
-def _linear(params: Params, x: Tensor) -> Tensor:
-    return F.linear(x, params["weight"], params["bias"])
-
-
-def _layer_norm(params: Params, x: Tensor) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:], params["weight"], params["bias"])
-
-
-def _dropout(config: GPTConfig, x: Tensor, rng: Key | None, name: str) -> Tensor:
-    if config.dropout == 0:
-        return x
-    if rng is None:
-        raise ValueError(f"GPTConfig has dropout={config.dropout}, but no rng was given to draw it from")
-    return dropout(x, config.dropout, rng.fold_in(name))

@@ -1,0 +1,44 @@
+"""What every implementation of sparse attention is given beside the queries, keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+class Blocks(NamedTuple):
+    """The blocks of a `shardlib.sparse.Layout`, by rows and by columns.
+
+    Offsets are int32 ``[heads, size + 1]``, heads being 1 where all share one pattern, and absolute: those of several
+    heads may point to the same places. ``columns`` and ``rows`` are int32 ``[blocks]``, ascending in every row or column.
+    The form by columns is given on GPUs alone.
+    """
+
+    row_offsets: torch.Tensor
+    columns: torch.Tensor
+    column_offsets: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Options:
+    """Numbers, not tensors.
+
+    Attributes:
+        block: queries, and keys, per block.
+        scale: of the scores.
+        causal: query i sees keys 0 … i alone; blocks above the diagonal are passed over.
+        dropout: the probability with which a weight is dropped; kept ones are divided by 1 − dropout.
+        seed: of dropout, as a signed 64-bit integer.
+        counter: the weight of query i and key j of head h of sample b is number counter + ((b·H + h)·S + i)·S + j of the
+            random numbers of `shardlib.rng`, and is kept where the 24 bits are at least ⌊dropout · 2²⁴⌋.
+    """
+
+    block: int
+    scale: float
+    causal: bool = False
+    dropout: float = 0.0
+    seed: int = 0
+    counter: int = 0

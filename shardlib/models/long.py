@@ -1,0 +1,172 @@
+"""What longer sequences need: more positions, lengths that suit the blocks of a layout, and sparse attention in
+transformers' models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardlib.errors import BatchError, TreeError
+from shardlib.kernels.sparse_attention import sparse_attention
+from shardlib.rng import Key
+from shardlib.sparse import Layout
+
+_NAME = "shardlib_sparse"
+# Where a model's learned positions are, and how many rows come before the first; Llama's are computed.
+_POSITIONS = {
+    "bert": ("embeddings.position_embeddings", 0),
+    "roberta": ("embeddings.position_embeddings", 2),
+    "gpt2": ("wpe", 0),
+    "llama": (None, 0),
+}
+_ATTENTION = {
+    "bert": "BertSelfAttention",
+    "roberta": "RobertaSelfAttention",
+    "gpt2": "GPT2Attention",
+    "llama": "LlamaAttention",
+}
+
+
+def with_sparse_attention(module: nn.Module, layout: Layout) -> nn.Module:
+    """Let every self-attention of a transformers BERT, RoBERTa, GPT-2 or Llama compute the layout's blocks alone.
+
+    In place; returns the module. Call it before `shardlib.from_module`. Decoders stay causal. A padding mask
+    (batch, sequence) is honoured. Weights, their names and their gradients' are as before.
+
+    Raises:
+        TreeError: another model, or one that attends in some other way (GPT-2's ``reorder_and_upcast_attn``).
+    """
+    config = _config(module, _ATTENTION)
+    if getattr(config, "reorder_and_upcast_attn", False):
+        raise TreeError("reorder_and_upcast_attn computes whole scores: set it to False in the model's config")
+    _register()
+    config._attn_implementation = _NAME
+    name = _ATTENTION[config.model_type]
+    for layer in module.modules():
+        if type(layer).__name__ == name:
+            layer.sparse_layout = layout  # type: ignore[assignment]
+    return module
+
+
+def extend_positions(module: nn.Module, length: int) -> nn.Module:
+    """Learned positions for ``length`` tokens, those that are there repeated (Longformer, arXiv 2004.05150, section 5).
+
+    In place; returns the module: a transformers BERT, RoBERTa, GPT-2 or Llama (which computes positions, and only takes
+    note of the length).
+
+    Raises:
+        TreeError: another model.
+        ValueError: fewer tokens than it takes already.
+    """
+    config = _config(module, _POSITIONS)
+    name, first = _POSITIONS[config.model_type]
+    rows = length + first
+    if rows < config.max_position_embeddings:
+        raise ValueError(f"the model takes {config.max_position_embeddings - first} tokens, more than {length}")
+    config.max_position_embeddings = rows
+    if name is None:
+        return module
+    owner, _, leaf = name.rpartition(".")
+    embeddings = getattr(module, module.base_model_prefix, module).get_submodule(owner)  # type: ignore[call-overload]
+    positions: nn.Embedding = getattr(embeddings, leaf)
+    old = positions.weight.detach()
+    weight = torch.cat([old[:first], extended(old[first:], length)])
+    positions.weight, positions.num_embeddings = nn.Parameter(weight, positions.weight.requires_grad), rows
+    for buffer, fill in (("position_ids", torch.arange(rows)), ("token_type_ids", torch.zeros(rows, dtype=torch.long))):
+        if buffer in dict(embeddings.named_buffers(recurse=False)):
+            embeddings.register_buffer(buffer, fill.expand(1, -1).to(weight.device), persistent=False)
+    return module
+
+
+def extended(positions: torch.Tensor, length: int) -> torch.Tensor:
+    """``positions`` (S, W) for ``length`` tokens, repeated: (length, W). For the models of shardlib."""
+    return positions.repeat(math.ceil(length / len(positions)), 1)[:length]
+
+
+def pad_to_multiple(
+    batch: Mapping[str, torch.Tensor], multiple: int, fill: Mapping[str, float]
+) -> dict[str, torch.Tensor]:
+    """A batch whose sequences (dimension 1) are as long as the next multiple of a layout's block, or of ranks.
+
+    Args:
+        fill: what each of the batch's tensors is filled up with: a token, -100 for targets, 0 for a mask. Those that it
+            does not name stay as they are.
+
+    Raises:
+        BatchError: a name the batch does not have, or tensors of different lengths.
+    """
+    lengths = {name: batch[name].shape[1] for name in fill if name in batch and batch[name].dim() > 1}
+    if len(lengths) < len(fill) or len({*lengths.values()}) > 1:
+        raise BatchError(
+            f"pad_to_multiple(fill={dict(fill)}): the batch has sequences {lengths}; name tensors of one length, of shape "
+            "(batch, sequence, ...)"
+        )
+    more = -next(iter(lengths.values()), 0) % multiple
+
+    def padded(name: str, x: torch.Tensor) -> torch.Tensor:
+        if name not in fill:
+            return x
+        return F.pad(x, (*[0] * 2 * (x.dim() - 2), 0, more), value=fill[name])
+
+    return {name: padded(name, x) for name, x in batch.items()}
+
+
+def _config(module: nn.Module, known: Mapping[str, Any]) -> Any:
+    config = getattr(module, "config", None)
+    if getattr(config, "model_type", None) not in known:
+        raise TreeError(
+            f"{type(module).__name__} is none of transformers' {', '.join(known)}: call sl.attention(q, k, v, layout=...) "
+            "in the model's own code"
+        )
+    return config
+
+
+def _register() -> None:
+    """Tell transformers of the function, by name: again where it was done before, to the same end."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(_NAME, _attend)
+    AttentionMaskInterface.register(_NAME, _padding)
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """As transformers calls it: heads come in as dimension 1, and go out as dimension 2."""
+    if key.shape[2] != query.shape[2]:
+        raise BatchError(
+            f"sparse attention of {query.shape[2]} queries and {key.shape[2]} keys: a layout is of one whole sequence; "
+            "pass use_cache=False, and no encoder's states"
+        )
+    layout: Any = module.sparse_layout
+    out = sparse_attention(
+        query,
+        key,
+        value,
+        layout.to(query.device),
+        causal=bool(module.is_causal),
+        scale=scaling,
+        key_mask=attention_mask,
+        dropout=dropout,
+        # From torch's own generator, as the module's other dropout is.
+        rng=Key(int(torch.randint(2**62, ()))) if dropout else None,
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _padding(attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:
+    """The mask that goes to `_attend`: of padding alone, bool (batch, sequence)."""
+    return None if attention_mask is None else attention_mask.bool()

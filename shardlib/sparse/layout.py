@@ -1,0 +1,155 @@
+"""Which blocks of the attention scores are computed, as compressed rows of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The blocks of a ``[length, length]`` matrix of scores that are computed, for all heads or for each.
+
+    Memory is 4 bytes per block (8 once the transposed form is asked for): heads that have the same blocks point to the
+    same list.
+
+    Attributes:
+        block: queries, and keys, per block: a power of two, 16 or more.
+        row_offsets: int32 ``[heads, size + 1]``; the blocks of row i of head h are
+            ``columns[row_offsets[h, i] : row_offsets[h, i + 1]]``. One head stands for all heads.
+        columns: int32 ``[stored blocks]``, ascending in every row.
+    """
+
+    block: int
+    row_offsets: torch.Tensor
+    columns: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if self.block < 16 or self.block & (self.block - 1):
+            raise ValueError(f"a block of {self.block} positions: use a power of two, 16 or more")
+        if self.row_offsets.dim() != 2 or self.columns.dim() != 1:
+            shapes = f"{tuple(self.row_offsets.shape)} and {tuple(self.columns.shape)}"
+            raise ValueError(f"row_offsets and columns have shapes {shapes}, not (heads, size + 1) and (blocks,)")
+        if self.row_offsets.dtype != torch.int32 or self.columns.dtype != torch.int32:
+            raise TypeError(f"row_offsets and columns are {self.row_offsets.dtype} and {self.columns.dtype}, not int32")
+        if not self.row_offsets.is_contiguous() or not self.columns.is_contiguous():
+            raise ValueError("row_offsets and columns must be contiguous: call .contiguous()")
+        # Kernels take addresses from these numbers.
+        first, last = (0, 0) if not self.row_offsets.numel() else self.row_offsets.aminmax()
+        if first < 0 or last > len(self.columns) or (self.row_offsets.diff() < 0).any():
+            raise ValueError(f"row_offsets must ascend, from 0 at least to the {len(self.columns)} columns at most")
+        if len(self.columns) and not 0 <= self.columns.min() <= self.columns.max() < self.size:
+            raise ValueError(f"columns must be from 0 to {self.size - 1}, the last block of a row")
+        begins = torch.zeros(len(self.columns) + 1, dtype=torch.bool, device=self.columns.device)
+        begins[self.row_offsets.flatten().long()] = True
+        if not (begins[1:-1] | (self.columns.diff() > 0)).all():
+            raise ValueError("columns must ascend within a row, each at most once")
+
+    @classmethod
+    def from_rows(
+        cls, block: int, patterns: Sequence[tuple[torch.Tensor, torch.Tensor]], heads: Sequence[int]
+    ) -> Layout:
+        """From compressed rows: (offsets ``[size + 1]``, columns) of each pattern, and the pattern of each head."""
+        starts = torch.tensor([0] + [len(columns) for _, columns in patterns]).cumsum(0)
+        if starts[-1] >= 2**31:
+            raise ValueError(f"{starts[-1]} blocks do not fit int32: use larger blocks, or fewer patterns")
+        offsets = torch.stack([patterns[pattern][0] + starts[pattern] for pattern in heads])
+        return cls(block, offsets.int(), torch.cat([columns.int() for _, columns in patterns]))
+
+    @classmethod
+    def from_dense(cls, dense: torch.Tensor, block: int) -> Layout:
+        """From the blocks that are not zero: ``[size, size]`` for all heads, or ``[heads, size, size]``."""
+        if dense.dim() not in (2, 3) or dense.shape[-1] != dense.shape[-2]:
+            raise ValueError(f"a layout of shape {tuple(dense.shape)}: use (size, size) or (heads, size, size)")
+        dense = dense.reshape(-1, *dense.shape[-2:]) != 0
+        distinct, heads = torch.unique(dense, dim=0, return_inverse=True)
+        patterns = [(offsets_of(pattern.sum(dim=1)), pattern.nonzero()[:, 1]) for pattern in distinct]
+        return cls.from_rows(block, patterns, heads.tolist())
+
+    def to_dense(self) -> torch.Tensor:
+        """bool ``[heads, size, size]``: for small ones."""
+        dense = torch.zeros(self.heads, self.size, self.size, dtype=torch.bool, device=self.columns.device)
+        for head in range(self.heads):
+            rows, columns = self.pairs(head)
+            dense[head, rows, columns] = True
+        return dense
+
+    def pairs(self, head: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row and column of each of a head's blocks, row by row."""
+        offsets = self.row_offsets[head]
+        rows = torch.arange(self.size, device=offsets.device).repeat_interleave(offsets.diff())
+        return rows, self.columns[int(offsets[0]) : int(offsets[-1])]
+
+    @property
+    def heads(self) -> int:
+        """1: the same blocks for however many heads there are."""
+        return len(self.row_offsets)
+
+    @property
+    def size(self) -> int:
+        """Blocks along a side: ⌈length / block⌉."""
+        return self.row_offsets.shape[1] - 1
+
+    @cached_property
+    def blocks(self) -> int:
+        """Blocks that are computed, over all of `heads`."""
+        return int((self.row_offsets[:, -1] - self.row_offsets[:, 0]).sum(dtype=torch.int64))
+
+    @property
+    def density(self) -> float:
+        """Blocks that are computed, over all there are."""
+        return self.blocks / (self.heads * self.size**2) if self.size else 0.0
+
+    @property
+    def column_offsets(self) -> torch.Tensor:
+        """int32 ``[heads, size + 1]``: the transposed `row_offsets`, into `rows`."""
+        return self._transposed[0]
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """int32 ``[stored blocks]``, ascending in every column: the transposed `columns`."""
+        return self._transposed[1]
+
+    @cached_property
+    def _transposed(self) -> tuple[torch.Tensor, torch.Tensor]:
+        column_offsets, rows = torch.empty_like(self.row_offsets), torch.empty_like(self.columns)
+        made: dict[tuple[int, ...], int] = {}
+        for head, offsets in enumerate(self.row_offsets):
+            first = made.setdefault(tuple(offsets[[0, -1]].tolist()), head)
+            if first == head:
+                own_rows, own_columns = self.pairs(head)
+                # The blocks of a head lie at the same place in both lists, as there are equally many.
+                rows[offsets[0] : offsets[-1]] = own_rows[own_columns.argsort(stable=True)].int()
+                column_offsets[head] = offsets_of(own_columns.bincount(minlength=self.size)) + offsets[0]
+            else:
+                column_offsets[head] = column_offsets[first]
+        return column_offsets, rows
+
+    def to(self, device: torch.device | str) -> Layout:
+        """The same on another device, where it stays."""
+        device = torch.device(device)
+        if device == self.columns.device:
+            return self
+        if device not in self._elsewhere:
+            self._elsewhere[device] = Layout(self.block, self.row_offsets.to(device), self.columns.to(device))
+        return self._elsewhere[device]
+
+    @cached_property
+    def _elsewhere(self) -> dict[torch.device, Layout]:
+        return {}
+
+    def __deepcopy__(self, memo: object) -> Layout:
+        """Itself, which never changes: a copied module has it too."""
+        return self
+
+    def __repr__(self) -> str:
+        heads = f"{self.heads} heads of " if self.heads > 1 else ""
+        return f"Layout({heads}{self.size} × {self.size} blocks of {self.block}, density {self.density:.4f})"
+
+
+def offsets_of(counts: torch.Tensor) -> torch.Tensor:
+    """int64 ``[n + 1]``: where each of n lists of these lengths begins, and where the last ends."""
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0))

@@ -1,0 +1,15 @@
+"""Benchmarks that this machine may have no device for are tried, at a size that means nothing."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_the_gpu_script_runs_to_its_end():
+    root = Path(__file__).parents[1]
+    command = [sys.executable, "-m", "benchmarks.gpu", "--tiny"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "WRONG" not in done.stdout
+    for title in ("## Checks", "## A step of a GPT of 1.1 billion parameters", "## Kernels"):
+        assert title in done.stdout

@@ -1,0 +1,208 @@
+"""Layouts in models: shardlib's own and transformers', against dense attention under the layout's mask."""
+
+import pytest
+import torch
+from helpers import training
+from helpers.trees import assert_close
+from oracle import one_device
+
+import shardlib as sl
+from shardlib.errors import BatchError, SpecError, TreeError
+from shardlib.models import bert, gpt, long
+from shardlib.sparse import Layout
+
+transformers = pytest.importorskip("transformers")
+BLOCK, LENGTH = 16, 64
+# Two heads' own blocks: some rows without one, one full row and column.
+DENSE = torch.tensor(
+    [
+        [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [1, 1, 1, 1]],
+        [[1, 1, 0, 0], [1, 1, 0, 1], [1, 0, 1, 0], [1, 0, 0, 1]],
+    ]
+)
+LAYOUT = Layout.from_dense(DENSE[0], BLOCK)
+BY_HEAD = Layout.from_dense(DENSE.repeat(2, 1, 1), BLOCK)
+SIZES = {"vocab": 32, "layers": 2, "width": 32, "heads": 4, "sequence": LENGTH, "dtype": torch.float64}
+
+
+def seen(layout, causal=False):
+    """bool (heads or 1, queries, keys)."""
+    whole = layout.to_dense().repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
+    return whole.tril() if causal else whole
+
+
+def tokens(rows=2, seed=0):
+    return torch.randint(31, (rows, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def words(rows=2):
+    """Without RoBERTa's padding, 1."""
+    return tokens(rows) % 29 + 2
+
+
+def masked(monkeypatch, layout):
+    """Let `sl.attention` compute all scores, and mask those outside the layout."""
+    from shardlib.models import pieces
+
+    def dense(q, k, v, *, causal, key_mask, layout):
+        mask = seen(layout, causal)
+        if key_mask is not None:
+            mask = mask & key_mask[:, None, None, :]
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
+
+    monkeypatch.setattr(pieces, "attention", dense)
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, BY_HEAD], ids=["shared", "by head"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_bert_is_the_dense_model_under_the_mask(monkeypatch, layout, padded):
+    config = bert.BERTConfig(**SIZES, layout=layout)
+    params = bert.init(config)
+    batch = bert.mask_tokens(config, tokens(), 31, sl.Key(0))
+    if padded:
+        batch["mask"] = torch.arange(LENGTH) < torch.tensor([[50], [64]])
+    scores = bert.logits(config, params, batch)
+    masked(monkeypatch, layout)
+    torch.testing.assert_close(scores, bert.logits(config, params, batch), rtol=1e-12, atol=1e-12)
+
+
+def test_gpt_is_the_dense_model_under_the_mask(monkeypatch):
+    config = gpt.GPTConfig(**SIZES, layout=BY_HEAD)
+    params, batch = gpt.init(config), {"tokens": tokens(), "targets": tokens(seed=1)}
+    found = sl.value_and_grad(gpt.make_loss(config))(params, batch)
+    masked(monkeypatch, BY_HEAD)
+    wanted = sl.value_and_grad(gpt.make_loss(config))(params, batch)
+    assert_close(found[1], wanted[1], 1e-10)
+
+
+MESHES = {
+    "zero 3": ({"data": 2}, sl.zero(3)),
+    "sliced": ({"model": 2}, sl.tensor_slicing(gpt.slicing_rules(gpt.GPTConfig(**SIZES)), axis="model")),
+    "ulysses": ({"seq": 2}, sl.sequence("seq", kind="ulysses")),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_a_sparse_gpt_trains_like_one_device(name):
+    mesh, transform = MESHES[name]
+    config = gpt.GPTConfig(**SIZES, layout=LAYOUT)
+    fit, params = gpt.make_loss(config), gpt.init(config)
+    batches = [{"tokens": tokens(4, seed), "targets": tokens(4, seed + 9)} for seed in range(2)]
+    got = training.simulate(mesh, fit, params, batches, transform, training.optimizer(1.0))
+    assert_close(got[2], one_device.train(fit, params, batches, max_norm=1.0)[2], 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("transform", "layout", "told"),
+    [
+        (sl.sequence("m", kind="ring"), LAYOUT, "takes no key_mask and no layout"),
+        (sl.sequence("m", kind="ulysses"), BY_HEAD, "the layout has 4 heads and q has 2"),
+        (
+            sl.tensor_slicing(gpt.slicing_rules(gpt.GPTConfig(**SIZES)), axis="m"),
+            BY_HEAD,
+            "the layout has 4 heads and q has 2",
+        ),
+    ],
+)
+def test_what_a_layout_does_not_go_with_is_refused(transform, layout, told):
+    config = gpt.GPTConfig(**SIZES, layout=layout)
+    batch = {"tokens": tokens(), "targets": tokens()}
+    with pytest.raises((SpecError, ValueError), match=told):
+        training.simulate({"m": 2}, gpt.make_loss(config), gpt.init(config), [batch], transform, training.optimizer(1))
+
+
+COMMON = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+MODELS = {
+    "bert": lambda: transformers.BertForMaskedLM(
+        transformers.BertConfig(**COMMON, intermediate_size=48, max_position_embeddings=LENGTH)
+    ),
+    "roberta": lambda: transformers.RobertaForMaskedLM(
+        transformers.RobertaConfig(**COMMON, intermediate_size=48, max_position_embeddings=LENGTH + 2)
+    ),
+    "gpt2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**COMMON, n_positions=LENGTH, bos_token_id=None, eos_token_id=None)
+    ),
+    "llama": lambda: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**COMMON, intermediate_size=48, num_key_value_heads=2, max_position_embeddings=LENGTH)
+    ),
+}
+
+
+def made(name):
+    torch.manual_seed(0)
+    return MODELS[name]().double().eval()
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, BY_HEAD], ids=["shared", "by head"])
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_models_are_the_dense_ones_under_the_mask(name, layout):
+    """A mask of four dimensions is theirs to add to the scores as it is; and one of padding, with ours."""
+    model, ids = made(name), words()
+    padding = torch.ones_like(ids)
+    padding[0, 50:] = 0
+    mask = seen(layout, name in ("gpt2", "llama")) & padding.bool()[:, None, None, :]
+    positions = torch.arange(LENGTH).expand_as(ids) + 2 * (name == "roberta")
+    additive = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, torch.finfo(torch.float64).min)
+    wanted = model(ids, attention_mask=additive, position_ids=positions).logits
+    long.with_sparse_attention(model, layout)
+    apply, params = sl.from_module(model)
+    found = apply(params, ids, attention_mask=padding, position_ids=positions, use_cache=False).logits
+    # A query without a key gives 0 here, and the mean of all values there; padding's own rows do not count.
+    rows = mask.any(-1).all(1) & padding.bool()
+    torch.testing.assert_close(found[rows], wanted[rows], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_positions_are_repeated(name):
+    model = made(name)
+    short = model(words()).logits
+    long.extend_positions(model, 2 * LENGTH)
+    torch.testing.assert_close(model(words()).logits, short, rtol=1e-12, atol=1e-12)
+    twice = torch.cat([words(), words()], 1)
+    apply, params = sl.from_module(long.with_sparse_attention(model, local(2 * LENGTH)))
+    loss = apply(params, twice, labels=twice, use_cache=False).loss
+    assert loss.isfinite()
+    if name in ("bert", "roberta"):  # with blocks of the diagonal alone, and positions that repeat, halves are equal
+        scores = apply(params, twice, use_cache=False).logits
+        torch.testing.assert_close(scores[:, :LENGTH], scores[:, LENGTH:], rtol=1e-9, atol=1e-9)
+    with pytest.raises(ValueError, match="more than 64"):
+        long.extend_positions(model, LENGTH)
+
+
+def local(length):
+    return Layout.from_dense(torch.eye(length // BLOCK), BLOCK)
+
+
+def test_own_positions_are_repeated():
+    positions = torch.randn(3, 2)
+    assert torch.equal(long.extended(positions, 7), positions[[0, 1, 2, 0, 1, 2, 0]])
+
+
+def test_sequences_are_padded_to_a_multiple():
+    batch = {"tokens": torch.ones(2, 50).long(), "features": torch.ones(2, 50, 3), "weight": torch.ones(2)}
+    padded = long.pad_to_multiple(batch, 16, {"tokens": 7, "features": 0})
+    assert padded["tokens"].shape == (2, 64) and (padded["tokens"][:, 50:] == 7).all()
+    assert padded["features"].shape == (2, 64, 3) and not padded["features"][:, 50:].any()
+    assert padded["weight"] is batch["weight"]
+    assert long.pad_to_multiple(padded, 16, {"tokens": 7})["tokens"].shape == (2, 64)
+    with pytest.raises(BatchError, match="name tensors of one length"):
+        long.pad_to_multiple(batch, 16, {"labels": -100})
+
+
+def test_other_models_are_told_what_to_do():
+    with pytest.raises(TreeError, match=r"sl\.attention\(q, k, v, layout="):
+        long.with_sparse_attention(torch.nn.Linear(2, 2), LAYOUT)
+    model = long.with_sparse_attention(made("gpt2"), local(48))
+    with pytest.raises(BatchError, match="use_cache=False"):
+        cache = model(tokens()[:, :48]).past_key_values
+        model(tokens()[:, :1], past_key_values=cache)
+
+
+def test_dropout_follows_torchs_seed():
+    model = long.with_sparse_attention(made("bert").train(), LAYOUT)
+
+    def run(seed):
+        torch.manual_seed(seed)
+        return model(tokens()).logits
+
+    assert torch.equal(run(1), run(1)) and not torch.equal(run(1), run(2))
