@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.report import Row, Section
 from benchmarks.timing import interleave, ratio
-from shardlib.kernels import onebit, quantize
+from shardlib.kernels import dispatch, onebit, quantize
 from shardlib.kernels.onebit import Segments
 from shardlib.kernels.quantize import Blockwise
 
@@ -62,8 +62,8 @@ def measure(rounds: int) -> Section:
         rows.append(Row(name, against, _SHARE, ratio(times[name], at_bandwidth), seconds))
     rates = [f"“{n}” {size * _ELEMENTS / statistics.median(times[n]) / 1e9:.1f} GB/s" for n, size in (_IN_PLACE, _COPY)]
     text = (
-        f"{_ELEMENTS:,} fp32 elements, one thread, {rounds} rounds, {onebit.implementation(x.device)}. Bandwidths (writes "
-        f"counted once): {', '.join(rates)}. A share of 70 % is a ratio of 1.43."
+        f"{_ELEMENTS:,} fp32 elements, one thread, {rounds} rounds, {dispatch.choose('onebit', x.device)}. Bandwidths "
+        f"(writes counted once): {', '.join(rates)}. A share of 70 % is a ratio of 1.43."
     )
     return Section("Kernels of compressed communication", text, rows, times=times)
 

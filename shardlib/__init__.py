@@ -1,6 +1,6 @@
 """shardlib: pure functions turn a parameter pytree into sharded state and a train step."""
 
-from shardlib import checkpoint, optim, schedules
+from shardlib import checkpoint, optim, schedules, sparse
 from shardlib.blocks import block, sequential
 from shardlib.claims import chain
 from shardlib.collectives import (
@@ -16,6 +16,7 @@ from shardlib.collectives import (
 )
 from shardlib.errors import IllegalComposition, ShardlibError
 from shardlib.functional import Mean, embedding, linear_cross_entropy
+from shardlib.kernels.sparse_attention import sparse_attention
 from shardlib.launch import launch, simulate
 from shardlib.measure import measure_blocks
 from shardlib.mesh import Mesh, abstract_mesh, make_mesh
@@ -102,6 +103,8 @@ __all__ = [
     "Sharded",
     "ShardlibError",
     "simulate",
+    "sparse",
+    "sparse_attention",
     "split",
     "sum_sequence",
     "tensor_slicing",

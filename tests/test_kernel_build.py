@@ -63,10 +63,10 @@ def test_what_goes_in_names_the_library(cache, compiler, tmp_path):
 
 PROGRAM = """
 import sys, torch
-from shardlib.kernels import onebit
+from shardlib.kernels import dispatch, onebit
 segments = onebit.Segments([0, 100])
 bits, scales = onebit.compress(torch.ones(100), torch.zeros(100), segments, using="cpu")
-print(scales.item(), onebit.implementation(torch.device("cpu")))
+print(scales.item(), dispatch.choose("onebit", torch.device("cpu")))
 """
 
 
@@ -101,12 +101,12 @@ def test_a_builder_that_is_killed_holds_up_nobody(cache, compiler):
 FALLBACK = """
 import logging, torch
 logging.basicConfig(format="logged: %(message)s")
-from shardlib.kernels import onebit, quantize
+from shardlib.kernels import dispatch, onebit, quantize
 segments = onebit.Segments([0, 100])
 for _ in range(2):
     assert onebit.compress(torch.ones(100), torch.zeros(100), segments)[1].item() == 1.0
     assert quantize.quantize(torch.ones(100), quantize.Blockwise(8))[0][0] == 127
-print(onebit.implementation(torch.device("cpu")))
+print(dispatch.choose("onebit", torch.device("cpu")))
 """
 
 
@@ -150,7 +150,7 @@ def test_one_implementation_is_chosen_and_logged(caplog):
         for _ in range(3):
             onebit.compress(torch.ones(8), torch.zeros(8), onebit.Segments([0, 8]))
     assert [record.getMessage() for record in caplog.records] == [
-        f"onebit on cpu: {onebit.implementation(torch.device('cpu'))}"
+        f"onebit on cpu: {dispatch.choose('onebit', torch.device('cpu'))}"
     ]
 
 

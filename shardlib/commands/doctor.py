@@ -12,7 +12,7 @@ import subprocess
 import torch
 import torch.distributed as dist
 
-from shardlib.kernels import adamw, onebit, quantize
+from shardlib.kernels import dispatch
 from shardlib.plan_text import table
 
 
@@ -82,9 +82,8 @@ def _compilers() -> list[tuple[str, str]]:
 
 def _kernels() -> list[tuple[str, str]]:
     devices = [torch.device("cpu")] + ([torch.device("cuda")] if torch.cuda.is_available() else [])
-    operations = {"adamw": adamw, "onebit": onebit, "quantize": quantize}
     return [
-        (f"{name} on {device.type}", operation.implementation(device))
-        for name, operation in operations.items()
+        (f"{operation} on {device.type}", str(dispatch.choose(operation, device)))
+        for operation in dispatch.operations()
         for device in devices
     ]

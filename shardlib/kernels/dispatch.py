@@ -1,7 +1,9 @@
-"""Which implementation of an operation serves a device: compiled, else Triton, else plain torch; chosen once.
+"""Which implementation of an operation serves a device; chosen once.
 
 An implementation is a module of the operation's folder with the operation's functions and `load`, which makes it ready
-and returns its name, or raises where it cannot be used here.
+and returns its name, or raises where it cannot be used here. The folder's `op` says which there are, in
+``IMPLEMENTATIONS``: the type of device -> modules, the preferred first. The module ``reference`` comes after all and
+serves everything; one named ``torch`` calls functions of torch that a kernel here would not beat.
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ import functools
 import importlib
 import logging
 import os
+import pkgutil
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -20,7 +24,6 @@ import torch
 
 from shardlib.kernels.build import BuildError
 
-_PREFERENCE = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "triton", "reference")}
 _log = logging.getLogger("shardlib.kernels")
 _lock = threading.Lock()
 _told: set[str] = set()
@@ -37,6 +40,11 @@ class Choice(NamedTuple):
         return f"{self.name} ({'; '.join(self.passed)})" if self.passed else self.name
 
 
+def operations() -> list[str]:
+    """The names of all operations: the folders beside this file."""
+    return [module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]) if module.ispkg]
+
+
 def choose(operation: str, device: torch.device) -> Choice:
     """What serves ``device``; logs it the first time, as a warning where only plain torch is left."""
     with _lock:
@@ -49,10 +57,26 @@ def load(operation: str, implementation: str, device: torch.device) -> Choice:
     return Choice(module, module.load(device), ())
 
 
+def serving(operation: str, computed: torch.Tensor, using: str | None = None) -> Any:
+    """The module that computes in the dtype, and on the device, of ``computed``.
+
+    Args:
+        using: the name of one, for tests and benchmarks; otherwise what `choose` prefers.
+
+    Raises:
+        TypeError: one was named, and it does not compute in float64: only the reference does.
+    """
+    if computed.dtype == torch.float64:
+        if using not in (None, "reference"):
+            raise TypeError(f"float64 is served by plain torch, not by {using}")
+        return _module(operation, "reference")
+    return (choose(operation, computed.device) if using is None else load(operation, using, computed.device)).module
+
+
 @functools.cache
 def _choose(operation: str, device: str) -> Choice:
     passed: list[str] = []
-    for implementation in _PREFERENCE.get(device, ("reference",)):
+    for implementation in (*_module(operation, "op").IMPLEMENTATIONS.get(device, ()), "reference"):
         try:
             choice = load(operation, implementation, torch.device(device))
         except (BuildError, ImportError, OSError) as reason:

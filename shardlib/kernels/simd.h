@@ -64,6 +64,17 @@ inline Ints widen(Bytes bytes) {
 
 inline Floats all(float value) { return Floats{} + value; }
 
+// a · b + c, rounded once where the processor can.
+inline Floats fma(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return bitcast<Floats>(_mm512_fmadd_ps(bitcast<__m512>(a), bitcast<__m512>(b), bitcast<__m512>(c)));
+#elif defined(__AVX2__)
+    return bitcast<Floats>(_mm256_fmadd_ps(bitcast<__m256>(a), bitcast<__m256>(b), bitcast<__m256>(c)));
+#else
+    return a * b + c;
+#endif
+}
+
 // float and bfloat16 buffers; bfloat16 is the upper half of a float, rounded to nearest even.
 struct Float32 {
     typedef float Element;
@@ -132,7 +143,7 @@ extern "C" __attribute__((visibility("default"))) const char* instruction_set() 
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512dq"))
         return "avx512";
-    if (__builtin_cpu_supports("avx2")) return "avx2";
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return "avx2";
 #endif
     return "portable";
 }

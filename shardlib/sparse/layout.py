@@ -35,6 +35,8 @@ class Layout:
             raise ValueError(f"row_offsets and columns have shapes {shapes}, not (heads, size + 1) and (blocks,)")
         if self.row_offsets.dtype != torch.int32 or self.columns.dtype != torch.int32:
             raise TypeError(f"row_offsets and columns are {self.row_offsets.dtype} and {self.columns.dtype}, not int32")
+        if not self.row_offsets.is_contiguous() or not self.columns.is_contiguous():
+            raise ValueError("row_offsets and columns must be contiguous: call .contiguous()")
         # Kernels take addresses from these numbers.
         first, last = (0, 0) if not self.row_offsets.numel() else self.row_offsets.aminmax()
         if first < 0 or last > len(self.columns) or (self.row_offsets.diff() < 0).any():
@@ -70,9 +72,16 @@ class Layout:
     def to_dense(self) -> torch.Tensor:
         """bool ``[heads, size, size]``: for small ones."""
         dense = torch.zeros(self.heads, self.size, self.size, dtype=torch.bool, device=self.columns.device)
-        for head, (rows, columns) in enumerate(self._pairs(self.row_offsets[head]) for head in range(self.heads)):
+        for head in range(self.heads):
+            rows, columns = self.pairs(head)
             dense[head, rows, columns] = True
         return dense
+
+    def pairs(self, head: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row and column of each of a head's blocks, row by row."""
+        offsets = self.row_offsets[head]
+        rows = torch.arange(self.size, device=offsets.device).repeat_interleave(offsets.diff())
+        return rows, self.columns[int(offsets[0]) : int(offsets[-1])]
 
     @property
     def heads(self) -> int:
@@ -111,18 +120,13 @@ class Layout:
         for head, offsets in enumerate(self.row_offsets):
             first = made.setdefault(tuple(offsets[[0, -1]].tolist()), head)
             if first == head:
-                pairs = self._pairs(offsets)
+                own_rows, own_columns = self.pairs(head)
                 # The blocks of a head lie at the same place in both lists, as there are equally many.
-                rows[offsets[0] : offsets[-1]] = pairs[0][pairs[1].argsort(stable=True)].int()
-                column_offsets[head] = offsets_of(pairs[1].bincount(minlength=self.size)) + offsets[0]
+                rows[offsets[0] : offsets[-1]] = own_rows[own_columns.argsort(stable=True)].int()
+                column_offsets[head] = offsets_of(own_columns.bincount(minlength=self.size)) + offsets[0]
             else:
                 column_offsets[head] = column_offsets[first]
         return column_offsets, rows
-
-    def _pairs(self, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Row and column of each of one head's blocks."""
-        rows = torch.arange(self.size, device=offsets.device).repeat_interleave(offsets.diff())
-        return rows, self.columns[int(offsets[0]) : int(offsets[-1])]
 
     def to(self, device: torch.device | str) -> Layout:
         """The same on another device."""

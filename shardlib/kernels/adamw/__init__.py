@@ -1,5 +1,5 @@
 """AdamW over flat tensors."""
 
-from shardlib.kernels.adamw.op import adamw_, implementation
+from shardlib.kernels.adamw.op import adamw_
 
-__all__ = ["adamw_", "implementation"]
+__all__ = ["adamw_"]

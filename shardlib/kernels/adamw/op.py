@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from shardlib.kernels.adamw import reference
+from shardlib.kernels.dispatch import choose
+
+IMPLEMENTATIONS = {"cpu": ("torch",), "cuda": ("torch",)}
 
 
 def adamw_(
@@ -33,8 +35,7 @@ def adamw_(
         lr: 0-d float tensor.
         scale: multiplies the gradient first (unscaling and clipping folded into the pass).
     """
-    step = _fused if implementation(param.device) == "torch fused" else reference.adamw_
-    step(
+    choose("adamw", param.device).module.adamw_(
         param,
         grad.to(param.dtype),
         mu,
@@ -46,44 +47,4 @@ def adamw_(
         eps=eps,
         weight_decay=weight_decay,
         scale=scale,
-    )
-
-
-def implementation(device: torch.device) -> str:
-    """Which implementation serves a device: "torch fused" or "reference"."""
-    return "torch fused" if device.type in ("cpu", "cuda") else "reference"
-
-
-def _fused(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    mu: torch.Tensor,
-    nu: torch.Tensor,
-    *,
-    count: torch.Tensor,
-    lr: torch.Tensor,
-    b1: float,
-    b2: float,
-    eps: float,
-    weight_decay: float,
-    scale: torch.Tensor | None,
-) -> None:
-    if scale is not None and grad.dtype == torch.float64:
-        # The kernel takes its scale in fp32.
-        grad, scale = grad.mul_(scale), None
-    torch._fused_adamw_(
-        [param],
-        [grad],
-        [mu],
-        [nu],
-        [],
-        [count],
-        lr=lr,
-        beta1=b1,
-        beta2=b2,
-        weight_decay=weight_decay,
-        eps=eps,
-        amsgrad=False,
-        maximize=False,
-        grad_scale=None if scale is None else scale.reciprocal().to(torch.float32),
     )

@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 
 
+def load(device: torch.device) -> str:
+    return "reference"
+
+
 def adamw_(
     param: torch.Tensor,
     grad: torch.Tensor,

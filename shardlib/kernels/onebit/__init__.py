@@ -1,6 +1,6 @@
 """1-bit compression with error feedback, over flat buffers."""
 
-from shardlib.kernels.onebit.op import average, average_compress, compress, decompress, implementation
+from shardlib.kernels.onebit.op import average, average_compress, compress, decompress
 from shardlib.kernels.onebit.segments import Segments
 
-__all__ = ["Segments", "average", "average_compress", "compress", "decompress", "implementation"]
+__all__ = ["Segments", "average", "average_compress", "compress", "decompress"]

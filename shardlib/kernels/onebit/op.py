@@ -19,13 +19,12 @@ scales before using anything else. ``using`` names one implementation ("cpu", "c
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from shardlib.kernels.dispatch import choose, load, on, one_device
-from shardlib.kernels.onebit import reference
+from shardlib.kernels.dispatch import on, one_device, serving
 from shardlib.kernels.onebit.segments import Segments
+
+IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
 
 
 def compress(
@@ -44,7 +43,7 @@ def compress(
     if x.dtype == torch.float64 != error.dtype:
         raise TypeError(f"x is float64 and the error {error.dtype}: keep the error in float64, or cast x")
     with on(error.device):
-        return _implementation(error, using).compress(x, error, segments)
+        return serving("onebit", error, using).compress(x, error, segments)
 
 
 def decompress(
@@ -78,7 +77,7 @@ def average(
         out = scales.new_empty(segments.length)
     _check_sent(bits, scales, segments, out=out)
     with on(scales.device):
-        _implementation(scales, using).average(bits.contiguous(), scales.contiguous(), segments, out)
+        serving("onebit", scales, using).average(bits.contiguous(), scales.contiguous(), segments, out)
     return out
 
 
@@ -97,21 +96,8 @@ def average_compress(
     """
     _check_sent(bits, scales, segments, error=error)
     with on(error.device):
-        chosen = _implementation(error, using)
+        chosen = serving("onebit", error, using)
         return chosen.average_compress(bits.contiguous(), scales.contiguous(), error, segments)
-
-
-def implementation(device: torch.device) -> str:
-    """Which implementation serves a device, and why none before it."""
-    return str(choose("onebit", device))
-
-
-def _implementation(computed: torch.Tensor, using: str | None) -> Any:
-    if computed.dtype == torch.float64:
-        if using not in (None, "reference"):
-            raise TypeError(f"float64 is served by plain torch, not by {using}")
-        return reference
-    return (choose("onebit", computed.device) if using is None else load("onebit", using, computed.device)).module
 
 
 def _check_sent(bits: torch.Tensor, scales: torch.Tensor, segments: Segments, **filled: torch.Tensor) -> None:

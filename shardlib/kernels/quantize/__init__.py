@@ -5,8 +5,7 @@ from shardlib.kernels.quantize.op import (
     dequantize,
     dequantize_sum,
     dequantize_sum_quantize,
-    implementation,
     quantize,
 )
 
-__all__ = ["Blockwise", "dequantize", "dequantize_sum", "dequantize_sum_quantize", "implementation", "quantize"]
+__all__ = ["Blockwise", "dequantize", "dequantize_sum", "dequantize_sum_quantize", "quantize"]

@@ -19,13 +19,12 @@ scales before using anything else. ``using`` names one implementation ("cpu", "c
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from shardlib.kernels.dispatch import choose, load, on, one_device
+from shardlib.kernels.dispatch import on, one_device, serving
 from shardlib.kernels.quantize.blockwise import Blockwise
 
+IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -53,7 +52,7 @@ def quantize(
     _check_outputs(out, form, len(x))
     one_device(_named(x=x, error=error, out_values=out[0], out_scales=out[1]))
     with on(x.device):
-        _implementation(x.device, using).quantize(x, form, error, *out)
+        serving("quantize", x, using).quantize(x, form, error, *out)
     return out
 
 
@@ -94,7 +93,7 @@ def dequantize_sum(
     _check(out=(out, (elements,), _FLOATS))
     one_device(_named(values=values, scales=scales, out=out))
     with on(values.device):
-        _implementation(values.device, using).dequantize_sum(values.contiguous(), scales.contiguous(), form, out)
+        serving("quantize", values, using).dequantize_sum(values.contiguous(), scales.contiguous(), form, out)
     return out
 
 
@@ -131,19 +130,10 @@ def dequantize_sum_quantize(
     _check_outputs(out, out_form, elements)
     one_device(_named(values=values, scales=scales, error=error, out_values=out[0], out_scales=out[1]))
     with on(values.device):
-        chosen = _implementation(values.device, using)
+        chosen = serving("quantize", values, using)
         sent = (values.contiguous(), scales.contiguous(), form, elements)
         chosen.dequantize_sum_quantize(*sent, out_form, error, *out)
     return out
-
-
-def implementation(device: torch.device) -> str:
-    """Which implementation serves a device, and why none before it."""
-    return str(choose("quantize", device))
-
-
-def _implementation(device: torch.device, using: str | None) -> Any:
-    return (choose("quantize", device) if using is None else load("quantize", using, device)).module
 
 
 def _named(**tensors: torch.Tensor | None) -> dict[str, torch.Tensor]:

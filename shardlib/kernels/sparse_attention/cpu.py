@@ -1,0 +1,167 @@
+"""Block-sparse attention on the CPU, by sparse_attention.cpp."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from shardlib.kernels import native
+from shardlib.kernels.sparse_attention.options import Blocks, Options
+
+_PANEL = 16  # as in tiles.h
+_PROBLEM = "pp" + 8 * "l" + "pplfilfll"  # as in `_Problem`
+_SIGNATURES = {
+    "sparse_attention_forward": "pppippppi" + _PROBLEM,
+    "sparse_attention_backward": "pppppippppplppi" + _PROBLEM,
+}
+
+
+def load(device: torch.device) -> str:
+    return f"C++, {native.instruction_set('sparse_attention')}"
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    blocks: Blocks,
+    key_mask: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    options: Options,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    problem = _problem(q, k, blocks, key_mask, bias, options)
+    queries, keys, values = (_padded(x) for x in (q, k, v))
+    out = torch.empty_like(queries)
+    lse = torch.empty(queries.shape[:3])
+    dtype = native.DTYPES[queries.dtype]
+    _library().sparse_attention_forward(queries, keys, values, dtype, out, lse, *_converted(keys), *problem)
+    length, size = q.shape[2:]
+    return out[:, :, :length, :size].to(q.dtype).contiguous(), lse[:, :, :length].contiguous()
+
+
+def backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    blocks: Blocks,
+    key_mask: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    options: Options,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    problem = _problem(q, k, blocks, key_mask, bias, options)
+    queries, keys, values, outs, grads = (_padded(x) for x in (q, k, v, out, dout))
+    batch, heads, padded, _ = queries.shape
+    totals = F.pad(lse, (0, padded - lse.shape[2]), value=-math.inf)
+    # A head's queries are shared among threads only where there are fewer heads: every part has sums of its own.
+    parts = -(-torch.get_num_threads() // max(1, batch * k.shape[1]))
+    dq = torch.empty_like(queries)
+    dk, dv = torch.zeros(parts, *keys.shape), torch.zeros(parts, *keys.shape)
+    sums = None if bias is None else torch.zeros(parts, batch, heads, 2 * padded)
+    dtype = native.DTYPES[queries.dtype]
+    _library().sparse_attention_backward(
+        grads, queries, keys, values, outs, dtype, totals, dq, dk, dv, sums, parts, *_converted(keys), *problem
+    )
+    length, size = q.shape[2:]
+    dbias = None
+    if bias is not None and sums is not None:
+        kept = sums[..., padded - length :][..., : 2 * length - 1].flip(-1)
+        dbias = kept.sum(dim=(0, 1)).sum_to_size(bias.shape).to(bias.dtype)
+    dk, dv = ((x[0] if parts == 1 else x.sum(dim=0))[:, :, :length, :size] for x in (dk, dv))
+    dq = dq[:, :, :length, :size]
+    return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous(), dbias
+
+
+def _library() -> Any:
+    return _functions(native.instruction_set("sparse_attention"))
+
+
+@functools.cache
+def _functions(instruction_set: str) -> Any:
+    return native.functions(native.cpp_path("sparse_attention"), _SIGNATURES, "_" + instruction_set)
+
+
+def _padded(x: torch.Tensor) -> torch.Tensor:
+    """Whole panels of positions, and whole vectors of numbers of a head, the new ones zero."""
+    x = native.readable(x)
+    length, size = x.shape[2:]
+    return F.pad(x, (0, -size % _PANEL, 0, -length % _PANEL)) if length % _PANEL or size % _PANEL else x
+
+
+def _converted(keys: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
+    """Room for one head's keys and values in fp32, for each thread, which of them are there, and the threads."""
+    threads = torch.get_num_threads()
+    if keys.dtype == torch.float32:
+        return None, None, threads
+    _, _, padded, size = keys.shape
+    room = torch.empty(threads, 2, padded, size)
+    return room, torch.empty(threads, 2, padded // _PANEL, dtype=torch.uint8), threads
+
+
+class _Problem(NamedTuple):
+    """As in scores.h."""
+
+    row_offsets: torch.Tensor
+    columns: torch.Tensor
+    heads: int
+    batch: int
+    query_heads: int
+    key_heads: int
+    length: int
+    padded: int
+    size: int
+    block: int
+    key_bias: torch.Tensor
+    bias: torch.Tensor | None
+    bias_heads: int
+    scale: float
+    causal: int
+    threshold: int
+    kept: float
+    seed: int
+    counter: int
+
+
+def _problem(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    blocks: Blocks,
+    key_mask: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    options: Options,
+) -> _Problem:
+    batch, heads, length, size = q.shape
+    padding = -length % _PANEL
+    seen = torch.ones(batch, length, dtype=torch.bool) if key_mask is None else key_mask
+    hidden = ~F.pad(seen, (0, padding))
+    by_distance = None
+    if bias is not None:
+        # From key − query to query − key, of the padded length; scores are in units of ln 2.
+        by_distance = F.pad(bias.float().flip(-1) / math.log(2), (padding, padding + 1)).contiguous()
+    return _Problem(
+        row_offsets=blocks.row_offsets,
+        columns=blocks.columns,
+        heads=len(blocks.row_offsets),
+        batch=batch,
+        query_heads=heads,
+        key_heads=k.shape[1],
+        length=length,
+        padded=length + padding,
+        size=size + -size % _PANEL,
+        block=options.block,
+        key_bias=torch.zeros(hidden.shape).masked_fill(hidden, -math.inf),
+        bias=by_distance,
+        bias_heads=0 if by_distance is None else len(by_distance),
+        scale=options.scale,
+        causal=int(options.causal),
+        threshold=int(options.dropout * 2**24),
+        kept=1 / (1 - options.dropout),
+        seed=options.seed,
+        counter=options.counter,
+    )

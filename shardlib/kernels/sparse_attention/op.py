@@ -1,0 +1,223 @@
+"""Attention over the blocks of a layout (Child et al., arXiv 1904.10509; Zaheer et al., arXiv 2007.14062).
+
+Query i of head h sees key j where the layout has the block (i / block, j / block), j ≤ i if causal, and the key mask
+holds. With scores s_ij = scale · q_i·k_j + bias[h, j − i + S − 1] over what it sees:
+
+    L_i = log Σ_j e^(s_ij)        p_ij = e^(s_ij − L_i)        o_i = Σ_j p_ij m_ij v_j
+
+where m_ij is 0 or 1/(1 − p) by dropout, and o_i = 0, L_i = −∞ for a query that sees no key. Backward, from dO:
+
+    dV = (P∘M)ᵀ dO        dS = P ∘ (M ∘ dO Vᵀ − rowsum(dO ∘ O))        dQ = scale · dS K        dK = scale · dSᵀ Q
+
+and dbias sums dS over samples (and heads that share it) along diagonals. With n blocks of b positions, of heads of size
+D, forward takes 4·n·b²·D operations and backward, which computes the scores anew, 10·n·b²·D; a block above the diagonal
+costs nothing under a causal mask, one across it costs at most as much as a whole one. Nothing of the size of the scores
+is stored: memory is that of the inputs and outputs and 4 bytes per query for L, beside the layout's 4 bytes per block.
+fp32, bf16 and fp16 are multiplied and summed in fp32 (float64 is served by plain torch).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardlib.kernels.dispatch import on, one_device, serving
+from shardlib.kernels.operators import differentiable
+from shardlib.kernels.sparse_attention import reference
+from shardlib.kernels.sparse_attention.options import Blocks, Options
+from shardlib.rng import Key
+from shardlib.sparse.layout import Layout
+
+IMPLEMENTATIONS = {"cpu": ("cpu",)}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_LARGEST = 256  # size of a head
+
+
+def sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: Layout,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    key_mask: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    rng: Key | None = None,
+    using: str | None = None,
+) -> torch.Tensor:
+    """Attention where each query sees the keys of its blocks alone: (batch, heads, sequence, size), of q's dtype.
+
+    Args:
+        q: (batch, heads, sequence, size): fp32, bf16, fp16 or float64; size 256 at most.
+        k, v: the same, with as many heads or a divisor of their number (grouped queries).
+        layout: of ⌈sequence / block⌉ blocks a side, for one head (all have the same blocks) or for each; on q's device.
+            The sequence need not be a multiple of the block.
+        causal: a position sees itself and those before it, also inside a block.
+        scale: of the scores; by default 1/√size.
+        key_mask: bool (batch, sequence): False for keys that no query sees, as padding.
+        bias: (heads, 2 · sequence − 1), or (1, …) for all heads, fp32 (float64 with a float64 q): what is added to a
+            score, by the position of the key minus that of the query, plus sequence − 1.
+        dropout: the probability with which a weight is dropped; the mask depends on ``rng``, sample, head, query and
+            key alone.
+        rng: the key of dropout, which needs one.
+        using: names one implementation ("cpu", "triton", "reference"), for tests.
+
+    Raises:
+        ValueError: shapes that do not fit each other or the layout; a dropout outside [0, 1), or without a key.
+        TypeError: dtypes that are not the above.
+    """
+    _check(q, k, v, layout, key_mask, bias)
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout probability {dropout} is outside [0, 1)")
+    seed = counter = 0
+    if dropout:
+        if rng is None:
+            raise ValueError(f"dropout={dropout} without rng: pass the loss function's rng, or sl.Key(seed)")
+        seed = rng.seed - 2**64 if rng.seed >= 2**63 else rng.seed
+        counter = int(rng.slot * q.shape[0] * q.shape[1] * q.shape[2] ** 2)
+    # Kernels on GPUs sum the gradients of keys and values by columns; on the CPU that list is not made.
+    by_columns = (layout.column_offsets, layout.rows) if q.is_cuda else (None, None)
+    blocks = layout.row_offsets, layout.columns, *by_columns
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    options = layout.block, scale, causal, dropout, seed, counter
+    return _attention(q, k, v, *blocks, key_mask, bias, *options, using)[0]
+
+
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    row_offsets: torch.Tensor,
+    columns: torch.Tensor,
+    column_offsets: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    block: int,
+    scale: float,
+    causal: bool,
+    dropout: float,
+    seed: int,
+    counter: int,
+    using: str | None,
+) -> list[torch.Tensor]:
+    blocks = Blocks(row_offsets, columns, column_offsets, rows)
+    options = Options(block, scale, causal, dropout, seed, counter)
+    with on(q.device):
+        out, lse = serving("sparse_attention", q, using).forward(
+            q.contiguous(), k.contiguous(), v.contiguous(), blocks, key_mask, bias, options
+        )
+    return [out, lse]
+
+
+def _backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    row_offsets: torch.Tensor,
+    columns: torch.Tensor,
+    column_offsets: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    block: int,
+    scale: float,
+    causal: bool,
+    dropout: float,
+    seed: int,
+    counter: int,
+    using: str | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+) -> list[torch.Tensor]:
+    blocks = Blocks(row_offsets, columns, column_offsets, rows)
+    options = Options(block, scale, causal, dropout, seed, counter)
+    tensors = [x.contiguous() for x in (dout, q, k, v, out, lse)]
+    with on(q.device):
+        gradients = serving("sparse_attention", q, using).backward(*tensors, blocks, key_mask, bias, options)
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def _backward_reference(*kept: Any) -> list[torch.Tensor]:
+    """`_backward`; the log-sum-exp is computed anew, as derivatives go through it."""
+    *given, out, _, dout = kept
+    q, k, v = given[:3]
+    rest = Blocks(*given[3:7]), *given[7:9], Options(*given[9:15])
+    lse = reference.forward(q, k, v, *rest)[1]
+    gradients = reference.backward(dout, q, k, v, out, lse, *rest)
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def _forward_fake(q: torch.Tensor, *_: object) -> list[torch.Tensor]:
+    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    return [q.new_empty(q.shape), lse]
+
+
+def _backward_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: torch.Tensor | None) -> list[torch.Tensor]:
+    bias = rest[5]
+    return [x.new_empty(x.shape) for x in (q, k, v, bias) if x is not None]
+
+
+_attention = differentiable(
+    "sparse_attention",
+    forward=_forward,
+    forward_fake=_forward_fake,
+    backward=_backward,
+    backward_fake=_backward_fake,
+    backward_reference=_backward_reference,
+    keep=lambda inputs, outputs: (*inputs, *outputs),
+    residuals=1,
+)
+
+
+def _check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: Layout,
+    key_mask: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> None:
+    """Kernels read by these sizes: what does not have them must not reach one."""
+    if q.dim() != 4 or not 0 < q.shape[3] <= _LARGEST:
+        raise ValueError(f"q has shape {tuple(q.shape)}, not (batch, heads, sequence, size up to {_LARGEST})")
+    batch, heads, length, size = q.shape
+    for name, x in (("k", k), ("v", v)):
+        if x.dim() != 4 or x.shape[0] != batch or x.shape[2:] != q.shape[2:]:
+            wanted = f"({batch}, heads, {length}, {size})"
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, and q's {tuple(q.shape)} asks for {wanted}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"q is {q.dtype} and {name} is {x.dtype}: cast one")
+    if q.dtype not in _DTYPES:
+        raise TypeError(f"q is {q.dtype}, not one of {_DTYPES}: cast it")
+    if k.shape[1] != v.shape[1] or not k.shape[1] or heads % k.shape[1]:
+        raise ValueError(
+            f"{heads} heads of q, {k.shape[1]} of k and {v.shape[1]} of v: k and v must have as many, a divisor of q's"
+        )
+    if layout.size != -(-length // layout.block):
+        raise ValueError(
+            f"a sequence of {length} has {-(-length // layout.block)} blocks of {layout.block}, and the layout has "
+            f"{layout.size}: make it for length={length}"
+        )
+    if layout.heads not in (1, heads):
+        raise ValueError(f"the layout has {layout.heads} heads and q has {heads}: make it for 1 or for {heads}")
+    given = {"q": q, "k": k, "v": v, "layout": layout.columns}
+    if key_mask is not None:
+        if key_mask.shape != (batch, length):
+            raise ValueError(f"key_mask has shape {tuple(key_mask.shape)}, not (batch, sequence) = ({batch}, {length})")
+        if key_mask.dtype != torch.bool:
+            raise TypeError(f"key_mask is {key_mask.dtype}, not bool: True for keys that are seen")
+        given["key_mask"] = key_mask
+    if bias is not None:
+        if bias.shape not in ((1, 2 * length - 1), (heads, 2 * length - 1)):
+            shapes = f"(1 or {heads}, {2 * length - 1})"
+            raise ValueError(f"bias has shape {tuple(bias.shape)}, not (1 or heads, 2 · sequence − 1) = {shapes}")
+        wide = torch.promote_types(q.dtype, torch.float32)
+        if bias.dtype != wide:
+            raise TypeError(f"bias is {bias.dtype} and q {q.dtype}: give it in {wide}")
+        given["bias"] = bias
+    one_device(given)

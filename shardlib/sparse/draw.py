@@ -1,0 +1,55 @@
+"""Pictures of layouts: rows are queries, columns keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from shardlib.sparse.layout import Layout
+
+_SHADES = " ░▒▓█"
+_PIXELS = 1024
+
+
+def draw(layout: Layout, head: int = 0, width: int = 64) -> str:
+    """One head as text, two characters a block; where there are more than ``width`` blocks a side, one cell stands for
+    several, the darker the more of them are computed.
+    """
+    shades = (coverage(layout, head, width) * (len(_SHADES) - 1)).ceil().int()
+    return "\n".join("".join(2 * _SHADES[shade] for shade in row).rstrip() for row in shades.tolist())
+
+
+def plot(path: str | Path, layout: Layout, title: str | None = None) -> None:
+    """Write a PNG with a panel for each head. Folders on the way are made.
+
+    Raises ImportError, naming the extra to install, where matplotlib is missing.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install 'shardlib[notebooks]'") from error
+
+    # A figure of its own, not pyplot's: nothing global is touched, and no display is asked for.
+    figure = Figure(figsize=(4 * layout.heads, 4.4), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    positions = layout.size * layout.block
+    for head, axes in enumerate(figure.subplots(1, layout.heads, squeeze=False)[0]):
+        picture = coverage(layout, head, _PIXELS)
+        axes.imshow(picture, cmap="Blues", vmin=0, vmax=1, extent=(0, positions, positions, 0), interpolation="nearest")
+        axes.set(xlabel="key", ylabel="query", title=f"head {head}" if layout.heads > 1 else "")
+    figure.suptitle(title or f"{layout.density:.2%} of {layout.size} × {layout.size} blocks of {layout.block}")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def coverage(layout: Layout, head: int, width: int) -> torch.Tensor:
+    """The share of computed blocks in each of ``width`` × ``width`` cells, or of fewer where there are fewer blocks."""
+    step = max(1, -(-layout.size // width))
+    cells = -(-layout.size // step)
+    rows, columns = layout.pairs(head)
+    found = (rows // step * cells + columns // step).bincount(minlength=cells**2).view(cells, cells)
+    # The last cells of a row or column may hold fewer blocks.
+    sizes = (layout.size - step * torch.arange(cells)).clamp(max=step)
+    return (found.cpu() / (sizes[:, None] * sizes)).float()
