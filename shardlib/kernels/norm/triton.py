@@ -1,4 +1,8 @@
-"""LayerNorm and RMSNorm by Triton kernels: a row in registers, read once; a program goes over several rows backward."""
+"""LayerNorm and RMSNorm by Triton kernels: a row in registers, read once; a program goes over several rows backward.
+
+Backward a wide row, its gradient and what its columns sum up to do not fit the registers together: there it is gone over
+chunk by chunk, four times, from the cache.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,9 @@ import triton
 import triton.language as tl
 
 from shardlib.kernels import rows, tiles
+
+
+CHUNK = 4096  # columns
 
 
 def load(device: torch.device) -> str:
@@ -50,10 +57,9 @@ def backward(
     programs = triton.cdiv(count, each)
     partial = torch.zeros(2, max(programs, 1), total.shape[-1], device=total.device)
     if count:
-        options = {"CENTRED": centred, "SUM": dtotal is not None, **_shape(columns), **tiles.EXACT}
-        _backward[(programs,)](
-            total, weight.contiguous(), dy, dtotal, ds, *partial, count, columns, each, eps, **options
-        )
+        kernel = _backward if columns <= CHUNK else _backward_wide
+        options = {"CENTRED": centred, "SUM": dtotal is not None, **_shape(min(columns, CHUNK)), **tiles.EXACT}
+        kernel[(programs,)](total, weight.contiguous(), dy, dtotal, ds, *partial, count, columns, each, eps, **options)
     sums = list(partial.sum(1))
     return [ds, *(sums if bias is not None else sums[:1])]
 
@@ -140,3 +146,60 @@ def _backward(
         db += d
     tl.store(dweight + program * columns + column, dw, mask=inside)
     tl.store(dbias + program * columns + column, db, mask=inside)
+
+
+@triton.jit
+def _sum_of(s, row, columns, BLOCK: tl.constexpr):
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, columns, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        sums += tl.load(s + row * columns + column, mask=column < columns, other=0.0).to(tl.float32)
+    return tl.sum(sums, axis=0)
+
+
+@triton.jit
+def _backward_wide(
+    total, weight, dy, dtotal, ds, dweight, dbias, rows, columns, each, eps,
+    CENTRED: tl.constexpr, SUM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """As `_backward`; the sums are kept in memory, where they are 0 at first."""
+    program = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    for row in range(program * each, tl.minimum((program + 1) * each, rows)):
+        mean = 0.0
+        if CENTRED:
+            mean = _sum_of(total, row, columns, BLOCK) / columns
+        squares = tl.zeros((BLOCK,), tl.float32)
+        for first in range(0, columns, BLOCK):
+            inside = first + lane < columns
+            s = tl.load(total + row * columns + first + lane, mask=inside, other=0.0).to(tl.float32)
+            squares += tl.where(inside, (s - mean) * (s - mean), 0.0)
+        scale = 1.0 / tl.sqrt_rn(tl.sum(squares, axis=0) / columns + eps)
+        means = tl.zeros((BLOCK,), tl.float32)
+        products = tl.zeros((BLOCK,), tl.float32)
+        for first in range(0, columns, BLOCK):
+            column = first + lane
+            inside = column < columns
+            s = tl.load(total + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+            g = tl.load(dy + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+            g *= tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+            means += g
+            products += g * ((s - mean) * scale)
+        product = tl.sum(products, axis=0) / columns
+        shift = 0.0
+        if CENTRED:
+            shift = tl.sum(means, axis=0) / columns
+        for first in range(0, columns, BLOCK):
+            column = first + lane
+            inside = column < columns
+            at = row * columns + column
+            d = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+            normed = (tl.load(total + at, mask=inside, other=0.0).to(tl.float32) - mean) * scale
+            g = d * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+            found = (g - shift - normed * product) * scale
+            if SUM:
+                found += tl.load(dtotal + at, mask=inside, other=0.0).to(tl.float32)
+            tl.store(ds + at, found.to(ds.dtype.element_ty), mask=inside)
+            sums = program * columns + column
+            tl.store(dweight + sums, tl.load(dweight + sums, mask=inside, other=0.0) + d * normed, mask=inside)
+            tl.store(dbias + sums, tl.load(dbias + sums, mask=inside, other=0.0) + d, mask=inside)
