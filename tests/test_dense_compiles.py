@@ -63,3 +63,23 @@ def test_dropout(starts, tmp_path):
     compiles("dropout", "_forward", types, {"BIAS": True, "RESIDUAL": True, "STARTS": starts}, tmp_path)
     types = {"dy": "x", "dx": "x", "partial": "*fp32", "each": "i32"} | ROWS | drawn
     compiles("dropout", "_backward", types, {"BIAS": True, "STARTS": starts}, tmp_path)
+
+
+@pytest.mark.parametrize("keys", [128, 4096, 16384])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_softmax(dtype, keys, tmp_path):
+    from shardlib.kernels.softmax.triton import _shape
+
+    sizes = {"queries": "i32", "keys": "i32", "scale": "fp32"}
+    types = {"x": "x", "y": "x", "lengths": "*i64", "per_sequence": "i32"} | sizes
+    compiles("softmax", "_forward", types, {"CAUSAL": True, "LENGTHS": True, **_shape(keys)}, tmp_path, dtype, False)
+    types = {"y": "x", "dy": "x", "dx": "x"} | sizes
+    compiles("softmax", "_backward", types, {"CAUSAL": True, **_shape(keys)}, tmp_path, dtype)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rest", [0, 64])
+def test_rotary(rest, interleaved, tmp_path):
+    types = {"x": "x", "both": "*fp32", "y": "x", "rows": "i64", "size": "i32", "positions": "i32", "half": "i32"}
+    constants = {"INTERLEAVED": interleaved, "BACK": True, "PAIRS": 64, "REST": rest}
+    compiles("rotary", "_turn", types, constants, tmp_path)

@@ -21,7 +21,7 @@ _NAMESPACE = "shardlib"
 
 # Tensors and constants in, tensors out.
 Pass = Callable[..., list[torch.Tensor]]
-PerInput = Callable[[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]], Sequence[torch.Tensor]]
+PerInput = Callable[[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]], Sequence[torch.Tensor | None]]
 Keep = Callable[[tuple[Any, ...], tuple[torch.Tensor, ...]], tuple[Any, ...]]
 
 # By name, since the compiler, inside a backward, knows such a class only where it finds it among the globals.
@@ -72,7 +72,7 @@ def differentiable(
         residuals: how many of the outputs, the last ones, are for the backward alone: they are kept without being
             returned, and have no gradients.
         per_input: from what the backward returned and the gradients that came in, the gradients of the inputs, where
-            those are not the former: as of a sum's two terms, whose gradients are one.
+            those are not the former: as of a sum's two terms, whose gradients are one, or None for a constant.
 
     A gradient of an output that nothing used comes in as zeros.
     """

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from shardlib.kernels.dropout import Draw, dropout
 from shardlib.kernels.gelu import gelu
 from shardlib.kernels.norm import layer_norm, rms_norm
+from shardlib.kernels.rotary import angles, rotary
+from shardlib.kernels.softmax import softmax
 from shardlib.kernels.swiglu import swiglu
 
 Tensors = Sequence[torch.Tensor]
@@ -116,7 +118,66 @@ def gelu_case(kinds: str, approximate: str) -> Case:
     return Case(kinds, lambda *inputs, using=None: gelu(*inputs, approximate=approximate, using=using), plain)
 
 
+def scores(x: torch.Tensor) -> torch.Tensor:
+    """As ``[batch, heads, queries, keys]``: a dimension of heads, and as many queries as there are."""
+    while x.dim() < 3:
+        x = x[None]
+    return x[:, None]
+
+
+def softmax_case(lengths: bool, causal: bool) -> Case:
+    def known(x):
+        return (torch.arange(len(x)) * 3 + 2) % (x.shape[-1] + 1) if lengths else None
+
+    def kernel(x, using=None):
+        x = scores(x)
+        return softmax(x, lengths=known(x), causal=causal, scale=0.7, using=using)
+
+    def plain(x, dtype):
+        x = scores(x)
+        keys = torch.arange(x.shape[-1])
+        seen = torch.ones(x.shape, dtype=torch.bool)
+        if causal:
+            seen &= keys <= torch.arange(x.shape[-2])[:, None]
+        if lengths:
+            seen &= keys < known(x)[:, None, None, None]
+        # From the definition; where a row sees nothing, 0 / 1.
+        powers = torch.where(seen, (0.7 * x).exp(), 0)
+        total = powers.sum(-1, keepdim=True)
+        return rounded(powers / torch.where(total == 0, 1, total), dtype)
+
+    return Case("x", kernel, plain)
+
+
+def rotary_case(interleaved: bool) -> Case:
+    def table(x):
+        return angles(torch.arange(x.shape[-2]) * 3, (x.shape[-1] - x.shape[-1] // 5) // 2 * 2)
+
+    def kernel(x, using=None):
+        x = x if x.dim() > 1 else x[None]
+        return rotary(x, *table(x), interleaved=interleaved, using=using)
+
+    def plain(x, dtype):
+        """A complex number for each pair, times e^iθ."""
+        x = x if x.dim() > 1 else x[None]
+        cos, sin = table(x)
+        width = 2 * cos.shape[1]
+        pairs = x[..., :width].unflatten(-1, (-1, 2) if interleaved else (2, -1))
+        pairs = pairs if interleaved else pairs.transpose(-1, -2)
+        turned = torch.complex(pairs[..., 0], pairs[..., 1]) * torch.complex(cos.double(), sin.double())
+        found = torch.stack([turned.real, turned.imag], -1)
+        found = (found if interleaved else found.transpose(-1, -2)).flatten(-2)
+        return torch.cat([found, x[..., width:]], -1)
+
+    return Case("x", kernel, plain)
+
+
 CASES = {
+    "softmax": softmax_case(False, False),
+    "softmax causal": softmax_case(False, True),
+    "softmax of lengths": softmax_case(True, True),
+    "rotary": rotary_case(False),
+    "rotary interleaved": rotary_case(True),
     "gelu": gelu_case("x", "none"),
     "gelu with bias": gelu_case("xv", "none"),
     "gelu tanh with bias": gelu_case("xv", "tanh"),

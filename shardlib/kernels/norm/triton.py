@@ -15,7 +15,6 @@ import triton.language as tl
 
 from shardlib.kernels import rows, tiles
 
-
 CHUNK = 4096  # columns
 
 
