@@ -1,7 +1,6 @@
 """Counter-based randomness: a key and a global index give the same bits on every mesh.
 
-The generator is a 32-bit integer hash of (key, element index): three xor-shift-multiply rounds, the "lowbias32"
-mixer found by C. Wellons' hash prospector, applied to the index after a first mix with each half of the key.
+The generator is a hash of (key, element index); see `shardlib.kernels.counter`.
 """
 
 from __future__ import annotations
@@ -14,6 +13,9 @@ from fractions import Fraction
 
 import torch
 
+from shardlib.kernels import counter
+from shardlib.kernels.dropout import Draw
+from shardlib.kernels.dropout import dropout as dropout_kernel
 from shardlib.parts import current_parts
 
 
@@ -42,13 +44,7 @@ class Key:
 def random_bits(key: Key, count: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """``count`` 24-bit integers as int64, for elements ``slot * count`` to ``(slot + 1) * count``."""
     start = int(key.slot * count)
-    return bits_at(key, torch.arange(start, start + count, dtype=torch.int64, device=device))
-
-
-def bits_at(key: Key, x: torch.Tensor) -> torch.Tensor:
-    """The 24-bit integers of the key's seed with the int64 numbers ``x``, as int64."""
-    x = _mix((x & _MASK) ^ (key.seed & _MASK)) ^ _mix((x >> 32) ^ (key.seed >> 32 & _MASK))
-    return _mix(x) >> 8
+    return counter.random_bits(key.seed, torch.arange(start, start + count, dtype=torch.int64, device=device))
 
 
 def uniform(
@@ -62,12 +58,23 @@ def uniform(
     return (random_bits(key, count, device).to(torch.float32) * 2.0**-24).to(dtype).reshape(shape)
 
 
-def dropout(x: torch.Tensor, p: float, key: Key) -> torch.Tensor:
+def dropout(
+    x: torch.Tensor,
+    p: float,
+    key: Key,
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Zero each element with probability ``p`` and scale the rest by ``1 / (1 - p)``.
 
     The mask depends on the key and the element's index in the global batch alone (dimension 0 of ``x`` is the
-    batch, or a multiple of it), so it is equal on every mesh and under recompute. Under a sequence plan, dimension 1
-    of an ``x`` that has one is this rank's part of the sequence.
+    batch, or a multiple of it), so it is equal on every mesh and under recompute; backward draws it again, and nothing
+    is kept. Under a sequence plan, dimension 1 of an ``x`` that has one is this rank's part of the sequence.
+
+    Args:
+        bias: ``[x.shape[-1]]``, is added to ``x`` first.
+        residual: like ``x``, is added to the result, all in one pass.
 
     Raises:
         ValueError: ``p`` outside [0, 1).
@@ -75,9 +82,13 @@ def dropout(x: torch.Tensor, p: float, key: Key) -> torch.Tensor:
     if not 0.0 <= p < 1.0:
         raise ValueError(f"dropout probability {p} is outside [0, 1)")
     if p == 0.0:
-        return x
-    keep = bits_at(key, _indices(x, key.slot)) >= int(p * 2**24)
-    return x * (keep.to(x.dtype) / (1.0 - p)).reshape(x.shape)
+        x = x if bias is None else x + bias
+        return x if residual is None else x + residual
+    if x.dim() < 2 + (current_parts.get() is not None):
+        # Each element is a row of its own: positions of a part do not follow one another.
+        x, residual = x if bias is None else x + bias, None if residual is None else residual[..., None]
+        return dropout_kernel(x[..., None], _draw(x, p, key), residual=residual)[..., 0]
+    return dropout_kernel(x, _draw(x, p, key), bias=bias, residual=residual)
 
 
 @contextmanager
@@ -103,25 +114,16 @@ def seeding_torch(key: Key | None, device: torch.device) -> Iterator[None]:
             generator.set_state(state)
 
 
-def _indices(x: torch.Tensor, slot: int | Fraction) -> torch.Tensor:
-    """The index of each element of ``x`` in the whole tensor of all batches and, under a sequence plan, all positions."""
+def _draw(x: torch.Tensor, p: float, key: Key) -> Draw:
+    """The index of each element of ``x`` is that in the whole tensor of all batches and, under a sequence plan, all
+    positions."""
     parts = current_parts.get()
     if parts is None or x.dim() < 2:
-        start = int(slot * x.numel())
-        return torch.arange(start, start + x.numel(), dtype=torch.int64, device=x.device)
+        return Draw(p, key.seed, int(key.slot * x.numel()))
     positions, length = parts.positions(x)
     batch, rest = x.shape[0], x.shape[2:].numel()
-    first = int(slot * batch)
-    rows = torch.arange(first, first + batch, device=x.device)[:, None] * length + positions
-    return (rows[..., None] * rest + torch.arange(rest, device=x.device)).flatten()
-
-
-_MASK = 0xFFFFFFFF
-
-
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    x = x ^ (x >> 16)
-    x = (x * 0x7FEB352D) & _MASK
-    x = x ^ (x >> 15)
-    x = (x * 0x846CA68B) & _MASK
-    return x ^ (x >> 16)
+    first = int(key.slot * batch)
+    starts = (torch.arange(first, first + batch, device=x.device)[:, None] * length + positions) * rest
+    return Draw(
+        p, key.seed, 0, starts[..., None] + torch.arange(0, rest, max(1, x.shape[2:][-1:].numel()), device=x.device)
+    )

@@ -29,8 +29,7 @@ def functions(path: Path, signatures: Mapping[str, str], suffix: str = "", check
 
     Args:
         path: the shared library.
-        signatures: function -> its parameters' types, a letter each: p a tensor (or None), i an int, l an int64, f a
-            float.
+        signatures: function -> its parameters' types, a letter each: p a tensor (or None), i an int, l an int64, f a float.
         suffix: what the library's names have after the functions'.
         checked: they return an int, 0 where all went well; otherwise nothing.
     """
@@ -43,7 +42,7 @@ def _callable(function: Any, letters: str, checked: bool) -> Callable[..., None]
     function.argtypes = [_TYPES[letter] for letter in letters]
     function.restype = ctypes.c_int if checked else None
 
-    def call(*values: torch.Tensor | float | None) -> None:
+    def call(*values: torch.Tensor | int | float | None) -> None:
         code = function(*[value.data_ptr() if isinstance(value, torch.Tensor) else value for value in values])
         if code:
             raise RuntimeError(f"{function.__name__} was not launched: CUDA error {code}; see cudaError_t")
@@ -58,7 +57,8 @@ def cpp_recipe(name: str) -> Recipe:
     if platform.machine() in ("x86_64", "AMD64"):
         units += [(source, ("-DISA=avx2", "-mavx2", "-mfma")), (source, ("-DISA=avx512", *_AVX512.split()))]
     flags = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wno-psabi", *_EXACT.split())
-    return Recipe(name, "g++", tuple(units), (_HERE / "simd.h", *sorted(source.parent.glob("*.h"))), flags)
+    headers = (*sorted(_HERE.glob("*.h")), *sorted(source.parent.glob("*.h")))
+    return Recipe(name, "g++", tuple(units), headers, flags)
 
 
 @functools.cache
@@ -77,6 +77,16 @@ def instruction_set(name: str) -> str:
     function = ctypes.CDLL(str(cpp_path(name))).instruction_set
     function.restype = ctypes.c_char_p
     return function().decode()
+
+
+def cpp_functions(name: str, signatures: Mapping[str, str]) -> Any:
+    """The operation's functions for this processor; see `functions`."""
+    return _cpp_functions(name, instruction_set(name), tuple(signatures.items()))
+
+
+@functools.cache
+def _cpp_functions(name: str, instruction_set: str, signatures: tuple[tuple[str, str], ...]) -> Any:
+    return functions(cpp_path(name), dict(signatures), "_" + instruction_set)
 
 
 def cuda_recipe(name: str, capability: tuple[int, int]) -> Recipe:
@@ -107,6 +117,11 @@ def stream(device: torch.device) -> int:
 def readable(x: torch.Tensor) -> torch.Tensor:
     """``x`` as the compiled kernels read it: contiguous fp32 or bf16; fp16 is cast first."""
     return (x.float() if x.dtype == torch.float16 else x).contiguous()
+
+
+def floats(x: torch.Tensor | None) -> torch.Tensor | None:
+    """Small tensors, such as weights of a norm, which compiled kernels read in fp32."""
+    return None if x is None else x.float().contiguous()
 
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}

@@ -21,6 +21,7 @@ _NAMESPACE = "shardlib"
 
 # Tensors and constants in, tensors out.
 Pass = Callable[..., list[torch.Tensor]]
+PerInput = Callable[[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]], Sequence[torch.Tensor | None]]
 Keep = Callable[[tuple[Any, ...], tuple[torch.Tensor, ...]], tuple[Any, ...]]
 
 # By name, since the compiler, inside a backward, knows such a class only where it finds it among the globals.
@@ -31,8 +32,8 @@ def opaque(name: str, function: Pass, fake: Pass) -> Pass:
     """``function`` as ``torch.ops.shardlib.<name>``.
 
     Args:
-        function: annotated, as the operator's schema is made from that. Returns new, contiguous tensors, and changes
-            nothing that it is given.
+        function: annotated and without defaults, as the operator's schema is made from that. Returns new, contiguous
+            tensors, and changes nothing that it is given.
         fake: what it returns, as empty tensors, from tensors without values.
     """
     qualified = f"{_NAMESPACE}::{name}"
@@ -55,6 +56,7 @@ def differentiable(
     backward_reference: Pass,
     keep: Keep = lambda inputs, outputs: inputs,
     residuals: int = 0,
+    per_input: PerInput = lambda found, incoming: found,
 ) -> Callable[..., tuple[torch.Tensor, ...]]:
     """A function of ``forward``'s arguments, by position, that returns its outputs as a tuple.
 
@@ -62,12 +64,15 @@ def differentiable(
         name: of the operator; the backward's is ``<name>_backward``.
         forward: ``forward(*inputs)``; see `opaque`.
         backward: ``backward(*kept, *gradients)``, contiguous gradients of the outputs: returns one gradient for each
-            floating-point tensor among the inputs, in their order and of their shapes.
+            floating-point tensor among the inputs, in their order and of their shapes. Gradients that are not asked for
+            are computed too.
         backward_reference: the same in plain torch, which further derivatives differentiate; so it must compute from
             inputs and outputs alone, and leave residuals that it is given unused.
         keep: from inputs and outputs, what the backward needs. Tensors may be inputs or outputs.
         residuals: how many of the outputs, the last ones, are for the backward alone: they are kept without being
             returned, and have no gradients.
+        per_input: from what the backward returned and the gradients that came in, the gradients of the inputs, where
+            those are not the former: as of a sum's two terms, whose gradients are one, or None for a constant.
 
     A gradient of an output that nothing used comes in as zeros.
     """
@@ -115,8 +120,9 @@ def differentiable(
         @staticmethod
         def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             gradients = gradients[: len(gradients) - residuals]
-            found = _backwards[name].apply(*_saved(ctx), *[gradient.contiguous() for gradient in gradients])
-            return _filled((None,) * ctx.count, ctx.where, found)
+            gradients = tuple(gradient.contiguous() for gradient in gradients)
+            found = _backwards[name].apply(*_saved(ctx), *gradients)
+            return _filled((None,) * ctx.count, ctx.where, per_input(found, gradients))
 
     _backwards[name] = Backward
     # The compiler counts a forward's parameters to tell whether it takes a context.

@@ -24,3 +24,8 @@ def triton_name(device: torch.device) -> str:
     if device.type != "cuda":
         raise BuildError(f"Triton does not compile for {device.type}")
     return f"Triton {triton.__version__}"
+
+
+def rows_each(count: int, tile: int, programs: int = 64) -> int:
+    """How many rows, a multiple of ``tile``, a program sums, so that at most ``programs`` sums are left to add."""
+    return max(1, triton.cdiv(count, programs * tile)) * tile

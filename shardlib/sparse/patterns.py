@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from shardlib.rng import Key, bits_at
+from shardlib.kernels.counter import random_bits
+from shardlib.rng import Key
 from shardlib.sparse.layout import Layout, offsets_of
 
 _COLUMNS = 1 << 22  # of intervals that are written out at a time
@@ -236,7 +237,7 @@ def _drawn(rows: torch.Tensor, count: int, size: int, causal: bool, seed: int, h
     drawn = torch.full((len(rows), count), -1)
     for number in range(count):
         largest = available - count + number
-        column = bits_at(key, rows * count + number) * (largest + 1) >> 24
+        column = random_bits(key.seed, rows * count + number) * (largest + 1) >> 24
         again = (drawn == column[:, None]).any(dim=1)
         drawn[:, number] = torch.where(again, largest, column).where(largest >= 0, -1)
     found = drawn >= 0

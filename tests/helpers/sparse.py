@@ -10,9 +10,9 @@ from unittest.mock import patch
 
 import torch
 
+from shardlib.kernels.counter import random_bits
 from shardlib.kernels.sparse_attention import packing
 from shardlib.kernels.sparse_attention.options import Blocks, Options
-from shardlib.rng import Key, bits_at
 from shardlib.sparse.layout import Layout
 
 
@@ -94,7 +94,7 @@ def dense_attention(q, k, v, layout, mask, bias, options):
     weights = scores.softmax(-1).nan_to_num()  # rows without a key
     if options.dropout:
         number = torch.arange(scores.numel()).view(scores.shape) + options.counter
-        keep = bits_at(Key(options.seed), number) >= int(options.dropout * 2**24)
+        keep = random_bits(options.seed, number) >= int(options.dropout * 2**24)
         weights = weights * keep / (1 - options.dropout)
     return weights @ v.repeat_interleave(group, 1), scores.logsumexp(-1)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -45,12 +44,7 @@ def average_compress(
 
 
 def _library() -> Any:
-    return _functions(native.instruction_set("onebit"))
-
-
-@functools.cache
-def _functions(instruction_set: str) -> Any:
-    return native.functions(native.cpp_path("onebit"), _SIGNATURES, "_" + instruction_set)
+    return native.cpp_functions("onebit", _SIGNATURES)
 
 
 def _outputs(segments: Segments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

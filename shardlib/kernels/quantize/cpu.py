@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -54,9 +53,4 @@ def dequantize_sum_quantize(
 
 
 def _library() -> Any:
-    return _functions(native.instruction_set("quantize"))
-
-
-@functools.cache
-def _functions(instruction_set: str) -> Any:
-    return native.functions(native.cpp_path("quantize"), _SIGNATURES, "_" + instruction_set)
+    return native.cpp_functions("quantize", _SIGNATURES)

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from shardlib.kernels.counter import random_bits
 from shardlib.kernels.sparse_attention.options import Blocks, Options
-from shardlib.rng import Key, bits_at
 
 _ELEMENTS = 1 << 22  # scores of a head of a sample that are held at a time
 
@@ -181,5 +181,5 @@ class _Problem:
         samples = torch.arange(self.batch, device=self.device).view(-1, 1, 1, 1, 1)
         heads = torch.arange(self.heads, device=self.device)[part.heads].view(-1, 1, 1, 1)
         number = ((samples * self.heads + heads) * self.length + row) * self.length + column
-        keep = bits_at(Key(options.seed), options.counter + number) >= int(options.dropout * 2**24)
+        keep = random_bits(options.seed, options.counter + number) >= int(options.dropout * 2**24)
         return keep.to(self.dtype) / (1.0 - options.dropout)

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
-import torch.nn.functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardlib.kernels import tiles
@@ -178,7 +178,9 @@ class _Run:
     def scratch(self, width: int) -> torch.Tensor:
         """Room for partial results of ``width`` numbers a row."""
         return torch.empty(
-            self.leads * self.packing.slots * self.lengths * width, dtype=torch.float32, device=self.packing.items.device
+            self.leads * self.packing.slots * self.lengths * width,
+            dtype=torch.float32,
+            device=self.packing.items.device,
         )
 
     def launch(self, kernel: Any, **own: Any) -> None:

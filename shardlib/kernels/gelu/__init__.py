@@ -1,0 +1,5 @@
+"""Bias + GeLU."""
+
+from shardlib.kernels.gelu.op import gelu
+
+__all__ = ["gelu"]

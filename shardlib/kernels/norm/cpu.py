@@ -1,0 +1,77 @@
+"""LayerNorm and RMSNorm on the CPU, by norm.cpp."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from shardlib.kernels import native, rows
+
+_SIGNATURES = {"norm": "ppippfillppi", "norm_backward": "pipfillpppppi"}
+
+
+def load(device: torch.device) -> str:
+    return f"C++, {native.instruction_set('norm')}"
+
+
+def forward(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, centred: bool
+) -> torch.Tensor:
+    if centred and weight.dtype == x.dtype:  # at the memory's limit
+        return F.layer_norm(x.contiguous(), weight.shape, weight, None if bias is None else bias.to(x.dtype), eps)
+    return _forward(x, None, weight, bias, eps, centred)[0]
+
+
+def forward_of_sum(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    centred: bool,
+) -> list[torch.Tensor]:
+    return _forward(x, residual, weight, bias, eps, centred)
+
+
+def backward(
+    total: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    centred: bool,
+    dy: torch.Tensor,
+    dtotal: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    total, dy = native.readable(total), native.readable(dy)
+    dtotal = None if dtotal is None else native.readable(dtotal)
+    ds, sums = rows.like(total), torch.empty(2 * len(weight))
+    where = (*rows.sizes(total), dy, dtotal, ds, rows.partial(len(sums)), sums, torch.get_num_threads())
+    _library().norm_backward(total, native.DTYPES[total.dtype], native.floats(weight), eps, centred, *where)
+    dweight, dbias = sums.view(2, -1).unbind()
+    return [ds, dweight.clone()] if bias is None else [ds, dweight.clone(), dbias.clone()]
+
+
+def _forward(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    centred: bool,
+) -> list[torch.Tensor]:
+    x = native.readable(x)
+    outputs = [rows.like(x)]
+    total = None
+    if residual is not None:
+        residual, total = native.readable(residual), rows.like(x)
+        outputs.append(total)
+    vectors = (native.floats(weight), native.floats(bias))
+    where = (*rows.sizes(x), outputs[0], total, torch.get_num_threads())
+    _library().norm(x, residual, native.DTYPES[x.dtype], *vectors, eps, centred, *where)
+    return outputs
+
+
+def _library() -> Any:
+    return native.cpp_functions("norm", _SIGNATURES)

@@ -1,0 +1,96 @@
+// LayerNorm and RMSNorm on the CPU; see op.py for the mathematics. Compiled once per instruction set (ISA names it).
+//
+// A row is gone over several times, but read from memory once: it stays in the first or second cache.
+#include "../rows.h"
+
+namespace {
+
+struct Statistics {
+    float mean, scale;
+};
+
+template <typename Type>
+inline Statistics statistics(const typename Type::Element* s, int64_t columns, float eps, bool centred) {
+    float mean = 0;
+    if (centred) {
+        Floats sums = {};
+        vectors(columns, [&](int64_t i, int64_t n) { sums += get<Type>(s + i, n); });
+        mean = sum(sums) / float(columns);
+    }
+    Floats squares = {};
+    vectors(columns, [&](int64_t i, int64_t n) {
+        Floats c = first(get<Type>(s + i, n) - mean, n);
+        squares += c * c;
+    });
+    return {mean, 1.0f / __builtin_sqrtf(sum(squares) / float(columns) + eps)};
+}
+
+template <typename Type>
+void forward(const void* x_, const void* residual_, const float* weight, const float* bias, float eps, int centred,
+             int64_t rows, int64_t columns, void* y_, void* total_, int threads) {
+    typedef typename Type::Element Element;
+    each_row(rows, columns, threads, [&](int64_t row) {
+        const Element* s = static_cast<const Element*>(x_) + row * columns;
+        Element* y = static_cast<Element*>(y_) + row * columns;
+        if (residual_) {
+            const Element* residual = static_cast<const Element*>(residual_) + row * columns;
+            Element* total = static_cast<Element*>(total_) + row * columns;
+            vectors(columns, [&](int64_t i, int64_t n) {
+                put<Type>(total + i, get<Type>(s + i, n) + get<Type>(residual + i, n), n);
+            });
+            s = total;
+        }
+        Statistics at = statistics<Type>(s, columns, eps, centred);
+        vectors(columns, [&](int64_t i, int64_t n) {
+            Floats value = (get<Type>(s + i, n) - at.mean) * at.scale * get<Float32>(weight + i, n);
+            if (bias) value += get<Float32>(bias + i, n);
+            put<Type>(y + i, value, n);
+        });
+    });
+}
+
+// sums: the weight's gradient and then the bias's.
+template <typename Type>
+void backward(const void* total_, const float* weight, float eps, int centred, int64_t rows, int64_t columns,
+              const void* dy_, const void* dtotal_, void* ds_, float* partial, float* sums, int threads) {
+    typedef typename Type::Element Element;
+    summed_rows(rows, columns, 2 * columns, partial, sums, threads, [&](int64_t row, float* dweight) {
+        const Element* s = static_cast<const Element*>(total_) + row * columns;
+        const Element* dy = static_cast<const Element*>(dy_) + row * columns;
+        Element* ds = static_cast<Element*>(ds_) + row * columns;
+        float* dbias = dweight + columns;
+        Statistics at = statistics<Type>(s, columns, eps, centred);
+        Floats means = {}, products = {};
+        vectors(columns, [&](int64_t i, int64_t n) {
+            Floats normed = (get<Type>(s + i, n) - at.mean) * at.scale, d = get<Type>(dy + i, n);
+            Floats g = d * get<Float32>(weight + i, n);
+            means += g;
+            products += g * normed;
+            put<Float32>(dweight + i, get<Float32>(dweight + i, n) + d * normed, n);
+            put<Float32>(dbias + i, get<Float32>(dbias + i, n) + d, n);
+        });
+        float mean = centred ? sum(means) / float(columns) : 0, product = sum(products) / float(columns);
+        vectors(columns, [&](int64_t i, int64_t n) {
+            Floats normed = (get<Type>(s + i, n) - at.mean) * at.scale;
+            Floats g = get<Type>(dy + i, n) * get<Float32>(weight + i, n);
+            Floats found = (g - mean - normed * product) * at.scale;
+            if (dtotal_) found += get<Type>(static_cast<const Element*>(dtotal_) + row * columns + i, n);
+            put<Type>(ds + i, found, n);
+        });
+    });
+}
+
+}  // namespace
+
+// dtype: 0 float, 1 bfloat16. residual, total and bias: null for none.
+EXPORT(norm)(const void* x, const void* residual, int dtype, const float* weight, const float* bias, float eps,
+             int centred, int64_t rows, int64_t columns, void* y, void* total, int threads) {
+    BY_TYPE(dtype, forward, x, residual, weight, bias, eps, centred, rows, columns, y, total, threads);
+}
+
+// dtotal: null for none. partial: PIECES · 2 · columns floats; sums: 2 · columns.
+EXPORT(norm_backward)(const void* total, int dtype, const float* weight, float eps, int centred, int64_t rows,
+                      int64_t columns, const void* dy, const void* dtotal, void* ds, float* partial, float* sums,
+                      int threads) {
+    BY_TYPE(dtype, backward, total, weight, eps, centred, rows, columns, dy, dtotal, ds, partial, sums, threads);
+}

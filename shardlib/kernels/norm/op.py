@@ -1,0 +1,177 @@
+"""LayerNorm (arXiv 1607.06450) and RMSNorm (arXiv 1910.07467) of rows, alone or of a sum x + r that is returned too.
+
+Over a row of d elements, with s = x (or x + r, rounded to x's dtype), μ = mean(s) (0 for RMSNorm) and
+ρ = 1/√(mean((s − μ)²) + ε):
+
+- forward: ŝ = (s − μ)·ρ;  y = ŝ·w + b.
+- backward: with g = dy·w:  ds = ρ·(g − mean(g) − ŝ·mean(g·ŝ)) (no mean(g) for RMSNorm), plus what reached the sum itself;
+  dx = dr = ds;  dw = Σ_rows dy·ŝ;  db = Σ_rows dy, in an order that does not depend on the number of threads.
+
+x, r, y and s are ``[..., d]`` in fp32, bf16 or fp16 (float64 by plain torch), all sums in fp32; w and b are ``[d]``, of
+any floating dtype. Kept for the backward are s and w: μ and ρ are computed again from the row that it reads anyway.
+Bytes moved per element in fp32: forward 8 (x, y), of a sum 16 (x, r, s, y); backward 12 (s, dy, ds), of a sum 16. Plain
+torch adds first, 12 bytes more, and adds gradients of the sum, 12 more. Operations: 8 forward, some 15 backward.
+
+``using`` names one implementation ("cpu", "triton", "reference"), for tests.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shardlib.kernels import rows
+from shardlib.kernels.dispatch import on, one_device, serving
+from shardlib.kernels.norm import reference
+from shardlib.kernels.operators import differentiable
+
+IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
+
+Normed = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    residual: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    using: str | None = None,
+) -> Normed:
+    """``F.layer_norm(x, x.shape[-1:], weight, bias, eps)``; with ``residual`` that of the sum, and the sum.
+
+    Args:
+        x, residual: ``[..., d]``, of one dtype.
+        weight, bias: ``[d]``.
+
+    Returns:
+        ``[..., d]``, or with ``residual`` two of them: the normalised sum, and ``x + residual``.
+    """
+    rows.check_vector("bias", bias, x)
+    return _norm(x, residual, weight, bias, eps, True, using)
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    residual: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    using: str | None = None,
+) -> Normed:
+    """``F.rms_norm(x, x.shape[-1:], weight, eps)``; with ``residual`` that of the sum, and the sum, as `layer_norm`."""
+    return _norm(x, residual, weight, None, eps, False, using)
+
+
+def _norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    centred: bool,
+    using: str | None,
+) -> Normed:
+    rows.check_vector("weight", weight, x)
+    if residual is None:
+        return _alone(x, weight, bias, eps, centred, using)[0]
+    if residual.shape != x.shape or residual.dtype != x.dtype:
+        raise ValueError(
+            f"residual is {residual.dtype} {tuple(residual.shape)}, and x {x.dtype} {tuple(x.shape)}: they must agree"
+        )
+    y, total = _of_sum(x, residual, weight, bias, eps, centred, using)
+    return y, total
+
+
+def _forward_alone(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, centred: bool, using: str | None
+) -> list[torch.Tensor]:
+    with on(_device(x, weight, bias)):
+        return [serving("norm", x, using).forward(x, weight, bias, eps, centred).to(x.dtype)]
+
+
+def _forward_of_sum(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    centred: bool,
+    using: str | None,
+) -> list[torch.Tensor]:
+    with on(_device(x, weight, bias, residual)):
+        found = serving("norm", x, using).forward_of_sum(x, residual, weight, bias, eps, centred)
+    return [tensor.to(x.dtype) for tensor in found]
+
+
+def _backward_alone(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    centred: bool,
+    using: str | None,
+    dy: torch.Tensor,
+) -> list[torch.Tensor]:
+    return _backward(x, weight, bias, eps, centred, using, dy, None)
+
+
+def _backward_of_sum(
+    total: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    centred: bool,
+    using: str | None,
+    dy: torch.Tensor,
+    dtotal: torch.Tensor,
+) -> list[torch.Tensor]:
+    return _backward(total, weight, bias, eps, centred, using, dy, dtotal)
+
+
+def _backward(
+    total: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    centred: bool,
+    using: str | None,
+    dy: torch.Tensor,
+    dtotal: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    with on(total.device):
+        found = serving("norm", total, using).backward(total, weight, bias, eps, centred, dy, dtotal)
+    return [gradient.to(value.dtype) for gradient, value in zip(found, (total, weight, bias)) if value is not None]
+
+
+def _backward_fake(total, weight, bias, *_):
+    return [rows.like(value) for value in (total, weight, bias) if value is not None]
+
+
+def _backward_reference(total, weight, bias, eps, centred, using, dy, dtotal=None):
+    return reference.backward(total, weight, bias, eps, centred, dy, dtotal)
+
+
+def _device(x: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor | None) -> torch.device:
+    one_device({"x": x, "weight": weight} | {f"input {i}": t for i, t in enumerate(others) if t is not None})
+    return x.device
+
+
+_alone = differentiable(
+    "norm",
+    forward=_forward_alone,
+    forward_fake=lambda x, *_: [rows.like(x)],
+    backward=_backward_alone,
+    backward_fake=_backward_fake,
+    backward_reference=_backward_reference,
+)
+_of_sum = differentiable(
+    "norm_of_sum",
+    forward=_forward_of_sum,
+    forward_fake=lambda x, *_: [rows.like(x), rows.like(x)],
+    backward=_backward_of_sum,
+    backward_fake=_backward_fake,
+    backward_reference=_backward_reference,
+    keep=lambda inputs, outputs: (outputs[1], *inputs[2:]),
+    per_input=lambda found, incoming: [found[0], *found],
+)

@@ -1,0 +1,204 @@
+"""LayerNorm and RMSNorm by Triton kernels: a row in registers, read once; a program goes over several rows backward.
+
+Backward a wide row, its gradient and what its columns sum up to do not fit the registers together: there it is gone over
+chunk by chunk, four times, from the cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from shardlib.kernels import rows, tiles
+
+CHUNK = 4096  # columns
+
+
+def load(device: torch.device) -> str:
+    return tiles.triton_name(device)
+
+
+def forward(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, centred: bool
+) -> torch.Tensor:
+    if centred and weight.dtype == x.dtype and x.is_cuda:  # at the memory's limit
+        return F.layer_norm(x.contiguous(), weight.shape, weight, None if bias is None else bias.to(x.dtype), eps)
+    return _normed(x, None, weight, bias, eps, centred)[0]
+
+
+def forward_of_sum(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    centred: bool,
+) -> list[torch.Tensor]:
+    return _normed(x, residual.contiguous(), weight, bias, eps, centred)
+
+
+def backward(
+    total: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    centred: bool,
+    dy: torch.Tensor,
+    dtotal: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    total, ds = total.contiguous(), rows.like(total)
+    count, columns = rows.sizes(total)
+    each = tiles.rows_each(count, 1, programs=512)
+    programs = triton.cdiv(count, each)
+    partial = torch.zeros(2, max(programs, 1), total.shape[-1], device=total.device)
+    if count:
+        kernel = _backward if columns <= CHUNK else _backward_wide
+        options = {"CENTRED": centred, "SUM": dtotal is not None, **_shape(min(columns, CHUNK)), **tiles.EXACT}
+        kernel[(programs,)](total, weight.contiguous(), dy, dtotal, ds, *partial, count, columns, each, eps, **options)
+    sums = list(partial.sum(1))
+    return [ds, *(sums if bias is not None else sums[:1])]
+
+
+def _normed(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    centred: bool,
+) -> list[torch.Tensor]:
+    x, y = x.contiguous(), rows.like(x)
+    total = None if residual is None else rows.like(x)
+    count, columns = rows.sizes(x)
+    if count:
+        options = {"CENTRED": centred, "SUM": residual is not None, "BIAS": bias is not None}
+        vectors = (weight.contiguous(), None if bias is None else bias.contiguous())
+        _forward[(count,)](x, residual, *vectors, y, total, columns, eps, **options, **_shape(columns), **tiles.EXACT)
+    return [y] if total is None else [y, total]
+
+
+def _shape(columns: int) -> dict[str, Any]:
+    block = triton.next_power_of_2(columns)
+    return {"BLOCK": block, "num_warps": min(32, max(1, block // 512))}
+
+
+@triton.jit
+def _statistics(s, inside, columns, eps, CENTRED: tl.constexpr):
+    """s − μ, 0 outside, and ρ."""
+    if CENTRED:
+        s = tl.where(inside, s - tl.sum(s, axis=0) / columns, 0.0)
+    return s, 1.0 / tl.sqrt_rn(tl.sum(s * s, axis=0) / columns + eps)
+
+
+@triton.jit
+def _forward(
+    x, residual, weight, bias, y, total, columns, eps,
+    CENTRED: tl.constexpr, SUM: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, BLOCK)
+    inside = column < columns
+    at = tl.program_id(0).to(tl.int64) * columns + column
+    s = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if SUM:
+        s += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        rounded = s.to(total.dtype.element_ty)
+        tl.store(total + at, rounded, mask=inside)
+        s = rounded.to(tl.float32)
+    centred, scale = _statistics(s, inside, columns, eps, CENTRED)
+    value = centred * scale * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        value += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + at, value.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward(
+    total, weight, dy, dtotal, ds, dweight, dbias, rows, columns, each, eps,
+    CENTRED: tl.constexpr, SUM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program i: rows i·each to (i + 1)·each, and what they add to the gradients of weight and bias."""
+    program = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < columns
+    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    dw = tl.zeros((BLOCK,), tl.float32)
+    db = tl.zeros((BLOCK,), tl.float32)
+    for row in range(program * each, tl.minimum((program + 1) * each, rows)):
+        at = row * columns + column
+        s = tl.load(total + at, mask=inside, other=0.0).to(tl.float32)
+        d = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+        centred, scale = _statistics(s, inside, columns, eps, CENTRED)
+        normed = centred * scale
+        g = d * w
+        found = g - normed * (tl.sum(g * normed, axis=0) / columns)
+        if CENTRED:
+            found -= tl.sum(g, axis=0) / columns
+        found *= scale
+        if SUM:
+            found += tl.load(dtotal + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(ds + at, found.to(ds.dtype.element_ty), mask=inside)
+        dw += d * normed
+        db += d
+    tl.store(dweight + program * columns + column, dw, mask=inside)
+    tl.store(dbias + program * columns + column, db, mask=inside)
+
+
+@triton.jit
+def _sum_of(s, row, columns, BLOCK: tl.constexpr):
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, columns, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        sums += tl.load(s + row * columns + column, mask=column < columns, other=0.0).to(tl.float32)
+    return tl.sum(sums, axis=0)
+
+
+@triton.jit
+def _backward_wide(
+    total, weight, dy, dtotal, ds, dweight, dbias, rows, columns, each, eps,
+    CENTRED: tl.constexpr, SUM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """As `_backward`; the sums are kept in memory, where they are 0 at first."""
+    program = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    for row in range(program * each, tl.minimum((program + 1) * each, rows)):
+        mean = 0.0
+        if CENTRED:
+            mean = _sum_of(total, row, columns, BLOCK) / columns
+        squares = tl.zeros((BLOCK,), tl.float32)
+        for first in range(0, columns, BLOCK):
+            inside = first + lane < columns
+            s = tl.load(total + row * columns + first + lane, mask=inside, other=0.0).to(tl.float32)
+            squares += tl.where(inside, (s - mean) * (s - mean), 0.0)
+        scale = 1.0 / tl.sqrt_rn(tl.sum(squares, axis=0) / columns + eps)
+        means = tl.zeros((BLOCK,), tl.float32)
+        products = tl.zeros((BLOCK,), tl.float32)
+        for first in range(0, columns, BLOCK):
+            column = first + lane
+            inside = column < columns
+            s = tl.load(total + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+            g = tl.load(dy + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+            g *= tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+            means += g
+            products += g * ((s - mean) * scale)
+        product = tl.sum(products, axis=0) / columns
+        shift = 0.0
+        if CENTRED:
+            shift = tl.sum(means, axis=0) / columns
+        for first in range(0, columns, BLOCK):
+            column = first + lane
+            inside = column < columns
+            at = row * columns + column
+            d = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+            normed = (tl.load(total + at, mask=inside, other=0.0).to(tl.float32) - mean) * scale
+            g = d * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+            found = (g - shift - normed * product) * scale
+            if SUM:
+                found += tl.load(dtotal + at, mask=inside, other=0.0).to(tl.float32)
+            tl.store(ds + at, found.to(ds.dtype.element_ty), mask=inside)
+            sums = program * columns + column
+            tl.store(dweight + sums, tl.load(dweight + sums, mask=inside, other=0.0) + d * normed, mask=inside)
+            tl.store(dbias + sums, tl.load(dbias + sums, mask=inside, other=0.0) + d, mask=inside)

@@ -1,0 +1,85 @@
+"""Rotary position embedding (arXiv 2104.09864) of queries and keys.
+
+A head's numbers are taken in pairs (a, b), and pair j at position t is turned by the angle θ = t·f_j:
+
+    a' = a·cos θ − b·sin θ,  b' = a·sin θ + b·cos θ;  backward the same by −θ.
+
+Pairs are neighbours, (x_2j, x_2j+1), where ``interleaved`` (the paper, GPT-J), and otherwise halves, (x_j, x_j+d/2) (NeoX,
+Llama). Numbers after the first d, the width of the angles twice, stay as they are.
+
+x is ``[..., heads, positions, size]`` in fp32, bf16 or fp16 (float64 by plain torch), computed in fp32; cos and sin are
+``[positions, d/2]`` and shared by all heads; they are constants. Bytes moved per element in fp32: 8 each way; plain torch
+moves some 32. Operations: 3. Only the angles are kept.
+
+``using`` names one implementation ("cpu", "triton", "reference"), for tests.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shardlib.kernels import rows
+from shardlib.kernels.dispatch import on, one_device, serving
+from shardlib.kernels.operators import differentiable
+from shardlib.kernels.rotary import reference
+
+IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
+
+
+def angles(positions: torch.Tensor, width: int, base: float = 10000.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin, fp32 ``[positions, width / 2]``, of the paper's frequencies f_j = base^(−2j / width).
+
+    Args:
+        positions: ``[positions]``, of any dtype.
+        width: of a head, or the part of it that is turned; even.
+    """
+    exponents = torch.arange(0, width, 2, dtype=torch.float64, device=positions.device) / width
+    theta = positions.to(torch.float64)[:, None] * base**-exponents
+    return theta.cos().float(), theta.sin().float()
+
+
+def rotary(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False, using: str | None = None
+) -> torch.Tensor:
+    """``x``, ``[..., positions, size]``, turned by angles that `angles` made, or others of the same shape.
+
+    Raises:
+        ValueError: the angles' shape does not suit ``x``, or gradients are asked for the angles.
+    """
+    if cos.shape != sin.shape or cos.dim() != 2 or len(cos) != x.shape[-2] or 2 * cos.shape[1] > x.shape[-1]:
+        raise ValueError(
+            f"cos {tuple(cos.shape)}, sin {tuple(sin.shape)} and x {tuple(x.shape)}: angles must be [positions, d / 2] for "
+            "x [..., positions, size], with d at most size"
+        )
+    if cos.requires_grad or sin.requires_grad:
+        raise ValueError("cos or sin requires a gradient, and is a constant here: detach it")
+    both = torch.stack([cos, sin]).to(torch.promote_types(x.dtype, torch.float32))
+    return _rotary(x, both, interleaved, using)[0]
+
+
+def _forward(x: torch.Tensor, both: torch.Tensor, interleaved: bool, using: str | None) -> list[torch.Tensor]:
+    return _turned(x, both, interleaved, using, False)
+
+
+def _backward(both: torch.Tensor, interleaved: bool, using: str | None, dy: torch.Tensor) -> list[torch.Tensor]:
+    return _turned(dy, both, interleaved, using, True)
+
+
+def _turned(
+    x: torch.Tensor, both: torch.Tensor, interleaved: bool, using: str | None, back: bool
+) -> list[torch.Tensor]:
+    one_device({"x": x, "angles": both})
+    with on(x.device):
+        return [serving("rotary", x, using).turn(x, both, interleaved, back).to(x.dtype)]
+
+
+_rotary = differentiable(
+    "rotary",
+    forward=_forward,
+    forward_fake=lambda x, *_: [rows.like(x)],
+    backward=_backward,
+    backward_fake=lambda both, interleaved, using, dy: [rows.like(dy)],
+    backward_reference=lambda both, interleaved, using, dy: [reference.turn(dy, both, interleaved, True)],
+    keep=lambda inputs, outputs: inputs[1:],
+    per_input=lambda found, incoming: [found[0], None],
+)

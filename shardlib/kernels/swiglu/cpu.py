@@ -1,0 +1,40 @@
+"""SwiGLU on the CPU, by swiglu.cpp."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardlib.kernels import native, rows
+
+_SIGNATURES = {"swiglu": "plplillpi", "swiglu_backward": "plplipllppi"}
+
+
+def load(device: torch.device) -> str:
+    return f"C++, {native.instruction_set('swiglu')}"
+
+
+def forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    inputs = _strided(gate, up)
+    y = rows.like(inputs[0])
+    _library().swiglu(*inputs, native.DTYPES[y.dtype], *rows.sizes(y), y, torch.get_num_threads())
+    return y
+
+
+def backward(gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+    inputs, dy = _strided(gate, up), native.readable(dy)
+    found = [rows.like(dy), rows.like(dy)]
+    where = (native.DTYPES[dy.dtype], dy, *rows.sizes(dy), *found, torch.get_num_threads())
+    _library().swiglu_backward(*inputs, *where)
+    return found
+
+
+def _strided(*tensors: torch.Tensor) -> tuple[Any, ...]:
+    """Each as fp32 or bf16, and how far its rows are apart."""
+    read = [tensor.float() if tensor.dtype == torch.float16 else tensor for tensor in tensors]
+    return tuple(value for tensor in read for value in rows.strided(tensor))
+
+
+def _library() -> Any:
+    return native.cpp_functions("swiglu", _SIGNATURES)

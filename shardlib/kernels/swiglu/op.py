@@ -1,0 +1,53 @@
+"""y = silu(g) · u over elements (arXiv 2002.05202), forward and backward in one pass each.
+
+- forward: y = g·σ(g)·u.
+- backward: dg = dy·u·σ(g)·(1 + g·(1 − σ(g)));  du = dy·g·σ(g).
+
+g, u, y and their gradients are ``[..., columns]`` in fp32, bf16 or fp16 (float64 by plain torch), computed in fp32. g and
+u may be halves of wider rows, ``g, u = x.chunk(2, -1)``: they are read where they lie. Bytes moved per element in fp32:
+12 forward, 20 backward; plain torch moves 20 and 44. Operations: an exponential, a division and a few more. Only g and u
+are kept.
+
+``using`` names one implementation ("cpu", "triton", "reference"), for tests.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shardlib.kernels import rows
+from shardlib.kernels.dispatch import on, one_device, serving
+from shardlib.kernels.operators import differentiable
+from shardlib.kernels.swiglu import reference
+
+IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor, *, using: str | None = None) -> torch.Tensor:
+    """``F.silu(gate) * up``, of two ``[..., columns]`` of one dtype."""
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(
+            f"gate is {gate.dtype} {tuple(gate.shape)}, and up {up.dtype} {tuple(up.shape)}: they must agree"
+        )
+    return _swiglu(gate, up, using)[0]
+
+
+def _forward(gate: torch.Tensor, up: torch.Tensor, using: str | None) -> list[torch.Tensor]:
+    one_device({"gate": gate, "up": up})
+    with on(gate.device):
+        return [serving("swiglu", gate, using).forward(gate, up).to(gate.dtype)]
+
+
+def _backward(gate: torch.Tensor, up: torch.Tensor, using: str | None, dy: torch.Tensor) -> list[torch.Tensor]:
+    with on(gate.device):
+        return [found.to(gate.dtype) for found in serving("swiglu", gate, using).backward(gate, up, dy)]
+
+
+_swiglu = differentiable(
+    "swiglu",
+    forward=_forward,
+    forward_fake=lambda gate, *_: [rows.like(gate)],
+    backward=_backward,
+    backward_fake=lambda gate, *_: [rows.like(gate), rows.like(gate)],
+    backward_reference=lambda gate, up, using, dy: reference.backward(gate, up, dy),
+)

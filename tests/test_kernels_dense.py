@@ -1,0 +1,101 @@
+"""The pieces of a dense transformer layer: every implementation against float64, and every way to a gradient."""
+
+import pytest
+import torch
+from helpers import dense, kernels
+from hypothesis import given
+from hypothesis import strategies as st
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+shapes = st.tuples(
+    st.lists(st.integers(0, 5), max_size=2).map(tuple), st.one_of(st.integers(1, 40), st.integers(1, 300))
+).map(lambda both: (*both[0], both[1]))
+
+
+@pytest.mark.parametrize("name", dense.CASES)
+@pytest.mark.parametrize("by", ["reference", *kernels.INSTRUCTION_SETS])
+@given(shape=shapes, dtype=st.sampled_from(DTYPES), layout=st.sampled_from(dense.LAYOUTS), seed=st.integers(0, 2**30))
+def test_drawn(by, name, shape, dtype, layout, seed):
+    if by == "reference":
+        dense.check(name, by, shape, dtype, layout, seed)
+        return
+    with kernels.served_by(by) as using:
+        dense.check(name, using, shape, dtype, layout, seed)
+
+
+@pytest.mark.parametrize("name", dense.CASES)
+def test_float64(name):
+    dense.check(name, None, (3, 4, 33), torch.float64)
+
+
+@pytest.mark.parametrize("operation", ["gelu", "layer norm", "rms norm", "swiglu", "dropout", "softmax", "rotary"])
+def test_triton(operation):
+    kernels.interpret(operation, dense.__file__)
+
+
+@pytest.mark.parametrize("name", dense.CASES)
+def test_threads_change_nothing(name):
+    values = dense.inputs(dense.CASES[name], (301, 517), torch.float32, "contiguous", 1)
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        try:
+            run = lambda *v: dense.CASES[name].kernel(*v, using="cpu")  # noqa: E731
+            results.append(dense.outputs_and_gradients(run, values, torch.float32, 1))
+        finally:
+            torch.set_num_threads(1)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other))
+
+
+@pytest.mark.parametrize("name", dense.CASES)
+def test_second_derivatives(name):
+    values = dense.inputs(dense.CASES[name], (2, 5), torch.float64, "contiguous", 3)
+    assert torch.autograd.gradgradcheck(dense.CASES[name].kernel, [v.requires_grad_() for v in values])
+
+
+def scalar(function):
+    def loss(*values):
+        found = function(*values)
+        return sum((y.sin() ** 2).sum() for y in ([found] if isinstance(found, torch.Tensor) else found))
+
+    return loss
+
+
+@pytest.mark.parametrize("name", dense.CASES)
+def test_every_way_to_a_gradient_is_the_same(name):
+    values = dense.inputs(dense.CASES[name], (3, 21), torch.float32, "contiguous", 4)
+    torch._dynamo.reset()  # the loss is one function to the compiler, whatever it closes over
+    loss, everything = scalar(dense.CASES[name].kernel), tuple(range(len(values)))
+    leaves = [value.clone().requires_grad_() for value in values]
+    wanted = torch.autograd.grad(loss(*leaves), leaves)
+    torch.testing.assert_close(torch.func.grad(loss, everything)(*values), wanted, rtol=0, atol=0)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(torch.autograd.grad(compiled(*leaves), leaves), wanted)
+    if name != "dropout of parts":  # its rows are counted in the function
+        batched = [torch.stack([value, value.flip(-1)]) for value in values]
+        found = torch.func.vmap(torch.func.grad(loss, everything))(*batched)
+        for mine, one in zip(found, wanted):
+            torch.testing.assert_close(mine[0], one, rtol=0, atol=0)
+        assert not any(torch.equal(mine[0], mine[1]) for mine in found)
+
+
+@pytest.mark.parametrize("name", dense.CASES)
+def test_opcheck(name):
+    """What the operator says of itself, as it is called here, is true."""
+    case = dense.CASES[name]
+    seen = []
+
+    class Record(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "shardlib":
+                seen.append((func, args))
+            return func(*args, **(kwargs or {}))
+
+    values = dense.inputs(case, (3, 21), torch.float32, "contiguous", 5)
+    with Record():
+        dense.outputs_and_gradients(case.kernel, values, torch.float32, 5)
+    assert len(seen) == 2
+    for operator, arguments in seen:
+        plain = [v.detach() if isinstance(v, torch.Tensor) else v for v in arguments]
+        torch.library.opcheck(operator, tuple(plain))
