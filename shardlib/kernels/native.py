@@ -18,7 +18,7 @@ import torch
 from shardlib.kernels.build import BuildError, Recipe, shared_library
 
 _HERE = Path(__file__).parent
-_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64}
+_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float}
 _AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512"
 # Sums are in the order written, and a product is rounded before it is added: the same bits everywhere.
 _EXACT = "-ffp-contract=off -fno-math-errno"
@@ -29,7 +29,8 @@ def functions(path: Path, signatures: Mapping[str, str], suffix: str = "", check
 
     Args:
         path: the shared library.
-        signatures: function -> its parameters' types, a letter each: p a tensor (or None), i an int, l an int64.
+        signatures: function -> its parameters' types, a letter each: p a tensor (or None), i an int, l an int64,
+            f a float.
         suffix: what the library's names have after the functions'.
         checked: they return an int, 0 where all went well; otherwise nothing.
     """
@@ -42,7 +43,7 @@ def _callable(function: Any, letters: str, checked: bool) -> Callable[..., None]
     function.argtypes = [_TYPES[letter] for letter in letters]
     function.restype = ctypes.c_int if checked else None
 
-    def call(*values: torch.Tensor | int | None) -> None:
+    def call(*values: torch.Tensor | float | None) -> None:
         code = function(*[value.data_ptr() if isinstance(value, torch.Tensor) else value for value in values])
         if code:
             raise RuntimeError(f"{function.__name__} was not launched: CUDA error {code}; see cudaError_t")
@@ -55,9 +56,10 @@ def cpp_recipe(name: str) -> Recipe:
     source = _HERE / name / f"{name}.cpp"
     units: list[tuple[Path, tuple[str, ...]]] = [(source, ("-DISA=portable", "-DCHOOSES"))]
     if platform.machine() in ("x86_64", "AMD64"):
-        units += [(source, ("-DISA=avx2", "-mavx2")), (source, ("-DISA=avx512", *_AVX512.split()))]
+        # All processors with AVX2 convert halves too.
+        units += [(source, ("-DISA=avx2", "-mavx2", "-mf16c")), (source, ("-DISA=avx512", *_AVX512.split()))]
     flags = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wno-psabi", *_EXACT.split())
-    return Recipe(name, "g++", tuple(units), (_HERE / "simd.h",), flags)
+    return Recipe(name, "g++", tuple(units), tuple(sorted(_HERE.glob("*.h"))), flags)
 
 
 @functools.cache
@@ -81,7 +83,7 @@ def instruction_set(name: str) -> str:
 def cuda_recipe(name: str, capability: tuple[int, int]) -> Recipe:
     """``<name>/<name>.cu`` for GPUs of one compute capability, and by its PTX for later ones."""
     flags = ("-O3", "-std=c++17", f"-arch=sm_{capability[0]}{capability[1]}", "-Xcompiler=-fPIC", "-fmad=false")
-    includes = (_HERE / name / f"{name}.cuh", _HERE / "simt.cuh")
+    includes = (_HERE / name / f"{name}.cuh", *sorted(_HERE.glob("*.cuh")))
     return Recipe(f"{name}-cuda", "nvcc", ((_HERE / name / f"{name}.cu", ()),), includes, flags)
 
 
@@ -108,4 +110,4 @@ def readable(x: torch.Tensor) -> torch.Tensor:
     return (x.float() if x.dtype == torch.float16 else x).contiguous()
 
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

@@ -78,12 +78,13 @@ struct BFloat16 {
     static Floats load(const uint16_t* from) {
         return bitcast<Floats>(__builtin_convertvector(::load<Shorts>(from), Ints) << 16);
     }
-    static void store(uint16_t* to, Floats values) {
+    static Shorts pack(Floats values) {
         Ints bits = bitcast<Ints>(values);
         Ints nearest = bits + 0x7fff + ((bits >> 16) & 1);
         Ints kept = values == values ? nearest : (bits | 0x400000);  // a NaN must not round to infinity
-        ::store(to, __builtin_convertvector((kept >> 16) & 0xffff, Shorts));
+        return __builtin_convertvector((kept >> 16) & 0xffff, Shorts);
     }
+    static void store(uint16_t* to, Floats values) { ::store(to, pack(values)); }
     static float get(const uint16_t* from) { return bitcast<float>(uint32_t(*from) << 16); }
     static void put(uint16_t* to, float value) {
         uint32_t bits = bitcast<uint32_t>(value);

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from unittest.mock import patch
 
 import pytest
@@ -137,10 +138,10 @@ def _same(wanted, found) -> None:
         assert a.dtype == b.dtype and torch.equal(a, b)
 
 
-def interpret(operation: str) -> None:
-    """Run this file as a script under Triton's interpreter."""
+def interpret(operation: str, checks: ModuleType = sys.modules[__name__]) -> None:
+    """Run this file, or another module of checks, as a script under Triton's interpreter."""
     pytest.importorskip("triton")
-    command = [sys.executable, "-W", "ignore", __file__, operation]
+    command = [sys.executable, "-W", "ignore", str(checks.__file__), operation]
     done = subprocess.run(command, capture_output=True, text=True, env=_environment(), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
