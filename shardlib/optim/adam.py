@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -52,10 +53,12 @@ def adamw(
         params: Tree, updates: Tree, state: AdamState, scale: torch.Tensor | None, shards: Shards, copies: Tree
     ) -> AdamState:
         after = state._replace(count=state.count + 1)
-        options = {"count": after.count, "lr": rate(state.count), "b1": b1, "b2": b2, "eps": eps}
+        step = partial(
+            adamw_, count=after.count, lr=rate(state.count), b1=b1, b2=b2, eps=eps, weight_decay=weight_decay
+        )
         trees = (params, updates, state.mu, state.nu, copies)
         for p, g, m, v, copy in zip(*map(leaves_of, trees), strict=True):
-            adamw_(p, g, m, v, copy=apart(copy, p), weight_decay=weight_decay, scale=scale, **options)
+            step(p, g, m, v, scale=scale, copy=apart(copy, p))
         return after
 
     return GradientTransformation(init, update, Locality.ELEMENTWISE, apply=apply)
