@@ -62,6 +62,27 @@ inline Ints widen(Bytes bytes) {
 #endif
 }
 
+// The halves of W floats.
+inline Doubles low(Floats v) {
+#if defined(__AVX512F__)
+    return _mm512_cvtps_pd(_mm512_castps512_ps256(v));
+#elif defined(__AVX2__)
+    return _mm256_cvtps_pd(_mm256_castps256_ps128(v));
+#else
+    return Doubles{v[0], v[1]};
+#endif
+}
+
+inline Doubles high(Floats v) {
+#if defined(__AVX512F__)
+    return _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1));
+#elif defined(__AVX2__)
+    return _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1));
+#else
+    return Doubles{v[2], v[3]};
+#endif
+}
+
 inline Floats all(float value) { return Floats{} + value; }
 
 // float and bfloat16 buffers; bfloat16 is the upper half of a float, rounded to nearest even.

@@ -9,7 +9,7 @@ import sys
 import torch
 
 from helpers.kernels import values
-from shardlib.kernels import adamw
+from shardlib.kernels import adamw, global_norm
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 # Of the state, the gradient and the copy.
@@ -65,8 +65,18 @@ def check_adamw(
         same(wanted, found, using)
 
 
+def check_global_norm(using: str, elements: int, dtype: torch.dtype, seed: int) -> None:
+    x = buffer(elements, dtype, seed, 1)
+    wanted, found = (global_norm.sum_of_squares(x, using=name) for name in ("reference", using))
+    torch.testing.assert_close(found, wanted, rtol=1e-14, atol=0)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     if sys.argv[1] == "adamw":
         for number, dtypes in enumerate(DTYPES):
             check_adamw("triton", 1500, dtypes, seed=7 + number, scale=None if number % 2 else 0.3)
+    if sys.argv[1] == "global_norm":
+        for number, elements in enumerate((0, 1, 4096, 9001)):
+            for dtype in (F32, BF16, F16):
+                check_global_norm("triton", elements, dtype, seed=number)
