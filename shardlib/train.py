@@ -286,7 +286,14 @@ def _rescaled(plan: Plan, comm: dict[str, torch.Tensor], factor: float) -> dict[
 def _update(optimizer: GradientTransformation, params: Sharded, opt: OptimizerState, evaluation: Any) -> OptimizerState:
     """Write the next parameters and optimizer state in place."""
     with torch.no_grad():
-        targets = optimizer_shards(params) | opt.masters
-        inner = optimizer.apply(targets, evaluation.grads, opt.inner, scale=evaluation.scale, shards=evaluation.shards)
-        store(params, targets)
+        narrow = optimizer_shards(params)  # masters' copies, or the very tensors that are updated
+        inner = optimizer.apply(
+            narrow | opt.masters,
+            evaluation.grads,
+            opt.inner,
+            scale=evaluation.scale,
+            shards=evaluation.shards,
+            copies=narrow,
+        )
+        store(params, narrow)
     return OptimizerState(opt.masters, inner)

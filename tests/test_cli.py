@@ -98,5 +98,5 @@ def test_plan_and_train_in_stages(text, tmp_path, capsys):
 def test_doctor_names_versions_devices_and_kernels(capsys):
     assert cli.main(["doctor"]) == 0
     out = capsys.readouterr().out
-    for part in ("torch", "gloo", "g++", "adamw on cpu", "torch fused", "onebit on cpu", "quantize on cpu"):
+    for part in ("torch", "gloo", "g++", "adamw on cpu", "C++", "onebit on cpu", "quantize on cpu"):
         assert part in out

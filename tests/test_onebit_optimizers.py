@@ -16,9 +16,10 @@ from oracle import onebit_optimizers as oracle
 
 import shardlib as sl
 from shardlib import checkpoint
+from shardlib.kernels.global_norm import sum_of_squares
 from shardlib.models import gpt
 from shardlib.optim import Sent, ZeroOneSteps
-from shardlib.optim.shards import MeshShards, optimizer_shards, sum_of_squares
+from shardlib.optim.shards import MeshShards, optimizer_shards
 
 RATE = sl.optim.linear(0.02, 40, warmup=3)
 MAKE = {

@@ -11,8 +11,6 @@ from helpers.trees import assert_close, assert_same, copy_of
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 
 import shardlib as sl
-from shardlib.kernels.adamw import reference
-from shardlib.kernels.adamw.op import adamw_
 from shardlib.optim.scaling import LossScale
 from shardlib.sharded import Sharded
 
@@ -85,20 +83,21 @@ def test_apply_is_update_and_add_in_one_pass(name, dtype, tolerance, scale):
     assert_close(in_place, current, tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("scaled", [False, True])
-def test_the_adamw_kernel_is_its_reference(dtype, scaled):
-    generator = torch.Generator().manual_seed(17)
-    start = [torch.rand(1000, generator=generator).to(dtype) for _ in range(4)]
-    options = {
-        "count": torch.tensor(3.0), "lr": torch.tensor(0.01, dtype=torch.float64), "b1": 0.9, "b2": 0.999,
-        "eps": 1e-8, "weight_decay": 0.1, "scale": torch.tensor(0.3, dtype=torch.float64) if scaled else None,
-    }  # fmt: skip
-    ours, theirs = copy_of(start), copy_of(start)
-    adamw_(*ours, **options)
-    reference.adamw_(*theirs, **options)
-    for place in (0, 2, 3):  # parameter and moments; the gradient may be used up
-        assert_close(ours[place], theirs[place], 1e-6 if dtype == torch.float32 else 1e-14)
+@pytest.mark.parametrize("make", [*(make for make, _ in OPTIMIZERS.values()), lambda: sl.optim.lamb(0.1)])
+def test_apply_writes_copies_too(make):
+    """What 16-bit parameters with fp32 masters are; one leaf has no copy."""
+    params, all_grads = params_and_grads(torch.float32)
+    tx = sl.optim.chain(sl.optim.clip_by_global_norm(2.0), make())
+    alone, with_copies = copy_of(params), copy_of(params)
+    copies = {"a": torch.zeros(3, 4, dtype=torch.bfloat16), "b": with_copies["b"]}
+    states = tx.init(params), tx.init(params)
+    for grads in all_grads:
+        states = (
+            tx.apply(alone, copy_of(grads), states[0]),
+            tx.apply(with_copies, copy_of(grads), states[1], copies=copies),
+        )
+    assert_same((with_copies, states[1]), (alone, states[0]))
+    assert torch.equal(copies["a"], alone["a"].bfloat16())
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e3])

@@ -32,8 +32,9 @@ from shardlib.execute.losses import (
 from shardlib.execute.pipeline import Pipe
 from shardlib.execute.sequence import require_whole_loss
 from shardlib.functional import Mean
+from shardlib.kernels.global_norm import sum_of_squares
 from shardlib.mesh import Mesh
-from shardlib.optim.shards import MeshShards, OwnExchange, sum_of_squares, sum_over
+from shardlib.optim.shards import MeshShards, OwnExchange, sum_over
 from shardlib.plan import Plan
 from shardlib.rng import Key, seeding_torch
 from shardlib.sharded import Sharded

@@ -55,7 +55,8 @@ def cpp_recipe(name: str) -> Recipe:
     source = _HERE / name / f"{name}.cpp"
     units: list[tuple[Path, tuple[str, ...]]] = [(source, ("-DISA=portable", "-DCHOOSES"))]
     if platform.machine() in ("x86_64", "AMD64"):
-        units += [(source, ("-DISA=avx2", "-mavx2", "-mfma")), (source, ("-DISA=avx512", *_AVX512.split()))]
+        # All processors with AVX2 convert halves, and multiply and add in one, too.
+        units += [(source, ("-DISA=avx2", "-mavx2", "-mf16c", "-mfma")), (source, ("-DISA=avx512", *_AVX512.split()))]
     flags = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wno-psabi", *_EXACT.split())
     headers = (*sorted(_HERE.glob("*.h")), *sorted(source.parent.glob("*.h")))
     return Recipe(name, "g++", tuple(units), headers, flags)
@@ -92,7 +93,7 @@ def _cpp_functions(name: str, instruction_set: str, signatures: tuple[tuple[str,
 def cuda_recipe(name: str, capability: tuple[int, int]) -> Recipe:
     """``<name>/<name>.cu`` for GPUs of one compute capability, and by its PTX for later ones."""
     flags = ("-O3", "-std=c++17", f"-arch=sm_{capability[0]}{capability[1]}", "-Xcompiler=-fPIC", "-fmad=false")
-    includes = (_HERE / name / f"{name}.cuh", _HERE / "simt.cuh")
+    includes = (_HERE / name / f"{name}.cuh", *sorted(_HERE.glob("*.cuh")))
     return Recipe(f"{name}-cuda", "nvcc", ((_HERE / name / f"{name}.cu", ()),), includes, flags)
 
 
@@ -124,4 +125,4 @@ def floats(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.float().contiguous()
 
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

@@ -62,6 +62,27 @@ inline Ints widen(Bytes bytes) {
 #endif
 }
 
+// The halves of W floats.
+inline Doubles low(Floats v) {
+#if defined(__AVX512F__)
+    return _mm512_cvtps_pd(_mm512_castps512_ps256(v));
+#elif defined(__AVX2__)
+    return _mm256_cvtps_pd(_mm256_castps256_ps128(v));
+#else
+    return Doubles{v[0], v[1]};
+#endif
+}
+
+inline Doubles high(Floats v) {
+#if defined(__AVX512F__)
+    return _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1));
+#elif defined(__AVX2__)
+    return _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1));
+#else
+    return Doubles{v[2], v[3]};
+#endif
+}
+
 inline Floats all(float value) { return Floats{} + value; }
 
 // a · b + c, rounded once where the processor can.
@@ -89,12 +110,13 @@ struct BFloat16 {
     static Floats load(const uint16_t* from) {
         return bitcast<Floats>(__builtin_convertvector(::load<Shorts>(from), Ints) << 16);
     }
-    static void store(uint16_t* to, Floats values) {
+    static Shorts pack(Floats values) {
         Ints bits = bitcast<Ints>(values);
         Ints nearest = bits + 0x7fff + ((bits >> 16) & 1);
         Ints kept = values == values ? nearest : (bits | 0x400000);  // a NaN must not round to infinity
-        ::store(to, __builtin_convertvector((kept >> 16) & 0xffff, Shorts));
+        return __builtin_convertvector((kept >> 16) & 0xffff, Shorts);
     }
+    static void store(uint16_t* to, Floats values) { ::store(to, pack(values)); }
     static float get(const uint16_t* from) { return bitcast<float>(uint32_t(*from) << 16); }
     static void put(uint16_t* to, float value) {
         uint32_t bits = bitcast<uint32_t>(value);

@@ -26,6 +26,20 @@ struct BFloat16 {
 
 static __device__ inline bool is_finite(float value) { return value - value == 0; }
 
+// Over the threads of a block, in an order that is always the same.
+static __device__ inline double block_sum(double value) {
+    __shared__ double lanes[THREADS];
+    lanes[threadIdx.x] = value;
+    __syncthreads();
+    for (int step = THREADS / 2; step; step /= 2) {
+        if ((int)threadIdx.x < step) lanes[threadIdx.x] += lanes[threadIdx.x + step];
+        __syncthreads();
+    }
+    double sum = lanes[0];
+    __syncthreads();
+    return sum;
+}
+
 static inline Int64 divided_up(Int64 a, Int64 b) { return (a + b - 1) / b; }
 
 // A launch of no blocks is an error.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from shardlib.kernels.adamw import adamw_
-from shardlib.optim.base import GradientTransformation, Locality
+from shardlib.optim.base import GradientTransformation, Locality, apart
 from shardlib.optim.schedules import Schedule, as_schedule
 from shardlib.optim.shards import Shards
 from shardlib.tree import Tree, leaves_of, tree_map
@@ -48,13 +49,17 @@ def adamw(
 
         return tree_map(move, mu, nu, params if weight_decay else mu), AdamState(count, mu, nu)
 
-    def apply(params: Tree, updates: Tree, state: AdamState, scale: torch.Tensor | None, shards: Shards) -> AdamState:
-        count = state.count + 1
-        step = rate(state.count)
-        trees = (params, updates, state.mu, state.nu)
-        for p, g, m, v in zip(*map(leaves_of, trees), strict=True):
-            adamw_(p, g, m, v, count=count, lr=step, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, scale=scale)
-        return AdamState(count, state.mu, state.nu)
+    def apply(
+        params: Tree, updates: Tree, state: AdamState, scale: torch.Tensor | None, shards: Shards, copies: Tree
+    ) -> AdamState:
+        after = state._replace(count=state.count + 1)
+        step = partial(
+            adamw_, count=after.count, lr=rate(state.count), b1=b1, b2=b2, eps=eps, weight_decay=weight_decay
+        )
+        trees = (params, updates, state.mu, state.nu, copies)
+        for p, g, m, v, copy in zip(*map(leaves_of, trees), strict=True):
+            step(p, g, m, v, scale=scale, copy=apart(copy, p))
+        return after
 
     return GradientTransformation(init, update, Locality.ELEMENTWISE, apply=apply)
 

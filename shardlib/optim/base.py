@@ -64,8 +64,9 @@ class GradientTransformation:
         locality: what it reads of other elements. Without one it is refused on shards.
         factor: for a transformation that multiplies every element by one number: ``factor(updates, scale, shards)``
             returns the number for ``updates * scale``. A chain folds it into its next pass over memory.
-        apply: the same as updating and adding, in one pass in place: ``apply(params, updates, state, scale) ->
-            state`` for ``updates * scale``; may use up the memory of ``updates`` and ``state``.
+        apply: the same as updating and adding, in one pass in place: ``apply(params, updates, state, scale, shards,
+            copies) -> state`` for ``updates * scale``; may use up the memory of ``updates`` and ``state``. ``copies`` as
+            in the method.
         owns: an axis that it reduces over itself, through ``shards.compressed_mean``.
     """
 
@@ -97,13 +98,26 @@ class GradientTransformation:
         return self._update(updates, state, params, shards=shards)
 
     def apply(
-        self, params: Tree, updates: Tree, state: Tree, *, scale: torch.Tensor | None = None, shards: Shards = WHOLE
+        self,
+        params: Tree,
+        updates: Tree,
+        state: Tree,
+        *,
+        scale: torch.Tensor | None = None,
+        shards: Shards = WHOLE,
+        copies: Tree = None,
     ) -> Tree:
-        """Write ``params`` in place from ``updates * scale``; returns the new state. May use up all it is given."""
+        """Write ``params`` in place from ``updates * scale``; returns the new state. May use up all it is given.
+
+        ``copies``: where the new parameters are to be written too, in dtypes of their own (what 16-bit parameters have
+        fp32 masters for): a tree like ``params``, with the same tensor where there is no copy; None for no copies.
+        """
+        copies = params if copies is None else copies
         if self._apply is not None:
-            return self._apply(params, updates, state, scale, shards)
+            return self._apply(params, updates, state, scale, shards, copies)
         updates, state = self.update(scaled(updates, scale), state, params, shards=shards)
         tree_map(lambda param, update: param.add_(update.to(param.dtype)), params, updates)
+        write_copies(copies, params)
         return state
 
     def _lower(self, params: Tree) -> Tree:
@@ -126,6 +140,16 @@ def scaled(updates: Tree, scale: torch.Tensor | None) -> Tree:
     if scale is None:
         return updates
     return tree_map(lambda update: update * scale.to(update.dtype), updates)
+
+
+def write_copies(copies: Tree, params: Tree) -> None:
+    """Fill ``copies``, as in `GradientTransformation.apply`, from ``params``."""
+    tree_map(lambda copy, param: copy if copy is param else copy.copy_(param), copies, params)
+
+
+def apart(copy: torch.Tensor, param: torch.Tensor) -> torch.Tensor | None:
+    """A copy that is to be written beside the parameter, or None."""
+    return None if copy is param else copy
 
 
 def empty_init(params: Any) -> tuple[()]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from shardlib.kernels.global_norm import sum_of_squares
 from shardlib.optim.base import GradientTransformation, Locality, empty_init, scaled
-from shardlib.optim.shards import Shards, sum_of_squares
+from shardlib.optim.shards import Shards
 from shardlib.tree import Tree
 
 

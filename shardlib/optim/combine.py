@@ -31,7 +31,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
             new_state.append(tx_state)
         return updates, tuple(new_state)
 
-    def apply(params, updates, state, scale, shards):
+    def apply(params, updates, state, scale, shards, copies):
         new_state = []
         for tx, tx_state in zip(first, state, strict=False):
             if tx.factor is not None:
@@ -42,7 +42,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
                 updates, tx_state = tx.update(scaled(updates, scale), tx_state, params, shards=shards)
                 scale = None
             new_state.append(tx_state)
-        new_state.append(last.apply(params, updates, state[-1], scale=scale, shards=shards))
+        new_state.append(last.apply(params, updates, state[-1], scale=scale, shards=shards, copies=copies))
         return tuple(new_state)
 
     owners = [(place, tx.owns) for place, tx in enumerate(transformations) if tx.owns is not None]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from shardlib.kernels.global_norm import sum_of_squares
 from shardlib.optim.adam import AdamState
 from shardlib.optim.base import GradientTransformation, Locality
 from shardlib.optim.moments import direction, moments
 from shardlib.optim.ranges import check, check_adam
 from shardlib.optim.schedules import Schedule, as_schedule
-from shardlib.optim.shards import Shards, sum_of_squares
+from shardlib.optim.shards import Shards
 from shardlib.optim.stepping import Move, each, stepping
 from shardlib.tree import Tree, tree_map
 

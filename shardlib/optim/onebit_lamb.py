@@ -7,12 +7,13 @@ from typing import NamedTuple
 import torch
 
 from shardlib.collectives.codecs import OneBit
+from shardlib.kernels.global_norm import sum_of_squares
 from shardlib.optim.base import GradientTransformation, Locality, Owned
 from shardlib.optim.lamb import check_coeffs, coefficients
 from shardlib.optim.moments import direction, mask, moments, own_momentum, root
 from shardlib.optim.ranges import check, check_adam, is_step
 from shardlib.optim.schedules import Schedule, as_schedule
-from shardlib.optim.shards import Shards, device_of, sum_of_squares
+from shardlib.optim.shards import Shards, device_of
 from shardlib.optim.stepping import Move, each, each_leaf, stepping
 from shardlib.transforms.onebit import check_scales
 from shardlib.tree import Tree, tree_map

@@ -244,12 +244,6 @@ def device_of(tree: Tree) -> torch.device | None:
     return next((leaf.device for leaf in leaves_of(tree)), None)
 
 
-def sum_of_squares(leaf: torch.Tensor) -> torch.Tensor:
-    """Σ x², accumulated in fp32 (fp64 for fp64); not finite when an element is not."""
-    wide = torch.float64 if leaf.dtype == torch.float64 else torch.float32
-    return torch.linalg.vector_norm(leaf, dtype=wide).square().to(torch.float64)
-
-
 def sum_over(mesh: Mesh, axes: tuple[str, ...], values: torch.Tensor, *, scalars: bool = True) -> None:
     """Sum a small vector in place over several axes."""
     for axis in axes:

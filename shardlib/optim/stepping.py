@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shardlib.optim.base import GradientTransformation, Locality, Owned
+from shardlib.optim.base import GradientTransformation, Locality, Owned, write_copies
 from shardlib.optim.pieces import pieces
 from shardlib.optim.shards import Shards
 from shardlib.tree import Tree, leaves_of, tree_map
@@ -80,10 +80,13 @@ def stepping(
         state, move = step(params, grads, tree_map(torch.clone, state), None, shards)
         return move.updates(params, shards), state
 
-    def apply(params: Tree, updates: Tree, state: Tree, scale: torch.Tensor | None, shards: Shards) -> Tree:
+    def apply(
+        params: Tree, updates: Tree, state: Tree, scale: torch.Tensor | None, shards: Shards, copies: Tree
+    ) -> Tree:
         grads = tree_map(lambda g, p: g.to(p.dtype), updates, params)
         state, move = step(params, grads, state, scale, shards)
         move.write(params, shards)
+        write_copies(copies, params)
         return state
 
     return GradientTransformation(init, update, locality, apply=apply, owns=owns)

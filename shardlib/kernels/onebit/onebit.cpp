@@ -56,26 +56,6 @@ inline Floats signed_scale(uint32_t bits, Floats scale) {
 #endif
 }
 
-inline Doubles low(Floats v) {
-#if defined(__AVX512F__)
-    return _mm512_cvtps_pd(_mm512_castps512_ps256(v));
-#elif defined(__AVX2__)
-    return _mm256_cvtps_pd(_mm256_castps256_ps128(v));
-#else
-    return Doubles{v[0], v[1]};
-#endif
-}
-
-inline Doubles high(Floats v) {
-#if defined(__AVX512F__)
-    return _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1));
-#elif defined(__AVX2__)
-    return _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1));
-#else
-    return Doubles{v[2], v[3]};
-#endif
-}
-
 // What is compressed. A source gives c by groups of 32 elements (i a multiple of 32) and one by one, in segment j.
 
 // A worker's: c = x + error.

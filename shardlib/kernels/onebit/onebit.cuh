@@ -52,19 +52,6 @@ static __device__ inline void store_signs(bool positive, Int64 i, int lane, cons
 
 static __device__ inline float without(float c, float scale) { return c - (c >= 0 ? scale : -scale); }
 
-static __device__ inline double block_sum(double value) {
-    __shared__ double lanes[THREADS];
-    lanes[threadIdx.x] = value;
-    __syncthreads();
-    for (int step = THREADS / 2; step; step /= 2) {
-        if ((int)threadIdx.x < step) lanes[threadIdx.x] += lanes[threadIdx.x + step];
-        __syncthreads();
-    }
-    double sum = lanes[0];
-    __syncthreads();
-    return sum;
-}
-
 // The first element of a warp's row in its tile.
 static __device__ inline Int64 row_start(Int64 tile, int row) {
     return tile * TILE + (threadIdx.x / WARP * ROWS + row) * WARP;

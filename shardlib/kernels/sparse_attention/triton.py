@@ -18,6 +18,7 @@ from shardlib.kernels.sparse_attention import shapes, triton_backward, triton_bi
 from shardlib.kernels.sparse_attention.lists import cells
 from shardlib.kernels.sparse_attention.options import Blocks, Options
 from shardlib.kernels.sparse_attention.packing import Packing, pack
+from shardlib.kernels.sparse_attention.shapes import Shape
 
 _WORTH = 0.75  # of the work; what a tile of 64 rows loses to one of 128 by reading keys twice as often, at a guess
 _ROWS = 64  # a program's, where rows are independent
@@ -126,12 +127,12 @@ class _Problem:
             "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
         }  # fmt: skip
 
-    def shapes(self, kernel: str) -> list[shapes.Shape]:
+    def shapes(self, kernel: str) -> list[Shape]:
         options = self.options
         rich = options.dropout > 0 or self.arguments["bias"] is not None
         return shapes.shapes(kernel, options.block, self.q.shape[3], self.q.itemsize, rich)
 
-    def runs(self, kind: str, choice: list[shapes.Shape]) -> list[_Run]:
+    def runs(self, kind: str, choice: list[Shape]) -> list[_Run]:
         """A run for each packing of the layout's lists, by "row", "column" or "diagonal", in the shape that suits it."""
         group = self.group if kind == "column" else 1
         held = _packed.setdefault(self.blocks.row_offsets, {})
@@ -141,7 +142,7 @@ class _Problem:
         shape, packings = held[key]
         return [_Run(self, shape, packing, self.q.shape[1] // group) for packing in packings]
 
-    def _packings(self, kind: str, shape: shapes.Shape) -> list[Packing]:
+    def _packings(self, kind: str, shape: Shape) -> list[Packing]:
         cut = cells(self.blocks, self.options.block, shape.cell, self.options.causal)
         if kind == "row":
             lists = cut.by_row()
@@ -152,7 +153,7 @@ class _Problem:
         return pack(lists, shape.rows // shape.cell, shape.step // shape.cell)
 
 
-def _best(packed: list[tuple[shapes.Shape, list[Packing]]]) -> tuple[shapes.Shape, list[Packing]]:
+def _best(packed: list[tuple[Shape, list[Packing]]]) -> tuple[Shape, list[Packing]]:
     """The first, larger one, unless another has so much less to compute that it is worth its slower products."""
     work = [shape.cell**2 * sum(packing.work for packing in packings) for shape, packings in packed]
     least = min(range(len(work)), key=work.__getitem__)
@@ -162,7 +163,7 @@ def _best(packed: list[tuple[shapes.Shape, list[Packing]]]) -> tuple[shapes.Shap
 class _Run:
     """One packing's launches for ``heads`` heads of every sample."""
 
-    def __init__(self, problem: _Problem, shape: shapes.Shape, packing: Packing, heads: int) -> None:
+    def __init__(self, problem: _Problem, shape: Shape, packing: Packing, heads: int) -> None:
         shared = packing.heads == 1
         self.packing, self.leads = packing, len(problem.q) * (heads if shared else 1)
         self.lengths = packing.rows * shape.cell

@@ -1,0 +1,41 @@
+"""AdamW on the CPU, by adamw.cpp."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from shardlib.kernels import native
+from shardlib.kernels.adamw.step import Step
+
+
+def load(device: torch.device) -> str:
+    return f"C++, {native.instruction_set('adamw')}"
+
+
+def adamw_(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    mu: torch.Tensor,
+    nu: torch.Tensor,
+    copy: torch.Tensor | None,
+    step: Step,
+    scale: torch.Tensor | None,
+) -> None:
+    narrow = -1 if copy is None else native.DTYPES[copy.dtype]
+    dtypes = native.DTYPES[param.dtype], native.DTYPES[grad.dtype]
+    buffers = (param, dtypes[0], grad, dtypes[1], mu, nu, copy, narrow, param.numel())
+    _library().adamw_step(*buffers, *step, 1.0 if scale is None else float(scale), torch.get_num_threads())
+
+
+def _library() -> Any:
+    return _functions(native.instruction_set("adamw"))
+
+
+@functools.cache
+def _functions(instruction_set: str) -> Any:
+    return native.functions(
+        native.cpp_path("adamw"), {"adamw_step": "pipipppil" + "f" * 9 + "i"}, "_" + instruction_set
+    )

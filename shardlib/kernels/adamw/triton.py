@@ -1,0 +1,49 @@
+"""AdamW by a Triton kernel."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from shardlib.kernels import tiles
+from shardlib.kernels.adamw.step import Step
+
+TILE = 1024
+
+
+def load(device: torch.device) -> str:
+    return tiles.triton_name(device)
+
+
+def adamw_(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    mu: torch.Tensor,
+    nu: torch.Tensor,
+    copy: torch.Tensor | None,
+    step: Step,
+    scale: torch.Tensor | None,
+) -> None:
+    grid = (triton.cdiv(param.numel(), TILE),)
+    _adamw[grid](param, grad, mu, nu, copy, scale, param.numel(), *step, TILE=TILE, **tiles.EXACT)
+
+
+@triton.jit
+def _adamw(
+    param, grad, mu, nu, copy, scale, count, b1, rest1, b2, rest2, decay, size, root, eps, TILE: tl.constexpr
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    valid = at < count
+    g = tl.load(grad + at, mask=valid, other=0.0).to(tl.float32)
+    if scale is not None:
+        g *= tl.load(scale).to(tl.float32)
+    m = tl.load(mu + at, mask=valid, other=0.0).to(tl.float32) * b1 + g * rest1
+    v = tl.load(nu + at, mask=valid, other=0.0).to(tl.float32) * b2 + g * g * rest2
+    before = tl.load(param + at, mask=valid, other=0.0).to(tl.float32)
+    p = before * decay - tl.div_rn(m * size, tl.sqrt_rn(v) * root + eps)
+    tl.store(mu + at, m, mask=valid)
+    tl.store(nu + at, v, mask=valid)
+    tl.store(param + at, p, mask=valid)
+    if copy is not None:
+        tl.store(copy + at, p, mask=valid)

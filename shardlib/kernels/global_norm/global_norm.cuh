@@ -1,0 +1,37 @@
+// Σ x² on a GPU; see op.py. A block sums a tile, then one block sums the tiles: the same bits on every run.
+#pragma once
+#include "../halves.cuh"
+
+namespace global_norm {
+
+constexpr int TILE = 8192;  // elements of a thread block
+
+template <typename Type, int WIDTH>
+__global__ void __launch_bounds__(THREADS) tiles(const typename Type::Element* x, Int64 count, double* partial) {
+    Int64 first = (Int64)blockIdx.x * TILE;
+    double sum = 0;
+#pragma unroll
+    for (int k = 0; k < TILE; k += THREADS * WIDTH) {
+        Int64 i = first + k + (int)threadIdx.x * WIDTH;
+        if (i + WIDTH <= count) {
+            float values[WIDTH];
+            get<Type>(x + i, values);
+#pragma unroll
+            for (int place = 0; place < WIDTH; ++place) sum += (double)values[place] * values[place];
+        } else {
+            for (; i < count; ++i) sum += (double)Type::get(x + i) * Type::get(x + i);
+        }
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) partial[blockIdx.x] = sum;
+}
+
+// By one thread block.
+static __global__ void __launch_bounds__(THREADS) total(const double* partial, Int64 tiles, double* out) {
+    double sum = 0;
+    for (Int64 tile = threadIdx.x; tile < tiles; tile += THREADS) sum += partial[tile];
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) *out = sum;
+}
+
+}  // namespace global_norm

@@ -1,0 +1,82 @@
+"""What implementations of the optimizers' kernels must agree on with their references.
+
+As a script, `python optimizer_kernels.py adamw`, it holds the Triton kernels to that under Triton's interpreter.
+"""
+
+import contextlib
+import sys
+
+import torch
+
+from helpers.kernels import values
+from shardlib.kernels import adamw, global_norm
+
+F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+# Of the state, the gradient and the copy.
+DTYPES = [
+    (F32, F32, None), (F32, BF16, BF16), (F32, F32, BF16), (F32, BF16, None), (F32, F16, F16), (BF16, BF16, None),
+    (F16, F32, None), (BF16, F32, F16),
+]  # fmt: skip
+
+
+@contextlib.contextmanager
+def flushed(using: str):
+    """The reference as an implementation has it: the CPU's take denormals for zero."""
+    torch.set_flush_denormal(using == "cpu")
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def buffer(elements: int, dtype: torch.dtype, seed: int, offset: int) -> torch.Tensor:
+    """Flat, contiguous, ``offset`` elements after an aligned address."""
+    return values(elements + offset, seed).to(dtype)[offset:]
+
+
+def same(wanted: torch.Tensor, found: torch.Tensor, using: str) -> None:
+    # The interpreter's cast to bf16 truncates, and gets denormals wrong.
+    truncates = using == "triton" and found.dtype == BF16
+    torch.testing.assert_close(
+        found, wanted, rtol=2**-7 if truncates else 0, atol=2**-126 if truncates else 0, equal_nan=True
+    )
+
+
+def check_adamw(
+    using: str, elements: int, dtypes: tuple, seed: int, offset: int = 0, scale: float | None = 0.3
+) -> None:
+    """Parameter, moments and copy against the reference, bit by bit."""
+    kept, read, narrow = dtypes
+    start = [buffer(elements, kept, seed + k, offset) for k in range(3)]
+    start[2].abs_()
+    grad = buffer(elements, read, seed + 3, offset)
+    results = []
+    for name in ("reference", using):
+        param, mu, nu = (buffer(elements, kept, 0, offset).copy_(tensor) for tensor in start)
+        copy = None if narrow is None else buffer(elements, narrow, 0, offset)
+        with flushed(using) if name == "reference" else contextlib.nullcontext():
+            adamw.adamw_(
+                param, grad, mu, nu, copy=copy, using=name,
+                count=torch.tensor(3.0), lr=torch.tensor(0.01, dtype=F64), b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.1,
+                scale=None if scale is None else torch.tensor(scale, dtype=F64),
+            )  # fmt: skip
+        results.append([param, mu, nu] + ([] if copy is None else [copy]))
+    for wanted, found in zip(*results):
+        same(wanted, found, using)
+
+
+def check_global_norm(using: str, elements: int, dtype: torch.dtype, seed: int) -> None:
+    x = buffer(elements, dtype, seed, 1)
+    wanted, found = (global_norm.sum_of_squares(x, using=name) for name in ("reference", using))
+    torch.testing.assert_close(found, wanted, rtol=1e-14, atol=0)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    if sys.argv[1] == "adamw":
+        for number, dtypes in enumerate(DTYPES):
+            check_adamw("triton", 1500, dtypes, seed=7 + number, scale=None if number % 2 else 0.3)
+    if sys.argv[1] == "global_norm":
+        for number, elements in enumerate((0, 1, 4096, 9001)):
+            for dtype in (F32, BF16, F16):
+                check_global_norm("triton", elements, dtype, seed=number)
