@@ -214,7 +214,7 @@ def make_train_step(
             opt = _update(optimizer, new, opt, evaluation)
             comm = evaluation.errors.after
         if after is not None and after.value != scale:
-            comm = _rescaled(plan, comm, after.value / scale)
+            comm = rescaled(plan, comm, after.value / scale)
         kept = evaluation.buffers if evaluation.finite else old_buffers
         return TrainState(step, new, opt, comm, kept, after, state_rng), metrics
 
@@ -277,7 +277,7 @@ def _init(optimizer: GradientTransformation, params: Sharded) -> OptimizerState:
     return OptimizerState(masters, optimizer.init(shards | masters, shards=MeshShards(params)))
 
 
-def _rescaled(plan: Plan, comm: dict[str, torch.Tensor], factor: float) -> dict[str, torch.Tensor]:
+def rescaled(plan: Plan, comm: dict[str, torch.Tensor], factor: float) -> dict[str, torch.Tensor]:
     """Errors of scaled gradients, under another loss scale. (An optimizer's own are of what is no longer scaled.)"""
     scaled = {name for channel in plan.channels if not channel.mean for name in channel.keeps}
     return {name: error * factor if name in scaled else error for name, error in comm.items()}

@@ -125,6 +125,36 @@ def test_through_stages_a_tied_leaf_is_corrected_once(tmp_path, stages, pipes):
     assert_kept(saved_and_restored(tmp_path, model, plan(stages[0], pipes[0], 2), plan(stages[1], pipes[1], 3)))
 
 
+@pytest.mark.parametrize(("before", "after"), [("fp16", "bf16"), ("bf16", "fp16"), ("fp16", "fp16")])
+def test_with_or_without_a_loss_scale_corrections_are_the_same(tmp_path, before, after):
+    """Errors are of scaled gradients; and whether losses are scaled is the new plan's to say."""
+    fit, params = mlp([6, 9, 5])
+    batch = regression_batch(8, 6, 5)
+
+    def fresh(mesh, precision):
+        transform = sl.chain(sl.zero(0), sl.onebit(), sl.precision(precision))
+        return sl.make_train_step(fit, sl.shard(params, mesh, transform), adam())
+
+    def told(state):
+        scale = state.scale.value if state.scale else 1
+        return scale, {path: error / scale for (_, path), error in corrections(state).items()}
+
+    def save(mesh):
+        state, step = fresh(mesh, before)
+        for _ in range(3):
+            state, _ = step(state, share(batch, mesh.rank, 2))
+        checkpoint.save(tmp_path, state)
+        return told(state)
+
+    def load(mesh):
+        return told(checkpoint.restore(checkpoint.latest(tmp_path), fresh(mesh, after)[0]))
+
+    for (_, wanted), (scale, got) in zip(*(sl.simulate(run, mesh={"data": 2}) for run in (save, load))):
+        assert scale == (2.0**16 if after == "fp16" else 1)
+        assert any(error.any() for error in wanted.values())
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("after", [sl.zero(0), sl.chain(sl.zero(0), sl.onebit(feedback=False))])
 def test_what_is_dropped_is_told(tmp_path, after, caplog):
     loss_fn, params = mlp([6, 9, 5])

@@ -197,9 +197,12 @@ def share_of(mesh, batch):
     return optree.tree_map(lambda leaf: leaf.chunk(mesh.size)[mesh.rank], batch)
 
 
-def test_a_second_shard_changes_no_number_and_keeps_backward_inside_the_node():
-    plain = sl.simulate(gpt_run, SPLIT, mesh=INNER_FIRST)
-    second = sl.simulate(gpt_run, sl.chain(SPLIT, sl.hierarchical("local")), mesh=INNER_FIRST)
+@pytest.mark.parametrize("frozen", [(), "blocks/*"])
+def test_a_second_shard_changes_no_number_and_keeps_backward_inside_the_node(frozen):
+    """Backward goes through frozen leaves too."""
+    split = sl.chain(SPLIT, sl.freeze(frozen))
+    plain = sl.simulate(gpt_run, split, mesh=INNER_FIRST)
+    second = sl.simulate(gpt_run, sl.chain(split, sl.hierarchical("local")), mesh=INNER_FIRST)
     for (told, payload, leaves), (told_second, planned, leaves_second) in zip(plain, second, strict=True):
         torch.testing.assert_close([loss for loss, _ in told], [loss for loss, _ in told_second], rtol=1e-6, atol=0)
         for one, other in zip(

@@ -363,6 +363,45 @@ def test_a_checkpoint_keeps_everything(tmp_path, name, steps):
         assert all(map(torch.equal, wanted, got))
 
 
+FREEZE = {  # by the last step whose gradients the variance takes up
+    "onebit_adam": lambda last: sl.optim.onebit_adam(RATE, last, b2=0.9, eps=1e-4),
+    "onebit_lamb": lambda last: sl.optim.onebit_lamb(RATE, last, b2=0.9, eps=1e-4),
+    "zero_one_adam": lambda last: sl.optim.zero_one_adam(RATE, last - 1, b2=0.9, eps=1e-4),
+}
+
+
+def stepped(mesh, tx, first, last, restored=None, saved=None):
+    state, step = sl.make_train_step(loss_fn, sl.shard(model(), mesh, sl.zero(0)), tx)
+    if restored:
+        state = checkpoint.restore(checkpoint.latest(restored), state)
+    for number in range(first, last):
+        state, _ = step(state, batch_of(mesh.rank, number))
+    if saved:
+        checkpoint.save(saved, state)
+    return optree.tree_leaves((state.params, state.opt.inner))
+
+
+@pytest.mark.parametrize("name", FREEZE)
+def test_a_freeze_step_that_was_lowered_below_a_restored_states_freezes_the_next_step(tmp_path, name):
+    def resumed(mesh):
+        stepped(mesh, FREEZE[name](20), 0, 6, saved=tmp_path)
+        last = 7 if name != "zero_one_adam" else 6  # its steps say beforehand which they are, the others' afterwards
+        wanted = stepped(mesh, FREEZE[name](last), 0, 12)
+        return wanted, stepped(mesh, FREEZE[name](3), 6, 12, restored=tmp_path)
+
+    for wanted, got in sl.simulate(resumed, mesh={"data": 2}):
+        assert all(map(torch.equal, wanted, got))
+
+
+def test_ranks_that_went_on_their_own_are_not_taken_back_before_the_freeze(tmp_path):
+    def run(mesh):
+        stepped(mesh, FREEZE["zero_one_adam"](3), 0, 6, saved=tmp_path)
+        with pytest.raises(ValueError, match=r"zero_one_adam\(var_freeze_step=19\): .* frozen, after 6 steps"):
+            stepped(mesh, FREEZE["zero_one_adam"](20), 6, 7, restored=tmp_path)
+
+    sl.simulate(run, mesh={"data": 2})
+
+
 @COMPRESSING
 def test_elements_without_gradients_stay(name):
     """Rows that are never looked up, whatever signs are sent of them."""

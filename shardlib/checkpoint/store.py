@@ -18,7 +18,7 @@ from shardlib.collectives import primitives
 from shardlib.errors import TreeError, listing
 from shardlib.optim.scaling import LossScale
 from shardlib.rng import Key
-from shardlib.train import TrainState
+from shardlib.train import TrainState, rescaled
 
 
 def save(folder: str | Path, state: TrainState, keep: int = 2, extra: dict[str, Any] | None = None) -> Path:
@@ -63,7 +63,7 @@ def latest(folder: str | Path) -> Path | None:
 def restore(checkpoint: str | Path, state: TrainState) -> TrainState:
     """The saved state in the layout of ``state`` (a fresh one from `make_train_step`, whose memory is reused).
 
-    The mesh, stage and number of ranks may differ from those it was saved on.
+    The mesh, stage, number of ranks and 16-bit precision may differ from those it was saved on.
 
     Raises:
         TreeError: the checkpoint lacks a leaf, or part of one, or holds one of another size; lists them. ``state`` is
@@ -88,9 +88,11 @@ def restore(checkpoint: str | Path, state: TrainState) -> TrainState:
             fill(piece, saved.get(piece.name, []))
         restore_own(state, saved)
         restore_errors(state, saved)
-    scale = LossScale(**facts["scale"]) if facts["scale"] else None
-    result = TrainState(facts["step"], state.params, state.opt, state.comm, state.buffers, scale, Key(facts["seed"]))
-    return result
+    was = LossScale(**facts["scale"]) if facts["scale"] else None
+    scale = state.scale and (was or state.scale)  # whether there is one the plan says
+    factor = (scale.value if scale else 1.0) / (was.value if was else 1.0)
+    comm = state.comm if factor == 1 else rescaled(state.params.plan, state.comm, factor)
+    return TrainState(facts["step"], state.params, state.opt, comm, state.buffers, scale, Key(facts["seed"]))
 
 
 def _complete(folder: str | Path) -> list[Path]:

@@ -92,6 +92,7 @@ class BucketState:
         self.bucket = bucket
         self._mesh, self._packings, self._second_level, self._apart = mesh, packings, second_level, apart
         self._second: torch.Tensor | None = None
+        self._keeps = False  # whether a backward comes that will ask for them again
         self.stored: torch.Tensor = torch.empty(0)
         self.whole: torch.Tensor | None = None
         self.anchor: torch.Tensor | None = None
@@ -107,6 +108,7 @@ class BucketState:
         self.stored = stored
         self.whole = None if self.gathers else stored
         self.anchor = self.root = self.summing = None
+        self._keeps = gradients is not None
         if gradients is not None and self.bucket.trainable:
             self.anchor = torch.zeros((), requires_grad=True, device=stored.device)
             self.root = run_first(_Root.apply(self.anchor, self.bucket, gradients))
@@ -126,7 +128,7 @@ class BucketState:
     def arrive(self) -> None:
         if self._coming is not None:
             self.whole = self._coming.wait()
-            if self.root is not None and self._second is None and self._second_level is not None:
+            if self._keeps and self._second is None and self._second_level is not None:
                 self._second = self._coming.passed[self._second_level]
             self._coming = None
 

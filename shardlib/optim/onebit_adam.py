@@ -68,11 +68,10 @@ def onebit_adam(
         IllegalComposition: ``scales`` is neither.
     """
     check_adam("onebit_adam", b1, b2, eps, weight_decay)
-    settles = freeze_step == "auto"
     check(
         "onebit_adam",
         "use the number of steps before the variance is frozen, at least 1 (15 to 25 % of all), or 'auto'",
-        freeze_step=(freeze_step, settles or is_step(freeze_step)),
+        freeze_step=(freeze_step, freeze_step == "auto" or is_step(freeze_step)),
     )
     check_scales(scales, "onebit_adam")
     rate = as_schedule(lr)
@@ -104,8 +103,8 @@ def onebit_adam(
     def freeze(state: OneBitAdamState, shards: Shards) -> OneBitAdamState:
         """Whether the step just taken was the last before the variance is frozen."""
         count = int(state.count)
-        if not settles:
-            return state._replace(frozen=torch.tensor(float(count == freeze_step)))
+        if isinstance(freeze_step, int):
+            return state._replace(frozen=torch.tensor(float(count >= freeze_step)))
         if count % every:
             return state
         norm = shards.sum(_absolute_sum, state.nu).to("cpu")

@@ -22,15 +22,17 @@ from shardlib.tree import Tree, tree_map
 class OneBitLambState(NamedTuple):
     """What 1-bit LAMB remembers.
 
-    ``count``: steps taken (0-d float); ``mu``, ``nu``: running means of g and g², ``nu`` as it was frozen; ``fresh``: the
-    mean of g² that goes on, from what momentum tells of gradients (0 before the freeze). For each parameter, float64
-    ``[leaf_count]``: ``coeff``, the running mean of the trust ratio (c̄ of the paper); ``spread``, what momentum is multiplied
-    by before it is sent, so that all have the same mean size; ``factor``, by how much the trust ratio is changed.
+    ``count``: steps taken (0-d float); ``mu``, ``nu``: running means of g and g², ``nu`` as it was frozen; ``frozen``: 1
+    once it is (0-d float); ``fresh``: the mean of g² that goes on, from what momentum tells of gradients (0 before). For each
+    parameter, float64 ``[leaf_count]``: ``coeff``, the running mean of the trust ratio (c̄ of the paper); ``spread``, what
+    momentum is multiplied by before it is sent, so that all have the same mean size; ``factor``, by how much the trust ratio
+    is changed.
     """
 
     count: torch.Tensor  # type: ignore[assignment]  # optax's name, though tuples have a method of it
     mu: Tree
     nu: Tree
+    frozen: torch.Tensor
     fresh: Tree
     coeff: torch.Tensor
     spread: torch.Tensor
@@ -87,7 +89,8 @@ def onebit_lamb(
     def init(params: Tree, shards: Shards) -> OneBitLambState:
         mu, nu, fresh = (tree_map(torch.zeros_like, params) for _ in range(3))
         ones = torch.ones(shards.leaf_count(params), dtype=torch.float64, device=device_of(params))
-        return OneBitLambState(torch.zeros(()), mu, nu, fresh, torch.zeros_like(ones), ones, ones.clone())
+        coeff = torch.zeros_like(ones)
+        return OneBitLambState(torch.zeros(()), mu, nu, torch.zeros(()), fresh, coeff, ones, ones.clone())
 
     def step(
         params: Tree, grads: Tree, state: OneBitLambState, scale: torch.Tensor | None, shards: Shards
@@ -104,9 +107,9 @@ def onebit_lamb(
         each(direct, params, grads, state.mu, state.nu)
         coeff = coefficients(params, grads, shards, min_coeff, max_coeff)
         mean = torch.where(coeff != 1, coeff_beta * state.coeff + (1 - coeff_beta) * coeff, state.coeff)
-        if int(state.count) + 1 == freeze_step:
+        if int(state.count) + 1 >= freeze_step:
             each(lambda v, fresh: fresh.copy_(v), state.nu, state.fresh)
-            state = state._replace(spread=spread_of(state.mu, shards))
+            state = state._replace(frozen=torch.ones(()), spread=spread_of(state.mu, shards))
         return state._replace(coeff=mean), grads, coeff
 
     def spread_of(mu: Tree, shards: Shards) -> torch.Tensor:
@@ -139,7 +142,7 @@ def onebit_lamb(
         return state._replace(mu=mu, factor=factor), directions, state.coeff * factor
 
     def unreduced(state: OneBitLambState) -> bool:
-        return int(state.count) >= freeze_step
+        return bool(state.frozen)
 
     owns = Owned("onebit_lamb", axis, OneBit(scales), unreduced)
     return stepping("onebit_lamb", init, step, Locality.LEAF, owns)

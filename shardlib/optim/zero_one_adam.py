@@ -21,14 +21,16 @@ from shardlib.tree import Tree, tree_map
 class ZeroOneAdamState(NamedTuple):
     """What 0/1 Adam remembers.
 
-    ``count``: steps taken (0-d float); ``mu``, ``nu``: running means of g and g². Once the variance is frozen: ``anchor``,
-    the parameters that all ranks had last; ``moved``, how far this rank's have gone since; ``elapsed``, the sum of
-    learning rates since (0-d float64). ``apart``: 1 from a step that sends nothing to the next that does (0-d float).
+    ``count``: steps taken (0-d float); ``mu``, ``nu``: running means of g and g². From the first step with a frozen
+    variance on: ``frozen``, 1 (0-d float); ``anchor``, the parameters that all ranks had last; ``moved``, how far this rank's
+    have gone since; ``elapsed``, the sum of learning rates since (0-d float64). ``apart``: 1 from a step that sends nothing
+    to the next that does (0-d float).
     """
 
     count: torch.Tensor  # type: ignore[assignment]  # optax's name, though tuples have a method of it
     mu: Tree
     nu: Tree
+    frozen: torch.Tensor
     anchor: Tree
     moved: Tree
     elapsed: torch.Tensor
@@ -74,7 +76,7 @@ def zero_one_adam(
         scales: "leaf", one scale for each parameter, or elements per block, a multiple of 8.
 
     Raises:
-        ValueError: a hyper-parameter out of range.
+        ValueError: a hyper-parameter out of range; in a step, a state that was frozen before ``var_freeze_step``.
         IllegalComposition: ``scales`` is neither.
     """
     check_adam("zero_one_adam", b1, b2, eps, weight_decay)
@@ -85,7 +87,7 @@ def zero_one_adam(
     def init(params: Tree) -> ZeroOneAdamState:
         mu, nu, anchor, moved = (tree_map(torch.zeros_like, params) for _ in range(4))
         elapsed, apart = torch.zeros((), dtype=torch.float64), torch.zeros(())
-        return ZeroOneAdamState(torch.zeros(()), mu, nu, anchor, moved, elapsed, apart)
+        return ZeroOneAdamState(torch.zeros(()), mu, nu, torch.zeros(()), anchor, moved, elapsed, apart)
 
     def step(
         params: Tree, grads: Tree, state: ZeroOneAdamState, scale: torch.Tensor | None, shards: Shards
@@ -103,8 +105,6 @@ def zero_one_adam(
                 each(lambda g: g.mul_(scale), grads)
             mean = shards.compressed_mean(grads)
             each(lambda m, g, v: mask(m.lerp_(g, 1 - b1), v), state.mu, mean, state.nu)
-        if steps.frozen(number + 1):
-            shards.reset_errors()  # they are of gradients; what follows is momentum
         size = rate(state.count)
 
         def move(p: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -113,8 +113,10 @@ def zero_one_adam(
         return state, Move(move, (state.mu, state.nu))
 
     def alone(params, grads, state, scale, shards, number):
-        if not steps.frozen(number - 1):
+        if not state.frozen:
             each(lambda anchor, p: anchor.copy_(p), state.anchor, params)
+            shards.reset_errors()  # they are of gradients; what follows is momentum
+            state = state._replace(frozen=torch.ones(()))
         size = rate(state.count)
         elapsed = state.elapsed + size
 
@@ -147,7 +149,13 @@ def zero_one_adam(
         return after, Move(lambda p, anchor: anchor, (state.anchor,), absolute=True)
 
     def coming(state: ZeroOneAdamState) -> int:
-        return int(state.count) + 1
+        number = int(state.count) + 1
+        if state.frozen and not steps.frozen(number):
+            raise ValueError(
+                f"zero_one_adam(var_freeze_step={var_freeze_step}): the variance of this state is frozen, after {number - 1} "
+                "steps, and ranks may have gone on their own; give the var_freeze_step that it was trained with"
+            )
+        return number
 
     def unreduced(state: ZeroOneAdamState) -> bool:
         return steps.sent(coming(state)) is not Sent.FULL
