@@ -38,7 +38,7 @@ class Task:
         return self.steps // 4
 
     def rate(self, peak: float) -> Schedule:
-        return sl.optim.cosine(peak, self.steps, warmup=self.steps // 10)
+        return sl.optim.warmup_cosine_decay_schedule(0.0, peak, self.steps // 10, self.steps)
 
 
 class Method(NamedTuple):

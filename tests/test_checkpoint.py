@@ -31,7 +31,9 @@ def _start(mesh, stage, precision=None, width=6):
         return torch.nn.functional.cross_entropy(logits, batch["y"])
 
     transform = sl.zero(stage) if precision is None else sl.chain(sl.zero(stage), sl.precision(precision))
-    optimizer = sl.optim.chain(sl.optim.clip_by_global_norm(1.0), sl.optim.adamw(sl.optim.cosine(1e-2, 10, warmup=2)))
+    optimizer = sl.optim.chain(
+        sl.optim.clip_by_global_norm(1.0), sl.optim.adamw(sl.optim.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 10))
+    )
     return sl.make_train_step(loss_fn, sl.shard(params, mesh, transform), optimizer)
 
 

@@ -21,7 +21,7 @@ from shardlib.models import gpt
 from shardlib.optim import Sent, ZeroOneSteps
 from shardlib.optim.shards import MeshShards, optimizer_shards
 
-RATE = sl.optim.linear(0.02, 40, warmup=3)
+RATE = sl.optim.warmup_linear_decay_schedule(0.0, 0.02, 3, 40)
 MAKE = {
     "lamb": lambda **how: sl.optim.lamb(RATE, weight_decay=0.1),
     "onebit_adam": lambda **how: sl.optim.onebit_adam(RATE, 4, b2=0.9, weight_decay=0.1, **how),
@@ -297,7 +297,7 @@ def test_zero_one_adams_steps_are_the_papers():
 
 def test_where_the_learning_rate_is_zero_ranks_stay_together():
     """Momentum is what ranks moved over the sum of learning rates: not where that is 0."""
-    tx = sl.optim.zero_one_adam(sl.optim.linear(0.1, 4), 2, local_step_scaler=1, local_step_clipper=2)
+    tx = sl.optim.zero_one_adam(sl.optim.linear_schedule(0.1, 0.0, 4), 2, local_step_scaler=1, local_step_clipper=2)
 
     def run(mesh):
         state, step = sl.make_train_step(loss_fn, sl.shard(model(), mesh, sl.zero(0)), tx)

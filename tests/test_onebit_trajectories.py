@@ -43,7 +43,7 @@ def test_onebit_adam_is_the_papers(ranks, scales):
 def test_onebit_adam_freezes_when_the_variance_has_settled(warmup, expected):
     """And not before the learning rate has stopped rising; the last time it has not settled again by step 125."""
     b2, every = 0.96, 25
-    rise = sl.optim.linear(PEAK, STEPS, warmup=warmup, end=PEAK)
+    rise = sl.optim.warmup_constant_schedule(0.0, PEAK, warmup)
     frozen = []
 
     def lr(step):

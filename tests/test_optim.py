@@ -8,7 +8,6 @@ import pytest
 import torch
 from helpers.models import mlp, regression_batch, share
 from helpers.trees import assert_close, assert_same, copy_of
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 
 import shardlib as sl
 from shardlib.optim.scaling import LossScale
@@ -172,64 +171,6 @@ def test_on_a_plain_pytree_everything_is_plain():
     assert_close(grads, optree.tree_map(lambda leaf: leaf.grad, leaves), 1e-12)
 
 
-# --- schedules -------------------------------------------------------------------------------------------------
-
-
-def at(schedule, step):
-    return schedule(torch.tensor(float(step))).item()
-
-
-def test_constant():
-    assert [at(sl.optim.constant(0.3), step) for step in (0, 5, 10**6)] == [0.3] * 3
-
-
-@pytest.mark.parametrize(
-    ("step", "value"), [(0, 0.0), (1, 0.25), (4, 1.0), (9, 0.55), (14, 0.1), (15, 0.1), (1000, 0.1)]
-)
-def test_linear(step, value):
-    assert at(sl.optim.linear(1.0, 14, warmup=4, end=0.1), step) == pytest.approx(value, rel=1e-12)
-
-
-@pytest.mark.parametrize("step", range(0, 30, 3))
-def test_cosine(step):
-    schedule = sl.optim.cosine(2.0, 24, warmup=4, end=0.5)
-    if step < 4:
-        expected = 2.0 * step / 4
-    else:
-        progress = min(1.0, (step - 4) / 20)
-        expected = 0.5 + 0.5 * 1.5 * (1 + math.cos(math.pi * progress))
-    assert at(schedule, step) == pytest.approx(expected, rel=1e-12)
-
-
-def test_schedules_are_torchs_without_warm_up():
-    for ours, theirs in [
-        (sl.optim.linear(1.0, 10, end=0.2), lambda tx: LinearLR(tx, 1.0, 0.2, total_iters=10)),
-        (sl.optim.cosine(1.0, 10, end=0.2), lambda tx: CosineAnnealingLR(tx, 10, eta_min=0.2)),
-    ]:
-        tx = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)
-        scheduler = theirs(tx)
-        for step in range(10):
-            assert at(ours, step) == pytest.approx(tx.param_groups[0]["lr"], rel=1e-9)
-            tx.step()
-            scheduler.step()
-
-
-@pytest.mark.parametrize("make", [sl.optim.linear, sl.optim.cosine])
-def test_a_warm_up_that_is_too_long_is_refused(make):
-    with pytest.raises(ValueError, match=r"a schedule of 10 steps cannot warm up for 10"):
-        make(1.0, 10, warmup=10)
-
-
-def test_a_schedule_counts_the_steps_taken():
-    params, all_grads = params_and_grads()
-    schedule = sl.optim.linear(1.0, 8, warmup=2)
-    tx = sl.optim.sgd(schedule)
-    state = tx.init(params)
-    for step, grads in enumerate(all_grads):
-        updates, state = tx.update(grads, state, params)
-        torch.testing.assert_close(updates["a"], -at(schedule, step) * grads["a"])
-
-
 # --- loss scale and 16 bits ------------------------------------------------------------------------------------
 
 
@@ -250,7 +191,9 @@ def test_a_skipped_step_of_fp16_changes_the_scale_alone():
 
     def run(mesh):
         sharded = sl.shard(params, mesh, sl.chain(sl.zero(3), sl.precision("fp16")))
-        state, step = sl.make_train_step(loss_fn, sharded, sl.optim.adamw(sl.optim.linear(1e-3, 10, warmup=5)))
+        state, step = sl.make_train_step(
+            loss_fn, sharded, sl.optim.adamw(sl.optim.warmup_linear_decay_schedule(0.0, 1e-3, 5, 10))
+        )
         state.scale = dataclasses.replace(state.scale, value=2.0**8)
         state, _ = step(state, (x, y))
         before = copy_of((sl.unshard(state.params), state.opt))

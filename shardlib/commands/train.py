@@ -87,7 +87,9 @@ class Job:
         optimizer = optim.chain(
             optim.clip_by_global_norm(args.clip),
             optim.adamw(
-                optim.cosine(args.lr, args.steps, warmup=min(args.warmup, args.steps - 1), end=args.lr / 10),
+                optim.warmup_cosine_decay_schedule(
+                    0.0, args.lr, min(args.warmup, args.steps - 1), args.steps, args.lr / 10
+                ),
                 b2=0.95,
                 weight_decay=args.weight_decay,
             ),

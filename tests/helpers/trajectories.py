@@ -18,7 +18,7 @@ def lr(step):
     return PEAK / 10 + 0.45 * PEAK * (1 + math.cos(math.pi * (step - 20) / (STEPS - 20)))
 
 
-RATE = sl.optim.cosine(PEAK, STEPS, warmup=20, end=PEAK / 10)
+RATE = sl.optim.warmup_cosine_decay_schedule(0.0, PEAK, 20, STEPS, PEAK / 10)
 
 
 def model():

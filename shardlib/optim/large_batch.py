@@ -1,0 +1,33 @@
+"""Learning rates for other batch sizes than the one they were found for."""
+
+from __future__ import annotations
+
+import math
+
+
+def linear_scaling(lr: float, batch: int, reference_batch: int) -> float:
+    """``lr·batch/reference_batch``: for SGD, after warm-up (Goyal et al., arXiv 1706.02677).
+
+    Args:
+        lr: a peak rate that works with ``reference_batch``.
+        batch: rows (or tokens) of the global batch it is wanted for.
+        reference_batch: the same of the batch it was found for.
+
+    Raises:
+        ValueError: a batch below 1.
+    """
+    return lr * _ratio("linear_scaling", batch, reference_batch)
+
+
+def sqrt_scaling(lr: float, batch: int, reference_batch: int) -> float:
+    """``lr·√(batch/reference_batch)``: for Adam's kin, whose steps are normalised (You et al., arXiv 1904.00962).
+
+    Arguments and errors as `linear_scaling`'s.
+    """
+    return lr * math.sqrt(_ratio("sqrt_scaling", batch, reference_batch))
+
+
+def _ratio(what: str, batch: int, reference_batch: int) -> float:
+    if batch < 1 or reference_batch < 1:
+        raise ValueError(f"{what}: batches of {batch} and {reference_batch} rows; both hold at least one")
+    return batch / reference_batch
