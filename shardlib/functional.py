@@ -10,7 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
+from shardlib.kernels.linear_cross_entropy import linear_cross_entropy as chunked_cross_entropy
 from shardlib.parts import current_parts, shard_sequence
+
+# Logits, from which on they are not kept: below, plain operations are as fast, and a zero-bubble backward can be split.
+_MANY = 1 << 24
 
 
 class Mean(NamedTuple):
@@ -49,9 +53,11 @@ def linear_cross_entropy(
         return handle_torch_function(
             linear_cross_entropy, (weight,), x, weight, targets, ignore_index=ignore_index, reduction=reduction
         )
-    scores = widened(F.linear(x, weight))
 
     def losses(targets: torch.Tensor, reduction: str) -> torch.Tensor:
+        if reduction != "none" and targets.numel() * len(weight) > _MANY:
+            return chunked_cross_entropy(x, weight, targets, ignore_index=ignore_index, reduction=reduction)
+        scores = widened(F.linear(x, weight))
         found = F.cross_entropy(
             scores.flatten(0, -2), targets.flatten(), ignore_index=ignore_index, reduction=reduction
         )

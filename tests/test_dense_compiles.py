@@ -83,3 +83,10 @@ def test_rotary(rest, interleaved, tmp_path):
     types = {"x": "x", "both": "*fp32", "y": "x", "rows": "i64", "size": "i32", "positions": "i32", "half": "i32"}
     constants = {"INTERLEAVED": interleaved, "BACK": True, "PAIRS": 64, "REST": rest}
     compiles("rotary", "_turn", types, constants, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_linear_cross_entropy(dtype, tmp_path):
+    types = {"logits": "x", "targets": "*i64", "losses": "*fp32", "words": "i32", "ignored": "i64", "smoothing": "fp32"}
+    constants = {"GRADIENTS": True, "BLOCK": 4096, "num_warps": 8}
+    compiles("linear_cross_entropy", "_losses", types, constants, tmp_path, dtype, exact=False)

@@ -1,0 +1,35 @@
+"""Cross entropy of logits and its gradient on the CPU, by linear_cross_entropy.cpp."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardlib.kernels import native
+
+_NAME = "linear_cross_entropy"
+_SIGNATURES = {"cross_entropy": "piplfillpi"}
+
+
+def load(device: torch.device) -> str:
+    return f"C++, {native.instruction_set(_NAME)}"
+
+
+def losses_(
+    logits: torch.Tensor, targets: torch.Tensor, ignore_index: int, label_smoothing: float, gradients: bool
+) -> torch.Tensor:
+    z = native.readable(logits)
+    losses = torch.empty(len(z))
+    where = (*z.shape, losses, torch.get_num_threads())
+    chosen = targets.contiguous()
+    _library().cross_entropy(z, native.DTYPES[z.dtype], chosen, ignore_index, label_smoothing, gradients, *where)
+    if losses.isnan().any() and bool(((chosen != ignore_index) & ((chosen < 0) | (chosen >= z.shape[1]))).any()):
+        raise IndexError(f"a target lies outside the {z.shape[1]} words, and is not ignore_index ({ignore_index})")
+    if gradients and z is not logits:
+        logits.copy_(z)
+    return losses
+
+
+def _library() -> Any:
+    return native.cpp_functions(_NAME, _SIGNATURES)

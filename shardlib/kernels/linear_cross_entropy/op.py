@@ -1,0 +1,133 @@
+"""Σ_i loss(x_i Wᵀ, t_i), the cross entropy of an output layer, over chunks of tokens: logits of one chunk exist at a time.
+
+For token i with logits z = x_i Wᵀ over V words, l = log Σ_v e^z_v and label smoothing s:
+
+- loss_i = l − (1 − s)·z_t − s·mean(z), 0 where t is ignored.
+- dz = softmax(z) − (1 − s)·onehot(t) − s/V;  dx_i = dz·W;  dW = Σ_i dzᵀ·x_i.
+
+dz follows from the same logits, so it replaces them at once and both gradients are made in the forward pass, where they
+are asked for: three matrix products, as with all logits, instead of four with logits made twice. Backward multiplies them
+by the loss's gradient. (torch 2.13's chunked ``F.linear_cross_entropy`` does so too; it is refused by `torch.func` and
+`torch.compile`, and on CPU was slower than all logits at once.)
+
+x is ``[tokens, width]``, W ``[V, width]``, in fp32, bf16 or fp16 (float64 by plain torch); softmax, losses and the sum of
+dW over chunks are in fp32. Memory besides the gradients: one chunk of logits, of 2^24 numbers on CPU and 2^27 on CUDA (one
+token's at least), where plain torch keeps tokens·V of them three times over. Operations: 6·tokens·V·width. The kernel here
+turns logits into losses and dz in place: read three times, written once.
+
+``using`` names one implementation ("cpu", "triton", "reference"), for tests.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shardlib.kernels.dispatch import on, one_device, serving
+from shardlib.kernels.linear_cross_entropy import reference
+from shardlib.kernels.operators import differentiable
+
+IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
+
+_CHUNK = {"cpu": 1 << 24, "cuda": 1 << 27}  # logits; each chunk costs a pass over dW
+
+
+def linear_cross_entropy(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    using: str | None = None,
+) -> torch.Tensor:
+    """``F.cross_entropy(F.linear(x, weight), targets, ...)``, a scalar in fp32 at least.
+
+    Args:
+        x: ``[..., width]``.
+        weight: ``[V, width]``, of the same dtype.
+        targets: ``[...]``, int64; ``ignore_index`` counts for nothing.
+        reduction: "mean" over the targets that count, or "sum". (Losses one by one are the logits' business.)
+    """
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"linear_cross_entropy(reduction={reduction!r}): use 'mean' or 'sum'")
+    if x.shape[-1] != weight.shape[1] or x.dtype != weight.dtype or targets.shape != x.shape[:-1]:
+        raise ValueError(
+            f"x is {x.dtype} {tuple(x.shape)}, weight {weight.dtype} {tuple(weight.shape)}, targets {tuple(targets.shape)}: "
+            "they must be [..., width], [V, width] and [...], x and weight of one dtype"
+        )
+    wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    flat = targets.flatten()
+    (total,) = _total(x.flatten(0, -2), weight, flat, ignore_index, float(label_smoothing), wanted, using)
+    return total if reduction == "sum" else total / (flat != ignore_index).sum()
+
+
+def _forward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    wanted: bool,
+    using: str | None,
+) -> list[torch.Tensor]:
+    one_device({"x": x, "weight": weight, "targets": targets})
+    size = max(1, _CHUNK.get(x.device.type, 1 << 24) // len(weight))
+    wide = torch.promote_types(x.dtype, torch.float32)
+    losses = torch.zeros((), dtype=wide, device=x.device)
+    dx, dweight = _gradients(x, weight, wanted)
+    total = torch.zeros_like(dweight, dtype=wide)
+    with on(x.device):
+        kernel = serving("linear_cross_entropy", x, using)
+        for first in range(0, len(x), size):
+            part, chosen = x[first : first + size], targets[first : first + size]
+            logits = part @ weight.t()
+            losses += kernel.losses_(logits, chosen, ignore_index, label_smoothing, wanted).sum()
+            if wanted:  # the logits are their gradients now
+                torch.mm(logits, weight, out=dx[first : first + size])
+                _add_product(total, logits, part)
+    return [losses, dx, dweight.copy_(total)]
+
+
+def _add_product(total: torch.Tensor, dz: torch.Tensor, x: torch.Tensor) -> None:
+    if total.dtype == x.dtype:
+        total.addmm_(dz.t(), x)
+    else:
+        total += dz.t() @ x
+
+
+def _forward_fake(x, weight, targets, ignore_index, label_smoothing, wanted, using):
+    return [x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32)), *_gradients(x, weight, wanted)]
+
+
+def _gradients(x: torch.Tensor, weight: torch.Tensor, wanted: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    return (x.new_empty(x.shape), weight.new_empty(weight.shape)) if wanted else (x.new_empty(0), weight.new_empty(0))
+
+
+def _backward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    dx: torch.Tensor,
+    dweight: torch.Tensor,
+    dtotal: torch.Tensor,
+) -> list[torch.Tensor]:
+    return [dx * dtotal.to(dx.dtype), dweight * dtotal.to(dweight.dtype)]
+
+
+def _backward_reference(x, weight, targets, ignore_index, label_smoothing, dx, dweight, dtotal):
+    return reference.backward(x, weight, targets, ignore_index, label_smoothing, dtotal)
+
+
+_total = differentiable(
+    "linear_cross_entropy",
+    forward=_forward,
+    forward_fake=_forward_fake,
+    backward=_backward,
+    backward_fake=lambda x, weight, *_: [x.new_empty(x.shape), weight.new_empty(weight.shape)],
+    backward_reference=_backward_reference,
+    keep=lambda inputs, outputs: (*inputs[:5], *outputs[1:]),
+    residuals=2,
+)
