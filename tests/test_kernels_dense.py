@@ -6,6 +6,13 @@ from helpers import dense, kernels
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardlib.kernels import norm
+from shardlib.kernels.gelu import gelu
+from shardlib.kernels.gelu import op as gelu_op
+from shardlib.kernels.rotary import rotary
+from shardlib.kernels.softmax import softmax
+from shardlib.kernels.swiglu import swiglu
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 shapes = st.tuples(
     st.lists(st.integers(0, 5), max_size=2).map(tuple), st.one_of(st.integers(1, 40), st.integers(1, 300))
@@ -99,3 +106,29 @@ def test_opcheck(name):
     for operator, arguments in seen:
         plain = [v.detach() if isinstance(v, torch.Tensor) else v for v in arguments]
         torch.library.opcheck(operator, tuple(plain))
+
+
+def test_wrong_arguments_reach_no_kernel():
+    x, v = torch.zeros(3, 4), torch.zeros(4)
+    with pytest.raises(ValueError, match=r"bias has shape \(3,\), and rows of x are 4 wide"):
+        gelu(x, torch.zeros(3))
+    with pytest.raises(ValueError, match="use 'none' or 'tanh'"):
+        gelu(x, approximate="fast")
+    with pytest.raises(ValueError, match=r"weight has shape \(3,\)"):
+        norm.rms_norm(x, torch.zeros(3))
+    with pytest.raises(ValueError, match=r"residual is torch.float64 .* they must agree"):
+        norm.add_layer_norm(x, x.double(), v)
+    with pytest.raises(ValueError, match=r"gate is torch.float32 \(3, 4\), and up torch.float32 \(4, 3\)"):
+        swiglu(x, x.T)
+    with pytest.raises(ValueError, match=r"give it as \[batch, heads, queries, keys\]"):
+        softmax(x)
+    with pytest.raises(ValueError, match="give one int64 for each of 1 sequences"):
+        softmax(x[None, None], lengths=torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"angles must be \[positions, d / 2\]"):
+        rotary(x, torch.zeros(3, 3), torch.zeros(3, 3))
+    with pytest.raises(ValueError, match="is a constant here: detach it"):
+        rotary(x, torch.zeros(3, 2, requires_grad=True), torch.zeros(3, 2))
+    with pytest.raises(TypeError, match="float64 is served by plain torch, not by cpu"):
+        gelu(x.double(), using="cpu")
+    with pytest.raises(ValueError, match="x on cpu, bias on meta"):
+        gelu_op._forward(x, v.to("meta"), False, None)  # torch hands tensors of meta to the fake version

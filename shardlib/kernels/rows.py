@@ -52,3 +52,15 @@ def check_vector(name: str, vector: torch.Tensor | None, x: torch.Tensor) -> Non
         raise ValueError(
             f"{name} has shape {tuple(vector.shape)}, and rows of x are {x.shape[-1]} wide: they must agree"
         )
+
+
+def check_like(name: str, tensor: torch.Tensor, of: str, x: torch.Tensor) -> None:
+    """Both have one shape and dtype.
+
+    Raises:
+        ValueError: they have not.
+    """
+    if tensor.shape != x.shape or tensor.dtype != x.dtype:
+        raise ValueError(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)}, and {of} {x.dtype} {tuple(x.shape)}: they must agree"
+        )

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from shardlib.kernels.dropout import Draw, dropout
 from shardlib.kernels.gelu import gelu
-from shardlib.kernels.norm import layer_norm, rms_norm
+from shardlib.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from shardlib.kernels.rotary import angles, rotary
 from shardlib.kernels.softmax import softmax
 from shardlib.kernels.swiglu import swiglu
@@ -56,9 +56,10 @@ def norm_case(kinds: str, centred: bool) -> Case:
 
     def kernel(*inputs, using=None):
         x, residual, weight, bias = unpack(inputs)
-        if centred:
-            return layer_norm(x, weight, bias, residual=residual, eps=1e-3, using=using)
-        return rms_norm(x, weight, residual=residual, eps=1e-3, using=using)
+        vectors, options = (weight, bias) if centred else (weight,), {"eps": 1e-3, "using": using}
+        if residual is None:
+            return (layer_norm if centred else rms_norm)(x, *vectors, **options)
+        return (add_layer_norm if centred else add_rms_norm)(x, residual, *vectors, **options)
 
     def plain(*inputs, dtype):
         x, residual, weight, bias = unpack(inputs)

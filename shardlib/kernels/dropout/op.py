@@ -61,10 +61,7 @@ def dropout(
     where = (float(draw.p), signed, draw.start, draw.starts, using)
     if residual is None:
         return _alone(x, bias, *where)[0]
-    if residual.shape != x.shape or residual.dtype != x.dtype:
-        raise ValueError(
-            f"residual is {residual.dtype} {tuple(residual.shape)}, and x {x.dtype} {tuple(x.shape)}: they must agree"
-        )
+    rows.check_like("residual", residual, "x", x)
     return _onto(x, residual, bias, *where)[0]
 
 

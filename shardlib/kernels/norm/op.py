@@ -26,61 +26,61 @@ from shardlib.kernels.operators import differentiable
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
 
-Normed = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-
 
 def layer_norm(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    residual: torch.Tensor | None = None,
     eps: float = 1e-5,
     using: str | None = None,
-) -> Normed:
-    """``F.layer_norm(x, x.shape[-1:], weight, bias, eps)``; with ``residual`` that of the sum, and the sum.
+) -> torch.Tensor:
+    """``F.layer_norm(x, x.shape[-1:], weight, bias, eps)``, ``[..., d]``.
 
     Args:
-        x, residual: ``[..., d]``, of one dtype.
         weight, bias: ``[d]``.
-
-    Returns:
-        ``[..., d]``, or with ``residual`` two of them: the normalised sum, and ``x + residual``.
     """
-    rows.check_vector("bias", bias, x)
-    return _norm(x, residual, weight, bias, eps, True, using)
+    _check(x, weight, bias)
+    return _alone(x, weight, bias, eps, True, using)[0]
 
 
-def rms_norm(
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6, using: str | None = None) -> torch.Tensor:
+    """``F.rms_norm(x, x.shape[-1:], weight, eps)``, ``[..., d]``."""
+    _check(x, weight)
+    return _alone(x, weight, None, eps, False, using)[0]
+
+
+def add_layer_norm(
     x: torch.Tensor,
+    residual: torch.Tensor,
     weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
     *,
-    residual: torch.Tensor | None = None,
-    eps: float = 1e-6,
+    eps: float = 1e-5,
     using: str | None = None,
-) -> Normed:
-    """``F.rms_norm(x, x.shape[-1:], weight, eps)``; with ``residual`` that of the sum, and the sum, as `layer_norm`."""
-    return _norm(x, residual, weight, None, eps, False, using)
-
-
-def _norm(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    centred: bool,
-    using: str | None,
-) -> Normed:
-    rows.check_vector("weight", weight, x)
-    if residual is None:
-        return _alone(x, weight, bias, eps, centred, using)[0]
-    if residual.shape != x.shape or residual.dtype != x.dtype:
-        raise ValueError(
-            f"residual is {residual.dtype} {tuple(residual.shape)}, and x {x.dtype} {tuple(x.shape)}: they must agree"
-        )
-    y, total = _of_sum(x, residual, weight, bias, eps, centred, using)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`layer_norm` of ``x + residual``, and that sum; both are ``[..., d]`` of one dtype."""
+    _check(x, weight, bias, residual)
+    y, total = _of_sum(x, residual, weight, bias, eps, True, using)
     return y, total
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6, using: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rms_norm` of ``x + residual``, and that sum; both are ``[..., d]`` of one dtype."""
+    _check(x, weight, residual=residual)
+    y, total = _of_sum(x, residual, weight, None, eps, False, using)
+    return y, total
+
+
+def _check(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
+) -> None:
+    rows.check_vector("weight", weight, x)
+    rows.check_vector("bias", bias, x)
+    if residual is not None:
+        rows.check_like("residual", residual, "x", x)
 
 
 def _forward_alone(

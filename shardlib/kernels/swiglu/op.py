@@ -25,10 +25,7 @@ IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor, *, using: str | None = None) -> torch.Tensor:
     """``F.silu(gate) * up``, of two ``[..., columns]`` of one dtype."""
-    if gate.shape != up.shape or gate.dtype != up.dtype:
-        raise ValueError(
-            f"gate is {gate.dtype} {tuple(gate.shape)}, and up {up.dtype} {tuple(up.shape)}: they must agree"
-        )
+    rows.check_like("gate", gate, "up", up)
     return _swiglu(gate, up, using)[0]
 
 

@@ -1,0 +1,179 @@
+"""One layer of a transformer as a pure function, out of the fused kernels, with a choice of what its backward keeps.
+
+Encoder or decoder, pre- or post-norm (arXiv 1706.03762; pre-norm 2002.04745). Each kernel keeps what its own backward
+reads. What weights and products keep beside that can be computed again from it, without another matrix product; in numbers
+per token, of width w, inner width f and h heads over s keys:
+
+- "norm": 2w, the norms' outputs (post-norm: w, the first one's; the second's belongs to the next layer);
+- "gelu": f, GeLU's output;
+- "dropout": h·s, attention after dropout, where that is not 0.
+
+Masks of dropout are never kept: backward draws them again from the counter (`shardlib.rng`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardlib.kernels.gelu import gelu
+from shardlib.kernels.norm import layer_norm
+from shardlib.kernels.recompute import recomputed
+from shardlib.kernels.softmax import softmax
+from shardlib.parts import attention, current_parts
+from shardlib.rng import Key, dropout
+
+Params = dict[str, Any]
+
+RECOMPUTE = ("norm", "gelu", "dropout")
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """Sizes and choices of a layer.
+
+    Attributes:
+        inner: the width of the MLP; 4 · width where not given.
+        norm: "pre", of what goes into attention and the MLP, or "post", of what comes out of either and its residual.
+        causal: a position sees itself and those before it.
+        approximate: the GeLU's, "none" or "tanh".
+        dropout: of what attention and the MLP add to the stream.
+        attention_dropout: of the attention itself, whose scores then are all in memory.
+        recompute: which of `RECOMPUTE` backward computes again; see the module's docstring. Values stay the same.
+
+    Raises ValueError when ``heads`` does not divide ``width``, a probability lies outside [0, 1) or a name is unknown.
+    """
+
+    width: int
+    heads: int
+    inner: int = 0
+    norm: str = "pre"
+    causal: bool = False
+    approximate: str = "none"
+    eps: float = 1e-5
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    recompute: tuple[str, ...] = ()
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            raise ValueError(
+                f"LayerConfig: heads={self.heads} does not divide width={self.width}; choose a multiple of heads"
+            )
+        if self.norm not in ("pre", "post"):
+            raise ValueError(f"LayerConfig: norm={self.norm!r} is neither 'pre' nor 'post'")
+        for name in ("dropout", "attention_dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"LayerConfig: {name}={getattr(self, name)}, but it must lie in [0, 1)")
+        if unknown := set(self.recompute) - set(RECOMPUTE):
+            raise ValueError(f"LayerConfig: recompute names {sorted(unknown)}; it can name {RECOMPUTE}")
+
+
+def init(config: LayerConfig, seed: int = 0) -> Params:
+    """Fresh parameters: weights from N(0, 0.02²), biases 0, gains 1.
+
+    Returns ``{"ln1", "attn": {"qkv", "out"}, "ln2", "mlp": {"up", "down"}}``, each a ``{"weight", "bias"}``, as a block of
+    `shardlib.models.gpt`. Weights are (out, in); the rows of qkv are (heads, 3, size).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    width, inner = config.width, config.inner or 4 * config.width
+
+    def linear(out: int, into: int) -> Params:
+        weight = torch.empty(out, into).normal_(std=0.02, generator=generator).to(config.dtype)
+        return {"weight": weight, "bias": torch.zeros(out, dtype=config.dtype)}
+
+    def norm() -> Params:
+        return {"weight": torch.ones(width, dtype=config.dtype), "bias": torch.zeros(width, dtype=config.dtype)}
+
+    return {
+        "ln1": norm(),
+        "attn": {"qkv": linear(3 * width, width), "out": linear(width, width)},
+        "ln2": norm(),
+        "mlp": {"up": linear(inner, width), "down": linear(width, inner)},
+    }
+
+
+def transformer_layer(
+    config: LayerConfig, params: Params, x: Tensor, rng: Key | None = None, lengths: Tensor | None = None
+) -> Tensor:
+    """The layer of ``x``, (batch, sequence, width) -> the same.
+
+    Args:
+        params: as `init` makes them.
+        rng: for dropout, and needed only there.
+        lengths: (batch,), int64: how many positions each sequence has; those after them are padding, which no other
+            position sees. Scores are then all in memory.
+
+    Raises:
+        ValueError: dropout without ``rng``; ``lengths`` or attention dropout under `shardlib.sequence`.
+    """
+    if (config.dropout or config.attention_dropout) and rng is None:
+        raise ValueError("LayerConfig has dropout, but no rng was given to draw it from")
+    if config.norm == "pre":
+        normed, keep = _norm(config, params["ln1"], x)
+        with keep:
+            qkv = F.linear(normed, params["attn"]["qkv"]["weight"], params["attn"]["qkv"]["bias"])
+        x = _add(config, params["attn"]["out"], _attention(config, qkv, rng, lengths), x, rng, "attn")
+        normed, keep = _norm(config, params["ln2"], x)
+        return _mlp(config, params["mlp"], normed, keep, x, rng)
+    qkv = F.linear(x, params["attn"]["qkv"]["weight"], params["attn"]["qkv"]["bias"])
+    x = _add(config, params["attn"]["out"], _attention(config, qkv, rng, lengths), x, rng, "attn")
+    normed, keep = _norm(config, params["ln1"], x)
+    x = _mlp(config, params["mlp"], normed, keep, normed, rng)
+    return layer_norm(x, params["ln2"]["weight"], params["ln2"]["bias"], eps=config.eps)
+
+
+Keep = contextlib.AbstractContextManager[None]
+
+
+def _norm(config: LayerConfig, params: Params, x: Tensor) -> tuple[Tensor, Keep]:
+    """Also within what a weight may be applied to it."""
+    weight, bias = params["weight"], params["bias"]
+    normed = layer_norm(x, weight, bias, eps=config.eps)
+    return normed, _recomputed(config, "norm", normed, lambda *v: layer_norm(*v, eps=config.eps), x, weight, bias)
+
+
+def _mlp(config: LayerConfig, params: Params, x: Tensor, keep: Keep, residual: Tensor, rng: Key | None) -> Tensor:
+    with keep:
+        z = F.linear(x, params["up"]["weight"])
+    bias = params["up"]["bias"]
+    h = gelu(z, bias, approximate=config.approximate)
+    with _recomputed(config, "gelu", h, lambda *v: gelu(*v, approximate=config.approximate), z, bias):
+        return _add(config, params["down"], h, residual, rng, "mlp")
+
+
+def _add(config: LayerConfig, params: Params, x: Tensor, residual: Tensor, rng: Key | None, name: str) -> Tensor:
+    """residual + dropout(linear(x))"""
+    if rng is None or config.dropout == 0:
+        return residual + F.linear(x, params["weight"], params["bias"])
+    out = F.linear(x, params["weight"])
+    return dropout(out, config.dropout, rng.fold_in(name), bias=params["bias"], residual=residual)
+
+
+def _attention(config: LayerConfig, qkv: Tensor, rng: Key | None, lengths: Tensor | None) -> Tensor:
+    q, k, v = qkv.unflatten(-1, (-1, 3, config.width // config.heads)).permute(3, 0, 2, 1, 4)
+    if lengths is None and config.attention_dropout == 0:
+        return attention(q, k, v, causal=config.causal).transpose(1, 2).flatten(2)
+    if current_parts.get() is not None:
+        raise ValueError(
+            "transformer_layer: lengths and attention dropout see whole sequences; leave shardlib.sequence out"
+        )
+    scale = 1 / math.sqrt(q.shape[-1])
+    seen = softmax(q @ k.transpose(-1, -2), lengths=lengths, causal=config.causal, scale=scale)
+    if rng is None or config.attention_dropout == 0:
+        return (seen @ v).transpose(1, 2).flatten(2)
+    key = rng.fold_in("attention")
+    left = dropout(seen, config.attention_dropout, key)
+    with _recomputed(config, "dropout", left, lambda v: dropout(v, config.attention_dropout, key), seen):
+        return (left @ v).transpose(1, 2).flatten(2)
+
+
+def _recomputed(config: LayerConfig, name: str, value: Tensor, function: Any, *inputs: Any) -> Keep:
+    return recomputed(value, function, *inputs) if name in config.recompute else contextlib.nullcontext()

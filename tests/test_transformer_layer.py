@@ -1,0 +1,180 @@
+"""The fused transformer layer: equal to a plain one in float64, and keeping what its options promise."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import shardlib as sl
+from shardlib.models.transformer_layer import LayerConfig, init, transformer_layer
+
+BATCH, SEQUENCE, WIDTH, HEADS, INNER = 2, 5, 12, 3, 20
+KEY = sl.Key(3)
+
+
+def make(**options):
+    config = LayerConfig(WIDTH, HEADS, INNER, dtype=torch.float64, **options)
+    generator = torch.Generator().manual_seed(1)
+    params = init(config)
+    for leaf in torch.utils._pytree.tree_leaves(params):
+        leaf.copy_(torch.randn(leaf.shape, generator=generator, dtype=torch.float64) * 0.4)
+    x = torch.randn(BATCH, SEQUENCE, WIDTH, generator=generator, dtype=torch.float64)
+    return config, params, x
+
+
+def drop(x, p, name):
+    """Multiplied by what `sl.dropout` makes of ones."""
+    return x * sl.dropout(torch.ones_like(x), p, KEY.fold_in(name)).detach() if p else x
+
+
+def plain(config, params, x, lengths=None):
+    """The layer as it is written in the papers, an operation at a time."""
+
+    def linear(p, x):
+        return x @ p["weight"].T + p["bias"]
+
+    def norm(p, x):
+        return F.layer_norm(x, x.shape[-1:], p["weight"], p["bias"], config.eps)
+
+    def attend(x):
+        size = WIDTH // HEADS
+        rows = linear(params["attn"]["qkv"], x).reshape(BATCH, SEQUENCE, HEADS, 3, size)
+        q, k, v = (rows[:, :, :, i].transpose(1, 2) for i in range(3))
+        scores = q @ k.transpose(-1, -2) / size**0.5
+        hidden = torch.zeros(BATCH, 1, SEQUENCE, SEQUENCE, dtype=torch.bool)
+        if config.causal:
+            hidden |= torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+        if lengths is not None:
+            hidden |= torch.arange(SEQUENCE) >= lengths[:, None, None, None]
+        seen = drop(torch.softmax(scores.masked_fill(hidden, -torch.inf), -1), config.attention_dropout, "attention")
+        return drop(linear(params["attn"]["out"], (seen @ v).transpose(1, 2).flatten(2)), config.dropout, "attn")
+
+    def mlp(x):
+        h = F.gelu(linear(params["mlp"]["up"], x), approximate=config.approximate)
+        return drop(linear(params["mlp"]["down"], h), config.dropout, "mlp")
+
+    if config.norm == "pre":
+        x = x + attend(norm(params["ln1"], x))
+        return x + mlp(norm(params["ln2"], x))
+    x = norm(params["ln1"], x + attend(x))
+    return norm(params["ln2"], x + mlp(x))
+
+
+def gradients(function, params, x):
+    leaves, spec = torch.utils._pytree.tree_flatten((params, x))
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    y = function(*torch.utils._pytree.tree_unflatten(leaves, spec))
+    return [y, *torch.autograd.grad((y.sin() * 3).sum(), leaves)]
+
+
+@pytest.mark.parametrize("recompute", [(), ("norm",), ("gelu",), ("dropout",), ("norm", "gelu", "dropout")])
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True, "approximate": "tanh"},
+        {"dropout": 0.3},
+        {"attention_dropout": 0.2, "causal": True},
+        {"dropout": 0.3, "attention_dropout": 0.2, "lengths": True},
+    ],
+)
+def test_is_the_plain_layer(options, norm, recompute):
+    options = dict(options)
+    lengths = torch.tensor([5, 3]) if options.pop("lengths", False) else None
+    config, params, x = make(norm=norm, recompute=recompute, **options)
+    found = gradients(lambda p, x: transformer_layer(config, p, x, KEY, lengths), params, x)
+    wanted = gradients(lambda p, x: plain(config, p, x, lengths), params, x)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+def kept(config, params, x):
+    """Bytes of the storages that backward keeps alive, beside parameters, the input and the output."""
+    leaves, spec = torch.utils._pytree.tree_flatten(params)
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    x = x.detach().requires_grad_()
+    storages = {}
+
+    def pack(tensor):
+        storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()  # held, so that none is used again
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = transformer_layer(config, torch.utils._pytree.tree_unflatten(leaves, spec), x, KEY)
+    for tensor in (*leaves, x, y):
+        storages.pop(tensor.untyped_storage()._cdata, None)
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+TOKENS = BATCH * SEQUENCE
+FREED = {"gelu": TOKENS * INNER * 8, "dropout": TOKENS * HEADS * SEQUENCE * 8}
+
+
+@pytest.mark.parametrize("norm, norms", [("pre", 2), ("post", 1)])
+def test_each_option_keeps_so_much_less(norm, norms):
+    config, params, x = make(norm=norm, dropout=0.3, attention_dropout=0.2)
+    everything = kept(config, params, x)
+    freed = FREED | {"norm": norms * TOKENS * WIDTH * 8}
+    for name, size in freed.items():
+        assert everything - kept(dataclasses.replace(config, recompute=(name,)), params, x) == size, name
+    config = dataclasses.replace(config, recompute=tuple(freed))
+    assert everything - kept(config, params, x) == sum(freed.values())
+    # What is left: qkv, softmax, attention's output, the sum of attention, GeLU's input; post-norm the second sum too.
+    sums = 1 if norm == "pre" else 2
+    assert kept(config, params, x) == TOKENS * 8 * (3 * WIDTH + HEADS * SEQUENCE + WIDTH + sums * WIDTH + INNER)
+
+
+def test_masks_are_not_kept():
+    config, params, x = make()
+    without = kept(config, params, x)
+    assert kept(dataclasses.replace(config, dropout=0.3), params, x) == without
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_sharded(stage):
+    """At stage 3 parameters are handles, and saved tensors are noted by the executor too."""
+    config, params, x = make(norm="post", dropout=0.3, attention_dropout=0.2, recompute=("norm", "gelu", "dropout"))
+
+    def loss_fn(params, batch, rng):
+        return transformer_layer(config, params, batch, rng).square().mean()
+
+    def run(mesh):
+        sharded = sl.shard(params, mesh, sl.zero(stage))
+        rank = mesh.rank
+        value, grads = sl.value_and_grad(loss_fn)(sharded, x[rank : rank + 1], rng=KEY)
+        return value, sl.unshard(grads)
+
+    wanted, grads = sl.value_and_grad(loss_fn)(params, x, rng=KEY)
+    for value, found in sl.simulate(run, mesh={"data": 2}):
+        torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found, grads, rtol=1e-10, atol=1e-12)
+
+
+def test_under_torch_func_and_the_compiler():
+    """Which allow no hooks: everything is kept, and the values are the same."""
+    config, params, x = make(dropout=0.3, recompute=("norm", "gelu"))
+
+    def loss(params, x):
+        return (transformer_layer(config, params, x, KEY).sin() * 3).sum()
+
+    wanted = gradients(lambda p, x: transformer_layer(config, p, x, KEY), params, x)[-1]
+    torch.testing.assert_close(torch.func.grad(loss, 1)(params, x), wanted)
+    x = x.requires_grad_()
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        loss, backend="aot_eager"
+    )  # the graph breaks where shardlib.parts looks for a sequence plan
+    torch.testing.assert_close(torch.autograd.grad(compiled(params, x), x)[0], wanted)
+
+
+def test_what_is_refused():
+    with pytest.raises(ValueError, match="heads=5 does not divide width=12"):
+        LayerConfig(12, 5)
+    with pytest.raises(ValueError, match=r"recompute names \['everything'\]"):
+        LayerConfig(12, 3, recompute=("everything",))
+    with pytest.raises(ValueError, match="neither 'pre' nor 'post'"):
+        LayerConfig(12, 3, norm="sandwich")
+    config, params, x = make(dropout=0.1)
+    with pytest.raises(ValueError, match="no rng was given"):
+        transformer_layer(config, params, x)
