@@ -1,5 +1,7 @@
 """Packing of a layout's blocks into tiles: nothing lost, nothing twice, and as little work as the blocks allow."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -41,7 +43,7 @@ def pairs_of(packings, heads):
             by_tile.setdefault((head, tile), []).append((start, stop, slot))
         for (head, tile), parts in by_tile.items():
             parts.sort()
-            assert all(a[1] == b[0] for a, b in zip(parts, parts[1:]))  # no step is left out or done twice
+            assert all(a[1] == b[0] for a, b in pairwise(parts))  # no step is left out or done twice
             assert [slot for _, _, slot in parts] == merged.pop((head, tile), [-1])
             lists = [place for place in packed.members[tile].tolist() if place < packed.lists]
             members += [(head, place) for place in lists]

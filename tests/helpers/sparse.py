@@ -39,11 +39,12 @@ class Case:
 CASES = {
     "plain": Case(),
     "one position": Case(length=1),
-    "grouped, all options": Case(2, 4, 2, 70, patterns=4, causal=True, masked=True, bias=4, dropout=0.3),
-    "one key head, shared layout": Case(1, 4, 1, 128, 24, 32, masked=True, bias=1, dropout=0.5),
-    "heads that share patterns": Case(1, 4, 2, 96, patterns=2, bias=1),
+    "grouped, all options": Case(2, 4, 2, 50, patterns=4, causal=True, masked=True, bias=4, dropout=0.3),
+    "one key head, shared layout": Case(1, 4, 1, 70, 24, 32, masked=True, bias=1, dropout=0.5),
+    "heads that share patterns": Case(1, 4, 2, 64, patterns=2, bias=1),
     "a block larger than a tile's": Case(1, 2, 1, 192, 16, 128, density=0.6, causal=True),
     "a block that ends beyond the sequence": Case(2, 1, 1, 80, 20, 64, density=0.9, bias=1),
+    "no samples": Case(batch=0, bias=1),
     "no blocks": Case(length=40, density=0.0),
     "long rows and columns in parts": Case(1, 2, 1, 330, density=0.05, bias=1, least_steps=1),
     "in parts, causal": Case(1, 2, 2, 250, patterns=2, density=0.3, causal=True, bias=2, least_steps=1),
@@ -68,8 +69,8 @@ def problem(case: Case, seed: int = 0):
     shape = (case.batch, case.heads, case.length, case.size)
     of_keys = (case.batch, case.key_heads, case.length, case.size)
     q, k, v, dout = (normal(*s).to(case.dtype) for s in (shape, of_keys, of_keys, shape))
-    mask = torch.rand(case.batch, case.length, generator=generator) < 0.7 if case.masked else None
-    bias = normal(case.bias, 2 * case.length - 1) if case.bias else None
+    mask = (torch.rand(case.length, case.batch, generator=generator) < 0.7).T if case.masked else None
+    bias = normal(2 * case.length - 1, case.bias).T if case.bias else None
     heads = [0] if case.patterns == 1 else [h % case.patterns for h in range(case.heads)]
     layout = Layout.from_dense(dense[heads], case.block)
     seed = -(2**40) - 5
@@ -100,7 +101,7 @@ def dense_attention(q, k, v, layout, mask, bias, options):
 
 
 def check(implementation, case: Case, seed: int = 0) -> None:
-    """Forward and gradients against the dense ones in float64; twice, for the same bits."""
+    """Forward and gradients against the dense ones in float64."""
     q, k, v, dout, layout, mask, bias, options = problem(case, seed)
     inputs = [t.double().requires_grad_() for t in (q, k, v, *([] if bias is None else [bias]))]
     wide = dict(zip(("q", "k", "v", "bias"), inputs))
@@ -110,16 +111,14 @@ def check(implementation, case: Case, seed: int = 0) -> None:
     with patch.object(packing, "LEAST_STEPS", case.least_steps):
         out, lse = implementation.forward(q, k, v, blocks, mask, bias, options)
         grads = implementation.backward(dout, q, k, v, out, lse, blocks, mask, bias, options)
-        again = implementation.backward(dout, q, k, v, out, lse, blocks, mask, bias, options)
-    assert all(torch.equal(a, b) for a, b in zip(grads, again) if a is not None)
     assert (grads[3] is None) == (bias is None)
     assert lse.dtype == torch.float32 and torch.equal(lse.isinf(), wanted_lse.isinf())
     exact = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[case.dtype]
     torch.testing.assert_close(lse.double(), wanted_lse.detach(), rtol=2e-6, atol=2e-6)
     for found, right in zip((out, *grads), (wanted, *wanted_grads)):
         assert found.dtype == (case.dtype if found.dim() == 4 else torch.float32)
-        error = (found.double() - right.detach()).abs().max()
-        assert error <= exact * right.detach().abs().max().clamp(min=1), f"{case}: {error}"
+        largest = torch.cat([right.detach().abs().flatten(), torch.ones(1)]).max().item()
+        torch.testing.assert_close(found.double(), right.detach(), rtol=0, atol=exact * largest)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from shardlib.kernels.sparse_attention.options import Blocks, Options
 from shardlib.rng import Key
 from shardlib.sparse.layout import Layout
 
-IMPLEMENTATIONS = {"cpu": ("cpu",)}
+IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _LARGEST = 256  # size of a head
 

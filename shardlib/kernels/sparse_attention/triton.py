@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
-import torch.nn.functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardlib.kernels import tiles
@@ -40,7 +40,7 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     problem, head = _Problem(q, k, v, blocks, key_mask, bias, options), shapes.head_of(q.shape[3])
-    for run in problem.runs("row", problem.shapes("forward")):
+    for run in problem.runs("row", problem.choice("forward")):
         partial = {"partial": run.scratch(head), "partial_lse": run.scratch(1)}
         run.launch(triton_forward.attend, out=out, lse=lse, **partial)
         run.merge(triton_forward.merge, out=out, lse=lse, **partial)
@@ -65,11 +65,11 @@ def backward(
     triton_backward.inner[grid](dout, out, delta, rows, D=size, HEAD=head, TILE=_ROWS)
     problem = _Problem(q, k, v, blocks, key_mask, bias, options)
     saved = {"dout": dout, "lse": lse, "delta": delta}
-    for run in problem.runs("row", problem.shapes("query")):
+    for run in problem.runs("row", problem.choice("query")):
         partial = run.scratch(head)
         run.launch(triton_backward.by_query, dq=dq, partial=partial, **saved)
         run.merge(triton_backward.add, partial=partial, result=dq)
-    for run in problem.runs("column", problem.shapes("key")):
+    for run in problem.runs("column", problem.choice("key")):
         partial_k, partial_v = run.scratch(head), run.scratch(head)
         run.launch(triton_backward.by_key, dk=dk, dv=dv, partial_k=partial_k, partial_v=partial_v, **saved)
         run.merge(triton_backward.add, partial=partial_k, result=dk)
@@ -115,8 +115,8 @@ class _Problem:
         # The interpreter knows no products of bf16.
         exact = triton.knobs.runtime.interpret and q.dtype == torch.bfloat16
         self.arguments: dict[str, Any] = {
-            "q": q, "k": k, "v": v, "bias": bias,
-            "key_mask": None if key_mask is None else key_mask.view(torch.uint8),
+            "q": q, "k": k, "v": v, "bias": None if bias is None else bias.contiguous(),
+            "key_mask": None if key_mask is None else key_mask.contiguous().view(torch.uint8),
             "group": self.group, "size": q.shape[2], "scale": options.scale,
             "bias_stride": bias.shape[1] if bias is not None and len(bias) > 1 else 0,
             "counter": options.counter, "seed_low": low, "seed_high": high,
@@ -126,13 +126,15 @@ class _Problem:
             "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
         }  # fmt: skip
 
-    def shapes(self, kernel: str) -> list[shapes.Shape]:
+    def choice(self, kernel: str) -> list[shapes.Shape]:
         options = self.options
         rich = options.dropout > 0 or self.arguments["bias"] is not None
         return shapes.shapes(kernel, options.block, self.q.shape[3], self.q.itemsize, rich)
 
     def runs(self, kind: str, choice: list[shapes.Shape]) -> list[_Run]:
         """A run for each packing of the layout's lists, by "row", "column" or "diagonal", in the shape that suits it."""
+        if not self.q.numel():
+            return []
         group = self.group if kind == "column" else 1
         held = _packed.setdefault(self.blocks.row_offsets, {})
         key = (kind, *choice, self.options.block, self.options.causal, group)
@@ -178,18 +180,20 @@ class _Run:
     def scratch(self, width: int) -> torch.Tensor:
         """Room for partial results of ``width`` numbers a row."""
         return torch.empty(
-            self.leads * self.packing.slots * self.lengths * width, dtype=torch.float32, device=self.packing.items.device
+            self.leads * self.packing.slots * self.lengths * width,
+            dtype=torch.float32,
+            device=self.packing.items.device,
         )
 
     def launch(self, kernel: Any, **own: Any) -> None:
         """Run every item."""
-        self._run(kernel, len(self.packing.items), own, self.options)
+        self._run(kernel, len(self.packing.items), own)
 
     def merge(self, kernel: Any, **own: Any) -> None:
         """Put partial results together."""
         if len(self.packing.merges):
-            self._run(kernel, len(self.packing.merges), own, {})
+            self._run(kernel, len(self.packing.merges), own)
 
-    def _run(self, kernel: Any, count: int, own: dict[str, Any], options: dict[str, int]) -> None:
+    def _run(self, kernel: Any, count: int, own: dict[str, Any]) -> None:
         given = self.arguments | {"count": count} | own
-        kernel[(count * self.leads,)](**{name: given[name] for name in kernel.arg_names}, **options)
+        kernel[(count * self.leads,)](**{name: given[name] for name in kernel.arg_names}, **self.options)

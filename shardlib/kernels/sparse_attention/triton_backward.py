@@ -61,9 +61,7 @@ def by_query(
         )
         s = logits(product, i[:, None], j[None, :], (bit[:, None] & used[None, :]) != 0, bias, scale, size, CAUSAL)
         p = probabilities(s, totals[:, None])
-        dp = products(
-            grads, dout + row * D, i, bit != 0, v + keys, j, j < size, D, HEAD, PIECE, WHOLE, TYPE, PRECISION
-        )
+        dp = products(grads, dout + row * D, i, bit != 0, v + keys, j, j < size, D, HEAD, PIECE, WHOLE, TYPE, PRECISION)
         if DROPOUT:
             first = counter + (row + i) * size
             dp = tl.where(kept(first[:, None], j[None, :], seed_low, seed_high, least), dp * kept_scale, 0.0)

@@ -98,4 +98,3 @@ def merge(
     store_rows(out + row * D, i, bit != 0, mean / tl.where(none, 1.0, total)[:, None], D, HEAD)
     log = tl.where(none, float("-inf"), (top + tl.log2(tl.where(none, 1.0, total))) / LOG2E)
     tl.store(lse + row + i, log, mask=bit != 0)
-
