@@ -36,7 +36,7 @@ def plot(path: str | Path, layout: Layout, title: str | None = None) -> None:
     FigureCanvasAgg(figure)
     positions = layout.size * layout.block
     for head, axes in enumerate(figure.subplots(1, layout.heads, squeeze=False)[0]):
-        picture = coverage(layout, head, _PIXELS)
+        picture = coverage(layout, head, _PIXELS).numpy()
         axes.imshow(picture, cmap="Blues", vmin=0, vmax=1, extent=(0, positions, positions, 0), interpolation="nearest")
         axes.set(xlabel="key", ylabel="query", title=f"head {head}" if layout.heads > 1 else "")
     figure.suptitle(title or f"{layout.density:.2%} of {layout.size} × {layout.size} blocks of {layout.block}")

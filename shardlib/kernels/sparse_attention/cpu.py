@@ -17,6 +17,7 @@ _PROBLEM = "pp" + 8 * "l" + "pplfilfll"  # as in `_Problem`
 _SIGNATURES = {
     "sparse_attention_forward": "pppippppi" + _PROBLEM,
     "sparse_attention_backward": "pppppippppplppi" + _PROBLEM,
+    "sparse_attention_panels": "p" + _PROBLEM,
 }
 
 
@@ -76,6 +77,15 @@ def backward(
     dk, dv = ((x[0] if parts == 1 else x.sum(dim=0))[:, :, :length, :size] for x in (dk, dv))
     dq = dq[:, :, :length, :size]
     return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous(), dbias
+
+
+def work(q: torch.Tensor, k: torch.Tensor, blocks: Blocks, options: Options) -> float:
+    """The share of all pairs of positions, padded to whole panels, that are computed: counted."""
+    problem = _problem(q, k, blocks, None, None, options)
+    panels = torch.empty(1, dtype=torch.int64)
+    _library().sparse_attention_panels(panels, *problem)
+    lanes = {"avx512": 16, "avx2": 8, "portable": 4}[native.instruction_set("sparse_attention")]
+    return panels.item() * lanes * _PANEL / (problem.batch * problem.query_heads * problem.padded**2)
 
 
 def _library() -> Any:

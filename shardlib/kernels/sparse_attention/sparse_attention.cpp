@@ -228,12 +228,13 @@ EXPORT(sparse_attention_backward)(const void* grad, const void* q, const void* k
                                                           scratch, done, threads);
 }
 
-// Panels of keys that all tiles go along: what the work is proportional to, counted.
-extern "C" __attribute__((visibility("default"))) int64_t NAME(sparse_attention_panels, ISA)(PROBLEM) {
+// How many panels of keys forward goes along, over all tiles: what work is proportional to.
+EXPORT(sparse_attention_panels)(int64_t* panels, PROBLEM) {
     Problem problem = PROBLEM_;
-    int64_t panels = 0, at[GROUP];
-    for (int64_t head = 0; head < query_heads; ++head)
+    int64_t at[GROUP];
+    *panels = 0;
+    for (int64_t row = 0; row < batch * query_heads; ++row)
         for (int64_t query = 0; query < padded; query += W)
-            for (Panels some(problem, {0, head, query}); int found = some.next(at);) panels += found;
-    return panels * batch;
+            for (Panels some(problem, {row / query_heads, row % query_heads, query}); int found = some.next(at);)
+                *panels += found;
 }

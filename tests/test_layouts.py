@@ -1,0 +1,253 @@
+"""Layouts of sparse attention: against plain loops over dense matrices, and published densities."""
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from shardlib import sparse
+from shardlib.sparse import Layout
+
+sizes = st.integers(1, 24)
+flags = st.booleans()
+
+
+def plain(size, causal, sees):
+    """Every (row, column) asked in turn."""
+    return torch.tensor([[sees(r, c) and not (causal and c > r) for c in range(size)] for r in range(size)])
+
+
+def plain_fixed(size, local, count, pattern, horizontal):
+    """The definition of DeepSpeed's documentation, with loops."""
+    dense = torch.zeros(size, size, dtype=torch.bool)
+    for start in range(0, size, local):
+        dense[start : start + local, start : start + local] = True
+    first, whole = local - (1 + pattern) * count, size - size % local
+    starts = list(range(first, whole, local))
+    if size % local:
+        starts.append(max(0, min(whole + first, size - count)))
+    for start in starts:
+        dense[:, start : start + count] = True
+        if horizontal:
+            dense[start : start + count] = True
+    return dense
+
+
+@given(size=sizes, local=st.integers(1, 3), count=st.integers(1, 3), data=st.data(), causal=flags, horizontal=flags)
+def test_fixed(size, local, count, data, causal, horizontal):
+    assume(not (causal and horizontal))
+    patterns = data.draw(st.integers(1, local))
+    layout = sparse.fixed(
+        16 * size,
+        causal=causal,
+        heads=2 * patterns,
+        local=local * count,
+        global_blocks=count,
+        patterns=patterns,
+        horizontal=horizontal,
+    )
+    wanted = [plain_fixed(size, local * count, count, h % patterns, horizontal) for h in range(2 * patterns)]
+    wanted = torch.stack([dense.tril() if causal else dense for dense in wanted])
+    assert torch.equal(layout.to_dense(), wanted)
+    assert layout.columns.numel() <= wanted[:patterns].sum()  # what heads share is held once
+
+
+@pytest.mark.parametrize("length, density", [(512, 0.3438), (1024, 0.2969), (2048, 0.2734), (4096, 0.2617)])
+def test_fixed_has_its_published_densities(length, density):
+    assert round(sparse.fixed(length).density, 4) == density
+
+
+@pytest.mark.parametrize(
+    "pattern, percent",
+    [
+        (sparse.fixed, "25.07"),
+        (sparse.bigbird, "0.15"),
+        (sparse.longformer, "0.12"),
+        (sparse.variable, "0.12"),
+        (sparse.sliding_window, "0.05"),
+    ],
+)
+def test_densities_of_long_sequences(pattern, percent):
+    assert f"{100 * pattern(65536).density:.2f}" == percent
+
+
+@given(
+    size=sizes,
+    windows=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    spans=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 3)), max_size=3),
+    causal=flags,
+    horizontal=flags,
+)
+def test_variable(size, windows, spans, causal, horizontal):
+    assume(not (causal and horizontal))
+    layout = sparse.variable(
+        16 * size,
+        causal=causal,
+        windows=windows,
+        global_blocks=[start for start, _ in spans],
+        global_ends=[start + width for start, width in spans],
+        horizontal=horizontal,
+    )
+    window = [number for number, width in enumerate(windows) for _ in range(width)]
+    window += [len(windows) + (i // windows[-1]) for i in range(size)]
+
+    def named(block):
+        return any(start <= block < start + width for start, width in spans)
+
+    wanted = plain(size, causal, lambda r, c: window[r] == window[c] or named(c) or (horizontal and named(r)))
+    assert torch.equal(layout.to_dense()[0], wanted)
+
+
+@given(size=sizes, window=st.integers(1, 7), count=st.integers(0, 3), causal=flags)
+def test_windows_and_global_blocks(size, window, count, causal):
+    def near(r, c):
+        return abs(r - c) <= window // 2
+
+    length = 16 * size - 3  # the last block is not full
+    found = sparse.sliding_window(length, window=window, causal=causal)
+    assert torch.equal(found.to_dense()[0], plain(size, causal, near))
+    found = sparse.bigbird(length, random=0, window=window, global_blocks=count, causal=causal)
+    first = plain(size, causal, lambda r, c: near(r, c) or r < count or c < count)
+    assert torch.equal(found.to_dense()[0], first)
+    found = sparse.longformer(length, window=window, global_blocks=[count], causal=causal)
+    wanted = plain(size, causal, lambda r, c: near(r, c) or r == count or c == count)
+    assert torch.equal(found.to_dense()[0], wanted)
+    found = sparse.dense(length, causal=causal)
+    assert torch.equal(found.to_dense()[0], plain(size, causal, lambda r, c: True))
+
+
+@given(size=st.integers(3, 24), random=st.integers(1, 3), causal=flags, seed=st.integers(0, 2**40))
+def test_random_blocks(size, random, causal, seed):
+    """Exactly so many different ones a row, or all there are; the same from the same seed, others for each head."""
+    make = {"heads": 3, "random": random, "causal": causal, "seed": seed}
+    layout = sparse.variable(16 * size, windows=[1], global_blocks=[], **make).to_dense()
+    alone = layout & ~torch.eye(size, dtype=torch.bool)
+    for row in range(size):
+        available = row + 1 if causal else size
+        drawn = alone[:, row].sum(dim=1)
+        assert ((drawn == min(random, available)) | (drawn == min(random, available) - 1)).all()
+    assert not (causal and layout.triu(1).any())
+    assert torch.equal(layout, sparse.variable(16 * size, windows=[1], global_blocks=[], **make).to_dense())
+    bigbird = sparse.bigbird(16 * size, window=1, global_blocks=0, **make).to_dense()
+    assert torch.equal(bigbird, layout)
+
+
+def test_random_blocks_are_uniform_and_differ_between_heads():
+    layout = sparse.variable(16 * 2048, windows=[1], global_blocks=[], random=4, heads=2)
+    _, columns = layout.pairs(0)
+    share = columns.bincount(minlength=2048).view(8, 256).sum(dim=1) / len(columns)
+    assert ((share - 1 / 8).abs() < 0.01).all()
+    assert not torch.equal(columns, layout.pairs(1)[1])
+
+
+@given(size=sizes, heads=st.integers(1, 4), density=st.floats(0, 1), seed=st.integers(0, 2**30))
+def test_compressed_is_dense(size, heads, density, seed):
+    dense = torch.rand(heads, size, size, generator=torch.Generator().manual_seed(seed)) < density
+    dense[heads // 2] = dense[0]  # heads that share their blocks
+    layout = Layout.from_dense(dense, 32)
+    assert torch.equal(layout.to_dense(), dense)
+    assert torch.equal(Layout(32, layout.column_offsets, layout.rows).to_dense(), dense.mT)
+    assert (layout.heads, layout.size, layout.blocks) == (heads, size, int(dense.sum()))
+    assert layout.density == pytest.approx(dense.double().mean().item())
+
+
+def test_a_hundred_thousand_tokens_are_small():
+    layout = sparse.bigbird(2**17, heads=16)
+    stored = layout.columns.numel() + layout.row_offsets.numel() + layout.rows.numel()
+    assert 4 * stored < 2**23 and layout.size == 8192
+    shared = sparse.fixed(2**15, heads=16, patterns=4)
+    assert 4 * shared.columns.numel() == shared.blocks  # 4 bytes a block, every four heads of which 4 are the same
+
+
+def test_what_does_not_fit_is_refused():
+    offsets, columns = torch.tensor([[0, 1, 2]], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
+    Layout(16, offsets, columns)
+    for block in (8, 24):
+        with pytest.raises(ValueError, match="power of two, 16 or more"):
+            Layout(block, offsets, columns)
+    with pytest.raises(TypeError, match="not int32"):
+        Layout(16, offsets.long(), columns)
+    with pytest.raises(ValueError, match=r"not \(heads, size \+ 1\)"):
+        Layout(16, offsets[0], columns)
+    with pytest.raises(ValueError, match="columns must be from 0 to 1"):
+        Layout(16, offsets, columns + 1)
+    with pytest.raises(ValueError, match="row_offsets must ascend"):
+        Layout(16, offsets + 1, columns)
+    with pytest.raises(ValueError, match="columns must ascend within a row"):
+        Layout(16, torch.tensor([[0, 2, 2]], dtype=torch.int32), columns.flip(0))
+    with pytest.raises(ValueError, match="contiguous"):
+        Layout(16, offsets, torch.zeros(4, dtype=torch.int32)[::2])
+    with pytest.raises(ValueError, match=r"use \(size, size\)"):
+        Layout.from_dense(torch.ones(2, 3), 16)
+    with pytest.raises(ValueError, match="multiple of global_blocks"):
+        sparse.fixed(512, local=3, global_blocks=2)
+    with pytest.raises(ValueError, match=r"from 1 to local // global_blocks = 4"):
+        sparse.fixed(512, heads=8, patterns=5)
+    with pytest.raises(ValueError, match="pass heads"):
+        sparse.fixed(512, patterns=2)
+    for pattern in (sparse.fixed, sparse.variable):
+        with pytest.raises(ValueError, match="leave causal out"):
+            pattern(512, causal=True, horizontal=True)
+    with pytest.raises(ValueError, match="an end after each start"):
+        sparse.longformer(512, global_blocks=[3], global_ends=[3])
+    with pytest.raises(ValueError, match="of a row that has 2: use fewer"):
+        sparse.bigbird(32, random=3)
+    with pytest.raises(ValueError, match="length=0"):
+        sparse.dense(0)
+
+
+def test_drawn_as_text():
+    assert sparse.draw(sparse.sliding_window(80)).splitlines() == [
+        "██",
+        "████",
+        "  ████",
+        "    ████",
+        "      ████",
+    ]
+    # Cells of 2 × 2 blocks, the last of 2 × 1, 1 × 2 and 1.
+    assert sparse.draw(sparse.sliding_window(80), width=3).splitlines() == ["▓▓", "░░▓▓", "  ▒▒██"]
+
+
+def test_drawn_as_a_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    sparse.plot(tmp_path / "made" / "layout.png", sparse.fixed(512, heads=2, patterns=2))
+    assert (tmp_path / "made" / "layout.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_block_masks_of_flex_attention(causal):
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    layout = sparse.bigbird(300, block=32, heads=2, causal=causal)
+    mask = sparse.to_block_mask(layout, 300, causal=causal)
+    back = sparse.from_block_mask(mask, causal=causal)
+    assert torch.equal(back.to_dense(), layout.to_dense()) and back.block == 32
+    made = create_block_mask(mask.mask_mod, 1, 2, 300, 300, device="cpu", BLOCK_SIZE=32)
+    assert torch.equal(made.to_dense(), mask.to_dense())
+    assert torch.equal(sparse.from_block_mask(made, causal=causal).to_dense(), layout.to_dense())
+
+
+def test_block_masks_that_a_layout_cannot_say():
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def made(mask_mod, batch=1, block=32, keys=256):
+        return create_block_mask(mask_mod, batch, 1, 256, keys, device="cpu", BLOCK_SIZE=block)
+
+    window = made(lambda b, h, q, k: (q >= k) & (q - k < 64))
+    with pytest.raises(ValueError, match="partial blocks, this BlockMask hides other pairs than causal=True"):
+        sparse.from_block_mask(window, causal=True)
+    causal = made(lambda b, h, q, k: q >= k)
+    with pytest.raises(ValueError, match="than causal=False does"):
+        sparse.from_block_mask(causal)
+    assert torch.equal(
+        sparse.from_block_mask(causal, causal=True).to_dense(), sparse.dense(256, block=32, causal=True).to_dense()
+    )
+    everything = made(lambda b, h, q, k: q >= 0)
+    with pytest.raises(ValueError, match="full blocks, this BlockMask"):
+        sparse.from_block_mask(everything, causal=True)
+    with pytest.raises(ValueError, match="2 samples"):
+        sparse.from_block_mask(made(lambda b, h, q, k: q >= k, batch=2))
+    with pytest.raises(ValueError, match="32 × 64"):
+        sparse.from_block_mask(made(lambda b, h, q, k: q >= k, block=(32, 64)))
+    with pytest.raises(ValueError, match="not those of length=256"):
+        sparse.to_block_mask(sparse.dense(300), 256)
