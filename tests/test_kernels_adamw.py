@@ -137,7 +137,7 @@ def test_strided_tensors_and_float64_are_served_by_plain_torch():
     adamw.adamw_(*tensors, **OPTIONS)
     adamw.adamw_(*strided, **OPTIONS)
     torch.testing.assert_close(strided, tensors)
-    with pytest.raises(TypeError, match="float64 and strided tensors are served by plain torch, not by cpu"):
+    with pytest.raises(TypeError, match="strided tensors are served by plain torch, not by cpu"):
         adamw.adamw_(*strided, using="cpu", **OPTIONS)
 
 
@@ -161,21 +161,3 @@ def test_cuda_kernels_compile_without_spills(tmp_path):
     # Three dtypes of the state, of the gradient and of the copy, four elements a thread or one.
     assert report.count("0 bytes spill stores, 0 bytes spill loads") == report.count("Compiling entry function") == 54
     assert max(map(int, re.findall(r"Used (\d+) registers", report))) <= 48
-
-
-@pytest.mark.parametrize("dtypes", [("fp32", "bf16", "bf16"), ("fp32", "fp32", None), ("fp32", "fp16", "fp16")])
-def test_triton_kernels_compile_without_spills(dtypes, tmp_path):
-    pytest.importorskip("triton")
-    from shardlib.kernels.adamw import triton as module
-
-    kept, read, narrow = dtypes
-    signature = dict.fromkeys(("param", "mu", "nu"), f"*{kept}") | {
-        "grad": f"*{read}",
-        "scale": "*fp64",
-        "count": "i64",
-    }
-    signature |= dict.fromkeys(("b1", "rest1", "b2", "rest2", "decay", "size", "root", "eps"), "fp32")
-    constants: dict = {"TILE": module.TILE} | ({} if narrow else {"copy": None})
-    signature |= {"copy": f"*{narrow}"} if narrow else {}
-    usage = kernels.triton_usage(module._adamw, signature, constants, tmp_path)
-    assert "STACK:0" in usage and "LOCAL:0" in usage, usage

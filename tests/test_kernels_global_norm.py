@@ -76,20 +76,3 @@ def test_cuda_kernels_compile_without_spills(tmp_path):
     # Three dtypes, four elements at once or one; and the sum over tiles.
     assert report.count("0 bytes spill stores, 0 bytes spill loads") == report.count("Compiling entry function") == 7
     assert max(map(int, re.findall(r"Used (\d+) registers", report))) <= 64
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", None])
-def test_triton_kernels_compile_without_spills(dtype, tmp_path):
-    pytest.importorskip("triton")
-    from shardlib.kernels.global_norm import triton as module
-
-    signature, constants = {"x": f"*{dtype}", "count": "i64", "partial": "*fp64"}, {"TILE": module.TILE}
-    kernel = module._tiles
-    if dtype is None:
-        kernel, signature, constants = (
-            module._total,
-            {"partial": "*fp64", "count": "i32", "out": "*fp64"},
-            {"STEP": 1024},
-        )
-    usage = kernels.triton_usage(kernel, signature, constants, tmp_path)
-    assert "STACK:0" in usage and "LOCAL:0" in usage, usage

@@ -14,7 +14,7 @@ from shardlib.sparse.layout import Layout
 
 
 def blocks_of(layout):
-    return Blocks(layout.row_offsets, layout.columns, layout.column_offsets, layout.rows)
+    return Blocks(layout.row_offsets, layout.columns)
 
 
 @st.composite

@@ -22,11 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardlib.attending import attention
 from shardlib.kernels.gelu import gelu
 from shardlib.kernels.norm import layer_norm
 from shardlib.kernels.recompute import recomputed
 from shardlib.kernels.softmax import softmax
-from shardlib.parts import attention, current_parts
+from shardlib.parts import current_parts
 from shardlib.rng import Key, dropout
 
 Params = dict[str, Any]

@@ -244,6 +244,6 @@ if __name__ == "__main__":
                 ((35, 130), torch.float32, "half"),
                 ((3, 9), torch.bfloat16, "transposed"),
                 ((0, 5), torch.float32, "contiguous"),
-                *[((3, 5000), torch.float32, "contiguous")] * ("norm" in name),  # too wide for the registers backward
+                *[((3, 9000), torch.float32, "contiguous")] * ("norm" in name),  # too wide for a program, either way
             ):
                 check(name, "triton", shape, dtype, layout, seed=7)

@@ -16,6 +16,7 @@ import triton.language as tl
 from shardlib.kernels import rows, tiles
 
 CHUNK = 4096  # columns
+WHOLE = 8192  # that fit a program's registers forward
 
 
 def load(device: torch.device) -> str:
@@ -77,13 +78,14 @@ def _normed(
     if count:
         options = {"CENTRED": centred, "SUM": residual is not None, "BIAS": bias is not None}
         vectors = (weight.contiguous(), None if bias is None else bias.contiguous())
-        _forward[(count,)](x, residual, *vectors, y, total, columns, eps, **options, **_shape(columns), **tiles.EXACT)
+        kernel, block = (_forward, columns) if columns <= WHOLE else (_forward_wide, CHUNK)
+        kernel[(count,)](x, residual, *vectors, y, total, columns, eps, **options, **_shape(block), **tiles.EXACT)
     return [y] if total is None else [y, total]
 
 
 def _shape(columns: int) -> dict[str, Any]:
     block = triton.next_power_of_2(columns)
-    return {"BLOCK": block, "num_warps": min(32, max(1, block // 512))}
+    return {"BLOCK": block, "num_warps": max(1, block // 512)}
 
 
 @triton.jit
@@ -113,6 +115,58 @@ def _forward(
     if BIAS:
         value += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + at, value.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _sum_of(s, row, columns, BLOCK: tl.constexpr):
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, columns, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        sums += tl.load(s + row * columns + column, mask=column < columns, other=0.0).to(tl.float32)
+    return tl.sum(sums, axis=0)
+
+
+@triton.jit
+def _wide_statistics(s, row, columns, eps, CENTRED: tl.constexpr, BLOCK: tl.constexpr):
+    """μ and ρ of a row that is read by chunks."""
+    mean = 0.0
+    if CENTRED:
+        mean = _sum_of(s, row, columns, BLOCK) / columns
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, columns, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        value = tl.load(s + row * columns + column, mask=column < columns, other=0.0).to(tl.float32)
+        squares += tl.where(column < columns, (value - mean) * (value - mean), 0.0)
+    return mean, 1.0 / tl.sqrt_rn(tl.sum(squares, axis=0) / columns + eps)
+
+
+@triton.jit
+def _forward_wide(
+    x, residual, weight, bias, y, total, columns, eps,
+    CENTRED: tl.constexpr, SUM: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """As `_forward`, for rows that no program holds: they are read again, from the cache."""
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    s = x
+    if SUM:
+        for first in range(0, columns, BLOCK):
+            inside = first + lane < columns
+            at = row * columns + first + lane
+            value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+            value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+            tl.store(total + at, value.to(total.dtype.element_ty), mask=inside)
+        tl.debug_barrier()  # other threads read what one has written
+        s = total
+    mean, scale = _wide_statistics(s, row, columns, eps, CENTRED, BLOCK)
+    for first in range(0, columns, BLOCK):
+        column = first + lane
+        inside = column < columns
+        value = (tl.load(s + row * columns + column, mask=inside, other=0.0).to(tl.float32) - mean) * scale
+        value *= tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+        if BIAS:
+            value += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(y + row * columns + column, value.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -148,15 +202,6 @@ def _backward(
 
 
 @triton.jit
-def _sum_of(s, row, columns, BLOCK: tl.constexpr):
-    sums = tl.zeros((BLOCK,), tl.float32)
-    for first in range(0, columns, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        sums += tl.load(s + row * columns + column, mask=column < columns, other=0.0).to(tl.float32)
-    return tl.sum(sums, axis=0)
-
-
-@triton.jit
 def _backward_wide(
     total, weight, dy, dtotal, ds, dweight, dbias, rows, columns, each, eps,
     CENTRED: tl.constexpr, SUM: tl.constexpr, BLOCK: tl.constexpr,
@@ -165,15 +210,7 @@ def _backward_wide(
     program = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     for row in range(program * each, tl.minimum((program + 1) * each, rows)):
-        mean = 0.0
-        if CENTRED:
-            mean = _sum_of(total, row, columns, BLOCK) / columns
-        squares = tl.zeros((BLOCK,), tl.float32)
-        for first in range(0, columns, BLOCK):
-            inside = first + lane < columns
-            s = tl.load(total + row * columns + first + lane, mask=inside, other=0.0).to(tl.float32)
-            squares += tl.where(inside, (s - mean) * (s - mean), 0.0)
-        scale = 1.0 / tl.sqrt_rn(tl.sum(squares, axis=0) / columns + eps)
+        mean, scale = _wide_statistics(total, row, columns, eps, CENTRED, BLOCK)
         means = tl.zeros((BLOCK,), tl.float32)
         products = tl.zeros((BLOCK,), tl.float32)
         for first in range(0, columns, BLOCK):

@@ -18,7 +18,6 @@ from shardlib.kernels.sparse_attention import shapes, triton_backward, triton_bi
 from shardlib.kernels.sparse_attention.lists import cells
 from shardlib.kernels.sparse_attention.options import Blocks, Options
 from shardlib.kernels.sparse_attention.packing import Packing, pack
-from shardlib.kernels.sparse_attention.shapes import Shape
 
 _WORTH = 0.75  # of the work; what a tile of 64 rows loses to one of 128 by reading keys twice as often, at a guess
 _ROWS = 64  # a program's, where rows are independent
@@ -41,7 +40,7 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     problem, head = _Problem(q, k, v, blocks, key_mask, bias, options), shapes.head_of(q.shape[3])
-    for run in problem.runs("row", problem.shapes("forward")):
+    for run in problem.runs("row", problem.choice("forward")):
         partial = {"partial": run.scratch(head), "partial_lse": run.scratch(1)}
         run.launch(triton_forward.attend, out=out, lse=lse, **partial)
         run.merge(triton_forward.merge, out=out, lse=lse, **partial)
@@ -66,11 +65,11 @@ def backward(
     triton_backward.inner[grid](dout, out, delta, rows, D=size, HEAD=head, TILE=_ROWS)
     problem = _Problem(q, k, v, blocks, key_mask, bias, options)
     saved = {"dout": dout, "lse": lse, "delta": delta}
-    for run in problem.runs("row", problem.shapes("query")):
+    for run in problem.runs("row", problem.choice("query")):
         partial = run.scratch(head)
         run.launch(triton_backward.by_query, dq=dq, partial=partial, **saved)
         run.merge(triton_backward.add, partial=partial, result=dq)
-    for run in problem.runs("column", problem.shapes("key")):
+    for run in problem.runs("column", problem.choice("key")):
         partial_k, partial_v = run.scratch(head), run.scratch(head)
         run.launch(triton_backward.by_key, dk=dk, dv=dv, partial_k=partial_k, partial_v=partial_v, **saved)
         run.merge(triton_backward.add, partial=partial_k, result=dk)
@@ -116,8 +115,8 @@ class _Problem:
         # The interpreter knows no products of bf16.
         exact = triton.knobs.runtime.interpret and q.dtype == torch.bfloat16
         self.arguments: dict[str, Any] = {
-            "q": q, "k": k, "v": v, "bias": bias,
-            "key_mask": None if key_mask is None else key_mask.view(torch.uint8),
+            "q": q, "k": k, "v": v, "bias": None if bias is None else bias.contiguous(),
+            "key_mask": None if key_mask is None else key_mask.contiguous().view(torch.uint8),
             "group": self.group, "size": q.shape[2], "scale": options.scale,
             "bias_stride": bias.shape[1] if bias is not None and len(bias) > 1 else 0,
             "counter": options.counter, "seed_low": low, "seed_high": high,
@@ -127,13 +126,15 @@ class _Problem:
             "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
         }  # fmt: skip
 
-    def shapes(self, kernel: str) -> list[Shape]:
+    def choice(self, kernel: str) -> list[shapes.Shape]:
         options = self.options
         rich = options.dropout > 0 or self.arguments["bias"] is not None
         return shapes.shapes(kernel, options.block, self.q.shape[3], self.q.itemsize, rich)
 
-    def runs(self, kind: str, choice: list[Shape]) -> list[_Run]:
+    def runs(self, kind: str, choice: list[shapes.Shape]) -> list[_Run]:
         """A run for each packing of the layout's lists, by "row", "column" or "diagonal", in the shape that suits it."""
+        if not self.q.numel():
+            return []
         group = self.group if kind == "column" else 1
         held = _packed.setdefault(self.blocks.row_offsets, {})
         key = (kind, *choice, self.options.block, self.options.causal, group)
@@ -142,7 +143,7 @@ class _Problem:
         shape, packings = held[key]
         return [_Run(self, shape, packing, self.q.shape[1] // group) for packing in packings]
 
-    def _packings(self, kind: str, shape: Shape) -> list[Packing]:
+    def _packings(self, kind: str, shape: shapes.Shape) -> list[Packing]:
         cut = cells(self.blocks, self.options.block, shape.cell, self.options.causal)
         if kind == "row":
             lists = cut.by_row()
@@ -153,7 +154,7 @@ class _Problem:
         return pack(lists, shape.rows // shape.cell, shape.step // shape.cell)
 
 
-def _best(packed: list[tuple[Shape, list[Packing]]]) -> tuple[Shape, list[Packing]]:
+def _best(packed: list[tuple[shapes.Shape, list[Packing]]]) -> tuple[shapes.Shape, list[Packing]]:
     """The first, larger one, unless another has so much less to compute that it is worth its slower products."""
     work = [shape.cell**2 * sum(packing.work for packing in packings) for shape, packings in packed]
     least = min(range(len(work)), key=work.__getitem__)
@@ -163,7 +164,7 @@ def _best(packed: list[tuple[Shape, list[Packing]]]) -> tuple[Shape, list[Packin
 class _Run:
     """One packing's launches for ``heads`` heads of every sample."""
 
-    def __init__(self, problem: _Problem, shape: Shape, packing: Packing, heads: int) -> None:
+    def __init__(self, problem: _Problem, shape: shapes.Shape, packing: Packing, heads: int) -> None:
         shared = packing.heads == 1
         self.packing, self.leads = packing, len(problem.q) * (heads if shared else 1)
         self.lengths = packing.rows * shape.cell
@@ -186,13 +187,13 @@ class _Run:
 
     def launch(self, kernel: Any, **own: Any) -> None:
         """Run every item."""
-        self._run(kernel, len(self.packing.items), own, self.options)
+        self._run(kernel, len(self.packing.items), own)
 
     def merge(self, kernel: Any, **own: Any) -> None:
         """Put partial results together."""
         if len(self.packing.merges):
-            self._run(kernel, len(self.packing.merges), own, {})
+            self._run(kernel, len(self.packing.merges), own)
 
-    def _run(self, kernel: Any, count: int, own: dict[str, Any], options: dict[str, int]) -> None:
+    def _run(self, kernel: Any, count: int, own: dict[str, Any]) -> None:
         given = self.arguments | {"count": count} | own
-        kernel[(count * self.leads,)](**{name: given[name] for name in kernel.arg_names}, **options)
+        kernel[(count * self.leads,)](**{name: given[name] for name in kernel.arg_names}, **self.options)
