@@ -12,7 +12,7 @@ import subprocess
 import torch
 import torch.distributed as dist
 
-from shardlib.kernels import adamw, global_norm, onebit, quantize
+from shardlib.kernels import adamw, frozen_adam, global_norm, onebit, quantize
 from shardlib.plan_text import table
 
 
@@ -82,7 +82,13 @@ def _compilers() -> list[tuple[str, str]]:
 
 def _kernels() -> list[tuple[str, str]]:
     devices = [torch.device("cpu")] + ([torch.device("cuda")] if torch.cuda.is_available() else [])
-    operations = {"adamw": adamw, "global_norm": global_norm, "onebit": onebit, "quantize": quantize}
+    operations = {
+        "adamw": adamw,
+        "frozen_adam": frozen_adam,
+        "global_norm": global_norm,
+        "onebit": onebit,
+        "quantize": quantize,
+    }
     return [
         (f"{name} on {device.type}", operation.implementation(device))
         for name, operation in operations.items()

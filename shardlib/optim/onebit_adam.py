@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 from shardlib.collectives.codecs import OneBit
+from shardlib.kernels.frozen_adam import frozen_move, frozen_step_
 from shardlib.optim.base import GradientTransformation, Locality, Owned
-from shardlib.optim.moments import direction, mask, moments, own_momentum
+from shardlib.optim.moments import direction, moments, own_momentum
 from shardlib.optim.ranges import check, check_adam, is_step
 from shardlib.optim.schedules import Schedule, as_schedule
 from shardlib.optim.shards import Shards
@@ -86,20 +88,20 @@ def onebit_adam(
     def step(
         params: Tree, grads: Tree, state: OneBitAdamState, scale: torch.Tensor | None, shards: Shards
     ) -> tuple[OneBitAdamState, Move]:
-        size, mu, frozen = rate(state.count), state.mu, unreduced(state)
-        if frozen:
+        size, mu = rate(state.count), state.mu
+        if unreduced(state):
             each(lambda g, m: own_momentum(g, m, b1, scale), grads, mu)
             mu = shards.compressed_mean(grads, out=mu)
-        else:
-            each(lambda g, m, v: moments(g, m, v, b1, b2, scale), grads, mu, state.nu)
+            options: dict[str, Any] = {"lr": size, "eps": eps, "weight_decay": weight_decay}
+            # They mask m too, where it is being read: one pass less.
+            move = Move(partial(frozen_move, **options), (mu, state.nu), in_place=partial(frozen_step_, **options))
+            return state._replace(count=state.count + 1, mu=mu), move
 
-        def move(p: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            if frozen:
-                mask(m, v)  # here, where m is being read: one pass less
+        def move_along(p: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return direction(p, m, v, eps, weight_decay).mul_(-size)
 
-        after = state._replace(count=state.count + 1, mu=mu)
-        return after if frozen else freeze(after, shards), Move(move, (mu, state.nu))
+        each(lambda g, m, v: moments(g, m, v, b1, b2, scale), grads, mu, state.nu)
+        return freeze(state._replace(count=state.count + 1), shards), Move(move_along, (mu, state.nu))
 
     def freeze(state: OneBitAdamState, shards: Shards) -> OneBitAdamState:
         """Whether the step just taken was the last before the variance is frozen."""

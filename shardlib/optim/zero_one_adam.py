@@ -7,15 +7,16 @@ from typing import NamedTuple
 import torch
 
 from shardlib.collectives.codecs import OneBit
+from shardlib.kernels.frozen_adam import local_step_
 from shardlib.optim.base import GradientTransformation, Locality, Owned
-from shardlib.optim.moments import direction, mask, moments, own_momentum, root
+from shardlib.optim.moments import direction, mask, moments, root
 from shardlib.optim.ranges import check_adam
 from shardlib.optim.schedules import Schedule, as_schedule
 from shardlib.optim.shards import Shards
 from shardlib.optim.stepping import Move, each, stepping
 from shardlib.optim.zero_one_steps import Sent, ZeroOneSteps
 from shardlib.transforms.onebit import check_scales
-from shardlib.tree import Tree, tree_map
+from shardlib.tree import Tree, leaves_of, tree_map
 
 
 class ZeroOneAdamState(NamedTuple):
@@ -118,11 +119,8 @@ def zero_one_adam(
         size = rate(state.count)
         elapsed = state.elapsed + size
 
-        def local(g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, moved: torch.Tensor) -> None:
-            m.copy_(mask(own_momentum(g, m, b1, scale), v))
-            moved.sub_(torch.div(m, root(v, eps)).mul_(size))
-
-        each(local, grads, state.mu, state.nu, state.moved)
+        for g, m, v, moved in zip(*map(leaves_of, (grads, state.mu, state.nu, state.moved)), strict=True):
+            local_step_(g, m, v, moved, lr=size, b1=b1, eps=eps, scale=scale)
         # Where the learning rate was 0 all the while, nobody went anywhere.
         if steps.sent(number) is Sent.NOTHING or elapsed == 0:
             return state._replace(elapsed=elapsed, apart=torch.ones(())), Move(

@@ -9,7 +9,7 @@ import sys
 import torch
 
 from helpers.kernels import values
-from shardlib.kernels import adamw, global_norm
+from shardlib.kernels import adamw, frozen_adam, global_norm
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 # Of the state, the gradient and the copy.
@@ -65,6 +65,26 @@ def check_adamw(
         same(wanted, found, using)
 
 
+def check_frozen_adam(
+    using: str, elements: int, narrow: torch.dtype | None, seed: int, offset: int = 0, scale: float | None = 0.3
+) -> None:
+    """Both steps against the reference, bit by bit."""
+    start = [buffer(elements, F32, seed + k, offset) for k in range(5)]
+    start[2].abs_()
+    results = []
+    for name in ("reference", using):
+        param, mu, nu, grad, moved = (buffer(elements, F32, 0, offset).copy_(tensor) for tensor in start)
+        copy = None if narrow is None else buffer(elements, narrow, 0, offset)
+        own, lr = mu.clone(), torch.tensor(0.01, dtype=F64)
+        factor = None if scale is None else torch.tensor(scale, dtype=F64)
+        with flushed(using) if name == "reference" else contextlib.nullcontext():
+            frozen_adam.frozen_step_(param, mu, nu, lr=lr, eps=1e-8, weight_decay=0.1, copy=copy, using=name)
+            frozen_adam.local_step_(grad, own, nu, moved, lr=lr, b1=0.9, eps=1e-8, scale=factor, using=name)
+        results.append([param, mu, own, moved] + ([] if copy is None else [copy]))
+    for wanted, found in zip(*results):
+        same(wanted, found, using)
+
+
 def check_global_norm(using: str, elements: int, dtype: torch.dtype, seed: int) -> None:
     x = buffer(elements, dtype, seed, 1)
     wanted, found = (global_norm.sum_of_squares(x, using=name) for name in ("reference", using))
@@ -80,3 +100,6 @@ if __name__ == "__main__":
         for number, elements in enumerate((0, 1, 4096, 9001)):
             for dtype in (F32, BF16, F16):
                 check_global_norm("triton", elements, dtype, seed=number)
+    if sys.argv[1] == "frozen_adam":
+        for number, narrow in enumerate((None, BF16, F16)):
+            check_frozen_adam("triton", 1500, narrow, seed=number, scale=None if number else 0.3)
