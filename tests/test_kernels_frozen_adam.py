@@ -21,6 +21,10 @@ def test_examples_by_hand():
     assert mu.tolist() == [3, 0] and nu.tolist() == [4, 0]
     assert param.tolist() == copy.tolist() == [1 - 0.5 * (3 / (2 + 1) + 0.25 * 1), 2 - 0.5 * 0.25 * 2]
 
+    grad, mu = torch.tensor([16.0, 8.0]), torch.tensor([4.0, 5.0])
+    frozen_adam.own_momentum_(grad, mu, b1=0.75, scale=torch.tensor(0.5, dtype=F64))
+    assert grad.tolist() == [0.75 * 4 + 0.25 * 8, 0.75 * 5 + 0.25 * 4] and mu.tolist() == [4, 5]
+
     grad, mu, moved = torch.tensor([16.0, 8.0]), torch.tensor([4.0, 5.0]), torch.tensor([0.25, 0.5])
     scale = torch.tensor(0.5, dtype=F64)
     frozen_adam.local_step_(grad, mu, nu, moved, lr=LR, b1=0.5, eps=1.0, scale=scale)
@@ -55,25 +59,25 @@ def test_triton_is_the_reference():
 def test_wrong_arguments_reach_no_kernel():
     param, mu, nu = (torch.zeros(16) for _ in range(3))
     options = {"lr": LR, "eps": 1e-8, "weight_decay": 0.1}
-    with pytest.raises(ValueError, match=r"mu has shape \(15,\), nu \(16,\)"):
-        frozen_adam.frozen_step_(param, mu[1:], nu, **options)
-    with pytest.raises(TypeError, match=r"copy is torch.float32 beside nu of torch.float32.*cast it"):
+    with pytest.raises(ValueError, match=r"nu has shape \(15,\), mu \(16,\)"):
+        frozen_adam.frozen_step_(param, mu, nu[1:], **options)
+    with pytest.raises(TypeError, match=r"copy is torch.float32 beside mu of torch.float32.*cast it"):
         frozen_adam.frozen_step_(param, mu, nu, copy=param, **options)
     with pytest.raises(ValueError, match="move them to one device"):
         frozen_adam.frozen_step_(param.to("meta"), mu, nu, **options)
-    with pytest.raises(TypeError, match="strided tensors are served by plain torch, not by cpu"):
+    with pytest.raises(TypeError, match="or strided tensors are served by plain torch, not by cpu"):
         frozen_adam.frozen_step_(*(torch.zeros(32)[::2] for _ in range(3)), using="cpu", **options)
 
 
 def test_cuda_kernels_compile_without_spills(tmp_path):
     ((source, _),) = native.cuda_recipe("frozen_adam", (9, 0)).units
     report = kernels.cubin_report(source, tmp_path)
-    # Four elements a thread or one, of the step with each copy and without, and of the local step.
-    assert report.count("0 bytes spill stores, 0 bytes spill loads") == report.count("Compiling entry function") == 8
+    # Four elements a thread or one, of the step with each copy and without, of the local step and of momentum.
+    assert report.count("0 bytes spill stores, 0 bytes spill loads") == report.count("Compiling entry function") == 10
     assert max(map(int, re.findall(r"Used (\d+) registers", report))) <= 40
 
 
-@pytest.mark.parametrize("name", ["_frozen_step", "_local_step"])
+@pytest.mark.parametrize("name", ["_own_momentum", "_frozen_step", "_local_step"])
 def test_triton_kernels_compile_without_spills(name, tmp_path):
     pytest.importorskip("triton")
     from shardlib.kernels.frozen_adam import triton as module

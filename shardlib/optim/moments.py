@@ -18,13 +18,6 @@ def moments(
     v.mul_(b2).addcmul_(g, g, value=1 - b2)
 
 
-def own_momentum(g: torch.Tensor, m: torch.Tensor, b1: float, scale: torch.Tensor | None) -> torch.Tensor:
-    """``b1·m + (1−b1)·g·scale`` in g's memory."""
-    if scale is not None:
-        g.mul_(scale)
-    return g.lerp_(m, b1)
-
-
 def mask(m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Zero m where v is: signs are sent of elements that no gradient ever reached too, and would be divided by eps.
 

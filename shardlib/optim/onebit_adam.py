@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 import torch
 
 from shardlib.collectives.codecs import OneBit
-from shardlib.kernels.frozen_adam import frozen_move, frozen_step_
+from shardlib.kernels.frozen_adam import frozen_move, frozen_step_, own_momentum_
 from shardlib.optim.base import GradientTransformation, Locality, Owned
-from shardlib.optim.moments import direction, moments, own_momentum
+from shardlib.optim.moments import direction, moments
 from shardlib.optim.ranges import check, check_adam, is_step
 from shardlib.optim.schedules import Schedule, as_schedule
 from shardlib.optim.shards import Shards
 from shardlib.optim.stepping import Move, each, stepping
 from shardlib.transforms.onebit import check_scales
-from shardlib.tree import Tree, tree_map
+from shardlib.tree import Tree, leaves_of, tree_map
 
 # The variance is settled when its 1-norm is at least this part of what it was 1/(1 − b2) steps before.
 _SETTLED = 0.96
@@ -90,7 +90,8 @@ def onebit_adam(
     ) -> tuple[OneBitAdamState, Move]:
         size, mu = rate(state.count), state.mu
         if unreduced(state):
-            each(lambda g, m: own_momentum(g, m, b1, scale), grads, mu)
+            for g, m in zip(leaves_of(grads), leaves_of(mu), strict=True):
+                own_momentum_(g, m, b1=b1, scale=scale)
             mu = shards.compressed_mean(grads, out=mu)
             options: dict[str, Any] = {"lr": size, "eps": eps, "weight_decay": weight_decay}
             # They mask m too, where it is being read: one pass less.

@@ -7,10 +7,11 @@ from typing import NamedTuple
 import torch
 
 from shardlib.collectives.codecs import OneBit
+from shardlib.kernels.frozen_adam import own_momentum_
 from shardlib.kernels.global_norm import sum_of_squares
 from shardlib.optim.base import GradientTransformation, Locality, Owned
 from shardlib.optim.lamb import check_coeffs, coefficients
-from shardlib.optim.moments import direction, mask, moments, own_momentum, root
+from shardlib.optim.moments import direction, mask, moments, root
 from shardlib.optim.ranges import check, check_adam, is_step
 from shardlib.optim.schedules import Schedule, as_schedule
 from shardlib.optim.shards import Shards, device_of
@@ -116,7 +117,8 @@ def onebit_lamb(
 
     def compressed(params, grads, state, scale, shards):
         def send(number: int, g: torch.Tensor, m: torch.Tensor) -> None:
-            own_momentum(g, m, b1, scale).mul_(state.spread[number])
+            own_momentum_(g, m, b1=b1, scale=scale)
+            g.mul_(state.spread[number])
 
         def receive(number: int, m: torch.Tensor, before: torch.Tensor, v: torch.Tensor, fresh: torch.Tensor) -> None:
             mask(m.div_(state.spread[number]), v)

@@ -79,8 +79,10 @@ def check_frozen_adam(
         factor = None if scale is None else torch.tensor(scale, dtype=F64)
         with flushed(using) if name == "reference" else contextlib.nullcontext():
             frozen_adam.frozen_step_(param, mu, nu, lr=lr, eps=1e-8, weight_decay=0.1, copy=copy, using=name)
+            sent = grad.clone()
+            frozen_adam.own_momentum_(sent, mu, b1=0.9, scale=factor, using=name)
             frozen_adam.local_step_(grad, own, nu, moved, lr=lr, b1=0.9, eps=1e-8, scale=factor, using=name)
-        results.append([param, mu, own, moved] + ([] if copy is None else [copy]))
+        results.append([param, mu, own, moved, sent] + ([] if copy is None else [copy]))
     for wanted, found in zip(*results):
         same(wanted, found, using)
 

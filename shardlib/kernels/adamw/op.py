@@ -16,16 +16,12 @@ division and a root.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from shardlib.kernels.adamw import reference
 from shardlib.kernels.adamw.step import step_at
-from shardlib.kernels.dispatch import choose, load, on, one_device
-
-_NARROW = (torch.bfloat16, torch.float16)
-_FLOATS = (torch.float32, *_NARROW)
+from shardlib.kernels.dispatch import choose, on
+from shardlib.kernels.flat import FLOATS, check, serving
 
 
 def adamw_(
@@ -57,38 +53,14 @@ def adamw_(
         ValueError: shapes or devices differ.
         TypeError: dtypes that are not served.
     """
-    written = {"param": param, "mu": mu, "nu": nu} | ({} if copy is None else {"copy": copy})
-    _check(written, grad)
-    if scale is not None and (scale.dtype != torch.float64 or scale.device != param.device):
-        raise TypeError(f"scale is {scale.dtype} on {scale.device}: make it float64 on {param.device}")
+    tensors = {"param": param, "grad": grad.contiguous(), "mu": mu, "nu": nu} | ({} if copy is None else {"copy": copy})
+    check(tensors, "param", scale, read=("grad",))
     step = step_at(count, lr, b1, b2, eps, weight_decay)
     with on(param.device):
-        _implementation(written, using).adamw_(param, grad.contiguous(), mu, nu, copy, step, scale)
+        module = serving("adamw", reference, tensors, "param", FLOATS, using)
+        module.adamw_(param, tensors["grad"], mu, nu, copy, step, scale)
 
 
 def implementation(device: torch.device) -> str:
     """Which implementation serves a device, and why none before it."""
     return str(choose("adamw", device))
-
-
-def _implementation(written: dict[str, torch.Tensor], using: str | None) -> Any:
-    param = written["param"]
-    if param.dtype == torch.float64 or not all(tensor.is_contiguous() for tensor in written.values()):
-        if using not in (None, "reference"):
-            raise TypeError(f"float64 and strided tensors are served by plain torch, not by {using}")
-        return reference
-    return (choose("adamw", param.device) if using is None else load("adamw", using, param.device)).module
-
-
-def _check(written: dict[str, torch.Tensor], grad: torch.Tensor) -> None:
-    """Kernels read and write by these sizes and dtypes: what does not have them must not reach one."""
-    param, tensors = written["param"], written | {"grad": grad}
-    for name, tensor in tensors.items():
-        allowed = {"grad": (param.dtype, *_FLOATS), "copy": _NARROW}.get(name, (param.dtype,))
-        if tensor.shape != param.shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the parameter {tuple(param.shape)}")
-        if tensor.dtype not in allowed:
-            raise TypeError(
-                f"{name} is {tensor.dtype} beside a parameter of {param.dtype}, not one of {allowed}: cast it"
-            )
-    one_device(tensors)

@@ -9,11 +9,16 @@ import torch
 
 from shardlib.kernels import native
 
-_SIGNATURES = {"frozen_step": "ppppilfffi", "local_step": "pppplfffffi"}
+_SIGNATURES = {"own_momentum": "pplfffi", "frozen_step": "ppppilfffi", "local_step": "pppplfffffi"}
 
 
 def load(device: torch.device) -> str:
     return f"C++, {native.instruction_set('frozen_adam')}"
+
+
+def own_momentum_(grad: torch.Tensor, mu: torch.Tensor, b1: float, rest1: float, scale: torch.Tensor | None) -> None:
+    factor = 1.0 if scale is None else float(scale)
+    _library().own_momentum(grad, mu, mu.numel(), b1, rest1, factor, torch.get_num_threads())
 
 
 def frozen_step_(

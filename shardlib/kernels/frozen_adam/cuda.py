@@ -10,12 +10,16 @@ import torch
 
 from shardlib.kernels import native
 
-_SIGNATURES = {"frozen_step": "ppppilfffp", "local_step": "pppplffffpp"}
+_SIGNATURES = {"own_momentum": "pplffpp", "frozen_step": "ppppilfffp", "local_step": "pppplffffpp"}
 
 
 def load(device: torch.device) -> str:
     _library()
     return "CUDA C++"
+
+
+def own_momentum_(grad: torch.Tensor, mu: torch.Tensor, b1: float, rest1: float, scale: torch.Tensor | None) -> None:
+    _library().own_momentum(grad, mu, mu.numel(), b1, rest1, scale, native.stream(mu.device))
 
 
 def frozen_step_(

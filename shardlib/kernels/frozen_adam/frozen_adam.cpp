@@ -10,6 +10,18 @@ inline Values masked(Values m, Values v) {
     return v == 0.0f ? Values{} : m;
 }
 
+struct OwnMomentum {
+    float* grad;
+    const float* mu;
+    float b1, rest1, scale;
+
+    template <typename Lanes>
+    void at(int64_t i) const {
+        auto g = Lanes::template get<Float32>(grad + i) * scale;
+        Lanes::template put<Float32>(grad + i, Lanes::template get<Float32>(mu + i) * b1 + g * rest1);
+    }
+};
+
 template <typename Copy>
 struct FrozenStep {
     float *param, *mu;
@@ -48,6 +60,11 @@ struct LocalStep {
 };
 
 }  // namespace
+
+EXPORT(own_momentum)(float* grad, const float* mu, int64_t count, float b1, float rest1, float scale, int threads) {
+    OwnMomentum op = {grad, mu, b1, rest1, scale};
+    sweep(op, count, nullptr, threads);
+}
 
 // copy_dtype: 1 bfloat16, 2 half, -1 for none.
 EXPORT(frozen_step)(float* param, float* mu, const float* nu, uint16_t* copy, int copy_dtype, int64_t count, float size,

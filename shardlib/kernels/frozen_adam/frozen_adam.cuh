@@ -4,6 +4,24 @@
 
 namespace frozen_adam {
 
+struct OwnMomentum {
+    float* grad;
+    const float* mu;
+    const double* scale;
+    float b1, rest1;
+
+    template <int WIDTH>
+    __device__ void at(Int64 i) const {
+        float g[WIDTH], m[WIDTH];
+        get<Float32>(grad + i, g);
+        get<Float32>(mu + i, m);
+        float factor = scale ? (float)*scale : 1;
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k) g[k] = m[k] * b1 + g[k] * factor * rest1;
+        put<Float32>(grad + i, g);
+    }
+};
+
 template <typename Copy>
 struct FrozenStep {
     float *param, *mu;

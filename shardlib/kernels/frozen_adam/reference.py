@@ -12,6 +12,12 @@ def load(device: torch.device) -> str:
     return "reference"
 
 
+def own_momentum_(grad: torch.Tensor, mu: torch.Tensor, b1: float, rest1: float, scale: torch.Tensor | None) -> None:
+    if scale is not None:
+        grad.mul_(scale)
+    grad.mul_(rest1).add_(mu * b1)
+
+
 def frozen_step_(
     param: torch.Tensor,
     mu: torch.Tensor,
@@ -44,8 +50,8 @@ def local_step_(
     eps: float,
     scale: torch.Tensor | None,
 ) -> None:
-    g = grad if scale is None else grad * scale
-    mu.copy_(mu * b1 + g * rest1)
+    own_momentum_(grad, mu, b1, rest1, scale)
+    mu.copy_(grad)
     moved.add_(_direction(mu, nu, eps) * size)
 
 

@@ -15,6 +15,11 @@ def load(device: torch.device) -> str:
     return tiles.triton_name(device)
 
 
+def own_momentum_(grad: torch.Tensor, mu: torch.Tensor, b1: float, rest1: float, scale: torch.Tensor | None) -> None:
+    count = mu.numel()
+    _own_momentum[(triton.cdiv(count, TILE),)](grad, mu, scale, count, b1, rest1, TILE=TILE, **tiles.EXACT)
+
+
 def frozen_step_(
     param: torch.Tensor,
     mu: torch.Tensor,
@@ -46,6 +51,22 @@ def local_step_(
 
 
 @triton.jit
+def _momentum(at, valid, grad, mu, scale, b1, rest1):
+    """β1·m + (1−β1)·g."""
+    g = tl.load(grad + at, mask=valid, other=0.0)
+    if scale is not None:
+        g *= tl.load(scale).to(tl.float32)
+    return tl.load(mu + at, mask=valid, other=0.0) * b1 + g * rest1
+
+
+@triton.jit
+def _own_momentum(grad, mu, scale, count, b1, rest1, TILE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    valid = at < count
+    tl.store(grad + at, _momentum(at, valid, grad, mu, scale, b1, rest1), mask=valid)
+
+
+@triton.jit
 def _frozen_step(param, mu, nu, copy, count, size, eps, weight_decay, TILE: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     valid = at < count
@@ -63,12 +84,8 @@ def _frozen_step(param, mu, nu, copy, count, size, eps, weight_decay, TILE: tl.c
 def _local_step(grad, mu, nu, moved, scale, count, size, b1, rest1, eps, TILE: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     valid = at < count
-    g = tl.load(grad + at, mask=valid, other=0.0)
-    if scale is not None:
-        g *= tl.load(scale).to(tl.float32)
     v = tl.load(nu + at, mask=valid, other=0.0)
-    m = tl.load(mu + at, mask=valid, other=0.0) * b1 + g * rest1
-    m = tl.where(v == 0, 0.0, m)
+    m = tl.where(v == 0, 0.0, _momentum(at, valid, grad, mu, scale, b1, rest1))
     u = tl.load(moved + at, mask=valid, other=0.0) + tl.div_rn(m, tl.sqrt_rn(v) + eps) * size
     tl.store(mu + at, m, mask=valid)
     tl.store(moved + at, u, mask=valid)
