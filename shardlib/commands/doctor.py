@@ -12,7 +12,7 @@ import subprocess
 import torch
 import torch.distributed as dist
 
-from shardlib.kernels import adamw, frozen_adam, global_norm, onebit, quantize
+from shardlib.kernels import adamw, frozen_adam, global_norm, lion, onebit, quantize
 from shardlib.plan_text import table
 
 
@@ -86,6 +86,7 @@ def _kernels() -> list[tuple[str, str]]:
         "adamw": adamw,
         "frozen_adam": frozen_adam,
         "global_norm": global_norm,
+        "lion": lion,
         "onebit": onebit,
         "quantize": quantize,
     }

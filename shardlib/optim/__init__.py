@@ -5,6 +5,7 @@ from shardlib.optim.base import GradientTransformation, Locality
 from shardlib.optim.clip import clip_by_global_norm
 from shardlib.optim.combine import chain
 from shardlib.optim.lamb import lamb
+from shardlib.optim.lion import lion
 from shardlib.optim.onebit_adam import onebit_adam
 from shardlib.optim.onebit_lamb import onebit_lamb
 from shardlib.optim.schedules import constant, cosine, linear
@@ -28,6 +29,7 @@ __all__ = [
     "cosine",
     "lamb",
     "linear",
+    "lion",
     "onebit_adam",
     "onebit_lamb",
     "sgd",

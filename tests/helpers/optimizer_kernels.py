@@ -9,7 +9,7 @@ import sys
 import torch
 
 from helpers.kernels import values
-from shardlib.kernels import adamw, frozen_adam, global_norm
+from shardlib.kernels import adamw, frozen_adam, global_norm, lion
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 # Of the state, the gradient and the copy.
@@ -65,6 +65,24 @@ def check_adamw(
         same(wanted, found, using)
 
 
+def check_lion(using: str, elements: int, dtypes: tuple, seed: int, offset: int = 0, scale: float | None = 0.3) -> None:
+    """Parameter, momentum and copy against the reference, bit by bit."""
+    kept, read, narrow = dtypes
+    start, grad = [buffer(elements, kept, seed + k, offset) for k in range(2)], buffer(elements, read, seed + 2, offset)
+    results = []
+    for name in ("reference", using):
+        param, mu = (buffer(elements, kept, 0, offset).copy_(tensor) for tensor in start)
+        copy = None if narrow is None else buffer(elements, narrow, 0, offset)
+        with flushed(using) if name == "reference" else contextlib.nullcontext():
+            lion.lion_(
+                param, grad, mu, lr=torch.tensor(0.01, dtype=F64), b1=0.9, b2=0.99, weight_decay=0.1, copy=copy,
+                scale=None if scale is None else torch.tensor(scale, dtype=F64), using=name,
+            )  # fmt: skip
+        results.append([param, mu] + ([] if copy is None else [copy]))
+    for wanted, found in zip(*results):
+        same(wanted, found, using)
+
+
 def check_frozen_adam(
     using: str, elements: int, narrow: torch.dtype | None, seed: int, offset: int = 0, scale: float | None = 0.3
 ) -> None:
@@ -105,3 +123,6 @@ if __name__ == "__main__":
     if sys.argv[1] == "frozen_adam":
         for number, narrow in enumerate((None, BF16, F16)):
             check_frozen_adam("triton", 1500, narrow, seed=number, scale=None if number else 0.3)
+    if sys.argv[1] == "lion":
+        for number, dtypes in enumerate(DTYPES):
+            check_lion("triton", 1500, dtypes, seed=7 + number, scale=None if number % 2 else 0.3)
