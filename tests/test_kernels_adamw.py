@@ -64,6 +64,28 @@ def test_drawn_buffers(name, elements, dtypes, seed, offset, scale):
         optimizer_kernels.check_adamw(using, elements, dtypes, seed, offset, scale)
 
 
+@pytest.mark.parametrize("name", kernels.IMPLEMENTATIONS)
+@given(
+    elements=st.integers(0, 700), count=st.sampled_from([None, 1.0, 50.0]), seed=st.integers(0, 2**30),
+    offset=st.integers(0, 40), scale=st.sampled_from([None, 1 / 3]),
+)  # fmt: skip
+def test_directions_of_drawn_buffers(name, elements, count, seed, offset, scale):
+    with kernels.served_by(name) as using:
+        optimizer_kernels.check_direction(using, elements, count, seed, offset, scale)
+
+
+@pytest.mark.parametrize("dtype", [F32, F64])
+def test_a_step_goes_along_the_direction(dtype):
+    tensors = [torch.rand(1000, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in range(4)]
+    param, grad, mu, nu = (tensor.clone() for tensor in tensors)
+    options = {key: value for key, value in OPTIONS.items() if key != "lr"}
+    adamw.adam_direction_(param, grad, mu, nu, **options)
+    adamw.adamw_(*tensors, **OPTIONS)
+    tolerance = 1e-6 if dtype == F32 else 1e-14
+    torch.testing.assert_close(param - 0.01 * grad, tensors[0], rtol=tolerance, atol=tolerance)
+    assert torch.equal(mu, tensors[2]) and torch.equal(nu, tensors[3])
+
+
 def test_triton_is_the_reference():
     kernels.interpret("adamw", optimizer_kernels)
 
@@ -158,8 +180,8 @@ def test_wrong_arguments_reach_no_kernel():
 def test_cuda_kernels_compile_without_spills(tmp_path):
     ((source, _),) = native.cuda_recipe("adamw", (9, 0)).units
     report = kernels.cubin_report(source, tmp_path)
-    # Three dtypes of the state, of the gradient and of the copy, four elements a thread or one.
-    assert report.count("0 bytes spill stores, 0 bytes spill loads") == report.count("Compiling entry function") == 54
+    # Three dtypes of the state, of the gradient and of the copy, four elements a thread or one; and the direction.
+    assert report.count("0 bytes spill stores, 0 bytes spill loads") == report.count("Compiling entry function") == 56
     assert max(map(int, re.findall(r"Used (\d+) registers", report))) <= 48
 
 
@@ -178,4 +200,14 @@ def test_triton_kernels_compile_without_spills(dtypes, tmp_path):
     constants: dict = {"TILE": module.TILE} | ({} if narrow else {"copy": None})
     signature |= {"copy": f"*{narrow}"} if narrow else {}
     usage = kernels.triton_usage(module._adamw, signature, constants, tmp_path)
+    assert "STACK:0" in usage and "LOCAL:0" in usage, usage
+
+
+def test_the_directions_triton_kernel_compiles_without_spills(tmp_path):
+    pytest.importorskip("triton")
+    from shardlib.kernels.adamw import triton as module
+
+    signature = dict.fromkeys(("param", "grad", "mu", "nu"), "*fp32") | {"scale": "*fp64", "count": "i64"}
+    signature |= dict.fromkeys(("b1", "rest1", "b2", "rest2", "size", "root", "eps", "weight_decay"), "fp32")
+    usage = kernels.triton_usage(module._direction, signature, {"TILE": module.TILE}, tmp_path)
     assert "STACK:0" in usage and "LOCAL:0" in usage, usage

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from shardlib.collectives.codecs import OneBit
-from shardlib.kernels.frozen_adam import frozen_move, frozen_step_, own_momentum_
+from shardlib.kernels.frozen_adam import own_momentum_
 from shardlib.optim.base import GradientTransformation, Locality, Owned
-from shardlib.optim.moments import direction, moments
+from shardlib.optim.moments import adam_step, frozen_step
 from shardlib.optim.ranges import check, check_adam, is_step
 from shardlib.optim.schedules import Schedule, as_schedule
 from shardlib.optim.shards import Shards
-from shardlib.optim.stepping import Move, each, stepping
+from shardlib.optim.stepping import Move, each_tensor, stepping
 from shardlib.transforms.onebit import check_scales
-from shardlib.tree import Tree, leaves_of, tree_map
+from shardlib.tree import Tree, tree_map
 
 # The variance is settled when its 1-norm is at least this part of what it was 1/(1 − b2) steps before.
 _SETTLED = 0.96
@@ -89,20 +89,14 @@ def onebit_adam(
         params: Tree, grads: Tree, state: OneBitAdamState, scale: torch.Tensor | None, shards: Shards
     ) -> tuple[OneBitAdamState, Move]:
         size, mu = rate(state.count), state.mu
+        after = state._replace(count=state.count + 1)
         if unreduced(state):
-            for g, m in zip(leaves_of(grads), leaves_of(mu), strict=True):
-                own_momentum_(g, m, b1=b1, scale=scale)
+            each_tensor(partial(own_momentum_, b1=b1, scale=scale), grads, mu)
             mu = shards.compressed_mean(grads, out=mu)
-            options: dict[str, Any] = {"lr": size, "eps": eps, "weight_decay": weight_decay}
-            # They mask m too, where it is being read: one pass less.
-            move = Move(partial(frozen_move, **options), (mu, state.nu), in_place=partial(frozen_step_, **options))
-            return state._replace(count=state.count + 1, mu=mu), move
-
-        def move_along(p: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return direction(p, m, v, eps, weight_decay).mul_(-size)
-
-        each(lambda g, m, v: moments(g, m, v, b1, b2, scale), grads, mu, state.nu)
-        return freeze(state._replace(count=state.count + 1), shards), Move(move_along, (mu, state.nu))
+            return after._replace(mu=mu), frozen_step(mu, state.nu, lr=size, eps=eps, weight_decay=weight_decay)
+        options = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
+        move = adam_step(params, grads, mu, state.nu, lr=size, scale=scale, **options)
+        return freeze(after, shards), move
 
     def freeze(state: OneBitAdamState, shards: Shards) -> OneBitAdamState:
         """Whether the step just taken was the last before the variance is frozen."""

@@ -99,6 +99,12 @@ def stepping(
     return GradientTransformation(init, update, locality, apply=apply, owns=owns)
 
 
+def each_tensor(fn: Callable[..., Any], *trees: Tree) -> None:
+    """``fn(*tensors)`` of the trees, which passes over memory once by itself."""
+    for tensors in zip(*map(leaves_of, trees), strict=True):
+        fn(*tensors)
+
+
 def each(fn: Callable[..., Any], *trees: Tree) -> None:
     """``fn(*tensors)`` of the trees, which writes to some of them; each element alone."""
     for tensors in zip(*map(leaves_of, trees), strict=True):

@@ -65,6 +65,25 @@ def check_adamw(
         same(wanted, found, using)
 
 
+def check_direction(
+    using: str, elements: int, count: float | None, seed: int, offset: int = 0, scale: float | None = 0.3
+) -> None:
+    """Adam's direction and both moments against the reference, bit by bit."""
+    start = [buffer(elements, F32, seed + k, offset) for k in range(4)]
+    start[3].abs_()
+    results = []
+    for name in ("reference", using):
+        param, grad, mu, nu = (buffer(elements, F32, 0, offset).copy_(tensor) for tensor in start)
+        with flushed(using) if name == "reference" else contextlib.nullcontext():
+            adamw.adam_direction_(
+                param, grad, mu, nu, count=None if count is None else torch.tensor(count), b1=0.9, b2=0.999, eps=1e-8,
+                weight_decay=0.1, scale=None if scale is None else torch.tensor(scale, dtype=F64), using=name,
+            )  # fmt: skip
+        results.append([grad, mu, nu])
+    for wanted, found in zip(*results):
+        same(wanted, found, using)
+
+
 def check_lion(using: str, elements: int, dtypes: tuple, seed: int, offset: int = 0, scale: float | None = 0.3) -> None:
     """Parameter, momentum and copy against the reference, bit by bit."""
     kept, read, narrow = dtypes
@@ -116,6 +135,8 @@ if __name__ == "__main__":
     if sys.argv[1] == "adamw":
         for number, dtypes in enumerate(DTYPES):
             check_adamw("triton", 1500, dtypes, seed=7 + number, scale=None if number % 2 else 0.3)
+        check_direction("triton", 1500, 3.0, seed=7)
+        check_direction("triton", 1500, None, seed=8, scale=None)
     if sys.argv[1] == "global_norm":
         for number, elements in enumerate((0, 1, 4096, 9001)):
             for dtype in (F32, BF16, F16):
