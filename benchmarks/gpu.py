@@ -20,7 +20,7 @@ import optree
 import torch
 
 import shardlib as sl
-from benchmarks import gpu_kernels
+from benchmarks import gpu_kernels, gpu_optimizer_kernels
 from shardlib.groups import EchoGroup
 from shardlib.mesh import Mesh
 from shardlib.models import gpt
@@ -36,11 +36,12 @@ def main() -> None:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cpu" and not args.tiny:
         raise SystemExit("no CUDA device: nothing to measure (--tiny tries the script on the CPU)")
-    rows = checks(device) + gpu_kernels.checks(device)
+    rows = checks(device) + gpu_kernels.checks(device) + gpu_optimizer_kernels.checks(device)
     for row in rows:
         print(f"{row['check']:55s} {row['result']}")
     measured = measurements(device, args.tiny)
     kernels = gpu_kernels.measurements(device, args.tiny, seconds)
+    kernels += gpu_optimizer_kernels.measurements(device, args.tiny, seconds)
     for row in measured + kernels:
         print(row)
     if not args.tiny:

@@ -15,6 +15,7 @@ from shardlib.kernels.quantize import Blockwise
 
 Rows = list[dict[str, str]]
 Seconds = Callable[[Callable[[], Any], torch.device], float]
+Timed = tuple[float, Callable[[], Any]]  # bytes per element, and what moves them
 
 _ODD = 1_000_003  # elements in the checks
 
@@ -105,10 +106,17 @@ def measurements(device: torch.device, tiny: bool, seconds: Seconds) -> Rows:
         "int4 quantise": (4.531, lambda u: quantize.quantize(x, int4, using=u)),
         "int8 dequantise": (5.031, lambda u: quantize.dequantize(*values, int8, elements, out=out, using=u)),
     }
-    calls: dict[tuple[str, str], tuple[float, Callable[[], Any]]] = {("copy", "torch"): (8, lambda: out.copy_(x))}
+    calls: dict[tuple[str, str], Timed] = {("copy", "torch"): (8, lambda: out.copy_(x))}
     for name, (size, operation) in operations.items():
         for using in (*implementations(device), "reference"):
             calls[name, using] = (size, lambda operation=operation, using=using: operation(using))
+    return bandwidths(calls, elements, device, tiny, seconds)
+
+
+def bandwidths(
+    calls: dict[tuple[str, str], Timed], elements: int, device: torch.device, tiny: bool, seconds: Seconds
+) -> Rows:
+    """Rows of (kernel, implementation), taking turns; one of them is ("copy", "torch")."""
     times: dict[tuple[str, str], list[float]] = {}
     for number in range(2 if tiny else 14):
         for key, (_, call) in list(calls.items()):
