@@ -17,7 +17,7 @@ import optree
 import torch
 
 import shardlib as sl
-from benchmarks import gpu_dense, gpu_kernels, gpu_train
+from benchmarks import gpu_dense, gpu_kernels, gpu_optimizer_kernels, gpu_train
 from benchmarks.gpu_timing import Rows, Timing
 from shardlib.groups import EchoGroup
 from shardlib.mesh import Mesh
@@ -34,10 +34,11 @@ def main() -> None:
         raise SystemExit("no CUDA device: nothing to measure (--tiny tries the script on the CPU)")
     timing = Timing(device, args.tiny)
     tables = {
-        "Checks": lambda: checks(device) + gpu_kernels.checks(device) + gpu_dense.checks(device),
+        "Checks": lambda: [row for check in CHECKS for row in check(device)],
         "A step of a small GPT": lambda: measurements(timing),
         "A step of a GPT of 1.1 billion parameters": lambda: gpu_train.measurements(timing, alone(device)),
         "Kernels of communication": lambda: gpu_kernels.measurements(timing),
+        "Kernels of optimizers": lambda: gpu_optimizer_kernels.measurements(timing),
         "Pieces of a transformer's layer": lambda: gpu_dense.measurements(timing),
     }
     lines = [f"`python -m benchmarks.gpu`, torch {torch.__version__}"]
@@ -166,6 +167,8 @@ def _table(title: str, rows: Rows) -> str:
     lines = [f"## {title}", "", f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
     return "\n".join([*lines, *(f"| {' | '.join(row.values())} |" for row in rows), ""])
 
+
+CHECKS = (checks, gpu_kernels.checks, gpu_optimizer_kernels.checks, gpu_dense.checks)
 
 if __name__ == "__main__":
     main()

@@ -13,7 +13,7 @@ from shardlib.kernels.build import BuildError
 from shardlib.kernels.dropout import Draw, dropout
 from shardlib.kernels.gelu import gelu
 from shardlib.kernels.linear_cross_entropy import linear_cross_entropy
-from shardlib.kernels.norm import layer_norm, rms_norm
+from shardlib.kernels.norm import add_rms_norm, layer_norm, rms_norm
 from shardlib.kernels.rotary import angles, rotary
 from shardlib.kernels.softmax import softmax
 from shardlib.kernels.swiglu import swiglu
@@ -69,7 +69,7 @@ PIECES = [
     Piece(
         "RMSNorm of a sum",
         _like(2, True),
-        lambda x, r, w, using: rms_norm(x, w, residual=r, using=using),
+        add_rms_norm,
         lambda x, r, w: (F.rms_norm(x + r, x.shape[-1:], w, 1e-6), x + r),
         4,
         4,

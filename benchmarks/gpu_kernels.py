@@ -13,6 +13,8 @@ from shardlib.kernels.build import BuildError
 from shardlib.kernels.onebit import Segments
 from shardlib.kernels.quantize import Blockwise
 
+Timed = tuple[float, Callable[[], Any]]  # bytes per element, and what moves them
+
 _ODD = 1_000_003  # elements in the checks
 
 
@@ -102,17 +104,22 @@ def measurements(timing: Timing) -> Rows:
         "int4 quantise": (4.531, lambda u: quantize.quantize(x, int4, using=u)),
         "int8 dequantise": (5.031, lambda u: quantize.dequantize(*values, int8, elements, out=out, using=u)),
     }
-    sizes = {"copy, torch": ("copy", "torch", 8.0)}
-    calls: dict[str, Callable[[], Any]] = {"copy, torch": lambda: out.copy_(x)}
+    calls: dict[tuple[str, str], Timed] = {("copy", "torch"): (8, lambda: out.copy_(x))}
     for name, (size, operation) in operations.items():
         for using in (*implementations(device), "reference"):
-            sizes[f"{name}, {using}"] = name, using, size
-            calls[f"{name}, {using}"] = lambda operation=operation, using=using: operation(using)
-    medians = timing.medians("kernels", calls)
+            calls[name, using] = (size, lambda operation=operation, using=using: operation(using))
+    return bandwidths("kernels of communication", calls, elements, timing)
+
+
+def bandwidths(table: str, calls: dict[tuple[str, str], Timed], elements: int, timing: Timing) -> Rows:
+    """Rows of (kernel, implementation), taking turns; one of them is ("copy", "torch")."""
+    medians = timing.medians(table, {f"{name}, {using}": call for (name, using), (_, call) in calls.items()})
     ceiling = 8 * elements / medians["copy, torch"]
     rows = []
-    for key, taken in medians.items():
-        name, using, size = sizes[key]
+    for (name, using), (size, _) in calls.items():
+        taken = medians.get(f"{name}, {using}")
+        if taken is None:
+            continue
         rate = size * elements / taken
         cells = {"kernel": name, "implementation": using, "ms": f"{taken * 1e3:.3f}"}
         rows.append(cells | {"GB/s": f"{rate / 1e9:.0f}", "of a copy's": f"{rate / ceiling:.0%}"})

@@ -64,6 +64,28 @@ def test_drawn_buffers(name, elements, dtypes, seed, offset, scale):
         optimizer_kernels.check_adamw(using, elements, dtypes, seed, offset, scale)
 
 
+@pytest.mark.parametrize("name", kernels.IMPLEMENTATIONS)
+@given(
+    elements=st.integers(0, 700), count=st.sampled_from([None, 1.0, 50.0]), seed=st.integers(0, 2**30),
+    offset=st.integers(0, 40), scale=st.sampled_from([None, 1 / 3]),
+)  # fmt: skip
+def test_directions_of_drawn_buffers(name, elements, count, seed, offset, scale):
+    with kernels.served_by(name) as using:
+        optimizer_kernels.check_direction(using, elements, count, seed, offset, scale)
+
+
+@pytest.mark.parametrize("dtype", [F32, F64])
+def test_a_step_goes_along_the_direction(dtype):
+    tensors = [torch.rand(1000, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in range(4)]
+    param, grad, mu, nu = (tensor.clone() for tensor in tensors)
+    options = {key: value for key, value in OPTIONS.items() if key != "lr"}
+    adamw.adam_direction_(param, grad, mu, nu, **options)
+    adamw.adamw_(*tensors, **OPTIONS)
+    tolerance = 1e-6 if dtype == F32 else 1e-14
+    torch.testing.assert_close(param - 0.01 * grad, tensors[0], rtol=tolerance, atol=tolerance)
+    assert torch.equal(mu, tensors[2]) and torch.equal(nu, tensors[3])
+
+
 def test_triton_is_the_reference():
     kernels.interpret("adamw", optimizer_kernels.__file__)
 
@@ -137,15 +159,15 @@ def test_strided_tensors_and_float64_are_served_by_plain_torch():
     adamw.adamw_(*tensors, **OPTIONS)
     adamw.adamw_(*strided, **OPTIONS)
     torch.testing.assert_close(strided, tensors)
-    with pytest.raises(TypeError, match="strided tensors are served by plain torch, not by cpu"):
+    with pytest.raises(TypeError, match="float32 or strided tensors are served by plain torch, not by cpu"):
         adamw.adamw_(*strided, using="cpu", **OPTIONS)
 
 
 def test_wrong_arguments_reach_no_kernel():
     param, grad, mu, nu = (torch.zeros(16) for _ in range(4))
-    with pytest.raises(ValueError, match=r"grad has shape \(15,\), the parameter \(16,\)"):
+    with pytest.raises(ValueError, match=r"grad has shape \(15,\), param \(16,\)"):
         adamw.adamw_(param, torch.zeros(15), mu, nu, **OPTIONS)
-    with pytest.raises(TypeError, match=r"mu is torch.bfloat16 beside a parameter of torch.float32.*cast it"):
+    with pytest.raises(TypeError, match=r"mu is torch.bfloat16 beside param of torch.float32.*cast it"):
         adamw.adamw_(param, grad, mu.bfloat16(), nu, **OPTIONS)
     with pytest.raises(TypeError, match=r"copy is torch.float32"):
         adamw.adamw_(param, grad, mu, nu, copy=torch.zeros(16), **OPTIONS)
@@ -158,6 +180,6 @@ def test_wrong_arguments_reach_no_kernel():
 def test_cuda_kernels_compile_without_spills(tmp_path):
     ((source, _),) = native.cuda_recipe("adamw", (9, 0)).units
     report = kernels.cubin_report(source, tmp_path)
-    # Three dtypes of the state, of the gradient and of the copy, four elements a thread or one.
-    assert report.count("0 bytes spill stores, 0 bytes spill loads") == report.count("Compiling entry function") == 54
+    # Three dtypes of the state, of the gradient and of the copy, four elements a thread or one; and the direction.
+    assert report.count("0 bytes spill stores, 0 bytes spill loads") == report.count("Compiling entry function") == 56
     assert max(map(int, re.findall(r"Used (\d+) registers", report))) <= 48

@@ -13,6 +13,23 @@ import shardlib as sl
 from shardlib.optim.scaling import LossScale
 from shardlib.sharded import Sharded
 
+
+class PlainLion(torch.optim.Optimizer):
+    """The paper's algorithm 2, line by line; torch has none."""
+
+    def __init__(self, params, lr, b1, b2, weight_decay):
+        super().__init__(params, {})
+        self.lr, self.b1, self.b2, self.weight_decay = lr, b1, b2, weight_decay
+
+    @torch.no_grad()
+    def step(self):
+        for param in self.param_groups[0]["params"]:
+            m = self.state[param].setdefault("m", torch.zeros_like(param))
+            c = self.b1 * m + (1 - self.b1) * param.grad
+            self.state[param]["m"] = self.b2 * m + (1 - self.b2) * param.grad
+            param.copy_(param - self.lr * (torch.sign(c) + self.weight_decay * param))
+
+
 OPTIMIZERS = {
     "sgd": (lambda: sl.optim.sgd(0.1), lambda p: torch.optim.SGD(p, 0.1)),
     "momentum": (lambda: sl.optim.sgd(0.1, momentum=0.9), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)),
@@ -25,6 +42,7 @@ OPTIMIZERS = {
         lambda: sl.optim.adamw(0.1, weight_decay=0.3, eps=1e-3),
         lambda p: torch.optim.AdamW(p, 0.1, weight_decay=0.3, eps=1e-3),
     ),
+    "lion": (lambda: sl.optim.lion(0.01, b2=0.98, weight_decay=0.3), lambda p: PlainLion(p, 0.01, 0.9, 0.98, 0.3)),
 }
 BY_NAME = pytest.mark.parametrize("name", OPTIMIZERS)
 

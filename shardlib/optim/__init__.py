@@ -13,6 +13,7 @@ from shardlib.optim.cycles import (
 )
 from shardlib.optim.lamb import lamb
 from shardlib.optim.large_batch import linear_scaling, sqrt_scaling
+from shardlib.optim.lion import lion
 from shardlib.optim.onebit_adam import onebit_adam
 from shardlib.optim.onebit_lamb import onebit_lamb
 from shardlib.optim.schedules import (
@@ -62,6 +63,7 @@ __all__ = [
     "linear_schedule",
     "lr_range_test_schedule",
     "one_cycle",
+    "lion",
     "onebit_adam",
     "onebit_lamb",
     "piecewise_constant_schedule",

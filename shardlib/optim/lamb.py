@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
+from shardlib.kernels.adamw import adam_direction_
 from shardlib.kernels.global_norm import sum_of_squares
 from shardlib.optim.adam import AdamState
 from shardlib.optim.base import GradientTransformation, Locality
-from shardlib.optim.moments import direction, moments
 from shardlib.optim.ranges import check, check_adam
 from shardlib.optim.schedules import Schedule, as_schedule
 from shardlib.optim.shards import Shards
-from shardlib.optim.stepping import Move, each, stepping
+from shardlib.optim.stepping import Move, each_tensor, stepping
 from shardlib.tree import Tree, tree_map
 
 
@@ -44,13 +46,8 @@ def lamb(
         params: Tree, grads: Tree, state: AdamState, scale: torch.Tensor | None, shards: Shards
     ) -> tuple[AdamState, Move]:
         size, count = rate(state.count), state.count + 1
-        exact = count.to(torch.float64)  # 1 − b2 loses most of its digits in fp32
-
-        def direct(p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> None:
-            moments(g, m, v, b1, b2, scale)
-            g.copy_(direction(p, m / (1 - b1**exact), v / (1 - b2**exact), eps, weight_decay))
-
-        each(direct, params, grads, state.mu, state.nu)
+        direct = partial(adam_direction_, count=count, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, scale=scale)
+        each_tensor(direct, params, grads, state.mu, state.nu)
         trust = coefficients(params, grads, shards, min_coeff, max_coeff)
         return AdamState(count, state.mu, state.nu), Move(lambda p, u: u, (grads,), -size * trust)
 

@@ -1,28 +1,44 @@
-"""Adam's running means and direction without bias correction, on flat tensors: what the 1-bit papers build on.
+"""What the optimizers of the 1-bit papers do with Adam's moments, without bias correction.
 
 (arXiv 2102.02888, 2104.06069, 2202.06009.)
 """
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 
-
-def moments(
-    g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, b1: float, b2: float, scale: torch.Tensor | None
-) -> None:
-    """``m ← b1·m + (1−b1)·g``, ``v ← b2·v + (1−b2)·g²`` in place, with g·scale for g; g is used up."""
-    if scale is not None:
-        g.mul_(scale)
-    m.lerp_(g, 1 - b1)
-    v.mul_(b2).addcmul_(g, g, value=1 - b2)
+from shardlib.kernels.adamw import adam_direction_
+from shardlib.kernels.frozen_adam import frozen_move, frozen_step_
+from shardlib.optim.stepping import Move, each_tensor
+from shardlib.tree import Tree
 
 
-def own_momentum(g: torch.Tensor, m: torch.Tensor, b1: float, scale: torch.Tensor | None) -> torch.Tensor:
-    """``b1·m + (1−b1)·g·scale`` in g's memory."""
-    if scale is not None:
-        g.mul_(scale)
-    return g.lerp_(m, b1)
+def adam_step(
+    params: Tree,
+    grads: Tree,
+    mu: Tree,
+    nu: Tree,
+    *,
+    lr: torch.Tensor,
+    b1: float,
+    b2: float,
+    eps: float,
+    weight_decay: float,
+    scale: torch.Tensor | None,
+) -> Move:
+    """While gradients are averaged in full precision: take them up into both moments, in place; ``grads`` are used up."""
+    direct = partial(adam_direction_, count=None, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, scale=scale)
+    each_tensor(direct, params, grads, mu, nu)
+    return Move(lambda p, u: u.mul_(-lr), (grads,))
+
+
+def frozen_step(mu: Tree, nu: Tree, *, lr: torch.Tensor, eps: float, weight_decay: float) -> Move:
+    """From momentum that came in few bits; masks it as well, where it is being read: one pass less."""
+    options: dict[str, Any] = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
+    return Move(partial(frozen_move, **options), (mu, nu), in_place=partial(frozen_step_, **options))
 
 
 def mask(m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -36,10 +52,3 @@ def mask(m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 def root(v: torch.Tensor, eps: float) -> torch.Tensor:
     """``√v + eps``."""
     return v.sqrt().add_(eps)
-
-
-def direction(p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, eps: float, weight_decay: float) -> torch.Tensor:
-    """``m/(√v + eps) + weight_decay·p``."""
-    u = root(v, eps)
-    torch.div(m, u, out=u)
-    return u.add_(p, alpha=weight_decay) if weight_decay else u

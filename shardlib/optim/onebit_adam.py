@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from shardlib.collectives.codecs import OneBit
+from shardlib.kernels.frozen_adam import own_momentum_
 from shardlib.optim.base import GradientTransformation, Locality, Owned
-from shardlib.optim.moments import direction, mask, moments, own_momentum
+from shardlib.optim.moments import adam_step, frozen_step
 from shardlib.optim.ranges import check, check_adam, is_step
 from shardlib.optim.schedules import Schedule, as_schedule
 from shardlib.optim.shards import Shards
-from shardlib.optim.stepping import Move, each, stepping
+from shardlib.optim.stepping import Move, each_tensor, stepping
 from shardlib.transforms.onebit import check_scales
 from shardlib.tree import Tree, tree_map
 
@@ -85,20 +87,15 @@ def onebit_adam(
     def step(
         params: Tree, grads: Tree, state: OneBitAdamState, scale: torch.Tensor | None, shards: Shards
     ) -> tuple[OneBitAdamState, Move]:
-        size, mu, frozen = rate(state.count), state.mu, unreduced(state)
-        if frozen:
-            each(lambda g, m: own_momentum(g, m, b1, scale), grads, mu)
+        size, mu = rate(state.count), state.mu
+        after = state._replace(count=state.count + 1)
+        if unreduced(state):
+            each_tensor(partial(own_momentum_, b1=b1, scale=scale), grads, mu)
             mu = shards.compressed_mean(grads, out=mu)
-        else:
-            each(lambda g, m, v: moments(g, m, v, b1, b2, scale), grads, mu, state.nu)
-
-        def move(p: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            if frozen:
-                mask(m, v)  # here, where m is being read: one pass less
-            return direction(p, m, v, eps, weight_decay).mul_(-size)
-
-        after = state._replace(count=state.count + 1, mu=mu)
-        return after if frozen else freeze(after, shards), Move(move, (mu, state.nu))
+            return after._replace(mu=mu), frozen_step(mu, state.nu, lr=size, eps=eps, weight_decay=weight_decay)
+        options = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
+        move = adam_step(params, grads, mu, state.nu, lr=size, scale=scale, **options)
+        return freeze(after, shards), move
 
     def freeze(state: OneBitAdamState, shards: Shards) -> OneBitAdamState:
         """Whether the step just taken was the last before the variance is frozen."""

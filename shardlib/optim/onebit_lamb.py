@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from shardlib.collectives.codecs import OneBit
+from shardlib.kernels.adamw import adam_direction_
+from shardlib.kernels.frozen_adam import own_momentum_
 from shardlib.kernels.global_norm import sum_of_squares
 from shardlib.optim.base import GradientTransformation, Locality, Owned
 from shardlib.optim.lamb import check_coeffs, coefficients
-from shardlib.optim.moments import direction, mask, moments, own_momentum, root
+from shardlib.optim.moments import mask, root
 from shardlib.optim.ranges import check, check_adam, is_step
 from shardlib.optim.schedules import Schedule, as_schedule
 from shardlib.optim.shards import Shards, device_of
-from shardlib.optim.stepping import Move, each, each_leaf, stepping
+from shardlib.optim.stepping import Move, each, each_leaf, each_tensor, stepping
 from shardlib.transforms.onebit import check_scales
 from shardlib.tree import Tree, tree_map
 
@@ -100,11 +103,8 @@ def onebit_lamb(
         return after._replace(count=state.count + 1), Move(lambda p, u: u, (directions,), -rate(state.count) * coeff)
 
     def warm_up(params, grads, state, scale, shards):
-        def direct(p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> None:
-            moments(g, m, v, b1, b2, scale)
-            g.copy_(direction(p, m, v, eps, weight_decay))
-
-        each(direct, params, grads, state.mu, state.nu)
+        direct = partial(adam_direction_, count=None, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, scale=scale)
+        each_tensor(direct, params, grads, state.mu, state.nu)
         coeff = coefficients(params, grads, shards, min_coeff, max_coeff)
         mean = torch.where(coeff != 1, coeff_beta * state.coeff + (1 - coeff_beta) * coeff, state.coeff)
         if int(state.count) + 1 >= freeze_step:
@@ -119,7 +119,8 @@ def onebit_lamb(
 
     def compressed(params, grads, state, scale, shards):
         def send(number: int, g: torch.Tensor, m: torch.Tensor) -> None:
-            own_momentum(g, m, b1, scale).mul_(state.spread[number])
+            own_momentum_(g, m, b1=b1, scale=scale)
+            g.mul_(state.spread[number])
 
         def receive(number: int, m: torch.Tensor, before: torch.Tensor, v: torch.Tensor, fresh: torch.Tensor) -> None:
             mask(m.div_(state.spread[number]), v)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shardlib.optim.base import GradientTransformation, Locality, Owned, write_copies
+from shardlib.optim.base import GradientTransformation, Locality, Owned, apart, write_copies
 from shardlib.optim.pieces import pieces
 from shardlib.optim.shards import Shards
 from shardlib.tree import Tree, leaves_of, tree_map
@@ -30,12 +30,15 @@ class Move:
         parts: trees like the parameters.
         factors: for each parameter what ``fn`` gives is to be multiplied by, ``[leaf_count]``; None for 1.
         absolute: whether ``fn`` gives where it goes instead.
+        in_place: ``in_place(param, *parts, copy=copy)``: moves a parameter by what ``fn`` gives, to the last bit, and writes
+            to its copy in another dtype, or None, as well. Where it is given, ``fn`` serves ``update`` alone.
     """
 
     fn: Callable[..., torch.Tensor]
     parts: Sequence[Tree] = field(default=())
     factors: torch.Tensor | None = None
     absolute: bool = False
+    in_place: Callable[..., None] | None = None
 
     def updates(self, params: Tree, shards: Shards) -> Tree:
         """By how much, as a tree of its own."""
@@ -47,8 +50,12 @@ class Move:
                 part.mul_(self.factors[number])
         return found
 
-    def write(self, params: Tree, shards: Shards) -> None:
-        """Move ``params`` in place."""
+    def write(self, params: Tree, copies: Tree, shards: Shards) -> None:
+        """Move ``params`` in place; ``copies`` as in `GradientTransformation.apply`."""
+        if self.in_place is not None:
+            for param, copy, *parts in zip(*map(leaves_of, (params, copies, *self.parts)), strict=True):
+                self.in_place(param, *parts, copy=apart(copy, param))
+            return
 
         def place(p: torch.Tensor, *parts: torch.Tensor) -> None:
             p.copy_(self.fn(p, *parts))
@@ -63,6 +70,7 @@ class Move:
             each_leaf(shards, partial(add_leaf, self.factors), params, *self.parts)
         else:
             each(place if self.absolute else add, params, *self.parts)
+        write_copies(copies, params)
 
 
 Step = Callable[[Tree, Tree, Any, torch.Tensor | None, Shards], tuple[Any, Move]]
@@ -85,11 +93,16 @@ def stepping(
     ) -> Tree:
         grads = tree_map(lambda g, p: g.to(p.dtype), updates, params)
         state, move = step(params, grads, state, scale, shards)
-        move.write(params, shards)
-        write_copies(copies, params)
+        move.write(params, copies, shards)
         return state
 
     return GradientTransformation(init, update, locality, apply=apply, owns=owns)
+
+
+def each_tensor(fn: Callable[..., Any], *trees: Tree) -> None:
+    """``fn(*tensors)`` of the trees, which passes over memory once by itself."""
+    for tensors in zip(*map(leaves_of, trees), strict=True):
+        fn(*tensors)
 
 
 def each(fn: Callable[..., Any], *trees: Tree) -> None:

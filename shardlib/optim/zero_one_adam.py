@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from shardlib.collectives.codecs import OneBit
+from shardlib.kernels.frozen_adam import local_step_
 from shardlib.optim.base import GradientTransformation, Locality, Owned
-from shardlib.optim.moments import direction, mask, moments, own_momentum, root
+from shardlib.optim.moments import adam_step, frozen_step, mask, root
 from shardlib.optim.ranges import check_adam
 from shardlib.optim.schedules import Schedule, as_schedule
 from shardlib.optim.shards import Shards
-from shardlib.optim.stepping import Move, each, stepping
+from shardlib.optim.stepping import Move, each, each_tensor, stepping
 from shardlib.optim.zero_one_steps import Sent, ZeroOneSteps
 from shardlib.transforms.onebit import check_scales
 from shardlib.tree import Tree, tree_map
@@ -98,19 +100,16 @@ def zero_one_adam(
         return after._replace(count=state.count + 1), move
 
     def together(params, grads, state, scale, shards, number):
+        size = rate(state.count)
         if steps.sent(number) is Sent.FULL:
-            each(lambda g, m, v: moments(g, m, v, b1, b2, scale), grads, state.mu, state.nu)
+            options = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
+            move = adam_step(params, grads, state.mu, state.nu, lr=size, scale=scale, **options)
         else:
             if scale is not None:
                 each(lambda g: g.mul_(scale), grads)
-            mean = shards.compressed_mean(grads)
-            each(lambda m, g, v: mask(m.lerp_(g, 1 - b1), v), state.mu, mean, state.nu)
-        size = rate(state.count)
-
-        def move(p: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return direction(p, m, v, eps, weight_decay).mul_(-size)
-
-        return state, Move(move, (state.mu, state.nu))
+            each(lambda m, g: m.lerp_(g, 1 - b1), state.mu, shards.compressed_mean(grads))
+            move = frozen_step(state.mu, state.nu, lr=size, eps=eps, weight_decay=weight_decay)
+        return state, move
 
     def alone(params, grads, state, scale, shards, number):
         if not state.frozen:
@@ -120,11 +119,8 @@ def zero_one_adam(
         size = rate(state.count)
         elapsed = state.elapsed + size
 
-        def local(g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, moved: torch.Tensor) -> None:
-            m.copy_(mask(own_momentum(g, m, b1, scale), v))
-            moved.sub_(torch.div(m, root(v, eps)).mul_(size))
-
-        each(local, grads, state.mu, state.nu, state.moved)
+        local = partial(local_step_, lr=size, b1=b1, eps=eps, scale=scale)
+        each_tensor(local, grads, state.mu, state.nu, state.moved)
         # Where the learning rate was 0 all the while, nobody went anywhere.
         if steps.sent(number) is Sent.NOTHING or elapsed == 0:
             return state._replace(elapsed=elapsed, apart=torch.ones(())), Move(

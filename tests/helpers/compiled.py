@@ -12,7 +12,9 @@ import triton.language as tl
 from helpers import compiled_dense
 from helpers.compiling import Case
 from shardlib.kernels.adamw import triton as adamw
+from shardlib.kernels.frozen_adam import triton as frozen_adam
 from shardlib.kernels.global_norm import triton as global_norm
+from shardlib.kernels.lion import triton as lion
 from shardlib.kernels.onebit import triton as onebit
 from shardlib.kernels.quantize import Blockwise
 from shardlib.kernels.quantize import triton as quantize
@@ -60,6 +62,16 @@ def _optimizers() -> dict[str, Case]:
         types |= dict.fromkeys(("b1", "rest1", "b2", "rest2", "decay", "size", "root", "eps"), "fp32")
         constants: dict[str, Any] = {"TILE": adamw.TILE} | ({} if narrow else {"copy": None})
         made[f"adamw, {read} gradient"] = Case(adamw._adamw, types | {"copy": f"*{narrow}"}, constants)
+    types = dict.fromkeys(("param", "grad", "mu", "nu"), "*fp32") | {"scale": "*fp64", "count": "i64"}
+    types |= dict.fromkeys(("b1", "rest1", "b2", "rest2", "size", "root", "eps", "weight_decay"), "fp32")
+    made["Adam's direction"] = Case(adamw._direction, types, {"TILE": adamw.TILE})
+    types = {"param": "*fp32", "grad": "*bf16", "mu": "*fp32", "copy": "*bf16", "scale": "*fp64", "count": "i64"}
+    types |= dict.fromkeys(("b1", "rest1", "b2", "rest2", "decay", "size"), "fp32")
+    made["lion"] = Case(lion._lion, types, {"TILE": lion.TILE})
+    types = dict.fromkeys(("param", "grad", "mu", "nu", "moved"), "*fp32") | {"copy": "*bf16", "scale": "*fp64"}
+    types |= {"count": "i64"} | dict.fromkeys(("size", "eps", "weight_decay", "b1", "rest1"), "fp32")
+    for kernel in (frozen_adam._own_momentum, frozen_adam._frozen_step, frozen_adam._local_step):
+        made[f"frozen Adam{kernel.fn.__name__}"] = Case(kernel, types, {"TILE": frozen_adam.TILE})
     for dtype in ("fp32", "bf16"):
         types = {"x": f"*{dtype}", "count": "i64", "partial": "*fp64"}
         made[f"global norm, {dtype}"] = Case(global_norm._tiles, types, {"TILE": global_norm.TILE})

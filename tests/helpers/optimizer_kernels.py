@@ -9,7 +9,7 @@ import sys
 import torch
 
 from helpers.kernels import values
-from shardlib.kernels import adamw, global_norm
+from shardlib.kernels import adamw, frozen_adam, global_norm, lion
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 # Of the state, the gradient and the copy.
@@ -65,6 +65,65 @@ def check_adamw(
         same(wanted, found, using)
 
 
+def check_direction(
+    using: str, elements: int, count: float | None, seed: int, offset: int = 0, scale: float | None = 0.3
+) -> None:
+    """Adam's direction and both moments against the reference, bit by bit."""
+    start = [buffer(elements, F32, seed + k, offset) for k in range(4)]
+    start[3].abs_()
+    results = []
+    for name in ("reference", using):
+        param, grad, mu, nu = (buffer(elements, F32, 0, offset).copy_(tensor) for tensor in start)
+        with flushed(using) if name == "reference" else contextlib.nullcontext():
+            adamw.adam_direction_(
+                param, grad, mu, nu, count=None if count is None else torch.tensor(count), b1=0.9, b2=0.999, eps=1e-8,
+                weight_decay=0.1, scale=None if scale is None else torch.tensor(scale, dtype=F64), using=name,
+            )  # fmt: skip
+        results.append([grad, mu, nu])
+    for wanted, found in zip(*results):
+        same(wanted, found, using)
+
+
+def check_lion(using: str, elements: int, dtypes: tuple, seed: int, offset: int = 0, scale: float | None = 0.3) -> None:
+    """Parameter, momentum and copy against the reference, bit by bit."""
+    kept, read, narrow = dtypes
+    start, grad = [buffer(elements, kept, seed + k, offset) for k in range(2)], buffer(elements, read, seed + 2, offset)
+    results = []
+    for name in ("reference", using):
+        param, mu = (buffer(elements, kept, 0, offset).copy_(tensor) for tensor in start)
+        copy = None if narrow is None else buffer(elements, narrow, 0, offset)
+        with flushed(using) if name == "reference" else contextlib.nullcontext():
+            lion.lion_(
+                param, grad, mu, lr=torch.tensor(0.01, dtype=F64), b1=0.9, b2=0.99, weight_decay=0.1, copy=copy,
+                scale=None if scale is None else torch.tensor(scale, dtype=F64), using=name,
+            )  # fmt: skip
+        results.append([param, mu] + ([] if copy is None else [copy]))
+    for wanted, found in zip(*results):
+        same(wanted, found, using)
+
+
+def check_frozen_adam(
+    using: str, elements: int, narrow: torch.dtype | None, seed: int, offset: int = 0, scale: float | None = 0.3
+) -> None:
+    """Both steps against the reference, bit by bit."""
+    start = [buffer(elements, F32, seed + k, offset) for k in range(5)]
+    start[2].abs_()
+    results = []
+    for name in ("reference", using):
+        param, mu, nu, grad, moved = (buffer(elements, F32, 0, offset).copy_(tensor) for tensor in start)
+        copy = None if narrow is None else buffer(elements, narrow, 0, offset)
+        own, lr = mu.clone(), torch.tensor(0.01, dtype=F64)
+        factor = None if scale is None else torch.tensor(scale, dtype=F64)
+        with flushed(using) if name == "reference" else contextlib.nullcontext():
+            frozen_adam.frozen_step_(param, mu, nu, lr=lr, eps=1e-8, weight_decay=0.1, copy=copy, using=name)
+            sent = grad.clone()
+            frozen_adam.own_momentum_(sent, mu, b1=0.9, scale=factor, using=name)
+            frozen_adam.local_step_(grad, own, nu, moved, lr=lr, b1=0.9, eps=1e-8, scale=factor, using=name)
+        results.append([param, mu, own, moved, sent] + ([] if copy is None else [copy]))
+    for wanted, found in zip(*results):
+        same(wanted, found, using)
+
+
 def check_global_norm(using: str, elements: int, dtype: torch.dtype, seed: int) -> None:
     x = buffer(elements, dtype, seed, 1)
     wanted, found = (global_norm.sum_of_squares(x, using=name) for name in ("reference", using))
@@ -76,7 +135,15 @@ if __name__ == "__main__":
     if sys.argv[1] == "adamw":
         for number, dtypes in enumerate(DTYPES):
             check_adamw("triton", 1500, dtypes, seed=7 + number, scale=None if number % 2 else 0.3)
+        check_direction("triton", 1500, 3.0, seed=7)
+        check_direction("triton", 1500, None, seed=8, scale=None)
     if sys.argv[1] == "global_norm":
         for number, elements in enumerate((0, 1, 4096, 9001)):
             for dtype in (F32, BF16, F16):
                 check_global_norm("triton", elements, dtype, seed=number)
+    if sys.argv[1] == "frozen_adam":
+        for number, narrow in enumerate((None, BF16, F16)):
+            check_frozen_adam("triton", 1500, narrow, seed=number, scale=None if number else 0.3)
+    if sys.argv[1] == "lion":
+        for number, dtypes in enumerate(DTYPES):
+            check_lion("triton", 1500, dtypes, seed=7 + number, scale=None if number % 2 else 0.3)

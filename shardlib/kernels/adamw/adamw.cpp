@@ -24,7 +24,31 @@ struct AdamW {
     }
 };
 
+struct Direction {
+    const float* param;
+    float *grad, *mu, *nu;
+    float b1, rest1, b2, rest2, size, root, eps, weight_decay, scale;
+
+    template <typename Lanes>
+    void at(int64_t i) const {
+        auto g = Lanes::template get<Float32>(grad + i) * scale;
+        auto m = Lanes::template get<Float32>(mu + i) * b1 + g * rest1;
+        auto v = Lanes::template get<Float32>(nu + i) * b2 + g * g * rest2;
+        auto u = m * size / (Lanes::root(v) * root + eps) + Lanes::template get<Float32>(param + i) * weight_decay;
+        Lanes::template put<Float32>(mu + i, m);
+        Lanes::template put<Float32>(nu + i, v);
+        Lanes::template put<Float32>(grad + i, u);
+    }
+};
+
 }  // namespace
+
+EXPORT(adam_direction)(const float* param, float* grad, float* mu, float* nu, int64_t count, float b1, float rest1,
+                       float b2, float rest2, float size, float root, float eps, float weight_decay, float scale,
+                       int threads) {
+    Direction op = {param, grad, mu, nu, b1, rest1, b2, rest2, size, root, eps, weight_decay, scale};
+    sweep(op, count, nullptr, threads);
+}
 
 // dtypes: 0 float, 1 bfloat16, 2 half; of the copy -1 for none.
 EXPORT(adamw_step)(void* param, int dtype, const void* grad, int grad_dtype, void* mu, void* nu, uint16_t* copy,

@@ -1,4 +1,4 @@
-// The launcher of the kernel in adamw.cuh, as a C function. It returns the runtime's error code, 0 for none.
+// Launchers of the kernels in adamw.cuh, as C functions. They return the runtime's error code, 0 for none.
 #include "adamw.cuh"
 
 // dtypes: 0 float, 1 bfloat16, 2 half; of the copy -1 for none. scale: may be null.
@@ -20,5 +20,14 @@ extern "C" int adamw_step(void* param, int dtype, const void* grad, int grad_dty
             });
         });
     });
+    return (int)cudaGetLastError();
+}
+
+// scale: may be null.
+extern "C" int adam_direction(const float* param, float* grad, float* mu, float* nu, Int64 count, float b1, float rest1,
+                              float b2, float rest2, float size, float root, float eps, float weight_decay,
+                              const double* scale, void* stream) {
+    adamw::Direction op = {param, grad, mu, nu, scale, b1, rest1, b2, rest2, size, root, eps, weight_decay};
+    launch_sweep(op, count, place(param) | place(grad) | place(mu) | place(nu), stream);
     return (int)cudaGetLastError();
 }

@@ -1,4 +1,4 @@
-// AdamW on a GPU; see op.py for the mathematics.
+// AdamW and Adam's direction on a GPU; see op.py for the mathematics.
 #pragma once
 #include "../elementwise.cuh"
 
@@ -32,6 +32,33 @@ struct AdamW {
         put<Kept>(nu + i, v);
         put<Kept>(param + i, p);
         put<Copy>(copy + i, p);
+    }
+};
+
+struct Direction {
+    const float* param;
+    float *grad, *mu, *nu;
+    const double* scale;
+    float b1, rest1, b2, rest2, size, root, eps, weight_decay;
+
+    template <int WIDTH>
+    __device__ void at(Int64 i) const {
+        float p[WIDTH], g[WIDTH], m[WIDTH], v[WIDTH];
+        get<Float32>(param + i, p);
+        get<Float32>(grad + i, g);
+        get<Float32>(mu + i, m);
+        get<Float32>(nu + i, v);
+        float factor = scale ? (float)*scale : 1;
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k) {
+            g[k] *= factor;
+            m[k] = m[k] * b1 + g[k] * rest1;
+            v[k] = v[k] * b2 + g[k] * g[k] * rest2;
+            g[k] = m[k] * size / (sqrtf(v[k]) * root + eps) + p[k] * weight_decay;
+        }
+        put<Float32>(mu + i, m);
+        put<Float32>(nu + i, v);
+        put<Float32>(grad + i, g);
     }
 };
 

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from shardlib.kernels import native
-from shardlib.kernels.adamw.step import Step
+from shardlib.kernels.adamw.step import Direction, Step
+
+_SIGNATURES = {"adamw_step": "pipipppil" + "f" * 9 + "i", "adam_direction": "ppppl" + "f" * 9 + "i"}
 
 
 def load(device: torch.device) -> str:
@@ -30,12 +32,22 @@ def adamw_(
     _library().adamw_step(*buffers, *step, 1.0 if scale is None else float(scale), torch.get_num_threads())
 
 
+def adam_direction_(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    mu: torch.Tensor,
+    nu: torch.Tensor,
+    step: Direction,
+    scale: torch.Tensor | None,
+) -> None:
+    factor = 1.0 if scale is None else float(scale)
+    _library().adam_direction(param, grad, mu, nu, param.numel(), *step, factor, torch.get_num_threads())
+
+
 def _library() -> Any:
     return _functions(native.instruction_set("adamw"))
 
 
 @functools.cache
 def _functions(instruction_set: str) -> Any:
-    return native.functions(
-        native.cpp_path("adamw"), {"adamw_step": "pipipppil" + "f" * 9 + "i"}, "_" + instruction_set
-    )
+    return native.functions(native.cpp_path("adamw"), _SIGNATURES, "_" + instruction_set)

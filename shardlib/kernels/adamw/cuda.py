@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from shardlib.kernels import native
-from shardlib.kernels.adamw.step import Step
+from shardlib.kernels.adamw.step import Direction, Step
+
+_SIGNATURES = {"adamw_step": "pipipppil" + "f" * 8 + "pp", "adam_direction": "ppppl" + "f" * 8 + "pp"}
 
 
 def load(device: torch.device) -> str:
@@ -32,10 +34,21 @@ def adamw_(
     _library().adamw_step(*buffers, *step, scale, native.stream(param.device))
 
 
+def adam_direction_(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    mu: torch.Tensor,
+    nu: torch.Tensor,
+    step: Direction,
+    scale: torch.Tensor | None,
+) -> None:
+    _library().adam_direction(param, grad, mu, nu, param.numel(), *step, scale, native.stream(param.device))
+
+
 def _library() -> Any:
     return _functions(native.cuda_path("adamw"))
 
 
 @functools.cache
 def _functions(path: Path) -> Any:
-    return native.functions(path, {"adamw_step": "pipipppil" + "f" * 8 + "pp"}, checked=True)
+    return native.functions(path, _SIGNATURES, checked=True)

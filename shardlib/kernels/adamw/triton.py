@@ -1,4 +1,4 @@
-"""AdamW by a Triton kernel."""
+"""AdamW, and Adam's direction, by Triton kernels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from shardlib.kernels import tiles
-from shardlib.kernels.adamw.step import Step
+from shardlib.kernels.adamw.step import Direction, Step
 
 TILE = 1024
 
@@ -29,6 +29,18 @@ def adamw_(
     _adamw[grid](param, grad, mu, nu, copy, scale, param.numel(), *step, TILE=TILE, **tiles.EXACT)
 
 
+def adam_direction_(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    mu: torch.Tensor,
+    nu: torch.Tensor,
+    step: Direction,
+    scale: torch.Tensor | None,
+) -> None:
+    grid = (triton.cdiv(param.numel(), TILE),)
+    _direction[grid](param, grad, mu, nu, scale, param.numel(), *step, TILE=TILE, **tiles.EXACT)
+
+
 @triton.jit
 def _adamw(
     param, grad, mu, nu, copy, scale, count, b1, rest1, b2, rest2, decay, size, root, eps, TILE: tl.constexpr
@@ -47,3 +59,20 @@ def _adamw(
     tl.store(param + at, p, mask=valid)
     if copy is not None:
         tl.store(copy + at, p, mask=valid)
+
+
+@triton.jit
+def _direction(
+    param, grad, mu, nu, scale, count, b1, rest1, b2, rest2, size, root, eps, weight_decay, TILE: tl.constexpr
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    valid = at < count
+    g = tl.load(grad + at, mask=valid, other=0.0)
+    if scale is not None:
+        g *= tl.load(scale).to(tl.float32)
+    m = tl.load(mu + at, mask=valid, other=0.0) * b1 + g * rest1
+    v = tl.load(nu + at, mask=valid, other=0.0) * b2 + g * g * rest2
+    decay = tl.load(param + at, mask=valid, other=0.0) * weight_decay
+    tl.store(mu + at, m, mask=valid)
+    tl.store(nu + at, v, mask=valid)
+    tl.store(grad + at, tl.div_rn(m * size, tl.sqrt_rn(v) * root + eps) + decay, mask=valid)

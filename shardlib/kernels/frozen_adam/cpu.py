@@ -1,0 +1,59 @@
+"""Adam's steps with a frozen variance on the CPU, by frozen_adam.cpp."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from shardlib.kernels import native
+
+_SIGNATURES = {"own_momentum": "pplfffi", "frozen_step": "ppppilfffi", "local_step": "pppplfffffi"}
+
+
+def load(device: torch.device) -> str:
+    return f"C++, {native.instruction_set('frozen_adam')}"
+
+
+def own_momentum_(grad: torch.Tensor, mu: torch.Tensor, b1: float, rest1: float, scale: torch.Tensor | None) -> None:
+    factor = 1.0 if scale is None else float(scale)
+    _library().own_momentum(grad, mu, mu.numel(), b1, rest1, factor, torch.get_num_threads())
+
+
+def frozen_step_(
+    param: torch.Tensor,
+    mu: torch.Tensor,
+    nu: torch.Tensor,
+    copy: torch.Tensor | None,
+    size: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
+    narrow = -1 if copy is None else native.DTYPES[copy.dtype]
+    threads = torch.get_num_threads()
+    _library().frozen_step(param, mu, nu, copy, narrow, nu.numel(), size, eps, weight_decay, threads)
+
+
+def local_step_(
+    grad: torch.Tensor,
+    mu: torch.Tensor,
+    nu: torch.Tensor,
+    moved: torch.Tensor,
+    size: float,
+    b1: float,
+    rest1: float,
+    eps: float,
+    scale: torch.Tensor | None,
+) -> None:
+    factors = (size, b1, rest1, eps, 1.0 if scale is None else float(scale))
+    _library().local_step(grad, mu, nu, moved, nu.numel(), *factors, torch.get_num_threads())
+
+
+def _library() -> Any:
+    return _functions(native.instruction_set("frozen_adam"))
+
+
+@functools.cache
+def _functions(instruction_set: str) -> Any:
+    return native.functions(native.cpp_path("frozen_adam"), _SIGNATURES, "_" + instruction_set)

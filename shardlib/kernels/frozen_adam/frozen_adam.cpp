@@ -1,0 +1,82 @@
+// Adam's steps with a frozen variance on the CPU; see op.py for the mathematics. Compiled once per instruction set (ISA
+// names it).
+#include "../elementwise.h"
+
+namespace {
+
+// m where v is not zero, else zero.
+template <typename Values>
+inline Values masked(Values m, Values v) {
+    return v == 0.0f ? Values{} : m;
+}
+
+struct OwnMomentum {
+    float* grad;
+    const float* mu;
+    float b1, rest1, scale;
+
+    template <typename Lanes>
+    void at(int64_t i) const {
+        auto g = Lanes::template get<Float32>(grad + i) * scale;
+        Lanes::template put<Float32>(grad + i, Lanes::template get<Float32>(mu + i) * b1 + g * rest1);
+    }
+};
+
+template <typename Copy>
+struct FrozenStep {
+    float *param, *mu;
+    const float* nu;
+    typename Copy::Element* copy;
+    float size, eps, weight_decay;
+
+    template <typename Lanes>
+    void at(int64_t i) const {
+        auto v = Lanes::template get<Float32>(nu + i);
+        auto m = masked(Lanes::template get<Float32>(mu + i), v);
+        auto p = Lanes::template get<Float32>(param + i);
+        p += (m / (Lanes::root(v) + eps) + p * weight_decay) * size;
+        Lanes::template put<Float32>(mu + i, m);
+        Lanes::template put<Float32>(param + i, p);
+        Lanes::template stream<Copy>(copy + i, p);
+    }
+};
+
+struct LocalStep {
+    const float* grad;
+    float* mu;
+    const float* nu;
+    float* moved;
+    float size, b1, rest1, eps, scale;
+
+    template <typename Lanes>
+    void at(int64_t i) const {
+        auto g = Lanes::template get<Float32>(grad + i) * scale;
+        auto v = Lanes::template get<Float32>(nu + i);
+        auto m = masked(Lanes::template get<Float32>(mu + i) * b1 + g * rest1, v);
+        auto u = Lanes::template get<Float32>(moved + i) + m / (Lanes::root(v) + eps) * size;
+        Lanes::template put<Float32>(mu + i, m);
+        Lanes::template put<Float32>(moved + i, u);
+    }
+};
+
+}  // namespace
+
+EXPORT(own_momentum)(float* grad, const float* mu, int64_t count, float b1, float rest1, float scale, int threads) {
+    OwnMomentum op = {grad, mu, b1, rest1, scale};
+    sweep(op, count, nullptr, threads);
+}
+
+// copy_dtype: 1 bfloat16, 2 half, -1 for none.
+EXPORT(frozen_step)(float* param, float* mu, const float* nu, uint16_t* copy, int copy_dtype, int64_t count, float size,
+                    float eps, float weight_decay, int threads) {
+    with_copy(copy_dtype, [&](auto narrow) {
+        FrozenStep<decltype(narrow)> op = {param, mu, nu, copy, size, eps, weight_decay};
+        sweep(op, count, copy, threads);
+    });
+}
+
+EXPORT(local_step)(const float* grad, float* mu, const float* nu, float* moved, int64_t count, float size, float b1,
+                   float rest1, float eps, float scale, int threads) {
+    LocalStep op = {grad, mu, nu, moved, size, b1, rest1, eps, scale};
+    sweep(op, count, nullptr, threads);
+}

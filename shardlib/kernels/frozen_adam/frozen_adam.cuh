@@ -1,0 +1,76 @@
+// Adam's steps with a frozen variance on a GPU; see op.py for the mathematics.
+#pragma once
+#include "../elementwise.cuh"
+
+namespace frozen_adam {
+
+struct OwnMomentum {
+    float* grad;
+    const float* mu;
+    const double* scale;
+    float b1, rest1;
+
+    template <int WIDTH>
+    __device__ void at(Int64 i) const {
+        float g[WIDTH], m[WIDTH];
+        get<Float32>(grad + i, g);
+        get<Float32>(mu + i, m);
+        float factor = scale ? (float)*scale : 1;
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k) g[k] = m[k] * b1 + g[k] * factor * rest1;
+        put<Float32>(grad + i, g);
+    }
+};
+
+template <typename Copy>
+struct FrozenStep {
+    float *param, *mu;
+    const float* nu;
+    typename Copy::Element* copy;
+    float size, eps, weight_decay;
+
+    template <int WIDTH>
+    __device__ void at(Int64 i) const {
+        float p[WIDTH], m[WIDTH], v[WIDTH];
+        get<Float32>(param + i, p);
+        get<Float32>(mu + i, m);
+        get<Float32>(nu + i, v);
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k) {
+            m[k] = v[k] == 0 ? 0 : m[k];
+            p[k] += (m[k] / (sqrtf(v[k]) + eps) + p[k] * weight_decay) * size;
+        }
+        put<Float32>(mu + i, m);
+        put<Float32>(param + i, p);
+        put<Copy>(copy + i, p);
+    }
+};
+
+struct LocalStep {
+    const float* grad;
+    float* mu;
+    const float* nu;
+    float* moved;
+    const double* scale;
+    float size, b1, rest1, eps;
+
+    template <int WIDTH>
+    __device__ void at(Int64 i) const {
+        float g[WIDTH], m[WIDTH], v[WIDTH], u[WIDTH];
+        get<Float32>(grad + i, g);
+        get<Float32>(mu + i, m);
+        get<Float32>(nu + i, v);
+        get<Float32>(moved + i, u);
+        float factor = scale ? (float)*scale : 1;
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k) {
+            m[k] = m[k] * b1 + g[k] * factor * rest1;
+            m[k] = v[k] == 0 ? 0 : m[k];
+            u[k] += m[k] / (sqrtf(v[k]) + eps) * size;
+        }
+        put<Float32>(mu + i, m);
+        put<Float32>(moved + i, u);
+    }
+};
+
+}  // namespace frozen_adam

@@ -1,0 +1,91 @@
+"""Adam's steps with a frozen variance by Triton kernels."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from shardlib.kernels import tiles
+
+TILE = 1024
+
+
+def load(device: torch.device) -> str:
+    return tiles.triton_name(device)
+
+
+def own_momentum_(grad: torch.Tensor, mu: torch.Tensor, b1: float, rest1: float, scale: torch.Tensor | None) -> None:
+    count = mu.numel()
+    _own_momentum[(triton.cdiv(count, TILE),)](grad, mu, scale, count, b1, rest1, TILE=TILE, **tiles.EXACT)
+
+
+def frozen_step_(
+    param: torch.Tensor,
+    mu: torch.Tensor,
+    nu: torch.Tensor,
+    copy: torch.Tensor | None,
+    size: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
+    count = nu.numel()
+    grid = (triton.cdiv(count, TILE),)
+    _frozen_step[grid](param, mu, nu, copy, count, size, eps, weight_decay, TILE=TILE, **tiles.EXACT)
+
+
+def local_step_(
+    grad: torch.Tensor,
+    mu: torch.Tensor,
+    nu: torch.Tensor,
+    moved: torch.Tensor,
+    size: float,
+    b1: float,
+    rest1: float,
+    eps: float,
+    scale: torch.Tensor | None,
+) -> None:
+    count = nu.numel()
+    grid = (triton.cdiv(count, TILE),)
+    _local_step[grid](grad, mu, nu, moved, scale, count, size, b1, rest1, eps, TILE=TILE, **tiles.EXACT)
+
+
+@triton.jit
+def _momentum(at, valid, grad, mu, scale, b1, rest1):
+    """β1·m + (1−β1)·g."""
+    g = tl.load(grad + at, mask=valid, other=0.0)
+    if scale is not None:
+        g *= tl.load(scale).to(tl.float32)
+    return tl.load(mu + at, mask=valid, other=0.0) * b1 + g * rest1
+
+
+@triton.jit
+def _own_momentum(grad, mu, scale, count, b1, rest1, TILE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    valid = at < count
+    tl.store(grad + at, _momentum(at, valid, grad, mu, scale, b1, rest1), mask=valid)
+
+
+@triton.jit
+def _frozen_step(param, mu, nu, copy, count, size, eps, weight_decay, TILE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    valid = at < count
+    v = tl.load(nu + at, mask=valid, other=0.0)
+    m = tl.where(v == 0, 0.0, tl.load(mu + at, mask=valid, other=0.0))
+    p = tl.load(param + at, mask=valid, other=0.0)
+    p += (tl.div_rn(m, tl.sqrt_rn(v) + eps) + p * weight_decay) * size
+    tl.store(mu + at, m, mask=valid)
+    tl.store(param + at, p, mask=valid)
+    if copy is not None:
+        tl.store(copy + at, p, mask=valid)
+
+
+@triton.jit
+def _local_step(grad, mu, nu, moved, scale, count, size, b1, rest1, eps, TILE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    valid = at < count
+    v = tl.load(nu + at, mask=valid, other=0.0)
+    m = tl.where(v == 0, 0.0, _momentum(at, valid, grad, mu, scale, b1, rest1))
+    u = tl.load(moved + at, mask=valid, other=0.0) + tl.div_rn(m, tl.sqrt_rn(v) + eps) * size
+    tl.store(mu + at, m, mask=valid)
+    tl.store(moved + at, u, mask=valid)

@@ -1,0 +1,38 @@
+"""Lion on the CPU, by lion.cpp."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from shardlib.kernels import native
+from shardlib.kernels.lion.reference import Step
+
+
+def load(device: torch.device) -> str:
+    return f"C++, {native.instruction_set('lion')}"
+
+
+def lion_(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    mu: torch.Tensor,
+    copy: torch.Tensor | None,
+    step: Step,
+    scale: torch.Tensor | None,
+) -> None:
+    narrow = -1 if copy is None else native.DTYPES[copy.dtype]
+    dtypes = native.DTYPES[param.dtype], native.DTYPES[grad.dtype]
+    buffers = (param, dtypes[0], grad, dtypes[1], mu, copy, narrow, param.numel())
+    _library().lion_step(*buffers, *step, 1.0 if scale is None else float(scale), torch.get_num_threads())
+
+
+def _library() -> Any:
+    return _functions(native.instruction_set("lion"))
+
+
+@functools.cache
+def _functions(instruction_set: str) -> Any:
+    return native.functions(native.cpp_path("lion"), {"lion_step": "pipippil" + "f" * 7 + "i"}, "_" + instruction_set)
