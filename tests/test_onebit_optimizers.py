@@ -311,6 +311,18 @@ def test_where_the_learning_rate_is_zero_ranks_stay_together():
     assert_same(first[4:], second[4:])
 
 
+@COMPRESSING
+def test_a_plan_that_knows_the_optimizer_is_traced_all_the_same(name):
+    transform, mesh = sl.zero(3, axis="local", replicate="data"), sl.abstract_mesh(data=2, local=2)
+
+    def planned(tx):
+        return sl.make_plan(model(), mesh, transform, optimizer=tx, loss_fn=loss_fn, batch=batch_of(0, 0))
+
+    plain, plan = planned(sl.optim.adam(0.1)), planned(MAKE[name]())
+    assert plain.touches is not None and plan.touches == plain.touches
+    assert plan.payload() == plain.payload()
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1])
 @BY_NAME
