@@ -86,7 +86,7 @@ def test_sums_for_each_parameter_count_every_element_once(cut, tie):
         sharded = sl.shard(params, mesh, transform)
         tree, shards = optimizer_shards(sharded), MeshShards(sharded)
         twice = {name: 2 * flat for name, flat in tree.items()}
-        numbers = [path for bucket in sharded.plan.everywhere.trained for path in bucket.paths]
+        numbers = [placement.path for placement in sharded.plan.placements]
         both = (lambda a, b: sum_of_squares(a), lambda a, b: (a * b).sum())
         sums = shards.leaf_sums(both, tree, twice)
         assert shards.leaf_count(tree) == len(numbers)
@@ -402,6 +402,32 @@ def test_a_freeze_step_that_was_lowered_below_a_restored_states_freezes_the_next
 
     for wanted, got in sl.simulate(resumed, mesh={"data": 2}):
         assert all(map(torch.equal, wanted, got))
+
+
+@pytest.mark.parametrize("name", ["lamb", "onebit_lamb"])
+def test_what_is_kept_for_each_parameter_stays_with_it_on_another_mesh(tmp_path, monkeypatch, name):
+    """Buckets are others there: leaves that are split may be large enough for one of their own."""
+    monkeypatch.setattr("shardlib.layout._ALONE", 12)
+
+    def train(mesh, stage, first, last):
+        transform = sl.zero(stage, axis="local", replicate="data")  # one rank has nobody to send bits to
+        state, step = sl.make_train_step(loss_fn, sl.shard(model(), mesh, transform), MAKE[name]())
+        if first:
+            state = checkpoint.restore(checkpoint.latest(tmp_path), state)
+        for number in range(first, last):
+            state, _ = step(state, batch_of(0, number))
+        return state
+
+    def straight(mesh):
+        state = train(mesh, 0, 0, 8)
+        checkpoint.save(tmp_path, state)
+        return copy_of(sl.unshard(train(mesh, 0, 8, 14).params))
+
+    def resumed(mesh):
+        return copy_of(sl.unshard(train(mesh, 1, 8, 14).params))
+
+    for wanted, got in zip(*(sl.simulate(run, mesh={"data": 1, "local": 2}) for run in (straight, resumed))):
+        assert_close(got, wanted, 1e-10)
 
 
 def test_ranks_that_went_on_their_own_are_not_taken_back_before_the_freeze(tmp_path):

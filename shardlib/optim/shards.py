@@ -173,9 +173,9 @@ class MeshShards(Shards):
 
     @cached_property
     def _numbers(self) -> dict[str, int]:
-        """Path -> number, of the parameters of all ranks."""
-        paths = [path for bucket in self._plan.everywhere.trained for path in bucket.paths]
-        return {path: number for number, path in enumerate(paths)}
+        """Path -> number, of the parameters of all ranks: in the tree's order, which is the same on every mesh."""
+        trained = [placement.path for placement in self._plan.placements if placement.grad is not None]
+        return {path: number for number, path in enumerate(trained)}
 
     @property
     def _differing(self) -> int:
