@@ -502,3 +502,11 @@ def test_what_does_not_compose(transform, axis, message):
 def test_two_in_one_chain():
     with pytest.raises(ValueError, match="onebit_adam and onebit_lamb in one chain: each reduces gradients itself"):
         sl.optim.chain(sl.optim.onebit_adam(0.1, 5), sl.optim.onebit_lamb(0.1, 5))
+
+
+def test_what_brings_ranks_together_is_last_in_a_chain():
+    clip, own = sl.optim.clip_by_global_norm(1.0), MAKE["zero_one_adam"]()
+    sl.optim.chain(clip, sl.optim.chain(clip, own))
+    for wrong in ((own, clip), (sl.optim.chain(clip, own), clip)):
+        with pytest.raises(ValueError, match=r"zero_one_adam brings ranks together .*: put it last"):
+            sl.optim.chain(*wrong)
