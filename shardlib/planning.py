@@ -359,7 +359,7 @@ def own_axis(plan: Plan, optimizer: Any) -> Plan:
         )
     log = (
         *plan.log,
-        f"{owned.name} sums gradients over axis {axis!r} itself once its variance is frozen: {owned.codec}",
+        f"{owned.name} sums gradients over axis {axis!r} itself, at steps that it chooses: {owned.codec}",
     )
     whole = plan.whole and own_axis(plan.whole, optimizer)
     return replace(plan, owned=OwnedAxis(axis, owned.codec, owned.name), whole=whole, log=log)
