@@ -210,6 +210,8 @@ def _summary(found: list[tuple[str, ...]], slots: Slots) -> str:
         if kind == "use":
             told = f"{rest[1]}={_show(slots[slot])}"
             uses[told] = uses.get(told, 0) + 1
+        elif kind == "live" and rest[0] == "second":
+            lines.append(f"keeps a second shard of parameters over axis {rest[1]!r}")
         elif kind == "live":
             splits.setdefault(rest[1], []).append(rest[0])
         elif kind == "reduce":

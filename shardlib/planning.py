@@ -315,6 +315,12 @@ def _check_compression(plan: Plan, slots: Slots) -> None:
                 f"a second shard is to be kept over axis {slot[2]!r}, and no parameters are split over it: add zero(stage=3, "
                 f"axis={slot[2]!r}) beside the zero(stage=3) of the axis between nodes"
             )
+    second, stored = ({slot[2] for slot in slots if slot[:2] == ("live", role)} for role in ("second", "param"))
+    if second and second == stored:
+        raise IllegalComposition(
+            f"a second shard is to be kept over axis {', '.join(map(repr, sorted(second)))}, and parameters are split over "
+            "no other: it would be what is stored. Add zero(stage=3) over the axis between nodes, or drop hierarchical"
+        )
     wide = [placement.path for placement in plan.placements if placement.param.dtype == torch.float64]
     narrow = [value for (_, name), value in asked.items() if name in ("codec", "gathered") and not value.wide]
     if wide and narrow:
@@ -353,7 +359,7 @@ def own_axis(plan: Plan, optimizer: Any) -> Plan:
         )
     log = (
         *plan.log,
-        f"{owned.name} sums gradients over axis {axis!r} itself once its variance is frozen: {owned.codec}",
+        f"{owned.name} sums gradients over axis {axis!r} itself, at steps that it chooses: {owned.codec}",
     )
     whole = plan.whole and own_axis(plan.whole, optimizer)
     return replace(plan, owned=OwnedAxis(axis, owned.codec, owned.name), whole=whole, log=log)

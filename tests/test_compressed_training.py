@@ -340,6 +340,7 @@ REFUSED = [
         sl.chain(sl.zero(2), sl.hierarchical("data")),
         "no parameters are split over it: add zero\\(stage=3, axis='data'\\)",
     ),
+    (sl.chain(sl.zero(3), sl.hierarchical("data")), "axis 'data', and parameters are split over no other.*or drop"),
     (sl.chain(sl.zero(2), sl.onebit(), sl.quantize(gradients="int8")), "onebit.* and quantize.* both claim"),
 ]
 
@@ -383,6 +384,8 @@ def test_the_plan_tells_what_is_compressed():
     assert "gradients travel over axis 'data' in 1 bit, a scale per leaf" in str(plan)
     assert "errors 512 B" in str(plan)
     assert plan.bytes("comm") == sum(leaf.local_bytes(plan.sizes) for leaf in plan.errors) == 512
+    nodes = sl.make_plan(params(torch.float32), sl.abstract_mesh(**NODES), PLUS_PLUS)
+    assert "hierarchical(axis='local'): keeps a second shard of parameters over axis 'local'" in str(nodes)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])

@@ -87,7 +87,7 @@ def test_sums_for_each_parameter_count_every_element_once(cut, tie):
         sharded = sl.shard(params, mesh, transform)
         tree, shards = optimizer_shards(sharded), MeshShards(sharded)
         twice = {name: 2 * flat for name, flat in tree.items()}
-        numbers = [path for bucket in sharded.plan.everywhere.trained for path in bucket.paths]
+        numbers = [placement.path for placement in sharded.plan.placements]
         both = (lambda a, b: sum_of_squares(a), lambda a, b: (a * b).sum())
         sums = shards.leaf_sums(both, tree, twice)
         assert shards.leaf_count(tree) == len(numbers)
@@ -312,6 +312,18 @@ def test_where_the_learning_rate_is_zero_ranks_stay_together():
     assert_same(first[4:], second[4:])
 
 
+@COMPRESSING
+def test_a_plan_that_knows_the_optimizer_is_traced_all_the_same(name):
+    transform, mesh = sl.zero(3, axis="local", replicate="data"), sl.abstract_mesh(data=2, local=2)
+
+    def planned(tx):
+        return sl.make_plan(model(), mesh, transform, optimizer=tx, loss_fn=loss_fn, batch=batch_of(0, 0))
+
+    plain, plan = planned(sl.optim.adam(0.1)), planned(MAKE[name]())
+    assert plain.touches is not None and plan.touches == plain.touches
+    assert plan.payload() == plain.payload()
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1])
 @BY_NAME
@@ -393,6 +405,32 @@ def test_a_freeze_step_that_was_lowered_below_a_restored_states_freezes_the_next
         assert all(map(torch.equal, wanted, got))
 
 
+@pytest.mark.parametrize("name", ["lamb", "onebit_lamb"])
+def test_what_is_kept_for_each_parameter_stays_with_it_on_another_mesh(tmp_path, monkeypatch, name):
+    """Buckets are others there: leaves that are split may be large enough for one of their own."""
+    monkeypatch.setattr("shardlib.layout._ALONE", 12)
+
+    def train(mesh, stage, first, last):
+        transform = sl.zero(stage, axis="local", replicate="data")  # one rank has nobody to send bits to
+        state, step = sl.make_train_step(loss_fn, sl.shard(model(), mesh, transform), MAKE[name]())
+        if first:
+            state = checkpoint.restore(checkpoint.latest(tmp_path), state)
+        for number in range(first, last):
+            state, _ = step(state, batch_of(0, number))
+        return state
+
+    def straight(mesh):
+        state = train(mesh, 0, 0, 8)
+        checkpoint.save(tmp_path, state)
+        return copy_of(sl.unshard(train(mesh, 0, 8, 14).params))
+
+    def resumed(mesh):
+        return copy_of(sl.unshard(train(mesh, 1, 8, 14).params))
+
+    for wanted, got in zip(*(sl.simulate(run, mesh={"data": 1, "local": 2}) for run in (straight, resumed))):
+        assert_close(got, wanted, 1e-10)
+
+
 def test_ranks_that_went_on_their_own_are_not_taken_back_before_the_freeze(tmp_path):
     def run(mesh):
         stepped(mesh, FREEZE["zero_one_adam"](3), 0, 6, saved=tmp_path)
@@ -465,3 +503,11 @@ def test_what_does_not_compose(transform, axis, message):
 def test_two_in_one_chain():
     with pytest.raises(ValueError, match="onebit_adam and onebit_lamb in one chain: each reduces gradients itself"):
         sl.optim.chain(sl.optim.onebit_adam(0.1, 5), sl.optim.onebit_lamb(0.1, 5))
+
+
+def test_what_brings_ranks_together_is_last_in_a_chain():
+    clip, own = sl.optim.clip_by_global_norm(1.0), MAKE["zero_one_adam"]()
+    sl.optim.chain(clip, sl.optim.chain(clip, own))
+    for wrong in ((own, clip), (sl.optim.chain(clip, own), clip)):
+        with pytest.raises(ValueError, match=r"zero_one_adam brings ranks together .*: put it last"):
+            sl.optim.chain(*wrong)

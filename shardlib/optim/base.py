@@ -46,12 +46,14 @@ class Owned:
         codec: how what it sends travels.
         unreduced: whether the coming update, from this state, takes each rank's own gradients, whose mean over the axis is
             the gradient; else they are averaged as for any other. Must be the same on all ranks.
+        last: whether nothing may change its updates: it tells where ranks that went apart go, not by how much.
     """
 
     name: str
     axis: str
     codec: Codec
     unreduced: Callable[[Tree], bool]
+    last: bool = False
 
 
 class GradientTransformation:

@@ -15,7 +15,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     The state is a tuple of their states. Unlike transforms of the plan, these do not commute.
 
     Raises:
-        ValueError: no transformations.
+        ValueError: no transformations; two that reduce gradients themselves; `zero_one_adam`, and not last.
     """
     if not transformations:
         raise ValueError("chain() needs at least one gradient transformation")
@@ -52,6 +52,11 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     owns = None
     if owners:
         place, owned = owners[0]
+        if owned.last and place + 1 < len(transformations):
+            raise ValueError(
+                f"{owned.name} brings ranks together that went apart, and what follows it in the chain would change by how "
+                "much: put it last"
+            )
         owns = replace(owned, unreduced=lambda state: owned.unreduced(state[place]))
 
     localities = {tx.locality for tx in transformations}

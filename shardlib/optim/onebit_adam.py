@@ -61,7 +61,8 @@ def onebit_adam(
 
     Args:
         freeze_step: the paper's runs freeze after 15 to 25 % of all steps; or "auto": look every 1/(1 − b2) steps, and
-            freeze when the learning rate no longer rises and Σ|v| is at least 0.96 times that of the last look.
+            freeze when the learning rate no longer rises and Σ|v| is at least 0.96 times that of the last look. A restored
+            state that has taken more steps freezes after its next; one that is frozen stays so.
         axis: over which ranks share the batch and hold the same state.
         scales: "leaf", one scale for each parameter as in the paper, or elements per block, a multiple of 8.
 

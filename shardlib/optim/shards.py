@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from shardlib.collectives import primitives
-from shardlib.collectives.sums import Errors, Exchange, Item
+from shardlib.collectives.sums import Errors, Exchange, Item, Line
+from shardlib.compression import Channel
 from shardlib.errors import IllegalComposition
 from shardlib.exchange import Gather, compact
 from shardlib.mesh import Mesh
@@ -172,9 +173,9 @@ class MeshShards(Shards):
 
     @cached_property
     def _numbers(self) -> dict[str, int]:
-        """Path -> number, of the parameters of all ranks."""
-        paths = [path for bucket in self._plan.everywhere.trained for path in bucket.paths]
-        return {path: number for number, path in enumerate(paths)}
+        """Path -> number, of the parameters of all ranks: in the tree's order, which is the same on every mesh."""
+        trained = [placement.path for placement in self._plan.placements if placement.grad is not None]
+        return {path: number for number, path in enumerate(trained)}
 
     @property
     def _differing(self) -> int:
@@ -207,7 +208,11 @@ class OwnExchange:
     def __init__(self, plan: Plan, mesh: Mesh) -> None:
         assert plan.owned is not None
         self._plan, self._mesh, self._owned = plan, mesh, plan.owned
-        self._lines = {channel.bucket.name: (channel, channel.line(mesh.coords)) for channel in plan.owned_channels}
+
+    @cached_property
+    def _lines(self) -> dict[str, tuple[Channel, Line]]:
+        """By bucket. Made at the first exchange: their tables have values, which a step that is only traced must not."""
+        return {c.bucket.name: (c, c.line(self._mesh.coords)) for c in self._plan.owned_channels}
 
     def mean(
         self, tree: dict[str, torch.Tensor], errors: Errors, out: dict[str, torch.Tensor] | None

@@ -156,5 +156,5 @@ def zero_one_adam(
     def unreduced(state: ZeroOneAdamState) -> bool:
         return steps.sent(coming(state)) is not Sent.FULL
 
-    owns = Owned("zero_one_adam", axis, OneBit(scales), unreduced)
+    owns = Owned("zero_one_adam", axis, OneBit(scales), unreduced, last=True)
     return stepping("zero_one_adam", init, step, Locality.GLOBAL, owns)

@@ -26,5 +26,8 @@ def hierarchical(axis: str = "local") -> Hierarchical:
     For parameters that are split over the axis between nodes and over ``axis`` inside one: ``chain(zero(3, axis="node"),
     zero(3, axis="local"), hierarchical("local"))``. Forward gathers across nodes first, what arrives is kept, and backward
     gathers inside the node alone. Costs the unit's parameters divided by the axis' size, for every unit, meanwhile.
+
+    Raises:
+        IllegalComposition: when a plan is made: parameters are not split over ``axis``, or over no other.
     """
     return Hierarchical(axis)
