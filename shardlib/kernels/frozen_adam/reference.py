@@ -50,8 +50,9 @@ def local_step_(
     eps: float,
     scale: torch.Tensor | None,
 ) -> None:
-    own_momentum_(grad, mu, b1, rest1, scale)
-    mu.copy_(grad)
+    momentum = grad.clone()
+    own_momentum_(momentum, mu, b1, rest1, scale)
+    mu.copy_(momentum)
     moved.add_(_direction(mu, nu, eps) * size)
 
 
