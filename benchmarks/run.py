@@ -5,7 +5,18 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks import kernels, learning, link, pipeline, report, slicing, slow_network, small_tensors, speed
+from benchmarks import (
+    dense_kernels,
+    kernels,
+    learning,
+    link,
+    pipeline,
+    report,
+    slicing,
+    slow_network,
+    small_tensors,
+    speed,
+)
 
 _RESULTS = Path(__file__).parent / "results"
 
@@ -15,6 +26,7 @@ def main() -> None:
         "speed": lambda rounds: speed.measure(rounds),
         "small_tensors": lambda rounds: small_tensors.measure(5 * rounds),
         "kernels": lambda rounds: kernels.measure(rounds),
+        "dense_kernels": lambda rounds: dense_kernels.measure(rounds),
         "slicing": lambda rounds: slicing.measure(rounds),
         "pipeline": lambda rounds: pipeline.measure(rounds),
         "link": lambda rounds: link.measure(max(3, rounds // 4)),
