@@ -86,7 +86,7 @@ def _pieces(dtype: torch.dtype) -> dict[str, _Piece]:
     inner, inner_b = drawn(_TOKENS, 4 * _WIDTH), drawn(4 * _WIDTH)
     scores = drawn(_TOKENS // _SEQUENCE, _HEADS, _SEQUENCE, _SEQUENCE)
     heads = drawn(_TOKENS // _SEQUENCE, _HEADS, _SEQUENCE, _WIDTH // _HEADS)
-    lengths = torch.full((len(scores),), _SEQUENCE - 50)
+    lengths = torch.full((len(scores),), _SEQUENCE - _SEQUENCE // 10)
     hidden = torch.ones(_SEQUENCE, _SEQUENCE, dtype=torch.bool).triu(1)
     hidden = hidden | (torch.arange(_SEQUENCE) >= lengths[:, None, None, None])
     cos, sin = angles(torch.arange(_SEQUENCE), _WIDTH // _HEADS)

@@ -18,6 +18,9 @@ from shardlib.kernels import rows, tiles
 CHUNK = 4096  # columns
 
 
+WIDEST = 16384  # columns; what the registers hold
+
+
 def load(device: torch.device) -> str:
     return tiles.triton_name(device)
 
