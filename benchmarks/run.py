@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from benchmarks import (
+    dense_kernels,
     kernels,
     learning,
     link,
@@ -27,6 +28,7 @@ def main() -> None:
         "small_tensors": lambda rounds: small_tensors.measure(5 * rounds),
         "kernels": lambda rounds: kernels.measure(rounds),
         "optimizer_kernels": lambda rounds: optimizer_kernels.measure(rounds),
+        "dense_kernels": lambda rounds: dense_kernels.measure(rounds),
         "slicing": lambda rounds: slicing.measure(rounds),
         "pipeline": lambda rounds: pipeline.measure(rounds),
         "link": lambda rounds: link.measure(max(3, rounds // 4)),

@@ -132,3 +132,17 @@ def test_wrong_arguments_reach_no_kernel():
         gelu(x.double(), using="cpu")
     with pytest.raises(ValueError, match="x on cpu, bias on meta"):
         gelu_op._forward(x, v.to("meta"), False, None)  # torch hands tensors of meta to the fake version
+
+
+def test_rows_too_wide_for_a_kernel_are_served_by_plain_torch_and_that_is_said_once(monkeypatch, caplog):
+    from shardlib.kernels.softmax import cpu, reference
+
+    x = torch.randn(1, 1, 2, 11)
+    monkeypatch.setattr(cpu, "WIDEST", 10, raising=False)
+    for _ in range(2):
+        assert torch.equal(softmax(x), reference.forward(x, None, False, 1.0))
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said.startswith("softmax: rows of 11, and C++") and "takes 10 at most; plain torch serves" in said
+    softmax(x[..., :10], using="cpu")
+    with pytest.raises(ValueError, match=r"rows of 11, and C.*takes 10 at most; use 'reference'"):
+        softmax(x, using="cpu")

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import shardlib as sl
+from shardlib.kernels.rounding import stochastically_rounded
 from shardlib.models.transformer_layer import LayerConfig, init, transformer_layer
 
 BATCH, SEQUENCE, WIDTH, HEADS, INNER = 2, 5, 12, 3, 20
@@ -125,10 +126,80 @@ def test_each_option_keeps_so_much_less(norm, norms):
     assert kept(config, params, x) == TOKENS * 8 * (3 * WIDTH + HEADS * SEQUENCE + WIDTH + sums * WIDTH + INNER)
 
 
+def single(config, params, x):
+    return (
+        dataclasses.replace(config, dtype=torch.float32),
+        torch.utils._pytree.tree_map(torch.Tensor.float, params),
+        x.float(),
+    )
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("attention_dropout", [0.0, 0.2])
+def test_stochastic_keeps_half(attention_dropout, norm):
+    """And the layer's input as well, which otherwise is kept as it is."""
+    config, params, x = single(*make(norm=norm, dropout=0.3, attention_dropout=attention_dropout))
+    for recompute in ((), ("norm", "gelu", "dropout")):
+        config = dataclasses.replace(config, recompute=recompute)
+        rounded = dataclasses.replace(config, stochastic=True)
+        assert 2 * kept(rounded, params, x) == kept(config, params, x) + x.nbytes
+        assert torch.equal(transformer_layer(config, params, x, KEY), transformer_layer(rounded, params, x, KEY))
+
+
+def test_stochastic_gradients_are_right_on_average():
+    """Those of the last weight are linear in what is kept; all are near."""
+    config, params, x = single(*make(norm="pre", dropout=0.3))
+    rounded = dataclasses.replace(config, stochastic=True)
+    wanted = gradients(lambda p, x: transformer_layer(config, p, x, KEY), params, x)
+    torch.manual_seed(0)
+    draws = [gradients(lambda p, x: transformer_layer(rounded, p, x, KEY), params, x) for _ in range(200)]
+    paths = [path for path, _ in torch.utils._pytree.tree_flatten_with_path(params)[0]]
+    down = 1 + [torch.utils._pytree.keystr(path) for path in paths].index("['mlp']['down']['weight']")
+    found = torch.stack([draw[down] for draw in draws]).double()
+    deviation = found.std(0) / len(draws) ** 0.5
+    off = (found.mean(0) - wanted[down]).abs() / deviation
+    assert deviation.min() > 0 and off.max() < 5 and off.square().mean() < 1.5
+    for index, exact in enumerate(wanted[1:], start=1):
+        assert (draws[0][index] - exact).norm() < 0.02 * exact.norm()
+
+
 def test_masks_are_not_kept():
     config, params, x = make()
     without = kept(config, params, x)
     assert kept(dataclasses.replace(config, dropout=0.3), params, x) == without
+
+
+def test_stochastic_rounding():
+    x = torch.tensor([1.0, 1 + 2**-9, -1 - 3 * 2**-9, 3e38, 1e-40, float("inf"), float("-inf"), float("nan")])
+    found = stochastically_rounded(x.repeat(4000, 1).flatten()).float().view(4000, -1)
+    assert (found[:, 0] == 1).all() and (found[:, 5:7] == x[5:7]).all() and found[:, 7].isnan().all()
+    for column, (low, high, share) in {1: (1, 1 + 2**-7, 0.25), 2: (-1, -1 - 2**-7, 0.75)}.items():
+        assert set(found[:, column].tolist()) == {low, high}
+        assert abs((found[:, column] == high).double().mean() - share) < 5 * (share * (1 - share) / 4000) ** 0.5
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_sharded_stochastic(stage):
+    """Both ranks have the same batch."""
+    config, params, x = single(*make())
+    config = dataclasses.replace(config, stochastic=True, recompute=("norm", "gelu"))
+
+    def loss_fn(params, batch, rng):
+        return transformer_layer(config, params, batch, rng).square().mean()
+
+    def run(mesh):
+        value, grads = sl.value_and_grad(loss_fn)(sl.shard(params, mesh, sl.zero(stage)), x[:1], rng=KEY)
+        return value, sl.unshard(grads)
+
+    exact = dataclasses.replace(config, stochastic=False)
+    leaves = torch.utils._pytree.tree_map(lambda p: p.clone().requires_grad_(), params)
+    wanted = torch.autograd.grad(
+        transformer_layer(exact, leaves, x[:1], KEY).square().mean(), torch.utils._pytree.tree_leaves(leaves)
+    )
+    _, found = sl.simulate(run, mesh={"data": 2})[0]
+    found = torch.utils._pytree.tree_leaves(found)
+    assert all((mine - right).norm() < 0.02 * right.norm() for mine, right in zip(found, wanted, strict=True))
+    assert not torch.equal(found[1], wanted[1])
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -173,6 +244,8 @@ def test_what_is_refused():
         LayerConfig(12, 5)
     with pytest.raises(ValueError, match=r"recompute names \['everything'\]"):
         LayerConfig(12, 3, recompute=("everything",))
+    with pytest.raises(ValueError, match=r"stochastic keeps fp32 activations in bf16, and dtype is torch\.bfloat16"):
+        LayerConfig(12, 3, stochastic=True, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="neither 'pre' nor 'post'"):
         LayerConfig(12, 3, norm="sandwich")
     config, params, x = make(dropout=0.1)

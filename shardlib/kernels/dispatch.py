@@ -3,7 +3,8 @@
 An implementation is a module of the operation's folder with the operation's functions and `load`, which makes it ready
 and returns its name, or raises where it cannot be used here. The folder's `op` says which there are, in
 ``IMPLEMENTATIONS``: the type of device -> modules, the preferred first. The module ``reference`` comes after all and
-serves everything; one named ``torch`` calls functions of torch that a kernel here would not beat.
+serves everything; one named ``torch`` calls functions of torch that a kernel here would not beat. One that holds rows in
+registers says in ``WIDEST`` how many columns those may have.
 """
 
 from __future__ import annotations
@@ -58,19 +59,28 @@ def load(operation: str, implementation: str, device: torch.device) -> Choice:
 
 
 def serving(operation: str, computed: torch.Tensor, using: str | None = None) -> Any:
-    """The module that computes in the dtype, and on the device, of ``computed``.
+    """The module that computes in the dtype, on the device and in the width of ``computed``.
 
     Args:
         using: the name of one, for tests and benchmarks; otherwise what `choose` prefers.
 
     Raises:
         TypeError: one was named, and it does not compute in float64: only the reference does.
+        ValueError: one was named, and its rows cannot be that wide.
     """
     if computed.dtype == torch.float64:
         if using not in (None, "reference"):
             raise TypeError(f"float64 is served by plain torch, not by {using}")
         return _module(operation, "reference")
-    return (choose(operation, computed.device) if using is None else load(operation, using, computed.device)).module
+    choice = choose(operation, computed.device) if using is None else load(operation, using, computed.device)
+    widest = getattr(choice.module, "WIDEST", None)
+    if widest is None or computed.shape[-1] <= widest:
+        return choice.module
+    reason = f"{operation}: rows of {computed.shape[-1]}, and {choice.name} takes {widest} at most"
+    if using is not None:
+        raise ValueError(f"{reason}; use 'reference'")
+    _warn(f"{reason}; plain torch serves, several times slower")
+    return _module(operation, "reference")
 
 
 @functools.cache
@@ -91,9 +101,15 @@ def _choose(operation: str, device: str) -> Choice:
 def _tell(operation: str, device: str, choice: Choice, slow: bool) -> None:
     _log.info("%s on %s: %s", operation, device, choice)
     reasons = "; ".join(choice.passed)
-    if slow and reasons and reasons not in _told and os.environ.get("RANK", "0") == "0":
-        _told.add(reasons)  # the other operations lack the same compiler
-        _log.warning("compiled kernels are not used on %s, plain torch is, several times slower: %s", device, reasons)
+    if slow and reasons:  # the other operations lack the same compiler
+        _warn(f"compiled kernels are not used on {device}, plain torch is, several times slower: {reasons}")
+
+
+def _warn(message: str) -> None:
+    """Once, and not on every rank."""
+    if message not in _told and os.environ.get("RANK", "0") == "0":
+        _told.add(message)
+        _log.warning(message)
 
 
 def one_device(tensors: Mapping[str, torch.Tensor]) -> None:

@@ -27,9 +27,12 @@ def recomputed(
     Inside `torch.func`'s transforms, which allow no such hooks, and inside `torch.compile`, which decides itself what to
     compute again, the value is kept.
     """
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
-        return contextlib.nullcontext()
-    return _noting(value, function, inputs)
+    return _noting(value, function, inputs) if can_hook() else contextlib.nullcontext()
+
+
+def can_hook() -> bool:
+    """Whether saved tensors can have hooks here: not inside `torch.func`'s transforms, nor inside `torch.compile`."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is None
 
 
 @contextlib.contextmanager

@@ -9,6 +9,11 @@ per token, of width w, inner width f and h heads over s keys:
 - "dropout": h·s, attention after dropout, where that is not 0.
 
 Masks of dropout are never kept: backward draws them again from the counter (`shardlib.rng`).
+
+``stochastic`` halves what is left, in fp32: activations are kept in bf16, rounded at random (`shardlib.kernels.rounding`).
+The outputs are the same. What it gives up: gradients are those of activations that are each off by up to one part in 128,
+right on average over the draws as far as they are linear in what is kept (those of weights are; those that pass through a
+norm, a GeLU or a softmax to second order), and no longer the same on every mesh.
 """
 
 from __future__ import annotations
@@ -26,9 +31,11 @@ from shardlib.attending import attention
 from shardlib.kernels.gelu import gelu
 from shardlib.kernels.norm import layer_norm
 from shardlib.kernels.recompute import recomputed
+from shardlib.kernels.rounding import kept_in_bf16
 from shardlib.kernels.softmax import softmax
 from shardlib.parts import current_parts
 from shardlib.rng import Key, dropout
+from shardlib.tree import leaves_of
 
 Params = dict[str, Any]
 
@@ -47,8 +54,10 @@ class LayerConfig:
         dropout: of what attention and the MLP add to the stream.
         attention_dropout: of the attention itself, whose scores then are all in memory.
         recompute: which of `RECOMPUTE` backward computes again; see the module's docstring. Values stay the same.
+        stochastic: keeps activations for the backward in bf16; see there what that gives up.
 
-    Raises ValueError when ``heads`` does not divide ``width``, a probability lies outside [0, 1) or a name is unknown.
+    Raises ValueError when ``heads`` does not divide ``width``, a probability lies outside [0, 1), a name is unknown or
+    ``stochastic`` has nothing to halve.
     """
 
     width: int
@@ -61,6 +70,7 @@ class LayerConfig:
     dropout: float = 0.0
     attention_dropout: float = 0.0
     recompute: tuple[str, ...] = ()
+    stochastic: bool = False
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
@@ -75,6 +85,10 @@ class LayerConfig:
                 raise ValueError(f"LayerConfig: {name}={getattr(self, name)}, but it must lie in [0, 1)")
         if unknown := set(self.recompute) - set(RECOMPUTE):
             raise ValueError(f"LayerConfig: recompute names {sorted(unknown)}; it can name {RECOMPUTE}")
+        if self.stochastic and self.dtype != torch.float32:
+            raise ValueError(
+                f"LayerConfig: stochastic keeps fp32 activations in bf16, and dtype is {self.dtype}; leave it out"
+            )
 
 
 def init(config: LayerConfig, seed: int = 0) -> Params:
@@ -117,6 +131,11 @@ def transformer_layer(
     """
     if (config.dropout or config.attention_dropout) and rng is None:
         raise ValueError("LayerConfig has dropout, but no rng was given to draw it from")
+    with kept_in_bf16(leaves_of(params)) if config.stochastic else contextlib.nullcontext():
+        return _layer(config, params, x, rng, lengths)
+
+
+def _layer(config: LayerConfig, params: Params, x: Tensor, rng: Key | None, lengths: Tensor | None) -> Tensor:
     if config.norm == "pre":
         normed, keep = _norm(config, params["ln1"], x)
         with keep:

@@ -19,6 +19,9 @@ CHUNK = 4096  # columns
 WHOLE = 8192  # that fit a program's registers forward
 
 
+WIDEST = 16384  # columns; what the registers hold
+
+
 def load(device: torch.device) -> str:
     return tiles.triton_name(device)
 

@@ -10,6 +10,8 @@ import triton.language as tl
 
 from shardlib.kernels import rows, tiles
 
+WIDEST = 16384  # columns; what the registers hold
+
 
 def load(device: torch.device) -> str:
     return tiles.triton_name(device)
