@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import kernels
 
 from shardlib.kernels import build, dispatch, native, onebit
 from shardlib.kernels.build import BuildError, Recipe, shared_library
@@ -173,3 +175,10 @@ def test_the_sources_are_part_of_the_package():
     assert len(sources) >= 8
     for file in sources:
         assert any(fnmatch(str(file.relative_to(package)), pattern) for pattern in patterns), file
+
+
+@pytest.mark.parametrize("source", sorted((ROOT / "shardlib/kernels").glob("*/*.cu")), ids=lambda source: source.stem)
+def test_cuda_kernels_compile_without_spills(source, tmp_path):
+    report = kernels.cubin_report(source, tmp_path)
+    assert report.count("0 bytes spill stores, 0 bytes spill loads") == report.count("Compiling entry function") > 0
+    assert max(map(int, re.findall(r"Used (\d+) registers", report))) <= 64  # bytes decide: all warps must fit

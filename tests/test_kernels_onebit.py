@@ -1,7 +1,6 @@
 """1-bit compression: its definition, and every implementation against the reference."""
 
 import math
-import re
 
 import pytest
 import torch
@@ -200,41 +199,3 @@ def test_wrong_arguments_reach_no_kernel():
         Segments.blocks(16, 64).part(8, 64)
     with pytest.raises(ValueError, match="cut blocks of 16"):
         Segments.blocks(16, 48).split(2)
-
-
-def test_cuda_kernels_compile_without_spills(tmp_path):
-    from shardlib.kernels import native
-
-    ((source, _),) = native.cuda_recipe("onebit", (9, 0)).units
-    report = kernels.cubin_report(source, tmp_path)
-    assert report.count("0 bytes spill stores, 0 bytes spill loads") == report.count("Compiling entry function") == 11
-    assert max(map(int, re.findall(r"Used (\d+) registers", report))) <= 64
-
-
-TENSOR = {"x": "*fp32", "error": "*fp32", "bits": "*u8", "scales": "*fp32", "ranks": "i32"}
-TABLE = {"offsets": "*i64", "first": "*i64", "count": "i64", "elements": "i64", "length": "i64"}
-TRITON = {
-    "_signs": (TENSOR | TABLE | {"out_bits": "*u8", "partial": "*fp64"}, {}),
-    "_errors": (TENSOR | TABLE | {"out_scales": "*fp32"}, {}),
-    "_blocks": (TENSOR | TABLE | {"out_bits": "*u8", "out_scales": "*fp32"}, {"BLOCK": 128}),
-    "_average": (TENSOR | TABLE | {"out": "*fp32"}, {"BLOCK": 0}),
-    "_scales": ({"partial": "*fp64", "offsets": "*i64", "scales": "*fp32"}, {"STEP": 1024}),
-}
-
-
-@pytest.mark.parametrize("mean", [False, True])
-@pytest.mark.parametrize("name", TRITON)
-def test_triton_kernels_compile_without_spills(name, mean, tmp_path):
-    pytest.importorskip("triton")
-    from shardlib.kernels.onebit import triton as module
-
-    kernel = getattr(module, name)
-    signature, constants = TRITON[name]
-    if "MEAN" in kernel.arg_names:
-        constants = constants | {"MEAN": mean}
-    elif mean:  # the value 1 is compiled in
-        signature = {key: kind for key, kind in signature.items() if key != "ranks"}
-        constants = constants | ({"ranks": 1} if "ranks" in kernel.arg_names else {})
-    signature = {key: kind for key, kind in signature.items() if key in kernel.arg_names}
-    usage = kernels.triton_usage(kernel, signature, constants | {"TILE": module.TILE}, tmp_path)
-    assert "STACK:0" in usage and "LOCAL:0" in usage, usage

@@ -2,126 +2,30 @@
 
 import contextlib
 import math
-from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import kernels
+from helpers import attention, kernels
+from helpers.attention import UNITS, Case, dense_attention, make
 from hypothesis import given
 from hypothesis import strategies as st
 
 import shardlib as sl
-from shardlib import rng
 from shardlib.kernels.sparse_attention import cpu
 from shardlib.kernels.sparse_attention.options import Blocks, Options
 from shardlib.sparse import Layout
 
 NAMES = (*kernels.INSTRUCTION_SETS, "reference")
-# Results are summed in fp32 and rounded once to the dtype; those of fp16 and bf16 are as far off as that rounding, and
-# their gradients as that of the output, of which they are computed.
-UNITS = {torch.float32: 2**-17, torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float64: 1e-12}
 
 
 def served_by(name):
     return contextlib.nullcontext(name) if name == "reference" else kernels.served_by(name)
 
 
-@dataclass
-class Case:
-    """Inputs in one dtype, and how they are attended to."""
-
-    tensors: dict[str, torch.Tensor]
-    layout: Layout
-    settings: dict
-
-    def __call__(self, function, **more):
-        """The output and the gradients of everything."""
-        inputs = {name: x.detach().requires_grad_() for name, x in self.tensors.items()}
-        out = function(
-            inputs["q"], inputs["k"], inputs["v"], self.layout, bias=inputs.get("bias"), **self.settings, **more
-        )
-        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        # As often in models: not contiguous.
-        gradients = torch.autograd.grad(out, list(inputs.values()), grad.to(out.dtype).mT.contiguous().mT)
-        return {"out": out.detach()} | dict(zip(inputs, gradients))
-
-    def wide(self):
-        return Case({name: x.double() for name, x in self.tensors.items()}, self.layout, self.settings)
-
-
-def make(
-    length=70,
-    size=16,
-    heads=4,
-    key_heads=2,
-    batch=2,
-    block=16,
-    dtype=torch.float32,
-    shared=False,
-    density=0.5,
-    masked=False,
-    bias_heads=0,
-    seed=0,
-    transposed=False,
-    layout=None,
-    **settings,
-):
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator)
-
-    if transposed:  # (batch, sequence, heads, size), as a projection makes it
-        q, k, v = (normal(batch, length, n, size).transpose(1, 2) for n in (heads, key_heads, key_heads))
-    else:
-        q, k, v = (normal(batch, n, length, size) for n in (heads, key_heads, key_heads))
-    tensors = {"q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype)}
-    if bias_heads:
-        tensors["bias"] = normal(bias_heads, 2 * length - 1)
-    if masked:
-        settings["key_mask"] = torch.rand(batch, length, generator=generator) < 0.7
-    if layout is None:
-        side = -(-length // block)
-        dense = torch.rand(1 if shared else heads, side, side, generator=generator) < density
-        layout = Layout.from_dense(dense, block)
-    return Case(tensors, layout, settings)
-
-
-def dense_attention(q, k, v, layout, *, causal=False, scale=None, key_mask=None, bias=None, dropout=0.0, rng_key=None):
-    """The definition, with whole matrices of scores."""
-    length, heads = q.shape[2], q.shape[1]
-    seen = layout.to_dense().repeat_interleave(layout.block, 1).repeat_interleave(layout.block, 2)[:, :length, :length]
-    if causal:
-        seen = seen.tril()
-    seen = seen[None] if key_mask is None else seen[None] & key_mask[:, None, None]
-    k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
-    scores = q @ k.mT * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    if bias is not None:
-        place = torch.arange(length)
-        scores = scores + bias[:, place - place[:, None] + length - 1]
-    weights = scores.masked_fill(~seen, -math.inf).softmax(dim=-1).masked_fill(~seen, 0)
-    if dropout:
-        # The numbers of a tensor of all scores; see shardlib.rng.
-        kept = rng.uniform(rng_key, weights.shape, dtype=torch.float64) >= int(dropout * 2**24) / 2**24
-        weights = weights * kept / (1 - dropout)
-    return weights @ v
-
-
 def check(case, name):
-    plain = dict(case.settings)
-    if "rng" in plain:
-        plain["rng_key"] = plain.pop("rng")
-    wanted = Case(case.wide().tensors, case.layout, plain)(dense_attention)
     with served_by(name) as using:
-        found = case(sl.sparse_attention, using=using)
-    for part, value in found.items():
-        assert value.dtype == case.tensors["q" if part == "out" else part].dtype
-        unit = UNITS[case.tensors["q"].dtype]
-        atol = unit * max(1.0, wanted[part].abs().max().item())
-        torch.testing.assert_close(
-            value.double(), wanted[part], rtol=unit, atol=atol, msg=lambda m, p=part: f"{p}: {m}"
-        )
+        attention.check(case, using)
 
 
 cases = st.fixed_dictionaries(
@@ -326,7 +230,7 @@ def test_second_derivatives(small):
 
 def test_opcheck(small):
     case, (q, k, v, bias) = small
-    rest = case.layout.row_offsets, case.layout.columns, None, None, case.settings["key_mask"], bias
+    rest = case.layout.row_offsets, case.layout.columns, case.settings["key_mask"], bias
     arguments = q, k, v, *rest, 16, 0.25, True, 0.1, 3, 0, None
     torch.library.opcheck(torch.ops.shardlib.sparse_attention.default, arguments)
     out, lse = torch.ops.shardlib.sparse_attention(*arguments)
@@ -377,3 +281,7 @@ def test_wrong_arguments_reach_no_kernel():
     refused(ValueError, r"dropout probability 1.0 is outside \[0, 1\)", dropout=1.0)
     refused(ValueError, "dropout=0.1 without rng", dropout=0.1)
     refused(TypeError, "float64 is served by plain torch", q=q.double(), k=q.double(), v=q.double(), using="cpu")
+
+
+def test_triton_is_dense_masked_attention():
+    kernels.interpret(script=attention.__file__)

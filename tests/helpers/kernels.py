@@ -137,10 +137,10 @@ def _same(wanted, found) -> None:
         assert a.dtype == b.dtype and torch.equal(a, b)
 
 
-def interpret(operation: str) -> None:
-    """Run this file as a script under Triton's interpreter."""
+def interpret(*arguments: str, script: str = __file__) -> None:
+    """Run a script, by default this file, under Triton's interpreter."""
     pytest.importorskip("triton")
-    command = [sys.executable, "-W", "ignore", __file__, operation]
+    command = [sys.executable, "-W", "ignore", script, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=_environment(), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -160,21 +160,6 @@ def cubin_report(source: Path, folder: Path) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
-
-
-def triton_usage(kernel, signature: dict[str, str], constants: dict[str, object], folder: Path, warps: int = 4) -> str:
-    """Registers, stack and local memory of a Triton kernel compiled for sm_90, as cuobjdump lists them."""
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    types = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
-    options = {"enable_fp_fusion": False, "num_warps": warps}
-    made = triton.compile(ASTSource(kernel, types, constants), target=GPUTarget("cuda", 90, 32), options=options)
-    assert "fma.rn.f32" not in made.asm["ptx"]  # a product is rounded before it is added
-    (folder / "kernel.cubin").write_bytes(made.asm["cubin"])
-    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(folder / "kernel.cubin")]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 if __name__ == "__main__":

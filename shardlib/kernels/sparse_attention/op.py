@@ -29,7 +29,7 @@ from shardlib.kernels.sparse_attention.options import Blocks, Options
 from shardlib.rng import Key
 from shardlib.sparse.layout import Layout
 
-IMPLEMENTATIONS = {"cpu": ("cpu",)}
+IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _LARGEST = 256  # size of a head
 
@@ -78,12 +78,9 @@ def sparse_attention(
             raise ValueError(f"dropout={dropout} without rng: pass the loss function's rng, or sl.Key(seed)")
         seed = rng.seed - 2**64 if rng.seed >= 2**63 else rng.seed
         counter = int(rng.slot * q.shape[0] * q.shape[1] * q.shape[2] ** 2)
-    # Kernels on GPUs sum the gradients of keys and values by columns; on the CPU that list is not made.
-    by_columns = (layout.column_offsets, layout.rows) if q.is_cuda else (None, None)
-    blocks = layout.row_offsets, layout.columns, *by_columns
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     options = layout.block, scale, causal, dropout, seed, counter
-    return _attention(q, k, v, *blocks, key_mask, bias, *options, using)[0]
+    return _attention(q, k, v, layout.row_offsets, layout.columns, key_mask, bias, *options, using)[0]
 
 
 def _forward(
@@ -92,8 +89,6 @@ def _forward(
     v: torch.Tensor,
     row_offsets: torch.Tensor,
     columns: torch.Tensor,
-    column_offsets: torch.Tensor | None,
-    rows: torch.Tensor | None,
     key_mask: torch.Tensor | None,
     bias: torch.Tensor | None,
     block: int,
@@ -104,7 +99,7 @@ def _forward(
     counter: int,
     using: str | None,
 ) -> list[torch.Tensor]:
-    blocks = Blocks(row_offsets, columns, column_offsets, rows)
+    blocks = Blocks(row_offsets, columns)
     options = Options(block, scale, causal, dropout, seed, counter)
     with on(q.device):
         out, lse = serving("sparse_attention", q, using).forward(
@@ -119,8 +114,6 @@ def _backward(
     v: torch.Tensor,
     row_offsets: torch.Tensor,
     columns: torch.Tensor,
-    column_offsets: torch.Tensor | None,
-    rows: torch.Tensor | None,
     key_mask: torch.Tensor | None,
     bias: torch.Tensor | None,
     block: int,
@@ -134,7 +127,7 @@ def _backward(
     lse: torch.Tensor,
     dout: torch.Tensor,
 ) -> list[torch.Tensor]:
-    blocks = Blocks(row_offsets, columns, column_offsets, rows)
+    blocks = Blocks(row_offsets, columns)
     options = Options(block, scale, causal, dropout, seed, counter)
     tensors = [x.contiguous() for x in (dout, q, k, v, out, lse)]
     with on(q.device):
@@ -146,7 +139,7 @@ def _backward_reference(*kept: Any) -> list[torch.Tensor]:
     """`_backward`; the log-sum-exp is computed anew, as derivatives go through it."""
     *given, out, _, dout = kept
     q, k, v = given[:3]
-    rest = Blocks(*given[3:7]), *given[7:9], Options(*given[9:15])
+    rest = Blocks(*given[3:5]), *given[5:7], Options(*given[7:13])
     lse = reference.forward(q, k, v, *rest)[1]
     gradients = reference.backward(dout, q, k, v, out, lse, *rest)
     return [gradient for gradient in gradients if gradient is not None]
@@ -158,7 +151,7 @@ def _forward_fake(q: torch.Tensor, *_: object) -> list[torch.Tensor]:
 
 
 def _backward_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: torch.Tensor | None) -> list[torch.Tensor]:
-    bias = rest[5]
+    bias = rest[3]
     return [x.new_empty(x.shape) for x in (q, k, v, bias) if x is not None]
 
 

@@ -9,17 +9,14 @@ import torch
 
 
 class Blocks(NamedTuple):
-    """The blocks of a `shardlib.sparse.Layout`, by rows and by columns.
+    """The blocks of a `shardlib.sparse.Layout`, by rows.
 
     Offsets are int32 ``[heads, size + 1]``, heads being 1 where all share one pattern, and absolute: those of several
-    heads may point to the same places. ``columns`` and ``rows`` are int32 ``[blocks]``, ascending in every row or column.
-    The form by columns is given on GPUs alone.
+    heads may point to the same places. ``columns`` are int32 ``[blocks]``, ascending in every row.
     """
 
     row_offsets: torch.Tensor
     columns: torch.Tensor
-    column_offsets: torch.Tensor | None = None
-    rows: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

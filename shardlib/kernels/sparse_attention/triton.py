@@ -1,0 +1,199 @@
+"""Block-sparse attention by Triton kernels: a layout's lists packed into tiles, and the launches.
+
+See `shardlib.kernels.sparse_attention.op` for what the functions do, and `packing` for how work is divided.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from shardlib.kernels import tiles
+from shardlib.kernels.sparse_attention import shapes, triton_backward, triton_bias, triton_forward
+from shardlib.kernels.sparse_attention.lists import cells
+from shardlib.kernels.sparse_attention.options import Blocks, Options
+from shardlib.kernels.sparse_attention.packing import Packing, pack
+
+_WORTH = 0.75  # of the work; what a tile of 64 rows loses to one of 128 by reading keys twice as often, at a guess
+_ROWS = 64  # a program's, where rows are independent
+_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+_packed = WeakTensorKeyDictionary()  # by a layout's row_offsets, while these live
+
+
+def load(device: torch.device) -> str:
+    return tiles.triton_name(device)
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    blocks: Blocks,
+    key_mask: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    options: Options,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    problem, head = _Problem(q, k, v, blocks, key_mask, bias, options), shapes.head_of(q.shape[3])
+    for run in problem.runs("row", problem.choice("forward")):
+        partial = {"partial": run.scratch(head), "partial_lse": run.scratch(1)}
+        run.launch(triton_forward.attend, out=out, lse=lse, **partial)
+        run.merge(triton_forward.merge, out=out, lse=lse, **partial)
+    return out, lse
+
+
+def backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    blocks: Blocks,
+    key_mask: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    options: Options,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    dq, dk, dv, delta = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(lse)
+    size, head, rows = q.shape[3], shapes.head_of(q.shape[3]), lse.numel()
+    grid = (triton.cdiv(rows, _ROWS),)
+    triton_backward.inner[grid](dout, out, delta, rows, D=size, HEAD=head, TILE=_ROWS)
+    problem = _Problem(q, k, v, blocks, key_mask, bias, options)
+    saved = {"dout": dout, "lse": lse, "delta": delta}
+    for run in problem.runs("row", problem.choice("query")):
+        partial = run.scratch(head)
+        run.launch(triton_backward.by_query, dq=dq, partial=partial, **saved)
+        run.merge(triton_backward.add, partial=partial, result=dq)
+    for run in problem.runs("column", problem.choice("key")):
+        partial_k, partial_v = run.scratch(head), run.scratch(head)
+        run.launch(triton_backward.by_key, dk=dk, dv=dv, partial_k=partial_k, partial_v=partial_v, **saved)
+        run.merge(triton_backward.add, partial=partial_k, result=dk)
+        run.merge(triton_backward.add, partial=partial_v, result=dv)
+    return dq, dk, dv, None if bias is None else _bias_gradient(problem, bias, saved)
+
+
+def _bias_gradient(problem: _Problem, bias: torch.Tensor, saved: dict[str, torch.Tensor]) -> torch.Tensor:
+    batch, heads, size, head = problem.q.shape
+    shape = shapes.diagonal_shape(problem.options.block, head, problem.q.itemsize)
+    cell = shape.cell
+    cells = triton.cdiv(size, problem.options.block) * (problem.options.block // cell)
+    sums = bias.new_empty(batch, heads, 2 * cells - 1, 2 * cell)
+    for run in problem.runs("diagonal", [shape]):
+        partial = run.scratch(2)
+        run.launch(triton_bias.by_diagonal, sums=sums, partial=partial, **saved)
+        row = {"D": 2 * cell, "HEAD": 2 * cell, "CELL": 1, "size": 2 * cells - 1}
+        run.merge(triton_backward.add, partial=partial, result=sums, **row)
+    sums = sums.sum(dim=0).sum_to_size(len(bias), *sums.shape[2:])
+    # A diagonal's first half of sums meets the second half of the one before it.
+    whole = F.pad(sums[..., :cell], (0, 0, 0, 1)) + F.pad(sums[..., cell:], (0, 0, 1, 0))
+    first = cells * cell - size
+    return whole.flatten(1)[:, first : first + 2 * size - 1].contiguous()
+
+
+class _Problem:
+    def __init__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        blocks: Blocks,
+        key_mask: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        options: Options,
+    ) -> None:
+        self.q, self.blocks, self.options = q, blocks, options
+        self.group = q.shape[1] // k.shape[1]
+        head = shapes.head_of(q.shape[3])
+        if self.group * q.shape[2] * head >= 2**31:
+            raise ValueError(f"{q.shape[2]} queries of {self.group} heads do not fit 32-bit places: split the sequence")
+        low, high = (((options.seed >> shift & 0xFFFFFFFF) ^ 2**31) - 2**31 for shift in (0, 32))
+        # The interpreter knows no products of bf16.
+        exact = triton.knobs.runtime.interpret and q.dtype == torch.bfloat16
+        self.arguments: dict[str, Any] = {
+            "q": q, "k": k, "v": v, "bias": None if bias is None else bias.contiguous(),
+            "key_mask": None if key_mask is None else key_mask.contiguous().view(torch.uint8),
+            "group": self.group, "size": q.shape[2], "scale": options.scale,
+            "bias_stride": bias.shape[1] if bias is not None and len(bias) > 1 else 0,
+            "counter": options.counter, "seed_low": low, "seed_high": high,
+            "least": int(options.dropout * 2**24), "kept_scale": 1 / (1 - options.dropout),
+            "D": q.shape[3], "HEAD": head, "CAUSAL": options.causal, "DROPOUT": options.dropout > 0,
+            "TYPE": tl.float32 if exact else _TYPES[q.dtype],
+            "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
+        }  # fmt: skip
+
+    def choice(self, kernel: str) -> list[shapes.Shape]:
+        options = self.options
+        rich = options.dropout > 0 or self.arguments["bias"] is not None
+        return shapes.shapes(kernel, options.block, self.q.shape[3], self.q.itemsize, rich)
+
+    def runs(self, kind: str, choice: list[shapes.Shape]) -> list[_Run]:
+        """A run for each packing of the layout's lists, by "row", "column" or "diagonal", in the shape that suits it."""
+        if not self.q.numel():
+            return []
+        group = self.group if kind == "column" else 1
+        held = _packed.setdefault(self.blocks.row_offsets, {})
+        key = (kind, *choice, self.options.block, self.options.causal, group)
+        if key not in held:
+            held[key] = _best([(shape, self._packings(kind, shape)) for shape in choice])
+        shape, packings = held[key]
+        return [_Run(self, shape, packing, self.q.shape[1] // group) for packing in packings]
+
+    def _packings(self, kind: str, shape: shapes.Shape) -> list[Packing]:
+        cut = cells(self.blocks, self.options.block, shape.cell, self.options.causal)
+        if kind == "row":
+            lists = cut.by_row()
+        elif kind == "column":
+            lists = cut.by_column(self.group)
+        else:
+            lists = cut.by_diagonal()
+        return pack(lists, shape.rows // shape.cell, shape.step // shape.cell)
+
+
+def _best(packed: list[tuple[shapes.Shape, list[Packing]]]) -> tuple[shapes.Shape, list[Packing]]:
+    """The first, larger one, unless another has so much less to compute that it is worth its slower products."""
+    work = [shape.cell**2 * sum(packing.work for packing in packings) for shape, packings in packed]
+    least = min(range(len(work)), key=work.__getitem__)
+    return packed[least if work[least] <= _WORTH * work[0] else 0]
+
+
+class _Run:
+    """One packing's launches for ``heads`` heads of every sample."""
+
+    def __init__(self, problem: _Problem, shape: shapes.Shape, packing: Packing, heads: int) -> None:
+        shared = packing.heads == 1
+        self.packing, self.leads = packing, len(problem.q) * (heads if shared else 1)
+        self.lengths = packing.rows * shape.cell
+        self.arguments = problem.arguments | {
+            "members": packing.members, "blocks": packing.blocks, "bits": packing.bits, "items": packing.items,
+            "merges": packing.merges, "slots": packing.slots, "heads": heads, "SHARED": shared,
+            "PIECE": shape.piece, "ROWS": packing.rows, "WIDTH": packing.blocks.shape[1], "CELL": shape.cell,
+            "cells": triton.cdiv(problem.q.shape[2], problem.options.block) * (problem.options.block // shape.cell),
+            "WHOLE": problem.q.shape[2] % problem.options.block == 0,
+        }  # fmt: skip
+        self.options = {"num_warps": shape.warps, "num_stages": shape.stages}
+
+    def scratch(self, width: int) -> torch.Tensor:
+        """Room for partial results of ``width`` numbers a row."""
+        return torch.empty(
+            self.leads * self.packing.slots * self.lengths * width,
+            dtype=torch.float32,
+            device=self.packing.items.device,
+        )
+
+    def launch(self, kernel: Any, **own: Any) -> None:
+        """Run every item."""
+        self._run(kernel, len(self.packing.items), own)
+
+    def merge(self, kernel: Any, **own: Any) -> None:
+        """Put partial results together."""
+        if len(self.packing.merges):
+            self._run(kernel, len(self.packing.merges), own)
+
+    def _run(self, kernel: Any, count: int, own: dict[str, Any]) -> None:
+        given = self.arguments | {"count": count} | own
+        kernel[(count * self.leads,)](**{name: given[name] for name in kernel.arg_names}, **self.options)

@@ -1,0 +1,159 @@
+"""Backward kernels: dQ by tiles of queries, dK and dV by tiles of keys, and sums of partial results in order.
+
+No two programs add to the same place, so the gradients are the same in every run.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from shardlib.kernels.sparse_attention.triton_inner import (
+    entry_of,
+    kept,
+    load_rows,
+    logits,
+    probabilities,
+    products,
+    seen,
+    slot_of,
+    step_rows,
+    store_rows,
+    tile_rows,
+)
+
+
+@triton.jit
+def inner(dout, out, delta, rows, D: tl.constexpr, HEAD: tl.constexpr, TILE: tl.constexpr):
+    """delta = Σ_d dout · out of every row: Σ_j p_ij dp_ij, with dropout too."""
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    there = row < rows
+    product = load_rows(dout, row, there, D, HEAD, False).to(tl.float32)
+    product *= load_rows(out, row, there, D, HEAD, False).to(tl.float32)
+    tl.store(delta + row, tl.sum(product, axis=1), mask=there)
+
+
+@triton.jit(do_not_specialize=["seed_low", "seed_high", "least"])
+def by_query(
+    q, k, v, key_mask, bias, dout, lse, delta, dq, partial,
+    members, blocks, bits, items, count, slots, heads, group, size, bias_stride, scale,
+    counter, seed_low, seed_high, least, kept_scale,
+    D: tl.constexpr, HEAD: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, CELL: tl.constexpr,
+    PIECE: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    SHARED: tl.constexpr, WHOLE: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    batch, head, item = entry_of(items, count, 5, heads, SHARED)
+    i, bit = tile_rows(members, tl.load(item + 1), size, ROWS, CELL)
+    row = (batch * heads + head).to(tl.int64) * size
+    keys = (batch * (heads // group) + head // group).to(tl.int64) * size * D
+    queries = load_rows(q + row * D, i, bit != 0, D, HEAD, False).to(TYPE)
+    grads = load_rows(dout + row * D, i, bit != 0, D, HEAD, False).to(TYPE)
+    totals = tl.load(lse + row + i, mask=bit != 0, other=float("-inf"))
+    inners = tl.load(delta + row + i, mask=bit != 0, other=0.0)
+    if bias is not None:
+        bias += head * bias_stride
+    result = tl.zeros((ROWS * CELL, HEAD), tl.float32)
+    for step in range(tl.load(item + 2), tl.load(item + 3)):
+        j, used = step_rows(blocks, bits, step, WIDTH, CELL)
+        used = seen(used, j, key_mask, batch, size, WHOLE)
+        product = products(
+            queries, q + row * D, i, bit != 0, k + keys, j, j < size, D, HEAD, PIECE, WHOLE, TYPE, PRECISION
+        )
+        s = logits(product, i[:, None], j[None, :], (bit[:, None] & used[None, :]) != 0, bias, scale, size, CAUSAL)
+        p = probabilities(s, totals[:, None])
+        dp = products(grads, dout + row * D, i, bit != 0, v + keys, j, j < size, D, HEAD, PIECE, WHOLE, TYPE, PRECISION)
+        if DROPOUT:
+            first = counter + (row + i) * size
+            dp = tl.where(kept(first[:, None], j[None, :], seed_low, seed_high, least), dp * kept_scale, 0.0)
+        ds = p * (dp - inners[:, None])
+        own_keys = load_rows(k + keys, j, j < size, D, HEAD, WHOLE).to(TYPE)
+        result = tl.dot(ds.to(TYPE), own_keys, result, input_precision=PRECISION)
+    result *= scale
+    slot = tl.load(item + 4)
+    if slot < 0:
+        store_rows(dq + row * D, i, bit != 0, result, D, HEAD)
+    else:
+        r = tl.arange(0, ROWS * CELL)
+        place = slot_of(slot, slots, count) * (ROWS * CELL * HEAD)
+        store_rows(partial + place, r, r >= 0, result, HEAD, HEAD)
+
+
+@triton.jit(do_not_specialize=["seed_low", "seed_high", "least"])
+def by_key(
+    q, k, v, key_mask, bias, dout, lse, delta, dk, dv, partial_k, partial_v,
+    members, blocks, bits, items, count, slots, heads, group, size, bias_stride, scale,
+    counter, seed_low, seed_high, least, kept_scale, cells,
+    D: tl.constexpr, HEAD: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, CELL: tl.constexpr,
+    PIECE: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    SHARED: tl.constexpr, WHOLE: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """``heads`` of keys; a step's rows are queries of the ``group`` heads that share one, ``cells`` · CELL places each."""
+    batch, head, item = entry_of(items, count, 5, heads, SHARED)
+    j, bit = tile_rows(members, tl.load(item + 1), size, ROWS, CELL)
+    row = (batch * heads + head).to(tl.int64) * size
+    if key_mask is not None:
+        bit = tl.where(tl.load(key_mask + batch.to(tl.int64) * size + j, mask=j < size, other=0) != 0, bit, 0)
+    keys = load_rows(k + row * D, j, j < size, D, HEAD, False).to(TYPE)
+    values = load_rows(v + row * D, j, j < size, D, HEAD, False).to(TYPE)
+    first_row = row * group
+    if bias is not None:
+        bias += head * group * bias_stride
+    result_k = tl.zeros((ROWS * CELL, HEAD), tl.float32)
+    result_v = tl.zeros((ROWS * CELL, HEAD), tl.float32)
+    for step in range(tl.load(item + 2), tl.load(item + 3)):
+        place, used = step_rows(blocks, bits, step, WIDTH, CELL)
+        member = place // (cells * CELL)
+        i = place - member * (cells * CELL)
+        if not WHOLE:
+            used = tl.where(i < size, used, 0)
+        at = member * size + i
+        totals = tl.load(lse + first_row + at, mask=i < size, other=float("-inf"))
+        inners = tl.load(delta + first_row + at, mask=i < size, other=0.0)
+        product = products(
+            keys, k + row * D, j, j < size, q + first_row * D, at, i < size, D, HEAD, PIECE, WHOLE, TYPE, PRECISION
+        )
+        own_bias = bias
+        if bias is not None:
+            own_bias = bias + (member * bias_stride)[None, :]
+        s = logits(product, i[None, :], j[:, None], (bit[:, None] & used[None, :]) != 0, own_bias, scale, size, CAUSAL)
+        p = probabilities(s, totals[None, :])
+        dp = products(
+            values, v + row * D, j, j < size, dout + first_row * D, at, i < size, D, HEAD, PIECE, WHOLE, TYPE, PRECISION
+        )
+        weights = p
+        if DROPOUT:
+            first = counter + (first_row + at) * size
+            keep = kept(first[None, :], j[:, None], seed_low, seed_high, least)
+            weights = tl.where(keep, p * kept_scale, 0.0)
+            dp = tl.where(keep, dp * kept_scale, 0.0)
+        grads = load_rows(dout + first_row * D, at, i < size, D, HEAD, WHOLE).to(TYPE)
+        result_v = tl.dot(weights.to(TYPE), grads, result_v, input_precision=PRECISION)
+        ds = p * (dp - inners[None, :])
+        queries = load_rows(q + first_row * D, at, i < size, D, HEAD, WHOLE).to(TYPE)
+        result_k = tl.dot(ds.to(TYPE), queries, result_k, input_precision=PRECISION)
+    result_k *= scale
+    slot = tl.load(item + 4)
+    if slot < 0:
+        store_rows(dk + row * D, j, j < size, result_k, D, HEAD)
+        store_rows(dv + row * D, j, j < size, result_v, D, HEAD)
+    else:
+        r = tl.arange(0, ROWS * CELL)
+        place = slot_of(slot, slots, count) * (ROWS * CELL * HEAD)
+        store_rows(partial_k + place, r, r >= 0, result_k, HEAD, HEAD)
+        store_rows(partial_v + place, r, r >= 0, result_v, HEAD, HEAD)
+
+
+@triton.jit
+def add(
+    partial, result, members, merges, count, slots, heads, size,
+    D: tl.constexpr, HEAD: tl.constexpr, ROWS: tl.constexpr, CELL: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
+    """A tile's partial sums, in their order."""
+    r = tl.arange(0, ROWS * CELL)
+    batch, head, entry = entry_of(merges, count, 4, heads, SHARED)
+    total = tl.zeros((ROWS * CELL, HEAD), tl.float32)
+    for slot in range(tl.load(entry + 2), tl.load(entry + 3)):
+        place = slot_of(slot, slots, count) * (ROWS * CELL * HEAD)
+        total += load_rows(partial + place, r, r >= 0, HEAD, HEAD, True)
+    at, bit = tile_rows(members, tl.load(entry + 1), size, ROWS, CELL)
+    store_rows(result + (batch * heads + head).to(tl.int64) * size * D, at, bit != 0, total, D, HEAD)

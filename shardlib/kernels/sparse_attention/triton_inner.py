@@ -1,0 +1,136 @@
+"""What the Triton kernels of block-sparse attention share: which rows a program works on, logits and dropout."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def entry_of(table, count, fields: tl.constexpr, heads, SHARED: tl.constexpr):
+    """This program's batch, head and entry of a table of items or merges. ``SHARED``: all heads have the same."""
+    program = tl.program_id(0)
+    entry = table + (program % count) * fields
+    batch = program // count
+    head = tl.load(entry)
+    if SHARED:
+        head = batch % heads
+        batch = batch // heads
+    return batch, head, entry
+
+
+@triton.jit
+def slot_of(slot, slots, count):
+    """Where this program's partial result lies."""
+    return (tl.program_id(0) // count).to(tl.int64) * slots + slot
+
+
+@triton.jit
+def tile_rows(members, tile, size, ROWS: tl.constexpr, CELL: tl.constexpr):
+    """Positions of a tile's rows, and each one's bit; no bit for those beyond the end."""
+    r = tl.arange(0, ROWS * CELL)
+    at = tl.load(members + tile * ROWS + r // CELL) * CELL + r % CELL
+    return at, tl.where(at < size, 1 << (r // CELL), 0)
+
+
+@triton.jit
+def step_rows(blocks, bits, step, WIDTH: tl.constexpr, CELL: tl.constexpr):
+    """Positions of a step's rows, and the bits of the tile's lists that hold them."""
+    r = tl.arange(0, WIDTH * CELL)
+    place = step * WIDTH + r // CELL
+    return tl.load(blocks + place) * CELL + r % CELL, tl.load(bits + place)
+
+
+@triton.jit
+def load_rows(base, at, there, D: tl.constexpr, HEAD: tl.constexpr, WHOLE: tl.constexpr):
+    """Rows ``at`` of ``[rows, D]``, as ``[len(at), HEAD]``."""
+    return load_piece(base, at, there, tl.arange(0, HEAD), D, HEAD, WHOLE)
+
+
+@triton.jit
+def load_piece(base, at, there, d, D: tl.constexpr, HEAD: tl.constexpr, WHOLE: tl.constexpr):
+    """The numbers ``d`` of rows ``at``, 0 beyond D and where not ``there``; ``WHOLE``: all are."""
+    x = base + at[:, None] * D + d[None, :]
+    if WHOLE and D == HEAD:
+        rows = tl.load(x)
+    elif WHOLE:
+        rows = tl.load(x, mask=(d < D)[None, :] & (at >= 0)[:, None], other=0.0)
+    else:
+        rows = tl.load(x, mask=(d < D)[None, :] & there[:, None], other=0.0)
+    return rows
+
+
+@triton.jit
+def products(
+    held, x, at_x, there_x, y, at_y, there_y, D: tl.constexpr, HEAD: tl.constexpr, PIECE: tl.constexpr,
+    WHOLE: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """x[at_x] · y[at_y]ᵀ; ``held``: x[at_x], used where registers have room for it, PIECE then being HEAD."""
+    if PIECE == HEAD:
+        rows_y = load_rows(y, at_y, there_y, D, HEAD, WHOLE).to(TYPE)
+        total = tl.dot(held, tl.trans(rows_y), input_precision=PRECISION)
+    else:
+        total = tl.zeros((at_x.shape[0], at_y.shape[0]), tl.float32)
+        for first in range(0, HEAD, PIECE):
+            d = first + tl.arange(0, PIECE)
+            rows_x = load_piece(x, at_x, there_x, d, D, HEAD, False).to(TYPE)
+            rows_y = load_piece(y, at_y, there_y, d, D, HEAD, WHOLE).to(TYPE)
+            total = tl.dot(rows_x, tl.trans(rows_y), total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def store_rows(base, at, there, rows, D: tl.constexpr, HEAD: tl.constexpr):
+    d = tl.arange(0, HEAD)[None, :]
+    tl.store(base + at[:, None] * D + d, rows.to(base.dtype.element_ty), mask=(d < D) & there[:, None])
+
+
+@triton.jit
+def seen(used, j, key_mask, batch, size, WHOLE: tl.constexpr):
+    """The bits of keys ``j``, none for those beyond the end and for masked ones."""
+    if not WHOLE:
+        used = tl.where(j < size, used, 0)
+    if key_mask is not None:
+        used = tl.where(tl.load(key_mask + batch.to(tl.int64) * size + j, mask=j < size, other=0) != 0, used, 0)
+    return used
+
+
+@triton.jit
+def logits(product, i, j, used, bias, scale, size, CAUSAL: tl.constexpr):
+    """Of queries i and keys j, to base 2; −∞ where not ``used``. Shapes broadcast to the product's."""
+    s = product * (scale * LOG2E)
+    if CAUSAL:
+        used = used & (i >= j)
+    if bias is not None:
+        s += tl.load(bias + (j - i + (size - 1)), mask=used, other=0.0) * LOG2E
+    return tl.where(used, s, float("-inf"))
+
+
+@triton.jit
+def probabilities(s, lse):
+    """2^(s − lse · log₂e); 0 in rows without a key, whose lse is −∞."""
+    return tl.exp2(s - tl.where(lse == float("-inf"), float("inf"), lse * LOG2E))
+
+
+@triton.jit
+def kept(first, j, seed_low, seed_high, least):
+    """Which elements dropout keeps: the bits of element ``first`` + j by the generator of `shardlib.rng`."""
+    seed_low = seed_low.to(tl.uint32, bitcast=True)
+    seed_high = seed_high.to(tl.uint32, bitcast=True)
+    high = (first >> 32).to(tl.uint32)
+    start = first.to(tl.uint32)
+    low = start + j.to(tl.uint32)
+    # The upper half is the same along a row but for one carry: two mixes a row, not one an element.
+    upper = tl.where(low < start, _mix((high + 1) ^ seed_high), _mix(high ^ seed_high))
+    return (_mix(_mix(low ^ seed_low) ^ upper) >> 8) >= least.to(tl.uint32)
+
+
+@triton.jit
+def _mix(x):
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x *= 0x846CA68B
+    return x ^ (x >> 16)

@@ -1,0 +1,149 @@
+"""Sparse attention drawn and checked: inputs of every kind, and a dense masked softmax in float64.
+
+As a script it holds the Triton kernels to that under Triton's interpreter, which has to be on before a kernel is
+decorated.
+"""
+
+import math
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import torch
+
+import shardlib as sl
+from shardlib import rng
+from shardlib.sparse import Layout
+
+# Results are summed in fp32 and rounded once to the dtype; those of fp16 and bf16 are as far off as that rounding, and
+# their gradients as that of the output, of which they are computed.
+UNITS = {torch.float32: 2**-17, torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float64: 1e-12}
+
+
+@dataclass
+class Case:
+    """Inputs in one dtype, and how they are attended to."""
+
+    tensors: dict[str, torch.Tensor]
+    layout: Layout
+    settings: dict
+
+    def __call__(self, function, **more):
+        """The output and the gradients of everything."""
+        inputs = {name: x.detach().requires_grad_() for name, x in self.tensors.items()}
+        out = function(
+            inputs["q"], inputs["k"], inputs["v"], self.layout, bias=inputs.get("bias"), **self.settings, **more
+        )
+        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        # As often in models: not contiguous.
+        gradients = torch.autograd.grad(out, list(inputs.values()), grad.to(out.dtype).mT.contiguous().mT)
+        return {"out": out.detach()} | dict(zip(inputs, gradients))
+
+    def wide(self):
+        return Case({name: x.double() for name, x in self.tensors.items()}, self.layout, self.settings)
+
+
+def make(
+    length=70,
+    size=16,
+    heads=4,
+    key_heads=2,
+    batch=2,
+    block=16,
+    dtype=torch.float32,
+    shared=False,
+    density=0.5,
+    masked=False,
+    bias_heads=0,
+    seed=0,
+    transposed=False,
+    layout=None,
+    **settings,
+):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    if transposed:  # (batch, sequence, heads, size), as a projection makes it
+        q, k, v = (normal(batch, length, n, size).transpose(1, 2) for n in (heads, key_heads, key_heads))
+    else:
+        q, k, v = (normal(batch, n, length, size) for n in (heads, key_heads, key_heads))
+    tensors = {"q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype)}
+    if bias_heads:
+        tensors["bias"] = normal(bias_heads, 2 * length - 1)
+    if masked:
+        settings["key_mask"] = torch.rand(batch, length, generator=generator) < 0.7
+    if layout is None:
+        side = -(-length // block)
+        dense = torch.rand(1 if shared else heads, side, side, generator=generator) < density
+        layout = Layout.from_dense(dense, block)
+    return Case(tensors, layout, settings)
+
+
+def dense_attention(q, k, v, layout, *, causal=False, scale=None, key_mask=None, bias=None, dropout=0.0, rng_key=None):
+    """The definition, with whole matrices of scores."""
+    length, heads = q.shape[2], q.shape[1]
+    seen = layout.to_dense().repeat_interleave(layout.block, 1).repeat_interleave(layout.block, 2)[:, :length, :length]
+    if causal:
+        seen = seen.tril()
+    seen = seen[None] if key_mask is None else seen[None] & key_mask[:, None, None]
+    k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.mT * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if bias is not None:
+        place = torch.arange(length)
+        scores = scores + bias[:, place - place[:, None] + length - 1]
+    weights = scores.masked_fill(~seen, -math.inf).softmax(dim=-1).masked_fill(~seen, 0)
+    if dropout:
+        # The numbers of a tensor of all scores; see shardlib.rng.
+        kept = rng.uniform(rng_key, weights.shape, dtype=torch.float64) >= int(dropout * 2**24) / 2**24
+        weights = weights * kept / (1 - dropout)
+    return weights @ v
+
+
+def check(case, using):
+    """The output and all gradients."""
+    plain = dict(case.settings)
+    if "rng" in plain:
+        plain["rng_key"] = plain.pop("rng")
+    wanted = Case(case.wide().tensors, case.layout, plain)(dense_attention)
+    found = case(sl.sparse_attention, using=using)
+    for part, value in found.items():
+        assert value.dtype == case.tensors["q" if part == "out" else part].dtype
+        unit = UNITS[case.tensors["q"].dtype]
+        atol = unit * max(1.0, wanted[part].abs().max().item())
+        torch.testing.assert_close(
+            value.double(), wanted[part], rtol=unit, atol=atol, msg=lambda m, p=part: f"{p}: {m}"
+        )
+
+
+def _cases():
+    """What the Triton kernels are tried on; and again with long lists in parts."""
+    yield make(length=130, heads=2, batch=1)
+    yield make(length=1)
+    yield make(length=50, causal=True, masked=True, bias_heads=4, dropout=0.3, rng=sl.Key(2**64 - 3, 2**20 + 7))
+    yield make(
+        length=70, size=24, block=32, key_heads=1, batch=1, shared=True, masked=True, bias_heads=1, transposed=True
+    )
+    yield make(length=192, heads=2, batch=1, block=128, density=0.6, causal=True)  # a tile is smaller than a block
+    yield make(length=80, size=20, heads=2, block=64, density=0.9, bias_heads=1)
+    yield make(length=40, density=0.0, bias_heads=1)
+    yield make(length=130, size=64, batch=1, block=32, masked=True, dtype=torch.float16, dropout=0.2, rng=sl.Key(3))
+    yield make(length=130, size=64, batch=1, block=64, causal=True, dtype=torch.bfloat16)
+    yield make(length=40, size=200, heads=2, batch=1, block=32)
+
+
+def _cases_in_parts():
+    yield make(length=330, batch=1, heads=2, key_heads=1, layout=sl.sparse.bigbird(330), bias_heads=1)
+    patterns = sl.sparse.fixed(250, causal=True, heads=4, patterns=2)  # which heads share
+    yield make(length=250, batch=1, causal=True, layout=patterns)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for case in _cases():
+        check(case, "triton")
+    with patch("shardlib.kernels.sparse_attention.packing.LEAST_STEPS", 1):
+        for case in _cases_in_parts():
+            check(case, "triton")
+    nothing = make(batch=0, bias_heads=1)(sl.sparse_attention, using="triton")
+    assert nothing["out"].shape == (0, 4, 70, 16) and not nothing["bias"].any()

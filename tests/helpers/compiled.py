@@ -1,0 +1,184 @@
+"""Kernels compiled for sm_90 without a GPU: what each is given, and what it takes of registers and shared memory.
+
+`CASES` holds every Triton kernel of the library in every shape it is launched in that matters; those that take too long
+for every commit are in `MORE`.
+"""
+
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from shardlib.kernels.onebit import triton as onebit
+from shardlib.kernels.quantize import Blockwise
+from shardlib.kernels.quantize import triton as quantize
+from shardlib.kernels.sparse_attention import shapes, triton_backward, triton_bias, triton_forward
+
+SHARED_BYTES = 227 * 1024  # that a program can have on sm_90
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel and how it is launched.
+
+    Attributes:
+        types: of what is passed when it runs.
+        constants: what is compiled in.
+        exact: a product is rounded before it is added.
+    """
+
+    kernel: Any
+    types: dict[str, str]
+    constants: dict[str, Any]
+    warps: int = 4
+    stages: int = 3
+    exact: bool = True
+
+
+def check(case: Case, folder: Path) -> None:
+    """Compile, and fail where registers are spilled or shared memory does not suffice."""
+    types = {name: "constexpr" if name in case.constants else case.types[name] for name in case.kernel.arg_names}
+    constants = {name: value for name, value in case.constants.items() if name in types}
+    # As the launcher finds them: torch's memory is aligned.
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types.values()) if kind[0] == "*"}
+    options = {"enable_fp_fusion": not case.exact, "num_warps": case.warps, "num_stages": case.stages}
+    source = ASTSource(case.kernel, types, constants, aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert made.metadata.shared <= SHARED_BYTES
+    if case.exact:
+        assert "fma.rn.f32" not in made.asm["ptx"]
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(made.asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin)]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    stack, local = re.search(r"STACK:(\d+) .*LOCAL:(\d+)", usage).groups()
+    assert (stack, local) == ("0", "0"), usage
+
+
+def _onebit() -> dict[str, Case]:
+    types = {"x": "*fp32", "error": "*fp32", "bits": "*u8", "scales": "*fp32", "ranks": "i32"}
+    types |= {"offsets": "*i64", "first": "*i64", "count": "i64", "elements": "i64", "length": "i64"}
+    types |= {"out_bits": "*u8", "out_scales": "*fp32", "out": "*fp32", "partial": "*fp64"}
+    made = {}
+    for mean in (False, True):
+        for name, block in (("_signs", 0), ("_errors", 0), ("_blocks", 128), ("_average", 0), ("_scales", 0)):
+            constants = {"TILE": onebit.TILE, "STEP": 1024, "BLOCK": block, "MEAN": mean}
+            if not mean:
+                constants["ranks"] = 1  # the value 1 is compiled in
+            made[f"onebit{name}, mean={mean}"] = Case(getattr(onebit, name), types, constants)
+    return made
+
+
+def _quantize() -> dict[str, Case]:
+    types = {"x": "*fp32", "sent_values": "*i8", "sent_scales": "*fp32", "ranks": "i32", "sent_size": "i64"}
+    types |= {"values": "*i8", "scales": "*fp32", "size": "i64", "count": "i64", "elements": "i64"}
+    types |= {"error": "*fp32", "out": "*bf16"}
+    made = {}
+    for bits in (4, 8):
+        shape = quantize._shape(Blockwise(bits))
+        warps = shape.pop("num_warps")
+        made[f"dequantize {bits}"] = Case(quantize._dequantize_sum, types, shape | {"BITS": bits}, warps)
+        for block in (128, 4096):
+            shape = quantize._shape(Blockwise(bits, block))
+            warps = shape.pop("num_warps")
+            for sent in (0, 4, 8):
+                for feedback in ({"FEEDBACK": True}, {"FEEDBACK": False, "error": None}):
+                    constants = shape | {"BITS": bits, "SENT_BITS": sent} | feedback
+                    name = f"quantize {bits} by {block}, sent {sent}, feedback={feedback['FEEDBACK']}"
+                    made[name] = Case(quantize._quantize_blocks, types, constants, warps)
+    return made
+
+
+_TYPES = {
+    torch.float32: ("fp32", tl.float32),
+    torch.float16: ("fp16", tl.float16),
+    torch.bfloat16: ("bf16", tl.bfloat16),
+}
+_SPARSE = {
+    "forward": triton_forward.attend,
+    "query": triton_backward.by_query,
+    "key": triton_backward.by_key,
+    "diagonal": triton_bias.by_diagonal,
+    "merge": triton_forward.merge,
+    "add": triton_backward.add,
+    "inner": triton_backward.inner,
+}
+
+
+def _sparse(
+    name: str, shape: shapes.Shape, size: int, dtype: torch.dtype, rich: bool = False, rows: int | None = None
+) -> dict[str, Case]:
+    """One case: causal, with a key mask, and with all else that makes it larger if ``rich``."""
+    short, of_products = _TYPES[dtype]
+    kinds = (
+        (f"*{short}", "q k v dout out dq dk dv result"),
+        ("*fp32", "lse partial partial_lse partial_k partial_v delta sums bias"),
+        ("*i32", "members blocks bits items merges"),
+        ("*u8", "key_mask"),
+        ("i32", "count slots heads group size bias_stride cells rows seed_low seed_high least"),
+        ("i64", "counter"),
+        ("fp32", "scale kept_scale"),
+    )
+    types = {name: kind for kind, names in kinds for name in names.split()}
+    constants = {
+        "D": size, "HEAD": shapes.head_of(size), "PIECE": shape.piece, "CELL": shape.cell, "TILE": 64,
+        "ROWS": rows or shape.rows // shape.cell, "WIDTH": shape.step // shape.cell, "TYPE": of_products,
+        "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
+        "SHARED": True, "WHOLE": False, "CAUSAL": True, "DROPOUT": rich,
+    }  # fmt: skip
+    if not rich and name != "diagonal":
+        constants["bias"] = None
+    case = Case(_SPARSE[name], types, constants, shape.warps, shape.stages, exact=False)
+    more = f"{', rich' if rich else ''}{f', {rows} lists' if rows else ''}"
+    return {f"sparse {name} of {size} {short}, {shape.rows} × {shape.step} by {shape.cell}{more}": case}
+
+
+def _attention(
+    sizes: tuple[int, ...], dtype: torch.dtype, riches: tuple[bool, ...], block: int = 16
+) -> dict[str, Case]:
+    made = {}
+    for name in ("forward", "query", "key"):
+        for size in sizes:
+            for rich in riches:
+                for shape in shapes.shapes(name, block, size, dtype.itemsize, rich):
+                    made |= _sparse(name, shape, size, dtype, rich)
+                    made |= _sparse(name, shape, size, dtype, rich, rows=1)  # a tile of one long list
+    return made
+
+
+def _few(name: str, size: int, dtype: torch.dtype, rich: bool = False, **more: Any) -> dict[str, Case]:
+    """The larger shape; of kernels that have none of their own, that of the results which they put together."""
+    own = name if name in ("forward", "query", "key") else "forward"
+    return _sparse(name, shapes.shapes(own, 16, size, dtype.itemsize, rich)[0], size, dtype, rich, **more)
+
+
+_BOTH = (False, True)
+CASES = _onebit() | _quantize()
+for _name in ("forward", "query", "key"):
+    for _size in (64, 128):
+        for _rich in _BOTH:
+            for _shape in shapes.shapes(_name, 16, _size, 2, _rich):
+                CASES |= _sparse(_name, _shape, _size, torch.bfloat16, _rich)
+    CASES |= _few(_name, 64, torch.bfloat16, rows=1) | _few(_name, 256, torch.bfloat16)
+    CASES |= _few(_name, 80, torch.float16) | _few(_name, 64, torch.float32, True) | _few(_name, 256, torch.float32)
+for _name in ("merge", "add", "inner"):
+    CASES |= (
+        _few(_name, 64, torch.bfloat16) | _few(_name, 256, torch.bfloat16) | _few(_name, 256, torch.float32, rows=2)
+    )
+for _block in (16, 32):
+    CASES |= _sparse("add", shapes.Shape(1, 64, 1, 0, 4, 1), 2 * _block, torch.float32, rows=1)  # of a bias
+    CASES |= _sparse("diagonal", shapes.diagonal_shape(_block, 128, 2), 128, torch.bfloat16, True)
+CASES |= _sparse("diagonal", shapes.diagonal_shape(16, 64, 4), 64, torch.float32, True)
+
+MORE: dict[str, Case] = {}
+for _dtype in _TYPES:
+    for _block in (16, 64):
+        MORE |= _attention((16, 32, 64, 96, 128, 256), _dtype, _BOTH, _block)
+MORE = {name: case for name, case in MORE.items() if name not in CASES}
