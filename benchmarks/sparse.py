@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import csv
 import statistics
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -60,8 +61,9 @@ def measure(lengths: list[int], rounds: int) -> Times:
             sparse, dense = _calls(length, dtype)
             for call in sparse.values():
                 call(0)
-            times |= interleave(sparse, rounds if length <= _OFTEN_UP_TO else max(1, rounds - 2))
-            times |= interleave(dense, rounds if length <= _OFTEN_UP_TO else 1)
+            often = length <= _OFTEN_UP_TO
+            times |= interleave(sparse, rounds if often else max(1, rounds - 2), clock=time.process_time)
+            times |= interleave(dense, rounds if often else 1, clock=time.process_time)
             print(f"{length} {dtype}: measured", flush=True)
     return times
 
@@ -109,8 +111,8 @@ def table(times: Times) -> str:
         "",
         f"Batch 1, {_HEADS} heads of size {_SIZE}, blocks of {_BLOCK}, not causal, one thread; sparse: "
         f"{choose('sparse_attention', torch.device('cpu'))}. “Gathered”: the same blocks gathered in plain torch, with "
-        "autograd. “Dense”: `F.scaled_dot_product_attention`. Sparse and gathered take turns; medians of rounds, ratios "
-        "with 95% intervals. The last column, speed-up over dense × density, is 1 where an operation of sparse attention "
+        "autograd. “Dense”: `F.scaled_dot_product_attention`. Seconds of processor time; sparse and gathered take turns; "
+        "medians of rounds, ratios with 95% intervals. The last column, speed-up over dense × density, is 1 where an operation of sparse attention "
         "takes as long as one of dense attention. Written by `python -m benchmarks.sparse`.",
         "",
         "| tokens | dtype | layout | density | | seconds | gathered | times as fast (target ≥ 3) | | dense | × dense "

@@ -113,6 +113,7 @@ class Source {
         float* into = room_ + row * problem_.size;
         if (done_[row / TILE]) return into;
         done_[row / TILE] = 1;
+        prefetch_next(from, problem_.size);
         if constexpr (transposed)
             transpose_panel<Type>(from, problem_.size, into);
         else

@@ -43,11 +43,12 @@ inline void put(const float* from, int64_t size, float factor, typename Type::El
 template <typename Type>
 void forward_tile(const Problem& p, const Tile& tile, const typename Type::Element* q, typename Type::Element* out,
                   float* lse, Thread<Type>& own) {
+    prefetch_next(q, p.size);
     scaled<Type>(q, TILE * p.size, p.scale * LOG2E, own.queries);
     memset(own.out, 0, size_t(TILE * p.size) * sizeof(float));
-    float most[TILE], subtract[TILE], factors[TILE];
-    Floats totals[TILE];  // the sum of the lanes counts
-    for (int i = 0; i < TILE; ++i) most[i] = -__builtin_inff(), totals[i] = Floats{};
+    float most[TILE], found[TILE], subtract[TILE], factors[TILE], sums[TILE];
+    Floats highest[TILE], totals[TILE] = {};  // of which all lanes count
+    for (int i = 0; i < TILE; ++i) most[i] = -__builtin_inff();
     Panels panels(p, tile);
     int64_t at[GROUP];
     const float *keys[GROUP], *values[GROUP];
@@ -58,23 +59,26 @@ void forward_tile(const Problem& p, const Tile& tile, const typename Type::Eleme
         }
         dots(own.queries, keys, count, p.size, own.weights, SCORES);
         for (int i = 0; i < TILE; ++i) {
-            Floats highest = all(most[i]);
-            for (int j = 0; j < count * TILE; j += W) {
+            highest[i] = all(most[i]);
+            for (unsigned j = 0; j < unsigned(count * TILE); j += W) {
                 float* place = own.weights + i * SCORES + j;
                 Floats score = seen(p, tile, tile.query + i, at[j / TILE] + j % TILE, load<Floats>(place));
-                highest = score > highest ? score : highest;
+                highest[i] = score > highest[i] ? score : highest[i];
                 store(place, score);
             }
-            float found = largest(highest);
-            // Where no key was seen yet there is nothing to subtract.
-            subtract[i] = found == -__builtin_inff() ? 0 : found;
-            factors[i] = most[i] - subtract[i];
-            most[i] = found;
         }
-        for (int i = 0; i < TILE; i += W) store(factors + i, exp2(load<Floats>(factors + i)));
+        fold(highest, found, [](Floats a, Floats b) { return a > b ? a : b; });
+        for (int i = 0; i < TILE; i += W) {
+            Floats now = load<Floats>(found + i);
+            // Where no key was seen yet there is nothing to subtract.
+            Floats less = now == all(-__builtin_inff()) ? Floats{} : now;
+            store(subtract + i, less);
+            store(factors + i, exp2(load<Floats>(most + i) - less));
+            store(most + i, now);
+        }
         for (int i = 0; i < TILE; ++i) {
             Floats total = totals[i] * all(factors[i]);
-            for (int j = 0; j < count * TILE; j += W) {
+            for (unsigned j = 0; j < unsigned(count * TILE); j += W) {
                 float* place = own.weights + i * SCORES + j;
                 Floats weight = exp2(load<Floats>(place) - all(subtract[i]));
                 total += weight;
@@ -83,10 +87,11 @@ void forward_tile(const Problem& p, const Tile& tile, const typename Type::Eleme
             }
             totals[i] = total;
         }
-        accumulate(own.weights, SCORES, 1, values, count, p.size, factors, own.out);
+        accumulate<SCORES, 1>(own.weights, values, count, p.size, factors, own.out);
     }
+    fold(totals, sums, [](Floats a, Floats b) { return a + b; });
     for (int i = 0; i < TILE; ++i) {
-        float total = sum(totals[i]);
+        float total = sums[i];
         put<Type>(own.out + i * p.size, p.size, total == 0 ? 0 : 1 / total, out + i * p.size);
         lse[i] = total == 0 ? -__builtin_inff() : most[i] * LN2 + __builtin_logf(total);
     }
@@ -103,18 +108,21 @@ struct Gradients {
 // Everything about the gradients of a tile; those of the heads' keys and values are added to.
 template <typename Type>
 void backward_tile(const Problem& p, const Tile& tile, const Gradients<Type>& g, Thread<Type>& own) {
+    prefetch_next(g.q, p.size);
+    prefetch_next(g.grad, p.size);
+    prefetch_next(g.out, p.size);
     scaled<Type>(g.q, TILE * p.size, p.scale * LOG2E, own.queries);
     scaled<Type>(g.grad, TILE * p.size, 1, own.grads);
     memset(own.out, 0, size_t(TILE * p.size) * sizeof(float));
     float inner[TILE], lse[TILE];
+    Floats products[TILE] = {};
     for (int i = 0; i < TILE; ++i) {
-        Floats products = {};
         for (int64_t d = i * p.size; d < (i + 1) * p.size; d += W)
-            products = fma(load<Floats>(own.grads + d), Type::load(g.out + d), products);
-        inner[i] = sum(products);
+            products[i] = fma(load<Floats>(own.grads + d), Type::load(g.out + d), products[i]);
         // A query that sees no key: every weight is 2^−∞.
         lse[i] = g.lse[i] == -__builtin_inff() ? __builtin_inff() : g.lse[i] * LOG2E;
     }
+    fold(products, inner, [](Floats a, Floats b) { return a + b; });
     const float *queries = own.queries, *grads = own.grads;
     Panels panels(p, tile);
     int64_t at[GROUP];
@@ -128,7 +136,7 @@ void backward_tile(const Problem& p, const Tile& tile, const Gradients<Type>& g,
         dots(queries, keys, count, p.size, own.weights, SCORES);
         dots(grads, values, count, p.size, own.dscores, SCORES);
         for (int i = 0; i < TILE; ++i) {
-            for (int j = 0; j < count * TILE; j += W) {
+            for (unsigned j = 0; j < unsigned(count * TILE); j += W) {
                 int64_t query = tile.query + i, key = at[j / TILE] + j % TILE;
                 float *weights = own.weights + i * SCORES + j, *dscores = own.dscores + i * SCORES + j;
                 Floats weight = exp2(seen(p, tile, query, key, load<Floats>(weights)) - all(lse[i]));
@@ -147,11 +155,11 @@ void backward_tile(const Problem& p, const Tile& tile, const Gradients<Type>& g,
                 store(dscores, dscore * all(LN2));  // the queries are multiplied by scale / ln 2
             }
         }
-        accumulate(own.dscores, SCORES, 1, rows, count, p.size, ONES, own.out);
+        accumulate<SCORES, 1>(own.dscores, rows, count, p.size, ONES, own.out);
         for (int panel = 0; panel < count; ++panel) {
             int64_t place = at[panel] * p.size;
-            accumulate(own.weights + panel * TILE, 1, SCORES, &grads, 1, p.size, ONES, g.dv + place);
-            accumulate(own.dscores + panel * TILE, 1, SCORES, &queries, 1, p.size, ONES, g.dk + place);
+            accumulate<1, SCORES>(own.weights + panel * TILE, &grads, 1, p.size, ONES, g.dv + place);
+            accumulate<1, SCORES>(own.dscores + panel * TILE, &queries, 1, p.size, ONES, g.dk + place);
         }
     }
     put<Type>(own.out, TILE * p.size, p.scale * LOG2E, g.dq);

@@ -14,18 +14,17 @@ constexpr int VECTORS = W == 16 ? 4 : 2;  // by so many vectors: half of the reg
 
 typedef Floats Sums[ROWS][VECTORS];
 
-// sums[r][v] += Σ_t a[r · row + t · step] · b[v][t · b_step], for V vectors
-template <int V>
-inline void multiply(const float* a, int64_t row, int64_t step, const float* const* b, int64_t b_step, int64_t count,
-                     Sums& sums) {
+// sums[r][v] += Σ_t number(r, t) · vector(v, t), for V vectors
+template <int V, typename Number, typename Vector>
+inline void multiply(int64_t count, const Number& number, const Vector& vector, Sums& sums) {
     for (int64_t t = 0; t < count; ++t) {
         Floats vectors[V];
-        for (int v = 0; v < V; ++v) vectors[v] = load<Floats>(b[v] + t * b_step);
+        for (int v = 0; v < V; ++v) vectors[v] = load<Floats>(vector(v, t));
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; ++r) {
-            Floats number = all(a[r * row + t * step]);
+            Floats factor = all(*number(r, t));
 #pragma GCC unroll 4
-            for (int v = 0; v < V; ++v) sums[r][v] = fma(number, vectors[v], sums[r][v]);
+            for (int v = 0; v < V; ++v) sums[r][v] = fma(factor, vectors[v], sums[r][v]);
         }
     }
 }
@@ -61,17 +60,21 @@ inline void dots(const float* queries, const float* const* keys, int panels, int
         for (int v = 0; v < V; ++v) vectors[v] = keys[(first + v) / PARTS] + (first + v) % PARTS * W;
         for (int i = 0; i < TILE; i += ROWS) {
             Sums sums = {};
-            multiply<V>(queries + i * size, size, 1, vectors, TILE, size, sums);
+            const float* from = queries + i * size;
+            multiply<V>(
+                size, [=](int r, int64_t d) { return from + r * size + d; },
+                [&](int v, int64_t d) { return vectors[v] + d * TILE; }, sums);
             for (int r = 0; r < ROWS; ++r)
                 for (int v = 0; v < V; ++v) store(scores + (i + r) * row + (first + v) * W, sums[r][v]);
         }
     });
 }
 
-// out[i][d] = out[i][d] · factors[i] + Σ_t a[i · row + t · step] · b[t][d]; b is panels of [TILE][size], one after the
+// out[i][d] = out[i][d] · factors[i] + Σ_t a[i · ROW + t · STEP] · b[t][d]; b is panels of [TILE][size], one after the
 // other in t.
-inline void accumulate(const float* a, int64_t row, int64_t step, const float* const* b, int panels, int64_t size,
-                       const float* factors, float* out) {
+template <int ROW, int STEP>
+inline void accumulate(const float* a, const float* const* b, int panels, int64_t size, const float* factors,
+                       float* out) {
     by_vectors(size / W, [&](int64_t first, auto count) {
         constexpr int V = decltype(count)::value;
         for (int i = 0; i < TILE; i += ROWS) {
@@ -81,9 +84,10 @@ inline void accumulate(const float* a, int64_t row, int64_t step, const float* c
                 for (int v = 0; v < V; ++v)
                     sums[r][v] = load<Floats>(into + r * size + v * W) * all(factors[i + r]);
             for (int panel = 0; panel < panels; ++panel) {
-                const float* vectors[V];
-                for (int v = 0; v < V; ++v) vectors[v] = b[panel] + (first + v) * W;
-                multiply<V>(a + i * row + panel * TILE * step, row, step, vectors, size, TILE, sums);
+                const float *numbers = a + i * ROW + panel * TILE * STEP, *vectors = b[panel] + first * W;
+                multiply<V>(
+                    TILE, [=](int r, int64_t t) { return numbers + r * ROW + t * STEP; },
+                    [=](int v, int64_t t) { return vectors + t * size + v * W; }, sums);
             }
             for (int r = 0; r < ROWS; ++r)
                 for (int v = 0; v < V; ++v) store(into + r * size + v * W, sums[r][v]);
@@ -117,6 +121,13 @@ inline void transpose(Floats (&x)[W]) {
     }
 }
 
+// Of the TILE rows that follow these: the hardware's prefetching stops at every 4 KB, which is just one tile of 64 floats.
+template <typename Element>
+inline void prefetch_next(const Element* rows, int64_t size) {
+    const char* next = reinterpret_cast<const char*>(rows + TILE * size);
+    for (int64_t i = 0; i < TILE * size * int64_t(sizeof(Element)); i += 64) __builtin_prefetch(next + i);
+}
+
 // [size][TILE] from TILE rows.
 template <typename Type>
 inline void transpose_panel(const typename Type::Element* rows, int64_t size, float* into) {
@@ -130,20 +141,17 @@ inline void transpose_panel(const typename Type::Element* rows, int64_t size, fl
     }
 }
 
-inline float largest(Floats x) {
-    float most = x[0];
-    for (int step = W / 2; step; step /= 2) {
-        Floats other = x;
-        for (int lane = 0; lane < step; ++lane) other[lane] = x[lane + step];
-        x = other > x ? other : x;
+// result[i] = the lanes of rows[i] put together by `both`.
+template <typename Both>
+inline void fold(const Floats (&rows)[TILE], float* result, const Both& both) {
+    for (int first = 0; first < TILE; first += W) {
+        Floats x[W];
+        for (int i = 0; i < W; ++i) x[i] = rows[first + i];
+        transpose(x);
+        for (int step = W / 2; step; step /= 2)
+            for (int i = 0; i < step; ++i) x[i] = both(x[i], x[i + step]);
+        store(result + first, x[0]);
     }
-    return x[0] > most ? x[0] : most;
-}
-
-inline float sum(Floats x) {
-    float total = 0;
-    for (int lane = 0; lane < W; ++lane) total += x[lane];
-    return total;
 }
 
 // 2^x for x ≤ 127, to 1e-7; 0 below −126. A polynomial of degree 6 that is best by its relative error on [−½, ½].
