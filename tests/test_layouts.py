@@ -146,15 +146,14 @@ def test_compressed_is_dense(size, heads, density, seed):
     dense[heads // 2] = dense[0]  # heads that share their blocks
     layout = Layout.from_dense(dense, 32)
     assert torch.equal(layout.to_dense(), dense)
-    assert torch.equal(Layout(32, layout.column_offsets, layout.rows).to_dense(), dense.mT)
     assert (layout.heads, layout.size, layout.blocks) == (heads, size, int(dense.sum()))
     assert layout.density == pytest.approx(dense.double().mean().item())
 
 
 def test_a_hundred_thousand_tokens_are_small():
     layout = sparse.bigbird(2**17, heads=16)
-    stored = layout.columns.numel() + layout.row_offsets.numel() + layout.rows.numel()
-    assert 4 * stored < 2**23 and layout.size == 8192
+    stored = layout.columns.numel() + layout.row_offsets.numel()
+    assert 4 * stored < 2**22 and layout.size == 8192
     shared = sparse.fixed(2**15, heads=16, patterns=4)
     assert 4 * shared.columns.numel() == shared.blocks  # 4 bytes a block, every four heads of which 4 are the same
 

@@ -62,7 +62,16 @@ inline Ints widen(Bytes bytes) {
 #endif
 }
 
-inline Floats all(float value) { return Floats{} + value; }
+// (Floats{} + value would have to add: 0 + −0 is not −0.)
+inline Floats all(float value) {
+#if defined(__AVX512F__)
+    return bitcast<Floats>(_mm512_set1_ps(value));
+#elif defined(__AVX2__)
+    return bitcast<Floats>(_mm256_set1_ps(value));
+#else
+    return Floats{value, value, value, value};
+#endif
+}
 
 // a · b + c, rounded once where the processor can.
 inline Floats fma(Floats a, Floats b, Floats c) {

@@ -13,8 +13,7 @@ import torch
 class Layout:
     """The blocks of a ``[length, length]`` matrix of scores that are computed, for all heads or for each.
 
-    Memory is 4 bytes per block (8 once the transposed form is asked for): heads that have the same blocks point to the
-    same list.
+    Memory is 4 bytes per block: heads that have the same blocks point to the same list.
 
     Attributes:
         block: queries, and keys, per block: a power of two, 16 or more.
@@ -102,31 +101,6 @@ class Layout:
     def density(self) -> float:
         """Blocks that are computed, over all there are."""
         return self.blocks / (self.heads * self.size**2) if self.size else 0.0
-
-    @property
-    def column_offsets(self) -> torch.Tensor:
-        """int32 ``[heads, size + 1]``: the transposed `row_offsets`, into `rows`."""
-        return self._transposed[0]
-
-    @property
-    def rows(self) -> torch.Tensor:
-        """int32 ``[stored blocks]``, ascending in every column: the transposed `columns`."""
-        return self._transposed[1]
-
-    @cached_property
-    def _transposed(self) -> tuple[torch.Tensor, torch.Tensor]:
-        column_offsets, rows = torch.empty_like(self.row_offsets), torch.empty_like(self.columns)
-        made: dict[tuple[int, ...], int] = {}
-        for head, offsets in enumerate(self.row_offsets):
-            first = made.setdefault(tuple(offsets[[0, -1]].tolist()), head)
-            if first == head:
-                own_rows, own_columns = self.pairs(head)
-                # The blocks of a head lie at the same place in both lists, as there are equally many.
-                rows[offsets[0] : offsets[-1]] = own_rows[own_columns.argsort(stable=True)].int()
-                column_offsets[head] = offsets_of(own_columns.bincount(minlength=self.size)) + offsets[0]
-            else:
-                column_offsets[head] = column_offsets[first]
-        return column_offsets, rows
 
     def to(self, device: torch.device | str) -> Layout:
         """The same on another device."""

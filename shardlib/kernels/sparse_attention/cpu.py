@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from shardlib.kernels import native
 from shardlib.kernels.sparse_attention.options import Blocks, Options
 
-_PANEL = 16  # as in tiles.h
+_TILE = 16  # as in tiles.h
+_SLOTS = 3  # as in sparse_attention.cpp
 _PROBLEM = "pp" + 8 * "l" + "pplfilfll"  # as in `_Problem`
 _SIGNATURES = {
     "sparse_attention_forward": "pppippppi" + _PROBLEM,
@@ -39,7 +40,7 @@ def forward(
     out = torch.empty_like(queries)
     lse = torch.empty(queries.shape[:3])
     dtype = native.DTYPES[queries.dtype]
-    _library().sparse_attention_forward(queries, keys, values, dtype, out, lse, *_converted(keys), *problem)
+    _library().sparse_attention_forward(queries, keys, values, dtype, out, lse, *_scratch(keys), *problem)
     length, size = q.shape[2:]
     return out[:, :, :length, :size].to(q.dtype).contiguous(), lse[:, :, :length].contiguous()
 
@@ -67,12 +68,12 @@ def backward(
     sums = None if bias is None else torch.zeros(parts, batch, heads, 2 * padded)
     dtype = native.DTYPES[queries.dtype]
     _library().sparse_attention_backward(
-        grads, queries, keys, values, outs, dtype, totals, dq, dk, dv, sums, parts, *_converted(keys), *problem
+        grads, queries, keys, values, outs, dtype, totals, dq, dk, dv, sums, parts, *_scratch(keys), *problem
     )
     length, size = q.shape[2:]
     dbias = None
     if bias is not None and sums is not None:
-        kept = sums[..., padded - length :][..., : 2 * length - 1].flip(-1)
+        kept = sums[..., padded - length :][..., : 2 * length - 1]
         dbias = kept.sum(dim=(0, 1)).sum_to_size(bias.shape).to(bias.dtype)
     dk, dv = ((x[0] if parts == 1 else x.sum(dim=0))[:, :, :length, :size] for x in (dk, dv))
     dq = dq[:, :, :length, :size]
@@ -80,12 +81,11 @@ def backward(
 
 
 def work(q: torch.Tensor, k: torch.Tensor, blocks: Blocks, options: Options) -> float:
-    """The share of all pairs of positions, padded to whole panels, that are computed: counted."""
+    """The share of all pairs of positions, padded to whole panels of 16, that are computed: counted."""
     problem = _problem(q, k, blocks, None, None, options)
     panels = torch.empty(1, dtype=torch.int64)
     _library().sparse_attention_panels(panels, *problem)
-    lanes = {"avx512": 16, "avx2": 8, "portable": 4}[native.instruction_set("sparse_attention")]
-    return panels.item() * lanes * _PANEL / (problem.batch * problem.query_heads * problem.padded**2)
+    return panels.item() * _TILE**2 / (problem.batch * problem.query_heads * problem.padded**2)
 
 
 def _library() -> Any:
@@ -101,17 +101,15 @@ def _padded(x: torch.Tensor) -> torch.Tensor:
     """Whole panels of positions, and whole vectors of numbers of a head, the new ones zero."""
     x = native.readable(x)
     length, size = x.shape[2:]
-    return F.pad(x, (0, -size % _PANEL, 0, -length % _PANEL)) if length % _PANEL or size % _PANEL else x
+    return F.pad(x, (0, -size % _TILE, 0, -length % _TILE)) if length % _TILE or size % _TILE else x
 
 
-def _converted(keys: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
-    """Room for one head's keys and values in fp32, for each thread, which of them are there, and the threads."""
+def _scratch(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Room for one head's keys and values as the kernel reads them, for each thread, which are there, and the threads."""
     threads = torch.get_num_threads()
-    if keys.dtype == torch.float32:
-        return None, None, threads
     _, _, padded, size = keys.shape
-    room = torch.empty(threads, 2, padded, size)
-    return room, torch.empty(threads, 2, padded // _PANEL, dtype=torch.uint8), threads
+    room = torch.empty(threads, _SLOTS, padded, size)
+    return room, torch.empty(threads, _SLOTS, padded // _TILE, dtype=torch.uint8), threads
 
 
 class _Problem(NamedTuple):
@@ -147,13 +145,13 @@ def _problem(
     options: Options,
 ) -> _Problem:
     batch, heads, length, size = q.shape
-    padding = -length % _PANEL
+    padding = -length % _TILE
     seen = torch.ones(batch, length, dtype=torch.bool) if key_mask is None else key_mask
     hidden = ~F.pad(seen, (0, padding))
     by_distance = None
     if bias is not None:
-        # From key − query to query − key, of the padded length; scores are in units of ln 2.
-        by_distance = F.pad(bias.float().flip(-1) / math.log(2), (padding, padding + 1)).contiguous()
+        # Of the padded length; scores are in units of ln 2.
+        by_distance = F.pad(bias / math.log(2), (padding, padding + 1))
     return _Problem(
         row_offsets=blocks.row_offsets,
         columns=blocks.columns,
@@ -163,7 +161,7 @@ def _problem(
         key_heads=k.shape[1],
         length=length,
         padded=length + padding,
-        size=size + -size % _PANEL,
+        size=size + -size % _TILE,
         block=options.block,
         key_bias=torch.zeros(hidden.shape).masked_fill(hidden, -math.inf),
         bias=by_distance,

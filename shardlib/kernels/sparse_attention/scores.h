@@ -16,7 +16,7 @@ struct Problem {
     int64_t heads;  // of the layout
     int64_t batch, query_heads, key_heads, length, padded, size, block;
     const float* key_bias;  // [batch, padded]: 0, or −∞ for keys that nobody sees
-    const float* bias;      // [bias_heads, 2 · padded] by query − key + padded − 1, or null
+    const float* bias;      // [bias_heads, 2 · padded] by key − query + padded − 1, or null
     int64_t bias_heads;
     float scale;
     int causal;
@@ -38,7 +38,7 @@ class Panels {
         const int32_t* offsets = problem.row_offsets + (problem.heads > 1 ? tile.head * (rows + 1) : 0) + row;
         at_ = problem.columns + offsets[0];
         end_ = problem.columns + offsets[1];
-        limit_ = problem.causal ? tile.query + W : problem.padded;
+        limit_ = problem.causal ? tile.query + TILE : problem.padded;
     }
 
     // The first keys of the next panels, GROUP at most; returns how many.
@@ -48,7 +48,7 @@ class Panels {
             int64_t key = *at_ * block_ + inside_;
             if (key >= limit_) break;  // as are those that follow
             keys[found++] = key;
-            inside_ += PANEL;
+            inside_ += TILE;
             if (inside_ == block_) inside_ = 0, ++at_;
         }
         return found;
@@ -59,83 +59,65 @@ class Panels {
     int64_t block_, limit_, inside_ = 0;
 };
 
-// What dropout multiplies the weights of a tile by: the generator of rng.py, by the number of query and key.
-class Dropout {
-   public:
-    Dropout(const Problem& p, const Tile& tile) : threshold_(Words{} + uint32_t(p.threshold)), kept_(all(p.kept)) {
-        seed_low_ = Words{} + uint32_t(p.seed);
-        seed_high_ = Words{} + uint32_t(uint64_t(p.seed) >> 32);
-        for (int lane = 0; lane < W; ++lane) {
-            int64_t row = (tile.sample * p.query_heads + tile.head) * p.length + tile.query + lane;
-            uint64_t number = uint64_t(p.counter + row * p.length);
-            low_[lane] = uint32_t(number);
-            high_[lane] = uint32_t(number >> 32);
-        }
-    }
-
-    Floats operator()(int64_t key) const {
-        Words low = low_ + uint32_t(key);
-        Words high = high_ - (Words)(low < low_);  // carries
-        Words bits = mix(mix(low ^ seed_low_) ^ mix(high ^ seed_high_)) >> 8;
-        return bits >= threshold_ ? kept_ : Floats{};
-    }
-
-   private:
-    static Words mix(Words x) {
-        x = (x ^ (x >> 16)) * 0x7feb352du;
-        x = (x ^ (x >> 15)) * 0x846ca68bu;
-        return x ^ (x >> 16);
-    }
-
-    Words threshold_, seed_low_, seed_high_, low_ = {}, high_ = {};
-    Floats kept_;
-};
-
-// Where the bias of a tile's first query and a key lies; that of the next query follows.
-inline int64_t bias_place(const Problem& problem, const Tile& tile, int64_t key) {
-    int64_t head = problem.bias_heads > 1 ? tile.head : 0;
-    return head * 2 * problem.padded + tile.query - key + problem.padded - 1;
+inline Ints lanes() {
+    Ints numbers = {};
+    for (int lane = 0; lane < W; ++lane) numbers[lane] = lane;
+    return numbers;
 }
 
-// The scores of a panel, of queries that were multiplied by scale · log2 e; −∞ where a key is not seen.
-inline void score(const Problem& problem, const Tile& tile, int64_t key, const float* keys, const float* queries,
-                  Floats (&scores)[PANEL]) {
-    dots(keys, queries, problem.size, scores);
-    const float* key_bias = problem.key_bias + tile.sample * problem.padded + key;
-    for (int r = 0; r < PANEL; ++r) scores[r] += all(key_bias[r]);
-    if (problem.bias) {
-        const float* bias = problem.bias + bias_place(problem, tile, key);
-        for (int r = 0; r < PANEL; ++r) scores[r] += load<Floats>(bias - r);
-    }
-    if (problem.causal && key + PANEL - 1 > tile.query) {
-        Ints query = {};
-        for (int lane = 0; lane < W; ++lane) query[lane] = lane;
-        for (int r = 0; r < PANEL; ++r)
-            scores[r] = query < int(key + r - tile.query) ? all(-__builtin_inff()) : scores[r];
-    }
+inline Words mix(Words x) {
+    x = (x ^ (x >> 16)) * 0x7feb352du;
+    x = (x ^ (x >> 15)) * 0x846ca68bu;
+    return x ^ (x >> 16);
 }
 
-// Keys or values of one head in fp32, a panel at a time. Other types are converted when first asked for.
-template <typename Type>
-class Rows {
+// What dropout multiplies the weights of a query and W keys by: the generator of rng.py, by the number of the weight.
+inline Floats dropout(const Problem& p, const Tile& tile, int64_t query, int64_t key) {
+    int64_t row = (tile.sample * p.query_heads + tile.head) * p.length + query;
+    uint64_t number = uint64_t(p.counter + row * p.length + key);
+    Words first = Words{} + uint32_t(number), low = first + (Words)lanes();
+    Words high = Words{} + uint32_t(number >> 32) - (Words)(low < first);  // carries
+    Words bits = mix(mix(low ^ uint32_t(p.seed)) ^ mix(high ^ uint32_t(uint64_t(p.seed) >> 32))) >> 8;
+    return bits >= uint32_t(p.threshold) ? all(p.kept) : Floats{};
+}
+
+// Where the bias of a query and a key lies; that of the next key follows.
+inline int64_t bias_place(const Problem& p, int64_t query, int64_t key) { return key - query + p.padded - 1; }
+
+// The scores of a query and W keys, with what is added to products; −∞ where a key is not seen.
+inline Floats seen(const Problem& p, const Tile& tile, int64_t query, int64_t key, Floats score) {
+    score += load<Floats>(p.key_bias + tile.sample * p.padded + key);
+    if (p.bias) {
+        const float* bias = p.bias + (p.bias_heads > 1 ? tile.head : 0) * 2 * p.padded;
+        score += load<Floats>(bias + bias_place(p, query, key));
+    }
+    if (p.causal && key + W - 1 > query) score = lanes() > int(query - key) ? all(-__builtin_inff()) : score;
+    return score;
+}
+
+// Panels of one head's keys or values in fp32, made when first asked for: as they lie, or transposed.
+template <typename Type, bool transposed>
+class Source {
    public:
-    Rows(float* scratch, uint8_t* done, int64_t number, const Problem& problem)
-        : room_(scratch + number * problem.padded * problem.size),
-          done_(done + number * problem.padded / PANEL),
-          problem_(problem) {}
+    Source(float* room, uint8_t* done, const Problem& problem) : room_(room), done_(done), problem_(problem) {}
 
     void begin(const typename Type::Element* from) {
         if (from == from_) return;
         from_ = from;
-        memset(done_, 0, size_t(problem_.padded / PANEL));
+        memset(done_, 0, size_t(problem_.padded / TILE));
     }
 
     const float* panel(int64_t row) {
-        float* into = room_ + row * problem_.size;
-        if (done_[row / PANEL]) return into;
-        done_[row / PANEL] = 1;
         const typename Type::Element* from = from_ + row * problem_.size;
-        for (int64_t i = 0; i < PANEL * problem_.size; i += W) store(into + i, Type::load(from + i));
+        if constexpr (!transposed && sizeof(typename Type::Element) == sizeof(float)) return from;
+        float* into = room_ + row * problem_.size;
+        if (done_[row / TILE]) return into;
+        done_[row / TILE] = 1;
+        prefetch_next(from, problem_.size);
+        if constexpr (transposed)
+            transpose_panel<Type>(from, problem_.size, into);
+        else
+            for (int64_t i = 0; i < TILE * problem_.size; i += W) store(into + i, Type::load(from + i));
         return into;
     }
 
@@ -144,18 +126,6 @@ class Rows {
     float* room_;
     uint8_t* done_;
     const Problem& problem_;
-};
-
-template <>
-class Rows<Float32> {
-   public:
-    Rows(float*, uint8_t*, int64_t, const Problem& problem) : size_(problem.size) {}
-    void begin(const float* from) { from_ = from; }
-    const float* panel(int64_t row) const { return from_ + row * size_; }
-
-   private:
-    const float* from_ = nullptr;
-    int64_t size_;
 };
 
 // Numbers that are given out to whichever thread is free.

@@ -1,71 +1,100 @@
 // Block-sparse attention on the CPU; see op.py for the mathematics. Compiled once per instruction set (ISA names it).
 //
-// A tile of W queries goes along the keys of its blocks, 128 at a time, by the online softmax: for these keys, scores, a new
-// maximum, weights, and what they add to the result. Nothing is kept of the scores but their log-sum-exp. Backward goes
-// the same way and computes the weights anew; the gradients of keys and values are summed by one thread for a head, or
-// a part of its queries, so that sums are in one order whatever the number of threads.
+// A tile of 16 queries goes along the keys of its blocks, 128 at a time, by the online softmax: for these keys, scores, a
+// new maximum, weights, and what they add to the result. Nothing is kept of the scores but their log-sum-exp. Backward
+// goes the same way and computes the weights anew; the gradients of keys and values are summed by one thread for a head,
+// or a part of its queries, so that no two threads write to the same place.
 #include "scores.h"
 
 namespace {
 
-constexpr int64_t LARGEST = 256;  // size of a head
-constexpr int64_t CHUNK = 1024;   // queries of one item of work, forward
+constexpr int64_t LARGEST = 256;         // size of a head
+constexpr int64_t CHUNK = 1024;          // queries of one item of work, forward
+constexpr int SCORES = GROUP * TILE;     // a row of them
+constexpr int SLOTS = 3;                 // matrices of one head that a thread holds in fp32
 
-// Everything that one thread holds of a tile.
-struct alignas(64) Room {
-    float queries[LARGEST * W], grads[LARGEST * W], out[LARGEST * W];         // transposed
-    float query_rows[LARGEST * W], grad_rows[LARGEST * W], out_rows[LARGEST * W];  // as they lie, in fp32
-    float weights[GROUP * PANEL * W];
+// What one thread holds: keys transposed; values transposed, backward; values, or keys backward, as they lie; a tile.
+template <typename Type>
+struct Thread {
+    Source<Type, true> keys, values;
+    Source<Type, false> rows;
+    alignas(64) float queries[TILE * LARGEST], grads[TILE * LARGEST], out[TILE * LARGEST];
+    alignas(64) float weights[TILE * SCORES], dscores[TILE * SCORES];
+
+    // scratch is [threads, SLOTS, padded, size], done is [threads, SLOTS, panels]
+    Thread(const Problem& p, int64_t number, float* scratch, uint8_t* done)
+        : keys(scratch + SLOTS * number * p.padded * p.size, done + SLOTS * number * p.padded / TILE, p),
+          values(scratch + (SLOTS * number + 1) * p.padded * p.size, done + (SLOTS * number + 1) * p.padded / TILE, p),
+          rows(scratch + (SLOTS * number + 2) * p.padded * p.size, done + (SLOTS * number + 2) * p.padded / TILE, p) {}
 };
 
-template <typename Type>
-inline const float* rows(const typename Type::Element* from, int64_t size, float* room) {
-    for (int64_t i = 0; i < W * size; i += W) store(room + i, Type::load(from + i));
-    return room;
-}
+const float ONES[TILE] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
-template <>
-inline const float* rows<Float32>(const float* from, int64_t, float*) {
-    return from;
+template <typename Type>
+inline void scaled(const typename Type::Element* from, int64_t count, float factor, float* into) {
+    for (int64_t i = 0; i < count; i += W) store(into + i, Type::load(from + i) * all(factor));
 }
 
 template <typename Type>
-void forward_tile(const Problem& p, const Tile& tile, const typename Type::Element* q, Rows<Type>& keys,
-                  Rows<Type>& values, typename Type::Element* out, float* lse, Room& room) {
-    load_transposed(rows<Type>(q, p.size, room.query_rows), p.size, p.scale * LOG2E, room.queries);
-    memset(room.out, 0, size_t(p.size) * sizeof(Floats));
-    Floats most = all(-__builtin_inff()), total = {};
-    Dropout dropout(p, tile);
+inline void put(const float* from, int64_t size, float factor, typename Type::Element* into) {
+    for (int64_t d = 0; d < size; d += W) Type::store(into + d, load<Floats>(from + d) * all(factor));
+}
+
+template <typename Type>
+void forward_tile(const Problem& p, const Tile& tile, const typename Type::Element* q, typename Type::Element* out,
+                  float* lse, Thread<Type>& own) {
+    prefetch_next(q, p.size);
+    scaled<Type>(q, TILE * p.size, p.scale * LOG2E, own.queries);
+    memset(own.out, 0, size_t(TILE * p.size) * sizeof(float));
+    float most[TILE], found[TILE], subtract[TILE], factors[TILE], sums[TILE];
+    Floats highest[TILE], totals[TILE] = {};  // of which all lanes count
+    for (int i = 0; i < TILE; ++i) most[i] = -__builtin_inff();
     Panels panels(p, tile);
     int64_t at[GROUP];
-    const float* from[GROUP];
+    const float *keys[GROUP], *values[GROUP];
     while (int count = panels.next(at)) {
-        Floats highest = most;
         for (int panel = 0; panel < count; ++panel) {
-            Floats scores[PANEL];
-            score(p, tile, at[panel], keys.panel(at[panel]), room.queries, scores);
-            for (int r = 0; r < PANEL; ++r) {
-                highest = scores[r] > highest ? scores[r] : highest;
-                store(room.weights + (panel * PANEL + r) * W, scores[r]);
+            keys[panel] = own.keys.panel(at[panel]);
+            values[panel] = own.rows.panel(at[panel]);
+        }
+        dots(own.queries, keys, count, p.size, own.weights, SCORES);
+        for (int i = 0; i < TILE; ++i) {
+            highest[i] = all(most[i]);
+            for (unsigned j = 0; j < unsigned(count * TILE); j += W) {
+                float* place = own.weights + i * SCORES + j;
+                Floats score = seen(p, tile, tile.query + i, at[j / TILE] + j % TILE, load<Floats>(place));
+                highest[i] = score > highest[i] ? score : highest[i];
+                store(place, score);
             }
-            from[panel] = values.panel(at[panel]);
         }
-        // Where no key was seen yet there is nothing to subtract.
-        Floats subtract = highest == all(-__builtin_inff()) ? Floats{} : highest;
-        Floats factor = exp2(most - subtract);
-        total *= factor;
-        for (int r = 0; r < count * PANEL; ++r) {
-            float* place = room.weights + r * W;
-            Floats weight = exp2(load<Floats>(place) - subtract);
-            total += weight;
-            store(place, p.threshold ? weight * dropout(at[r / PANEL] + r % PANEL) : weight);
+        fold(highest, found, [](Floats a, Floats b) { return a > b ? a : b; });
+        for (int i = 0; i < TILE; i += W) {
+            Floats now = load<Floats>(found + i);
+            // Where no key was seen yet there is nothing to subtract.
+            Floats less = now == all(-__builtin_inff()) ? Floats{} : now;
+            store(subtract + i, less);
+            store(factors + i, exp2(load<Floats>(most + i) - less));
+            store(most + i, now);
         }
-        add_values(from, room.weights, count, p.size, factor, room.out);
-        most = highest;
+        for (int i = 0; i < TILE; ++i) {
+            Floats total = totals[i] * all(factors[i]);
+            for (unsigned j = 0; j < unsigned(count * TILE); j += W) {
+                float* place = own.weights + i * SCORES + j;
+                Floats weight = exp2(load<Floats>(place) - all(subtract[i]));
+                total += weight;
+                if (p.threshold) weight *= dropout(p, tile, tile.query + i, at[j / TILE] + j % TILE);
+                store(place, weight);
+            }
+            totals[i] = total;
+        }
+        accumulate<SCORES, 1>(own.weights, values, count, p.size, factors, own.out);
     }
-    store_transposed<Type>(room.out, p.size, total == Floats{} ? Floats{} : all(1.0f) / total, out);
-    for (int lane = 0; lane < W; ++lane)
-        lse[lane] = total[lane] == 0 ? -__builtin_inff() : most[lane] * LN2 + __builtin_logf(total[lane]);
+    fold(totals, sums, [](Floats a, Floats b) { return a + b; });
+    for (int i = 0; i < TILE; ++i) {
+        float total = sums[i];
+        put<Type>(own.out + i * p.size, p.size, total == 0 ? 0 : 1 / total, out + i * p.size);
+        lse[i] = total == 0 ? -__builtin_inff() : most[i] * LN2 + __builtin_logf(total);
+    }
 }
 
 template <typename Type>
@@ -78,66 +107,63 @@ struct Gradients {
 
 // Everything about the gradients of a tile; those of the heads' keys and values are added to.
 template <typename Type>
-void backward_tile(const Problem& p, const Tile& tile, const Gradients<Type>& g, Rows<Type>& keys, Rows<Type>& values,
-                   Room& room) {
-    const float* query_rows = rows<Type>(g.q, p.size, room.query_rows);
-    const float* grad_rows = rows<Type>(g.grad, p.size, room.grad_rows);
-    const float* out_rows = rows<Type>(g.out, p.size, room.out_rows);
-    load_transposed(query_rows, p.size, p.scale * LOG2E, room.queries);
-    load_transposed(grad_rows, p.size, 1, room.grads);
-    memset(room.out, 0, size_t(p.size) * sizeof(Floats));
-    Floats inner = {}, lse = {};
-    for (int lane = 0; lane < W; ++lane) {
-        Floats sum = {};
-        for (int64_t d = 0; d < p.size; d += W)
-            sum = fma(load<Floats>(grad_rows + lane * p.size + d), load<Floats>(out_rows + lane * p.size + d), sum);
-        for (int i = 0; i < W; ++i) inner[lane] += sum[i];
+void backward_tile(const Problem& p, const Tile& tile, const Gradients<Type>& g, Thread<Type>& own) {
+    prefetch_next(g.q, p.size);
+    prefetch_next(g.grad, p.size);
+    prefetch_next(g.out, p.size);
+    scaled<Type>(g.q, TILE * p.size, p.scale * LOG2E, own.queries);
+    scaled<Type>(g.grad, TILE * p.size, 1, own.grads);
+    memset(own.out, 0, size_t(TILE * p.size) * sizeof(float));
+    float inner[TILE], lse[TILE];
+    Floats products[TILE] = {};
+    for (int i = 0; i < TILE; ++i) {
+        for (int64_t d = i * p.size; d < (i + 1) * p.size; d += W)
+            products[i] = fma(load<Floats>(own.grads + d), Type::load(g.out + d), products[i]);
         // A query that sees no key: every weight is 2^−∞.
-        lse[lane] = g.lse[lane] == -__builtin_inff() ? __builtin_inff() : g.lse[lane] * LOG2E;
+        lse[i] = g.lse[i] == -__builtin_inff() ? __builtin_inff() : g.lse[i] * LOG2E;
     }
-    Dropout dropout(p, tile);
+    fold(products, inner, [](Floats a, Floats b) { return a + b; });
+    const float *queries = own.queries, *grads = own.grads;
     Panels panels(p, tile);
     int64_t at[GROUP];
-    const float* from[GROUP];
-    alignas(64) float kept_weights[PANEL * W];
+    const float *keys[GROUP], *values[GROUP], *rows[GROUP];
     while (int count = panels.next(at)) {
         for (int panel = 0; panel < count; ++panel) {
-            float* dscores = room.weights + panel * PANEL * W;
-            Floats scores[PANEL], dweights[PANEL];
-            from[panel] = keys.panel(at[panel]);
-            score(p, tile, at[panel], from[panel], room.queries, scores);
-            dots(values.panel(at[panel]), room.grads, p.size, dweights);
-            float* dbias = g.dbias ? g.dbias + tile.query - at[panel] + p.padded - 1 : nullptr;
-            for (int r = 0; r < PANEL; ++r) {
-                Floats weight = exp2(scores[r] - lse), kept = weight;
-                if (p.threshold) {
-                    Floats factor = dropout(at[panel] + r);
-                    kept *= factor;
-                    dweights[r] *= factor;
-                }
-                Floats dscore = weight * (dweights[r] - inner);
-                if (dbias) store(dbias - r, load<Floats>(dbias - r) + dscore);
-                store(kept_weights + r * W, kept);
-                store(dscores + r * W, dscore * all(p.scale));
-            }
-            add_outer(kept_weights, grad_rows, p.size, g.dv + at[panel] * p.size);
-            add_outer(dscores, query_rows, p.size, g.dk + at[panel] * p.size);
+            keys[panel] = own.keys.panel(at[panel]);
+            values[panel] = own.values.panel(at[panel]);
+            rows[panel] = own.rows.panel(at[panel]);
         }
-        add_values(from, room.weights, count, p.size, all(1), room.out);
+        dots(queries, keys, count, p.size, own.weights, SCORES);
+        dots(grads, values, count, p.size, own.dscores, SCORES);
+        for (int i = 0; i < TILE; ++i) {
+            for (unsigned j = 0; j < unsigned(count * TILE); j += W) {
+                int64_t query = tile.query + i, key = at[j / TILE] + j % TILE;
+                float *weights = own.weights + i * SCORES + j, *dscores = own.dscores + i * SCORES + j;
+                Floats weight = exp2(seen(p, tile, query, key, load<Floats>(weights)) - all(lse[i]));
+                Floats kept = weight, dweight = load<Floats>(dscores);
+                if (p.threshold) {
+                    Floats factor = dropout(p, tile, query, key);
+                    kept *= factor;
+                    dweight *= factor;
+                }
+                Floats dscore = weight * (dweight - all(inner[i]));
+                if (g.dbias) {
+                    float* dbias = g.dbias + bias_place(p, query, key);
+                    store(dbias, load<Floats>(dbias) + dscore);
+                }
+                store(weights, kept);
+                store(dscores, dscore * all(LN2));  // the queries are multiplied by scale / ln 2
+            }
+        }
+        accumulate<SCORES, 1>(own.dscores, rows, count, p.size, ONES, own.out);
+        for (int panel = 0; panel < count; ++panel) {
+            int64_t place = at[panel] * p.size;
+            accumulate<1, SCORES>(own.weights + panel * TILE, &grads, 1, p.size, ONES, g.dv + place);
+            accumulate<1, SCORES>(own.dscores + panel * TILE, &queries, 1, p.size, ONES, g.dk + place);
+        }
     }
-    store_transposed<Type>(room.out, p.size, all(1), g.dq);
+    put<Type>(own.out, TILE * p.size, p.scale * LOG2E, g.dq);
 }
-
-// A thread's keys and values, and its room; scratch is [threads, 2, padded, size] and done [threads, 2, panels], null
-// where nothing is converted.
-template <typename Type>
-struct Thread {
-    Rows<Type> keys, values;
-    Room room;
-
-    Thread(const Problem& p, int64_t number, float* scratch, uint8_t* done)
-        : keys(scratch, done, 2 * number, p), values(scratch, done, 2 * number + 1, p) {}
-};
 
 // Calls body(thread's own, number) for the numbers 0 to count - 1.
 template <typename Type, typename Body>
@@ -164,11 +190,10 @@ void forward(const Problem& p, const void* q_, const void* k_, const void* v_, v
         Tile tile = {row / p.query_heads, row % p.query_heads, first};
         int64_t key_head = tile.sample * p.key_heads + tile.head * p.key_heads / p.query_heads;
         own.keys.begin(k + key_head * p.padded * p.size);
-        own.values.begin(v + key_head * p.padded * p.size);
-        for (; tile.query < smaller(first + CHUNK, p.padded); tile.query += W) {
+        own.rows.begin(v + key_head * p.padded * p.size);
+        for (; tile.query < smaller(first + CHUNK, p.padded); tile.query += TILE) {
             int64_t place = row * p.padded + tile.query;
-            forward_tile<Type>(p, tile, q + place * p.size, own.keys, own.values, out + place * p.size, lse + place,
-                               own.room);
+            forward_tile<Type>(p, tile, q + place * p.size, out + place * p.size, lse + place, own);
         }
     });
 }
@@ -184,19 +209,20 @@ void backward(const Problem& p, const void* grad_, const void* q_, const void* k
     const Element *v = static_cast<const Element*>(v_), *out = static_cast<const Element*>(out_);
     const Element* grad = static_cast<const Element*>(grad_);
     Element* dq = static_cast<Element*>(dq_);
-    int64_t group = p.query_heads / p.key_heads, key_heads = p.batch * p.key_heads, tiles = p.padded / W;
+    int64_t group = p.query_heads / p.key_heads, key_heads = p.batch * p.key_heads, tiles = p.padded / TILE;
     share<Type>(p, key_heads * parts, scratch, done, threads, [&](Thread<Type>& own, int64_t item) {
         int64_t part = item % parts, key_head = item / parts, rows = p.padded * p.size;
         own.keys.begin(k + key_head * rows);
         own.values.begin(v + key_head * rows);
+        own.rows.begin(k + key_head * rows);
         for (int64_t row = key_head * group; row < (key_head + 1) * group; ++row) {
             for (int64_t i = tiles * part / parts; i < tiles * (part + 1) / parts; ++i) {
-                Tile tile = {row / p.query_heads, row % p.query_heads, i * W};
+                Tile tile = {row / p.query_heads, row % p.query_heads, i * TILE};
                 int64_t place = row * p.padded + tile.query, at = place * p.size;
                 int64_t sums = (part * key_heads + key_head) * rows;
                 float* bias = dbias ? dbias + (part * p.batch * p.query_heads + row) * 2 * p.padded : nullptr;
                 Gradients<Type> g = {grad + at, q + at, out + at, lse + place, dq + at, dk + sums, dv + sums, bias};
-                backward_tile<Type>(p, tile, g, own.keys, own.values, own.room);
+                backward_tile<Type>(p, tile, g, own);
             }
         }
     });
@@ -234,7 +260,7 @@ EXPORT(sparse_attention_panels)(int64_t* panels, PROBLEM) {
     int64_t at[GROUP];
     *panels = 0;
     for (int64_t row = 0; row < batch * query_heads; ++row)
-        for (int64_t query = 0; query < padded; query += W)
+        for (int64_t query = 0; query < padded; query += TILE)
             for (Panels some(problem, {row / query_heads, row % query_heads, query}); int found = some.next(at);)
                 *panels += found;
 }

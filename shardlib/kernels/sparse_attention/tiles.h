@@ -1,62 +1,98 @@
-// Small matrix products for attention. The W queries of a tile lie in the lanes of vectors: scores, weights, and
-// transposed queries and results are [·][W], while keys and values are read as they lie, a number at a time. So softmax
-// needs no sum across lanes, and nothing of the keys is packed.
+// Small matrix products for attention: 16 queries (a tile) by 16 keys (a panel) at a time. One factor is read a number
+// at a time, the other by vectors; each number is used for VECTORS of them, as two loads a cycle would not feed two
+// multipliers otherwise.
 #pragma once
 
 #include "../simd.h"
 
 namespace {
 
-constexpr int PANEL = 16;           // keys that are worked on together; divides every block
-constexpr int SUMS = W == 16 ? 16 : 8;  // vectors that are summed at a time: half of the registers
+constexpr int TILE = 16;           // queries of a tile, keys of a panel; divides every block
+constexpr int PARTS = TILE / W;    // vectors of a panel's keys
+constexpr int ROWS = 4;            // of the result, at a time,
+constexpr int VECTORS = W == 16 ? 4 : 2;  // by so many vectors: half of the registers
 
-// scores[r] = Σ_d keys[r][d] · queries[d], for the keys of a panel.
-inline void dots(const float* keys, const float* queries, int64_t size, Floats (&scores)[PANEL]) {
-    for (int first = 0; first < PANEL; first += SUMS) {
-        const float* from = keys + first * size;
-        Floats sums[SUMS] = {};
-        for (int64_t d = 0; d < size; ++d) {
-            Floats query = load<Floats>(queries + d * W);
-#pragma GCC unroll 16
-            for (int r = 0; r < SUMS; ++r) sums[r] = fma(all(from[r * size + d]), query, sums[r]);
+typedef Floats Sums[ROWS][VECTORS];
+
+// sums[r][v] += Σ_t number(r, t) · vector(v, t), for V vectors
+template <int V, typename Number, typename Vector>
+inline void multiply(int64_t count, const Number& number, const Vector& vector, Sums& sums) {
+    for (int64_t t = 0; t < count; ++t) {
+        Floats vectors[V];
+        for (int v = 0; v < V; ++v) vectors[v] = load<Floats>(vector(v, t));
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; ++r) {
+            Floats factor = all(*number(r, t));
+#pragma GCC unroll 4
+            for (int v = 0; v < V; ++v) sums[r][v] = fma(factor, vectors[v], sums[r][v]);
         }
-        for (int r = 0; r < SUMS; ++r) scores[first + r] = sums[r];
     }
 }
 
-// out[d] = out[d] · factor + Σ_r values[r][d] · weights[r], over the keys of several panels.
-inline void add_values(const float* const* values, const float* weights, int panels, int64_t size, Floats factor,
+template <int V>
+struct Count {
+    static constexpr int value = V;
+};
+
+template <int V, typename Body>
+inline void rest(int64_t first, int64_t left, const Body& body) {
+    if constexpr (V > 0) {
+        if (left == V)
+            body(first, Count<V>());
+        else
+            rest<V - 1>(first, left, body);
+    }
+}
+
+// body(first, Count) for all vectors, VECTORS at a time and what is left.
+template <typename Body>
+inline void by_vectors(int64_t vectors, const Body& body) {
+    int64_t first = 0;
+    for (; first + VECTORS <= vectors; first += VECTORS) body(first, Count<VECTORS>());
+    rest<VECTORS - 1>(first, vectors - first, body);
+}
+
+// scores[i][j] = Σ_d queries[i][d] · keys[d][j]; the keys are panels of [size][TILE].
+inline void dots(const float* queries, const float* const* keys, int panels, int64_t size, float* scores, int64_t row) {
+    by_vectors(panels * PARTS, [&](int64_t first, auto count) {
+        constexpr int V = decltype(count)::value;
+        const float* vectors[V];
+        for (int v = 0; v < V; ++v) vectors[v] = keys[(first + v) / PARTS] + (first + v) % PARTS * W;
+        for (int i = 0; i < TILE; i += ROWS) {
+            Sums sums = {};
+            const float* from = queries + i * size;
+            multiply<V>(
+                size, [=](int r, int64_t d) { return from + r * size + d; },
+                [&](int v, int64_t d) { return vectors[v] + d * TILE; }, sums);
+            for (int r = 0; r < ROWS; ++r)
+                for (int v = 0; v < V; ++v) store(scores + (i + r) * row + (first + v) * W, sums[r][v]);
+        }
+    });
+}
+
+// out[i][d] = out[i][d] · factors[i] + Σ_t a[i · ROW + t · STEP] · b[t][d]; b is panels of [TILE][size], one after the
+// other in t.
+template <int ROW, int STEP>
+inline void accumulate(const float* a, const float* const* b, int panels, int64_t size, const float* factors,
                        float* out) {
-    for (int64_t d = 0; d < size; d += SUMS) {
-        Floats sums[SUMS];
-        for (int c = 0; c < SUMS; ++c) sums[c] = load<Floats>(out + (d + c) * W) * factor;
-        for (int panel = 0; panel < panels; ++panel) {
-            const float* from = values[panel] + d;
-            for (int r = 0; r < PANEL; ++r) {
-                Floats weight = load<Floats>(weights + (panel * PANEL + r) * W);
-#pragma GCC unroll 16
-                for (int c = 0; c < SUMS; ++c) sums[c] = fma(all(from[r * size + c]), weight, sums[c]);
+    by_vectors(size / W, [&](int64_t first, auto count) {
+        constexpr int V = decltype(count)::value;
+        for (int i = 0; i < TILE; i += ROWS) {
+            float* into = out + i * size + first * W;
+            Sums sums;
+            for (int r = 0; r < ROWS; ++r)
+                for (int v = 0; v < V; ++v)
+                    sums[r][v] = load<Floats>(into + r * size + v * W) * all(factors[i + r]);
+            for (int panel = 0; panel < panels; ++panel) {
+                const float *numbers = a + i * ROW + panel * TILE * STEP, *vectors = b[panel] + first * W;
+                multiply<V>(
+                    TILE, [=](int r, int64_t t) { return numbers + r * ROW + t * STEP; },
+                    [=](int v, int64_t t) { return vectors + t * size + v * W; }, sums);
             }
+            for (int r = 0; r < ROWS; ++r)
+                for (int v = 0; v < V; ++v) store(into + r * size + v * W, sums[r][v]);
         }
-        for (int c = 0; c < SUMS; ++c) store(out + (d + c) * W, sums[c]);
-    }
-}
-
-// sums[r][d] += Σ_q weights[r][q] · rows[q][d], for the keys of a panel and the queries of a tile.
-inline void add_outer(const float* weights, const float* rows, int64_t size, float* out) {
-    for (int first = 0; first < PANEL; first += SUMS) {
-        for (int64_t d = 0; d < size; d += W) {
-            float* into = out + first * size + d;
-            Floats sums[SUMS];
-            for (int r = 0; r < SUMS; ++r) sums[r] = load<Floats>(into + r * size);
-            for (int q = 0; q < W; ++q) {
-                Floats row = load<Floats>(rows + q * size + d);
-#pragma GCC unroll 16
-                for (int r = 0; r < SUMS; ++r) sums[r] = fma(all(weights[(first + r) * W + q]), row, sums[r]);
-            }
-            for (int r = 0; r < SUMS; ++r) store(into + r * size, sums[r]);
-        }
-    }
+    });
 }
 
 // The first, or the second, half of a and of b, taking turns.
@@ -85,24 +121,36 @@ inline void transpose(Floats (&x)[W]) {
     }
 }
 
-// [size][W] from W rows, times factor.
-inline void load_transposed(const float* rows, int64_t size, float factor, float* into) {
+// Of the TILE rows that follow these: the hardware's prefetching stops at every 4 KB, which is just one tile of 64 floats.
+template <typename Element>
+inline void prefetch_next(const Element* rows, int64_t size) {
+    const char* next = reinterpret_cast<const char*>(rows + TILE * size);
+    for (int64_t i = 0; i < TILE * size * int64_t(sizeof(Element)); i += 64) __builtin_prefetch(next + i);
+}
+
+// [size][TILE] from TILE rows.
+template <typename Type>
+inline void transpose_panel(const typename Type::Element* rows, int64_t size, float* into) {
     for (int64_t d = 0; d < size; d += W) {
-        Floats x[W];
-        for (int i = 0; i < W; ++i) x[i] = load<Floats>(rows + i * size + d) * all(factor);
-        transpose(x);
-        for (int i = 0; i < W; ++i) store(into + (d + i) * W, x[i]);
+        for (int part = 0; part < TILE; part += W) {
+            Floats x[W];
+            for (int i = 0; i < W; ++i) x[i] = Type::load(rows + (part + i) * size + d);
+            transpose(x);
+            for (int i = 0; i < W; ++i) store(into + (d + i) * TILE + part, x[i]);
+        }
     }
 }
 
-// W rows from [size][W], times the factor of each row.
-template <typename Type>
-inline void store_transposed(const float* from, int64_t size, Floats factor, typename Type::Element* rows) {
-    for (int64_t d = 0; d < size; d += W) {
+// result[i] = the lanes of rows[i] put together by `both`.
+template <typename Both>
+inline void fold(const Floats (&rows)[TILE], float* result, const Both& both) {
+    for (int first = 0; first < TILE; first += W) {
         Floats x[W];
-        for (int i = 0; i < W; ++i) x[i] = load<Floats>(from + (d + i) * W) * factor;
+        for (int i = 0; i < W; ++i) x[i] = rows[first + i];
         transpose(x);
-        for (int i = 0; i < W; ++i) Type::store(rows + i * size + d, x[i]);
+        for (int step = W / 2; step; step /= 2)
+            for (int i = 0; i < step; ++i) x[i] = both(x[i], x[i + step]);
+        store(result + first, x[0]);
     }
 }
 
