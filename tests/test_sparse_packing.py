@@ -69,13 +69,14 @@ def pairs_of(packings, heads):
 @given(
     layout=drawn_layouts(),
     rows=st.sampled_from((1, 2, 8)),
+    few=st.sampled_from((1, 2)),
     width=st.sampled_from((1, 4)),
     parts=st.sampled_from((1, 2)),
     causal=st.booleans(),
     group=st.sampled_from((1, 2, 4)),
     least=st.sampled_from((1, 16)),
 )
-def test_every_cell_is_worked_on_once(layout, rows, width, parts, causal, group, least):
+def test_every_cell_is_worked_on_once(layout, rows, few, width, parts, causal, group, least):
     cut = cells(blocks_of(layout), 32, 32 // parts, causal)
     dense = layout.to_dense().repeat_interleave(parts, 1).repeat_interleave(parts, 2)
     if causal:
@@ -83,11 +84,11 @@ def test_every_cell_is_worked_on_once(layout, rows, width, parts, causal, group,
     heads, size = dense.shape[:2]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "LEAST_STEPS", least)
-        by_row = packing.pack(cut.by_row(), rows, width)
-        by_diagonal = packing.pack(cut.by_diagonal(), rows, width)
+        by_row = packing.pack(cut.by_row(), rows, width, few)
+        by_diagonal = packing.pack(cut.by_diagonal(), rows, width, few)
         shared = heads == 1
         if shared or heads % group == 0:
-            by_column = packing.pack(cut.by_column(group), rows, width)
+            by_column = packing.pack(cut.by_column(group), rows, width, few)
             own = dense.expand(group, -1, -1) if shared else dense
             wanted = {(h // group, j, h % group * size + i) for h, i, j in own.nonzero().tolist()}
             assert pairs_of(by_column, len(own) // group) == wanted
@@ -125,7 +126,7 @@ def test_work_follows_the_density(pattern, most, least_saved, direction):
     dense = pattern(1024)
     cut = cells(blocks_of(Layout.from_dense(dense, 16)), 16, 16, False)
     lists = cut.by_row() if direction == "by_row" else cut.by_column(1)
-    work = sum(packed.work for packed in packing.pack(lists, 8, 8))
+    work = sum(packed.work for packed in packing.pack(lists, 8, 8, 1))
     assert work <= most * int(dense.sum())
     assert cover(dense, 8) >= least_saved * work
 
@@ -135,7 +136,7 @@ def test_no_program_is_much_longer_than_the_others(direction):
     """A global row of 65536 tokens would be 512 steps, among tiles of 3."""
     dense = big_bird(4096)
     cut = cells(blocks_of(Layout.from_dense(dense, 16)), 16, 16, False)
-    packings = packing.pack(cut.by_row() if direction == "by_row" else cut.by_column(1), 8, 8)
+    packings = packing.pack(cut.by_row() if direction == "by_row" else cut.by_column(1), 8, 8, 1)
     assert max(packed.longest for packed in packings) <= packing.LEAST_STEPS
     assert sum(packed.slots for packed in packings) <= 2 * 4096 // 8 / packing.LEAST_STEPS
 
@@ -156,7 +157,7 @@ def test_memory_follows_the_blocks():
     assert len(cut.row) == stored
     held = sum(
         tensor.nbytes
-        for packed in packing.pack(cut.by_row(), 8, 8)
+        for packed in packing.pack(cut.by_row(), 8, 8, 1)
         for tensor in (packed.members, packed.blocks, packed.bits)
     )
     assert held <= 24 * stored

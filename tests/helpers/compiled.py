@@ -96,9 +96,7 @@ _SPARSE = {
 }
 
 
-def _sparse(
-    name: str, shape: shapes.Shape, size: int, dtype: torch.dtype, rich: bool = False, rows: int | None = None
-) -> dict[str, Case]:
+def _sparse(name: str, shape: shapes.Shape, size: int, dtype: torch.dtype, rich: bool = False) -> dict[str, Case]:
     """One case: causal, with a key mask, and with all else that makes it larger if ``rich``."""
     short, of_products = _TYPES[dtype]
     kinds = (
@@ -113,56 +111,50 @@ def _sparse(
     types = {name: kind for kind, names in kinds for name in names.split()}
     constants = {
         "D": size, "HEAD": shapes.head_of(size), "PIECE": shape.piece, "CELL": shape.cell, "TILE": 64,
-        "ROWS": rows or shape.rows // shape.cell, "WIDTH": shape.step // shape.cell, "TYPE": of_products,
+        "ROWS": shape.rows // shape.cell, "WIDTH": shape.step // shape.cell, "TYPE": of_products,
         "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
         "SHARED": True, "WHOLE": False, "CAUSAL": True, "DROPOUT": rich,
     }  # fmt: skip
     if not rich and name != "diagonal":
         constants["bias"] = None
     case = Case(_SPARSE[name], types, constants, shape.warps, shape.stages, exact=False)
-    more = f"{', rich' if rich else ''}{f', {rows} lists' if rows else ''}"
+    more = ", rich" if rich else ""
     return {f"sparse {name} of {size} {short}, {shape.rows} × {shape.step} by {shape.cell}{more}": case}
 
 
-def _attention(
-    sizes: tuple[int, ...], dtype: torch.dtype, riches: tuple[bool, ...], block: int = 16
+def _choices(
+    name: str, size: int, dtype: torch.dtype, rich: bool = False, block: int = 16, lone: bool = True
 ) -> dict[str, Case]:
     made = {}
-    for name in ("forward", "query", "key"):
-        for size in sizes:
-            for rich in riches:
-                for shape in shapes.shapes(name, block, size, dtype.itemsize, rich):
-                    made |= _sparse(name, shape, size, dtype, rich)
-                    made |= _sparse(name, shape, size, dtype, rich, rows=1)  # a tile of one long list
+    for choice in shapes.choices(name, block, size, dtype.itemsize, rich):
+        for shape in choice if lone else choice[:1]:
+            made |= _sparse(name, shape, size, dtype, rich)
     return made
-
-
-def _few(name: str, size: int, dtype: torch.dtype, rich: bool = False, **more: Any) -> dict[str, Case]:
-    """The larger shape; of kernels that have none of their own, that of the results which they put together."""
-    own = name if name in ("forward", "query", "key") else "forward"
-    return _sparse(name, shapes.shapes(own, 16, size, dtype.itemsize, rich)[0], size, dtype, rich, **more)
 
 
 _BOTH = (False, True)
 CASES = _onebit() | _quantize() | _optimizers() | compiled_dense.cases()
 for _name in ("forward", "query", "key"):
-    for _size in (64, 128):
-        for _rich in _BOTH:
-            for _shape in shapes.shapes(_name, 16, _size, 2, _rich):
-                CASES |= _sparse(_name, _shape, _size, torch.bfloat16, _rich)
-    CASES |= _few(_name, 64, torch.bfloat16, rows=1) | _few(_name, 256, torch.bfloat16)
-    CASES |= _few(_name, 80, torch.float16) | _few(_name, 64, torch.float32, True) | _few(_name, 256, torch.float32)
+    for _rich in _BOTH:
+        CASES |= _choices(_name, 64, torch.bfloat16, _rich) | _choices(_name, 128, torch.bfloat16, _rich, lone=False)
+    CASES |= _choices(_name, 256, torch.bfloat16) | _choices(_name, 80, torch.float16, lone=False)
+    CASES |= _choices(_name, 64, torch.float32, True) | _choices(_name, 256, torch.float32)
 for _name in ("merge", "add", "inner"):
-    CASES |= (
-        _few(_name, 64, torch.bfloat16) | _few(_name, 256, torch.bfloat16) | _few(_name, 256, torch.float32, rows=2)
-    )
+    for _size, _dtype in ((64, torch.bfloat16), (256, torch.bfloat16), (256, torch.float32)):
+        CASES |= _sparse(_name, shapes.choices("forward", 16, _size, _dtype.itemsize, False)[0].whole, _size, _dtype)
 for _block in (16, 32):
-    CASES |= _sparse("add", shapes.Shape(1, 64, 1, 0, 4, 1), 2 * _block, torch.float32, rows=1)  # of a bias
-    CASES |= _sparse("diagonal", shapes.diagonal_shape(_block, 128, 2), 128, torch.bfloat16, True)
-CASES |= _sparse("diagonal", shapes.diagonal_shape(16, 64, 4), 64, torch.float32, True)
+    CASES |= _sparse("add", shapes.Shape(1, 64, 1, 0, 4, 1), 2 * _block, torch.float32)  # of a bias
+    CASES |= _sparse("diagonal", shapes.diagonal_choice(_block, 128, 2).whole, 128, torch.bfloat16, True)
+CASES |= _sparse("diagonal", shapes.diagonal_choice(16, 64, 4).whole, 64, torch.float32, True)
 
 MORE: dict[str, Case] = {}
 for _dtype in _TYPES:
-    for _block in (16, 64):
-        MORE |= _attention((16, 32, 64, 96, 128, 256), _dtype, _BOTH, _block)
+    for _size in (32, 64, 96, 128, 256):
+        for _block in (16, 32):
+            MORE |= _sparse(
+                "diagonal", shapes.diagonal_choice(_block, _size, _dtype.itemsize).whole, _size, _dtype, True
+            )
+            for _name in ("forward", "query", "key"):
+                for _rich in _BOTH:
+                    MORE |= _choices(_name, _size, _dtype, _rich, _block)
 MORE = {name: case for name, case in MORE.items() if name not in CASES}

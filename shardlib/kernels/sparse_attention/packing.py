@@ -64,14 +64,20 @@ class Packing:
         return int((self.items[:, 3] - self.items[:, 2]).max()) if len(self.items) else 0
 
 
-def pack(lists: Lists, rows: int, width: int) -> list[Packing]:
-    """Packings that hold every list once, empty ones too: tiles of at most ``rows`` lists, steps of ``width`` entries."""
+def pack(lists: Lists, rows: int, width: int, few: int) -> list[Packing]:
+    """Packings that hold every list once, empty ones too.
+
+    Args:
+        rows: lists of a tile.
+        width: entries of a step.
+        few: lists of a tile of long ones, where there are not ``rows`` of these.
+    """
     lengths = lists.lengths()
     long = lengths > 2 * torch.median(lengths).clamp(min=width)
     most = int(long.view(lists.patterns, -1).sum(1).max()) if rows > 1 else 0
     tiled = [_tiles(lists, ~long if most else torch.ones_like(long), rows)]
     if most:
-        tiled.append(_tiles(lists, long, min(rows, 1 << (most - 1).bit_length())))
+        tiled.append(_tiles(lists, long, few if most < rows else rows))
     filled = [(members, *_steps(lists, tile, bit, len(members), width), of) for members, of, tile, bit in tiled]
     steps = torch.cat([steps for _, steps, _, _, _ in filled])
     # At most about a slot for every two tiles in all: slots never take more memory than the result in fp32.

@@ -30,53 +30,48 @@ class Shape(NamedTuple):
 
 def head_of(size: int) -> int:
     """The power of two that a head of ``size`` numbers is padded to."""
-    return max(16, 1 << (size - 1).bit_length())
+    return max(32, 1 << (size - 1).bit_length())
 
 
+_CELL = 32  # larger ones save nothing
 _Row = tuple[int, int, int, int, int]  # rows, step, piece, warps, stages
 
 # For 16-bit numbers and by padded head size: without bias and dropout a large tile and a small one, with them one.
 _HALF: dict[str, dict[int, tuple[tuple[_Row, ...], tuple[_Row, ...]]]] = {
     "forward": {
-        16: (((128, 128, 16, 8, 3), (64, 64, 16, 4, 3)), ((128, 64, 16, 8, 3), (64, 64, 16, 4, 2))),
         32: (((128, 128, 32, 8, 3), (64, 64, 32, 4, 3)), ((128, 64, 32, 8, 3), (64, 64, 32, 4, 2))),
         64: (((128, 128, 64, 8, 3), (64, 64, 64, 4, 3)), ((128, 64, 64, 8, 3), (64, 64, 64, 4, 2))),
         128: (((128, 64, 128, 8, 3), (64, 64, 128, 4, 3)), ((64, 64, 128, 8, 2),)),
         256: (((128, 64, 256, 8, 3), (64, 32, 256, 8, 2)), ((64, 32, 256, 8, 2),)),
     },
     "query": {
-        16: (((128, 128, 16, 8, 3), (64, 64, 16, 4, 3)), ((128, 64, 16, 8, 3), (64, 64, 16, 4, 2))),
-        32: (((128, 128, 32, 8, 3), (64, 64, 32, 4, 3)), ((128, 64, 32, 8, 3), (64, 64, 32, 4, 2))),
+        32: (((128, 64, 32, 8, 3), (64, 64, 32, 4, 3)), ((64, 32, 32, 4, 2),)),
         64: (((128, 128, 64, 8, 3), (64, 64, 64, 4, 3)), ((128, 64, 64, 8, 3), (64, 64, 64, 4, 2))),
         128: (((128, 64, 128, 8, 3), (64, 64, 128, 4, 3)), ((64, 32, 128, 8, 2),)),
         256: (((128, 32, 256, 8, 2), (64, 32, 256, 8, 2)), ((64, 32, 64, 8, 2),)),
     },
     "key": {
-        16: (((128, 64, 16, 8, 2), (64, 64, 16, 4, 3)), ((64, 64, 16, 8, 2),)),
         32: (((128, 64, 32, 8, 2), (64, 64, 32, 4, 3)), ((64, 64, 32, 8, 2),)),
         64: (((128, 64, 64, 8, 2), (64, 64, 64, 4, 3)), ((64, 64, 64, 8, 2),)),
-        128: (((128, 32, 128, 8, 2), (64, 32, 128, 8, 2)), ((64, 32, 128, 8, 2),)),
+        128: (((128, 32, 128, 8, 2), (64, 32, 128, 8, 2)), ((64, 32, 64, 8, 2),)),
         256: (((64, 32, 64, 8, 2),), ((64, 32, 64, 8, 2),)),
     },
 }
 # For fp32, whose products are three of TF32 each.
 _SINGLE: dict[str, dict[int, tuple[tuple[_Row, ...], tuple[_Row, ...]]]] = {
     "forward": {
-        16: (((128, 64, 16, 8, 2),), ((64, 64, 16, 8, 2),)),
         32: (((128, 64, 32, 8, 2),), ((64, 64, 32, 8, 2),)),
         64: (((64, 32, 64, 8, 2),), ((64, 32, 64, 8, 2),)),
         128: (((64, 32, 32, 8, 2),), ((64, 32, 32, 8, 2),)),
         256: (((64, 32, 32, 8, 1),), ((32, 32, 32, 8, 1),)),
     },
     "query": {
-        16: (((64, 64, 16, 8, 2),), ((64, 32, 16, 8, 2),)),
         32: (((64, 64, 32, 8, 2),), ((64, 32, 32, 8, 2),)),
         64: (((64, 64, 32, 8, 1),), ((64, 32, 32, 8, 2),)),
         128: (((32, 32, 32, 8, 1),), ((32, 32, 32, 8, 1),)),
         256: (((32, 32, 32, 8, 1),), ((32, 16, 32, 8, 1),)),
     },
     "key": {
-        16: (((64, 32, 16, 4, 2),), ((64, 32, 16, 4, 2),)),
         32: (((64, 32, 32, 4, 2),), ((64, 32, 32, 4, 2),)),
         64: (((64, 32, 32, 4, 1),), ((64, 32, 32, 4, 1),)),
         128: (((32, 32, 32, 8, 1),), ((32, 16, 32, 8, 1),)),
@@ -85,7 +80,14 @@ _SINGLE: dict[str, dict[int, tuple[tuple[_Row, ...], tuple[_Row, ...]]]] = {
 }
 
 
-def shapes(kernel: str, block: int, size: int, itemsize: int, rich: bool) -> list[Shape]:
+class Choice(NamedTuple):
+    """The shape of whole tiles, and that of tiles of a single long list, where there are few of these."""
+
+    whole: Shape
+    lone: Shape
+
+
+def choices(kernel: str, block: int, size: int, itemsize: int, rich: bool) -> list[Choice]:
     """The tiles to choose from, the larger first.
 
     Args:
@@ -96,13 +98,17 @@ def shapes(kernel: str, block: int, size: int, itemsize: int, rich: bool) -> lis
         rich: there is a bias, or dropout.
     """
     table = _HALF if itemsize == 2 else _SINGLE
-    return [
-        Shape(rows, step, min(block, rows, step, 64), piece, warps, stages)
-        for rows, step, piece, warps, stages in table[kernel][head_of(size)][rich]
-    ]
+    made = []
+    for rows, step, piece, warps, stages in table[kernel][head_of(size)][rich]:
+        whole = lone = Shape(rows, step, min(block, rows, step, _CELL), piece, warps, stages)
+        if itemsize == 2 and head_of(size) <= 128:  # else a small tile spills
+            lone = Shape(whole.cell, step, whole.cell, min(piece, 64), 4, 2)
+        made.append(Choice(whole, lone))
+    return made
 
 
-def diagonal_shape(block: int, size: int, itemsize: int) -> Shape:
+def diagonal_choice(block: int, size: int, itemsize: int) -> Choice:
     """That of the kernel for the bias: as many cells at a time as there are warps."""
-    cell = min(block, 32 if itemsize == 2 else 16)
-    return Shape(cell, 64, cell, min(head_of(size), 32), 4, 1)
+    cell = min(block, _CELL if itemsize == 2 else 16)
+    shape = Shape(cell, 64, cell, min(head_of(size), 32), 4, 1)
+    return Choice(shape, shape)

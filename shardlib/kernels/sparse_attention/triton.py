@@ -40,7 +40,7 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     problem, head = _Problem(q, k, v, blocks, key_mask, bias, options), shapes.head_of(q.shape[3])
-    for run in problem.runs("row", problem.choice("forward")):
+    for run in problem.runs("row", problem.choices("forward")):
         partial = {"partial": run.scratch(head), "partial_lse": run.scratch(1)}
         run.launch(triton_forward.attend, out=out, lse=lse, **partial)
         run.merge(triton_forward.merge, out=out, lse=lse, **partial)
@@ -65,11 +65,11 @@ def backward(
     triton_backward.inner[grid](dout, out, delta, rows, D=size, HEAD=head, TILE=_ROWS)
     problem = _Problem(q, k, v, blocks, key_mask, bias, options)
     saved = {"dout": dout, "lse": lse, "delta": delta}
-    for run in problem.runs("row", problem.choice("query")):
+    for run in problem.runs("row", problem.choices("query")):
         partial = run.scratch(head)
         run.launch(triton_backward.by_query, dq=dq, partial=partial, **saved)
         run.merge(triton_backward.add, partial=partial, result=dq)
-    for run in problem.runs("column", problem.choice("key")):
+    for run in problem.runs("column", problem.choices("key")):
         partial_k, partial_v = run.scratch(head), run.scratch(head)
         run.launch(triton_backward.by_key, dk=dk, dv=dv, partial_k=partial_k, partial_v=partial_v, **saved)
         run.merge(triton_backward.add, partial=partial_k, result=dk)
@@ -79,11 +79,11 @@ def backward(
 
 def _bias_gradient(problem: _Problem, bias: torch.Tensor, saved: dict[str, torch.Tensor]) -> torch.Tensor:
     batch, heads, size, head = problem.q.shape
-    shape = shapes.diagonal_shape(problem.options.block, head, problem.q.itemsize)
-    cell = shape.cell
+    choice = shapes.diagonal_choice(problem.options.block, head, problem.q.itemsize)
+    cell = choice.whole.cell
     cells = triton.cdiv(size, problem.options.block) * (problem.options.block // cell)
     sums = bias.new_empty(batch, heads, 2 * cells - 1, 2 * cell)
-    for run in problem.runs("diagonal", [shape]):
+    for run in problem.runs("diagonal", [choice]):
         partial = run.scratch(2)
         run.launch(triton_bias.by_diagonal, sums=sums, partial=partial, **saved)
         row = {"D": 2 * cell, "HEAD": 2 * cell, "CELL": 1, "size": 2 * cells - 1}
@@ -126,24 +126,29 @@ class _Problem:
             "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
         }  # fmt: skip
 
-    def choice(self, kernel: str) -> list[shapes.Shape]:
+    def choices(self, kernel: str) -> list[shapes.Choice]:
         options = self.options
         rich = options.dropout > 0 or self.arguments["bias"] is not None
-        return shapes.shapes(kernel, options.block, self.q.shape[3], self.q.itemsize, rich)
+        return shapes.choices(kernel, options.block, self.q.shape[3], self.q.itemsize, rich)
 
-    def runs(self, kind: str, choice: list[shapes.Shape]) -> list[_Run]:
-        """A run for each packing of the layout's lists, by "row", "column" or "diagonal", in the shape that suits it."""
+    def runs(self, kind: str, choices: list[shapes.Choice]) -> list[_Run]:
+        """A run for each packing of the layout's lists, by "row", "column" or "diagonal", in the shapes that suit it."""
         if not self.q.numel():
             return []
         group = self.group if kind == "column" else 1
         held = _packed.setdefault(self.blocks.row_offsets, {})
-        key = (kind, *choice, self.options.block, self.options.causal, group)
+        key = (kind, *choices, self.options.block, self.options.causal, group)
         if key not in held:
-            held[key] = _best([(shape, self._packings(kind, shape)) for shape in choice])
-        shape, packings = held[key]
-        return [_Run(self, shape, packing, self.q.shape[1] // group) for packing in packings]
+            held[key] = _best([(choice, self._packings(kind, choice)) for choice in choices])
+        (whole, lone), packings = held[key]
+        heads = self.q.shape[1] // group
+        return [
+            _Run(self, whole if packing.rows * whole.cell == whole.rows else lone, packing, heads)
+            for packing in packings
+        ]
 
-    def _packings(self, kind: str, shape: shapes.Shape) -> list[Packing]:
+    def _packings(self, kind: str, choice: shapes.Choice) -> list[Packing]:
+        shape = choice.whole
         cut = cells(self.blocks, self.options.block, shape.cell, self.options.causal)
         if kind == "row":
             lists = cut.by_row()
@@ -151,12 +156,12 @@ class _Problem:
             lists = cut.by_column(self.group)
         else:
             lists = cut.by_diagonal()
-        return pack(lists, shape.rows // shape.cell, shape.step // shape.cell)
+        return pack(lists, shape.rows // shape.cell, shape.step // shape.cell, choice.lone.rows // shape.cell)
 
 
-def _best(packed: list[tuple[shapes.Shape, list[Packing]]]) -> tuple[shapes.Shape, list[Packing]]:
+def _best(packed: list[tuple[shapes.Choice, list[Packing]]]) -> tuple[shapes.Choice, list[Packing]]:
     """The first, larger one, unless another has so much less to compute that it is worth its slower products."""
-    work = [shape.cell**2 * sum(packing.work for packing in packings) for shape, packings in packed]
+    work = [choice.whole.cell**2 * sum(packing.work for packing in packings) for choice, packings in packed]
     least = min(range(len(work)), key=work.__getitem__)
     return packed[least if work[least] <= _WORTH * work[0] else 0]
 
