@@ -83,7 +83,7 @@ def local_step_(
     scale: torch.Tensor | None = None,
     using: str | None = None,
 ) -> None:
-    """0/1 Adam's step of one rank: ``mu`` and ``moved`` in place, tensors of one shape and dtype. May overwrite ``grad``.
+    """0/1 Adam's step of one rank: ``mu`` and ``moved`` in place, tensors of one shape and dtype.
 
     Args:
         lr: 0-d float tensor.

@@ -50,8 +50,8 @@ def local_step_(
     eps: float,
     scale: torch.Tensor | None,
 ) -> None:
-    own_momentum_(grad, mu, b1, rest1, scale)
-    mu.copy_(grad)
+    g = grad if scale is None else grad * scale
+    mu.mul_(b1).add_(g * rest1)
     moved.add_(_direction(mu, nu, eps) * size)
 
 
