@@ -68,6 +68,12 @@ class _Buffers:
                 24,
                 lambda u: frozen_adam.local_step_(b.grad, b.mu, b.nu, b.moved, lr=_RATE, b1=0.9, eps=1e-8, using=u),
             ),
+            "1-bit LAMB's fresh step": (
+                28,
+                lambda u: frozen_adam.fresh_step_(
+                    b.grad, b.mu, b.nu, b.moved, spread=b.scale, b1=0.9, b2=0.999, eps=1e-8, using=u
+                ),
+            ),
         }
 
 

@@ -277,3 +277,27 @@ def test_mixed_precision_is_the_textbooks(stage, name, dtype, scale):
             step = torch.finfo(ours.dtype).eps if ours.dtype == dtype else 1e-6
             torch.testing.assert_close(ours, theirs, rtol=step, atol=1e-7)
             assert (ours != theirs).float().mean() < 0.1 or ours.dtype == torch.float32
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("make", [sl.optim.adamw, sl.optim.lion, sl.optim.lamb])
+def test_a_large_leafs_parameters_are_its_masters_rounded(stage, make):
+    """It is a bucket of its own, whose shard is a view of what is stored."""
+    start = torch.randn(512, 300, generator=torch.Generator().manual_seed(1)) * 0.05
+
+    def loss_fn(params, batch):
+        return (batch @ params["w"]).float().square().mean()
+
+    def run(mesh):
+        transform = sl.chain(sl.zero(stage), sl.precision("bf16"))
+        state, step = sl.make_train_step(loss_fn, sl.shard({"w": start}, mesh, transform), make(1e-2))
+        for seed in range(3):
+            batch = torch.randn(8, 512, generator=torch.Generator().manual_seed(seed))
+            state, _ = step(state, share(batch, mesh.rank, 2))
+        (masters,) = state.opt.masters.values()
+        return sl.unshard(state.params)["w"], masters
+
+    (first, one), (second, other) = sl.simulate(run, mesh={"data": 2})
+    masters = (one if stage == 0 else torch.cat([one, other])).view(512, 300)
+    assert torch.equal(first, masters.bfloat16()) and torch.equal(second, first)
+    assert not torch.equal(first, start.bfloat16())

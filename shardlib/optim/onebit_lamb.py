@@ -9,11 +9,11 @@ import torch
 
 from shardlib.collectives.codecs import OneBit
 from shardlib.kernels.adamw import adam_direction_
-from shardlib.kernels.frozen_adam import own_momentum_
+from shardlib.kernels.frozen_adam import fresh_step_, own_momentum_
 from shardlib.kernels.global_norm import sum_of_squares
 from shardlib.optim.base import GradientTransformation, Locality, Owned
 from shardlib.optim.lamb import check_coeffs, coefficients
-from shardlib.optim.moments import mask, root
+from shardlib.optim.moments import root
 from shardlib.optim.ranges import check, check_adam, is_step
 from shardlib.optim.schedules import Schedule, as_schedule
 from shardlib.optim.shards import Shards, device_of
@@ -122,15 +122,10 @@ def onebit_lamb(
             own_momentum_(g, m, b1=b1, scale=scale)
             g.mul_(state.spread[number])
 
-        def receive(number: int, m: torch.Tensor, before: torch.Tensor, v: torch.Tensor, fresh: torch.Tensor) -> None:
-            mask(m.div_(state.spread[number]), v)
-            g = torch.sub(m, before, alpha=b1).div_(1 - b1)
-            fresh.mul_(b2).addcmul_(g, g, value=1 - b2)
-            torch.div(m, root(v, eps), out=before)  # the last momentum's memory now holds the direction
-
         each_leaf(shards, send, grads, state.mu)
-        mu, directions = shards.compressed_mean(grads), state.mu
-        each_leaf(shards, receive, mu, directions, state.nu, state.fresh)
+        mu, directions = shards.compressed_mean(grads), state.mu  # the last momentum's memory is to hold the direction
+        for number, tensors in shards.leaves(mu, directions, state.nu, state.fresh):
+            fresh_step_(*tensors, spread=state.spread[number], b1=b1, b2=b2, eps=eps)
         factor = shards.leaf_max(lambda v, fresh: (root(v, eps) / root(fresh, eps)).max(), state.nu, state.fresh)
         if weight_decay:
             plain = shards.leaf_sums((sum_of_squares,), directions)[0]

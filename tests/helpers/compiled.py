@@ -68,10 +68,12 @@ def _optimizers() -> dict[str, Case]:
     types = {"param": "*fp32", "grad": "*bf16", "mu": "*fp32", "copy": "*bf16", "scale": "*fp64", "count": "i64"}
     types |= dict.fromkeys(("b1", "rest1", "b2", "rest2", "decay", "size"), "fp32")
     made["lion"] = Case(lion._lion, types, {"TILE": lion.TILE})
-    types = dict.fromkeys(("param", "grad", "mu", "nu", "moved"), "*fp32") | {"copy": "*bf16", "scale": "*fp64"}
-    types |= {"count": "i64"} | dict.fromkeys(("size", "eps", "weight_decay", "b1", "rest1"), "fp32")
-    for kernel in (frozen_adam._own_momentum, frozen_adam._frozen_step, frozen_adam._local_step):
-        made[f"frozen Adam{kernel.fn.__name__}"] = Case(kernel, types, {"TILE": frozen_adam.TILE})
+    types = dict.fromkeys(("param", "grad", "mu", "nu", "moved", "before", "fresh"), "*fp32")
+    types |= {"copy": "*bf16", "scale": "*fp64", "spread": "*fp64", "count": "i64"}
+    types |= dict.fromkeys(("size", "eps", "weight_decay", "b1", "rest1", "b2", "rest2"), "fp32")
+    for name in ("_own_momentum", "_frozen_step", "_local_step", "_fresh_step"):
+        kernel = getattr(frozen_adam, name)
+        made[f"frozen Adam{name}"] = Case(kernel, types, {"TILE": frozen_adam.TILE})
     for dtype in ("fp32", "bf16"):
         types = {"x": f"*{dtype}", "count": "i64", "partial": "*fp64"}
         made[f"global norm, {dtype}"] = Case(global_norm._tiles, types, {"TILE": global_norm.TILE})

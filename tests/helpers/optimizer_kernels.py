@@ -119,7 +119,10 @@ def check_frozen_adam(
             sent = grad.clone()
             frozen_adam.own_momentum_(sent, mu, b1=0.9, scale=factor, using=name)
             frozen_adam.local_step_(grad, own, nu, moved, lr=lr, b1=0.9, eps=1e-8, scale=factor, using=name)
-        results.append([param, mu, own, moved, sent] + ([] if copy is None else [copy]))
+            came, before, fresh = param.clone(), grad.clone(), moved.abs()
+            spread = torch.tensor(1.3, dtype=F64)
+            frozen_adam.fresh_step_(came, before, nu, fresh, spread=spread, b1=0.9, b2=0.999, eps=1e-8, using=name)
+        results.append([param, mu, own, moved, sent, came, before, fresh] + ([] if copy is None else [copy]))
     for wanted, found in zip(*results):
         same(wanted, found, using)
 

@@ -9,7 +9,12 @@ import torch
 
 from shardlib.kernels import native
 
-_SIGNATURES = {"own_momentum": "pplfffi", "frozen_step": "ppppilfffi", "local_step": "pppplfffffi"}
+_SIGNATURES = {
+    "own_momentum": "pplfffi",
+    "frozen_step": "ppppilfffi",
+    "local_step": "pppplfffffi",
+    "fresh_step": "pppplffffffi",
+}
 
 
 def load(device: torch.device) -> str:
@@ -48,6 +53,22 @@ def local_step_(
 ) -> None:
     factors = (size, b1, rest1, eps, 1.0 if scale is None else float(scale))
     _library().local_step(grad, mu, nu, moved, nu.numel(), *factors, torch.get_num_threads())
+
+
+def fresh_step_(
+    mu: torch.Tensor,
+    before: torch.Tensor,
+    nu: torch.Tensor,
+    fresh: torch.Tensor,
+    spread: torch.Tensor,
+    b1: float,
+    rest1: float,
+    b2: float,
+    rest2: float,
+    eps: float,
+) -> None:
+    factors = (float(spread), b1, rest1, b2, rest2, eps)
+    _library().fresh_step(mu, before, nu, fresh, mu.numel(), *factors, torch.get_num_threads())
 
 
 def _library() -> Any:

@@ -10,7 +10,12 @@ import torch
 
 from shardlib.kernels import native
 
-_SIGNATURES = {"own_momentum": "pplffpp", "frozen_step": "ppppilfffp", "local_step": "pppplffffpp"}
+_SIGNATURES = {
+    "own_momentum": "pplffpp",
+    "frozen_step": "ppppilfffp",
+    "local_step": "pppplffffpp",
+    "fresh_step": "pppplpfffffp",
+}
 
 
 def load(device: torch.device) -> str:
@@ -49,6 +54,22 @@ def local_step_(
 ) -> None:
     factors = (size, b1, rest1, eps, scale)
     _library().local_step(grad, mu, nu, moved, nu.numel(), *factors, native.stream(nu.device))
+
+
+def fresh_step_(
+    mu: torch.Tensor,
+    before: torch.Tensor,
+    nu: torch.Tensor,
+    fresh: torch.Tensor,
+    spread: torch.Tensor,
+    b1: float,
+    rest1: float,
+    b2: float,
+    rest2: float,
+    eps: float,
+) -> None:
+    factors = (spread, b1, rest1, b2, rest2, eps)
+    _library().fresh_step(mu, before, nu, fresh, mu.numel(), *factors, native.stream(mu.device))
 
 
 def _library() -> Any:

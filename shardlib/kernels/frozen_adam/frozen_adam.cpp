@@ -59,6 +59,24 @@ struct LocalStep {
     }
 };
 
+struct FreshStep {
+    float *mu, *before;
+    const float* nu;
+    float* fresh;
+    float spread, b1, rest1, b2, rest2, eps;
+
+    template <typename Lanes>
+    void at(int64_t i) const {
+        auto v = Lanes::template get<Float32>(nu + i);
+        auto m = masked(Lanes::template get<Float32>(mu + i) / spread, v);
+        auto g = (m - Lanes::template get<Float32>(before + i) * b1) / rest1;
+        auto f = Lanes::template get<Float32>(fresh + i) * b2 + g * g * rest2;
+        Lanes::template put<Float32>(mu + i, m);
+        Lanes::template put<Float32>(fresh + i, f);
+        Lanes::template put<Float32>(before + i, m / (Lanes::root(v) + eps));
+    }
+};
+
 }  // namespace
 
 EXPORT(own_momentum)(float* grad, const float* mu, int64_t count, float b1, float rest1, float scale, int threads) {
@@ -78,5 +96,11 @@ EXPORT(frozen_step)(float* param, float* mu, const float* nu, uint16_t* copy, in
 EXPORT(local_step)(const float* grad, float* mu, const float* nu, float* moved, int64_t count, float size, float b1,
                    float rest1, float eps, float scale, int threads) {
     LocalStep op = {grad, mu, nu, moved, size, b1, rest1, eps, scale};
+    sweep(op, count, nullptr, threads);
+}
+
+EXPORT(fresh_step)(float* mu, float* before, const float* nu, float* fresh, int64_t count, float spread, float b1,
+                   float rest1, float b2, float rest2, float eps, int threads) {
+    FreshStep op = {mu, before, nu, fresh, spread, b1, rest1, b2, rest2, eps};
     sweep(op, count, nullptr, threads);
 }

@@ -25,3 +25,10 @@ extern "C" int local_step(const float* grad, float* mu, const float* nu, float* 
     launch_sweep(op, count, place(grad) | place(mu) | place(nu) | place(moved), stream);
     return (int)cudaGetLastError();
 }
+
+extern "C" int fresh_step(float* mu, float* before, const float* nu, float* fresh, Int64 count, const double* spread,
+                          float b1, float rest1, float b2, float rest2, float eps, void* stream) {
+    frozen_adam::FreshStep op = {mu, before, nu, fresh, spread, b1, rest1, b2, rest2, eps};
+    launch_sweep(op, count, place(mu) | place(before) | place(nu) | place(fresh), stream);
+    return (int)cudaGetLastError();
+}

@@ -73,4 +73,32 @@ struct LocalStep {
     }
 };
 
+struct FreshStep {
+    float *mu, *before;
+    const float* nu;
+    float* fresh;
+    const double* spread;
+    float b1, rest1, b2, rest2, eps;
+
+    template <int WIDTH>
+    __device__ void at(Int64 i) const {
+        float m[WIDTH], b[WIDTH], v[WIDTH], f[WIDTH];
+        get<Float32>(mu + i, m);
+        get<Float32>(before + i, b);
+        get<Float32>(nu + i, v);
+        get<Float32>(fresh + i, f);
+        float factor = (float)*spread;
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k) {
+            m[k] = v[k] == 0 ? 0 : m[k] / factor;
+            float g = (m[k] - b[k] * b1) / rest1;
+            f[k] = f[k] * b2 + g * g * rest2;
+            b[k] = m[k] / (sqrtf(v[k]) + eps);
+        }
+        put<Float32>(mu + i, m);
+        put<Float32>(fresh + i, f);
+        put<Float32>(before + i, b);
+    }
+};
+
 }  // namespace frozen_adam

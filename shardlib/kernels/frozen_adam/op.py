@@ -1,4 +1,4 @@
-"""Steps of Adam whose variance v is frozen, on flat tensors (arXiv 2102.02888, 2202.06009).
+"""Steps of Adam whose variance v is frozen, on flat tensors (arXiv 2102.02888, 2104.06069, 2202.06009).
 
 With m̄ for m where v > 0, and 0 where v = 0 (what no gradient ever reached would be divided by ε alone):
 
@@ -7,11 +7,14 @@ With m̄ for m where v > 0, and 0 where v = 0 (what no gradient ever reached wou
 - `local_step_`, 0/1 Adam's between exchanges:  m ← β1·m + (1−β1)·g, then m̄;  u ← u − η·m̄/(√v + ε), u being how far the
   rank has gone.
 
+- `fresh_step_`, 1-bit LAMB's, from momentum m that came in times a factor s, and b, what it was before:  m ← m/s, then m̄;
+  f ← β2·f + (1−β2)·((m̄ − β1·b)/(1−β1))², f being the variance as it would have become;  b ← m̄/(√v + ε).
+
 Everything is fp32, every product rounded before it is added, so that all implementations give the same bits; on the CPU the
 compiled one takes denormals for zero and writes zero instead. Other dtypes and strided tensors are served by plain torch.
 
-Bytes moved per element: 12, 20 (and 2 for a copy of p in 16 bits) and 24; plain torch moves several times that. 4, 8 and 9
-operations, of which in each step a division and a root.
+Bytes moved per element: 12, 20 (and 2 for a copy of p in 16 bits), 24 and 28; plain torch moves several times that. 4 to 14
+operations, of which in each step a root and a division, in the last two more.
 """
 
 from __future__ import annotations
@@ -85,7 +88,7 @@ def local_step_(
     scale: torch.Tensor | None = None,
     using: str | None = None,
 ) -> None:
-    """0/1 Adam's step of one rank: ``mu`` and ``moved`` in place, tensors of one shape and dtype. May overwrite ``grad``.
+    """0/1 Adam's step of one rank: ``mu`` and ``moved`` in place, tensors of one shape and dtype.
 
     Args:
         lr: 0-d float tensor.
@@ -96,6 +99,31 @@ def local_step_(
     check(tensors, "mu", scale)
     with on(grad.device):
         _serving(tensors, using).local_step_(grad, mu, nu, moved, -float(lr), b1, 1 - b1, eps, scale)
+
+
+def fresh_step_(
+    mu: torch.Tensor,
+    before: torch.Tensor,
+    nu: torch.Tensor,
+    fresh: torch.Tensor,
+    *,
+    spread: torch.Tensor,
+    b1: float,
+    b2: float,
+    eps: float,
+    using: str | None = None,
+) -> None:
+    """What 1-bit LAMB makes of momentum that came in; all but ``nu`` in place, tensors of one shape and dtype.
+
+    Args:
+        before: last step's momentum; afterwards the direction.
+        spread: the factor that momentum was sent with, a 0-d float64 tensor on its device.
+        using: see `frozen_step_`.
+    """
+    tensors = {"mu": mu, "before": before, "nu": nu, "fresh": fresh}
+    check(tensors, "mu", spread)
+    with on(mu.device):
+        _serving(tensors, using).fresh_step_(mu, before, nu, fresh, spread, b1, 1 - b1, b2, 1 - b2, eps)
 
 
 def _serving(tensors: dict[str, torch.Tensor], using: str | None) -> Any:

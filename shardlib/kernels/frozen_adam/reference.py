@@ -50,10 +50,28 @@ def local_step_(
     eps: float,
     scale: torch.Tensor | None,
 ) -> None:
-    momentum = grad.clone()
-    own_momentum_(momentum, mu, b1, rest1, scale)
-    mu.copy_(momentum)
+    g = grad if scale is None else grad * scale
+    mu.mul_(b1).add_(g * rest1)
     moved.add_(_direction(mu, nu, eps) * size)
+
+
+def fresh_step_(
+    mu: torch.Tensor,
+    before: torch.Tensor,
+    nu: torch.Tensor,
+    fresh: torch.Tensor,
+    spread: torch.Tensor,
+    b1: float,
+    rest1: float,
+    b2: float,
+    rest2: float,
+    eps: float,
+) -> None:
+    mu.div_(spread)
+    u = _direction(mu, nu, eps)
+    g = (mu - before * b1) / torch.full_like(mu, rest1)  # a Python number would be inverted first on CUDA
+    fresh.mul_(b2).add_(g * g * rest2)
+    before.copy_(u)
 
 
 def _direction(mu: torch.Tensor, nu: torch.Tensor, eps: float) -> torch.Tensor:

@@ -50,6 +50,23 @@ def local_step_(
     _local_step[grid](grad, mu, nu, moved, scale, count, size, b1, rest1, eps, TILE=TILE, **tiles.EXACT)
 
 
+def fresh_step_(
+    mu: torch.Tensor,
+    before: torch.Tensor,
+    nu: torch.Tensor,
+    fresh: torch.Tensor,
+    spread: torch.Tensor,
+    b1: float,
+    rest1: float,
+    b2: float,
+    rest2: float,
+    eps: float,
+) -> None:
+    count = mu.numel()
+    factors = (spread, count, b1, rest1, b2, rest2, eps)
+    _fresh_step[(triton.cdiv(count, TILE),)](mu, before, nu, fresh, *factors, TILE=TILE, **tiles.EXACT)
+
+
 @triton.jit
 def _momentum(at, valid, grad, mu, scale, b1, rest1):
     """β1·m + (1−β1)·g."""
@@ -89,3 +106,18 @@ def _local_step(grad, mu, nu, moved, scale, count, size, b1, rest1, eps, TILE: t
     u = tl.load(moved + at, mask=valid, other=0.0) + tl.div_rn(m, tl.sqrt_rn(v) + eps) * size
     tl.store(mu + at, m, mask=valid)
     tl.store(moved + at, u, mask=valid)
+
+
+@triton.jit
+def _fresh_step(mu, before, nu, fresh, spread, count, b1, rest1, b2, rest2, eps, TILE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    valid = at < count
+    v = tl.load(nu + at, mask=valid, other=0.0)
+    zero = tl.zeros_like(v)
+    m = tl.div_rn(tl.load(mu + at, mask=valid, other=0.0), zero + tl.load(spread).to(tl.float32))
+    m = tl.where(v == 0, 0.0, m)
+    g = tl.div_rn(m - tl.load(before + at, mask=valid, other=0.0) * b1, zero + rest1)
+    f = tl.load(fresh + at, mask=valid, other=0.0) * b2 + g * g * rest2
+    tl.store(mu + at, m, mask=valid)
+    tl.store(fresh + at, f, mask=valid)
+    tl.store(before + at, tl.div_rn(m, tl.sqrt_rn(v) + eps), mask=valid)
