@@ -1,10 +1,11 @@
 """Gradient transformations in optax's shape, schedules and loss scaling."""
 
 from shardlib.optim.adam import adam, adamw
-from shardlib.optim.base import GradientTransformation, Locality
+from shardlib.optim.base import GradientTransformation
 from shardlib.optim.clip import clip_by_global_norm
 from shardlib.optim.combine import chain
 from shardlib.optim.lamb import lamb
+from shardlib.optim.locality import Locality
 from shardlib.optim.onebit_adam import onebit_adam
 from shardlib.optim.onebit_lamb import onebit_lamb
 from shardlib.optim.schedules import constant, cosine, linear

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from shardlib.optim.base import GradientTransformation, Locality, empty_init, scaled
+from shardlib.optim.base import GradientTransformation, empty_init, scaled
+from shardlib.optim.locality import Locality
 from shardlib.optim.shards import Shards, sum_of_squares
 from shardlib.tree import Tree
 
