@@ -49,9 +49,9 @@ class Shards:
     _allowed = Locality.WHOLE
 
     def allowing(self, locality: Locality) -> Self:
-        """The same, for a transformation that declares ``locality``."""
+        """The same, for a transformation that declares ``locality``; no more than one around it has declared."""
         narrow = copy.copy(self)
-        narrow._allowed = locality
+        narrow._allowed = locality if self._allowed.includes(locality) else self._allowed
         return narrow
 
     def _require(self, needed: Locality, asked: str) -> None:

@@ -7,7 +7,8 @@ import torch
 import shardlib as sl
 from shardlib.optim import Locality
 
-MATRICES = ("stack", "tall", "wide")
+MATRICES = ("*stack", "*tall", "*wide")
+VECTORS = ("*bias", "*gain", "*zero")
 HALF = sl.optim.cosine(0.1, 60)
 opt = sl.optim
 
@@ -59,7 +60,7 @@ RECORDED = {
     ),
     "masked": Case(lambda: opt.chain(opt.masked(opt.add_decayed_weights(0.3), MATRICES), opt.sgd(0.05))),
     "masked clip": Case(
-        lambda: opt.chain(opt.masked(opt.clip_by_global_norm(0.5), "*", exclude=("bias", "gain", "zero")), opt.sgd(0.05)),
+        lambda: opt.chain(opt.masked(opt.clip_by_global_norm(0.5), "*", exclude=VECTORS), opt.sgd(0.05)),
         GLOBAL,
     ),
     "partition": Case(
@@ -97,3 +98,31 @@ CASES = RECORDED | {
         LEAF,
     ),
 }
+
+
+def model():
+    """``(loss_fn, params)``: units whose leaves are padded on 2 to 4 ranks, a scalar, a tied matrix, one zero at first."""
+    generator = torch.Generator().manual_seed(11)
+
+    def leaf(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64) * 0.5
+
+    wide = leaf(4, 5)
+    first = {"bias": leaf(7), "gain": leaf().abs() + 0.5, "stack": leaf(2, 4, 3), "tall": leaf(6, 4), "wide": wide}
+    return loss_fn, {"first": first, "second": {"also": wide, "wide": leaf(3, 6), "zero": torch.zeros(3).double()}}
+
+
+def loss_fn(params, batch):
+    x, y = batch
+    p, q = params["first"], params["second"]
+    h = torch.tanh(x @ p["wide"].T) + (x @ q["also"].T).square()
+    z = torch.tanh(h @ p["tall"].T + p["bias"][1:]) * p["gain"] + p["bias"][0]
+    return (z @ q["wide"].T + q["zero"] + torch.einsum("bi,sij->bj", h, p["stack"]) - y).square().mean()
+
+
+def batches(steps, rows=12):
+    generator = torch.Generator().manual_seed(12)
+    return [
+        tuple(torch.randn(rows, size, generator=generator, dtype=torch.float64) for size in (5, 3))
+        for _ in range(steps)
+    ]
