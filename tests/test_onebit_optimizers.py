@@ -1,22 +1,21 @@
 """Optimizers that compress: on every mesh, in place and pure, in plans and checkpoints, and what they send."""
 
 import math
-from dataclasses import replace
 
 import optree
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import training
+from helpers.cuts import CUTS, tiny_blocks
 from helpers.measure import count_payload, stored_bytes
-from helpers.models import TINY, mlp, regression_batch, tiny_gpt, token_batches
+from helpers.models import mlp, regression_batch, token_batches
 from helpers.trajectories import batch_of, loss_fn, model
 from helpers.trees import assert_close, assert_same, copy_of
 from oracle import onebit_optimizers as oracle
 
 import shardlib as sl
 from shardlib import checkpoint
-from shardlib.models import gpt
 from shardlib.optim import Sent, ZeroOneSteps
 from shardlib.optim.shards import MeshShards, optimizer_shards, sum_of_squares
 
@@ -37,12 +36,6 @@ COMPRESSING = pytest.mark.parametrize("name", [name for name in MAKE if name != 
 # --- sums for each parameter ------------------------------------------------------------------------------------
 
 
-def tiny_blocks(**changes):
-    """The GPT as a list of blocks in float64."""
-    _, params = tiny_gpt(torch.float64, layers=2, **changes)
-    return gpt.make_sequential(replace(TINY, dtype=torch.float64, layers=2, **changes)), gpt.to_blocks(params)
-
-
 def layers():
     """A multi-layer perceptron as a list of blocks."""
 
@@ -53,27 +46,6 @@ def layers():
         return (F.linear(carry, p["weight"], p["bias"]) - batch[1]).square().mean()
 
     return sl.sequential([layer, layer, layer, last]), mlp([6, 9, 7, 5, 4])[1]["layers"]
-
-
-CUTS = {
-    "stage 0": ({"data": 4}, sl.zero(0)),
-    "stage 1": ({"data": 4}, sl.zero(1)),
-    "stage 3": ({"data": 3}, sl.zero(3)),
-    "hybrid": ({"node": 2, "data": 2}, sl.zero(2, replicate="node")),
-    "stages": ({"data": 2, "pipe": 2}, sl.chain(sl.zero(1), sl.pipeline("1f1b", 2))),
-    "slices": (
-        {"data": 2, "model": 2},
-        sl.chain(sl.zero(1), sl.tensor_slicing(gpt.slicing_rules(replace(TINY, vocab=30), blocks=True))),
-    ),
-    "all three": (
-        {"data": 2, "pipe": 2, "model": 2},
-        sl.chain(
-            sl.zero(2),
-            sl.pipeline("1f1b", 2),
-            sl.tensor_slicing(gpt.slicing_rules(replace(TINY, vocab=30), blocks=True)),
-        ),
-    ),
-}
 
 
 @pytest.mark.parametrize("tie", [False, True])
