@@ -38,11 +38,11 @@ def add_noise(eta: float, gamma: float, key: Key | int) -> GradientTransformatio
     def update(updates: Tree, state: NoiseState, params: Tree, *, shards: Shards) -> tuple[Tree, NoiseState]:
         step, infos = int(state.count), shards.about(updates)
         spread = math.sqrt(eta / (1 + step) ** gamma)
-        noisy = tree_map(torch.clone, updates)
+        noisy = tree_map(lambda u: u.clone(memory_format=torch.contiguous_format), updates)
         for number, places, (part,) in shards.located(noisy):
-            flat = places.flat(part.numel(), part.device)
-            noise = _normal(root.fold_in(step).fold_in(infos[number].path), flat)
-            part.add_(noise.to(part.dtype).view(part.shape), alpha=spread)
+            own = root.fold_in(step).fold_in(infos[number].path)
+            for piece, where in places.pieces(part):
+                piece.add_(_normal(own, where.flat(len(piece), piece.device)).to(piece.dtype), alpha=spread)
         return noisy, NoiseState(state.count + 1)
 
     return GradientTransformation(init, update, Locality.ELEMENTWISE)
