@@ -44,7 +44,12 @@ class Key:
 def random_bits(key: Key, count: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """``count`` 24-bit integers as int64, for elements ``slot * count`` to ``(slot + 1) * count``."""
     start = int(key.slot * count)
-    return counter.random_bits(key.seed, torch.arange(start, start + count, dtype=torch.int64, device=device))
+    return bits_at(key, torch.arange(start, start + count, dtype=torch.int64, device=device))
+
+
+def bits_at(key: Key, places: torch.Tensor) -> torch.Tensor:
+    """24-bit integers as int64, for the elements of these numbers (int64)."""
+    return counter.random_bits(key.seed, places)
 
 
 def uniform(

@@ -9,7 +9,8 @@ import torch
 from shardlib.kernels.adamw import adam_direction_
 from shardlib.kernels.global_norm import sum_of_squares
 from shardlib.optim.adam import AdamState
-from shardlib.optim.base import GradientTransformation, Locality
+from shardlib.optim.base import GradientTransformation
+from shardlib.optim.locality import Locality
 from shardlib.optim.ranges import check, check_adam
 from shardlib.optim.schedules import Schedule, as_schedule
 from shardlib.optim.shards import Shards

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 
 from shardlib.kernels.lion import lion_
-from shardlib.optim.base import GradientTransformation, Locality, apart
+from shardlib.optim.base import GradientTransformation, apart
+from shardlib.optim.locality import Locality
 from shardlib.optim.ranges import check
 from shardlib.optim.schedules import Schedule, as_schedule
 from shardlib.optim.shards import Shards
@@ -40,7 +41,7 @@ def lion(lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: 
     )
     rate = as_schedule(lr)
 
-    def init(params: Tree) -> LionState:
+    def init(params: Tree, _: Shards) -> LionState:
         return LionState(torch.zeros(()), tree_map(torch.zeros_like, params))
 
     def update(updates: Tree, state: LionState, params: Tree, *, shards: Shards) -> tuple[Tree, LionState]:

@@ -9,7 +9,8 @@ import torch
 
 from shardlib.collectives.codecs import OneBit
 from shardlib.kernels.frozen_adam import own_momentum_
-from shardlib.optim.base import GradientTransformation, Locality, Owned
+from shardlib.optim.base import GradientTransformation, Owned
+from shardlib.optim.locality import Locality
 from shardlib.optim.moments import adam_step, frozen_step
 from shardlib.optim.ranges import check, check_adam, is_step
 from shardlib.optim.schedules import Schedule, as_schedule
@@ -80,7 +81,7 @@ def onebit_adam(
     rate = as_schedule(lr)
     every = round(1 / (1 - b2))
 
-    def init(params: Tree) -> OneBitAdamState:
+    def init(params: Tree, _: Shards) -> OneBitAdamState:
         none = torch.zeros((), dtype=torch.float64)
         mu, nu = tree_map(torch.zeros_like, params), tree_map(torch.zeros_like, params)
         return OneBitAdamState(torch.zeros(()), mu, nu, torch.zeros(()), none)

@@ -11,8 +11,9 @@ from shardlib.collectives.codecs import OneBit
 from shardlib.kernels.adamw import adam_direction_
 from shardlib.kernels.frozen_adam import fresh_step_, own_momentum_
 from shardlib.kernels.global_norm import sum_of_squares
-from shardlib.optim.base import GradientTransformation, Locality, Owned
+from shardlib.optim.base import GradientTransformation, Owned
 from shardlib.optim.lamb import check_coeffs, coefficients
+from shardlib.optim.locality import Locality
 from shardlib.optim.moments import root
 from shardlib.optim.ranges import check, check_adam, is_step
 from shardlib.optim.schedules import Schedule, as_schedule

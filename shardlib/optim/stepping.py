@@ -7,14 +7,15 @@ copies. The elements go through the same operations in both, so both give the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
-from shardlib.optim.base import GradientTransformation, Locality, Owned, apart, write_copies
+from shardlib.optim.base import GradientTransformation, Owned, apart, write_copies
+from shardlib.optim.locality import Locality
 from shardlib.optim.pieces import pieces
 from shardlib.optim.shards import Shards
 from shardlib.tree import Tree, leaves_of, tree_map
@@ -77,7 +78,12 @@ Step = Callable[[Tree, Tree, Any, torch.Tensor | None, Shards], tuple[Any, Move]
 
 
 def stepping(
-    name: str, init: Callable[..., Tree], step: Step, locality: Locality, owns: Owned | None = None
+    name: str,
+    init: Callable[..., Tree],
+    step: Step,
+    locality: Locality,
+    owns: Owned | None = None,
+    sends: Callable[[Shards], Mapping[str, int]] | None = None,
 ) -> GradientTransformation:
     """The gradient transformation whose one step this is."""
 
@@ -96,7 +102,7 @@ def stepping(
         move.write(params, copies, shards)
         return state
 
-    return GradientTransformation(init, update, locality, apply=apply, owns=owns)
+    return GradientTransformation(init, update, locality, apply=apply, owns=owns, sends=sends)
 
 
 def each_tensor(fn: Callable[..., Any], *trees: Tree) -> None:

@@ -9,7 +9,8 @@ import torch
 
 from shardlib.collectives.codecs import OneBit
 from shardlib.kernels.frozen_adam import local_step_
-from shardlib.optim.base import GradientTransformation, Locality, Owned
+from shardlib.optim.base import GradientTransformation, Owned
+from shardlib.optim.locality import Locality
 from shardlib.optim.moments import adam_step, frozen_step, mask, root
 from shardlib.optim.ranges import check_adam
 from shardlib.optim.schedules import Schedule, as_schedule
@@ -86,7 +87,7 @@ def zero_one_adam(
     steps = ZeroOneSteps(var_freeze_step, var_update_scaler, local_step_scaler, local_step_clipper)
     rate = as_schedule(lr)
 
-    def init(params: Tree) -> ZeroOneAdamState:
+    def init(params: Tree, _: Shards) -> ZeroOneAdamState:
         mu, nu, anchor, moved = (tree_map(torch.zeros_like, params) for _ in range(4))
         elapsed, apart = torch.zeros((), dtype=torch.float64), torch.zeros(())
         return ZeroOneAdamState(torch.zeros(()), mu, nu, torch.zeros(()), anchor, moved, elapsed, apart)
