@@ -1,6 +1,6 @@
 """shardlib: pure functions turn a parameter pytree into sharded state and a train step."""
 
-from shardlib import checkpoint, optim, schedules
+from shardlib import checkpoint, optim, report, schedules
 from shardlib.blocks import block, sequential
 from shardlib.claims import chain
 from shardlib.collectives import (
@@ -15,6 +15,7 @@ from shardlib.collectives import (
     vocab_cross_entropy,
 )
 from shardlib.errors import IllegalComposition, ShardlibError
+from shardlib.evaluation import make_eval_step
 from shardlib.functional import Mean, embedding, linear_cross_entropy
 from shardlib.launch import launch, simulate
 from shardlib.measure import measure_blocks
@@ -28,7 +29,7 @@ from shardlib.preview import make_plan
 from shardlib.rng import Key, dropout
 from shardlib.sharded import Sharded, shard, unshard
 from shardlib.specs import Leaf, P
-from shardlib.train import TrainState, make_eval_step, make_train_step, value_and_grad
+from shardlib.train import TrainState, make_train_step, value_and_grad
 from shardlib.transforms import (
     accumulate,
     column,
@@ -93,6 +94,7 @@ __all__ = [
     "predict_step",
     "reduce_scatter",
     "remat",
+    "report",
     "row",
     "schedules",
     "sequence",
