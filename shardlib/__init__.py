@@ -18,6 +18,7 @@ from shardlib.errors import IllegalComposition, ShardlibError
 from shardlib.evaluation import make_eval_step
 from shardlib.functional import Mean, embedding, linear_cross_entropy
 from shardlib.launch import launch, simulate
+from shardlib.loss_scale import LossScale
 from shardlib.measure import measure_blocks
 from shardlib.mesh import Mesh, abstract_mesh, make_mesh
 from shardlib.models.modules import from_module
@@ -75,6 +76,7 @@ __all__ = [
     "launch",
     "Leaf",
     "linear_cross_entropy",
+    "LossScale",
     "make_eval_step",
     "make_mesh",
     "make_plan",

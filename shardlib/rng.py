@@ -42,10 +42,11 @@ class Key:
 def random_bits(key: Key, count: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """``count`` 24-bit integers as int64, for elements ``slot * count`` to ``(slot + 1) * count``."""
     start = int(key.slot * count)
-    return _hash(key, torch.arange(start, start + count, dtype=torch.int64, device=device))
+    return bits_at(key, torch.arange(start, start + count, dtype=torch.int64, device=device))
 
 
-def _hash(key: Key, x: torch.Tensor) -> torch.Tensor:
+def bits_at(key: Key, x: torch.Tensor) -> torch.Tensor:
+    """The 24-bit integers of the key's seed with the int64 numbers ``x``, as int64."""
     x = _mix((x & _MASK) ^ (key.seed & _MASK)) ^ _mix((x >> 32) ^ (key.seed >> 32 & _MASK))
     return _mix(x) >> 8
 
@@ -75,7 +76,7 @@ def dropout(x: torch.Tensor, p: float, key: Key) -> torch.Tensor:
         raise ValueError(f"dropout probability {p} is outside [0, 1)")
     if p == 0.0:
         return x
-    keep = _hash(key, _indices(x, key.slot)) >= int(p * 2**24)
+    keep = bits_at(key, _indices(x, key.slot)) >= int(p * 2**24)
     return x * (keep.to(x.dtype) / (1.0 - p)).reshape(x.shape)
 
 

@@ -10,9 +10,9 @@ import torch
 from shardlib.errors import DonatedStateError, IllegalComposition, TreeError
 from shardlib.execute.step import LossStep, require_finite
 from shardlib.groups import EchoGroup
+from shardlib.loss_scale import LossScale
 from shardlib.mesh import Mesh
 from shardlib.optim.base import GradientTransformation
-from shardlib.optim.scaling import LossScale
 from shardlib.optim.shards import MeshShards, optimizer_shards, store
 from shardlib.plan import Plan
 from shardlib.planning import own_axis
@@ -222,7 +222,7 @@ def make_train_step(
         opt=_init(optimizer, lifted),
         comm={name: kept for channel in plan.channels for name, kept in channel.start(mesh.device).items()},
         buffers=buffers,
-        scale=LossScale() if plan.loss_scale else None,
+        scale=plan.loss_scale,
         rng=key,
     )
     return state, train_step

@@ -12,7 +12,7 @@ from helpers.trees import assert_close, assert_same, copy_of
 import shardlib as sl
 from shardlib.kernels.adamw import reference
 from shardlib.kernels.adamw.op import adamw_
-from shardlib.optim.scaling import LossScale
+from shardlib.loss_scale import LossScale
 from shardlib.sharded import Sharded
 
 OPTIMIZERS = {

@@ -15,6 +15,7 @@ from shardlib.optim.lamb import lamb
 from shardlib.optim.large_batch import linear_scaling, sqrt_scaling
 from shardlib.optim.onebit_adam import onebit_adam
 from shardlib.optim.onebit_lamb import onebit_lamb
+from shardlib.optim.rounding import stochastic_rounding
 from shardlib.optim.schedules import (
     Schedule,
     constant_schedule,
@@ -69,6 +70,7 @@ __all__ = [
     "polynomial_schedule",
     "sgd",
     "sqrt_scaling",
+    "stochastic_rounding",
     "warmup_constant_schedule",
     "warmup_cosine_decay_schedule",
     "warmup_exponential_decay_schedule",

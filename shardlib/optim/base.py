@@ -103,7 +103,7 @@ class GradientTransformation:
         if self._apply is not None:
             return self._apply(params, updates, state, scale, shards)
         updates, state = self.update(scaled(updates, scale), state, params, shards=shards)
-        tree_map(lambda param, update: param.add_(update.to(param.dtype)), params, updates)
+        tree_map(torch.Tensor.add_, params, updates)
         return state
 
     def _lower(self, params: Tree) -> Tree:

@@ -17,7 +17,7 @@ from shardlib.mesh import Mesh
 from shardlib.optim.pieces import pieces
 from shardlib.plan import Plan
 from shardlib.sharded import Sharded
-from shardlib.tree import Tree, leaves_of, tree_map
+from shardlib.tree import Tree, flatten, leaves_of, tree_map
 
 
 class Shards:
@@ -38,6 +38,16 @@ class Shards:
         """For each parameter its number, below `leaf_count`, and what this rank holds of it in each tree: views."""
         for number, parts in enumerate(zip(*map(leaves_of, trees), strict=True)):
             yield number, list(parts)
+
+    def elements(self, *trees: Tree) -> Iterator[tuple[str, torch.Tensor, list[torch.Tensor]]]:
+        """For each parameter its path, what this rank holds of it in each tree (flat views), and where that lies in it.
+
+        The latter are int64 indices into the flattened whole parameter: the same for an element on every mesh.
+        """
+        paths, *_ = flatten(trees[0])
+        for path, (_, parts) in zip(paths, self.leaves(*trees), strict=True):
+            flat = [part.reshape(-1) for part in parts]
+            yield path, torch.arange(flat[0].numel(), device=flat[0].device), flat
 
     def leaf_sums(self, fns: Sequence[Callable[..., torch.Tensor]], *trees: Tree) -> torch.Tensor:
         """For each of ``fns`` and each parameter Σ fn(its elements in each tree), float64 ``[len(fns), leaf_count]``.
@@ -142,6 +152,19 @@ class MeshShards(Shards):
     def leaves(self, *trees: Tree) -> Iterator[tuple[int, list[torch.Tensor]]]:
         for _, number, parts in self._by_bucket(trees):
             yield number, parts
+
+    def elements(self, *trees: Tree) -> Iterator[tuple[str, torch.Tensor, list[torch.Tensor]]]:
+        placements = {placement.path: placement for placement in self._plan.placements}
+        for name in trees[0]:
+            bucket = self._plan.bucket_of[name]
+            owner = bucket.owner(self._mesh.coords, 0, bucket.levels)
+            spans = zip(bucket.paths, bucket.chunks, bucket.filled(owner, 1), strict=True)
+            for path, chunk, (start, stop) in spans:
+                leaf, first = placements[path].compute, owner * chunk
+                index = leaf.spec.global_indices(
+                    leaf.shape, self._mesh.shape, self._mesh.coords, first, first + stop - start
+                )
+                yield path, index.to(self._mesh.device), [tree[name][start:stop] for tree in trees]
 
     def _shares(self, trees: Sequence[Tree]) -> Iterator[tuple[int, list[torch.Tensor]]]:
         for bucket, number, parts in self._by_bucket(trees):
@@ -285,11 +308,14 @@ def store(params: Sharded, shards: dict[str, torch.Tensor]) -> None:
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
-    """``params + updates``, leaf by leaf; `Sharded` or plain pytrees. Changes nothing in place."""
+    """``params + updates``, leaf by leaf, in the wider dtype and then rounded to the parameter's; changes nothing in place.
+
+    `Sharded` or plain pytrees.
+    """
     if not isinstance(params, Sharded):
-        return tree_map(lambda param, update: param + update.to(param.dtype), params, updates)
+        return tree_map(lambda param, update: (param + update).to(param.dtype), params, updates)
     shards = optimizer_shards(params)
-    moved = {name: shard + updates.buffers[name].to(shard.dtype) for name, shard in shards.items()}
+    moved = {name: (shard + updates.buffers[name]).to(shard.dtype) for name, shard in shards.items()}
     result = Sharded(params.plan, params.mesh, "param", {name: b.clone() for name, b in params.buffers.items()})
     store(result, moved)
     return result
