@@ -1,6 +1,6 @@
 """shardlib: pure functions turn a parameter pytree into sharded state and a train step."""
 
-from shardlib import checkpoint, optim, report, schedules
+from shardlib import checkpoint, init, optim, report, schedules
 from shardlib.blocks import block, sequential
 from shardlib.claims import chain
 from shardlib.collectives import (
@@ -72,6 +72,7 @@ __all__ = [
     "gather_sequence",
     "GradientTransformation",
     "IllegalComposition",
+    "init",
     "Key",
     "launch",
     "Leaf",
