@@ -158,3 +158,41 @@ def test_gradients_are_summed_in_the_dtype_asked_for(stage, name):
     for grads in sl.simulate(run, mesh={"data": 2}):
         for ours, theirs in zip(optree.tree_leaves(grads), wanted):
             assert ours.dtype == dtype and torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_leaves_of_several_dtypes_train(stage):
+    """As every leaf by itself does: masters in fp32, each rounded to its own dtype for the loss."""
+    rules = {"layers/0/bias": "fp32", "layers/1/*": "fp16"}
+    dtypes = {"layers/0/weight": torch.bfloat16, "layers/0/bias": torch.float32}
+
+    def loss_fn(params, batch):
+        for path, leaf in zip(optree.tree_paths(params), optree.tree_leaves(params)):
+            assert leaf.dtype == dtypes.get("/".join(map(str, path)), torch.float16)
+        wide = optree.tree_map(lambda leaf: leaf.float(), params)
+        return FIT(wide, tuple(part.float() for part in batch))
+
+    def run(mesh):
+        transform = sl.chain(sl.zero(stage), sl.precision("bf16", leaves=rules, loss_scale=256.0))
+        state, step = sl.make_train_step(loss_fn, sl.shard(PARAMS, mesh, transform), sl.optim.sgd(0.1))
+        for _ in range(3):
+            state, metrics = step(state, share(BATCH, mesh.rank, 2))
+            assert metrics["finite"]
+        return sl.unshard(state.params)
+
+    paths, leaves, structure = optree.tree_flatten_with_path(PARAMS)
+    own = [dtypes.get("/".join(map(str, path)), torch.float16) for path in paths]
+    masters = [leaf.to(dtype).float() for leaf, dtype in zip(leaves, own)]
+    batch = tuple(part.bfloat16() for part in BATCH)
+    for _ in range(3):
+        used = [master.to(dtype).requires_grad_() for master, dtype in zip(masters, own)]
+        # Each rank's gradient is rounded to the leaf's dtype, scaled; then they are summed in fp32.
+        parts = [
+            torch.autograd.grad(loss_fn(optree.tree_unflatten(structure, used), share(batch, rank, 2)) * 128, used)
+            for rank in range(2)
+        ]
+        masters = [m - 0.1 * (a.float() + b.float()) / 256 for m, a, b in zip(masters, *parts)]
+    for final in sl.simulate(run, mesh={"data": 2}):
+        for ours, master, dtype in zip(optree.tree_leaves(final), masters, own):
+            assert ours.dtype == dtype
+            torch.testing.assert_close(ours, master.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-7)
