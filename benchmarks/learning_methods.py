@@ -134,7 +134,7 @@ def _unfrozen(task: Task) -> GradientTransformation:
     """1-bit Adam whose gradients travel in one bit after the warm-up, with error feedback, and move both moments."""
     rate = task.rate(task.adam)
 
-    def init(params: Any) -> _Moments:
+    def init(params: Any, _: sl.optim.Shards) -> _Moments:
         return _Moments(torch.zeros(()), tree_map(torch.zeros_like, params), tree_map(torch.zeros_like, params))
 
     def update(grads: Any, state: _Moments, params: Any, *, shards: sl.optim.Shards) -> tuple[Any, _Moments]:

@@ -39,7 +39,7 @@ class Draw:
         """Write to a flat tensor; ``indices(start, stop)`` are those of its elements."""
         for start in range(0, out.numel(), _PIECE):
             stop = min(start + _PIECE, out.numel())
-            out[start:stop].copy_(self.at(indices(start, stop).to(out.device)))
+            out[start:stop].copy_(self.at(indices(start, stop)))
 
 
 def uniform(
@@ -184,7 +184,7 @@ def fresh(
     out = torch.empty(list(shape), dtype=dtype, device=device)
     if not out.is_meta:
         draw = Draw(kind, tuple(args), seed, first, tuple(shape), dtype)
-        draw.fill(out.view(-1), lambda start, stop: torch.arange(start, stop))
+        draw.fill(out.view(-1), lambda start, stop: torch.arange(start, stop, device=device))
     return out
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -121,6 +121,13 @@ class Bucket:
         for axis, size in zip(self.axes[start:stop], self.sizes[start:stop]):
             index = index * size + coords[axis]
         return index
+
+    def part(self, first: int, stop: int) -> Bucket:
+        """Leaves ``first`` to ``stop`` as a bucket of their own; the bucket itself if these are all."""
+        if stop - first == len(self.paths):
+            return self
+        name = f"{self.name}[{first}:{stop}]"
+        return replace(self, name=name, paths=self.paths[first:stop], shapes=self.shapes[first:stop])
 
     def filled(self, first: int, owners: int) -> tuple[tuple[int, int], ...]:
         """From where to where each leaf's elements lie, padding left out, in what these owners own, one after another."""

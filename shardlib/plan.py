@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from shardlib.claims import LeafInfo
 from shardlib.collectives.codecs import Packing
 from shardlib.collectives.sums import Codec
 from shardlib.compression import Channel, channels
@@ -104,6 +106,8 @@ class Plan:
         activations: payload bytes of activations that one micro-batch sends, by axis; None when not traced.
         optimizer_bytes: bytes per rank of the optimizer's state, masters included, one number for each of the
             `views`; None when no optimizer was given.
+        optimizer_payload: payload bytes by axis that the optimizer itself sends in a step, for each of the `views`; None
+            when no optimizer was given.
         buffers: dtype and number of elements of what the loss returns beside the loss (BatchNorm's statistics).
         pipeline: the stages and their schedule, or None.
         traces: of each of the stages, when traced.
@@ -133,6 +137,7 @@ class Plan:
     touches: tuple[str, ...] | None = None
     activations: Mapping[str, int] | None = None
     optimizer_bytes: tuple[int, ...] | None = None
+    optimizer_payload: tuple[Mapping[str, int], ...] | None = None
     buffers: tuple[tuple[torch.dtype, int], ...] = ()
     pipeline: Pipeline | None = None
     traces: tuple[StageTrace, ...] | None = None
@@ -148,16 +153,20 @@ class Plan:
     @cached_property
     def layout(self) -> Plan:
         """The plan as it is before an optimizer is known: what evaluation goes by."""
-        return replace(self, owned=None, optimizer_bytes=None)
+        return replace(self, owned=None, optimizer_bytes=None, optimizer_payload=None)
 
     def at(self, coords: Mapping[str, int]) -> Plan:
         """What the rank at these coordinates works with: under a pipeline, the buckets that live there alone."""
         if self.pipeline is None:
             return self
         home = coords[self.pipeline.axis]
-        spent = self.everywhere.optimizer_bytes
-        part = self._part(lambda bucket: home in bucket.homes)
-        return replace(part, home=home, optimizer_bytes=None if spent is None else spent[home : home + 1])
+        spent, sent = self.everywhere.optimizer_bytes, self.everywhere.optimizer_payload
+        return replace(
+            self._part(lambda bucket: home in bucket.homes),
+            home=home,
+            optimizer_bytes=None if spent is None else spent[home : home + 1],
+            optimizer_payload=None if sent is None else sent[home : home + 1],
+        )
 
     def of_stage(self, stage: int) -> Plan:
         """The part of the plan that one stage of the pipeline uses."""
@@ -265,6 +274,63 @@ class Plan:
         """Bucket name -> bucket."""
         return {bucket.name: bucket for bucket in self.buckets}
 
+    def select(self, choice: Callable[[LeafInfo], bool]) -> Plan:
+        """The plan of some of the trained leaves: their buckets, cut into runs of them.
+
+        Kept for the next time, so ``choice`` is hashable.
+        """
+        if choice not in self._selected:
+            whole = self.whole and self.whole.select(choice)
+            parts = tuple(part for bucket in self.trained for part in self._runs(bucket, choice))
+            self._selected[choice] = replace(self, buckets=parts, whole=whole)
+        return self._selected[choice]
+
+    @cached_property
+    def _selected(self) -> dict[Callable[[LeafInfo], bool], Plan]:
+        return {}
+
+    def _runs(self, bucket: Bucket, choice: Callable[[LeafInfo], bool]) -> list[Bucket]:
+        chosen = [choice(self.info(path)) for path in bucket.paths]
+        starts = [i for i, taken in enumerate(chosen) if taken and not (i and chosen[i - 1])]
+        stops = [i + 1 for i, taken in enumerate(chosen) if taken and not (chosen[i + 1 :] or [False])[0]]
+        return [bucket.part(start, stop) for start, stop in zip(starts, stops, strict=True)]
+
+    def part_named(self, name: object) -> tuple[str, Bucket] | None:
+        """The bucket that ``name`` is of, and what part of it, when it is the name of a bucket or of a run of its leaves."""
+        if name in self.bucket_of:
+            return str(name), self.bucket_of[str(name)]
+        found = re.fullmatch(r"(.*)\[(\d+):(\d+)\]", name) if isinstance(name, str) else None
+        if found is None or found[1] not in self.bucket_of:
+            return None
+        return found[1], self.bucket_of[found[1]].part(int(found[2]), int(found[3]))
+
+    def span(self, part: Bucket) -> tuple[str, int, int]:
+        """The bucket that ``part`` is a part of, and from where to where it lies in what one rank owns of that."""
+        bucket = self._bucket_with[part.paths[0]]
+        first = bucket.paths.index(part.paths[0])
+        start = sum(bucket.chunks[:first])
+        return bucket.name, start, start + part.owned
+
+    @cached_property
+    def _bucket_with(self) -> dict[str, Bucket]:
+        return {path: bucket for bucket in self.buckets for path in bucket.paths}
+
+    def info(self, path: str) -> LeafInfo:
+        """What the leaf is as a whole."""
+        placement = self.placement_of[path]
+        return LeafInfo(path, placement.compute.shape, placement.compute.dtype, placement.aliases)
+
+    @cached_property
+    def placement_of(self) -> dict[str, Placement]:
+        """Path -> placement; by the first path of a tied leaf."""
+        return {placement.path: placement for placement in self.placements}
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """Path -> number, of the trained parameters of all ranks."""
+        paths = [path for bucket in self.everywhere.trained for path in bucket.paths]
+        return {path: number for number, path in enumerate(paths)}
+
     def local_shape(self, placement: Placement, role: str) -> tuple[int, ...]:
         """The shape of one rank's shard in ``role`` ("param", or "grad" for the optimizer's layout)."""
         bucket = self.bucket_of[placement.bucket]
@@ -307,12 +373,13 @@ class Plan:
 
         ``owned``: of a step whose optimizer sums over its own axis itself (1-bit Adam, once its variance is frozen).
 
-        With what the loss sends itself (activations) where the plan was traced.
+        With what the loss sends itself (activations) where the plan was traced, and what the optimizer does (whole leaves,
+        sums of rows) where it was made with one.
         Under a pipeline, by axis what the rank that sends most sends; what passes between stages only when traced.
         """
         if len(self.views) > 1:
-            sent = [view.payload(owned=owned) for view in self.views]
-            return {axis: max(view[axis] for view in sent) for axis in sent[0]}
+            views = [view.payload(owned=owned) for view in self.views]
+            return {axis: max(view[axis] for view in views) for axis in views[0]}
         total = dict.fromkeys(self.sizes, 0)
         for part in self.parts:
             part._add_microbatches(total, owned)
@@ -321,6 +388,8 @@ class Plan:
         for bucket in self.trained:
             for level in range(bucket.param_level, bucket.levels):
                 total[bucket.axes[level]] += share(bucket.size(level) * bucket.dtype.itemsize, bucket.sizes[level])
+        for axis, sent in self.optimizer_payload[0].items() if self.optimizer_payload else ():
+            total[axis] += sent
         if self.pipeline is not None:
             self._add_messages(total, self.pipeline)
         for dtype, numel in self.buffers:

@@ -27,6 +27,10 @@ def describe(plan: Plan) -> str:
         f"Payload per step{_untold(plan)}: "
         + ("   ".join(f"{axis} {size(sent)}" for axis, sent in plan.payload().items()) or "none"),
     ]
+    sent_by_optimizer = [sent for sent in plan.optimizer_payload or () if any(sent.values())]
+    if sent_by_optimizer:
+        most = {axis: max(sent.get(axis, 0) for sent in sent_by_optimizer) for axis in sent_by_optimizer[0]}
+        parts.append(f"Of it, the optimizer's own: {'   '.join(f'{axis} {size(n)}' for axis, n in most.items())}")
     if plan.owned:
         sent = plan.payload(owned=True)
         parts.append(

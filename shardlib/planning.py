@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import optree
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardlib.axes import check_axes
 from shardlib.claims import LeafInfo, Slots, Transform, resolve
@@ -20,7 +18,7 @@ from shardlib.parts import SequencePlan
 from shardlib.plan import ROLES, OwnedAxis, Placement, Plan
 from shardlib.schedules.pipeline import NO_BLOCKS, Pipeline
 from shardlib.specs import Leaf, P, check_leaves
-from shardlib.tree import Tree, TreeDef, check_tensors, flatten, ties
+from shardlib.tree import Tree, TreeDef, check_tensors, flatten, leaves_of, ties
 from shardlib.units import unit_names
 
 
@@ -29,7 +27,7 @@ def build_plan(params: Tree, mesh: Mesh, transform: Transform, *, optimizer: Any
 
     Args:
         params: a pytree of tensors (or meta tensors).
-        optimizer: anything with ``init(params)``; only its state's size is asked for.
+        optimizer: a gradient transformation; it is asked for the size of its state, and for what it sends.
 
     Raises:
         TreeError: a leaf that is not a tensor.
@@ -106,7 +104,9 @@ def build_plan(params: Tree, mesh: Mesh, transform: Transform, *, optimizer: Any
     if optimizer is None:
         return plan
     plan = own_axis(plan, optimizer)
-    return replace(plan, optimizer_bytes=tuple(_optimizer_bytes(view, optimizer) for view in plan.views))
+    states, sent = zip(*(optimizer.planned(view) for view in plan.views), strict=True)
+    spent = tuple(_optimizer_bytes(view, state) for view, state in zip(plan.views, states, strict=True))
+    return replace(plan, optimizer_bytes=spent, optimizer_payload=sent)
 
 
 def _all_blocks(pipeline: Pipeline, treedef: TreeDef) -> Pipeline:
@@ -359,20 +359,8 @@ def own_axis(plan: Plan, optimizer: Any) -> Plan:
     return replace(plan, owned=OwnedAxis(axis, owned.codec, owned.name), whole=whole, log=log)
 
 
-def _optimizer_bytes(plan: Plan, optimizer: Any) -> int:
-    """Bytes of the optimizer's state for each element, asked of ``optimizer.init`` on fake shards.
-
-    What it keeps once, or once for each parameter, is left out.
-    """
-    with FakeTensorMode():
-        shards = {
-            bucket.name: torch.empty(bucket.owned, dtype=bucket.master_dtype or bucket.dtype) for bucket in plan.trained
-        }
-        paths, leaves, _ = optree.tree_flatten_with_path(optimizer.init(shards))
-        state = sum(
-            leaf.numel() * leaf.dtype.itemsize
-            for path, leaf in zip(paths, leaves, strict=True)
-            if isinstance(leaf, torch.Tensor) and not shards.keys().isdisjoint(path)
-        )
+def _optimizer_bytes(plan: Plan, state: Tree) -> int:
+    """Bytes of masters and of an optimizer's (fake) state, but for its counters (0-d)."""
+    kept = sum(leaf.numel() * leaf.dtype.itemsize for leaf in leaves_of(state) if leaf.dim())
     masters = sum(bucket.owned * bucket.master_dtype.itemsize for bucket in plan.trained if bucket.master_dtype)
-    return state + masters
+    return kept + masters

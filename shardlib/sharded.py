@@ -17,6 +17,7 @@ from shardlib.exchange import Gather
 from shardlib.init import Draw
 from shardlib.layout import Bucket
 from shardlib.mesh import Mesh, as_mesh
+from shardlib.places import Places
 from shardlib.plan import Plan, check_same_tree
 from shardlib.planning import build_plan
 from shardlib.specs import P, shard_of
@@ -275,11 +276,10 @@ def _fill(part: torch.Tensor, value: torch.Tensor, mesh: Mesh, bucket: Bucket) -
 def _draw(part: torch.Tensor, draw: Draw, spec: P, mesh: Mesh, bucket: Bucket) -> None:
     """Draw this rank's piece of a leaf, and no more of it; what the padding covers stays zero."""
     first = bucket.owner(mesh.coords, 0, bucket.param_level) * part.numel()
-    held = min(part.numel(), max(0, math.prod(spec.local_shape(draw.shape, mesh.shape)) - first))
-    draw.fill(
-        part[:held],
-        lambda start, stop: spec.global_indices(draw.shape, mesh.shape, mesh.coords, first + start, first + stop),
-    )
+    sizes = spec.local_shape(draw.shape, mesh.shape)
+    held = min(part.numel(), max(0, math.prod(sizes) - first))
+    slice_of = Places(draw.shape, spec.offsets(draw.shape, mesh.shape, mesh.coords), sizes, first)
+    draw.fill(part[:held], lambda start, stop: slice_of.after(start).flat(stop - start, part.device))
 
 
 def _check_devices(paths: list[str], leaves: list[torch.Tensor], mesh: Mesh) -> None:

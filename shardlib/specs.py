@@ -107,20 +107,6 @@ class P:
                 found[dim] += coords[axis] * step
         return tuple(found)
 
-    def global_indices(
-        self, shape: Sequence[int], sizes: Sizes, coords: Mapping[str, int], start: int, stop: int
-    ) -> torch.Tensor:
-        """Where elements ``start`` to ``stop`` of this rank's flattened slice lie in the flattened whole tensor, int64."""
-        left = torch.arange(start, stop)
-        if not self.axes:
-            return left
-        found, stride = torch.zeros_like(left), 1
-        steps = zip(self.local_shape(shape, sizes), self.offsets(shape, sizes, coords), shape)
-        for local, offset, whole in reversed(list(steps)):
-            found += (left % local + offset) * stride
-            left, stride = left // local, stride * whole
-        return found
-
     def local_numel(self, shape: Sequence[int], sizes: Sizes) -> int:
         return math.prod(self.local_shape(shape, sizes))
 

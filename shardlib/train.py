@@ -244,7 +244,7 @@ def _init(optimizer: GradientTransformation, params: Sharded) -> OptimizerState:
         for bucket in params.plan.trained
         if bucket.master_dtype is not None
     }
-    return OptimizerState(masters, optimizer.init(shards | masters, shards=MeshShards(params)))
+    return OptimizerState(masters, optimizer.init(shards | masters, shards=MeshShards(params.plan, params.mesh)))
 
 
 def _rescaled(plan: Plan, comm: dict[str, torch.Tensor], factor: float) -> dict[str, torch.Tensor]:

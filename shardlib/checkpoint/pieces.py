@@ -65,8 +65,8 @@ def bucket_pieces(state: TrainState, bucket: Bucket) -> Iterator[Piece]:
     index = bucket.owner(mesh.coords, bucket.param_level, bucket.levels)
     mine = bucket.owned_part(state.params.buffers[bucket.name], bucket.param_level, index)
     yield from _cut(plan, mesh, bucket, "params", mine, bucket.levels)
-    for name, tensor in _flat_states(state, bucket):
-        yield from _cut(plan, mesh, bucket, name, tensor, bucket.levels)
+    for name, part, tensor in _flat_states(state, bucket):
+        yield from _cut(plan, mesh, part, name, tensor, part.levels)
 
 
 def needed_pieces(state: TrainState) -> Iterator[Piece]:
@@ -74,25 +74,26 @@ def needed_pieces(state: TrainState) -> Iterator[Piece]:
     plan, mesh = state.params.plan, state.params.mesh
     for bucket in plan.buckets:
         yield from _cut(plan, mesh, bucket, "params", state.params.buffers[bucket.name], bucket.param_level)
-        for name, tensor in _flat_states(state, bucket):
-            yield from _cut(plan, mesh, bucket, name, tensor, bucket.levels)
+        for name, part, tensor in _flat_states(state, bucket):
+            yield from _cut(plan, mesh, part, name, tensor, part.levels)
     yield from common_pieces(state)
 
 
 def common_pieces(state: TrainState) -> Iterator[Piece]:
     """Tensors that are equal on all ranks: counters of the optimizer, buffers of the model."""
-    names = {bucket.name for bucket in state.params.plan.buckets}
+    plan = state.params.plan
     for prefix, tree in (("opt", state.opt), ("buffers", state.buffers)):
         for path, leaf in _leaves(tree):
-            if isinstance(leaf, torch.Tensor) and not names.intersection(path):
+            if isinstance(leaf, torch.Tensor) and not (prefix == "opt" and plan.part_named(path[-1])):
                 yield Piece(f"{prefix}/{path_name(path)}", 0, leaf.reshape(-1))
 
 
-def _flat_states(state: TrainState, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
-    """The optimizer's flat tensors for one bucket, named by their place without the bucket."""
+def _flat_states(state: TrainState, bucket: Bucket) -> Iterator[tuple[str, Bucket, torch.Tensor]]:
+    """The optimizer's flat tensors for one bucket or parts of it, named by the place of the tree they belong to."""
     for path, leaf in _leaves(state.opt):
-        if bucket.name in path and isinstance(leaf, torch.Tensor):
-            yield "opt/" + path_name([entry for entry in path if entry != bucket.name]), leaf
+        name, part = state.params.plan.part_named(path[-1]) or (None, bucket)
+        if name == bucket.name and isinstance(leaf, torch.Tensor):
+            yield "opt/" + path_name(path[:-1]), part, leaf
 
 
 def _leaves(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:

@@ -34,7 +34,8 @@ from shardlib.execute.pipeline import Pipe
 from shardlib.execute.sequence import require_whole_loss
 from shardlib.functional import Mean
 from shardlib.mesh import Mesh
-from shardlib.optim.shards import MeshShards, OwnExchange, sum_of_squares, sum_over
+from shardlib.optim.own_exchange import OwnExchange
+from shardlib.optim.shards import MeshShards, sum_of_squares, sum_over
 from shardlib.plan import Plan
 from shardlib.rng import Key, seeding_torch
 from shardlib.sharded import Sharded
@@ -131,7 +132,7 @@ class LossStep:
             record.strays.clear()
         run = self._one_by_one if self._pipe is None else self._through_stages
         grads, outcome = run(params, parts, buffers, rng, loss_scale, sums, route)
-        shards = MeshShards(Sharded(plan, mesh, "grad", grads), unreduced, self._own, route.errors)
+        shards = MeshShards(plan, mesh, unreduced, self._own, route.errors)
         sums[2] = shards.local_sum(sum_of_squares, grads)
         sums[3] = any(record.strays for record in records)
         sum_over(mesh, plan.loss_axes, sums)

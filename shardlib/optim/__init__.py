@@ -1,9 +1,12 @@
 """Gradient transformations in optax's shape, schedules and loss scaling."""
 
+from shardlib.optim.adafactor import adafactor
+from shardlib.optim.adagrad import adagrad
 from shardlib.optim.adam import adam, adamw
-from shardlib.optim.base import GradientTransformation, Locality
-from shardlib.optim.clip import clip_by_global_norm
-from shardlib.optim.combine import chain
+from shardlib.optim.averages import ema, swa
+from shardlib.optim.base import GradientTransformation
+from shardlib.optim.clip import clip_by_block_norm, clip_by_global_norm, clip_by_value
+from shardlib.optim.combine import chain, named_chain
 from shardlib.optim.cycles import (
     OneCycle,
     cosine_onecycle_schedule,
@@ -11,10 +14,20 @@ from shardlib.optim.cycles import (
     lr_range_test_schedule,
     one_cycle,
 )
+from shardlib.optim.decay import add_decayed_weights
+from shardlib.optim.from_torch import from_torch
+from shardlib.optim.inject import inject_hyperparams
 from shardlib.optim.lamb import lamb
 from shardlib.optim.large_batch import linear_scaling, sqrt_scaling
+from shardlib.optim.locality import Locality
+from shardlib.optim.lookahead import lookahead
+from shardlib.optim.masked import masked, partition
+from shardlib.optim.muon import muon
+from shardlib.optim.noise import add_noise
+from shardlib.optim.nonfinite import skip_nonfinite
 from shardlib.optim.onebit_adam import onebit_adam
 from shardlib.optim.onebit_lamb import onebit_lamb
+from shardlib.optim.rmsprop import rmsprop
 from shardlib.optim.rounding import stochastic_rounding
 from shardlib.optim.schedules import (
     Schedule,
@@ -47,30 +60,47 @@ __all__ = [
     "Sent",
     "Shards",
     "ZeroOneSteps",
+    "adafactor",
+    "adagrad",
     "adam",
     "adamw",
+    "add_decayed_weights",
+    "add_noise",
     "apply_updates",
     "chain",
+    "clip_by_block_norm",
     "clip_by_global_norm",
+    "clip_by_value",
     "constant_schedule",
     "cosine_decay_schedule",
     "cosine_onecycle_schedule",
+    "ema",
     "exponential_decay",
+    "from_torch",
+    "inject_hyperparams",
     "join_schedules",
     "lamb",
     "linear_onecycle_schedule",
     "linear_scaling",
     "linear_schedule",
+    "lookahead",
     "lr_range_test_schedule",
+    "masked",
+    "muon",
+    "named_chain",
     "one_cycle",
     "onebit_adam",
     "onebit_lamb",
+    "partition",
     "piecewise_constant_schedule",
     "piecewise_interpolate_schedule",
     "polynomial_schedule",
+    "rmsprop",
     "sgd",
+    "skip_nonfinite",
     "sqrt_scaling",
     "stochastic_rounding",
+    "swa",
     "warmup_constant_schedule",
     "warmup_cosine_decay_schedule",
     "warmup_exponential_decay_schedule",

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 
 from shardlib.kernels.adamw import adamw_
-from shardlib.optim.base import GradientTransformation, Locality
+from shardlib.optim.base import GradientTransformation
+from shardlib.optim.locality import Locality
 from shardlib.optim.schedules import Schedule, as_schedule
 from shardlib.optim.shards import Shards
 from shardlib.tree import Tree, leaves_of, tree_map
@@ -31,7 +32,7 @@ def adamw(
     """
     rate = as_schedule(lr)
 
-    def init(params: Tree) -> AdamState:
+    def init(params: Tree, _: Shards) -> AdamState:
         return AdamState(torch.zeros(()), tree_map(torch.zeros_like, params), tree_map(torch.zeros_like, params))
 
     def update(updates: Tree, state: AdamState, params: Tree, *, shards: Shards) -> tuple[Tree, AdamState]:

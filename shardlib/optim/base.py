@@ -6,26 +6,22 @@ pytrees. A train step runs them on flat shards: a dictionary from bucket name to
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardlib.collectives.sums import Codec
 from shardlib.errors import IllegalComposition
-from shardlib.optim.shards import WHOLE, MeshShards, Shards, optimizer_shards
+from shardlib.groups import EchoGroup
+from shardlib.mesh import Mesh
+from shardlib.optim.locality import Locality
+from shardlib.optim.shards import WHOLE, MeshShards, Shards, optimizer_shards, stored
+from shardlib.plan import Plan
 from shardlib.sharded import Sharded
 from shardlib.tree import Tree, tree_map
-
-
-class Locality(enum.Enum):
-    """What a transformation reads beyond the element it writes."""
-
-    ELEMENTWISE = "elementwise"  # nothing: each element alone (Adam, SGD)
-    LEAF = "leaf"  # the elements of the same parameter, through ``shards.leaf_sums`` (LAMB's norms)
-    GLOBAL = "global"  # sums over all elements, through ``shards.sum`` (the global norm)
 
 
 class Apart(Protocol):
@@ -58,15 +54,16 @@ class GradientTransformation:
     """A pair of pure functions with their locality.
 
     Args:
-        init: ``init(params) -> state``; with `Locality.LEAF` ``init(params, shards)``.
-        update: ``update(updates, state, params, shards=...) -> (updates, state)`` when it has a locality; plain
-            optax form ``update(updates, state, params)`` otherwise.
+        init: ``init(params, shards) -> state`` when it has a locality; plain optax form ``init(params)`` otherwise.
+        update: ``update(updates, state, params, shards=...) -> (updates, state)``, or ``update(updates, state, params)``.
         locality: what it reads of other elements. Without one it is refused on shards.
         factor: for a transformation that multiplies every element by one number: ``factor(updates, scale, shards)``
             returns the number for ``updates * scale``. A chain folds it into its next pass over memory.
-        apply: the same as updating and adding, in one pass in place: ``apply(params, updates, state, scale) ->
-            state`` for ``updates * scale``; may use up the memory of ``updates`` and ``state``.
+        apply: with a locality, the same as updating and adding, in one pass in place: ``apply(params, updates, state,
+            scale, shards) -> state`` for ``updates * scale``; may use up the memory of ``updates`` and ``state``.
         owns: an axis that it reduces over itself, through ``shards.compressed_mean``.
+        sends: ``sends(shards) -> {axis: bytes}``: what one rank sends in a step through ``shards.whole`` and
+            ``shards.total``; none by default.
     """
 
     def __init__(
@@ -77,31 +74,50 @@ class GradientTransformation:
         factor: Callable[[Tree, torch.Tensor | None, Shards], torch.Tensor] | None = None,
         apply: Callable[..., Tree] | None = None,
         owns: Owned | None = None,
+        sends: Callable[[Shards], Mapping[str, int]] | None = None,
     ) -> None:
-        self._init, self._update, self.owns = init, update, owns
+        self._init, self._update, self.owns, self._sends = init, update, owns, sends
         self.locality, self.factor, self._apply = locality, factor, apply
 
     def init(self, params: Tree, *, shards: Shards = WHOLE) -> Tree:
         """The state for ``params``: a pytree, or `Sharded` (then over this rank's flat shards)."""
         if isinstance(params, Sharded):
-            return self.init(self._lower(params), shards=MeshShards(params))
-        return self._init(params, shards) if self.locality is Locality.LEAF else self._init(params)
+            return self.init(self._lower(params), shards=MeshShards(params.plan, params.mesh))
+        return self._init(params) if self.locality is None else self._init(params, shards.allowing(self.locality))
+
+    def sends(self, shards: Shards) -> Mapping[str, int]:
+        """Payload bytes of a step by axis, beside scalars."""
+        return self._sends(shards) if self._sends else {}
+
+    def planned(self, plan: Plan) -> tuple[Tree, Mapping[str, int]]:
+        """The state of a rank of ``plan`` as fake tensors, and what it `sends`. Moves no data and needs no ranks."""
+        groups = {axis: EchoGroup(size) for axis, size in plan.sizes.items()}
+        shards = MeshShards(plan, Mesh(plan.sizes, 0, groups, torch.device("cpu"), abstract=True))
+        with FakeTensorMode():
+            flat = {b.name: torch.empty(b.owned, dtype=b.master_dtype or b.dtype) for b in plan.trained}
+            return self.init(flat, shards=shards), self.sends(shards)
 
     def update(self, updates: Tree, state: Tree, params: Tree = None, *, shards: Shards = WHOLE) -> tuple[Tree, Tree]:
-        """Transform ``updates`` (gradients, at first); returns them with the new state, changing nothing in place."""
+        """Transform ``updates`` (gradients, at first); returns them with the new state, changing nothing in place.
+
+        ``updates`` may be `Sharded` parameters too, which an average is taken of: that comes back as parameters.
+        """
         if isinstance(updates, Sharded):
-            flat, state = self.update(updates.buffers, state, self._lower(params), shards=MeshShards(updates))
+            shards = MeshShards(updates.plan, updates.mesh)
+            flat, state = self.update(self._lower(updates), state, self._lower(params), shards=shards)
+            if updates.role == "param":
+                return stored(updates, flat), state
             return Sharded(updates.plan, updates.mesh, "grad", flat), state
         if self.locality is None:
             return self._update(updates, state, params)
-        return self._update(updates, state, params, shards=shards)
+        return self._update(updates, state, params, shards=shards.allowing(self.locality))
 
     def apply(
         self, params: Tree, updates: Tree, state: Tree, *, scale: torch.Tensor | None = None, shards: Shards = WHOLE
     ) -> Tree:
         """Write ``params`` in place from ``updates * scale``; returns the new state. May use up all it is given."""
-        if self._apply is not None:
-            return self._apply(params, updates, state, scale, shards)
+        if self._apply is not None and self.locality is not None:
+            return self._apply(params, updates, state, scale, shards.allowing(self.locality))
         updates, state = self.update(scaled(updates, scale), state, params, shards=shards)
         tree_map(torch.Tensor.add_, params, updates)
         return state
@@ -110,7 +126,7 @@ class GradientTransformation:
         if not isinstance(params, Sharded):
             return params
         self.require_locality(params)
-        return optimizer_shards(params)
+        return params.buffers if params.role == "grad" else optimizer_shards(params)
 
     def require_locality(self, params: Sharded) -> None:
         """Refuse shards when no locality is declared."""
@@ -118,7 +134,7 @@ class GradientTransformation:
             raise IllegalComposition(
                 f"this gradient transformation declares no locality, so it may be wrong on shards ({params.mesh}); "
                 "pass locality=sl.optim.Locality.ELEMENTWISE if it treats each element alone, LEAF or GLOBAL if it sums "
-                "through shards.leaf_sums or shards.sum"
+                "through shards.leaf_sums or shards.sum, WHOLE if it computes on whole parameters through shards.whole"
             )
 
 
@@ -128,6 +144,6 @@ def scaled(updates: Tree, scale: torch.Tensor | None) -> Tree:
     return tree_map(lambda update: update * scale.to(update.dtype), updates)
 
 
-def empty_init(params: Any) -> tuple[()]:
+def empty_init(params: Any, shards: Shards) -> tuple[()]:
     """The state of a transformation that has none."""
     return ()

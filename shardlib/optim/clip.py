@@ -1,12 +1,14 @@
-"""Clipping by the global norm."""
+"""Clipping: by the global norm, by value, by the norm of each parameter."""
 
 from __future__ import annotations
 
 import torch
 
-from shardlib.optim.base import GradientTransformation, Locality, empty_init, scaled
+from shardlib.optim.base import GradientTransformation, empty_init, scaled
+from shardlib.optim.locality import Locality
+from shardlib.optim.ranges import check
 from shardlib.optim.shards import Shards, sum_of_squares
-from shardlib.tree import Tree
+from shardlib.tree import Tree, tree_map
 
 
 def clip_by_global_norm(max_norm: float) -> GradientTransformation:
@@ -30,3 +32,37 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
         return scaled(updates, factor(updates, None, shards)), state
 
     return GradientTransformation(empty_init, update, Locality.GLOBAL, factor=factor)
+
+
+def clip_by_value(max_delta: float) -> GradientTransformation:
+    """Every element kept within ``±max_delta``; as optax.clip and torch.nn.utils.clip_grad_value_.
+
+    Raises:
+        ValueError: ``max_delta`` is not positive.
+    """
+    check("clip_by_value", "the largest value allowed must be positive", max_delta=(max_delta, max_delta > 0))
+
+    def update(updates: Tree, state: Tree, params: Tree, *, shards: Shards) -> tuple[Tree, Tree]:
+        return tree_map(lambda update: update.clamp(-max_delta, max_delta), updates), state
+
+    return GradientTransformation(empty_init, update, Locality.ELEMENTWISE)
+
+
+def clip_by_block_norm(max_norm: float) -> GradientTransformation:
+    """`clip_by_global_norm` of each parameter for itself: its update times ``min(1, max_norm/norm)``.
+
+    optax.clip_by_block_rms(threshold) is the same with a parameter's norm over the root of its size.
+
+    Raises:
+        ValueError: ``max_norm`` is not positive.
+    """
+    check("clip_by_block_norm", "the largest norm allowed must be positive", max_norm=(max_norm, max_norm > 0))
+
+    def update(updates: Tree, state: Tree, params: Tree, *, shards: Shards) -> tuple[Tree, Tree]:
+        norms = shards.leaf_sums((sum_of_squares,), updates)[0].sqrt()
+        clipped = tree_map(torch.clone, updates)
+        for number, (part,) in shards.leaves(clipped):
+            part.mul_(max_norm / norms[number].clamp(min=max_norm))
+        return clipped, state
+
+    return GradientTransformation(empty_init, update, Locality.LEAF)

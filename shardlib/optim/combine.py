@@ -1,10 +1,13 @@
-"""`chain`: several gradient transformations as one."""
+"""`chain` and `named_chain`: several gradient transformations as one."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from shardlib.optim.base import GradientTransformation, Locality, scaled
+from shardlib.optim.base import GradientTransformation, scaled
+from shardlib.optim.locality import widest
 from shardlib.optim.shards import WHOLE, Shards
 from shardlib.tree import Tree
 
@@ -17,23 +20,54 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     Raises:
         ValueError: no transformations.
     """
+    return _in_turn("chain", transformations, tuple, tuple)
+
+
+def named_chain(*transformations: tuple[str, GradientTransformation]) -> GradientTransformation:
+    """A `chain` of ``(name, transformation)`` whose state is a dictionary by name.
+
+    A checkpoint then goes by the names: transformations without a state may come and go between the others.
+
+    Raises:
+        ValueError: no transformations, or a name twice.
+    """
+    names = [name for name, _ in transformations]
+    if twice := [name for name, times in Counter(names).items() if times > 1]:
+        raise ValueError(
+            f"named_chain() has {', '.join(map(repr, twice))} more than once; name each of them differently"
+        )
+    return _in_turn(
+        "named_chain",
+        [tx for _, tx in transformations],
+        lambda states: dict(zip(names, states, strict=True)),
+        lambda state: tuple(state[name] for name in names),
+    )
+
+
+def _in_turn(
+    what: str,
+    transformations: Sequence[GradientTransformation],
+    pack: Callable[[Iterable[Tree]], Tree],
+    unpack: Callable[[Tree], tuple[Tree, ...]],
+) -> GradientTransformation:
+    """``pack`` makes one state of theirs, ``unpack`` undoes it."""
     if not transformations:
-        raise ValueError("chain() needs at least one gradient transformation")
+        raise ValueError(f"{what}() needs at least one gradient transformation")
     *first, last = transformations
 
     def init(params: Tree, shards: Shards = WHOLE) -> Tree:
-        return tuple(tx.init(params, shards=shards) for tx in transformations)
+        return pack([tx.init(params, shards=shards) for tx in transformations])
 
     def update(updates, state, params, *, shards):
         new_state = []
-        for tx, tx_state in zip(transformations, state, strict=True):
+        for tx, tx_state in zip(transformations, unpack(state), strict=True):
             updates, tx_state = tx.update(updates, tx_state, params, shards=shards)
             new_state.append(tx_state)
-        return updates, tuple(new_state)
+        return updates, pack(new_state)
 
     def apply(params, updates, state, scale, shards):
-        new_state = []
-        for tx, tx_state in zip(first, state, strict=False):
+        states, new_state = unpack(state), []
+        for tx, tx_state in zip(first, states, strict=False):
             if tx.factor is not None:
                 # One number for all elements: left to the last transformation, which reads every element anyway.
                 factor = tx.factor(updates, scale, shards)
@@ -42,8 +76,8 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
                 updates, tx_state = tx.update(scaled(updates, scale), tx_state, params, shards=shards)
                 scale = None
             new_state.append(tx_state)
-        new_state.append(last.apply(params, updates, state[-1], scale=scale, shards=shards))
-        return tuple(new_state)
+        new_state.append(last.apply(params, updates, states[-1], scale=scale, shards=shards))
+        return pack(new_state)
 
     owners = [(place, tx.owns) for place, tx in enumerate(transformations) if tx.owns is not None]
     if len(owners) > 1:
@@ -52,11 +86,22 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     owns = None
     if owners:
         place, owned = owners[0]
-        owns = replace(owned, unreduced=lambda state: owned.unreduced(state[place]))
+        owns = replace(owned, unreduced=lambda state: owned.unreduced(unpack(state)[place]))
 
-    localities = {tx.locality for tx in transformations}
-    if None in localities:
+    locality = widest(*(tx.locality for tx in transformations))
+    if locality is None:
         return GradientTransformation(init, lambda u, s, p: update(u, s, p, shards=WHOLE))
-    # What any of them needs when its state is made; all are given the same shards later.
-    locality = next(kind for kind in (Locality.LEAF, Locality.GLOBAL, Locality.ELEMENTWISE) if kind in localities)
-    return GradientTransformation(init, update, locality, apply=apply, owns=owns)
+
+    def sends(shards: Shards) -> Mapping[str, int]:
+        return added(tx.sends(shards) for tx in transformations)
+
+    return GradientTransformation(init, update, locality, apply=apply, owns=owns, sends=sends)
+
+
+def added(payloads: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """What several transformations send, by axis."""
+    total: dict[str, int] = {}
+    for payload in payloads:
+        for axis, sent in payload.items():
+            total[axis] = total.get(axis, 0) + sent
+    return total

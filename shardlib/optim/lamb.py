@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from shardlib.optim.adam import AdamState
-from shardlib.optim.base import GradientTransformation, Locality
+from shardlib.optim.base import GradientTransformation
+from shardlib.optim.locality import Locality
 from shardlib.optim.moments import direction, moments
 from shardlib.optim.ranges import check, check_adam
 from shardlib.optim.schedules import Schedule, as_schedule

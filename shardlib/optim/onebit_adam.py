@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 
 from shardlib.collectives.codecs import OneBit
-from shardlib.optim.base import GradientTransformation, Locality, Owned
+from shardlib.optim.base import GradientTransformation, Owned
+from shardlib.optim.locality import Locality
 from shardlib.optim.moments import direction, mask, moments, own_momentum
 from shardlib.optim.ranges import check, check_adam, is_step
 from shardlib.optim.schedules import Schedule, as_schedule
@@ -78,7 +79,7 @@ def onebit_adam(
     rate = as_schedule(lr)
     every = round(1 / (1 - b2))
 
-    def init(params: Tree) -> OneBitAdamState:
+    def init(params: Tree, _: Shards) -> OneBitAdamState:
         none = torch.zeros((), dtype=torch.float64)
         mu, nu = tree_map(torch.zeros_like, params), tree_map(torch.zeros_like, params)
         return OneBitAdamState(torch.zeros(()), mu, nu, torch.zeros(()), none)

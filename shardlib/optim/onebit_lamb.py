@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 
 from shardlib.collectives.codecs import OneBit
-from shardlib.optim.base import GradientTransformation, Locality, Owned
+from shardlib.optim.base import GradientTransformation, Owned
 from shardlib.optim.lamb import check_coeffs, coefficients
+from shardlib.optim.locality import Locality
 from shardlib.optim.moments import direction, mask, moments, own_momentum, root
 from shardlib.optim.ranges import check, check_adam, is_step
 from shardlib.optim.schedules import Schedule, as_schedule

@@ -16,6 +16,7 @@ import torch
 
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.shards import WHOLE, Shards
+from shardlib.optim.wrapping import require_no_axis
 from shardlib.rng import Key, bits_at
 from shardlib.tree import Tree, leaves_of, path_name, tree_map
 
@@ -30,22 +31,20 @@ class RoundedState(NamedTuple):
 
 
 def stochastic_rounding(tx: GradientTransformation, seed: int = 0) -> GradientTransformation:
-    """``tx`` computed in fp32, with its state kept in bf16 and rounded at random; bf16 parameters likewise.
+    """``tx`` with its state kept in bf16 and rounded at random; bf16 parameters likewise.
 
-    For bf16 parameters without masters, ``precision("bf16", master=False)``: 6 bytes of parameter and Adam's moments in place
-    of 14. During an update the shard's fp32 values exist beside them.
+    What it computes is fp32, or wider where parameters are. For bf16 parameters without masters, ``precision("bf16",
+    master=False)``: 6 bytes of parameter and Adam's moments in place of 14. During an update the shard's fp32 values exist
+    beside them.
 
     Raises:
-        ValueError: an optimizer that reduces gradients itself (1-bit Adam and its kin).
+        IllegalComposition: an optimizer that reduces gradients itself (1-bit Adam and its kin).
     """
-    if tx.owns is not None:
-        raise ValueError(
-            f"stochastic_rounding({tx.owns.name}): it reduces gradients itself, by ways of its own; leave it as it is"
-        )
+    require_no_axis("stochastic_rounding", tx)
     key = Key(seed)
 
     def init(params: Tree, shards: Shards = WHOLE) -> RoundedState:
-        inner = tx.init(tree_map(_wide, params), shards=shards)
+        inner = tx.init(tree_map(_wide, params, params), shards=shards)
         narrow = _map_alike(lambda _, part: tree_map(_narrow, part), params, inner)
         return RoundedState(torch.zeros((), dtype=torch.int64), narrow)
 
@@ -56,8 +55,9 @@ def stochastic_rounding(tx: GradientTransformation, seed: int = 0) -> GradientTr
         def rounded(name: str, tree: Tree, like: Tree) -> Tree:
             return _rounded(tree, like, key.fold_in(name), state.count, shards)
 
-        wide, held = tree_map(_wide, params), _map_alike(lambda _, part: tree_map(_wide, part), params, state.inner)
-        moved, inner = tx.update(tree_map(_wide, updates), held, wide, shards=shards)
+        wide = tree_map(_wide, params, params)
+        held = _map_alike(lambda _, part: tree_map(_wide, part, params), params, state.inner)
+        moved, inner = tx.update(tree_map(_wide, updates, params), held, wide, shards=shards)
         target = rounded("parameters", tree_map(torch.add, wide, moved), params)
         # What takes a bf16 parameter to the rounded one: so near to it that adding it in fp32 gives just that.
         moved = tree_map(lambda p, to, by: to - p if p.dtype == torch.bfloat16 else by, params, target, moved)
@@ -73,7 +73,7 @@ def stochastic_rounding(tx: GradientTransformation, seed: int = 0) -> GradientTr
 
     if tx.locality is None:
         return GradientTransformation(init, lambda u, s, p: update(u, s, p, shards=WHOLE))
-    return GradientTransformation(init, update, tx.locality)
+    return GradientTransformation(init, update, tx.locality, sends=tx.sends)
 
 
 def _map_alike(fn: Callable[..., Tree], params: Tree, state: Tree, *rest: Tree) -> Tree:
@@ -90,12 +90,14 @@ def _map_alike(fn: Callable[..., Tree], params: Tree, state: Tree, *rest: Tree) 
 
 
 def _rounded(tree: Tree, like: Tree, key: Key, count: torch.Tensor, shards: Shards) -> Tree:
-    """A copy whose fp32 elements are bf16 numbers wherever ``like`` is bf16."""
+    """A copy whose elements are bf16 numbers wherever ``like`` is bf16."""
     out = tree_map(lambda leaf: leaf.clone(memory_format=torch.contiguous_format), tree)
-    for path, index, (part, old) in shards.elements(out, like):
+    infos = shards.about(tree)
+    for number, places, (part, old) in shards.located(out, like):
         if old.dtype == torch.bfloat16:
-            bits = bits_at(key.fold_in(path), index + (count << _COUNTED)) >> 8
-            part.copy_(round_to_bf16(part, bits))
+            index = places.flat(part.numel(), part.device) + (count << _COUNTED)
+            bits = bits_at(key.fold_in(infos[number].path), index) >> 8
+            part.copy_(round_to_bf16(part.float(), bits.view(part.shape)))
     return out
 
 
@@ -108,8 +110,9 @@ def round_to_bf16(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     return torch.where(torch.isfinite(x), cut.view(torch.float32), x)
 
 
-def _wide(leaf: torch.Tensor) -> torch.Tensor:
-    return leaf.float() if leaf.dtype == torch.bfloat16 else leaf
+def _wide(leaf: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """What is bf16 in its parameter's dtype, or fp32 where that has 16 bits."""
+    return leaf.to(torch.promote_types(param.dtype, torch.float32)) if leaf.dtype == torch.bfloat16 else leaf
 
 
 def _narrow(leaf: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from shardlib.optim.base import GradientTransformation, Locality
+from shardlib.optim.base import GradientTransformation
+from shardlib.optim.locality import Locality
 from shardlib.optim.schedules import Schedule, as_schedule
 from shardlib.optim.shards import Shards
 from shardlib.tree import Tree, tree_map
@@ -23,7 +24,7 @@ def sgd(lr: float | Schedule, momentum: float = 0.0, nesterov: bool = False) -> 
     """``t ← momentum·t + g``; update ``−lr·t`` (nesterov: ``−lr·(g + momentum·t)``). As optax.sgd."""
     rate = as_schedule(lr)
 
-    def init(params: Tree) -> SgdState:
+    def init(params: Tree, _: Shards) -> SgdState:
         return SgdState(torch.zeros(()), tree_map(torch.zeros_like, params) if momentum else ())
 
     def update(updates: Tree, state: SgdState, params: Tree, *, shards: Shards) -> tuple[Tree, SgdState]:

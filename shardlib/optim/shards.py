@@ -2,33 +2,112 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
 
+from shardlib.claims import LeafInfo
 from shardlib.collectives import primitives
-from shardlib.collectives.sums import Errors, Exchange, Item
+from shardlib.collectives.sums import Errors
 from shardlib.errors import IllegalComposition
-from shardlib.exchange import Gather, compact
+from shardlib.exchange import Gather
+from shardlib.layout import Bucket
 from shardlib.mesh import Mesh
+from shardlib.optim.locality import Locality
+from shardlib.optim.own_exchange import OwnExchange
 from shardlib.optim.pieces import pieces
-from shardlib.plan import Plan
+from shardlib.optim.whole import WholeLeaves
+from shardlib.places import Places
+from shardlib.plan import Plan, share
 from shardlib.sharded import Sharded
-from shardlib.tree import Tree, flatten, leaves_of, tree_map
+from shardlib.tree import Tree, flatten, leaves_of, tree_map, unflatten
+
+
+class Selection(NamedTuple):
+    """Some of the parameters.
+
+    Attributes:
+        shards: what may be asked about them.
+        take: a tree of all parameters -> what it holds of these (views).
+        put: such a tree, and one of these -> the first with the second in it, neither written to.
+    """
+
+    shards: Shards
+    take: Callable[[Tree], Tree]
+    put: Callable[[Tree, Tree], Tree]
 
 
 class Shards:
     """What a transformation may ask about all elements of a tree, on every rank of a mesh.
 
-    This one is for whole trees; `MeshShards` for shards.
+    This one is for whole trees; `MeshShards` for shards. What a transformation's locality does not include is refused.
     """
+
+    _allowed = Locality.WHOLE
+
+    def allowing(self, locality: Locality) -> Self:
+        """The same, for a transformation that declares ``locality``; no more than one around it has declared."""
+        narrow = copy.copy(self)
+        narrow._allowed = locality if self._allowed.includes(locality) else self._allowed
+        return narrow
+
+    def _require(self, needed: Locality, asked: str) -> None:
+        if not self._allowed.includes(needed):
+            raise IllegalComposition(
+                f"a gradient transformation that declares Locality.{self._allowed.name} asks for {asked}; declare "
+                f"Locality.{needed.name}"
+            )
+
+    def about(self, tree: Tree) -> list[LeafInfo]:
+        """What each parameter of all ranks is as a whole, by number."""
+        paths, leaves, _ = flatten(tree)
+        return [LeafInfo(path, tuple(leaf.shape), leaf.dtype) for path, leaf in zip(paths, leaves, strict=True)]
+
+    def select(self, choice: Callable[[LeafInfo], bool], tree: Tree) -> Selection:
+        """The parameters that ``choice`` (hashable) takes of those of ``tree``."""
+        chosen = [choice(info) for info in self.about(tree)]
+
+        def take(tree: Tree) -> Tree:
+            _, leaves, treedef = flatten(tree)
+            return unflatten(treedef, [leaf if taken else None for leaf, taken in zip(leaves, chosen, strict=True)])
+
+        def put(tree: Tree, some: Tree) -> Tree:
+            _, leaves, treedef = flatten(tree)
+            given = iter(leaves_of(some))
+            return unflatten(treedef, [next(given) if taken else leaf for leaf, taken in zip(leaves, chosen)])
+
+        return Selection(self, take, put)
 
     def sum(self, fn: Callable[[torch.Tensor], torch.Tensor], tree: Tree) -> torch.Tensor:
         """Σ fn(leaf) over the leaves, as a 0-d tensor; ``fn`` returns the sum over the elements it is given."""
-        return torch.stack([fn(leaf) for leaf in leaves_of(tree)]).sum()
+        self._require(Locality.GLOBAL, "a sum over all elements")
+        parts = [fn(leaf) for leaf in leaves_of(tree)]
+        return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """A vector summed in place over all ranks, each of which has put in its `shares`."""
+        self._require(Locality.LEAF, "sums that ranks have shares of")
+        return values
+
+    def total_sends(self, elements: int) -> Mapping[str, int]:
+        """Payload bytes by axis of `total` of so many float64."""
+        return {}
+
+    def whole(self, fn: Callable[[int, torch.Tensor], torch.Tensor], tree: Tree) -> Tree:
+        """``fn(number, leaf)`` of every parameter, which it gets whole, in its shape; a new tree of what it returns.
+
+        On a mesh each is computed on one of the ranks that share it, and every rank keeps its own part of the result.
+        """
+        self._require(Locality.WHOLE, "whole parameters")
+        _, leaves, treedef = flatten(tree)
+        return unflatten(treedef, [fn(number, leaf) for number, leaf in enumerate(leaves)])
+
+    def whole_sends(self) -> Mapping[str, int]:
+        """Payload bytes by axis of `whole`."""
+        return {}
 
     def leaf_count(self, tree: Tree) -> int:
         """How many parameters there are, on all ranks together."""
@@ -39,21 +118,21 @@ class Shards:
         for number, parts in enumerate(zip(*map(leaves_of, trees), strict=True)):
             yield number, list(parts)
 
-    def elements(self, *trees: Tree) -> Iterator[tuple[str, torch.Tensor, list[torch.Tensor]]]:
-        """For each parameter its path, what this rank holds of it in each tree (flat views), and where that lies in it.
+    def located(self, *trees: Tree) -> Iterator[tuple[int, Places, list[torch.Tensor]]]:
+        """`leaves`, with where in the parameter the elements lie."""
+        for number, parts in self.leaves(*trees):
+            yield number, Places.of_whole(tuple(parts[0].shape)), parts
 
-        The latter are int64 indices into the flattened whole parameter: the same for an element on every mesh.
-        """
-        paths, *_ = flatten(trees[0])
-        for path, (_, parts) in zip(paths, self.leaves(*trees), strict=True):
-            flat = [part.reshape(-1) for part in parts]
-            yield path, torch.arange(flat[0].numel(), device=flat[0].device), flat
+    def shares(self, *trees: Tree) -> Iterator[tuple[int, Places, list[torch.Tensor]]]:
+        """`located`, as far as they are this rank's to work on: ranks that hold copies share the work."""
+        return self.located(*trees)
 
     def leaf_sums(self, fns: Sequence[Callable[..., torch.Tensor]], *trees: Tree) -> torch.Tensor:
         """For each of ``fns`` and each parameter Σ fn(its elements in each tree), float64 ``[len(fns), leaf_count]``.
 
         A function gets as many flat tensors as there are trees, and returns the sum over their elements, 0-d.
         """
+        self._require(Locality.LEAF, "sums over each parameter")
         return self._leaf_table(fns, trees, 0.0, torch.add)
 
     def leaf_max(self, fn: Callable[..., torch.Tensor], *trees: Tree) -> torch.Tensor:
@@ -61,6 +140,7 @@ class Shards:
 
         The function returns the largest over the elements it is given, 0-d. −∞ for a parameter without elements.
         """
+        self._require(Locality.LEAF, "the largest of each parameter")
         return self._leaf_table([fn], trees, -math.inf, torch.maximum)[0]
 
     def _leaf_table(
@@ -73,16 +153,12 @@ class Shards:
         """``[len(fns), leaf_count]`` from the elements whose share of the work is this rank's; ``nothing`` elsewhere."""
         shape = (len(fns), self.leaf_count(trees[0]))
         table = torch.full(shape, nothing, dtype=torch.float64, device=device_of(trees[0]))
-        for number, parts in self._shares(trees):
+        for number, _, parts in self.shares(*trees):
             if parts[0].numel():
                 for piece in pieces(parts):
                     for row, fn in zip(table, fns, strict=True):
                         row[number] = join(row[number], fn(*piece))
         return table
-
-    def _shares(self, trees: Sequence[Tree]) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """`leaves`, as far as they are this rank's to work on."""
-        return self.leaves(*trees)
 
     def compressed_mean(self, tree: Tree, out: Tree = None) -> Tree:
         """The mean over the axis that the transformation owns, in its codec's bits and with error feedback.
@@ -110,12 +186,13 @@ class MeshShards(Shards):
 
     def __init__(
         self,
-        tree: Sharded,
+        plan: Plan,
+        mesh: Mesh,
         unreduced: tuple[str, ...] = (),
         own: OwnExchange | None = None,
         errors: Errors | None = None,
     ) -> None:
-        self._plan, self._mesh, self._unreduced = tree.plan, tree.mesh, unreduced
+        self._plan, self._mesh, self._unreduced = plan, mesh, unreduced
         self._own, self._errors = own, errors
         self._known: list[tuple[Any, Any, torch.Tensor]] = []
 
@@ -132,7 +209,41 @@ class MeshShards(Shards):
         if self._own is not None and self._errors is not None:
             self._own.reset(self._errors)
 
+    def about(self, tree: Tree) -> list[LeafInfo]:
+        return [self._plan.info(path) for path in self._plan.numbers]
+
+    def select(self, choice: Callable[[LeafInfo], bool], tree: Tree) -> Selection:
+        plan = self._plan.select(choice)
+        places = {part.name: self._plan.span(part) for part in plan.buckets}
+
+        def take(tree: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return {name: tree[bucket][start:stop] for name, (bucket, start, stop) in places.items()}
+
+        def put(tree: dict[str, torch.Tensor], some: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            mixed = {bucket: tree[bucket].clone() for bucket, _, _ in places.values()}
+            for name, (bucket, start, stop) in places.items():
+                mixed[bucket][start:stop] = some[name]
+            return tree | mixed
+
+        return Selection(MeshShards(plan, self._mesh, self._unreduced).allowing(self._allowed), take, put)
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        super().total(values)
+        sum_over(self._mesh, tuple(self._mesh.shape), values, scalars=False)
+        return values.div_(self._differing)
+
+    def total_sends(self, elements: int) -> Mapping[str, int]:
+        return {axis: share(2 * 8 * elements, size) for axis, size in self._mesh.shape.items() if size > 1}
+
+    def whole(self, fn: Callable[[int, torch.Tensor], torch.Tensor], tree: Tree) -> Tree:
+        self._require(Locality.WHOLE, "whole parameters")
+        return WholeLeaves(self._plan, self._mesh).map(fn, tree)
+
+    def whole_sends(self) -> Mapping[str, int]:
+        return WholeLeaves(self._plan, self._mesh).sends()
+
     def sum(self, fn: Callable[[torch.Tensor], torch.Tensor], tree: Tree) -> torch.Tensor:
+        self._require(Locality.GLOBAL, "a sum over all elements")
         for known_fn, known_tree, value in self._known:
             if known_fn is fn and known_tree is tree:
                 return value
@@ -142,41 +253,43 @@ class MeshShards(Shards):
 
     def local_sum(self, fn: Callable[[torch.Tensor], torch.Tensor], tree: dict[str, torch.Tensor]) -> torch.Tensor:
         """This rank's part of the sum: ranks that hold copies share the work."""
-        parts = [fn(self._part(name, leaf)) for name, leaf in tree.items()]
+        parts = [fn(leaf[self._share(self._plan.bucket_of[name], leaf)]) for name, leaf in tree.items()]
         total = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         return total / self._differing
 
     def leaf_count(self, tree: Tree) -> int:
-        return len(self._numbers)
+        return len(self._plan.numbers)
 
     def leaves(self, *trees: Tree) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        for _, number, parts in self._by_bucket(trees):
-            yield number, parts
+        for _, _, path, parts in self._by_bucket(trees):
+            yield self._plan.numbers[path], parts
 
-    def elements(self, *trees: Tree) -> Iterator[tuple[str, torch.Tensor, list[torch.Tensor]]]:
-        placements = {placement.path: placement for placement in self._plan.placements}
-        for name in trees[0]:
-            bucket = self._plan.bucket_of[name]
-            owner = bucket.owner(self._mesh.coords, 0, bucket.levels)
-            spans = zip(bucket.paths, bucket.chunks, bucket.filled(owner, 1), strict=True)
-            for path, chunk, (start, stop) in spans:
-                leaf, first = placements[path].compute, owner * chunk
-                index = leaf.spec.global_indices(
-                    leaf.shape, self._mesh.shape, self._mesh.coords, first, first + stop - start
-                )
-                yield path, index.to(self._mesh.device), [tree[name][start:stop] for tree in trees]
+    def located(self, *trees: Tree) -> Iterator[tuple[int, Places, list[torch.Tensor]]]:
+        for bucket, owner, path, parts in self._by_bucket(trees):
+            yield self._plan.numbers[path], self._places(bucket, owner, path), parts
 
-    def _shares(self, trees: Sequence[Tree]) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        for bucket, number, parts in self._by_bucket(trees):
-            yield number, [self._part(bucket, part) for part in parts]
+    def shares(self, *trees: Tree) -> Iterator[tuple[int, Places, list[torch.Tensor]]]:
+        for bucket, owner, path, parts in self._by_bucket(trees):
+            mine = self._share(bucket, parts[0])
+            yield (
+                self._plan.numbers[path],
+                self._places(bucket, owner, path).after(mine.start),
+                [part[mine] for part in parts],
+            )
 
-    def _by_bucket(self, trees: Sequence[Tree]) -> Iterator[tuple[str, int, list[torch.Tensor]]]:
+    def _places(self, bucket: Bucket, owner: int, path: str) -> Places:
+        compute = self._plan.placement_of[path].compute
+        sizes = compute.spec.local_shape(compute.shape, self._plan.sizes)
+        first = compute.spec.offsets(compute.shape, self._plan.sizes, self._mesh.coords)
+        return Places(compute.shape, first, sizes, owner * bucket.chunks[bucket.paths.index(path)])
+
+    def _by_bucket(self, trees: Sequence[Tree]) -> Iterator[tuple[Bucket, int, str, list[torch.Tensor]]]:
         """Without padding: it is zero, and among the largest of something that may be wrong."""
         for name in trees[0]:
             bucket = self._plan.bucket_of[name]
-            spans = bucket.filled(bucket.owner(self._mesh.coords, 0, bucket.levels), 1)
-            for path, (start, stop) in zip(bucket.paths, spans, strict=True):
-                yield name, self._numbers[path], [tree[name][start:stop] for tree in trees]
+            owner = bucket.owner(self._mesh.coords, 0, bucket.levels)
+            for path, (start, stop) in zip(bucket.paths, bucket.filled(owner, 1), strict=True):
+                yield bucket, owner, path, [tree[name][start:stop] for tree in trees]
 
     def leaf_sums(self, fns: Sequence[Callable[..., torch.Tensor]], *trees: Tree) -> torch.Tensor:
         table = super().leaf_sums(fns, *trees)
@@ -193,12 +306,6 @@ class MeshShards(Shards):
             largest = rows.amax(dim=0)
         return largest
 
-    @cached_property
-    def _numbers(self) -> dict[str, int]:
-        """Path -> number, of the parameters of all ranks."""
-        paths = [path for bucket in self._plan.everywhere.trained for path in bucket.paths]
-        return {path: number for number, path in enumerate(paths)}
-
     @property
     def _differing(self) -> int:
         """Ranks whose trees differ though they are of the same elements."""
@@ -208,58 +315,14 @@ class MeshShards(Shards):
         """Note a sum that was computed along with something else, so that asking again costs nothing."""
         self._known.append((fn, tree, value))
 
-    def _part(self, bucket: str, leaf: torch.Tensor) -> torch.Tensor:
-        about = self._plan.bucket_of[bucket]
-        if not self._plan.counts(about, self._mesh.coords):
-            return leaf[:0]
-        for axis in self._plan.copies(about):
-            if axis in self._unreduced:
-                continue
-            leaf = leaf.tensor_split(self._mesh.shape[axis])[self._mesh.coords[axis]]
-        return leaf
-
-
-# Elements from which an exchange is large enough: two fewer cost 1 to 2 ms on gloo, and on a slow network what is encoded
-# while another is under way costs nothing.
-_TOGETHER = 1 << 22
-
-
-class OwnExchange:
-    """The compressed means of an optimizer that owns an axis; see `shardlib.plan.OwnedAxis`."""
-
-    def __init__(self, plan: Plan, mesh: Mesh) -> None:
-        assert plan.owned is not None
-        self._plan, self._mesh, self._owned = plan, mesh, plan.owned
-        self._lines = {channel.bucket.name: (channel, channel.line(mesh.coords)) for channel in plan.owned_channels}
-
-    def mean(
-        self, tree: dict[str, torch.Tensor], errors: Errors, out: dict[str, torch.Tensor] | None
-    ) -> dict[str, torch.Tensor]:
-        """Several buckets to an exchange; all are under way before the first is waited for."""
-        groups: list[list[str]] = [[]]
-        for name in tree:
-            if sum(tree[other].numel() for other in groups[-1]) >= _TOGETHER:
-                groups.append([])
-            if name in self._lines:
-                groups[-1].append(name)
-        started = [(names, self._start([(name, tree[name]) for name in names], errors)) for names in groups if names]
-        found = dict(tree)
-        for names, exchange in started:
-            places = [None if out is None else out[name] for name in names]
-            for name, result in zip(names, exchange.wait(places), strict=True):
-                found[name] = result.to(tree[name].dtype)
-        return {name: compact(mean) for name, mean in found.items()}  # optimizers keep it
-
-    def _start(self, buffers: list[tuple[str, torch.Tensor]], errors: Errors) -> Exchange:
-        items = []
-        for name, buffer in buffers:
-            channel, line = self._lines[name]
-            items.append(Item(line, compact(line.pad(buffer.to(channel.dtype))), tuple(channel.keeps)))
-        return self._owned.codec.exchange(self._mesh, self._owned.axis, items, errors)
-
-    def reset(self, errors: Errors) -> None:
-        for channel, _ in self._lines.values():
-            errors.after |= channel.start(self._mesh.device)
+    def _share(self, bucket: Bucket, leaf: torch.Tensor) -> slice:
+        """This rank's share of the work on elements that others hold copies of."""
+        start, stop = 0, len(leaf) if self._plan.counts(bucket, self._mesh.coords) else 0
+        for axis in self._plan.copies(bucket):
+            if axis not in self._unreduced:
+                size, mine, count = self._mesh.shape[axis], self._mesh.coords[axis], stop - start
+                start, stop = start + count * mine // size, start + count * (mine + 1) // size
+        return slice(start, stop)
 
 
 def device_of(tree: Tree) -> torch.device | None:
@@ -315,7 +378,11 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
     if not isinstance(params, Sharded):
         return tree_map(lambda param, update: (param + update).to(param.dtype), params, updates)
     shards = optimizer_shards(params)
-    moved = {name: (shard + updates.buffers[name]).to(shard.dtype) for name, shard in shards.items()}
+    return stored(params, {name: (shard + updates.buffers[name]).to(shard.dtype) for name, shard in shards.items()})
+
+
+def stored(params: Sharded, shards: dict[str, torch.Tensor]) -> Sharded:
+    """Parameters that are ``params`` but for the optimizer's shards; `store`, without writing to what is given."""
     result = Sharded(params.plan, params.mesh, "param", {name: b.clone() for name, b in params.buffers.items()})
-    store(result, moved)
+    store(result, shards)
     return result

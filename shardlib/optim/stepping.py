@@ -7,14 +7,15 @@ copies. The elements go through the same operations in both, so both give the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
-from shardlib.optim.base import GradientTransformation, Locality, Owned
+from shardlib.optim.base import GradientTransformation, Owned
+from shardlib.optim.locality import Locality
 from shardlib.optim.pieces import pieces
 from shardlib.optim.shards import Shards
 from shardlib.tree import Tree, leaves_of, tree_map
@@ -69,7 +70,12 @@ Step = Callable[[Tree, Tree, Any, torch.Tensor | None, Shards], tuple[Any, Move]
 
 
 def stepping(
-    name: str, init: Callable[..., Tree], step: Step, locality: Locality, owns: Owned | None = None
+    name: str,
+    init: Callable[..., Tree],
+    step: Step,
+    locality: Locality,
+    owns: Owned | None = None,
+    sends: Callable[[Shards], Mapping[str, int]] | None = None,
 ) -> GradientTransformation:
     """The gradient transformation whose one step this is."""
 
@@ -86,7 +92,7 @@ def stepping(
         move.write(params, shards)
         return state
 
-    return GradientTransformation(init, update, locality, apply=apply, owns=owns)
+    return GradientTransformation(init, update, locality, apply=apply, owns=owns, sends=sends)
 
 
 def each(fn: Callable[..., Any], *trees: Tree) -> None:

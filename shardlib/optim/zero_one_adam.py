@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 
 from shardlib.collectives.codecs import OneBit
-from shardlib.optim.base import GradientTransformation, Locality, Owned
+from shardlib.optim.base import GradientTransformation, Owned
+from shardlib.optim.locality import Locality
 from shardlib.optim.moments import direction, mask, moments, own_momentum, root
 from shardlib.optim.ranges import check_adam
 from shardlib.optim.schedules import Schedule, as_schedule
@@ -82,7 +83,7 @@ def zero_one_adam(
     steps = ZeroOneSteps(var_freeze_step, var_update_scaler, local_step_scaler, local_step_clipper)
     rate = as_schedule(lr)
 
-    def init(params: Tree) -> ZeroOneAdamState:
+    def init(params: Tree, _: Shards) -> ZeroOneAdamState:
         mu, nu, anchor, moved = (tree_map(torch.zeros_like, params) for _ in range(4))
         elapsed, apart = torch.zeros((), dtype=torch.float64), torch.zeros(())
         return ZeroOneAdamState(torch.zeros(()), mu, nu, anchor, moved, elapsed, apart)

@@ -1,0 +1,76 @@
+"""Running averages of trees: of updates inside a chain, or of parameters beside the training."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from shardlib.optim.base import GradientTransformation
+from shardlib.optim.locality import Locality
+from shardlib.optim.ranges import check
+from shardlib.optim.shards import Shards
+from shardlib.tree import Tree, tree_map
+
+
+class EmaState(NamedTuple):
+    """``count``: trees taken in (0-d float); ``ema``: their average before it is corrected, at least float32."""
+
+    count: torch.Tensor  # type: ignore[assignment]  # optax's name, though tuples have a method of it
+    ema: Tree
+
+
+class SwaState(NamedTuple):
+    """``count``: trees taken in (0-d float); ``mean``: their mean, at least float32."""
+
+    count: torch.Tensor  # type: ignore[assignment]  # optax's name, though tuples have a method of it
+    mean: Tree
+
+
+def ema(decay: float, debias: bool = True) -> GradientTransformation:
+    """``e ← decay·e + (1−decay)·u`` from 0; gives e, with ``debias`` divided by 1 − decayᵗ. As optax.ema.
+
+    In a chain it averages updates. To average parameters, give it these instead, after every step: it keeps their average in
+    the optimizer's layout, so it takes no more than a moment of Adam's does::
+
+        average = sl.optim.ema(0.999)
+        kept = average.init(state.params)
+        averaged, kept = average.update(state.params, kept)  # parameters again, for an eval step
+
+    Raises:
+        ValueError: ``decay`` is not in [0, 1).
+    """
+    check("ema", "decay is at least 0 and below 1 (usually 0.999)", decay=(decay, 0 <= decay < 1))
+
+    def init(params: Tree, _: Shards) -> EmaState:
+        return EmaState(torch.zeros(()), tree_map(_wide_zeros, params))
+
+    def update(updates: Tree, state: EmaState, params: Tree, *, shards: Shards) -> tuple[Tree, EmaState]:
+        count = state.count + 1
+        mean = tree_map(lambda u, e: e.lerp(u.to(e.dtype), 1 - decay), updates, state.ema)
+        grown = 1 - decay ** count.to(torch.float64) if debias else 1.0
+        return tree_map(lambda u, e: (e / grown).to(u.dtype), updates, mean), EmaState(count, mean)
+
+    return GradientTransformation(init, update, Locality.ELEMENTWISE)
+
+
+def swa() -> GradientTransformation:
+    """The mean of all trees given so far: stochastic weight averaging (arXiv 1803.05407), when given parameters.
+
+    Used as `ema` is, after those steps whose parameters are to count; as torch.optim.swa_utils.AveragedModel.
+    """
+
+    def init(params: Tree, _: Shards) -> SwaState:
+        return SwaState(torch.zeros(()), tree_map(_wide_zeros, params))
+
+    def update(updates: Tree, state: SwaState, params: Tree, *, shards: Shards) -> tuple[Tree, SwaState]:
+        count = state.count + 1
+        mean = tree_map(lambda u, m: m + (u.to(m.dtype) - m) / count, updates, state.mean)
+        return tree_map(lambda u, m: m.to(u.dtype, copy=True), updates, mean), SwaState(count, mean)
+
+    return GradientTransformation(init, update, Locality.ELEMENTWISE)
+
+
+def _wide_zeros(leaf: torch.Tensor) -> torch.Tensor:
+    """16 bits would lose the small share of each tree."""
+    return torch.zeros_like(leaf, dtype=torch.float64 if leaf.dtype == torch.float64 else torch.float32)

@@ -1,0 +1,25 @@
+"""Weight decay as a transformation of its own, to be masked."""
+
+from __future__ import annotations
+
+from shardlib.optim.base import GradientTransformation, empty_init
+from shardlib.optim.locality import Locality
+from shardlib.optim.ranges import check
+from shardlib.optim.shards import Shards
+from shardlib.tree import Tree, tree_map
+
+
+def add_decayed_weights(weight_decay: float) -> GradientTransformation:
+    """Add ``weight_decay·p`` to the updates; as optax.add_decayed_weights.
+
+    Raises:
+        ValueError: ``weight_decay`` is negative.
+    """
+    check("add_decayed_weights", "a decay is at least 0", weight_decay=(weight_decay, weight_decay >= 0))
+
+    def update(updates: Tree, state: Tree, params: Tree, *, shards: Shards) -> tuple[Tree, Tree]:
+        if params is None:
+            raise ValueError("add_decayed_weights needs the parameters: update(updates, state, params)")
+        return tree_map(lambda u, p: u + weight_decay * p.to(u.dtype), updates, params), state
+
+    return GradientTransformation(empty_init, update, Locality.ELEMENTWISE)

@@ -1,0 +1,94 @@
+"""Hyper-parameters as part of the state: read and written between steps, kept by checkpoints."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from shardlib.optim.base import GradientTransformation
+from shardlib.optim.shards import WHOLE, Shards
+from shardlib.optim.wrapping import require_no_axis
+from shardlib.tree import Tree
+
+
+class InjectState(NamedTuple):
+    """``count``: steps taken (0-d float); ``hyperparams``: name -> what the coming step goes by, 0-d float64 on the CPU.
+
+    ``inner_state``: of the optimizer.
+    """
+
+    count: torch.Tensor  # type: ignore[assignment]  # optax's name, though tuples have a method of it
+    hyperparams: dict[str, torch.Tensor]
+    inner_state: Tree
+
+
+def inject_hyperparams(
+    inner_factory: Callable[..., GradientTransformation], static_args: str | tuple[str, ...] = ()
+) -> Callable[..., GradientTransformation]:
+    """``inject_hyperparams(adamw)(3e-4, weight_decay=0.1)``: an `adamw` whose numbers lie in its state.
+
+    Every argument that is a float, or an int where the default is a float, becomes an entry of ``hyperparams``, defaults
+    included; so does every schedule, which is asked anew at each step. Write ``state.hyperparams["lr"].fill_(1e-4)`` to set
+    a number for the steps to come. Everything else is handed on as it is. As optax.inject_hyperparams.
+
+    Args:
+        static_args: names of arguments to hand on as they are all the same.
+
+    Raises:
+        ValueError: a static argument that the factory does not have.
+        IllegalComposition: an optimizer that reduces gradients itself.
+    """
+    signature = inspect.signature(inner_factory)
+    static = {static_args} if isinstance(static_args, str) else set(static_args)
+    if unknown := sorted(static - signature.parameters.keys()):
+        raise ValueError(
+            f"inject_hyperparams: {inner_factory.__name__} has no argument {', '.join(map(repr, unknown))}; it has "
+            f"{', '.join(signature.parameters)}"
+        )
+
+    def make(*args: Any, **kwargs: Any) -> GradientTransformation:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = {name: value for name, value in bound.arguments.items() if name not in static}
+        schedules = {name: value for name, value in given.items() if callable(value)}
+        numbers = {name: value for name, value in given.items() if _is_number(value, signature.parameters[name])}
+        first = inner_factory(*bound.args, **bound.kwargs)
+        require_no_axis("inject_hyperparams", first)
+
+        def at(count: torch.Tensor, hyperparams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            asked = {name: schedule(count).to("cpu", torch.float64) for name, schedule in schedules.items()}
+            return {name: asked.get(name, value) for name, value in hyperparams.items()}
+
+        def inner(hyperparams: Mapping[str, torch.Tensor]) -> GradientTransformation:
+            now = inspect.BoundArguments(signature, dict(bound.arguments))
+            now.arguments.update({name: value.item() for name, value in hyperparams.items()})
+            return inner_factory(*now.args, **now.kwargs)
+
+        def init(params: Tree, shards: Shards = WHOLE) -> InjectState:
+            count = torch.zeros(())
+            hyperparams = {name: torch.tensor(float(value), dtype=torch.float64) for name, value in numbers.items()}
+            hyperparams |= {name: schedule(count).to("cpu", torch.float64) for name, schedule in schedules.items()}
+            return InjectState(count, hyperparams, first.init(params, shards=shards))
+
+        def update(updates: Tree, state: InjectState, params: Tree, *, shards: Shards = WHOLE):
+            hyperparams = at(state.count, state.hyperparams)
+            updates, after = inner(hyperparams).update(updates, state.inner_state, params, shards=shards)
+            return updates, InjectState(state.count + 1, hyperparams, after)
+
+        def apply(params: Tree, updates: Tree, state: InjectState, scale: torch.Tensor | None, shards: Shards):
+            hyperparams = at(state.count, state.hyperparams)
+            after = inner(hyperparams).apply(params, updates, state.inner_state, scale=scale, shards=shards)
+            return InjectState(state.count + 1, hyperparams, after)
+
+        return GradientTransformation(init, update, first.locality, apply=apply, sends=first.sends)
+
+    return make
+
+
+def _is_number(value: Any, parameter: inspect.Parameter) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return isinstance(value, float) or isinstance(parameter.default, float) or parameter.annotation == "float"

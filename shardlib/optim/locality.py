@@ -1,0 +1,25 @@
+"""What a gradient transformation reads beyond the element it writes."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Locality(enum.Enum):
+    """What a transformation reads beyond the element it writes. Each includes those before it."""
+
+    ELEMENTWISE = "elementwise"  # nothing: each element alone (Adam, SGD)
+    GLOBAL = "global"  # sums over all elements, through ``shards.sum`` (the global norm)
+    LEAF = "leaf"  # sums over the same parameter, through ``shards.leaf_sums`` or ``shards.total`` (LAMB, Adafactor)
+    WHOLE = "whole"  # the whole parameter, gathered on one rank, through ``shards.whole`` (Muon)
+
+    def includes(self, other: Locality) -> bool:
+        kinds = list(Locality)
+        return kinds.index(other) <= kinds.index(self)
+
+
+def widest(*localities: Locality | None) -> Locality | None:
+    """What several transformations need together; None if one of them declares nothing."""
+    if None in localities:
+        return None
+    return next(kind for kind in reversed(Locality) if kind in localities)

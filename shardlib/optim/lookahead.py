@@ -1,0 +1,79 @@
+"""Lookahead (arXiv 1907.08610)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from shardlib.optim.base import GradientTransformation
+from shardlib.optim.ranges import check, is_step
+from shardlib.optim.shards import WHOLE, Shards
+from shardlib.optim.wrapping import require_no_axis
+from shardlib.tree import Tree, leaves_of, tree_map
+
+
+class LookaheadState(NamedTuple):
+    """``fast_state``: of the inner optimizer; ``steps_since_sync``: 0-d; ``slow``: the slow parameters."""
+
+    fast_state: Tree
+    steps_since_sync: torch.Tensor
+    slow: Tree
+
+
+def lookahead(
+    fast_optimizer: GradientTransformation, sync_period: int, slow_step_size: float, reset_state: bool = False
+) -> GradientTransformation:
+    """``fast_optimizer``, but every ``sync_period`` steps ``slow ← slow + slow_step_size·(p − slow)`` and ``p ← slow``.
+
+    As optax.lookahead, with the slow parameters in the state: those trained are the fast ones, and after every
+    ``sync_period`` steps they are the slow ones. It must be the last of a chain.
+
+    Args:
+        reset_state: begin with a fresh state of the inner optimizer after each of them.
+
+    Raises:
+        ValueError: a hyper-parameter out of range.
+        IllegalComposition: ``fast_optimizer`` reduces gradients itself.
+    """
+    check(
+        "lookahead",
+        "sync_period is a number of steps, at least 1, and slow_step_size above 0 and at most 1 (usually 5 and 0.5)",
+        sync_period=(sync_period, is_step(sync_period)),
+        slow_step_size=(slow_step_size, 0 < slow_step_size <= 1),
+    )
+    require_no_axis("lookahead", fast_optimizer)
+
+    def init(params: Tree, shards: Shards = WHOLE) -> LookaheadState:
+        fast = fast_optimizer.init(params, shards=shards)
+        return LookaheadState(fast, torch.zeros(()), tree_map(torch.clone, params))
+
+    def advanced(fast: Tree, state: LookaheadState, params: Tree, shards: Shards) -> tuple[LookaheadState, bool]:
+        """The state but for the slow parameters, and whether it is their turn."""
+        syncs = int(state.steps_since_sync) + 1 == sync_period
+        if syncs and reset_state:
+            fast = fast_optimizer.init(params, shards=shards)
+        since = torch.zeros(()) if syncs else state.steps_since_sync + 1
+        return LookaheadState(fast, since, state.slow), syncs
+
+    def update(
+        updates: Tree, state: LookaheadState, params: Tree, *, shards: Shards = WHOLE
+    ) -> tuple[Tree, LookaheadState]:
+        if params is None:
+            raise ValueError("lookahead needs the parameters it moves: update(updates, state, params)")
+        updates, fast = fast_optimizer.update(updates, state.fast_state, params, shards=shards)
+        state, syncs = advanced(fast, state, params, shards)
+        if not syncs:
+            return updates, state
+        slow = tree_map(lambda s, p, u: s.lerp(p + u.to(p.dtype), slow_step_size), state.slow, params, updates)
+        return tree_map(torch.sub, slow, params), state._replace(slow=slow)
+
+    def apply(params: Tree, updates: Tree, state: LookaheadState, scale: torch.Tensor | None, shards: Shards):
+        fast = fast_optimizer.apply(params, updates, state.fast_state, scale=scale, shards=shards)
+        state, syncs = advanced(fast, state, params, shards)
+        if syncs:
+            for p, slow in zip(leaves_of(params), leaves_of(state.slow), strict=True):
+                p.copy_(slow.lerp_(p, slow_step_size))
+        return state
+
+    return GradientTransformation(init, update, fast_optimizer.locality, apply=apply, sends=fast_optimizer.sends)

@@ -1,0 +1,50 @@
+"""Gradient noise (arXiv 1511.06807), the same on every mesh."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from shardlib.init import Draw
+from shardlib.optim.base import GradientTransformation
+from shardlib.optim.locality import Locality
+from shardlib.optim.ranges import check
+from shardlib.optim.shards import Shards
+from shardlib.rng import Key
+from shardlib.tree import Tree, tree_map
+
+
+class NoiseState(NamedTuple):
+    """``count``: steps taken (0-d float)."""
+
+    count: torch.Tensor  # type: ignore[assignment]  # optax's name, though tuples have a method of it
+
+
+def add_noise(eta: float, gamma: float, key: Key | int) -> GradientTransformation:
+    """Add normal noise of variance ``eta/(1 + t)^gamma`` at step t from 0; as optax.add_noise, with other random numbers.
+
+    They depend on the key, the step, the parameter's path and the element's index in it alone.
+
+    Raises:
+        ValueError: ``eta`` is negative.
+    """
+    check("add_noise", "a variance is at least 0", eta=(eta, eta >= 0))
+    root = key if isinstance(key, Key) else Key(key)
+
+    def init(params: Tree, _: Shards) -> NoiseState:
+        return NoiseState(torch.zeros(()))
+
+    def update(updates: Tree, state: NoiseState, params: Tree, *, shards: Shards) -> tuple[Tree, NoiseState]:
+        step, infos = int(state.count), shards.about(updates)
+        spread = math.sqrt(eta / (1 + step) ** gamma)
+        noisy = tree_map(torch.clone, updates)
+        for number, places, (part,) in shards.located(noisy):
+            flat = places.flat(part.numel(), part.device)
+            own = root.fold_in(step).fold_in(infos[number].path)
+            noise = Draw("normal", (0.0, spread), own.seed, 0, infos[number].shape, part.dtype).at(flat)
+            part.add_(noise.view(part.shape))
+        return noisy, NoiseState(state.count + 1)
+
+    return GradientTransformation(init, update, Locality.ELEMENTWISE)

@@ -1,0 +1,79 @@
+"""Leaving out updates that are not finite."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from shardlib.optim.base import GradientTransformation
+from shardlib.optim.locality import Locality, widest
+from shardlib.optim.ranges import check
+from shardlib.optim.shards import WHOLE, Shards
+from shardlib.optim.wrapping import require_no_axis
+from shardlib.tree import Tree, tree_map
+
+
+class SkipNonfiniteState(NamedTuple):
+    """``notfinite_count``: updates left out in a row; ``last_finite``: whether the last one was finite.
+
+    ``total_notfinite``: of all, those that were not finite; ``inner_state``: of the inner transformation.
+    """
+
+    notfinite_count: torch.Tensor
+    last_finite: torch.Tensor
+    total_notfinite: torch.Tensor
+    inner_state: Tree
+
+
+def skip_nonfinite(inner: GradientTransformation, max_consecutive_errors: int) -> GradientTransformation:
+    """``inner``, but updates with NaN or infinity anywhere, on any rank, are zero and leave its state alone.
+
+    After ``max_consecutive_errors`` of them in a row they are let through until a finite one comes; as
+    optax.apply_if_finite. For loops of your own: `shardlib.make_train_step` has ``nonfinite="skip"``, which also keeps its
+    loss scale and errors.
+
+    Raises:
+        ValueError: a negative number of errors.
+        IllegalComposition: ``inner`` reduces gradients itself.
+    """
+    check(
+        "skip_nonfinite",
+        "a number of errors is at least 0",
+        max_consecutive_errors=(max_consecutive_errors, max_consecutive_errors >= 0),
+    )
+    require_no_axis("skip_nonfinite", inner)
+
+    def init(params: Tree, shards: Shards = WHOLE) -> SkipNonfiniteState:
+        none = torch.zeros((), dtype=torch.int32)
+        return SkipNonfiniteState(none, torch.tensor(True), none.clone(), inner.init(params, shards=shards))
+
+    def seen(updates: Tree, state: SkipNonfiniteState, shards: Shards) -> tuple[SkipNonfiniteState, bool]:
+        """The state but for the inner one, and whether the updates are to be used."""
+        finite = shards.sum(_nonfinite, updates).cpu() == 0
+        count = torch.where(finite, 0, state.notfinite_count + 1).to(torch.int32)
+        total = state.total_notfinite + (~finite).to(torch.int32)
+        return state._replace(notfinite_count=count, last_finite=finite, total_notfinite=total), bool(
+            finite | (count > max_consecutive_errors)
+        )
+
+    def update(updates: Tree, state: SkipNonfiniteState, params: Tree, *, shards: Shards = WHOLE):
+        state, use = seen(updates, state, shards)
+        if not use:
+            return tree_map(torch.zeros_like, updates), state
+        updates, inner_state = inner.update(updates, state.inner_state, params, shards=shards)
+        return updates, state._replace(inner_state=inner_state)
+
+    def apply(params: Tree, updates: Tree, state: SkipNonfiniteState, scale: torch.Tensor | None, shards: Shards):
+        state, use = seen(updates, state, shards)
+        if not use:
+            return state
+        return state._replace(inner_state=inner.apply(params, updates, state.inner_state, scale=scale, shards=shards))
+
+    locality = widest(Locality.GLOBAL, inner.locality)
+    return GradientTransformation(init, update, locality, apply=apply, sends=inner.sends)
+
+
+def _nonfinite(leaf: torch.Tensor) -> torch.Tensor:
+    """How many elements are not finite."""
+    return (~torch.isfinite(leaf)).sum().to(torch.float64)

@@ -1,0 +1,209 @@
+"""What every gradient transformation must do: the same on every mesh, in place and pure, in plans and checkpoints."""
+
+import optree
+import pytest
+import torch
+from helpers import training
+from helpers.measure import stored_bytes
+from helpers.transformations import CASES, VECTORS, batches, model
+from helpers.trees import assert_close, assert_same, copy_of
+
+import shardlib as sl
+from shardlib import checkpoint
+from shardlib.execute.step import batch_index
+from shardlib.optim import GradientTransformation, Locality
+
+BY_NAME = pytest.mark.parametrize("name", CASES)
+STEPS = 6
+SPLIT = [({"data": 2}, 0), ({"data": 2}, 1), ({"data": 3}, 2), ({"data": 4}, 3)]
+ALL = [({"data": ranks}, stage) for ranks in (1, 2, 3, 4) for stage in range(4)]
+
+
+def transform_of(name, stage, replicate=None):
+    """Vectors are frozen where an optimizer is for matrices alone."""
+    zero = sl.zero(stage, replicate=replicate)
+    return sl.chain(zero, sl.freeze(VECTORS)) if CASES[name].matrices else zero
+
+
+def on_one_device(name):
+    """Parameters after `STEPS`, by autograd and ``tx.update`` on a plain pytree of the distinct trained leaves."""
+    fit, params = model()
+    tx = CASES[name].make()
+    paths, leaves, treedef = optree.tree_flatten_with_path(params)
+    names = ["/".join(path) for path in paths]
+    tied = {"second/also": "first/wide"}
+    trained = {
+        path: leaf
+        for path, leaf in zip(names, leaves)
+        if path not in tied and not (CASES[name].matrices and path.endswith(("bias", "gain", "zero")))
+    }
+    rest = {path: leaf for path, leaf in zip(names, leaves) if path not in trained}
+    state = tx.init(trained)
+    for batch in batches(STEPS):
+        inputs = {path: leaf.clone().requires_grad_() for path, leaf in trained.items()}
+        whole = rest | inputs
+        loss = fit(optree.tree_unflatten(treedef, [whole[tied.get(path, path)] for path in names]), batch)
+        grads = dict(zip(inputs, torch.autograd.grad(loss, list(inputs.values()))))
+        updates, state = tx.update(grads, state, trained)
+        trained = sl.apply_updates(trained, updates)
+    whole = rest | trained
+    return optree.tree_unflatten(treedef, [whole[tied.get(path, path)] for path in names])
+
+
+def check_trains(name, mesh, stage):
+    _, _, got = training.simulate(mesh, *model(), batches(STEPS), transform_of(name, stage), CASES[name].make())
+    assert_close(got, on_one_device(name), 1e-10)
+
+
+@BY_NAME
+@pytest.mark.parametrize(("mesh", "stage"), SPLIT)
+def test_trains_as_on_one_device(name, mesh, stage):
+    check_trains(name, mesh, stage)
+
+
+@pytest.mark.nightly
+@BY_NAME
+@pytest.mark.parametrize(("mesh", "stage"), ALL)
+def test_trains_as_on_one_device_everywhere(name, mesh, stage):
+    check_trains(name, mesh, stage)
+
+
+@BY_NAME
+def test_update_is_pure_and_apply_does_the_same_in_place(name):
+    _, params = model()
+    whole = {"/".join(p): leaf for p, leaf in zip(optree.tree_paths(params), optree.tree_leaves(params))}
+    kept = {path: leaf for path, leaf in whole.items() if not CASES[name].matrices or leaf.dim() > 1}
+    tx, factor = CASES[name].make(), torch.tensor(0.5, dtype=torch.float64)
+    current, state = kept, tx.init(kept)
+    in_place, its_state = copy_of(kept), tx.init(kept)
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        grads = {p: torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype) for p, leaf in kept.items()}
+        given = copy_of((grads, state, current))
+        updates, after = tx.update(optree.tree_map(lambda g: g * 0.5, grads), state, current)
+        assert_same((grads, state, current), given)
+        assert optree.tree_structure(after) == optree.tree_structure(state)
+        current, state = sl.apply_updates(current, updates), after
+        its_state = tx.apply(in_place, copy_of(grads), its_state, scale=factor)
+        assert_close(in_place, current, 1e-12)
+        assert_close(_wide(its_state), _wide(state), 1e-12)
+
+
+def _wide(tree):
+    return optree.tree_map(lambda leaf: leaf.double(), tree)
+
+
+@BY_NAME
+@pytest.mark.parametrize(("mesh", "stage"), [({"data": 3}, 0), ({"data": 3}, 1), ({"data": 2, "other": 2}, 3)])
+def test_plans_tell_what_it_holds_and_sends(name, mesh, stage):
+    """With no ranks, from shapes alone; and the state's structure stays."""
+    fit, params = model()
+    transform = transform_of(name, stage, "other" if "other" in mesh else None)
+    shapes = optree.tree_map(lambda leaf: leaf.to("meta"), params)
+    shapes["second"]["also"] = shapes["first"]["wide"]  # tied
+    planned = sl.make_plan(shapes, sl.abstract_mesh(**mesh), transform, optimizer=CASES[name].make())
+
+    def run(mesh):
+        state, step = sl.make_train_step(fit, sl.shard(params, mesh, transform), CASES[name].make())
+        held, structure = stored_bytes(state.opt, counters=True), optree.tree_structure(state.opt)
+        for batch in batches(2):
+            mesh.traffic.reset()
+            state, _ = step(state, training.share(batch, batch_index(state.params.plan, mesh), mesh.size))
+            assert optree.tree_structure(state.opt) == structure
+        return held, stored_bytes(state.opt, counters=True), mesh.traffic.payload
+
+    traced = sl.make_plan(
+        params, sl.abstract_mesh(**mesh), transform, loss_fn=fit, batch=batches(1)[0], optimizer=CASES[name].make()
+    )
+    for before, after, sent in sl.simulate(run, mesh=mesh):
+        assert before == after == planned.bytes("optimizer")
+        assert sent == traced.payload()
+    sends = any(planned.optimizer_payload[0].values())
+    assert ("Of it, the optimizer's own" in str(planned)) == sends
+
+
+# Without those that also go by an element's path or place.
+ANYWHERE = [
+    name
+    for name, case in CASES.items()
+    if case.locality is Locality.ELEMENTWISE and name not in ("masked", "partition", "add_noise", "stochastic_rounding")
+]
+
+
+@pytest.mark.parametrize("name", ANYWHERE)
+def test_elementwise_ones_commute_with_cutting(name):
+    """Updates of pieces are pieces of the update."""
+    tx = CASES[name].make()
+    generator = torch.Generator().manual_seed(2)
+    whole = torch.randn(23, generator=generator, dtype=torch.float64)
+    cut = list(whole.split([1, 9, 13]))
+    states = tx.init([whole]), tx.init(cut)
+    for _ in range(STEPS):
+        grad = torch.randn(23, generator=generator, dtype=torch.float64)
+        (moved,), first = tx.update([grad], states[0], [whole])
+        parts, second = tx.update(list(grad.split([1, 9, 13])), states[1], cut)
+        assert_close(torch.cat(parts), moved, 1e-12)
+        states = first, second
+        whole = whole + moved
+        cut = list(whole.split([1, 9, 13]))
+
+
+NEEDS = [(name, case) for name, case in CASES.items() if case.locality is not Locality.ELEMENTWISE]
+
+
+@pytest.mark.parametrize(("name", "case"), NEEDS, ids=[name for name, _ in NEEDS])
+def test_what_is_not_declared_is_refused(name, case):
+    """The same functions under the next narrower locality, and under none."""
+    fit, params = model()
+    tx = case.make()
+    assert tx.locality is case.locality
+    narrower = list(Locality)[list(Locality).index(case.locality) - 1]
+
+    def run(mesh):
+        sharded = sl.shard(params, mesh, transform_of(name, 1))
+        undeclared = GradientTransformation(tx._init, tx._update)
+        with pytest.raises(sl.IllegalComposition, match="declares no locality"):
+            sl.make_train_step(fit, sharded, undeclared)
+        state, step = sl.make_train_step(fit, sharded, GradientTransformation(tx._init, tx._update, narrower))
+        told = rf"declares Locality\.{narrower.name} asks for .*; declare Locality\.{case.locality.name}"
+        with pytest.raises(sl.IllegalComposition, match=told):
+            step(state, batches(1)[0])
+
+    sl.simulate(run, mesh={"data": 2})
+
+
+@BY_NAME
+def test_checkpoints_go_on_elsewhere(name, tmp_path):
+    """Saved on two ranks at stage 1, restored on three at stage 3: the same trajectory."""
+    fit, params = model()
+
+    def start(mesh, stage):
+        return sl.make_train_step(fit, sl.shard(params, mesh, transform_of(name, stage)), CASES[name].make())
+
+    def first(mesh):
+        state, step = start(mesh, 1)
+        for batch in batches(STEPS)[:3]:
+            state, _ = step(state, training.share(batch, mesh.rank, mesh.size))
+        checkpoint.save(tmp_path, state)
+
+    def second(mesh):
+        state, step = start(mesh, 3)
+        state = checkpoint.restore(checkpoint.latest(tmp_path), state)
+        for batch in batches(STEPS)[3:]:
+            state, _ = step(state, training.share(batch, mesh.rank, mesh.size))
+        return sl.unshard(state.params)
+
+    sl.simulate(first, mesh={"data": 2})
+    for got in sl.simulate(second, mesh={"data": 3}):
+        assert_close(got, on_one_device(name), 1e-10)
+
+
+def test_every_public_transformation_is_in_the_table():
+    """Or is one that sums gradients itself, tested by itself."""
+    made = {"clip_by_global_norm": "named_chain", "add_decayed_weights": "masked", "partition": "partition"}
+    text = "".join(map(str, CASES)) + "".join(made)
+    own = {"onebit_adam", "onebit_lamb", "zero_one_adam", "apply_updates", "chain"}
+    rates = {f"shardlib.optim.{module}" for module in ("schedules", "warmup", "cycles", "large_batch")}
+    for name in sl.optim.__all__:
+        if name[0].islower() and name not in own and getattr(sl.optim, name).__module__ not in rates:
+            assert name in text or name.replace("_nonfinite", " nonfinite") in text, f"{name} is not in the table"
