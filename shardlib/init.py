@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from shardlib.places import Places
 from shardlib.rng import Key, bits_at
-
-_PIECE = 1 << 16  # elements drawn at once: their float64 intermediates stay in a core's cache
 
 
 @dataclass(frozen=True)
@@ -35,11 +34,10 @@ class Draw:
         u = (bits_at(Key(self.seed), index + self.first).to(torch.float64) + 0.5) * 2.0**-24
         return _KINDS[self.kind](u, *self.args).to(self.dtype)
 
-    def fill(self, out: torch.Tensor, indices: Callable[[int, int], torch.Tensor]) -> None:
-        """Write to a flat tensor; ``indices(start, stop)`` are those of its elements."""
-        for start in range(0, out.numel(), _PIECE):
-            stop = min(start + _PIECE, out.numel())
-            out[start:stop].copy_(self.at(indices(start, stop)))
+    def fill(self, out: torch.Tensor, places: Places) -> None:
+        """Write to a contiguous tensor the elements that lie there."""
+        for piece, where in places.pieces(out):
+            piece.copy_(self.at(where.flat(len(piece), piece.device)))
 
 
 def uniform(
@@ -184,7 +182,7 @@ def fresh(
     out = torch.empty(list(shape), dtype=dtype, device=device)
     if not out.is_meta:
         draw = Draw(kind, tuple(args), seed, first, tuple(shape), dtype)
-        draw.fill(out.view(-1), lambda start, stop: torch.arange(start, stop, device=device))
+        draw.fill(out, Places.of_whole(draw.shape))
     return out
 
 

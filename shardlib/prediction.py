@@ -170,6 +170,8 @@ def _update(plan: Plan, ranks: Sequence[_Rank], update: float) -> None:
         if rank.owned is not None:
             sent = sum(channel.payload for channel in view.owned_channels)
             rank.now = rank.send(rank.owned, sent, rank.now)
+        for axis, sent in view.optimizer_payload[0].items() if view.optimizer_payload else ():
+            rank.now = rank.send(axis, sent, rank.now)
         rank.compute(update)
         stored = [rank.restored(bucket) for bucket in view.trained]
         rank.now = max([rank.now, *stored])

@@ -278,8 +278,7 @@ def _draw(part: torch.Tensor, draw: Draw, spec: P, mesh: Mesh, bucket: Bucket) -
     first = bucket.owner(mesh.coords, 0, bucket.param_level) * part.numel()
     sizes = spec.local_shape(draw.shape, mesh.shape)
     held = min(part.numel(), max(0, math.prod(sizes) - first))
-    slice_of = Places(draw.shape, spec.offsets(draw.shape, mesh.shape, mesh.coords), sizes, first)
-    draw.fill(part[:held], lambda start, stop: slice_of.after(start).flat(stop - start, part.device))
+    draw.fill(part[:held], Places(draw.shape, spec.offsets(draw.shape, mesh.shape, mesh.coords), sizes, first))
 
 
 def _check_devices(paths: list[str], leaves: list[torch.Tensor], mesh: Mesh) -> None:

@@ -36,6 +36,13 @@ def test_a_slow_link_is_all_that_counts(stage, volumes):
     assert found.total == plan.payload()["data"]
 
 
+def test_what_the_optimizer_sends_is_waited_for():
+    params = {"blocks": [{"w": torch.zeros(40, 25)} for _ in range(UNITS)]}
+    plan = sl.make_plan(params, sl.abstract_mesh(data=RANKS), stage=2, optimizer=sl.optim.muon(0.1))
+    found = sl.predict_step(plan, 0.0, {"data": 1.0})
+    assert found.total == plan.payload()["data"] == 2 * UNITS * SHARE + 2 * UNITS * SHARE // RANKS
+
+
 def test_stage_0_hides_all_but_the_last_reduction():
     """Each reduction takes as long as a unit's backward: the last one alone is waited for."""
     seconds = 1.0

@@ -89,6 +89,25 @@ def test_update_is_pure_and_apply_does_the_same_in_place(name):
         assert_close(_wide(its_state), _wide(state), 1e-12)
 
 
+@BY_NAME
+def test_strides_do_not_matter(name):
+    """Leaves and gradients that are transposed in memory."""
+    _, params = model()
+    tx = CASES[name].make()
+    kept = {
+        "first/" + path: leaf for path, leaf in params["first"].items() if leaf.dim() > 1 or not CASES[name].matrices
+    }
+    kept |= {} if CASES[name].matrices else {"second/zero": params["second"]["zero"]}
+    turned = {path: leaf.mT.contiguous().mT if leaf.dim() > 1 else leaf.clone() for path, leaf in kept.items()}
+    found = []
+    for given in (kept, turned):
+        updates, state = tx.update(optree.tree_map(torch.sin, given), tx.init(given), given)
+        state = tx.apply(given, optree.tree_map(torch.sin, given), state)
+        found.append((updates, given, state))
+    assert any(not leaf.is_contiguous() for leaf in turned.values())
+    assert_close(_wide(found[1]), _wide(found[0]), 1e-12)
+
+
 def _wide(tree):
     return optree.tree_map(lambda leaf: leaf.double(), tree)
 

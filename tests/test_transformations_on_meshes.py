@@ -1,6 +1,8 @@
 """Transformations that go by whole parameters, places or paths: on every cut, with tied, frozen and replicated leaves."""
 
 import math
+import re
+from pathlib import Path
 
 import optree
 import pytest
@@ -9,7 +11,7 @@ from helpers import training
 from helpers.cuts import CUTS, tiny_blocks
 from helpers.drawn import MESHES, chains, models
 from helpers.measure import count_payload
-from helpers.models import mlp, regression_batch, share
+from helpers.models import mlp, regression_batch, share, tiny_gpt, token_batches
 from helpers.transformations import by_matrix
 from helpers.trees import assert_close, assert_same, copy_of
 from hypothesis import given, note
@@ -193,6 +195,23 @@ def distinct_parts(updates):
         for path, leaf in zip(optree.tree_paths(whole), optree.tree_leaves(whole))
         if leaf is not None
     }
+
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+SNIPPET = re.search(r"## Optimizers.*?```python\n(.*?)```", README, re.S)[1]
+EXAMPLES = re.split(r"^tx = ", SNIPPET, flags=re.M)[1:]
+
+
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+def test_the_readmes_optimizers_train_the_gpt(number):
+    """On shards as on one rank, and they get somewhere."""
+    tx = eval(EXAMPLES[number].strip(), {"o": opt, "torch": torch})
+    loss_fn, params = tiny_gpt(torch.float64)
+    batches = token_batches(1, rows=12) * 6
+    losses, _, got = training.simulate({"data": 2}, loss_fn, params, batches, sl.zero(3), tx)
+    assert losses[-1] < losses[0]
+    wanted = training.simulate({"data": 1}, loss_fn, params, batches, sl.zero(0), tx)
+    assert_close(got, wanted[2], 1e-10)
 
 
 # --- averages of sharded parameters -------------------------------------------------------------------------------

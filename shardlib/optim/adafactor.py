@@ -16,7 +16,6 @@ import torch
 from shardlib.claims import LeafInfo
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.locality import Locality
-from shardlib.optim.pieces import pieces
 from shardlib.optim.ranges import check
 from shardlib.optim.schedules import Schedule, as_schedule
 from shardlib.optim.shards import Shards, device_of, sum_of_squares
@@ -118,6 +117,7 @@ def adafactor(
         size, count = rate(state.count), state.count + 1
         keep = float(1 - (count.to(torch.float64) - decay_offset) ** -decay_rate)
         infos = shards.about(params)
+        grads = tree_map(torch.Tensor.contiguous, grads)  # cut into rows below
         if scale is not None:
             each(lambda g: g.mul_(scale), grads)
         factors = _next_factors(infos, grads, state.factors, keep, shards)
@@ -154,10 +154,8 @@ def adafactor(
         for number, places, (g,) in shards.shares(grads):
             info = infos[number]
             if not unfactored(info):
-                for piece, flat in _pieces(g, places):
-                    squares = piece.to(torch.float64).square().add_(eps)
-                    for part, dim in zip(table[info.path], reversed(_largest(info.shape))):
-                        part.index_add_(0, _reduced(flat, info.shape, dim), squares)
+                for piece, where in places.pieces(g):
+                    _add_sums(table[info.path], piece.square().add_(eps), where)
         shards.total(sums)
         found = {}
         for info in infos:
@@ -167,15 +165,6 @@ def adafactor(
                 old = before[info.path]
                 found[info.path] = Factors(*(was.lerp(new.to(was.dtype), 1 - keep) for was, new in zip(old, means)))
         return found
-
-    def _divide(g: torch.Tensor, places: Places, factors: Factors) -> None:
-        d1, d0 = _largest(places.shape)
-        rows = factors.row.view(_without(places.shape, d0))
-        row = (rows / rows.mean(dim=d1 - 1 if d1 > d0 else d1, keepdim=True)).rsqrt().view(-1)
-        col = factors.col.rsqrt()
-        for piece, flat in _pieces(g, places):
-            by = row[_reduced(flat, places.shape, d0)].mul_(col[_reduced(flat, places.shape, d1)])
-            piece.mul_(by.view(piece.shape))
 
     def _factor(infos: list[LeafInfo], params: Tree, directions: Tree, shards: Shards) -> torch.Tensor:
         """Of each parameter, what clipping and its own scale come to."""
@@ -210,16 +199,23 @@ def _without(shape: tuple[int, ...], dim: int) -> list[int]:
     return [size for place, size in enumerate(shape) if place != dim]
 
 
-def _reduced(flat: torch.Tensor, shape: tuple[int, ...], dim: int) -> torch.Tensor:
-    """The numbers of elements, when dimension ``dim`` is summed away, of the sums they go into."""
-    inner = math.prod(shape[dim + 1 :])
-    return flat // (inner * shape[dim]) * inner + flat % inner
+def _add_sums(sums: Factors, squares: torch.Tensor, places: Places) -> None:
+    """Add to the parameter's flat sums along its two largest dimensions."""
+    box = places.box(len(squares))
+    grid = squares.new_zeros(math.prod(box.shape))
+    grid[box.skip : box.skip + len(squares)] = squares
+    for flat, dim in zip(sums, reversed(_largest(places.shape))):
+        mine = box.without(flat.view(_without(places.shape, dim)), dim)
+        mine += grid.view(box.shape).sum(dim, dtype=mine.dtype)
 
 
-def _pieces(g: torch.Tensor, places: Places):
-    """`pieces`, each with its elements' numbers in the parameter."""
-    done = 0
-    for (piece,) in pieces((g,)):
-        flat = places.after(done).flat(piece.numel(), piece.device)
-        done += piece.numel()
-        yield piece.view(-1) if piece.is_contiguous() else piece, flat
+def _divide(g: torch.Tensor, places: Places, factors: Factors) -> None:
+    """By the root of what the factors give, in place."""
+    d1, d0 = _largest(places.shape)
+    rows, columns = factors.row.view(_without(places.shape, d0)), factors.col.view(_without(places.shape, d1))
+    rows = (rows / rows.mean(dim=d1 - 1 if d1 > d0 else d1, keepdim=True)).rsqrt_()
+    columns = columns.rsqrt()
+    for piece, where in places.pieces(g):
+        box = where.box(len(piece))
+        by = box.without(rows, d0).unsqueeze(d0) * box.without(columns, d1).unsqueeze(d1)
+        piece.mul_(by.reshape(-1)[box.skip : box.skip + len(piece)])

@@ -77,7 +77,7 @@ def from_torch(optimizer_class: Optimizer, **options: Any) -> GradientTransforma
         tx.step()
         after = {kind: unflatten(treedef, [tx.state[leaf][kind] for leaf in inputs]) for kind in kinds.elements}
         told = tx.state[inputs[0]]
-        numbers = {kind: torch.as_tensor(told[kind]).to("cpu", torch.float64, copy=True) for kind in kinds.numbers}
+        numbers = {kind: torch.as_tensor(told[kind]).to(torch.float64, copy=True) for kind in kinds.numbers}
         return TorchState(state.count + 1, after, numbers)
 
     def update(updates: Tree, state: TorchState, params: Tree, *, shards: Shards) -> tuple[Tree, TorchState]:

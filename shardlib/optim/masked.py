@@ -98,7 +98,7 @@ def partition(transforms: Mapping[str, GradientTransformation], labels: Labels) 
     Args:
         transforms: label -> transformation.
         labels: glob over paths -> label, the first that matches (``"*"`` last takes all that are left); or ``labels(path,
-            shape) -> label``.
+            shape) -> label``, with a tied leaf's first path.
 
     Raises:
         IllegalComposition: when the state is made, a parameter without a label, or a glob or a label without a parameter;

@@ -39,12 +39,12 @@ def add_noise(eta: float, gamma: float, key: Key | int) -> GradientTransformatio
     def update(updates: Tree, state: NoiseState, params: Tree, *, shards: Shards) -> tuple[Tree, NoiseState]:
         step, infos = int(state.count), shards.about(updates)
         spread = math.sqrt(eta / (1 + step) ** gamma)
-        noisy = tree_map(torch.clone, updates)
+        noisy = tree_map(lambda u: u.clone(memory_format=torch.contiguous_format), updates)
         for number, places, (part,) in shards.located(noisy):
-            flat = places.flat(part.numel(), part.device)
             own = root.fold_in(step).fold_in(infos[number].path)
-            noise = Draw("normal", (0.0, spread), own.seed, 0, infos[number].shape, part.dtype).at(flat)
-            part.add_(noise.view(part.shape))
+            draw = Draw("normal", (0.0, spread), own.seed, 0, infos[number].shape, part.dtype)
+            for piece, where in places.pieces(part):
+                piece.add_(draw.at(where.flat(len(piece), piece.device)))
         return noisy, NoiseState(state.count + 1)
 
     return GradientTransformation(init, update, Locality.ELEMENTWISE)

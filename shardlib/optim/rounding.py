@@ -95,9 +95,10 @@ def _rounded(tree: Tree, like: Tree, key: Key, count: torch.Tensor, shards: Shar
     infos = shards.about(tree)
     for number, places, (part, old) in shards.located(out, like):
         if old.dtype == torch.bfloat16:
-            index = places.flat(part.numel(), part.device) + (count << _COUNTED)
-            bits = bits_at(key.fold_in(infos[number].path), index) >> 8
-            part.copy_(round_to_bf16(part.float(), bits.view(part.shape)))
+            own = key.fold_in(infos[number].path)
+            for piece, where in places.pieces(part):
+                bits = bits_at(own, where.flat(len(piece), piece.device) + (count << _COUNTED)) >> 8
+                piece.copy_(round_to_bf16(piece.float(), bits))
     return out
 
 

@@ -18,8 +18,8 @@ from shardlib.layout import Bucket
 from shardlib.mesh import Mesh
 from shardlib.optim.locality import Locality
 from shardlib.optim.own_exchange import OwnExchange
-from shardlib.optim.pieces import pieces
 from shardlib.optim.whole import WholeLeaves
+from shardlib.pieces import pieces
 from shardlib.places import Places
 from shardlib.plan import Plan, share
 from shardlib.sharded import Sharded
