@@ -35,6 +35,7 @@ def text(tmp_path_factory):
 
 def test_train_is_interrupted_and_goes_on(text, tmp_path):
     options = ["--data", text, "--out", tmp_path, "--steps", 300, "--save-every", 20, "--validate-every", 100]
+    options += ["--metrics", "csv", "jsonl"]
     first = torchrun(*options)
     deadline = time.monotonic() + 120
     while checkpoint.latest(tmp_path) is None and time.monotonic() < deadline and first.poll() is None:
@@ -56,6 +57,7 @@ def test_train_is_interrupted_and_goes_on(text, tmp_path):
     with (tmp_path / "metrics.csv").open(newline="") as file:
         table = list(csv.DictReader(file))
     assert [int(row["step"]) for row in table] == list(range(1, 301))
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 300
     assert float(table[-1]["loss"]) < float(table[0]["loss"]) and table[199]["validation/perplexity"]
     rows = re.findall(r"^(parameters|optimizer|sent on data)\s+(\d.*? \w+)\s{2,}(\d.*? \w+)\s*$", out, re.MULTILINE)
     assert len(rows) == 3 and all(predicted == measured for _, predicted, measured in rows), out

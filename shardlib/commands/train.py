@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--validate-every", type=int, default=200, help="steps between validations")
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--fresh", action="store_true", help="do not go on from a checkpoint")
-    parser.add_argument("--log", nargs="*", default=["csv"], choices=WRITERS, help="where metrics go too")
+    parser.add_argument("--metrics", nargs="*", default=["csv"], choices=WRITERS, help="where metrics go too")
     job.add_arguments(parser, "runs/train")
 
 
@@ -103,7 +103,7 @@ def _train(args: argparse.Namespace, mesh: Mesh, work: job.Job, state: TrainStat
     """From ``state`` to the last step."""
     first = state.step
     progress = Progress(args.steps, args.batch * args.sequence, start=first, rank=mesh.rank)
-    files = [WRITERS[name](args.out, first) for name in args.log] if mesh.rank == 0 else []
+    files = [WRITERS[name](args.out, first) for name in args.metrics] if mesh.rank == 0 else []
     with Log(progress, curves, *files) as log:
         for step in range(first + 1, args.steps + 1):
             mesh.traffic.reset()
