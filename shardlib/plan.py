@@ -290,7 +290,7 @@ class Plan:
         return {}
 
     def _runs(self, bucket: Bucket, choice: Callable[[LeafInfo], bool]) -> list[Bucket]:
-        chosen = [choice(self.info(path)) for path in bucket.paths]
+        chosen = [choice(self.infos[path]) for path in bucket.paths]
         starts = [i for i, taken in enumerate(chosen) if taken and not (i and chosen[i - 1])]
         stops = [i + 1 for i, taken in enumerate(chosen) if taken and not (chosen[i + 1 :] or [False])[0]]
         return [bucket.part(start, stop) for start, stop in zip(starts, stops, strict=True)]
@@ -315,10 +315,11 @@ class Plan:
     def _bucket_with(self) -> dict[str, Bucket]:
         return {path: bucket for bucket in self.buckets for path in bucket.paths}
 
-    def info(self, path: str) -> LeafInfo:
-        """What the leaf is as a whole."""
-        placement = self.placement_of[path]
-        return LeafInfo(path, placement.compute.shape, placement.compute.dtype, placement.aliases)
+    @cached_property
+    def infos(self) -> dict[str, LeafInfo]:
+        """Path -> what the leaf is as a whole; of the trained leaves of all ranks, in the order of their numbers."""
+        leaves = [self.placement_of[path] for path in self.numbers]
+        return {leaf.path: LeafInfo(leaf.path, leaf.compute.shape, leaf.compute.dtype, leaf.aliases) for leaf in leaves}
 
     @cached_property
     def placement_of(self) -> dict[str, Placement]:

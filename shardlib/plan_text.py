@@ -27,10 +27,10 @@ def describe(plan: Plan) -> str:
         f"Payload per step{_untold(plan)}: "
         + ("   ".join(f"{axis} {size(sent)}" for axis, sent in plan.payload().items()) or "none"),
     ]
-    sent_by_optimizer = [sent for sent in plan.optimizer_payload or () if any(sent.values())]
-    if sent_by_optimizer:
-        most = {axis: max(sent.get(axis, 0) for sent in sent_by_optimizer) for axis in sent_by_optimizer[0]}
-        parts.append(f"Of it, the optimizer's own: {'   '.join(f'{axis} {size(n)}' for axis, n in most.items())}")
+    own = {axis: max((sent.get(axis, 0) for sent in plan.optimizer_payload or ()), default=0) for axis in plan.sizes}
+    if any(own.values()):
+        told = "   ".join(f"{axis} {size(most)}" for axis, most in own.items() if most)
+        parts.append(f"Of it, the optimizer's own: {told}")
     if plan.owned:
         sent = plan.payload(owned=True)
         parts.append(

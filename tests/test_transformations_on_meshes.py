@@ -54,8 +54,11 @@ def test_on_every_cut(name, cut, tie):
         tx, sharded = ON_CUTS[name](), sl.shard(params, mesh, transform)
         state = tx.init(sharded)
         for _ in range(3):
-            updates, state = tx.update(gradients_of(sharded), state, sharded)
-            sharded = sl.apply_updates(sharded, updates)
+            grads = gradients_of(sharded)
+            given = copy_of((grads.buffers, state, sharded.buffers))
+            updates, after = tx.update(grads, state, sharded)
+            assert_same((grads.buffers, state, sharded.buffers), given)  # pure
+            sharded, state = sl.apply_updates(sharded, updates), after
         return sl.unshard(sharded)
 
     tx, whole = ON_CUTS[name](), distinct(params)
@@ -105,6 +108,14 @@ def test_muon_sends_each_matrix_to_one_rank_and_back(mesh, stage):
     for by_itself, in_a_step in sl.simulate(run, mesh=mesh):
         assert by_itself == expected
         assert in_a_step == plan.payload()
+
+
+def test_matrices_are_dealt_out_evenly():
+    """One of 64 elements to one rank, four of 16 to the other: messages of 64/2 elements for each of two ranks."""
+    params = {name: torch.zeros(4, 4) for name in "abcd"} | {"e": torch.zeros(8, 8)}
+    plan = sl.make_plan(params, sl.abstract_mesh(data=2), stage=1, optimizer=opt.muon(0.02))
+    assert plan.optimizer_payload == ({"data": 2 * (2 * 32 * 4) // 2},)
+    assert "Of it, the optimizer's own: data 256 B" in str(plan)
 
 
 def test_each_matrix_is_orthogonalised_on_one_of_the_ranks_that_share_it():
@@ -327,7 +338,7 @@ def test_hyperparameters_are_read_written_and_saved(tmp_path):
     batch = regression_batch(6, 6, 4)
 
     def start(mesh):
-        tx = opt.inject_hyperparams(opt.adamw)(opt.linear(0.1, 10), weight_decay=1)
+        tx = opt.inject_hyperparams(opt.adamw)(opt.linear_schedule(0.1, 0.0, 10), weight_decay=1)
         return sl.make_train_step(loss_fn, sl.shard(params, mesh, sl.zero(1)), tx)
 
     def run(mesh):
@@ -345,8 +356,8 @@ def test_hyperparameters_are_read_written_and_saved(tmp_path):
         assert again.opt.inner.hyperparams["weight_decay"].item() == 0.25
         return sl.unshard(state.params)
 
-    tx = opt.adamw(opt.linear(0.1, 10), weight_decay=1.0)
-    late = opt.adamw(opt.linear(0.1, 10), weight_decay=0.25)
+    tx = opt.adamw(opt.linear_schedule(0.1, 0.0, 10), weight_decay=1.0)
+    late = opt.adamw(opt.linear_schedule(0.1, 0.0, 10), weight_decay=0.25)
     whole, state = params, tx.init(params)
     for used in (tx, tx, tx, late):
         _, grads = sl.value_and_grad(loss_fn)(whole, batch)

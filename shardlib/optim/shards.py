@@ -210,7 +210,7 @@ class MeshShards(Shards):
             self._own.reset(self._errors)
 
     def about(self, tree: Tree) -> list[LeafInfo]:
-        return [self._plan.info(path) for path in self._plan.numbers]
+        return list(self._plan.infos.values())
 
     def select(self, choice: Callable[[LeafInfo], bool], tree: Tree) -> Selection:
         plan = self._plan.select(choice)

@@ -74,7 +74,7 @@ RECORDED = {
     "ema biased": Case(lambda: opt.chain(opt.ema(0.9, debias=False), opt.sgd(0.1))),
     "clip_by_value": Case(lambda: opt.chain(opt.clip_by_value(0.3), opt.sgd(0.1))),
     "clip_by_block_norm": Case(lambda: opt.chain(opt.clip_by_block_norm(0.7), opt.sgd(0.1)), LEAF),
-    "skip nonfinite": Case(lambda: opt.skip_nonfinite(opt.adam(0.05), 2), GLOBAL),
+    "skip_nonfinite": Case(lambda: opt.skip_nonfinite(opt.adam(0.05), 2), GLOBAL),
     "lookahead": Case(lambda: opt.lookahead(opt.adam(0.05), 5, 0.5)),
     "lookahead reset": Case(lambda: opt.lookahead(opt.sgd(0.05, momentum=0.9), 4, 0.7, reset_state=True)),
 }  # fmt: skip
