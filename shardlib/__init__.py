@@ -1,6 +1,6 @@
 """shardlib: pure functions turn a parameter pytree into sharded state and a train step."""
 
-from shardlib import checkpoint, optim, schedules, sparse
+from shardlib import checkpoint, init, optim, report, schedules, sparse
 from shardlib.attending import attention
 from shardlib.blocks import block, sequential
 from shardlib.claims import chain
@@ -16,9 +16,11 @@ from shardlib.collectives import (
     vocab_cross_entropy,
 )
 from shardlib.errors import IllegalComposition, ShardlibError
+from shardlib.evaluation import make_eval_step
 from shardlib.functional import Mean, embedding, linear_cross_entropy
 from shardlib.kernels.sparse_attention import sparse_attention
 from shardlib.launch import launch, simulate
+from shardlib.loss_scale import LossScale
 from shardlib.measure import measure_blocks
 from shardlib.mesh import Mesh, abstract_mesh, make_mesh
 from shardlib.models.modules import from_module
@@ -30,7 +32,7 @@ from shardlib.preview import make_plan
 from shardlib.rng import Key, dropout
 from shardlib.sharded import Sharded, shard, unshard
 from shardlib.specs import Leaf, P
-from shardlib.train import TrainState, make_eval_step, make_train_step, value_and_grad
+from shardlib.train import TrainState, make_train_step, value_and_grad
 from shardlib.transforms import (
     accumulate,
     column,
@@ -72,10 +74,12 @@ __all__ = [
     "gather_sequence",
     "GradientTransformation",
     "IllegalComposition",
+    "init",
     "Key",
     "launch",
     "Leaf",
     "linear_cross_entropy",
+    "LossScale",
     "make_eval_step",
     "make_mesh",
     "make_plan",
@@ -95,6 +99,7 @@ __all__ = [
     "predict_step",
     "reduce_scatter",
     "remat",
+    "report",
     "row",
     "schedules",
     "sequence",

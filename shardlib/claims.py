@@ -16,6 +16,7 @@ import torch
 from shardlib.collectives.codecs import Packing
 from shardlib.collectives.sums import Codec
 from shardlib.errors import IllegalComposition, listing
+from shardlib.loss_scale import LossScale
 from shardlib.parts import SequencePlan
 from shardlib.schedules import Pipeline
 from shardlib.specs import P
@@ -96,7 +97,7 @@ class Schedule:
     sync: str | None = None
     remat: Any = None
     prefetch: bool | None = None
-    loss_scale: str | None = None
+    loss_scale: LossScale | None = None
     cast_batch: torch.dtype | None = None
     pipeline: Pipeline | None = None
     sequence: SequencePlan | None = None

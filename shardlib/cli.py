@@ -1,18 +1,18 @@
-"""The command line: ``shardlib train | plan | doctor``."""
+"""The command line: ``shardlib train | lr-range-test | plan | doctor``."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 
-from shardlib.commands import doctor, plan, train
+from shardlib.commands import doctor, lr_range_test, plan, train
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="shardlib", description="Functional sharding on PyTorch.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, module in (("train", train), ("plan", plan), ("doctor", doctor)):
+    for name, module in (("train", train), ("lr-range-test", lr_range_test), ("plan", plan), ("doctor", doctor)):
         summary = (module.__doc__ or "").splitlines()[0]
         command = commands.add_parser(
             name, help=summary, description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter

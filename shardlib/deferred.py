@@ -2,7 +2,8 @@
 
 The recording runs on fake tensors and costs no memory. The replay runs the same operations in the same order on
 real tensors, so random numbers come out as they would have, and drops each tensor after its last use: what is
-alive at any time is one leaf and the intermediates it needs.
+alive at any time is one leaf and the intermediates it needs. A leaf that an initialiser of `shardlib.init` returned is not
+made at all: how it is drawn is handed on, so that a rank draws its own part.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from shardlib.errors import TreeError
+from shardlib.init import Draw
 from shardlib.tree import Tree, flatten
 
 
@@ -91,8 +93,10 @@ class Deferred:
         self.tree = tree
         self._recorder = recorder
 
-    def replay(self, paths: Mapping[int, str], place: Callable[[str, torch.Tensor], None]) -> None:
+    def replay(self, paths: Mapping[int, str], place: Callable[[str, torch.Tensor | Draw], None]) -> None:
         """Run the recording; call ``place(path, leaf)`` as soon as nothing more writes to a leaf's memory.
+
+        A leaf that is drawn and then left alone comes as its `Draw`.
 
         Args:
             paths: number of a leaf in flattening order -> its path.
@@ -109,17 +113,39 @@ class Deferred:
                 continue
             number = recorder.number_of[id(leaf)]
             wanted.setdefault(recorder.storage_of[number], []).append((paths[index], number))
+        drawn = self._drawn()
+        for storage in drawn.keys() & wanted.keys():
+            for path, _ in wanted[storage]:
+                place(path, drawn[storage])
         ending: dict[int, list[int]] = {}
         for storage, step in last_use.items():
             ending.setdefault(step, []).append(storage)
         live: dict[int, dict[int, torch.Tensor]] = {}
         with torch.no_grad():
             for step, call in enumerate(recorder.calls):
+                if any(recorder.storage_of[number] in drawn for number in call.results):
+                    continue
                 self._run(call, live)
                 for storage in ending.get(step, ()):
-                    for path, number in wanted.get(storage, ()):
+                    for path, number in wanted.get(storage, ()) if storage in live else ():
                         place(path, live[storage][number])
                     live.pop(storage, None)
+
+    def _drawn(self) -> dict[int, Draw]:
+        """The storages that one call of an initialiser filled and no other call reads or writes."""
+        storage_of, calls = self._recorder.storage_of, self._recorder.calls
+        found: dict[int, Draw] = {}
+        for call in calls:
+            if call.op is torch.ops.shardlib.fresh.default:
+                args, kwargs = tree_unflatten(call.arguments, call.structure)
+                kind, numbers, seed, first, shape = args
+                draw = Draw(kind, tuple(numbers), seed, first, tuple(shape), kwargs["dtype"])
+                found[storage_of[call.results[0]]] = draw
+            elif call.op is not torch.ops.aten.detach.default:
+                used = [a.number for a in call.arguments if isinstance(a, _Ref)]
+                for number in [*call.results, *used]:
+                    found.pop(storage_of[number], None)
+        return found
 
     def _run(self, call: _Call, live: dict[int, dict[int, torch.Tensor]]) -> None:
         storage_of = self._recorder.storage_of

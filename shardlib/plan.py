@@ -17,6 +17,7 @@ from shardlib.collectives.sums import Codec
 from shardlib.compression import Channel, channels
 from shardlib.errors import TreeError, listing
 from shardlib.layout import Bucket
+from shardlib.loss_scale import LossScale
 from shardlib.parts import SequencePlan
 from shardlib.plan_text import describe
 from shardlib.schedules import Pipeline
@@ -94,7 +95,7 @@ class Plan:
         sync: "each" reduces gradients after every micro-batch, "last" only after the last.
         remat: activation recompute policy of blocks, or None.
         prefetch: whether the next unit is gathered while one computes.
-        loss_scale: None, or "dynamic" for fp16.
+        loss_scale: what losses are multiplied by at first, and how that changes; or None.
         cast_batch: dtype that floating batch leaves are cast to, or None.
         sequence: over which axis sequences are cut, and how; or None.
         codecs: axis -> how gradients travel over it, where that is not as they are.
@@ -126,7 +127,7 @@ class Plan:
     sync: str
     remat: Any
     prefetch: bool
-    loss_scale: str | None
+    loss_scale: LossScale | None
     cast_batch: torch.dtype | None
     sequence: SequencePlan | None = None
     codecs: Mapping[str, Codec] = field(default_factory=dict)

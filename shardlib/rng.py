@@ -48,7 +48,7 @@ def random_bits(key: Key, count: int, device: torch.device | str = "cpu") -> tor
 
 
 def bits_at(key: Key, places: torch.Tensor) -> torch.Tensor:
-    """24-bit integers as int64, for the elements of these numbers (int64)."""
+    """The 24-bit integers of the key's seed with the int64 numbers ``places``, as int64."""
     return counter.random_bits(key.seed, places)
 
 

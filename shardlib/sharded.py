@@ -14,8 +14,10 @@ from shardlib.collectives import primitives
 from shardlib.deferred import defer
 from shardlib.errors import DonatedStateError, IllegalComposition, TreeError, listing
 from shardlib.exchange import Gather
+from shardlib.init import Draw
 from shardlib.layout import Bucket
 from shardlib.mesh import Mesh, as_mesh
+from shardlib.places import Places
 from shardlib.plan import Plan, check_same_tree
 from shardlib.planning import build_plan
 from shardlib.specs import P, shard_of
@@ -189,12 +191,15 @@ def shard(
     compute = {placement.path: placement.compute.spec for placement in plan.placements}
     sums: dict[str, str] = {}
 
-    def place(path: str, value: torch.Tensor) -> None:
+    def place(path: str, value: torch.Tensor | Draw) -> None:
         if mesh.size > 1 and path in compute:
-            sums[path] = checksum(value)
+            sums[path] = str(value) if isinstance(value, Draw) else checksum(value)
         if path in parts:
             bucket, part = parts[path]
-            _fill(part, shard_of(value, compute[path], mesh.shape, mesh.coords), mesh, bucket)
+            if isinstance(value, Draw):
+                _draw(part, value, compute[path], mesh, bucket)
+            else:
+                _fill(part, shard_of(value, compute[path], mesh.shape, mesh.coords), mesh, bucket)
 
     if source:
         source.replay(dict(enumerate(paths)), place)
@@ -266,6 +271,14 @@ def _fill(part: torch.Tensor, value: torch.Tensor, mesh: Mesh, bucket: Bucket) -
     start = bucket.owner(mesh.coords, 0, bucket.param_level) * part.numel()
     flat = value.reshape(-1)[start : start + part.numel()]
     part[: flat.numel()].copy_(flat)
+
+
+def _draw(part: torch.Tensor, draw: Draw, spec: P, mesh: Mesh, bucket: Bucket) -> None:
+    """Draw this rank's piece of a leaf, and no more of it; what the padding covers stays zero."""
+    first = bucket.owner(mesh.coords, 0, bucket.param_level) * part.numel()
+    sizes = spec.local_shape(draw.shape, mesh.shape)
+    held = min(part.numel(), max(0, math.prod(sizes) - first))
+    draw.fill(part[:held], Places(draw.shape, spec.offsets(draw.shape, mesh.shape, mesh.coords), sizes, first))
 
 
 def _check_devices(paths: list[str], leaves: list[torch.Tensor], mesh: Mesh) -> None:

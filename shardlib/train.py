@@ -8,13 +8,11 @@ from typing import Any, NamedTuple
 import torch
 
 from shardlib.errors import DonatedStateError, IllegalComposition, TreeError
-from shardlib.execute.executor import Executor
-from shardlib.execute.pipeline import Pipe
-from shardlib.execute.step import LossStep, reduce_means, require_finite
+from shardlib.execute.step import LossStep, require_finite
 from shardlib.groups import EchoGroup
+from shardlib.loss_scale import LossScale
 from shardlib.mesh import Mesh
 from shardlib.optim.base import GradientTransformation
-from shardlib.optim.scaling import LossScale
 from shardlib.optim.shards import MeshShards, optimizer_shards, store
 from shardlib.plan import Plan
 from shardlib.planning import own_axis
@@ -150,8 +148,8 @@ def make_train_step(
 
     ``metrics`` holds ``loss`` (mean over the global batch), ``grad_norm`` (global, before clipping; of gradients that a
     compressing optimizer takes unreduced, the root mean square of the ranks' norms), ``finite``, and
-    ``aux`` when the loss function hands one out (a `Mean` in it is averaged over all ranks; other leaves are this rank's,
-    of the last micro-batch; under a pipeline, of the rank with the last stage).
+    ``aux`` when the loss function hands one out (a `Mean` in it is averaged over all ranks and micro-batches; other leaves
+    are this rank's, of the last micro-batch; under a pipeline, of the rank with the last stage).
 
     Args:
         loss_fn: ``loss_fn(params, batch)``, plain PyTorch; see the README for its forms.
@@ -224,38 +222,10 @@ def make_train_step(
         opt=_init(optimizer, lifted),
         comm={name: kept for channel in plan.channels for name, kept in channel.start(mesh.device).items()},
         buffers=buffers,
-        scale=LossScale() if plan.loss_scale else None,
+        scale=plan.loss_scale,
         rng=key,
     )
     return state, train_step
-
-
-def make_eval_step(fn: Callable[..., Any], params: Any) -> Callable[..., Any]:
-    """``eval_step(params, *args)``: ``fn`` on sharded parameters, without gradients.
-
-    Every `Mean` that ``fn`` returns becomes one number over all ranks' batches; other results (samples, logits) are
-    this rank's own. ``params`` may also be a `TrainState`. Under a pipeline ``fn`` is an `sl.sequential`, called with one
-    batch. That goes through in one piece, not in micro-batches: each stage waits for the one before it. What the last
-    block returns is handed to the ranks of all stages.
-    """
-    lifted = lift(params)
-    if lifted.plan.pipeline is None:
-        executor = Executor(lifted.plan, lifted.mesh, trained=False)
-
-        def run(params: Sharded, *args: Any) -> Any:
-            return executor.forward(params, lambda tree: fn(tree, *args))
-    else:
-        run = Pipe(fn, lifted.plan, lifted.mesh, trained=False).evaluate
-
-    def eval_step(params: Any, *args: Any) -> Any:
-        current = lift(params.params if isinstance(params, TrainState) else params)
-        if current.plan is not lifted.plan and current.plan.layout != lifted.plan.layout:
-            raise TreeError(
-                "these parameters were sharded by another plan than the eval step was made for; make one for it"
-            )
-        return reduce_means(run(current, *args), lifted.plan, lifted.mesh)
-
-    return eval_step
 
 
 def lift(params: Any) -> Sharded:

@@ -1,5 +1,6 @@
 """The commands, as a user types them."""
 
+import csv
 import os
 import re
 import subprocess
@@ -34,6 +35,7 @@ def text(tmp_path_factory):
 
 def test_train_is_interrupted_and_goes_on(text, tmp_path):
     options = ["--data", text, "--out", tmp_path, "--steps", 300, "--save-every", 20, "--validate-every", 100]
+    options += ["--metrics", "csv", "jsonl"]
     first = torchrun(*options)
     deadline = time.monotonic() + 120
     while checkpoint.latest(tmp_path) is None and time.monotonic() < deadline and first.poll() is None:
@@ -50,6 +52,13 @@ def test_train_is_interrupted_and_goes_on(text, tmp_path):
     assert re.search(r"order 0 \d\.\d{3}, order 1 \d\.\d{3}, order 2 \d\.\d{3}", out)
     assert re.search(r"step 300/300  loss \d\.\d{3}", out)
     # The plan's bytes come true: each row shows the same number twice.
+    assert re.search(r"step 200: validation loss \d\.\d{4}  bits per byte \d\.\d{4}  perplexity \d+\.\d{4}", out)
+    assert re.search(r"validation loss \d\.\d{4} nats per byte \(\d\.\d{3} bits, perplexity", out)
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in table] == list(range(1, 301))
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 300
+    assert float(table[-1]["loss"]) < float(table[0]["loss"]) and table[199]["validation/perplexity"]
     rows = re.findall(r"^(parameters|optimizer|sent on data)\s+(\d.*? \w+)\s{2,}(\d.*? \w+)\s*$", out, re.MULTILINE)
     assert len(rows) == 3 and all(predicted == measured for _, predicted, measured in rows), out
     assert "A sample:" in out and (tmp_path / "loss.png").stat().st_size > 10_000
@@ -93,6 +102,22 @@ def test_plan_and_train_in_stages(text, tmp_path, capsys):
     out, _ = run.communicate(timeout=200)
     assert run.returncode == 0, out
     assert "1f1b: 2 ranks" not in out and "A sample:" in out and "step 12/12" in out
+
+
+def test_a_range_test_proposes_a_rate(text, tmp_path, capsys):
+    options = ["--data", text, "--out", tmp_path, "--steps", 60, "--max-lr", 10, "--stage", 2, "--dropout", 0.1, *SIZES]
+    assert cli.main(["lr-range-test", *map(str, options)]) == 0
+    out = capsys.readouterr().out
+    proposed = float(re.search(r"proposed: --lr (\S+)", out)[1])
+    assert 1e-4 < proposed < 0.1
+    assert (tmp_path / "range_test.png").stat().st_size > 10_000
+    rows = (tmp_path / "range_test.csv").read_text().splitlines()
+    assert rows[0] == "step,loss,lr" and float(rows[1].split(",")[2]) == pytest.approx(1e-5)
+
+
+def test_a_range_test_needs_a_range():
+    with pytest.raises(SystemExit, match="0 < --min-lr < --max-lr"):
+        cli.main(["lr-range-test", "--min-lr", "1", "--max-lr", "0.1"])
 
 
 def test_doctor_names_versions_devices_and_kernels(capsys):

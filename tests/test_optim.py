@@ -10,7 +10,7 @@ from helpers.models import mlp, regression_batch, share
 from helpers.trees import assert_close, assert_same, copy_of
 
 import shardlib as sl
-from shardlib.optim.scaling import LossScale
+from shardlib.loss_scale import LossScale
 from shardlib.sharded import Sharded
 
 

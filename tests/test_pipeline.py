@@ -238,6 +238,7 @@ def test_metrics_and_aux_are_the_same_on_every_rank():
     for metrics in told:
         assert metrics["finite"] and metrics["loss"] == told[0]["loss"] and metrics["aux"]["rows"] == ROWS // 4
         assert torch.equal(metrics["aux"]["mean"], told[0]["aux"]["mean"])
+        torch.testing.assert_close(metrics["aux"]["mean"], metrics["loss"])  # that of all micro-batches
     assert_same(told[0]["aux"], told[1]["aux"])  # two stages that see one batch
 
 

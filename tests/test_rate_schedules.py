@@ -226,3 +226,20 @@ def test_a_skipped_step_does_not_advance_a_schedule(stage):
     for (steps, expected), (all_steps, got) in zip(plain, skipping, strict=True):
         assert (steps, all_steps) == (3, 6)
         assert_close(got, expected, 1e-12)
+
+
+def test_one_cycle_drives_momentum_too():
+    """Against torch's SGD under CyclicLR, whose momentum runs in antiphase."""
+    start = torch.linspace(-1, 1, 5, dtype=torch.float64)
+    cycle = sl.optim.one_cycle(0.01, 0.1, 4, 6, min_momentum=0.5, max_momentum=0.9)
+    tx = sl.optim.inject_hyperparams(sl.optim.sgd)(cycle.lr, momentum=cycle.momentum)
+    params, theirs = {"w": start}, start.clone().requires_grad_()
+    state, torchs = tx.init(params), torch.optim.SGD([theirs], 0.01, momentum=0.9)
+    scheduler = lr_scheduler.CyclicLR(torchs, 0.01, 0.1, 4, 6, base_momentum=0.5, max_momentum=0.9)
+    for _ in range(10):
+        updates, state = tx.update({"w": params["w"] ** 3}, state, params)
+        params = sl.apply_updates(params, updates)
+        theirs.grad = theirs.detach() ** 3
+        torchs.step()
+        scheduler.step()
+    torch.testing.assert_close(params["w"], theirs.detach(), rtol=1e-12, atol=0)

@@ -10,8 +10,10 @@ import pytest
 
 from shardlib.data.bytes import load_bytes, split
 from shardlib.report.ngram import ngram_losses
-from shardlib.report.plot import plot_losses
+from shardlib.report.plot import plot_losses, plot_range_test
 from shardlib.report.progress import Progress
+from shardlib.report.range_test import has_diverged, propose_rate
+from shardlib.report.scores import byte_scores
 
 
 def counted_by_hand(train: bytes, validation: bytes, highest: int) -> list[float]:
@@ -68,6 +70,41 @@ def test_a_plot_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
         plot_losses(tmp_path / "loss.png", [(0, 1.0)])
 
 
+def test_a_range_test_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    plot_range_test(tmp_path / "test.png", [1e-4, 1e-3, 1e-2], [3.0, 2.0, 2.5], 1e-3)
+    assert (tmp_path / "test.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_rate_at_which_the_loss_falls_fastest():
+    """A fall by a sigmoid of the rate's logarithm is steepest in its middle; what diverges later does not count."""
+    exponents = np.linspace(-5, 0, 101)
+    losses = 5 - 3 / (1 + np.exp(-4 * (exponents + 3))) + np.exp(12 * (exponents + 1))
+    assert propose_rate(10**exponents, losses) == pytest.approx(1e-3, rel=0.06)
+    noisy = losses + 0.05 * np.random.default_rng(1).standard_normal(101)
+    assert propose_rate(10**exponents, noisy) == pytest.approx(1e-3, rel=0.6)
+    with pytest.raises(ValueError, match="never fell"):
+        propose_rate(10**exponents, np.linspace(2, 3, 101))
+    with pytest.raises(ValueError, match="of 9 steps tells nothing"):
+        propose_rate(10 ** exponents[:9], losses[:9])
+
+
+def test_a_range_test_ends_when_the_loss_diverges():
+    assert [has_diverged([3.0, 2.0, last]) for last in (2.5, 8.0, 8.1, math.nan, math.inf)] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
+
+
+def test_bits_per_byte_and_perplexity():
+    # A model that knows nothing: 8 bits, one of 256.
+    scores = byte_scores(math.log(256))
+    assert scores == {"loss": math.log(256), "bits_per_byte": pytest.approx(8), "perplexity": pytest.approx(256)}
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -76,11 +113,12 @@ class Terminal(io.StringIO):
 def run(stream, steps=10, **options):
     """A run of ``steps`` steps on a clock that moves by itself, with one note in the middle."""
     now = iter(range(10**6))
-    with Progress(steps, 1000, stream=stream, clock=lambda: float(next(now)), **options) as p:
-        for step in range(options.get("start", 0) + 1, steps + 1):
-            p.update(step, 5.0 / step)
-            if step == 7:
-                p.note("[7] validation 1.5")
+    progress = Progress(steps, 1000, stream=stream, clock=lambda: float(next(now)), **options)
+    for step in range(options.get("start", 0) + 1, steps + 1):
+        progress.write(step, {"loss": 5.0 / step})
+        if step == 7:
+            progress.note("[7] validation 1.5")
+    progress.close()
     return stream.getvalue()
 
 
@@ -98,9 +136,9 @@ def test_away_from_a_terminal_a_line_every_few_seconds():
 def test_rate_and_time_left():
     ticks = iter([0, 2, 4])  # made, step 51, step 52
     stream = io.StringIO()
-    with Progress(100, 1000, start=50, every=0, stream=stream, clock=lambda: next(ticks)) as progress:
-        progress.update(51, 2.5)
-        progress.update(52, 2.25)
+    progress = Progress(100, 1000, start=50, every=0, stream=stream, clock=lambda: next(ticks))
+    progress.write(51, {"loss": 2.5})
+    progress.write(52, {"loss": 2.25})
     assert stream.getvalue().splitlines() == [
         "step 51/100  loss 2.500  500 tokens/s  1:38 left",
         "step 52/100  loss 2.250  500 tokens/s  1:36 left",

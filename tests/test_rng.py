@@ -148,3 +148,28 @@ def test_without_a_key_torch_draws_on():
     (kept,) = sl.simulate(torch_masks, 1, None, mesh={"data": 1})[0]
     torch.manual_seed(1)
     assert torch.equal(kept, F.dropout(torch.ones(64), 0.5) > 0)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("extra", [[], [sl.accumulate(2)]])
+def test_torchs_own_dropout_is_replayed_under_recompute(stage, extra):
+    """The gradient is that of the masks of the forward, and the same step draws the same again."""
+
+    @sl.block
+    def dropped(weight, x):
+        return torch.tanh(F.dropout(F.linear(x, weight), 0.5))
+
+    def loss_fn(params, x):
+        return dropped(params["w"], x).square().mean()
+
+    params, x = {"w": torch.randn(6, 6, dtype=torch.float64)}, torch.randn(8, 6, dtype=torch.float64)
+
+    def run(mesh, *more):
+        sharded = sl.shard(params, mesh, sl.chain(sl.zero(stage), *extra, *more))
+        torch.rand(3)  # where the global generator stands does not matter
+        _, grads = sl.value_and_grad(loss_fn)(sharded, share(x, mesh.rank, 2), rng=KEY)
+        return sl.unshard(grads)["w"]
+
+    plain, again, recomputed = (sl.simulate(run, *more, mesh={"data": 2}) for more in ((), (), (sl.remat(),)))
+    for kept, second, replayed in zip(plain, again, recomputed):
+        assert torch.equal(kept, second) and torch.equal(kept, replayed)

@@ -339,7 +339,7 @@ def test_hyperparameters_are_read_written_and_saved(tmp_path):
     batch = regression_batch(6, 6, 4)
 
     def start(mesh):
-        tx = opt.inject_hyperparams(opt.adamw)(opt.linear(0.1, 10), weight_decay=1)
+        tx = opt.inject_hyperparams(opt.adamw)(opt.linear_schedule(0.1, 0.0, 10), weight_decay=1)
         return sl.make_train_step(loss_fn, sl.shard(params, mesh, sl.zero(1)), tx)
 
     def run(mesh):
@@ -357,8 +357,8 @@ def test_hyperparameters_are_read_written_and_saved(tmp_path):
         assert again.opt.inner.hyperparams["weight_decay"].item() == 0.25
         return sl.unshard(state.params)
 
-    tx = opt.adamw(opt.linear(0.1, 10), weight_decay=1.0)
-    late = opt.adamw(opt.linear(0.1, 10), weight_decay=0.25)
+    tx = opt.adamw(opt.linear_schedule(0.1, 0.0, 10), weight_decay=1.0)
+    late = opt.adamw(opt.linear_schedule(0.1, 0.0, 10), weight_decay=0.25)
     whole, state = params, tx.init(params)
     for used in (tx, tx, tx, late):
         _, grads = sl.value_and_grad(loss_fn)(whole, batch)

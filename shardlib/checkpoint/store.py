@@ -16,7 +16,7 @@ from shardlib.checkpoint.own import own_pieces, restore_own
 from shardlib.checkpoint.pieces import Piece, Window, needed_pieces, owned_pieces
 from shardlib.collectives import primitives
 from shardlib.errors import TreeError, listing
-from shardlib.optim.scaling import LossScale
+from shardlib.loss_scale import LossScale
 from shardlib.rng import Key
 from shardlib.train import TrainState, rescaled
 

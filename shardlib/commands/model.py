@@ -63,9 +63,9 @@ def _microbatches(args: argparse.Namespace, axes: Mapping[str, int]) -> list[Tra
     return [accumulate(args.microbatches)] if args.microbatches > 1 else []
 
 
-def loss(args: argparse.Namespace, axes: Mapping[str, int]) -> Callable[..., Any]:
+def loss(config: GPTConfig, axes: Mapping[str, int]) -> Callable[..., Any]:
     """The loss function, made of blocks where the mesh has stages."""
-    return (gpt.make_sequential if "pipe" in axes else gpt.make_loss)(config(args))
+    return (gpt.make_sequential if "pipe" in axes else gpt.make_loss)(config)
 
 
 def init(args: argparse.Namespace, axes: Mapping[str, int], **options: Any) -> Any:

@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
         model.init(args, shape, device="meta"),
         abstract_mesh(**shape),
         model.transform(args, shape),
-        loss_fn=model.loss(args, shape),
+        loss_fn=model.loss(config, shape),
         batch={"tokens": tokens, "targets": tokens},
         optimizer=optim.adamw(1e-3),
     )

@@ -169,6 +169,19 @@ def map_means(fn: Callable[[Mean], Any], tree: Tree) -> Tree:
     return optree.tree_map(lambda leaf: fn(leaf) if is_mean(leaf) else leaf, tree, is_leaf=is_mean)
 
 
+def add_means(total: Tree, part: Tree) -> Tree:
+    """Two results of one function: sums and weights added up, detached; other leaves are ``part``'s. None: no first one."""
+
+    def detached(value: Any) -> torch.Tensor:
+        return torch.as_tensor(value, dtype=torch.float64).detach()
+
+    part = map_means(lambda mean: Mean(*map(detached, mean)), part)
+    if total is None:
+        return part
+    before = iter(means_of(total))
+    return map_means(lambda mean: Mean(*(a + b for a, b in zip(next(before), mean))), part)
+
+
 def means_of(tree: Tree) -> list[Mean]:
     return [leaf for leaf in optree.tree_leaves(tree, is_leaf=is_mean) if is_mean(leaf)]
 

@@ -19,6 +19,7 @@ from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Gradients, Route, plain_route
 from shardlib.execute.losses import (
     Outcome,
+    add_means,
     is_compiled,
     map_means,
     means_of,
@@ -177,15 +178,14 @@ class LossStep:
         sums: torch.Tensor,
         route: Route,
     ) -> tuple[dict[str, torch.Tensor], Outcome]:
-        """Forward and backward of each micro-batch in turn: gradients, and the last one's outcome."""
+        """Forward and backward of each micro-batch in turn: gradients, and the last one's outcome with means of all."""
         gradients = self.executor.gradients(route)
-        outcome: Outcome | None = None
+        outcome, aux = _NO_OUTCOME, None
         for index, part in enumerate(parts):
             outcome = self._microbatch(params, gradients, part, index, buffers, rng, loss_scale)
-            buffers = outcome.buffers
+            buffers, aux = outcome.buffers, add_means(aux, outcome.aux)
             _add(sums, outcome)
-        assert outcome is not None
-        return gradients.result(), outcome
+        return gradients.result(), outcome._replace(aux=aux)
 
     def _through_stages(
         self,
@@ -197,7 +197,7 @@ class LossStep:
         sums: torch.Tensor,
         route: Route,
     ) -> tuple[dict[str, torch.Tensor], Outcome]:
-        """All micro-batches through the pipeline: gradients, and where the loss is the last one's outcome."""
+        """All micro-batches through the pipeline: gradients, and where the loss is what `_one_by_one` gives."""
         plan, pipe = self._plan, self._pipe
         assert pipe is not None
         keys = self._keys(parts, rng)
@@ -221,11 +221,14 @@ class LossStep:
             done = {step for record in pipe.records for step in record.done}
             loss = (outcomes[0].total, outcomes[0].weight) if outcomes else None
             require_whole_loss(plan.sequence, self._mesh, done, loss, [pipe.axis])
+        outcome, aux = _NO_OUTCOME, None
         for index in sorted(outcomes):
-            _add(sums, outcomes[index])
+            outcome = outcomes[index]
+            aux = add_means(aux, outcome.aux)
+            _add(sums, outcome)
         if not outcomes:
-            return grads, _NO_OUTCOME
-        outcome = outcomes[len(parts) - 1]
+            return grads, outcome
+        outcome = outcome._replace(aux=aux)
         sums[4], sums[5] = float(outcome.weighted), float(outcome.aux is not None)
         return grads, outcome
 

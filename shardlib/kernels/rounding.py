@@ -58,10 +58,18 @@ def stochastically_rounded(x: torch.Tensor) -> torch.Tensor:
 
     Drawn from torch's own generator. What is not finite stays so.
     """
-    # The lower 16 bits are what bf16 leaves out: noise of as many carries into the upper ones as often as it should.
     noise = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device)
-    rounded = (x.detach().view(torch.int32) + noise) & -(1 << 16)
-    return torch.where(x.isfinite(), rounded.view(torch.float32), x).to(torch.bfloat16)
+    return round_to_bf16(x.detach(), noise).to(torch.bfloat16)
+
+
+def round_to_bf16(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """``x`` (fp32) up or down to a bf16 number, still fp32: by random ``bits`` below 2^16, up with odds of what is cut off.
+
+    In magnitude; what is not finite stays.
+    """
+    # The lower 16 bits are what bf16 leaves out: noise of as many carries into the upper ones as often as it should.
+    cut = (x.view(torch.int32) + bits.to(torch.int32)) & -(1 << 16)
+    return torch.where(x.isfinite(), cut.view(torch.float32), x)
 
 
 class _Rounded(NamedTuple):

@@ -7,7 +7,7 @@ them, and all computing is done in the dtype the parameters come in.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,11 +17,14 @@ from torch import Tensor
 from shardlib.blocks import Sequential, sequential
 from shardlib.blocks import block as mark_block
 from shardlib.functional import embedding, linear_cross_entropy
+from shardlib.models.cache import Seen
 from shardlib.models.pieces import Fresh, Params, check_sizes, drop, layer_norm, linear, self_attention
 from shardlib.parts import gather_sequence, shard_sequence
 from shardlib.rng import Key
 from shardlib.sparse import Layout
 from shardlib.transforms.tensor_slicing import column, row
+
+Cache = list[Seen]  # one per layer
 
 
 @dataclass(frozen=True)
@@ -79,10 +82,10 @@ def init(config: GPTConfig, seed: int = 0, device: str | torch.device = "cpu") -
     }
 
 
-def _block(config: GPTConfig, params: Params, x: Tensor, rng: Key | None) -> Tensor:
+def _block(config: GPTConfig, params: Params, x: Tensor, rng: Key | None, seen: Seen | None = None) -> Tensor:
     """One transformer block: (B, S, W) -> (B, S, W). ``rng`` is used, and may not be None, under dropout."""
     size = config.width // config.heads
-    a = self_attention(params["attn"], layer_norm(params["ln1"], x), size, causal=True, layout=config.layout)
+    a = self_attention(params["attn"], layer_norm(params["ln1"], x), size, causal=True, layout=config.layout, seen=seen)
     x = x + drop(config.dropout, a, rng, "attn")
     h = F.gelu(linear(params["mlp"]["up"], layer_norm(params["ln2"], x)), approximate="tanh")
     return x + drop(config.dropout, linear(params["mlp"]["down"], h), rng, "mlp")
@@ -91,29 +94,33 @@ def _block(config: GPTConfig, params: Params, x: Tensor, rng: Key | None) -> Ten
 block = mark_block(_block)
 
 
-def embed(config: GPTConfig, params: Params, tokens: Tensor, rng: Key | None = None) -> Tensor:
-    """The residual stream before the first block: tokens (B, S) int64 -> (B, S, W).
+def embed(config: GPTConfig, params: Params, tokens: Tensor, rng: Key | None = None, start: int = 0) -> Tensor:
+    """The residual stream before the first block: tokens (B, S) int64, the first at position ``start`` -> (B, S, W).
 
-    Raises ValueError when S is longer than ``config.sequence``.
+    Raises ValueError when they reach beyond ``config.sequence``.
     """
-    length = tokens.shape[1]
-    if length > config.sequence:
-        raise ValueError(f"{length} tokens are more than the model's sequence of {config.sequence}")
-    x = embedding(tokens, params["embed"]["tokens"]) + shard_sequence(params["embed"]["positions"][:length], 0)
+    stop = start + tokens.shape[1]
+    if stop > config.sequence:
+        raise ValueError(f"{stop} tokens are more than the model's sequence of {config.sequence}")
+    x = embedding(tokens, params["embed"]["tokens"]) + shard_sequence(params["embed"]["positions"][start:stop], 0)
     return drop(config.dropout, x, rng, "embed")
 
 
-def hidden(config: GPTConfig, params: Params, tokens: Tensor, rng: Key | None = None) -> Tensor:
-    """What the output layer scores: tokens (B, S) int64 -> (B, S, W)."""
-    x = embed(config, params, tokens, rng)
+def hidden(
+    config: GPTConfig, params: Params, tokens: Tensor, rng: Key | None = None, cache: Cache | None = None
+) -> Tensor:
+    """What the output layer scores: tokens (B, S) int64 -> (B, S, W). With a ``cache`` they follow those it has seen."""
+    x = embed(config, params, tokens, rng, cache[0].length if cache else 0)
     for i, params_i in enumerate(params["blocks"]):
-        x = block(config, params_i, x, rng.fold_in(i) if rng is not None else None)
+        x = block(config, params_i, x, rng.fold_in(i) if rng is not None else None, cache[i] if cache else None)
     return layer_norm(params["head"]["norm"], x)
 
 
-def logits(config: GPTConfig, params: Params, tokens: Tensor, rng: Key | None = None) -> Tensor:
-    """Scores of the next token at every position: tokens (B, S) int64 -> (B, S, V)."""
-    return gather_sequence(F.linear(hidden(config, params, tokens, rng), params["head"]["weight"]))
+def logits(
+    config: GPTConfig, params: Params, tokens: Tensor, rng: Key | None = None, cache: Cache | None = None
+) -> Tensor:
+    """Scores of the next token at every position: tokens (B, S) int64 -> (B, S, V). ``cache`` as in `hidden`."""
+    return gather_sequence(F.linear(hidden(config, params, tokens, rng, cache), params["head"]["weight"]))
 
 
 def make_loss(config: GPTConfig) -> Callable[..., Tensor]:
@@ -171,21 +178,32 @@ def slicing_rules(config: GPTConfig, blocks: bool = False) -> dict[str, Any]:
     }
 
 
+def new_cache(config: GPTConfig) -> Cache:
+    """For `logits` of one sequence token by token: empty, with room for ``config.sequence`` tokens."""
+    return [Seen(config.sequence) for _ in range(config.layers)]
+
+
 def generate(
     config: GPTConfig, params: Params, prompt: Tensor, length: int, temperature: float = 1.0, seed: int = 0
 ) -> Tensor:
     """Append ``length`` sampled tokens to ``prompt``: (B, S₀) int64, S₀ ≥ 1 -> (B, S₀ + length).
 
-    The model sees the last ``config.sequence`` tokens. ``temperature`` divides the scores; at 0 the
-    likeliest token is taken. The same seed gives the same text on every rank.
+    The model sees the last ``config.sequence`` tokens, without dropout. ``temperature`` divides the scores; at 0 the
+    likeliest token is taken. The same seed gives the same text on every rank, in `make_eval_step` from sharded
+    parameters too.
     """
     if temperature < 0:
         raise ValueError(f"generate: temperature={temperature}, but it must not be negative")
+    config = replace(config, dropout=0.0)
     generator = torch.Generator(prompt.device).manual_seed(seed)
-    tokens = prompt
+    tokens, cache = prompt, new_cache(config)
     with torch.no_grad():
         for _ in range(length):
-            scores = logits(config, params, tokens[:, -config.sequence :])[:, -1]
+            new = tokens[:, cache[0].length :]
+            if tokens.shape[1] > config.sequence:
+                # Positions are absolute: when the window moves on, every token has another, and nothing kept holds.
+                new, cache = tokens[:, -config.sequence :], new_cache(config)
+            scores = logits(config, params, new, cache=cache)[:, -1]
             if temperature == 0:
                 chosen = scores.argmax(-1, keepdim=True)
             else:

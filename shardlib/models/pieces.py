@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.attending import attention
+from shardlib.models.cache import Seen
 from shardlib.rng import Key, dropout
 from shardlib.sparse import Layout
 
@@ -55,13 +56,17 @@ def self_attention(
     causal: bool = False,
     key_mask: Tensor | None = None,
     layout: Layout | None = None,
+    seen: Seen | None = None,
 ) -> Tensor:
     """``{"qkv", "out"}``: (B, S, W) -> (B, S, W). The rows of qkv are (heads, 3, size).
 
-    So a slice of them holds whole heads, as many as its shape tells.
+    So a slice of them holds whole heads, as many as its shape tells. What is ``seen`` comes before these tokens.
     """
     qkv = linear(params["qkv"], x).unflatten(-1, (-1, 3, size))
     q, k, v = qkv.permute(3, 0, 2, 1, 4)
+    if seen is not None:
+        k, v = seen.extend(k, v)
+        causal = causal and q.shape[2] == k.shape[2]  # of tokens that follow others there is one: it sees all of them
     out = attention(q, k, v, causal=causal, key_mask=key_mask, layout=layout)
     return linear(params["out"], out.transpose(1, 2).flatten(2))
 

@@ -29,6 +29,7 @@ from shardlib.optim.nonfinite import skip_nonfinite
 from shardlib.optim.onebit_adam import onebit_adam
 from shardlib.optim.onebit_lamb import onebit_lamb
 from shardlib.optim.rmsprop import rmsprop
+from shardlib.optim.rounding import stochastic_rounding
 from shardlib.optim.schedules import (
     Schedule,
     constant_schedule,
@@ -100,6 +101,7 @@ __all__ = [
     "sgd",
     "skip_nonfinite",
     "sqrt_scaling",
+    "stochastic_rounding",
     "swa",
     "warmup_constant_schedule",
     "warmup_cosine_decay_schedule",

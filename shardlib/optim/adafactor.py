@@ -17,11 +17,11 @@ from shardlib.claims import LeafInfo
 from shardlib.kernels.global_norm import sum_of_squares
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.locality import Locality
-from shardlib.optim.places import Places
 from shardlib.optim.ranges import check
 from shardlib.optim.schedules import Schedule, as_schedule
 from shardlib.optim.shards import Shards, device_of
 from shardlib.optim.stepping import Move, each, each_leaf, stepping
+from shardlib.places import Places
 from shardlib.tree import Tree, tree_map
 
 

@@ -134,7 +134,7 @@ class GradientTransformation:
         if self._apply is not None and self.locality is not None:
             return self._apply(params, updates, state, scale, shards.allowing(self.locality), copies)
         updates, state = self.update(scaled(updates, scale), state, params, shards=shards)
-        tree_map(lambda param, update: param.add_(update.to(param.dtype)), params, updates)
+        tree_map(torch.Tensor.add_, params, updates)
         write_copies(copies, params)
         return state
 

@@ -65,7 +65,7 @@ def lookahead(
         state, syncs = advanced(fast, state, params, shards)
         if not syncs:
             return updates, state
-        slow = tree_map(lambda s, p, u: s.lerp(p + u.to(p.dtype), slow_step_size), state.slow, params, updates)
+        slow = tree_map(lambda s, p, u: s.lerp((p + u).to(p.dtype), slow_step_size), state.slow, params, updates)
         return tree_map(torch.sub, slow, params), state._replace(slow=slow)
 
     def apply(

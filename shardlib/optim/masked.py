@@ -82,7 +82,7 @@ def masked(
     ) -> Tree:
         some, rest = shards.select(choice, updates), shards.select(others, updates)
         for p, u in zip(leaves_of(rest.take(params)), leaves_of(scaled(rest.take(updates), scale)), strict=True):
-            p.add_(u.to(p.dtype))
+            p.add_(u)  # in the wider dtype, rounded once, as everywhere
         write_copies(rest.take(copies), rest.take(params))
         mine = (some.take(params), some.take(updates), state)
         return inner.apply(*mine, scale=scale, shards=some.shards, copies=some.take(copies))

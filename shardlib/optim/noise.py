@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 import torch
 
+from shardlib.init import Draw
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.locality import Locality
 from shardlib.optim.ranges import check
 from shardlib.optim.shards import Shards
-from shardlib.rng import Key, bits_at
+from shardlib.rng import Key
 from shardlib.tree import Tree, tree_map
 
 
@@ -41,15 +42,9 @@ def add_noise(eta: float, gamma: float, key: Key | int) -> GradientTransformatio
         noisy = tree_map(lambda u: u.clone(memory_format=torch.contiguous_format), updates)
         for number, places, (part,) in shards.located(noisy):
             own = root.fold_in(step).fold_in(infos[number].path)
+            draw = Draw("normal", (0.0, spread), own.seed, 0, infos[number].shape, part.dtype)
             for piece, where in places.pieces(part):
-                piece.add_(_normal(own, where.flat(len(piece), piece.device)).to(piece.dtype), alpha=spread)
+                piece.add_(draw.at(where.flat(len(piece), piece.device)))
         return noisy, NoiseState(state.count + 1)
 
     return GradientTransformation(init, update, Locality.ELEMENTWISE)
-
-
-def _normal(key: Key, places: torch.Tensor) -> torch.Tensor:
-    """Standard normal numbers by Box and Muller, float64; from two uniform ones for each place."""
-    radius = (bits_at(key.fold_in("radius"), places).to(torch.float64) + 1) * 2.0**-24  # in (0, 1]
-    angle = bits_at(key.fold_in("angle"), places).to(torch.float64) * (2 * math.pi * 2.0**-24)
-    return (-2 * radius.log()).sqrt() * angle.cos()

@@ -18,9 +18,9 @@ from shardlib.layout import Bucket
 from shardlib.mesh import Mesh
 from shardlib.optim.locality import Locality
 from shardlib.optim.own_exchange import OwnExchange
-from shardlib.optim.pieces import pieces
-from shardlib.optim.places import Places
 from shardlib.optim.whole import WholeLeaves
+from shardlib.pieces import pieces
+from shardlib.places import Places
 from shardlib.plan import Plan, share
 from shardlib.sharded import Sharded
 from shardlib.tree import Tree, flatten, leaves_of, tree_map, unflatten
@@ -365,11 +365,14 @@ def store(params: Sharded, shards: dict[str, torch.Tensor]) -> None:
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
-    """``params + updates``, leaf by leaf; `Sharded` or plain pytrees. Changes nothing in place."""
+    """``params + updates``, leaf by leaf, in the wider dtype and then rounded to the parameter's; changes nothing in place.
+
+    `Sharded` or plain pytrees.
+    """
     if not isinstance(params, Sharded):
-        return tree_map(lambda param, update: param + update.to(param.dtype), params, updates)
+        return tree_map(lambda param, update: (param + update).to(param.dtype), params, updates)
     shards = optimizer_shards(params)
-    return stored(params, {name: shard + updates.buffers[name].to(shard.dtype) for name, shard in shards.items()})
+    return stored(params, {name: (shard + updates.buffers[name]).to(shard.dtype) for name, shard in shards.items()})
 
 
 def stored(params: Sharded, shards: dict[str, torch.Tensor]) -> Sharded:

@@ -16,8 +16,8 @@ import torch
 
 from shardlib.optim.base import GradientTransformation, Owned, apart, write_copies
 from shardlib.optim.locality import Locality
-from shardlib.optim.pieces import pieces
 from shardlib.optim.shards import Shards
+from shardlib.pieces import pieces
 from shardlib.tree import Tree, leaves_of, tree_map
 
 

@@ -1,1 +1,6 @@
-"""What a run shows: a live progress line, a loss plot, and the byte models to be measured against."""
+"""What a run reports: its progress, metrics, plots, and the byte models it has to get below."""
+
+from shardlib.report.log import Log, Writer
+from shardlib.report.writers import CsvWriter, JsonlWriter, TensorBoardWriter, WandbWriter
+
+__all__ = ["CsvWriter", "JsonlWriter", "Log", "TensorBoardWriter", "WandbWriter", "Writer"]

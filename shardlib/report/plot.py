@@ -1,10 +1,11 @@
-"""A picture of a training run: its losses, and the byte models they have to get below."""
+"""Pictures of training runs: losses and the byte models they have to get below, and learning-rate range tests."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from shardlib.report.range_test import SMOOTHED_OVER
+from shardlib.report.smoothing import running_mean
 
 Curve = Sequence[tuple[int, float]]
 
@@ -27,20 +28,11 @@ def plot_losses(
 
     Raises ImportError, naming the extra to install, where matplotlib is missing.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'shardlib[notebooks]'") from error
-
-    # A figure of its own, not pyplot's: nothing global is touched, and no display is asked for.
-    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    figure, axes = _figure()
     steps = [step for step, _ in train]
     losses = [loss for _, loss in train]
     axes.plot(steps, losses, color=_TRAIN, alpha=0.3, linewidth=0.8)
-    axes.plot(steps, _running_mean(losses), color=_TRAIN, linewidth=1.6, label="training")
+    axes.plot(steps, running_mean(losses, 1 / 50), color=_TRAIN, linewidth=1.6, label="training")
     if validation:
         points = [step for step, _ in validation], [loss for _, loss in validation]
         axes.plot(*points, color=_VALIDATION, marker="o", markersize=4, linewidth=1.2, label="validation")
@@ -50,6 +42,36 @@ def plot_losses(
         at_the_right = {"xycoords": axes.get_yaxis_transform(), "fontsize": 8, **_BESIDE}
         axes.annotate(f"order {order}: {level:.2f}", (1, level), (-4, 3), color=_LEVEL, **at_the_right)
     axes.set(xlabel="step", ylabel="nats per byte", title=title)
+    _save(figure, axes, path)
+
+
+def plot_range_test(path: str | Path, rates: Sequence[float], losses: Sequence[float], proposed: float) -> None:
+    """Write a PNG with the loss against the learning rate, and the rate that is proposed.
+
+    Raises ImportError as `plot_losses` does.
+    """
+    figure, axes = _figure()
+    axes.plot(rates, losses, color=_TRAIN, alpha=0.3, linewidth=0.8, label="loss")
+    axes.plot(rates, running_mean(losses, SMOOTHED_OVER), color=_TRAIN, linewidth=1.6, label="smoothed")
+    axes.axvline(proposed, color=_VALIDATION, linewidth=1.2, label=f"falls fastest: {proposed:.2g}")
+    axes.set(xscale="log", xlabel="learning rate", ylabel="loss", title="Learning-rate range test")
+    _save(figure, axes, path)
+
+
+def _figure() -> tuple[Any, Any]:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install 'shardlib[notebooks]'") from error
+
+    # A figure of its own, not pyplot's: nothing global is touched, and no display is asked for.
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.add_subplot()
+
+
+def _save(figure: Any, axes: Any, path: str | Path) -> None:
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -57,12 +79,3 @@ def plot_losses(
     axes.legend(frameon=False, loc="upper center")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
-
-
-def _running_mean(losses: Sequence[float]) -> np.ndarray:
-    """The mean over a fiftieth of the run around each step: centred, so that it does not trail a fall."""
-    sums = np.concatenate([[0.0], np.cumsum(losses)])
-    at = np.arange(len(losses))
-    # Narrower towards both ends, to stay centred there too.
-    reach = np.minimum(len(losses) // 100, np.minimum(at, len(losses) - 1 - at))
-    return (sums[at + reach + 1] - sums[at - reach]) / (2 * reach + 1)

@@ -3,8 +3,7 @@
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Mapping
 from typing import TextIO
 
 from rich.console import Console
@@ -15,7 +14,7 @@ _WINDOW = 10.0  # seconds over which the rate is averaged
 
 
 class Progress:
-    """Shows how a run of ``steps`` steps gets on, to be used in a ``with`` statement.
+    """Shows how a run of ``steps`` steps gets on: a writer of a `Log`, which closes it.
 
     On a terminal one line is redrawn in place; anywhere else a plain line is printed every ``every`` seconds
     and after the last step. Ranks other than 0 print nothing. ``tokens_per_step`` counts those of all ranks,
@@ -44,21 +43,15 @@ class Progress:
             console = Console(file=self._stream)
             self._bar = Bar(BarColumn(bar_width=24), TextColumn("{task.description}"), console=console)
             self._task = self._bar.add_task(f"step {start}/{steps}", total=steps, completed=start)
-
-    def __enter__(self) -> "Progress":
-        if self._bar is not None:
             self._bar.start()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
 
-    def update(self, step: int, loss: float) -> None:
-        """Tell that ``step`` steps are done and the last had ``loss`` (a Python number, nats per token)."""
-        now = self._clock()
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Tell that ``step`` steps are done; ``values["loss"]`` is the last one's (nats per token)."""
+        loss, now = values["loss"], self._clock()
         self._seen.append((now, step))
         while len(self._seen) > 2 and now - self._seen[0][0] > _WINDOW:
             self._seen.popleft()

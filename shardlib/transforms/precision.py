@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from shardlib.claims import Claim, LeafInfo, Reduce, Schedule, Use
-from shardlib.errors import IllegalComposition
+from shardlib.errors import IllegalComposition, listing
+from shardlib.loss_scale import LossScale
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -18,35 +19,69 @@ class Precision:
     compute: str
     reduce_dtype: str
     keep: tuple[str, ...]
+    leaves: tuple[tuple[str, str], ...]
+    master: bool
+    loss_scale: LossScale | None
 
     @property
     def name(self) -> str:
         return f"precision({self.compute!r}, reduce_dtype={self.reduce_dtype!r})"
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
-        dtype = _DTYPES[self.compute]
+        used: set[str] = set()
         for leaf in leaves:
             if leaf.dtype.is_floating_point and not leaf.matches(self.keep):
-                yield Use(leaf.path, dtype=dtype, master=torch.float32 if dtype.itemsize < 4 else None)
+                matching = [(glob, name) for glob, name in self.leaves if leaf.matches(glob)]
+                used.update(glob for glob, _ in matching)
+                dtype = _DTYPES[matching[0][1] if matching else self.compute]
+                yield Use(leaf.path, dtype=dtype, master=torch.float32 if dtype.itemsize < 4 and self.master else None)
+        unused = [f"{glob!r}: {name!r}" for glob, name in self.leaves if glob not in used]
+        if unused:
+            raise IllegalComposition(
+                f"{self.name}: of leaves= nothing is matched by\n{listing(unused)}\nA glob matches a floating parameter's "
+                "path, such as 'blocks/*/ln1/*'."
+            )
         yield Reduce("*", dtype=_DTYPES[self.reduce_dtype])
-        yield Schedule(cast_batch=dtype, loss_scale="dynamic" if self.compute == "fp16" else None)
+        yield Schedule(cast_batch=_DTYPES[self.compute], loss_scale=self.loss_scale)
 
 
-def precision(compute: str = "bf16", reduce_dtype: str = "fp32", keep: str | Sequence[str] = ()) -> Precision:
+def precision(
+    compute: str = "bf16",
+    reduce_dtype: str = "fp32",
+    keep: str | Sequence[str] = (),
+    *,
+    leaves: Mapping[str, str] | None = None,
+    master: bool = True,
+    loss_scale: LossScale | float | None = None,
+) -> Precision:
     """Store, gather and compute parameters in ``compute``; update fp32 master weights.
 
-    Floating leaves of the batch are cast too. With "fp16" the loss is scaled dynamically and a step with
-    non-finite gradients is skipped.
+    Floating leaves of the batch are cast too. With "fp16" the loss is scaled, and a step with non-finite gradients is
+    skipped.
 
     Args:
         compute: "bf16", "fp16" or "fp32".
         reduce_dtype: dtype in which 16-bit gradients are summed over ranks and micro-batches.
         keep: globs of parameters that keep their own dtype (norms, say).
+        leaves: glob -> dtype of parameters that take another than ``compute``; the first match holds.
+        master: whether 16-bit parameters have fp32 masters. Without, updates are rounded into the parameters themselves;
+            see `optim.stochastic_rounding`.
+        loss_scale: by default ``LossScale()``, dynamic, where there is fp16; a number is a static scale.
 
     Raises:
-        IllegalComposition: an unknown dtype.
+        IllegalComposition: an unknown dtype, or a loss scale without fp16; while planning, globs of ``leaves`` that match
+            nothing.
     """
-    for given in (compute, reduce_dtype):
+    chosen = tuple((leaves or {}).items())
+    for given in (compute, reduce_dtype, *(name for _, name in chosen)):
         if given not in _DTYPES:
             raise IllegalComposition(f"precision dtype {given!r} is not one of {', '.join(map(repr, _DTYPES))}")
-    return Precision(compute, reduce_dtype, (keep,) if isinstance(keep, str) else tuple(keep))
+    scaled = "fp16" in (compute, *(name for _, name in chosen))
+    if loss_scale is not None and not scaled:
+        raise IllegalComposition(
+            f"precision({compute!r}, loss_scale={loss_scale}): only gradients in fp16 need a scale"
+        )
+    if isinstance(loss_scale, (int, float)):
+        loss_scale = LossScale.static(float(loss_scale))
+    scale = (loss_scale or LossScale()) if scaled else None
+    return Precision(compute, reduce_dtype, (keep,) if isinstance(keep, str) else tuple(keep), chosen, master, scale)

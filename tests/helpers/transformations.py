@@ -83,6 +83,7 @@ RECORDED = {
 CASES = RECORDED | {
     "add_noise": Case(lambda: opt.chain(opt.add_noise(0.01, 0.55, key=3), opt.sgd(0.1))),
     "masked last": Case(lambda: opt.chain(opt.sgd(0.05), opt.masked(opt.clip_by_value(0.01), MATRICES))),
+    "stochastic_rounding": Case(lambda: opt.stochastic_rounding(opt.adamw(HALF))),
     "swa": Case(lambda: opt.chain(opt.swa(), opt.sgd(0.1))),
     "from_torch": Case(lambda: opt.from_torch(torch.optim.NAdam, lr=0.02, weight_decay=0.1)),
     "from_torch scheduled": Case(lambda: opt.from_torch(torch.optim.SGD, lr=HALF, momentum=0.9)),

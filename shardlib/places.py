@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardlib.optim.pieces import pieces
+from shardlib.pieces import pieces
 
 
 class Box(NamedTuple):

@@ -1,0 +1,123 @@
+"""The main job: a byte-level GPT on text. Its arguments, and the pieces that the commands which train it share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardlib import optim
+from shardlib.blocks import Sequential, sequential
+from shardlib.commands import model
+from shardlib.data.bytes import batch_at, load_bytes, split, windows
+from shardlib.evaluation import make_eval_step
+from shardlib.functional import Mean
+from shardlib.mesh import Mesh
+from shardlib.models import gpt
+from shardlib.plan import Plan
+from shardlib.preview import make_plan
+from shardlib.report.scores import byte_scores
+from shardlib.sharded import shard, unshard
+from shardlib.train import TrainState, make_train_step
+
+
+def add_arguments(parser: argparse.ArgumentParser, out: str) -> None:
+    """Those of `Job`, and ``--out`` with this default."""
+    parser.add_argument("--mesh", help="axes and sizes, such as data=2,model=2; by default every rank on axis data")
+    parser.add_argument("--data", help="a text file or folder; by default the source of Python's standard library")
+    parser.add_argument("--out", type=Path, default=Path(out), help="folder for what the command writes")
+    parser.add_argument("--batch", type=int, default=16, help="rows per step, over all ranks")
+    parser.add_argument("--weight-decay", type=float, default=0.1)
+    parser.add_argument("--clip", type=float, default=1.0, help="largest gradient norm")
+    parser.add_argument("--seed", type=int, default=0)
+    model.add_arguments(parser)
+
+
+class Job:
+    """The main job, made from its arguments.
+
+    Args:
+        rate: the learning rate's schedule.
+        nonfinite: as of `make_train_step`.
+
+    Attributes:
+        train, validation: the text's two parts, bytes.
+        plan: what each rank holds and sends.
+        state: to start from.
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, mesh: Mesh, rate: optim.Schedule, *, nonfinite: str | None = None
+    ) -> None:
+        self._args, self._mesh = args, mesh
+        self._share, self._shares = mesh.coords["data"], mesh.shape["data"]
+        # Evaluated without dropout: its own config, since a key to draw masks from is for training alone.
+        self.config = replace(model.config(args), dropout=0.0)
+        self.train, self.validation = split(load_bytes(args.data))
+        optimizer = optim.chain(
+            optim.clip_by_global_norm(args.clip),
+            optim.adamw(rate, b2=0.95, weight_decay=args.weight_decay),
+        )
+        loss_fn = model.loss(model.config(args), mesh.shape)
+        transform = model.transform(args, mesh.shape)
+        params = shard(lambda: model.init(args, mesh.shape, seed=args.seed), mesh, transform)
+        self.plan: Plan = make_plan(
+            model.init(args, mesh.shape, device="meta"),
+            mesh,
+            transform,
+            loss_fn=loss_fn,
+            batch=self._batch(0),
+            optimizer=optimizer,
+        )
+        self.state, self._step = make_train_step(loss_fn, params, optimizer, rng=args.seed, nonfinite=nonfinite)
+        self._evaluate = make_eval_step(_scored(model.loss(self.config, mesh.shape)), params)
+
+    def step(self, state: TrainState) -> tuple[TrainState, dict[str, Any]]:
+        """Train on the batch of this step."""
+        return self._step(state, self._batch(state.step))
+
+    def validate(self, state: TrainState) -> dict[str, float]:
+        """The loss over validation windows, in nats per byte, and what follows from it; the ranks share the windows."""
+        mesh, args = self._mesh, self._args
+        rows = max(1, args.batch // self._shares)
+        # Evaluation is collective, so every rank takes as many batches as the one that has fewest.
+        there = (len(self.validation) - 1) // args.sequence // rows // self._shares
+        found = windows(self.validation, rows, args.sequence, limit=max(1, min(16, there)) * self._shares)
+        mine = (batch for index, batch in enumerate(found) if index % self._shares == self._share)
+        batches = ({name: tensor.to(mesh.device) for name, tensor in batch.items()} for batch in mine)
+        return byte_scores(float(self._evaluate.over(state, batches)["loss"]))
+
+    def sample(self, state: TrainState, prompt: bytes, length: int) -> str:
+        """The prompt and ``length`` bytes that the model adds; every rank takes part."""
+        tokens = torch.tensor([list(prompt)], device=self._mesh.device)
+
+        def generate(params: Any) -> torch.Tensor:
+            return gpt.generate(self.config, params, tokens, length, 0.7)
+
+        if self.plan.pipeline is None:
+            text = make_eval_step(generate, state.params)(state)
+        else:  # tokens come one after the other: stages would take turns
+            text = generate(gpt.from_blocks(unshard(state.params)))
+        return bytes(text[0].tolist()).decode("utf-8", errors="replace")
+
+    def _batch(self, step: int) -> dict[str, torch.Tensor]:
+        mesh, args = self._mesh, self._args
+        batch = batch_at(
+            self.train, args.batch, args.sequence, seed=args.seed, step=step, rank=self._share, ranks=self._shares
+        )
+        return {name: tensor.to(mesh.device) for name, tensor in batch.items()}
+
+
+def _scored(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The loss as a mean over tokens, to be added up over batches."""
+
+    def scores(*args: Any) -> dict[str, Mean]:
+        count = args[-1]["targets"].numel()
+        return {"loss": Mean(last(*args) * count, count)}
+
+    *first, last = loss_fn.blocks if isinstance(loss_fn, Sequential) else [loss_fn]
+    return sequential([*first, scores]) if first else scores

@@ -1,0 +1,62 @@
+"""Find a learning rate for the main job: raise it from step to step until the loss diverges."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardlib import optim
+from shardlib.commands import job, model
+from shardlib.mesh import make_mesh
+from shardlib.report.log import Log
+from shardlib.report.plot import plot_range_test
+from shardlib.report.range_test import has_diverged, propose_rate
+from shardlib.report.writers import CsvWriter
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--min-lr", type=float, default=1e-5, help="rate of the first step")
+    parser.add_argument("--max-lr", type=float, default=1.0, help="rate of the last step")
+    job.add_arguments(parser, "runs/lr-range-test")
+
+
+def run(args: argparse.Namespace) -> int:
+    if not (0 < args.min_lr < args.max_lr and args.steps >= 10):
+        raise SystemExit("a range test needs 0 < --min-lr < --max-lr and --steps of 10 or more")
+    shape: dict[str, Any] = model.parse_mesh(args.mesh) if args.mesh else {}
+    mesh = make_mesh(**shape)
+    say: Callable[[str], None] = print if mesh.rank == 0 else lambda text: None
+    # By equal factors and not by equal steps, as optim.lr_range_test_schedule does: good rates span orders of magnitude.
+    rate = optim.exponential_decay(args.min_lr, args.steps - 1, args.max_lr / args.min_lr)
+    work = job.Job(args, mesh, rate, nonfinite="skip")
+    state = work.state
+    rates: list[float] = []
+    losses: list[float] = []
+    with Log(*([CsvWriter(args.out / "range_test.csv")] if mesh.rank == 0 else [])) as log:
+        for step in range(args.steps):
+            state, metrics = work.step(state)
+            losses.append(float(metrics["loss"]))  # alike on all ranks, so they stop together
+            if not metrics["finite"] or has_diverged(losses):
+                say(f"step {step + 1}: diverged at a rate of {rates[-1] if rates else args.min_lr:.2e}")
+                losses.pop()
+                break
+            rates.append(float(rate(torch.tensor(float(step)))))
+            log.write(step + 1, {"lr": rates[-1], "loss": losses[-1]})
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    try:
+        proposed = propose_rate(rates, losses)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    say(f"{len(losses)} steps from {rates[0]:.2e} to {rates[-1]:.2e}; the loss falls fastest at {proposed:.2e}")
+    say(f"proposed: --lr {proposed:.2g}")
+    if mesh.rank == 0:
+        picture = args.out / "range_test.png"
+        plot_range_test(picture, rates, losses, proposed)
+        say(f"plot: {picture}")
+    return 0

@@ -1,0 +1,117 @@
+"""Metrics as sums and weights: they add up over ranks, micro-batches and batches."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.models import TINY, mlp, regression_batch, share, tiny_gpt, token_batches
+
+import shardlib as sl
+from shardlib.errors import LossError
+from shardlib.models import gpt
+
+FIT, PARAMS = mlp([6, 9, 4])
+STAGES = pytest.mark.parametrize("stage", [0, 3])
+
+
+def scores(params, batch):
+    """Rows of which some count, and whether they are near: two metrics with weights of their own."""
+    x, y = batch
+    first, last = params["layers"]
+    x = F.linear(torch.tanh(F.linear(x, first["weight"], first["bias"])), last["weight"], last["bias"])
+    rows, counts = (x - y).square().mean(1), y[:, 0] > 0
+    return {"loss": sl.Mean((rows * counts).sum(), counts.sum()), "near": sl.Mean((rows < 1).sum(), len(y))}
+
+
+def by_hand(batches):
+    """The same on one device, from plain sums over every row of every batch."""
+    x, y = (torch.cat(parts) for parts in zip(*batches))
+    found = scores(PARAMS, (x, y))
+    return {name: (total / weight).item() for name, (total, weight) in found.items()}
+
+
+def as_numbers(metrics):
+    return {name: value.item() for name, value in metrics.items()}
+
+
+@STAGES
+def test_over_batches_and_ranks(stage):
+    batches = [regression_batch(8, 6, 4, seed=seed) for seed in range(3)]
+
+    def run(mesh):
+        sharded = sl.shard(PARAMS, mesh, stage=stage)
+        evaluate = sl.make_eval_step(scores, sharded)
+        mine = [tuple(t[:3] if mesh.rank == 0 else t[3:] for t in batch) for batch in batches]
+        return as_numbers(evaluate.over(sharded, mine)), as_numbers(evaluate(sharded, mine[0]))
+
+    for whole, first in sl.simulate(run, mesh={"data": 2}):
+        assert whole == pytest.approx(by_hand(batches), rel=1e-12)
+        assert first == pytest.approx(by_hand(batches[:1]), rel=1e-12)
+    # The mean of the batches' means is another number: weights matter.
+    assert sum(by_hand([batch])["loss"] for batch in batches) / 3 != pytest.approx(by_hand(batches)["loss"], rel=1e-3)
+
+
+def test_where_nothing_is_gathered_ranks_may_take_unequally_many():
+    batches = [regression_batch(8, 6, 4, seed=seed) for seed in range(3)]
+
+    def run(mesh):
+        sharded = sl.shard(PARAMS, mesh, stage=1)
+        return as_numbers(sl.make_eval_step(scores, sharded).over(sharded, batches[:1] if mesh.rank else batches[1:]))
+
+    for metrics in sl.simulate(run, mesh={"data": 2}):
+        assert metrics == pytest.approx(by_hand(batches), rel=1e-12)
+
+
+def test_over_batches_through_a_pipeline():
+    _, params = tiny_gpt()
+    loss_fn = gpt.make_sequential(TINY)
+    *first, head = loss_fn.blocks
+
+    def last(p, x, batch):
+        count = (batch["targets"] > 3).sum()
+        return {"loss": sl.Mean(head(p, x, batch) * count, count)}
+
+    blocks = sl.sequential([*first, last])
+    batches = token_batches(3)
+
+    def run(mesh):
+        sharded = sl.shard(gpt.to_blocks(params), mesh, sl.chain(sl.zero(3), sl.pipeline("1f1b", 2)))
+        mine = [share(batch, mesh.coords["data"], 2) for batch in batches]
+        return as_numbers(sl.make_eval_step(blocks, sharded).over(sharded, mine))
+
+    parts = [blocks(gpt.to_blocks(params), share(batch, rank, 2))["loss"] for batch in batches for rank in range(2)]
+    wanted = sum(part.total for part in parts) / sum(part.weight for part in parts)
+    for metrics in sl.simulate(run, mesh={"data": 2, "pipe": 2}):
+        assert metrics == {"loss": pytest.approx(wanted.item(), rel=1e-6)}
+
+
+@STAGES
+def test_means_beside_the_loss_add_up_over_micro_batches(stage):
+    batch = regression_batch(8, 6, 4)
+
+    def loss_fn(params, part):
+        return FIT(params, part), scores(params, part) | {"rows": len(part[0])}
+
+    def run(mesh):
+        sharded = sl.shard(PARAMS, mesh, sl.chain(sl.zero(stage), sl.accumulate(2)))
+        state, step = sl.make_train_step(loss_fn, sharded, sl.optim.sgd(0.1))
+        _, metrics = step(state, share(batch, mesh.rank, 2))
+        assert not metrics["aux"]["loss"].requires_grad
+        return metrics["aux"]
+
+    for aux in sl.simulate(run, mesh={"data": 2}):
+        assert aux.pop("rows") == 2  # the last micro-batch's
+        assert as_numbers(aux) == pytest.approx(by_hand([batch]), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("fn", "batches", "message"),
+    [
+        (scores, 0, "over no batches has no mean"),
+        (FIT, 2, r"result: Tensor"),
+        (lambda p, b: {"all": scores(p, b), "rows": len(b[0])}, 2, r"rows: int\nReturn means alone"),
+        (lambda p, b: {}, 2, r"nothing"),
+    ],
+)
+def test_what_does_not_add_up_is_refused(fn, batches, message):
+    with pytest.raises(LossError, match=message):
+        sl.make_eval_step(fn, PARAMS).over(PARAMS, [regression_batch(8, 6, 4)] * batches)
