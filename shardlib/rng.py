@@ -47,8 +47,7 @@ def random_bits(key: Key, count: int, device: torch.device | str = "cpu") -> tor
 
 def bits_at(key: Key, places: torch.Tensor) -> torch.Tensor:
     """24-bit integers as int64, for the elements of these numbers (int64)."""
-    x = places
-    x = _mix((x & _MASK) ^ (key.seed & _MASK)) ^ _mix((x >> 32) ^ (key.seed >> 32 & _MASK))
+    x = _mix((places & _MASK) ^ (key.seed & _MASK)) ^ _mix((places >> 32) ^ (key.seed >> 32 & _MASK))
     return _mix(x) >> 8
 
 
