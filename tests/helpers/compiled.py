@@ -1,27 +1,20 @@
 """Kernels compiled for sm_90 without a GPU: what each is given, and what it takes of registers and shared memory.
 
-`CASES` holds every Triton kernel of the library in every shape it is launched in that matters; those that take too long
-for every commit are in `MORE`.
+`CASES` holds every Triton kernel of these operations; more shapes of them, too many for every commit, are in `MORE`.
 """
 
-import re
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
+from helpers import kernels
 from shardlib.kernels.onebit import triton as onebit
 from shardlib.kernels.quantize import Blockwise
 from shardlib.kernels.quantize import triton as quantize
 from shardlib.kernels.sparse_attention import shapes, triton_backward, triton_bias, triton_forward
-
-SHARED_BYTES = 227 * 1024  # that a program can have on sm_90
 
 
 @dataclass(frozen=True)
@@ -43,23 +36,11 @@ class Case:
 
 
 def check(case: Case, folder: Path) -> None:
-    """Compile, and fail where registers are spilled or shared memory does not suffice."""
-    types = {name: "constexpr" if name in case.constants else case.types[name] for name in case.kernel.arg_names}
-    constants = {name: value for name, value in case.constants.items() if name in types}
-    # As the launcher finds them: torch's memory is aligned.
-    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types.values()) if kind[0] == "*"}
-    options = {"enable_fp_fusion": not case.exact, "num_warps": case.warps, "num_stages": case.stages}
-    source = ASTSource(case.kernel, types, constants, aligned)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    assert made.metadata.shared <= SHARED_BYTES
-    if case.exact:
-        assert "fma.rn.f32" not in made.asm["ptx"]
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(made.asm["cubin"])
-    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin)]
-    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    stack, local = re.search(r"STACK:(\d+) .*LOCAL:(\d+)", usage).groups()
-    assert (stack, local) == ("0", "0"), usage
+    """Compile, and fail where registers are spilled."""
+    types = {name: kind for name, kind in case.types.items() if name not in case.constants}
+    constants = {name: value for name, value in case.constants.items() if name in case.kernel.arg_names}
+    usage = kernels.triton_usage(case.kernel, types, constants, folder, case.warps, case.exact, case.stages)
+    assert "STACK:0" in usage and "LOCAL:0" in usage, usage
 
 
 def _onebit() -> dict[str, Case]:
