@@ -44,7 +44,7 @@ def main() -> None:
     for row in measured + kernels:
         print(row)
     if not args.tiny:
-        write(args.out, device, rows, measured, kernels)
+        write(args.out, device, "benchmarks.gpu", rows, {"": measured, "-kernels": kernels})
 
 
 def checks(device: torch.device) -> Rows:
@@ -174,17 +174,18 @@ def seconds(step: Callable[[], None], device: torch.device) -> float:
     return begin.elapsed_time(end) / 1e3
 
 
-def write(folder: Path, device: torch.device, checked: Rows, measured: Rows, kernels: Rows) -> None:
+def write(folder: Path, device: torch.device, command: str, checked: Rows, tables: dict[str, Rows]) -> None:
+    """A page of all, named after the GPU and the first table, and a file for each table."""
     name = torch.cuda.get_device_name(device)
     stem = name.lower().replace(" ", "-")
     folder.mkdir(parents=True, exist_ok=True)
-    lines = [f"# {name}", "", f"`python -m benchmarks.gpu`, torch {torch.__version__}", ""]
-    for rows in (checked, measured, kernels):
+    lines = [f"# {name}", "", f"`python -m {command}`, torch {torch.__version__}", ""]
+    for rows in (checked, *tables.values()):
         header = list(rows[0])
         lines += [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
         lines += [f"| {' | '.join(row.values())} |" for row in rows] + [""]
-    (folder / f"{stem}.md").write_text("\n".join(lines))
-    for rows, ending in ((measured, ""), (kernels, "-kernels")):
+    (folder / f"{stem}{next(iter(tables))}.md").write_text("\n".join(lines))
+    for ending, rows in tables.items():
         with (folder / f"{stem}{ending}.csv").open("w", newline="") as file:
             writer = csv.DictWriter(file, list(rows[0]))
             writer.writeheader()
