@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -110,8 +111,9 @@ def table(times: Times) -> str:
         "",
         f"Batch 1, {_HEADS} heads of size {_SIZE}, blocks of {_BLOCK}, not causal, one thread; sparse: "
         f"{choose('sparse_attention', torch.device('cpu'))}. “Gathered”: the same blocks gathered in plain torch, with "
-        "autograd. “Dense”: `F.scaled_dot_product_attention`. Seconds of processor time; sparse and gathered take turns; "
-        "medians of rounds, ratios with 95% intervals. The last column, speed-up over dense × density, is 1 where an "
+        "autograd. “Dense”: `F.scaled_dot_product_attention`. Seconds of processor time, the machine's load being "
+        f"{os.getloadavg()[0]:.0f}; sparse and gathered take turns; medians of rounds, "
+        "ratios with 95% intervals. The last column, speed-up over dense × density, is 1 where an "
         "operation of sparse attention takes as long as one of dense attention. Written by `python -m benchmarks.sparse`.",
         "",
         "| tokens | dtype | layout | density | | seconds | gathered | times as fast (target ≥ 3) | | dense | × dense "
