@@ -15,11 +15,15 @@ Times = dict[str, list[float]]  # name -> seconds per call, one entry per round
 
 
 def interleave(
-    calls: Mapping[str, Callable[[int], Any]], rounds: int, barrier: Callable[[], Any] = lambda: None
+    calls: Mapping[str, Callable[[int], Any]],
+    rounds: int,
+    barrier: Callable[[], Any] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Times:
     """Call each once per round, in an order that rotates, between barriers.
 
-    Whatever else the machine does in a round it does to all of them, so ratios within a round are comparable.
+    Whatever else the machine does in a round it does to all of them, so ratios within a round are comparable. With
+    ``clock=time.process_time``, for what is of one thread, time that others had the processor does not count.
     """
     names = list(calls)
     times: Times = {name: [] for name in names}
@@ -27,10 +31,10 @@ def interleave(
         first = number % len(names)
         for name in names[first:] + names[:first]:
             barrier()
-            start = time.perf_counter()
+            start = clock()
             calls[name](number)
             barrier()
-            times[name].append(time.perf_counter() - start)
+            times[name].append(clock() - start)
     return times
 
 

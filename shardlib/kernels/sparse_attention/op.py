@@ -12,7 +12,8 @@ where m_ij is 0 or 1/(1 − p) by dropout, and o_i = 0, L_i = −∞ for a query
 and dbias sums dS over samples (and heads that share it) along diagonals. With n blocks of b positions, of heads of size
 D, forward takes 4·n·b²·D operations and backward, which computes the scores anew, 10·n·b²·D; a block above the diagonal
 costs nothing under a causal mask, one across it costs at most as much as a whole one. Nothing of the size of the scores
-is stored: memory is that of the inputs and outputs and 4 bytes per query for L, beside the layout's 4 bytes per block.
+is stored: memory is that of the inputs and outputs and 4 bytes per query for L, beside the layout's 4 bytes per block;
+on the CPU also, for each thread, one head's keys and values in fp32, up to three times.
 fp32, bf16 and fp16 are multiplied and summed in fp32 (float64 is served by plain torch).
 """
 
