@@ -17,7 +17,7 @@ import optree
 import torch
 
 import shardlib as sl
-from benchmarks import gpu_dense, gpu_kernels, gpu_optimizer_kernels, gpu_train
+from benchmarks import gpu_dense, gpu_kernels, gpu_optimizer_kernels, gpu_sparse, gpu_train
 from benchmarks.gpu_timing import Rows, Timing
 from shardlib.groups import EchoGroup
 from shardlib.mesh import Mesh
@@ -40,6 +40,7 @@ def main() -> None:
         "Kernels of communication": lambda: gpu_kernels.measurements(timing),
         "Kernels of optimizers": lambda: gpu_optimizer_kernels.measurements(timing),
         "Pieces of a transformer's layer": lambda: gpu_dense.measurements(timing),
+        "Sparse attention": lambda: gpu_sparse.measurements(timing),
     }
     lines = [f"`python -m benchmarks.gpu`, torch {torch.__version__}"]
     for title, make in tables.items():
@@ -168,7 +169,7 @@ def _table(title: str, rows: Rows) -> str:
     return "\n".join([*lines, *(f"| {' | '.join(row.values())} |" for row in rows), ""])
 
 
-CHECKS = (checks, gpu_kernels.checks, gpu_optimizer_kernels.checks, gpu_dense.checks)
+CHECKS = (checks, gpu_kernels.checks, gpu_optimizer_kernels.checks, gpu_dense.checks, gpu_sparse.checks)
 
 if __name__ == "__main__":
     main()

@@ -51,6 +51,12 @@ class Timing:
         torch.cuda.synchronize()
         return begin.elapsed_time(end) / 1e3
 
+    def product_rate(self) -> float:
+        """Operations per second of a large product of matrices in bf16: what the processor can do."""
+        side = 256 if self.tiny else 8192
+        a, b = (torch.randn(side, side, device=self.device, dtype=torch.bfloat16) for _ in range(2))
+        return 2 * side**3 / self.medians("a product of matrices", {"torch": lambda: a @ b})["torch"]
+
     def write(self, file: Path) -> None:
         """The raw seconds as CSV."""
         with file.open("w", newline="") as handle:

@@ -42,7 +42,7 @@ def measurements(timing: Timing, mesh: Mesh) -> Rows:
         medians = timing.medians("training", steps)
     tokens = config.batch * config.sequence
     work = tokens * (6 * _count(config) + 6 * config.layers * config.width * config.sequence)
-    ceiling, base = _ceiling(timing), medians[next(iter(PROVIDERS))]
+    ceiling, base = timing.product_rate(), medians[next(iter(PROVIDERS))]
     return [
         {
             "provider": name,
@@ -135,10 +135,3 @@ def _alone(device: torch.device) -> Iterator[None]:
 def _count(config: Config) -> int:
     with torch.device("meta"):
         return sum(p.numel() for p in GPT(config).parameters())
-
-
-def _ceiling(timing: Timing) -> float:
-    """Operations per second of a large product in bf16."""
-    side = 256 if timing.tiny else 8192
-    a, b = (torch.randn(side, side, device=timing.device, dtype=torch.bfloat16) for _ in range(2))
-    return 2 * side**3 / timing.medians("a product of matrices", {"torch": lambda: a @ b})["torch"]

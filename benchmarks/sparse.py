@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -35,9 +36,9 @@ _LAYOUTS: dict[str, Callable[[int], sl.sparse.Layout]] = {
     "BSLongformer": sl.sparse.longformer,
     "LocalSlidingWindow": partial(sl.sparse.sliding_window, causal=False),
 }
-# Autograd keeps what was gathered: Fixed, of which a quarter of all blocks are computed, at its shortest length alone.
-# Dense attention takes minutes at the largest.
-_FIXED_UP_TO, _DENSE_BACKWARD_UP_TO, _OFTEN_UP_TO = 8192, 16384, 8192
+# Up to here, everything. Of longer sequences not Fixed, a quarter of all blocks, as autograd keeps what was gathered; no
+# dense backward, which takes minutes; and fewer rounds.
+_SHORT = 8192
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -61,9 +62,8 @@ def measure(lengths: list[int], rounds: int) -> Times:
             sparse, dense = _calls(length, dtype)
             for call in sparse.values():
                 call(0)
-            often = length <= _OFTEN_UP_TO
-            times |= interleave(sparse, rounds if often else max(1, rounds - 2), clock=time.process_time)
-            times |= interleave(dense, rounds if often else 1, clock=time.process_time)
+            times |= interleave(sparse, rounds if length <= _SHORT else max(1, rounds - 2), clock=time.process_time)
+            times |= interleave(dense, 2 if length <= _SHORT else 1, clock=time.process_time)
             print(f"{length} {dtype}: measured", flush=True)
     return times
 
@@ -88,14 +88,14 @@ def _calls(length: int, dtype: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
     sparse: dict[str, Any] = {}
     for name, make in _LAYOUTS.items():
-        if name == "Fixed" and length > _FIXED_UP_TO:
+        if name == "Fixed" and length > _SHORT:
             continue
         layout = make(length)
         attentions = {"sparse": partial(sl.sparse_attention, layout=layout), "gathered": Gathered(layout)}
         torch.testing.assert_close(*(f(q, k, v) for f in attentions.values()), rtol=0.02, atol=0.02)
         for how, attention in attentions.items():
             sparse |= calls(name, how, attention, _PASSES)
-    passes = _PASSES if length <= _DENSE_BACKWARD_UP_TO else _PASSES[:1]
+    passes = _PASSES if length <= _SHORT else _PASSES[:1]
     return sparse, calls("", "dense", F.scaled_dot_product_attention, passes)
 
 
@@ -111,9 +111,10 @@ def table(times: Times) -> str:
         "",
         f"Batch 1, {_HEADS} heads of size {_SIZE}, blocks of {_BLOCK}, not causal, one thread; sparse: "
         f"{choose('sparse_attention', torch.device('cpu'))}. “Gathered”: the same blocks gathered in plain torch, with "
-        "autograd. “Dense”: `F.scaled_dot_product_attention`. Seconds of processor time; sparse and gathered take turns; "
-        "medians of rounds, ratios with 95% intervals. The last column, speed-up over dense × density, is 1 where "
-        "an operation of sparse attention takes as long as one of dense attention. Written by `python -m benchmarks.sparse`.",
+        "autograd. “Dense”: `F.scaled_dot_product_attention`. Seconds of processor time, the machine's load being "
+        f"{os.getloadavg()[0]:.0f}; sparse and gathered take turns; medians of rounds, "
+        "ratios with 95% intervals. The last column, speed-up over dense × density, is 1 where an "
+        "operation of sparse attention takes as long as one of dense attention. Written by `python -m benchmarks.sparse`.",
         "",
         "| tokens | dtype | layout | density | | seconds | gathered | times as fast (target ≥ 3) | | dense | × dense "
         "| × dense × density |",
@@ -142,7 +143,7 @@ def table(times: Times) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--lengths", type=int, nargs="*", default=[8192, 16384, 32768])
+    parser.add_argument("--lengths", type=int, nargs="*", default=[8192, 32768])
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     times = measure(arguments.lengths, arguments.rounds)

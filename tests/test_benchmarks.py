@@ -11,5 +11,11 @@ def test_the_gpu_script_runs_to_its_end():
     done = subprocess.run(command, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "WRONG" not in done.stdout
-    for title in ("## Checks", "## A step of a GPT of 1.1 billion parameters", "## Kernels", "## Pieces"):
-        assert title in done.stdout
+    for title in (
+        "## Checks",
+        "## A step of a GPT of 1.1 billion parameters",
+        "## Kernels",
+        "## Pieces",
+        "## Sparse attention",
+    ):
+        assert f"## {title}" in done.stdout

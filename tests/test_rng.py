@@ -10,6 +10,7 @@ from helpers.models import share, tiny_gpt, token_batches
 from helpers.trees import assert_close
 
 import shardlib as sl
+from shardlib.parts import current_parts
 from shardlib.rng import random_bits, uniform
 
 KEY = sl.Key(7).fold_in("test")
@@ -85,6 +86,38 @@ def test_keys_are_independent():
     assert len({key.seed for key in keys}) == len(keys)
     correlation = torch.corrcoef(draws) - torch.eye(len(keys))
     assert correlation.abs().max() < 0.08  # five standard deviations of 1/√4096
+
+
+class Part:
+    """A rank's part of sequences of 8: two chunks, one from either end."""
+
+    kept = torch.tensor([1, 2, 6, 7])
+
+    def positions(self, x):
+        return self.kept, 8
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (4, 8, 3), (4, 8, 3, 5)])
+def test_the_mask_of_a_part_is_its_part_of_the_mask(shape):
+    key = KEY.at_slot(1)
+    x, residual = torch.randn(shape), torch.randn(shape)
+    whole = sl.dropout(x, 0.4, key, residual=residual)[:, Part.kept]
+    token = current_parts.set(Part())
+    try:
+        mine = sl.dropout(x[:, Part.kept], 0.4, key, residual=residual[:, Part.kept])
+    finally:
+        current_parts.reset(token)
+    assert torch.equal(mine, whole)
+    assert not torch.equal(whole, sl.dropout(x, 0.4, KEY, residual=residual)[:, Part.kept])
+
+
+@pytest.mark.parametrize("p", [0.0, 0.4])
+@pytest.mark.parametrize("shape", [(5,), (2, 5), (2, 3, 5)])
+def test_bias_and_residual_are_added(shape, p):
+    x, residual, bias = torch.randn(shape), torch.randn(shape), torch.randn(5)
+    found = sl.dropout(x, p, KEY, bias=bias, residual=residual)
+    torch.testing.assert_close(found, residual + sl.dropout(x + bias, p, KEY))
+    assert sl.dropout(x.sum(), p, KEY).shape == ()
 
 
 def test_numbers_are_uniform():

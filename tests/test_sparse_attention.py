@@ -282,4 +282,4 @@ def test_wrong_arguments_reach_no_kernel():
 
 
 def test_triton_is_dense_masked_attention():
-    kernels.interpret(script=attention.__file__)
+    kernels.interpret("sparse_attention", attention.__file__)

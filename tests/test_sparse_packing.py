@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardlib.kernels.sparse_attention import packing
 from shardlib.kernels.sparse_attention.lists import cells
-from shardlib.kernels.sparse_attention.options import Blocks
+from shardlib.kernels.sparse_attention.options import Blocks, Options
 from shardlib.sparse.layout import Layout
 
 
@@ -131,13 +131,23 @@ def test_work_follows_the_density(pattern, most, least_saved, direction):
     assert cover(dense, 8) >= least_saved * work
 
 
+@pytest.mark.parametrize("make, most", [(fixed, 1.04), (big_bird, 2.4)])
+def test_the_tile_is_chosen_by_the_work(make, most):
+    """Tiles of 128 compute four times BigBird's blocks."""
+    triton = pytest.importorskip("shardlib.kernels.sparse_attention.triton")
+    layout = Layout.from_dense(make(1024), 16)
+    q = torch.empty(2, 4, 2**14, 64, dtype=torch.bfloat16)
+    share = triton.work(q, q[:, :2], blocks_of(layout), Options(16, 1.0))
+    assert layout.density <= share <= most * layout.density
+
+
 @pytest.mark.parametrize("direction", ["by_row", "by_column"])
 def test_no_program_is_much_longer_than_the_others(direction):
     """A global row of 65536 tokens would be 512 steps, among tiles of 3."""
     dense = big_bird(4096)
     cut = cells(blocks_of(Layout.from_dense(dense, 16)), 16, 16, False)
     packings = packing.pack(cut.by_row() if direction == "by_row" else cut.by_column(1), 8, 8, 1)
-    assert max(packed.longest for packed in packings) <= packing.LEAST_STEPS
+    assert max(int((packed.items[:, 3] - packed.items[:, 2]).max()) for packed in packings) <= packing.LEAST_STEPS
     assert sum(packed.slots for packed in packings) <= 2 * 4096 // 8 / packing.LEAST_STEPS
 
 

@@ -31,9 +31,11 @@ inline void vectors(int64_t columns, const Body& body) {
 }
 
 inline float sum(Floats values) {
-    float total = 0;
-    for (int i = 0; i < W; ++i) total += values[i];
-    return total;
+    float lanes[W];
+    store(lanes, values);
+    for (int step = W / 2; step; step /= 2)  // a tree: one after the other they would wait for each other
+        for (int i = 0; i < step; ++i) lanes[i] += lanes[i + step];
+    return lanes[0];
 }
 
 // Sets lanes from the n-th on to zero.

@@ -1,7 +1,6 @@
 """Kernels compiled for sm_90 without a GPU: what each is given, and what it takes of registers and shared memory.
 
-`CASES` holds every Triton kernel of the library in every shape it is launched in that matters; those that take too long
-for every commit are in `MORE`.
+`CASES` holds every Triton kernel of these operations; more shapes of them, too many for every commit, are in `MORE`.
 """
 
 from typing import Any

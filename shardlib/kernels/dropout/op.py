@@ -56,6 +56,10 @@ def dropout(
         bias: ``[columns]``.
     """
     rows.check_vector("bias", bias, x)
+    if draw.starts is not None and draw.starts.numel() != rows.sizes(x)[0]:
+        raise ValueError(
+            f"starts has {draw.starts.numel()} indices for the {rows.sizes(x)[0]} rows of x: give one per row"
+        )
     seed = draw.seed & 2**64 - 1
     signed = seed - 2**64 if seed >= 2**63 else seed  # an operator's integers have 64 bits
     where = (float(draw.p), signed, draw.start, draw.starts, using)

@@ -5,24 +5,16 @@
 
 namespace {
 
-struct Statistics {
-    float mean, scale;
-};
-
 template <typename Type>
-inline Statistics statistics(const typename Type::Element* s, int64_t columns, float eps, bool centred) {
-    float mean = 0;
-    if (centred) {
-        Floats sums = {};
-        vectors(columns, [&](int64_t i, int64_t n) { sums += get<Type>(s + i, n); });
-        mean = sum(sums) / float(columns);
-    }
-    Floats squares = {};
-    vectors(columns, [&](int64_t i, int64_t n) {
-        Floats c = first(get<Type>(s + i, n) - mean, n);
-        squares += c * c;
-    });
-    return {mean, 1.0f / __builtin_sqrtf(sum(squares) / float(columns) + eps)};
+inline float mean_of(const typename Type::Element* s, int64_t columns) {
+    Floats sums = {};
+    vectors(columns, [&](int64_t i, int64_t n) { sums += get<Type>(s + i, n); });
+    return sum(sums) / float(columns);
+}
+
+// ρ, from Σ (s − μ)².
+inline float scale_of(Floats squares, int64_t columns, float eps) {
+    return 1.0f / __builtin_sqrtf(sum(squares) / float(columns) + eps);
 }
 
 template <typename Type>
@@ -40,9 +32,15 @@ void forward(const void* x_, const void* residual_, const float* weight, const f
             });
             s = total;
         }
-        Statistics at = statistics<Type>(s, columns, eps, centred);
+        float mean = centred ? mean_of<Type>(s, columns) : 0;
+        Floats squares = {};
         vectors(columns, [&](int64_t i, int64_t n) {
-            Floats value = (get<Type>(s + i, n) - at.mean) * at.scale * get<Float32>(weight + i, n);
+            Floats c = first(get<Type>(s + i, n) - mean, n);
+            squares += c * c;
+        });
+        float scale = scale_of(squares, columns, eps);
+        vectors(columns, [&](int64_t i, int64_t n) {
+            Floats value = (get<Type>(s + i, n) - mean) * scale * get<Float32>(weight + i, n);
             if (bias) value += get<Float32>(bias + i, n);
             put<Type>(y + i, value, n);
         });
@@ -59,21 +57,22 @@ void backward(const void* total_, const float* weight, float eps, int centred, i
         const Element* dy = static_cast<const Element*>(dy_) + row * columns;
         Element* ds = static_cast<Element*>(ds_) + row * columns;
         float* dbias = dweight + columns;
-        Statistics at = statistics<Type>(s, columns, eps, centred);
-        Floats means = {}, products = {};
+        float mean = centred ? mean_of<Type>(s, columns) : 0;
+        Floats squares = {}, gs = {}, products = {};
         vectors(columns, [&](int64_t i, int64_t n) {
-            Floats normed = (get<Type>(s + i, n) - at.mean) * at.scale, d = get<Type>(dy + i, n);
-            Floats g = d * get<Float32>(weight + i, n);
-            means += g;
-            products += g * normed;
+            Floats c = first(get<Type>(s + i, n) - mean, n);
+            Floats g = get<Type>(dy + i, n) * get<Float32>(weight + i, n);
+            squares += c * c;
+            gs += g;
+            products += g * c;
+        });
+        float scale = scale_of(squares, columns, eps);
+        float shift = centred ? sum(gs) / float(columns) : 0, product = sum(products) * scale / float(columns);
+        vectors(columns, [&](int64_t i, int64_t n) {
+            Floats normed = (get<Type>(s + i, n) - mean) * scale, d = get<Type>(dy + i, n);
             put<Float32>(dweight + i, get<Float32>(dweight + i, n) + d * normed, n);
             put<Float32>(dbias + i, get<Float32>(dbias + i, n) + d, n);
-        });
-        float mean = centred ? sum(means) / float(columns) : 0, product = sum(products) / float(columns);
-        vectors(columns, [&](int64_t i, int64_t n) {
-            Floats normed = (get<Type>(s + i, n) - at.mean) * at.scale;
-            Floats g = get<Type>(dy + i, n) * get<Float32>(weight + i, n);
-            Floats found = (g - mean - normed * product) * at.scale;
+            Floats found = (d * get<Float32>(weight + i, n) - shift - normed * product) * scale;
             if (dtotal_) found += get<Type>(static_cast<const Element*>(dtotal_) + row * columns + i, n);
             put<Type>(ds + i, found, n);
         });

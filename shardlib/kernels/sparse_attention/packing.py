@@ -58,11 +58,6 @@ class Packing:
         """Pairs of blocks computed."""
         return self.blocks.numel() * self.rows
 
-    @property
-    def longest(self) -> int:
-        """Steps of the longest item."""
-        return int((self.items[:, 3] - self.items[:, 2]).max()) if len(self.items) else 0
-
 
 def pack(lists: Lists, rows: int, width: int, few: int) -> list[Packing]:
     """Packings that hold every list once, empty ones too.

@@ -95,17 +95,23 @@ inline void accumulate(const float* a, const float* const* b, int panels, int64_
     });
 }
 
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})  // GCC before 12 has no other
+#endif
+
 // The first, or the second, half of a and of b, taking turns.
 template <bool second>
 inline Floats interleave(Floats a, Floats b) {
     constexpr int h = second ? W / 2 : 0;
 #if defined(__AVX512F__)
-    return __builtin_shufflevector(a, b, h, W + h, h + 1, W + h + 1, h + 2, W + h + 2, h + 3, W + h + 3, h + 4,
-                                   W + h + 4, h + 5, W + h + 5, h + 6, W + h + 6, h + 7, W + h + 7);
+    return SHUFFLE(a, b, h, W + h, h + 1, W + h + 1, h + 2, W + h + 2, h + 3, W + h + 3, h + 4, W + h + 4, h + 5,
+                   W + h + 5, h + 6, W + h + 6, h + 7, W + h + 7);
 #elif defined(__AVX2__)
-    return __builtin_shufflevector(a, b, h, W + h, h + 1, W + h + 1, h + 2, W + h + 2, h + 3, W + h + 3);
+    return SHUFFLE(a, b, h, W + h, h + 1, W + h + 1, h + 2, W + h + 2, h + 3, W + h + 3);
 #else
-    return __builtin_shufflevector(a, b, h, W + h, h + 1, W + h + 1);
+    return SHUFFLE(a, b, h, W + h, h + 1, W + h + 1);
 #endif
 }
 

@@ -77,6 +77,14 @@ def backward(
     return dq, dk, dv, None if bias is None else _bias_gradient(problem, bias, saved)
 
 
+def work(q: torch.Tensor, k: torch.Tensor, blocks: Blocks, options: Options) -> float:
+    """The share of all pairs of positions, padded to whole blocks, that `forward` computes: counted."""
+    problem = _Problem(q, k, k, blocks, None, None, options)
+    padded = triton.cdiv(q.shape[2], options.block) * options.block
+    pairs = sum(run.pairs() for run in problem.runs("row", problem.choices("forward")))
+    return pairs / (q.shape[0] * q.shape[1] * padded**2)
+
+
 def _bias_gradient(problem: _Problem, bias: torch.Tensor, saved: dict[str, torch.Tensor]) -> torch.Tensor:
     batch, heads, size, head = problem.q.shape
     choice = shapes.diagonal_choice(problem.options.block, head, problem.q.itemsize)
@@ -181,6 +189,11 @@ class _Run:
             "WHOLE": problem.q.shape[2] % problem.options.block == 0,
         }  # fmt: skip
         self.options = {"num_warps": shape.warps, "num_stages": shape.stages}
+
+    def pairs(self) -> int:
+        """Pairs of positions that are computed."""
+        steps = int((self.packing.items[:, 3] - self.packing.items[:, 2]).sum())
+        return steps * self.leads * self.lengths * self.packing.blocks.shape[1] * self.arguments["CELL"]
 
     def scratch(self, width: int) -> torch.Tensor:
         """Room for partial results of ``width`` numbers a row."""

@@ -33,7 +33,7 @@ def inner(dout, out, delta, rows, D: tl.constexpr, HEAD: tl.constexpr, TILE: tl.
     tl.store(delta + row, tl.sum(product, axis=1), mask=there)
 
 
-@triton.jit(do_not_specialize=["seed_low", "seed_high", "least"])
+@triton.jit(do_not_specialize=["counter", "seed_low", "seed_high", "least"])
 def by_query(
     q, k, v, key_mask, bias, dout, lse, delta, dq, partial,
     members, blocks, bits, items, count, slots, heads, group, size, bias_stride, scale,
@@ -78,7 +78,7 @@ def by_query(
         store_rows(partial + place, r, r >= 0, result, HEAD, HEAD)
 
 
-@triton.jit(do_not_specialize=["seed_low", "seed_high", "least"])
+@triton.jit(do_not_specialize=["counter", "seed_low", "seed_high", "least"])
 def by_key(
     q, k, v, key_mask, bias, dout, lse, delta, dk, dv, partial_k, partial_v,
     members, blocks, bits, items, count, slots, heads, group, size, bias_stride, scale,

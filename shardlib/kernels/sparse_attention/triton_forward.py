@@ -20,7 +20,7 @@ from shardlib.kernels.sparse_attention.triton_inner import (
 )
 
 
-@triton.jit(do_not_specialize=["seed_low", "seed_high", "least"])
+@triton.jit(do_not_specialize=["counter", "seed_low", "seed_high", "least"])
 def attend(
     q, k, v, key_mask, bias, out, lse, partial, partial_lse,
     members, blocks, bits, items, count, slots, heads, group, size, bias_stride, scale,

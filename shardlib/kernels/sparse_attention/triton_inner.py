@@ -56,7 +56,7 @@ def load_piece(base, at, there, d, D: tl.constexpr, HEAD: tl.constexpr, WHOLE: t
     if WHOLE and D == HEAD:
         rows = tl.load(x)
     elif WHOLE:
-        rows = tl.load(x, mask=(d < D)[None, :] & (at >= 0)[:, None], other=0.0)
+        rows = tl.load(x, mask=(d < D)[None, :], other=0.0)
     else:
         rows = tl.load(x, mask=(d < D)[None, :] & there[:, None], other=0.0)
     return rows
