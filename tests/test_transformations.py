@@ -91,6 +91,54 @@ def test_update_is_pure_and_apply_does_the_same_in_place(name):
 
 
 @BY_NAME
+def test_copies_are_the_parameters_rounded(name):
+    """Of some leaves; the others' are the very parameters. With an update that is left out too."""
+    _, params = model()
+    whole = {"/".join(p): leaf.float() for p, leaf in zip(optree.tree_paths(params), optree.tree_leaves(params))}
+    kept = {path: leaf for path, leaf in whole.items() if not CASES[name].matrices or leaf.dim() > 1}
+    wide = [path for path in kept if "wide" in path]
+    tx, found = CASES[name].make(), []
+    for with_copies in (False, True):
+        moved, state = copy_of(kept), tx.init(kept)
+        for step in range(STEPS):
+            grads = {path: torch.sin(leaf + step) for path, leaf in kept.items()}
+            if step == 2 and name == "skip_nonfinite":
+                next(iter(grads.values())).fill_(torch.inf)
+            narrow = {p: torch.zeros_like(moved[p], dtype=torch.bfloat16) for p in moved if p not in wide}
+            state = tx.apply(moved, grads, state, copies=moved | narrow if with_copies else None)
+            if with_copies:
+                assert all(torch.equal(copy, moved[path].bfloat16()) for path, copy in narrow.items())
+        found.append((moved, state))
+    assert_same(*found)
+
+
+IN_PARTS = ["adamw", "lion", "masked clip", "masked last", "partition", "inject_hyperparams", "lookahead"]
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_what_keeps_its_dtype_has_no_copy(name):
+    """In the same tree as what has one, of which a transformation may see a part."""
+    fit, params = model()
+    params = optree.tree_map(torch.Tensor.float, params)
+    transform = sl.chain(transform_of(name, 1), sl.precision("bf16", keep=("*bias", "*tall")))
+
+    def loss_fn(params, batch):
+        return fit(*optree.tree_map(torch.Tensor.float, (params, batch)))
+
+    def run(mesh):
+        state, step = sl.make_train_step(loss_fn, sl.shard(params, mesh, transform), CASES[name].make())
+        before = copy_of(optimizer_shards(state.params))
+        for batch in batches(3):
+            state, _ = step(state, training.share(batch, batch_index(state.params.plan, mesh), mesh.size))
+        stored = optimizer_shards(state.params)
+        assert 0 < len(state.opt.masters) < len(stored)
+        assert not any(torch.equal(before[bucket], stored[bucket]) for bucket in stored)
+        assert all(torch.equal(stored[bucket], wide.bfloat16()) for bucket, wide in state.opt.masters.items())
+
+    sl.simulate(run, mesh={"data": 2})
+
+
+@BY_NAME
 def test_strides_do_not_matter(name):
     """Leaves and gradients that are transposed in memory."""
     _, params = model()
