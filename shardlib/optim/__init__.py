@@ -1,4 +1,4 @@
-"""Gradient transformations in optax's shape, schedules and loss scaling."""
+"""Gradient transformations in optax's shape, and schedules."""
 
 from shardlib.optim.adafactor import adafactor
 from shardlib.optim.adagrad import adagrad
