@@ -15,7 +15,6 @@ struct Nothing {
 };
 
 struct Wide {
-    typedef Floats Values;
     template <typename Type>
     static Floats get(const typename Type::Element* from) {
         __builtin_prefetch(from + 512);  // the hardware's prefetching stops at every 4 KB; asking ahead won 12 %
@@ -49,7 +48,6 @@ struct Wide {
 };
 
 struct One {
-    typedef float Values;
     template <typename Type>
     static float get(const typename Type::Element* from) { return Type::get(from); }
     template <typename Type>
