@@ -18,4 +18,4 @@ def test_the_gpu_script_runs_to_its_end():
         "Pieces",
         "Sparse attention",
     ):
-        assert f"{title}" in done.stdout
+        assert f"## {title}" in done.stdout
