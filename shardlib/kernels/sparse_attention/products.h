@@ -1,5 +1,5 @@
-// How attention multiplies 16 queries (a tile) by 16 keys (a panel) at a time: in fp32, whatever the inputs' dtype.
-// One factor is read a number at a time, the other by vectors; each
+// How attention multiplies 16 queries (a tile) by 16 keys (a panel) at a time: in fp32, whatever the inputs' dtype, and
+// bf16 inputs in bf16 where the processor can (amx.h). One factor is read a number at a time, the other by vectors; each
 // number is used for VECTORS of them, as two loads a cycle would not feed two multipliers otherwise.
 #pragma once
 
@@ -124,3 +124,7 @@ struct Products {
 };
 
 }  // namespace
+
+#if defined(__AMX_BF16__)
+#include "amx.h"
+#endif
