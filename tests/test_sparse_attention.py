@@ -16,7 +16,7 @@ from shardlib.kernels.sparse_attention import cpu
 from shardlib.kernels.sparse_attention.options import Blocks, Options
 from shardlib.sparse import Layout
 
-NAMES = (*kernels.INSTRUCTION_SETS, "reference")
+NAMES = (*kernels.WITH_AMX, "reference")
 
 
 def served_by(name):
@@ -80,7 +80,7 @@ def test_queries_that_see_nothing(name):
         assert not any(value.any() for value in case(sl.sparse_attention, using=using).values())
 
 
-@pytest.mark.parametrize("name", kernels.INSTRUCTION_SETS)
+@pytest.mark.parametrize("name", kernels.WITH_AMX)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_keys_outside_the_blocks_are_not_touched(name, dtype):
     """What is not finite reaches those who see it, and nobody else."""
@@ -108,7 +108,7 @@ def test_a_dense_layout_is_torchs_attention():
     torch.testing.assert_close(sl.sparse_attention(q, k, v, case.layout, causal=True), wanted)
 
 
-@pytest.mark.parametrize("name", kernels.INSTRUCTION_SETS)
+@pytest.mark.parametrize("name", kernels.WITH_AMX)
 @pytest.mark.parametrize("block", [16, 32, 64])
 def test_work_is_the_density(name, block):
     length = 64 * 9

@@ -20,6 +20,9 @@ from shardlib.kernels.build import BuildError, Recipe, shared_library
 _HERE = Path(__file__).parent
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float}
 _AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512"
+# bf16 by AMX; compiled for kernels of small products alone.
+_AMX = "-mavx512bf16 -mamx-tile -mamx-bf16"
+_WITH_AMX = ("sparse_attention",)
 # Sums are in the order written, and a product is rounded before it is added: the same bits everywhere.
 _EXACT = "-ffp-contract=off -fno-math-errno"
 
@@ -53,10 +56,14 @@ def _callable(function: Any, letters: str, checked: bool) -> Callable[..., None]
 def cpp_recipe(name: str) -> Recipe:
     """``<name>/<name>.cpp`` compiled for every instruction set of this kind of processor."""
     source = _HERE / name / f"{name}.cpp"
-    units: list[tuple[Path, tuple[str, ...]]] = [(source, ("-DISA=portable", "-DCHOOSES"))]
+    amx = name in _WITH_AMX and platform.system() == "Linux" and platform.machine() == "x86_64"
+    chooses = ("-DISA=portable", "-DCHOOSES", *(("-DHAS_AMX",) if amx else ()))
+    units: list[tuple[Path, tuple[str, ...]]] = [(source, chooses)]
     if platform.machine() in ("x86_64", "AMD64"):
         # All processors with AVX2 convert halves, and multiply and add in one, too.
         units += [(source, ("-DISA=avx2", "-mavx2", "-mf16c", "-mfma")), (source, ("-DISA=avx512", *_AVX512.split()))]
+    if amx:
+        units.append((source, ("-DISA=amx", *_AVX512.split(), *_AMX.split())))
     flags = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wno-psabi", *_EXACT.split())
     headers = (*sorted(_HERE.glob("*.h")), *sorted(source.parent.glob("*.h")))
     return Recipe(name, "g++", tuple(units), headers, flags)
@@ -74,7 +81,7 @@ def cpp_path(name: str) -> Path:
 
 @functools.cache
 def instruction_set(name: str) -> str:
-    """The one of the library that suits this processor best: "avx512", "avx2" or "portable"."""
+    """The one of the library that suits this processor best: "amx", "avx512", "avx2" or "portable"."""
     function = ctypes.CDLL(str(cpp_path(name))).instruction_set
     function.restype = ctypes.c_char_p
     return function().decode()

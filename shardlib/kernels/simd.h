@@ -168,12 +168,28 @@ inline void parallel(int64_t count, int threads, const Body& body) {
 }  // namespace
 
 #if defined(CHOOSES)
+#if defined(HAS_AMX)
+#include <sys/syscall.h>
+#include <unistd.h>
+
+// Whether there are AMX tiles for bf16; Linux lends them to processes that ask.
+static bool amx() {
+    constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, TILE_DATA = 18;
+    return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("amx-bf16") &&
+           syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA) == 0;
+}
+#endif
+
 // The widest instruction set that this processor has and that was compiled for.
 extern "C" __attribute__((visibility("default"))) const char* instruction_set() {
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq"))
+        __builtin_cpu_supports("avx512dq")) {
+#if defined(HAS_AMX)
+        if (amx()) return "amx";
+#endif
         return "avx512";
+    }
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return "avx2";
 #endif
     return "portable";

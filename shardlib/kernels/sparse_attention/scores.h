@@ -1,12 +1,11 @@
 // What a query sees: the keys of its blocks, and their scores with masks, bias and dropout.
 #pragma once
 
-#include "tiles.h"
+#include "products.h"
 
 namespace {
 
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
-constexpr int GROUP = 8;  // panels whose scores are held at a time
 
 typedef uint32_t Words __attribute__((vector_size(4 * W)));
 
@@ -84,9 +83,9 @@ inline Floats dropout(const Problem& p, const Tile& tile, int64_t query, int64_t
 // Where the bias of a query and a key lies; that of the next key follows.
 inline int64_t bias_place(const Problem& p, int64_t query, int64_t key) { return key - query + p.padded - 1; }
 
-// The scores of a query and W keys, with what is added to products; −∞ where a key is not seen.
-inline Floats seen(const Problem& p, const Tile& tile, int64_t query, int64_t key, Floats score) {
-    score += load<Floats>(p.key_bias + tile.sample * p.padded + key);
+// The scores of a query and W keys from their products; −∞ where a key is not seen.
+inline Floats seen(const Problem& p, const Tile& tile, int64_t query, int64_t key, Floats product) {
+    Floats score = fma(product, all(p.scale * LOG2E), load<Floats>(p.key_bias + tile.sample * p.padded + key));
     if (p.bias) {
         const float* bias = p.bias + (p.bias_heads > 1 ? tile.head : 0) * 2 * p.padded;
         score += load<Floats>(bias + bias_place(p, query, key));
@@ -95,11 +94,13 @@ inline Floats seen(const Problem& p, const Tile& tile, int64_t query, int64_t ke
     return score;
 }
 
-// Panels of one head's keys or values in fp32, made when first asked for: as they lie, or transposed.
-template <typename Type, bool transposed>
+// Panels of one head's keys or values as factors, made when first asked for: their rows are summed over, or their columns.
+template <typename Type, bool columns>
 class Source {
+    typedef Products<Type> P;
+
    public:
-    Source(float* room, uint8_t* done, const Problem& problem) : room_(room), done_(done), problem_(problem) {}
+    Source(typename P::Held* room, uint8_t* done, const Problem& problem) : room_(room), done_(done), problem_(problem) {}
 
     void begin(const typename Type::Element* from) {
         if (from == from_) return;
@@ -107,23 +108,23 @@ class Source {
         memset(done_, 0, size_t(problem_.padded / TILE));
     }
 
-    const float* panel(int64_t row) {
+    const typename P::Held* panel(int64_t row) {
         const typename Type::Element* from = from_ + row * problem_.size;
-        if constexpr (!transposed && sizeof(typename Type::Element) == sizeof(float)) return from;
-        float* into = room_ + row * problem_.size;
-        if (done_[row / TILE]) return into;
-        done_[row / TILE] = 1;
-        prefetch_next(from, problem_.size);
-        if constexpr (transposed)
-            transpose_panel<Type>(from, problem_.size, into);
-        else
-            for (int64_t i = 0; i < TILE * problem_.size; i += W) store(into + i, Type::load(from + i));
-        return into;
+        if constexpr (!columns && P::AS_THEY_LIE) {
+            return from;
+        } else {
+            typename P::Held* into = room_ + row * problem_.size;
+            if (done_[row / TILE]) return into;
+            done_[row / TILE] = 1;
+            prefetch_next(from, problem_.size);
+            (columns ? P::columns : P::rows)(from, problem_.size, into);
+            return into;
+        }
     }
 
    private:
     const typename Type::Element* from_ = nullptr;
-    float* room_;
+    typename P::Held* room_;
     uint8_t* done_;
     const Problem& problem_;
 };

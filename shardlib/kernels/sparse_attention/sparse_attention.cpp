@@ -8,31 +8,35 @@
 
 namespace {
 
-constexpr int64_t LARGEST = 256;         // size of a head
-constexpr int64_t CHUNK = 1024;          // queries of one item of work, forward
-constexpr int SCORES = GROUP * TILE;     // a row of them
-constexpr int SLOTS = 3;                 // matrices of one head that a thread holds in fp32
+constexpr int64_t CHUNK = 1024;  // queries of one item of work, forward
+constexpr int SLOTS = 3;         // matrices of one head that a thread holds as factors
 
-// What one thread holds: keys transposed; values transposed, backward; values, or keys backward, as they lie; a tile.
+// What one thread holds: keys, and backward values, whose columns are summed over; values, or keys backward, whose rows
+// are; a tile.
 template <typename Type>
 struct Thread {
+    typedef Products<Type> P;
+    typedef typename P::Held Held;
+    // Weights take the place of what they are made from, row by row.
+    static constexpr int ROW = SCORES * sizeof(float) / sizeof(Held);
+
+    typename P::Setup setup;
     Source<Type, true> keys, values;
     Source<Type, false> rows;
-    alignas(64) float queries[TILE * LARGEST], grads[TILE * LARGEST], out[TILE * LARGEST];
-    alignas(64) float weights[TILE * SCORES], dscores[TILE * SCORES];
+    typename P::Factor queries, grads;
+    alignas(64) float out[TILE * LARGEST], scores[TILE * SCORES], dweights[TILE * SCORES];
+    Held *const weights = reinterpret_cast<Held*>(scores), *const dscores = reinterpret_cast<Held*>(dweights);
 
     // scratch is [threads, SLOTS, padded, size], done is [threads, SLOTS, panels]
-    Thread(const Problem& p, int64_t number, float* scratch, uint8_t* done)
+    Thread(const Problem& p, int64_t number, Held* scratch, uint8_t* done)
         : keys(scratch + SLOTS * number * p.padded * p.size, done + SLOTS * number * p.padded / TILE, p),
           values(scratch + (SLOTS * number + 1) * p.padded * p.size, done + (SLOTS * number + 1) * p.padded / TILE, p),
           rows(scratch + (SLOTS * number + 2) * p.padded * p.size, done + (SLOTS * number + 2) * p.padded / TILE, p) {}
 };
 
-const float ONES[TILE] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
-
-template <typename Type>
-inline void scaled(const typename Type::Element* from, int64_t count, float factor, float* into) {
-    for (int64_t i = 0; i < count; i += W) store(into + i, Type::load(from + i) * all(factor));
+inline void scale_rows(float* rows, int64_t size, const float* factors) {
+    for (int i = 0; i < TILE; ++i)
+        for (int64_t d = i * size; d < (i + 1) * size; d += W) store(rows + d, load<Floats>(rows + d) * all(factors[i]));
 }
 
 template <typename Type>
@@ -43,25 +47,27 @@ inline void put(const float* from, int64_t size, float factor, typename Type::El
 template <typename Type>
 void forward_tile(const Problem& p, const Tile& tile, const typename Type::Element* q, typename Type::Element* out,
                   float* lse, Thread<Type>& own) {
+    typedef Products<Type> P;
+    constexpr int ROW = Thread<Type>::ROW;
     prefetch_next(q, p.size);
-    scaled<Type>(q, TILE * p.size, p.scale * LOG2E, own.queries);
+    own.queries.read(q, p.size);
     memset(own.out, 0, size_t(TILE * p.size) * sizeof(float));
     float most[TILE], found[TILE], subtract[TILE], factors[TILE], sums[TILE];
     Floats highest[TILE], totals[TILE] = {};  // of which all lanes count
     for (int i = 0; i < TILE; ++i) most[i] = -__builtin_inff();
     Panels panels(p, tile);
     int64_t at[GROUP];
-    const float *keys[GROUP], *values[GROUP];
+    const typename P::Held *keys[GROUP], *values[GROUP];
     while (int count = panels.next(at)) {
         for (int panel = 0; panel < count; ++panel) {
             keys[panel] = own.keys.panel(at[panel]);
             values[panel] = own.rows.panel(at[panel]);
         }
-        dots(own.queries, keys, count, p.size, own.weights, SCORES);
+        P::dots(own.queries, keys, count, p.size, own.scores);
         for (int i = 0; i < TILE; ++i) {
             highest[i] = all(most[i]);
             for (unsigned j = 0; j < unsigned(count * TILE); j += W) {
-                float* place = own.weights + i * SCORES + j;
+                float* place = own.scores + i * SCORES + j;
                 Floats score = seen(p, tile, tile.query + i, at[j / TILE] + j % TILE, load<Floats>(place));
                 highest[i] = score > highest[i] ? score : highest[i];
                 store(place, score);
@@ -79,15 +85,15 @@ void forward_tile(const Problem& p, const Tile& tile, const typename Type::Eleme
         for (int i = 0; i < TILE; ++i) {
             Floats total = totals[i] * all(factors[i]);
             for (unsigned j = 0; j < unsigned(count * TILE); j += W) {
-                float* place = own.weights + i * SCORES + j;
-                Floats weight = exp2(load<Floats>(place) - all(subtract[i]));
+                Floats weight = exp2(load<Floats>(own.scores + i * SCORES + j) - all(subtract[i]));
                 total += weight;
                 if (p.threshold) weight *= dropout(p, tile, tile.query + i, at[j / TILE] + j % TILE);
-                store(place, weight);
+                P::Weights::store(own.weights + i * ROW + j, weight);
             }
             totals[i] = total;
         }
-        accumulate<SCORES, 1>(own.weights, values, count, p.size, factors, own.out);
+        scale_rows(own.out, p.size, factors);
+        P::add(own.weights, values, count, p.size, own.out);
     }
     fold(totals, sums, [](Floats a, Floats b) { return a + b; });
     for (int i = 0; i < TILE; ++i) {
@@ -108,39 +114,41 @@ struct Gradients {
 // Everything about the gradients of a tile; those of the heads' keys and values are added to.
 template <typename Type>
 void backward_tile(const Problem& p, const Tile& tile, const Gradients<Type>& g, Thread<Type>& own) {
+    typedef Products<Type> P;
+    constexpr int ROW = Thread<Type>::ROW;
     prefetch_next(g.q, p.size);
     prefetch_next(g.grad, p.size);
     prefetch_next(g.out, p.size);
-    scaled<Type>(g.q, TILE * p.size, p.scale * LOG2E, own.queries);
-    scaled<Type>(g.grad, TILE * p.size, 1, own.grads);
+    own.queries.read(g.q, p.size);
+    own.grads.read(g.grad, p.size);
     memset(own.out, 0, size_t(TILE * p.size) * sizeof(float));
     float inner[TILE], lse[TILE];
     Floats products[TILE] = {};
     for (int i = 0; i < TILE; ++i) {
         for (int64_t d = i * p.size; d < (i + 1) * p.size; d += W)
-            products[i] = fma(load<Floats>(own.grads + d), Type::load(g.out + d), products[i]);
+            products[i] = fma(Type::load(g.grad + d), Type::load(g.out + d), products[i]);
         // A query that sees no key: every weight is 2^−∞.
         lse[i] = g.lse[i] == -__builtin_inff() ? __builtin_inff() : g.lse[i] * LOG2E;
     }
     fold(products, inner, [](Floats a, Floats b) { return a + b; });
-    const float *queries = own.queries, *grads = own.grads;
+    const typename P::Held *queries = own.queries.right(p.size), *grads = own.grads.right(p.size);
     Panels panels(p, tile);
     int64_t at[GROUP];
-    const float *keys[GROUP], *values[GROUP], *rows[GROUP];
+    const typename P::Held *keys[GROUP], *values[GROUP], *rows[GROUP];
     while (int count = panels.next(at)) {
         for (int panel = 0; panel < count; ++panel) {
             keys[panel] = own.keys.panel(at[panel]);
             values[panel] = own.values.panel(at[panel]);
             rows[panel] = own.rows.panel(at[panel]);
         }
-        dots(queries, keys, count, p.size, own.weights, SCORES);
-        dots(grads, values, count, p.size, own.dscores, SCORES);
+        P::dots(own.queries, keys, count, p.size, own.scores);
+        P::dots(own.grads, values, count, p.size, own.dweights);
         for (int i = 0; i < TILE; ++i) {
             for (unsigned j = 0; j < unsigned(count * TILE); j += W) {
                 int64_t query = tile.query + i, key = at[j / TILE] + j % TILE;
-                float *weights = own.weights + i * SCORES + j, *dscores = own.dscores + i * SCORES + j;
-                Floats weight = exp2(seen(p, tile, query, key, load<Floats>(weights)) - all(lse[i]));
-                Floats kept = weight, dweight = load<Floats>(dscores);
+                Floats product = load<Floats>(own.scores + i * SCORES + j);
+                Floats weight = exp2(seen(p, tile, query, key, product) - all(lse[i]));
+                Floats kept = weight, dweight = load<Floats>(own.dweights + i * SCORES + j);
                 if (p.threshold) {
                     Floats factor = dropout(p, tile, query, key);
                     kept *= factor;
@@ -151,23 +159,21 @@ void backward_tile(const Problem& p, const Tile& tile, const Gradients<Type>& g,
                     float* dbias = g.dbias + bias_place(p, query, key);
                     store(dbias, load<Floats>(dbias) + dscore);
                 }
-                store(weights, kept);
-                store(dscores, dscore * all(LN2));  // the queries are multiplied by scale / ln 2
+                P::Weights::store(own.weights + i * ROW + j, kept);
+                P::Weights::store(own.dscores + i * ROW + j, dscore * all(p.scale));
             }
         }
-        accumulate<SCORES, 1>(own.dscores, rows, count, p.size, ONES, own.out);
-        for (int panel = 0; panel < count; ++panel) {
-            int64_t place = at[panel] * p.size;
-            accumulate<1, SCORES>(own.weights + panel * TILE, &grads, 1, p.size, ONES, g.dv + place);
-            accumulate<1, SCORES>(own.dscores + panel * TILE, &queries, 1, p.size, ONES, g.dk + place);
-        }
+        P::add(own.dscores, rows, count, p.size, own.out);
+        P::add_to_keys(own.weights, at, count, grads, p.size, g.dv);
+        P::add_to_keys(own.dscores, at, count, queries, p.size, g.dk);
     }
-    put<Type>(own.out, TILE * p.size, p.scale * LOG2E, g.dq);
+    put<Type>(own.out, TILE * p.size, 1, g.dq);
 }
 
 // Calls body(thread's own, number) for the numbers 0 to count - 1.
 template <typename Type, typename Body>
-void share(const Problem& p, int64_t count, float* scratch, uint8_t* done, int threads, const Body& body) {
+void share(const Problem& p, int64_t count, void* scratch_, uint8_t* done, int threads, const Body& body) {
+    auto* scratch = static_cast<typename Thread<Type>::Held*>(scratch_);
     Queue queue(count);
     parallel(threads, threads, [&](int64_t first, int64_t last) {
         for (int64_t number = first; number < last; ++number) {
@@ -178,7 +184,7 @@ void share(const Problem& p, int64_t count, float* scratch, uint8_t* done, int t
 }
 
 template <typename Type>
-void forward(const Problem& p, const void* q_, const void* k_, const void* v_, void* out_, float* lse, float* scratch,
+void forward(const Problem& p, const void* q_, const void* k_, const void* v_, void* out_, float* lse, void* scratch,
              uint8_t* done, int threads) {
     typedef typename Type::Element Element;
     const Element *q = static_cast<const Element*>(q_), *k = static_cast<const Element*>(k_);
@@ -202,7 +208,7 @@ void forward(const Problem& p, const void* q_, const void* k_, const void* v_, v
 // [parts, batch, query heads, 2 · padded].
 template <typename Type>
 void backward(const Problem& p, const void* grad_, const void* q_, const void* k_, const void* v_, const void* out_,
-              const float* lse, void* dq_, float* dk, float* dv, float* dbias, int64_t parts, float* scratch,
+              const float* lse, void* dq_, float* dk, float* dv, float* dbias, int64_t parts, void* scratch,
               uint8_t* done, int threads) {
     typedef typename Type::Element Element;
     const Element *q = static_cast<const Element*>(q_), *k = static_cast<const Element*>(k_);
@@ -241,14 +247,14 @@ void backward(const Problem& p, const void* grad_, const void* q_, const void* k
      key_bias,    bias,    bias_heads, scale, causal,      threshold, kept,   seed,   counter}
 
 EXPORT(sparse_attention_forward)(const void* q, const void* k, const void* v, int dtype, void* out, float* lse,
-                                 float* scratch, uint8_t* done, int threads, PROBLEM) {
+                                 void* scratch, uint8_t* done, int threads, PROBLEM) {
     Problem problem = PROBLEM_;
     (dtype == 0 ? forward<Float32> : forward<BFloat16>)(problem, q, k, v, out, lse, scratch, done, threads);
 }
 
 EXPORT(sparse_attention_backward)(const void* grad, const void* q, const void* k, const void* v, const void* out,
                                   int dtype, const float* lse, void* dq, float* dk, float* dv, float* dbias,
-                                  int64_t parts, float* scratch, uint8_t* done, int threads, PROBLEM) {
+                                  int64_t parts, void* scratch, uint8_t* done, int threads, PROBLEM) {
     Problem problem = PROBLEM_;
     (dtype == 0 ? backward<Float32> : backward<BFloat16>)(problem, grad, q, k, v, out, lse, dq, dk, dv, dbias, parts,
                                                           scratch, done, threads);

@@ -1,6 +1,4 @@
-// Small matrix products for attention: 16 queries (a tile) by 16 keys (a panel) at a time. One factor is read a number
-// at a time, the other by vectors; each number is used for VECTORS of them, as two loads a cycle would not feed two
-// multipliers otherwise.
+// What tiles of 16 queries and panels of 16 keys are taken by: vectors, their transposition, powers of two.
 #pragma once
 
 #include "../simd.h"
@@ -8,26 +6,10 @@
 namespace {
 
 constexpr int TILE = 16;           // queries of a tile, keys of a panel; divides every block
-constexpr int PARTS = TILE / W;    // vectors of a panel's keys
-constexpr int ROWS = 4;            // of the result, at a time,
-constexpr int VECTORS = W == 16 ? 4 : 2;  // by so many vectors: half of the registers
-
-typedef Floats Sums[ROWS][VECTORS];
-
-// sums[r][v] += Σ_t number(r, t) · vector(v, t), for V vectors
-template <int V, typename Number, typename Vector>
-inline void multiply(int64_t count, const Number& number, const Vector& vector, Sums& sums) {
-    for (int64_t t = 0; t < count; ++t) {
-        Floats vectors[V];
-        for (int v = 0; v < V; ++v) vectors[v] = load<Floats>(vector(v, t));
-#pragma GCC unroll 4
-        for (int r = 0; r < ROWS; ++r) {
-            Floats factor = all(*number(r, t));
-#pragma GCC unroll 4
-            for (int v = 0; v < V; ++v) sums[r][v] = fma(factor, vectors[v], sums[r][v]);
-        }
-    }
-}
+constexpr int GROUP = 8;           // panels whose scores are held at a time
+constexpr int SCORES = GROUP * TILE;  // a row of them
+constexpr int64_t LARGEST = 256;   // size of a head
+constexpr int VECTORS = W == 16 ? 4 : 2;  // of results, at a time
 
 template <int V>
 struct Count {
@@ -50,49 +32,6 @@ inline void by_vectors(int64_t vectors, const Body& body) {
     int64_t first = 0;
     for (; first + VECTORS <= vectors; first += VECTORS) body(first, Count<VECTORS>());
     rest<VECTORS - 1>(first, vectors - first, body);
-}
-
-// scores[i][j] = Σ_d queries[i][d] · keys[d][j]; the keys are panels of [size][TILE].
-inline void dots(const float* queries, const float* const* keys, int panels, int64_t size, float* scores, int64_t row) {
-    by_vectors(panels * PARTS, [&](int64_t first, auto count) {
-        constexpr int V = decltype(count)::value;
-        const float* vectors[V];
-        for (int v = 0; v < V; ++v) vectors[v] = keys[(first + v) / PARTS] + (first + v) % PARTS * W;
-        for (int i = 0; i < TILE; i += ROWS) {
-            Sums sums = {};
-            const float* from = queries + i * size;
-            multiply<V>(
-                size, [=](int r, int64_t d) { return from + r * size + d; },
-                [&](int v, int64_t d) { return vectors[v] + d * TILE; }, sums);
-            for (int r = 0; r < ROWS; ++r)
-                for (int v = 0; v < V; ++v) store(scores + (i + r) * row + (first + v) * W, sums[r][v]);
-        }
-    });
-}
-
-// out[i][d] = out[i][d] · factors[i] + Σ_t a[i · ROW + t · STEP] · b[t][d]; b is panels of [TILE][size], one after the
-// other in t.
-template <int ROW, int STEP>
-inline void accumulate(const float* a, const float* const* b, int panels, int64_t size, const float* factors,
-                       float* out) {
-    by_vectors(size / W, [&](int64_t first, auto count) {
-        constexpr int V = decltype(count)::value;
-        for (int i = 0; i < TILE; i += ROWS) {
-            float* into = out + i * size + first * W;
-            Sums sums;
-            for (int r = 0; r < ROWS; ++r)
-                for (int v = 0; v < V; ++v)
-                    sums[r][v] = load<Floats>(into + r * size + v * W) * all(factors[i + r]);
-            for (int panel = 0; panel < panels; ++panel) {
-                const float *numbers = a + i * ROW + panel * TILE * STEP, *vectors = b[panel] + first * W;
-                multiply<V>(
-                    TILE, [=](int r, int64_t t) { return numbers + r * ROW + t * STEP; },
-                    [=](int v, int64_t t) { return vectors + t * size + v * W; }, sums);
-            }
-            for (int r = 0; r < ROWS; ++r)
-                for (int v = 0; v < V; ++v) store(into + r * size + v * W, sums[r][v]);
-        }
-    });
 }
 
 #if defined(__clang__)
@@ -132,19 +71,6 @@ template <typename Element>
 inline void prefetch_next(const Element* rows, int64_t size) {
     const char* next = reinterpret_cast<const char*>(rows + TILE * size);
     for (int64_t i = 0; i < TILE * size * int64_t(sizeof(Element)); i += 64) __builtin_prefetch(next + i);
-}
-
-// [size][TILE] from TILE rows.
-template <typename Type>
-inline void transpose_panel(const typename Type::Element* rows, int64_t size, float* into) {
-    for (int64_t d = 0; d < size; d += W) {
-        for (int part = 0; part < TILE; part += W) {
-            Floats x[W];
-            for (int i = 0; i < W; ++i) x[i] = Type::load(rows + (part + i) * size + d);
-            transpose(x);
-            for (int i = 0; i < W; ++i) store(into + (d + i) * TILE + part, x[i]);
-        }
-    }
 }
 
 // result[i] = the lanes of rows[i] put together by `both`.
