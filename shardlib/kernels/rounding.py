@@ -30,8 +30,10 @@ def kept_in_bf16(parameters: Iterable[torch.Tensor]) -> contextlib.AbstractConte
 @contextlib.contextmanager
 def _rounding(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     pack, unpack = saving_hooks() or (_same, _same)
-    # A view: what only stands for a parameter gives the tensor itself then.
-    exempt = {parameter.view_as(parameter).untyped_storage()._cdata for parameter in parameters}
+    # Views: what only stands for a parameter gives the tensor itself then. Held, as memory that is given back and taken
+    # again would make other tensors exempt.
+    views = [parameter.view_as(parameter) for parameter in parameters]
+    exempt = {view.untyped_storage()._cdata for view in views}
     seen: dict[Any, tuple[torch.Tensor, Any]] = {}  # with the tensor, whose memory must not be used again meanwhile
 
     def save(tensor: torch.Tensor) -> Any:
@@ -51,6 +53,7 @@ def _rounding(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
     with saved_tensors_hooks(save, restore):
         yield
+    del views
 
 
 def stochastically_rounded(x: torch.Tensor) -> torch.Tensor:
