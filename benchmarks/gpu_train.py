@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -40,8 +42,8 @@ def measurements(timing: Timing, mesh: Mesh) -> Rows:
         backend = "eager" if timing.tiny else "inductor"
         steps = {name: keeping(name, make(config, batch, device, mesh, backend)) for name, make in PROVIDERS.items()}
         medians = timing.medians("training", steps)
-    tokens = config.batch * config.sequence
-    work = tokens * (6 * _count(config) + 6 * config.layers * config.width * config.sequence)
+    tokens, numbers = config.batch * config.sequence, sum(p.numel() for p in _start(config).parameters())
+    work = tokens * (6 * numbers + 6 * config.layers * config.width * config.sequence)
     ceiling, base = timing.product_rate(), medians[next(iter(PROVIDERS))]
     return [
         {
@@ -58,8 +60,7 @@ def measurements(timing: Timing, mesh: Mesh) -> Rows:
 
 def _plain(config: Config, batch: Any, device: torch.device, mesh: Mesh, backend: str) -> Step:
     """fp32 parameters under autocast, the model compiled, torch's fused AdamW."""
-    with torch.device(device):
-        model = GPT(config)
+    model = copy.deepcopy(_start(config)).to(device)
     forward = torch.compile(model, backend=backend)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **_ADAMW)  # type: ignore[arg-type]
 
@@ -76,8 +77,7 @@ def _plain(config: Config, batch: Any, device: torch.device, mesh: Mesh, backend
 
 def _fully_sharded(config: Config, batch: Any, device: torch.device, mesh: Mesh, backend: str) -> Step:
     """bf16 parameters gathered from fp32 ones, gradients reduced in fp32, every block compiled."""
-    with torch.device(device):
-        model = GPT(config)
+    model = copy.deepcopy(_start(config)).to(device)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     one = init_device_mesh(device.type, (1,))
     for unit in (model.embed, *model.blocks, model.head):
@@ -98,8 +98,7 @@ def _fully_sharded(config: Config, batch: Any, device: torch.device, mesh: Mesh,
 
 def _shardlib(config: Config, batch: Any, device: torch.device, mesh: Mesh, backend: str | None) -> Step:
     """``precision("bf16")`` with fp32 masters, adamw; the loss compiled, unless there is no backend."""
-    with torch.device(device):
-        params = params_of(GPT(config))
+    params = params_of(copy.deepcopy(_start(config)).to(device))
     loss_fn = make_loss(config)
     if backend is not None:
         loss_fn = torch.compile(loss_fn, backend=backend)
@@ -132,6 +131,7 @@ def _alone(device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _count(config: Config) -> int:
-    with torch.device("meta"):
-        return sum(p.numel() for p in GPT(config).parameters())
+@functools.cache
+def _start(config: Config) -> GPT:
+    """What all train from, on the CPU: a generator of one device fills no memory of another."""
+    return GPT(config)

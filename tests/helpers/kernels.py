@@ -163,36 +163,6 @@ def cubin_report(source: Path, folder: Path) -> str:
     return done.stdout + done.stderr
 
 
-def triton_usage(
-    kernel,
-    signature: dict[str, str],
-    constants: dict[str, object],
-    folder: Path,
-    warps: int = 4,
-    exact: bool = True,
-    stages: int = 3,
-) -> str:
-    """Registers, stack and local memory of a Triton kernel compiled for sm_90, as cuobjdump lists them.
-
-    Fails where shared memory does not suffice. ``exact``: the kernel must round every product before adding it.
-    """
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    types = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
-    # As the launcher finds them: torch's memory is aligned.
-    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types.values()) if kind[0] == "*"}
-    options = {"enable_fp_fusion": not exact, "num_warps": warps, "num_stages": stages}
-    source = ASTSource(kernel, types, constants, aligned)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    assert made.metadata.shared <= 227 * 1024
-    assert not exact or "fma.rn.f32" not in made.asm["ptx"]
-    (folder / "kernel.cubin").write_bytes(made.asm["cubin"])
-    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(folder / "kernel.cubin")]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     if sys.argv[1] == "onebit":
