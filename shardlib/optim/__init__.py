@@ -1,6 +1,7 @@
 """Gradient transformations in optax's shape, schedules and loss scaling."""
 
 from shardlib.optim.adam import adam, adamw
+from shardlib.optim.adam8bit import adamw8bit
 from shardlib.optim.base import GradientTransformation, Locality
 from shardlib.optim.clip import clip_by_global_norm
 from shardlib.optim.combine import chain
@@ -49,6 +50,7 @@ __all__ = [
     "ZeroOneSteps",
     "adam",
     "adamw",
+    "adamw8bit",
     "apply_updates",
     "chain",
     "clip_by_global_norm",
