@@ -19,12 +19,32 @@ inline Ints get_codes(const uint8_t* from, int64_t n) {
 
 inline void put_codes(uint8_t* to, Ints codes, int64_t n) {
     Bytes narrow = __builtin_convertvector(codes, Bytes);
+    if (n == W) return store(to, narrow);
     memcpy(to, &narrow, size_t(n));
 }
 
 inline Floats magnitude(Floats values) { return bitcast<Floats>(bitcast<Ints>(values) & 0x7fffffff); }
-inline Floats lower(Floats a, Floats b) { return a < b ? a : b; }
-inline Floats higher(Floats a, Floats b) { return a > b ? a : b; }
+
+// One instruction each; compilers take two.
+inline Floats lower(Floats a, Floats b) {
+#if defined(__AVX512F__)
+    return _mm512_min_ps(a, b);
+#elif defined(__AVX2__)
+    return _mm256_min_ps(a, b);
+#else
+    return a < b ? a : b;
+#endif
+}
+
+inline Floats higher(Floats a, Floats b) {
+#if defined(__AVX512F__)
+    return _mm512_max_ps(a, b);
+#elif defined(__AVX2__)
+    return _mm256_max_ps(a, b);
+#else
+    return a > b ? a : b;
+#endif
+}
 
 // Codes with that many bits of magnitude; `lines` as DynamicMap.lines.
 template <int BITS>
@@ -55,7 +75,9 @@ struct DynamicMap {
         for (int k = 0; k < W; ++k) scale = largest[k] > scale ? largest[k] : scale;
         if (!(scale >= NORMAL)) scale = 0;
         float reciprocal = scale > 0 ? 1 / scale : 0;
-        vectors(n, [&](int64_t i, int64_t k) { put_codes(to + i, encode(load<Floats>(values + i), reciprocal), k); });
+        vectors(n, [&](int64_t i, int64_t k) __attribute__((always_inline)) {
+            put_codes(to + i, encode(load<Floats>(values + i), reciprocal), k);
+        });
         return scale;
     }
 };
@@ -87,7 +109,7 @@ struct AdamW8 {
         int64_t start = number * BLOCK, n = smaller(BLOCK, count - start);
         float ms[BLOCK + W], vs[BLOCK + W];
         Floats most_m = {}, most_v = {};
-        vectors(n, [&](int64_t i, int64_t k) {
+        vectors(n, [&](int64_t i, int64_t k) __attribute__((always_inline)) {
             int64_t at = start + i;
             Floats g = get<Grad>(grad + at, k) * scale;
             Floats m = with_sign.decode(get_codes(mu + at, k), mu_scales[number]) * b1 + g * rest1;
