@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.gpu_kernels import Timed, bandwidths, implementations
 from benchmarks.gpu_timing import Rows, Timing
-from shardlib.kernels import adamw, frozen_adam, global_norm, lion
+from shardlib.kernels import adamw, adamw8, frozen_adam, global_norm, lion
 from shardlib.kernels.build import BuildError
 
 _ODD = 1_000_003  # elements in the checks
@@ -28,12 +28,13 @@ class _Buffers:
             torch.randn(elements, generator=generator, device=device) for _ in range(5)
         )
         self.nu.abs_()
+        self.coded = [*adamw8.SIGNED.encode(self.mu), *adamw8.UNSIGNED.encode(self.nu)]
         self.narrow = self.grad.bfloat16()
         self.copy = torch.zeros_like(self.narrow)
         self.scale = torch.tensor(0.5, dtype=torch.float64, device=device)
 
     def all(self) -> tuple[torch.Tensor, ...]:
-        return self.param, self.mu, self.grad, self.nu, self.moved, self.copy
+        return self.param, self.mu, self.grad, self.nu, self.moved, self.copy, *self.coded
 
     def operations(self) -> dict[str, tuple[float, Callable[[str], Any]]]:
         """Name -> bytes per element, and the operation by an implementation."""
@@ -46,6 +47,12 @@ class _Buffers:
                 ),
             ),
             "AdamW, fp32": (28, lambda u: adamw.adamw_(b.param, b.grad, b.mu, b.nu, lr=_RATE, using=u, **_ADAM)),
+            "AdamW with moments in 8 bits, bf16 in, bf16 out": (
+                16.0625,
+                lambda u: adamw8.adamw8_(
+                    b.param, b.narrow, *b.coded, copy=b.copy, lr=_RATE, scale=b.scale, using=u, **_ADAM
+                ),
+            ),
             "Adam's direction": (
                 28,
                 lambda u: adamw.adam_direction_(b.param, b.grad, b.mu, b.nu, scale=b.scale, using=u, **_ADAM),

@@ -60,6 +60,7 @@ def methods() -> list[Method]:
         Method(onebit_adam, adam, _onebit_adam),
         Method("1-bit LAMB", lamb, _onebit_lamb),
         Method(zero_one, adam, _zero_one_adam),
+        Method("moments in 8 bits", adam, lambda t: sl.optim.adamw8bit(t.rate(t.adam), _B1, _B2, _EPS)),
         *(Method(f"onebit(), stage {stage}", adam, _adam, sl.chain(sl.zero(stage), sl.onebit())) for stage in range(4)),
         Method("onebit(), stage 2, a scale per 32", adam, _adam, sl.chain(sl.zero(2), sl.onebit(scales=32))),
         *(Method(f"PowerSGD, rank {rank}", adam, _adam, sl.chain(sl.zero(0), sl.powersgd(rank))) for rank in (4, 16)),

@@ -13,6 +13,7 @@ import torch
 from shardlib.checkpoint.errors import error_pieces, restore_errors
 from shardlib.checkpoint.overlap import fill, missing
 from shardlib.checkpoint.own import own_pieces, restore_own
+from shardlib.checkpoint.packed import pack, unpacked
 from shardlib.checkpoint.pieces import Piece, Window, needed_pieces, owned_pieces
 from shardlib.collectives import primitives
 from shardlib.errors import TreeError, listing
@@ -34,7 +35,8 @@ def save(folder: str | Path, state: TrainState, keep: int = 2, extra: dict[str, 
     partial = final.with_suffix(".partial")
     partial.mkdir(parents=True, exist_ok=True)
     pieces: dict[str, tuple[Any, ...]] = {}
-    for piece in (*owned_pieces(state), *own_pieces(state), *error_pieces(state)):
+    whole = unpacked(state)
+    for piece in (*owned_pieces(whole), *own_pieces(whole), *error_pieces(whole)):
         if piece.data.numel():
             window = tuple(piece.window) if piece.window else None
             pieces[piece.name] = (piece.start, piece.data.detach().to("cpu", copy=True), window)
@@ -76,7 +78,8 @@ def restore(checkpoint: str | Path, state: TrainState) -> TrainState:
     for file in sorted(path.glob("rank-*.pt")):
         for name, (start, data, window) in torch.load(file, map_location="cpu", mmap=True, weights_only=True).items():
             saved.setdefault(name, []).append(Piece(name, start, data, Window(*window) if window else None))
-    needed = list(needed_pieces(state))
+    whole = unpacked(state)
+    needed = list(needed_pieces(whole))
     failures = failures or [problem for piece in needed if (problem := missing(piece, saved.get(piece.name, [])))]
     if failures:
         raise TreeError(
@@ -86,8 +89,9 @@ def restore(checkpoint: str | Path, state: TrainState) -> TrainState:
     with torch.no_grad():
         for piece in needed:
             fill(piece, saved.get(piece.name, []))
-        restore_own(state, saved)
-        restore_errors(state, saved)
+        restore_own(whole, saved)
+        restore_errors(whole, saved)
+        pack(state, whole)
     was = LossScale(**facts["scale"]) if facts["scale"] else None
     scale = state.scale and (was or state.scale)  # whether there is one the plan says
     factor = (scale.value if scale else 1.0) / (was.value if was else 1.0)

@@ -3,6 +3,7 @@
 from shardlib.optim.adafactor import adafactor
 from shardlib.optim.adagrad import adagrad
 from shardlib.optim.adam import adam, adamw
+from shardlib.optim.adam8bit import adamw8bit
 from shardlib.optim.averages import ema, swa
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.clip import clip_by_block_norm, clip_by_global_norm, clip_by_value
@@ -67,6 +68,7 @@ __all__ = [
     "adamw",
     "add_decayed_weights",
     "add_noise",
+    "adamw8bit",
     "apply_updates",
     "chain",
     "clip_by_block_norm",

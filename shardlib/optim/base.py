@@ -6,6 +6,7 @@ pytrees. A train step runs them on flat shards: a dictionary from bucket name to
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -30,6 +31,18 @@ class Apart(Protocol):
     def own_trees(self) -> tuple[str, ...]:
         """The fields that are this rank's own now, along the axis that the optimizer owns; none while ranks are together."""
         ...
+
+
+class Packed(abc.ABC):
+    """A node of an optimizer's state that holds one tensor in fewer bits; checkpoints hold the tensor."""
+
+    @abc.abstractmethod
+    def unpacked(self) -> torch.Tensor:
+        """The tensor, in the shape of what it is kept for."""
+
+    @abc.abstractmethod
+    def pack(self, values: torch.Tensor) -> None:
+        """Hold this tensor from now on, in place. What `unpacked` gave is held again as it was."""
 
 
 @dataclass(frozen=True)

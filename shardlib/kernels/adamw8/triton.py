@@ -1,0 +1,96 @@
+"""AdamW with moments in 8 bits, by a Triton kernel."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from shardlib.kernels import tiles
+from shardlib.kernels.adamw.step import Step
+from shardlib.kernels.adamw8.codes import BLOCK, SIGNED, UNSIGNED
+
+BLOCKS = 4  # to a program
+_ROUND = tl.constexpr(12582912.0)  # 1.5 · 2^23: adding it rounds to an integer
+_NORMAL = tl.constexpr(2.0**-126)
+
+
+def load(device: torch.device) -> str:
+    return tiles.triton_name(device)
+
+
+def adamw8_(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    mu: torch.Tensor,
+    mu_scales: torch.Tensor,
+    nu: torch.Tensor,
+    nu_scales: torch.Tensor,
+    copy: torch.Tensor | None,
+    step: Step,
+    scale: torch.Tensor | None,
+) -> None:
+    count = param.numel()
+    lines = (SIGNED.lines(param.device), UNSIGNED.lines(param.device))
+    grid = (triton.cdiv(count, BLOCKS * BLOCK),)
+    buffers = (param, grad, mu, mu_scales, nu, nu_scales, copy, *lines, scale)
+    _adamw8[grid](*buffers, count, *step, BLOCKS=BLOCKS, BLOCK=BLOCK, **tiles.EXACT)
+
+
+@triton.jit
+def _decode(codes, scales, lines, BITS: tl.constexpr):
+    c = (codes & ((1 << BITS) - 1)).to(tl.float32)
+    found = c * tl.load(lines + 2) + tl.load(lines + 3)
+    for e in tl.static_range(1, BITS):
+        found = tl.maximum(found, c * tl.load(lines + 4 * e + 2) + tl.load(lines + 4 * e + 3))
+    if BITS == 7:
+        found = (found.to(tl.int32, bitcast=True) | ((codes & 128) << 24)).to(tl.float32, bitcast=True)
+    return found * scales[:, None]
+
+
+@triton.jit
+def _encode(values, lines, BITS: tl.constexpr):
+    """Codes, and scales of the rows."""
+    magnitudes = tl.abs(values)
+    most = tl.max(magnitudes, axis=1)
+    scales = tl.where(most >= _NORMAL, most, 0.0)
+    ones = tl.zeros_like(scales) + 1.0
+    reciprocals = tl.where(scales > 0, tl.div_rn(ones, tl.where(scales > 0, scales, 1.0)), 0.0)
+    parts = magnitudes * reciprocals[:, None]
+    height = parts * tl.load(lines) + tl.load(lines + 1)
+    for e in tl.static_range(1, BITS):
+        height = tl.minimum(height, parts * tl.load(lines + 4 * e) + tl.load(lines + 4 * e + 1))
+    codes = ((height + _ROUND) - _ROUND).to(tl.int32)
+    if BITS == 8:
+        codes = tl.where((parts > 0) & (codes == 0), 1, codes)
+    else:
+        codes |= (values.to(tl.int32, bitcast=True) >> 24) & 128
+    return codes, scales
+
+
+@triton.jit
+def _adamw8(
+    param, grad, mu, mu_scales, nu, nu_scales, copy, signed_lines, unsigned_lines, scale, count,
+    b1, rest1, b2, rest2, decay, size, root, eps, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    valid, here = at < count, block * BLOCK < count
+    g = tl.load(grad + at, mask=valid, other=0.0).to(tl.float32)
+    if scale is not None:
+        g *= tl.load(scale).to(tl.float32)
+    old = tl.load(mu + at, mask=valid, other=0).to(tl.int32)
+    m = _decode(old, tl.load(mu_scales + block, mask=here, other=0.0), signed_lines, 7) * b1 + g * rest1
+    old = tl.load(nu + at, mask=valid, other=0).to(tl.int32)
+    v = _decode(old, tl.load(nu_scales + block, mask=here, other=0.0), unsigned_lines, 8) * b2 + g * g * rest2
+    before = tl.load(param + at, mask=valid, other=0.0).to(tl.float32)
+    p = before * decay - tl.div_rn(m * size, tl.sqrt_rn(v) * root + eps)
+    tl.store(param + at, p, mask=valid)
+    if copy is not None:
+        tl.store(copy + at, p, mask=valid)
+    codes, scales = _encode(m, signed_lines, 7)
+    tl.store(mu + at, codes.to(tl.uint8), mask=valid)
+    tl.store(mu_scales + block, scales, mask=here)
+    codes, scales = _encode(v, unsigned_lines, 8)
+    tl.store(nu + at, codes.to(tl.uint8), mask=valid)
+    tl.store(nu_scales + block, scales, mask=here)

@@ -1,0 +1,48 @@
+"""Moments of an optimizer in 8 bits: what its state holds of a tensor that is large enough."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardlib.kernels.adamw8 import BLOCK, DynamicMap
+from shardlib.optim.base import Packed
+from shardlib.tree import register_node
+
+_SMALL = 4096  # elements; below, moments stay in fp32, as in the paper (arXiv 2110.02861, section 2)
+
+
+@dataclass(frozen=True)
+class Coded(Packed):
+    """A moment's codes, in the shape of its parameter, and a scale for each block. A pytree."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    coding: DynamicMap
+
+    def unpacked(self) -> torch.Tensor:
+        return self.coding.decode(self.codes, self.scales)
+
+    def pack(self, values: torch.Tensor) -> None:
+        codes, scales = self.coding.encode(values)
+        self.codes.copy_(codes)
+        self.scales.copy_(scales)
+
+
+def zero_moment(param: torch.Tensor, coding: DynamicMap) -> Coded | torch.Tensor:
+    """What a moment of ``param`` starts as."""
+    if param.numel() < _SMALL:
+        return torch.zeros_like(param)
+    codes = torch.zeros(param.shape, dtype=torch.uint8, device=param.device)
+    blocks = (param.numel() + BLOCK - 1) // BLOCK
+    return Coded(codes, torch.zeros(blocks, dtype=torch.float32, device=param.device), coding)
+
+
+def _build(coding: DynamicMap, children: Any) -> Coded:
+    codes, scales = children
+    return Coded(codes, scales, coding)
+
+
+register_node(Coded, lambda node: ((node.codes, node.scales), node.coding), _build)
