@@ -13,6 +13,7 @@ from helpers.compiling import Case
 from shardlib.kernels.adamw import triton as adamw
 from shardlib.kernels.adamw8 import BLOCK
 from shardlib.kernels.adamw8 import triton as adamw8
+from shardlib.kernels.counter import triton as counter
 from shardlib.kernels.frozen_adam import triton as frozen_adam
 from shardlib.kernels.global_norm import triton as global_norm
 from shardlib.kernels.lion import triton as lion
@@ -87,6 +88,11 @@ def _optimizers() -> dict[str, Case]:
     return made
 
 
+def _counter() -> dict[str, Case]:
+    types = {"index": "*i64", "out": "*i64", "count": "i64", "seed_low": "i64", "seed_high": "i64"}
+    return {"random bits": Case(counter._random_bits, types, {"TILE": counter.TILE})}
+
+
 _TYPES = {
     torch.float32: ("fp32", tl.float32),
     torch.float16: ("fp16", tl.float16),
@@ -140,7 +146,7 @@ def _choices(
 
 
 _BOTH = (False, True)
-CASES = _onebit() | _quantize() | _optimizers() | compiled_dense.cases()
+CASES = _onebit() | _quantize() | _optimizers() | _counter() | compiled_dense.cases()
 for _name in ("forward", "query", "key"):
     for _rich in _BOTH:
         CASES |= _choices(_name, 64, torch.bfloat16, _rich) | _choices(_name, 128, torch.bfloat16, _rich, lone=False)

@@ -1,18 +1,8 @@
-// Dropout from a counter on the CPU; see op.py and counter.py. Compiled once per instruction set (ISA names it).
+// Dropout from a counter on the CPU; see op.py and counter.h. Compiled once per instruction set (ISA names it).
+#include "../counter.h"
 #include "../rows.h"
 
 namespace {
-
-typedef uint32_t Words __attribute__((vector_size(4 * W)));
-
-template <typename Integers>
-inline Integers mix(Integers x) {
-    x ^= x >> 16;
-    x *= 0x7feb352du;
-    x ^= x >> 15;
-    x *= 0x846ca68bu;
-    return x ^ (x >> 16);
-}
 
 struct Draw {
     float scale;

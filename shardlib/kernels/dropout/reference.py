@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardlib.kernels import rows
-from shardlib.kernels.counter import random_bits
+from shardlib.kernels.counter.reference import random_bits
 
 if TYPE_CHECKING:
     from shardlib.kernels.dropout.op import Draw

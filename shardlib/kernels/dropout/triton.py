@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from shardlib.kernels import rows, tiles
+from shardlib.kernels.counter.triton import bits_of
 
 if TYPE_CHECKING:
     from shardlib.kernels.dropout.op import Draw
@@ -54,15 +55,6 @@ def _drawn(draw: Draw) -> tuple[Any, ...]:
 
 
 @triton.jit
-def _mix(x):
-    x = x ^ (x >> 16)
-    x = x * 0x7FEB352D
-    x = x ^ (x >> 15)
-    x = x * 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@triton.jit
 def _factor(
     row, column, rows, columns, scale, threshold, seed_low, seed_high, start, starts, STARTS: tl.constexpr
 ):  # fmt: skip
@@ -71,10 +63,7 @@ def _factor(
         index = tl.load(starts + row, mask=row < rows, other=0) + column
     else:
         index = start + row * columns + column
-    low = (index & 0xFFFFFFFF).to(tl.uint32) ^ seed_low.to(tl.uint32)
-    high = ((index >> 32) & 0xFFFFFFFF).to(tl.uint32) ^ seed_high.to(tl.uint32)
-    bits = _mix(_mix(low) ^ _mix(high)) >> 8
-    return tl.where(bits.to(tl.int32) >= threshold, scale, 0.0)
+    return tl.where(bits_of(index, seed_low, seed_high).to(tl.int32) >= threshold, scale, 0.0)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from shardlib.kernels.counter import random_bits
+from shardlib.kernels.counter.reference import random_bits
 from shardlib.kernels.sparse_attention.options import Blocks, Options
 
 _ELEMENTS = 1 << 22  # scores of a head of a sample that are held at a time

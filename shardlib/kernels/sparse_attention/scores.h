@@ -1,13 +1,12 @@
 // What a query sees: the keys of its blocks, and their scores with masks, bias and dropout.
 #pragma once
 
+#include "../counter.h"
 #include "products.h"
 
 namespace {
 
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
-
-typedef uint32_t Words __attribute__((vector_size(4 * W)));
 
 // Sequences are padded to whole panels: `length` positions count, `padded` are there. Scores are in units of ln 2.
 struct Problem {
@@ -62,12 +61,6 @@ inline Ints lanes() {
     Ints numbers = {};
     for (int lane = 0; lane < W; ++lane) numbers[lane] = lane;
     return numbers;
-}
-
-inline Words mix(Words x) {
-    x = (x ^ (x >> 16)) * 0x7feb352du;
-    x = (x ^ (x >> 15)) * 0x846ca68bu;
-    return x ^ (x >> 16);
 }
 
 // What dropout multiplies the weights of a query and W keys by: the generator of rng.py, by the number of the weight.

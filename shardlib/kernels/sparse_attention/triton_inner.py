@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from shardlib.kernels.counter.triton import mix
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -123,14 +125,5 @@ def kept(first, j, seed_low, seed_high, least):
     start = first.to(tl.uint32)
     low = start + j.to(tl.uint32)
     # The upper half is the same along a row but for one carry: two mixes a row, not one an element.
-    upper = tl.where(low < start, _mix((high + 1) ^ seed_high), _mix(high ^ seed_high))
-    return (_mix(_mix(low ^ seed_low) ^ upper) >> 8) >= least.to(tl.uint32)
-
-
-@triton.jit
-def _mix(x):
-    x ^= x >> 16
-    x *= 0x7FEB352D
-    x ^= x >> 15
-    x *= 0x846CA68B
-    return x ^ (x >> 16)
+    upper = tl.where(low < start, mix((high + 1) ^ seed_high), mix(high ^ seed_high))
+    return (mix(mix(low ^ seed_low) ^ upper) >> 8) >= least.to(tl.uint32)

@@ -1,0 +1,5 @@
+"""Random bits from a counter."""
+
+from shardlib.kernels.counter.op import random_bits
+
+__all__ = ["random_bits"]

@@ -1,0 +1,55 @@
+"""Random bits from a counter: every implementation against Python's integers."""
+
+import pytest
+import torch
+from helpers import counter, kernels
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardlib.kernels.counter import random_bits
+
+INDEX = st.one_of(st.integers(-(2**63), 2**63 - 1), st.sampled_from(counter.EDGES))
+
+
+@pytest.mark.parametrize("by", ["reference", *kernels.INSTRUCTION_SETS])
+@given(seed=st.one_of(st.integers(0, 2**64 - 1), st.sampled_from(counter.SEEDS)), numbers=st.lists(INDEX, max_size=70))
+def test_bits(by, seed, numbers):
+    if by == "reference":
+        counter.check(by, seed, numbers)
+        return
+    with kernels.served_by(by) as using:
+        counter.check(using, seed, numbers)
+
+
+def test_triton():
+    kernels.interpret("counter", counter.__file__)
+
+
+def test_what_was_drawn_once_is_drawn_again():
+    """Checkpoints keep seeds."""
+    drawn = random_bits(2**40 + 7, torch.tensor([0, 1, 2**32, 2**60])).tolist()
+    assert drawn == [10523125, 5615438, 6031202, 7631880]
+
+
+def test_shapes_strides_and_threads():
+    index = torch.arange(300_000).reshape(300, 1000).mT
+    wanted = random_bits(3, index, using="reference")
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        try:
+            assert torch.equal(random_bits(3, index), wanted)
+        finally:
+            torch.set_num_threads(1)
+    assert random_bits(3, torch.zeros((), dtype=torch.int64)).shape == ()
+
+
+def test_under_transforms_and_a_compiler():
+    index = torch.arange(12).reshape(3, 4)
+    assert torch.equal(torch.func.vmap(lambda row: random_bits(5, row))(index), random_bits(5, index))
+    compiled = torch.compile(lambda i: random_bits(5, i) + 1, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(index), random_bits(5, index) + 1)
+
+
+def test_other_numbers_are_refused():
+    with pytest.raises(TypeError, match="pass int64"):
+        random_bits(1, torch.arange(3, dtype=torch.int32))
