@@ -19,6 +19,7 @@ from shardlib.errors import TreeError, listing
 from shardlib.layout import Bucket
 from shardlib.loss_scale import LossScale
 from shardlib.parts import SequencePlan
+from shardlib.plan_payload import payload
 from shardlib.plan_text import describe
 from shardlib.schedules import Pipeline
 from shardlib.specs import Leaf
@@ -233,6 +234,11 @@ class Plan:
         return tuple(Channel(bucket, axis, self.sizes[axis], codec, None, mean=True) for bucket in self.trained)
 
     @cached_property
+    def channel_payload(self) -> dict[tuple[str, str], int]:
+        """Bytes a rank sends through each channel of gradients, by bucket and axis."""
+        return {(channel.bucket.name, channel.axis): channel.payload for channel in self.channels if not channel.mean}
+
+    @cached_property
     def errors(self) -> tuple[Leaf, ...]:
         """What compressed communication remembers: the leaves of ``TrainState.comm``."""
         return tuple(leaf for channel in self.channels for leaf in channel.leaves(self.sizes))
@@ -379,26 +385,7 @@ class Plan:
         sums of rows) where it was made with one.
         Under a pipeline, by axis what the rank that sends most sends; what passes between stages only when traced.
         """
-        if len(self.views) > 1:
-            views = [view.payload(owned=owned) for view in self.views]
-            return {axis: max(view[axis] for view in views) for axis in views[0]}
-        total = dict.fromkeys(self.sizes, 0)
-        for part in self.parts:
-            part._add_microbatches(total, owned)
-        if owned and self.owned is not None:
-            total[self.owned.axis] += sum(channel.payload for channel in self.owned_channels)
-        for bucket in self.trained:
-            for level in range(bucket.param_level, bucket.levels):
-                total[bucket.axes[level]] += share(bucket.size(level) * bucket.dtype.itemsize, bucket.sizes[level])
-        for axis, sent in self.optimizer_payload[0].items() if self.optimizer_payload else ():
-            total[axis] += sent
-        if self.pipeline is not None:
-            self._add_messages(total, self.pipeline)
-        for dtype, numel in self.buffers:
-            if dtype.is_floating_point:  # averaged over the ranks
-                for axis in self.batch_axes:
-                    total[axis] += 2 * share(numel * dtype.itemsize, self.sizes[axis])
-        return {axis: count for axis, count in total.items() if self.sizes[axis] > 1}
+        return payload(self, owned)
 
     @cached_property
     def parts(self) -> tuple[Plan, ...]:
@@ -413,72 +400,10 @@ class Plan:
         assert self.pipeline is not None
         return self.pipeline.schedule.stages_of(self.home or 0)
 
-    def gather_bytes(self, bucket: Bucket, level: int) -> int:
-        """What one rank sends where a bucket's parameters are gathered for use, from level ``level`` + 1."""
-        axis, size = bucket.axes[level], bucket.sizes[level]
-        if axis in self.packings and bucket.dtype.is_floating_point:
-            return (size - 1) * self.packings[axis].size(bucket.size(level + 1))
-        return share(bucket.size(level) * bucket.dtype.itemsize, size)
-
-    def scatter_bytes(self, bucket: Bucket, level: int) -> int:
-        """What one rank sends where a bucket's gradients are reduced to level ``level`` + 1."""
-        found = self._channel_bytes.get((bucket.name, bucket.axes[level]))
-        return share(bucket.size(level) * bucket.reduce_dtype.itemsize, bucket.sizes[level]) if found is None else found
-
-    def sum_bytes(self, bucket: Bucket, axis: str) -> int:
-        """What one rank sends where a bucket's gradients are summed over an axis of its replicas."""
-        found = self._channel_bytes.get((bucket.name, axis))
-        whole = 2 * bucket.size(bucket.levels) * bucket.reduce_dtype.itemsize
-        return share(whole, self.sizes[axis]) if found is None else found
-
-    @cached_property
-    def _channel_bytes(self) -> dict[tuple[str, str], int]:
-        return {(channel.bucket.name, channel.axis): channel.payload for channel in self.channels if not channel.mean}
-
-    def _add_microbatches(self, total: dict[str, int], owned: bool) -> None:
-        """What all micro-batches gather, and their gradients."""
-        for axis, sent in (self.activations or {}).items():
-            total[axis] += self.microbatches * sent
-        reductions = self.microbatches if self.sync == "each" else 1
-        seen: set[str] = set()
-        for unit in self.gathers():
-            for bucket in self.buckets:
-                if bucket.unit == unit:
-                    stop = self.second_level if unit in seen and self.second_level is not None else bucket.param_level
-                    for level in range(stop):
-                        total[bucket.axes[level]] += self.microbatches * self.gather_bytes(bucket, level)
-            seen.add(unit)
-        for bucket in self.trained:
-            for level, axis in enumerate(bucket.axes):
-                times = reductions if level < bucket.grad_level else 1
-                total[axis] += times * self.scatter_bytes(bucket, level)
-            for axis in bucket.replicas:
-                if not (owned and self.owned and self.owned.axis == axis):
-                    total[axis] += self.sum_bytes(bucket, axis)
-
-    def _add_messages(self, total: dict[str, int], pipeline: Pipeline) -> None:
-        """Gradients of tied leaves to their other homes; and, where traced, carries and their gradients."""
-        for bucket in self.trained:
-            own = bucket.size(bucket.levels) * bucket.reduce_dtype.itemsize
-            total[pipeline.axis] += (len(bucket.homes) - 1) * own
-        if self.traces is None:
-            return
-        rank_of = pipeline.schedule.rank_of
-        for stage in self.local_stages:
-            if stage + 1 < len(rank_of) and rank_of[stage + 1] != rank_of[stage]:
-                total[pipeline.axis] += self.microbatches * self.traces[stage].forward
-            if stage > 0 and rank_of[stage - 1] != rank_of[stage]:
-                total[pipeline.axis] += self.microbatches * self.traces[stage - 1].backward
-
     def __str__(self) -> str:
         return describe(self)
 
     __repr__ = __str__
-
-
-def share(whole: int, ways: int) -> int:
-    """What one rank sends of ``whole`` bytes that are gathered, or reduced and scattered, over ``ways`` ranks."""
-    return whole * (ways - 1) // ways
 
 
 def check_same_tree(plan: Plan, paths: Sequence[str], shapes: Sequence[tuple[int, ...]], what: str) -> None:

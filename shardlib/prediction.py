@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from shardlib.errors import MeshError, listing
 from shardlib.layout import Bucket
-from shardlib.plan import Plan, share
+from shardlib.plan import Plan
+from shardlib.plan_payload import gather_bytes, scatter_bytes, share, sum_bytes
 from shardlib.schedules import Action, Kind, one_f_one_b
 from shardlib.schedules.running import run
 
@@ -239,7 +240,7 @@ class _Rank:
         """When a bucket has been gathered for use."""
         kept, ready = plan.second_level, self.now
         for level in reversed(range(bucket.param_level if first or kept is None else kept)):
-            ready = self.send(bucket.axes[level], plan.gather_bytes(bucket, level), ready)
+            ready = self.send(bucket.axes[level], gather_bytes(plan, bucket, level), ready)
         return ready
 
     def restored(self, bucket: Bucket) -> float:
@@ -255,7 +256,7 @@ class _Rank:
             ready = self.now
             early = 0 if plan.sync == "last" and not last else bucket.grad_level
             for level in range(bucket.levels if last else early):
-                ready = self.send(bucket.axes[level], plan.scatter_bytes(bucket, level), ready)
+                ready = self.send(bucket.axes[level], scatter_bytes(plan, bucket, level), ready)
             for axis in bucket.replicas if last else ():
-                ready = self.send(axis, 0 if axis == self.owned else plan.sum_bytes(bucket, axis), ready)
+                ready = self.send(axis, 0 if axis == self.owned else sum_bytes(plan, bucket, axis), ready)
             self.reduced = max(self.reduced, ready)

@@ -21,7 +21,8 @@ from shardlib.optim.own_exchange import OwnExchange
 from shardlib.optim.whole import WholeLeaves
 from shardlib.pieces import pieces
 from shardlib.places import Places
-from shardlib.plan import Plan, share
+from shardlib.plan import Plan
+from shardlib.plan_payload import share
 from shardlib.sharded import Sharded
 from shardlib.tree import Tree, flatten, leaves_of, tree_map, unflatten
 

@@ -24,7 +24,8 @@ import torch
 from shardlib.collectives import primitives
 from shardlib.layout import Bucket
 from shardlib.mesh import Mesh
-from shardlib.plan import Plan, share
+from shardlib.plan import Plan
+from shardlib.plan_payload import share
 from shardlib.specs import shard_of
 
 
