@@ -76,6 +76,34 @@ def test_masters_are_kept(tmp_path):
         assert torch.equal(wanted, got)
 
 
+@pytest.mark.parametrize(
+    "saved, wanted", [("bf16", None), ("bf16", "fp16"), (None, "bf16"), (None, "fp16"), ("fp16", None)]
+)
+def test_in_another_precision_masters_are_the_parameters(tmp_path, saved, wanted):
+    """No digit is lost on the way; what is computed with is the masters rounded."""
+
+    def wide(state):
+        return torch.cat([buffer for _, buffer in sorted((state.opt.masters or state.params.buffers).items())])
+
+    def first(mesh):
+        _save_midway(mesh, tmp_path, 3, saved)
+        state, _ = _start(mesh, 3, saved)
+        return wide(checkpoint.restore(checkpoint.latest(tmp_path), state))
+
+    def second(mesh):
+        state, step = _start(mesh, 3, wanted)
+        state = checkpoint.restore(checkpoint.latest(tmp_path), state)
+        restored = wide(state).clone()
+        for name, master in state.opt.masters.items():
+            rounded = state.params.buffers[name]
+            assert torch.equal(rounded, master.to(rounded.dtype))
+        step(state, _batch(mesh, 3))
+        return restored
+
+    for before, after in zip(sl.simulate(first, mesh={"data": 2}), sl.simulate(second, mesh={"data": 2}), strict=True):
+        assert torch.equal(before.float(), after.float())
+
+
 def test_another_model_is_refused_and_nothing_changes(tmp_path):
     def run(mesh):
         state, _ = _start(mesh, 3)

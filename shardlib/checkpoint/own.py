@@ -12,7 +12,7 @@ import optree
 import torch
 
 from shardlib.checkpoint.overlap import fill
-from shardlib.checkpoint.pieces import Piece, bucket_pieces, needed_pieces
+from shardlib.checkpoint.pieces import MASTERS, PARAMS, Piece, bucket_pieces, needed_pieces
 from shardlib.train import TrainState
 from shardlib.tree import path_name
 
@@ -23,11 +23,7 @@ def own_pieces(state: TrainState) -> Iterator[Piece]:
     trees = _own_trees(state.opt)
     if plan.owned is None or not trees:
         return
-    mine = (
-        "params/",
-        "opt/0/",
-        *(f"opt/{path_name(path)}/" for path in trees),
-    )  # masters are the optimizer's parameters
+    mine = (PARAMS, MASTERS, *(f"opt/{path_name(path)}/" for path in trees))
     axis = plan.owned.axis
     for bucket in plan.buckets:
         others = [mesh.coords[other] for other in plan.copies(bucket) if other != axis]

@@ -8,7 +8,7 @@ mesh is restored on another by copying the ranges that overlap.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import optree
@@ -17,8 +17,10 @@ import torch
 from shardlib.layout import Bucket
 from shardlib.mesh import Mesh
 from shardlib.plan import Plan
-from shardlib.train import TrainState
+from shardlib.train import OptimizerState, TrainState
 from shardlib.tree import path_name
+
+PARAMS, MASTERS = "params/", f"opt/{OptimizerState._fields.index('masters')}/"
 
 
 class Window(NamedTuple):
@@ -64,7 +66,7 @@ def bucket_pieces(state: TrainState, bucket: Bucket) -> Iterator[Piece]:
     plan, mesh = state.params.plan, state.params.mesh
     index = bucket.owner(mesh.coords, bucket.param_level, bucket.levels)
     mine = bucket.owned_part(state.params.buffers[bucket.name], bucket.param_level, index)
-    yield from _cut(plan, mesh, bucket, "params", mine, bucket.levels)
+    yield from _cut(plan, mesh, bucket, PARAMS, mine, bucket.levels)
     for name, part, tensor in _flat_states(state, bucket):
         yield from _cut(plan, mesh, part, name, tensor, part.levels)
 
@@ -73,10 +75,22 @@ def needed_pieces(state: TrainState) -> Iterator[Piece]:
     """Every range this rank holds, as views to be filled."""
     plan, mesh = state.params.plan, state.params.mesh
     for bucket in plan.buckets:
-        yield from _cut(plan, mesh, bucket, "params", state.params.buffers[bucket.name], bucket.param_level)
+        yield from _cut(plan, mesh, bucket, PARAMS, state.params.buffers[bucket.name], bucket.param_level)
         for name, part, tensor in _flat_states(state, bucket):
             yield from _cut(plan, mesh, part, name, tensor, part.levels)
     yield from common_pieces(state)
+
+
+def sources_of(name: str, saved: Mapping[str, list[Piece]]) -> list[Piece]:
+    """The saved pieces that a piece of that name is filled from.
+
+    A parameter and its master stand for each other, the master first: it has more digits.
+    """
+    for prefix in (MASTERS, PARAMS):
+        if name.startswith(prefix):
+            path = name.removeprefix(prefix)
+            return saved.get(MASTERS + path) or saved.get(PARAMS + path) or []
+    return saved.get(name, [])
 
 
 def common_pieces(state: TrainState) -> Iterator[Piece]:
@@ -93,7 +107,7 @@ def _flat_states(state: TrainState, bucket: Bucket) -> Iterator[tuple[str, Bucke
     for path, leaf in _leaves(state.opt):
         name, part = state.params.plan.part_named(path[-1]) or (None, bucket)
         if name == bucket.name and isinstance(leaf, torch.Tensor):
-            yield "opt/" + path_name(path[:-1]), part, leaf
+            yield f"opt/{path_name(path[:-1])}/", part, leaf
 
 
 def _leaves(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
@@ -106,7 +120,7 @@ def _cut(plan: Plan, mesh: Mesh, bucket: Bucket, prefix: str, buffer: torch.Tens
     cuts = windows(plan, mesh, bucket)
     for path, numel, part in zip(bucket.paths, bucket.numels, bucket.leaf_parts(buffer, level), strict=True):
         start = index * part.numel()
-        yield Piece(f"{prefix}/{path}", start, part[: max(0, min(part.numel(), numel - start))], cuts.get(path))
+        yield Piece(prefix + path, start, part[: max(0, min(part.numel(), numel - start))], cuts.get(path))
 
 
 def windows(plan: Plan, mesh: Mesh, bucket: Bucket) -> dict[str, Window]:

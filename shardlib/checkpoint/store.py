@@ -14,7 +14,7 @@ from shardlib.checkpoint.errors import error_pieces, restore_errors
 from shardlib.checkpoint.overlap import fill, missing
 from shardlib.checkpoint.own import own_pieces, restore_own
 from shardlib.checkpoint.packed import pack, unpacked
-from shardlib.checkpoint.pieces import Piece, Window, needed_pieces, owned_pieces
+from shardlib.checkpoint.pieces import Piece, Window, needed_pieces, owned_pieces, sources_of
 from shardlib.collectives import primitives
 from shardlib.errors import TreeError, listing
 from shardlib.loss_scale import LossScale
@@ -80,7 +80,7 @@ def restore(checkpoint: str | Path, state: TrainState) -> TrainState:
             saved.setdefault(name, []).append(Piece(name, start, data, Window(*window) if window else None))
     whole = unpacked(state)
     needed = list(needed_pieces(whole))
-    failures = failures or [problem for piece in needed if (problem := missing(piece, saved.get(piece.name, [])))]
+    failures = failures or [problem for piece in needed if (problem := missing(piece, sources_of(piece.name, saved)))]
     if failures:
         raise TreeError(
             f"{path.name} does not fit this state:\n{listing(failures)}\nMake the state with the model and the optimizer it "
@@ -88,7 +88,7 @@ def restore(checkpoint: str | Path, state: TrainState) -> TrainState:
         )
     with torch.no_grad():
         for piece in needed:
-            fill(piece, saved.get(piece.name, []))
+            fill(piece, sources_of(piece.name, saved))
         restore_own(whole, saved)
         restore_errors(whole, saved)
         pack(state, whole)
