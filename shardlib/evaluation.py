@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import optree
 
 from shardlib.errors import LossError, TreeError, listing
 from shardlib.execute.executor import Executor
-from shardlib.execute.losses import add_means, is_mean
+from shardlib.execute.losses import add_means, cast, is_mean
 from shardlib.execute.pipeline import Pipe
 from shardlib.execute.step import reduce_means
 from shardlib.sharded import Sharded
 from shardlib.train import TrainState, lift
-from shardlib.tree import path_name
+from shardlib.tree import path_name, tree_map
 
 
 class EvalStep:
@@ -26,12 +27,12 @@ class EvalStep:
         if lifted.plan.pipeline is None:
             executor = Executor(lifted.plan, lifted.mesh, trained=False)
 
-            def run(params: Sharded, *args: Any) -> Any:
+            def forward(params: Sharded, *args: Any) -> Any:
                 return executor.forward(params, lambda tree: fn(tree, *args))
 
-            self._run: Callable[..., Any] = run
+            self._forward: Callable[..., Any] = forward
         else:
-            self._run = Pipe(fn, lifted.plan, lifted.mesh, trained=False).evaluate
+            self._forward = Pipe(fn, lifted.plan, lifted.mesh, trained=False).evaluate
 
     def __call__(self, params: Any, *args: Any) -> Any:
         """What the function returns for one batch, each `Mean` as a number over all ranks' batches."""
@@ -55,6 +56,9 @@ class EvalStep:
             raise LossError("evaluation over no batches has no mean; give each rank at least one")
         return reduce_means(total, self._plan, self._mesh)
 
+    def _run(self, params: Sharded, *args: Any) -> Any:
+        return self._forward(params, *(tree_map(partial(cast, plan=self._plan), arg) for arg in args))
+
     def _current(self, params: Any) -> Sharded:
         current = lift(params.params if isinstance(params, TrainState) else params)
         if current.plan is not self._plan and current.plan.layout != self._plan.layout:
@@ -69,7 +73,7 @@ def make_eval_step(fn: Callable[..., Any], params: Any) -> EvalStep:
 
     Every `Mean` that ``fn`` returns, in a dictionary say, becomes one number over all ranks' batches; other results
     (samples, logits) are this rank's own. ``eval_step.over(params, batches)`` gives means over several batches.
-    ``params`` may also be a `TrainState`.
+    ``params`` may also be a `TrainState`. Under `sl.precision` floating tensors among the arguments are cast, as a batch is.
 
     Under a pipeline ``fn`` is an `sl.sequential`, called with one batch. That goes through in one piece, not in
     micro-batches: each stage waits for the one before it. What the last block returns is handed to the ranks of all stages.

@@ -50,6 +50,18 @@ def test_over_batches_and_ranks(stage):
     assert sum(by_hand([batch])["loss"] for batch in batches) / 3 != pytest.approx(by_hand(batches)["loss"], rel=1e-3)
 
 
+def test_batches_are_cast_as_in_training():
+    def forward(params, x, number):
+        return torch.nn.functional.linear(x, params["w"]), number
+
+    def run(mesh):
+        sharded = sl.shard({"w": torch.ones(3, 4)}, mesh, sl.precision("bf16"))
+        y, number = sl.make_eval_step(forward, sharded)(sharded, torch.ones(2, 4), torch.arange(3))
+        assert y.dtype == torch.bfloat16 and number.dtype == torch.int64
+
+    sl.simulate(run, mesh={"data": 1})
+
+
 def test_where_nothing_is_gathered_ranks_may_take_unequally_many():
     batches = [regression_batch(8, 6, 4, seed=seed) for seed in range(3)]
 

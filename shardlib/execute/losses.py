@@ -104,6 +104,13 @@ def refuse_reentrant_checkpoints(total: torch.Tensor) -> None:
         todo += [previous for previous, _ in node.next_functions]
 
 
+def cast(leaf: Any, plan: Plan) -> Any:
+    """A leaf of a batch as the loss sees it: floats in the dtype that the plan says."""
+    if plan.cast_batch is not None and isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+        return leaf.to(plan.cast_batch)
+    return leaf
+
+
 def split_batch(batch: Tree, plan: Plan, mesh: Mesh) -> list[Tree]:
     """Micro-batches: every tensor with dimensions cut along dimension 0; floats cast as the plan says.
 
@@ -132,8 +139,7 @@ def split_batch(batch: Tree, plan: Plan, mesh: Mesh) -> list[Tree]:
     def part(leaf: Any, index: int) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        if plan.cast_batch is not None and leaf.is_floating_point():
-            leaf = leaf.to(plan.cast_batch)
+        leaf = cast(leaf, plan)
         return leaf.tensor_split(n)[index] if leaf.dim() and n > 1 else leaf
 
     return [unflatten(treedef, [part(leaf, index) for leaf in leaves]) for index in range(n)]
