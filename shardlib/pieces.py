@@ -1,4 +1,4 @@
-"""Large tensors in pieces that stay in a core's cache."""
+"""Large tensors in pieces, so that what is computed on the way to a result stays small."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-# Elements that are taken through a chain of operations at once, so that memory is passed over once however long the chain
-# is. (On two cores with 2 MB of cache each: half as many cost 5 % more in calls, an eighth as many half as much again.)
-_PIECE = 1 << 16
+# Elements that are taken through a chain of operations at once. On a CPU they stay in a core's cache, and memory is passed
+# over once however long the chain is. (On two cores with 2 MB of cache each: half as many cost 5 % more in calls, an eighth
+# as many half as much again.) Elsewhere they bound the memory that the chain takes: 128 MB for numbers of 8 bytes.
+_IN_CACHE, _IN_MEMORY = 1 << 16, 1 << 24
 
 
 def pieces(tensors: Sequence[torch.Tensor]) -> Iterable[Sequence[torch.Tensor]]:
-    """Tensors of one shape as views of the same elements of each; one piece on a GPU, or of what is not contiguous."""
+    """Tensors of one shape as views of the same elements of each; one piece of what is not contiguous."""
     first = tensors[0]
-    if first.device.type == "cpu" and first.numel() > _PIECE and all(tensor.is_contiguous() for tensor in tensors):
-        return zip(*(tensor.view(-1).split(_PIECE) for tensor in tensors), strict=True)
+    size = _IN_CACHE if first.device.type == "cpu" else _IN_MEMORY
+    if first.numel() > size and all(tensor.is_contiguous() for tensor in tensors):
+        return zip(*(tensor.view(-1).split(size) for tensor in tensors), strict=True)
     return [tensors]
