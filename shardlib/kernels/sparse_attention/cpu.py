@@ -23,7 +23,7 @@ _SIGNATURES = {
 
 
 def load(device: torch.device) -> str:
-    return f"C++, {native.instruction_set('sparse_attention')}"
+    return native.description("sparse_attention")
 
 
 def forward(
