@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardlib.attending import attention
 from shardlib.blocks import block as mark_block
 from shardlib.functional import Mean, embedding, linear_cross_entropy
 from shardlib.models.pieces import Fresh, Params, check_sizes, drop, layer_norm, linear, self_attention
@@ -90,7 +92,7 @@ def _block(config: BERTConfig, params: Params, x: Tensor, key_mask: Tensor | Non
 
     def attend(x: Tensor) -> Tensor:
         size = config.width // config.heads
-        a = self_attention(params["attn"], x, size, key_mask=key_mask, layout=config.layout)
+        a = self_attention(params["attn"], x, size, partial(attention, key_mask=key_mask, layout=config.layout))
         return drop(config.dropout, a, rng, "attn")
 
     def think(x: Tensor) -> Tensor:
