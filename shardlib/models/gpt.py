@@ -20,11 +20,10 @@ from shardlib.blocks import Sequential, sequential
 from shardlib.blocks import block as mark_block
 from shardlib.functional import embedding, linear_cross_entropy
 from shardlib.models.cache import Seen
-from shardlib.models.pieces import Fresh, Params, check_sizes, drop, layer_norm, linear, self_attention
+from shardlib.models.pieces import Fresh, Params, check_sizes, drop, layer_norm, layer_rules, linear, self_attention
 from shardlib.parts import gather_sequence, shard_sequence
 from shardlib.rng import Key
 from shardlib.sparse import Layout
-from shardlib.transforms.tensor_slicing import column, row
 
 Cache = list[Seen]  # one per layer
 
@@ -171,14 +170,7 @@ def slicing_rules(config: GPTConfig, blocks: bool = False) -> dict[str, Any]:
     ``blocks``: for the parameters that `to_blocks` makes.
     """
     first, layers, last = ("0", "*", config.layers + 1) if blocks else ("embed", "blocks/*", "head")
-    return {
-        f"{layers}/attn/qkv": column(heads=config.heads),
-        f"{layers}/attn/out": row(heads=config.heads),
-        f"{layers}/mlp/up": "column",
-        f"{layers}/mlp/down": "row",
-        f"{first}/tokens": "vocab",
-        f"{last}/weight": "vocab",
-    }
+    return layer_rules(f"{layers}/", config.heads) | {f"{first}/tokens": "vocab", f"{last}/weight": "vocab"}
 
 
 def new_cache(config: GPTConfig) -> Cache:

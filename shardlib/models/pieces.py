@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.rng import Key, dropout
+from shardlib.transforms.tensor_slicing import column, row
 
 Params = dict[str, Any]
 
@@ -53,6 +54,18 @@ def self_attention(params: Params, x: Tensor, size: int, attend: Callable[[Tenso
     """
     q, k, v = linear(params["qkv"], x).unflatten(-1, (-1, 3, size)).permute(3, 0, 2, 1, 4)
     return linear(params["out"], attend(q, k, v).transpose(1, 2).flatten(2))
+
+
+def layer_rules(prefix: str, heads: int) -> dict[str, Any]:
+    """Rules for `shardlib.tensor_slicing` of layers ``{"attn": {"qkv", "out"}, "mlp": {"up", "down"}}`` at paths that
+    begin with the glob ``prefix``: attention by heads, the MLP by its inner width.
+    """
+    return {
+        f"{prefix}attn/qkv": column(heads=heads),
+        f"{prefix}attn/out": row(heads=heads),
+        f"{prefix}mlp/up": "column",
+        f"{prefix}mlp/down": "row",
+    }
 
 
 def drop(p: float, x: Tensor, rng: Key | None, name: str) -> Tensor:
