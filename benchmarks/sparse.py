@@ -60,17 +60,17 @@ def measure(lengths: list[int], rounds: int) -> Times:
     times: Times = {}
     for length in lengths:
         for dtype in _DTYPES:
-            sparse, dense = _calls(length, dtype)
-            for call in sparse.values():
+            quick, slow = _calls(length, dtype)
+            for call in quick.values():
                 call(0)
-            times |= interleave(sparse, rounds if length <= _SHORT else max(1, rounds - 2), clock=time.process_time)
-            times |= interleave(dense, min(rounds, 2) if length <= _SHORT else 1, clock=time.process_time)
+            times |= interleave(quick, rounds if length <= _SHORT else max(1, rounds - 2), clock=time.process_time)
+            times |= interleave(slow, min(rounds, 2) if length <= _SHORT else 1, clock=time.process_time)
             print(f"{length} {dtype}: measured", flush=True)
     return times
 
 
 def _calls(length: int, dtype: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of sparse and gathered attention, and of dense."""
+    """Of sparse and gathered attention; and those that take long: of dense, and where heads come one after another."""
     generator = torch.Generator().manual_seed(0)
     shape = 1, _HEADS, length, _SIZE
     whole = [torch.randn(shape, generator=generator).to(_DTYPES[dtype]) for _ in range(4)]  # q, k, v, gradient
@@ -87,10 +87,11 @@ def _calls(length: int, dtype: str) -> tuple[dict[str, Any], dict[str, Any]]:
             for *inputs, grad in shares:
                 torch.autograd.grad(attention(*inputs), inputs, grad)
 
-        runs = zip(_PASSES, (forward, both))
-        return {_key(Name(length, dtype, layout, how, which)): run for which, run in runs}
+        functions = zip(_PASSES, (forward, both))
+        return {_key(Name(length, dtype, layout, how, which)): function for which, function in functions}
 
-    sparse: dict[str, Any] = {}
+    quick: dict[str, Any] = {}
+    slow = calls("", "dense", F.scaled_dot_product_attention, [whole])
     for name, make in _LAYOUTS.items():
         layout = make(length)
         attentions = {"sparse": partial(sl.sparse_attention, layout=layout), "gathered": Gathered(layout)}
@@ -99,9 +100,10 @@ def _calls(length: int, dtype: str) -> tuple[dict[str, Any], dict[str, Any]]:
         kept = (
             _HEADS * layout.blocks * _BLOCK * 2 * (_SIZE + _BLOCK) * whole[0].itemsize
         )  # keys and values; scores twice
-        for how, attention in attentions.items():
-            sparse |= calls(name, how, attention, by_head if how == "gathered" and kept > _KEPT else [whole])
-    return sparse, calls("", "dense", F.scaled_dot_product_attention, [whole])
+        runs = calls(name, "sparse", attentions["sparse"], [whole])
+        runs |= calls(name, "gathered", attentions["gathered"], by_head if kept > _KEPT else [whole])
+        (slow if kept > _KEPT else quick).update(runs)
+    return quick, slow
 
 
 def _key(name: Name) -> str:
@@ -116,7 +118,7 @@ def table(times: Times) -> str:
         "",
         f"Batch 1, {_HEADS} heads of size {_SIZE}, blocks of {_BLOCK}, not causal, one thread; sparse: "
         f"{choose('sparse_attention', torch.device('cpu'))}. “Gathered”: the same blocks gathered in plain torch, with "
-        f"autograd, a head at a time where both together would keep more than {_KEPT >> 30} GB. “Dense”: "
+        f"autograd, a head at a time, and once, where both together would keep more than {_KEPT >> 30} GB. “Dense”: "
         "`F.scaled_dot_product_attention`. Seconds of processor time, the machine's load being "
         f"{os.getloadavg()[0]:.0f}; sparse and gathered take turns; medians of rounds, "
         "ratios with 95% intervals. The last column, speed-up over dense × density, is 1 where an "
