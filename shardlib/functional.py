@@ -80,6 +80,18 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.embedding(shard_sequence(ids), weight)
 
 
+def own_slice(weight: torch.Tensor) -> torch.Tensor:
+    """What is here of ``weight``, which `tensor_slicing` may have cut, for what works on slices of activations too."""
+    return handle_torch_function(own_slice, (weight,), weight) if has_torch_function((weight,)) else weight
+
+
+def slice_of(weight: torch.Tensor, dim: int = 0) -> tuple[int, int]:
+    """Where what is here of ``weight`` begins along ``dim``, and how long all of it is: 0 and its length unless sliced."""
+    if has_torch_function((weight,)):
+        return handle_torch_function(slice_of, (weight,), weight, dim)
+    return 0, weight.shape[dim]
+
+
 def widened(scores: torch.Tensor) -> torch.Tensor:
     """In fp32 at least: the softmax sums a whole vocabulary, which costs digits that a loss cannot spare."""
     return scores.to(torch.promote_types(scores.dtype, torch.float32))

@@ -70,6 +70,7 @@ def dropout(
     *,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    heads: tuple[int, int] | None = None,
 ) -> torch.Tensor:
     """Zero each element with probability ``p`` and scale the rest by ``1 / (1 - p)``.
 
@@ -80,6 +81,7 @@ def dropout(
     Args:
         bias: ``[x.shape[-1]]``, is added to ``x`` first.
         residual: like ``x``, is added to the result, all in one pass.
+        heads: dimension 1 of ``x`` is heads: the first of them that is here, and how many there are on all ranks.
 
     Raises:
         ValueError: ``p`` outside [0, 1).
@@ -89,11 +91,12 @@ def dropout(
     if p == 0.0:
         x = x if bias is None else x + bias
         return x if residual is None else x + residual
-    if x.dim() < 2 + (current_parts.get() is not None):
+    draw = _draw(x, p, key, heads)
+    if x.dim() < 2 + (draw.starts is not None):
         # Each element is a row of its own: positions of a part do not follow one another.
         x, residual = x if bias is None else x + bias, None if residual is None else residual[..., None]
-        return dropout_kernel(x[..., None], _draw(x, p, key), residual=residual)[..., 0]
-    return dropout_kernel(x, _draw(x, p, key), bias=bias, residual=residual)
+        return dropout_kernel(x[..., None], draw, residual=residual)[..., 0]
+    return dropout_kernel(x, draw, bias=bias, residual=residual)
 
 
 @contextmanager
@@ -119,16 +122,19 @@ def seeding_torch(key: Key | None, device: torch.device) -> Iterator[None]:
             generator.set_state(state)
 
 
-def _draw(x: torch.Tensor, p: float, key: Key) -> Draw:
-    """The index of each element of ``x`` is that in the whole tensor of all batches and, under a sequence plan, all
-    positions."""
+def _draw(x: torch.Tensor, p: float, key: Key, heads: tuple[int, int] | None) -> Draw:
+    """The index of each element of ``x`` is that in the whole tensor of all batches and heads and, under a sequence plan,
+    all positions."""
     parts = current_parts.get()
-    if parts is None or x.dim() < 2:
+    if heads is not None and heads[1] != x.shape[1]:
+        places, length = torch.arange(heads[0], heads[0] + x.shape[1], device=x.device), heads[1]
+    elif heads is None and parts is not None and x.dim() > 1:
+        places, length = parts.positions(x)
+    else:
         return Draw(p, key.seed, int(key.slot * x.numel()))
-    positions, length = parts.positions(x)
     batch, rest = x.shape[0], x.shape[2:].numel()
     first = int(key.slot * batch)
-    starts = (torch.arange(first, first + batch, device=x.device)[:, None] * length + positions) * rest
+    starts = (torch.arange(first, first + batch, device=x.device)[:, None] * length + places) * rest
     return Draw(
         p, key.seed, 0, starts[..., None] + torch.arange(0, rest, max(1, x.shape[2:][-1:].numel()), device=x.device)
     )

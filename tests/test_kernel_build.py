@@ -2,6 +2,7 @@
 
 import logging
 import os
+import platform
 import re
 import signal
 import stat
@@ -37,6 +38,18 @@ def compiler(tmp_path, monkeypatch):
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("CXX", str(script))
     return notes
+
+
+@pytest.fixture
+def old_compiler(tmp_path, monkeypatch):
+    """g++ behind a script that knows no AMX, as GCC 10."""
+    script = tmp_path / "an old compiler"
+    script.write_text(
+        '#!/bin/sh\ncase "$*" in *-mamx*) echo "unrecognized command line option -mamx-tile" >&2; exit 1;; esac\n'
+        'exec g++ "$@"\n'
+    )
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("CXX", str(script))
 
 
 def recipe(folder, factor=2):
@@ -121,6 +134,26 @@ def test_without_a_compiler_plain_torch_serves_and_says_so_once(cache, found, sa
     assert out.startswith("reference (not cpu: ") and said in out, out + errors
     assert errors.count("logged: ") == 1 and said in errors, errors
     assert "logged" not in start(FALLBACK, CXX=found, RANK="1").communicate(timeout=60)[1]
+
+
+WITHOUT_AMX = """
+import sys
+sys.path.insert(0, "tests")
+import torch
+from helpers import attention
+from shardlib.kernels import dispatch
+for dtype in (torch.float32, torch.bfloat16):
+    attention.check(attention.make(length=200, dtype=dtype, bias_heads=4, causal=True), "cpu")
+print(dispatch.choose("sparse_attention", torch.device("cpu")))
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or platform.system() != "Linux", reason="AMX is compiled for x86-64")
+def test_what_the_compiler_does_not_know_is_left_out(cache, old_compiler):
+    assert not any("-DISA=amx" in flags for _, flags in native.cpp_recipe("sparse_attention").units)
+    out, errors = start(WITHOUT_AMX).communicate(timeout=240)
+    told = r"C\+\+, (avx512|avx2|portable) \(AMX left out, which the compiler does not know: GCC 11 and later do\)\n"
+    assert re.fullmatch(told, out), out + errors
 
 
 def test_a_source_that_does_not_compile(cache, tmp_path):

@@ -148,6 +148,14 @@ def test_compressed_is_dense(size, heads, density, seed):
     assert torch.equal(layout.to_dense(), dense)
     assert (layout.heads, layout.size, layout.blocks) == (heads, size, int(dense.sum()))
     assert layout.density == pytest.approx(dense.double().mean().item())
+    for number in range(size):
+        columns, held = layout.row(number)
+        assert torch.equal(columns, dense[:, number].any(0).nonzero().flatten())
+        assert torch.equal(held, dense[:, number, columns])
+    for first in range(1, size + 1):
+        leading = layout.leading(32 * first - 31)
+        assert torch.equal(leading.to_dense(), dense[:, :first, :first])
+        assert leading.columns.numel() <= layout.columns.numel()  # what heads share is held once
 
 
 def test_a_hundred_thousand_tokens_are_small():
@@ -176,6 +184,10 @@ def test_what_does_not_fit_is_refused():
         Layout(16, torch.tensor([[0, 2, 2]], dtype=torch.int32), columns.flip(0))
     with pytest.raises(ValueError, match="contiguous"):
         Layout(16, offsets, torch.zeros(4, dtype=torch.int32)[::2])
+    with pytest.raises(
+        ValueError, match="49 positions have 4 blocks of 16, and the layout has 3: make it for length=49"
+    ):
+        sparse.dense(48).leading(49)
     with pytest.raises(ValueError, match=r"use \(size, size\)"):
         Layout.from_dense(torch.ones(2, 3), 16)
     with pytest.raises(ValueError, match="multiple of global_blocks"):

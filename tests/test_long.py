@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import training
 from helpers.trees import assert_close
+from optree import tree_map
 from oracle import one_device
 
 import shardlib as sl
@@ -42,15 +43,15 @@ def words(rows=2):
 
 def masked(monkeypatch, layout):
     """Let `sl.attention` compute all scores, and mask those outside the layout."""
-    from shardlib.models import pieces
 
-    def dense(q, k, v, *, causal, key_mask, layout):
+    def dense(q, k, v, *, layout, causal=False, key_mask=None):
         mask = seen(layout, causal)
         if key_mask is not None:
             mask = mask & key_mask[:, None, None, :]
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
 
-    monkeypatch.setattr(pieces, "attention", dense)
+    for model in (bert, gpt):
+        monkeypatch.setattr(model, "attention", dense)
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, BY_HEAD], ids=["shared", "by head"])
@@ -73,6 +74,54 @@ def test_gpt_is_the_dense_model_under_the_mask(monkeypatch):
     masked(monkeypatch, BY_HEAD)
     wanted = sl.value_and_grad(gpt.make_loss(config))(params, batch)
     assert_close(found[1], wanted[1], 1e-10)
+
+
+# Some rows have nothing, for one head or for all.
+GAPS = torch.stack([DENSE[0], DENSE[0].clone().index_fill_(0, torch.tensor([1, 2]), 0), DENSE[1], DENSE[1]])
+
+
+def generate_uncached(config, params, prompt, length, seed):
+    """The same draws from scores of a whole sequence, computed anew for every token: what comes after it changes none."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(length):
+        window = prompt[:, -config.sequence :]
+        padded = torch.nn.functional.pad(window, (0, LENGTH - window.shape[1]))
+        odds = gpt.logits(config, params, padded)[:, window.shape[1] - 1].float().softmax(-1)
+        prompt = torch.cat([prompt, torch.multinomial(odds, 1, generator=generator)], 1)
+    return prompt
+
+
+@pytest.mark.parametrize("length", [1, 16, 31, LENGTH - 3])
+@pytest.mark.parametrize(
+    "layout",
+    [LAYOUT, BY_HEAD, Layout.from_dense(GAPS, BLOCK), Layout.from_dense(torch.zeros(4, 4), BLOCK)],
+    ids=["shared", "by head", "gaps", "empty"],
+)
+def test_the_cache_changes_no_token(layout, length):
+    """Within the layout's blocks, at their edges, and where the window moves on."""
+    config = gpt.GPTConfig(**SIZES, layout=layout)
+    generator = torch.Generator().manual_seed(1)  # weights so large that attention tells in the tokens
+    params = tree_map(lambda p: p + 0.3 * torch.randn(p.shape, generator=generator, dtype=p.dtype), gpt.init(config))
+    prompt = tokens()[:, :length]
+    with torch.no_grad():
+        wanted = generate_uncached(config, params, prompt, 36, 3)
+        assert torch.equal(gpt.generate(config, params, prompt, 36, seed=3), wanted)
+        dense = gpt.generate(gpt.GPTConfig(**SIZES), params, prompt, 36, seed=3)
+    assert not torch.equal(dense, wanted)
+
+
+def test_scores_by_the_cache():
+    config = gpt.GPTConfig(**SIZES, layout=Layout.from_dense(GAPS, BLOCK))
+    params, cache = gpt.init(config), gpt.new_cache(config)
+    found = [gpt.logits(config, params, tokens()[:, :9], cache=cache)]
+    found += [gpt.logits(config, params, tokens()[:, i : i + 1], cache=cache) for i in range(9, LENGTH)]
+    torch.testing.assert_close(torch.cat(found, 1), gpt.logits(config, params, tokens()), rtol=1e-12, atol=1e-12)
+
+
+def test_sampling_with_a_layout_of_fewer_tokens_is_refused():
+    config = gpt.GPTConfig(**SIZES | {"sequence": LENGTH + 1}, layout=LAYOUT)
+    with pytest.raises(ValueError, match="4 blocks of 16 is for fewer tokens than sequence=65; to sample, make it for"):
+        gpt.generate(config, gpt.init(config), tokens()[:, :5], 3)
 
 
 MESHES = {

@@ -159,3 +159,14 @@ def test_handles_are_gathered_before_a_kernel_sees_them(stage):
 
     for found, wanted in zip(*(sl.simulate(lambda mesh, f=f: run(f, mesh), mesh={"data": 2}) for f in (op, plain))):
         close(found, wanted)
+
+
+def test_derivatives_without_grad_mode(inputs):
+    """Only autograd's are left out: torch.func's are right, and forward mode is refused, never zero."""
+    x, weight, index = (value.detach() for value in inputs)
+    wanted = torch.func.grad(loss(plain))(x, weight, index)
+    with torch.no_grad():
+        torch.testing.assert_close(op(x, weight, index), plain(x, weight, index))
+        torch.testing.assert_close(torch.func.grad(loss(op))(x, weight, index), wanted)
+        with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="jvp"):
+            op(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)), weight, index)

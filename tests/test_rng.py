@@ -111,6 +111,15 @@ def test_the_mask_of_a_part_is_its_part_of_the_mask(shape):
     assert not torch.equal(whole, sl.dropout(x, 0.4, KEY, residual=residual)[:, Part.kept])
 
 
+@pytest.mark.parametrize("shape", [(4, 6), (4, 6, 3), (4, 6, 3, 5)])
+def test_the_mask_of_some_heads_is_theirs_of_all(shape):
+    key, x = KEY.at_slot(1), torch.randn(shape)
+    whole = sl.dropout(x, 0.4, key)
+    assert torch.equal(sl.dropout(x, 0.4, key, heads=(0, 6)), whole)
+    found = [sl.dropout(x[:, first : first + 2], 0.4, key, heads=(first, 6)) for first in (0, 2, 4)]
+    assert torch.equal(torch.cat(found, 1), whole)
+
+
 @pytest.mark.parametrize("p", [0.0, 0.4])
 @pytest.mark.parametrize("shape", [(5,), (2, 5), (2, 3, 5)])
 def test_bias_and_residual_are_added(shape, p):

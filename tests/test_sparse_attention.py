@@ -144,11 +144,12 @@ def test_threads_change_nothing(dtype):
         assert all(torch.equal(results[0][part], other[part]) for part in other)
 
 
-def test_more_threads_than_heads():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_more_threads_than_heads(dtype):
     """The queries of a head are then shared out."""
     torch.set_num_threads(3)
     try:
-        check(make(length=300, heads=2, key_heads=1, batch=1, bias_heads=2, causal=True), "portable")
+        check(make(length=300, heads=2, key_heads=1, batch=1, bias_heads=2, causal=True, dtype=dtype), "portable")
     finally:
         torch.set_num_threads(1)
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import shardlib as sl
 from shardlib.kernels.rounding import stochastically_rounded
-from shardlib.models.transformer_layer import LayerConfig, init, transformer_layer
+from shardlib.models.transformer_layer import LayerConfig, init, slicing_rules, transformer_layer
 
 BATCH, SEQUENCE, WIDTH, HEADS, INNER = 2, 5, 12, 3, 20
 KEY = sl.Key(3)
@@ -220,6 +220,63 @@ def test_sharded(stage):
     for value, found in sl.simulate(run, mesh={"data": 2}):
         torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(found, grads, rtol=1e-10, atol=1e-12)
+
+
+SLICED = [
+    {},
+    {"dropout": 0.3, "attention_dropout": 0.2, "causal": True},
+    {"dropout": 0.3, "attention_dropout": 0.2, "lengths": True, "recompute": ("norm", "gelu", "dropout")},
+]
+
+
+def sliced(mesh, stage, norm, options):
+    """The value and gradients on sliced heads and slices of the MLP, and those on one device."""
+    options = dict(options)
+    lengths = torch.tensor([5, 3]) if options.pop("lengths", False) else None
+    config, params, x = make(norm=norm, **options)
+    config = dataclasses.replace(config, heads=2)
+
+    def loss_fn(params, batch, rng):
+        x, lengths = batch["x"], batch.get("lengths")
+        return transformer_layer(config, params, x, rng, lengths).sin().square().mean()
+
+    batch = {"x": x} | ({} if lengths is None else {"lengths": lengths})
+    share = {name: leaf.chunk(mesh.shape["data"])[mesh.coords["data"]] for name, leaf in batch.items()}
+    transform = sl.chain(sl.tensor_slicing(slicing_rules(config)), sl.zero(stage))
+    value, grads = sl.value_and_grad(loss_fn)(sl.shard(params, mesh, transform), share, rng=KEY)
+    return (value, sl.unshard(grads)), sl.value_and_grad(loss_fn)(params, batch, rng=KEY)
+
+
+@pytest.mark.parametrize("options", SLICED)
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_sliced(stage, norm, options):
+    for found, wanted in sl.simulate(sliced, stage, norm, options, mesh={"data": 2, "model": 2}):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_sliced_in_real_processes(pool, norm):
+    for found, wanted in pool.run(sliced, 0, norm, SLICED[2], mesh={"data": 1, "model": 2}):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_sliced_stochastic():
+    """What is kept is rounded, no parameter is: gradients are near, and not the same."""
+    config, params, x = single(*make())
+    config = dataclasses.replace(config, heads=2, stochastic=True)
+
+    def run(mesh, config):
+        def loss_fn(params, batch):
+            return transformer_layer(config, params, batch).square().mean()
+
+        sharded = sl.shard(params, mesh, sl.tensor_slicing(slicing_rules(config)))
+        return torch.utils._pytree.tree_leaves(sl.unshard(sl.value_and_grad(loss_fn)(sharded, x)[1]))
+
+    found = sl.simulate(run, config, mesh={"model": 2})[0]
+    wanted = sl.simulate(run, dataclasses.replace(config, stochastic=False), mesh={"model": 2})[0]
+    assert all((mine - right).norm() < 0.02 * right.norm() for mine, right in zip(found, wanted, strict=True))
+    assert not torch.equal(found[1], wanted[1])
 
 
 def test_under_torch_func_and_the_compiler():

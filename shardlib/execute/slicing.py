@@ -20,7 +20,7 @@ from shardlib.collectives.cross_entropy import vocab_cross_entropy
 from shardlib.errors import HandleError, SpecError
 from shardlib.execute.handles import Handle, Source, kind_of, materialise
 from shardlib.execute.sequence import SequenceParts
-from shardlib.functional import embedding, linear_cross_entropy, widened
+from shardlib.functional import embedding, linear_cross_entropy, own_slice, slice_of, widened
 from shardlib.mesh import Mesh
 from shardlib.parts import shard_sequence
 from shardlib.styles import Style
@@ -231,6 +231,15 @@ def _cross_entropy(
     return slices.parts.loss(losses, x, targets, ignore_index, reduction)
 
 
+def _slice_of(weight: SlicedHandle, dim: int) -> tuple[int, int]:
+    style, length = weight._style, weight.shape[dim]
+    cut = int((style.kind == "row") != style.transposed)
+    if style.sums or dim % weight.dim() != cut:
+        return 0, length
+    mesh = weight._slices.mesh
+    return length * mesh.coords[style.axis], length * mesh.shape[style.axis]
+
+
 def _style(weight: Any) -> Style | None:
     return weight._style if isinstance(weight, SlicedHandle) else None
 
@@ -266,7 +275,7 @@ def _refuse(func: Any, values: list[Any]) -> None:
             )
 
 
-_LAYERS: dict[Any, Callable[..., torch.Tensor]] = {
+_LAYERS: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,
     F.embedding: _embedding,
     torch.matmul: _matmul,
@@ -275,6 +284,8 @@ _LAYERS: dict[Any, Callable[..., torch.Tensor]] = {
     torch.addmm: _addmm,
     linear_cross_entropy: _cross_entropy,
     embedding: _embedding_of_part,
+    own_slice: materialise,
+    slice_of: _slice_of,
 }
 # A bias that is added by itself: its slice belongs to the slice it is added to.
 _ELEMENTWISE = {torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__}

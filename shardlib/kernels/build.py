@@ -56,7 +56,7 @@ def shared_library(recipe: Recipe) -> Path:
     Raises:
         BuildError: no compiler, one that fails, or a cache that cannot be written.
     """
-    command = _find(recipe.compiler, {"g++": "CXX", "nvcc": "NVCC"}[recipe.compiler])
+    command = _find(recipe.compiler)
     folder = cache_folder()
     library = folder / f"{recipe.name}-{_key(recipe, command)}.so"
     try:
@@ -76,7 +76,26 @@ def cache_folder() -> Path:
     return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardlib"
 
 
-def _find(program: str, variable: str) -> str:
+def compiles(compiler: str, source: str, flags: tuple[str, ...]) -> bool:
+    """Whether a `Recipe`'s ``compiler`` takes these flags and translates the C++ ``source``; asked once.
+
+    Raises:
+        BuildError: no compiler.
+    """
+    return _compiles(_find(compiler), source, flags)
+
+
+@functools.cache
+def _compiles(command: str, source: str, flags: tuple[str, ...]) -> bool:
+    try:
+        _run([command, *flags, "-x", "c++", "-c", "-", "-o", os.devnull], None, source)
+    except BuildError:
+        return False
+    return True
+
+
+def _find(program: str) -> str:
+    variable = {"g++": "CXX", "nvcc": "NVCC"}[program]
     path = shutil.which(os.environ.get(variable) or program)
     if path is None:
         raise BuildError(f"{os.environ.get(variable) or program} not found; install it or set {variable}")
@@ -127,9 +146,9 @@ def _compile(recipe: Recipe, command: str, library: Path) -> None:
         os.replace(Path(work) / "library.so", library)
 
 
-def _run(command: list[str], folder: str | None) -> str:
+def _run(command: list[str], folder: str | None, given: str = "") -> str:
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_SECONDS)
+        done = subprocess.run(command, cwd=folder, input=given, capture_output=True, text=True, timeout=_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as failure:
         raise BuildError(f"{command[0]} does not run: {failure}") from failure
     if done.returncode:

@@ -15,16 +15,21 @@ from typing import Any
 
 import torch
 
-from shardlib.kernels.build import BuildError, Recipe, shared_library
+from shardlib.kernels.build import BuildError, Recipe, compiles, shared_library
 
 _HERE = Path(__file__).parent
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float}
-_AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512"
-# bf16 by AMX; compiled for kernels of small products alone.
-_AMX = "-mavx512bf16 -mamx-tile -mamx-bf16"
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
+# bf16 by AMX; compiled for kernels of small products alone, where the compiler and its assembler know what these need.
+_AMX = ("-mavx512bf16", "-mamx-tile", "-mamx-bf16")
+_NEEDS_OF_AMX = """bool amx() {
+    asm volatile("tilezero %tmm0");
+    return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("amx-bf16");
+}
+"""
 _WITH_AMX = ("sparse_attention",)
 # Sums are in the order written, and a product is rounded before it is added: the same bits everywhere.
-_EXACT = "-ffp-contract=off -fno-math-errno"
+_EXACT = ("-ffp-contract=off", "-fno-math-errno")
 
 
 def functions(path: Path, signatures: Mapping[str, str], suffix: str = "", checked: bool = False) -> Any:
@@ -54,19 +59,27 @@ def _callable(function: Any, letters: str, checked: bool) -> Callable[..., None]
 
 
 def cpp_recipe(name: str) -> Recipe:
-    """``<name>/<name>.cpp`` compiled for every instruction set of this kind of processor."""
+    """``<name>/<name>.cpp`` compiled for every instruction set of this kind of processor that the compiler knows."""
     source = _HERE / name / f"{name}.cpp"
-    amx = name in _WITH_AMX and platform.system() == "Linux" and platform.machine() == "x86_64"
+    amx = _suits_amx(name) and _knows_amx()
     chooses = ("-DISA=portable", "-DCHOOSES", *(("-DHAS_AMX",) if amx else ()))
     units: list[tuple[Path, tuple[str, ...]]] = [(source, chooses)]
     if platform.machine() in ("x86_64", "AMD64"):
         # All processors with AVX2 convert halves, and multiply and add in one, too.
-        units += [(source, ("-DISA=avx2", "-mavx2", "-mf16c", "-mfma")), (source, ("-DISA=avx512", *_AVX512.split()))]
+        units += [(source, ("-DISA=avx2", "-mavx2", "-mf16c", "-mfma")), (source, ("-DISA=avx512", *_AVX512))]
     if amx:
-        units.append((source, ("-DISA=amx", *_AVX512.split(), *_AMX.split())))
-    flags = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wno-psabi", *_EXACT.split())
+        units.append((source, ("-DISA=amx", *_AVX512, *_AMX)))
+    flags = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wno-psabi", *_EXACT)
     headers = (*sorted(_HERE.glob("*.h")), *sorted(source.parent.glob("*.h")))
     return Recipe(name, "g++", tuple(units), headers, flags)
+
+
+def _suits_amx(name: str) -> bool:
+    return name in _WITH_AMX and platform.system() == "Linux" and platform.machine() == "x86_64"
+
+
+def _knows_amx() -> bool:
+    return compiles("g++", _NEEDS_OF_AMX, _AMX)
 
 
 @functools.cache
@@ -85,6 +98,13 @@ def instruction_set(name: str) -> str:
     function = ctypes.CDLL(str(cpp_path(name))).instruction_set
     function.restype = ctypes.c_char_p
     return function().decode()
+
+
+def description(name: str) -> str:
+    """What `instruction_set` says, and what the compiler kept out of the library; for ``shardlib doctor``."""
+    lacks = _suits_amx(name) and not _knows_amx()
+    left_out = " (AMX left out, which the compiler does not know: GCC 11 and later do)" if lacks else ""
+    return f"C++, {instruction_set(name)}{left_out}"
 
 
 def cpp_functions(name: str, signatures: Mapping[str, str]) -> Any:

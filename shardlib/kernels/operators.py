@@ -15,7 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
+
+from shardlib.kernels.recompute import can_hook
 
 _NAMESPACE = "shardlib"
 
@@ -132,11 +135,17 @@ def differentiable(
     def call(*inputs: Any) -> tuple[torch.Tensor, ...]:
         if has_torch_function(inputs):  # an autograd.Function does not ask handles for their tensors
             return handle_torch_function(call, inputs, *inputs)
-        outputs = Forward.apply(*inputs)
+        # The Function costs as much as a small kernel.
+        outputs = tuple(forward_pass(*inputs)) if _without_derivatives() else Forward.apply(*inputs)
         return outputs[: len(outputs) - residuals]
 
     call.__name__ = call.__qualname__ = name
     return call
+
+
+def _without_derivatives() -> bool:
+    """Whether no derivative of what is computed here can be asked for, of any kind, and no compiler looks on."""
+    return not torch.is_grad_enabled() and can_hook() and forward_ad._current_level < 0
 
 
 def _refusing_gradients(name: str, operator: Pass) -> Pass:

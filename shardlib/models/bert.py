@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardlib.attending import attention
 from shardlib.blocks import block as mark_block
 from shardlib.functional import Mean, embedding, linear_cross_entropy
-from shardlib.models.pieces import Fresh, Params, check_sizes, drop, layer_norm, linear, self_attention
+from shardlib.models.pieces import Fresh, Params, check_sizes, drop, layer_norm, layer_rules, linear, self_attention
 from shardlib.parts import gather_sequence, shard_sequence
 from shardlib.rng import Key, uniform
 from shardlib.sparse import Layout
-from shardlib.transforms.tensor_slicing import column, row
 
 IGNORED = -100  # as a target: the position does not count
 
@@ -90,7 +91,7 @@ def _block(config: BERTConfig, params: Params, x: Tensor, key_mask: Tensor | Non
 
     def attend(x: Tensor) -> Tensor:
         size = config.width // config.heads
-        a = self_attention(params["attn"], x, size, key_mask=key_mask, layout=config.layout)
+        a = self_attention(params["attn"], x, size, partial(attention, key_mask=key_mask, layout=config.layout))
         return drop(config.dropout, a, rng, "attn")
 
     def think(x: Tensor) -> Tensor:
@@ -168,14 +169,7 @@ def mask_tokens(
 
 def slicing_rules(config: BERTConfig) -> dict[str, Any]:
     """Rules for `shardlib.tensor_slicing`: attention by heads, the MLP by its inner width, the embedding by words."""
-    return {
-        "blocks/*/attn/qkv": column(heads=config.heads),
-        "blocks/*/attn/out": row(heads=config.heads),
-        "blocks/*/mlp/up": "column",
-        "blocks/*/mlp/down": "row",
-        "embed/tokens": "vocab",
-        "head/weight": "vocab",
-    }
+    return layer_rules("blocks/*/", config.heads) | {"embed/tokens": "vocab", "head/weight": "vocab"}
 
 
 def _scored(head: Params, x: Tensor) -> Tensor:

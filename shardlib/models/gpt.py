@@ -8,21 +8,22 @@ them, and all computing is done in the dtype the parameters come in.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardlib.attending import attention
 from shardlib.blocks import Sequential, sequential
 from shardlib.blocks import block as mark_block
 from shardlib.functional import embedding, linear_cross_entropy
 from shardlib.models.cache import Seen
-from shardlib.models.pieces import Fresh, Params, check_sizes, drop, layer_norm, linear, self_attention
+from shardlib.models.pieces import Fresh, Params, check_sizes, drop, layer_norm, layer_rules, linear, self_attention
 from shardlib.parts import gather_sequence, shard_sequence
 from shardlib.rng import Key
 from shardlib.sparse import Layout
-from shardlib.transforms.tensor_slicing import column, row
 
 Cache = list[Seen]  # one per layer
 
@@ -85,7 +86,8 @@ def init(config: GPTConfig, seed: int = 0, device: str | torch.device = "cpu") -
 def _block(config: GPTConfig, params: Params, x: Tensor, rng: Key | None, seen: Seen | None = None) -> Tensor:
     """One transformer block: (B, S, W) -> (B, S, W). ``rng`` is used, and may not be None, under dropout."""
     size = config.width // config.heads
-    a = self_attention(params["attn"], layer_norm(params["ln1"], x), size, causal=True, layout=config.layout, seen=seen)
+    attend = partial(attention, causal=True) if seen is None else seen.attend
+    a = self_attention(params["attn"], layer_norm(params["ln1"], x), size, partial(attend, layout=config.layout))
     x = x + drop(config.dropout, a, rng, "attn")
     h = F.gelu(linear(params["mlp"]["up"], layer_norm(params["ln2"], x)), approximate="tanh")
     return x + drop(config.dropout, linear(params["mlp"]["down"], h), rng, "mlp")
@@ -168,18 +170,20 @@ def slicing_rules(config: GPTConfig, blocks: bool = False) -> dict[str, Any]:
     ``blocks``: for the parameters that `to_blocks` makes.
     """
     first, layers, last = ("0", "*", config.layers + 1) if blocks else ("embed", "blocks/*", "head")
-    return {
-        f"{layers}/attn/qkv": column(heads=config.heads),
-        f"{layers}/attn/out": row(heads=config.heads),
-        f"{layers}/mlp/up": "column",
-        f"{layers}/mlp/down": "row",
-        f"{first}/tokens": "vocab",
-        f"{last}/weight": "vocab",
-    }
+    return layer_rules(f"{layers}/", config.heads) | {f"{first}/tokens": "vocab", f"{last}/weight": "vocab"}
 
 
 def new_cache(config: GPTConfig) -> Cache:
-    """For `logits` of one sequence token by token: empty, with room for ``config.sequence`` tokens."""
+    """For `logits` of one sequence token by token: empty, with room for ``config.sequence`` tokens.
+
+    Raises ValueError when ``config.layout`` is for fewer.
+    """
+    layout = config.layout
+    if layout is not None and layout.size * layout.block < config.sequence:
+        raise ValueError(
+            f"GPTConfig: a layout of {layout.size} blocks of {layout.block} is for fewer tokens than "
+            f"sequence={config.sequence}; to sample, make it for that length, or lower sequence"
+        )
     return [Seen(config.sequence) for _ in range(config.layers)]
 
 
@@ -188,7 +192,8 @@ def generate(
 ) -> Tensor:
     """Append ``length`` sampled tokens to ``prompt``: (B, S₀) int64, S₀ ≥ 1 -> (B, S₀ + length).
 
-    The model sees the last ``config.sequence`` tokens, without dropout. ``temperature`` divides the scores; at 0 the
+    The model sees the last ``config.sequence`` tokens, of these with a ``layout`` what each token's row has, without
+    dropout. ``temperature`` divides the scores; at 0 the
     likeliest token is taken. The same seed gives the same text on every rank, in `make_eval_step` from sharded
     parameters too.
     """

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib.attending import attention
-from shardlib.models.cache import Seen
 from shardlib.rng import Key, dropout
-from shardlib.sparse import Layout
+from shardlib.transforms.tensor_slicing import column, row
 
 Params = dict[str, Any]
 
@@ -48,27 +47,25 @@ def layer_norm(params: Params, x: Tensor, eps: float = 1e-5) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], params["weight"], params["bias"], eps)
 
 
-def self_attention(
-    params: Params,
-    x: Tensor,
-    size: int,
-    *,
-    causal: bool = False,
-    key_mask: Tensor | None = None,
-    layout: Layout | None = None,
-    seen: Seen | None = None,
-) -> Tensor:
+def self_attention(params: Params, x: Tensor, size: int, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
     """``{"qkv", "out"}``: (B, S, W) -> (B, S, W). The rows of qkv are (heads, 3, size).
 
-    So a slice of them holds whole heads, as many as its shape tells. What is ``seen`` comes before these tokens.
+    So a slice of them holds whole heads, as many as its shape tells. ``attend`` takes q, k and v, (B, heads, S, size).
     """
-    qkv = linear(params["qkv"], x).unflatten(-1, (-1, 3, size))
-    q, k, v = qkv.permute(3, 0, 2, 1, 4)
-    if seen is not None:
-        k, v = seen.extend(k, v)
-        causal = causal and q.shape[2] == k.shape[2]  # of tokens that follow others there is one: it sees all of them
-    out = attention(q, k, v, causal=causal, key_mask=key_mask, layout=layout)
-    return linear(params["out"], out.transpose(1, 2).flatten(2))
+    q, k, v = linear(params["qkv"], x).unflatten(-1, (-1, 3, size)).permute(3, 0, 2, 1, 4)
+    return linear(params["out"], attend(q, k, v).transpose(1, 2).flatten(2))
+
+
+def layer_rules(prefix: str, heads: int) -> dict[str, Any]:
+    """Rules for `shardlib.tensor_slicing` of layers ``{"attn": {"qkv", "out"}, "mlp": {"up", "down"}}`` at paths that
+    begin with the glob ``prefix``: attention by heads, the MLP by its inner width.
+    """
+    return {
+        f"{prefix}attn/qkv": column(heads=heads),
+        f"{prefix}attn/out": row(heads=heads),
+        f"{prefix}mlp/up": "column",
+        f"{prefix}mlp/down": "row",
+    }
 
 
 def drop(p: float, x: Tensor, rng: Key | None, name: str) -> Tensor:

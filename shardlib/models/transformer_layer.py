@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,16 +29,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.attending import attention
+from shardlib.functional import own_slice, slice_of
 from shardlib.kernels.gelu import gelu
 from shardlib.kernels.norm import layer_norm
 from shardlib.kernels.recompute import recomputed
 from shardlib.kernels.rounding import kept_in_bf16
 from shardlib.kernels.softmax import softmax
+from shardlib.models.pieces import Params, layer_rules
 from shardlib.parts import current_parts
 from shardlib.rng import Key, dropout
 from shardlib.tree import leaves_of
-
-Params = dict[str, Any]
 
 RECOMPUTE = ("norm", "gelu", "dropout")
 
@@ -115,6 +116,14 @@ def init(config: LayerConfig, seed: int = 0) -> Params:
     }
 
 
+def slicing_rules(config: LayerConfig, prefix: str = "*") -> Params:
+    """Rules for `shardlib.tensor_slicing`: attention by heads, the MLP by its inner width.
+
+    ``prefix`` is a glob that the paths of the layers' parameters begin with.
+    """
+    return layer_rules(prefix, config.heads)
+
+
 def transformer_layer(
     config: LayerConfig, params: Params, x: Tensor, rng: Key | None = None, lengths: Tensor | None = None
 ) -> Tensor:
@@ -131,7 +140,7 @@ def transformer_layer(
     """
     if (config.dropout or config.attention_dropout) and rng is None:
         raise ValueError("LayerConfig has dropout, but no rng was given to draw it from")
-    with kept_in_bf16(leaves_of(params)) if config.stochastic else contextlib.nullcontext():
+    with kept_in_bf16(map(own_slice, leaves_of(params))) if config.stochastic else contextlib.nullcontext():
         return _layer(config, params, x, rng, lengths)
 
 
@@ -140,11 +149,11 @@ def _layer(config: LayerConfig, params: Params, x: Tensor, rng: Key | None, leng
         normed, keep = _norm(config, params["ln1"], x)
         with keep:
             qkv = F.linear(normed, params["attn"]["qkv"]["weight"], params["attn"]["qkv"]["bias"])
-        x = _add(config, params["attn"]["out"], _attention(config, qkv, rng, lengths), x, rng, "attn")
+        x = _add(config, params["attn"]["out"], _attention(config, params, qkv, rng, lengths), x, rng, "attn")
         normed, keep = _norm(config, params["ln2"], x)
         return _mlp(config, params["mlp"], normed, keep, x, rng)
     qkv = F.linear(x, params["attn"]["qkv"]["weight"], params["attn"]["qkv"]["bias"])
-    x = _add(config, params["attn"]["out"], _attention(config, qkv, rng, lengths), x, rng, "attn")
+    x = _add(config, params["attn"]["out"], _attention(config, params, qkv, rng, lengths), x, rng, "attn")
     normed, keep = _norm(config, params["ln1"], x)
     x = _mlp(config, params["mlp"], normed, keep, normed, rng)
     return layer_norm(x, params["ln2"]["weight"], params["ln2"]["bias"], eps=config.eps)
@@ -163,7 +172,7 @@ def _norm(config: LayerConfig, params: Params, x: Tensor) -> tuple[Tensor, Keep]
 def _mlp(config: LayerConfig, params: Params, x: Tensor, keep: Keep, residual: Tensor, rng: Key | None) -> Tensor:
     with keep:
         z = F.linear(x, params["up"]["weight"])
-    bias = params["up"]["bias"]
+    bias = own_slice(params["up"]["bias"])
     h = gelu(z, bias, approximate=config.approximate)
     with _recomputed(config, "gelu", h, lambda *v: gelu(*v, approximate=config.approximate), z, bias):
         return _add(config, params["down"], h, residual, rng, "mlp")
@@ -177,7 +186,8 @@ def _add(config: LayerConfig, params: Params, x: Tensor, residual: Tensor, rng: 
     return dropout(out, config.dropout, rng.fold_in(name), bias=params["bias"], residual=residual)
 
 
-def _attention(config: LayerConfig, qkv: Tensor, rng: Key | None, lengths: Tensor | None) -> Tensor:
+def _attention(config: LayerConfig, params: Params, qkv: Tensor, rng: Key | None, lengths: Tensor | None) -> Tensor:
+    """Of whole heads, as many as a slice of qkv holds."""
     q, k, v = qkv.unflatten(-1, (-1, 3, config.width // config.heads)).permute(3, 0, 2, 1, 4)
     if lengths is None and config.attention_dropout == 0:
         return attention(q, k, v, causal=config.causal).transpose(1, 2).flatten(2)
@@ -189,9 +199,11 @@ def _attention(config: LayerConfig, qkv: Tensor, rng: Key | None, lengths: Tenso
     seen = softmax(q @ k.transpose(-1, -2), lengths=lengths, causal=config.causal, scale=scale)
     if rng is None or config.attention_dropout == 0:
         return (seen @ v).transpose(1, 2).flatten(2)
-    key = rng.fold_in("attention")
-    left = dropout(seen, config.attention_dropout, key)
-    with _recomputed(config, "dropout", left, lambda v: dropout(v, config.attention_dropout, key), seen):
+    first, whole = slice_of(params["attn"]["qkv"]["weight"])
+    heads = first * config.heads // whole, config.heads
+    drop = partial(dropout, p=config.attention_dropout, key=rng.fold_in("attention"), heads=heads)
+    left = drop(seen)
+    with _recomputed(config, "dropout", left, drop, seen):
         return (left @ v).transpose(1, 2).flatten(2)
 
 

@@ -82,6 +82,36 @@ class Layout:
         rows = torch.arange(self.size, device=offsets.device).repeat_interleave(offsets.diff())
         return rows, self.columns[int(offsets[0]) : int(offsets[-1])]
 
+    def row(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """One row's columns that any head has, int64 ``[n]``, ascending, and which head has them, bool ``[heads, n]``."""
+        held = torch.zeros(self.heads, self.size, dtype=torch.bool, device=self.columns.device)
+        for head, (first, last) in enumerate(self.row_offsets[:, number : number + 2].tolist()):
+            held[head, self.columns[first:last].long()] = True
+        columns = held.any(0).nonzero().flatten()
+        return columns, held[:, columns]
+
+    def leading(self, length: int) -> Layout:
+        """The blocks of the first ``length`` positions among themselves.
+
+        Raises:
+            ValueError: the layout is of fewer.
+        """
+        size = -(-length // self.block)
+        if size > self.size:
+            raise ValueError(
+                f"{length} positions have {size} blocks of {self.block}, and the layout has {self.size}: make it for "
+                f"length={length} at least"
+            )
+        if size == self.size:
+            return self
+        distinct, heads = torch.unique(self.row_offsets, dim=0, return_inverse=True)
+        patterns = []
+        for head in [heads.tolist().index(pattern) for pattern in range(len(distinct))]:
+            rows, columns = self.pairs(head)
+            kept = (rows < size) & (columns < size)
+            patterns.append((offsets_of(torch.bincount(rows[kept], minlength=size)), columns[kept]))
+        return Layout.from_rows(self.block, patterns, heads.tolist())
+
     @property
     def heads(self) -> int:
         """1: the same blocks for however many heads there are."""

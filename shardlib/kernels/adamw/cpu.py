@@ -14,7 +14,7 @@ _SIGNATURES = {"adamw_step": "pipipppil" + "f" * 9 + "i", "adam_direction": "ppp
 
 
 def load(device: torch.device) -> str:
-    return f"C++, {native.instruction_set('adamw')}"
+    return native.description("adamw")
 
 
 def adamw_(

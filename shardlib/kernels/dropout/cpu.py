@@ -15,7 +15,7 @@ _SIGNATURES = {"dropout": "pippfillpllpi", "dropout_backward": "pifillpllpppi"}
 
 
 def load(device: torch.device) -> str:
-    return f"C++, {native.instruction_set('dropout')}"
+    return native.description("dropout")
 
 
 def forward(x: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None, draw: Draw) -> torch.Tensor:

@@ -18,7 +18,7 @@ _SIGNATURES = {
 
 
 def load(device: torch.device) -> str:
-    return f"C++, {native.instruction_set('frozen_adam')}"
+    return native.description("frozen_adam")
 
 
 def own_momentum_(grad: torch.Tensor, mu: torch.Tensor, b1: float, rest1: float, scale: torch.Tensor | None) -> None:

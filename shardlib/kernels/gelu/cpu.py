@@ -12,7 +12,7 @@ _SIGNATURES = {"gelu": "pipillpi", "gelu_backward": "pipipllpppi"}
 
 
 def load(device: torch.device) -> str:
-    return f"C++, {native.instruction_set('gelu')}"
+    return native.description("gelu")
 
 
 def forward(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool) -> torch.Tensor:

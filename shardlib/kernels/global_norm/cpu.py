@@ -13,7 +13,7 @@ _SPAN = 1 << 16  # as in global_norm.cpp
 
 
 def load(device: torch.device) -> str:
-    return f"C++, {native.instruction_set('global_norm')}"
+    return native.description("global_norm")
 
 
 def sum_of_squares(x: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ _SIGNATURES = {"cross_entropy": "piplfillpi"}
 
 
 def load(device: torch.device) -> str:
-    return f"C++, {native.instruction_set(_NAME)}"
+    return native.description(_NAME)
 
 
 def losses_(

@@ -12,7 +12,7 @@ from shardlib.kernels.lion.reference import Step
 
 
 def load(device: torch.device) -> str:
-    return f"C++, {native.instruction_set('lion')}"
+    return native.description("lion")
 
 
 def lion_(

@@ -13,7 +13,7 @@ _SIGNATURES = {"norm": "ppippfillppi", "norm_backward": "pipfillpppppi"}
 
 
 def load(device: torch.device) -> str:
-    return f"C++, {native.instruction_set('norm')}; LayerNorm of no sum forward: torch"
+    return f"{native.description('norm')}; LayerNorm of no sum forward: torch"
 
 
 def forward(

@@ -18,7 +18,7 @@ _SIGNATURES = {
 
 
 def load(device: torch.device) -> str:
-    return f"C++, {native.instruction_set('onebit')}"
+    return native.description("onebit")
 
 
 def compress(x: torch.Tensor, error: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,7 @@ _SIGNATURES = {
 
 
 def load(device: torch.device) -> str:
-    return f"C++, {native.instruction_set('quantize')}"
+    return native.description("quantize")
 
 
 def quantize(

@@ -12,7 +12,7 @@ _SIGNATURES = {"rotary": "pippiillllpi"}
 
 
 def load(device: torch.device) -> str:
-    return f"C++, {native.instruction_set('rotary')}"
+    return native.description("rotary")
 
 
 def turn(x: torch.Tensor, both: torch.Tensor, interleaved: bool, back: bool) -> torch.Tensor:

@@ -12,7 +12,7 @@ _SIGNATURES = {"softmax": "pipifllllpi", "softmax_backward": "piiflllppi"}
 
 
 def load(device: torch.device) -> str:
-    return f"C++, {native.instruction_set('softmax')}"
+    return native.description("softmax")
 
 
 def forward(x: torch.Tensor, lengths: torch.Tensor | None, causal: bool, scale: float) -> torch.Tensor:

@@ -13,17 +13,16 @@ from shardlib.kernels import native
 from shardlib.kernels.sparse_attention.options import Blocks, Options
 
 _TILE = 16  # as in tiles.h
-_SLOTS = 3  # as in sparse_attention.cpp
 _PROBLEM = "pp" + 8 * "l" + "pplfilfll"  # as in `_Problem`
 _SIGNATURES = {
     "sparse_attention_forward": "pppippppi" + _PROBLEM,
-    "sparse_attention_backward": "pppppippppplppi" + _PROBLEM,
+    "sparse_attention_backward": "pppppippppplpppi" + _PROBLEM,
     "sparse_attention_panels": "p" + _PROBLEM,
 }
 
 
 def load(device: torch.device) -> str:
-    return f"C++, {native.instruction_set('sparse_attention')}"
+    return native.description("sparse_attention")
 
 
 def forward(
@@ -40,7 +39,8 @@ def forward(
     out = torch.empty_like(queries)
     lse = torch.empty(queries.shape[:3])
     dtype = native.DTYPES[queries.dtype]
-    _library().sparse_attention_forward(queries, keys, values, dtype, out, lse, *_scratch(keys), *problem)
+    factors, done, threads = _scratch(keys)
+    _library().sparse_attention_forward(queries, keys, values, dtype, out, lse, factors, done, threads, *problem)
     length, size = q.shape[2:]
     return out[:, :, :length, :size].to(q.dtype).contiguous(), lse[:, :, :length].contiguous()
 
@@ -64,16 +64,20 @@ def backward(
     # A head's queries are shared among threads only where there are fewer heads: every part has sums of its own.
     parts = -(-torch.get_num_threads() // max(1, batch * k.shape[1]))
     dq = torch.empty_like(queries)
-    dk, dv = torch.zeros(parts, *keys.shape), torch.zeros(parts, *keys.shape)
-    sums = None if bias is None else torch.zeros(parts, batch, heads, 2 * padded)
+    dk, dv = (torch.empty(parts, *x.shape, dtype=x.dtype if parts == 1 else torch.float32) for x in (keys, values))
+    by_distance = None if bias is None else torch.zeros(parts, batch, heads, 2 * padded)
     dtype = native.DTYPES[queries.dtype]
+    factors, done, threads = _scratch(keys)
+    # What is returned is summed in place if it is fp32, otherwise a head at a time.
+    sums = None if dk.dtype == torch.float32 else torch.empty(threads, 2, padded, keys.shape[3])
     _library().sparse_attention_backward(
-        grads, queries, keys, values, outs, dtype, totals, dq, dk, dv, sums, parts, *_scratch(keys), *problem
-    )
+        grads, queries, keys, values, outs, dtype, totals, dq, dk, dv, by_distance, parts,
+        factors, sums, done, threads, *problem
+    )  # fmt: skip
     length, size = q.shape[2:]
     dbias = None
-    if bias is not None and sums is not None:
-        kept = sums[..., padded - length :][..., : 2 * length - 1]
+    if bias is not None and by_distance is not None:
+        kept = by_distance[..., padded - length :][..., : 2 * length - 1]
         dbias = kept.sum(dim=(0, 1)).sum_to_size(bias.shape).to(bias.dtype)
     dk, dv = ((x[0] if parts == 1 else x.sum(dim=0))[:, :, :length, :size] for x in (dk, dv))
     dq = dq[:, :, :length, :size]
@@ -105,11 +109,10 @@ def _padded(x: torch.Tensor) -> torch.Tensor:
 
 
 def _scratch(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Room for one head's keys and values as the kernel reads them, for each thread, which are there, and the threads."""
+    """For each thread room for one head's keys and values as the kernel reads them, what is there, and the threads."""
     threads = torch.get_num_threads()
     _, _, padded, size = keys.shape
-    room = torch.empty(threads, _SLOTS, padded, size)
-    return room, torch.empty(threads, _SLOTS, padded // _TILE, dtype=torch.uint8), threads
+    return torch.empty(threads, 3, padded, size), torch.empty(threads, 4, padded // _TILE, dtype=torch.uint8), threads
 
 
 class _Problem(NamedTuple):

@@ -13,7 +13,8 @@ and dbias sums dS over samples (and heads that share it) along diagonals. With n
 D, forward takes 4·n·b²·D operations and backward, which computes the scores anew, 10·n·b²·D; a block above the diagonal
 costs nothing under a causal mask, one across it costs at most as much as a whole one. Nothing of the size of the scores
 is stored: memory is that of the inputs and outputs and 4 bytes per query for L, beside the layout's 4 bytes per block;
-on the CPU also, for each thread, one head's keys and values in fp32 (bf16 by AMX), up to three times.
+on the CPU also, for each thread, one head's keys and values in fp32 (bf16 by AMX), up to three times, and backward from
+bf16 their gradients' sums in fp32.
 fp32, bf16 and fp16 are multiplied and summed in fp32 (float64 is served by plain torch). Where a CPU has AMX tiles, bf16
 is multiplied as it is, and P∘M and dS are rounded to bf16 for the products that they are factors of, as flash attention
 does on GPUs (Dao et al., arXiv 2205.14135); all sums, and the softmax, stay in fp32.

@@ -122,6 +122,44 @@ class Source {
     const Problem& problem_;
 };
 
+// The gradients of one head's keys and values while they are summed over queries: panels are zero when first asked for.
+class KeySums {
+   public:
+    KeySums(float* room, uint8_t* begun, const Problem& problem)
+        : room_(room), begun_(begun), size_(problem.size), padded_(problem.padded) {}
+
+    // Summed in the thread's own room, [2, padded, size], or where there is none in place.
+    void begin(float* dk, float* dv) {
+        dk_ = room_ ? room_ : dk;
+        dv_ = room_ ? room_ + padded_ * size_ : dv;
+        memset(begun_, 0, size_t(padded_ / TILE));
+    }
+
+    void ready(int64_t row) {
+        if (begun_[row / TILE]) return;
+        begun_[row / TILE] = 1;
+        memset(dk_ + row * size_, 0, size_t(TILE * size_) * sizeof(float));
+        memset(dv_ + row * size_, 0, size_t(TILE * size_) * sizeof(float));
+    }
+
+    // body(row, dk, dv) for all panels.
+    template <typename Body>
+    void end(const Body& body) {
+        for (int64_t row = 0; row < padded_; row += TILE) {
+            ready(row);
+            body(row * size_, dk_ + row * size_, dv_ + row * size_);
+        }
+    }
+
+    float* dk() const { return dk_; }
+    float* dv() const { return dv_; }
+
+   private:
+    float *room_, *dk_ = nullptr, *dv_ = nullptr;
+    uint8_t* begun_;
+    int64_t size_, padded_;
+};
+
 // Numbers that are given out to whichever thread is free.
 class Queue {
    public:

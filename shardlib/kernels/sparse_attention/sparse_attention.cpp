@@ -9,10 +9,17 @@
 namespace {
 
 constexpr int64_t CHUNK = 1024;  // queries of one item of work, forward
-constexpr int SLOTS = 3;         // matrices of one head that a thread holds as factors
+
+// Room for one head's matrices, for each thread: factors, [threads, 3, padded, size]; sums, [threads, 2, padded, size] or
+// null where they are what is returned; and which panels of the factors and of the sums are there, [threads, 4, panels].
+struct Scratch {
+    float *factors, *sums;
+    uint8_t* done;
+    int threads;
+};
 
 // What one thread holds: keys, and backward values, whose columns are summed over; values, or keys backward, whose rows
-// are; a tile.
+// are; backward sums; a tile.
 template <typename Type>
 struct Thread {
     typedef Products<Type> P;
@@ -23,15 +30,22 @@ struct Thread {
     typename P::Setup setup;
     Source<Type, true> keys, values;
     Source<Type, false> rows;
+    KeySums sums;
     typename P::Factor queries, grads;
     alignas(64) float out[TILE * LARGEST], scores[TILE * SCORES], dweights[TILE * SCORES];
     Held *const weights = reinterpret_cast<Held*>(scores), *const dscores = reinterpret_cast<Held*>(dweights);
 
-    // scratch is [threads, SLOTS, padded, size], done is [threads, SLOTS, panels]
-    Thread(const Problem& p, int64_t number, Held* scratch, uint8_t* done)
-        : keys(scratch + SLOTS * number * p.padded * p.size, done + SLOTS * number * p.padded / TILE, p),
-          values(scratch + (SLOTS * number + 1) * p.padded * p.size, done + (SLOTS * number + 1) * p.padded / TILE, p),
-          rows(scratch + (SLOTS * number + 2) * p.padded * p.size, done + (SLOTS * number + 2) * p.padded / TILE, p) {}
+    Thread(const Problem& p, const Scratch& scratch, int64_t number)
+        : Thread(p, scratch.factors + 3 * number * p.padded * p.size,
+                 scratch.sums ? scratch.sums + 2 * number * p.padded * p.size : nullptr,
+                 scratch.done + 4 * number * (p.padded / TILE), p.padded * p.size, p.padded / TILE) {}
+
+   private:
+    Thread(const Problem& p, float* factors, float* summed, uint8_t* done, int64_t matrix, int64_t panels)
+        : keys(reinterpret_cast<Held*>(factors), done, p),
+          values(reinterpret_cast<Held*>(factors + matrix), done + panels, p),
+          rows(reinterpret_cast<Held*>(factors + 2 * matrix), done + 2 * panels, p),
+          sums(summed, done + 3 * panels, p) {}
 };
 
 inline void scale_rows(float* rows, int64_t size, const float* factors) {
@@ -108,10 +122,10 @@ struct Gradients {
     const typename Type::Element *grad, *q, *out;
     const float* lse;
     typename Type::Element* dq;
-    float *dk, *dv, *dbias;  // one head's; dbias null where there is no bias
+    float* dbias;  // one head's, or null where there is no bias
 };
 
-// Everything about the gradients of a tile; those of the heads' keys and values are added to.
+// Everything about the gradients of a tile; those of the head's keys and values are added to.
 template <typename Type>
 void backward_tile(const Problem& p, const Tile& tile, const Gradients<Type>& g, Thread<Type>& own) {
     typedef Products<Type> P;
@@ -140,6 +154,7 @@ void backward_tile(const Problem& p, const Tile& tile, const Gradients<Type>& g,
             keys[panel] = own.keys.panel(at[panel]);
             values[panel] = own.values.panel(at[panel]);
             rows[panel] = own.rows.panel(at[panel]);
+            own.sums.ready(at[panel]);
         }
         P::dots(own.queries, keys, count, p.size, own.scores);
         P::dots(own.grads, values, count, p.size, own.dweights);
@@ -164,34 +179,33 @@ void backward_tile(const Problem& p, const Tile& tile, const Gradients<Type>& g,
             }
         }
         P::add(own.dscores, rows, count, p.size, own.out);
-        P::add_to_keys(own.weights, at, count, grads, p.size, g.dv);
-        P::add_to_keys(own.dscores, at, count, queries, p.size, g.dk);
+        P::add_to_keys(own.weights, at, count, grads, p.size, own.sums.dv());
+        P::add_to_keys(own.dscores, at, count, queries, p.size, own.sums.dk());
     }
     put<Type>(own.out, TILE * p.size, 1, g.dq);
 }
 
 // Calls body(thread's own, number) for the numbers 0 to count - 1.
 template <typename Type, typename Body>
-void share(const Problem& p, int64_t count, void* scratch_, uint8_t* done, int threads, const Body& body) {
-    auto* scratch = static_cast<typename Thread<Type>::Held*>(scratch_);
+void share(const Problem& p, int64_t count, const Scratch& scratch, const Body& body) {
     Queue queue(count);
-    parallel(threads, threads, [&](int64_t first, int64_t last) {
+    parallel(scratch.threads, scratch.threads, [&](int64_t first, int64_t last) {
         for (int64_t number = first; number < last; ++number) {
-            Thread<Type> own(p, number, scratch, done);
+            Thread<Type> own(p, scratch, number);
             for (int64_t item; queue.take(item);) body(own, item);
         }
     });
 }
 
 template <typename Type>
-void forward(const Problem& p, const void* q_, const void* k_, const void* v_, void* out_, float* lse, void* scratch,
-             uint8_t* done, int threads) {
+void forward(const Problem& p, const void* q_, const void* k_, const void* v_, void* out_, float* lse,
+             const Scratch& scratch) {
     typedef typename Type::Element Element;
     const Element *q = static_cast<const Element*>(q_), *k = static_cast<const Element*>(k_);
     const Element* v = static_cast<const Element*>(v_);
     Element* out = static_cast<Element*>(out_);
     int64_t chunks = (p.padded + CHUNK - 1) / CHUNK;
-    share<Type>(p, p.batch * p.query_heads * chunks, scratch, done, threads, [&](Thread<Type>& own, int64_t item) {
+    share<Type>(p, p.batch * p.query_heads * chunks, scratch, [&](Thread<Type>& own, int64_t item) {
         int64_t row = item / chunks, first = item % chunks * CHUNK;
         Tile tile = {row / p.query_heads, row % p.query_heads, first};
         int64_t key_head = tile.sample * p.key_heads + tile.head * p.key_heads / p.query_heads;
@@ -204,33 +218,41 @@ void forward(const Problem& p, const void* q_, const void* k_, const void* v_, v
     });
 }
 
-// The queries of every head are cut into `parts`; dk and dv are [parts, batch, key heads, padded, size], dbias is
-// [parts, batch, query heads, 2 · padded].
+// The queries of every head are cut into `parts`; dk and dv are [parts, batch, key heads, padded, size], in fp32 where
+// there is no room for sums; dbias is [parts, batch, query heads, 2 · padded].
 template <typename Type>
 void backward(const Problem& p, const void* grad_, const void* q_, const void* k_, const void* v_, const void* out_,
-              const float* lse, void* dq_, float* dk, float* dv, float* dbias, int64_t parts, void* scratch,
-              uint8_t* done, int threads) {
+              const float* lse, void* dq_, void* dk_, void* dv_, float* dbias, int64_t parts,
+              const Scratch& scratch) {
     typedef typename Type::Element Element;
     const Element *q = static_cast<const Element*>(q_), *k = static_cast<const Element*>(k_);
     const Element *v = static_cast<const Element*>(v_), *out = static_cast<const Element*>(out_);
     const Element* grad = static_cast<const Element*>(grad_);
-    Element* dq = static_cast<Element*>(dq_);
+    Element *dq = static_cast<Element*>(dq_), *dk = static_cast<Element*>(dk_), *dv = static_cast<Element*>(dv_);
+    const bool in_place = !scratch.sums;
     int64_t group = p.query_heads / p.key_heads, key_heads = p.batch * p.key_heads, tiles = p.padded / TILE;
-    share<Type>(p, key_heads * parts, scratch, done, threads, [&](Thread<Type>& own, int64_t item) {
+    share<Type>(p, key_heads * parts, scratch, [&](Thread<Type>& own, int64_t item) {
         int64_t part = item % parts, key_head = item / parts, rows = p.padded * p.size;
         own.keys.begin(k + key_head * rows);
         own.values.begin(v + key_head * rows);
         own.rows.begin(k + key_head * rows);
+        int64_t sums = (part * key_heads + key_head) * rows;
+        own.sums.begin(in_place ? static_cast<float*>(dk_) + sums : nullptr,
+                       in_place ? static_cast<float*>(dv_) + sums : nullptr);
         for (int64_t row = key_head * group; row < (key_head + 1) * group; ++row) {
             for (int64_t i = tiles * part / parts; i < tiles * (part + 1) / parts; ++i) {
                 Tile tile = {row / p.query_heads, row % p.query_heads, i * TILE};
                 int64_t place = row * p.padded + tile.query, at = place * p.size;
-                int64_t sums = (part * key_heads + key_head) * rows;
                 float* bias = dbias ? dbias + (part * p.batch * p.query_heads + row) * 2 * p.padded : nullptr;
-                Gradients<Type> g = {grad + at, q + at, out + at, lse + place, dq + at, dk + sums, dv + sums, bias};
+                Gradients<Type> g = {grad + at, q + at, out + at, lse + place, dq + at, bias};
                 backward_tile<Type>(p, tile, g, own);
             }
         }
+        own.sums.end([&](int64_t at, const float* of_keys, const float* of_values) {
+            if (in_place) return;
+            put<Type>(of_keys, TILE * p.size, 1, dk + sums + at);
+            put<Type>(of_values, TILE * p.size, 1, dv + sums + at);
+        });
     });
 }
 
@@ -247,17 +269,19 @@ void backward(const Problem& p, const void* grad_, const void* q_, const void* k
      key_bias,    bias,    bias_heads, scale, causal,      threshold, kept,   seed,   counter}
 
 EXPORT(sparse_attention_forward)(const void* q, const void* k, const void* v, int dtype, void* out, float* lse,
-                                 void* scratch, uint8_t* done, int threads, PROBLEM) {
+                                 float* factors, uint8_t* done, int threads, PROBLEM) {
     Problem problem = PROBLEM_;
-    (dtype == 0 ? forward<Float32> : forward<BFloat16>)(problem, q, k, v, out, lse, scratch, done, threads);
+    Scratch scratch = {factors, nullptr, done, threads};
+    (dtype == 0 ? forward<Float32> : forward<BFloat16>)(problem, q, k, v, out, lse, scratch);
 }
 
 EXPORT(sparse_attention_backward)(const void* grad, const void* q, const void* k, const void* v, const void* out,
-                                  int dtype, const float* lse, void* dq, float* dk, float* dv, float* dbias,
-                                  int64_t parts, void* scratch, uint8_t* done, int threads, PROBLEM) {
+                                  int dtype, const float* lse, void* dq, void* dk, void* dv, float* dbias,
+                                  int64_t parts, float* factors, float* sums, uint8_t* done, int threads, PROBLEM) {
     Problem problem = PROBLEM_;
+    Scratch scratch = {factors, sums, done, threads};
     (dtype == 0 ? backward<Float32> : backward<BFloat16>)(problem, grad, q, k, v, out, lse, dq, dk, dv, dbias, parts,
-                                                          scratch, done, threads);
+                                                          scratch);
 }
 
 // How many panels of keys forward goes along, over all tiles: what work is proportional to.

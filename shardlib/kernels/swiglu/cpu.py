@@ -12,7 +12,7 @@ _SIGNATURES = {"swiglu": "plplillpi", "swiglu_backward": "plplipllppi"}
 
 
 def load(device: torch.device) -> str:
-    return f"C++, {native.instruction_set('swiglu')}"
+    return native.description("swiglu")
 
 
 def forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

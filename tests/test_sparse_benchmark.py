@@ -1,0 +1,24 @@
+"""The benchmark of sparse attention, at a size that means nothing."""
+
+import pytest
+import torch
+
+from benchmarks import sparse
+
+
+@pytest.mark.parametrize("kept", [sparse._KEPT, 4 << 20], ids=["all heads at once", "Fixed a head at a time"])
+def test_every_row_is_measured(kept, monkeypatch):
+    monkeypatch.setattr(sparse, "_KEPT", kept)
+    shapes = set()
+    gradient = torch.autograd.grad
+
+    def noted(out, *rest):
+        shapes.add(out.shape[1])
+        return gradient(out, *rest)
+
+    monkeypatch.setattr(torch.autograd, "grad", noted)
+    lines = sparse.table(sparse.measure([512], 1)).splitlines()
+    rows = [line for line in lines if line.startswith("| 512 |")]
+    assert len(rows) == len(sparse._DTYPES) * len(sparse._LAYOUTS) * len(sparse._PASSES)
+    assert all(line.count("|") == 13 and "| |" not in line for line in rows)
+    assert shapes == ({2} if kept == 8 << 30 else {1, 2})
