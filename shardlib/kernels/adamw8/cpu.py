@@ -12,7 +12,7 @@ _SIGNATURES = {"adamw8_step": "pipi" + "p" * 5 + "ippl" + "f" * 9 + "i"}
 
 
 def load(device: torch.device) -> str:
-    return f"C++, {native.instruction_set('adamw8')}"
+    return native.description("adamw8")
 
 
 def adamw8_(

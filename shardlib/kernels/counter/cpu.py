@@ -10,7 +10,7 @@ _SIGNATURES = {"random_bits": "lplpi"}
 
 
 def load(device: torch.device) -> str:
-    return f"C++, {native.instruction_set('counter')}"
+    return native.description("counter")
 
 
 def random_bits(seed: int, index: torch.Tensor) -> torch.Tensor:
