@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -45,9 +44,4 @@ def adam_direction_(
 
 
 def _library() -> Any:
-    return _functions(native.instruction_set("adamw"))
-
-
-@functools.cache
-def _functions(instruction_set: str) -> Any:
-    return native.functions(native.cpp_path("adamw"), _SIGNATURES, "_" + instruction_set)
+    return native.cpp_functions("adamw", _SIGNATURES)

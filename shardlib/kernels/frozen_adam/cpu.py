@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -72,9 +71,4 @@ def fresh_step_(
 
 
 def _library() -> Any:
-    return _functions(native.instruction_set("frozen_adam"))
-
-
-@functools.cache
-def _functions(instruction_set: str) -> Any:
-    return native.functions(native.cpp_path("frozen_adam"), _SIGNATURES, "_" + instruction_set)
+    return native.cpp_functions("frozen_adam", _SIGNATURES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -10,6 +9,8 @@ import torch
 from shardlib.kernels import native
 
 _SPAN = 1 << 16  # as in global_norm.cpp
+
+_SIGNATURES = {"sum_of_squares": "pilppi"}
 
 
 def load(device: torch.device) -> str:
@@ -23,9 +24,4 @@ def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
 
 
 def _library() -> Any:
-    return _functions(native.instruction_set("global_norm"))
-
-
-@functools.cache
-def _functions(instruction_set: str) -> Any:
-    return native.functions(native.cpp_path("global_norm"), {"sum_of_squares": "pilppi"}, "_" + instruction_set)
+    return native.cpp_functions("global_norm", _SIGNATURES)

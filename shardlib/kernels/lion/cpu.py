@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 
 from shardlib.kernels import native
 from shardlib.kernels.lion.reference import Step
+
+_SIGNATURES = {"lion_step": "pipippil" + "f" * 7 + "i"}
 
 
 def load(device: torch.device) -> str:
@@ -30,9 +31,4 @@ def lion_(
 
 
 def _library() -> Any:
-    return _functions(native.instruction_set("lion"))
-
-
-@functools.cache
-def _functions(instruction_set: str) -> Any:
-    return native.functions(native.cpp_path("lion"), {"lion_step": "pipippil" + "f" * 7 + "i"}, "_" + instruction_set)
+    return native.cpp_functions("lion", _SIGNATURES)

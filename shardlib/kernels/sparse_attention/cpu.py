@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -93,12 +92,7 @@ def work(q: torch.Tensor, k: torch.Tensor, blocks: Blocks, options: Options) -> 
 
 
 def _library() -> Any:
-    return _functions(native.instruction_set("sparse_attention"))
-
-
-@functools.cache
-def _functions(instruction_set: str) -> Any:
-    return native.functions(native.cpp_path("sparse_attention"), _SIGNATURES, "_" + instruction_set)
+    return native.cpp_functions("sparse_attention", _SIGNATURES)
 
 
 def _padded(x: torch.Tensor) -> torch.Tensor:
