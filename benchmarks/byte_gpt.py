@@ -20,8 +20,6 @@ from shardlib.data.bytes import batch_at, load_bytes, split, windows
 from shardlib.models import gpt
 from shardlib.models.gpt import GPTConfig
 
-_FOLDER = Path(__file__).parent / "results"
-
 
 class Run(NamedTuple):
     """``batch`` is rows of ``config.sequence`` bytes over all ``ranks``, which are simulated."""
@@ -64,11 +62,15 @@ def side_by_side(job: Callable[..., float], arguments: Iterable[tuple[Any, ...]]
         return list(pool.map(job, *zip(*arguments)))
 
 
+def results(name: str) -> Path:
+    """Where the results of that file name are."""
+    return Path(__file__).parent / "results" / name
+
+
 def write(name: str, text: str, header: list[str], rows: Iterable[Iterable[Any]]) -> None:
     """``results/name.md``, and ``results/name.csv`` with what it was made from."""
-    _FOLDER.mkdir(exist_ok=True)
-    (_FOLDER / f"{name}.md").write_text(text)
-    with (_FOLDER / f"{name}.csv").open("w", newline="") as file:
+    results(f"{name}.md").write_text(text)
+    with results(f"{name}.csv").open("w", newline="") as file:
         table = csv.writer(file)
         table.writerow(header)
         table.writerows(rows)
