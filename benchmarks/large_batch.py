@@ -37,8 +37,8 @@ class Method(NamedTuple):
 
 
 ADAMW, SCALED, LAMB = "AdamW", "AdamW, 8 times the batch", "LAMB, 8 times the batch"
-# A row a step, since LAMB's gain is in the noise that the larger batch averages, and a larger one than 8 rows has too little
-# of it for so small a model: of 16, 32 and 64 rows LAMB ended 2, 4 and 9 % above AdamW at 2, 4 and 8 (one seed, a few rates).
+# A row a step, for at larger batches LAMB does not reach AdamW in so few steps: with 16 and 32 rows it ended 2 and 4 % above
+# AdamW with 2 and 4 (one seed, a few rates).
 METHODS = {
     ADAMW: Method(sl.optim.adamw, 1, (1e-3, 1.4e-3, 2e-3, 2.8e-3)),
     SCALED: Method(sl.optim.adamw, _TIMES),
