@@ -7,23 +7,12 @@ final validation loss of each method, and of ablations, over several seeds.
 from __future__ import annotations
 
 import argparse
-import csv
-import functools
-import multiprocessing
-import os
 import statistics
-from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-import torch
-
-import shardlib as sl
+from benchmarks import byte_gpt
 from benchmarks.learning_methods import Method, Task, methods
 from benchmarks.report import machine
-from shardlib.data.bytes import batch_at, load_bytes, split, windows
-from shardlib.models import gpt
 from shardlib.models.gpt import GPTConfig
 
 # At LAMB's rate it ends lowest itself, of 0.01, 0.015, 0.02 and 0.03; at 0.03 1-bit LAMB diverges with two of three seeds.
@@ -31,7 +20,6 @@ TASK = Task(GPTConfig(vocab=256, layers=2, width=64, heads=4, sequence=32), batc
 WITHIN = 1.01  # how much above its reference's loss a method may end
 _RANKS = 2
 _SPREADS = 3  # an ablation is called worse where it is by this many seed spreads
-_FOLDER = Path(__file__).parent / "results"
 
 Losses = dict[str, list[float]]  # method -> final validation loss by seed
 
@@ -50,27 +38,8 @@ class Verdict(NamedTuple):
 
 def train(task: Task, method: Method, seed: int) -> float:
     """Final validation loss, in nats per byte; model and order of the text are the seed's."""
-    return sl.simulate(_rank, task, method, seed, mesh={"data": _RANKS})[0]
-
-
-def _rank(mesh: sl.Mesh, task: Task, method: Method, seed: int) -> float:
-    config, loss_fn = task.config, gpt.make_loss(task.config)
-    text, validation = _text()
-    params = sl.shard(gpt.init(config, seed=seed), mesh, method.transform)
-    state, step = sl.make_train_step(loss_fn, params, method.optimizer(task))
-    for number in range(task.steps):
-        shares = {"rank": mesh.rank, "ranks": mesh.size}
-        batch = batch_at(text, task.batch, config.sequence, seed=seed, step=number, **shares)
-        state, _ = step(state, batch)
-    evaluate = sl.make_eval_step(loss_fn, state.params)
-    return statistics.fmean(
-        float(evaluate(state, batch)) for batch in windows(validation, 64, config.sequence, limit=16)
-    )
-
-
-@functools.cache
-def _text() -> tuple[np.ndarray, np.ndarray]:
-    return split(load_bytes())
+    how = (method.optimizer(task), method.transform, _RANKS)
+    return byte_gpt.Run(task.config, task.batch, task.steps, *how).train(seed)
 
 
 def verdict(losses: Losses, method: Method) -> Verdict:
@@ -85,9 +54,7 @@ def verdict(losses: Losses, method: Method) -> Verdict:
 def measure(seeds: int) -> Losses:
     """Every method with every seed, in one process a core."""
     jobs = [(method.name, seed) for method in methods() for seed in range(seeds)]
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), spawn, torch.set_num_threads, (1,)) as pool:
-        found = list(pool.map(_job, *zip(*jobs)))
+    found = byte_gpt.side_by_side(_job, jobs)
     losses: Losses = {}
     for (name, _), loss in zip(jobs, found):
         losses.setdefault(name, []).append(loss)
@@ -127,13 +94,8 @@ def write(losses: Losses) -> str:
             cells += [method.against, f"{found.relative:.4f}", f"{found.spreads:+.1f}", found.told(method.ablation)]
         lines.append(f"| {' | '.join(cells)} |")
     text = "\n".join(lines) + "\n"
-    _FOLDER.mkdir(exist_ok=True)
-    (_FOLDER / "learning.md").write_text(text)
-    with (_FOLDER / "learning.csv").open("w", newline="") as file:
-        table = csv.writer(file)
-        table.writerow(["method", "seed", "loss"])
-        for name, values in losses.items():
-            table.writerows([name, seed, f"{loss:.6f}"] for seed, loss in enumerate(values))
+    rows = ([name, seed, f"{loss:.6f}"] for name, values in losses.items() for seed, loss in enumerate(values))
+    byte_gpt.write("learning", text, ["method", "seed", "loss"], rows)
     return text
 
 

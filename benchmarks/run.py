@@ -8,6 +8,7 @@ from pathlib import Path
 from benchmarks import (
     dense_kernels,
     kernels,
+    large_batch,
     learning,
     link,
     optimizer_kernels,
@@ -33,7 +34,8 @@ def main() -> None:
         "pipeline": lambda rounds: pipeline.measure(rounds),
         "link": lambda rounds: link.measure(max(3, rounds // 4)),
     }
-    tables = {"slow_network": slow_network.run, "learning": learning.run}  # with results of their own
+    # With results of their own.
+    tables = {"slow_network": slow_network.run, "learning": learning.run, "large_batch": large_batch.run}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", nargs="*", choices=[*sections, *tables], default=[*sections, *tables])
