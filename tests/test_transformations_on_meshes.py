@@ -392,6 +392,40 @@ def test_names_of_a_checkpoint_are_those_of_the_chain(tmp_path):
     assert not any("[" in name for name in names)
 
 
+def test_numbers_of_torchs_go_on_where_no_parameter_is(tmp_path):
+    """NAdam's, of the last stage alone: the first stage's rank saves them."""
+    loss_fn, params = tiny_blocks()
+    last = f"{len(params) - 1}/"
+    pipeline = sl.chain(sl.zero(0), sl.pipeline("1f1b", 2))
+    data = token_batches(4, rows=4)
+
+    def start(mesh, transform):
+        nadam = opt.from_torch(torch.optim.NAdam, lr=0.05)
+        tx = opt.partition(
+            {"last": nadam, "rest": opt.sgd(0.1)}, lambda path, shape: "last" if path.startswith(last) else "rest"
+        )
+        return sl.make_train_step(loss_fn, sl.shard(params, mesh, transform), tx)
+
+    def first(mesh):
+        state, step = start(mesh, pipeline)
+        for batch in data[:2]:
+            state, _ = step(state, batch)
+        checkpoint.save(tmp_path, state)
+        for batch in data[2:]:
+            state, _ = step(state, batch)
+        return sl.unshard(state.params)
+
+    def second(mesh):
+        state, step = start(mesh, sl.zero(0))
+        state = checkpoint.restore(checkpoint.latest(tmp_path), state)
+        for batch in data[2:]:
+            state, _ = step(state, batch)
+        return sl.unshard(state.params)
+
+    through = sl.simulate(first, mesh={"data": 1, "pipe": 2})[0]
+    assert_close(sl.simulate(second, mesh={"data": 1})[0], through, 1e-10)
+
+
 # --- what is refused ---------------------------------------------------------------------------------------------------
 
 PARAMS = {"a": {"weight": torch.zeros(3, 2), "bias": torch.zeros(3)}}
