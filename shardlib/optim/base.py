@@ -168,9 +168,15 @@ class GradientTransformation:
 
 
 def scaled(updates: Tree, scale: torch.Tensor | None) -> Tree:
+    """``updates * scale``, those of 16 bits as fp32: what undoes a loss scale brings them below what fp16 can hold."""
     if scale is None:
         return updates
-    return tree_map(lambda update: update * scale.to(update.dtype), updates)
+
+    def product(update: torch.Tensor) -> torch.Tensor:
+        wide = update.to(torch.promote_types(update.dtype, torch.float32))
+        return wide * scale.to(wide.dtype)
+
+    return tree_map(product, updates)
 
 
 def write_copies(copies: Tree, params: Tree) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardlib.errors import IllegalComposition
-from shardlib.optim.base import GradientTransformation, write_copies
+from shardlib.optim.base import GradientTransformation, scaled, write_copies
 from shardlib.optim.locality import Locality
 from shardlib.optim.shards import Shards
 from shardlib.tree import Tree, flatten, leaves_of, tree_map, unflatten
@@ -94,9 +94,7 @@ def from_torch(optimizer_class: Optimizer, **options: Any) -> GradientTransforma
     def apply(
         params: Tree, updates: Tree, state: TorchState, scale: torch.Tensor | None, shards: Shards, copies: Tree
     ) -> TorchState:
-        if scale is not None:
-            updates = tree_map(lambda g: g.mul_(scale.to(g.dtype)), updates)
-        after = step(params, updates, state)
+        after = step(params, scaled(updates, scale), state)
         write_copies(copies, params)
         return after
 
