@@ -43,6 +43,20 @@ def gradients_of(sharded):
     return Sharded(sharded.plan, sharded.mesh, "grad", copy_of(flat))
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_muon_leaves_empty_matrices_alone(stage):
+    params = {"empty": torch.zeros(0, 4), "other": {"empty": torch.zeros(3, 0)}, "full": torch.ones(3, 5)}
+
+    def run(mesh):
+        sharded, tx = sl.shard(params, mesh, sl.zero(stage)), opt.muon(0.1)
+        return sl.unshard(sl.apply_updates(sharded, tx.update(gradients_of(sharded), tx.init(sharded), sharded)[0]))
+
+    tx = opt.muon(0.1)
+    wanted = sl.apply_updates(params, tx.update(params, tx.init(params), params)[0])
+    for found in sl.simulate(run, mesh={"data": 2}):
+        assert_close(found, wanted, 1e-6)
+
+
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("name", ON_CUTS)
