@@ -103,6 +103,7 @@ def test_bits_per_byte_and_perplexity():
     # A model that knows nothing: 8 bits, one of 256.
     scores = byte_scores(math.log(256))
     assert scores == {"loss": math.log(256), "bits_per_byte": pytest.approx(8), "perplexity": pytest.approx(256)}
+    assert byte_scores(1e4)["perplexity"] == math.inf  # of a run that went wrong: told, not an OverflowError
 
 
 class Terminal(io.StringIO):
