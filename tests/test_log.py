@@ -54,6 +54,15 @@ def test_tensors_are_read_together_when_the_time_has_come():
     assert kept.closed
 
 
+def test_what_is_written_to_later_is_logged_as_it_was():
+    rate, kept = torch.tensor(0.5), Kept()
+    with Log(kept) as log:
+        log.write(1, {"lr": rate})
+        rate.fill_(0.25)  # as hyper-parameters are
+        log.write(2, {"lr": rate})
+    assert kept.rows == [(1, {"lr": 0.5}), (2, {"lr": 0.25})]
+
+
 def test_what_a_train_step_returns_is_logged():
     loss_fn, params = mlp([6, 9, 4])
     state, step = sl.make_train_step(
