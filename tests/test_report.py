@@ -146,6 +146,15 @@ def test_rate_and_time_left():
     ]
 
 
+def test_a_step_without_a_loss_shows_the_one_before():
+    """As any writer, it is told of steps that have other values alone."""
+    stream = io.StringIO()
+    progress = Progress(100, 1000, every=0, stream=stream, clock=lambda: 1.0)
+    for step, values in enumerate([{"lr": 0.5}, {"loss": 2.5}, {"validation/loss": 3.0}]):
+        progress.write(step, values)
+    assert stream.getvalue().splitlines() == ["step 0/100", "step 1/100  loss 2.500", "step 2/100  loss 2.500"]
+
+
 def test_on_a_terminal_the_line_is_redrawn(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     shown = run(Terminal())
