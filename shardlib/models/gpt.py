@@ -190,7 +190,7 @@ def generate(
 
     The model sees the last ``config.sequence`` tokens, without dropout. ``temperature`` divides the scores; at 0 the
     likeliest token is taken. The same seed gives the same text on every rank, in `make_eval_step` from sharded
-    parameters too.
+    parameters too. A ``layout`` is for one length: with one, each token takes a pass over ``config.sequence``.
     """
     if temperature < 0:
         raise ValueError(f"generate: temperature={temperature}, but it must not be negative")
@@ -203,7 +203,10 @@ def generate(
             if tokens.shape[1] > config.sequence:
                 # Positions are absolute: when the window moves on, every token has another, and nothing kept holds.
                 new, cache = tokens[:, -config.sequence :], new_cache(config)
-            scores = logits(config, params, new, cache=cache)[:, -1]
+            if config.layout is None:
+                scores = logits(config, params, new, cache=cache)[:, -1]
+            else:
+                scores = _scores_of_next(config, params, new)
             if temperature == 0:
                 chosen = scores.argmax(-1, keepdim=True)
             else:
@@ -211,6 +214,12 @@ def generate(
                 chosen = torch.multinomial(odds, 1, generator=generator)
             tokens = torch.cat([tokens, chosen], 1)
     return tokens
+
+
+def _scores_of_next(config: GPTConfig, params: Params, tokens: Tensor) -> Tensor:
+    """(B, S) -> (B, V), by the length that the layout is for: no token sees the filling, which comes after it."""
+    last = tokens.shape[1] - 1
+    return logits(config, params, F.pad(tokens, (0, config.sequence - last - 1)))[:, last]
 
 
 def parameters_count(config: GPTConfig) -> int:
