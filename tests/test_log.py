@@ -110,6 +110,16 @@ def test_a_csv_file_gets_columns_as_they_come(tmp_path):
     ]
 
 
+def test_lines_of_skipped_steps_are_json(tmp_path):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    with Log(JsonlWriter(tmp_path / "metrics.jsonl")) as log:
+        log.write(1, {"loss": torch.tensor(torch.nan), "grad_norm": torch.inf, "finite": False})
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert line == {"step": 1, "loss": None, "grad_norm": None, "finite": 0.0}
+
+
 @pytest.mark.parametrize("writer", [CsvWriter, JsonlWriter])
 def test_a_run_that_goes_on_drops_what_came_after_its_checkpoint(tmp_path, writer):
     path = tmp_path / "metrics"
