@@ -507,6 +507,13 @@ def test_hyperparameters_that_cannot_be_meant_are_refused(make, told):
 # --- in real processes ------------------------------------------------------------------------------------------------
 
 
+def test_nothing_follows_lookahead():
+    after = opt.chain(opt.clip_by_value(1.0), opt.lookahead(SGD, 2, 0.5))
+    for make in (lambda: opt.chain(after, opt.clip_by_value(1.0)), lambda: opt.named_chain(("a", after), ("b", SGD))):
+        with pytest.raises(ValueError, match=r"lookahead brings parameters to its slow ones.*: put it last"):
+            make()
+
+
 def test_in_real_processes(pool):
     """Four gloo processes: whole matrices and rows and columns really travel."""
     loss_fn, params = mlp([6, 9, 7, 4])

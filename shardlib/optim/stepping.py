@@ -84,6 +84,7 @@ def stepping(
     locality: Locality,
     owns: Owned | None = None,
     sends: Callable[[Shards], Mapping[str, int]] | None = None,
+    last: str | None = None,
 ) -> GradientTransformation:
     """The gradient transformation whose one step this is."""
 
@@ -107,7 +108,7 @@ def stepping(
         move.write(params, copies, shards)
         return state
 
-    return GradientTransformation(init, update, locality, apply=apply, owns=owns, sends=sends)
+    return GradientTransformation(init, update, locality, apply=apply, owns=owns, sends=sends, last=last)
 
 
 def each_tensor(fn: Callable[..., Any], *trees: Tree) -> None:
