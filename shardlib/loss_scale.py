@@ -54,6 +54,17 @@ class LossScale:
             return replace(self, finite_steps=0, tolerance=self.tolerance - 1)
         return replace(self, value=max(self.value / self.factor, self.minimum), finite_steps=0)
 
+    def going_on(self, was: LossScale) -> LossScale:
+        """By its own factor, window, hysteresis and minimum from where another scale stood; a static one as it is."""
+        if self.factor == 1:
+            return self
+        return replace(
+            self,
+            value=max(was.value, self.minimum),
+            finite_steps=min(was.finite_steps, self.window - 1),
+            tolerance=min(was.tolerance, self.hysteresis),
+        )
+
     def __str__(self) -> str:
         if self.factor == 1:
             return f"{self.value:g}, static"

@@ -58,9 +58,10 @@ def uniform(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Uniform numbers in [0, 1) on a grid of 2^-24."""
-    count = torch.Size(shape).numel()
-    return (random_bits(key, count, device).to(torch.float32) * 2.0**-24).to(dtype).reshape(shape)
+    """Uniform numbers in [0, 1) on a grid of 2^-24; of 2^-11 in fp16 and 2^-8 in bf16, where a finer one would reach 1."""
+    digits = {torch.float16: 11, torch.bfloat16: 8}.get(dtype, 24)
+    bits = random_bits(key, torch.Size(shape).numel(), device) >> (24 - digits)
+    return (bits.to(torch.float32) * 2.0**-digits).to(dtype).reshape(shape)
 
 
 def dropout(

@@ -6,10 +6,14 @@ import re
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 
+import shardlib as sl
 from shardlib import checkpoint, cli
+from shardlib.commands import model
+from shardlib.loss_scale import LossScale
 
 SIZES = ["--layers", "2", "--width", "32", "--heads", "2", "--sequence", "32", "--batch", "4"]
 
@@ -113,6 +117,18 @@ def test_a_range_test_proposes_a_rate(text, tmp_path, capsys):
     assert (tmp_path / "range_test.png").stat().st_size > 10_000
     rows = (tmp_path / "range_test.csv").read_text().splitlines()
     assert rows[0] == "step,loss,lr" and float(rows[1].split(",")[2]) == pytest.approx(1e-5)
+
+
+def test_a_range_test_waits_for_the_loss_scale(text, tmp_path, monkeypatch, capsys):
+    """Steps that fp16 skips at first are no divergence, and the rate does not rise for them."""
+    too_large = LossScale(2.0**40, factor=2.0**16)  # one is tolerated, then 2^24, then 2^8
+    monkeypatch.setattr(model, "precision", partial(sl.precision, loss_scale=too_large))
+    sizes = ["--layers", 1, "--width", 16, "--heads", 2, "--sequence", 16, "--batch", 2, "--precision", "fp16"]
+    options = ["--data", text, "--out", tmp_path, "--steps", 20, "--max-lr", 0.1, *sizes]
+    assert cli.main(["lr-range-test", *map(str, options)]) == 0
+    assert "diverged" not in capsys.readouterr().out
+    rows = list(csv.DictReader((tmp_path / "range_test.csv").open()))
+    assert int(rows[0]["step"]) > 2 and float(rows[0]["lr"]) == pytest.approx(1e-5)
 
 
 def test_a_range_test_needs_a_range():

@@ -185,6 +185,22 @@ def test_the_cache_changes_no_token(length):
     assert len(wanted[:, length:].unique()) > 10
 
 
+@pytest.mark.parametrize("length", [5, 40, 70])
+def test_sampling_by_a_layout(length):
+    """One of all blocks changes nothing; by others each token is the likeliest after any filling of the length."""
+    config = dataclasses.replace(EXACT, sequence=64)
+    params, prompt = random_params(config), random_batch(config, rows=2, length=length)["tokens"]
+    whole = dataclasses.replace(config, layout=sl.sparse.dense(64, causal=True))
+    assert torch.equal(gpt.generate(whole, params, prompt, 3, 0.8, 6), gpt.generate(config, params, prompt, 3, 0.8, 6))
+    near = dataclasses.replace(config, layout=sl.sparse.sliding_window(64, window=1))
+    tokens = gpt.generate(near, params, prompt, 3, temperature=0)
+    for end in range(length, length + 3):
+        window = tokens[:, max(0, end - 64) : end]
+        filled = torch.nn.functional.pad(window, (0, 64 - window.shape[1]), value=config.vocab - 1)
+        scores = gpt.logits(near, params, filled)[:, window.shape[1] - 1]
+        assert torch.equal(tokens[:, end], scores.argmax(-1))
+
+
 def test_scores_by_the_cache():
     params, tokens = random_params(EXACT), random_batch(EXACT)["tokens"]
     cache = gpt.new_cache(EXACT)

@@ -54,6 +54,15 @@ def test_tensors_are_read_together_when_the_time_has_come():
     assert kept.closed
 
 
+def test_what_is_written_to_later_is_logged_as_it_was():
+    rate, kept = torch.tensor(0.5), Kept()
+    with Log(kept) as log:
+        log.write(1, {"lr": rate})
+        rate.fill_(0.25)  # as hyper-parameters are
+        log.write(2, {"lr": rate})
+    assert kept.rows == [(1, {"lr": 0.5}), (2, {"lr": 0.25})]
+
+
 def test_what_a_train_step_returns_is_logged():
     loss_fn, params = mlp([6, 9, 4])
     state, step = sl.make_train_step(
@@ -99,6 +108,16 @@ def test_a_csv_file_gets_columns_as_they_come(tmp_path):
         {"step": "2", "loss": "0.25", "validation/loss": str(1 / 3)},
         {"step": "3", "loss": "0.125", "validation/loss": ""},
     ]
+
+
+def test_lines_of_skipped_steps_are_json(tmp_path):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    with Log(JsonlWriter(tmp_path / "metrics.jsonl")) as log:
+        log.write(1, {"loss": torch.tensor(torch.nan), "grad_norm": torch.inf, "finite": False})
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert line == {"step": 1, "loss": None, "grad_norm": None, "finite": 0.0}
 
 
 @pytest.mark.parametrize("writer", [CsvWriter, JsonlWriter])

@@ -134,6 +134,16 @@ def test_clipping_is_torchs(max_norm):
     )
 
 
+def test_centred_rmsprop_stands_a_gradient_that_stays_the_same():
+    """Then the variance is 0, which rounding may bring below."""
+    tx = sl.optim.rmsprop(1e-3, centered=True)
+    params = {"a": torch.zeros(4)}
+    state = tx.init(params)
+    for _ in range(300):
+        updates, state = tx.update({"a": torch.tensor([1.0, 30.0, 1e2, 3e3])}, state, params)
+        assert updates["a"].isfinite().all()
+
+
 def test_clipping_leaves_zero_gradients_alone():
     zero = {"w": torch.zeros(3)}
     clip = sl.optim.clip_by_global_norm(1.0)
@@ -225,6 +235,41 @@ def test_a_skipped_step_of_fp16_changes_the_scale_alone():
         return metrics["loss"].item(), metrics["grad_norm"].item()
 
     assert len(set(sl.simulate(run, mesh={"data": 2}))) == 1
+
+
+SMALL, SUMMED = {"reduce_dtype": "fp16"}, {"master": False}
+
+
+@pytest.mark.parametrize(
+    ("options", "gradient", "make"),
+    [
+        (SMALL, 1e-9, lambda: sl.optim.sgd(1e7)),
+        (SMALL, 1e-9, lambda: sl.optim.chain(sl.optim.clip_by_value(1.0), sl.optim.sgd(1e7))),
+        (SMALL, 1e-9, lambda: sl.optim.chain(sl.optim.masked(sl.optim.clip_by_value(1.0), "b"), sl.optim.sgd(1e7))),
+        (SMALL, 1e-9, lambda: sl.optim.from_torch(torch.optim.SGD, lr=1e7)),
+        (SUMMED, 0.5, lambda: sl.optim.rmsprop(0.01, decay=0.0)),
+        (SUMMED, 0.5, lambda: sl.optim.lamb(0.01, b1=0.0)),
+        (SUMMED, 0.5, lambda: sl.optim.from_torch(torch.optim.SGD, lr=0.02)),
+    ],
+)
+def test_scaled_gradients_are_unscaled_where_they_fit(options, gradient, make):
+    """By 2^16 they are within fp16, without it below the smallest number of that; or, of several micro-batches, above the
+    largest, where the sum in fp32 is not. All of these move each parameter by 0.01."""
+    params = {"a": torch.ones(3), "b": torch.ones(2)}
+    transform = sl.chain(sl.zero(1), sl.accumulate(4), sl.precision("fp16", **options))
+
+    def loss_fn(params, batch):
+        return sl.Mean(sum(leaf.float().sum() for leaf in params.values()) * gradient, 1.0)
+
+    def run(mesh):
+        state, step = sl.make_train_step(loss_fn, sl.shard(params, mesh, transform), make())
+        state, metrics = step(state, torch.zeros(4))
+        assert metrics["finite"]
+        return sl.unshard(state.params)
+
+    for got in sl.simulate(run, mesh={"data": 2}):
+        for leaf in got.values():
+            torch.testing.assert_close(leaf.float(), torch.full_like(leaf, 0.99).float(), rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

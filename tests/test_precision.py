@@ -99,6 +99,24 @@ def test_a_scale_survives_a_checkpoint(tmp_path):
     assert sl.checkpoint.restore(sl.checkpoint.latest(tmp_path), state).scale == later.scale != state.scale
 
 
+SAVED = LossScale(64.0, window=5, hysteresis=4, finite_steps=3, tolerance=3)
+RESUMED = [
+    (LossScale.static(128.0), LossScale.static(128.0)),
+    (LossScale(2.0**16, factor=4, window=9), LossScale(64.0, factor=4, window=9, finite_steps=3)),
+    (LossScale(256.0, window=2, minimum=128.0), LossScale(128.0, window=2, minimum=128.0, finite_steps=1)),
+]
+
+
+@pytest.mark.parametrize(("planned", "resumed"), RESUMED)
+def test_a_run_that_goes_on_scales_by_the_rules_it_is_given(tmp_path, planned, resumed):
+    def start(scale):
+        params = sl.shard(PARAMS, sl.make_mesh(), sl.precision("fp16", loss_scale=scale))
+        return sl.make_train_step(FIT, params, sl.optim.sgd(0.1))[0]
+
+    sl.checkpoint.save(tmp_path, start(SAVED))
+    assert sl.checkpoint.restore(sl.checkpoint.latest(tmp_path), start(planned)).scale == resumed
+
+
 def test_dtypes_by_leaf():
     params = PARAMS | {"gain": torch.ones(2), "count": torch.zeros(2, dtype=torch.int64)}
     rules = {"layers/0/bias": "fp32", "layers/0/*": "fp16", "gain": "fp32"}

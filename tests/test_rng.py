@@ -129,6 +129,13 @@ def test_bias_and_residual_are_added(shape, p):
     assert sl.dropout(x.sum(), p, KEY).shape == ()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_numbers_of_16_bits_are_the_others_rounded_down(dtype):
+    fine, coarse = uniform(KEY, (1 << 16,)), uniform(KEY, (1 << 16,), dtype=dtype).float()
+    grid = torch.finfo(dtype).eps / 2
+    assert coarse.max() < 1 and torch.equal(coarse, (fine / grid).floor() * grid)
+
+
 def test_numbers_are_uniform():
     x = uniform(KEY, (1 << 16,), dtype=torch.float64)
     assert x.min() >= 0 and x.max() < 1

@@ -43,6 +43,20 @@ def gradients_of(sharded):
     return Sharded(sharded.plan, sharded.mesh, "grad", copy_of(flat))
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_muon_leaves_empty_matrices_alone(stage):
+    params = {"empty": torch.zeros(0, 4), "other": {"empty": torch.zeros(3, 0)}, "full": torch.ones(3, 5)}
+
+    def run(mesh):
+        sharded, tx = sl.shard(params, mesh, sl.zero(stage)), opt.muon(0.1)
+        return sl.unshard(sl.apply_updates(sharded, tx.update(gradients_of(sharded), tx.init(sharded), sharded)[0]))
+
+    tx = opt.muon(0.1)
+    wanted = sl.apply_updates(params, tx.update(params, tx.init(params), params)[0])
+    for found in sl.simulate(run, mesh={"data": 2}):
+        assert_close(found, wanted, 1e-6)
+
+
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("name", ON_CUTS)
@@ -392,6 +406,40 @@ def test_names_of_a_checkpoint_are_those_of_the_chain(tmp_path):
     assert not any("[" in name for name in names)
 
 
+def test_numbers_of_torchs_go_on_where_no_parameter_is(tmp_path):
+    """NAdam's, of the last stage alone: the first stage's rank saves them."""
+    loss_fn, params = tiny_blocks()
+    last = f"{len(params) - 1}/"
+    pipeline = sl.chain(sl.zero(0), sl.pipeline("1f1b", 2))
+    data = token_batches(4, rows=4)
+
+    def start(mesh, transform):
+        nadam = opt.from_torch(torch.optim.NAdam, lr=0.05)
+        tx = opt.partition(
+            {"last": nadam, "rest": opt.sgd(0.1)}, lambda path, shape: "last" if path.startswith(last) else "rest"
+        )
+        return sl.make_train_step(loss_fn, sl.shard(params, mesh, transform), tx)
+
+    def first(mesh):
+        state, step = start(mesh, pipeline)
+        for batch in data[:2]:
+            state, _ = step(state, batch)
+        checkpoint.save(tmp_path, state)
+        for batch in data[2:]:
+            state, _ = step(state, batch)
+        return sl.unshard(state.params)
+
+    def second(mesh):
+        state, step = start(mesh, sl.zero(0))
+        state = checkpoint.restore(checkpoint.latest(tmp_path), state)
+        for batch in data[2:]:
+            state, _ = step(state, batch)
+        return sl.unshard(state.params)
+
+    through = sl.simulate(first, mesh={"data": 1, "pipe": 2})[0]
+    assert_close(sl.simulate(second, mesh={"data": 1})[0], through, 1e-10)
+
+
 # --- what is refused ---------------------------------------------------------------------------------------------------
 
 PARAMS = {"a": {"weight": torch.zeros(3, 2), "bias": torch.zeros(3)}}
@@ -457,6 +505,13 @@ def test_hyperparameters_that_cannot_be_meant_are_refused(make, told):
 
 
 # --- in real processes ------------------------------------------------------------------------------------------------
+
+
+def test_nothing_follows_lookahead():
+    after = opt.chain(opt.clip_by_value(1.0), opt.lookahead(SGD, 2, 0.5))
+    for make in (lambda: opt.chain(after, opt.clip_by_value(1.0)), lambda: opt.named_chain(("a", after), ("b", SGD))):
+        with pytest.raises(ValueError, match=r"lookahead brings parameters to its slow ones.*: put it last"):
+            make()
 
 
 def test_in_real_processes(pool):

@@ -93,7 +93,8 @@ def restore(checkpoint: str | Path, state: TrainState) -> TrainState:
         restore_errors(whole, saved)
         pack(state, whole)
     was = LossScale(**facts["scale"]) if facts["scale"] else None
-    scale = state.scale and (was or state.scale)  # whether there is one the plan says
+    # Whether there is one, and by what rules, the plan says.
+    scale = state.scale.going_on(was) if state.scale and was else state.scale
     factor = (scale.value if scale else 1.0) / (was.value if was else 1.0)
     comm = state.comm if factor == 1 else rescaled(state.params.plan, state.comm, factor)
     return TrainState(facts["step"], state.params, state.opt, comm, state.buffers, scale, Key(facts["seed"]))

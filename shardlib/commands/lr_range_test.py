@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -41,11 +42,14 @@ def run(args: argparse.Namespace) -> int:
         for step in range(args.steps):
             state, metrics = work.step(state)
             losses.append(float(metrics["loss"]))  # alike on all ranks, so they stop together
+            if state.scale is not None and not metrics["finite"] and math.isfinite(losses[-1]):
+                losses.pop()  # fp16's loss scale was too large: a skipped step, for which the rate does not rise
+                continue
             if not metrics["finite"] or has_diverged(losses):
                 say(f"step {step + 1}: diverged at a rate of {rates[-1] if rates else args.min_lr:.2e}")
                 losses.pop()
                 break
-            rates.append(float(rate(torch.tensor(float(step)))))
+            rates.append(float(rate(torch.tensor(float(len(rates))))))
             log.write(step + 1, {"lr": rates[-1], "loss": losses[-1]})
     if dist.is_initialized():
         dist.destroy_process_group()

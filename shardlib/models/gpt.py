@@ -193,9 +193,8 @@ def generate(
     """Append ``length`` sampled tokens to ``prompt``: (B, S₀) int64, S₀ ≥ 1 -> (B, S₀ + length).
 
     The model sees the last ``config.sequence`` tokens, of these with a ``layout`` what each token's row has, without
-    dropout. ``temperature`` divides the scores; at 0 the
-    likeliest token is taken. The same seed gives the same text on every rank, in `make_eval_step` from sharded
-    parameters too.
+    dropout. ``temperature`` divides the scores; at 0 the likeliest token is taken. The same seed gives the same text on
+    every rank, in `make_eval_step` from sharded parameters too.
     """
     if temperature < 0:
         raise ValueError(f"generate: temperature={temperature}, but it must not be negative")

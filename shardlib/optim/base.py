@@ -55,14 +55,12 @@ class Owned:
         codec: how what it sends travels.
         unreduced: whether the coming update, from this state, takes each rank's own gradients, whose mean over the axis is
             the gradient; else they are averaged as for any other. Must be the same on all ranks.
-        last: whether nothing may change its updates: it tells where ranks that went apart go, not by how much.
     """
 
     name: str
     axis: str
     codec: Codec
     unreduced: Callable[[Tree], bool]
-    last: bool = False
 
 
 class GradientTransformation:
@@ -80,6 +78,7 @@ class GradientTransformation:
         owns: an axis that it reduces over itself, through ``shards.compressed_mean``.
         sends: ``sends(shards) -> {axis: bytes}``: what one rank sends in a step through ``shards.whole`` and
             ``shards.total``; none by default.
+        last: why nothing may follow it in a chain, where its updates tell where parameters go and not by how much.
     """
 
     def __init__(
@@ -91,8 +90,9 @@ class GradientTransformation:
         apply: Callable[..., Tree] | None = None,
         owns: Owned | None = None,
         sends: Callable[[Shards], Mapping[str, int]] | None = None,
+        last: str | None = None,
     ) -> None:
-        self._init, self._update, self.owns, self._sends = init, update, owns, sends
+        self._init, self._update, self.owns, self._sends, self.last = init, update, owns, sends, last
         self.locality, self.factor, self._apply = locality, factor, apply
 
     def init(self, params: Tree, *, shards: Shards = WHOLE) -> Tree:
@@ -168,9 +168,15 @@ class GradientTransformation:
 
 
 def scaled(updates: Tree, scale: torch.Tensor | None) -> Tree:
+    """``updates * scale``, those of 16 bits as fp32: what undoes a loss scale brings them below what fp16 can hold."""
     if scale is None:
         return updates
-    return tree_map(lambda update: update * scale.to(update.dtype), updates)
+
+    def product(update: torch.Tensor) -> torch.Tensor:
+        wide = update.to(torch.promote_types(update.dtype, torch.float32))
+        return wide * scale.to(wide.dtype)
+
+    return tree_map(product, updates)
 
 
 def write_copies(copies: Tree, params: Tree) -> None:

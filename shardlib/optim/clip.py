@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardlib.kernels.global_norm import sum_of_squares
-from shardlib.optim.base import GradientTransformation, empty_init, scaled
+from shardlib.optim.base import GradientTransformation, empty_init
 from shardlib.optim.locality import Locality
 from shardlib.optim.ranges import check
 from shardlib.optim.shards import Shards
@@ -30,7 +30,8 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
         return (max_norm / norm.clamp(min=max_norm)).to(torch.float64)
 
     def update(updates: Tree, state: Tree, params: Tree, *, shards: Shards) -> tuple[Tree, Tree]:
-        return scaled(updates, factor(updates, None, shards)), state
+        by = factor(updates, None, shards)
+        return tree_map(lambda update: update * by.to(update.dtype), updates), state
 
     return GradientTransformation(empty_init, update, Locality.GLOBAL, factor=factor)
 

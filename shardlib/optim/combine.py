@@ -18,7 +18,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     The state is a tuple of their states. Unlike transforms of the plan, these do not commute.
 
     Raises:
-        ValueError: no transformations; two that reduce gradients themselves; `zero_one_adam`, and not last.
+        ValueError: no transformations; two that reduce gradients themselves; `zero_one_adam` or `lookahead`, and not last.
     """
     return _in_turn("chain", transformations, tuple, tuple)
 
@@ -54,6 +54,9 @@ def _in_turn(
     if not transformations:
         raise ValueError(f"{what}() needs at least one gradient transformation")
     *first, last = transformations
+    for tx in first:
+        if tx.last is not None:
+            raise ValueError(f"{tx.last}: put it last")
 
     def init(params: Tree, shards: Shards = WHOLE) -> Tree:
         return pack([tx.init(params, shards=shards) for tx in transformations])
@@ -86,21 +89,16 @@ def _in_turn(
     owns = None
     if owners:
         place, owned = owners[0]
-        if owned.last and place + 1 < len(transformations):
-            raise ValueError(
-                f"{owned.name} brings ranks together that went apart, and what follows it in the chain would change by how "
-                "much: put it last"
-            )
         owns = replace(owned, unreduced=lambda state: owned.unreduced(unpack(state)[place]))
 
     locality = widest(*(tx.locality for tx in transformations))
     if locality is None:
-        return GradientTransformation(init, lambda u, s, p: update(u, s, p, shards=WHOLE))
+        return GradientTransformation(init, lambda u, s, p: update(u, s, p, shards=WHOLE), last=last.last)
 
     def sends(shards: Shards) -> Mapping[str, int]:
         return added(tx.sends(shards) for tx in transformations)
 
-    return GradientTransformation(init, update, locality, apply=apply, owns=owns, sends=sends)
+    return GradientTransformation(init, update, locality, apply=apply, owns=owns, sends=sends, last=last.last)
 
 
 def added(payloads: Iterable[Mapping[str, int]]) -> dict[str, int]:

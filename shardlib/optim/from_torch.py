@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardlib.errors import IllegalComposition
-from shardlib.optim.base import GradientTransformation, write_copies
+from shardlib.optim.base import GradientTransformation, scaled, write_copies
 from shardlib.optim.locality import Locality
 from shardlib.optim.shards import Shards
 from shardlib.tree import Tree, flatten, leaves_of, tree_map, unflatten
@@ -66,16 +66,20 @@ def from_torch(optimizer_class: Optimizer, **options: Any) -> GradientTransforma
         """Write to the parameters and to the trees of the state."""
         _, leaves, treedef = flatten(params)
         inputs = [_as_parameter(leaf, grad) for leaf, grad in zip(leaves, leaves_of(grads), strict=True)]
+        columns = {kind: leaves_of(tree) for kind, tree in state.elements.items()}
         if not inputs:
-            return state._replace(count=state.count + 1)
+            # The numbers go on where this rank holds no parameter too (those of another stage): it may be who saves them.
+            none = torch.zeros(0, dtype=torch.float64)
+            inputs = [_as_parameter(none, none)]
+            columns = {kind: [none.to(dtype)] for kind, dtype in kinds.elements.items()}
         tx = make(inputs, state.count)
         if state.count > 0:
-            columns = {kind: leaves_of(tree) for kind, tree in state.elements.items()}
             for place, leaf in enumerate(inputs):
                 tx.state[leaf].update({kind: column[place] for kind, column in columns.items()})
                 tx.state[leaf].update(dict(_numbers_back(state.numbers, kinds)))
         tx.step()
-        after = {kind: unflatten(treedef, [tx.state[leaf][kind] for leaf in inputs]) for kind in kinds.elements}
+        held = inputs[: len(leaves)]
+        after = {kind: unflatten(treedef, [tx.state[leaf][kind] for leaf in held]) for kind in kinds.elements}
         told = tx.state[inputs[0]]
         numbers = {kind: torch.as_tensor(told[kind]).to(torch.float64, copy=True) for kind in kinds.numbers}
         return TorchState(state.count + 1, after, numbers)
@@ -90,9 +94,7 @@ def from_torch(optimizer_class: Optimizer, **options: Any) -> GradientTransforma
     def apply(
         params: Tree, updates: Tree, state: TorchState, scale: torch.Tensor | None, shards: Shards, copies: Tree
     ) -> TorchState:
-        if scale is not None:
-            updates = tree_map(lambda g: g.mul_(scale.to(g.dtype)), updates)
-        after = step(params, updates, state)
+        after = step(params, scaled(updates, scale), state)
         write_copies(copies, params)
         return after
 

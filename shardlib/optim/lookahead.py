@@ -79,4 +79,7 @@ def lookahead(
             write_copies(copies, params)
         return state
 
-    return GradientTransformation(init, update, fast_optimizer.locality, apply=apply, sends=fast_optimizer.sends)
+    last = "lookahead brings parameters to its slow ones, and what follows it in the chain would change by how much"
+    return GradientTransformation(
+        init, update, fast_optimizer.locality, apply=apply, sends=fast_optimizer.sends, last=last
+    )

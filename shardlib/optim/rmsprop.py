@@ -80,7 +80,8 @@ def rmsprop(
             spread = v / grown
             for m in means:
                 m.lerp_(g, 1 - decay)
-                spread -= (m / grown).square()
+                # Not below 0: of a gradient that stays the same nothing is left but rounding, of either sign.
+                spread.sub_((m / grown).square()).clamp_(min=0)
             g.mul_(-size)
             g.div_(spread.add_(eps).sqrt_() if eps_in_sqrt else spread.sqrt_().add_(eps))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shardlib.optim.base import GradientTransformation, Owned, apart, write_copies
+from shardlib.optim.base import GradientTransformation, Owned, apart, scaled, write_copies
 from shardlib.optim.locality import Locality
 from shardlib.optim.shards import Shards
 from shardlib.pieces import pieces
@@ -84,6 +84,7 @@ def stepping(
     locality: Locality,
     owns: Owned | None = None,
     sends: Callable[[Shards], Mapping[str, int]] | None = None,
+    last: str | None = None,
 ) -> GradientTransformation:
     """The gradient transformation whose one step this is."""
 
@@ -97,12 +98,17 @@ def stepping(
     def apply(
         params: Tree, updates: Tree, state: Tree, scale: torch.Tensor | None, shards: Shards, copies: Tree
     ) -> Tree:
+        if scale is not None and any(
+            g.dtype.itemsize > p.dtype.itemsize for g, p in zip(leaves_of(updates), leaves_of(params))
+        ):
+            # First: the parameter's dtype may not hold what is still multiplied by a loss scale.
+            updates, scale = scaled(updates, scale), None
         grads = tree_map(lambda g, p: g.to(p.dtype), updates, params)
         state, move = step(params, grads, state, scale, shards)
         move.write(params, copies, shards)
         return state
 
-    return GradientTransformation(init, update, locality, apply=apply, owns=owns, sends=sends)
+    return GradientTransformation(init, update, locality, apply=apply, owns=owns, sends=sends, last=last)
 
 
 def each_tensor(fn: Callable[..., Any], *trees: Tree) -> None:

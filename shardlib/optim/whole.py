@@ -86,7 +86,7 @@ class WholeLeaves:
                 sent[member.computer, member.span] = member.of(tree)
             held = self._exchange(group, sent)
             results = torch.zeros_like(held)
-            rows, result_rows = held.view(ways, owners, -1), results.view(ways, owners, -1)
+            rows, result_rows = (part.view(ways, owners, group.width) for part in (held, results))
             for member in group.members:
                 if member.computer == self._rank(group):
                     whole = self._assembled(member, group, rows[:, :, member.span])
@@ -134,13 +134,13 @@ class WholeLeaves:
     def _exchange(self, group: Group, message: torch.Tensor) -> torch.Tensor:
         """``[rank, width]`` for each rank -> ``[rank, width]`` from each rank."""
         axes = (*group.slices, *group.axes)
-        message = message.view(*(self._mesh.shape[axis] for axis in axes), -1)
+        message = message.view(*(self._mesh.shape[axis] for axis in axes), group.width)
         for dim, axis in enumerate(axes):
             rows = message.movedim(dim, 0).contiguous()
             out = torch.empty_like(rows)
             primitives.all_to_all(self._mesh, axis, out, rows).wait()
             message = out.movedim(0, dim)
-        return message.reshape(-1, group.width)
+        return message.reshape(self._ways(axes), group.width)
 
     def _coords(self, group: Group) -> Iterator[dict[str, int]]:
         """Of the slices, in order."""

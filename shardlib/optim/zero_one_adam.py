@@ -157,5 +157,8 @@ def zero_one_adam(
     def unreduced(state: ZeroOneAdamState) -> bool:
         return steps.sent(coming(state)) is not Sent.FULL
 
-    owns = Owned("zero_one_adam", axis, OneBit(scales), unreduced, last=True)
-    return stepping("zero_one_adam", init, step, Locality.GLOBAL, owns)
+    owns = Owned("zero_one_adam", axis, OneBit(scales), unreduced)
+    last = (
+        "zero_one_adam brings ranks together that went apart, and what follows it in the chain would change by how much"
+    )
+    return stepping("zero_one_adam", init, step, Locality.GLOBAL, owns, last=last)

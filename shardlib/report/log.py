@@ -27,7 +27,7 @@ class Writer(Protocol):
 class Log:
     """Hands metrics to writers; to be used in a ``with`` statement, which closes them.
 
-    Tensors are kept as they are and read together, in one copy from the device, once ``every`` seconds have passed: a step
+    Tensors are kept where they are and read together, in one copy from the device, once ``every`` seconds have passed: a step
     does not wait for the one before it. Without writers (on other ranks than 0, say) nothing is kept or read.
     """
 
@@ -45,7 +45,8 @@ class Log:
         if not self._writers:
             return
         paths, leaves, _ = flatten(metrics)
-        values = dict(zip(paths, leaves, strict=True))
+        # Copies: what is given may be written to before it is read, as a state's hyper-parameters may.
+        values = {path: _copy(leaf) for path, leaf in zip(paths, leaves, strict=True)}
         wrong = [f"{path}: {_told(value)}" for path, value in values.items() if not _is_number(value)]
         if wrong:
             raise ValueError(
@@ -79,6 +80,10 @@ class Log:
                 writer.close()
 
 
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
 def _is_number(value: Any) -> bool:
     return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, (int, float))
 
@@ -92,9 +97,7 @@ def _read(pending: list[tuple[int, dict[str, Any]]]) -> list[tuple[int, dict[str
     tensors = [value for _, values in pending for value in values.values() if isinstance(value, torch.Tensor)]
     devices = dict.fromkeys(tensor.device for tensor in tensors)
     copies = {
-        device: iter(
-            torch.stack([t.detach().reshape(()).to(torch.float64) for t in tensors if t.device == device]).tolist()
-        )
+        device: iter(torch.stack([t.reshape(()).to(torch.float64) for t in tensors if t.device == device]).tolist())
         for device in devices
     }
 

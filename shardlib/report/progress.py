@@ -37,6 +37,7 @@ class Progress:
         self._stream = stream if stream is not None else sys.stdout
         self._printed = clock()
         self._seen = deque([(self._printed, start)])
+        self._loss: float | None = None
         self._bar: Bar | None = None
         self._task = TaskID(0)
         if not self._silent and self._stream.isatty():
@@ -50,18 +51,18 @@ class Progress:
             self._bar.stop()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Tell that ``step`` steps are done; ``values["loss"]`` is the last one's (nats per token)."""
-        loss, now = values["loss"], self._clock()
+        """Tell that ``step`` steps are done; ``values["loss"]`` is the last one's (nats per token), if it has one."""
+        self._loss, now = values.get("loss", self._loss), self._clock()
         self._seen.append((now, step))
         while len(self._seen) > 2 and now - self._seen[0][0] > _WINDOW:
             self._seen.popleft()
         if self._silent:
             return
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, description=self._line(step, loss))
+            self._bar.update(self._task, completed=step, description=self._line(step))
         elif now - self._printed >= self._every or step == self._steps:
             self._printed = now
-            print(self._line(step, loss), file=self._stream, flush=True)
+            print(self._line(step), file=self._stream, flush=True)
 
     def note(self, text: str) -> None:
         """Print a line that stays, above the live one."""
@@ -70,9 +71,9 @@ class Progress:
         elif not self._silent:
             print(text, file=self._stream, flush=True)
 
-    def _line(self, step: int, loss: float) -> str:
+    def _line(self, step: int) -> str:
         (begun, first), (now, last) = self._seen[0], self._seen[-1]
-        line = f"step {step}/{self._steps}  loss {loss:.3f}"
+        line = f"step {step}/{self._steps}" + (f"  loss {self._loss:.3f}" if self._loss is not None else "")
         if last == first or now == begun:
             return line
         rate = (last - first) / (now - begun)  # steps per second

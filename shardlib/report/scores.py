@@ -1,8 +1,12 @@
 """What a mean loss over bytes says in other words."""
 
 import math
+import sys
+
+_LARGEST = math.log(sys.float_info.max)
 
 
 def byte_scores(loss: float) -> dict[str, float]:
     """``loss`` in nats per byte, the same in ``bits_per_byte`` (loss/ln 2), and ``perplexity`` (e^loss)."""
-    return {"loss": loss, "bits_per_byte": loss / math.log(2), "perplexity": math.exp(loss)}
+    perplexity = math.exp(loss) if loss < _LARGEST else math.inf  # where a float ends, math.exp raises
+    return {"loss": loss, "bits_per_byte": loss / math.log(2), "perplexity": perplexity}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ class CsvWriter:
 
 
 class JsonlWriter:
-    """A JSON object per step and line. Arguments as `CsvWriter`'s."""
+    """A JSON object per step and line, null for what is not finite. Arguments as `CsvWriter`'s."""
 
     def __init__(self, path: str | Path, *, start: int = 0) -> None:
         kept = [line for line in (_complete_lines(Path(path)) if start else []) if json.loads(line)["step"] <= start]
@@ -52,7 +53,8 @@ class JsonlWriter:
         self._file.writelines(kept)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        told = {name: value if math.isfinite(value) else None for name, value in values.items()}  # JSON knows no others
+        self._file.write(json.dumps({"step": step, **told}) + "\n")
 
     def close(self) -> None:
         self._file.close()
