@@ -487,6 +487,7 @@ def test_nothing_goes_around_optimizers_that_sum_gradients_themselves(make):
     (lambda: opt.named_chain(("a", SGD), ("a", SGD)), "'a' more than once"),
     (lambda: opt.named_chain(), "needs at least one"),
     (lambda: opt.inject_hyperparams(opt.sgd, "rate"), "sgd has no argument 'rate'; it has lr, momentum, nesterov"),
+    (lambda: opt.inject_hyperparams(opt.from_torch)(torch.optim.NAdam, lr=1e-3), "no argument of from_torch is a number"),
     (lambda: opt.adagrad(0.1, eps=-1.0), r"adagrad\(eps=-1.0\)"),
     (lambda: opt.rmsprop(0.1, decay=1.0), r"rmsprop\(decay=1.0\)"),
     (lambda: opt.adafactor(0.1, momentum=1.5), r"adafactor\(momentum=1.5\)"),
@@ -504,14 +505,14 @@ def test_hyperparameters_that_cannot_be_meant_are_refused(make, told):
         make()
 
 
-# --- in real processes ------------------------------------------------------------------------------------------------
-
-
 def test_nothing_follows_lookahead():
     after = opt.chain(opt.clip_by_value(1.0), opt.lookahead(SGD, 2, 0.5))
     for make in (lambda: opt.chain(after, opt.clip_by_value(1.0)), lambda: opt.named_chain(("a", after), ("b", SGD))):
         with pytest.raises(ValueError, match=r"lookahead brings parameters to its slow ones.*: put it last"):
             make()
+
+
+# --- in real processes ------------------------------------------------------------------------------------------------
 
 
 def test_in_real_processes(pool):

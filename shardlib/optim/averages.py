@@ -37,6 +37,8 @@ def ema(decay: float, debias: bool = True) -> GradientTransformation:
         kept = average.init(state.params)
         averaged, kept = average.update(state.params, kept)  # parameters again, for an eval step
 
+    Of parameters in 16 bits it averages these, not their fp32 masters.
+
     Raises:
         ValueError: ``decay`` is not in [0, 1).
     """

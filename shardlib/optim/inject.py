@@ -38,7 +38,7 @@ def inject_hyperparams(
         static_args: names of arguments to hand on as they are all the same.
 
     Raises:
-        ValueError: a static argument that the factory does not have.
+        ValueError: a static argument that the factory does not have, or nothing to inject.
         IllegalComposition: an optimizer that reduces gradients itself.
     """
     signature = inspect.signature(inner_factory)
@@ -53,8 +53,13 @@ def inject_hyperparams(
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = {name: value for name, value in bound.arguments.items() if name not in static}
-        schedules = {name: value for name, value in given.items() if callable(value)}
+        schedules = {n: value for n, value in given.items() if callable(value) and not isinstance(value, type)}
         numbers = {name: value for name, value in given.items() if _is_number(value, signature.parameters[name])}
+        if not schedules and not numbers:
+            raise ValueError(
+                f"inject_hyperparams: no argument of {inner_factory.__name__} is a number or a schedule (what it takes as "
+                "**options is not looked into); call it by itself"
+            )
         first = inner_factory(*bound.args, **bound.kwargs)
         require_no_axis("inject_hyperparams", first)
 
