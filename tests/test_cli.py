@@ -141,3 +141,10 @@ def test_doctor_names_versions_devices_and_kernels(capsys):
     out = capsys.readouterr().out
     for part in ("torch", "gloo", "g++", "adamw on cpu", "C++", "onebit on cpu", "quantize on cpu"):
         assert part in out
+
+
+def test_doctor_says_what_a_missing_compiler_costs_and_how_to_name_one(capsys, monkeypatch):
+    monkeypatch.setenv("NVCC", "no-such-compiler")
+    assert cli.main(["doctor"]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("nvcc"))
+    assert "no-such-compiler not found; install it or set NVCC" in row and "next implementation" in row

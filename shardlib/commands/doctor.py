@@ -6,13 +6,13 @@ import argparse
 import importlib.metadata
 import os
 import platform
-import shutil
 import subprocess
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from shardlib.kernels import dispatch
+from shardlib.kernels import build, dispatch
 from shardlib.plan_text import table
 
 
@@ -68,10 +68,12 @@ def _backends() -> list[tuple[str, str]]:
 
 def _compilers() -> list[tuple[str, str]]:
     rows = []
-    for name, purpose in (("g++", "C++ kernels"), ("nvcc", "CUDA kernels"), ("ninja", "builds")):
-        path = shutil.which(name)
-        if path is None:
-            rows.append((name, f"not found: {purpose} fall back to the next implementation"))
+    finders = {"g++": partial(build.find_compiler, "g++"), "nvcc": partial(build.find_compiler, "nvcc")}
+    for name, find in (finders | {"ninja": build.find_ninja}).items():
+        try:
+            path = find()
+        except build.BuildError as reason:
+            rows.append((name, f"{reason}; until then kernels fall back to the next implementation"))
             continue
         lines = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout.splitlines()
         rows.append(

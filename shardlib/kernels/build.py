@@ -56,7 +56,7 @@ def shared_library(recipe: Recipe) -> Path:
     Raises:
         BuildError: no compiler, one that fails, or a cache that cannot be written.
     """
-    command = _find(recipe.compiler)
+    command = find_compiler(recipe.compiler)
     folder = cache_folder()
     library = folder / f"{recipe.name}-{_key(recipe, command)}.so"
     try:
@@ -82,7 +82,7 @@ def compiles(compiler: str, source: str, flags: tuple[str, ...]) -> bool:
     Raises:
         BuildError: no compiler.
     """
-    return _compiles(_find(compiler), source, flags)
+    return _compiles(find_compiler(compiler), source, flags)
 
 
 @functools.cache
@@ -94,7 +94,12 @@ def _compiles(command: str, source: str, flags: tuple[str, ...]) -> bool:
     return True
 
 
-def _find(program: str) -> str:
+def find_compiler(program: str) -> str:
+    """The path of a `Recipe`'s compiler, or of the one that its variable names.
+
+    Raises:
+        BuildError: it is not there.
+    """
     variable = {"g++": "CXX", "nvcc": "NVCC"}[program]
     path = shutil.which(os.environ.get(variable) or program)
     if path is None:
@@ -142,7 +147,7 @@ def _compile(recipe: Recipe, command: str, library: Path) -> None:
             lines += [f"build {name}: compile {_escaped(source)}", f"  own = {' '.join(flags)}"]
         lines += [f"build library.so: link {' '.join(names)}", ""]
         (Path(work) / "build.ninja").write_text("\n".join(lines))
-        _run([_find_ninja(), "-C", work], work)
+        _run([find_ninja(), "-C", work], work)
         os.replace(Path(work) / "library.so", library)
 
 
@@ -156,7 +161,7 @@ def _run(command: list[str], folder: str | None, given: str = "") -> str:
     return done.stdout
 
 
-def _find_ninja() -> str:
+def find_ninja() -> str:
     """The one that came with this Python (pip's package puts it among the scripts), or the system's."""
     path = shutil.which("ninja", path=sysconfig.get_path("scripts")) or shutil.which("ninja")
     if path is None:
