@@ -21,6 +21,11 @@ from benchmarks import (
 )
 
 _RESULTS = Path(__file__).parent / "results"
+# What is written together, once all of it is measured.
+_TABLES = {
+    "cpu": ("speed", "small_tensors", "kernels", "slicing", "pipeline", "link"),
+    "kernels_cpu": ("optimizer_kernels", "dense_kernels"),
+}
 
 
 def main() -> None:
@@ -40,14 +45,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", nargs="*", choices=[*sections, *tables], default=[*sections, *tables])
     arguments = parser.parse_args()
-    found = []
+    found = {}
     for name in arguments.only:
         print(f"{name} …", flush=True)
         if name in sections:
-            found.append(sections[name](arguments.rounds))
-        print(tables[name]() if name in tables else found[-1].markdown(), flush=True)
-    if set(arguments.only) >= set(sections):
-        report.write(_RESULTS, "cpu", found)
+            found[name] = sections[name](arguments.rounds)
+        print(tables[name]() if name in tables else found[name].markdown(), flush=True)
+    for results, names in _TABLES.items():
+        if set(arguments.only) >= set(names):
+            report.write(_RESULTS, results, [found[name] for name in names])
 
 
 if __name__ == "__main__":

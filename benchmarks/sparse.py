@@ -36,7 +36,8 @@ _LAYOUTS: dict[str, Callable[[int], sl.sparse.Layout]] = {
     "BSLongformer": sl.sparse.longformer,
     "LocalSlidingWindow": partial(sl.sparse.sliding_window, causal=False),
 }
-_SHORT = 8192  # longer sequences have fewer rounds
+_SHORT = 8192  # what takes seconds has one round only for longer sequences
+_DENSEST = "Fixed"  # a quarter of the blocks, so it takes seconds
 # Bytes that autograd may keep of gathered blocks; where it would be more, heads come one after another. (Fixed is a
 # quarter of all blocks: of 32,768 tokens in fp32, 11 GB a head.)
 _KEPT = 8 << 30
@@ -63,14 +64,14 @@ def measure(lengths: list[int], rounds: int) -> Times:
             quick, slow = _calls(length, dtype)
             for call in quick.values():
                 call(0)
-            times |= interleave(quick, rounds if length <= _SHORT else max(1, rounds - 2), clock=time.process_time)
-            times |= interleave(slow, min(rounds, 2) if length <= _SHORT else 1, clock=time.process_time)
+            times |= interleave(quick, rounds, clock=time.process_time)
+            times |= interleave(slow, min(rounds, 3) if length <= _SHORT else 1, clock=time.process_time)
             print(f"{length} {dtype}: measured", flush=True)
     return times
 
 
 def _calls(length: int, dtype: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of sparse and gathered attention; and those that take long: of dense, and where heads come one after another."""
+    """Of sparse and gathered attention; and those that take long: of dense attention, and by the densest layout."""
     generator = torch.Generator().manual_seed(0)
     shape = 1, _HEADS, length, _SIZE
     whole = [torch.randn(shape, generator=generator).to(_DTYPES[dtype]) for _ in range(4)]  # q, k, v, gradient
@@ -102,7 +103,7 @@ def _calls(length: int, dtype: str) -> tuple[dict[str, Any], dict[str, Any]]:
         )  # keys and values; scores twice
         runs = calls(name, "sparse", attentions["sparse"], [whole])
         runs |= calls(name, "gathered", attentions["gathered"], by_head if kept > _KEPT else [whole])
-        (slow if kept > _KEPT else quick).update(runs)
+        (slow if name == _DENSEST else quick).update(runs)
     return quick, slow
 
 
@@ -110,7 +111,7 @@ def _key(name: Name) -> str:
     return ",".join(map(str, name))
 
 
-def table(times: Times) -> str:
+def table(times: Times, rounds: int) -> str:
     lines = [
         "# Sparse attention on one core",
         "",
@@ -118,10 +119,11 @@ def table(times: Times) -> str:
         "",
         f"Batch 1, {_HEADS} heads of size {_SIZE}, blocks of {_BLOCK}, not causal, one thread; sparse: "
         f"{choose('sparse_attention', torch.device('cpu'))}. “Gathered”: the same blocks gathered in plain torch, with "
-        f"autograd, a head at a time, and once, where both together would keep more than {_KEPT >> 30} GB. “Dense”: "
+        f"autograd, a head at a time where all together would keep more than {_KEPT >> 30} GB. “Dense”: "
         "`F.scaled_dot_product_attention`. Seconds of processor time, the machine's load being "
-        f"{os.getloadavg()[0]:.0f}; sparse and gathered take turns; medians of rounds, "
-        "ratios with 95% intervals. The last column, speed-up over dense × density, is 1 where an "
+        f"{os.getloadavg()[0]:.0f}; sparse and gathered take turns; medians of {rounds} rounds (of dense attention and of "
+        f"{_DENSEST} 3, beyond {_SHORT} tokens 1), ratios with 95% intervals. "
+        "The last column, speed-up over dense × density, is 1 where an "
         "operation of sparse attention takes as long as one of dense attention. Written by `python -m benchmarks.sparse`.",
         "",
         "| tokens | dtype | layout | density | | seconds | gathered | times as fast (target ≥ 3) | | dense | × dense "
@@ -149,10 +151,10 @@ def table(times: Times) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lengths", type=int, nargs="*", default=[8192, 16384, 32768])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=20)
     arguments = parser.parse_args()
     times = measure(arguments.lengths, arguments.rounds)
-    text = table(times)
+    text = table(times, arguments.rounds)
     print(text)
     if arguments.lengths != parser.get_default("lengths"):
         return

@@ -17,7 +17,7 @@ def test_every_row_is_measured(kept, monkeypatch):
         return gradient(out, *rest)
 
     monkeypatch.setattr(torch.autograd, "grad", noted)
-    lines = sparse.table(sparse.measure([512], 1)).splitlines()
+    lines = sparse.table(sparse.measure([512], 1), 1).splitlines()
     rows = [line for line in lines if line.startswith("| 512 |")]
     assert len(rows) == len(sparse._DTYPES) * len(sparse._LAYOUTS) * len(sparse._PASSES)
     assert all(line.count("|") == 13 and "| |" not in line for line in rows)
