@@ -31,14 +31,6 @@ def test_drawn(by, name, shape, dtype, layout, seed):
         dense.check(name, using, shape, dtype, layout, seed)
 
 
-def test_layer_norm_alone_is_torchs_on_a_cpu():
-    """But for dtypes that torch does not mix."""
-    x, w, b = torch.randn(5, 40), torch.rand(40), torch.randn(40)
-    assert torch.equal(norm.layer_norm(x, w, b), torch.nn.functional.layer_norm(x, (40,), w, b))
-    mixed = norm.layer_norm(x, w.bfloat16(), b)
-    torch.testing.assert_close(mixed, torch.nn.functional.layer_norm(x, (40,), w.bfloat16().float(), b))
-
-
 @pytest.mark.parametrize("name", dense.CASES)
 def test_float64(name):
     dense.check(name, None, (3, 4, 33), torch.float64)

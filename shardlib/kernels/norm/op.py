@@ -10,8 +10,7 @@ Over a row of d elements, with s = x (or x + r, rounded to x's dtype), μ = mean
 x, r, y and s are ``[..., d]`` in fp32, bf16 or fp16 (float64 by plain torch), all sums in fp32; w and b are ``[d]``, of
 any floating dtype. Kept for the backward are s and w: μ and ρ are computed again from the row that it reads anyway.
 Bytes moved per element in fp32: forward 8 (x, y), of a sum 16 (x, r, s, y); backward 12 (s, dy, ds), of a sum 16. Plain
-torch adds first, 12 bytes more, and adds gradients of the sum, 12 more. Operations: 8 forward, some 15 backward. LayerNorm
-alone is torch's own on a CPU.
+torch adds first, 12 bytes more, and adds gradients of the sum, 12 more. Operations: 8 forward, some 15 backward.
 
 ``using`` names one implementation ("cpu", "triton", "reference"), for tests.
 """
@@ -19,7 +18,6 @@ alone is torch's own on a CPU.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from shardlib.kernels import rows
 from shardlib.kernels.dispatch import on, one_device, serving
@@ -43,8 +41,6 @@ def layer_norm(
         weight, bias: ``[d]``.
     """
     _check(x, weight, bias)
-    if using is None and _served_by_torch(x, weight, bias):
-        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
     return _alone(x, weight, bias, eps, True, using)[0]
 
 
@@ -76,11 +72,6 @@ def add_rms_norm(
     _check(x, weight, residual=residual)
     y, total = _of_sum(x, residual, weight, None, eps, False, using)
     return y, total
-
-
-def _served_by_torch(x: torch.Tensor, *vectors: torch.Tensor | None) -> bool:
-    """On a CPU torch's LayerNorm is as fast as a kernel here, or faster; it wants one dtype."""
-    return x.device.type == "cpu" and all(vector is None or vector.dtype == x.dtype for vector in vectors)
 
 
 def _check(
