@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import functools
 import multiprocessing
 import os
 import statistics
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,17 +58,3 @@ def side_by_side(job: Callable[..., float], arguments: Iterable[tuple[Any, ...]]
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), spawn, torch.set_num_threads, (1,)) as pool:
         return list(pool.map(job, *zip(*arguments)))
-
-
-def results(name: str) -> Path:
-    """Where the results of that file name are."""
-    return Path(__file__).parent / "results" / name
-
-
-def write(name: str, text: str, header: list[str], rows: Iterable[Iterable[Any]]) -> None:
-    """``results/name.md``, and ``results/name.csv`` with what it was made from."""
-    results(f"{name}.md").write_text(text)
-    with results(f"{name}.csv").open("w", newline="") as file:
-        table = csv.writer(file)
-        table.writerow(header)
-        table.writerows(rows)

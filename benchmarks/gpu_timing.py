@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.report import write_rows
 from shardlib.kernels.build import BuildError
 
 Rows = list[dict[str, str]]
@@ -59,7 +59,5 @@ class Timing:
 
     def write(self, file: Path) -> None:
         """The raw seconds as CSV."""
-        with file.open("w", newline="") as handle:
-            table = csv.writer(handle)
-            table.writerow(["table", "call", "round", "seconds"])
-            table.writerows((*row[:3], f"{row[3]:.9f}") for row in self._raw)
+        rows = ((*row[:3], f"{row[3]:.9f}") for row in self._raw)
+        write_rows(file, ["table", "call", "round", "seconds"], rows)

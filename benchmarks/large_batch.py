@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import shardlib as sl
 from benchmarks import byte_gpt
-from benchmarks.report import machine
+from benchmarks.report import machine, results, write_rows
 from shardlib.models.gpt import GPTConfig
 from shardlib.optim import GradientTransformation
 
@@ -25,7 +25,6 @@ _TUNED_ON = 3  # the seed of the grid
 _TIMES = 8
 _DECAY = 0.01
 _LABELS = {"*bias": "free", "*/ln?/*": "free", "*/norm/*": "free", "*": "decayed"}
-_HEADER = ["method", "rate", "seed", "loss"]
 
 
 class Method(NamedTuple):
@@ -132,7 +131,7 @@ def table(trials: list[Trial]) -> str:
 
 def read() -> list[Trial]:
     """The trials in ``results/large_batch.csv``."""
-    with byte_gpt.results("large_batch.csv").open(newline="") as file:
+    with results("large_batch.csv").open(newline="") as file:
         return [Trial(t["method"], float(t["rate"]), int(t["seed"]), float(t["loss"])) for t in csv.DictReader(file)]
 
 
@@ -140,7 +139,9 @@ def run() -> str:
     """Measure and write ``results/large_batch``; returns the text."""
     trials = measure()
     rows = ([*trial[:-1], f"{trial.loss:.6f}"] for trial in trials)
-    byte_gpt.write("large_batch", text := table(trials), _HEADER, rows)
+    text = table(trials)
+    results("large_batch.md").write_text(text)
+    write_rows(results("large_batch.csv"), Trial._fields, rows)
     return text
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from benchmarks import byte_gpt
 from benchmarks.learning_methods import Method, Task, methods
-from benchmarks.report import machine
+from benchmarks.report import machine, results, write_rows
 from shardlib.models.gpt import GPTConfig
 
 # At LAMB's rate it ends lowest itself, of 0.01, 0.015, 0.02 and 0.03; at 0.03 1-bit LAMB diverges with two of three seeds.
@@ -95,7 +95,8 @@ def write(losses: Losses) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     text = "\n".join(lines) + "\n"
     rows = ([name, seed, f"{loss:.6f}"] for name, values in losses.items() for seed, loss in enumerate(values))
-    byte_gpt.write("learning", text, ["method", "seed", "loss"], rows)
+    results("learning.md").write_text(text)
+    write_rows(results("learning.csv"), ["method", "seed", "loss"], rows)
     return text
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import csv
 import platform
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -69,19 +70,28 @@ class Section:
         return "\n".join(lines) + "\n"
 
 
-def write(folder: Path, name: str, sections: list[Section]) -> None:
-    """``name.md``, ``name.csv`` and, where matplotlib is installed, ``name.png``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    text = "\n".join([f"# Measured by `make bench`\n\n{machine()}\n", *(section.markdown() for section in sections)])
-    (folder / f"{name}.md").write_text(text)
-    with (folder / f"{name}.csv").open("w", newline="") as file:
+def results(name: str) -> Path:
+    """Where the results of that file name are."""
+    return Path(__file__).parent / "results" / name
+
+
+def write_rows(path: Path, header: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
+    """A CSV file."""
+    with path.open("w", newline="") as file:
         table = csv.writer(file)
-        table.writerow(["section", "what", "round", "seconds"])
-        for section in sections:
-            for what, times in section.times.items():
-                table.writerows([section.title, what, number, f"{t:.6f}"] for number, t in enumerate(times))
+        table.writerow(header)
+        table.writerows(rows)
+
+
+def write(name: str, sections: list[Section]) -> None:
+    """``results/name.md``, ``.csv`` and, where matplotlib is installed, ``.png``."""
+    text = "\n".join([f"# Measured by `make bench`\n\n{machine()}\n", *(section.markdown() for section in sections)])
+    results(f"{name}.md").write_text(text)
+    timed = ((section.title, what, times) for section in sections for what, times in section.times.items())
+    rows = ((title, what, number, f"{t:.6f}") for title, what, times in timed for number, t in enumerate(times))
+    write_rows(results(f"{name}.csv"), ["section", "what", "round", "seconds"], rows)
     try:
-        _plot(folder / f"{name}.png", [row for section in sections for row in section.rows if row.ratio])
+        _plot(results(f"{name}.png"), [row for section in sections for row in section.rows if row.ratio])
     except ImportError:
         print("no plot: matplotlib is not installed")
 

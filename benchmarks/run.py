@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from benchmarks import (
     dense_kernels,
@@ -20,7 +19,6 @@ from benchmarks import (
     speed,
 )
 
-_RESULTS = Path(__file__).parent / "results"
 # What is written together, once all of it is measured.
 _TABLES = {
     "cpu": ("speed", "small_tensors", "kernels", "slicing", "pipeline", "link"),
@@ -53,7 +51,7 @@ def main() -> None:
         print(tables[name]() if name in tables else found[name].markdown(), flush=True)
     for results, names in _TABLES.items():
         if set(arguments.only) >= set(names):
-            report.write(_RESULTS, results, [found[name] for name in names])
+            report.write(results, [found[name] for name in names])
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import statistics
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.report import machine
+from benchmarks.report import machine, write_rows
 from benchmarks.slow_methods import ADAM, ONEBIT, methods
 from benchmarks.timing import Ratio, ratio
 
@@ -63,10 +63,7 @@ def keep(ranks: int, samples: list[Sample]) -> None:
     """Put the samples of a run in the place of those of the last one with as many ranks."""
     others = [sample for sample in _load() if sample.ranks != ranks]
     _FOLDER.mkdir(exist_ok=True)
-    with _SAMPLES.open("w", newline="") as file:
-        table = csv.writer(file)
-        table.writerow(Sample._fields)
-        table.writerows(sorted([*others, *samples], key=lambda sample: sample.ranks))
+    write_rows(_SAMPLES, Sample._fields, sorted([*others, *samples], key=lambda sample: sample.ranks))
 
 
 def write() -> str:

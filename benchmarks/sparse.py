@@ -6,13 +6,11 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,13 +18,12 @@ import torch.nn.functional as F
 
 import shardlib as sl
 from benchmarks.gathered import Gathered
-from benchmarks.report import machine
+from benchmarks.report import machine, results, write_rows
 from benchmarks.timing import Times, interleave, ratio
 from shardlib.kernels.dispatch import choose
 
 _HEADS, _SIZE, _BLOCK = 2, 64, 16
 _TARGET = 3.0  # times as fast as gathered blocks
-_RESULTS = Path(__file__).parent / "results"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _PASSES = ("forward", "forward + backward")
 _LAYOUTS: dict[str, Callable[[int], sl.sparse.Layout]] = {
@@ -158,12 +155,9 @@ def main() -> None:
     print(text)
     if arguments.lengths != parser.get_default("lengths"):
         return
-    (_RESULTS / "sparse_cpu.md").write_text(text)
-    with (_RESULTS / "sparse_cpu.csv").open("w", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow([*Name._fields, "round", "seconds"])
-        for key, taken in times.items():
-            rows.writerows([*key.split(","), number, f"{t:.6f}"] for number, t in enumerate(taken))
+    results("sparse_cpu.md").write_text(text)
+    rows = ((*key.split(","), number, f"{t:.6f}") for key, taken in times.items() for number, t in enumerate(taken))
+    write_rows(results("sparse_cpu.csv"), [*Name._fields, "round", "seconds"], rows)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from shardlib.errors import TreeError, listing
 from shardlib.layout import Bucket
 from shardlib.loss_scale import LossScale
 from shardlib.parts import SequencePlan
+from shardlib.placement import OwnedAxis, Placement, StageTrace
 from shardlib.plan_payload import payload
 from shardlib.plan_text import describe
 from shardlib.schedules import Pipeline
@@ -27,57 +28,6 @@ from shardlib.styles import Style
 from shardlib.tree import TreeDef
 
 ROLES = ("param", "grad", "optimizer")
-
-
-@dataclass(frozen=True)
-class OwnedAxis:
-    """An axis over which the optimizer sums gradients itself, in few bits, once it has got that far.
-
-    ``by`` names the optimizer.
-    """
-
-    axis: str
-    codec: Codec
-    by: str
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where one parameter lives in each role.
-
-    Attributes:
-        path: its first path; ``aliases`` are further paths of a tied leaf.
-        unit, bucket: the unit and the bucket that hold it.
-        compute: as the loss sees it.
-        style: how its slices work together, or None.
-        param, grad, optimizer: as it is stored; grad and optimizer are None for a leaf that is not trained.
-    """
-
-    path: str
-    aliases: tuple[str, ...]
-    unit: str
-    bucket: str
-    compute: Leaf
-    param: Leaf
-    grad: Leaf | None
-    optimizer: Leaf | None
-    style: Style | None = None
-
-
-@dataclass(frozen=True)
-class StageTrace:
-    """What one micro-batch does in one stage.
-
-    Attributes:
-        touches: units in the order it gathers them.
-        forward, backward: bytes of the carry it passes on, and of the gradient that comes back for it.
-        activations: payload bytes that its blocks send themselves, by axis.
-    """
-
-    touches: tuple[str, ...]
-    forward: int
-    backward: int
-    activations: Mapping[str, int]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from shardlib.schedules import Pipeline, peak_in_flight, simulate
 
 if TYPE_CHECKING:
-    from shardlib.plan import Placement, Plan
+    from shardlib.placement import Placement
+    from shardlib.plan import Plan
 
 
 def describe(plan: Plan) -> str:

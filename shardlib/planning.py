@@ -15,7 +15,8 @@ from shardlib.errors import IllegalComposition
 from shardlib.layout import Bucket, stands_alone
 from shardlib.mesh import Mesh
 from shardlib.parts import SequencePlan
-from shardlib.plan import ROLES, OwnedAxis, Placement, Plan
+from shardlib.placement import OwnedAxis, Placement
+from shardlib.plan import ROLES, Plan
 from shardlib.schedules.pipeline import NO_BLOCKS, Pipeline
 from shardlib.specs import Leaf, P, check_leaves
 from shardlib.tree import Tree, TreeDef, check_tensors, flatten, leaves_of, ties

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import byte_gpt, large_batch
 from benchmarks.large_batch import ADAMW, LAMB, METHODS, SCALED, SEEDS, Trial, gap, losses_of, rate_of, read, table
+from benchmarks.report import results
 
 
 @functools.cache
@@ -43,10 +44,10 @@ def test_a_gap_has_the_error_of_both_means():
 
 
 def test_the_committed_table_is_made_from_the_committed_trials():
-    def results(text):
+    def told(text):
         return [line for line in text.splitlines() if line.startswith(("#", "|", "Final"))]  # all but the machine
 
-    assert results(byte_gpt.results("large_batch.md").read_text()) == results(table(read()))
+    assert told(results("large_batch.md").read_text()) == told(table(read()))
 
 
 @pytest.mark.nightly

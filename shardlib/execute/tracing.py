@@ -16,7 +16,8 @@ from shardlib.execute.losses import read_loss
 from shardlib.execute.pipeline import require_blocks
 from shardlib.execute.sequence import require_whole_loss
 from shardlib.mesh import Mesh
-from shardlib.plan import Plan, StageTrace
+from shardlib.placement import StageTrace
+from shardlib.plan import Plan
 from shardlib.rng import Key
 from shardlib.sharded import Sharded
 from shardlib.tree import Tree, leaves_of, tree_map

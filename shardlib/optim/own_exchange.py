@@ -18,7 +18,7 @@ _TOGETHER = 1 << 22
 
 
 class OwnExchange:
-    """The compressed means of an optimizer that owns an axis; see `shardlib.plan.OwnedAxis`."""
+    """The compressed means of an optimizer that owns an axis; see `shardlib.placement.OwnedAxis`."""
 
     def __init__(self, plan: Plan, mesh: Mesh) -> None:
         assert plan.owned is not None

@@ -1,0 +1,61 @@
+"""What a plan is made of: where a parameter lives, what a stage does, what an optimizer sums itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardlib.collectives.sums import Codec
+from shardlib.specs import Leaf
+from shardlib.styles import Style
+
+
+@dataclass(frozen=True)
+class OwnedAxis:
+    """An axis over which the optimizer sums gradients itself, in few bits, once it has got that far.
+
+    ``by`` names the optimizer.
+    """
+
+    axis: str
+    codec: Codec
+    by: str
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one parameter lives in each role.
+
+    Attributes:
+        path: its first path; ``aliases`` are further paths of a tied leaf.
+        unit, bucket: the unit and the bucket that hold it.
+        compute: as the loss sees it.
+        style: how its slices work together, or None.
+        param, grad, optimizer: as it is stored; grad and optimizer are None for a leaf that is not trained.
+    """
+
+    path: str
+    aliases: tuple[str, ...]
+    unit: str
+    bucket: str
+    compute: Leaf
+    param: Leaf
+    grad: Leaf | None
+    optimizer: Leaf | None
+    style: Style | None = None
+
+
+@dataclass(frozen=True)
+class StageTrace:
+    """What one micro-batch does in one stage.
+
+    Attributes:
+        touches: units in the order it gathers them.
+        forward, backward: bytes of the carry it passes on, and of the gradient that comes back for it.
+        activations: payload bytes that its blocks send themselves, by axis.
+    """
+
+    touches: tuple[str, ...]
+    forward: int
+    backward: int
+    activations: Mapping[str, int]
