@@ -109,18 +109,28 @@ def seeding_torch(key: Key | None, device: torch.device) -> Iterator[None]:
     if key is None:
         yield
         return
+    states = states_of_generators(device)
+    try:
+        for generator, _ in states:
+            generator.manual_seed(key.fold_in(f"torch at {key.slot}").seed)
+        yield
+    finally:
+        restore_generators(states)
+
+
+def states_of_generators(device: torch.device) -> list[tuple[torch.Generator, torch.Tensor]]:
+    """Torch's own generators, of the CPU and of ``device``, each with its state."""
     generators = [torch.default_generator]
     if device.type == "cuda":
         here = torch.cuda.current_device() if device.index is None else device.index
         generators.append(torch.cuda.default_generators[here])
-    states = [generator.get_state() for generator in generators]
-    try:
-        for generator in generators:
-            generator.manual_seed(key.fold_in(f"torch at {key.slot}").seed)
-        yield
-    finally:
-        for generator, state in zip(generators, states):
-            generator.set_state(state)
+    return [(generator, generator.get_state()) for generator in generators]
+
+
+def restore_generators(states: list[tuple[torch.Generator, torch.Tensor]]) -> None:
+    """Set generators back to what `states_of_generators` gave."""
+    for generator, state in states:
+        generator.set_state(state)
 
 
 def _draw(x: torch.Tensor, p: float, key: Key, heads: tuple[int, int] | None) -> Draw:

@@ -12,9 +12,9 @@ from shardlib.groups import Work
 from shardlib.mesh import Mesh
 
 
-def all_gather(mesh: Mesh, axis: str, out: torch.Tensor, inp: torch.Tensor) -> Work:
-    """``out = concat of every rank's inp``; payload per rank: (n−1)/n of ``out``."""
-    _count(mesh, axis, out, 1)
+def all_gather(mesh: Mesh, axis: str, out: torch.Tensor, inp: torch.Tensor, *, scalars: bool = False) -> Work:
+    """``out = concat of every rank's inp``; payload per rank: (n−1)/n of ``out``. ``scalars`` are counted apart."""
+    _count(mesh, axis, out, 1, scalars)
     return mesh.group(axis).all_gather(out, inp)
 
 

@@ -15,20 +15,21 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from shardlib._compat import grad
 from shardlib.blocks import block_runner
-from shardlib.errors import HandleError, RankFailure, RankMismatch
+from shardlib.errors import HandleError
 from shardlib.execute.gathering import Gathering
 from shardlib.execute.gradients import Gradients, Route
 from shardlib.execute.halves import Halves
 from shardlib.execute.handles import Handle
 from shardlib.execute.losses import is_compiled, refuse_reentrant_checkpoints
 from shardlib.execute.products import readable_twice
-from shardlib.execute.record import SAME_ORDER, Record
+from shardlib.execute.record import Record
 from shardlib.execute.sequence import SequenceParts
 from shardlib.execute.slicing import Slices, gathered, refuse_slices
 from shardlib.execute.units import BucketState, UnitState
 from shardlib.mesh import Mesh, current_mesh
 from shardlib.parts import current_parts
 from shardlib.plan import Plan
+from shardlib.rng import restore_generators, states_of_generators
 from shardlib.sharded import Sharded
 from shardlib.tree import Tree, unflatten
 
@@ -59,7 +60,7 @@ class Executor:
             for name in plan.units
         }
         self._buckets = states
-        self._gathering = Gathering(dict(self._units), plan.prefetch)
+        self._gathering = Gathering(dict(self._units), self.record, self.gathers, plan.prefetch)
         self._handles: dict[str, dict[str, Handle]] = {}
         self._trained_handles: list[Handle] = []
         # Identity of a gathered storage -> whether it is alive, and its bucket. It may outlive its unit's release, in
@@ -79,21 +80,22 @@ class Executor:
 
     def gradients(self, route: Route) -> Gradients:
         """What the micro-batches of one step hand their gradients to."""
-        return Gradients(self.plan, self.mesh, self.record.order, route, partial(self.record.announce, "reduces"))
+        return Gradients(self.plan, self.mesh, self.record, route)
 
     def forward(self, params: Sharded, fn: Callable[[Tree], Any]) -> Any:
-        """``fn(parameters)`` without gradients."""
-        try:
-            self._bind(params, None)
-            with self._running(), torch.no_grad():
-                result = fn(self._tree())
-            self.record.strays.clear()
-            self.record.note(self._gathering.runs)
-            if self.gathers:
-                self.record.meet()
-            return result
-        finally:
-            self.close()
+        """``fn(parameters)`` without gradients. Called once more where ranks turn out to differ in what they use."""
+        while True:
+            trusted, draws = not self.record.agreeing, states_of_generators(self.mesh.device)
+            try:
+                self._bind(params, None)
+                with self._running(), torch.no_grad():
+                    result = fn(self._tree())
+                self._gathering.finish()
+            finally:
+                self.close()
+            if not (self.gathers and trusted and self.record.meet()):
+                return result
+            restore_generators(draws)
 
     def backward(
         self,
@@ -167,14 +169,13 @@ class Executor:
     @contextmanager
     def _summing(self, gradients: Gradients, last: bool) -> Iterator[dict[str, torch.Tensor]]:
         """While parameters' gradients come; what reaches handles themselves is to be put, by path, into the dict."""
-        gradients.begin(last)
+        gradients.begin(last, self._gathering)
         for state in self._buckets:
             state.summing = gradients
         reached: dict[str, torch.Tensor] = {}
         with self._running():
             yield reached
             gradients.finish(self._late(reached))
-            self.record.note(self._gathering.runs, gradients.started)
 
     def close(self) -> None:
         """Let go of the graph and of everything that was gathered."""
@@ -213,7 +214,7 @@ class Executor:
         """Take this step's parameters."""
         for state in self._buckets:
             state.bind(params.buffers[state.bucket.name], gradients)
-        self._gathering.begin(self.record.trace)
+        self._gathering.begin()
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -223,14 +224,6 @@ class Executor:
         try:
             with self._here():
                 yield
-        except (RankFailure, RankMismatch) as error:
-            if self._gathering.left is None:
-                raise
-            touched, expected = self._gathering.left
-            told = f"it gathered {expected!r}" if expected else "nothing came"
-            raise type(error)(
-                f"{error} Before that, this rank gathered {touched!r} where {told} in the run before. {SAME_ORDER}"
-            ) from error
         finally:
             block_runner.reset(runner)
 
@@ -258,7 +251,6 @@ class Executor:
                 f"autocast is on while unit {unit.name!r} is gathered (ZeRO stage 3); its casts would keep whole parameters "
                 "alive. Use sl.precision('bf16') in the plan instead, with keep=[...] for what must stay in fp32"
             )
-        self.record.announce("gathers", unit.name)
         with torch.inference_mode(False):  # the first touch may lie in inference_mode, and a later one not
             self._gathering.touch(unit)
         for state in unit.buckets:

@@ -1,14 +1,21 @@
 """When units are gathered and when they are released.
 
-The touches of a step form a sequence of runs (consecutive touches of one unit). The first step keeps the unit in
-use and the one before it. Its sequence is then the trace: from the next step on, at the first touch of a run the
-units that are neither in use nor next are released, and the next one is sent for, so that at most two neighbouring
-units are alive. Both rules gather equally often. A step that leaves the trace falls back to the first rule.
+The touches of a step form a sequence of runs (consecutive touches of one unit). While the ranks agree on each gather,
+the unit in use and the one before it are kept. A run that was alike on all ranks is then the trace: from the next one
+on, at the first touch of a unit those that are neither in use nor next are released, and the next one is sent for, so
+that at most two neighbouring units are alive. Both rules gather equally often.
+
+A rank whose touches leave the trace goes on with it for the others' sake, and gets zeros for what it touches: what it
+computes is thrown away. See `shardlib.execute.record`.
 """
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
 from typing import Protocol
+
+from shardlib.execute.record import Entry, Record
 
 
 class Gatherable(Protocol):
@@ -28,66 +35,226 @@ class Gatherable(Protocol):
         """Let go of the whole parameters."""
         ...
 
+    def serve(self) -> None:
+        """Take part in a gather for other ranks; what is here stays as it is."""
+        ...
+
+    def stand_in(self) -> None:
+        """Put zeros where the whole parameters would be."""
+        ...
+
+
+class Reductions(Protocol):
+    """The reductions of a backward, in the order they start: see `shardlib.execute.gradients.Gradients`."""
+
+    @property
+    def started(self) -> Sequence[str]: ...
+
+    def ready(self) -> int:
+        """How many have started or could."""
+        ...
+
+    def advance(self) -> None:
+        """Start those that can and may."""
+        ...
+
+    def skip_to(self, count: int) -> None:
+        """Start reductions until this many have, with zeros for what has not come."""
+        ...
+
 
 class Gathering:
     """Decides, touch by touch, what to fetch and what to release.
 
+    Args:
+        gathers: whether any unit is gathered; else there is nothing to agree on but the first reductions.
+
     Attributes:
         current: the unit of the present run; touching it again needs no decision.
-        runs: the units touched since `begin`, one entry per run; None where other work came between.
         fetched: the units gathered since `begin`, in order.
-        left: where the trace was left: the unit touched, and the one expected (None: no more); None while it is followed.
+        touched: the units used since `begin`.
+        reductions: while gradients come, what reduces them.
+        strayed: whether this rank has left the trace since `begin`.
     """
 
-    def __init__(self, units: dict[str, Gatherable], prefetch: bool) -> None:
-        self._units = units
-        self._prefetch = prefetch
-        self._trace: list[str | None] | None = None
+    def __init__(self, units: dict[str, Gatherable], record: Record, gathers: bool, prefetch: bool) -> None:
+        self._units, self._record, self._gathers, self._prefetch = units, record, gathers, prefetch
+        self._names = list(units)
         self._here: dict[str, Gatherable] = {}
         self.current: Gatherable | None = None
-        self.runs: list[str | None] = []
-        self.fetched: list[str] = []
-        self.left: tuple[str, str | None] | None = None
+        self._reset(None)
 
-    def begin(self, trace: list[str | None] | None) -> None:
-        """Start a micro-batch that is expected to follow ``trace`` (None: unknown)."""
-        self._trace = trace
-        self.runs, self.fetched, self.left = [], [], None
+    def _reset(self, trace: list[Entry] | None) -> None:
+        self._trace = trace  # None while the ranks agree on each gather
+        self._runs: list[Entry] = []
+        self._sum = 0  # a checksum of the runs
+        self._allowed = 0
+        self._apart: set[str] | None = None  # units that not all ranks used; None while the ranks are alike
+        self._late = False
+        self.fetched: list[str] = []
+        self.touched: set[str] = set()
+        self.reductions: Reductions | None = None
+        self.strayed = False
+
+    def begin(self) -> None:
+        """Start a micro-batch."""
+        self._reset(None if self._record.agreeing else self._record.trace)
+
+    @property
+    def limit(self) -> int | None:
+        """How many reductions may have been started by now, so that all ranks start them between the same gathers."""
+        if not self._gathers:
+            return None
+        if self._trace is None:
+            return self._allowed
+        return self._trace[len(self._runs)][1] if len(self._runs) < len(self._trace) else None
 
     def touch(self, unit: Gatherable) -> None:
         """Make ``unit`` the current one, its parameters here."""
         previous = self.current.name if self.current else None
-        self.runs.append(unit.name)
+        self.touched.add(unit.name)
+        if self._trace is not None and not self._at(unit.name):
+            self.strayed = True
+        if self._trace is not None and not self.strayed:
+            self._follow(unit)
+            return
+        self._go_on()
         self.current = unit
-        place = len(self.runs)
-        expected = (self._trace or [])[place - 1 : place]
-        if self._trace is not None and expected != [unit.name]:
-            self._trace, self.left = None, (unit.name, expected[0] if expected else None)
-        upcoming = self._trace[place] if self._trace is not None and place < len(self._trace) else None
-        self._keep({unit.name, previous if self._trace is None else upcoming})
-        self._fetch(unit)
-        unit.arrive()
-        if upcoming is not None and self._prefetch:
-            self._fetch(self._units[upcoming])
+        self._keep({unit.name, previous})
+        if self.strayed:
+            if unit.name not in self._here:
+                self._here[unit.name] = unit
+                unit.stand_in()
+            return
+        self._note(unit.name)
+        if unit.name not in self._here:
+            self._agree(self._names.index(unit.name))
 
     def turn(self) -> None:
         """Forward is over. Everything is released, and what backward needs first is sent for."""
-        self.end()
-        upcoming = (
-            self._trace[len(self.runs)] if self._trace is not None and len(self.runs) < len(self._trace) else None
-        )
-        if upcoming is not None and self._prefetch:
+        self.rest()
+        if self._trace is not None and self._prefetch and (upcoming := self._upcoming()):
             self._fetch(self._units[upcoming])
 
     def rest(self) -> None:
         """Other micro-batches come first. Everything is released, and nothing is sent for until this one goes on."""
-        self.end()
-        self.runs.append(None)
+        self.strayed |= self._trace is not None and not self._at(None)
+        self._pause()
+        self._note(None)
+
+    def finish(self, late: Sequence[str] = ()) -> tuple[str, ...]:
+        """The run is over, on this rank and then on all.
+
+        Returns those of ``late``, of all ranks together, whose gradients are to be reduced once more.
+        """
+        if self._trace is not None:
+            self.strayed |= len(self._runs) < len(self._trace) or tuple(late) != self._record.late
+            self._pause()
+            self._record.strayed |= self.strayed
+            return self._record.late
+        self._pause(bool(late))
+        found = self._record.unite(late) if self._late else ()
+        self._record.note(self._runs, found, self._apart if self._gathers else None)
+        return found
 
     def end(self) -> None:
         """Backward is over, or failed. Everything is released."""
         self._keep(set())
         self.current = None
+
+    def begin_reductions(self, reductions: Reductions) -> None:
+        """Gradients are about to come."""
+        self.reductions = reductions
+        self._settle()
+
+    def agree_to_reduce(self, unit: str) -> None:
+        """In the first backward: settle the order of reductions, unless this unit's is what is next on every rank."""
+        self._agree(len(self._names) + self._names.index(unit))
+
+    def unused(self, unit: str) -> bool:
+        """Whether no gradient can come for a unit: it is gathered for use, and has not been used."""
+        return self._gathers and unit not in self.touched
+
+    def _agree(self, what: int, late: bool = False) -> bool:
+        """Tell the other ranks what is next on this one, and take part in all they gather; whether it is the same for all.
+
+        ``what``: a unit to be gathered, by number; one to be reduced, by number + units; or ``_END``.
+        """
+        ready = self.reductions.ready() if self.reductions is not None else 0
+        words = self._record.compare(what, self._sum, ready, late)
+        nexts, checksums, counts, lates = zip(*words, strict=True)
+        self._late = any(lates)
+        alike = len(set(nexts)) == 1
+        if not alike or len(set(checksums)) > 1:
+            named = {self._names[number % len(self._names)] for number in nexts if number != _END}
+            self._apart = (self._apart or set()) | named
+            self._settle()
+        self._allowed = min(counts)
+        if self.reductions is not None:
+            self.reductions.advance()
+        for number in sorted({number for number in nexts if 0 <= number < len(self._names)}):
+            unit = self._units[self._names[number]]
+            self.fetched.append(unit.name)
+            if number == what:
+                self._here[unit.name] = unit
+                unit.fetch()
+                unit.arrive()
+            else:
+                unit.serve()
+        return alike
+
+    def _settle(self) -> None:
+        if self._apart is not None and self.reductions is not None and self._record.order is None:
+            touched = [name for name, _ in self._runs if name is not None]
+            self._record.settle(self.reductions.started, touched)
+
+    def _pause(self, late: bool = False) -> None:
+        """Nothing more comes for now: serve the ranks for which something does, then release everything."""
+        if self._trace is not None:
+            self._go_on()
+        elif self._gathers or self.reductions is not None:
+            while not self._agree(_END, late):
+                pass
+        self.end()
+
+    def _at(self, name: str | None) -> bool:
+        """Whether this is what the trace says is next."""
+        assert self._trace is not None
+        place = len(self._runs)
+        return self._trace[place : place + 1] == [(name, self._count())] or self.strayed
+
+    def _go_on(self) -> None:
+        """On a rank that has strayed: make what is left of the trace's exchanges, as far as the others do by themselves."""
+        if not self.strayed or self._trace is None or self._upcoming() is None:
+            return
+        while (name := self._upcoming()) is not None:
+            if self.reductions is not None:
+                self.reductions.skip_to(self._trace[len(self._runs)][1])
+            self._follow(self._units[name])
+        self.end()
+
+    def _follow(self, unit: Gatherable) -> None:
+        self._note(unit.name)
+        self.current = unit
+        upcoming = self._upcoming()
+        self._keep({unit.name, upcoming})
+        self._fetch(unit)
+        unit.arrive()
+        if upcoming is not None and self._prefetch:
+            self._fetch(self._units[upcoming])
+
+    def _upcoming(self) -> str | None:
+        """The trace's next unit."""
+        place = len(self._runs)
+        return self._trace[place][0] if self._trace is not None and place < len(self._trace) else None
+
+    def _note(self, name: str | None) -> None:
+        entry = name, self._count()
+        self._runs.append(entry)
+        self._sum = zlib.crc32(repr(entry).encode(), self._sum)
+
+    def _count(self) -> int:
+        return len(self.reductions.started) if self.reductions is not None else 0
 
     def _fetch(self, unit: Gatherable) -> None:
         if unit.name not in self._here:
@@ -98,3 +265,6 @@ class Gathering:
     def _keep(self, names: set[str | None]) -> None:
         for name in [name for name in self._here if name not in names]:
             self._here.pop(name).release()
+
+
+_END = -1

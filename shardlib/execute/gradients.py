@@ -1,19 +1,21 @@
 """Gradients on their way from backward to the optimizer's layout.
 
 Each bucket's gradient arrives whole, once per micro-batch, as soon as it is complete, and when all of a unit's have
-come their exchanges start, while backward goes on. The first micro-batch sends units as they come; that order, checked
-to be the same on all ranks, then holds: a rank whose branch leaves a parameter unused sends zeros in its turn.
+come their exchanges start, while backward goes on. The first micro-batch sends units as they come, as long as the ranks
+are alike; that order then holds: a rank whose branch leaves a parameter unused sends zeros in its turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from shardlib.collectives.sums import Errors
 from shardlib.exchange import Compression, Reduction, Sum
+from shardlib.execute.gathering import Gathering
+from shardlib.execute.record import Record
 from shardlib.layout import Bucket
 from shardlib.mesh import Mesh
 from shardlib.plan import Plan
@@ -43,37 +45,28 @@ class Gradients:
     """Sums gradients over micro-batches and ranks.
 
     Args:
-        order: units in the order their exchanges are to start; None to take them as they come.
+        record: holds the order in which units' exchanges start, once there is one.
         route: see `Route`.
-        announce: called before a unit's exchanges start.
 
     Attributes:
         started: units whose exchanges this micro-batch started, in order.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        mesh: Mesh,
-        order: list[str] | None,
-        route: Route,
-        announce: Callable[[str], None] = lambda unit: None,
-    ) -> None:
-        self._plan, self._mesh, self._order, self._route, self._announce = plan, mesh, order, route, announce
+    def __init__(self, plan: Plan, mesh: Mesh, record: Record, route: Route) -> None:
+        self._plan, self._mesh, self._record, self._route = plan, mesh, record, route
         self._held: dict[str, torch.Tensor] = {}
-        self._begin()
 
-    def _begin(self) -> None:
+    def begin(self, last: bool, gathering: Gathering) -> None:
+        """Start a micro-batch, whose gathers these reductions stand between; ``last`` when it is the step's last."""
+        self._last, self._gathering = last, gathering
         self.started: list[str] = []
         self._ready: dict[str, dict[str, torch.Tensor | None]] = {unit: {} for unit in self._plan.trained_in}
         self._complete: set[str] = set()
         self._added: set[str] = set()
+        self._late: dict[str, torch.Tensor] = {}
+        self._closed = False  # whether backward is over: what has not come by now has the gradient zero
         self._flying: list[tuple[Reduction, int]] = []
-
-    def begin(self, last: bool) -> None:
-        """Start a micro-batch; ``last`` when it is the step's last."""
-        self._last = last
-        self._begin()
+        gathering.begin_reductions(self)
 
     def add_leaves(self, bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> bool:
         """Add leaves' gradients to the bucket's sum over micro-batches, if one is kept whole; packing is then saved."""
@@ -95,28 +88,57 @@ class Gradients:
         others of its pair are received.
         """
         unit = bucket.unit
+        if self._gathering.strayed:
+            return
         self._ready[unit][bucket.name] = whole
         if len(self._ready[unit]) < len(self._plan.trained_in[unit]):
             return
         self._complete.add(unit)
-        if self._order is None:
+        if self._record.order is None:
+            self._gathering.agree_to_reduce(unit)
+        if self._record.order is None:  # still: this unit is next on every rank
             self._start(unit)
-            return
-        while len(self.started) < len(self._order) and self._order[len(self.started)] in self._complete:
-            self._start(self._order[len(self.started)])
+        else:
+            self.advance()
+
+    def ready(self) -> int:
+        """How many units have started or could, in their order."""
+        order, count = self._record.order, len(self.started)
+        while order is not None and count < len(order) and self._settled(order[count]):
+            count += 1
+        return count
+
+    def advance(self) -> None:
+        """Start the units that can and may."""
+        limit = self._gathering.limit
+        self.skip_to(self.ready() if limit is None else min(limit, self.ready()))
+
+    def skip_to(self, count: int) -> None:
+        """Start units until this many have, with zeros for what has not come."""
+        while self._record.order is not None and len(self.started) < count:
+            self._start(self._record.order[len(self.started)])
+
+    def _settled(self, unit: str) -> bool:
+        return self._closed or unit in self._complete or self._gathering.unused(unit)
 
     def finish(self, late: dict[str, torch.Tensor]) -> None:
         """End a micro-batch: zeros for what was not used, and what reached handles themselves (``late``)."""
-        for unit in self._order or self._plan.trained_in:
-            for bucket in self._plan.trained_in[unit]:
-                if unit not in self._complete and bucket.name not in self._ready[unit]:
-                    whole = late.pop(bucket.name, None)
-                    self.add(bucket, self._zeros(bucket) if whole is None else whole)
+        come = {name for ready in self._ready.values() for name in ready}
+        come |= {bucket.name for unit in self.started for bucket in self._plan.trained_in[unit]}
+        again = {name: late[name] for name in sorted(late) if name in come}
+        self._late = {name: whole for name, whole in late.items() if name not in come}
+        self._closed = True
+        self.advance()
+        everyones = self._gathering.finish(list(again))
+        if self._record.order is None:
+            self._record.order = [*self.started, *(u for u in self._plan.trained_in if u not in self.started)]
+        self.skip_to(len(self._record.order))
         while self._flying:
             self._land()
-        for name, whole in sorted(late.items()):
+        for name in everyones:
             bucket = self._plan.bucket_of[name]
             stop, over = (bucket.levels, self._over(bucket)) if self._last else (bucket.grad_level, ())
+            whole = again[name] if name in again else self._zeros(bucket)
             for part in self._reduction([Sum(bucket, whole)], 0, stop, over).wait():
                 self._held[name].add_(part.buffer)
 
@@ -128,9 +150,12 @@ class Gradients:
         return torch.zeros(bucket.size(0), dtype=bucket.reduce_dtype, device=self._mesh.device)
 
     def _start(self, unit: str) -> None:
-        self._announce(unit)
         self.started.append(unit)
         ready = self._ready[unit]
+        for bucket in self._plan.trained_in[unit]:
+            if bucket.name not in ready:
+                whole = self._late.pop(bucket.name, None)
+                ready[bucket.name] = self._zeros(bucket) if whole is None else whole
         together: dict[tuple[str, ...], list[Bucket]] = {}
         for bucket in self._plan.trained_in[unit]:
             together.setdefault(self._over(bucket), []).append(bucket)

@@ -85,7 +85,7 @@ class Pipe:
         ``compute`` returns, in the last stage, what is to be differentiated, times ``seed(microbatch)``.
         """
         gradients = {
-            number: Gradients(stage.plan, self._mesh, stage.record.order, route)
+            number: Gradients(stage.plan, self._mesh, stage.record, route)
             for number, stage in self._place.stages.items()
         }
         Interpreter(self._place, params, compute, gradients, seed).run(self._order)

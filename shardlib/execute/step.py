@@ -38,7 +38,7 @@ from shardlib.mesh import Mesh
 from shardlib.optim.own_exchange import OwnExchange
 from shardlib.optim.shards import MeshShards, sum_over
 from shardlib.plan import Plan
-from shardlib.rng import Key, seeding_torch
+from shardlib.rng import Key, restore_generators, seeding_torch, states_of_generators
 from shardlib.sharded import Sharded
 from shardlib.tree import Tree, leaves_of
 
@@ -117,7 +117,6 @@ class LossStep:
     ) -> Evaluation:
         """``comm``: the errors of compressed exchanges. ``unreduced``: axes over which gradients stay this rank's own."""
         plan, mesh = self._plan, self._mesh
-        route = Route(self._compression, Errors(comm), unreduced)
         if rng is None and needs(self._loss_fn, "rng"):
             raise TreeError("the loss function has a parameter rng and none was given; pass rng=sl.Key(seed)")
         parts = split_batch(batch, plan, mesh)
@@ -129,18 +128,23 @@ class LossStep:
         # aux, which ranks without the loss cannot know.
         sums = torch.zeros(6 if self._pipe else 4, dtype=torch.float64, device=mesh.device)
         records = self._pipe.records if self._pipe else [self.executor.record]
-        for record in records:
-            record.strays.clear()
         run = self._one_by_one if self._pipe is None else self._through_stages
-        grads, outcome = run(params, parts, buffers, rng, loss_scale, sums, route)
-        shards = MeshShards(plan, mesh, unreduced, self._own, route.errors)
-        sums[2] = shards.local_sum(sum_of_squares, grads)
-        sums[3] = any(record.strays for record in records)
-        sum_over(mesh, plan.loss_axes, sums)
-        sum_over(mesh, tuple(axis for axis in mesh.shape if axis not in plan.loss_axes), sums[2:])
-        if sums[3] > 0:
+        draws = states_of_generators(mesh.device)
+        while True:
+            # What an exchange leaves out is put beside what earlier ones did: a step can be taken again.
+            route = Route(self._compression, Errors(comm), unreduced)
+            grads, outcome = run(params, parts, buffers, rng, loss_scale, sums, route)
+            shards = MeshShards(plan, mesh, unreduced, self._own, route.errors)
+            sums[2] = shards.local_sum(sum_of_squares, grads)
+            sums[3] = any(record.strayed for record in records)
+            sum_over(mesh, plan.loss_axes, sums)
+            sum_over(mesh, tuple(axis for axis in mesh.shape if axis not in plan.loss_axes), sums[2:])
+            if not sums[3] > 0:
+                break
             for record in records:
-                record.reconcile()
+                record.distrust()
+            restore_generators(draws)
+            sums.zero_()
         total, weight, squares = sums[:3].unbind()
         shards.remember(sum_of_squares, grads, squares)
         weighted, aux = outcome.weighted, outcome.aux

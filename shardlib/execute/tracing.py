@@ -33,7 +33,7 @@ def trace_stages(
     carry: Any = None
     passed: list[tuple[int, int]] = []
     sent: list[dict[str, int]] = [{} for _ in spans]
-    gradients = [Gradients(plan.of_stage(stage), mesh, None, plain_route(mesh)) for stage in range(len(spans))]
+    gradients: list[Gradients] = []
     for stage, (start, stop) in enumerate(spans):
 
         def compute(tree: Tree, start: int = start, stop: int = stop, carry: Any = carry) -> Any:
@@ -41,6 +41,7 @@ def trace_stages(
             return read_loss(result, False).total if stop == len(blocks) else result
 
         executor = Executor(plan.of_stage(stage), mesh, trained=True)
+        gradients.append(executor.gradients(plain_route(mesh)))
         with _counting(mesh, sent[stage]):
             result = executor.open(params, gradients[stage], compute)
         executor.rest()

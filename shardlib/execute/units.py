@@ -120,17 +120,34 @@ class BucketState:
 
     def fetch(self) -> None:
         if self.gathers:
-            buffer, level = self.stored, self.bucket.param_level
-            if self._second is not None and self._second_level is not None:
-                buffer, level = self._second, self._second_level
-            self._coming = Gather(self._mesh, self.bucket, buffer, 0, level, packings=self._packings)
+            self._coming = self._gather()
 
     def arrive(self) -> None:
         if self._coming is not None:
-            self.whole = self._coming.wait()
-            if self._keeps and self._second is None and self._second_level is not None:
-                self._second = self._coming.passed[self._second_level]
+            self.whole = self._land(self._coming)
             self._coming = None
+
+    def serve(self) -> None:
+        """Take part in a gather that other ranks need; what is here stays as it is."""
+        if self.gathers:
+            self._land(self._gather())
+
+    def stand_in(self) -> None:
+        """Zeros in place of what is not gathered."""
+        if self.gathers:
+            self.whole = self.stored.new_zeros(self.bucket.size(0))
+
+    def _gather(self) -> Gather:
+        buffer, level = self.stored, self.bucket.param_level
+        if self._second is not None and self._second_level is not None:
+            buffer, level = self._second, self._second_level
+        return Gather(self._mesh, self.bucket, buffer, 0, level, packings=self._packings)
+
+    def _land(self, coming: Gather) -> torch.Tensor:
+        whole = coming.wait()
+        if self._keeps and self._second is None and self._second_level is not None:
+            self._second = coming.passed[self._second_level]
+        return whole
 
     def release(self) -> None:
         if self._coming is not None:
@@ -186,6 +203,14 @@ class UnitState:
         self._leaves = None
         for state in self.buckets:
             state.release()
+
+    def serve(self) -> None:
+        for state in self.buckets:
+            state.serve()
+
+    def stand_in(self) -> None:
+        for state in self.buckets:
+            state.stand_in()
 
     def attached(self) -> list[torch.Tensor]:
         """All leaves, whole, connected to the graph: also when first touched under no_grad or inference_mode."""
