@@ -251,7 +251,7 @@ class Gathering:
     def _note(self, name: str | None) -> None:
         entry = name, self._count()
         self._runs.append(entry)
-        self._sum = zlib.crc32(repr(entry).encode(), self._sum)
+        self._sum = zlib.crc32(repr(entry).encode(), self._sum) >> 1
 
     def _count(self) -> int:
         return len(self.reductions.started) if self.reductions is not None else 0

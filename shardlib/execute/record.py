@@ -55,11 +55,11 @@ class Record:
         return self.trace is None or self._alike < self._needed
 
     def compare(self, *word: int) -> list[tuple[int, ...]]:
-        """Every rank's ``word``. All ranks that run the same call it together."""
+        """Every rank's ``word``, numbers of 31 bits. All ranks that run the same call it together."""
         if self._mesh.abstract:  # one rank alone, on tensors without values
             return [word]
         with _disable_current_modes(), torch.inference_mode(False):
-            words = torch.tensor([word], device=self._mesh.device)
+            words = torch.tensor([word], dtype=torch.int32, device=self._mesh.device)
             for axis in self._plan.alike:
                 if self._mesh.shape[axis] > 1:
                     everyone = words.new_empty(self._mesh.shape[axis] * len(words), len(word))
