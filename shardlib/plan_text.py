@@ -44,9 +44,23 @@ def describe(plan: Plan) -> str:
             else "taking each unit once forward and once backward"
         )
         parts.append(f"Gathers per micro-batch: {len(plan.gathers())} ({how})")
+        if unused := _unused(plan):
+            parts.append(unused)
     if plan.log:
         parts.append("\n".join(plan.log))
     return "\n\n".join(parts)
+
+
+def _unused(plan: Plan) -> str:
+    """A sentence on units that could be gathered, and that the traced batch did not use."""
+    sharded = {bucket.unit for bucket in plan.buckets if bucket.param_level}
+    idle = [unit for unit in plan.units if unit in sharded and unit not in plan.gathers()]
+    if not idle:
+        return ""
+    return (
+        f"Not used by the traced batch: {', '.join(unit or '(top)' for unit in idle)}. What any rank uses all ranks "
+        "gather, so a rank that uses one adds its gathers to every rank's payload"
+    )
 
 
 def _title(plan: Plan) -> str:

@@ -59,6 +59,9 @@ def make_plan(
     return _traced(plan, loss_fn, batch, buffers)
 
 
+_UNEVEN = "where values decide which units a rank uses, what any rank uses is gathered by all"
+
+
 def _traced(plan: Plan, loss_fn: Callable[..., Any], batch: Any, buffers: Any) -> Plan:
     """The plan with its touches, from one micro-batch on fake tensors; says so in its log when that fails."""
     device = torch.device("cpu")
@@ -79,5 +82,5 @@ def _traced(plan: Plan, loss_fn: Callable[..., Any], batch: Any, buffers: Any) -
             step = LossStep(loss_fn, plan, mesh, buffers is not None)
             step.trace(Sharded(plan, mesh, "param", stored), batch, buffers, Key(0))
         except torch._subclasses.fake_tensor.DataDependentOutputException as error:
-            return replace(plan, log=(*plan.log, f"not traced: the loss reads values ({error})"))
+            return replace(plan, log=(*plan.log, f"not traced: the loss reads values ({error})", _UNEVEN))
     return replace(plan, touches=step.executor.touches, activations=dict(mesh.traffic.activations))

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from torch.distributed.pipelining.schedules import (
     _Action,
     _PipelineScheduleRuntime,
@@ -21,10 +22,12 @@ from shardlib.schedules import (
     Kind,
     Schedule,
     check,
+    dualpipe_v,
     from_orders,
     gpipe,
     interleaved_1f1b,
     interleaved_zero_bubble,
+    looped_bfs,
     lower,
     make_schedule,
     one_f_one_b,
@@ -36,9 +39,13 @@ from shardlib.schedules import (
     zero_bubble_h1,
 )
 
-MAKERS = [gpipe, one_f_one_b, zero_bubble_h1, zbv, interleaved_1f1b, interleaved_zero_bubble]
+MAKERS = [gpipe, one_f_one_b, zero_bubble_h1, zbv, dualpipe_v, interleaved_1f1b, interleaved_zero_bubble, looped_bfs]
 EVERY = [make(p, m) for make in MAKERS for p, m in [(1, 1), (1, 4), (2, 3), (3, 1), (3, 7), (4, 4), (4, 8), (5, 9)]]
-EVERY += [make(p, m, 3) for make in (interleaved_1f1b, interleaved_zero_bubble) for p, m in [(2, 4), (3, 5), (4, 6)]]
+EVERY += [
+    make(p, m, 3)
+    for make in (interleaved_1f1b, interleaved_zero_bubble, looped_bfs)
+    for p, m in [(2, 4), (3, 5), (4, 6)]
+]
 
 
 def name(schedule: Schedule) -> str:
@@ -339,6 +346,19 @@ def test_tables_go_to_torch_and_back(schedule, tmp_path):
     assert runtime.pipeline_order_with_comms == torch_actions(lower(schedule))
 
 
+def test_torchs_table_of_overlapped_actions(tmp_path):
+    """``(0F3;3B1)OVERLAP_F_B`` is one cell of two actions, in the table of computations and in the lowered one."""
+    for form in ("compute_only", "compute_comms"):
+        runtime = torch_runtime(dualpipe_v(2, 5))
+        runtime.pipeline_order = {rank: list(row) for rank, row in enumerate(get_schedule_ops("DualPipeV", 2, 5))}
+        runtime.stage_index_to_group_rank = dict(enumerate(dualpipe_v(2, 5).rank_of))
+        runtime._prepare_schedule_with_comms(runtime.pipeline_order)
+        runtime._dump_csv(str(tmp_path / "theirs.csv"), form)
+        assert ")OVERLAP_F_B" in (tmp_path / "theirs.csv").read_text()
+        found = make_schedule(tmp_path / "theirs.csv", 2, 5)
+        assert (found.orders, found.rank_of) == (dualpipe_v(2, 5).orders, dualpipe_v(2, 5).rank_of)
+
+
 def test_tables_of_text():
     text = write_table(one_f_one_b(2, 2))
     assert text == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
@@ -360,12 +380,12 @@ def test_a_table_by_its_path(tmp_path):
 
 def test_every_cell_that_cannot_be_read_is_named():
     with pytest.raises(ScheduleError) as error:
-        read_table("0F0,0X1,0B\n1F0,hello,(0F0;1B0)OVERLAP_F_B\n")
+        read_table("0F0,0X1,0B\n1F0,hello,(0F0;1Y0)OVERLAP_F_B\n")
     for problem in (
         "rank 0, cell 1: '0X1' has the unknown word 'X'",
         "rank 0, cell 2: '0B' lacks its micro-batch",
         "rank 1, cell 1: 'hello' is not an action",
-        "rank 1, cell 2: '(0F0;1B0)OVERLAP_F_B' is not an action (overlapped actions are not run here",
+        "rank 1, cell 2: '1Y0' has the unknown word 'Y'",
         "leave it empty.",
     ):
         assert problem in str(error.value)

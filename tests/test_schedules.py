@@ -5,6 +5,7 @@ from fractions import Fraction
 
 import pytest
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+from torch.distributed.pipelining.schedules import _format_pipeline_order, get_schedule_class
 
 from shardlib.errors import ScheduleError
 from shardlib.schedules import (
@@ -14,11 +15,14 @@ from shardlib.schedules import (
     Kind,
     Schedule,
     check,
+    dualpipe_v,
     from_orders,
     gpipe,
     interleaved_1f1b,
     interleaved_zero_bubble,
+    looped_bfs,
     make_schedule,
+    named_schedule,
     one_f_one_b,
     peak_in_flight,
     peak_of_stages,
@@ -194,9 +198,10 @@ def theirs(name: str, p: int, m: int, v: int | None = None) -> list[list[tuple[i
     rows = get_schedule_ops(name, p, m, v)
     return [
         [
-            (a.stage_index, a.computation_type.value, a.microbatch_index)
+            (part.stage_index, part.computation_type.value, part.microbatch_index)
             for a in row
             if a is not None and a.is_compute_op
+            for part in a.sub_actions or [a]
         ]
         for row in rows
     ]
@@ -211,7 +216,10 @@ def test_torch_generates_the_same(p, m):
     for v in (2, 3):
         assert ours(interleaved_1f1b(p, m, v)) == theirs("Interleaved1F1B", p, m, v)
         assert ours(interleaved_zero_bubble(p, m, v)) == theirs("InterleavedZeroBubble", p, m, v)
+        assert ours(looped_bfs(p, m, v)) == theirs("LoopedBFS", p, m, v)
     assert ours(zbv(p, m)) == theirs("ZBVZeroBubble", p, m, 2)
+    if m >= 2 * p:  # torch has it for no fewer
+        assert ours(dualpipe_v(p, m)) == theirs("DualPipeV", p, m, 2)
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 2), (2, 8), (3, 7), (4, 8), (8, 16)])
@@ -224,6 +232,67 @@ def test_torch_generates_the_same_single_stages(p, m):
     # torch 2.13 numbers the last rank's forwards from 1; everything else agrees.
     torchs[-1] = [(stage, kind, i - (kind == "F")) for stage, kind, i in torchs[-1]]
     assert ours(one_f_one_b(p, m)) == torchs
+
+
+def test_dualpipe_v():
+    for p, m in SIZES:
+        schedule = dualpipe_v(p, m)
+        assert max(peak_in_flight(schedule)) <= 2 * p + 1, (p, m)
+        if m < 2 * p:
+            continue
+        assert simulate(schedule).makespan == 6 * m + p - 1, (p, m)
+        for f, i, w in [*COSTS, (2, 2, 1), (4, 3, 3), (7, 3, 3)]:
+            # DeepSeek's table counts the pair as one piece; here a forward's result leaves before its pair's backward.
+            bubble = simulate(schedule, Costs(f, i, w)).makespan - 2 * m * (f + i + w)
+            assert bubble <= (p - 1) * (f + (i + w) + (i + w) - 3 * w), (p, m, f, i, w)
+        # Where forwards take longest, nothing is gained by that: the published number itself.
+        assert simulate(schedule, Costs(5, 2, 1)).makespan == 2 * m * 8 + (p - 1) * (5 + 3 + 3 - 3), (p, m)
+
+
+@pytest.mark.parametrize("v", [1, 2, 3])
+def test_looped_bfs(v):
+    for p, m in SIZES:
+        schedule = looped_bfs(p, m, v)
+        assert peak_in_flight(schedule) == (m * v,) * p
+        for f, i, w in COSTS if m >= p else ():
+            assert simulate(schedule, Costs(f, i, w)).makespan == (m * v + p - 1) * (f + i + w), (p, m)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("GPipe", "gpipe"), ("1F1B", "1f1b"), ("Interleaved1F1B", "interleaved-1f1b"), ("LoopedBFS", "looped-bfs"),
+        ("InterleavedZeroBubble", "interleaved-zb"), ("ZBVZeroBubble", "zb-v"), ("DualPipeV", "dualpipe-v"),
+    ],
+)  # fmt: skip
+def test_torchs_names(theirs, ours):
+    """What get_schedule_class takes, its classes' own names, and what is nearly ours."""
+    for spelling in (
+        theirs,
+        theirs.upper(),
+        theirs.lower(),
+        get_schedule_class(theirs).__name__,
+        ours.replace("-", "_"),
+    ):
+        assert named_schedule(spelling) == ours
+        assert make_schedule(spelling, 2, 4) == make_schedule(ours, 2, 4)
+    assert named_schedule("PipelineScheduleMulti") is None  # a base class of torch's, no schedule
+
+
+def test_what_torch_holds_and_prints():
+    """Its lists of actions, whole and with idle slots, its ``pipeline_order``, and the grid in its error messages."""
+    for name, ours in (("DualPipeV", dualpipe_v(3, 7)), ("ZBVZeroBubble", zbv(3, 7)), ("LoopedBFS", looped_bfs(3, 7))):
+        rows = get_schedule_ops(name, 3, 7)
+        order = dict(enumerate(rows))
+        for spec in (
+            rows,
+            order,
+            _format_pipeline_order(order),
+            "WIP comms schedule:\n " + _format_pipeline_order(order),
+        ):
+            assert make_schedule(spec, 3, 7).orders == ours.orders
+    with pytest.raises(ScheduleError, match="rank 0, cell 0: 'hello' is not an action"):
+        make_schedule([["hello"]], 1, 1)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,5 +1,7 @@
 """Ranks whose batches use different units (experts, branches): they train like one device, and none waits for ever."""
 
+from dataclasses import replace
+
 import optree
 import pytest
 import torch
@@ -91,7 +93,10 @@ TRANSFORMS = {
     "stage 3, three ranks": ({"data": 3}, sl.zero(3)),
     "no prefetch": ({"data": 2}, sl.zero(3, prefetch=False)),
     "hybrid": ({"data": 2, "copies": 2}, sl.zero(3, replicate="copies")),
-    "second shards": ({"node": 2, "local": 2}, sl.chain(sl.zero(3, "node"), sl.zero(3, "local"), sl.hierarchical("local"))),
+    "second shards": (
+        {"node": 2, "local": 2},
+        sl.chain(sl.zero(3, "node"), sl.zero(3, "local"), sl.hierarchical("local")),
+    ),
     "remat": ({"data": 2}, sl.chain(sl.zero(3), sl.remat())),
     "accumulate": ({"data": 2}, sl.chain(sl.zero(3), sl.accumulate(2))),
     "accumulate, kept whole": ({"data": 2}, sl.chain(sl.zero(3), sl.accumulate(2, sync="last"))),
@@ -138,3 +143,292 @@ def test_real_processes_with_other_routes_train_like_one_device(pool, name):
     one = [*start[:-1], 3]
     check(name, [start, one, apart, start], pool.run)
     check(name, [apart, start, one], pool.run)
+
+
+# --- other ways to run -----------------------------------------------------------------------------------------------
+
+
+def blocks(params):
+    """The same model cut into blocks, for a pipeline, and its parameters."""
+
+    def first(p, carry, batch):
+        return batch["x"] @ p["w"]
+
+    def middle(digit):
+        def run(p, x, batch):
+            numbers = [code // (EXPERTS + 1) ** digit % (EXPERTS + 1) for code in batch["code"].tolist()]
+            return torch.stack([expert(p[n - 1], row) if n else row for n, row in zip(numbers, x)])
+
+        return run
+
+    def last(p, x, batch):
+        return (x @ p["w"]).square().mean()
+
+    again = [{"w": p["w"] / 2, "b": p["b"] + 1} for p in params["experts"]]
+    parts = [params["first"], params["experts"], again, params["last"]]
+    return sl.sequential([first, middle(0), middle(1), last]), parts
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_ranks_of_one_pipeline_stage(pool, stage, schedule):
+    fn, parts = blocks(parameters())
+    alike, other = [1 + (EXPERTS + 1) * 2] * 8, [3 + (EXPERTS + 1)] * 8
+    steps = [alike, [*alike[:6], 2, 3], [5, 6, 7, 9, 10, 11, 13, 14], other, alike]
+    batches = [batch_of(codes, seed) for seed, codes in enumerate(steps)]
+    losses, final = one_device(fn, parts, batches)
+    transform = sl.chain(sl.zero(stage), sl.pipeline(schedule, 2))
+    for run in (sl.simulate, pool.run):
+        for got in run(train, fn, parts, batches, transform, mesh={"data": 2, "pipe": 2}):
+            assert got[0] == pytest.approx(losses, rel=TOLERANCE)
+            assert_close(got[1], final, TOLERANCE)
+
+
+def with_all(params, batch):
+    """The same loss of every expert: those that a row does not go through count nothing."""
+    return loss_fn(params, batch) + 0.0 * sum(p["w"].sum() + p["b"].sum() for p in params["experts"])
+
+
+FEW_BITS = {
+    "onebit": (sl.onebit(), torch.float64, TOLERANCE),
+    "int8": (sl.quantize(gradients="int8"), torch.float32, 1e-6),
+    "weights": (sl.quantize(weights="int8"), torch.float32, 1e-6),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"), [*((name, stage) for name in ("onebit", "int8") for stage in (0, 2, 3)), ("weights", 3)]
+)
+def test_what_travels_in_few_bits_and_what_that_leaves_out(name, stage):
+    """A step that is taken again leaves out what it would have: the same numbers as where all ranks use all units."""
+    codec, dtype, tolerance = FEW_BITS[name]
+    alike = [1 + (EXPERTS + 1) * 2] * 4
+    batches = [batch_of(codes, seed) for seed, codes in enumerate([alike, [1, 2, 3, 0], alike, [3, 3, 1, 1]])]
+    params, batches = optree.tree_map(lambda t: t.to(dtype) if t.is_floating_point() else t, (parameters(), batches))
+    transform = sl.chain(sl.zero(stage), codec)
+    (losses, wanted), _ = sl.simulate(train, with_all, params, batches, transform, mesh={"data": 2})
+    (got, final), _ = sl.simulate(train, loss_fn, params, batches, transform, mesh={"data": 2})
+    assert got == pytest.approx(losses, rel=tolerance)
+    assert_close(final, wanted, tolerance)
+
+
+def generate(params, x, limit):
+    """Goes on until it has gone far enough, through another expert each time: ranks stop at different times."""
+    x, count = x @ params["first"]["w"], 0
+    while count < limit:
+        x, count = expert(params["experts"][count % EXPERTS], x), count + 1
+    return (x @ params["last"]["w"]).sum()
+
+
+def evaluate(mesh, stage, limits):
+    sharded = sl.shard(parameters(), mesh, stage=stage)
+    step, x = sl.make_eval_step(generate, sharded), torch.ones(2, 3, dtype=torch.float64)
+    return [step(sharded, x + mesh.rank, limit[mesh.rank]).item() for limit in limits]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("limits", [[(1, 6), (2, 2), (7, 1)], [(2, 2), (2, 2), (5, 2), (2, 4), (3, 3)]])
+def test_generation_that_ends_early_on_some_ranks(pool, stage, limits):
+    x = torch.ones(2, 3, dtype=torch.float64)
+    for run in (sl.simulate, pool.run):
+        for rank, got in enumerate(run(evaluate, stage, limits, mesh={"data": 2})):
+            wanted = [generate(parameters(), x + rank, limit[rank]).item() for limit in limits]
+            assert got == pytest.approx(wanted, rel=1e-12)
+
+
+class Double(torch.autograd.Function):
+    """A user's own function: a handle reaches it as it is."""
+
+    @staticmethod
+    def forward(ctx, w):
+        return 2 * w
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_users_own_function_of_an_expert_that_one_rank_uses(stage):
+    def loss(params, batch):
+        total = loss_fn(params, batch)
+        if batch["code"][0] == 2:
+            total = total + Double.apply(params["experts"][1]["w"]).square().mean()
+        return total
+
+    def whole(params, batch):
+        return (
+            loss(params, {k: v[:2] for k, v in batch.items()}) + loss(params, {k: v[2:] for k, v in batch.items()})
+        ) / 2
+
+    steps = [[1, 1, 1, 1], [1, 1, 2, 1], [2, 2, 2, 2], [2, 1, 1, 1], [2, 2, 2, 2]]
+    for some in (steps, steps[1:], steps[3:]):
+        batches = [batch_of(codes, seed) for seed, codes in enumerate(some)]
+        losses, final = one_device(whole, parameters(), batches)
+        for got in sl.simulate(train, loss, parameters(), batches, sl.zero(stage), mesh={"data": 2}):
+            assert got[0] == pytest.approx(losses, rel=TOLERANCE)
+            assert_close(got[1], final, TOLERANCE)
+
+
+def test_a_gradient_that_comes_on_one_rank_alone():
+    """Both ranks use the same units, and one takes no gradient through an expert: reductions stand elsewhere on it."""
+
+    def loss(params, batch):
+        x = batch["x"] @ params["first"]["w"]
+        for number, p in enumerate(params["experts"]):
+            y = expert(p, x)
+            x = y if number != 1 or batch["code"][0] else y.detach() + x
+        return (x @ params["last"]["w"]).square().mean()
+
+    def whole(params, batch):
+        return (
+            loss(params, {k: v[:2] for k, v in batch.items()}) + loss(params, {k: v[2:] for k, v in batch.items()})
+        ) / 2
+
+    for steps in ([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 1, 1]], [[1, 1, 0, 0], [1, 1, 1, 1]]):
+        batches = [batch_of(codes, seed) for seed, codes in enumerate(steps)]
+        losses, final = one_device(whole, parameters(), batches)
+        for got in sl.simulate(train, loss, parameters(), batches, sl.zero(3), mesh={"data": 2}):
+            assert got[0] == pytest.approx(losses, rel=TOLERANCE)
+            assert_close(got[1], final, TOLERANCE)
+
+
+def test_torch_draws_the_same_when_a_step_is_taken_again():
+    def noisy(params, batch):
+        return loss_fn(params, batch) * (1 + torch.rand(()))
+
+    def run(mesh, codes):
+        torch.manual_seed(3)
+        sharded = sl.shard(parameters(), mesh, stage=3)
+        grad_fn = sl.value_and_grad(noisy)
+        return [
+            grad_fn(sharded, {k: v[mesh.rank : mesh.rank + 1] for k, v in batch_of(row).items()})[0].item()
+            for row in codes
+        ]
+
+    def by_hand(codes):
+        torch.manual_seed(3)
+        return [loss_fn(parameters(), batch_of(row)).item() * (1 + torch.rand(()).item()) for row in codes]
+
+    codes = [[1, 1], [2, 1], [1, 1]]
+    assert sl.simulate(run, codes, mesh={"data": 2}) == [pytest.approx(by_hand(codes), rel=1e-6)] * 2
+
+
+def test_zeros_that_a_users_code_refuses_stop_nobody():
+    """What a rank computes once it has strayed is thrown away: its errors too."""
+
+    def strict(params, batch):
+        if batch["code"][0] == 2:
+            torch.linalg.inv(params["experts"][1]["w"])
+        return loss_fn(params, batch)
+
+    batches = [batch_of(codes, seed) for seed, codes in enumerate([[1, 1], [1, 2], [1, 1]])]
+    losses, final = one_device(loss_fn, parameters(), batches)
+    for got in sl.simulate(train, strict, parameters(), batches, sl.zero(3), mesh={"data": 2}):
+        assert got[0] == pytest.approx(losses, rel=TOLERANCE)
+        assert_close(got[1], final, TOLERANCE)
+
+
+# --- what it costs ---------------------------------------------------------------------------------------------------
+
+
+def sent_in(mesh, codes):
+    """Per step: payload bytes, and how often ranks told each other what is next."""
+    sharded = sl.shard(parameters(), mesh, stage=3)
+    state, step = sl.make_train_step(loss_fn, sharded, sl.optim.sgd(RATE))
+    sent, told = count_payload(mesh, scalars=0), []
+    for row in codes:
+        mesh.group("data").agreed = 0
+        state, _ = step(state, {k: v[mesh.rank : mesh.rank + 1] for k, v in batch_of(row).items()})
+        told.append((sent()["data"] - 32, mesh.group("data").agreed))  # beside four sums of 8 bytes
+    return told
+
+
+def planned(*units):
+    """The plan's payload where every rank gathers these units, in the forward and, but for the first, in the backward."""
+    plan = sl.make_plan(parameters(), sl.abstract_mesh(data=2), stage=3)
+    return replace(plan, touches=(*units, *reversed(units[1:]))).payload()["data"]
+
+
+def test_ranks_that_are_alike_pay_nothing_and_others_what_they_gather():
+    one, both = planned("first", "experts/0", "last"), planned("first", "experts/0", "experts/1", "last")
+    assert one < both
+    for told in sl.simulate(sent_in, [[1, 1]] * 3, mesh={"data": 2}):
+        assert [sent for sent, _ in told] == [one] * 3
+        assert [agreed for _, agreed in told][1:] == [0, 0]  # the first step alone is agreed on
+    for told in sl.simulate(sent_in, [[1, 2]] * 3, mesh={"data": 2}):
+        assert [sent for sent, _ in told] == [both] * 3
+        assert all(agreed for _, agreed in told)
+    # A rank that leaves the trace: the step is taken twice, once as the trace says.
+    for told in sl.simulate(sent_in, [[1, 1], [1, 2], [1, 2]], mesh={"data": 2}):
+        assert [sent for sent, _ in told] == [one, one + 32 + both, both]
+
+
+def test_ranks_that_are_alike_again_stop_asking():
+    codes = [[1, 1], [1, 2], *[[1, 1]] * 20]
+    for told in sl.simulate(sent_in, codes, mesh={"data": 2}):
+        agreed = [count for _, count in told]
+        assert agreed[1] and agreed[2] and not any(agreed[-8:])
+
+
+def test_a_plan_names_units_that_the_traced_batch_does_not_use():
+    def loss(params, batch):  # decided by a shape, which a trace can read
+        return expert(params["experts"][len(batch) % 2], batch @ params["first"]["w"]).sum()
+
+    text = str(
+        sl.make_plan(
+            parameters(), sl.abstract_mesh(data=2), stage=3, loss_fn=loss, batch=torch.zeros(2, 3, dtype=torch.float64)
+        )
+    )
+    assert "Not used by the traced batch: experts/1, experts/2, last." in text
+    whole = str(sl.make_plan(parameters(), sl.abstract_mesh(data=2), stage=3))
+    assert "Not used" not in whole
+    values = str(sl.make_plan(parameters(), sl.abstract_mesh(data=2), stage=3, loss_fn=loss_fn, batch=batch_of([1, 2])))
+    assert "what any rank uses is gathered by all" in values
+
+
+def test_units_that_ranks_do_not_share_are_logged_once(caplog):
+    sl.simulate(sent_in, [[1, 2]] * 3, mesh={"data": 2})
+    told = [record.getMessage() for record in caplog.records if "the ranks differ" in record.getMessage()]
+    assert len(told) == 2 and all("experts/0, experts/1" in line for line in told)  # once for each of two ranks
+
+
+# --- the same units in another order -----------------------------------------------------------------------------------
+
+
+LAYERS = {"layers": [{"weight": torch.full((4, 4), float(i), dtype=torch.float64)} for i in range(3)]}
+
+
+def in_order(params, batch):
+    """Through the layers from the first to the last, or from the last to the first; all are of one size."""
+    layers = params["layers"] if batch["code"][0] else params["layers"][::-1]
+    return sum((p["weight"].square().sum() for p in layers), start=torch.zeros((), dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", ["stage 0", "stage 2", "stage 3", "accumulate", "accumulate at stage 1"])
+@pytest.mark.parametrize("strays_in", [{0}, {2}, {1, 2, 3}])
+def test_ranks_that_use_parameters_in_different_order(pool, name, strays_in):
+    mesh, transform = TRANSFORMS[name]
+    codes = [[1, 1, 0, 0] if step in strays_in else [1, 1, 1, 1] for step in range(4)]
+    batches = [batch_of(code) for code in codes]
+    losses, final = one_device(in_order, LAYERS, batches)
+    for run in (sl.simulate, pool.run):
+        for got in run(train, in_order, LAYERS, batches, transform, mesh=mesh):
+            assert got[0] == pytest.approx(losses, rel=TOLERANCE)
+            assert_close(got[1], final, TOLERANCE)
+
+
+@pytest.mark.parametrize("strays_in", [{0}, {1}])
+def test_ranks_that_evaluate_in_different_order(pool, strays_in):
+    def total(params, reverse):
+        layers = params["layers"][::-1] if reverse else params["layers"]
+        weights = [p["weight"].clone() for p in layers]  # before they are summed: a sum has no order
+        return sum((i + 1) * weight.sum() for i, weight in enumerate(weights))
+
+    def run(mesh):
+        params = sl.shard(LAYERS, mesh, stage=3)
+        evaluate = sl.make_eval_step(total, params)
+        return [evaluate(params, mesh.rank == 1 and number in strays_in).item() for number in range(3)]
+
+    wanted = [[total(LAYERS, rank == 1 and number in strays_in).item() for number in range(3)] for rank in range(2)]
+    assert sl.simulate(run, mesh={"data": 2}) == pool.run(run, mesh={"data": 2}) == wanted

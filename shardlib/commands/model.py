@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,10 +29,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--dropout", type=float, default=0.0)
     sharding = parser.add_argument_group("sharding")
     sharding.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage")
-    sharding.add_argument("--schedule", default="1f1b", choices=schedules.NAMES, help="of an axis pipe")
+    sharding.add_argument(
+        "--schedule",
+        default="1f1b",
+        type=_schedule,
+        metavar="NAME",
+        help=f"of an axis pipe: {', '.join(schedules.NAMES)}, torch's name of one, or a file of CSV",
+    )
     sharding.add_argument("--microbatches", type=int, default=1, help="micro-batches per rank and step")
     sharding.add_argument("--remat", action="store_true", help="recompute activations block by block")
     sharding.add_argument("--precision", default="auto", choices=("auto", "bf16", "fp16", "fp32"))
+
+
+def _schedule(given: str) -> str:
+    name = schedules.named_schedule(given) or (given if Path(given).is_file() else None)
+    if name is None:
+        raise argparse.ArgumentTypeError(f"{given!r} is neither one of {', '.join(schedules.NAMES)} nor a file")
+    return name
 
 
 def config(args: argparse.Namespace) -> GPTConfig:

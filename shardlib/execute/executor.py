@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -32,6 +32,8 @@ from shardlib.plan import Plan
 from shardlib.rng import restore_generators, states_of_generators
 from shardlib.sharded import Sharded
 from shardlib.tree import Tree, unflatten
+
+T = TypeVar("T")
 
 
 class Executor:
@@ -89,7 +91,7 @@ class Executor:
             try:
                 self._bind(params, None)
                 with self._running(), torch.no_grad():
-                    result = fn(self._tree())
+                    result = self._attempt(lambda: fn(self._tree()))
                 self._gathering.finish()
             finally:
                 self.close()
@@ -107,14 +109,15 @@ class Executor:
     ) -> Any:
         """One micro-batch: ``total, rest = fn(parameters)``, then the gradient of ``total`` × ``seed``.
 
-        Returns ``rest``; the gradients go to ``gradients``.
+        Returns ``rest``, or None where the step will be taken again; the gradients go to ``gradients``.
         """
         try:
-            total, rest = self.open(params, gradients, fn)
-            if self.record.order is None:
+            total, rest = self._attempt(lambda: self.open(params, gradients, fn)) or (None, None)
+            if total is not None and self.record.order is None:
                 refuse_reentrant_checkpoints(total)
             self._gathering.turn()
-            self.differentiate([total], [seed.to(total.dtype)], (), gradients, last)
+            outputs, seeds = ([], []) if total is None else ([total], [seed.to(total.dtype)])
+            self.differentiate(outputs, seeds, (), gradients, last)
             return rest
         finally:
             self.close()
@@ -159,8 +162,10 @@ class Executor:
         handles = self._trained_handles
         anchors = [state.anchor for state in self._buckets if state.anchor is not None]
         wanted = [*anchors, *handles, *inputs]
+        nothing = (None,) * len(wanted)
         with self._summing(gradients, last) as reached:
-            found = grad(outputs, wanted, seeds) if outputs and wanted else (None,) * len(wanted)
+            found = self._attempt(lambda: grad(outputs, wanted, seeds)) if outputs and wanted else nothing
+            found = found or nothing
             for handle, value in zip(handles, found[len(anchors) :]):
                 if value is not None:
                     reached[handle._path] = value
@@ -176,6 +181,15 @@ class Executor:
         with self._running():
             yield reached
             gradients.finish(self._late(reached))
+
+    def _attempt(self, run: Callable[[], T]) -> T | None:
+        """What ``run`` gives; None where it fails on the zeros that a run which left the trace is given."""
+        try:
+            return run()
+        except Exception:
+            if not self._gathering.strayed:
+                raise
+            return None
 
     def close(self) -> None:
         """Let go of the graph and of everything that was gathered."""

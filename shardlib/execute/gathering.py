@@ -89,7 +89,7 @@ class Gathering:
         self._runs: list[Entry] = []
         self._sum = 0  # a checksum of the runs
         self._allowed = 0
-        self._apart: set[str] | None = None  # units that not all ranks used; None while the ranks are alike
+        self._apart: set[str] | None = None  # units that ranks used otherwise; None while they are alike
         self._late = False
         self.fetched: list[str] = []
         self.touched: set[str] = set()

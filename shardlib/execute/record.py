@@ -85,7 +85,7 @@ class Record:
         return tuple(sorted({name for names in lists for name in names}))
 
     def note(self, runs: list[Entry], late: tuple[str, ...], apart: set[str] | None) -> None:
-        """A run that the ranks agreed on is over; ``apart``: the units that not all of them used, None where alike."""
+        """A run that the ranks agreed on is over; ``apart``: units that they used otherwise, None where alike."""
         if apart is None:
             self._alike = self._alike + 1 if runs == self.trace else 1
             self.trace, self.late = list(runs), late
@@ -94,7 +94,7 @@ class Record:
         if apart - self._told:
             self._told |= apart
             _log.warning(
-                "not every rank uses %s: all take part in gathering what one uses, and agree on each gather first",
+                "the ranks differ in whether or when they use %s: what one uses all gather, and they agree on each gather",
                 ", ".join(sorted(self._told)),
             )
 

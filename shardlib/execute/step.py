@@ -186,7 +186,10 @@ class LossStep:
         gradients = self.executor.gradients(route)
         outcome, aux = _NO_OUTCOME, None
         for index, part in enumerate(parts):
-            outcome = self._microbatch(params, gradients, part, index, buffers, rng, loss_scale)
+            found = self._microbatch(params, gradients, part, index, buffers, rng, loss_scale)
+            if found is None:
+                continue
+            outcome = found
             buffers, aux = outcome.buffers, add_means(aux, outcome.aux)
             _add(sums, outcome)
         return gradients.result(), outcome._replace(aux=aux)
@@ -245,7 +248,7 @@ class LossStep:
         buffers: Any,
         rng: Key | None,
         loss_scale: float,
-    ) -> Outcome:
+    ) -> Outcome | None:
         plan = self._plan
         extra: dict[str, Any] = {}
         key = rng and rng.at_slot(batch_index(plan, self._mesh) * plan.microbatches + index)

@@ -3,15 +3,17 @@
 from shardlib.schedules.actions import Action, Kind, Schedule, from_orders
 from shardlib.schedules.check import check
 from shardlib.schedules.clock import Costs, Event, Timeline, peak_in_flight, peak_of_stages, simulate
+from shardlib.schedules.dualpipe import dualpipe_v
 from shardlib.schedules.generators import (
     gpipe,
     interleaved_1f1b,
     interleaved_zero_bubble,
+    looped_bfs,
     one_f_one_b,
     zbv,
     zero_bubble_h1,
 )
-from shardlib.schedules.make import NAMES, make_schedule
+from shardlib.schedules.make import NAMES, make_schedule, named_schedule
 from shardlib.schedules.messages import acknowledged, lower, peer, tag
 from shardlib.schedules.partition import by_cost, by_count, by_regex
 from shardlib.schedules.pipeline import Pipeline
@@ -25,14 +27,17 @@ __all__ = [
     "by_regex",
     "check",
     "Costs",
+    "dualpipe_v",
     "Event",
     "from_orders",
     "gpipe",
     "interleaved_1f1b",
     "interleaved_zero_bubble",
     "Kind",
+    "looped_bfs",
     "lower",
     "make_schedule",
+    "named_schedule",
     "NAMES",
     "one_f_one_b",
     "peak_in_flight",

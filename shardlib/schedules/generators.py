@@ -19,11 +19,11 @@ def gpipe(p: int, m: int) -> Schedule:
 
     The bubble is (p−1)(F+B), and every rank holds m micro-batches at its peak.
     """
-    _at_least_one(p=p, m=m)
+    at_least_one(p=p, m=m)
     orders = [
         [Action(rank, kind, microbatch) for kind in (Kind.F, Kind.B) for microbatch in range(m)] for rank in range(p)
     ]
-    return _schedule("gpipe", m, tuple(range(p)), orders)
+    return schedule_of("gpipe", m, tuple(range(p)), orders)
 
 
 def one_f_one_b(p: int, m: int) -> Schedule:
@@ -45,6 +45,25 @@ def interleaved_1f1b(p: int, m: int, v: int = 2) -> Schedule:
     One chunk is plain 1F1B.
     """
     return _in_rounds("interleaved-1f1b", p, m, chunks=v, hop=1 if v == 1 else 2)
+
+
+def looped_bfs(p: int, m: int, v: int = 2) -> Schedule:
+    """All micro-batches through one chunk before the next, then all back ("looped-bfs"), over v chunks per rank.
+
+    Breadth-first (arXiv 2211.05953, section 4), with stage = chunk·p + r. The last micro-batch is the first to go back.
+    For m ≥ p the bubble is (p−1)(F+B)/v, and every rank holds m micro-batches at its peak, as GPipe's.
+    """
+    at_least_one(p=p, m=m, v=v)
+    orders = [
+        [Action(chunk * p + rank, Kind.F, microbatch) for chunk in range(v) for microbatch in range(m)]
+        + [
+            Action(chunk * p + rank, Kind.B, microbatch)
+            for chunk in reversed(range(v))
+            for microbatch in reversed(range(m))
+        ]
+        for rank in range(p)
+    ]
+    return schedule_of("looped-bfs", m, tuple(range(p)) * v, orders)
 
 
 def zero_bubble_h1(p: int, m: int) -> Schedule:
@@ -73,7 +92,7 @@ def zbv(p: int, m: int) -> Schedule:
     stagger alone, (p−1)F/2; for fewer micro-batches it is max(p−1, 4(p−1) − 2(m−1))·F/2. No rank holds more
     than p micro-batches (2p halves) at its peak.
     """
-    _at_least_one(p=p, m=m)
+    at_least_one(p=p, m=m)
     # The pattern needs 2p−1 micro-batches to close up. Fewer are what is left of it when the others are taken
     # out, which breaks nothing: dependencies are within one micro-batch.
     whole = max(m, 2 * p - 1)
@@ -88,7 +107,7 @@ def zbv(p: int, m: int) -> Schedule:
         # Backwards only: input gradients as long as other ranks wait for them, weight gradients in what is left.
         steps += [i0, i1] * rank + [i0, w0] * (p - rank) + [w1] * rank + [w0] * rank
         orders.append([a for a in _numbered(steps, (rank, 2 * p - 1 - rank)) if a.microbatch < m])
-    return _schedule("zb-v", m, (*range(p), *reversed(range(p))), orders)
+    return schedule_of("zb-v", m, (*range(p), *reversed(range(p))), orders)
 
 
 def _in_rounds(name: str, p: int, m: int, chunks: int, hop: int, split: bool = False) -> Schedule:
@@ -98,7 +117,7 @@ def _in_rounds(name: str, p: int, m: int, chunks: int, hop: int, split: bool = F
     starts its backwards ``hop`` forwards later than the next one. With ``split`` rank r runs each weight gradient
     r input gradients later than its own.
     """
-    _at_least_one(p=p, m=m, v=chunks)
+    at_least_one(p=p, m=m, v=chunks)
     rounds = _rounds(p, m)
     forwards = [(chunk, i) for members in rounds for chunk in range(chunks) for i in members]
     backwards = [(chunk, i) for members in rounds for chunk in reversed(range(chunks)) for i in members]
@@ -118,7 +137,7 @@ def _in_rounds(name: str, p: int, m: int, chunks: int, hop: int, split: bool = F
         if split:
             order += [Action(c * p + rank, Kind.W, i) for c, i in backwards[max(len(backwards) - rank, 0) :]]
         orders.append(order)
-    return _schedule(name, m, tuple(range(p)) * chunks, orders)
+    return schedule_of(name, m, tuple(range(p)) * chunks, orders)
 
 
 def _rounds(p: int, m: int) -> list[range]:
@@ -143,11 +162,11 @@ def _numbered(steps: Iterable[Step], stages: Sequence[int]) -> list[Action]:
     return actions
 
 
-def _schedule(name: str, m: int, rank_of: tuple[int, ...], orders: list[list[Action]]) -> Schedule:
+def schedule_of(name: str, m: int, rank_of: tuple[int, ...], orders: list[list[Action]]) -> Schedule:
     return Schedule(name, len(orders), len(rank_of), m, rank_of, tuple(map(tuple, orders)))
 
 
-def _at_least_one(**sizes: int) -> None:
+def at_least_one(**sizes: int) -> None:
     words = {"p": "ranks", "m": "micro-batches", "v": "chunks per rank"}
     wrong = [f"{words[name]} {name}={size}" for name, size in sizes.items() if size < 1]
     if wrong:

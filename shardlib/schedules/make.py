@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from shardlib.errors import ScheduleError, listing
 from shardlib.schedules.actions import Action, Schedule, from_orders
 from shardlib.schedules.check import check
+from shardlib.schedules.dualpipe import dualpipe_v
 from shardlib.schedules.generators import (
     gpipe,
     interleaved_1f1b,
     interleaved_zero_bubble,
+    looped_bfs,
     one_f_one_b,
     zbv,
     zero_bubble_h1,
 )
-from shardlib.schedules.table import is_table, read_table
+from shardlib.schedules.table import is_table, read_cells, read_table
 
-Spec = str | Path | Schedule | Sequence[Sequence[Action]]
+Spec = str | Path | Schedule | Sequence[Sequence[Action]] | Mapping[int, Sequence[Any]]
 
 # Schedules with a fixed number of chunks per rank, and those that take it.
 _FIXED: dict[str, tuple[Callable[[int, int], Schedule], int]] = {
@@ -26,28 +30,45 @@ _FIXED: dict[str, tuple[Callable[[int, int], Schedule], int]] = {
     "1f1b": (one_f_one_b, 1),
     "zb-h1": (zero_bubble_h1, 1),
     "zb-v": (zbv, 2),
+    "dualpipe-v": (dualpipe_v, 2),
 }
 _CHUNKED: dict[str, Callable[[int, int, int], Schedule]] = {
     "interleaved-1f1b": interleaved_1f1b,
     "interleaved-zb": interleaved_zero_bubble,
+    "looped-bfs": looped_bfs,
 }
 NAMES = (*_FIXED, *_CHUNKED)
+
+
+def _key(name: str) -> str:
+    return re.sub("[-_ ]", "", name.lower()).removeprefix("schedule")
+
+
+# Torch's names (torch.distributed.pipelining.get_schedule_class) are these, or ours but for hyphens and capitals.
+_BY_KEY = {_key(name): name for name in NAMES} | {
+    "interleavedzerobubble": "interleaved-zb",
+    "zbvzerobubble": "zb-v",
+}
+
+
+def named_schedule(spec: object) -> str | None:
+    """The one of `NAMES` that is meant, in torch's spelling or ours; None for what is no name."""
+    return _BY_KEY.get(_key(spec)) if isinstance(spec, str) else None
 
 
 def make_schedule(spec: Spec, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
     """A checked schedule for ``ranks`` and ``microbatches``.
 
-    ``spec`` is one of `NAMES`, a `Schedule`, a list of compute actions per rank, or CSV as `read_table` takes it
-    (text, or the path of a file). ``chunks``, the stages per rank, is a choice for the interleaved schedules
+    ``spec`` is one of `NAMES`, torch's name of one (``"Interleaved1F1B"``, ``"ZBVZeroBubble"``, …; capitals and hyphens
+    do not matter), a `Schedule`, a list of compute actions per rank, torch's ``pipeline_order``, or text as `read_table`
+    takes it (or the path of a file of it). ``chunks``, the stages per rank, is a choice for the interleaved schedules
     (2 by default); elsewhere it may be given to be compared.
 
     Raises:
         ScheduleError: an unknown name, a schedule made for other sizes, or one that cannot run (see `check`).
     """
-    if isinstance(spec, str) and spec.lower() in NAMES:
-        schedule = _named(spec.lower(), ranks, microbatches, chunks)
-    else:
-        schedule = _given(spec)
+    name = named_schedule(spec)
+    schedule = _given(spec) if name is None else _named(name, ranks, microbatches, chunks)
     wanted = [("ranks", schedule.ranks, ranks), ("micro-batches", schedule.microbatches, microbatches)]
     if chunks is not None:
         per_rank = {len(schedule.stages_of(rank)) for rank in range(schedule.ranks)}
@@ -83,7 +104,10 @@ def _given(spec: Spec) -> Schedule:
         if Path(spec).is_file():
             return read_table(Path(spec))
         raise ScheduleError(
-            f"{spec!r} is no schedule: neither a name ({', '.join(NAMES)}) nor a file nor CSV text; "
-            "take one of the names, or give your own lists of actions"
+            f"{spec!r} is no schedule: neither a name ({', '.join(NAMES)}, or torch's for one of them) nor a file nor CSV "
+            "text; take one of the names, or give your own lists of actions"
         )
-    return from_orders(spec)
+    orders = [spec[rank] for rank in sorted(spec)] if isinstance(spec, Mapping) else spec
+    if all(isinstance(entry, Action) for order in orders for entry in order):
+        return from_orders(orders)
+    return read_cells([["" if entry is None else str(entry) for entry in order] for order in orders], "custom")

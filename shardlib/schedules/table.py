@@ -1,4 +1,4 @@
-"""The CSV in which torch.distributed.pipelining writes schedules: one row per rank, one action per cell."""
+"""The forms in which torch.distributed.pipelining writes schedules: CSV with a row per rank, and a grid in its messages."""
 
 from __future__ import annotations
 
@@ -13,17 +13,22 @@ from shardlib.schedules.actions import COMPUTE, Action, Kind, Schedule, from_ord
 from shardlib.schedules.messages import lower
 
 _CELL = re.compile(r"(\d+)([A-Z][A-Z_]*)(\d*)")
+_PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
+_RANKS = re.compile(r"\s*(Rank \d+\s*)+")
 # What torch's lowered form adds: messages are derived from the compute actions by `lower`, and gathering
 # parameters and reducing gradients is not the schedule's business here.
 _DERIVED = {Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B, "UNSHARD", "RESHARD", "REDUCE_GRAD"}
 
 
 def read_table(source: str | Path, name: str | None = None) -> Schedule:
-    """A schedule from CSV text (a string with a comma or a line break) or from a file.
+    """A schedule from text (a string with a comma or a line break) or from a file.
 
+    Either CSV, a row per rank; or the grid that torch prints, a row per step under a line ``Rank 0  Rank 1 …``.
     Cells read ``0F0``, ``1B3``, ``0I1``, ``0W1``; empty ones, which stand for idling, are dropped, and so are the
     words of the lowered form (``SEND_F``, ``RECV_F``, ``SEND_B``, ``RECV_B``, ``UNSHARD``, ``RESHARD``,
-    ``REDUCE_GRAD``), which are derived here. The result is not yet `check`-ed. ``name`` defaults to the file's.
+    ``REDUCE_GRAD``), which are derived here. ``(0F3;3B1)OVERLAP_F_B`` is two actions, of which what the one sends may
+    travel while the other computes: here the one after the other. The result is not yet `check`-ed. ``name`` defaults
+    to the file's.
 
     Raises:
         ScheduleError: cells that say something else, all listed, or a schedule without actions.
@@ -32,20 +37,40 @@ def read_table(source: str | Path, name: str | None = None) -> Schedule:
     if isinstance(source, Path) or not is_table(source):
         name = name or Path(source).stem
         source = Path(source).read_text()
-    rows = list(csv.reader(io.StringIO(source, newline="")))
+    rows = _grid(source.splitlines()) or list(csv.reader(io.StringIO(source, newline="")))
     while rows and not any(cell.strip() for cell in rows[-1]):
         rows.pop()
+    return read_cells(rows, name or "table")
+
+
+def read_cells(rows: Sequence[Sequence[str]], name: str) -> Schedule:
+    """A schedule from its cells, a list per rank. Raises `ScheduleError` as `read_table`."""
     problems: list[str] = []
     orders = []
     for rank, row in enumerate(rows):
-        actions = (_parsed(cell.strip(), f"rank {rank}, cell {at}", problems) for at, cell in enumerate(row))
-        orders.append([action for action in actions if action is not None])
+        order: list[Action] = []
+        for at, cell in enumerate(row):
+            pair = _PAIR.fullmatch(cell.strip())
+            for part in pair[1].split(";") if pair else [cell]:
+                action = _parsed(part.strip(), f"rank {rank}, cell {at}", problems)
+                order += [] if action is None else [action]
+        orders.append(order)
     if problems:
         raise ScheduleError(
             f"the table is not a schedule:\n{listing(problems)}\n"
             "Write a cell as [stage][F, B, I or W][micro-batch], such as 2F0, or leave it empty."
         )
-    return from_orders(orders, name or "table")
+    return from_orders(orders, name)
+
+
+def _grid(lines: Sequence[str]) -> list[list[str]] | None:
+    """The columns of a grid, one per rank; None for text that is none."""
+    head = next((number for number, line in enumerate(lines) if _RANKS.fullmatch(line)), None)
+    if head is None:
+        return None
+    starts = [found.start() for found in re.finditer("Rank", lines[head])]
+    steps = [line for line in lines[head + 1 :] if line.strip().startswith("Step ")]
+    return [[line[start:stop].strip() for line in steps] for start, stop in zip(starts, [*starts[1:], None])]
 
 
 def write_table(schedule: Schedule, messages: bool = False) -> str:
@@ -57,7 +82,7 @@ def write_table(schedule: Schedule, messages: bool = False) -> str:
 
 
 def is_table(text: str) -> bool:
-    """Whether a string is CSV text rather than a name or a path."""
+    """Whether a string is a table rather than a name or a path."""
     return "," in text or "\n" in text
 
 
@@ -67,8 +92,7 @@ def _parsed(cell: str, where: str, problems: list[str]) -> Action | None:
         return None
     match = _CELL.fullmatch(cell)
     if match is None:
-        overlapped = " (overlapped actions are not run here: give each a cell of its own)" if cell[0] == "(" else ""
-        problems.append(f"{where}: {cell!r} is not an action{overlapped}")
+        problems.append(f"{where}: {cell!r} is not an action")
         return None
     stage, word, microbatch = match.groups()
     if word in _DERIVED:

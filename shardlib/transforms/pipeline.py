@@ -29,9 +29,7 @@ class Pipelined:
 
     @property
     def name(self) -> str:
-        given = (
-            self.schedule if isinstance(self.schedule, str) and self.schedule.lower() in schedules.NAMES else "custom"
-        )
+        given = schedules.named_schedule(self.schedule) or "custom"
         return f"pipeline({given!r}, microbatches={self.microbatches}, axis={self.axis!r})"
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
@@ -102,8 +100,9 @@ def pipeline(
     The parameters are a list of trees, one per block. Every rank along the axis is given the same batch.
 
     Args:
-        schedule: "gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "interleaved-zb", "zb-v"; or your own, as
-            `shardlib.schedules.make_schedule` takes it: a Schedule, lists of actions, CSV text or a file of it.
+        schedule: "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "interleaved-zb", "zb-v", "dualpipe-v", or
+            torch's name of one of them; or your own, as `shardlib.schedules.make_schedule` takes it: a Schedule, lists of
+            actions, CSV text or a file of it.
         microbatches: parts a rank's batch is cut into along dimension 0. Where they cannot be equal, the loss must be
             an `sl.Mean`.
         chunks: stages per rank, of the interleaved schedules (2 by default).
@@ -128,6 +127,8 @@ def pipeline(
         )
     if not isinstance(partition, (str, re.Pattern)):
         partition = tuple(partition)
+    if isinstance(schedule, Mapping):
+        schedule = tuple(schedule[rank] for rank in sorted(schedule))
     if not isinstance(schedule, (str, Path, schedules.Schedule)):
         schedule = tuple(tuple(order) for order in schedule)
     return Pipelined(schedule, microbatches, axis, chunks, partition, sync)
