@@ -61,7 +61,7 @@ def test_every_schedule_and_stage(schedule, stage):
     check({"data": 2, "pipe": 3}, sl.zero(stage), sl.pipeline(schedule, 4))
 
 
-@pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 2), ("gpipe", 1), ("zb-h1", 3), ("zb-v", 8)])
+@pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 2), ("gpipe", 1), ("zb-h1", 3), ("zb-v", 8), ("DualPipeV", 9)])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_four_stages_with_fewer_micro_batches_and_with_more(schedule, microbatches, stage):
     check({"data": 1, "pipe": 4}, sl.zero(stage), sl.pipeline(schedule, microbatches))

@@ -364,6 +364,29 @@ def test_ranks_that_are_alike_pay_nothing_and_others_what_they_gather():
         assert [sent for sent, _ in told] == [one, one + 32 + both, both]
 
 
+def asked_in(mesh, fn, params, batch, transform):
+    """How often ranks told each other what is next, in each of three steps with the same batch."""
+    count_payload(mesh)
+    state, step = sl.make_train_step(fn, sl.shard(params, mesh, transform), sl.optim.sgd(RATE))
+    told = []
+    for _ in range(3):
+        state, _ = step(state, batch)
+        told.append(sum(group.agreed for axis, group in mesh._groups.items() if mesh.shape[axis] > 1))
+    return told
+
+
+@pytest.mark.parametrize("name", [*TRANSFORMS, "gpipe", "zb-h1", "dualpipe-v"])
+def test_ranks_that_are_alike_agree_on_the_first_run_alone(name):
+    """Nor is what a run does taken for leaving the trace: accumulated gradients, recomputed blocks, split backwards."""
+    fn, params = (loss_fn, parameters()) if name in TRANSFORMS else blocks(parameters())
+    if name in TRANSFORMS:
+        mesh, transform = TRANSFORMS[name]
+    else:
+        mesh, transform = {"data": 2, "pipe": 2}, sl.chain(sl.zero(3), sl.pipeline(name, 4))
+    for first, *later in sl.simulate(asked_in, fn, params, batch_of([9, 9, 9, 9]), transform, mesh=mesh):
+        assert first > 0 and later == [first] * 2
+
+
 def test_ranks_that_are_alike_again_stop_asking():
     codes = [[1, 1], [1, 2], *[[1, 1]] * 20]
     for told in sl.simulate(sent_in, codes, mesh={"data": 2}):

@@ -251,7 +251,8 @@ class Gathering:
     def _note(self, name: str | None) -> None:
         entry = name, self._count()
         self._runs.append(entry)
-        self._sum = zlib.crc32(repr(entry).encode(), self._sum) >> 1
+        if self._trace is None:
+            self._sum = zlib.crc32(repr(entry).encode(), self._sum) >> 1
 
     def _count(self) -> int:
         return len(self.reductions.started) if self.reductions is not None else 0
