@@ -6,7 +6,9 @@ import torch
 
 from shardlib.collectives import primitives
 from shardlib.collectives.pairs import all_reduce, exchange, mesh_with
+from shardlib.errors import SpecError
 from shardlib.mesh import Mesh
+from shardlib.specs import chunk_size
 
 
 def vocab_cross_entropy(
@@ -14,6 +16,7 @@ def vocab_cross_entropy(
     targets: torch.Tensor,
     axis: str,
     *,
+    words: int | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
     mesh: Mesh | None = None,
@@ -23,23 +26,47 @@ def vocab_cross_entropy(
     Payload per token: one number gathered (the largest score), two summed.
 
     Args:
-        scores: (..., vocabulary / ranks), rank r holding words r·V/n to (r+1)·V/n.
+        scores: (..., s), rank r holding those of words r·s to (r+1)·s.
         targets: (...), int64, equal on all ranks of ``axis``.
+        words: how many there are, where ranks do not divide them: s is then ⌈words / ranks⌉, and scores beyond the last
+            word count for nothing, or are left out.
         reduction: "mean", "sum" or "none".
+
+    Raises:
+        SpecError: ``scores`` that are not this rank's share of so many words.
     """
     mesh = mesh_with(mesh, axis)
-    words = scores.shape[-1]
+    words = scores.shape[-1] * mesh.shape[axis] if words is None else words
+    scores, first, held = _own_words(scores, words, mesh, axis)
     highest = _highest(scores.detach(), mesh, axis)
     shifted = scores - highest[..., None]
-    local = targets - words * mesh.coords[axis]
-    mine = (local >= 0) & (local < words)
-    wanted = shifted.gather(-1, local.where(mine, 0)[..., None])[..., 0].where(mine, 0)
-    total, score = all_reduce(torch.stack([shifted.exp().sum(-1), wanted]), axis, dst="invariant", mesh=mesh).unbind()
     counts = targets != ignore_index
+    mine = (targets >= first) & (targets < first + held)
+    # What is no word at all is left to gather to refuse, on every rank.
+    wrong = counts & ((targets < 0) | (targets >= words))
+    place = (targets - first).where(mine, 0).where(~wrong, scores.shape[-1])
+    wanted = shifted.gather(-1, place[..., None])[..., 0].where(mine, 0)
+    total, score = all_reduce(torch.stack([shifted.exp().sum(-1), wanted]), axis, dst="invariant", mesh=mesh).unbind()
     losses = (total.log() - score).where(counts, 0)
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / counts.sum()
+
+
+def _own_words(scores: torch.Tensor, words: int, mesh: Mesh, axis: str) -> tuple[torch.Tensor, int, int]:
+    """The scores of this rank's words, the first of these, and how many they are."""
+    share = chunk_size(words, mesh.shape[axis])
+    first = min(share * mesh.coords[axis], words)
+    held = min(share, words - first)
+    if scores.shape[-1] not in (share, max(held, 1)):
+        raise SpecError(
+            f"vocab_cross_entropy: {scores.shape[-1]} scores are not rank {mesh.coords[axis]}'s share of {words} words over "
+            f"axis {axis!r} of size {mesh.shape[axis]}, which is {held}; pass words=, the size of the whole vocabulary, and "
+            f"scores (..., {share}), or without those beyond the last word"
+        )
+    if not held:  # one that no target is and that adds nothing, so that there is a largest
+        return scores[..., :1].masked_fill(torch.ones_like(scores[..., :1], dtype=torch.bool), -torch.inf), first, held
+    return scores[..., :held], first, held
 
 
 def _highest(scores: torch.Tensor, mesh: Mesh, axis: str) -> torch.Tensor:
