@@ -220,7 +220,9 @@ def _embedding(
         whole = padding_idx % words - first
         padding = whole if 0 <= whole < held else None
     # What is no word at all is left to F.embedding to refuse, on every rank.
-    found = F.embedding((ids - first).where(mine, 0).where((ids >= 0) & (ids < words), -1), local, padding, sparse=sparse)
+    found = F.embedding(
+        (ids - first).where(mine, 0).where((ids >= 0) & (ids < words), -1), local, padding, sparse=sparse
+    )
     return slices.leave(found.masked_fill(~mine[..., None], 0), style.axis)
 
 

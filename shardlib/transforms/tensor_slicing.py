@@ -154,6 +154,10 @@ def tensor_slicing(rules: Mapping[str, str | Slicing], axis: str = "model") -> T
             gathered; `linear_cross_entropy` never gathers them), "shared" (whole, but used on slices: its gradient
             is summed), "replicated".
 
+    A vocabulary ("vocab", or outputs that every rank gets whole: ``column(gather=True)``) may have any size: where the axis
+    does not divide it each rank holds as many rows, the last ones rows of zeros besides, which count for nothing and appear
+    nowhere: logits, gradients, checkpoints and `unshard` have the true size. All other sizes must divide.
+
     Raises:
         IllegalComposition: a style that is not supported; while planning, rules that match nothing, and heads or
             widths that do not divide (all of them are listed).
