@@ -1,7 +1,7 @@
 """Compressed optimizers against their references, each at several learning rates: ``python -m benchmarks.learning_rates``.
 
 The task of `benchmarks.learning`. A rate is chosen by the loss on one half of the validation text, averaged over the seeds;
-losses are reported on the other. Rates differ by factors of two, and grids grow until no best rate is at the end of its own.
+losses are reported on the other. Rates differ by factors of two, and of √2 beside the best one, which must have both neighbours.
 Every finished run is appended to ``results/learning_rates.csv`` at once, and what stands there is not run again.
 """
 
@@ -24,8 +24,8 @@ from shardlib.errors import NonFiniteError
 SEEDS = range(3)
 AGAINST = {"Adam": ("1-bit Adam", "0/1 Adam"), "LAMB": ("1-bit LAMB",)}  # reference -> what is held against it
 METHODS = {name: reference for reference, others in AGAINST.items() for name in (reference, *others)}
-_FACTOR = 2.0  # between rates: a power of two, so that rates are the same numbers from either side
-_FIRST = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the rate of `benchmarks.learning`
+_MIDDLE = {"Adam": TASK.adam, "LAMB": TASK.lamb}
+_FIRST = (-4, -2, 0, 2, 4)  # steps of √2 from the middle
 
 Job = tuple[str, float, int]  # method, peak rate, seed
 
@@ -54,17 +54,26 @@ def train(name: str, rate: float, seed: int) -> Trial:
 
 def missing(trials: Sequence[Trial]) -> list[Job]:
     """What is to be run next; nothing once every best rate has neighbours, and every method its reference's best rate."""
-    middle = {"Adam": TASK.adam, "LAMB": TASK.lamb}
-    if first := _left(trials, ((name, middle[METHODS[name]] * times) for name in METHODS for times in _FIRST)):
+    if first := _left(trials, [(name, step) for name in METHODS for step in _FIRST]):
         return first
-    best = {name: best_rate(name, trials) for name in METHODS}
-    around = [(name, rate) for name in METHODS for rate in (best[name] / _FACTOR, best[name] * _FACTOR)]
+    best = {name: _step(name, best_rate(name, trials)) for name in METHODS}
+    around = [(name, best[name] + by) for name in METHODS for by in (-1, 1)]
     return _left(trials, around + [(name, best[reference]) for name, reference in METHODS.items()])
 
 
-def _left(trials: Sequence[Trial], wanted: Iterable[tuple[str, float]]) -> list[Job]:
+def rate_at(name: str, step: int) -> float:
+    """So many steps of √2 from the rate of `benchmarks.learning`, to three digits."""
+    return float(f"{_MIDDLE[METHODS[name]] * 2 ** (step / 2):.3g}")
+
+
+def _step(name: str, rate: float) -> int:
+    return round(2 * math.log2(rate / _MIDDLE[METHODS[name]]))
+
+
+def _left(trials: Sequence[Trial], wanted: Iterable[tuple[str, int]]) -> list[Job]:
     done = {trial[:3] for trial in trials}
-    return [job for pair in dict.fromkeys(wanted) for seed in SEEDS if (job := (*pair, seed)) not in done]
+    jobs = [(name, rate_at(name, step), seed) for name, step in dict.fromkeys(wanted) for seed in SEEDS]
+    return [job for job in jobs if job not in done]
 
 
 def rates_of(name: str, trials: Sequence[Trial]) -> list[float]:
@@ -118,7 +127,7 @@ def table(trials: Sequence[Trial]) -> str:
         f"Final loss (nats per byte) of a GPT ({config.layers} layers, width {config.width}, sequence {config.sequence}) on "
         f"the bytes of Python's standard library, as in `benchmarks.learning`: {TASK.steps} steps of {TASK.batch} rows on "
         f"{RANKS} simulated ranks, variances frozen after {TASK.freeze}, {len(SEEDS)} seeds. Every method is trained at peak "
-        f"rates that differ by factors of {_FACTOR:g}. A method's best rate is that of the lowest mean loss on one half of "
+        "rates that differ by factors of 2, and of √2 beside its best one. A method's best rate is that of the lowest mean loss on one half of "
         "the validation text; all losses told are of the other half. Ratios are of means over the seeds."
     )
     lines = [
