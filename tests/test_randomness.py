@@ -32,7 +32,9 @@ FAMILIES = {
     "seeds of one upper bit": [sl.Key(1 << (32 + bit)) for bit in range(KEYS)],
     "seeds of one lower bit": [sl.Key(1 << bit) for bit in range(KEYS)],
     "seeds of 20 zeros below": [sl.Key(seed << 20) for seed in range(KEYS)],
-    "seeds that the constant of the hash lies between": [sl.Key(seed * 0x9E3779B97F4A7C15 % 2**64) for seed in range(KEYS)],
+    "seeds that the constant of the hash lies between": [
+        sl.Key(seed * 0x9E3779B97F4A7C15 % 2**64) for seed in range(KEYS)
+    ],
     "steps folded in": [sl.Key(0).fold_in(step) for step in range(KEYS)],
     "one step folded into following seeds": [sl.Key(seed).fold_in(1) for seed in range(KEYS)],
     "a chain of folds": list(chained()),

@@ -271,5 +271,7 @@ def test_shares_of_unequal_rows_draw_what_no_other_does():
     ):
         drawn = [draw(key).double() for key in (first, second, KEY.at_slot(Fraction(5, 3)))]
         for a, b in ((0, 1), (0, 2), (1, 2)):
-            shifts = torch.stack([torch.corrcoef(torch.stack([drawn[a], drawn[b].roll(by)]))[0, 1] for by in range(1000)])
+            shifts = torch.stack(
+                [torch.corrcoef(torch.stack([drawn[a], drawn[b].roll(by)]))[0, 1] for by in range(1000)]
+            )
             assert shifts.abs().max() < 6.5 / 1000**0.5
