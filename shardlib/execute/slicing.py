@@ -209,7 +209,7 @@ def _embedding_of_part(ids: torch.Tensor, weight: Any) -> torch.Tensor:
 
 
 def _cross_entropy(
-    x: Any, weight: Any, targets: torch.Tensor, *, ignore_index: int = -100, reduction: str = "mean"
+    x: Any, weight: Any, targets: torch.Tensor, *, ignore_index: int, label_smoothing: float, reduction: str
 ) -> torch.Tensor:
     style = _style(weight)
     if style is None or style.kind != "vocab":
@@ -219,9 +219,8 @@ def _cross_entropy(
     scores = widened(F.linear(x, materialise(weight)))
 
     def losses(targets: torch.Tensor, reduction: str) -> torch.Tensor:
-        return vocab_cross_entropy(
-            scores, targets, axis, ignore_index=ignore_index, reduction=reduction, mesh=slices.mesh
-        )
+        options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        return vocab_cross_entropy(scores, targets, axis, **options, reduction=reduction, mesh=slices.mesh)
 
     if slices.parts is None:
         return losses(targets, reduction)
