@@ -1,7 +1,7 @@
 """Compressed optimizers against their references, each at several learning rates: ``python -m benchmarks.learning_rates``.
 
 The task of `benchmarks.learning`. A rate is chosen by the loss on one half of the validation text, averaged over the seeds;
-losses are reported on the other. Rates differ by factors of two, and of √2 beside the best one, which must have both neighbours.
+losses are reported on the other. Rates differ by factors of two, and by √2 on both sides of the best one.
 Every finished run is appended to ``results/learning_rates.csv`` at once, and what stands there is not run again.
 """
 
@@ -127,8 +127,9 @@ def table(trials: Sequence[Trial]) -> str:
         f"Final loss (nats per byte) of a GPT ({config.layers} layers, width {config.width}, sequence {config.sequence}) on "
         f"the bytes of Python's standard library, as in `benchmarks.learning`: {TASK.steps} steps of {TASK.batch} rows on "
         f"{RANKS} simulated ranks, variances frozen after {TASK.freeze}, {len(SEEDS)} seeds. Every method is trained at peak "
-        "rates that differ by factors of 2, and of √2 beside its best one. A method's best rate is that of the lowest mean loss on one half of "
-        "the validation text; all losses told are of the other half. Ratios are of means over the seeds."
+        "rates that differ by factors of 2, and by √2 on both sides of its best one. A method's best rate is that of the "
+        "lowest mean loss on one half of the validation text; all losses told are of the other half. Ratios are of means "
+        "over the seeds."
     )
     lines = [
         "# Learning at several rates, measured by `python -m benchmarks.learning_rates`",

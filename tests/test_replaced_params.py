@@ -225,7 +225,7 @@ def test_a_checkpoint_holds_what_was_put_there(tmp_path):
 def test_what_is_not_parameters_of_this_state_is_refused():
     def run(mesh):
         state, step = sl.make_train_step(FIT, sl.shard(PARAMS, mesh, sl.zero(1)), opt.sgd(0.1))
-        with pytest.raises(TreeError, match="sl.unshard"):
+        with pytest.raises(TreeError, match=r"sl\.unshard"):
             sl.replace_params(state, sl.shard(PARAMS, mesh, sl.zero(3)))
         with pytest.raises(TreeError, match=r"layers/1/weight: missing"):
             sl.replace_params(state, {"layers": PARAMS["layers"][:1]})
@@ -233,7 +233,7 @@ def test_what_is_not_parameters_of_this_state_is_refused():
             wrong = optree.tree_map(torch.clone, PARAMS)
             wrong["layers"][0]["bias"] = torch.zeros(3)
             sl.replace_params(state, wrong)
-        with pytest.raises(RankMismatch, match="rank 0: .*; rank 1: "):
+        with pytest.raises(RankMismatch, match=r"rank 0: .*; rank 1: "):
             sl.replace_params(state, optree.tree_map(lambda p: p + mesh.rank, state.params))
         state.params = sl.unshard(state.params)
         with pytest.raises(TreeError, match=r"sl\.replace_params\(state, params\)"):
