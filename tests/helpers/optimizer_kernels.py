@@ -97,7 +97,8 @@ def check_adamw8(
         with flushed(using) if name == "reference" else contextlib.nullcontext():
             for step in range(1, 4):
                 adamw8.adamw8_(
-                    param, buffer(elements, read, seed + 2 + step, offset, spoiled and step == 2), *states, copy=copy, using=name,
+                    param, buffer(elements, read, seed + 2 + step, offset, spoiled and step == 2), *states,
+                    copy=copy, using=name,
                     count=torch.tensor(float(step)), lr=torch.tensor(0.01, dtype=F64), b1=0.9, b2=0.999, eps=1e-8,
                     weight_decay=0.1, scale=None if scale is None else torch.tensor(scale, dtype=F64),
                 )  # fmt: skip
