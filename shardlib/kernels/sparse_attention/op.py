@@ -87,6 +87,11 @@ def sparse_attention(
     return _attention(q, k, v, layout.row_offsets, layout.columns, key_mask, bias, *options, using)[0]
 
 
+def _options(block: int, scale: float, causal: bool, dropout: float, seed: int, counter: int) -> Options:
+    """As implementations are given them."""
+    return Options(block, scale, causal, dropout, spread(seed), counter)
+
+
 def _forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -104,7 +109,7 @@ def _forward(
     using: str | None,
 ) -> list[torch.Tensor]:
     blocks = Blocks(row_offsets, columns)
-    options = Options(block, scale, causal, dropout, spread(seed), counter)
+    options = _options(block, scale, causal, dropout, seed, counter)
     with on(q.device):
         out, lse = serving("sparse_attention", q, using).forward(
             q.contiguous(), k.contiguous(), v.contiguous(), blocks, key_mask, bias, options
@@ -132,7 +137,7 @@ def _backward(
     dout: torch.Tensor,
 ) -> list[torch.Tensor]:
     blocks = Blocks(row_offsets, columns)
-    options = Options(block, scale, causal, dropout, spread(seed), counter)
+    options = _options(block, scale, causal, dropout, seed, counter)
     tensors = [x.contiguous() for x in (dout, q, k, v, out, lse)]
     with on(q.device):
         gradients = serving("sparse_attention", q, using).backward(*tensors, blocks, key_mask, bias, options)
@@ -143,8 +148,7 @@ def _backward_reference(*kept: Any) -> list[torch.Tensor]:
     """`_backward`; the log-sum-exp is computed anew, as derivatives go through it."""
     *given, out, _, dout = kept
     q, k, v = given[:3]
-    *options, seed, counter = given[7:13]
-    rest = Blocks(*given[3:5]), *given[5:7], Options(*options, spread(seed), counter)
+    rest = Blocks(*given[3:5]), *given[5:7], _options(*given[7:13])
     lse = reference.forward(q, k, v, *rest)[1]
     gradients = reference.backward(dout, q, k, v, out, lse, *rest)
     return [gradient for gradient in gradients if gradient is not None]
