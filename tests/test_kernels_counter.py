@@ -6,7 +6,7 @@ from helpers import counter, kernels
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlib.kernels.counter import random_bits
+from shardlib.kernels.counter import random_bits, signed, spread
 
 INDEX = st.one_of(st.integers(-(2**63), 2**63 - 1), st.sampled_from(counter.EDGES))
 
@@ -28,7 +28,15 @@ def test_triton():
 def test_what_was_drawn_once_is_drawn_again():
     """Checkpoints keep seeds."""
     drawn = random_bits(2**40 + 7, torch.tensor([0, 1, 2**32, 2**60])).tolist()
-    assert drawn == [10523125, 5615438, 6031202, 7631880]
+    assert drawn == [3418110, 14664698, 182820, 2883354]
+
+
+def test_a_seed_is_spread():
+    """Published first outputs of SplitMix64, as signed integers; and no two seeds give the same."""
+    assert [spread(seed) for seed in (0, 1234567)] == [16294208416658607535 - 2**64, 6457827717110365317]
+    seeds = [*counter.SEEDS[:-1], *range(2, 1000), *(1 << bit for bit in range(33, 63))]
+    assert len({spread(seed) for seed in seeds}) == len(seeds)
+    assert spread(-5) == spread(2**64 - 5) and signed(2**64 - 5) == -5 and signed(7) == 7
 
 
 def test_shapes_strides_and_threads():
