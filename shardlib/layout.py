@@ -22,10 +22,11 @@ import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from shardlib.specs import chunk_size
+from shardlib.thresholds import Threshold
 
 # Elements that one rank owns of a leaf from which it is a bucket of its own. That saves copies of the leaf (two cores,
 # gloo: 22 ms per gathered 135 MB) and costs about 0.1 ms per message.
-_ALONE = 1 << 16
+_ALONE = Threshold(1 << 16)
 
 
 def stands_alone(numel: int, ways: int) -> bool:
@@ -33,7 +34,7 @@ def stands_alone(numel: int, ways: int) -> bool:
 
     Not where nothing is split: an all-reduce gains nothing by it, and costs more per message.
     """
-    return ways > 1 and chunk_size(numel, ways) >= _ALONE
+    return ways > 1 and chunk_size(numel, ways) >= _ALONE()
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def save(folder: str | Path, state: TrainState, keep: int = 2, extra: dict[str, 
     partial = final.with_suffix(".partial")
     partial.mkdir(parents=True, exist_ok=True)
     pieces: dict[str, tuple[Any, ...]] = {}
-    whole = unpacked(state)
+    whole = unpacked(state.settled())
     for piece in (*owned_pieces(whole), *own_pieces(whole), *error_pieces(whole)):
         if piece.data.numel():
             window = tuple(piece.window) if piece.window else None
@@ -98,7 +98,7 @@ def restore(checkpoint: str | Path, state: TrainState) -> TrainState:
     scale = state.scale.going_on(was) if state.scale and was else state.scale
     factor = (scale.value if scale else 1.0) / (was.value if was else 1.0)
     comm = state.comm if factor == 1 else rescaled(state.params.plan, state.comm, factor)
-    return TrainState(facts["step"], state.params, state.opt, comm, state.buffers, scale, Key(facts["seed"]))
+    return TrainState(facts["step"], state.params, state.opt, comm, state.buffers, scale, Key(facts["seed"])).fitting()
 
 
 def _complete(folder: str | Path) -> list[Path]:
