@@ -61,7 +61,9 @@ def test_every_schedule_and_stage(schedule, stage):
     check({"data": 2, "pipe": 3}, sl.zero(stage), sl.pipeline(schedule, 4))
 
 
-@pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 2), ("gpipe", 1), ("zb-h1", 3), ("zb-v", 8), ("DualPipeV", 9)])
+@pytest.mark.parametrize(
+    ("schedule", "microbatches"), [("1f1b", 2), ("gpipe", 1), ("zb-h1", 3), ("zb-v", 8), ("DualPipeV", 9)]
+)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_four_stages_with_fewer_micro_batches_and_with_more(schedule, microbatches, stage):
     check({"data": 1, "pipe": 4}, sl.zero(stage), sl.pipeline(schedule, microbatches))
@@ -491,6 +493,7 @@ def test_payload_on_the_pipe_axis_is_two_activations_per_boundary_and_micro_batc
     [
         (0, "1f1b", True, None), (1, "zb-v", True, None), (1, "zb-h1", False, None), (2, "1f1b", False, "last"),
         (2, "zb-h1", True, None), (3, "1f1b", False, None), (3, "zb-h1", False, "last"), (3, "zb-v", True, None),
+        (3, "dualpipe-v", True, None),
     ],
 )  # fmt: skip
 def test_bytes_held_and_sent_are_the_plans(stage, schedule, tie, sync):

@@ -86,7 +86,7 @@ class Executor:
 
     def gradients(self, route: Route) -> Gradients:
         """What the micro-batches of one step hand their gradients to."""
-        return Gradients(self.plan, self.mesh, self.record, route)
+        return Gradients(self.plan, self.mesh, route)
 
     def forward(self, params: Sharded, fn: Callable[[Tree], Any]) -> Any:
         """``fn(parameters)`` without gradients. Called once more where ranks turn out to differ in what they use."""

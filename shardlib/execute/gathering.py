@@ -70,6 +70,7 @@ class Gathering:
         gathers: whether any unit is gathered; else there is nothing to agree on but the first reductions.
 
     Attributes:
+        record: what earlier runs showed.
         current: the unit of the present run; touching it again needs no decision.
         fetched: the units gathered since `begin`, in order.
         touched: the units used since `begin`.
@@ -78,7 +79,7 @@ class Gathering:
     """
 
     def __init__(self, units: dict[str, Gatherable], record: Record, gathers: bool, prefetch: bool) -> None:
-        self._units, self._record, self._gathers, self._prefetch = units, record, gathers, prefetch
+        self._units, self.record, self._gathers, self._prefetch = units, record, gathers, prefetch
         self._names = list(units)
         self._here: dict[str, Gatherable] = {}
         self.current: Gatherable | None = None
@@ -98,7 +99,7 @@ class Gathering:
 
     def begin(self) -> None:
         """Start a micro-batch."""
-        self._reset(None if self._record.agreeing else self._record.trace)
+        self._reset(None if self.record.agreeing else self.record.trace)
 
     @property
     def limit(self) -> int | None:
@@ -148,13 +149,13 @@ class Gathering:
         Returns those of ``late``, of all ranks together, whose gradients are to be reduced once more.
         """
         if self._trace is not None:
-            self.strayed |= len(self._runs) < len(self._trace) or tuple(late) != self._record.late
+            self.strayed |= len(self._runs) < len(self._trace) or tuple(late) != self.record.late
             self._pause()
-            self._record.strayed |= self.strayed
-            return self._record.late
+            self.record.strayed |= self.strayed
+            return self.record.late
         self._pause(bool(late))
-        found = self._record.unite(late) if self._late else ()
-        self._record.note(self._runs, found, self._apart if self._gathers else None)
+        found = self.record.unite(late) if self._late else ()
+        self.record.note(self._runs, found, self._apart if self._gathers else None)
         return found
 
     def end(self) -> None:
@@ -181,7 +182,7 @@ class Gathering:
         ``what``: a unit to be gathered, by number; one to be reduced, by number + units; or ``_END``.
         """
         ready = self.reductions.ready() if self.reductions is not None else 0
-        words = self._record.compare(what, self._sum, ready, late)
+        words = self.record.compare(what, self._sum, ready, late)
         nexts, checksums, counts, lates = zip(*words, strict=True)
         self._late = any(lates)
         alike = len(set(nexts)) == 1
@@ -204,9 +205,9 @@ class Gathering:
         return alike
 
     def _settle(self) -> None:
-        if self._apart is not None and self.reductions is not None and self._record.order is None:
+        if self._apart is not None and self.reductions is not None and self.record.order is None:
             touched = [name for name, _ in self._runs if name is not None]
-            self._record.settle(self.reductions.started, touched)
+            self.record.settle(self.reductions.started, touched)
 
     def _pause(self, late: bool = False) -> None:
         """Nothing more comes for now: serve the ranks for which something does, then release everything."""

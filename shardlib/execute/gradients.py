@@ -15,7 +15,6 @@ import torch
 from shardlib.collectives.sums import Errors
 from shardlib.exchange import Compression, Reduction, Sum
 from shardlib.execute.gathering import Gathering
-from shardlib.execute.record import Record
 from shardlib.layout import Bucket
 from shardlib.mesh import Mesh
 from shardlib.plan import Plan
@@ -45,20 +44,19 @@ class Gradients:
     """Sums gradients over micro-batches and ranks.
 
     Args:
-        record: holds the order in which units' exchanges start, once there is one.
         route: see `Route`.
 
     Attributes:
         started: units whose exchanges this micro-batch started, in order.
     """
 
-    def __init__(self, plan: Plan, mesh: Mesh, record: Record, route: Route) -> None:
-        self._plan, self._mesh, self._record, self._route = plan, mesh, record, route
+    def __init__(self, plan: Plan, mesh: Mesh, route: Route) -> None:
+        self._plan, self._mesh, self._route = plan, mesh, route
         self._held: dict[str, torch.Tensor] = {}
 
     def begin(self, last: bool, gathering: Gathering) -> None:
         """Start a micro-batch, whose gathers these reductions stand between; ``last`` when it is the step's last."""
-        self._last, self._gathering = last, gathering
+        self._last, self._gathering, self._record = last, gathering, gathering.record
         self.started: list[str] = []
         self._ready: dict[str, dict[str, torch.Tensor | None]] = {unit: {} for unit in self._plan.trained_in}
         self._complete: set[str] = set()

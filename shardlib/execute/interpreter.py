@@ -54,23 +54,30 @@ class Run:
 
 
 class Stage:
-    """One of this rank's stages: executors, one for each micro-batch that is under way at once."""
+    """One of this rank's stages: executors, one for each micro-batch that is under way at once.
 
-    def __init__(self, plan: Plan, mesh: Mesh, trained: bool) -> None:
+    Args:
+        halved: micro-batches whose backward goes in two halves; they make other exchanges than those whose does not.
+    """
+
+    def __init__(self, plan: Plan, mesh: Mesh, trained: bool, halved: Iterable[int] = ()) -> None:
         self.plan, self._mesh, self._trained = plan, mesh, trained
-        self.record = Record(plan, mesh)
-        self._idle: list[Executor] = []
+        self._halved = frozenset(halved)
+        self.records = Record(plan, mesh), Record(plan, mesh)  # of whole backwards, and of halved ones
+        self._idle: tuple[list[Executor], list[Executor]] = [], []
         self.runs: dict[int, Run] = {}
 
     def begin(self, microbatch: int) -> Run:
-        executor = self._idle.pop() if self._idle else Executor(self.plan, self._mesh, self._trained, self.record)
+        kind = microbatch in self._halved
+        idle = self._idle[kind]
+        executor = idle.pop() if idle else Executor(self.plan, self._mesh, self._trained, self.records[kind])
         self.runs[microbatch] = Run(executor)
         return self.runs[microbatch]
 
     def end(self, microbatch: int) -> None:
         run = self.runs.pop(microbatch)
         run.executor.close()
-        self._idle.append(run.executor)
+        self._idle[microbatch in self._halved].append(run.executor)
 
 
 @dataclass
@@ -154,7 +161,7 @@ class Interpreter:
             lambda tree: materialise(self._compute(number, microbatch, tree, carry)),
         )
         run.outputs = differentiable(result)
-        if stage.record.order is None:
+        if run.executor.record.order is None:
             for output in run.outputs:
                 refuse_reentrant_checkpoints(output)
         run.executor.rest()

@@ -63,9 +63,13 @@ class Pipe:
         self._home = mesh.coords[self.axis]
         orders = lower(schedule)
         self._order = orders[self._home]
-        stages = {stage: Stage(plan.of_stage(stage), mesh, trained) for stage in schedule.stages_of(self._home)}
+        halved = {(action.stage, action.microbatch) for action in self._order if action.kind is Kind.I}
+        stages = {
+            number: Stage(plan.of_stage(number), mesh, trained, [i for stage, i in halved if stage == number])
+            for number in schedule.stages_of(self._home)
+        }
         self._place = Place(plan.pipeline, mesh, stages, acknowledged(schedule, orders, self._home))
-        self.records = [stage.record for stage in stages.values()]
+        self.records = [record for stage in stages.values() for record in stage.records]
         self.ends = self._place.ends
 
     def computing(self, parts: Sequence[Tree], keys: Sequence[Key | None]) -> Compute:
@@ -84,10 +88,7 @@ class Pipe:
 
         ``compute`` returns, in the last stage, what is to be differentiated, times ``seed(microbatch)``.
         """
-        gradients = {
-            number: Gradients(stage.plan, self._mesh, stage.record, route)
-            for number, stage in self._place.stages.items()
-        }
+        gradients = {number: Gradients(stage.plan, self._mesh, route) for number, stage in self._place.stages.items()}
         Interpreter(self._place, params, compute, gradients, seed).run(self._order)
         found: dict[str, torch.Tensor] = {}
         for number in self._place.stages:

@@ -222,7 +222,7 @@ class LossStep:
             outcomes[microbatch] = outcome._replace(total=outcome.total.detach())
             return outcome.total
 
-        first = pipe.records[0].order is None
+        first = all(record.order is None for record in pipe.records)
         grads = pipe.train(params, run, lambda microbatch: self._seed(outcomes[microbatch], loss_scale), route)
         if plan.sequence and first:  # after the schedule: now every stage may wait for the others
             done = {step for record in pipe.records for step in record.done}
