@@ -62,7 +62,7 @@ def test_every_schedule_and_stage(schedule, stage):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "microbatches"), [("1f1b", 2), ("gpipe", 1), ("zb-h1", 3), ("zb-v", 8), ("DualPipeV", 9)]
+    ("schedule", "microbatches"), [("1f1b", 2), ("gpipe", 1), ("zb-h1", 3), ("zb-v", 8), ("DualPipeV", 8)]
 )
 @pytest.mark.parametrize("stage", [0, 3])
 def test_four_stages_with_fewer_micro_batches_and_with_more(schedule, microbatches, stage):

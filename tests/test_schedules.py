@@ -288,11 +288,9 @@ def test_what_torch_holds_and_prints():
             rows,
             order,
             _format_pipeline_order(order),
-            "WIP comms schedule:\n " + _format_pipeline_order(order),
+            "\nfailed:\n " + _format_pipeline_order(order, 2),
         ):
             assert make_schedule(spec, 3, 7).orders == ours.orders
-    with pytest.raises(ScheduleError, match="rank 0, cell 0: 'hello' is not an action"):
-        make_schedule([["hello"]], 1, 1)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -300,7 +298,7 @@ def test_what_torch_holds_and_prints():
 def test_schedules_by_name(name, p, m):
     schedule = make_schedule(name, p, m)
     assert (schedule.name, schedule.ranks, schedule.microbatches) == (name, p, m)
-    assert schedule.splits == name.startswith(("zb", "interleaved-zb"))
+    assert schedule.splits == (name.startswith(("zb", "interleaved-zb")) or (name == "dualpipe-v" and p > 1))
     assert schedule.stages == p * (1 if name in ("gpipe", "1f1b", "zb-h1") else 2)
     for rank in range(p):
         assert {a.stage for a in schedule.orders[rank]} == set(schedule.stages_of(rank))

@@ -108,6 +108,6 @@ def _given(spec: Spec) -> Schedule:
             "text; take one of the names, or give your own lists of actions"
         )
     orders = [spec[rank] for rank in sorted(spec)] if isinstance(spec, Mapping) else spec
-    if all(isinstance(entry, Action) for order in orders for entry in order):
-        return from_orders(orders)
-    return read_cells([["" if entry is None else str(entry) for entry in order] for order in orders], "custom")
+    if any(entry is None or hasattr(entry, "computation_type") for order in orders for entry in order):  # torch's own
+        return read_cells([["" if entry is None else str(entry) for entry in order] for order in orders], "custom")
+    return from_orders(orders)

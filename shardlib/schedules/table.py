@@ -14,6 +14,7 @@ from shardlib.schedules.messages import lower
 
 _CELL = re.compile(r"(\d+)([A-Z][A-Z_]*)(\d*)")
 _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
+_STEP = re.compile(r"\s*Step \d+: (.*?)(?:<-- ERROR HERE)?$")
 _RANKS = re.compile(r"\s*(Rank \d+\s*)+")
 # What torch's lowered form adds: messages are derived from the compute actions by `lower`, and gathering
 # parameters and reducing gradients is not the schedule's business here.
@@ -68,8 +69,9 @@ def _grid(lines: Sequence[str]) -> list[list[str]] | None:
     head = next((number for number, line in enumerate(lines) if _RANKS.fullmatch(line)), None)
     if head is None:
         return None
-    starts = [found.start() for found in re.finditer("Rank", lines[head])]
-    steps = [line for line in lines[head + 1 :] if line.strip().startswith("Step ")]
+    # Counted from the first column: torch prints the head one blank further in.
+    starts = [found.start() - lines[head].index("Rank") for found in re.finditer("Rank", lines[head])]
+    steps = [found[1] for line in lines[head + 1 :] if (found := _STEP.match(line))]
     return [[line[start:stop].strip() for line in steps] for start, stop in zip(starts, [*starts[1:], None])]
 
 
