@@ -185,7 +185,8 @@ def make_train_step(
     are this rank's, of the last micro-batch; under a pipeline, of the rank with the last stage).
 
     Args:
-        loss_fn: ``loss_fn(params, batch)``, plain PyTorch; see the README for its forms.
+        loss_fn: ``loss_fn(params, batch)``, plain PyTorch; see the README for its forms. At stage 3 it is called twice in a
+            step in which ranks turn out to use other parameters than before, so it must only compute.
         params: from `shard`, or a plain pytree (one device).
         buffers: a pytree the loss function takes second and returns beside the loss.
         rng: a key, or a seed for one, when ``loss_fn`` has a parameter ``rng``. What draws from torch's own generators in

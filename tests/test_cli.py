@@ -108,6 +108,33 @@ def test_plan_and_train_in_stages(text, tmp_path, capsys):
     assert "1f1b: 2 ranks" not in out and "A sample:" in out and "step 12/12" in out
 
 
+def test_a_schedule_by_torchs_name_or_from_a_file(tmp_path, capsys):
+    table = tmp_path / "own.csv"
+    table.write_text(sl.schedules.write_table(sl.schedules.one_f_one_b(2, 4)))
+    for given, told in (("DualPipeV", "dualpipe-v: 2 ranks"), ("looped_bfs", "looped-bfs: 2"), (table, "own: 2 ranks")):
+        assert (
+            cli.main(
+                [
+                    "plan",
+                    "--mesh",
+                    "pipe=2",
+                    "--schedule",
+                    str(given),
+                    "--microbatches",
+                    "4",
+                    *SIZES[:8],
+                    "--layers",
+                    "4",
+                ]
+            )
+            == 0
+        )
+        assert told in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--mesh", "pipe=2", "--schedule", "2f2b", *SIZES[:8]])
+    assert f"'2f2b' is neither one of {', '.join(sl.schedules.NAMES)} nor a file" in capsys.readouterr().err
+
+
 def test_a_range_test_proposes_a_rate(text, tmp_path, capsys):
     options = ["--data", text, "--out", tmp_path, "--steps", 60, "--max-lr", 10, "--stage", 2, "--dropout", 0.1, *SIZES]
     assert cli.main(["lr-range-test", *map(str, options)]) == 0
