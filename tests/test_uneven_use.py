@@ -455,3 +455,48 @@ def test_ranks_that_evaluate_in_different_order(pool, strays_in):
 
     wanted = [[total(LAYERS, rank == 1 and number in strays_in).item() for number in range(3)] for rank in range(2)]
     assert sl.simulate(run, mesh={"data": 2}) == pool.run(run, mesh={"data": 2}) == wanted
+
+
+# --- a module as users write it ----------------------------------------------------------------------------------------
+
+
+class Experts(torch.nn.Module):
+    """Each row goes to the expert that a router likes best; experts that no row of a rank goes to are not called."""
+
+    def __init__(self, width=6, experts=4):
+        super().__init__()
+        self.router = torch.nn.Linear(width, experts)
+        self.experts = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(width, 9), torch.nn.GELU(), torch.nn.Linear(9, width))
+            for _ in range(experts)
+        )
+
+    def forward(self, x):
+        share, chosen = self.router(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for number, one in enumerate(self.experts):
+            rows = (chosen == number).nonzero()[:, 0]
+            if len(rows):
+                out = out.index_add(0, rows, one(x[rows]) * share[rows, None])
+        return x + out
+
+
+def experts_loss():
+    torch.manual_seed(0)
+    apply, params = sl.from_module(torch.nn.Sequential(Experts(), Experts(), torch.nn.Linear(6, 1)).double())
+    return lambda params, batch: apply(params, batch["x"]).square().mean(), optree.tree_map(torch.Tensor.detach, params)
+
+
+def train_experts(mesh, batches, stage):
+    return train(mesh, *experts_loss(), batches, sl.chain(sl.zero(stage), sl.remat()))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_unmodified_module_list_of_experts(pool, stage):
+    generator = torch.Generator().manual_seed(1)
+    batches = [{"x": torch.randn(4, 6, generator=generator, dtype=torch.float64)} for _ in range(5)]
+    losses, final = one_device(*experts_loss(), batches)
+    for run in (sl.simulate, pool.run):
+        for got in run(train_experts, batches, stage, mesh={"data": 4}):
+            assert got[0] == pytest.approx(losses, rel=TOLERANCE)
+            assert_close(got[1], final, TOLERANCE)
