@@ -127,6 +127,12 @@ def test_large_scores_do_not_overflow(name):
     check(Case({n: x.bfloat16() for n, x in case.tensors.items()}, case.layout, case.settings), name)
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("scale", [0.0, -0.7])
+def test_scales_that_are_not_positive(name, scale):
+    check(make(length=40, masked=True, scale=scale), name)
+
+
 def test_a_dense_layout_is_torchs_attention():
     case = make(length=150, key_heads=4, layout=sl.sparse.dense(150), causal=True)
     q, k, v = case.tensors.values()

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from shardlib.blocks import Sequential, sequential
 from shardlib.errors import TreeError, listing
 from shardlib.models.meta import initialised, reset_buffers
-from shardlib.tree import Tree
+from shardlib.tree import Tree, leaves_of
 
 
 def from_module(module: nn.Module, buffers: bool = False, blocks: Sequence[nn.Module] | None = None) -> tuple[Any, ...]:
@@ -62,26 +62,32 @@ def from_module(module: nn.Module, buffers: bool = False, blocks: Sequence[nn.Mo
     if not buffers:
 
         def apply(params: Tree, *args: Any, **kwargs: Any) -> Any:
-            return _call(structure.get(), params, args, kwargs)
+            return _call(structure, params, args, kwargs)
 
         return apply, params
 
     def apply_with_buffers(params: Tree, buffers: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         fresh = {name: buffer.clone() for name, buffer in buffers.items()}
-        out = functional_call(structure.get(), _flat(params) | fresh, args, kwargs, tie_weights=False)
+        given = _flat(params)
+        skeleton = structure.beside(given, args)
+        out = functional_call(skeleton, given | fresh, args, kwargs, tie_weights=False)
         return out, fresh
 
     return apply_with_buffers, params, {name: buffer.detach().clone() for name, buffer in held.items()}
 
 
-def _call(skeleton: nn.Module, params: Tree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The module called with these parameters.
+def _call(
+    structure: _Skeletons, params: Tree, args: tuple[Any, ...], kwargs: dict[str, Any], submodule: str = ""
+) -> Any:
+    """The module, or one that it has, called with these parameters.
 
     Raises:
         TreeError: it changed a buffer.
     """
+    given = _flat(params)
+    skeleton = structure.beside(given, args).get_submodule(submodule)
     versions = [buffer._version for buffer in skeleton.buffers()]
-    out = functional_call(skeleton, _flat(params), args, kwargs, tie_weights=False)
+    out = functional_call(skeleton, given, args, kwargs, tie_weights=False)
     changed = [
         name
         for (name, buffer), version in zip(skeleton.named_buffers(), versions, strict=True)
@@ -102,7 +108,7 @@ class _Blocks(nn.ModuleList):
 def _in_sequence(blocks: _Blocks, structure: _Skeletons) -> Sequential:
     def one(index: int, module: nn.Module) -> Callable[..., Any]:
         def run(params: Tree, carry: Any, batch: Any, **rng: Any) -> Any:
-            return _call(structure.get().get_submodule(str(index)), params, (carry, batch), rng)
+            return _call(structure, params, (carry, batch), rng, str(index))
 
         run.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]  # whether it takes rng
         return run
@@ -111,7 +117,7 @@ def _in_sequence(blocks: _Blocks, structure: _Skeletons) -> Sequential:
 
 
 class _Skeletons:
-    """The module without weights, one copy per thread: a call swaps weights into the module itself."""
+    """The module without weights, one copy per thread and device: a call swaps weights into the module itself."""
 
     def __init__(self, module: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
         self._pattern = _hollow(module)  # never called: a thread may come to copy it while another is in a call
@@ -120,12 +126,25 @@ class _Skeletons:
             self._pattern.get_submodule(owner)._buffers[leaf] = buffer.detach().clone()
         self._local = threading.local()
 
-    def get(self) -> nn.Module:
-        if not hasattr(self._local, "module"):
+    def beside(self, params: dict[str, torch.Tensor], args: Any) -> nn.Module:
+        """The copy whose buffers are where the parameters are; where there are none, where the arguments are."""
+        if not hasattr(self._local, "made"):
+            self._local.made = {}
+        made: dict[torch.device | None, nn.Module] = self._local.made
+        device = next((x.device for x in params.values() or leaves_of(args) if isinstance(x, torch.Tensor)), None)
+        if device not in made:
             # Not a part of what it is called in: a trace on fake tensors, a recomputed block, inference.
             with _disable_current_modes(), torch.inference_mode(False):
-                self._local.module = copy.deepcopy(self._pattern)
-        return self._local.module
+                made[device] = copy.deepcopy(self._pattern)
+                _move_buffers(made[device], device)
+        return made[device]
+
+
+def _move_buffers(module: nn.Module, device: torch.device | None) -> None:
+    """Parameters stay on the meta device."""
+    for owner in module.modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            owner._buffers[name] = buffer.to(device)
 
 
 def _hollow(module: nn.Module) -> nn.Module:

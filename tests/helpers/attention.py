@@ -155,6 +155,8 @@ def _cases():
 
 
 def _cases_in_parts():
+    for scale in (0.0, -0.7):
+        yield make(length=40, heads=2, batch=1, masked=True, scale=scale)
     yield make(length=100, heads=2, batch=1, layout=sl.sparse.dense(100, block=32, causal=True))  # causal by itself
     yield make(length=330, batch=1, heads=2, key_heads=1, layout=sl.sparse.bigbird(330), bias_heads=1)
     patterns = sl.sparse.fixed(250, causal=True, heads=4, patterns=2)  # which heads share

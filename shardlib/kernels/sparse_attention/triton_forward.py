@@ -48,9 +48,10 @@ def attend(
         product = products(
             queries, q + row * D, i, bit != 0, k + keys, j, j < size, D, HEAD, PIECE, WHOLE, TYPE, PRECISION
         )
-        s = logits(product, i[:, None], j[None, :], (bit[:, None] & used[None, :]) != 0, bias, scale, size, CAUSAL)
         if key_mask is not None:
-            s += padding(j, key_mask, batch, size)[None, :]  # added, as torch does: what is not finite stays so
+            # Added, as torch does: what is not finite stays so. Before the scale, where it takes no more registers.
+            product += padding(j, key_mask, batch, size, scale)[None, :]
+        s = logits(product, i[:, None], j[None, :], (bit[:, None] & used[None, :]) != 0, bias, scale, size, CAUSAL)
         higher = tl.maximum(top, tl.max(s, axis=1))
         finite = tl.where(higher == float("-inf"), 0.0, higher)  # −∞ − (−∞) is no number
         p = tl.exp2(s - finite[:, None])

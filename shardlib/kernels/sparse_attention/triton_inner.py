@@ -100,10 +100,10 @@ def seen(used, j, key_mask, batch, size, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def padding(j, key_mask, batch, size):
-    """What is added to the logits of keys ``j``: −∞ for masked ones."""
+def padding(j, key_mask, batch, size, scale):
+    """What is added to the products of keys ``j``: for masked ones what makes −∞ times ``scale``, which is not 0."""
     there = tl.load(key_mask + batch.to(tl.int64) * size + j, mask=j < size, other=0) != 0
-    return tl.where(there, 0.0, float("-inf"))
+    return tl.where(there, 0.0, tl.where(scale < 0, float("inf"), float("-inf")))
 
 
 @triton.jit
