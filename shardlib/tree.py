@@ -58,6 +58,27 @@ def check_tensors(paths: Sequence[str], leaves: Sequence[Any], what: str = "para
         raise TreeError(f"{len(failures)} {what} leaves cannot be sharded:\n{listing(failures)}")
 
 
+def check_alike(what: str, tree: Tree, like: Tree, names: tuple[str, str]) -> None:
+    """Raise one `TreeError` listing the leaves of ``tree`` that ``like`` lacks, has beside, or has in another shape.
+
+    ``names`` of the two, for the message of ``what``.
+    """
+    paths, leaves, treedef = flatten(tree)
+    theirs, others, other_treedef = flatten(like)
+    mine, wanted = dict(zip(paths, leaves, strict=True)), dict(zip(theirs, others, strict=True))
+    one, other = names
+    failures = [f"{path}: in the {other} alone" for path in wanted.keys() - mine.keys()]
+    failures += [f"{path}: in the {one} alone" for path in mine.keys() - wanted.keys()]
+    for path, leaf in mine.items():
+        if path in wanted and getattr(leaf, "shape", None) != wanted[path].shape:
+            shape = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+            failures.append(f"{path}: {one} of shape {shape}, {other} of shape {tuple(wanted[path].shape)}")
+    if not failures and treedef != other_treedef:
+        failures.append(f"the structures: {treedef} and {other_treedef}")
+    if failures:
+        raise TreeError(f"{what}: {one} and {other} are to be alike, and differ in\n{listing(sorted(failures))}")
+
+
 def ties(leaves: Sequence[torch.Tensor]) -> list[int]:
     """For each leaf the index of the first leaf that is the same tensor.
 

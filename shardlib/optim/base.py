@@ -22,7 +22,7 @@ from shardlib.optim.locality import Locality
 from shardlib.optim.shards import WHOLE, MeshShards, Shards, optimizer_shards, stored
 from shardlib.plan import Plan
 from shardlib.sharded import Sharded
-from shardlib.tree import Tree, tree_map
+from shardlib.tree import Tree, check_alike, tree_map
 
 
 class Apart(Protocol):
@@ -132,6 +132,8 @@ class GradientTransformation:
             if updates.role == "param":
                 return stored(updates, flat), state
             return Sharded(updates.plan, updates.mesh, "grad", flat), state
+        if params is not None:
+            check_alike("update", updates, params, ("updates", "parameters"))
         if self.locality is None:
             return self._update(updates, state, params)
         return self._update(updates, state, params, shards=shards.allowing(self.locality))
