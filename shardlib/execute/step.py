@@ -20,6 +20,7 @@ from shardlib.execute.gradients import Gradients, Route, plain_route
 from shardlib.execute.losses import (
     Outcome,
     add_means,
+    as_number,
     is_compiled,
     map_means,
     means_of,
@@ -313,7 +314,7 @@ def reduce_means(tree: Tree, plan: Plan, mesh: Mesh) -> Tree:
     means = means_of(tree)
     if not means:
         return tree
-    values = torch.stack([torch.as_tensor(value, dtype=torch.float64).detach() for mean in means for value in mean])
+    values = torch.stack([as_number(value) for mean in means for value in mean])
     sum_over(mesh, plan.batch_axes, values)
     results = iter(values.view(-1, 2).unbind())
 

@@ -47,8 +47,9 @@ def from_torch(optimizer_class: Optimizer, **options: Any) -> GradientTransforma
         IllegalComposition: they do not (Muon, Adafactor), or the optimizer needs a closure (LBFGS), sparse gradients
             (SparseAdam) or more than parameters and gradients; says why.
     """
-    if isinstance(optimizer_class, torch.optim.Optimizer):
-        name = type(optimizer_class).__name__
+    given: object = optimizer_class
+    if isinstance(given, torch.optim.Optimizer):
+        name = type(given).__name__
         raise TypeError(
             f"from_torch takes the class, not an optimizer of parameters: from_torch(torch.optim.{name}, lr=...)"
         )
