@@ -16,12 +16,13 @@ from typing import NamedTuple
 import torch
 
 from shardlib.checkpoint.overlap import fill, missing
-from shardlib.checkpoint.pieces import Piece, Window, windows
+from shardlib.checkpoint.pieces import Piece, windows
 from shardlib.collectives.sums import Kept
 from shardlib.compression import Channel
 from shardlib.layout import Bucket
 from shardlib.mesh import Mesh
 from shardlib.plan import Plan
+from shardlib.specs import Window
 from shardlib.train import TrainState
 
 _log = logging.getLogger("shardlib.checkpoint")
@@ -208,7 +209,7 @@ def _views(
 ) -> Iterator[tuple[str, int, int, torch.Tensor]]:
     """Path, elements, first element, and view, of the leaves that an error is of."""
     bucket, level = channel.bucket, channel.level
-    leaves = list(zip(bucket.paths, bucket.numels, bucket.chunks, strict=True))
+    leaves = list(zip(bucket.paths, bucket.held(coords), bucket.chunks, strict=True))
     if level is not None:
         owners = bucket.parts(level)
         rows = error.view(channel.ways, -1)[:, : channel.elements // channel.ways]
