@@ -13,9 +13,10 @@ from torch.overrides import handle_torch_function, has_torch_function
 from shardlib.kernels.linear_cross_entropy import linear_cross_entropy as chunked_cross_entropy
 from shardlib.kernels.linear_cross_entropy.options import check_options
 from shardlib.parts import current_parts, shard_sequence
+from shardlib.thresholds import Threshold
 
 # Logits, from which on they are not kept: below, plain operations are as fast, and a zero-bubble backward can be split.
-_MANY = 1 << 24
+_MANY = Threshold(1 << 24)
 
 
 class Mean(NamedTuple):
@@ -60,7 +61,7 @@ def linear_cross_entropy(
         return handle_torch_function(linear_cross_entropy, (weight,), *given, **options, reduction=reduction)
 
     def losses(targets: torch.Tensor, reduction: str) -> torch.Tensor:
-        if reduction != "none" and targets.numel() * len(weight) > _MANY:
+        if reduction != "none" and targets.numel() * len(weight) > _MANY():
             return chunked_cross_entropy(x, weight, targets, **options, reduction=reduction)
         scores = widened(F.linear(x, weight)).flatten(0, -2)
         found = F.cross_entropy(scores, targets.flatten(), **options, reduction=reduction)

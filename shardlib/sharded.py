@@ -20,7 +20,7 @@ from shardlib.mesh import Mesh, as_mesh
 from shardlib.places import Places
 from shardlib.plan import Plan, check_same_tree
 from shardlib.planning import build_plan
-from shardlib.specs import P, shard_of
+from shardlib.specs import Leaf, P, shard_of
 from shardlib.transforms.zero import zero
 from shardlib.tree import Tree, check_tensors, checksum, flatten, register_node, unflatten
 
@@ -256,10 +256,10 @@ def unshard(params: Sharded) -> Tree:
     """Gather the full pytree on every rank. Tied leaves come back as one tensor; gradients of frozen leaves as None."""
     whole: dict[str, torch.Tensor] = {}
     plan = params.plan.everywhere
-    specs = {placement.path: placement.compute.spec for placement in plan.placements}
+    compute = {placement.path: placement.compute for placement in plan.placements}
     for bucket, buffer in _whole_buffers(params):
         for path, leaf in zip(bucket.paths, bucket.leaves(buffer), strict=True):
-            whole[path] = _gather_slices(leaf, specs[path], params.mesh).clone()
+            whole[path] = _gather_slices(leaf, compute[path], params.mesh).clone()
     return unflatten(plan.treedef, [whole.get(plan.placements[owner].path) for owner in plan.owners])
 
 
@@ -293,13 +293,13 @@ def _gathered(params: Sharded, bucket: Bucket) -> torch.Tensor:
     return Gather(params.mesh, bucket, buffer, 0, level).wait() if level else buffer
 
 
-def _gather_slices(leaf: torch.Tensor, spec: P, mesh: Mesh) -> torch.Tensor:
-    for dim, entry in enumerate(spec.entries):
+def _gather_slices(part: torch.Tensor, leaf: Leaf, mesh: Mesh) -> torch.Tensor:
+    for dim, entry in enumerate(leaf.spec.entries):
         for axis in reversed(entry):
-            out = leaf.new_empty((mesh.shape[axis], *leaf.shape))
-            primitives.all_gather(mesh, axis, out, leaf.contiguous()).wait()
-            leaf = out.movedim(0, dim).flatten(dim, dim + 1)
-    return leaf
+            out = part.new_empty((mesh.shape[axis], *part.shape))
+            primitives.all_gather(mesh, axis, out, part.contiguous()).wait()
+            part = out.movedim(0, dim).flatten(dim, dim + 1)
+    return part[: leaf.shape[0]] if leaf.spec.padded else part
 
 
 def _fill(part: torch.Tensor, value: torch.Tensor, mesh: Mesh, bucket: Bucket) -> None:
@@ -312,9 +312,9 @@ def _fill(part: torch.Tensor, value: torch.Tensor, mesh: Mesh, bucket: Bucket) -
 def _draw(part: torch.Tensor, draw: Draw, spec: P, mesh: Mesh, bucket: Bucket) -> None:
     """Draw this rank's piece of a leaf, and no more of it; what the padding covers stays zero."""
     first = bucket.owner(mesh.coords, 0, bucket.param_level) * part.numel()
-    sizes = spec.local_shape(draw.shape, mesh.shape)
-    held = min(part.numel(), max(0, math.prod(sizes) - first))
-    draw.fill(part[:held], Places(draw.shape, spec.offsets(draw.shape, mesh.shape, mesh.coords), sizes, first))
+    window = spec.window(draw.shape, mesh.shape, mesh.coords)
+    held = min(part.numel(), max(0, window.numel - first))
+    draw.fill(part[:held], Places(*window, first))
 
 
 def _check_devices(paths: list[str], leaves: list[torch.Tensor], mesh: Mesh) -> None:

@@ -96,11 +96,8 @@ def test_threads_change_nothing():
     results = []
     for threads in (1, 3):
         param, mu, nu, copy = (*(tensor.clone() for tensor in start), torch.empty(len(grad), dtype=BF16))
-        torch.set_num_threads(threads)
-        try:
+        with kernels.threads(threads):
             adamw.adamw_(param, grad, mu, nu.abs_(), copy=copy, using="cpu", **OPTIONS)
-        finally:
-            torch.set_num_threads(1)
         results.append((param, mu, nu, copy))
     for one, three in zip(*results):
         torch.testing.assert_close(one, three, rtol=0, atol=0, equal_nan=True)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardlib as sl
-from shardlib import functional
+from shardlib import functional, thresholds
 from shardlib.kernels.linear_cross_entropy import linear_cross_entropy, op
 
 
@@ -35,7 +35,7 @@ def check(using, tokens, words, width, dtype, seed=0, smoothing=0.0, reduction="
     """Against float64, of the logits that ``dtype`` holds."""
     x, weight, targets = drawn(tokens, words, width, dtype, seed, ignored)
     options = {"ignore_index": ignored, "label_smoothing": smoothing, "reduction": reduction}
-    with patch.dict(op._CHUNK, cpu=chunk):
+    with thresholds.small(chunk):
         found = gradients(lambda x, w: linear_cross_entropy(x, w, targets, using=using, **options), x, weight)
 
     def plain(x, weight):
@@ -50,7 +50,7 @@ def check(using, tokens, words, width, dtype, seed=0, smoothing=0.0, reduction="
         torch.testing.assert_close(mine.double(), exact, rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("by", ["reference", *kernels.INSTRUCTION_SETS])
+@pytest.mark.parametrize("by", ["reference", *kernels.ON_CPU])
 @given(
     tokens=st.integers(2, 20),
     words=st.integers(1, 70),
@@ -71,7 +71,7 @@ def test_drawn(by, tokens, words, width, dtype, smoothing, reduction, chunk, see
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("by", ["reference", *kernels.INSTRUCTION_SETS])
+@pytest.mark.parametrize("by", ["reference", *kernels.ON_CPU])
 def test_an_ignored_word(by, smoothing, reduction):
     """Padding is often a word of its own."""
     options = {"smoothing": smoothing, "reduction": reduction, "ignored": 0}
@@ -131,7 +131,7 @@ def test_all_logits_never_exist():
             torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: sizes.append(t.untyped_storage().nbytes()), found)
             return found
 
-    with patch.dict(op._CHUNK, cpu=2000), Sizes():
+    with thresholds.small(2000), Sizes():
         # The mode sees what the operator itself does only if that is called here.
         op._forward(x, weight, targets, -100, 0.0, True, None)
     assert max(sizes) == 2000 * 4
@@ -146,9 +146,9 @@ def test_the_public_function_is_torchs_for_few_logits_and_many(dtype, reduction,
     options = {"ignore_index": ignored, "label_smoothing": smoothing, "reduction": reduction}
     wanted = gradients(lambda x, w: F.cross_entropy(F.linear(x, w), targets, **options).sum(), x, weight)
     bound = 1e-12 if dtype == torch.float64 else 1e-6
-    for many in (functional._MANY, 0):
+    for many in (1000, 0):
         with (
-            patch.object(functional, "_MANY", many),
+            thresholds.small(many),
             patch.object(functional, "chunked_cross_entropy", wraps=linear_cross_entropy) as chunked,
         ):
             found = gradients(lambda x, w: sl.linear_cross_entropy(x, w, targets, **options).sum(), x, weight)
@@ -156,11 +156,11 @@ def test_the_public_function_is_torchs_for_few_logits_and_many(dtype, reduction,
         torch.testing.assert_close(found, wanted, rtol=bound, atol=bound)
 
 
-@pytest.mark.parametrize("many", [functional._MANY, 0])
+@pytest.mark.parametrize("many", [1000, 0])
 def test_autocast_is_that_of_a_product(many):
     x, weight, targets = drawn(6, 5, 3, torch.float32)
     rounded = [value.bfloat16().float() for value in (x, weight)]
-    with torch.autocast("cpu", torch.bfloat16), patch.object(functional, "_MANY", many):
+    with torch.autocast("cpu", torch.bfloat16), thresholds.small(many):
         found = gradients(lambda x, w: sl.linear_cross_entropy(x, w, targets), x, weight)
     wanted = gradients(lambda x, w: F.cross_entropy(F.linear(x, w).bfloat16().float(), targets), *rounded)
     assert [value.dtype for value in found] == [torch.float32] * 3

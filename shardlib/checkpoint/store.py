@@ -14,11 +14,12 @@ from shardlib.checkpoint.errors import error_pieces, restore_errors
 from shardlib.checkpoint.overlap import fill, missing
 from shardlib.checkpoint.own import own_pieces, restore_own
 from shardlib.checkpoint.packed import pack, unpacked
-from shardlib.checkpoint.pieces import Piece, Window, needed_pieces, owned_pieces, sources_of
+from shardlib.checkpoint.pieces import Piece, needed_pieces, owned_pieces, sources_of
 from shardlib.collectives import primitives
 from shardlib.errors import TreeError, listing
 from shardlib.loss_scale import LossScale
 from shardlib.rng import Key
+from shardlib.specs import Window
 from shardlib.train import TrainState, rescaled
 
 

@@ -8,6 +8,7 @@ import torch
 
 from shardlib.kernels import native
 from shardlib.kernels.linear_cross_entropy.options import refuse_unknown
+from shardlib.thresholds import threads
 
 _NAME = "linear_cross_entropy"
 _SIGNATURES = {"cross_entropy": "piplfillpi"}
@@ -22,7 +23,7 @@ def losses_(
 ) -> torch.Tensor:
     z = native.readable(logits)
     losses = torch.empty(len(z))
-    where = (*z.shape, losses, torch.get_num_threads())
+    where = (*z.shape, losses, threads())
     chosen = targets.contiguous()
     _library().cross_entropy(z, native.DTYPES[z.dtype], chosen, ignore_index, label_smoothing, gradients, *where)
     if losses.isnan().any():

@@ -26,10 +26,11 @@ from shardlib.kernels.dispatch import on, one_device, serving
 from shardlib.kernels.linear_cross_entropy import reference
 from shardlib.kernels.linear_cross_entropy.options import check_layer, check_options, check_targets
 from shardlib.kernels.operators import autocast_as_a_product, differentiable
+from shardlib.thresholds import Threshold
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
 
-_CHUNK = {"cpu": 1 << 24, "cuda": 1 << 27}  # logits; each chunk costs a pass over dW
+_CHUNK = {"cpu": Threshold(1 << 24), "cuda": Threshold(1 << 27)}  # logits; each chunk costs a pass over dW
 
 
 def linear_cross_entropy(
@@ -71,7 +72,7 @@ def _forward(
     using: str | None,
 ) -> list[torch.Tensor]:
     one_device({"x": x, "weight": weight, "targets": targets})
-    size = max(1, _CHUNK.get(x.device.type, 1 << 24) // len(weight))
+    size = max(1, _CHUNK.get(x.device.type, _CHUNK["cpu"])() // len(weight))
     wide = torch.promote_types(x.dtype, torch.float32)
     losses = torch.zeros((), dtype=wide, device=x.device)
     dx, dweight = _gradients(x, weight, wanted)
