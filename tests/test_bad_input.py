@@ -172,7 +172,7 @@ def test_all_unknown_axes_are_named_and_each_gets_one_of_its_own():
     ],
 )
 def test_what_helps_an_optimizer_to_an_axis(make):
-    with pytest.raises(sl.IllegalComposition, match="which the mesh .dp. does not have; name 'dp' with axis="):
+    with pytest.raises(sl.IllegalComposition, match=r"which the mesh .dp. does not have; name 'dp' with axis="):
         sl.make_plan(BLOCKS, sl.abstract_mesh(dp=2), sl.zero(0, axis="dp"), optimizer=make())
     sl.make_plan(BLOCKS, sl.abstract_mesh(dp=2), sl.zero(0, axis="dp"), optimizer=make(axis="dp"))
     both = sl.chain(PIPE, SLICES)

@@ -63,7 +63,7 @@ def test_a_device_holds_the_shards_and_no_more(mesh, transform, given):
         assert all(buffer.is_meta for buffer in sharded.buffers.values())
         held = sum(buffer.nbytes for buffer in sharded.buffers.values())
         assert held == sum(buffer.nbytes for buffer in there.buffers.values())
-        given = torch.cat([part for part in copies.seen]).double().sort().values
+        given = torch.cat(copies.seen).double().sort().values
         wanted = torch.cat([buffer.flatten().double() for buffer in there.buffers.values()])
         assert torch.equal(given[given != 0], wanted[wanted != 0].sort().values)
         return live.peak, held
@@ -85,7 +85,7 @@ def test_tied_leaves_stay_tied():
 
 def test_values_must_be_somewhere():
     far = {"near": torch.ones(2), "far": torch.ones(3, 2, device="meta")}
-    told = r"1 parameters are on the meta device and have no values for cpu:\n.*far: shape \(3, 2\)\nPass sl.shard the function"
+    told = r"1 parameters are on the meta device and have no values for cpu:\n.*far: shape \(3, 2\)\nPass sl.shard the func"
     for given in (far, lambda: {"near": torch.ones(2), "far": torch.ones(3, 2, device="meta")}):
         with pytest.raises(TreeError, match=told):
             sl.simulate(lambda mesh, given=given: sl.shard(given, mesh, stage=3), mesh={"data": 2})
@@ -108,7 +108,7 @@ def test_a_plain_tree_is_on_one_device():
         lambda: sl.make_eval_step(loss_fn, mixed),
     ):
         with pytest.raises(
-            TreeError, match=r"and this one is on (cpu, meta|meta, cpu): move all of it to one, or pass sl.shard"
+            TreeError, match=r"this one is on (cpu, meta|meta, cpu): move all of it to one, or pass sl.shard"
         ):
             use()
     state, _ = sl.make_train_step(loss_fn, {"near": torch.ones(2, device="meta")}, sl.optim.adamw(0.1))

@@ -20,6 +20,7 @@ from shardlib.execute.gradients import Gradients, Route, plain_route
 from shardlib.execute.losses import (
     Outcome,
     add_means,
+    as_number,
     is_compiled,
     map_means,
     means_of,
@@ -40,7 +41,7 @@ from shardlib.optim.shards import MeshShards, sum_over
 from shardlib.plan import Plan
 from shardlib.rng import Key, seeding_torch
 from shardlib.sharded import Sharded
-from shardlib.tree import Tree, leaves_of
+from shardlib.tree import Tree, leaves_of, tree_map
 
 
 @dataclass
@@ -257,7 +258,8 @@ class LossStep:
             if plan.sequence and record.order is None:
                 require_whole_loss(plan.sequence, self._mesh, record.done, (outcome.total, outcome.weight))
             seed.fill_(self._seed(outcome, loss_scale))
-            return outcome.total, outcome._replace(total=outcome.total.detach())
+            kept = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, outcome.buffers)
+            return outcome.total, outcome._replace(total=outcome.total.detach(), buffers=kept)
 
         seed = torch.ones((), dtype=torch.float64, device=self._mesh.device)
         return self.executor.backward(params, gradients, index == plan.microbatches - 1, run, seed)
@@ -313,7 +315,7 @@ def reduce_means(tree: Tree, plan: Plan, mesh: Mesh) -> Tree:
     means = means_of(tree)
     if not means:
         return tree
-    values = torch.stack([torch.as_tensor(value, dtype=torch.float64).detach() for mean in means for value in mean])
+    values = torch.stack([as_number(value) for mean in means for value in mean])
     sum_over(mesh, plan.batch_axes, values)
     results = iter(values.view(-1, 2).unbind())
 
