@@ -74,16 +74,25 @@ def all_gather_object(mesh: Mesh, axes: Sequence[str], value: Any) -> list[Any]:
     return values
 
 
-def require_equal(mesh: Mesh, what: str, items: dict[str, Any], remedy: str, axes: Sequence[str] | None = None) -> None:
+def require_equal(
+    mesh: Mesh,
+    what: str,
+    items: dict[str, Any],
+    remedy: str,
+    axes: Sequence[str] | None = None,
+    *,
+    absent: bool = False,
+) -> None:
     """Raise on every rank when ``items`` differ between ranks, naming each differing item and the ranks.
 
-    Every rank along ``axes`` (by default all) must call it. Costs one small exchange per axis.
+    Every rank along ``axes`` (by default all) must call it. Costs one small exchange per axis. ``absent``: an item may be
+    missing on ranks.
     """
     axes = list(mesh.shape) if axes is None else axes
     everyone = all_gather_object(mesh, axes, (mesh.rank, items))
     problems = []
     for key in dict.fromkeys(key for _, theirs in everyone for key in theirs):
-        values = [(rank, str(theirs.get(key, "(absent)"))) for rank, theirs in everyone]
+        values = [(rank, str(theirs.get(key, "(absent)"))) for rank, theirs in everyone if key in theirs or not absent]
         if len({value for _, value in values}) > 1:
             groups: dict[str, list[int]] = {}
             for rank, value in values:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardlib.errors import LossError
+from shardlib.errors import REENTRANT, LossError
 from shardlib.execute.means import as_number, described, is_number
 from shardlib.functional import Mean
 
@@ -105,10 +105,7 @@ def refuse_reentrant_checkpoints(total: torch.Tensor) -> None:
             continue
         seen.add(node)
         if node.name() == "CheckpointFunctionBackward":
-            raise LossError(
-                "the loss calls torch.utils.checkpoint with use_reentrant=True, which loses gradients of parameters here; "
-                "pass use_reentrant=False, or mark blocks with sl.block and add sl.remat() to the plan"
-            )
+            raise LossError(f"the loss {REENTRANT}")
         todo += [previous for previous, _ in node.next_functions]
 
 
