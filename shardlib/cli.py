@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 
 from shardlib.commands import doctor, lr_range_test, plan, train
@@ -24,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return args.run(args)
     except MissingPackage as missing:
-        raise SystemExit(f"shardlib {args.command}: {missing}") from None
+        # Every rank finds it missing, and one says so.
+        raise SystemExit(1 if os.environ.get("RANK", "0") != "0" else f"shardlib {args.command}: {missing}") from None
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from shardlib.mesh import Mesh
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.replaced import following_masters, following_state
 from shardlib.optim.shards import MeshShards, optimizer_shards, store
+from shardlib.optim.wrapping import require_transformations
 from shardlib.plan import Plan
 from shardlib.planning import own_axis
 from shardlib.rng import Key
@@ -200,8 +201,10 @@ def make_train_step(
             default), or "skip" the update (the default under dynamic loss scaling). The loss of such a batch is 0.
 
     Raises:
+        TypeError: an optimizer that is no gradient transformation (see `optim.from_torch` for torch's).
         IllegalComposition: an optimizer that declares no locality, on shards.
     """
+    require_transformations("make_train_step", optimizer)
     lifted = lift(params)
     plan, mesh = own_axis(lifted.plan, optimizer), lifted.mesh
     lifted = lifted.under(plan)

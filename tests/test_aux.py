@@ -158,13 +158,13 @@ def test_means_of_one_number_in_any_form(mean):
 def test_means_of_what_is_not_one_number(mean, match):
     def run(mesh):
         told = {"m": mean if mesh.rank == 0 else sl.Mean(1, 1)}  # one rank's: all are told
-        match_all = f"holds a sl.Mean of what is not one real number: {match}"
-        with pytest.raises(LossError, match=f"rank 0: aux {match_all}"):
+        match_all = f"a sl.Mean is of real numbers, one total and one weight, and {match}"
+        with pytest.raises(LossError, match=f"rank 0: aux: {match_all}"):
             aux_of(mesh, lambda p, b: (whole(p, b), told), sl.zero(2))
         sharded = sl.shard(PARAMS, mesh, stage=2)
         evaluate = sl.make_eval_step(lambda p, b: told, sharded)
         for act in (lambda: evaluate(sharded, BATCH), lambda: evaluate.over(sharded, [BATCH])):
-            with pytest.raises(LossError, match=f"rank 0: the result {match_all}"):
+            with pytest.raises(LossError, match=f"rank 0: the result: {match_all}"):
                 act()
 
     sl.simulate(run, mesh={"data": 2})

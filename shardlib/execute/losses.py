@@ -79,10 +79,13 @@ def read_loss(value: Any, with_buffers: bool) -> Outcome:
 
 
 def _require_scalar(name: str, value: Any) -> None:
-    if not isinstance(value, torch.Tensor) or not is_number(value):
-        real = ", take .real or .abs() of it" if isinstance(value, torch.Tensor) and value.is_complex() else ""
+    if isinstance(value, torch.Tensor) and value.is_complex():
         raise LossError(
-            f"the {name} must be a scalar tensor and is {described(value)}; reduce it with .mean(){real}, or return "
+            f"the {name} is complex, and only real ones can be made small; take .real, .abs() or .abs().square() of it"
+        )
+    if not is_number(value) or not isinstance(value, torch.Tensor):
+        raise LossError(
+            f"the {name} must be a scalar tensor and is {described(value)}; reduce it with .mean(), or return "
             "sl.Mean(total, weight), or (loss, aux) to hand out more"
         )
 

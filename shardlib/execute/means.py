@@ -53,8 +53,8 @@ class Results:
         ]
         if wrong:
             self.faults.append(
-                f"{self._name} holds a sl.Mean of what is not one real number: {', '.join(wrong)}; reduce it with .sum(), or "
-                "return one sl.Mean per number"
+                f"{self._name}: a sl.Mean is of real numbers, one total and one weight, and {', '.join(wrong)}; reduce it with "
+                ".sum(), or return a sl.Mean for each number (.real and .imag of a complex one)"
             )
             return
         paths = tuple(found)
