@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shardlib.collectives import primitives
 from shardlib.errors import DonatedStateError, IllegalComposition, TreeError
 from shardlib.execute.step import LossStep, require_usable
 from shardlib.groups import EchoGroup
@@ -273,6 +274,33 @@ def make_train_step(
         rng=key,
     )
     return state.fitting(), train_step
+
+
+def unused_params(
+    loss_fn: Callable[..., Any], params: Any, batch: Any, *, buffers: Any = None, rng: Key | int = 0
+) -> tuple[str, ...]:
+    """Paths of the trained parameters that the loss does not use: in torch their ``.grad`` stays None.
+
+    An optimizer of torch's leaves such parameters alone. Here, as in optax, their gradient is zero, and weight decay shrinks
+    them. For torch's way freeze them; that saves their optimizer state too::
+
+        unused = sl.unused_params(loss_fn, sl.shard(params, mesh, parallel), batch)
+        params = sl.shard(params, mesh, sl.chain(parallel, sl.freeze(unused)))
+
+    Computes the loss and its gradients once. A parameter counts as used if any rank uses it in any micro-batch; one that some
+    batches alone use is trained, with gradients of zero from the others.
+
+    Args:
+        params: as for `make_train_step`; sharded or whole. All other arguments are as there too.
+    """
+    lifted = lift(params)
+    plan, mesh = lifted.plan, lifted.mesh
+    kept = {name: error for channel in plan.channels for name, error in channel.start(mesh.device).items()}
+    reached: set[str] = set()
+    key = rng if isinstance(rng, Key) else Key(rng)
+    LossStep(loss_fn, plan, mesh, buffers is not None)(lifted, batch, buffers, key, comm=kept, reached=reached)
+    everyone = {path for paths in primitives.all_gather_object(mesh, list(mesh.shape), reached) for path in paths}
+    return tuple(path for path in plan.infos if path not in everyone)
 
 
 def replace_params(state: TrainState, params: Any, *, donate: bool = True) -> TrainState:

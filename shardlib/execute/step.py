@@ -108,10 +108,11 @@ class LossStep:
         *,
         comm: dict[str, torch.Tensor],
         unreduced: tuple[str, ...] = (),
+        reached: set[str] | None = None,
     ) -> Evaluation:
-        """``comm``: the errors of compressed exchanges. ``unreduced``: axes over which gradients stay this rank's own."""
+        """``comm``: the errors of compressed exchanges. ``unreduced``, ``reached``: see `Route`."""
         plan, mesh = self._plan, self._mesh
-        route = Route(self._compression, Errors(comm), unreduced)
+        route = Route(self._compression, Errors(comm), unreduced, reached)
         if rng is None and needs(self._loss_fn, "rng"):
             raise TreeError("the loss function has a parameter rng and none was given; pass rng=sl.Key(seed)")
         batch = as_tensors(batch, mesh.device)
