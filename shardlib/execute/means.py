@@ -53,8 +53,8 @@ class Results:
         ]
         if wrong:
             self.faults.append(
-                f"{self._name}: a sl.Mean is of real numbers, one total and one weight, and {', '.join(wrong)}; reduce it with "
-                ".sum(), or return a sl.Mean for each number (.real and .imag of a complex one)"
+                f"{self._name}: a sl.Mean is of real numbers, one total and one weight, and {', '.join(wrong)}; reduce it "
+                "with .sum(), or return a sl.Mean for each number (.real and .imag of a complex one)"
             )
             return
         paths = tuple(found)
