@@ -36,10 +36,13 @@ def from_module(module: nn.Module, buffers: bool = False, blocks: Sequence[nn.Mo
     A module on the meta device has no values yet: then ``params`` is a function that makes them by each
     submodule's ``reset_parameters``, to be passed to `shardlib.shard`, which runs it piece by piece.
 
+    Parameters that the loss does not use (a head that is not asked for) are decayed by `shardlib.optim.adamw`, and not by
+    torch's: freeze those that `shardlib.unused_params` names.
+
     Raises:
         TreeError: parameters with ``requires_grad=False`` (say so with `shardlib.freeze`), on the meta device without a
-            way to initialise them, or in none of the blocks; blocks together with ``buffers=True``. From ``apply`` and
-            ``loss_fn``: a buffer changed and ``buffers=True`` was not given.
+            way to initialise them, or in none of the blocks; an embedding with ``max_norm``; blocks together with
+            ``buffers=True``. From ``apply`` and ``loss_fn``: a buffer changed and ``buffers=True`` was not given.
     """
     if blocks is not None:
         if buffers:
@@ -49,6 +52,7 @@ def from_module(module: nn.Module, buffers: bool = False, blocks: Sequence[nn.Mo
         _refuse_left_out(module, blocks)
         module = _Blocks(blocks)
     _refuse_frozen(module)
+    _refuse_max_norm(module)
     held = buffers_of(module)
     if any(buffer is not None and buffer.is_meta for buffer in held.values()):
         held |= reset_buffers(module)
@@ -164,4 +168,20 @@ def _refuse_frozen(module: nn.Module) -> None:
         raise TreeError(
             f"{len(frozen)} parameters have requires_grad=False, which a pytree of tensors cannot carry:\n"
             f"{listing(frozen)}\nCall module.requires_grad_(True) and say which to freeze in the plan: sl.freeze([...])"
+        )
+
+
+def _refuse_max_norm(module: nn.Module) -> None:
+    """An embedding that renorms its own rows writes to its parameter, whoever looks up."""
+    renormed = [
+        name or "the module itself"
+        for name, part in module.named_modules()
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None
+    ]
+    if renormed:
+        raise TreeError(
+            f"embeddings with max_norm write to their parameters as they are looked up, which a pure function cannot:\n"
+            f"{listing(renormed)}\nSet embedding.max_norm = None, and for an nn.Embedding scale what is looked up in a hook: "
+            "embedding.register_forward_hook(lambda module, inputs, rows: rows * (max_norm / rows.norm(dim=-1, "
+            "keepdim=True).clamp(min=max_norm)).detach())"
         )

@@ -32,6 +32,9 @@ def adamw(
     m̂, v̂ are bias-corrected. Defaults as optax.adamw. Moments take the dtype of the parameters they are made for
     (fp32 masters, under `shardlib.precision`).
 
+    Decays every parameter it is given, as optax does, one that the loss does not use included: to leave those alone, as
+    torch.optim.AdamW does, freeze them (`shardlib.unused_params` finds them).
+
     Raises:
         ValueError: a hyper-parameter out of range.
     """
