@@ -388,8 +388,8 @@ def own_axis(plan: Plan, optimizer: Any) -> Plan:
         return plan
     axis = owned.axis
     if axis not in plan.sizes:
-        whole = [one for one in plan.batch_axes if not any(one in bucket.axes for bucket in plan.trained)]
-        remedy = f"name {whole[0]!r} with axis=" if whole else f"add {axis}=1 to the mesh"
+        unsplit = [one for one in plan.batch_axes if not any(one in bucket.axes for bucket in plan.trained)]
+        remedy = f"name {unsplit[0]!r} with axis=" if unsplit else f"add {axis}=1 to the mesh"
         raise IllegalComposition(
             f"{owned.name} sums gradients over axis {axis!r}, which the mesh ({', '.join(plan.sizes)}) does not have; "
             f"{remedy}"
