@@ -5,7 +5,7 @@ from dataclasses import replace
 import optree
 import pytest
 import torch
-from helpers.measure import count_payload
+from helpers.measure import SCALARS, count_payload
 from helpers.trees import assert_close
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
@@ -332,6 +332,9 @@ def test_zeros_that_a_users_code_refuses_stop_nobody():
 # --- what it costs ---------------------------------------------------------------------------------------------------
 
 
+SUMS = 8 * SCALARS  # bytes beside the payload
+
+
 def sent_in(mesh, codes):
     """Per step: payload bytes, and how often ranks told each other what is next."""
     sharded = sl.shard(parameters(), mesh, stage=3)
@@ -340,7 +343,7 @@ def sent_in(mesh, codes):
     for row in codes:
         mesh.group("data").agreed = 0
         state, _ = step(state, {k: v[mesh.rank : mesh.rank + 1] for k, v in batch_of(row).items()})
-        told.append((sent()["data"] - 32, mesh.group("data").agreed))  # beside four sums of 8 bytes
+        told.append((sent()["data"] - SUMS, mesh.group("data").agreed))
     return told
 
 
@@ -361,7 +364,7 @@ def test_ranks_that_are_alike_pay_nothing_and_others_what_they_gather():
         assert all(agreed for _, agreed in told)
     # A rank that leaves the trace: the step is taken twice, once as the trace says.
     for told in sl.simulate(sent_in, [[1, 1], [1, 2], [1, 2]], mesh={"data": 2}):
-        assert [sent for sent, _ in told] == [one, one + 32 + both, both]
+        assert [sent for sent, _ in told] == [one, one + SUMS + both, both]
 
 
 def asked_in(mesh, fn, params, batch, transform):

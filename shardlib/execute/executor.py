@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from shardlib.errors import HandleError
 from shardlib.execute.gathering import Gathering
 from shardlib.execute.gradients import Gradients, Route
 from shardlib.execute.halves import Halves
-from shardlib.execute.handles import Handle
+from shardlib.execute.handles import MAX_NORM, Handle
 from shardlib.execute.losses import is_compiled, refuse_reentrant_checkpoints
 from shardlib.execute.products import readable_twice
 from shardlib.execute.record import Record
@@ -31,7 +31,7 @@ from shardlib.parts import current_parts
 from shardlib.plan import Plan
 from shardlib.rng import restore_generators, states_of_generators
 from shardlib.sharded import Sharded
-from shardlib.tree import Tree, unflatten
+from shardlib.tree import Tree, tree_map, unflatten
 
 T = TypeVar("T")
 
@@ -73,6 +73,7 @@ class Executor:
         # an operation that uses two units.
         self._stored: dict[int, tuple[Callable[[], Any], BucketState | None]] = {}
         self._halves: Halves | None = None
+        self._held: Iterable[torch.Tensor] = ()  # the memory of all of this rank's parameters
 
     @property
     def gathers(self) -> bool:
@@ -89,13 +90,13 @@ class Executor:
         return Gradients(self.plan, self.mesh, route)
 
     def forward(self, params: Sharded, fn: Callable[[Tree], Any]) -> Any:
-        """``fn(parameters)`` without gradients. Called once more where ranks turn out to differ in what they use."""
+        """``fn(parameters)`` without gradients, as `outside` gives it. Called again where ranks turn out to differ."""
         while True:
             trusted, draws = not self.record.agreeing, states_of_generators(self.mesh.device)
             try:
                 self._bind(params, None)
                 with self._running(), torch.no_grad():
-                    result = self._attempt(lambda: fn(self._tree()))
+                    result = self._attempt(lambda: self.outside(self._call(fn)))
                 self._gathering.finish()
             finally:
                 self.close()
@@ -120,8 +121,8 @@ class Executor:
             if total is not None and self.record.order is None:
                 refuse_reentrant_checkpoints(total)
             self._gathering.turn()
-            outputs, seeds = ([], []) if total is None else ([total], [seed.to(total.dtype)])
-            self.differentiate(outputs, seeds, (), gradients, last)
+            outputs = [] if total is None or not total.requires_grad else [total]  # one micro-batch's may be a constant
+            self.differentiate(outputs, [seed.to(output.dtype) for output in outputs], (), gradients, last)
             return rest
         finally:
             self.close()
@@ -130,7 +131,30 @@ class Executor:
         """``fn(parameters)``; the graph is kept until `close`."""
         self._bind(params, gradients)
         with self._running(), torch.enable_grad(), self._saving():
-            return self._forward(fn)
+            return self._call(fn)
+
+    def outside(self, tree: Tree) -> Tree:
+        """What a running function gives, to be kept when it is over: values of now, outside the graph.
+
+        What lies in a parameter's memory is copied, since that is written to by the optimizer, or held only for a while.
+        Handles are gathered, on every rank; a slice is refused.
+        """
+        held = {buffer.untyped_storage()._cdata for buffer in self._held}
+
+        def kept(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            with torch.no_grad():
+                if isinstance(leaf, Handle):
+                    return leaf.clone()
+                leaf = leaf.detach()
+                if leaf.layout is not torch.strided:
+                    return leaf
+                place = leaf.untyped_storage()._cdata
+                alive, _ = self._stored.get(place, _NOT_STORED)
+                return leaf.clone() if place in held or alive() is not None else leaf
+
+        return tree_map(kept, tree) if tree is not None else None
 
     def rest(self) -> None:
         """Hold no gathered parameters until the backward comes."""
@@ -184,6 +208,7 @@ class Executor:
         reached: dict[str, torch.Tensor] = {}
         with self._running():
             yield reached
+            gradients.note(reached, reached.values())
             gradients.finish(self._late(reached))
 
     def _attempt(self, run: Callable[[], T]) -> T | None:
@@ -203,11 +228,16 @@ class Executor:
             unit.forget()
         self._stored.clear()
         self._slices.clear()
+        self._held = ()
 
-    def _forward(self, fn: Callable[[Tree], tuple[torch.Tensor, Any]]) -> tuple[torch.Tensor, Any]:
+    def _call(self, fn: Callable[[Tree], Any]) -> Any:
+        """``fn(parameters)``. Raises `HandleError` where it does with them what cannot be honoured."""
         try:
-            return fn(self._tree())
+            result = fn(self._tree())
+            self._require_unwritten()
+            return result
         except RuntimeError as error:
+            self._require_unwritten(error)
             # torch.func's grad refuses to start where tensors are saved through hooks.
             if self.gathers and "saved tensor hooks" in str(error):
                 raise HandleError(
@@ -215,6 +245,18 @@ class Executor:
                     "its transforms do not support. Use torch.autograd.grad there, or zero(stage=2)"
                 ) from error
             raise
+
+    def _require_unwritten(self, error: RuntimeError | None = None) -> None:
+        """Refuse functions that have written to parameters in place, whatever ``error`` came of it."""
+        for state in self._buckets:
+            state.look()
+        written = [path for state in self._buckets if state.written for path in state.bucket.paths]
+        if written and not isinstance(error, HandleError):
+            whole = "" if self.gathers else " This state holds what was written: go on from another."
+            raise HandleError(
+                f"the function writes in place to a parameter, one of {', '.join(written)}; parameters are inputs of a pure "
+                f"function. Return the change as an output (buffers=), or work on a copy: p.clone(). {MAX_NORM}{whole}"
+            ) from error
 
     def _tree(self) -> Tree:
         leaves: dict[str, torch.Tensor] = {}
@@ -230,6 +272,7 @@ class Executor:
 
     def _bind(self, params: Sharded, gradients: Gradients | None) -> None:
         """Take this step's parameters."""
+        self._held = params.buffers.values()
         for state in self._buckets:
             state.bind(params.buffers[state.bucket.name], gradients)
         self._gathering.begin()
