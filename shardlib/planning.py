@@ -374,9 +374,11 @@ def own_axis(plan: Plan, optimizer: Any) -> Plan:
         return plan
     axis = owned.axis
     if axis not in plan.sizes:
+        unsplit = [one for one in plan.batch_axes if not any(one in bucket.axes for bucket in plan.trained)]
+        remedy = f"name {unsplit[0]!r} with axis=" if unsplit else f"add {axis}=1 to the mesh"
         raise IllegalComposition(
-            f"{owned.name} sums gradients over axis {axis!r}, which the mesh ({', '.join(plan.sizes)}) does not have; name "
-            "one of its axes with axis="
+            f"{owned.name} sums gradients over axis {axis!r}, which the mesh ({', '.join(plan.sizes)}) does not have; "
+            f"{remedy}"
         )
     split = any(axis in bucket.axes for bucket in plan.trained)
     if split or (plan.sizes[axis] > 1 and axis not in plan.batch_axes):
