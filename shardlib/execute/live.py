@@ -45,7 +45,9 @@ class LiveBytes(TorchDispatchMode):
         )
 
     def _meet(self, value: Any, made: bool) -> None:
-        if not isinstance(value, torch.Tensor):
+        if (
+            not isinstance(value, torch.Tensor) or value.layout is not torch.strided
+        ):  # others have no storage of their own
             return
         storage = value.untyped_storage()
         key = storage._cdata
