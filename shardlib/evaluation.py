@@ -10,7 +10,7 @@ import optree
 
 from shardlib.errors import LossError, TreeError, listing
 from shardlib.execute.executor import Executor
-from shardlib.execute.losses import add_means, cast, is_mean
+from shardlib.execute.losses import add_means, cast, is_mean, require_function
 from shardlib.execute.pipeline import Pipe
 from shardlib.execute.step import reduce_means
 from shardlib.sharded import Sharded
@@ -22,6 +22,7 @@ class EvalStep:
     """A function bound to how parameters are sharded; see `make_eval_step`."""
 
     def __init__(self, fn: Callable[..., Any], params: Any) -> None:
+        require_function(fn, "what is evaluated", "params, ...")
         lifted = lift(params)
         self._plan, self._mesh = lifted.plan, lifted.mesh
         if lifted.plan.pipeline is None:

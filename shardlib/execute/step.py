@@ -25,6 +25,7 @@ from shardlib.execute.losses import (
     means_of,
     needs,
     read_loss,
+    require_function,
     require_gradient,
     require_same_batch,
     split_batch,
@@ -75,10 +76,12 @@ class LossStep:
     """A loss function bound to a plan.
 
     Raises:
+        LossError: a loss function that is a module, or not callable.
         HandleError: a compiled loss function with a plan that gathers parameters.
     """
 
     def __init__(self, loss_fn: Callable[..., Any], plan: Plan, mesh: Mesh, with_buffers: bool) -> None:
+        require_function(loss_fn, "the loss function", "params, buffers, batch" if with_buffers else "params, batch")
         self._loss_fn, self._plan, self._mesh, self._with_buffers = loss_fn, plan, mesh, with_buffers
         self._compression = Compression(plan.codecs, mesh)
         self._own = OwnExchange(plan, mesh) if plan.owned else None
