@@ -244,6 +244,30 @@ def test_rebound_buffers_train(stage):
         assert_close(mean, held[0], 1e-10)
 
 
+def test_statistics_over_ranks_and_micro_batches():
+    """From micro-batch to micro-batch on a rank, then the mean over ranks; whole numbers are each rank's own."""
+    apply, params, buffers = sl.from_module(nn.BatchNorm1d(3, dtype=torch.float64), buffers=True)
+    x = torch.randn(2, 12, 3, dtype=torch.float64) * torch.arange(1.0, 3.0).view(2, 1, 1)
+
+    def loss_fn(params, buffers, batch):
+        out, buffers = apply(params, buffers, batch)
+        return out.square().mean(), buffers
+
+    def run(mesh):
+        sharded = sl.shard(params, mesh, sl.accumulate(3))
+        state, step = sl.make_train_step(loss_fn, sharded, sl.optim.sgd(0.0), buffers=buffers)
+        return step(state, x[mesh.rank])[0].buffers
+
+    ranks = [nn.BatchNorm1d(3, dtype=torch.float64) for _ in range(2)]
+    for rank, norm in enumerate(ranks):
+        for part in x[rank].chunk(3):
+            norm(part)
+    wanted = {name: (getattr(ranks[0], name) + getattr(ranks[1], name)) / 2 for name in ("running_mean", "running_var")}
+    for got in sl.simulate(run, mesh={"data": 2}):
+        assert got.pop("num_batches_tracked") == 3
+        assert_close(got, wanted, 1e-12)
+
+
 def test_a_thread_may_come_while_another_is_in_a_call():
     """As ranks of a simulation do: what it copies must not be the module with the other's weights in it."""
 

@@ -72,7 +72,8 @@ def from_module(
     on_meta = any(parameter.is_meta for parameter in module.parameters())
     params: Any = partial(_initialise, hollow(module)) if on_meta else _tree(module)
 
-    last = ([_glob(name) for name, p in module.named_parameters() if not p.requires_grad],) if frozen else ()
+    still = [_glob(n) for n, leaf in module.named_parameters(remove_duplicate=False) if not leaf.requires_grad]
+    last = (still,) if frozen else ()
 
     if isinstance(module, _Blocks):
         return _in_sequence(module, skeletons), params, *last
