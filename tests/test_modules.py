@@ -254,7 +254,7 @@ def test_statistics_over_ranks_and_micro_batches():
         return out.square().mean(), buffers
 
     def run(mesh):
-        sharded = sl.shard(params, mesh, sl.accumulate(3))
+        sharded = sl.shard(params, mesh, sl.chain(sl.zero(0), sl.accumulate(3)))
         state, step = sl.make_train_step(loss_fn, sharded, sl.optim.sgd(0.0), buffers=buffers)
         return step(state, x[mesh.rank])[0].buffers
 

@@ -14,7 +14,7 @@ from torch import nn
 from shardlib.blocks import Sequential, sequential
 from shardlib.errors import TreeError
 from shardlib.models.meta import initialised, reset_buffers
-from shardlib.models.refusals import require_all_used, require_module, require_trained
+from shardlib.models.refusals import require_all_used, require_module, require_no_renorm, require_trained
 from shardlib.models.skeleton import Buffers, Skeletons, buffers_of, hollow
 from shardlib.tree import Tree
 
@@ -49,11 +49,14 @@ def from_module(
     A module on the meta device has no values yet: then ``params`` is a function that makes them by each
     submodule's ``reset_parameters``, to be passed to `shardlib.shard`, which runs it piece by piece.
 
+    Parameters that the loss does not use (a head that is not asked for) are decayed by `shardlib.optim.adamw`, and not by
+    torch's: freeze those that `shardlib.unused_params` names.
+
     Raises:
         TreeError: not a module, or one that cannot be copied; parameters with ``requires_grad=False`` and not
-            ``frozen=True``, on the meta device without a way to initialise them, or in none of the blocks; blocks
-            together with ``buffers=True``. From ``apply`` and ``loss_fn``: a tree of other parameters, or a buffer
-            changed and ``buffers=True`` was not given.
+            ``frozen=True``, on the meta device without a way to initialise them, or in none of the blocks; an embedding
+            with ``max_norm``; blocks together with ``buffers=True``. From ``apply`` and ``loss_fn``: a tree of other
+            parameters, or a buffer changed and ``buffers=True`` was not given.
     """
     require_module(module)
     if blocks is not None:
@@ -65,6 +68,7 @@ def from_module(
         module = _Blocks(blocks)
     if not frozen:
         require_trained(module)
+    require_no_renorm(module)
     held = buffers_of(module)
     if any(buffer is not None and buffer.is_meta for buffer in held.values()):
         held |= reset_buffers(module)
@@ -81,12 +85,14 @@ def from_module(
     if not buffers:
 
         def apply(params: Tree, *args: Any, **kwargs: Any) -> Any:
-            return skeletons.get()(_flat(params), args, kwargs)
+            given = _flat(params)
+            return skeletons.beside(given, args)(given, args, kwargs)
 
         return apply, params, *last
 
     def apply_with_buffers(params: Tree, buffers: Buffers, *args: Any, **kwargs: Any) -> Any:
-        return skeletons.get().with_buffers(_flat(params), buffers, args, kwargs)
+        given = _flat(params)
+        return skeletons.beside(given, args).with_buffers(given, buffers, args, kwargs)
 
     fresh = {name: None if buffer is None else buffer.detach().clone() for name, buffer in held.items()}
     return apply_with_buffers, params, fresh, *last
@@ -99,7 +105,8 @@ class _Blocks(nn.ModuleList):
 def _in_sequence(blocks: _Blocks, skeletons: Skeletons) -> Sequential:
     def one(index: int, module: nn.Module) -> Callable[..., Any]:
         def run(params: Tree, carry: Any, batch: Any, **rng: Any) -> Any:
-            return skeletons.get(str(index))(_flat(params), (carry, batch), rng)
+            given = _flat(params)
+            return skeletons.beside(given, (carry, batch), str(index))(given, (carry, batch), rng)
 
         run.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]  # whether it takes rng
         return run

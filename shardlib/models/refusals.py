@@ -90,3 +90,19 @@ def require_trained(module: nn.Module) -> None:
             f"{listing(frozen)}\nTake their paths, apply, params, frozen = sl.from_module(module, frozen=True), and put "
             "sl.freeze(frozen) into the plan; or call module.requires_grad_(True)"
         )
+
+
+def require_no_renorm(module: nn.Module) -> None:
+    """Raises TreeError: an embedding that renorms its own rows, and so writes to its parameter."""
+    renormed = [
+        name or "the module itself"
+        for name, part in module.named_modules()
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None
+    ]
+    if renormed:
+        raise TreeError(
+            f"embeddings with max_norm write to their parameters as they are looked up, which a pure function cannot:\n"
+            f"{listing(renormed)}\nSet embedding.max_norm = None, and for an nn.Embedding scale what is looked up in a hook: "
+            "embedding.register_forward_hook(lambda module, inputs, rows: rows * (max_norm / rows.norm(dim=-1, "
+            "keepdim=True).clamp(min=max_norm)).detach())"
+        )
