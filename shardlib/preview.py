@@ -11,13 +11,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardlib.claims import Transform
 from shardlib.deferred import defer
+from shardlib.execute.batches import as_tensors, split_batch
 from shardlib.execute.buffers import buffer_sizes
 from shardlib.execute.live import LiveBytes
-from shardlib.execute.losses import split_batch
 from shardlib.execute.step import LossStep
 from shardlib.execute.tracing import trace_stages
 from shardlib.groups import EchoGroup
 from shardlib.mesh import Mesh, as_mesh
+from shardlib.optim.wrapping import require_transformations
 from shardlib.plan import Plan
 from shardlib.planning import build_plan
 from shardlib.rng import Key
@@ -51,7 +52,10 @@ def make_plan(
 
     Raises:
         TreeError, IllegalComposition, SpecError: as `shard`.
+        TypeError: an optimizer that is no gradient transformation.
     """
+    if optimizer is not None:
+        require_transformations("make_plan", optimizer)
     mesh = as_mesh(mesh)
     tree = defer(params).tree if callable(params) else params
     plan = build_plan(tree, mesh, default_transform(transform, stage), optimizer=optimizer)
@@ -70,7 +74,7 @@ def _traced(plan: Plan, loss_fn: Callable[..., Any], batch: Any, buffers: Any) -
     def pretend(leaf: Any) -> Any:
         return fake.from_tensor(leaf) if isinstance(leaf, torch.Tensor) and not leaf.is_meta else leaf
 
-    batch, buffers = tree_map(pretend, batch), tree_map(pretend, buffers)
+    batch, buffers = tree_map(pretend, as_tensors(batch, device)), tree_map(pretend, buffers)
     with fake:
         stored = {b.name: torch.empty(b.size(b.param_level), dtype=b.dtype, device=device) for b in plan.buckets}
         try:
@@ -81,9 +85,7 @@ def _traced(plan: Plan, loss_fn: Callable[..., Any], batch: Any, buffers: Any) -
             step = LossStep(loss_fn, plan, mesh, buffers is not None)
             traced = step, Sharded(plan, mesh, "param", stored), batch, buffers
             live, activations = _live_bytes(*traced), dict(mesh.traffic.activations)
-            if (
-                step.executor.gathers
-            ):  # again, as the order is known now: the next unit is on its way while one computes
+            if step.executor.gathers:  # again: the order is known now, and the next unit on its way while one computes
                 live = max(live, _live_bytes(*traced))
         except torch._subclasses.fake_tensor.DataDependentOutputException as error:
             return replace(plan, log=(*plan.log, f"not traced: the loss reads values ({error})"))

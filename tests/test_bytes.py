@@ -209,7 +209,9 @@ def test_live_bytes_of_a_micro_batch_are_the_plans(model, name, ranks):
         return max(peaks)
 
     measured = sl.simulate(run, mesh={"data": ranks})[0]
-    assert 0 <= measured - plan.live_bytes <= 64  # the loss and the norm, in float64, which are summed over ranks
+    assert (
+        0 <= measured - plan.live_bytes <= 128
+    )  # the numbers that a step sums over ranks: the loss, its weight, the norm
 
 
 def test_a_plans_total_is_what_it_is_made_of():
