@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from shardlib.claims import Slots
 from shardlib.collectives.sums import Codec
+from shardlib.errors import TreeError, listing
 from shardlib.specs import Leaf
 from shardlib.styles import Style
+from shardlib.tree import untrained
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,27 @@ class StageTrace:
         touches: units in the order it gathers them.
         forward, backward: bytes of the carry it passes on, and of the gradient that comes back for it.
         activations: payload bytes that its blocks send themselves, by axis.
+        kept: bytes that it keeps of the micro-batch from its forward to its backward, the carry that came in included.
+        live: bytes that it holds at most while it computes, gradients aside.
     """
 
     touches: tuple[str, ...]
     forward: int
     backward: int
     activations: Mapping[str, int]
+    kept: int = 0
+    live: int = 0
+
+
+def check_dtypes(placements: Sequence[Placement], slots: Slots) -> None:
+    """Refuse leaves that could be meant to be trained and would not be, or not well: complex ones, and those of 8 bits."""
+    failures = [
+        f"{placement.path}: {placement.compute.dtype}; {instead}"
+        for placement in placements
+        if slots.get(("use", placement.path, "trainable"), True) and (instead := untrained(placement.compute.dtype))
+    ]
+    if failures:
+        raise TreeError(
+            f"{len(failures)} leaves of dtypes that are not trained:\n{listing(failures)}\nOr leave them as they are, by "
+            "sl.freeze(path)."
+        )

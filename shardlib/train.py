@@ -16,7 +16,8 @@ from shardlib.loss_scale import LossScale
 from shardlib.mesh import Mesh
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.replaced import following_masters, following_state
-from shardlib.optim.shards import MeshShards, optimizer_shards, store
+from shardlib.optim.shards import MeshShards
+from shardlib.optim.storing import optimizer_shards, store
 from shardlib.optim.wrapping import require_transformations
 from shardlib.plan import Plan
 from shardlib.planning import own_axis
