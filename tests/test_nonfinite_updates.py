@@ -110,3 +110,12 @@ def test_a_gradient_of_zero_makes_no_nan_in_16_bits(dtype):
     tx = opt.adamw(0.1, weight_decay=0.0)
     moves, _ = tx.update({"w": torch.zeros(8, dtype=dtype)}, tx.init(params), params)
     assert moves["w"].tolist() == [0.0] * 8
+
+
+@pytest.mark.parametrize("name", ["lamb", "1-bit LAMB"])
+def test_a_trust_ratio_of_nan_is_not_taken_for_one(name):
+    """As in optax: a step of the whole parameter goes by its norm."""
+    params, grads = trees()
+    tx = OPTIMIZERS[name]()
+    moves, _ = tx.update(spoiled(grads, math.nan, (0, 0)), tx.init(params), params)
+    assert torch.isnan(moves["w"]).all() and torch.isfinite(moves["other"]).all()
