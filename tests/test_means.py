@@ -131,6 +131,27 @@ def test_gradients_of_what_does_not_weigh_are_zero(stage):
     assert loss == 0 and torch.equal(grads["w"], torch.zeros(3))
 
 
+@pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 1), ("zb-h1", 3)])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_no_rows_on_one_rank_of_a_pipeline(schedule, microbatches, stage):
+    def dropped(p, x, batch, rng):
+        return last(p, sl.dropout(x, 0.0, rng), batch)
+
+    def run(mesh):
+        transform = sl.chain(sl.zero(stage), sl.pipeline(schedule, microbatches))
+        state, step = trained(mesh, transform, training.optimizer(0.5), sl.sequential([first, dropped]), BLOCKS)
+        losses = []
+        for _ in range(2):
+            state, metrics = step(state, ALL if mesh.coords["data"] else tuple(t[:0] for t in ALL))
+            losses.append(metrics["loss"].item())
+        return losses, sl.unshard(state.params)
+
+    wanted = one_device.train(lambda p, b: oracle({"layers": p}, b), BLOCKS, [ALL, ALL], max_norm=0.5)
+    for losses, params in sl.simulate(run, mesh={"data": 2, "pipe": 2}):
+        assert losses == pytest.approx(wanted[0], rel=1e-5)
+        assert_close(params, wanted[2], 1e-5)
+
+
 def oracle(params, batch):
     mean = masked(params, batch)
     return mean.total / mean.weight

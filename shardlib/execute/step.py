@@ -76,6 +76,11 @@ class LossStep:
         self._own = OwnExchange(plan, mesh) if plan.owned else None
         self._wants_rng = wants(loss_fn, "rng")
         self._met = False  # whether the ranks have compared their batches, as they do once
+        # A scalar's share of the mean is taken before backward, by a power of two, which 16-bit losses do not round; the
+        # rest when the sum is complete. Errors are kept as they are of the mean's gradient, for any number of ranks.
+        shares = plan.batch_ranks * plan.microbatches
+        power = shares if plan.errors else 2 ** math.ceil(math.log2(shares))
+        self._share, self._rest = 1 / power, power / shares
         computed = [torch.promote_types(bucket.reduce_dtype, torch.float32) for bucket in plan.trained]
         self._largest = min((torch.finfo(dtype).max for dtype in computed), default=math.inf)
         self._pipe: Pipe | None = None
@@ -145,7 +150,7 @@ class LossStep:
             aux=quotients(sum_means(aux, plan, mesh)),
             buffers=average_buffers(totals.buffers, plan, mesh),
             grads=grads,
-            scale=scale if sums.weighted or loss_scale != 1.0 or unreduced else None,
+            scale=scale if sums.weighted or loss_scale != 1.0 or self._rest != 1.0 or unreduced else None,
             norm=norm,
             finite=finite,
             shards=shards,
@@ -161,9 +166,9 @@ class LossStep:
         if weight == 0:
             nothing = torch.zeros_like(sums.total)
             return nothing, nothing, nothing, True
-        by = (1.0 / (sums.weight * loss_scale)) if sums.weighted else torch.full_like(sums.total, 1.0 / loss_scale)
+        by = 1.0 / (sums.weight * loss_scale) if sums.weighted else torch.full_like(sums.total, self._rest / loss_scale)
         scale = by * ranks
-        factor = ranks / ((weight if sums.weighted else 1.0) * loss_scale)
+        factor = ranks * (1.0 / weight if sums.weighted else self._rest) / loss_scale
         if factor > self._largest:
             raise LossError(
                 f"the weights of sl.Mean sum to {weight:g}, by which gradients cannot be divided: {factor:g} is beyond their "
@@ -265,8 +270,7 @@ class LossStep:
 
     def _seed(self, outcome: Outcome, loss_scale: float) -> float:
         """A scalar's mean over ranks and micro-batches is known beforehand; a Mean's weight only afterwards."""
-        plan = self._plan
-        return loss_scale / (1 if outcome.weighted else plan.batch_ranks * plan.microbatches)
+        return loss_scale * (1.0 if outcome.weighted else self._share)
 
     def _keys(self, parts: list[Tree], rng: Key | None) -> list[Key | None]:
         """Each micro-batch's key. Its slot is its first row in the global batch, in units of its own rows."""
@@ -275,7 +279,7 @@ class LossStep:
         rows = [rows_of(part) for part in parts]
         first = batch_index(self._plan, self._mesh) * sum(rows)
         starts = [first + sum(rows[:index]) for index in range(len(rows))]
-        return [rng.at_slot(Fraction(start, count)) for start, count in zip(starts, rows)]
+        return [rng.at_slot(Fraction(start, max(count, 1))) for start, count in zip(starts, rows)]
 
 
 def _kept(outcome: Outcome, executor: Executor) -> Outcome:
