@@ -342,6 +342,37 @@ def test_a_quotient_beyond_its_dtype():
 
 
 @STAGES
+def test_a_mean_over_nothing_times_its_number(stage):
+    """What torch's own mean makes of rows that are all masked, on one rank, in one micro-batch; and the sum it is told."""
+
+    def of_reduction(reduction):
+        def loss_fn(params, batch):
+            one, two = params["layers"]
+            scores = F.linear(first(one, None, batch), two["weight"], two["bias"])
+            count = (batch[2] != 0).sum()
+            targets = torch.where(batch[2] != 0, 1, -100)
+            loss = F.cross_entropy(scores, targets, reduction=reduction)
+            return sl.Mean(loss * count if reduction == "mean" else loss, count)
+
+        return loss_fn
+
+    transform = sl.chain(sl.zero(stage), sl.accumulate(2))
+    part = batch_of([1, 1, 1, 1, 0, 0, 0, 0])
+    refused(
+        lambda mesh: trained(mesh, transform, sl.optim.sgd(0.1), of_reduction("mean")),
+        lambda mesh: part if mesh.rank else ALL, NonFiniteError,
+        r"A sl.Mean of weight 0 has a total that is not finite: .* let its total be a sum \(reduction='sum'\)",
+    )  # fmt: skip
+
+    def run(mesh):
+        state, step = trained(mesh, transform, sl.optim.sgd(0.1), of_reduction("sum"))
+        return step(state, part if mesh.rank else ALL)[1]["loss"].item()
+
+    total = of_reduction("sum")(PARAMS, tuple(torch.cat([a, b[:4]]) for a, b in zip(ALL, part)))
+    assert sl.simulate(run, mesh={"data": 2}) == [pytest.approx((total.total / 12).item(), rel=1e-5)] * 2
+
+
+@STAGES
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_weight_that_depends_on_parameters(stage, ranks):
     def learned(params, batch):

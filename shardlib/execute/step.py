@@ -40,6 +40,7 @@ class Evaluation:
     Attributes:
         loss: the mean over the global batch, 0-d; 0 where nothing in it weighs.
         weight: what the loss was divided by, on the host: 0 where nothing weighs, and then the gradient is 0 as well.
+        losses: total and weight of each micro-batch on this rank.
         aux: what the loss function handed out beside it, or None.
         buffers: the buffers it returned, or None.
         grads: bucket name -> this rank's shard of the summed gradient, still to be multiplied by ``scale``.
@@ -53,6 +54,7 @@ class Evaluation:
 
     loss: torch.Tensor
     weight: float
+    losses: list[tuple[torch.Tensor, torch.Tensor]]
     aux: Any
     buffers: Any
     grads: dict[str, torch.Tensor]
@@ -147,6 +149,7 @@ class LossStep:
         return Evaluation(
             loss=loss,
             weight=sums.numbers[1],
+            losses=totals.losses,
             aux=quotients(sum_means(aux, plan, mesh)),
             buffers=average_buffers(totals.buffers, plan, mesh),
             grads=grads,
@@ -328,6 +331,13 @@ def require_usable(evaluation: Evaluation, plan: Plan, mesh: Mesh, step: int) ->
     if not evaluation.finite:
         path = first_bad_leaf(evaluation, plan, mesh)
         norm, weight = evaluation.norm.item(), evaluation.weight
+        hollow = any(w == 0 and not total.isfinite() for total, w in evaluation.losses)
+        why = ""
+        if any(primitives.all_gather_object(mesh, list(mesh.shape), hollow)):
+            why = (
+                " A sl.Mean of weight 0 has a total that is not finite: a mean over nothing, times 0, is NaN; let its total "
+                "be a sum (reduction='sum')."
+            )
         if path:
             what = f"the gradient of {path}"
         elif not math.isfinite(weight):
@@ -335,7 +345,7 @@ def require_usable(evaluation: Evaluation, plan: Plan, mesh: Mesh, step: int) ->
         else:
             what = "the loss" if not evaluation.loss.isfinite() else f"the gradient's norm ({norm:g}, in its dtype)"
         raise NonFiniteError(
-            f"step {step}: {what} is not finite (loss {evaluation.loss.item():g}). The state is unchanged. Lower the "
+            f"step {step}: {what} is not finite (loss {evaluation.loss.item():g}).{why} The state is unchanged. Lower the "
             "learning rate, clip gradients, or pass nonfinite='skip' to make_train_step to drop such steps"
         )
     if evaluation.weight == 0:
