@@ -16,7 +16,8 @@ from shardlib.loss_scale import LossScale
 from shardlib.mesh import Mesh
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.replaced import following_masters, following_state
-from shardlib.optim.shards import MeshShards, optimizer_shards, store
+from shardlib.optim.shards import MeshShards
+from shardlib.optim.storing import optimizer_shards, store
 from shardlib.optim.wrapping import require_transformations
 from shardlib.plan import Plan
 from shardlib.planning import own_axis
@@ -196,7 +197,8 @@ def make_train_step(
             arrays come as tensors, other leaves than arrays and tensors as they are; tensors with dimensions have one row
             per sample where they are cut into micro-batches.
         params: from `shard`, or a plain pytree (one device).
-        buffers: a pytree the loss function takes second and returns beside the loss.
+        buffers: a pytree the loss function takes second and returns beside the loss; brought to the mesh's device. (Batches
+            are not: a step refuses one that is elsewhere, as a copy in every step should be seen.)
         rng: a key, or a seed for one, when ``loss_fn`` has a parameter ``rng``. What draws from torch's own generators in
             it (``F.dropout``) draws by this key too, alike on all ranks that share a batch.
         donate: let a step reuse the memory of the state it is given; that state may not be used again.
@@ -271,7 +273,7 @@ def make_train_step(
         params=lifted,
         opt=_init(optimizer, lifted),
         comm={name: kept for channel in plan.channels for name, kept in channel.start(mesh.device).items()},
-        buffers=buffers,
+        buffers=tree_map(lambda leaf: leaf.to(mesh.device) if isinstance(leaf, torch.Tensor) else leaf, buffers),
         scale=plan.loss_scale,
         rng=key,
     )
@@ -353,11 +355,20 @@ def _cloned(leaf: Any) -> Any:
 
 
 def lift(params: Any) -> Sharded:
-    """`Sharded` as it is; a plain pytree becomes one on a mesh of one."""
+    """`Sharded` as it is; a plain pytree becomes one on a mesh of one, on the device that its leaves are on.
+
+    Raises:
+        TreeError: they are on several.
+    """
     if isinstance(params, Sharded):
         return params
-    devices = {leaf.device for leaf in leaves_of(params) if isinstance(leaf, torch.Tensor)}
-    device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+    devices = {leaf.device: None for leaf in leaves_of(params) if isinstance(leaf, torch.Tensor)}
+    if len(devices) > 1:
+        raise TreeError(
+            f"a plain pytree is trained on the device it is on, and this one is on {', '.join(map(str, devices))}: move all "
+            "of it to one, or pass sl.shard(params, sl.make_mesh()), which brings every leaf to the mesh's device"
+        )
+    device = next(iter(devices), torch.device("cpu"))
     return shard(params, Mesh({"data": 1}, 0, {"data": EchoGroup(1)}, device))
 
 

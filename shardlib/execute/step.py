@@ -18,7 +18,7 @@ from shardlib.execute.batches import as_tensors, require_same_batch, rows_of, sp
 from shardlib.execute.buffers import average_buffers
 from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Gradients, Route, plain_route
-from shardlib.execute.losses import Outcome, is_compiled, needs, read_loss, require_gradient, wants
+from shardlib.execute.losses import Outcome, is_compiled, needs, read_loss, require_function, require_gradient, wants
 from shardlib.execute.means import quotients, sum_means
 from shardlib.execute.pipeline import Pipe
 from shardlib.execute.sequence import require_whole_loss
@@ -69,10 +69,12 @@ class LossStep:
     """A loss function bound to a plan.
 
     Raises:
+        LossError: a loss function that is a module, or not callable.
         HandleError: a compiled loss function with a plan that gathers parameters.
     """
 
     def __init__(self, loss_fn: Callable[..., Any], plan: Plan, mesh: Mesh, with_buffers: bool) -> None:
+        require_function(loss_fn, "the loss function", "params, buffers, batch" if with_buffers else "params, batch")
         self._loss_fn, self._plan, self._mesh, self._with_buffers = loss_fn, plan, mesh, with_buffers
         self._compression = Compression(plan.codecs, mesh)
         self._own = OwnExchange(plan, mesh) if plan.owned else None
