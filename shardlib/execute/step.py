@@ -81,9 +81,10 @@ class LossStep:
         self._wants_rng = wants(loss_fn, "rng")
         self._met = False  # whether the ranks have compared their batches, as they do once
         # A scalar's share of the mean is taken before backward, by a power of two, which 16-bit losses do not round; the
-        # rest when the sum is complete. Errors are kept as they are of the mean's gradient, for any number of ranks.
+        # rest when the sum is complete. What compression leaves out is kept as it is of the mean's gradient: for any number
+        # of ranks.
         shares = plan.batch_ranks * plan.microbatches
-        power = shares if plan.errors else 2 ** math.ceil(math.log2(shares))
+        power = shares if plan.codecs else 2 ** math.ceil(math.log2(shares))
         self._share, self._rest = 1 / power, power / shares
         computed = [torch.promote_types(bucket.reduce_dtype, torch.float32) for bucket in plan.trained]
         self._largest = min((torch.finfo(dtype).max for dtype in computed), default=math.inf)
