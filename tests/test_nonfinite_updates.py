@@ -120,3 +120,12 @@ def test_skipping_looks_at_what_gradients_are_multiplied_by(scale):
     state = tx.init(params)
     state = tx.apply(params, {"w": torch.zeros(4)}, state, scale=torch.tensor(scale, dtype=torch.float64))
     assert torch.equal(params["w"], torch.ones(4)) and state.notfinite_count == 1
+
+
+@pytest.mark.parametrize("name", ["lamb", "1-bit LAMB"])
+def test_a_trust_ratio_of_nan_is_not_taken_for_one(name):
+    """As in optax: a step of the whole parameter goes by its norm."""
+    params, grads = trees()
+    tx = OPTIMIZERS[name]()
+    moves, _ = tx.update(spoiled(grads, math.nan, (0, 0)), tx.init(params), params)
+    assert torch.isnan(moves["w"]).all() and torch.isfinite(moves["other"]).all()

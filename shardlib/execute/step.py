@@ -183,10 +183,12 @@ class LossStep:
         finite = all(map(math.isfinite, (weight, total / weight))) and math.sqrt(squares) * factor <= self._largest
         return sums.total / sums.weight, scale, sums.squares.sqrt() * scale, finite
 
-    def trace(self, params: Sharded, batch: Tree, buffers: Any, rng: Key) -> None:
-        """Run the first micro-batch for the sake of the executor's record of touches alone."""
+    def trace(self, params: Sharded, batch: Tree, buffers: Any, rng: Key) -> Gradients:
+        """Run the first micro-batch for the sake of the executor's record of touches; its gradients."""
         part = split_batch(as_tensors(batch, self._mesh.device), self._plan, self._mesh)[0]
-        self._microbatch(params, self.executor.gradients(plain_route(self._mesh)), part, 0, buffers, rng, 1.0)
+        gradients = self.executor.gradients(plain_route(self._mesh))
+        self._microbatch(params, gradients, part, 0, buffers, rng, 1.0)
+        return gradients
 
     def _one_by_one(
         self,
