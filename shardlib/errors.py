@@ -4,6 +4,8 @@ Every message names what was found (a parameter's path, sizes, an axis and its s
 failures of one kind come together in one message.
 """
 
+from collections.abc import Sequence
+
 
 class ShardlibError(Exception):
     """Base of every error raised by shardlib itself."""
@@ -55,6 +57,12 @@ class RankMismatch(ShardlibError, RuntimeError):
 
 class RankFailure(ShardlibError, RuntimeError):
     """A rank that died or stopped answering while others waited for it."""
+
+
+def axes_named(axes: Sequence[str]) -> str:
+    """ "axis 'a'", or "axes 'a', 'b' and 'c'"."""
+    *first, last = map(repr, axes)
+    return f"axes {', '.join(first)} and {last}" if first else f"axis {last}"
 
 
 def listing(failures: list[str], limit: int = 20) -> str:

@@ -32,6 +32,9 @@ def simulate(fn: Callable[..., Any], *args: Any, mesh: Mapping[str, int]) -> lis
     deterministic; each draws from torch's generator as if it had one of its own. CPU only. A failure on one rank
     stops all and is raised here, naming the rank; ranks that call different collectives, or wait for each other for
     ever, are reported at once. ``args`` are shared by the ranks: make models inside ``fn``.
+
+    Ctrl-C (a notebook's stop button) ends the ranks at their next collective, or two seconds later wherever they are,
+    and then raises KeyboardInterrupt. A rank inside one long operation ends after it; a note on the error names it.
     """
     shape = check_shape(mesh)
     ranks = math.prod(shape.values())

@@ -7,12 +7,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shardlib.checksum import checksums
+from shardlib.collectives import primitives
 from shardlib.errors import DonatedStateError, IllegalComposition, TreeError
 from shardlib.execute.step import LossStep, require_finite
 from shardlib.groups import EchoGroup
 from shardlib.loss_scale import LossScale
 from shardlib.mesh import Mesh
 from shardlib.optim.base import GradientTransformation
+from shardlib.optim.settings import injected, settings
 from shardlib.optim.shards import MeshShards, optimizer_shards, store
 from shardlib.plan import Plan
 from shardlib.planning import own_axis
@@ -120,7 +123,7 @@ def value_and_grad(loss_fn: Callable[..., Any]) -> Callable[..., tuple[Any, Tree
                 "gradients are compressed with error feedback, whose errors live in a TrainState: use sl.make_train_step, or "
                 "feedback=False in onebit() and quantize()"
             )
-        evaluation = bound[0][1](lifted, batch, buffers, rng, comm={})
+        evaluation = bound[0][1](lifted, batch, buffers, rng, comm={}, alike={"rng": rng})
         scale = evaluation.scale
         flat = evaluation.grads
         if scale is not None:
@@ -161,8 +164,13 @@ def make_train_step(
         nonfinite: a loss or gradient that is not finite: "raise" (the default), or "skip" the update (the
             default under dynamic loss scaling).
 
+    Ranks that share a batch must be given the same, and all ranks the same optimizer, buffers, rng and state: what they
+    make the step with is compared at once, step number, rng, loss scale, injected hyper-parameters and the shapes of
+    batches in every step, and batches' contents in the first step and every 16th.
+
     Raises:
         IllegalComposition: an optimizer that declares no locality, on shards.
+        RankMismatch: the ranks were given what differs; names it and the ranks. The step raises it too.
     """
     lifted = lift(params)
     plan, mesh = own_axis(lifted.plan, optimizer), lifted.mesh
@@ -173,6 +181,13 @@ def make_train_step(
     optimizer.require_locality(lifted)
     loss_step = LossStep(loss_fn, plan, mesh, buffers is not None)
     key = rng if isinstance(rng, Key) else Key(rng)
+    given = {f"buffers/{path}" if path else "buffers": told for path, told in checksums(buffers).items()}
+    primitives.require_equal(
+        mesh,
+        "train steps",
+        settings(optimizer) | given | {"rng": key, "nonfinite": policy},
+        "Call make_train_step with the same optimizer, buffers, rng and options on every rank.",
+    )
 
     def unreduced(state: TrainState) -> tuple[str, ...]:
         owns = optimizer.owns
@@ -193,6 +208,7 @@ def make_train_step(
             scale,
             comm=state.comm,
             unreduced=unreduced(state),
+            alike=injected(state.opt) | {"step": state.step, "rng": state.rng, "loss scale": repr(state.scale)},
         )
         metrics = {"loss": evaluation.loss, "grad_norm": evaluation.norm, "finite": evaluation.finite}
         if evaluation.aux is not None:

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from shardlib.collectives import primitives
 from shardlib.errors import BatchError, LossError, listing
 from shardlib.functional import Mean
 from shardlib.mesh import Mesh
 from shardlib.plan import Plan
-from shardlib.tree import Tree, checksum, flatten, unflatten
+from shardlib.tree import Tree, flatten, unflatten
 
 
 class Outcome(NamedTuple):
@@ -143,27 +142,6 @@ def split_batch(batch: Tree, plan: Plan, mesh: Mesh) -> list[Tree]:
         return leaf.tensor_split(n)[index] if leaf.dim() and n > 1 else leaf
 
     return [unflatten(treedef, [part(leaf, index) for leaf in leaves]) for index in range(n)]
-
-
-def require_same_batch(batch: Tree, plan: Plan, mesh: Mesh) -> None:
-    """Hold together the batches of ranks that share one: those along axes that do not share the batch out.
-
-    Raises:
-        RankMismatch: they differ; names the leaves and the ranks.
-    """
-    axes = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in plan.batch_axes]
-    if not axes:
-        return
-    paths, leaves, _ = flatten(batch)
-    sums = {path: checksum(leaf) for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, torch.Tensor)}
-    primitives.require_equal(
-        mesh,
-        "batches",
-        {path or "batch": found for path, found in sums.items()},
-        f"Ranks along axis {', '.join(map(repr, axes))} work on one batch: choose it by mesh.coords of "
-        f"{', '.join(map(repr, plan.batch_axes)) or 'nothing'} alone.",
-        axes,
-    )
 
 
 def is_mean(value: Any) -> bool:

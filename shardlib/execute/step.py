@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -14,6 +14,7 @@ from shardlib.collectives import primitives
 from shardlib.collectives.sums import Errors
 from shardlib.errors import BatchError, HandleError, IllegalComposition, NonFiniteError, TreeError
 from shardlib.exchange import Compression
+from shardlib.execute.agreement import Agreement
 from shardlib.execute.buffers import average_buffers
 from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Gradients, Route, plain_route
@@ -26,7 +27,6 @@ from shardlib.execute.losses import (
     needs,
     read_loss,
     require_gradient,
-    require_same_batch,
     split_batch,
     wants,
 )
@@ -83,7 +83,7 @@ class LossStep:
         self._compression = Compression(plan.codecs, mesh)
         self._own = OwnExchange(plan, mesh) if plan.owned else None
         self._wants_rng = wants(loss_fn, "rng")
-        self._met = False  # whether the ranks have compared their batches, as they do once
+        self._agreement = Agreement(plan, mesh)
         self._pipe: Pipe | None = None
         if plan.pipeline is not None:
             if with_buffers:
@@ -114,20 +114,23 @@ class LossStep:
         *,
         comm: dict[str, torch.Tensor],
         unreduced: tuple[str, ...] = (),
+        alike: Mapping[str, Any],
     ) -> Evaluation:
-        """``comm``: the errors of compressed exchanges. ``unreduced``: axes over which gradients stay this rank's own."""
+        """``comm``: the errors of compressed exchanges. ``unreduced``: axes over which gradients stay this rank's own.
+
+        ``alike``: what must be equal on all ranks, by name.
+        """
         plan, mesh = self._plan, self._mesh
         route = Route(self._compression, Errors(comm), unreduced)
         if rng is None and needs(self._loss_fn, "rng"):
             raise TreeError("the loss function has a parameter rng and none was given; pass rng=sl.Key(seed)")
         parts = split_batch(batch, plan, mesh)
-        if not self._met:
-            require_same_batch(batch, plan, mesh)
-            self._met = True
+        share = self._agreement.share(batch, alike)
         # The sums over micro-batches, and then over ranks, of losses and weights. Then what is summed over all ranks: the
-        # gradient's squares, whether a rank strayed, and of a pipeline whether the loss is a `Mean` and whether it has
-        # aux, which ranks without the loss cannot know.
-        sums = torch.zeros(6 if self._pipe else 4, dtype=torch.float64, device=mesh.device)
+        # gradient's squares, whether a rank strayed, of a pipeline whether the loss is a `Mean` and whether it has
+        # aux, which ranks without the loss cannot know, and last what tells whether the ranks were given the same.
+        sums = torch.zeros(7 if self._pipe else 5, dtype=torch.float64, device=mesh.device)
+        sums[-1] = share
         records = self._pipe.records if self._pipe else [self.executor.record]
         for record in records:
             record.strays.clear()
@@ -138,6 +141,8 @@ class LossStep:
         sums[3] = any(record.strays for record in records)
         sum_over(mesh, plan.loss_axes, sums)
         sum_over(mesh, tuple(axis for axis in mesh.shape if axis not in plan.loss_axes), sums[2:])
+        if sums[-1] != 0:
+            self._agreement.explain()
         if sums[3] > 0:
             for record in records:
                 record.reconcile()
