@@ -6,7 +6,7 @@ import functools
 import multiprocessing
 import os
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
@@ -31,9 +31,17 @@ class Run(NamedTuple):
 
     def train(self, seed: int) -> float:
         """Final validation loss, in nats per byte; model and order of the text are the seed's."""
-        return sl.simulate(self._rank, seed, mesh={"data": self.ranks})[0]
+        return self._losses(seed, halves=False)[0]
 
-    def _rank(self, mesh: sl.Mesh, seed: int) -> float:
+    def train_on_halves(self, seed: int) -> tuple[float, float]:
+        """As `train`, on each of two halves of the validation text: one to choose a rate by, one to report."""
+        chosen_by, reported = self._losses(seed, halves=True)
+        return chosen_by, reported
+
+    def _losses(self, seed: int, halves: bool) -> list[float]:
+        return sl.simulate(self._rank, seed, halves, mesh={"data": self.ranks})[0]
+
+    def _rank(self, mesh: sl.Mesh, seed: int, halves: bool) -> list[float]:
         config, loss_fn = self.config, gpt.make_loss(self.config)
         text, validation = _text()
         params = sl.shard(gpt.init(config, seed=seed), mesh, self.transform)
@@ -43,9 +51,10 @@ class Run(NamedTuple):
             batch = batch_at(text, self.batch, config.sequence, seed=seed, step=number, **shares)
             state, _ = step(state, batch)
         evaluate = sl.make_eval_step(loss_fn, state.params)
-        return statistics.fmean(
-            float(evaluate(state, batch)) for batch in windows(validation, 64, config.sequence, limit=16)
-        )
+        return [
+            statistics.fmean(float(evaluate(state, batch)) for batch in windows(part, 64, config.sequence, limit=16))
+            for part in (split(validation, 0.5) if halves else [validation])
+        ]
 
 
 @functools.cache
@@ -53,8 +62,10 @@ def _text() -> tuple[np.ndarray, np.ndarray]:
     return split(load_bytes())
 
 
-def side_by_side(job: Callable[..., float], arguments: Iterable[tuple[Any, ...]]) -> list[float]:
-    """``job(*each)`` of ``arguments``, in one process a core."""
+def side_by_side(
+    job: Callable[..., Any], arguments: Iterable[tuple[Any, ...]], processes: int | None = None
+) -> Iterator[Any]:
+    """``job(*each)`` of ``arguments``, in order and each as soon as it is known; in one process a core by default."""
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), spawn, torch.set_num_threads, (1,)) as pool:
-        return list(pool.map(job, *zip(*arguments)))
+    with ProcessPoolExecutor(processes or os.cpu_count(), spawn, torch.set_num_threads, (1,)) as pool:
+        yield from pool.map(job, *zip(*arguments))

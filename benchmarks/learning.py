@@ -18,7 +18,7 @@ from shardlib.models.gpt import GPTConfig
 # At LAMB's rate it ends lowest itself, of 0.01, 0.015, 0.02 and 0.03; at 0.03 1-bit LAMB diverges with two of three seeds.
 TASK = Task(GPTConfig(vocab=256, layers=2, width=64, heads=4, sequence=32), batch=16, steps=500, adam=1.5e-3, lamb=0.02)
 WITHIN = 1.01  # how much above its reference's loss a method may end
-_RANKS = 2
+RANKS = 2
 _SPREADS = 3  # an ablation is called worse where it is by this many seed spreads
 
 Losses = dict[str, list[float]]  # method -> final validation loss by seed
@@ -38,7 +38,7 @@ class Verdict(NamedTuple):
 
 def train(task: Task, method: Method, seed: int) -> float:
     """Final validation loss, in nats per byte; model and order of the text are the seed's."""
-    how = (method.optimizer(task), method.transform, _RANKS)
+    how = (method.optimizer(task), method.transform, RANKS)
     return byte_gpt.Run(task.config, task.batch, task.steps, *how).train(seed)
 
 
@@ -73,7 +73,7 @@ def write(losses: Losses) -> str:
     about = (
         f"Final validation loss (nats per byte) of a GPT ({config.layers} layers, width {config.width}, sequence "
         f"{config.sequence}) on the bytes of Python's standard library: {TASK.steps} steps of {TASK.batch} rows on "
-        f"{_RANKS} simulated ranks, {seeds} seeds of model and order of the text. What stands against Adam has Adam's "
+        f"{RANKS} simulated ranks, {seeds} seeds of model and order of the text. What stands against Adam has Adam's "
         f"learning rates (peak {TASK.adam:g}), against LAMB, LAMB's (peak {TASK.lamb:g}). Variances are frozen after "
         f"{TASK.freeze} steps. “Seed spread” is the standard deviation over the seeds, “spreads” the difference of means in "
         "the larger one of the two spreads. "

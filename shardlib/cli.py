@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from shardlib.commands import doctor, lr_range_test, plan, train
+from shardlib.optional import MissingPackage
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +21,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     args = parser.parse_args(argv)
-    return args.run(args)
+    try:
+        return args.run(args)
+    except MissingPackage as missing:
+        raise SystemExit(f"shardlib {args.command}: {missing}") from None
 
 
 if __name__ == "__main__":

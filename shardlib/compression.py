@@ -62,13 +62,12 @@ class Channel:
     def line(self, coords: Mapping[str, int]) -> Line:
         """For the rank at these coordinates."""
         bucket, level = self.bucket, self.bucket.levels if self.level is None else self.level
-        owners = bucket.parts(level)
         return self.codec.bind(
             Rows(
                 ways=self.ways,
                 place=coords[self.axis],
                 elements=self.elements,
-                filled=bucket.filled(bucket.owner(coords, 0, level) * owners, owners),
+                filled=bucket.filled(coords, level),
                 scattered=self.level is not None,
                 mean=self.mean,
                 dtype=self.dtype,
@@ -79,7 +78,7 @@ class Channel:
     @cached_property
     def _any_line(self) -> Line:
         """Some rank's: their sizes are alike."""
-        return self.line(dict.fromkeys((*self.bucket.axes, self.axis), 0))
+        return self.line(dict.fromkeys((*self.bucket.slices, *self.bucket.axes, self.axis), 0))
 
     def leaves(self, sizes: Mapping[str, int]) -> list[Leaf]:
         """What all ranks keep: one row for each rank that has its own."""

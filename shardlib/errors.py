@@ -59,6 +59,13 @@ class RankFailure(ShardlibError, RuntimeError):
     """A rank that died or stopped answering while others waited for it."""
 
 
+REENTRANT = (
+    "calls torch.utils.checkpoint with use_reentrant=True, which loses gradients of parameters here; pass "
+    "use_reentrant=False, or mark blocks with sl.block and add sl.remat() to the plan. transformers' models take "
+    "model.gradient_checkpointing_enable({'use_reentrant': False})"
+)
+
+
 def axes_named(axes: Sequence[str]) -> str:
     """ "axis 'a'", or "axes 'a', 'b' and 'c'"."""
     *first, last = map(repr, axes)

@@ -11,10 +11,12 @@ import torch.nn.functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 from shardlib.kernels.linear_cross_entropy import linear_cross_entropy as chunked_cross_entropy
+from shardlib.kernels.linear_cross_entropy.options import check_options
 from shardlib.parts import current_parts, shard_sequence
+from shardlib.thresholds import Threshold
 
 # Logits, from which on they are not kept: below, plain operations are as fast, and a zero-bubble backward can be split.
-_MANY = 1 << 24
+_MANY = Threshold(1 << 24)
 
 
 class Mean(NamedTuple):
@@ -33,6 +35,7 @@ def linear_cross_entropy(
     targets: torch.Tensor,
     *,
     ignore_index: int = -100,
+    label_smoothing: float = 0.0,
     reduction: str = "mean",
 ) -> torch.Tensor:
     """The cross entropy of an output layer: ``F.cross_entropy(F.linear(x, weight), targets)``, summed in fp32 or wider.
@@ -45,22 +48,23 @@ def linear_cross_entropy(
             whole sequence, on every rank.
         weight: (vocabulary, width).
         targets: (...), int64, whole; ``ignore_index`` counts for nothing.
+        label_smoothing: how much of the target is spread over all words, in [0, 1]; as in ``F.cross_entropy``.
         reduction: "mean" over the targets that count, "sum", or "none" ((...), zero where ignored).
+
+    Raises:
+        ValueError: another reduction, or a smoothing outside [0, 1].
     """
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"linear_cross_entropy(reduction={reduction!r}): use 'mean', 'sum' or 'none'")
+    check_options("linear_cross_entropy", reduction, label_smoothing, ("mean", "sum", "none"))
+    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
     if has_torch_function((weight,)):
-        return handle_torch_function(
-            linear_cross_entropy, (weight,), x, weight, targets, ignore_index=ignore_index, reduction=reduction
-        )
+        given = (x, weight, targets)
+        return handle_torch_function(linear_cross_entropy, (weight,), *given, **options, reduction=reduction)
 
     def losses(targets: torch.Tensor, reduction: str) -> torch.Tensor:
-        if reduction != "none" and targets.numel() * len(weight) > _MANY:
-            return chunked_cross_entropy(x, weight, targets, ignore_index=ignore_index, reduction=reduction)
-        scores = widened(F.linear(x, weight))
-        found = F.cross_entropy(
-            scores.flatten(0, -2), targets.flatten(), ignore_index=ignore_index, reduction=reduction
-        )
+        if reduction != "none" and targets.numel() * len(weight) > _MANY():
+            return chunked_cross_entropy(x, weight, targets, **options, reduction=reduction)
+        scores = widened(F.linear(x, weight)).flatten(0, -2)
+        found = F.cross_entropy(scores, targets.flatten(), **options, reduction=reduction)
         return found.view(targets.shape) if reduction == "none" else found
 
     parts = current_parts.get()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shardlib.kernels.counter import signed
 from shardlib.places import Places
 from shardlib.rng import Key, bits_at
 
@@ -160,11 +161,8 @@ def _drawn(
     device: str | torch.device,
 ) -> torch.Tensor:
     shape = torch.Size(shape)
-    # The schema's integers are signed; the bits stay.
-    seed = key.seed - (1 << 64) if key.seed >= 1 << 63 else key.seed
-    return fresh(
-        kind, list(args), seed, int(key.slot * shape.numel()), list(shape), dtype=dtype, device=torch.device(device)
-    )
+    seed, first = key.stretch(shape.numel())
+    return fresh(kind, list(args), signed(seed), first, list(shape), dtype=dtype, device=torch.device(device))
 
 
 @torch.library.custom_op("shardlib::fresh", mutates_args=())

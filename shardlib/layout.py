@@ -22,10 +22,11 @@ import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from shardlib.specs import chunk_size
+from shardlib.thresholds import Threshold
 
 # Elements that one rank owns of a leaf from which it is a bucket of its own. That saves copies of the leaf (two cores,
 # gloo: 22 ms per gathered 135 MB) and costs about 0.1 ms per message.
-_ALONE = 1 << 16
+_ALONE = Threshold(1 << 16)
 
 
 def stands_alone(numel: int, ways: int) -> bool:
@@ -33,7 +34,7 @@ def stands_alone(numel: int, ways: int) -> bool:
 
     Not where nothing is split: an all-reduce gains nothing by it, and costs more per message.
     """
-    return ways > 1 and chunk_size(numel, ways) >= _ALONE
+    return ways > 1 and chunk_size(numel, ways) >= _ALONE()
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class Bucket:
         grad_level: how many of them gradients are split over while they are accumulated.
         replicas: axes over which the bucket is replicated and its gradients are all-reduced.
         slices: axes that the leaves are slices over: other values, not copies, on their ranks.
+        short: coordinates along ``slices``, and how many elements of each leaf lie there: of slices that rows of zeros
+            pad (see `shardlib.specs.P`). Elsewhere ``shapes`` tell.
         stages: the pipeline stages that use it; none without a pipeline.
         homes: the coordinates along the pipeline's axis that hold it; empty for all.
     """
@@ -72,6 +75,7 @@ class Bucket:
     grad_level: int
     replicas: tuple[str, ...]
     slices: tuple[str, ...] = ()
+    short: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
     stages: tuple[int, ...] = ()
     homes: tuple[int, ...] = ()
 
@@ -83,6 +87,14 @@ class Bucket:
     @cached_property
     def numels(self) -> tuple[int, ...]:
         return tuple(math.prod(shape) for shape in self.shapes)
+
+    def held(self, coords: Mapping[str, int]) -> tuple[int, ...]:
+        """Elements of each leaf's slice at these coordinates, without what pads it."""
+        return self._short.get(tuple(coords[axis] for axis in self.slices), self.numels)
+
+    @cached_property
+    def _short(self) -> dict[tuple[int, ...], tuple[int, ...]]:
+        return dict(self.short)
 
     @cached_property
     def chunks(self) -> list[int]:
@@ -127,13 +139,19 @@ class Bucket:
         if stop - first == len(self.paths):
             return self
         name = f"{self.name}[{first}:{stop}]"
-        return replace(self, name=name, paths=self.paths[first:stop], shapes=self.shapes[first:stop])
+        short = tuple((place, held[first:stop]) for place, held in self.short)
+        return replace(self, name=name, paths=self.paths[first:stop], shapes=self.shapes[first:stop], short=short)
 
-    def filled(self, first: int, owners: int) -> tuple[tuple[int, int], ...]:
-        """From where to where each leaf's elements lie, padding left out, in what these owners own, one after another."""
-        spans, place = [], 0
+    def filled(self, coords: Mapping[str, int], start: int) -> tuple[tuple[int, int], ...]:
+        """From where to where each leaf's elements lie, padding left out, in the part of level ``start`` at ``coords``.
+
+        The part is rank-major: what each of its owners owns, one after another.
+        """
+        owners = self.parts(start)
+        first = self.owner(coords, 0, start) * owners
+        spans, place, held = [], 0, self.held(coords)
         for owner in range(first, first + owners):
-            for chunk, numel in zip(self.chunks, self.numels, strict=True):
+            for chunk, numel in zip(self.chunks, held, strict=True):
                 spans.append((place, place + min(max(numel - owner * chunk, 0), chunk)))
                 place += chunk
         return tuple(spans)

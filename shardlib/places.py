@@ -55,7 +55,7 @@ class Places:
     def pieces(self, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, Places]]:
         """A contiguous tensor of these elements as flat views of some thousands of them, each with its places."""
         done = 0
-        for (piece,) in pieces((tensor,)):
+        for (piece,) in pieces((tensor,)) if tensor.numel() else ():
             yield piece.view(-1), self.after(done)
             done += piece.numel()
 

@@ -356,8 +356,13 @@ class Plan:
     __repr__ = __str__
 
 
-def check_same_tree(plan: Plan, paths: Sequence[str], shapes: Sequence[tuple[int, ...]], what: str) -> None:
-    """Raise `TreeError` listing each leaf of ``what`` that is missing, new, or of another shape than the plan's."""
+def check_same_tree(
+    plan: Plan, paths: Sequence[str], shapes: Sequence[tuple[int, ...]], what: str, *, whole: bool = False
+) -> None:
+    """Raise `TreeError` listing each leaf of ``what`` that is missing, new, or of another shape than the plan's.
+
+    Shapes are of this rank's shards, or of ``whole`` leaves.
+    """
     owners = (plan.placements[owner] for owner in plan.owners)
     # Other stages' leaves are None in a rank's tree.
     wanted = {
@@ -367,11 +372,10 @@ def check_same_tree(plan: Plan, paths: Sequence[str], shapes: Sequence[tuple[int
     failures = [f"{path}: missing" for path in wanted if path not in got]
     failures += [f"{path}: not in the plan" for path in got if path not in wanted]
     for path, placement in wanted.items():
-        local = plan.local_shape(placement, "param")
-        if path in got and got[path] != local:
-            failures.append(
-                f"{path}: shape {got[path]}, planned {local} (this rank's share of {placement.param.shape})"
-            )
+        planned = placement.compute.shape if whole else plan.local_shape(placement, "param")
+        if path in got and got[path] != planned:
+            share = "" if whole else f" (this rank's share of {placement.param.shape})"
+            failures.append(f"{path}: shape {got[path]}, planned {planned}{share}")
     if failures:
         raise TreeError(
             f"the {what} differ from the plan:\n{listing(failures)}\nShard the changed tree anew with sl.shard."

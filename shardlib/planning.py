@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -66,6 +67,7 @@ def build_plan(params: Tree, mesh: Mesh, transform: Transform, *, optimizer: Any
         split["grad"] = ()
         log += ("sync='last': gradients are kept whole until the last micro-batch",)
     log += _gathered_outputs(slots, mesh.shape)
+    log += _padded(slots, infos, mesh.shape)
     if slots.get(("schedule", "pipeline")) and sync == "each" and microbatches > 1:
         log += (
             f"gradients are reduced after each of {microbatches} micro-batches, into their shards; pipeline(sync='last') "
@@ -144,6 +146,18 @@ def _gathered_outputs(slots: Slots, sizes: Mapping[str, int]) -> tuple[str, ...]
     if words:
         told.append(f"gathered on every rank: logits by {', '.join(words)}, except in sl.linear_cross_entropy")
     return tuple(told)
+
+
+def _padded(slots: Slots, infos: Sequence[LeafInfo], sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """A line for the log where slices are padded with rows of zeros."""
+    found = []
+    for info in infos:
+        spec = slots.get(("use", info.path, "spec"), P())
+        if spec.padded:
+            rows = spec.local_shape(info.shape, sizes)[0]
+            ways = math.prod(sizes[axis] for axis in spec.entries[0])
+            found.append(f"{info.path} ({info.shape[0]} as {ways} × {rows})")
+    return (f"padded with rows of zeros: {', '.join(found)}",) if found else ()
 
 
 def _place(
@@ -234,11 +248,28 @@ def _buckets(
                 grad_level=len(split["grad"]) if trainable else 0,
                 replicas=tuple(axis for axis in (*batch_axes, *sums) if sizes[axis] > 1 and axis not in axes),
                 slices=slices,
+                short=_short(members, slices, sizes),
                 stages=stages,
                 homes=pipeline.homes(stages) if pipeline else (),
             )
         )
     return tuple(buckets)
+
+
+def _short(
+    members: Sequence[Placement], slices: tuple[str, ...], sizes: Mapping[str, int]
+) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    """See `shardlib.layout.Bucket.short`."""
+    computes = [member.compute for member in members]
+    if not any(leaf.spec.padded for leaf in computes):
+        return ()
+    found = []
+    for place in itertools.product(*(range(sizes[axis]) for axis in slices)):
+        coords = dict.fromkeys(sizes, 0) | dict(zip(slices, place, strict=True))
+        held = tuple(leaf.spec.window(leaf.shape, sizes, coords).numel for leaf in computes)
+        if held != tuple(leaf.spec.local_numel(leaf.shape, sizes) for leaf in computes):
+            found.append((place, held))
+    return tuple(found)
 
 
 def _sequence(slots: Slots, sizes: Mapping[str, int]) -> SequencePlan | None:

@@ -6,6 +6,7 @@ The generator is a hash of (key, element index); see `shardlib.kernels.counter`.
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,30 +22,71 @@ from shardlib.parts import current_parts
 
 @dataclass(frozen=True)
 class Key:
-    """A key for counter-based randomness.
+    """A key for counter-based randomness. Keys of different seeds are independent, however near the seeds are.
 
     ``slot`` says which share of the global batch the caller holds (rank along the batch axes × micro-batches
     + micro-batch): an activation whose leading dimension is the batch takes its random numbers at
     ``slot * x.numel()`` onwards, so every mesh draws the same mask for the same sample. It is a fraction where shares
     differ: the first row over the number of rows.
+
+    ``seed`` has 64 bits; a negative one is that plus 2^64, as in torch.
+
+    Raises:
+        TypeError: a seed that is no integer.
+        ValueError: a seed of more than 64 bits.
     """
 
     seed: int
     slot: int | Fraction = 0
 
+    def __post_init__(self) -> None:
+        try:
+            seed = operator.index(self.seed)
+        except TypeError:
+            raise TypeError(
+                f"Key({self.seed!r}): a seed is an integer; for a name use sl.Key(0).fold_in(name)"
+            ) from None
+        if not -(2**63) <= seed < 2**64:
+            raise ValueError(
+                f"Key: a seed of {seed.bit_length()} bits, and 64 are the most; sl.Key(0).fold_in(seed) takes any integer"
+            )
+        object.__setattr__(self, "seed", seed % 2**64)
+
     def fold_in(self, data: int | str) -> Key:
-        """A new, independent key for ``data`` (a step, a layer's index or name)."""
-        digest = hashlib.blake2b(f"{self.seed}/{data}".encode(), digest_size=8).digest()
+        """A new, independent key for ``data`` (a step, a layer's index or name); 1 and "1" give different ones.
+
+        Raises:
+            TypeError: ``data`` is neither a string nor an integer.
+        """
+        if isinstance(data, str):
+            text = f"{self.seed}:{data}"
+        else:
+            try:
+                text = f"{self.seed}/{operator.index(data)}"
+            except TypeError:
+                raise TypeError(f"fold_in({data!r}): fold in an integer or a string, such as str(...) of it") from None
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return replace(self, seed=int.from_bytes(digest, "little"))
 
     def at_slot(self, slot: int | Fraction) -> Key:
         return replace(self, slot=slot)
 
+    def stretch(self, count: int) -> tuple[int, int]:
+        """The seed of a tensor of ``count`` elements (or rows) of this slot, and the number of the first one.
+
+        Where the slot's first row is not at a whole number of elements the tensor has no rows of the batch, and what it
+        draws is this slot's own, not a part of what its neighbours draw.
+        """
+        first = self.slot * count
+        if first == int(first):
+            return self.seed, int(first)
+        return self.fold_in(f"slot {self.slot}").seed, 0
+
 
 def random_bits(key: Key, count: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """``count`` 24-bit integers as int64, for elements ``slot * count`` to ``(slot + 1) * count``."""
-    start = int(key.slot * count)
-    return bits_at(key, torch.arange(start, start + count, dtype=torch.int64, device=device))
+    seed, start = key.stretch(count)
+    return counter.random_bits(seed, torch.arange(start, start + count, dtype=torch.int64, device=device))
 
 
 def bits_at(key: Key, places: torch.Tensor) -> torch.Tensor:
@@ -132,10 +174,10 @@ def _draw(x: torch.Tensor, p: float, key: Key, heads: tuple[int, int] | None) ->
     elif heads is None and parts is not None and x.dim() > 1:
         places, length = parts.positions(x)
     else:
-        return Draw(p, key.seed, int(key.slot * x.numel()))
+        return Draw(p, *key.stretch(x.numel()))
     batch, rest = x.shape[0], x.shape[2:].numel()
-    first = int(key.slot * batch)
+    seed, first = key.stretch(batch)
     starts = (torch.arange(first, first + batch, device=x.device)[:, None] * length + places) * rest
     return Draw(
-        p, key.seed, 0, starts[..., None] + torch.arange(0, rest, max(1, x.shape[2:][-1:].numel()), device=x.device)
+        p, seed, 0, starts[..., None] + torch.arange(0, rest, max(1, x.shape[2:][-1:].numel()), device=x.device)
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from shardlib.checksum import checksum
 from shardlib.claims import Transform, chain
 from shardlib.collectives import primitives
-from shardlib.deferred import defer
+from shardlib.deferred import Deferred, defer
 from shardlib.errors import DonatedStateError, IllegalComposition, TreeError, listing
 from shardlib.exchange import Gather
 from shardlib.init import Draw
@@ -21,9 +21,9 @@ from shardlib.mesh import Mesh, as_mesh
 from shardlib.places import Places
 from shardlib.plan import ROLES, Plan, check_same_tree
 from shardlib.planning import build_plan
-from shardlib.specs import P, shard_of
+from shardlib.specs import Leaf, P, shard_of
 from shardlib.transforms.zero import zero
-from shardlib.tree import Tree, flatten, register_node, unflatten
+from shardlib.tree import Tree, check_tensors, flatten, register_node, unflatten
 
 
 class Sharded:
@@ -74,8 +74,6 @@ class Sharded:
 
     def under(self, plan: Plan) -> Sharded:
         """The same memory under a plan with the same layout; used up together with it."""
-        if plan is self.plan:
-            return self
         other = Sharded(plan, self.mesh, self.role, self.buffers)
         other._origin = self
         return other
@@ -110,6 +108,7 @@ class Sharded:
             if wrong:
                 raise TreeError(f"leaves of a sharded tree must be tensors:\n{listing(wrong)}")
             check_same_tree(self.plan, paths, [tuple(leaf.shape) for leaf in leaves], "parameters")
+            _check_ties(self.plan, found)
         buffers = {}
         for bucket in self.buckets:
             level = self.level(bucket)
@@ -145,6 +144,22 @@ def _build(static: Any, children: Iterable[Any]) -> Sharded:
 register_node(Sharded, _children, _build)
 
 
+def require_same_copies(params: Sharded) -> None:
+    """Refuse parameters that ranks hold copies of with different values; every rank calls it.
+
+    Raises:
+        RankMismatch: names the buckets and the ranks.
+    """
+    mesh = params.mesh
+    sums: dict[str, str] = {}
+    for bucket in params.buckets:
+        apart = {*bucket.axes[: params.level(bucket)], *bucket.slices}
+        at = [f"{axis}={mesh.coords[axis]}" for axis in mesh.shape if axis in apart]
+        sums[" ".join([bucket.name, *at])] = checksum(params.buffers[bucket.name])
+    remedy = "Compute them alike on every rank: from the same seed, file or collective."
+    primitives.require_equal(mesh, "parameters", sums, remedy, absent=True)
+
+
 def default_transform(transform: Transform | None, stage: int | None) -> Transform:
     """``stage=n`` is short for `zero`\\ (n); with neither, plain data parallelism."""
     if stage is None:
@@ -178,7 +193,25 @@ def shard(
     tree = source.tree if source else params
     plan = build_plan(tree, mesh, default_transform(transform, stage))
     _check_ranks_agree(plan, mesh)
-    plan = plan.at(mesh.coords)
+    return _placed(plan.at(mesh.coords), mesh, tree, source)
+
+
+def shard_alike(params: Tree, like: Sharded) -> Sharded:
+    """A whole pytree, the same values on every rank, cut as ``like`` is.
+
+    Raises:
+        TreeError: leaves that are missing, new or of another shape; lists them.
+        RankMismatch: the ranks' values differ.
+    """
+    paths, leaves, _ = flatten(params)
+    check_tensors(paths, leaves)
+    check_same_tree(like.plan.everywhere, paths, [tuple(leaf.shape) for leaf in leaves], "parameters", whole=True)
+    _check_ties(like.plan, dict(zip(paths, leaves, strict=True)))
+    return _placed(like.plan, like.mesh, params)
+
+
+def _placed(plan: Plan, mesh: Mesh, tree: Tree, source: Deferred | None = None) -> Sharded:
+    """This rank's shards of the values in ``tree``, or of those that ``source`` makes."""
     buffers = {
         bucket.name: torch.zeros(bucket.size(bucket.param_level), dtype=bucket.dtype, device=mesh.device)
         for bucket in plan.buckets
@@ -221,10 +254,10 @@ def unshard(params: Sharded) -> Tree:
     """Gather the full pytree on every rank. Tied leaves come back as one tensor; gradients of frozen leaves as None."""
     whole: dict[str, torch.Tensor] = {}
     plan = params.plan.everywhere
-    specs = {placement.path: placement.compute.spec for placement in plan.placements}
+    compute = {placement.path: placement.compute for placement in plan.placements}
     for bucket, buffer in _whole_buffers(params):
         for path, leaf in zip(bucket.paths, bucket.leaves(buffer), strict=True):
-            whole[path] = _gather_slices(leaf, specs[path], params.mesh).clone()
+            whole[path] = _gather_slices(leaf, compute[path], params.mesh).clone()
     return unflatten(plan.treedef, [whole.get(plan.placements[owner].path) for owner in plan.owners])
 
 
@@ -258,13 +291,13 @@ def _gathered(params: Sharded, bucket: Bucket) -> torch.Tensor:
     return Gather(params.mesh, bucket, buffer, 0, level).wait() if level else buffer
 
 
-def _gather_slices(leaf: torch.Tensor, spec: P, mesh: Mesh) -> torch.Tensor:
-    for dim, entry in enumerate(spec.entries):
+def _gather_slices(part: torch.Tensor, leaf: Leaf, mesh: Mesh) -> torch.Tensor:
+    for dim, entry in enumerate(leaf.spec.entries):
         for axis in reversed(entry):
-            out = leaf.new_empty((mesh.shape[axis], *leaf.shape))
-            primitives.all_gather(mesh, axis, out, leaf.contiguous()).wait()
-            leaf = out.movedim(0, dim).flatten(dim, dim + 1)
-    return leaf
+            out = part.new_empty((mesh.shape[axis], *part.shape))
+            primitives.all_gather(mesh, axis, out, part.contiguous()).wait()
+            part = out.movedim(0, dim).flatten(dim, dim + 1)
+    return part[: leaf.shape[0]] if leaf.spec.padded else part
 
 
 def _fill(part: torch.Tensor, value: torch.Tensor, mesh: Mesh, bucket: Bucket) -> None:
@@ -277,9 +310,9 @@ def _fill(part: torch.Tensor, value: torch.Tensor, mesh: Mesh, bucket: Bucket) -
 def _draw(part: torch.Tensor, draw: Draw, spec: P, mesh: Mesh, bucket: Bucket) -> None:
     """Draw this rank's piece of a leaf, and no more of it; what the padding covers stays zero."""
     first = bucket.owner(mesh.coords, 0, bucket.param_level) * part.numel()
-    sizes = spec.local_shape(draw.shape, mesh.shape)
-    held = min(part.numel(), max(0, math.prod(sizes) - first))
-    draw.fill(part[:held], Places(draw.shape, spec.offsets(draw.shape, mesh.shape, mesh.coords), sizes, first))
+    window = spec.window(draw.shape, mesh.shape, mesh.coords)
+    held = min(part.numel(), max(0, window.numel - first))
+    draw.fill(part[:held], Places(*window, first))
 
 
 def _check_devices(paths: list[str], leaves: list[torch.Tensor], mesh: Mesh) -> None:
@@ -293,6 +326,25 @@ def _check_devices(paths: list[str], leaves: list[torch.Tensor], mesh: Mesh) -> 
             f"{len(wrong)} parameters are not on the mesh's device {mesh.device}:\n{listing(wrong)}\nMove them there "
             "with .to(mesh.device); for a model on the meta device pass sl.shard the function that makes it."
         )
+
+
+def _check_ties(plan: Plan, leaves: Mapping[str, torch.Tensor]) -> None:
+    """Refuse leaves that are one parameter in the plan and have come to differ: one of them would be lost."""
+    apart = [
+        f"{placement.path} and {alias}"
+        for placement in plan.placements
+        for alias in placement.aliases
+        if alias in leaves and not _same(leaves[placement.path], leaves[alias])
+    ]
+    if apart:
+        raise TreeError(
+            f"leaves that are one parameter, tied when it was sharded, hold different values:\n{listing(apart)}\nGive both "
+            "the same values, or shard a tree in which they are not tied anew with sl.shard."
+        )
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one is other or torch.allclose(one, other.to(one.dtype), rtol=0, atol=0, equal_nan=True)
 
 
 def _check_ranks_agree(plan: Plan, mesh: Mesh) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,6 +13,28 @@ from shardlib.errors import SpecError, listing
 
 Entry = str | tuple[str, ...] | None
 Sizes = Mapping[str, int]
+
+
+class Window(NamedTuple):
+    """Which part of a tensor a slice is: the tensor's shape, and first index and size in each dimension."""
+
+    shape: tuple[int, ...]
+    first: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    def places(self) -> torch.Tensor:
+        """Where the slice's elements, in order, lie in the flattened tensor."""
+        return self.of(torch.arange(math.prod(self.shape)).view(self.shape)).reshape(-1)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The slice of a whole tensor: a view."""
+        for dim, (first, size) in enumerate(zip(self.first, self.sizes, strict=True)):
+            tensor = tensor.narrow(dim, first, size)
+        return tensor
 
 
 class P:
@@ -23,25 +45,35 @@ class P:
     zeros to a multiple of the axis and cut into equal chunks, for sizes that do not divide. Entries and flat
     axes combine: the entries slice first, what is left is flattened (``P(None, "model", flat=("data",))``).
 
+    ``P("model", padded=True)`` pads dimension 0 likewise: rows of zeros follow the tensor's own, up to a multiple of the
+    ranks, and every slice has as many rows. A tensor's shape is its true one everywhere; `local_shape` is that of what a
+    rank holds, padding included, and `window` says which of the true elements these are. Dimension 0 alone can be padded:
+    what pads a slice then comes after all of its elements in memory, as what pads a flat chunk does.
+
     Raises:
-        SpecError: an axis twice, or an entry that is not an axis name, a tuple of names, or None.
+        SpecError: an axis twice, an entry that is not an axis name, a tuple of names, or None, or ``padded`` without an
+            entry for dimension 0.
     """
 
-    __slots__ = ("entries", "flat_axes")
+    __slots__ = ("entries", "flat_axes", "padded")
 
     entries: tuple[tuple[str, ...], ...]
     flat_axes: tuple[str, ...]
+    padded: bool
 
-    def __init__(self, *entries: Entry, flat: Sequence[str] = ()) -> None:
+    def __init__(self, *entries: Entry, flat: Sequence[str] = (), padded: bool = False) -> None:
         normal = [_entry(entry) for entry in entries]
         while normal and not normal[-1]:
             normal.pop()
         object.__setattr__(self, "entries", tuple(normal))
         object.__setattr__(self, "flat_axes", _entry(tuple(flat)))
+        object.__setattr__(self, "padded", padded)
         axes = self.axes
         repeated = sorted({axis for axis in axes if axes.count(axis) > 1})
         if repeated:
             raise SpecError(f"{self!r} uses axis {', '.join(map(repr, repeated))} twice; each axis may appear once")
+        if padded and not (normal and normal[0]):
+            raise SpecError(f"{self!r} pads dimension 0, which no axis lies on; P.flat(axis) pads the flattened tensor")
 
     @classmethod
     def flat(cls, *axes: str) -> P:
@@ -66,8 +98,8 @@ class P:
         ways = math.prod(sizes[axis] for axis in axes)
         if local and local[0] % ways == 0 and local[0] > 0:
             head = self.entries[0] if self.entries else ()
-            return P(head + axes, *self.entries[1:])
-        return P(*self.entries, flat=self.flat_axes + axes)
+            return P(head + axes, *self.entries[1:], padded=self.padded)
+        return P(*self.entries, flat=self.flat_axes + axes, padded=self.padded)
 
     def problems(self, shape: Sequence[int], sizes: Sizes) -> list[str]:
         """Why this spec does not fit ``shape`` on a mesh of these ``sizes``; empty when it does."""
@@ -80,7 +112,7 @@ class P:
             found.append(f"{self!r} has {len(self.entries)} entries for {len(shape)} dimensions")
         if found:
             return found
-        for dim, (entry, size) in enumerate(zip(self.entries, shape, strict=False)):
+        for dim, (entry, size) in enumerate(zip(self.entries, self._whole(shape, sizes), strict=False)):
             ways = math.prod(sizes[axis] for axis in entry)
             if ways and size % ways:
                 names = " × ".join(f"{axis}={sizes[axis]}" for axis in entry)
@@ -88,8 +120,8 @@ class P:
         return found
 
     def local_shape(self, shape: Sequence[int], sizes: Sizes) -> tuple[int, ...]:
-        """The shape of one rank's shard; one-dimensional (and padded) under flat axes."""
-        local = list(shape)
+        """The shape of one rank's shard, padding included; one-dimensional under flat axes."""
+        local = list(self._whole(shape, sizes))
         for dim, entry in enumerate(self.entries):
             for axis in entry:
                 local[dim] //= sizes[axis]
@@ -97,15 +129,23 @@ class P:
             return tuple(local)
         return (chunk_size(math.prod(local), math.prod(sizes[axis] for axis in self.flat_axes)),)
 
-    def offsets(self, shape: Sequence[int], sizes: Sizes, coords: Mapping[str, int]) -> tuple[int, ...]:
-        """Where the slice of the rank at ``coords`` begins in each dimension (flat axes not applied)."""
-        found = [0] * len(shape)
+    def window(self, shape: Sequence[int], sizes: Sizes, coords: Mapping[str, int]) -> Window:
+        """The slice of the rank at ``coords``, without what pads it (flat axes not applied)."""
+        first, steps = [0] * len(shape), list(self._whole(shape, sizes))
         for dim, entry in enumerate(self.entries):
-            step = shape[dim]
             for axis in entry:
-                step //= sizes[axis]
-                found[dim] += coords[axis] * step
-        return tuple(found)
+                steps[dim] //= sizes[axis]
+                first[dim] += coords[axis] * steps[dim]
+        first = [min(start, size) for start, size in zip(first, shape, strict=True)]
+        held = [min(step, size - start) for step, size, start in zip(steps, shape, first, strict=True)]
+        return Window(tuple(shape), tuple(first), tuple(held))
+
+    def _whole(self, shape: Sequence[int], sizes: Sizes) -> tuple[int, ...]:
+        """The shape of all slices together, padding included."""
+        if not self.padded:
+            return tuple(shape)
+        ways = math.prod(sizes[axis] for axis in self.entries[0])
+        return (chunk_size(shape[0], ways) * ways, *shape[1:])
 
     def local_numel(self, shape: Sequence[int], sizes: Sizes) -> int:
         return math.prod(self.local_shape(shape, sizes))
@@ -114,13 +154,17 @@ class P:
         raise AttributeError(f"a spec is immutable; build a new one instead of setting {name!r}")
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, P) and (self.entries, self.flat_axes) == (other.entries, other.flat_axes)
+        return isinstance(other, P) and self._key == other._key
 
     def __hash__(self) -> int:
-        return hash((self.entries, self.flat_axes))
+        return hash(self._key)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.entries, self.flat_axes)
+        return _rebuild, self._key
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return self.entries, self.flat_axes, self.padded
 
     def __repr__(self) -> str:
         if self.flat_axes and not self.entries:
@@ -128,11 +172,13 @@ class P:
         parts = [repr(entry[0] if len(entry) == 1 else entry or None) for entry in self.entries]
         if self.flat_axes:
             parts.append(f"flat={self.flat_axes!r}")
+        if self.padded:
+            parts.append("padded=True")
         return f"P({', '.join(parts)})"
 
 
-def _rebuild(entries: tuple[tuple[str, ...], ...], flat_axes: tuple[str, ...]) -> P:
-    return P(*entries, flat=flat_axes)
+def _rebuild(entries: tuple[tuple[str, ...], ...], flat_axes: tuple[str, ...], padded: bool) -> P:
+    return P(*entries, flat=flat_axes, padded=padded)
 
 
 def _entry(entry: Entry) -> tuple[str, ...]:
@@ -184,9 +230,5 @@ def check_leaves(leaves: Sequence[Leaf], sizes: Sizes) -> None:
 
 
 def shard_of(tensor: torch.Tensor, spec: P, sizes: Sizes, coords: Mapping[str, int]) -> torch.Tensor:
-    """The slice of a whole tensor that ``spec``'s entries give the rank at ``coords`` (flat axes not applied)."""
-    for dim, entry in enumerate(spec.entries):
-        for axis in entry:
-            size = tensor.shape[dim] // sizes[axis]
-            tensor = tensor.narrow(dim, coords[axis] * size, size)
-    return tensor
+    """The slice of a whole tensor that ``spec``'s entries give the rank at ``coords``: `P.window`, a view."""
+    return spec.window(tensor.shape, sizes, coords).of(tensor)

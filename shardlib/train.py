@@ -15,12 +15,13 @@ from shardlib.groups import EchoGroup
 from shardlib.loss_scale import LossScale
 from shardlib.mesh import Mesh
 from shardlib.optim.base import GradientTransformation
+from shardlib.optim.replaced import following_masters, following_state
 from shardlib.optim.settings import injected, settings
 from shardlib.optim.shards import MeshShards, optimizer_shards, store
 from shardlib.plan import Plan
 from shardlib.planning import own_axis
 from shardlib.rng import Key
-from shardlib.sharded import Sharded, shard
+from shardlib.sharded import Sharded, require_same_copies, shard, shard_alike
 from shardlib.tree import Tree, leaves_of, register_node, tree_map
 
 
@@ -64,13 +65,40 @@ class TrainState:
     ) -> None:
         self.step, self.params, self.opt = step, params, opt
         self.comm, self.buffers, self.scale, self.rng = comm, buffers, scale, rng
+        self._fits: tuple[Sharded, dict[str, int]] | None = None
 
-    def take(self) -> None:
-        """Mark this state as used up by the step that follows it."""
-        why = (
-            f"this state (step {self.step}) was donated: the step after it has taken over its memory. Go on with the state "
-            "that train_step returned, or make the step with donate=False to keep old states"
-        )
+    def fitting(self) -> TrainState:
+        """Note that what the optimizer keeps of parameters fits them as they are now; returns the state."""
+        self._fits = self.params, _versions(self.params)
+        return self
+
+    def settled(self) -> TrainState:
+        """This state, or the one that follows from it where parameters were replaced: see `replace_params`.
+
+        A state of which nothing is known, such as what ``tree_map`` over a whole one gives, gets masters that round to its
+        parameters.
+
+        Raises:
+            TreeError: the parameters are no longer `Sharded`.
+        """
+        if not isinstance(self.params, Sharded):
+            raise TreeError(
+                f"state.params is a {type(self.params).__name__}, not Sharded; put whole parameters into a state by "
+                "sl.replace_params(state, params)"
+            )
+        if self._fits is None:
+            return self._with(
+                self.params, OptimizerState(following_masters(self.params, self.opt.masters), self.opt.inner)
+            )
+        fits = self.params is self._fits[0] and _versions(self.params) == self._fits[1]
+        return self if fits else self._with(self.params, _following(self.params, self.opt))
+
+    def _with(self, params: Sharded, opt: OptimizerState) -> TrainState:
+        return TrainState(self.step, params, opt, self.comm, self.buffers, self.scale, self.rng).fitting()
+
+    def take(self, by: str, remedy: str) -> None:
+        """Mark this state as used up, by what follows it."""
+        why = f"this state (step {self.step}) was donated: {by} has taken over its memory. Go on with {remedy}"
         self.params.take(why)
         self.__dict__.clear()
         self.__dict__["_donated"] = why
@@ -90,6 +118,11 @@ def _rebuild(static: tuple[int, LossScale | None, Key], children: Iterable[Any])
     step, scale, rng = static
     params, opt, comm, buffers = children
     return TrainState(step, params, opt, comm, buffers, scale, rng)
+
+
+def _versions(params: Sharded) -> dict[str, int]:
+    """What writing to a parameter in place changes."""
+    return {name: buffer._version for name, buffer in params.buffers.items()}
 
 
 register_node(
@@ -189,12 +222,12 @@ def make_train_step(
         "Call make_train_step with the same optimizer, buffers, rng and options on every rank.",
     )
 
-    def unreduced(state: TrainState) -> tuple[str, ...]:
+    def unreduced(inner: Any) -> tuple[str, ...]:
         owns = optimizer.owns
-        return (owns.axis,) if owns is not None and owns.unreduced(state.opt.inner) else ()
+        return (owns.axis,) if owns is not None and owns.unreduced(inner) else ()
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        params = state.params
+        opt, params = state.settled().opt, state.params
         if params.plan is not plan and params.plan != plan:
             raise TreeError(
                 "this state was sharded by another plan than the train step was made for; make a step for it"
@@ -207,30 +240,33 @@ def make_train_step(
             state.rng.fold_in(state.step),
             scale,
             comm=state.comm,
-            unreduced=unreduced(state),
-            alike=injected(state.opt) | {"step": state.step, "rng": state.rng, "loss scale": repr(state.scale)},
+            unreduced=unreduced(opt.inner),
+            alike=injected(opt) | {"step": state.step, "rng": state.rng, "loss scale": repr(state.scale)},
         )
         metrics = {"loss": evaluation.loss, "grad_norm": evaluation.norm, "finite": evaluation.finite}
         if evaluation.aux is not None:
             metrics["aux"] = evaluation.aux
         if not evaluation.finite and policy == "raise":
             require_finite(evaluation, plan, mesh, state.step)
-        opt, comm, old_buffers = state.opt, state.comm, state.buffers
+        comm, old_buffers = state.comm, state.buffers
         after = state.scale.after(evaluation.finite) if state.scale else None
         new = Sharded(plan, mesh, "param", dict(params.buffers))
         step, state_rng = state.step + 1, state.rng
         if donate:
-            state.take()
+            state.take(
+                "the step after it",
+                "the state that train_step returned, or make the step with donate=False to keep old states",
+            )
         elif evaluation.finite:
             new = Sharded(plan, mesh, "param", {name: buffer.clone() for name, buffer in new.buffers.items()})
-            opt = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, opt)
+            opt = tree_map(_cloned, opt)
         if evaluation.finite:
             opt = _update(optimizer, new, opt, evaluation)
             comm = evaluation.errors.after
         if after is not None and after.value != scale:
             comm = rescaled(plan, comm, after.value / scale)
         kept = evaluation.buffers if evaluation.finite else old_buffers
-        return TrainState(step, new, opt, comm, kept, after, state_rng), metrics
+        return TrainState(step, new, opt, comm, kept, after, state_rng).fitting(), metrics
 
     state = TrainState(
         step=0,
@@ -241,7 +277,54 @@ def make_train_step(
         scale=plan.loss_scale,
         rng=key,
     )
-    return state, train_step
+    return state.fitting(), train_step
+
+
+def replace_params(state: TrainState, params: Any, *, donate: bool = True) -> TrainState:
+    """``state`` with other parameters: an average's, say, or those of a file::
+
+        averaged, kept = average.update(state.params, kept)
+        state = sl.replace_params(state, averaged)
+
+    fp32 masters follow; where a parameter is what its master rounds to, the master keeps its digits. So does what an
+    optimizer brings parameters back to (`lookahead`'s slow ones, 0/1 Adam's last common ones). Moments, counters and what
+    compressed exchanges left out stay. Assigning to ``state.params``, or writing to its tensors in place, comes to the same
+    in the next step; what is written through ``tensor.data`` goes unnoticed.
+
+    Args:
+        params: `Sharded` as the state's are (a ``tree_map`` over ``state.params``), or a whole pytree, the same values on
+            every rank. Other dtypes are cast to the state's.
+        donate: let the new state take over the memory of ``state``, which may not be used again.
+
+    Raises:
+        TreeError: a tree of other leaves or shapes, or sharded by another plan.
+        RankMismatch: ranks that hold copies were given different values.
+        IllegalComposition: 0/1 Adam's ranks have each their own parameters at this step.
+    """
+    plan = state.params.plan
+    given = params if isinstance(params, Sharded) else shard_alike(params, state.params)
+    if given.role != "param" or (given.plan is not plan and given.plan.layout != plan.layout):
+        raise TreeError(
+            "replace_params: these are not parameters sharded as the state's are; give a tree_map over state.params, or the "
+            "whole pytree (sl.unshard), which is cut as the state's are"
+        )
+    require_same_copies(given)
+    given = given.under(plan)
+    opt = _following(given, state.opt)
+    if donate:
+        after = state._with(given, opt)
+        state.take("replace_params", "the state that it returned, or pass donate=False to keep this one")
+        return after
+    return tree_map(_cloned, state._with(given, opt)).fitting()
+
+
+def _following(params: Sharded, opt: OptimizerState) -> OptimizerState:
+    masters = following_masters(params, opt.masters)
+    return OptimizerState(masters, following_state(params, masters, opt.inner))
+
+
+def _cloned(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def lift(params: Any) -> Sharded:

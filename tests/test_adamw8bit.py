@@ -85,7 +85,7 @@ def moments(state):
         found = {}
         for bucket in plan.trained:
             cuts = bucket.leaf_parts(getattr(whole.opt.inner, name)[bucket.name], bucket.levels)
-            spans = bucket.filled(bucket.owner(mesh.coords, 0, bucket.levels), 1)
+            spans = bucket.filled(mesh.coords, bucket.levels)
             for path, part, (first, last) in zip(bucket.paths, cuts, spans):
                 found[path] = part[: last - first].clone()
         told[name] = [found[path] for path in PATHS]

@@ -58,10 +58,11 @@ def test_every_implementation_is_the_reference(name, dtypes):
 @given(
     elements=st.integers(0, 700), dtypes=st.sampled_from(DTYPES), seed=st.integers(0, 2**30),
     offset=st.integers(0, 40), scale=st.sampled_from([None, 1 / 3, 1e-20, 1e20]),
+    spoiled=st.booleans(),
 )  # fmt: skip
-def test_drawn_buffers(name, elements, dtypes, seed, offset, scale):
+def test_drawn_buffers(name, elements, dtypes, seed, offset, scale, spoiled):
     with kernels.served_by(name) as using:
-        optimizer_kernels.check_adamw(using, elements, dtypes, seed, offset, scale)
+        optimizer_kernels.check_adamw(using, elements, dtypes, seed, offset, scale, spoiled)
 
 
 @pytest.mark.parametrize("name", kernels.IMPLEMENTATIONS)
@@ -95,11 +96,8 @@ def test_threads_change_nothing():
     results = []
     for threads in (1, 3):
         param, mu, nu, copy = (*(tensor.clone() for tensor in start), torch.empty(len(grad), dtype=BF16))
-        torch.set_num_threads(threads)
-        try:
+        with kernels.threads(threads):
             adamw.adamw_(param, grad, mu, nu.abs_(), copy=copy, using="cpu", **OPTIONS)
-        finally:
-            torch.set_num_threads(1)
         results.append((param, mu, nu, copy))
     for one, three in zip(*results):
         torch.testing.assert_close(one, three, rtol=0, atol=0, equal_nan=True)

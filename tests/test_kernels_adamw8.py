@@ -14,7 +14,7 @@ OPTIONS = {
     "count": torch.tensor(3.0), "lr": torch.tensor(0.01, dtype=F64), "b1": 0.9, "b2": 0.999, "eps": 1e-8,
     "weight_decay": 0.1,
 }  # fmt: skip
-INSTRUCTION_SETS = pytest.mark.parametrize("name", kernels.INSTRUCTION_SETS)
+ON_CPU = pytest.mark.parametrize("name", kernels.ON_CPU)
 MAPS = pytest.mark.parametrize("coding", [SIGNED, UNSIGNED])
 
 
@@ -96,20 +96,21 @@ def test_an_example_by_hand():
 
 
 @pytest.mark.parametrize("dtypes", DTYPES)
-@INSTRUCTION_SETS
+@ON_CPU
 def test_every_implementation_is_the_reference(name, dtypes):
     with kernels.served_by(name) as using:
         optimizer_kernels.check_adamw8(using, 5003, dtypes, seed=3)
 
 
-@INSTRUCTION_SETS
+@ON_CPU
 @given(
     elements=st.integers(0, 700), dtypes=st.sampled_from(DTYPES), seed=st.integers(0, 2**30),
     offset=st.integers(0, 40), scale=st.sampled_from([None, 1 / 3, 1e-20]),
+    spoiled=st.booleans(),
 )  # fmt: skip
-def test_drawn_buffers(name, elements, dtypes, seed, offset, scale):
+def test_drawn_buffers(name, elements, dtypes, seed, offset, scale, spoiled):
     with kernels.served_by(name) as using:
-        optimizer_kernels.check_adamw8(using, elements, dtypes, seed, offset, scale)
+        optimizer_kernels.check_adamw8(using, elements, dtypes, seed, offset, scale, spoiled)
 
 
 def test_triton_is_the_reference():
@@ -122,11 +123,8 @@ def test_threads_change_nothing():
     results = []
     for threads in (1, 3):
         param, state = start.clone(), [*SIGNED.encode(start), *UNSIGNED.encode(start.abs())]
-        torch.set_num_threads(threads)
-        try:
+        with kernels.threads(threads):
             adamw8.adamw8_(param, grad, *state, using="cpu", **OPTIONS)
-        finally:
-            torch.set_num_threads(1)
         results.append((param, *state))
     for one, three in zip(*results):
         assert torch.equal(one, three)

@@ -6,6 +6,7 @@ from helpers import dense, kernels
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardlib import thresholds
 from shardlib.kernels import norm
 from shardlib.kernels.dropout import Draw, dropout
 from shardlib.kernels.gelu import gelu
@@ -21,7 +22,7 @@ shapes = st.tuples(
 
 
 @pytest.mark.parametrize("name", dense.CASES)
-@pytest.mark.parametrize("by", ["reference", *kernels.INSTRUCTION_SETS])
+@pytest.mark.parametrize("by", ["reference", *kernels.ON_CPU])
 @given(shape=shapes, dtype=st.sampled_from(DTYPES), layout=st.sampled_from(dense.LAYOUTS), seed=st.integers(0, 2**30))
 def test_drawn(by, name, shape, dtype, layout, seed):
     if by == "reference":
@@ -45,13 +46,12 @@ def test_triton(operation):
 def test_threads_change_nothing(name):
     values = dense.inputs(dense.CASES[name], (301, 517), torch.float32, "contiguous", 1)
     results = []
+    run = lambda *v: dense.CASES[name].kernel(*v, using="cpu")  # noqa: E731
     for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        try:
-            run = lambda *v: dense.CASES[name].kernel(*v, using="cpu")  # noqa: E731
+        with kernels.threads(threads):
             results.append(dense.outputs_and_gradients(run, values, torch.float32, 1))
-        finally:
-            torch.set_num_threads(1)
+    with kernels.threads(70), thresholds.small(1):  # more than a call starts
+        results.append(dense.outputs_and_gradients(run, values, torch.float32, 1))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other))
 

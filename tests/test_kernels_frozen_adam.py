@@ -53,10 +53,11 @@ def test_what_moves_is_what_the_step_adds(dtype):
 @given(
     elements=st.one_of(st.integers(0, 700), st.just(5003)), narrow=st.sampled_from([None, BF16, F16]),
     seed=st.integers(0, 2**30), offset=st.integers(0, 40), scale=st.sampled_from([None, 1 / 3, 1e-20, 1e20]),
+    spoiled=st.booleans(),
 )  # fmt: skip
-def test_drawn_buffers(name, elements, narrow, seed, offset, scale):
+def test_drawn_buffers(name, elements, narrow, seed, offset, scale, spoiled):
     with kernels.served_by(name) as using:
-        optimizer_kernels.check_frozen_adam(using, elements, narrow, seed, offset, scale)
+        optimizer_kernels.check_frozen_adam(using, elements, narrow, seed, offset, scale, spoiled)
 
 
 def test_triton_is_the_reference():

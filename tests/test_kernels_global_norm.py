@@ -42,11 +42,8 @@ def test_large_buffers_in_any_number_of_threads(name):
     x = buffer(600_011, F32, 1, 1)
     one = run(name, x)
     torch.testing.assert_close(one, run("reference", x), rtol=1e-13, atol=0)
-    torch.set_num_threads(3)
-    try:
+    with kernels.threads(3):
         assert torch.equal(run(name, x), one)
-    finally:
-        torch.set_num_threads(1)
 
 
 def test_triton_is_the_reference():

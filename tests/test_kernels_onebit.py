@@ -107,12 +107,9 @@ def test_threads_change_nothing(segments):
     results = []
     for threads in (1, 2, 3):
         left = error.clone()
-        torch.set_num_threads(threads)
-        try:
+        with kernels.threads(threads):
             bits, scales = onebit.compress(x, left, segments, using="cpu")
             mean = onebit.average(bits.expand(2, -1), scales.expand(2, -1), segments, using="cpu")
-        finally:
-            torch.set_num_threads(1)
         results.append((bits, scales, left, mean))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other))

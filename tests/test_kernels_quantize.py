@@ -96,12 +96,9 @@ def test_threads_change_nothing(bits):
     results = []
     for threads in (1, 2, 3):
         error = kernels.values(len(x), 2)
-        torch.set_num_threads(threads)
-        try:
+        with kernels.threads(threads):
             values, scales = quantize.quantize(x, form, error, using="cpu")
             back = quantize.dequantize(values, scales, form, len(x), using="cpu")
-        finally:
-            torch.set_num_threads(1)
         results.append((values, scales, error, back))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other))

@@ -12,16 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardlib as sl
-from shardlib import functional
+from shardlib import functional, thresholds
 from shardlib.kernels.linear_cross_entropy import linear_cross_entropy, op
 
 
-def drawn(tokens, words, width, dtype, seed=0, ignored=True):
+def drawn(tokens, words, width, dtype, seed=0, ignored=-100):
     generator = torch.Generator().manual_seed(seed)
     x, weight = (torch.randn(n, width, generator=generator).to(dtype) for n in (tokens, words))
     targets = torch.randint(0, words, (tokens,), generator=generator)
-    if ignored:
-        targets[1::3] = -100
+    if ignored is not None:
+        targets[1::3] = ignored
     return x, weight, targets
 
 
@@ -31,11 +31,11 @@ def gradients(function, x, weight):
     return [loss, *torch.autograd.grad(3 * loss, (x, weight))]
 
 
-def check(using, tokens, words, width, dtype, seed=0, smoothing=0.0, reduction="sum", chunk=50, slack=1):
+def check(using, tokens, words, width, dtype, seed=0, smoothing=0.0, reduction="sum", chunk=50, slack=1, ignored=-100):
     """Against float64, of the logits that ``dtype`` holds."""
-    x, weight, targets = drawn(tokens, words, width, dtype, seed)
-    options = {"label_smoothing": smoothing, "reduction": reduction}
-    with patch.dict(op._CHUNK, cpu=chunk):
+    x, weight, targets = drawn(tokens, words, width, dtype, seed, ignored)
+    options = {"ignore_index": ignored, "label_smoothing": smoothing, "reduction": reduction}
+    with thresholds.small(chunk):
         found = gradients(lambda x, w: linear_cross_entropy(x, w, targets, using=using, **options), x, weight)
 
     def plain(x, weight):
@@ -50,7 +50,7 @@ def check(using, tokens, words, width, dtype, seed=0, smoothing=0.0, reduction="
         torch.testing.assert_close(mine.double(), exact, rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("by", ["reference", *kernels.INSTRUCTION_SETS])
+@pytest.mark.parametrize("by", ["reference", *kernels.ON_CPU])
 @given(
     tokens=st.integers(2, 20),
     words=st.integers(1, 70),
@@ -67,6 +67,19 @@ def test_drawn(by, tokens, words, width, dtype, smoothing, reduction, chunk, see
         return
     with kernels.served_by(by) as using:
         check(using, tokens, words, width, dtype, seed, smoothing, reduction, chunk)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("by", ["reference", *kernels.ON_CPU])
+def test_an_ignored_word(by, smoothing, reduction):
+    """Padding is often a word of its own."""
+    options = {"smoothing": smoothing, "reduction": reduction, "ignored": 0}
+    if by == "reference":
+        check(by, 20, 37, 4, torch.float32, **options)
+        return
+    with kernels.served_by(by) as using:
+        check(using, 20, 37, 4, torch.float32, **options)
 
 
 def test_triton():
@@ -118,38 +131,67 @@ def test_all_logits_never_exist():
             torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: sizes.append(t.untyped_storage().nbytes()), found)
             return found
 
-    with patch.dict(op._CHUNK, cpu=2000), Sizes():
+    with thresholds.small(2000), Sizes():
         # The mode sees what the operator itself does only if that is called here.
         op._forward(x, weight, targets, -100, 0.0, True, None)
     assert max(sizes) == 2000 * 4
 
 
+@pytest.mark.parametrize("ignored", [-100, 2])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_many_logits_are_not_kept(reduction):
-    x, weight, targets = drawn(6, 5, 3, torch.float64)
-    wanted = gradients(lambda x, w: sl.linear_cross_entropy(x, w, targets, reduction=reduction).sum(), x, weight)
-    with (
-        patch.object(functional, "_MANY", 0),
-        patch.object(functional, "chunked_cross_entropy", wraps=linear_cross_entropy) as chunked,
-    ):
-        found = gradients(lambda x, w: sl.linear_cross_entropy(x, w, targets, reduction=reduction).sum(), x, weight)
-    assert chunked.called == (reduction != "none")
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_public_function_is_torchs_for_few_logits_and_many(dtype, reduction, smoothing, ignored):
+    x, weight, targets = drawn(6, 5, 3, dtype, ignored=ignored)
+    options = {"ignore_index": ignored, "label_smoothing": smoothing, "reduction": reduction}
+    wanted = gradients(lambda x, w: F.cross_entropy(F.linear(x, w), targets, **options).sum(), x, weight)
+    bound = 1e-12 if dtype == torch.float64 else 1e-6
+    for many in (1000, 0):
+        with (
+            thresholds.small(many),
+            patch.object(functional, "chunked_cross_entropy", wraps=linear_cross_entropy) as chunked,
+        ):
+            found = gradients(lambda x, w: sl.linear_cross_entropy(x, w, targets, **options).sum(), x, weight)
+        assert chunked.called == (reduction != "none" and not many)
+        torch.testing.assert_close(found, wanted, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("many", [1000, 0])
+def test_autocast_is_that_of_a_product(many):
+    x, weight, targets = drawn(6, 5, 3, torch.float32)
+    rounded = [value.bfloat16().float() for value in (x, weight)]
+    with torch.autocast("cpu", torch.bfloat16), thresholds.small(many):
+        found = gradients(lambda x, w: sl.linear_cross_entropy(x, w, targets), x, weight)
+    wanted = gradients(lambda x, w: F.cross_entropy(F.linear(x, w).bfloat16().float(), targets), *rounded)
+    assert [value.dtype for value in found] == [torch.float32] * 3
+    torch.testing.assert_close(found, wanted, rtol=2**-7, atol=2**-7)
+    assert found[0] != sl.linear_cross_entropy(x, weight, targets)
+
+
+@pytest.mark.parametrize("using", ["cpu", "reference"])
+def test_a_word_that_is_impossible(using):
+    x, weight, targets = torch.ones(3, 1), torch.tensor([[1.0], [2.0], [-torch.inf]]), torch.tensor([0, 1, 0])
+    wanted = F.cross_entropy(x @ weight.T, targets)
+    torch.testing.assert_close(linear_cross_entropy(x, weight, targets, using=using), wanted)
 
 
 def test_wrong_arguments():
-    x, weight, targets = drawn(4, 5, 3, torch.float32, ignored=False)
+    x, weight, targets = drawn(4, 5, 3, torch.float32, ignored=None)
     with pytest.raises(ValueError, match="use 'mean' or 'sum'"):
         linear_cross_entropy(x, weight, targets, reduction="none")
-    with pytest.raises(ValueError, match=r"they must be \[\.\.\., width\], \[V, width\]"):
+    with pytest.raises(ValueError, match=r"they must be \[\.\.\., width\] and \[V, width\]"):
         linear_cross_entropy(x, weight.T, targets)
     with pytest.raises(IndexError, match="lies outside the 5 words"):
         linear_cross_entropy(x, weight, targets + 3)
+    for function in (linear_cross_entropy, sl.linear_cross_entropy):
+        with pytest.raises(ValueError, match=r"label_smoothing=1.5\): give a share of the target, in \[0, 1\]"):
+            function(x, weight, targets, label_smoothing=1.5)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     check("triton", 5, 37, 4, torch.float32, smoothing=0.1)
+    check("triton", 5, 37, 4, torch.float32, smoothing=0.1, ignored=0)
     check("triton", 3, 5000, 4, torch.float32, reduction="mean", chunk=10**6)
     # The interpreter's cast to bf16 truncates.
     check("triton", 6, 20, 4, torch.bfloat16, slack=2)

@@ -97,6 +97,146 @@ def test_buffers_that_change_must_be_asked_for():
         apply(params, torch.randn(4, 3))
 
 
+class Rebinding(nn.Module):
+    """Writes its buffers as users do: in place, by a new tensor, one that is None at first, one that it registers."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("last", None)
+        self.register_buffer("quiet", torch.tensor(2.0, dtype=torch.float64), persistent=False)
+
+    def forward(self, x, how="all"):
+        if how in ("rebind", "all"):
+            self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        if how in ("in place", "all"):
+            self.count += 1
+        if how in ("none", "all"):
+            self.last = x.detach().sum()
+        if how == "register":
+            self.register_buffer("new", x.sum())
+        if how == "fail":
+            self.mean = self.mean + 1
+            self.count += 1
+            raise KeyError("on the way")
+        if how == "parameter":
+            self.weight = nn.Parameter(torch.zeros(3))
+        return (x * self.weight - self.mean) * self.quiet
+
+
+def test_what_a_module_writes_to_its_buffers_comes_back():
+    apply, params, buffers = sl.from_module(Rebinding(), buffers=True)
+    module, given = Rebinding(), dict(buffers)
+    assert given["last"] is None and set(given) == {"mean", "count", "last", "quiet"}
+    for step in range(3):
+        x = torch.randn(4, 3, dtype=torch.float64)
+        out, buffers = apply(params, buffers, x)
+        assert torch.equal(out, module(x).detach())
+        assert_same(buffers, {name: getattr(module, name) for name in ("mean", "count", "last", "quiet")})
+        assert buffers["count"] == step + 1
+    assert given["mean"].sum() == 0 and given["count"] == 0 and given["last"] is None
+    with pytest.raises(KeyError):
+        apply(params, buffers, x, how="fail")
+    assert_same(apply(params, given, x, how="")[1], given)
+    assert "new" in apply(params, given, x, how="register")[1]
+    assert "new" not in apply(params, given, x, how="")[1]
+
+
+@pytest.mark.parametrize(
+    ("how", "name"), [("rebind", "mean"), ("in place", "count"), ("none", "last"), ("register", "new")]
+)
+def test_a_write_that_is_refused_leaves_nothing_behind(how, name):
+    apply, params = sl.from_module(Rebinding())
+    x = torch.randn(4, 3, dtype=torch.float64)
+    wanted = apply(params, x, how="")
+    for _ in range(2):  # every time, not the first alone
+        with pytest.raises(TreeError, match=rf"(?s)changed its buffers.*- {name}\nUse.*buffers=True"):
+            apply(params, x, how=how)
+        with pytest.raises(KeyError):
+            apply(params, x, how="fail")
+        assert torch.equal(apply(params, x, how=""), wanted)
+
+
+def test_statistics_of_a_refused_call_are_undone():
+    """batch_norm writes them without raising their versions."""
+
+    class Switched(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+
+        def forward(self, x, train):
+            return self.norm.train(train)(x)
+
+    apply, params = sl.from_module(Switched())
+    x = torch.randn(4, 3)
+    for _ in range(2):
+        with pytest.raises(TreeError, match=r"(?s)changed its buffers.*norm.num_batches_tracked"):
+            apply(params, x + 5, train=True)
+        assert torch.equal(apply(params, x, train=False), nn.BatchNorm1d(3).eval()(x))
+
+
+def test_parameters_are_inputs():
+    apply, params = sl.from_module(Rebinding())
+    x = torch.randn(4, 3, dtype=torch.float64)
+    with pytest.raises(TreeError, match=r"(?s)replaced its parameters.*- weight.*register_buffer"):
+        apply(params, x, how="parameter")
+    assert torch.equal(apply(params, x, how=""), 2 * x)
+    with pytest.raises(
+        TreeError, match=r"(?s)not the parameters of Rebinding.*weight: missing.*wait: the module has no"
+    ):
+        apply({"wait": params["weight"]}, x)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_rebound_buffers_train(stage):
+    """A mean that is a function of what is trained: one micro-batch's graph does not reach into the next one's."""
+
+    class Centred(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 3, dtype=torch.float64)
+            self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+
+        def forward(self, x):
+            out = super().forward(x)
+            self.mean = 0.9 * self.mean + 0.1 * out.mean(0)
+            return out - self.mean
+
+    torch.manual_seed(6)
+    module = Centred()
+    apply, params, buffers = sl.from_module(module, buffers=True)
+
+    def loss_fn(params, buffers, x):
+        out, buffers = apply(params, buffers, x)
+        return out.square().mean(), buffers
+
+    batches = torch.randn(3, 8, 3, dtype=torch.float64)
+
+    def run(mesh):
+        sharded = sl.shard(params, mesh, sl.chain(sl.zero(stage), sl.accumulate(2)))
+        state, step = sl.make_train_step(loss_fn, sharded, sl.optim.sgd(0.1), buffers=buffers)
+        for x in batches:
+            state, _ = step(state, torch.cat([part.chunk(2)[mesh.rank] for part in x.chunk(2)]))
+        return sl.unshard(state.params), state.buffers["mean"]
+
+    leaves = {name: leaf.clone().requires_grad_() for name, leaf in params.items()}
+    held = [buffers["mean"]] * 2
+    for x in batches:
+        total = 0
+        for part in x.chunk(2):  # two micro-batches, of two ranks each
+            for rank in (0, 1):
+                loss, after = loss_fn(leaves, {"mean": held[rank]}, part.chunk(2)[rank])
+                held[rank], total = after["mean"].detach(), total + loss / 4
+        grads = torch.autograd.grad(total, list(leaves.values()))
+        leaves = {n: (p - 0.1 * g).detach().requires_grad_() for (n, p), g in zip(leaves.items(), grads)}
+        held = [(held[0] + held[1]) / 2] * 2
+    for final, mean in sl.simulate(run, mesh={"data": 2}):
+        assert_close(final, {name: leaf.detach() for name, leaf in leaves.items()}, 1e-10)
+        assert_close(mean, held[0], 1e-10)
+
+
 def test_a_thread_may_come_while_another_is_in_a_call():
     """As ranks of a simulation do: what it copies must not be the module with the other's weights in it."""
 

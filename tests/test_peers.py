@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 import shardlib as sl
-from shardlib import layout
+from shardlib import thresholds
 
 CASES = [
     ({"data": 2}, sl.zero(0)),
@@ -46,11 +46,8 @@ def test_real_processes_train_like_one_device(pool, mesh, transform, dtype):
 
 
 def _trained_with_leaves_alone(mesh, *arguments):
-    layout._ALONE = 8
-    try:
+    with thresholds.small(8):
         return training.train(mesh, *arguments)
-    finally:
-        layout._ALONE = 1 << 16
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

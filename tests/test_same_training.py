@@ -10,7 +10,7 @@ from helpers.trees import assert_close
 from oracle import one_device, plain
 
 import shardlib as sl
-from shardlib import layout
+from shardlib import layout, thresholds
 
 STEPS = 20
 MAX_NORM = 0.3  # acts in some of the steps
@@ -67,10 +67,10 @@ ALONE = [
 
 
 @pytest.mark.parametrize(("mesh", "transform"), ALONE)
-def test_leaves_that_travel_alone(mesh, transform, monkeypatch):
+def test_leaves_that_travel_alone(mesh, transform):
     """Large leaves are messages of their own; here nearly all count as large, and the smallest go together."""
-    monkeypatch.setattr(layout, "_ALONE", 8)
-    check(torch.float64, mesh, transform)
+    with thresholds.small(8):
+        check(torch.float64, mesh, transform)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

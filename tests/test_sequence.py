@@ -301,7 +301,8 @@ def test_causal_rings_share_the_work_evenly():
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("kind", ["ulysses", "ring", "megatron", "megatron, vocabulary"])
-def test_the_loss_of_uneven_parts(kind, reduction):
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_of_uneven_parts(kind, reduction, smoothing):
     """Ignored targets lie in one rank's part; the loss is still the mean of all that count."""
     kind, _, vocabulary = kind.partition(", ")
     generator = torch.Generator().manual_seed(0)
@@ -312,21 +313,22 @@ def test_the_loss_of_uneven_parts(kind, reduction):
     }
     x = torch.randn(2, 8, 6, generator=generator, dtype=torch.float64)
     targets = torch.randint(12, (2, 8), generator=generator)
-    targets[:, 5:] = -1
+    targets[:, 5:] = 3  # a word, which is ignored
+    options = {"ignore_index": 3, "label_smoothing": smoothing, "reduction": reduction}
     weight = torch.randn((2, 8) if reduction == "none" else (), generator=generator, dtype=torch.float64)
 
     def loss_fn(params, batch):
         h = sl.shard_sequence(x)
         h = h + F.linear(F.linear(h, params["up"]).tanh(), params["down"])
         h = sl.attention(*[h[:, None].expand(-1, 2, -1, -1)] * 3).sum(1) if kind != "megatron" else h
-        losses = sl.linear_cross_entropy(h, params["w"], targets, ignore_index=-1, reduction=reduction)
+        losses = sl.linear_cross_entropy(h, params["w"], targets, **options)
         return (losses * weight).sum()
 
     def alone(params):
         h = x + F.linear(F.linear(x, params["up"]).tanh(), params["down"])
         h = 2 * plain_attention(*[h[:, None]] * 3, Attention())[:, 0] if kind != "megatron" else h
         scores = F.linear(h, params["w"]).flatten(0, 1)
-        losses = F.cross_entropy(scores, targets.flatten(), ignore_index=-1, reduction=reduction)
+        losses = F.cross_entropy(scores, targets.flatten(), **options)
         return (losses.view(weight.shape) * weight).sum()
 
     leaves = {name: leaf.clone().requires_grad_() for name, leaf in params.items()}

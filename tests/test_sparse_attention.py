@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardlib as sl
+from shardlib import thresholds
 from shardlib.kernels.sparse_attention import cpu
 from shardlib.kernels.sparse_attention.options import Blocks, Options
 from shardlib.sparse import Layout
 
-NAMES = (*kernels.WITH_AMX, "reference")
+NAMES = (*kernels.WITH_AMX, kernels.CUT, "reference")
 
 
 def served_by(name):
@@ -135,11 +136,8 @@ def test_threads_change_nothing(dtype):
     case = make(length=2100, key_heads=4, dtype=dtype, layout=sl.sparse.bigbird(2100), bias_heads=1, causal=True)
     results = []
     for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        try:
+        with kernels.threads(threads):
             results.append(case(sl.sparse_attention, using="cpu"))
-        finally:
-            torch.set_num_threads(1)
     for other in results[1:]:
         assert all(torch.equal(results[0][part], other[part]) for part in other)
 
@@ -147,11 +145,17 @@ def test_threads_change_nothing(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_more_threads_than_heads(dtype):
     """The queries of a head are then shared out."""
-    torch.set_num_threads(3)
-    try:
+    with kernels.threads(3):
         check(make(length=300, heads=2, key_heads=1, batch=1, bias_heads=2, causal=True, dtype=dtype), "portable")
-    finally:
-        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_plain_torch_with_few_scores_at_a_time(shared):
+    case = make(length=100, shared=shared, density=0.6, bias_heads=1, causal=True, masked=True).wide()
+    wanted = case(sl.sparse_attention)
+    with thresholds.small(600):  # rows of up to seven blocks, of 256 scores each
+        found = case(sl.sparse_attention)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_a_laptop_takes_65536_tokens():

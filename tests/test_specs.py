@@ -1,6 +1,7 @@
 """Partition specs: refused when malformed, and the arithmetic of shards."""
 
 import copy
+import itertools
 import math
 import pickle
 
@@ -27,6 +28,11 @@ SIZES = {"data": 2, "model": 3, "expert": 2, "one": 1}
         (P.flat("data"), "P.flat('data')"),
         (P.flat("data", "model"), "P.flat('data', 'model')"),
         (P("model", flat=("data",)), "P('model', flat=('data',))"),
+        (P("model", padded=True), "P('model', padded=True)"),
+        (
+            P(("model", "data"), "expert", flat=("one",), padded=True),
+            "P(('model', 'data'), 'expert', flat=('one',), padded=True)",
+        ),
     ],
 )
 def test_a_spec_prints_as_it_is_written(spec, text):
@@ -38,6 +44,7 @@ def test_a_spec_prints_as_it_is_written(spec, text):
 
 def test_specs_differ_where_they_say_different_things():
     specs = [P(), P("data"), P(None, "data"), P.flat("data"), P(("data", "model")), P(("model", "data"))]
+    specs.append(P("data", padded=True))
     assert len(set(specs)) == len(specs)
     assert P("data") == P("data", None) == P(("data",))
     assert P("data") != "P('data')"
@@ -51,6 +58,7 @@ def test_specs_differ_where_they_say_different_things():
         (lambda: P(0), "0 is not a spec entry; use an axis name"),
         (lambda: P(["data"]), r"\['data'\] is not a spec entry"),
         (lambda: P(("data", None)), "is not a spec entry"),
+        (lambda: P(None, "data", padded=True), r"pads dimension 0, which no axis lies on; P.flat\(axis\)"),
     ],
 )
 def test_a_malformed_spec_is_refused_when_it_is_made(make, message):
@@ -72,6 +80,8 @@ def test_splitting_prefers_dimension_0_where_it_divides():
     assert P(None, "model").split(("data",), (4, 6), SIZES) == P("data", "model")
     assert P().split(("one",), (3,), SIZES) == P()
     assert P().split(("data",), (), SIZES) == P.flat("data")
+    assert P("model", padded=True).split(("data",), (11,), SIZES) == P(("model", "data"), padded=True)
+    assert P("model", padded=True).split(("data",), (7,), SIZES) == P("model", flat=("data",), padded=True)
 
 
 def test_every_leaf_that_does_not_fit_is_listed():
@@ -118,6 +128,29 @@ def test_shards_partition_the_tensor(axes, factors, cut):
         assert tuple(part.shape) == spec.local_shape(shape, SIZES)
         seen.append(part.reshape(-1))
     assert torch.equal(torch.cat(seen).sort().values, whole.reshape(-1))
+
+
+@given(AXES, st.integers(0, 40), st.integers(1, 2), st.integers(0, 3), st.booleans())
+def test_padded_shards_partition_the_tensor(axes, rows, columns, cut, split):
+    """Equal shards on all ranks, of which the windows are the tensor, each element once and in order."""
+    spec = P(tuple(axes[: cut + 1]), *axes[cut + 1 : cut + 2], padded=True)
+    shape = (rows, columns * SIZES[spec.entries[1][0]] if len(spec.entries) > 1 else columns)
+    if split:
+        spec = spec.split([axis for axis in axes if axis not in spec.axes], shape, SIZES)
+    assert not spec.problems(shape, SIZES)
+    whole, found = torch.arange(math.prod(shape)).view(shape), torch.full(shape, -1)
+    local = P(*spec.entries, padded=True).local_shape(shape, SIZES)
+    ways = math.prod(SIZES[axis] for axis in spec.entries[0])
+    assert 0 <= local[0] * ways - rows < ways
+    used = [axis for axis in spec.axes if axis not in spec.flat_axes]
+    for place in itertools.product(*(range(SIZES[axis]) for axis in used)):
+        coords = dict.fromkeys(SIZES, 0) | dict(zip(used, place))
+        window, part = spec.window(shape, SIZES, coords), shard_of(whole, spec, SIZES, coords)
+        assert tuple(part.shape) == window.sizes and window.sizes[1:] == local[1:] and window.sizes[0] <= local[0]
+        assert torch.equal(window.places(), part.reshape(-1))
+        assert (window.of(found) == -1).all()
+        window.of(found).copy_(part)
+    assert torch.equal(found, whole)
 
 
 @given(st.lists(st.integers(0, 6), max_size=3), st.sampled_from([("data",), ("data", "model")]))

@@ -300,25 +300,45 @@ def test_payload_of_a_layer_is_the_papers(ways):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("shape", [(6,), (2, 3)])
-def test_vocab_cross_entropy(reduction, shape):
+@pytest.mark.parametrize("ignored, smoothing", [(-100, 0.0), (3, 0.1)])
+def test_vocab_cross_entropy(reduction, shape, ignored, smoothing):
     generator = torch.Generator().manual_seed(0)
     scores = (30 * torch.randn(*shape, 8, generator=generator, dtype=torch.float64)).requires_grad_()
     targets = torch.randint(8, shape, generator=generator)
-    targets.view(-1)[1] = -100
+    targets.view(-1)[1] = ignored
+    options = {"ignore_index": ignored, "label_smoothing": smoothing, "reduction": reduction}
     weight = torch.randn(shape if reduction == "none" else (), generator=generator, dtype=torch.float64)
-    want = F.cross_entropy(scores.flatten(0, -2), targets.flatten(), reduction=reduction)
+    want = F.cross_entropy(scores.flatten(0, -2), targets.flatten(), **options)
     want = want.view(targets.shape) if reduction == "none" else want
     (grad,) = torch.autograd.grad((want * weight).sum(), scores)
 
     def run(mesh):
         mine = scores.detach().chunk(4, -1)[mesh.rank].requires_grad_()
-        loss = sl.vocab_cross_entropy(mine, targets, "model", reduction=reduction)
+        loss = sl.vocab_cross_entropy(mine, targets, "model", **options)
         return loss.detach(), torch.autograd.grad((loss * weight).sum(), mine)[0]
 
     results = sl.simulate(run, mesh={"model": 4})
     for loss, _ in results:
         torch.testing.assert_close(loss, want.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(torch.cat([mine for _, mine in results], -1), grad, rtol=1e-10, atol=1e-12)
+
+
+def test_vocab_cross_entropy_refuses_what_torch_refuses():
+    scores, targets = torch.randn(4, 8), torch.tensor([0, 15, 1, 2])
+
+    def run(mesh, **changed):
+        return sl.vocab_cross_entropy(**{"scores": scores, "targets": targets, "axis": "model"} | changed)
+
+    for changed, error, message in (
+        ({"targets": targets + 1}, IndexError, "a target lies outside the 16 words, and is not ignore_index"),
+        ({"targets": targets[:2]}, ValueError, r"targets have shape \(2,\), and scores of shape \(4, 8\)"),
+        ({"targets": targets.int()}, TypeError, r"targets are torch.int32; .* targets.long\(\)"),
+        ({"reduction": "average"}, ValueError, "use 'mean', 'sum' or 'none'"),
+        ({"label_smoothing": -1.0}, ValueError, "give a share of the target"),
+    ):
+        with pytest.raises(error, match=message):
+            sl.simulate(functools.partial(run, **changed), mesh={"model": 2})
+    sl.simulate(functools.partial(run, targets=targets + 1, ignore_index=16), mesh={"model": 2})
 
 
 def test_the_librarys_loss_never_gathers_the_logits():
@@ -387,7 +407,7 @@ def test_what_does_not_divide_is_listed_together():
         plan_of(params, gpt.slicing_rules(replace(TINY, heads=2)), model=4)
     for told in (
         "blocks/1/attn/qkv/weight: 2 heads",
-        "embed/tokens: shape (29, 10): dimension 0 of size 29",
+        "blocks/0/attn/out/weight: shape (10, 10): dimension 1 of size 10",
         "model=4",
     ):
         assert told in str(error.value)

@@ -16,12 +16,13 @@ from typing import NamedTuple
 import torch
 
 from shardlib.checkpoint.overlap import fill, missing
-from shardlib.checkpoint.pieces import Piece, Window, windows
+from shardlib.checkpoint.pieces import Piece, windows
 from shardlib.collectives.sums import Kept
 from shardlib.compression import Channel
 from shardlib.layout import Bucket
 from shardlib.mesh import Mesh
 from shardlib.plan import Plan
+from shardlib.specs import Window
 from shardlib.train import TrainState
 
 _log = logging.getLogger("shardlib.checkpoint")
@@ -99,7 +100,8 @@ def restore_errors(state: TrainState, saved: Mapping[str, Sequence[Piece]]) -> N
         if part.kind not in _ERRORS:
             _take_over(part, kept)
     were, are = {_read(name).exchange for name in kept if _read(name).kind in _ERRORS}, set(_exchanges(plan))
-    if lost := {kind for kind, *_ in were} - {kind for kind, *_ in are}:
+    lost = {kind for kind, *_ in were} - {kind for kind, *_ in are}
+    if lost and state.params.mesh.rank == 0:
         told = " and ".join({"sum": "gradients", "mean": "the optimizer's means"}[kind] for kind in sorted(lost))
         _log.warning(
             "what compressed exchanges of %s left out is dropped: this plan has none with error feedback", told
@@ -207,7 +209,7 @@ def _views(
 ) -> Iterator[tuple[str, int, int, torch.Tensor]]:
     """Path, elements, first element, and view, of the leaves that an error is of."""
     bucket, level = channel.bucket, channel.level
-    leaves = list(zip(bucket.paths, bucket.numels, bucket.chunks, strict=True))
+    leaves = list(zip(bucket.paths, bucket.held(coords), bucket.chunks, strict=True))
     if level is not None:
         owners = bucket.parts(level)
         rows = error.view(channel.ways, -1)[:, : channel.elements // channel.ways]

@@ -7,7 +7,6 @@ mesh is restored on another by copying the ranges that overlap.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -17,25 +16,11 @@ import torch
 from shardlib.layout import Bucket
 from shardlib.mesh import Mesh
 from shardlib.plan import Plan
+from shardlib.specs import Window
 from shardlib.train import OptimizerState, TrainState
 from shardlib.tree import path_name
 
 PARAMS, MASTERS = "params/", f"opt/{OptimizerState._fields.index('masters')}/"
-
-
-class Window(NamedTuple):
-    """Which part of a leaf a slice is: the leaf's shape, and first index and size in each dimension."""
-
-    shape: tuple[int, ...]
-    first: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    def places(self) -> torch.Tensor:
-        """Where the slice's elements, in order, lie in the flattened leaf."""
-        places = torch.arange(math.prod(self.shape)).view(self.shape)
-        for dim, (first, size) in enumerate(zip(self.first, self.sizes, strict=True)):
-            places = places.narrow(dim, first, size)
-        return places.reshape(-1)
 
 
 class Piece(NamedTuple):
@@ -118,7 +103,8 @@ def _leaves(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
 def _cut(plan: Plan, mesh: Mesh, bucket: Bucket, prefix: str, buffer: torch.Tensor, level: int) -> Iterator[Piece]:
     index = bucket.owner(mesh.coords, 0, level)
     cuts = windows(plan, mesh, bucket)
-    for path, numel, part in zip(bucket.paths, bucket.numels, bucket.leaf_parts(buffer, level), strict=True):
+    held = bucket.held(mesh.coords)
+    for path, numel, part in zip(bucket.paths, held, bucket.leaf_parts(buffer, level), strict=True):
         start = index * part.numel()
         yield Piece(prefix + path, start, part[: max(0, min(part.numel(), numel - start))], cuts.get(path))
 
@@ -130,7 +116,6 @@ def windows(plan: Plan, mesh: Mesh, bucket: Bucket) -> dict[str, Window]:
     found = {}
     for placement in plan.placements:
         if placement.path in bucket.paths:
-            shape, spec = placement.compute.shape, placement.compute.spec
-            sizes = spec.local_shape(shape, plan.sizes)
-            found[placement.path] = Window(shape, spec.offsets(shape, plan.sizes, mesh.coords), sizes)
+            compute = placement.compute
+            found[placement.path] = compute.spec.window(compute.shape, plan.sizes, mesh.coords)
     return found

@@ -14,11 +14,12 @@ from shardlib.checkpoint.errors import error_pieces, restore_errors
 from shardlib.checkpoint.overlap import fill, missing
 from shardlib.checkpoint.own import own_pieces, restore_own
 from shardlib.checkpoint.packed import pack, unpacked
-from shardlib.checkpoint.pieces import Piece, Window, needed_pieces, owned_pieces, sources_of
+from shardlib.checkpoint.pieces import Piece, needed_pieces, owned_pieces, sources_of
 from shardlib.collectives import primitives
 from shardlib.errors import TreeError, listing
 from shardlib.loss_scale import LossScale
 from shardlib.rng import Key
+from shardlib.specs import Window
 from shardlib.train import TrainState, rescaled
 
 
@@ -35,7 +36,7 @@ def save(folder: str | Path, state: TrainState, keep: int = 2, extra: dict[str, 
     partial = final.with_suffix(".partial")
     partial.mkdir(parents=True, exist_ok=True)
     pieces: dict[str, tuple[Any, ...]] = {}
-    whole = unpacked(state)
+    whole = unpacked(state.settled())
     for piece in (*owned_pieces(whole), *own_pieces(whole), *error_pieces(whole)):
         if piece.data.numel():
             window = tuple(piece.window) if piece.window else None
@@ -97,7 +98,7 @@ def restore(checkpoint: str | Path, state: TrainState) -> TrainState:
     scale = state.scale.going_on(was) if state.scale and was else state.scale
     factor = (scale.value if scale else 1.0) / (was.value if was else 1.0)
     comm = state.comm if factor == 1 else rescaled(state.params.plan, state.comm, factor)
-    return TrainState(facts["step"], state.params, state.opt, comm, state.buffers, scale, Key(facts["seed"]))
+    return TrainState(facts["step"], state.params, state.opt, comm, state.buffers, scale, Key(facts["seed"])).fitting()
 
 
 def _complete(folder: str | Path) -> list[Path]:

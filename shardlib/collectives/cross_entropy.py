@@ -6,7 +6,10 @@ import torch
 
 from shardlib.collectives import primitives
 from shardlib.collectives.pairs import all_reduce, exchange, mesh_with
+from shardlib.errors import SpecError
+from shardlib.kernels.linear_cross_entropy.options import check_options, check_targets, refuse_unknown
 from shardlib.mesh import Mesh
+from shardlib.specs import chunk_size
 
 
 def vocab_cross_entropy(
@@ -14,32 +17,69 @@ def vocab_cross_entropy(
     targets: torch.Tensor,
     axis: str,
     *,
+    words: int | None = None,
     ignore_index: int = -100,
+    label_smoothing: float = 0.0,
     reduction: str = "mean",
     mesh: Mesh | None = None,
 ) -> torch.Tensor:
     """``F.cross_entropy`` of scores whose last dimension is this rank's share of the vocabulary; never gathers them.
 
-    Payload per token: one number gathered (the largest score), two summed.
+    Payload per token: one number gathered (the largest score), two summed, and a third with ``label_smoothing``.
 
     Args:
-        scores: (..., vocabulary / ranks), rank r holding words r·V/n to (r+1)·V/n.
+        scores: (..., s), rank r holding those of words r·s to (r+1)·s.
         targets: (...), int64, equal on all ranks of ``axis``.
+        words: how many there are, where ranks do not divide them: s is then ⌈words / ranks⌉, and scores beyond the last
+            word count for nothing, or are left out.
+        label_smoothing: how much of the target is spread over all words, in [0, 1].
         reduction: "mean", "sum" or "none".
+
+    Raises:
+        SpecError: ``scores`` that are not this rank's share of so many words.
+        ValueError: another reduction, a smoothing outside [0, 1], or targets that do not suit the scores.
+        TypeError: targets that are not int64.
+        IndexError: on CPU, a target that is none of the words; on a GPU, which would have to wait, its loss is NaN.
     """
+    check_options("vocab_cross_entropy", reduction, label_smoothing, ("mean", "sum", "none"))
+    check_targets("vocab_cross_entropy", targets, scores.shape[:-1], f"scores of shape {tuple(scores.shape)}")
     mesh = mesh_with(mesh, axis)
-    words = scores.shape[-1]
+    words = scores.shape[-1] * mesh.shape[axis] if words is None else words
+    if targets.is_cpu and not mesh.abstract:
+        refuse_unknown(targets, words, ignore_index)
+    scores, first, held = _own_words(scores, words, mesh, axis)
     highest = _highest(scores.detach(), mesh, axis)
     shifted = scores - highest[..., None]
-    local = targets - words * mesh.coords[axis]
-    mine = (local >= 0) & (local < words)
-    wanted = shifted.gather(-1, local.where(mine, 0)[..., None])[..., 0].where(mine, 0)
-    total, score = all_reduce(torch.stack([shifted.exp().sum(-1), wanted]), axis, dst="invariant", mesh=mesh).unbind()
+    mine = (targets >= first) & (targets < first + held)
+    wanted = shifted.gather(-1, (targets - first).where(mine, 0)[..., None])[..., 0].where(mine, 0)
+    sums = [shifted.exp().sum(-1), wanted]
+    if label_smoothing:
+        sums.append(shifted.sum(-1) if held else torch.zeros_like(wanted))
+    total, score, *plain = all_reduce(torch.stack(sums), axis, dst="invariant", mesh=mesh).unbind()
+    losses = total.log() - (1 - label_smoothing) * score
+    if plain:
+        losses = losses - label_smoothing / words * plain[0]
     counts = targets != ignore_index
-    losses = (total.log() - score).where(counts, 0)
+    losses = losses.where((targets >= 0) & (targets < words), torch.nan).where(counts, 0)
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / counts.sum()
+
+
+def _own_words(scores: torch.Tensor, words: int, mesh: Mesh, axis: str) -> tuple[torch.Tensor, int, int]:
+    """The scores of this rank's words, the first of these, and how many they are."""
+    share = chunk_size(words, mesh.shape[axis])
+    first = min(share * mesh.coords[axis], words)
+    held = min(share, words - first)
+    if scores.shape[-1] not in (share, max(held, 1)):
+        raise SpecError(
+            f"vocab_cross_entropy: {scores.shape[-1]} scores are not rank {mesh.coords[axis]}'s share of {words} words over "
+            f"axis {axis!r} of size {mesh.shape[axis]}, which is {held}; pass words=, the size of the whole vocabulary, and "
+            f"scores (..., {share}), or without those beyond the last word"
+        )
+    if not held:  # one that no target is and that adds nothing, so that there is a largest
+        return scores[..., :1].masked_fill(torch.ones_like(scores[..., :1], dtype=torch.bool), -torch.inf), first, held
+    return scores[..., :held], first, held
 
 
 def _highest(scores: torch.Tensor, mesh: Mesh, axis: str) -> torch.Tensor:

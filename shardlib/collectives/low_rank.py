@@ -71,12 +71,12 @@ class Factors:
         self.rows, self._rank = rows, rank
         self._matrices: list[_Matrix] = []
         self._spans: list[tuple[int, int]] = []  # of what travels as it is
-        for leaf, ((start, stop), shape) in enumerate(zip(rows.filled, rows.shapes, strict=True)):
+        for leaf, ((start, _), shape) in enumerate(zip(rows.filled, rows.shapes, strict=True)):
             n, m = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (0, 0)
             if (n + m) * rank < n * m:
                 self._matrices.append(_Matrix(leaf, start, n, m))
             else:
-                self._spans.append((start, stop))
+                self._spans.append((start, start + math.prod(shape)))  # with what pads a slice: its ranks send as much
         self._factors = sum(matrix.m for matrix in self._matrices) * rank
         second = self._factors + sum(stop - start for start, stop in self._spans)
         self.elements = (

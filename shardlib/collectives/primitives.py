@@ -75,17 +75,28 @@ def all_gather_object(mesh: Mesh, axes: Sequence[str], value: Any) -> list[Any]:
     return values
 
 
-def require_equal(mesh: Mesh, what: str, items: dict[str, Any], remedy: str, axes: Sequence[str] | None = None) -> None:
+def require_equal(
+    mesh: Mesh,
+    what: str,
+    items: dict[str, Any],
+    remedy: str,
+    axes: Sequence[str] | None = None,
+    *,
+    absent: bool = False,
+) -> None:
     """Raise on every rank when ``items`` differ between ranks, naming each differing item and the ranks.
 
-    Every rank along ``axes`` (by default all) must call it. Costs one small exchange per axis.
+    Every rank along ``axes`` (by default all) must call it. Costs one small exchange per axis. ``absent``: an item may be
+    missing on ranks.
     """
-    problems = differences(mesh, items, axes)
+    problems = differences(mesh, items, axes, absent=absent)
     if problems:
         raise RankMismatch(mismatch(what, problems, remedy))
 
 
-def differences(mesh: Mesh, items: dict[str, Any], axes: Sequence[str] | None = None) -> list[str]:
+def differences(
+    mesh: Mesh, items: dict[str, Any], axes: Sequence[str] | None = None, *, absent: bool = False
+) -> list[str]:
     """One line per item that differs between ranks, with what each has; what `require_equal` raises for."""
     axes = list(mesh.shape) if axes is None else axes
     mine = {key: str(value) for key, value in items.items()}
@@ -97,7 +108,8 @@ def differences(mesh: Mesh, items: dict[str, Any], axes: Sequence[str] | None = 
     for key in dict.fromkeys(key for _, theirs in everyone for key in theirs):
         ranks_of: dict[str, list[int]] = {}
         for rank, theirs in everyone:
-            ranks_of.setdefault(theirs.get(key, "(absent)"), []).append(rank)
+            if key in theirs or not absent:
+                ranks_of.setdefault(theirs.get(key, "(absent)"), []).append(rank)
         if len(ranks_of) > 1:
             told = "; ".join(f"rank {', '.join(map(str, ranks))}: {value}" for value, ranks in ranks_of.items())
             problems.append(f"{key}: {told}")

@@ -54,7 +54,11 @@ class Executor:
         self._slices = Slices(mesh, self._parts)
         self._units = {
             name: UnitState(
-                name, [state for state in states if state.bucket.unit == name], self._touch, plan.styles, self._slices
+                name,
+                [state for state in states if state.bucket.unit == name],
+                self._touch,
+                plan.placement_of,
+                self._slices,
             )
             for name in plan.units
         }

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from shardlib.errors import BatchError, LossError, listing
+from shardlib.errors import REENTRANT, BatchError, LossError, listing
 from shardlib.functional import Mean
 from shardlib.mesh import Mesh
 from shardlib.plan import Plan
@@ -96,10 +96,7 @@ def refuse_reentrant_checkpoints(total: torch.Tensor) -> None:
             continue
         seen.add(node)
         if node.name() == "CheckpointFunctionBackward":
-            raise LossError(
-                "the loss calls torch.utils.checkpoint with use_reentrant=True, which loses gradients of parameters here; "
-                "pass use_reentrant=False, or mark blocks with sl.block and add sl.remat() to the plan"
-            )
+            raise LossError(f"the loss {REENTRANT}")
         todo += [previous for previous, _ in node.next_functions]
 
 

@@ -23,6 +23,7 @@ from shardlib.execute.sequence import SequenceParts
 from shardlib.functional import embedding, linear_cross_entropy, own_slice, slice_of, widened
 from shardlib.mesh import Mesh
 from shardlib.parts import shard_sequence
+from shardlib.specs import Window, chunk_size
 from shardlib.styles import Style
 
 
@@ -62,11 +63,19 @@ class Slices:
             return pairs.reduce_scatter(_with_sequence(y), axis, dim=1, mesh=self.mesh)
         return pairs.all_reduce(y, axis, dst="invariant", mesh=self.mesh)
 
-    def whole_outputs(self, y: torch.Tensor, axis: str) -> torch.Tensor:
-        """Every rank's share of the outputs, put together; parts of the sequence stay parts."""
+    def whole_outputs(self, y: torch.Tensor, axis: str, outputs: int) -> torch.Tensor:
+        """Every rank's share of the outputs, put together; parts of the sequence stay parts.
+
+        Shares that are shorter than others travel padded.
+        """
+        share = chunk_size(outputs, self.mesh.shape[axis])
+        if y.shape[-1] < share:
+            y = F.pad(y, (0, share - y.shape[-1]))
         if self.cuts_sequence(axis):
-            return pairs.all_to_all(_with_sequence(y), axis, split_dim=1, concat_dim=-1, mesh=self.mesh)
-        return pairs.all_gather(y, axis, dim=-1, dst="invariant", mesh=self.mesh)
+            whole = pairs.all_to_all(_with_sequence(y), axis, split_dim=1, concat_dim=-1, mesh=self.mesh)
+        else:
+            whole = pairs.all_gather(y, axis, dim=-1, dst="invariant", mesh=self.mesh)
+        return whole if whole.shape[-1] == outputs else whole[..., :outputs].contiguous()
 
     def own_inputs(self, x: torch.Tensor, axis: str) -> torch.Tensor:
         """This rank's share of inputs that come whole; of all positions."""
@@ -79,18 +88,19 @@ class Slices:
 
 
 class SlicedHandle(Handle):
-    """Stands for this rank's slice of a leaf with a style."""
+    """Stands for this rank's slice of a leaf with a style; rows that pad it included."""
 
     _style: Style
     _slices: Slices
+    _window: Window
 
     @staticmethod
     def make(
         source: Source, index: int, path: str, shape: tuple[int, ...], like: torch.Tensor, trained: bool,
-        style: Style, slices: Slices,
+        style: Style, window: Window, slices: Slices,
     ) -> SlicedHandle:  # fmt: skip
         handle = SlicedHandle(source, index, path, shape, like, trained)
-        handle._style, handle._slices = style, slices
+        handle._style, handle._window, handle._slices = style, window, slices
         return handle
 
     @classmethod
@@ -123,6 +133,18 @@ def refuse_slices(value: Any) -> None:
             )
 
 
+def _held(value: Any) -> Any:
+    """What a layer computes with: a tensor as it is, of a slice this rank's part without the rows that pad it.
+
+    So these are never multiplied, and their gradient is zero. Of a slice that is padding alone one row stays: every rank
+    uses the same parameters. What it gives is cut off, or masked.
+    """
+    local = materialise(value)
+    if isinstance(value, SlicedHandle) and value.dim() and value._window.sizes[0] < len(local):
+        return local[: max(value._window.sizes[0], 1)]
+    return local
+
+
 def _linear(x: Any, weight: Any, bias: Any = None) -> torch.Tensor:
     return _layer(F.linear, False, x, weight, bias)
 
@@ -143,7 +165,7 @@ def _layer(
 ) -> torch.Tensor:  # fmt: skip
     """``compute(x, weight, bias)`` by this rank's slice of ``weight``."""
     _refuse("a layer as its input", [x])
-    x, added = materialise((x, bias))
+    x, added = materialise(x), _held(bias)
     style = _style(weight)
     if style is None or style.sums:
         _require_whole_layer(weight, bias)
@@ -157,10 +179,10 @@ def _layer(
             f"{name} is consumed as {order} and sliced as the other order; give its layer sl.{style.kind}(transposed="
             f"{transposed}) in tensor_slicing's rules"
         )
-    local, axis = materialise(weight), style.axis
+    local, axis = _held(weight), style.axis
     if style.kind == "column":
         y = compute(slices.enter(x, axis), local, added)
-        return slices.whole_outputs(y, axis) if style.whole else y
+        return slices.whole_outputs(y, axis, weight._window.shape[int(transposed)]) if style.whole else y
     if style.whole:
         x = slices.own_inputs(x, axis)
     inputs = local.shape[0 if transposed else 1]
@@ -187,18 +209,20 @@ def _embedding(
         raise HandleError(f"{weight._path} is looked up and has the style {style}; give its layer the style 'vocab'")
     if max_norm is not None or scale_grad_by_freq:
         raise HandleError(f"{weight._path}: max_norm and scale_grad_by_freq need the whole embedding; do not slice it")
-    slices, local = weight._slices, materialise(weight)
-    mesh = slices.mesh
+    slices, local = weight._slices, _held(weight)
     if slices.cuts_sequence(style.axis):  # ``ids`` are whole, what is found is this rank's part
         slices.parts.note("enter")
         slices.parts.chunks(ids.shape[1])
-    first = local.shape[0] * mesh.coords[style.axis]
-    mine = (ids >= first) & (ids < first + local.shape[0])
+    words, first, held = weight._window.shape[0], weight._window.first[0], weight._window.sizes[0]
+    mine = (ids >= first) & (ids < first + held)
     padding = None
     if padding_idx is not None:
-        whole = padding_idx % (local.shape[0] * mesh.shape[style.axis]) - first
-        padding = whole if 0 <= whole < local.shape[0] else None
-    found = F.embedding((ids - first).where(mine, 0), local, padding, sparse=sparse)
+        whole = padding_idx % words - first
+        padding = whole if 0 <= whole < held else None
+    # What is no word at all is left to F.embedding to refuse, on every rank.
+    found = F.embedding(
+        (ids - first).where(mine, 0).where((ids >= 0) & (ids < words), -1), local, padding, sparse=sparse
+    )
     return slices.leave(found.masked_fill(~mine[..., None], 0), style.axis)
 
 
@@ -209,19 +233,18 @@ def _embedding_of_part(ids: torch.Tensor, weight: Any) -> torch.Tensor:
 
 
 def _cross_entropy(
-    x: Any, weight: Any, targets: torch.Tensor, *, ignore_index: int = -100, reduction: str = "mean"
+    x: Any, weight: Any, targets: torch.Tensor, *, ignore_index: int, label_smoothing: float, reduction: str
 ) -> torch.Tensor:
     style = _style(weight)
     if style is None or style.kind != "vocab":
         raise HandleError(f"{weight._path} is an output layer with the style {style}; give it the style 'vocab'")
     slices, axis = weight._slices, style.axis
     x = slices.enter(materialise(x), axis)
-    scores = widened(F.linear(x, materialise(weight)))
+    scores, words = widened(F.linear(x, _held(weight))), weight._window.shape[0]
 
     def losses(targets: torch.Tensor, reduction: str) -> torch.Tensor:
-        return vocab_cross_entropy(
-            scores, targets, axis, ignore_index=ignore_index, reduction=reduction, mesh=slices.mesh
-        )
+        options: dict[str, Any] = {"words": words, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        return vocab_cross_entropy(scores, targets, axis, **options, reduction=reduction, mesh=slices.mesh)
 
     if slices.parts is None:
         return losses(targets, reduction)
@@ -232,12 +255,7 @@ def _cross_entropy(
 
 
 def _slice_of(weight: SlicedHandle, dim: int) -> tuple[int, int]:
-    style, length = weight._style, weight.shape[dim]
-    cut = int((style.kind == "row") != style.transposed)
-    if style.sums or dim % weight.dim() != cut:
-        return 0, length
-    mesh = weight._slices.mesh
-    return length * mesh.coords[style.axis], length * mesh.shape[style.axis]
+    return weight._window.first[dim], weight._window.shape[dim]
 
 
 def _style(weight: Any) -> Style | None:
@@ -284,7 +302,7 @@ _LAYERS: dict[Any, Callable[..., Any]] = {
     torch.addmm: _addmm,
     linear_cross_entropy: _cross_entropy,
     embedding: _embedding_of_part,
-    own_slice: materialise,
+    own_slice: _held,
     slice_of: _slice_of,
 }
 # A bias that is added by itself: its slice belongs to the slice it is added to.

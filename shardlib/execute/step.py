@@ -40,7 +40,7 @@ from shardlib.optim.shards import MeshShards, sum_over
 from shardlib.plan import Plan
 from shardlib.rng import Key, seeding_torch
 from shardlib.sharded import Sharded
-from shardlib.tree import Tree, leaves_of
+from shardlib.tree import Tree, leaves_of, tree_map
 
 
 @dataclass
@@ -262,7 +262,8 @@ class LossStep:
             if plan.sequence and record.order is None:
                 require_whole_loss(plan.sequence, self._mesh, record.done, (outcome.total, outcome.weight))
             seed.fill_(self._seed(outcome, loss_scale))
-            return outcome.total, outcome._replace(total=outcome.total.detach())
+            kept = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, outcome.buffers)
+            return outcome.total, outcome._replace(total=outcome.total.detach(), buffers=kept)
 
         seed = torch.ones((), dtype=torch.float64, device=self._mesh.device)
         return self.executor.backward(params, gradients, index == plan.microbatches - 1, run, seed)

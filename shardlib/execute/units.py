@@ -21,7 +21,7 @@ from shardlib.execute.handles import Handle
 from shardlib.execute.slicing import SlicedHandle, Slices
 from shardlib.layout import Bucket
 from shardlib.mesh import Mesh
-from shardlib.styles import Style
+from shardlib.placement import Placement
 
 
 class _Root(torch.autograd.Function):
@@ -157,12 +157,12 @@ class UnitState:
         name: str,
         buckets: list[BucketState],
         touch: Callable[[UnitState], None],
-        styles: dict[str, Style],
+        placements: Mapping[str, Placement],
         slices: Slices,
     ) -> None:
         self.name = name
         self.buckets = buckets
-        self._touch, self._styles, self._slices = touch, styles, slices
+        self._touch, self._placements, self._slices = touch, placements, slices
         self._where = [(state, place) for state in buckets for place in range(len(state.bucket.paths))]
         self._leaves: list[torch.Tensor] | None = None
 
@@ -220,10 +220,11 @@ class UnitState:
         """Path -> handle, of the leaves that need one: all where the unit is gathered, else those with a style."""
         made: dict[str, Handle] = {}
         for index, (path, (state, place)) in enumerate(zip(self.paths, self._where, strict=True)):
-            style = self._styles.get(path)
+            style, compute = self._placements[path].style, self._placements[path].compute
             about = (self, index, path, state.bucket.shapes[place], state.stored, trained and state.bucket.trainable)
             if style is not None:
-                made[path] = SlicedHandle.make(*about, style, self._slices)
+                window = compute.spec.window(compute.shape, self._slices.mesh.shape, self._slices.mesh.coords)
+                made[path] = SlicedHandle.make(*about, style, window, self._slices)
             elif self.gathers:
                 made[path] = Handle(*about)
         return made

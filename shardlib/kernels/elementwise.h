@@ -91,14 +91,13 @@ public:
 // op.at<Lanes>(i) for all elements. `streamed` is what the operation streams to, or null.
 template <typename Op>
 inline void sweep(const Op& op, int64_t count, const uint16_t* streamed, int threads) {
-    constexpr int64_t GRAIN = 1 << 15, LINE = 64 / sizeof(uint16_t);
+    constexpr int64_t LINE = 64 / sizeof(uint16_t);
+    const int64_t grain = threads < 0 ? LINE : 1 << 15;
     int64_t head = smaller(count, int64_t(-(reinterpret_cast<uintptr_t>(streamed) / sizeof(uint16_t)) % LINE));
-    int64_t grains = (count - head + GRAIN - 1) / GRAIN;
-    // A thread costs what a few grains take.
-    threads = int(smaller(threads, grains / 4));
-    parallel(larger(grains, 1), threads, [&](int64_t first, int64_t last) {
+    int64_t grains = (count - head + grain - 1) / grain;
+    parallel(larger(grains, 1), worth(threads, grains, 4), [&](int64_t first, int64_t last) {
         FlushDenormals flush;
-        int64_t i = first ? head + first * GRAIN : 0, stop = smaller(head + last * GRAIN, count);
+        int64_t i = first ? head + first * grain : 0, stop = smaller(head + last * grain, count);
         for (; i < smaller(head, stop); ++i) op.template at<One>(i);
         for (; i + W <= stop; i += W) op.template at<Wide>(i);
         for (; i < stop; ++i) op.template at<One>(i);

@@ -10,6 +10,7 @@ compiled function is refused here, since the compiler then leaves out the autogr
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +22,9 @@ from torch.overrides import handle_torch_function, has_torch_function
 from shardlib.kernels.recompute import can_hook
 
 _NAMESPACE = "shardlib"
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutocastCUDA
+)
 
 # Tensors and constants in, tensors out.
 Pass = Callable[..., list[torch.Tensor]]
@@ -41,7 +45,7 @@ def opaque(name: str, function: Pass, fake: Pass) -> Pass:
     """
     qualified = f"{_NAMESPACE}::{name}"
     torch.library.define(qualified, torch.library.infer_schema(function, mutates_args=()))
-    torch.library.impl(qualified, "CompositeExplicitAutograd")(function)
+    torch.library.impl(qualified, "CompositeExplicitAutograd")(_as_written(function))
     torch.library.register_fake(qualified, fake)
     operator = getattr(getattr(torch.ops, _NAMESPACE), name).default
     torch.library.register_vmap(qualified, _one_by_one(operator))
@@ -146,6 +150,26 @@ def differentiable(
 def _without_derivatives() -> bool:
     """Whether no derivative of what is computed here can be asked for, of any kind, and no compiler looks on."""
     return not torch.is_grad_enabled() and can_hook() and forward_ad._current_level < 0
+
+
+def autocast_as_a_product(*factors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The factors of a matrix product as `torch.autocast` would have them, for operators that multiply by themselves."""
+    device = factors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return factors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(factor if factor.dtype == torch.float64 else factor.to(dtype) for factor in factors)
+
+
+def _as_written(function: Pass) -> Pass:
+    """An operator's own operations in the dtypes that it chose: autocast stops at its inputs."""
+
+    @functools.wraps(function)
+    def kernel(*values: Any) -> list[torch.Tensor]:
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            return function(*values)
+
+    return kernel
 
 
 def _refusing_gradients(name: str, operator: Pass) -> Pass:

@@ -46,7 +46,7 @@ inline Floats first(Floats values, int64_t n) {
 }
 
 // A thread costs what some 32768 elements take.
-inline int enough(int threads, int64_t elements) { return int(smaller(threads, elements >> 15)); }
+inline int enough(int threads, int64_t elements) { return worth(threads, elements, 1 << 15); }
 
 // Runs body(row) for every row.
 template <typename Body>

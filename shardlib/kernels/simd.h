@@ -136,6 +136,12 @@ struct BFloat16 {
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
+// How many threads work on so many elements, where one costs what `grain` of them take. Fewer than none ask for their number
+// whatever that costs: tests, which have all cuts at small sizes so.
+inline int worth(int threads, int64_t elements, int64_t grain) {
+    return threads < 0 ? -threads : int(smaller(threads, elements / grain));
+}
+
 // Runs body(first, last) over the numbers 0 to count - 1, cut into one range per thread. What is computed must not
 // depend on where it is cut.
 template <typename Body>

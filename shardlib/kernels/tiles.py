@@ -8,6 +8,7 @@ import torch
 import triton
 
 from shardlib.kernels.build import BuildError
+from shardlib.thresholds import Threshold
 
 # A product is rounded before it is added, as everywhere.
 EXACT: dict[str, Any] = {"enable_fp_fusion": False}
@@ -26,6 +27,9 @@ def triton_name(device: torch.device) -> str:
     return f"Triton {triton.__version__}"
 
 
-def rows_each(count: int, tile: int, programs: int = 64) -> int:
+_SUMS = Threshold(64)
+
+
+def rows_each(count: int, tile: int, programs: Threshold = _SUMS) -> int:
     """How many rows, a multiple of ``tile``, a program sums, so that at most ``programs`` sums are left to add."""
-    return max(1, triton.cdiv(count, programs * tile)) * tile
+    return max(1, triton.cdiv(count, programs() * tile)) * tile

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
-from torch.utils._python_dispatch import _disable_current_modes
 
 from shardlib.blocks import Sequential, sequential
 from shardlib.errors import TreeError, listing
 from shardlib.models.meta import initialised, reset_buffers
+from shardlib.models.skeleton import Buffers, Skeletons, buffers_of, hollow
 from shardlib.tree import Tree
 
 
@@ -26,7 +23,10 @@ def from_module(module: nn.Module, buffers: bool = False, blocks: Sequence[nn.Mo
     ``apply(params, *args, **kwargs)`` calls the module; with buffers ``apply(params, buffers, *args, **kwargs)``
     returns ``(output, buffers)``. ``params`` is a nested dictionary by module path in which a ModuleList or
     Sequential is a list; its tensors are the module's own. Tied parameters stay tied. ``apply`` keeps the module's
-    structure and mode (train or eval) as they are now.
+    structure and mode (train or eval) as they are now. What the module writes to its buffers in a call, in place or by
+    assignment, is in the returned ``buffers`` and nowhere else; other attributes that it changes (``self.calls += 1``)
+    are not state: each thread's copy of the module has its own, and no checkpoint keeps them. `torch.utils.checkpoint` in
+    the module works with ``use_reentrant=False``: backward sees what the call saw, and writes to no buffer again.
 
     With ``blocks`` the result is ``(loss_fn, params)``: an `shardlib.sequential`, which `shardlib.pipeline` can cut into
     stages, and a list of trees, one per block. A block is a module of the module's own submodules, called as
@@ -49,89 +49,42 @@ def from_module(module: nn.Module, buffers: bool = False, blocks: Sequence[nn.Mo
         _refuse_left_out(module, blocks)
         module = _Blocks(blocks)
     _refuse_frozen(module)
-    held = dict(module.named_buffers(remove_duplicate=False))
-    if any(buffer.is_meta for buffer in held.values()):
-        held = reset_buffers(module)
-    structure = _Skeletons(module, held)
+    held = buffers_of(module)
+    if any(buffer is not None and buffer.is_meta for buffer in held.values()):
+        held |= reset_buffers(module)
+    skeletons = Skeletons(module, held)
     on_meta = any(parameter.is_meta for parameter in module.parameters())
-    params: Any = partial(_initialise, _hollow(module)) if on_meta else _tree(module)
+    params: Any = partial(_initialise, hollow(module)) if on_meta else _tree(module)
 
     if isinstance(module, _Blocks):
-        return _in_sequence(module, structure), params
+        return _in_sequence(module, skeletons), params
 
     if not buffers:
 
         def apply(params: Tree, *args: Any, **kwargs: Any) -> Any:
-            return _call(structure.get(), params, args, kwargs)
+            return skeletons.get()(_flat(params), args, kwargs)
 
         return apply, params
 
-    def apply_with_buffers(params: Tree, buffers: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        fresh = {name: buffer.clone() for name, buffer in buffers.items()}
-        out = functional_call(structure.get(), _flat(params) | fresh, args, kwargs, tie_weights=False)
-        return out, fresh
+    def apply_with_buffers(params: Tree, buffers: Buffers, *args: Any, **kwargs: Any) -> Any:
+        return skeletons.get().with_buffers(_flat(params), buffers, args, kwargs)
 
-    return apply_with_buffers, params, {name: buffer.detach().clone() for name, buffer in held.items()}
-
-
-def _call(skeleton: nn.Module, params: Tree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The module called with these parameters.
-
-    Raises:
-        TreeError: it changed a buffer.
-    """
-    versions = [buffer._version for buffer in skeleton.buffers()]
-    out = functional_call(skeleton, _flat(params), args, kwargs, tie_weights=False)
-    changed = [
-        name
-        for (name, buffer), version in zip(skeleton.named_buffers(), versions, strict=True)
-        if buffer._version != version
-    ]
-    if changed:
-        raise TreeError(
-            f"the module changed its buffers, which a pure function cannot:\n{listing(changed)}\nUse apply, params, "
-            "buffers = sl.from_module(module, buffers=True) (not with blocks), or module.eval()"
-        )
-    return out
+    return apply_with_buffers, params, {name: None if b is None else b.detach().clone() for name, b in held.items()}
 
 
 class _Blocks(nn.ModuleList):
     """Modules that are called one after the other, each with a tree of its own."""
 
 
-def _in_sequence(blocks: _Blocks, structure: _Skeletons) -> Sequential:
+def _in_sequence(blocks: _Blocks, skeletons: Skeletons) -> Sequential:
     def one(index: int, module: nn.Module) -> Callable[..., Any]:
         def run(params: Tree, carry: Any, batch: Any, **rng: Any) -> Any:
-            return _call(structure.get().get_submodule(str(index)), params, (carry, batch), rng)
+            return skeletons.get(str(index))(_flat(params), (carry, batch), rng)
 
         run.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]  # whether it takes rng
         return run
 
     return sequential([one(index, module) for index, module in enumerate(blocks)])
-
-
-class _Skeletons:
-    """The module without weights, one copy per thread: a call swaps weights into the module itself."""
-
-    def __init__(self, module: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
-        self._pattern = _hollow(module)  # never called: a thread may come to copy it while another is in a call
-        for name, buffer in buffers.items():
-            owner, _, leaf = name.rpartition(".")
-            self._pattern.get_submodule(owner)._buffers[leaf] = buffer.detach().clone()
-        self._local = threading.local()
-
-    def get(self) -> nn.Module:
-        if not hasattr(self._local, "module"):
-            # Not a part of what it is called in: a trace on fake tensors, a recomputed block, inference.
-            with _disable_current_modes(), torch.inference_mode(False):
-                self._local.module = copy.deepcopy(self._pattern)
-        return self._local.module
-
-
-def _hollow(module: nn.Module) -> nn.Module:
-    """A copy whose parameters are on the meta device, tied ones still tied."""
-    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()}
-    return copy.deepcopy(module, memo)
 
 
 def _own_parameters(module: nn.Module) -> dict[str, torch.Tensor]:

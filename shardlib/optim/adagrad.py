@@ -48,7 +48,7 @@ def adagrad(lr: float | Schedule, initial_accumulator_value: float = 0.1, eps: f
             if scale is not None:
                 g.mul_(scale)
             s.addcmul_(g, g)
-            g.mul_(torch.where(s > 0, (s + eps).rsqrt_(), 0.0))
+            g.mul_(torch.where(s == 0, 0.0, (s + eps).rsqrt_()))
 
         each(direct, grads, state.sum_of_squares)
         return state._replace(count=state.count + 1), Move(lambda p, u: u.mul_(-size), (grads,))

@@ -45,8 +45,9 @@ def adamw(
             raise ValueError("adamw decays weights, so update needs them: update(updates, state, params)")
 
         def move(m: torch.Tensor, v: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-            direction = (m / (1 - b1**exact)) / ((v / (1 - b2**exact)).sqrt() + eps)
-            return -step.to(m.dtype) * (direction + weight_decay * p if weight_decay else direction)
+            wide = torch.promote_types(m.dtype, torch.float32)  # in 16 bits eps is 0
+            direction = (m.to(wide) / (1 - b1**exact)) / ((v.to(wide) / (1 - b2**exact)).sqrt() + eps)
+            return (-step.to(wide) * (direction + weight_decay * p if weight_decay else direction)).to(m.dtype)
 
         return tree_map(move, mu, nu, params if weight_decay else mu), AdamState(count, mu, nu)
 

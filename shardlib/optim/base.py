@@ -33,6 +33,14 @@ class Apart(Protocol):
         ...
 
 
+class Holding(Protocol):
+    """A state (a NamedTuple) of an optimizer that brings parameters back to a copy of what they were."""
+
+    def held_trees(self) -> tuple[str, ...]:
+        """The fields that are such copies now: what parameters are replaced by from outside replaces these too."""
+        ...
+
+
 class Packed(abc.ABC):
     """A node of an optimizer's state that holds one tensor in fewer bits; checkpoints hold the tensor."""
 

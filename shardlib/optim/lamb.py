@@ -59,7 +59,7 @@ def coefficients(params: Tree, directions: Tree, shards: Shards, least: float, m
     """‖p‖/‖u‖ of each parameter within bounds, float64 ``[leaf_count]``; 1 where either is 0."""
     of_both = (lambda p, u: sum_of_squares(p), lambda p, u: sum_of_squares(u))
     lengths, steps = shards.leaf_sums(of_both, params, directions).sqrt()
-    return torch.where((lengths > 0) & (steps > 0), (lengths / steps).clamp(least, most), 1.0)
+    return torch.where((lengths == 0) | (steps == 0), 1.0, (lengths / steps).clamp(least, most))  # NaN stays
 
 
 def check_coeffs(what: str, least: float, most: float) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardlib.kernels.lion import lion_
+from shardlib.kernels.lion import lion_, sign
 from shardlib.optim.base import GradientTransformation, apart
 from shardlib.optim.locality import Locality
 from shardlib.optim.ranges import check
@@ -48,7 +48,7 @@ def lion(lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: 
         if weight_decay and params is None:
             raise ValueError("lion decays weights, so update needs them: update(updates, state, params)")
         step = rate(state.count)
-        directions = tree_map(lambda g, m: (b1 * m + (1 - b1) * g.to(m.dtype)).sign(), updates, state.mu)
+        directions = tree_map(lambda g, m: sign(b1 * m + (1 - b1) * g.to(m.dtype)), updates, state.mu)
         if weight_decay:
             directions = tree_map(lambda u, p: u + weight_decay * p, directions, params)
         mu = tree_map(lambda g, m: b2 * m + (1 - b2) * g.to(m.dtype), updates, state.mu)

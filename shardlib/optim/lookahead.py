@@ -20,6 +20,10 @@ class LookaheadState(NamedTuple):
     steps_since_sync: torch.Tensor
     slow: Tree
 
+    def held_trees(self) -> tuple[str, ...]:
+        """See `shardlib.optim.base.Holding`."""
+        return ("slow",)
+
 
 def lookahead(
     fast_optimizer: GradientTransformation, sync_period: int, slow_step_size: float, reset_state: bool = False

@@ -116,7 +116,7 @@ def onebit_lamb(
     def spread_of(mu: Tree, shards: Shards) -> torch.Tensor:
         squares, sizes = shards.leaf_sums((sum_of_squares, _count), mu)
         means = (squares / sizes.clamp(min=1)).sqrt()
-        return torch.where(means > 0, means.mean() / means, 1.0)
+        return torch.where(means == 0, 1.0, means.mean() / means)
 
     def compressed(params, grads, state, scale, shards):
         def send(number: int, g: torch.Tensor, m: torch.Tensor) -> None:
@@ -132,7 +132,7 @@ def onebit_lamb(
             plain = shards.leaf_sums((sum_of_squares,), directions)[0]
             each(lambda u, p: u.add_(p, alpha=weight_decay), directions, params)
             whole = shards.leaf_sums((sum_of_squares,), directions)[0]
-            part = torch.where(whole > 0, (plain / whole).sqrt().clamp(max=1), 1.0)
+            part = torch.where(whole == 0, 1.0, (plain / whole).sqrt().clamp(max=1))
             factor = factor * part + 1 - part
         factor = factor.clamp(min_factor, max_factor)
         factor = torch.clamp(factor, state.factor * (1 - factor_threshold), state.factor * (1 + factor_threshold))

@@ -11,10 +11,11 @@ from shardlib.compression import Channel
 from shardlib.exchange import compact
 from shardlib.mesh import Mesh
 from shardlib.plan import Plan
+from shardlib.thresholds import Threshold
 
 # Elements from which an exchange is large enough: two fewer cost 1 to 2 ms on gloo, and on a slow network what is encoded
 # while another is under way costs nothing.
-_TOGETHER = 1 << 22
+_TOGETHER = Threshold(1 << 22)
 
 
 class OwnExchange:
@@ -35,7 +36,7 @@ class OwnExchange:
         """Several buckets to an exchange; all are under way before the first is waited for."""
         groups: list[list[str]] = [[]]
         for name in tree:
-            if sum(tree[other].numel() for other in groups[-1]) >= _TOGETHER:
+            if sum(tree[other].numel() for other in groups[-1]) >= _TOGETHER():
                 groups.append([])
             if name in self._lines:
                 groups[-1].append(name)

@@ -248,15 +248,26 @@ class MeshShards(Shards):
         for known_fn, known_tree, value in self._known:
             if known_fn is fn and known_tree is tree:
                 return value
-        local = self.local_sum(fn, tree).reshape(1)
+        local = self._added([fn(part) for part in self._unpadded(tree)]).reshape(1)
         sum_over(self._mesh, tuple(self._mesh.shape), local)
         return local[0]
 
     def local_sum(self, fn: Callable[[torch.Tensor], torch.Tensor], tree: dict[str, torch.Tensor]) -> torch.Tensor:
-        """This rank's part of the sum: ranks that hold copies share the work."""
-        parts = [fn(leaf[self._share(self._plan.bucket_of[name], leaf)]) for name, leaf in tree.items()]
+        """This rank's part of the sum, of a function that gives 0 of padding: ranks that hold copies share the work."""
+        return self._added([fn(leaf[self._share(self._plan.bucket_of[name], leaf)]) for name, leaf in tree.items()])
+
+    def _added(self, parts: list[torch.Tensor]) -> torch.Tensor:
         total = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         return total / self._differing
+
+    def _unpadded(self, tree: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+        """The elements whose share of the work is this rank's, without padding, in few pieces."""
+        for name, leaf in tree.items():
+            bucket = self._plan.bucket_of[name]
+            mine = self._share(bucket, leaf)
+            for start, stop in _joined(bucket.filled(self._mesh.coords, bucket.levels)):
+                start = max(start, mine.start)
+                yield leaf[start : max(start, min(stop, mine.stop))]
 
     def leaf_count(self, tree: Tree) -> int:
         return len(self._plan.numbers)
@@ -280,16 +291,15 @@ class MeshShards(Shards):
 
     def _places(self, bucket: Bucket, owner: int, path: str) -> Places:
         compute = self._plan.placement_of[path].compute
-        sizes = compute.spec.local_shape(compute.shape, self._plan.sizes)
-        first = compute.spec.offsets(compute.shape, self._plan.sizes, self._mesh.coords)
-        return Places(compute.shape, first, sizes, owner * bucket.chunks[bucket.paths.index(path)])
+        window = compute.spec.window(compute.shape, self._plan.sizes, self._mesh.coords)
+        return Places(*window, owner * bucket.chunks[bucket.paths.index(path)])
 
     def _by_bucket(self, trees: Sequence[Tree]) -> Iterator[tuple[Bucket, int, str, list[torch.Tensor]]]:
         """Without padding: it is zero, and among the largest of something that may be wrong."""
         for name in trees[0]:
             bucket = self._plan.bucket_of[name]
             owner = bucket.owner(self._mesh.coords, 0, bucket.levels)
-            for path, (start, stop) in zip(bucket.paths, bucket.filled(owner, 1), strict=True):
+            for path, (start, stop) in zip(bucket.paths, bucket.filled(self._mesh.coords, bucket.levels), strict=True):
                 yield bucket, owner, path, [tree[name][start:stop] for tree in trees]
 
     def leaf_sums(self, fns: Sequence[Callable[..., torch.Tensor]], *trees: Tree) -> torch.Tensor:
@@ -324,6 +334,17 @@ class MeshShards(Shards):
                 size, mine, count = self._mesh.shape[axis], self._mesh.coords[axis], stop - start
                 start, stop = start + count * mine // size, start + count * (mine + 1) // size
         return slice(start, stop)
+
+
+def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Spans in order, one for each run of them that lie side by side; one that is empty where all are."""
+    found = [(0, 0)]
+    for start, stop in spans:
+        if start == found[-1][1]:
+            found[-1] = found[-1][0], stop
+        elif start < stop:
+            found.append((start, stop))
+    return found[1:] if len(found) > 1 and found[0] == (0, 0) else found
 
 
 def device_of(tree: Tree) -> torch.device | None:

@@ -155,7 +155,8 @@ class WholeLeaves:
             return local[0]
         whole = rows.new_empty(compute.shape)
         for piece, coords in zip(local, self._coords(group), strict=True):
-            shard_of(whole, compute.spec, self._mesh.shape, coords).copy_(piece)
+            mine = shard_of(whole, compute.spec, self._mesh.shape, coords)
+            mine.copy_(piece[: mine.shape[0]])  # without the rows that pad it
         return whole
 
     def _cut(self, whole: torch.Tensor, member: Member, group: Group, rows: torch.Tensor) -> None:

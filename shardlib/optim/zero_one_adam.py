@@ -43,6 +43,10 @@ class ZeroOneAdamState(NamedTuple):
         """See `shardlib.optim.base.Apart`."""
         return ("mu", "moved") if self.apart else ()
 
+    def held_trees(self) -> tuple[str, ...]:
+        """See `shardlib.optim.base.Holding`."""
+        return ("anchor",) if self.frozen else ()
+
 
 def zero_one_adam(
     lr: float | Schedule,

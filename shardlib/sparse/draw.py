@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from shardlib.optional import figures
 from shardlib.sparse.layout import Layout
 
 _SHADES = " ░▒▓█"
@@ -23,15 +24,9 @@ def draw(layout: Layout, head: int = 0, width: int = 64) -> str:
 def plot(path: str | Path, layout: Layout, title: str | None = None) -> None:
     """Write a PNG with a panel for each head. Folders on the way are made.
 
-    Raises ImportError, naming the extra to install, where matplotlib is missing.
+    Raises MissingPackage (an ImportError), naming what to install, where matplotlib is missing.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'shardlib[notebooks]'") from error
-
-    # A figure of its own, not pyplot's: nothing global is touched, and no display is asked for.
+    Figure, FigureCanvasAgg = figures()
     figure = Figure(figsize=(4 * layout.heads, 4.4), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     positions = layout.size * layout.block

@@ -8,11 +8,12 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from shardlib.sparse.layout import Layout
+from shardlib.thresholds import Threshold
 
 # (sample, head, query, key) -> whether the query sees the key.
 MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-_BLOCKS = 1 << 10  # whose masks are looked at together
+_BLOCKS = Threshold(1 << 10)  # whose masks are looked at together
 
 
 def to_block_mask(layout: Layout, length: int, *, causal: bool = False) -> BlockMask:
@@ -84,7 +85,7 @@ def _check(kind: str, blocks: torch.Tensor, mask_mod: MaskMod | None, block: int
     """Inside these blocks, the mask must hide what ``causal`` hides, and nothing else."""
     inside = torch.arange(block, device=blocks.device)
     zero = torch.zeros((), dtype=torch.int64, device=blocks.device)
-    for head, row, column in (some.unbind(1) for some in blocks.nonzero().split(_BLOCKS)):
+    for head, row, column in (some.unbind(1) for some in blocks.nonzero().split(_BLOCKS())):
         query = (row[:, None] * block + inside)[:, :, None]
         key = (column[:, None] * block + inside)[:, None, :]
         seen = torch.ones_like(query - key, dtype=torch.bool)

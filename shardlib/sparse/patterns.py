@@ -18,8 +18,9 @@ import torch
 from shardlib.kernels.counter import random_bits
 from shardlib.rng import Key
 from shardlib.sparse.layout import Layout, offsets_of
+from shardlib.thresholds import Threshold
 
-_COLUMNS = 1 << 22  # of intervals that are written out at a time
+_COLUMNS = Threshold(1 << 22)  # of intervals that are written out at a time
 
 # The rows, and the first and last + 1 column of each.
 Intervals = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -254,7 +255,7 @@ def _layout(size: int, block: int, causal: bool, patterns: Sequence[Pattern], he
 def _compressed(size: int, causal: bool, pattern: Pattern) -> tuple[torch.Tensor, torch.Tensor]:
     """Offsets and columns."""
     counts, columns = [], []
-    for rows in torch.arange(size).split(max(1, _COLUMNS // size)):
+    for rows in torch.arange(size).split(max(1, _COLUMNS() // size)):
         places = []
         for row, low, high in pattern(rows):
             low, high = low.clamp(min=0), high.clamp(max=size)

@@ -25,6 +25,11 @@ class Slicing:
     whole: bool = False
     pieces: int = 0
 
+    @property
+    def pads(self) -> bool:
+        """Whether slices may be padded where the axis does not divide: no part of the model sees one rank's outputs."""
+        return self.kind == "vocab" or (self.kind == "column" and self.whole and not self.pieces)
+
 
 def column(*, heads: int = 0, transposed: bool = False, gather: bool = False) -> Slicing:
     """A layer whose outputs are shared out, its bias with them.
@@ -80,7 +85,7 @@ class TensorSlicing:
         used: set[str] = set()
         for leaf in leaves:
             rules = self._rules_for(leaf, used)
-            if len({self._placed(slicing, leaf) for slicing in rules.values()}) > 1:
+            if len({self._placed(slicing, leaf, sizes) for slicing in rules.values()}) > 1:
                 names = " = ".join((leaf.path, *leaf.aliases))
                 failures.append(
                     f"{names}: one tied leaf with several styles, by the rules {', '.join(map(repr, rules))}; give all of "
@@ -88,7 +93,7 @@ class TensorSlicing:
                 )
                 continue
             for slicing in list(rules.values())[:1]:
-                placed = self._placed(slicing, leaf)
+                placed = self._placed(slicing, leaf, sizes)
                 if slicing is None or placed is None:
                     continue
                 spec, style = placed
@@ -112,18 +117,22 @@ class TensorSlicing:
             found.update(matching[:1])
         return found
 
-    def _placed(self, slicing: Slicing | None, leaf: LeafInfo) -> tuple[P, Style] | None:
-        """The spec and style of one leaf of a layer: its weight, or its bias."""
+    def _placed(self, slicing: Slicing | None, leaf: LeafInfo, sizes: Mapping[str, int]) -> tuple[P, Style] | None:
+        """The spec and style of one leaf of a layer: its weight, or its bias.
+
+        Where the axis does not divide a vocabulary, or other outputs that every rank gets whole, rows of zeros pad it.
+        """
         if slicing is None:
             return None
         style = Style(slicing.kind, self.axis, slicing.transposed, slicing.whole)
         if slicing.kind == "shared":
             return P(), style
-        if len(leaf.shape) < 2:
-            return None if slicing.kind == "row" else (P(self.axis), style)
-        outputs = 1 if slicing.transposed else 0
+        if len(leaf.shape) < 2 and slicing.kind == "row":
+            return None
+        outputs = 1 if slicing.transposed and len(leaf.shape) > 1 else 0
         dim = 1 - outputs if slicing.kind == "row" else outputs
-        return P(*([None] * dim), self.axis), style
+        padded = slicing.pads and dim == 0 and leaf.shape[:1] != () and leaf.shape[0] % sizes.get(self.axis, 1) > 0
+        return P(*([None] * dim), self.axis, padded=padded), style
 
 
 def _misfits(leaf: LeafInfo, slicing: Slicing, spec: P, axis: str, sizes: Mapping[str, int]) -> list[str]:
@@ -144,6 +153,10 @@ def tensor_slicing(rules: Mapping[str, str | Slicing], axis: str = "model") -> T
             "column", "row", "vocab" (embedding, output layer or both: logits that the model computes itself are
             gathered; `linear_cross_entropy` never gathers them), "shared" (whole, but used on slices: its gradient
             is summed), "replicated".
+
+    A vocabulary ("vocab", or outputs that every rank gets whole: ``column(gather=True)``) may have any size: where the axis
+    does not divide it each rank holds as many rows, the last ones rows of zeros besides, which count for nothing and appear
+    nowhere: logits, gradients, checkpoints and `unshard` have the true size. All other sizes must divide.
 
     Raises:
         IllegalComposition: a style that is not supported; while planning, rules that match nothing, and heads or

@@ -17,7 +17,16 @@ def mixed(x: int) -> int:
     return x ^ (x >> 16)
 
 
+def spread(seed: int) -> int:
+    """A step of SplitMix64."""
+    x = (seed + 0x9E3779B97F4A7C15) % 2**64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    return x ^ (x >> 31)
+
+
 def bits(seed: int, index: int) -> int:
+    seed = spread(seed)
     low, high = (index ^ seed) % 2**32, ((index ^ seed) >> 32) % 2**32
     return mixed(mixed(low) ^ mixed(high)) >> 8
 

@@ -25,6 +25,10 @@ CUTS = {
         {"data": 2, "model": 2},
         sl.chain(sl.zero(1), sl.tensor_slicing(gpt.slicing_rules(replace(TINY, vocab=30), blocks=True))),
     ),
+    "padded slices": (
+        {"data": 2, "model": 4},
+        sl.chain(sl.zero(1), sl.tensor_slicing({"0/tokens": "vocab", "3/weight": "vocab"})),
+    ),
     "all three": (
         {"data": 2, "pipe": 2, "model": 2},
         sl.chain(

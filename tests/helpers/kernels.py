@@ -15,6 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from shardlib import thresholds
 from shardlib.kernels import native, onebit, quantize
 from shardlib.kernels.build import Recipe, shared_library
 from shardlib.kernels.onebit import Segments
@@ -23,7 +24,9 @@ from shardlib.kernels.quantize import Blockwise
 _HERE = Path(__file__).parent
 INSTRUCTION_SETS = ("portable", "avx2", "avx512")
 WITH_AMX = (*INSTRUCTION_SETS, "amx")  # of kernels that are compiled for it
-IMPLEMENTATIONS = (*INSTRUCTION_SETS, "cuda on cpu")
+CUT = "in three threads"  # all that a size decides, at small sizes
+ON_CPU = (*INSTRUCTION_SETS, CUT)
+IMPLEMENTATIONS = (*ON_CPU, "cuda on cpu")
 SEGMENTS = {
     "tensors": Segments([0, 5, 5, 37, 1000, 7000, 7001, 9000], 9003),
     "blocks": Segments.blocks(128, 5000, 5120),
@@ -40,7 +43,13 @@ SEGMENTS = {
 
 @contextlib.contextmanager
 def served_by(name: str):
-    """The ``using`` that leads to an implementation: an instruction set, or the CUDA kernels run on the CPU."""
+    """The ``using`` that leads to an implementation: an instruction set, that of this processor with its work cut as that of
+    large tensors is, or the CUDA kernels run on the CPU.
+    """
+    if name == CUT:
+        with threads(3), thresholds.small(16):
+            yield "cpu"
+        return
     if name == "cuda on cpu":
         with patch.object(native, "cuda_path", _cuda_on_cpu), patch.object(native, "stream", lambda device: 0):
             yield "cuda"
@@ -54,6 +63,17 @@ def served_by(name: str):
 
     with patch.object(native, "instruction_set", chosen):
         yield "cpu"
+
+
+@contextlib.contextmanager
+def threads(count: int):
+    """Within, torch's number of threads, and so the compiled kernels'."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _cuda_on_cpu(name: str) -> Path:

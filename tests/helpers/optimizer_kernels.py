@@ -4,6 +4,7 @@ As a script, `python optimizer_kernels.py adamw`, it holds the Triton kernels to
 """
 
 import contextlib
+import math
 import sys
 
 import torch
@@ -29,9 +30,13 @@ def flushed(using: str):
         torch.set_flush_denormal(False)
 
 
-def buffer(elements: int, dtype: torch.dtype, seed: int, offset: int) -> torch.Tensor:
-    """Flat, contiguous, ``offset`` elements after an aligned address."""
-    return values(elements + offset, seed).to(dtype)[offset:]
+def buffer(elements: int, dtype: torch.dtype, seed: int, offset: int, spoiled: bool = False) -> torch.Tensor:
+    """Flat, contiguous, ``offset`` elements after an aligned address; ``spoiled``: some of them NaN or infinite."""
+    found = values(elements + offset, seed)
+    if spoiled:
+        for first, special in ((1, math.nan), (16, math.inf), (35, -math.inf)):
+            found[offset + first + seed % 7 :: 509] = special
+    return found.to(dtype)[offset:]
 
 
 def same(wanted: torch.Tensor, found: torch.Tensor, using: str) -> None:
@@ -43,13 +48,19 @@ def same(wanted: torch.Tensor, found: torch.Tensor, using: str) -> None:
 
 
 def check_adamw(
-    using: str, elements: int, dtypes: tuple, seed: int, offset: int = 0, scale: float | None = 0.3
+    using: str,
+    elements: int,
+    dtypes: tuple,
+    seed: int,
+    offset: int = 0,
+    scale: float | None = 0.3,
+    spoiled: bool = False,
 ) -> None:
     """Parameter, moments and copy against the reference, bit by bit."""
     kept, read, narrow = dtypes
     start = [buffer(elements, kept, seed + k, offset) for k in range(3)]
     start[2].abs_()
-    grad = buffer(elements, read, seed + 3, offset)
+    grad = buffer(elements, read, seed + 3, offset, spoiled)
     results = []
     for name in ("reference", using):
         param, mu, nu = (buffer(elements, kept, 0, offset).copy_(tensor) for tensor in start)
@@ -66,7 +77,13 @@ def check_adamw(
 
 
 def check_adamw8(
-    using: str, elements: int, dtypes: tuple, seed: int, offset: int = 0, scale: float | None = 0.3
+    using: str,
+    elements: int,
+    dtypes: tuple,
+    seed: int,
+    offset: int = 0,
+    scale: float | None = 0.3,
+    spoiled: bool = False,
 ) -> None:
     """Three steps: parameter, codes, scales and copy against the reference, bit by bit."""
     kept, read, narrow = dtypes
@@ -80,7 +97,8 @@ def check_adamw8(
         with flushed(using) if name == "reference" else contextlib.nullcontext():
             for step in range(1, 4):
                 adamw8.adamw8_(
-                    param, buffer(elements, read, seed + 2 + step, offset), *states, copy=copy, using=name,
+                    param, buffer(elements, read, seed + 2 + step, offset, spoiled and step == 2), *states,
+                    copy=copy, using=name,
                     count=torch.tensor(float(step)), lr=torch.tensor(0.01, dtype=F64), b1=0.9, b2=0.999, eps=1e-8,
                     weight_decay=0.1, scale=None if scale is None else torch.tensor(scale, dtype=F64),
                 )  # fmt: skip
@@ -90,10 +108,16 @@ def check_adamw8(
 
 
 def check_direction(
-    using: str, elements: int, count: float | None, seed: int, offset: int = 0, scale: float | None = 0.3
+    using: str,
+    elements: int,
+    count: float | None,
+    seed: int,
+    offset: int = 0,
+    scale: float | None = 0.3,
+    spoiled: bool = False,
 ) -> None:
     """Adam's direction and both moments against the reference, bit by bit."""
-    start = [buffer(elements, F32, seed + k, offset) for k in range(4)]
+    start = [buffer(elements, F32, seed + k, offset, spoiled and k < 2) for k in range(4)]
     start[3].abs_()
     results = []
     for name in ("reference", using):
@@ -108,10 +132,21 @@ def check_direction(
         same(wanted, found, using)
 
 
-def check_lion(using: str, elements: int, dtypes: tuple, seed: int, offset: int = 0, scale: float | None = 0.3) -> None:
+def check_lion(
+    using: str,
+    elements: int,
+    dtypes: tuple,
+    seed: int,
+    offset: int = 0,
+    scale: float | None = 0.3,
+    spoiled: bool = False,
+) -> None:
     """Parameter, momentum and copy against the reference, bit by bit."""
     kept, read, narrow = dtypes
-    start, grad = [buffer(elements, kept, seed + k, offset) for k in range(2)], buffer(elements, read, seed + 2, offset)
+    start, grad = (
+        [buffer(elements, kept, seed + k, offset) for k in range(2)],
+        buffer(elements, read, seed + 2, offset, spoiled),
+    )
     results = []
     for name in ("reference", using):
         param, mu = (buffer(elements, kept, 0, offset).copy_(tensor) for tensor in start)
@@ -127,10 +162,16 @@ def check_lion(using: str, elements: int, dtypes: tuple, seed: int, offset: int 
 
 
 def check_frozen_adam(
-    using: str, elements: int, narrow: torch.dtype | None, seed: int, offset: int = 0, scale: float | None = 0.3
+    using: str,
+    elements: int,
+    narrow: torch.dtype | None,
+    seed: int,
+    offset: int = 0,
+    scale: float | None = 0.3,
+    spoiled: bool = False,
 ) -> None:
     """Both steps against the reference, bit by bit."""
-    start = [buffer(elements, F32, seed + k, offset) for k in range(5)]
+    start = [buffer(elements, F32, seed + k, offset, spoiled and k != 2) for k in range(5)]
     start[2].abs_()
     results = []
     for name in ("reference", using):
@@ -168,6 +209,7 @@ if __name__ == "__main__":
         for number, dtypes in enumerate(DTYPES):
             if dtypes[0] == F32:  # states in bf16 differ by the interpreter's rounding, and grow apart
                 check_adamw8("triton", 1500, dtypes, seed=7 + number, scale=None if number % 2 else 0.3)
+        check_adamw8("triton", 1500, DTYPES[0], seed=9, spoiled=True)
     if sys.argv[1] == "global_norm":
         for number, elements in enumerate((0, 1, 4096, 9001)):
             for dtype in (F32, BF16, F16):
@@ -175,6 +217,8 @@ if __name__ == "__main__":
     if sys.argv[1] == "frozen_adam":
         for number, narrow in enumerate((None, BF16, F16)):
             check_frozen_adam("triton", 1500, narrow, seed=number, scale=None if number else 0.3)
+        check_frozen_adam("triton", 1500, None, seed=9, spoiled=True)
     if sys.argv[1] == "lion":
         for number, dtypes in enumerate(DTYPES):
             check_lion("triton", 1500, dtypes, seed=7 + number, scale=None if number % 2 else 0.3)
+        check_lion("triton", 1500, DTYPES[0], seed=9, spoiled=True)

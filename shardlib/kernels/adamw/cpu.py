@@ -8,6 +8,7 @@ import torch
 
 from shardlib.kernels import native
 from shardlib.kernels.adamw.step import Direction, Step
+from shardlib.thresholds import threads
 
 _SIGNATURES = {"adamw_step": "pipipppil" + "f" * 9 + "i", "adam_direction": "ppppl" + "f" * 9 + "i"}
 
@@ -28,7 +29,7 @@ def adamw_(
     narrow = -1 if copy is None else native.DTYPES[copy.dtype]
     dtypes = native.DTYPES[param.dtype], native.DTYPES[grad.dtype]
     buffers = (param, dtypes[0], grad, dtypes[1], mu, nu, copy, narrow, param.numel())
-    _library().adamw_step(*buffers, *step, 1.0 if scale is None else float(scale), torch.get_num_threads())
+    _library().adamw_step(*buffers, *step, 1.0 if scale is None else float(scale), threads())
 
 
 def adam_direction_(
@@ -40,7 +41,7 @@ def adam_direction_(
     scale: torch.Tensor | None,
 ) -> None:
     factor = 1.0 if scale is None else float(scale)
-    _library().adam_direction(param, grad, mu, nu, param.numel(), *step, factor, torch.get_num_threads())
+    _library().adam_direction(param, grad, mu, nu, param.numel(), *step, factor, threads())
 
 
 def _library() -> Any:

@@ -46,6 +46,12 @@ inline Floats higher(Floats a, Floats b) {
 #endif
 }
 
+// Of `most` and the magnitude of `values`, as integers.
+inline Ints larger_bits(Ints most, Floats values) {
+    Ints bits = bitcast<Ints>(values) & 0x7fffffff;
+    return bits > most ? bits : most;
+}
+
 // Codes with that many bits of magnitude; `lines` as DynamicMap.lines.
 template <int BITS>
 struct DynamicMap {
@@ -69,11 +75,16 @@ struct DynamicMap {
         return code | (bitcast<Ints>(values) >> 24 & 128);
     }
 
-    // Codes of a block, n elements of `values`; returns its scale.
-    float encode_block(const float* values, Floats largest, int64_t n, uint8_t* to) const {
-        float scale = 0;
-        for (int k = 0; k < W; ++k) scale = largest[k] > scale ? largest[k] : scale;
-        if (!(scale >= NORMAL)) scale = 0;
+    // Codes of a block, n elements of `values`; returns its scale. `largest`: its lanes' largest magnitudes, as integers.
+    float encode_block(const float* values, Ints largest, int64_t n, uint8_t* to) const {
+        int32_t most = 0;
+        for (int k = 0; k < W; ++k) most = largest[k] > most ? largest[k] : most;
+        float scale = bitcast<float>(most);
+        if (!__builtin_isfinite(scale)) {
+            memset(to, 0, size_t(n));
+            return scale;
+        }
+        if (scale < NORMAL) scale = 0;
         float reciprocal = scale > 0 ? 1 / scale : 0;
         vectors(n, [&](int64_t i, int64_t k) __attribute__((always_inline)) {
             put_codes(to + i, encode(load<Floats>(values + i), reciprocal), k);
@@ -108,7 +119,8 @@ struct AdamW8 {
     void block(int64_t number, int64_t count) const {
         int64_t start = number * BLOCK, n = smaller(BLOCK, count - start);
         float ms[BLOCK + W], vs[BLOCK + W];
-        Floats most_m = {}, most_v = {};
+        // Magnitudes as integers order like the floats they are, infinity and then NaN on top.
+        Ints most_m = {}, most_v = {};
         vectors(n, [&](int64_t i, int64_t k) __attribute__((always_inline)) {
             int64_t at = start + i;
             Floats g = get<Grad>(grad + at, k) * scale;
@@ -117,8 +129,8 @@ struct AdamW8 {
             Floats p = get<Kept>(param + at, k) * decay - m * size / (Wide::root(v) * root + eps);
             store(ms + i, m);
             store(vs + i, v);
-            most_m = higher(most_m, magnitude(m));
-            most_v = higher(most_v, magnitude(v));
+            most_m = larger_bits(most_m, m);
+            most_v = larger_bits(most_v, v);
             put<Kept>(param + at, p, k);
             Written<Copy>::put(copy + at, p, k);
         });

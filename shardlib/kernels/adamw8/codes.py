@@ -47,14 +47,16 @@ class DynamicMap:
         return torch.tensor(rows, dtype=torch.float32, device=device)
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Bytes in the shape of ``x`` (finite; fp32 or float64), and scales fp32 ``[⌈elements / BLOCK⌉]``.
+        """Bytes in the shape of ``x`` (fp32 or float64), and scales fp32 ``[⌈elements / BLOCK⌉]``.
 
-        A block whose largest magnitude is a denormal becomes zero.
+        A block whose largest magnitude is a denormal becomes zero. One with NaN or infinity gets that for its scale, and
+        codes of zero: all of it is NaN from then on.
         """
         padded = torch.nn.functional.pad(x.reshape(-1), (0, -x.numel() % BLOCK)).view(-1, BLOCK)
         largest = padded.abs().amax(dim=1).float() if len(padded) else x.new_zeros(0, dtype=torch.float32)
-        scales = torch.where(largest >= _NORMAL, largest, 0.0)
-        parts = padded.abs() * torch.where(scales > 0, 1 / scales, 0.0)[:, None]
+        scales = torch.where(largest < _NORMAL, 0.0, largest)
+        padded = torch.where(scales.isfinite()[:, None], padded, 0.0)
+        parts = padded.abs() * torch.where((scales > 0) & scales.isfinite(), 1 / scales, 0.0)[:, None]
         height, *others = (parts * rise + start for rise, start, _, _ in self.lines(x.device))
         for other in others:
             height = torch.minimum(height, other)

@@ -7,6 +7,7 @@ import torch
 from shardlib.kernels import native
 from shardlib.kernels.adamw.step import Step
 from shardlib.kernels.adamw8.codes import SIGNED, UNSIGNED
+from shardlib.thresholds import threads
 
 _SIGNATURES = {"adamw8_step": "pipi" + "p" * 5 + "ippl" + "f" * 9 + "i"}
 
@@ -32,4 +33,4 @@ def adamw8_(
     lines = (SIGNED.lines(param.device), UNSIGNED.lines(param.device))
     factor = 1.0 if scale is None else float(scale)
     library = native.cpp_functions("adamw8", _SIGNATURES)
-    library.adamw8_step(*buffers, narrow, *lines, param.numel(), *step, factor, torch.get_num_threads())
+    library.adamw8_step(*buffers, narrow, *lines, param.numel(), *step, factor, threads())

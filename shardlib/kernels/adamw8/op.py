@@ -6,7 +6,8 @@ moments before they are coded.
 
 p may be fp32, bf16 or fp16, the gradient any of these too. What is computed is fp32, every product rounded before it is
 added, so that all implementations give the same bits; the compiled one on the CPU takes denormals for zero. float64 and
-strided tensors are served by plain torch. Gradients must be finite: one that is not spoils its block.
+strided tensors are served by plain torch. A gradient that is not finite makes
+the moments of its block NaN, which stay so.
 
 Bytes moved per element, fp32 p: 8 for p in and out, 2 + 2 for codes in and out, 4 or 2 for the gradient, 2 for the copy, and
 16 per block for scales: 16.06 with bf16 gradient and copy, against 28 with moments in fp32. About 110 operations, none of

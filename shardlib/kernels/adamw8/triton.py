@@ -51,12 +51,15 @@ def _decode(codes, scales, lines, BITS: tl.constexpr):
 @triton.jit
 def _encode(values, lines, BITS: tl.constexpr):
     """Codes, and scales of the rows."""
-    magnitudes = tl.abs(values)
-    most = tl.max(magnitudes, axis=1)
-    scales = tl.where(most >= _NORMAL, most, 0.0)
+    # Magnitudes as integers order like the floats they are, infinity and then NaN on top.
+    most = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1).to(tl.float32, bitcast=True)
+    scales = tl.where(most < _NORMAL, 0.0, most)
+    finite = scales - scales == 0
+    values = tl.where(finite[:, None], values, 0.0)
+    usable = finite & (scales > 0)
     ones = tl.zeros_like(scales) + 1.0
-    reciprocals = tl.where(scales > 0, tl.div_rn(ones, tl.where(scales > 0, scales, 1.0)), 0.0)
-    parts = magnitudes * reciprocals[:, None]
+    reciprocals = tl.where(usable, tl.div_rn(ones, tl.where(usable, scales, 1.0)), 0.0)
+    parts = tl.abs(values) * reciprocals[:, None]
     height = parts * tl.load(lines) + tl.load(lines + 1)
     for e in tl.static_range(1, BITS):
         height = tl.minimum(height, parts * tl.load(lines + 4 * e) + tl.load(lines + 4 * e + 1))

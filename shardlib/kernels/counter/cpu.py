@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardlib.kernels import native
+from shardlib.thresholds import threads
 
 _SIGNATURES = {"random_bits": "lplpi"}
 
@@ -16,5 +17,5 @@ def load(device: torch.device) -> str:
 def random_bits(seed: int, index: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(index)
     functions = native.cpp_functions("counter", _SIGNATURES)
-    functions.random_bits(seed, index, index.numel(), out, torch.get_num_threads())
+    functions.random_bits(seed, index, index.numel(), out, threads())
     return out

@@ -1,7 +1,9 @@
 """bits(seed, i): 24 random bits for element i, the same wherever and whenever they are computed.
 
 Three rounds of the 32-bit mixer "lowbias32" (xor-shift-multiply), which C. Wellons' hash prospector found:
-bits = mix(mix(i_low ⊕ seed_low) ⊕ mix(i_high ⊕ seed_high)) ≫ 8. What is drawn must never change: checkpoints keep seeds.
+bits = mix(mix(i_low ⊕ s_low) ⊕ mix(i_high ⊕ s_high)) ≫ 8 with s = `spread` (seed), which is computed once a call and
+which all implementations are given. Unless it were spread, seeds that share their upper bits would put one and the same
+list of numbers in another order. What is drawn must never change: checkpoints keep seeds.
 
 i and the bits are int64, ``[...]``. Bytes moved per element: 16; plain torch moves some 400. Operations: 25 of integers.
 """
@@ -14,6 +16,7 @@ from shardlib.kernels.dispatch import on, serving
 from shardlib.kernels.operators import opaque
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
+_MASK = 2**64 - 1
 
 
 def random_bits(seed: int, index: torch.Tensor, *, using: str | None = None) -> torch.Tensor:
@@ -28,13 +31,29 @@ def random_bits(seed: int, index: torch.Tensor, *, using: str | None = None) -> 
     """
     if index.dtype != torch.int64:
         raise TypeError(f"random_bits: index is {index.dtype}; pass int64")
-    seed &= 2**64 - 1
-    return _random_bits(seed - 2**64 if seed >= 2**63 else seed, index, using)[0]  # an operator's integers are signed
+    return _random_bits(signed(seed), index, using)[0]
+
+
+def spread(seed: int) -> int:
+    """All 64 bits of a seed mixed, as a signed integer; no two seeds give the same.
+
+    A step of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014, figure 17).
+    """
+    x = (seed + 0x9E3779B97F4A7C15) & _MASK
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK
+    return signed(x ^ (x >> 31))
+
+
+def signed(seed: int) -> int:
+    """The same 64 bits as an operator's integers are: from −2^63 to 2^63 − 1."""
+    seed &= _MASK
+    return seed - 2**64 if seed >= 2**63 else seed
 
 
 def _bits(seed: int, index: torch.Tensor, using: str | None) -> list[torch.Tensor]:
     with on(index.device):
-        return [serving("counter", index, using).random_bits(seed, index.contiguous())]
+        return [serving("counter", index, using).random_bits(spread(seed), index.contiguous())]
 
 
 _random_bits = opaque(

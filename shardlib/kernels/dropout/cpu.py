@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardlib.kernels import native, rows
+from shardlib.thresholds import threads
 
 if TYPE_CHECKING:
     from shardlib.kernels.dropout.op import Draw
@@ -23,7 +24,7 @@ def forward(x: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor |
     residual = None if residual is None else native.readable(residual)
     y = rows.like(x)
     inputs = (x, native.DTYPES[x.dtype], residual, native.floats(bias))
-    _library().dropout(*inputs, *_drawn(draw), *rows.sizes(x), y, torch.get_num_threads())
+    _library().dropout(*inputs, *_drawn(draw), *rows.sizes(x), y, threads())
     return y
 
 
@@ -31,7 +32,7 @@ def backward(bias: torch.Tensor | None, draw: Draw, dy: torch.Tensor) -> list[to
     dy = native.readable(dy)
     dx = rows.like(dy)
     dbias, partial = (None, None) if bias is None else (torch.empty(bias.shape), rows.partial(len(bias)))
-    where = (*_drawn(draw), *rows.sizes(dy), dx, partial, dbias, torch.get_num_threads())
+    where = (*_drawn(draw), *rows.sizes(dy), dx, partial, dbias, threads())
     _library().dropout_backward(dy, native.DTYPES[dy.dtype], *where)
     return [dx] if dbias is None else [dx, dbias]
 

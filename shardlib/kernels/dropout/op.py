@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from shardlib.kernels import rows
+from shardlib.kernels.counter import signed, spread
 from shardlib.kernels.dispatch import on, one_device, serving
 from shardlib.kernels.dropout import reference
 from shardlib.kernels.operators import differentiable
@@ -60,13 +61,16 @@ def dropout(
         raise ValueError(
             f"starts has {draw.starts.numel()} indices for the {rows.sizes(x)[0]} rows of x: give one per row"
         )
-    seed = draw.seed & 2**64 - 1
-    signed = seed - 2**64 if seed >= 2**63 else seed  # an operator's integers have 64 bits
-    where = (float(draw.p), signed, draw.start, draw.starts, using)
+    where = (float(draw.p), signed(draw.seed), draw.start, draw.starts, using)
     if residual is None:
         return _alone(x, bias, *where)[0]
     rows.check_like("residual", residual, "x", x)
     return _onto(x, residual, bias, *where)[0]
+
+
+def _drawn(p: float, seed: int, start: int, starts: torch.Tensor | None) -> Draw:
+    """As implementations are given it."""
+    return Draw(p, spread(seed), start, starts)
 
 
 def _forward_alone(
@@ -78,7 +82,7 @@ def _forward_alone(
     starts: torch.Tensor | None,
     using: str | None,
 ) -> list[torch.Tensor]:
-    return _forward(x, None, bias, Draw(p, seed, start, starts), using)
+    return _forward(x, None, bias, _drawn(p, seed, start, starts), using)
 
 
 def _forward_onto(
@@ -91,7 +95,7 @@ def _forward_onto(
     starts: torch.Tensor | None,
     using: str | None,
 ) -> list[torch.Tensor]:
-    return _forward(x, residual, bias, Draw(p, seed, start, starts), using)
+    return _forward(x, residual, bias, _drawn(p, seed, start, starts), using)
 
 
 def _forward(
@@ -113,12 +117,12 @@ def _backward(
     dy: torch.Tensor,
 ) -> list[torch.Tensor]:
     with on(dy.device):
-        found = serving("dropout", dy, using).backward(bias, Draw(p, seed, start, starts), dy)
+        found = serving("dropout", dy, using).backward(bias, _drawn(p, seed, start, starts), dy)
     return [gradient.to(value.dtype) for gradient, value in zip(found, (dy, bias)) if value is not None]
 
 
 def _backward_reference(bias, p, seed, start, starts, using, dy):
-    return reference.backward(bias, Draw(p, seed, start, starts), dy)
+    return reference.backward(bias, _drawn(p, seed, start, starts), dy)
 
 
 def _backward_fake(bias, p, seed, start, starts, using, dy):

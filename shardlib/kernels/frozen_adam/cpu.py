@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from shardlib.kernels import native
+from shardlib.thresholds import threads
 
 _SIGNATURES = {
     "own_momentum": "pplfffi",
@@ -22,7 +23,7 @@ def load(device: torch.device) -> str:
 
 def own_momentum_(grad: torch.Tensor, mu: torch.Tensor, b1: float, rest1: float, scale: torch.Tensor | None) -> None:
     factor = 1.0 if scale is None else float(scale)
-    _library().own_momentum(grad, mu, mu.numel(), b1, rest1, factor, torch.get_num_threads())
+    _library().own_momentum(grad, mu, mu.numel(), b1, rest1, factor, threads())
 
 
 def frozen_step_(
@@ -35,8 +36,7 @@ def frozen_step_(
     weight_decay: float,
 ) -> None:
     narrow = -1 if copy is None else native.DTYPES[copy.dtype]
-    threads = torch.get_num_threads()
-    _library().frozen_step(param, mu, nu, copy, narrow, nu.numel(), size, eps, weight_decay, threads)
+    _library().frozen_step(param, mu, nu, copy, narrow, nu.numel(), size, eps, weight_decay, threads())
 
 
 def local_step_(
@@ -51,7 +51,7 @@ def local_step_(
     scale: torch.Tensor | None,
 ) -> None:
     factors = (size, b1, rest1, eps, 1.0 if scale is None else float(scale))
-    _library().local_step(grad, mu, nu, moved, nu.numel(), *factors, torch.get_num_threads())
+    _library().local_step(grad, mu, nu, moved, nu.numel(), *factors, threads())
 
 
 def fresh_step_(
@@ -67,7 +67,7 @@ def fresh_step_(
     eps: float,
 ) -> None:
     factors = (float(spread), b1, rest1, b2, rest2, eps)
-    _library().fresh_step(mu, before, nu, fresh, mu.numel(), *factors, torch.get_num_threads())
+    _library().fresh_step(mu, before, nu, fresh, mu.numel(), *factors, threads())
 
 
 def _library() -> Any:

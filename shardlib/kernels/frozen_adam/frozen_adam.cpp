@@ -4,10 +4,10 @@
 
 namespace {
 
-// m where v is not zero, else zero.
+// m where v is not zero, else zero; NaN where that is not finite.
 template <typename Values>
 inline Values masked(Values m, Values v) {
-    return v == 0.0f ? Values{} : m;
+    return v == 0.0f ? m - m : m;
 }
 
 struct OwnMomentum {

@@ -4,6 +4,9 @@
 
 namespace frozen_adam {
 
+// m where v is not zero, else zero; NaN where that is not finite.
+static __device__ inline float masked(float m, float v) { return v == 0 ? m - m : m; }
+
 struct OwnMomentum {
     float* grad;
     const float* mu;
@@ -37,7 +40,7 @@ struct FrozenStep {
         get<Float32>(nu + i, v);
 #pragma unroll
         for (int k = 0; k < WIDTH; ++k) {
-            m[k] = v[k] == 0 ? 0 : m[k];
+            m[k] = masked(m[k], v[k]);
             p[k] += (m[k] / (sqrtf(v[k]) + eps) + p[k] * weight_decay) * size;
         }
         put<Float32>(mu + i, m);
@@ -65,7 +68,7 @@ struct LocalStep {
 #pragma unroll
         for (int k = 0; k < WIDTH; ++k) {
             m[k] = m[k] * b1 + g[k] * factor * rest1;
-            m[k] = v[k] == 0 ? 0 : m[k];
+            m[k] = masked(m[k], v[k]);
             u[k] += m[k] / (sqrtf(v[k]) + eps) * size;
         }
         put<Float32>(mu + i, m);
@@ -90,7 +93,7 @@ struct FreshStep {
         float factor = (float)*spread;
 #pragma unroll
         for (int k = 0; k < WIDTH; ++k) {
-            m[k] = v[k] == 0 ? 0 : m[k] / factor;
+            m[k] = masked(m[k] / factor, v[k]);
             float g = (m[k] - b[k] * b1) / rest1;
             f[k] = f[k] * b2 + g * g * rest2;
             b[k] = m[k] / (sqrtf(v[k]) + eps);

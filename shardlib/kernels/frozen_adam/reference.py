@@ -76,6 +76,6 @@ def fresh_step_(
 
 def _direction(mu: torch.Tensor, nu: torch.Tensor, eps: float) -> torch.Tensor:
     """m̄/(√v + ε); leaves m̄ in ``mu``."""
-    mu.masked_fill_(nu == 0, 0)
+    mu.copy_(torch.where(nu == 0, mu - mu, mu))  # what is not finite becomes NaN
     root = nu.to(torch.float64).sqrt().to(nu.dtype)  # torch's own fp32 root is not always the nearest
     return mu / (root + eps)

@@ -77,6 +77,12 @@ def _momentum(at, valid, grad, mu, scale, b1, rest1):
 
 
 @triton.jit
+def _masked(m, v):
+    """m where v is not zero, else zero; NaN where that is not finite."""
+    return tl.where(v == 0, m - m, m)
+
+
+@triton.jit
 def _own_momentum(grad, mu, scale, count, b1, rest1, TILE: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     valid = at < count
@@ -88,7 +94,7 @@ def _frozen_step(param, mu, nu, copy, count, size, eps, weight_decay, TILE: tl.c
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     valid = at < count
     v = tl.load(nu + at, mask=valid, other=0.0)
-    m = tl.where(v == 0, 0.0, tl.load(mu + at, mask=valid, other=0.0))
+    m = _masked(tl.load(mu + at, mask=valid, other=0.0), v)
     p = tl.load(param + at, mask=valid, other=0.0)
     p += (tl.div_rn(m, tl.sqrt_rn(v) + eps) + p * weight_decay) * size
     tl.store(mu + at, m, mask=valid)
@@ -102,7 +108,7 @@ def _local_step(grad, mu, nu, moved, scale, count, size, b1, rest1, eps, TILE: t
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     valid = at < count
     v = tl.load(nu + at, mask=valid, other=0.0)
-    m = tl.where(v == 0, 0.0, _momentum(at, valid, grad, mu, scale, b1, rest1))
+    m = _masked(_momentum(at, valid, grad, mu, scale, b1, rest1), v)
     u = tl.load(moved + at, mask=valid, other=0.0) + tl.div_rn(m, tl.sqrt_rn(v) + eps) * size
     tl.store(mu + at, m, mask=valid)
     tl.store(moved + at, u, mask=valid)
@@ -115,7 +121,7 @@ def _fresh_step(mu, before, nu, fresh, spread, count, b1, rest1, b2, rest2, eps,
     v = tl.load(nu + at, mask=valid, other=0.0)
     zero = tl.zeros_like(v)
     m = tl.div_rn(tl.load(mu + at, mask=valid, other=0.0), zero + tl.load(spread).to(tl.float32))
-    m = tl.where(v == 0, 0.0, m)
+    m = _masked(m, v)
     g = tl.div_rn(m - tl.load(before + at, mask=valid, other=0.0) * b1, zero + rest1)
     f = tl.load(fresh + at, mask=valid, other=0.0) * b2 + g * g * rest2
     tl.store(mu + at, m, mask=valid)

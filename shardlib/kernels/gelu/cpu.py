@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from shardlib.kernels import native, rows
+from shardlib.thresholds import threads
 
 _SIGNATURES = {"gelu": "pipillpi", "gelu_backward": "pipipllpppi"}
 
@@ -18,7 +19,7 @@ def load(device: torch.device) -> str:
 def forward(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool) -> torch.Tensor:
     x = native.readable(x)
     y = rows.like(x)
-    where = (*rows.sizes(x), y, torch.get_num_threads())
+    where = (*rows.sizes(x), y, threads())
     _library().gelu(x, native.DTYPES[x.dtype], native.floats(bias), tanh, *where)
     return y
 
@@ -27,7 +28,7 @@ def backward(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool, dy: torch.T
     x, dy = native.readable(x), native.readable(dy)
     dx = rows.like(x)
     dbias, partial = (None, None) if bias is None else (torch.empty(bias.shape), rows.partial(len(bias)))
-    where = (*rows.sizes(x), dx, partial, dbias, torch.get_num_threads())
+    where = (*rows.sizes(x), dx, partial, dbias, threads())
     _library().gelu_backward(x, native.DTYPES[x.dtype], native.floats(bias), tanh, dy, *where)
     return [dx] if dbias is None else [dx, dbias]
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from shardlib.kernels import native
+from shardlib.thresholds import threads
 
 _SPAN = 1 << 16  # as in global_norm.cpp
 
@@ -19,7 +20,7 @@ def load(device: torch.device) -> str:
 
 def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
     out, partial = torch.empty((), dtype=torch.float64), torch.empty(-(-x.numel() // _SPAN), dtype=torch.float64)
-    _library().sum_of_squares(x, native.DTYPES[x.dtype], x.numel(), partial, out, torch.get_num_threads())
+    _library().sum_of_squares(x, native.DTYPES[x.dtype], x.numel(), partial, out, threads())
     return out
 
 

@@ -33,8 +33,7 @@ inline double sum(const typename Type::Element* x, int64_t count) {
 template <typename Type>
 double sum_spans(const typename Type::Element* x, int64_t count, double* partial, int threads) {
     int64_t spans = (count + SPAN - 1) / SPAN;
-    threads = int(smaller(threads, spans / 4));  // a thread costs what a few spans take
-    parallel(spans, threads, [&](int64_t from, int64_t to) {
+    parallel(spans, worth(threads, spans, 4), [&](int64_t from, int64_t to) {
         for (int64_t span = from; span < to; ++span)
             partial[span] = sum<Type>(x + span * SPAN, smaller(SPAN, count - span * SPAN));
     });

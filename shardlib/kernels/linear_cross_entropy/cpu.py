@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from shardlib.kernels import native
+from shardlib.kernels.linear_cross_entropy.options import refuse_unknown
+from shardlib.thresholds import threads
 
 _NAME = "linear_cross_entropy"
 _SIGNATURES = {"cross_entropy": "piplfillpi"}
@@ -21,11 +23,11 @@ def losses_(
 ) -> torch.Tensor:
     z = native.readable(logits)
     losses = torch.empty(len(z))
-    where = (*z.shape, losses, torch.get_num_threads())
+    where = (*z.shape, losses, threads())
     chosen = targets.contiguous()
     _library().cross_entropy(z, native.DTYPES[z.dtype], chosen, ignore_index, label_smoothing, gradients, *where)
-    if losses.isnan().any() and bool(((chosen != ignore_index) & ((chosen < 0) | (chosen >= z.shape[1]))).any()):
-        raise IndexError(f"a target lies outside the {z.shape[1]} words, and is not ignore_index ({ignore_index})")
+    if losses.isnan().any():
+        refuse_unknown(chosen, z.shape[1], ignore_index)
     if gradients and z is not logits:
         logits.copy_(z)
     return losses

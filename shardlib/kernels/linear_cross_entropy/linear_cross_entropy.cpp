@@ -14,7 +14,7 @@ void losses(void* logits, const int64_t* targets, int64_t ignored, float smoothi
         Element* z = static_cast<Element*>(logits) + row * words;
         int64_t target = targets[row];
         out[row] = target == ignored ? 0 : nan;
-        if (target < 0 || target >= words) {  // ignored, or an error, which the caller raises
+        if (target == ignored || target < 0 || target >= words) {  // the latter an error, which the caller raises
             if (gradients) memset(z, 0, size_t(words) * sizeof(Element));
             return;
         }
@@ -30,7 +30,8 @@ void losses(void* logits, const int64_t* targets, int64_t ignored, float smoothi
         Floats sums = {};
         vectors(words, [&](int64_t i, int64_t n) { sums += first(exponential(get<Type>(z + i, n) - largest), n); });
         float total = sum(sums), chosen = Type::get(z + target);
-        out[row] = largest + __builtin_logf(total) - (1 - smoothing) * chosen - smoothing * (sum(plain) / float(words));
+        float spread = smoothing ? smoothing * (sum(plain) / float(words)) : 0;  // a score of −∞ is no NaN without smoothing
+        out[row] = largest + __builtin_logf(total) - (1 - smoothing) * chosen - spread;
         if (!gradients) return;
         float inverse = 1 / total, shared = smoothing / float(words);
         vectors(words, [&](int64_t i, int64_t n) {

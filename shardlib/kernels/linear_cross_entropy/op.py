@@ -24,11 +24,13 @@ import torch
 
 from shardlib.kernels.dispatch import on, one_device, serving
 from shardlib.kernels.linear_cross_entropy import reference
-from shardlib.kernels.operators import differentiable
+from shardlib.kernels.linear_cross_entropy.options import check_layer, check_options, check_targets
+from shardlib.kernels.operators import autocast_as_a_product, differentiable
+from shardlib.thresholds import Threshold
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
 
-_CHUNK = {"cpu": 1 << 24, "cuda": 1 << 27}  # logits; each chunk costs a pass over dW
+_CHUNK = {"cpu": Threshold(1 << 24), "cuda": Threshold(1 << 27)}  # logits; each chunk costs a pass over dW
 
 
 def linear_cross_entropy(
@@ -41,21 +43,19 @@ def linear_cross_entropy(
     reduction: str = "mean",
     using: str | None = None,
 ) -> torch.Tensor:
-    """``F.cross_entropy(F.linear(x, weight), targets, ...)``, a scalar in fp32 at least.
+    """``F.cross_entropy(F.linear(x, weight), targets, ...)``, a scalar in fp32 at least; autocast as `F.linear` is.
 
     Args:
         x: ``[..., width]``.
         weight: ``[V, width]``, of the same dtype.
         targets: ``[...]``, int64; ``ignore_index`` counts for nothing.
+        label_smoothing: how much of the target is spread over all words, in [0, 1].
         reduction: "mean" over the targets that count, or "sum". (Losses one by one are the logits' business.)
     """
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"linear_cross_entropy(reduction={reduction!r}): use 'mean' or 'sum'")
-    if x.shape[-1] != weight.shape[1] or x.dtype != weight.dtype or targets.shape != x.shape[:-1]:
-        raise ValueError(
-            f"x is {x.dtype} {tuple(x.shape)}, weight {weight.dtype} {tuple(weight.shape)}, targets {tuple(targets.shape)}: "
-            "they must be [..., width], [V, width] and [...], x and weight of one dtype"
-        )
+    check_options("linear_cross_entropy", reduction, label_smoothing, ("mean", "sum"))
+    check_layer("linear_cross_entropy", x, weight)
+    check_targets("linear_cross_entropy", targets, x.shape[:-1], f"x of shape {tuple(x.shape)}")
+    x, weight = autocast_as_a_product(x, weight)
     wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     flat = targets.flatten()
     (total,) = _total(x.flatten(0, -2), weight, flat, ignore_index, float(label_smoothing), wanted, using)
@@ -72,7 +72,7 @@ def _forward(
     using: str | None,
 ) -> list[torch.Tensor]:
     one_device({"x": x, "weight": weight, "targets": targets})
-    size = max(1, _CHUNK.get(x.device.type, 1 << 24) // len(weight))
+    size = max(1, _CHUNK.get(x.device.type, _CHUNK["cpu"])() // len(weight))
     wide = torch.promote_types(x.dtype, torch.float32)
     losses = torch.zeros((), dtype=wide, device=x.device)
     dx, dweight = _gradients(x, weight, wanted)

@@ -38,5 +38,5 @@ def backward(
 
 def _slope(z: torch.Tensor, targets: torch.Tensor, ignore_index: int, label_smoothing: float) -> torch.Tensor:
     counts = (targets != ignore_index)[:, None]
-    onehot = F.one_hot(targets.where(counts[:, 0], 0), z.shape[1])
+    onehot = F.one_hot(targets.where(counts[:, 0], 0), z.shape[1]).to(z.dtype)  # integers would be scaled in fp32
     return (torch.softmax(z, -1) - (1 - label_smoothing) * onehot - label_smoothing / z.shape[1]) * counts

@@ -51,7 +51,8 @@ def _losses(logits, targets, losses, words, ignored, smoothing, GRADIENTS: tl.co
     largest = tl.max(most, axis=0)
     total = tl.sum(tl.where(most == float("-inf"), 0.0, total * tl.exp(most - largest)), axis=0)
     chosen = tl.load(z + target, mask=known, other=float("nan")).to(tl.float32)
-    loss = largest + tl.log(total) - (1 - smoothing) * chosen - smoothing * (tl.sum(plain, axis=0) / words)
+    spread = tl.where(smoothing > 0, smoothing * (tl.sum(plain, axis=0) / words), 0.0)  # −∞ is no NaN without smoothing
+    loss = largest + tl.log(total) - (1 - smoothing) * chosen - spread
     tl.store(losses + row, tl.where(counts, loss, 0.0))
     if GRADIENTS:
         for first in range(0, words, BLOCK):

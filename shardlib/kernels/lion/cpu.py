@@ -8,6 +8,7 @@ import torch
 
 from shardlib.kernels import native
 from shardlib.kernels.lion.reference import Step
+from shardlib.thresholds import threads
 
 _SIGNATURES = {"lion_step": "pipippil" + "f" * 7 + "i"}
 
@@ -27,7 +28,7 @@ def lion_(
     narrow = -1 if copy is None else native.DTYPES[copy.dtype]
     dtypes = native.DTYPES[param.dtype], native.DTYPES[grad.dtype]
     buffers = (param, dtypes[0], grad, dtypes[1], mu, copy, narrow, param.numel())
-    _library().lion_step(*buffers, *step, 1.0 if scale is None else float(scale), torch.get_num_threads())
+    _library().lion_step(*buffers, *step, 1.0 if scale is None else float(scale), threads())
 
 
 def _library() -> Any:

@@ -17,7 +17,7 @@ struct Lion {
         auto m = Lanes::template get<Kept>(mu + i);
         auto c = m * b1 + g * rest1;
         decltype(c) zero{};
-        auto by = c > 0.0f ? zero + size : c < 0.0f ? zero - size : zero;
+        auto by = c > 0.0f ? zero + size : c < 0.0f ? zero - size : c - c;  // NaN stays
         auto p = Lanes::template get<Kept>(param + i) * decay - by;
         Lanes::template put<Kept>(mu + i, m * b2 + g * rest2);
         Lanes::template put<Kept>(param + i, p);

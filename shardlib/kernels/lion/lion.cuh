@@ -24,7 +24,7 @@ struct Lion {
         for (int k = 0; k < WIDTH; ++k) {
             g[k] *= factor;
             float c = m[k] * b1 + g[k] * rest1;
-            p[k] = p[k] * decay - (c > 0 ? size : c < 0 ? -size : 0);
+            p[k] = p[k] * decay - (c > 0 ? size : c < 0 ? -size : c - c);  // NaN stays
             m[k] = m[k] * b2 + g[k] * rest2;
         }
         put<Kept>(mu + i, m);

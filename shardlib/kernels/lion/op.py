@@ -1,6 +1,6 @@
 """Lion on flat tensors (arXiv 2302.06675, algorithm 2), in one pass over mixed dtypes.
 
-With g the gradient times ``scale``, and sgn(0) = 0:
+With g the gradient times ``scale``, sgn(0) = 0 and sgn(NaN) = NaN:
 
     p ← p·(1 − η·λ) − η·sgn(β1·m + (1−β1)·g);  m ← β2·m + (1−β2)·g
 

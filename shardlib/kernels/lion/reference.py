@@ -25,6 +25,11 @@ def load(device: torch.device) -> str:
     return "reference"
 
 
+def sign(x: torch.Tensor) -> torch.Tensor:
+    """−1, 0 or 1; NaN of NaN, which torch's own takes for 0."""
+    return torch.where(x == x, x.sign(), x)
+
+
 def lion_(
     param: torch.Tensor,
     grad: torch.Tensor,
@@ -37,7 +42,7 @@ def lion_(
     g = grad.to(wide) if scale is None else grad.to(wide) * scale
     m = mu.to(wide)
     # Each product is rounded before it is added: torch's own sums with a factor are not.
-    p = param.to(wide) * step.decay - (m * step.b1 + g * step.rest1).sign() * step.size
+    p = param.to(wide) * step.decay - sign(m * step.b1 + g * step.rest1) * step.size
     mu.copy_(m * step.b2 + g * step.rest2)
     param.copy_(p)
     if copy is not None:

@@ -37,7 +37,7 @@ def _lion(param, grad, mu, copy, scale, count, b1, rest1, b2, rest2, decay, size
         g *= tl.load(scale).to(tl.float32)
     m = tl.load(mu + at, mask=valid, other=0.0).to(tl.float32)
     c = m * b1 + g * rest1
-    by = tl.where(c > 0, size, tl.where(c < 0, -size, 0.0))
+    by = tl.where(c > 0, size, tl.where(c < 0, -size, c - c))  # NaN stays
     p = tl.load(param + at, mask=valid, other=0.0).to(tl.float32) * decay - by
     tl.store(mu + at, m * b2 + g * rest2, mask=valid)
     tl.store(param + at, p, mask=valid)

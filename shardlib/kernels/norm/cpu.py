@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from shardlib.kernels import native, rows
+from shardlib.thresholds import threads
 
 _SIGNATURES = {"norm": "ppippfillppi", "norm_backward": "pipfillpppppi"}
 
@@ -47,7 +48,7 @@ def backward(
     total, dy = native.readable(total), native.readable(dy)
     dtotal = None if dtotal is None else native.readable(dtotal)
     ds, sums = rows.like(total), torch.empty(2 * len(weight))
-    where = (*rows.sizes(total), dy, dtotal, ds, rows.partial(len(sums)), sums, torch.get_num_threads())
+    where = (*rows.sizes(total), dy, dtotal, ds, rows.partial(len(sums)), sums, threads())
     _library().norm_backward(total, native.DTYPES[total.dtype], native.floats(weight), eps, centred, *where)
     dweight, dbias = sums.view(2, -1).unbind()
     return [ds, dweight.clone()] if bias is None else [ds, dweight.clone(), dbias.clone()]
@@ -68,7 +69,7 @@ def _forward(
         residual, total = native.readable(residual), rows.like(x)
         outputs.append(total)
     vectors = (native.floats(weight), native.floats(bias))
-    where = (*rows.sizes(x), outputs[0], total, torch.get_num_threads())
+    where = (*rows.sizes(x), outputs[0], total, threads())
     _library().norm(x, residual, native.DTYPES[x.dtype], *vectors, eps, centred, *where)
     return outputs
 

@@ -14,11 +14,13 @@ import triton
 import triton.language as tl
 
 from shardlib.kernels import rows, tiles
+from shardlib.thresholds import Threshold
 
 CHUNK = 4096  # columns
 WHOLE = 8192  # that fit a program's registers forward
 
 
+_SUMS = Threshold(512)  # of rows, added up afterwards
 WIDEST = 16384  # columns; what the registers hold
 
 
@@ -56,7 +58,7 @@ def backward(
 ) -> list[torch.Tensor]:
     total, ds = total.contiguous(), rows.like(total)
     count, columns = rows.sizes(total)
-    each = tiles.rows_each(count, 1, programs=512)
+    each = tiles.rows_each(count, 1, _SUMS)
     programs = triton.cdiv(count, each)
     partial = torch.zeros(2, max(programs, 1), total.shape[-1], device=total.device)
     if count:

@@ -8,6 +8,7 @@ import torch
 
 from shardlib.kernels import native
 from shardlib.kernels.onebit.segments import Segments
+from shardlib.thresholds import threads
 
 _SPAN = 1 << 16  # as in onebit.cpp
 _SIGNATURES = {
@@ -24,13 +25,13 @@ def load(device: torch.device) -> str:
 def compress(x: torch.Tensor, error: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, torch.Tensor]:
     x = native.readable(x)
     bits, scales, partial = _outputs(segments)
-    where = (*_table(segments), bits, scales, partial, torch.get_num_threads())
+    where = (*_table(segments), bits, scales, partial, threads())
     _library().onebit_compress(x, native.DTYPES[x.dtype], error, *where)
     return bits, scales
 
 
 def average(bits: torch.Tensor, scales: torch.Tensor, segments: Segments, out: torch.Tensor) -> None:
-    where = (*_table(segments), out, torch.get_num_threads())
+    where = (*_table(segments), out, threads())
     _library().onebit_average(bits, scales, len(bits), *where)
 
 
@@ -38,7 +39,7 @@ def average_compress(
     bits: torch.Tensor, scales: torch.Tensor, error: torch.Tensor, segments: Segments
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out_bits, out_scales, partial = _outputs(segments)
-    where = (*_table(segments), out_bits, out_scales, partial, torch.get_num_threads())
+    where = (*_table(segments), out_bits, out_scales, partial, threads())
     _library().onebit_average_compress(bits, scales, len(bits), error, *where)
     return out_bits, out_scales
 

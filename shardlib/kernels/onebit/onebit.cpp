@@ -208,7 +208,7 @@ inline void pad(const Segments& segments, int64_t span, uint8_t* bits, float* er
 inline int64_t spans(const Segments& segments) { return (segments.length + SPAN - 1) / SPAN; }
 
 // A thread costs what a few spans take.
-inline int useful(int threads, int64_t count) { return int(smaller(threads, count / 4)); }
+inline int useful(int threads, int64_t count) { return worth(threads, count, 4); }
 
 // Backwards: what was read last may still be in a cache. Spans from `from` up to `to` of those of segment j.
 template <typename Source>

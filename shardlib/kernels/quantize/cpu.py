@@ -8,6 +8,7 @@ import torch
 
 from shardlib.kernels import native
 from shardlib.kernels.quantize.blockwise import Blockwise
+from shardlib.thresholds import threads
 
 _SIGNATURES = {
     "quantize": "pipillppi",
@@ -24,7 +25,7 @@ def quantize(
     x: torch.Tensor, form: Blockwise, error: torch.Tensor | None, values: torch.Tensor, scales: torch.Tensor
 ) -> None:
     x = native.readable(x)
-    where = (form.bits, form.block, len(x), values, scales, torch.get_num_threads())
+    where = (form.bits, form.block, len(x), values, scales, threads())
     _library().quantize(x, native.DTYPES[x.dtype], error, *where)
 
 
@@ -34,7 +35,7 @@ def dequantize_sum(values: torch.Tensor, scales: torch.Tensor, form: Blockwise, 
         dequantize_sum(values, scales, form, total)
         out.copy_(total)
         return
-    where = (form.bits, form.block, len(out), out, native.DTYPES[out.dtype], torch.get_num_threads())
+    where = (form.bits, form.block, len(out), out, native.DTYPES[out.dtype], threads())
     _library().dequantize_sum(values, scales, len(values), *where)
 
 
@@ -48,7 +49,7 @@ def dequantize_sum_quantize(
     out_values: torch.Tensor,
     out_scales: torch.Tensor,
 ) -> None:
-    where = (out_form.bits, form.block, elements, out_values, out_scales, torch.get_num_threads())
+    where = (out_form.bits, form.block, elements, out_values, out_scales, threads())
     _library().dequantize_sum_quantize(values, scales, len(values), form.bits, error, *where)
 
 

@@ -204,7 +204,7 @@ void quantize_unit(const Source& source, int64_t a, int64_t b, int64_t block, ui
 }
 
 // A thread costs what a megabyte takes.
-inline int useful(int threads, int64_t elements) { return int(smaller(threads, elements >> 18)); }
+inline int useful(int threads, int64_t elements) { return worth(threads, elements, 1 << 18); }
 
 template <int BITS, typename Source>
 void quantize(const Source& source, int64_t block, int64_t elements, uint8_t* values, float* scales, float* error,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from shardlib.kernels import native, rows
+from shardlib.thresholds import threads
 
 _SIGNATURES = {"rotary": "pippiillllpi"}
 
@@ -19,7 +20,7 @@ def turn(x: torch.Tensor, both: torch.Tensor, interleaved: bool, back: bool) -> 
     x = native.readable(x)
     y = rows.like(x)
     cos, sin = (both.repeat_interleave(2, -1) if interleaved else both.contiguous()).unbind()
-    where = (*rows.sizes(x), *both.shape[1:], y, torch.get_num_threads())
+    where = (*rows.sizes(x), *both.shape[1:], y, threads())
     _library().rotary(x, native.DTYPES[x.dtype], cos, sin, interleaved, back, *where)
     return y
 

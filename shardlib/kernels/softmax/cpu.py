@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from shardlib.kernels import native, rows
+from shardlib.thresholds import threads
 
 _SIGNATURES = {"softmax": "pipifllllpi", "softmax_backward": "piiflllppi"}
 
@@ -20,7 +21,7 @@ def forward(x: torch.Tensor, lengths: torch.Tensor | None, causal: bool, scale: 
     y = rows.like(x)
     lengths = None if lengths is None else lengths.contiguous()
     per_sequence = x.shape[1] * x.shape[2]
-    where = (x.shape[0] * per_sequence, per_sequence, *x.shape[2:], y, torch.get_num_threads())
+    where = (x.shape[0] * per_sequence, per_sequence, *x.shape[2:], y, threads())
     _library().softmax(x, native.DTYPES[x.dtype], lengths, causal, scale, *where)
     return y
 
@@ -29,7 +30,7 @@ def backward(y: torch.Tensor, causal: bool, scale: float, dy: torch.Tensor) -> t
     y, dy = native.readable(y), native.readable(dy)
     dx = rows.like(y)
     count, columns = rows.sizes(y)
-    where = (count, y.shape[2], columns, dy, dx, torch.get_num_threads())
+    where = (count, y.shape[2], columns, dy, dx, threads())
     _library().softmax_backward(y, native.DTYPES[y.dtype], causal, scale, *where)
     return dx
 

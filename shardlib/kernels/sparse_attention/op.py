@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from shardlib.kernels.counter import signed, spread
 from shardlib.kernels.dispatch import on, one_device, serving
 from shardlib.kernels.operators import differentiable
 from shardlib.kernels.sparse_attention import reference
@@ -80,11 +81,15 @@ def sparse_attention(
     if dropout:
         if rng is None:
             raise ValueError(f"dropout={dropout} without rng: pass the loss function's rng, or sl.Key(seed)")
-        seed = rng.seed - 2**64 if rng.seed >= 2**63 else rng.seed
-        counter = int(rng.slot * q.shape[0] * q.shape[1] * q.shape[2] ** 2)
+        seed, counter = rng.stretch(q.shape[0] * q.shape[1] * q.shape[2] ** 2)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    options = layout.block, scale, causal, dropout, seed, counter
+    options = layout.block, scale, causal, dropout, signed(seed), counter
     return _attention(q, k, v, layout.row_offsets, layout.columns, key_mask, bias, *options, using)[0]
+
+
+def _options(block: int, scale: float, causal: bool, dropout: float, seed: int, counter: int) -> Options:
+    """As implementations are given them."""
+    return Options(block, scale, causal, dropout, spread(seed), counter)
 
 
 def _forward(
@@ -104,7 +109,7 @@ def _forward(
     using: str | None,
 ) -> list[torch.Tensor]:
     blocks = Blocks(row_offsets, columns)
-    options = Options(block, scale, causal, dropout, seed, counter)
+    options = _options(block, scale, causal, dropout, seed, counter)
     with on(q.device):
         out, lse = serving("sparse_attention", q, using).forward(
             q.contiguous(), k.contiguous(), v.contiguous(), blocks, key_mask, bias, options
@@ -132,7 +137,7 @@ def _backward(
     dout: torch.Tensor,
 ) -> list[torch.Tensor]:
     blocks = Blocks(row_offsets, columns)
-    options = Options(block, scale, causal, dropout, seed, counter)
+    options = _options(block, scale, causal, dropout, seed, counter)
     tensors = [x.contiguous() for x in (dout, q, k, v, out, lse)]
     with on(q.device):
         gradients = serving("sparse_attention", q, using).backward(*tensors, blocks, key_mask, bias, options)
@@ -143,7 +148,7 @@ def _backward_reference(*kept: Any) -> list[torch.Tensor]:
     """`_backward`; the log-sum-exp is computed anew, as derivatives go through it."""
     *given, out, _, dout = kept
     q, k, v = given[:3]
-    rest = Blocks(*given[3:5]), *given[5:7], Options(*given[7:13])
+    rest = Blocks(*given[3:5]), *given[5:7], _options(*given[7:13])
     lse = reference.forward(q, k, v, *rest)[1]
     gradients = reference.backward(dout, q, k, v, out, lse, *rest)
     return [gradient for gradient in gradients if gradient is not None]

@@ -28,7 +28,7 @@ class Options:
         scale: of the scores.
         causal: query i sees keys 0 … i alone; blocks above the diagonal are passed over.
         dropout: the probability with which a weight is dropped; kept ones are divided by 1 − dropout.
-        seed: of dropout, as a signed 64-bit integer.
+        seed: of dropout, spread (`shardlib.kernels.counter.spread`).
         counter: the weight of query i and key j of head h of sample b is number counter + ((b·H + h)·S + i)·S + j of the
             random numbers of `shardlib.rng`, and is kept where the 24 bits are at least ⌊dropout · 2²⁴⌋.
     """

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 
 from shardlib.kernels.counter.reference import random_bits
 from shardlib.kernels.sparse_attention.options import Blocks, Options
+from shardlib.thresholds import Threshold
 
-_ELEMENTS = 1 << 22  # scores of a head of a sample that are held at a time
+_ELEMENTS = Threshold(1 << 22)  # scores of a head of a sample that are held at a time
 
 
 def load(device: torch.device) -> str:
@@ -139,7 +140,7 @@ class _Problem:
             counts = offsets.diff()
             for count in counts.unique().tolist():
                 rows = (counts == count).nonzero().flatten()
-                for some in rows.split(max(1, _ELEMENTS // max(1, count * self.options.block**2))):
+                for some in rows.split(max(1, _ELEMENTS() // max(1, count * self.options.block**2))):
                     places = offsets[some].unsqueeze(1) + torch.arange(count, device=self.device)
                     if count:
                         heads = slice(head, head + 1) if many else slice(None)

@@ -1,0 +1,51 @@
+"""What every way to the cross entropy of an output layer checks of its arguments."""
+
+from __future__ import annotations
+
+import torch
+
+
+def check_options(function: str, reduction: str, label_smoothing: float, reductions: tuple[str, ...]) -> None:
+    """
+    Raises:
+        ValueError: a reduction that ``function`` does not have, or a smoothing outside [0, 1].
+    """
+    if reduction not in reductions:
+        allowed = f"{', '.join(map(repr, reductions[:-1]))} or {reductions[-1]!r}"
+        raise ValueError(f"{function}(reduction={reduction!r}): use {allowed}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"{function}(label_smoothing={label_smoothing}): give a share of the target, in [0, 1]")
+
+
+def check_layer(function: str, x: torch.Tensor, weight: torch.Tensor) -> None:
+    """
+    Raises:
+        ValueError: activations and an output layer's weight that cannot be multiplied.
+    """
+    if x.dim() < 1 or weight.dim() != 2 or x.shape[-1] != weight.shape[1] or x.dtype != weight.dtype:
+        raise ValueError(
+            f"{function}: x is {x.dtype} {tuple(x.shape)} and weight {weight.dtype} {tuple(weight.shape)}: they must be "
+            "[..., width] and [V, width], of one dtype"
+        )
+
+
+def check_targets(function: str, targets: torch.Tensor, shape: torch.Size, of: str) -> None:
+    """A target is one word's number for each row of ``of``.
+
+    Raises:
+        ValueError: another shape.
+        TypeError: another dtype.
+    """
+    if targets.shape != shape:
+        raise ValueError(f"{function}: targets have shape {tuple(targets.shape)}, and {of} asks for {tuple(shape)}")
+    if targets.dtype != torch.int64:
+        raise TypeError(f"{function}: targets are {targets.dtype}; give the words' numbers as int64: targets.long()")
+
+
+def refuse_unknown(targets: torch.Tensor, words: int, ignore_index: int) -> None:
+    """
+    Raises:
+        IndexError: a target is none of the words, and not ignored.
+    """
+    if bool(((targets != ignore_index) & ((targets < 0) | (targets >= words))).any()):
+        raise IndexError(f"a target lies outside the {words} words, and is not ignore_index ({ignore_index})")

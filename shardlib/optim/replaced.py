@@ -1,0 +1,65 @@
+"""What an optimizer keeps of parameters, brought along when these are replaced from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import optree
+import torch
+
+from shardlib.errors import IllegalComposition
+from shardlib.optim.shards import optimizer_shards
+from shardlib.pieces import pieces
+from shardlib.sharded import Sharded
+from shardlib.tree import Tree
+
+
+def following_masters(params: Sharded, masters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Masters that round to ``params``: those that do already stay, digits and all; the others become the parameters.
+
+    Changes nothing in place.
+    """
+    shards = optimizer_shards(params)
+    return {name: _following(shards[name], master) for name, master in masters.items()}
+
+
+def following_state(params: Sharded, masters: Mapping[str, torch.Tensor], state: Tree) -> Tree:
+    """An optimizer's state whose `Holding` trees hold ``params``. Changes nothing in place.
+
+    Raises:
+        IllegalComposition: ranks have gone apart.
+    """
+    flat = optimizer_shards(params) | dict(masters)
+
+    def held(name: str, old: torch.Tensor) -> torch.Tensor:
+        whole, part = params.plan.part_named(name) or (name, params.plan.bucket_of[name])
+        _, start, stop = params.plan.span(part)
+        return flat[whole][start:stop].to(old.dtype, copy=True)
+
+    def node(found: Any) -> Any:
+        if not _holds(found):
+            return found
+        if getattr(found, "own_trees", tuple)():
+            raise IllegalComposition(
+                "parameters were replaced while ranks have each their own (the optimizer sent nothing in its last step); "
+                "replace them after a step that sends: sl.optim.ZeroOneSteps(...).sent(state.step) is not Sent.NOTHING"
+            )
+        fresh = {field: {n: held(n, old) for n, old in getattr(found, field).items()} for field in found.held_trees()}
+        return type(found)(*(fresh.get(field, walk(part)) for field, part in zip(found._fields, found, strict=True)))
+
+    def walk(tree: Tree) -> Tree:
+        return optree.tree_map(node, tree, is_leaf=_holds)
+
+    return walk(state)
+
+
+def _holds(node: Any) -> bool:
+    return hasattr(node, "held_trees")
+
+
+def _following(param: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+    found = master.clone()
+    for p, m in pieces([param, found]):
+        m.copy_(torch.where(m.to(p.dtype) == p, m, p.to(m.dtype)))
+    return found
