@@ -127,10 +127,9 @@ class LossStep:
         parts = split_batch(batch, plan, mesh)
         share = self._agreement.share(batch, alike)
         # The sums over micro-batches, and then over ranks, of losses and weights. Then what is summed over all ranks: the
-        # gradient's squares, whether a rank strayed, of a pipeline whether the loss is a `Mean` and whether it has
-        # aux, which ranks without the loss cannot know, and last what tells whether the ranks were given the same.
-        sums = torch.zeros(7 if self._pipe else 5, dtype=torch.float64, device=mesh.device)
-        sums[-1] = share
+        # gradient's squares, what is zero unless a rank strayed or the ranks were given what differs, and of a pipeline
+        # whether the loss is a `Mean` and whether it has aux, which ranks without the loss cannot know.
+        sums = torch.zeros(6 if self._pipe else 4, dtype=torch.float64, device=mesh.device)
         records = self._pipe.records if self._pipe else [self.executor.record]
         for record in records:
             record.strays.clear()
@@ -138,12 +137,11 @@ class LossStep:
         grads, outcome = run(params, parts, buffers, rng, loss_scale, sums, route)
         shards = MeshShards(plan, mesh, unreduced, self._own, route.errors)
         sums[2] = shards.local_sum(sum_of_squares, grads)
-        sums[3] = any(record.strays for record in records)
+        sums[3] = share + any(record.strays for record in records)
         sum_over(mesh, plan.loss_axes, sums)
         sum_over(mesh, tuple(axis for axis in mesh.shape if axis not in plan.loss_axes), sums[2:])
-        if sums[-1] != 0:
+        if sums[3] != 0:
             self._agreement.explain()
-        if sums[3] > 0:
             for record in records:
                 record.reconcile()
         total, weight, squares = sums[:3].unbind()
