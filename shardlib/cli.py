@@ -28,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return args.run(args)
     except MissingPackage as missing:
-        raise SystemExit(f"shardlib {args.command}: {missing}") from None
+        # Every rank finds it missing, and one says so.
+        raise SystemExit(1 if os.environ.get("RANK", "0") != "0" else f"shardlib {args.command}: {missing}") from None
 
 
 if __name__ == "__main__":

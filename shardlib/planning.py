@@ -12,7 +12,7 @@ import torch
 
 from shardlib.axes import check_axes
 from shardlib.claims import LeafInfo, Slots, Transform, resolve
-from shardlib.errors import IllegalComposition
+from shardlib.errors import IllegalComposition, TreeError, listing
 from shardlib.layout import Bucket, stands_alone
 from shardlib.mesh import Mesh
 from shardlib.parts import SequencePlan
@@ -20,7 +20,7 @@ from shardlib.placement import OwnedAxis, Placement
 from shardlib.plan import ROLES, Plan
 from shardlib.schedules.pipeline import NO_BLOCKS, Pipeline
 from shardlib.specs import Leaf, P, check_leaves
-from shardlib.tree import Tree, TreeDef, check_tensors, flatten, leaves_of, ties
+from shardlib.tree import Tree, TreeDef, check_tensors, flatten, leaves_of, ties, untrained
 from shardlib.units import unit_names
 
 
@@ -32,7 +32,7 @@ def build_plan(params: Tree, mesh: Mesh, transform: Transform, *, optimizer: Any
         optimizer: a gradient transformation; it is asked for the size of its state, and for what it sends.
 
     Raises:
-        TreeError: a leaf that is not a tensor.
+        TreeError: a leaf that is not a tensor, or of a dtype that is neither trained nor held alone.
         IllegalComposition: claims that conflict, or that do not fit the mesh.
         SpecError: specs that do not fit the shapes.
     """
@@ -75,6 +75,7 @@ def build_plan(params: Tree, mesh: Mesh, transform: Transform, *, optimizer: Any
         )
     units = unit_names(params)
     draft = [_place(info, units[index], slots, split, mesh.shape) for info, index in zip(infos, distinct, strict=True)]
+    _check_trained(draft, slots)
     order = {unit: number for number, unit in enumerate(dict.fromkeys(units))}
     buckets = _buckets(draft, slots, split, batch_axes, sequence, mesh.shape, order)
     bucket_of = {path: bucket.name for bucket in buckets for path in bucket.paths}
@@ -186,6 +187,20 @@ def _place(
         optimizer=stored("optimizer", master or dtype) if trainable else None,
         style=slots.get(("use", info.path, "style")),
     )
+
+
+def _check_trained(placements: Sequence[Placement], slots: Slots) -> None:
+    """Refuse leaves that could be meant to be trained and would not be, or not well: complex ones, and those of 8 bits."""
+    failures = [
+        f"{placement.path}: {placement.compute.dtype}; {instead}"
+        for placement in placements
+        if slots.get(("use", placement.path, "trainable"), True) and (instead := untrained(placement.compute.dtype))
+    ]
+    if failures:
+        raise TreeError(
+            f"{len(failures)} leaves of dtypes that are not trained:\n{listing(failures)}\nOr leave them as they are, by "
+            "sl.freeze(path)."
+        )
 
 
 def _reduce_dtype(dtype: torch.dtype, slots: Slots) -> torch.dtype:

@@ -17,6 +17,7 @@ from shardlib.execute.step import LossStep
 from shardlib.execute.tracing import trace_stages
 from shardlib.groups import EchoGroup
 from shardlib.mesh import Mesh, as_mesh
+from shardlib.optim.wrapping import require_transformations
 from shardlib.plan import Plan
 from shardlib.planning import build_plan
 from shardlib.rng import Key
@@ -49,7 +50,10 @@ def make_plan(
 
     Raises:
         TreeError, IllegalComposition, SpecError: as `shard`.
+        TypeError: an optimizer that is no gradient transformation.
     """
+    if optimizer is not None:
+        require_transformations("make_plan", optimizer)
     mesh = as_mesh(mesh)
     tree = defer(params).tree if callable(params) else params
     plan = build_plan(tree, mesh, default_transform(transform, stage), optimizer=optimizer)

@@ -172,6 +172,9 @@ def shard(
 ) -> Sharded:
     """Split a parameter pytree over a mesh; returns this rank's shards, with their specs.
 
+    Integers and booleans are held and not trained; so are complex leaves and floats of 8 bits under `freeze`, without which
+    they are refused.
+
     Args:
         params: any pytree of tensors, the same values on every rank; or a function without arguments that makes
             one, which is then run piece by piece, so that no rank ever holds the whole model.
@@ -180,7 +183,7 @@ def shard(
         stage: short for ``zero(stage)``, added to ``transform``.
 
     Raises:
-        TreeError: a leaf that is not a tensor, or is on another device than the mesh's.
+        TreeError: a leaf that is not a tensor, is of a dtype that is not trained, or is on another device than the mesh's.
         IllegalComposition: transforms that do not compose, or do not fit the mesh.
         RankMismatch: the ranks' trees, plans or values differ; names the leaves and the ranks.
     """

@@ -18,6 +18,7 @@ from shardlib.optim.base import GradientTransformation
 from shardlib.optim.replaced import following_masters, following_state
 from shardlib.optim.settings import injected, settings
 from shardlib.optim.shards import MeshShards, optimizer_shards, store
+from shardlib.optim.wrapping import require_transformations
 from shardlib.plan import Plan
 from shardlib.planning import own_axis
 from shardlib.rng import Key
@@ -202,9 +203,11 @@ def make_train_step(
     batches in every step, and batches' contents in the first step and every 16th.
 
     Raises:
+        TypeError: an optimizer that is no gradient transformation (see `optim.from_torch` for torch's).
         IllegalComposition: an optimizer that declares no locality, on shards.
         RankMismatch: the ranks were given what differs; names it and the ranks. The step raises it too.
     """
+    require_transformations("make_train_step", optimizer)
     lifted = lift(params)
     plan, mesh = own_axis(lifted.plan, optimizer), lifted.mesh
     lifted = lifted.under(plan)
@@ -278,6 +281,33 @@ def make_train_step(
         rng=key,
     )
     return state.fitting(), train_step
+
+
+def unused_params(
+    loss_fn: Callable[..., Any], params: Any, batch: Any, *, buffers: Any = None, rng: Key | int = 0
+) -> tuple[str, ...]:
+    """Paths of the trained parameters that the loss does not use: in torch their ``.grad`` stays None.
+
+    An optimizer of torch's leaves such parameters alone. Here, as in optax, their gradient is zero, and weight decay shrinks
+    them. For torch's way freeze them; that saves their optimizer state too::
+
+        unused = sl.unused_params(loss_fn, sl.shard(params, mesh, parallel), batch)
+        params = sl.shard(params, mesh, sl.chain(parallel, sl.freeze(unused)))
+
+    Computes the loss and its gradients once. A parameter counts as used if any rank uses it in any micro-batch; one that some
+    batches alone use is trained, with gradients of zero from the others.
+
+    Args:
+        params: as for `make_train_step`; sharded or whole. All other arguments are as there too.
+    """
+    lifted = lift(params)
+    plan, mesh = lifted.plan, lifted.mesh
+    kept = {name: error for channel in plan.channels for name, error in channel.start(mesh.device).items()}
+    reached: set[str] = set()
+    key = rng if isinstance(rng, Key) else Key(rng)
+    LossStep(loss_fn, plan, mesh, buffers is not None)(lifted, batch, buffers, key, comm=kept, reached=reached)
+    everyone = {path for paths in primitives.all_gather_object(mesh, list(mesh.shape), reached) for path in paths}
+    return tuple(path for path in plan.infos if path not in everyone)
 
 
 def replace_params(state: TrainState, params: Any, *, donate: bool = True) -> TrainState:

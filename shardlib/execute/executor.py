@@ -177,6 +177,7 @@ class Executor:
         reached: dict[str, torch.Tensor] = {}
         with self._running():
             yield reached
+            gradients.note(reached, reached.values())
             gradients.finish(self._late(reached))
             self.record.note(self._gathering.runs, gradients.started)
 

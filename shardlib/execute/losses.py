@@ -72,6 +72,10 @@ def read_loss(value: Any, with_buffers: bool) -> Outcome:
                 f"the {name} of the loss must be a scalar tensor and is {_told(part)}; reduce it with .mean(), or return "
                 "sl.Mean(total, weight), or (loss, aux) to hand out more"
             )
+    if total.is_complex():
+        raise LossError(
+            "the loss is complex, and only real ones can be made small; take .real, .abs() or .abs().square() of it"
+        )
     if weight is None:
         weight_tensor = torch.ones((), device=total.device)
     else:
@@ -150,13 +154,17 @@ def map_means(fn: Callable[[Mean], Any], tree: Tree) -> Tree:
     return optree.tree_map(lambda leaf: fn(leaf) if is_mean(leaf) else leaf, tree, is_leaf=is_mean)
 
 
+def as_number(value: Any) -> torch.Tensor:
+    """A total or a weight of a `Mean`, detached, float64."""
+    if isinstance(value, complex) or (isinstance(value, torch.Tensor) and value.is_complex()):
+        raise LossError("a sl.Mean is of real numbers, and this one of complex ones; give .real and .imag a Mean each")
+    return torch.as_tensor(value, dtype=torch.float64).detach()
+
+
 def add_means(total: Tree, part: Tree) -> Tree:
     """Two results of one function: sums and weights added up, detached; other leaves are ``part``'s. None: no first one."""
 
-    def detached(value: Any) -> torch.Tensor:
-        return torch.as_tensor(value, dtype=torch.float64).detach()
-
-    part = map_means(lambda mean: Mean(*map(detached, mean)), part)
+    part = map_means(lambda mean: Mean(*map(as_number, mean)), part)
     if total is None:
         return part
     before = iter(means_of(total))

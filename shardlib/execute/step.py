@@ -21,6 +21,7 @@ from shardlib.execute.gradients import Gradients, Route, plain_route
 from shardlib.execute.losses import (
     Outcome,
     add_means,
+    as_number,
     is_compiled,
     map_means,
     means_of,
@@ -114,14 +115,15 @@ class LossStep:
         *,
         comm: dict[str, torch.Tensor],
         unreduced: tuple[str, ...] = (),
+        reached: set[str] | None = None,
         alike: Mapping[str, Any],
     ) -> Evaluation:
-        """``comm``: the errors of compressed exchanges. ``unreduced``: axes over which gradients stay this rank's own.
+        """``comm``: the errors of compressed exchanges. ``unreduced``, ``reached``: see `Route`.
 
         ``alike``: what must be equal on all ranks, by name.
         """
         plan, mesh = self._plan, self._mesh
-        route = Route(self._compression, Errors(comm), unreduced)
+        route = Route(self._compression, Errors(comm), unreduced, reached)
         if rng is None and needs(self._loss_fn, "rng"):
             raise TreeError("the loss function has a parameter rng and none was given; pass rng=sl.Key(seed)")
         parts = split_batch(batch, plan, mesh)
@@ -317,7 +319,7 @@ def reduce_means(tree: Tree, plan: Plan, mesh: Mesh) -> Tree:
     means = means_of(tree)
     if not means:
         return tree
-    values = torch.stack([torch.as_tensor(value, dtype=torch.float64).detach() for mean in means for value in mean])
+    values = torch.stack([as_number(value) for mean in means for value in mean])
     sum_over(mesh, plan.batch_axes, values)
     results = iter(values.view(-1, 2).unbind())
 

@@ -50,8 +50,10 @@ class _Attach(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         if all(grad is None for grad in grads):
             return None, None
-        if ctx.state.summing is not None and ctx.state.summing.add_leaves(ctx.state.bucket, grads):
-            return None, None
+        if ctx.state.summing is not None:
+            ctx.state.summing.note(ctx.state.bucket.paths, grads)
+            if ctx.state.summing.add_leaves(ctx.state.bucket, grads):
+                return None, None
         return ctx.state.bucket.pack(grads, ctx.state.bucket.reduce_dtype), None
 
 

@@ -16,7 +16,6 @@ import logging
 import os
 import pkgutil
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -111,13 +110,6 @@ def _warn(about: str, message: str) -> None:
     if about not in _told and os.environ.get("RANK", "0") == "0":
         _told.add(about)
         _log.warning(message)
-
-
-def one_device(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Kernels take addresses, which mean nothing on another device."""
-    if len({tensor.device for tensor in tensors.values()}) > 1:
-        where = ", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items())
-        raise ValueError(f"{where}: move them to one device")
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:

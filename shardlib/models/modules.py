@@ -36,6 +36,9 @@ def from_module(module: nn.Module, buffers: bool = False, blocks: Sequence[nn.Mo
     A module on the meta device has no values yet: then ``params`` is a function that makes them by each
     submodule's ``reset_parameters``, to be passed to `shardlib.shard`, which runs it piece by piece.
 
+    Parameters that the loss does not use (a head that is not asked for) are decayed by `shardlib.optim.adamw`, and not by
+    torch's: freeze those that `shardlib.unused_params` names.
+
     Raises:
         TreeError: parameters with ``requires_grad=False`` (say so with `shardlib.freeze`), on the meta device without a
             way to initialise them, or in none of the blocks; blocks together with ``buffers=True``. From ``apply`` and

@@ -8,7 +8,7 @@ import torch
 
 from shardlib.optim.base import GradientTransformation, write_copies
 from shardlib.optim.locality import Locality, widest
-from shardlib.optim.ranges import check
+from shardlib.optim.ranges import check, is_count
 from shardlib.optim.shards import WHOLE, Shards
 from shardlib.optim.wrapping import require_no_axis
 from shardlib.tree import Tree, tree_map
@@ -39,8 +39,8 @@ def skip_nonfinite(inner: GradientTransformation, max_consecutive_errors: int) -
     """
     check(
         "skip_nonfinite",
-        "a number of errors is at least 0",
-        max_consecutive_errors=(max_consecutive_errors, max_consecutive_errors >= 0),
+        "a number of errors is an integer from 0",
+        max_consecutive_errors=(max_consecutive_errors, is_count(max_consecutive_errors)),
     )
     require_no_axis("skip_nonfinite", inner)
 
@@ -75,7 +75,7 @@ def skip_nonfinite(inner: GradientTransformation, max_consecutive_errors: int) -
         return state._replace(inner_state=after)
 
     locality = widest(Locality.GLOBAL, inner.locality)
-    return GradientTransformation(init, update, locality, apply=apply, sends=inner.sends)
+    return GradientTransformation(init, update, locality, apply=apply, sends=inner.sends, last=inner.last)
 
 
 def _nonfinite(leaf: torch.Tensor) -> torch.Tensor:

@@ -74,7 +74,7 @@ def stochastic_rounding(tx: GradientTransformation, seed: int = 0) -> GradientTr
 
     if tx.locality is None:
         return GradientTransformation(init, lambda u, s, p: update(u, s, p, shards=WHOLE))
-    return GradientTransformation(init, update, tx.locality, sends=tx.sends)
+    return GradientTransformation(init, update, tx.locality, sends=tx.sends, last=tx.last)
 
 
 def _map_alike(fn: Callable[..., Tree], params: Tree, state: Tree, *rest: Tree) -> Tree:

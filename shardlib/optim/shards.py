@@ -12,7 +12,7 @@ import torch
 from shardlib.claims import LeafInfo
 from shardlib.collectives import primitives
 from shardlib.collectives.sums import Errors
-from shardlib.errors import IllegalComposition
+from shardlib.errors import IllegalComposition, TreeError
 from shardlib.exchange import Gather
 from shardlib.layout import Bucket
 from shardlib.mesh import Mesh
@@ -24,7 +24,7 @@ from shardlib.places import Places
 from shardlib.plan import Plan
 from shardlib.plan_payload import share
 from shardlib.sharded import Sharded
-from shardlib.tree import Tree, flatten, leaves_of, tree_map, unflatten
+from shardlib.tree import Tree, check_alike, flatten, leaves_of, tree_map, unflatten
 
 
 class Selection(NamedTuple):
@@ -390,8 +390,18 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
     """``params + updates``, leaf by leaf, in the wider dtype and then rounded to the parameter's; changes nothing in place.
 
     `Sharded` or plain pytrees.
+
+    Raises:
+        TreeError: one of either kind, or leaves that differ in number or shape.
     """
+    if isinstance(params, Sharded) != isinstance(updates, Sharded):
+        kinds = [type(tree).__name__ for tree in (params, updates)]
+        raise TreeError(
+            f"apply_updates: parameters are a {kinds[0]} and updates a {kinds[1]}; give both Sharded (tx.update returns "
+            "Sharded updates for Sharded gradients), or both whole (sl.unshard)"
+        )
     if not isinstance(params, Sharded):
+        check_alike("apply_updates", updates, params, ("updates", "parameters"))
         return tree_map(lambda param, update: (param + update).to(param.dtype), params, updates)
     shards = optimizer_shards(params)
     return stored(params, {name: (shard + updates.buffers[name]).to(shard.dtype) for name, shard in shards.items()})

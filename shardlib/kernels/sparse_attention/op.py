@@ -26,16 +26,16 @@ from typing import Any
 
 import torch
 
+from shardlib.kernels.arguments import check_tensors
 from shardlib.kernels.counter import signed, spread
-from shardlib.kernels.dispatch import on, one_device, serving
+from shardlib.kernels.dispatch import on, serving
 from shardlib.kernels.operators import differentiable
 from shardlib.kernels.sparse_attention import reference
 from shardlib.kernels.sparse_attention.options import Blocks, Options
-from shardlib.rng import Key
+from shardlib.rng import Key, require_key
 from shardlib.sparse.layout import Layout
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _LARGEST = 256  # size of a head
 
 
@@ -81,7 +81,7 @@ def sparse_attention(
     if dropout:
         if rng is None:
             raise ValueError(f"dropout={dropout} without rng: pass the loss function's rng, or sl.Key(seed)")
-        seed, counter = rng.stretch(q.shape[0] * q.shape[1] * q.shape[2] ** 2)
+        seed, counter = require_key("sparse_attention", "rng", rng).stretch(q.shape[0] * q.shape[1] * q.shape[2] ** 2)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     options = layout.block, scale, causal, dropout, signed(seed), counter
     return _attention(q, k, v, layout.row_offsets, layout.columns, key_mask, bias, *options, using)[0]
@@ -185,6 +185,13 @@ def _check(
     bias: torch.Tensor | None,
 ) -> None:
     """Kernels read by these sizes: what does not have them must not reach one."""
+    if not isinstance(layout, Layout):
+        raise TypeError(
+            f"sparse_attention: layout is a {type(layout).__name__}; make one, such as sl.sparse.bigbird(length)"
+        )
+    given = {"q": q, "k": k, "v": v, "layout": layout.columns, "key_mask": key_mask, "bias": bias}
+    exactly = {"layout": layout.columns.dtype, "key_mask": torch.bool}
+    check_tensors("sparse_attention", given, ("key_mask", "bias"), exactly)
     if q.dim() != 4 or not 0 < q.shape[3] <= _LARGEST:
         raise ValueError(f"q has shape {tuple(q.shape)}, not (batch, heads, sequence, size up to {_LARGEST})")
     batch, heads, length, size = q.shape
@@ -194,8 +201,6 @@ def _check(
             raise ValueError(f"{name} has shape {tuple(x.shape)}, and q's {tuple(q.shape)} asks for {wanted}")
         if x.dtype != q.dtype:
             raise TypeError(f"q is {q.dtype} and {name} is {x.dtype}: cast one")
-    if q.dtype not in _DTYPES:
-        raise TypeError(f"q is {q.dtype}, not one of {_DTYPES}: cast it")
     if k.shape[1] != v.shape[1] or not k.shape[1] or heads % k.shape[1]:
         raise ValueError(
             f"{heads} heads of q, {k.shape[1]} of k and {v.shape[1]} of v: k and v must have as many, a divisor of q's"
@@ -207,13 +212,8 @@ def _check(
         )
     if layout.heads not in (1, heads):
         raise ValueError(f"the layout has {layout.heads} heads and q has {heads}: make it for 1 or for {heads}")
-    given = {"q": q, "k": k, "v": v, "layout": layout.columns}
-    if key_mask is not None:
-        if key_mask.shape != (batch, length):
-            raise ValueError(f"key_mask has shape {tuple(key_mask.shape)}, not (batch, sequence) = ({batch}, {length})")
-        if key_mask.dtype != torch.bool:
-            raise TypeError(f"key_mask is {key_mask.dtype}, not bool: True for keys that are seen")
-        given["key_mask"] = key_mask
+    if key_mask is not None and key_mask.shape != (batch, length):
+        raise ValueError(f"key_mask has shape {tuple(key_mask.shape)}, not (batch, sequence) = ({batch}, {length})")
     if bias is not None:
         if bias.shape not in ((1, 2 * length - 1), (heads, 2 * length - 1)):
             shapes = f"(1 or {heads}, {2 * length - 1})"
@@ -221,5 +221,3 @@ def _check(
         wide = torch.promote_types(q.dtype, torch.float32)
         if bias.dtype != wide:
             raise TypeError(f"bias is {bias.dtype} and q {q.dtype}: give it in {wide}")
-        given["bias"] = bias
-    one_device(given)
