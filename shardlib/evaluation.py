@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import optree
+import torch
 
-from shardlib.errors import LossError, TreeError, listing
+from shardlib.collectives import primitives
+from shardlib.errors import BatchError, LossError, TreeError, axes_named, listing
+from shardlib.execute.agreement import Agreement
 from shardlib.execute.executor import Executor
 from shardlib.execute.losses import add_means, cast, is_mean
 from shardlib.execute.pipeline import Pipe
 from shardlib.execute.step import reduce_means
+from shardlib.optim.shards import sum_over
+from shardlib.plan import Plan
 from shardlib.sharded import Sharded
 from shardlib.train import TrainState, lift
 from shardlib.tree import path_name, tree_map
@@ -24,6 +30,8 @@ class EvalStep:
     def __init__(self, fn: Callable[..., Any], params: Any) -> None:
         lifted = lift(params)
         self._plan, self._mesh = lifted.plan, lifted.mesh
+        self._together = _together(lifted.plan)
+        self._agreement = Agreement(lifted.plan, lifted.mesh, self._together)
         if lifted.plan.pipeline is None:
             executor = Executor(lifted.plan, lifted.mesh, trained=False)
 
@@ -36,25 +44,71 @@ class EvalStep:
 
     def __call__(self, params: Any, *args: Any) -> Any:
         """What the function returns for one batch, each `Mean` as a number over all ranks' batches."""
-        return reduce_means(self._run(self._current(params), *args), self._plan, self._mesh)
+        current = self._current(params)
+        if self._agreement.axes:
+            self._divided(True, self._together, self._agreement.share(args, {}))
+        return reduce_means(self._run(current, *args), self._plan, self._mesh)
 
     def over(self, params: Any, batches: Iterable[Any]) -> Any:
         """The same over several batches: sums and weights add up over them first, on the device, and over ranks once.
 
-        Each batch is the function's second argument. Where parameters are gathered or sliced, ranks take equally many.
+        Each batch is the function's second argument. Where the function sends anything (parameters are gathered, sliced
+        or in stages, sequences are cut) the ranks that take part must take equally many, and tell each other before each
+        batch whether they have another. Elsewhere they may take unequally many, but each at least one.
 
         Raises:
-            LossError: no batches, or results that are not a `Mean`; lists them.
+            LossError: no batches on a rank, or results that are not a `Mean`; lists them.
+            BatchError: ranks with more batches than others; names them, on all ranks.
+            RankMismatch: ranks that share a batch and were given different ones.
         """
-        current, total = self._current(params), None
-        for number, batch in enumerate(batches):
+        current, total, taken = self._current(params), None, 0
+        rest = iter(batches)
+        while self._agreed(batch := next(rest, _NONE), taken):
             part = self._run(current, batch)
-            if number == 0:
+            if taken == 0:
                 _require_means(part)
-            total = add_means(total, part)
+            total, taken = add_means(total, part), taken + 1
         if total is None:
             raise LossError("evaluation over no batches has no mean; give each rank at least one")
         return reduce_means(total, self._plan, self._mesh)
+
+    def _agreed(self, batch: Any, taken: int) -> bool:
+        """Whether there is another batch, as all ranks say that take the next one together."""
+        mesh, there = self._mesh, batch is not _NONE
+        if taken == 0:
+            few, more = self._divided(there, tuple(mesh.shape), 0.0)
+            if more:
+                raise LossError(
+                    f"evaluation over no batches has no mean, and rank {few} has none where rank {more} has; give each rank "
+                    "at least one"
+                )
+        few, more = self._divided(there, self._together, self._agreement.share(batch, {}) if there else 0.0)
+        if more:
+            raise BatchError(
+                f"after {taken} batches rank {few} has no other to evaluate and rank {more} has: ranks along "
+                f"{axes_named(self._together)} take each batch together, so give them equally many"
+            )
+        return there
+
+    def _divided(self, there: bool, axes: tuple[str, ...], share: float) -> tuple[str, str]:
+        """Where only some ranks along the axes have a batch, those that have none and those that have one; else nobody.
+
+        ``share``: as `Agreement.share` gives it; all ranks are told here if these do not agree.
+        """
+        mesh = self._mesh
+        ranks = math.prod(mesh.shape[axis] for axis in axes)
+        if ranks == 1:
+            return "", ""
+        told = torch.tensor([there, share], dtype=torch.float64, device=mesh.device)
+        sum_over(mesh, axes, told)
+        count, differ = told.tolist()
+        if 0 < count < ranks:
+            everyone = primitives.all_gather_object(mesh, axes, (mesh.rank, there))
+            few, more = (", ".join(str(rank) for rank, found in everyone if found is had) for had in (False, True))
+            return few, more
+        if differ:
+            self._agreement.explain()
+        return "", ""
 
     def _run(self, params: Sharded, *args: Any) -> Any:
         return self._forward(params, *(tree_map(partial(cast, plan=self._plan), arg) for arg in args))
@@ -66,6 +120,17 @@ class EvalStep:
                 "these parameters were sharded by another plan than the eval step was made for; make one for it"
             )
         return current
+
+
+_NONE = object()  # where there is no other batch; None may be one
+
+
+def _together(plan: Plan) -> tuple[str, ...]:
+    """The axes along which ranks evaluate each batch together: they share it, or gather parameters from each other."""
+    gathered = {axis for bucket in plan.everywhere.buckets for axis in bucket.axes[: bucket.param_level]}
+    return tuple(
+        axis for axis, size in plan.sizes.items() if size > 1 and (axis in gathered or axis not in plan.batch_axes)
+    )
 
 
 def make_eval_step(fn: Callable[..., Any], params: Any) -> EvalStep:

@@ -305,7 +305,9 @@ def unused_params(
     kept = {name: error for channel in plan.channels for name, error in channel.start(mesh.device).items()}
     reached: set[str] = set()
     key = rng if isinstance(rng, Key) else Key(rng)
-    LossStep(loss_fn, plan, mesh, buffers is not None)(lifted, batch, buffers, key, comm=kept, reached=reached)
+    LossStep(loss_fn, plan, mesh, buffers is not None)(
+        lifted, batch, buffers, key, comm=kept, reached=reached, alike={"rng": key}
+    )
     everyone = {path for paths in primitives.all_gather_object(mesh, list(mesh.shape), reached) for path in paths}
     return tuple(path for path in plan.infos if path not in everyone)
 

@@ -27,20 +27,29 @@ class Agreement:
 
     Batches must be equal along the axes that do not share the batch out; their dtypes and shapes are compared in every
     step, their contents in the first and in every 16th. Whatever else is given must be equal on all ranks in every step.
+
+    Args:
+        together: axes along which ranks take every step together, those that do not share the batch out among them; by
+            default all.
+
+    Attributes:
+        axes: those along which batches must be equal.
     """
 
-    def __init__(self, plan: Plan, mesh: Mesh) -> None:
+    def __init__(self, plan: Plan, mesh: Mesh, together: tuple[str, ...] | None = None) -> None:
         self._plan, self._mesh = plan, mesh
-        self._axes = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in plan.batch_axes]
+        self._together = tuple(mesh.shape) if together is None else together
+        self.axes = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in plan.batch_axes]
         self._calls = 0
         self._batch: dict[str, str] = {}
         self._alike: dict[str, str] = {}
 
     def share(self, batch: Tree, alike: Mapping[str, Any]) -> float:
-        """This rank's number, an integer. Summed over all ranks in float64 it is zero, or `explain` is due on all of them.
+        """This rank's number, an integer. Summed in float64 it is zero, or `explain` is due on all ranks that take part.
 
         Args:
-            alike: what must be equal on all ranks, by name; compared as text.
+            alike: what must be equal on all ranks, by name; compared as text. Without any, the sum may be over the ranks
+                that take steps together alone.
 
         Raises:
             RankMismatch: in the first call, as `explain`.
@@ -48,7 +57,7 @@ class Agreement:
         if self._mesh.size == 1:
             return 0.0
         self._alike = {name: str(value) for name, value in alike.items()}
-        if self._axes:
+        if self.axes:
             self._batch = {path or "batch": told for path, told in checksums(batch, self._calls % EVERY == 0).items()}
         self._calls += 1
         if self._calls == 1:
@@ -56,16 +65,18 @@ class Agreement:
         mesh, ranks = self._mesh, self._mesh.size
         place, others, group = 0, 1, []
         for axis, size in mesh.shape.items():
-            if axis in self._axes:
+            if axis in self.axes:
                 place, others = place * size + mesh.coords[axis], others * size
             else:
                 group.append(mesh.coords[axis])
         # The group goes into the digest, or two groups that differ the other way round would make up for each other.
         sums = self._number((group, self._batch)) * (others * (place == 0) - 1)
-        return float(sums + self._number(self._alike) * (ranks * (mesh.rank == 0) - 1))
+        if alike:
+            sums += self._number(self._alike) * (ranks * (mesh.rank == 0) - 1)
+        return float(sums)
 
     def explain(self) -> None:
-        """Hold together what the ranks were last given. Every rank calls it.
+        """Hold together what the ranks were last given. Every rank that takes part calls it.
 
         Raises:
             RankMismatch: on all ranks, where any differ; names the leaves and the ranks.
@@ -75,16 +86,17 @@ class Agreement:
             "Step all ranks from one state: made with the same arguments, restored from the same checkpoint, and with "
         )
         remedy += "the same hyper-parameters written to it."
-        primitives.require_equal(mesh, "steps", self._alike, remedy)
-        if not self._axes:
+        if self._alike:
+            primitives.require_equal(mesh, "steps", self._alike, remedy, self._together)
+        if not self.axes:
             return
-        mine = primitives.differences(mesh, self._batch, self._axes)
-        everyone = primitives.all_gather_object(mesh, list(mesh.shape), mine)
+        mine = primitives.differences(mesh, self._batch, self.axes)
+        everyone = primitives.all_gather_object(mesh, self._together, mine)
         problems = list(dict.fromkeys(problem for theirs in everyone for problem in theirs))
         if problems:
             chosen = " and ".join(f"mesh.coords[{axis!r}]" for axis in batch_axes)
             remedy = f"choose it by {chosen} alone" if chosen else "pass all ranks the same"
-            told = f"Ranks along {axes_named(self._axes)} work on one batch: {remedy}."
+            told = f"Ranks along {axes_named(self.axes)} work on one batch: {remedy}."
             raise RankMismatch(primitives.mismatch("batches", problems, told))
 
     def _number(self, value: Any) -> int:
