@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import optree
@@ -12,16 +12,17 @@ import torch
 
 from shardlib.collectives import primitives
 from shardlib.errors import BatchError, LossError, TreeError, axes_named, listing
-from shardlib.execute.agreement import Agreement
+from shardlib.execute.agreement import Agreement, agree
+from shardlib.execute.batches import arriving
 from shardlib.execute.executor import Executor
-from shardlib.execute.losses import add_means, cast, is_mean
+from shardlib.execute.inputs import Inputs
+from shardlib.execute.means import Results, is_mean, means, quotients, sum_means
 from shardlib.execute.pipeline import Pipe
-from shardlib.execute.step import reduce_means
 from shardlib.optim.shards import sum_over
 from shardlib.plan import Plan
 from shardlib.sharded import Sharded
 from shardlib.train import TrainState, lift
-from shardlib.tree import path_name, tree_map
+from shardlib.tree import path_name
 
 
 class EvalStep:
@@ -31,7 +32,7 @@ class EvalStep:
         lifted = lift(params)
         self._plan, self._mesh = lifted.plan, lifted.mesh
         self._together = _together(lifted.plan)
-        self._agreement = Agreement(lifted.plan, lifted.mesh, self._together)
+        self._inputs = Inputs(lifted.plan, lifted.mesh, self._together)
         if lifted.plan.pipeline is None:
             executor = Executor(lifted.plan, lifted.mesh, trained=False)
 
@@ -43,11 +44,17 @@ class EvalStep:
             self._forward = Pipe(fn, lifted.plan, lifted.mesh, trained=False).evaluate
 
     def __call__(self, params: Any, *args: Any) -> Any:
-        """What the function returns for one batch, each `Mean` as a number over all ranks' batches."""
-        current = self._current(params)
-        if self._agreement.axes:
-            self._divided(True, self._together, self._agreement.share(args, {}))
-        return reduce_means(self._run(current, *args), self._plan, self._mesh)
+        """What the function returns for one batch, each `Mean` as a number over all ranks' batches.
+
+        Raises:
+            LossError: means at other places than other ranks', or none that weighs.
+            RankMismatch: ranks along axes that do not share the batch out were given different arguments.
+        """
+        current, results = self._current(params), self._results()
+        if self._inputs.axes:
+            self._divided(True, self._together, self._inputs.share(args, {}))
+        results.add(self._run(current, *args))
+        return self._reduced(results)
 
     def over(self, params: Any, batches: Iterable[Any]) -> Any:
         """The same over several batches: sums and weights add up over them first, on the device, and over ranks once.
@@ -57,20 +64,43 @@ class EvalStep:
         batch whether they have another. Elsewhere they may take unequally many, but each at least one.
 
         Raises:
-            LossError: no batches on a rank, or results that are not a `Mean`; lists them.
+            LossError: no batches on a rank, or results that are not a `Mean`; lists them. Else as a call.
             BatchError: ranks with more batches than others; names them, on all ranks.
-            RankMismatch: ranks that share a batch and were given different ones.
+            RankMismatch: as a call.
         """
-        current, total, taken = self._current(params), None, 0
+        current, results = self._current(params), self._results()
         rest = iter(batches)
-        while self._agreed(batch := next(rest, _NONE), taken):
+        for taken in itertools.count():
+            if not self._agreed(batch := next(rest, _NONE), taken):
+                break
             part = self._run(current, batch)
-            if taken == 0:
+            if results.tree is None:
                 _require_means(part)
-            total, taken = add_means(total, part), taken + 1
-        if total is None:
-            raise LossError("evaluation over no batches has no mean; give each rank at least one")
-        return reduce_means(total, self._plan, self._mesh)
+            results.add(part)
+        if results.tree is None and not results.faults:
+            results.faults.append("evaluation over no batches has no mean; give each rank at least one")
+        return self._reduced(results)
+
+    def _results(self) -> Results:
+        return Results(self._mesh.device, "batch", "the result")
+
+    def _reduced(self, results: Results) -> Any:
+        """Over ranks; those that have no means to share wait for nobody."""
+        if not results.paths and not results.faults:
+            return results.tree
+        plan, mesh = self._plan, self._mesh
+        mine = Agreement(results.form if results.paths else None, tuple(results.faults))
+        told = torch.tensor(mine.numbers(), dtype=torch.float64, device=mesh.device)
+        sum_over(mesh, tuple(mesh.shape), told)
+        if not agree(told.tolist()):
+            mine.refuse(mesh, "Return the same sl.Mean on every rank, sl.Mean(0, 0) where there is nothing to count.")
+        summed = sum_means(results.tree, plan, mesh)
+        if all(mean.weight == 0 for mean in means(summed).values()):
+            raise LossError(
+                f"nothing weighs in {', '.join(map(repr, results.paths))} on any rank, so there is no mean; leave such "
+                "batches out, or take several together by eval_step.over(params, batches)"
+            )
+        return quotients(summed)
 
     def _agreed(self, batch: Any, taken: int) -> bool:
         """Whether there is another batch, as all ranks say that take the next one together."""
@@ -82,7 +112,7 @@ class EvalStep:
                     f"evaluation over no batches has no mean, and rank {few} has none where rank {more} has; give each rank "
                     "at least one"
                 )
-        few, more = self._divided(there, self._together, self._agreement.share(batch, {}) if there else 0.0)
+        few, more = self._divided(there, self._together, self._inputs.share(batch, {}) if there else 0.0)
         if more:
             raise BatchError(
                 f"after {taken} batches rank {few} has no other to evaluate and rank {more} has: ranks along "
@@ -93,7 +123,7 @@ class EvalStep:
     def _divided(self, there: bool, axes: tuple[str, ...], share: float) -> tuple[str, str]:
         """Where only some ranks along the axes have a batch, those that have none and those that have one; else nobody.
 
-        ``share``: as `Agreement.share` gives it; all ranks are told here if these do not agree.
+        ``share``: as `Inputs.share` gives it; all ranks are told here if these do not agree.
         """
         mesh = self._mesh
         ranks = math.prod(mesh.shape[axis] for axis in axes)
@@ -107,11 +137,11 @@ class EvalStep:
             few, more = (", ".join(str(rank) for rank, found in everyone if found is had) for had in (False, True))
             return few, more
         if differ:
-            self._agreement.explain()
+            self._inputs.explain()
         return "", ""
 
     def _run(self, params: Sharded, *args: Any) -> Any:
-        return self._forward(params, *(tree_map(partial(cast, plan=self._plan), arg) for arg in args))
+        return self._forward(params, *(arriving(arg, self._plan, self._mesh) for arg in args))
 
     def _current(self, params: Any) -> Sharded:
         current = lift(params.params if isinstance(params, TrainState) else params)
@@ -136,9 +166,10 @@ def _together(plan: Plan) -> tuple[str, ...]:
 def make_eval_step(fn: Callable[..., Any], params: Any) -> EvalStep:
     """``eval_step(params, *args)``: ``fn`` on sharded parameters, without gradients.
 
-    Every `Mean` that ``fn`` returns, in a dictionary say, becomes one number over all ranks' batches; other results
-    (samples, logits) are this rank's own. ``eval_step.over(params, batches)`` gives means over several batches.
-    ``params`` may also be a `TrainState`. Under `sl.precision` floating tensors among the arguments are cast, as a batch is.
+    Every `Mean` that ``fn`` returns, in a dictionary say, becomes one number over all ranks' batches (NaN where it weighs
+    nothing and others do); other results (samples, logits) are this rank's own, parameters among them whole copies.
+    ``eval_step.over(params, batches)`` gives means over several batches. ``params`` may also be a `TrainState`. NumPy's
+    arrays among the arguments become tensors, and under `sl.precision` floating tensors are cast, as in a batch.
 
     Under a pipeline ``fn`` is an `sl.sequential`, called with one batch. That goes through in one piece, not in
     micro-batches: each stage waits for the one before it. What the last block returns is handed to the ranks of all stages.

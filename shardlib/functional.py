@@ -23,7 +23,10 @@ _MANY = Threshold(1 << 24)
 class Mean(NamedTuple):
     """A mean given as a sum and a weight, both scalars; sums and weights add up over micro-batches and ranks.
 
-    ``sl.Mean(losses.sum(), mask.sum())`` is the right loss for masked tokens.
+    ``sl.Mean(losses.sum(), mask.sum())`` is the right loss for masked tokens. Weights are at least 0, and of a loss they
+    depend on no parameter (detach them). Some ranks or micro-batches may weigh nothing, with ``sl.Mean(0, 0)`` where a
+    metric has nothing to count. Where none of them weighs there is no mean: a train step refuses the batch or skips it
+    (``nonfinite``), `value_and_grad` gives a loss and gradients of 0, a metric beside others that weigh is NaN.
     """
 
     total: Any

@@ -12,15 +12,15 @@ import torch
 
 from shardlib.axes import check_axes
 from shardlib.claims import LeafInfo, Slots, Transform, resolve
-from shardlib.errors import IllegalComposition, TreeError, listing
+from shardlib.errors import IllegalComposition
 from shardlib.layout import Bucket, stands_alone
 from shardlib.mesh import Mesh
 from shardlib.parts import SequencePlan
-from shardlib.placement import OwnedAxis, Placement
+from shardlib.placement import OwnedAxis, Placement, check_dtypes
 from shardlib.plan import ROLES, Plan
 from shardlib.schedules.pipeline import NO_BLOCKS, Pipeline
 from shardlib.specs import Leaf, P, check_leaves
-from shardlib.tree import Tree, TreeDef, check_tensors, flatten, leaves_of, ties, untrained
+from shardlib.tree import Tree, TreeDef, check_tensors, flatten, leaves_of, ties
 from shardlib.units import unit_names
 
 
@@ -75,7 +75,7 @@ def build_plan(params: Tree, mesh: Mesh, transform: Transform, *, optimizer: Any
         )
     units = unit_names(params)
     draft = [_place(info, units[index], slots, split, mesh.shape) for info, index in zip(infos, distinct, strict=True)]
-    _check_trained(draft, slots)
+    check_dtypes(draft, slots)
     order = {unit: number for number, unit in enumerate(dict.fromkeys(units))}
     buckets = _buckets(draft, slots, split, batch_axes, sequence, mesh.shape, order)
     bucket_of = {path: bucket.name for bucket in buckets for path in bucket.paths}
@@ -187,20 +187,6 @@ def _place(
         optimizer=stored("optimizer", master or dtype) if trainable else None,
         style=slots.get(("use", info.path, "style")),
     )
-
-
-def _check_trained(placements: Sequence[Placement], slots: Slots) -> None:
-    """Refuse leaves that could be meant to be trained and would not be, or not well: complex ones, and those of 8 bits."""
-    failures = [
-        f"{placement.path}: {placement.compute.dtype}; {instead}"
-        for placement in placements
-        if slots.get(("use", placement.path, "trainable"), True) and (instead := untrained(placement.compute.dtype))
-    ]
-    if failures:
-        raise TreeError(
-            f"{len(failures)} leaves of dtypes that are not trained:\n{listing(failures)}\nOr leave them as they are, by "
-            "sl.freeze(path)."
-        )
 
 
 def _reduce_dtype(dtype: torch.dtype, slots: Slots) -> torch.dtype:
@@ -388,9 +374,11 @@ def own_axis(plan: Plan, optimizer: Any) -> Plan:
         return plan
     axis = owned.axis
     if axis not in plan.sizes:
+        unsplit = [one for one in plan.batch_axes if not any(one in bucket.axes for bucket in plan.trained)]
+        remedy = f"name {unsplit[0]!r} with axis=" if unsplit else f"add {axis}=1 to the mesh"
         raise IllegalComposition(
-            f"{owned.name} sums gradients over axis {axis!r}, which the mesh ({', '.join(plan.sizes)}) does not have; name "
-            "one of its axes with axis="
+            f"{owned.name} sums gradients over axis {axis!r}, which the mesh ({', '.join(plan.sizes)}) does not have; "
+            f"{remedy}"
         )
     split = any(axis in bucket.axes for bucket in plan.trained)
     if split or (plan.sizes[axis] > 1 and axis not in plan.batch_axes):

@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardlib.claims import Transform
 from shardlib.deferred import defer
+from shardlib.execute.batches import as_tensors, split_batch
 from shardlib.execute.buffers import buffer_sizes
-from shardlib.execute.losses import split_batch
 from shardlib.execute.step import LossStep
 from shardlib.execute.tracing import trace_stages
 from shardlib.groups import EchoGroup
@@ -72,7 +72,7 @@ def _traced(plan: Plan, loss_fn: Callable[..., Any], batch: Any, buffers: Any) -
     def pretend(leaf: Any) -> Any:
         return fake.from_tensor(leaf) if isinstance(leaf, torch.Tensor) and not leaf.is_meta else leaf
 
-    batch, buffers = tree_map(pretend, batch), tree_map(pretend, buffers)
+    batch, buffers = tree_map(pretend, as_tensors(batch, device)), tree_map(pretend, buffers)
     with fake:
         stored = {b.name: torch.empty(b.size(b.param_level), dtype=b.dtype, device=device) for b in plan.buckets}
         try:

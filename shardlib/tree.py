@@ -109,7 +109,7 @@ def ties(leaves: Sequence[torch.Tensor]) -> list[int]:
     for index, leaf in enumerate(leaves):
         key: Any = id(leaf)
         if leaf.device.type != "meta" and leaf.numel() > 0 and not isinstance(leaf, FakeTensor):
-            key = (leaf.data_ptr(), leaf.dtype, tuple(leaf.shape), leaf.stride())
+            key = (leaf.device, leaf.data_ptr(), leaf.dtype, tuple(leaf.shape), leaf.stride())
         owners.append(first.setdefault(key, index))
     return owners
 

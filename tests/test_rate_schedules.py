@@ -237,6 +237,14 @@ def test_every_schedule_takes_any_number(step):
         assert value.item() == at(schedule, 3)
 
 
+@pytest.mark.parametrize("steps", [torch.arange(30.0), np.arange(30), torch.arange(30).view(5, 6)])
+def test_a_table_of_steps_is_asked_at_once(steps):
+    for name, (schedule, _) in CLOSED_FORMS.items():
+        found = schedule(steps)
+        assert found.dtype == torch.float64 and found.shape == steps.shape
+        assert found.flatten().tolist() == [at(schedule, step) for step in range(30)], name
+
+
 GIVEN = {
     "int": lambda step: 1,
     "float": lambda step: 0.1 if step < 1 else 0.2,
@@ -290,7 +298,8 @@ def test_a_users_function_trains_on_a_mesh(stage):
     ("make", "message"),
     [
         (lambda: schedules.constant_schedule(1.0)([3]), r"a function of the step's number, not of \[3\]"),
-        (lambda: schedules.constant_schedule(1.0)(torch.ones(2)), r"not of a Tensor of shape \(2,\)"),
+        (lambda: schedules.constant_schedule(1.0)(torch.ones(2, dtype=torch.bool)), r"not of a Tensor of shape \(2,\)"),
+        (lambda: schedules.constant_schedule(1.0)(np.array("3")), r"not of a ndarray"),
         (
             lambda: schedules.as_schedule(lambda step: None)(3),
             r"the schedule <lambda> gave None at step 3; it is to give a",

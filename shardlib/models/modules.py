@@ -41,8 +41,8 @@ def from_module(module: nn.Module, buffers: bool = False, blocks: Sequence[nn.Mo
 
     Raises:
         TreeError: parameters with ``requires_grad=False`` (say so with `shardlib.freeze`), on the meta device without a
-            way to initialise them, or in none of the blocks; blocks together with ``buffers=True``. From ``apply`` and
-            ``loss_fn``: a buffer changed and ``buffers=True`` was not given.
+            way to initialise them, or in none of the blocks; an embedding with ``max_norm``; blocks together with
+            ``buffers=True``. From ``apply`` and ``loss_fn``: a buffer changed and ``buffers=True`` was not given.
     """
     if blocks is not None:
         if buffers:
@@ -52,6 +52,7 @@ def from_module(module: nn.Module, buffers: bool = False, blocks: Sequence[nn.Mo
         _refuse_left_out(module, blocks)
         module = _Blocks(blocks)
     _refuse_frozen(module)
+    _refuse_max_norm(module)
     held = buffers_of(module)
     if any(buffer is not None and buffer.is_meta for buffer in held.values()):
         held |= reset_buffers(module)
@@ -65,12 +66,14 @@ def from_module(module: nn.Module, buffers: bool = False, blocks: Sequence[nn.Mo
     if not buffers:
 
         def apply(params: Tree, *args: Any, **kwargs: Any) -> Any:
-            return skeletons.get()(_flat(params), args, kwargs)
+            given = _flat(params)
+            return skeletons.beside(given, args)(given, args, kwargs)
 
         return apply, params
 
     def apply_with_buffers(params: Tree, buffers: Buffers, *args: Any, **kwargs: Any) -> Any:
-        return skeletons.get().with_buffers(_flat(params), buffers, args, kwargs)
+        given = _flat(params)
+        return skeletons.beside(given, args).with_buffers(given, buffers, args, kwargs)
 
     return apply_with_buffers, params, {name: None if b is None else b.detach().clone() for name, b in held.items()}
 
@@ -82,7 +85,8 @@ class _Blocks(nn.ModuleList):
 def _in_sequence(blocks: _Blocks, skeletons: Skeletons) -> Sequential:
     def one(index: int, module: nn.Module) -> Callable[..., Any]:
         def run(params: Tree, carry: Any, batch: Any, **rng: Any) -> Any:
-            return skeletons.get(str(index))(_flat(params), (carry, batch), rng)
+            given = _flat(params)
+            return skeletons.beside(given, (carry, batch), str(index))(given, (carry, batch), rng)
 
         run.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]  # whether it takes rng
         return run
@@ -164,4 +168,20 @@ def _refuse_frozen(module: nn.Module) -> None:
         raise TreeError(
             f"{len(frozen)} parameters have requires_grad=False, which a pytree of tensors cannot carry:\n"
             f"{listing(frozen)}\nCall module.requires_grad_(True) and say which to freeze in the plan: sl.freeze([...])"
+        )
+
+
+def _refuse_max_norm(module: nn.Module) -> None:
+    """An embedding that renorms its own rows writes to its parameter, whoever looks up."""
+    renormed = [
+        name or "the module itself"
+        for name, part in module.named_modules()
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None
+    ]
+    if renormed:
+        raise TreeError(
+            f"embeddings with max_norm write to their parameters as they are looked up, which a pure function cannot:\n"
+            f"{listing(renormed)}\nSet embedding.max_norm = None, and for an nn.Embedding scale what is looked up in a hook: "
+            "embedding.register_forward_hook(lambda module, inputs, rows: rows * (max_norm / rows.norm(dim=-1, "
+            "keepdim=True).clamp(min=max_norm)).detach())"
         )

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardlib._compat import watch_checkpoints
 from shardlib.errors import REENTRANT, LossError, TreeError, listing
+from shardlib.tree import leaves_of
 
 Named = Mapping[str, torch.Tensor]
 Buffers = Mapping[str, torch.Tensor | None]
@@ -26,7 +27,7 @@ _calls = threading.local()  # ``under_way``: the calls that this thread is in, o
 
 
 class Skeletons:
-    """One copy of a skeleton per thread: a call puts tensors into the module itself."""
+    """One copy of a skeleton per thread and device: a call puts tensors into the module itself."""
 
     def __init__(self, module: nn.Module, buffers: Buffers) -> None:
         self._pattern = hollow(module)  # never called: a thread may come to copy it while another is in a call
@@ -35,18 +36,31 @@ class Skeletons:
             owner, _, leaf = name.rpartition(".")
             self._pattern.get_submodule(owner)._buffers[leaf] = None if buffer is None else buffer.detach().clone()
 
-    def get(self, name: str = "") -> Skeleton:
-        """This thread's, of the submodule of this name."""
+    def beside(self, parameters: Named, args: Any, name: str = "") -> Skeleton:
+        """This thread's, of the submodule of this name, its buffers where these parameters (or else these arguments) are."""
         if not hasattr(self._local, "made"):
             self._local.made = {}
-        made: dict[str, Skeleton] = self._local.made
-        if name not in made:
+        made: dict[tuple[str, torch.device | None], Skeleton] = self._local.made
+        held = parameters.values() or leaves_of(args)
+        device = next((value.device for value in held if isinstance(value, torch.Tensor)), None)
+        if (name, device) not in made:
             # Not a part of what it is called in: a trace on fake tensors, a recomputed block, inference.
             with _disable_current_modes(), torch.inference_mode(False):
-                if "" not in made:
-                    made[""] = Skeleton(copy.deepcopy(self._pattern), self._pattern)
-                made[name] = Skeleton(made[""].module.get_submodule(name), self._pattern.get_submodule(name))
-        return made[name]
+                if ("", device) not in made:
+                    pattern = _moved(self._pattern, device)
+                    made["", device] = Skeleton(copy.deepcopy(pattern), pattern)
+                whole = made["", device]
+                made[name, device] = Skeleton(whole.module.get_submodule(name), whole.pattern.get_submodule(name))
+        return made[name, device]
+
+
+def _moved(module: nn.Module, device: torch.device | None) -> nn.Module:
+    """A copy whose buffers are on this device; itself where they are. (Parameters are on the meta device.)"""
+    buffers = list(module.buffers())
+    if device is None or all(buffer.device == device for buffer in buffers):
+        return module
+    memo: dict[int, Any] = {id(buffer): buffer.to(device) for buffer in buffers}
+    return copy.deepcopy(module, memo)
 
 
 def hollow(module: nn.Module) -> nn.Module:
@@ -72,7 +86,7 @@ class Skeleton:
     """
 
     def __init__(self, module: nn.Module, pattern: nn.Module) -> None:
-        self.module, self._pattern = module, pattern
+        self.module, self.pattern = module, pattern
         self._modules = dict(module.named_modules(remove_duplicate=False))
         self._parameters = {
             f"{prefix}.{leaf}" if prefix else leaf: (owner, leaf)
@@ -146,9 +160,9 @@ class Skeleton:
     def _renew(self) -> None:
         """Take all buffers from the pattern again: those that batch_norm writes to do not show it."""
         with _disable_current_modes(), torch.inference_mode(False):
-            own = {id(buffer): buffer for buffer in self._pattern.buffers()}
+            own = {id(buffer): buffer for buffer in self.pattern.buffers()}
             fresh = {number: buffer.clone() for number, buffer in own.items()}
-            for name, owner in self._pattern.named_modules(remove_duplicate=False):
+            for name, owner in self.pattern.named_modules(remove_duplicate=False):
                 for leaf, buffer in owner._buffers.items():
                     self._modules[name]._buffers[leaf] = None if buffer is None else fresh[id(buffer)]
 

@@ -19,7 +19,8 @@ from shardlib.errors import IllegalComposition
 from shardlib.groups import EchoGroup
 from shardlib.mesh import Mesh
 from shardlib.optim.locality import Locality
-from shardlib.optim.shards import WHOLE, MeshShards, Shards, optimizer_shards, stored
+from shardlib.optim.shards import WHOLE, MeshShards, Shards
+from shardlib.optim.storing import optimizer_shards, stored
 from shardlib.plan import Plan
 from shardlib.sharded import Sharded
 from shardlib.tree import Tree, check_alike, check_trained, tree_map

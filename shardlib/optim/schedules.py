@@ -1,8 +1,8 @@
 """Schedules: functions of the step, a number that counts from 0, to a 0-d float64 tensor. Names and values are optax's.
 
-Step i is the update that i others have gone before: at step 0 every schedule has its first value, and what takes N steps
-has its last one at step N. A schedule counts updates: a step that is skipped does not advance it. Wherever one is taken, so
-is any function of the step (a 0-d float64 tensor) to a number.
+Of a tensor or array of steps they give as many. Step i is the update that i others have gone before: at step 0 every
+schedule has its first value, and what takes N steps has its last one at step N. A schedule counts updates: a step that is
+skipped does not advance it. Wherever one is taken, so is any function of the step (a 0-d float64 tensor) to a number.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from shardlib.optim.ranges import check, is_count, is_integer, is_number, is_positive, is_real, is_size, is_step
@@ -21,32 +22,31 @@ Schedule = Callable[[Any], Any]
 
 
 def on_numbers(schedule: Schedule) -> Schedule:
-    """``schedule``, asked with any number and answering with a 0-d float64 tensor."""
+    """``schedule``, asked with any number, or a tensor or array of them; answers with float64 of as many."""
 
     @functools.wraps(schedule)
     def asked(step: Any) -> torch.Tensor:
-        at = _number(step)
+        at = _numbers(step)
         if at is None:
             raise TypeError(f"a schedule is a function of the step's number, not of {_described(step)}")
         given = schedule(at)
-        value = _number(given)
-        if value is None:
+        value = _numbers(given)
+        if value is None or value.shape not in ((), at.shape):
             name = getattr(schedule, "__name__", type(schedule).__name__)
-            raise TypeError(
-                f"the schedule {name} gave {_described(given)} at step {at.item():g}; it is to give a number"
-            )
-        return value
+            when = f"step {at.item():g}" if at.dim() == 0 else f"steps of shape {tuple(at.shape)}"
+            raise TypeError(f"the schedule {name} gave {_described(given)} at {when}; it is to give a number")
+        return value.expand(at.shape)
 
     return asked
 
 
-def _number(value: Any) -> torch.Tensor | None:
-    """As a 0-d float64 tensor; None for what is no real number."""
+def _numbers(value: Any) -> torch.Tensor | None:
+    """Float64; None for what is not real numbers."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        value = torch.from_numpy(np.asarray(value)) if value.dtype.kind in "iuf" else None
     if isinstance(value, torch.Tensor):
-        real = value.dim() == 0 and value.dtype != torch.bool and not value.is_complex()
+        real = value.dtype != torch.bool and not value.is_complex()
         return value.detach().to(torch.float64) if real else None
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        value = value.item()  # NumPy's scalars and its arrays of one number
     return torch.tensor(float(value), dtype=torch.float64) if is_real(value) else None
 
 
@@ -69,12 +69,12 @@ def as_schedule(value: float | Schedule, what: str = "as_schedule", name: str = 
     """
     if callable(value) and not isinstance(value, type):
         return on_numbers(value)
-    number = _number(value)
+    number = _numbers(value)
     check(
         what,
         f"{name} is a number, at least 0, or a schedule: a function of the step, such as "
         "sl.optim.cosine_decay_schedule(3e-4, 1000)",
-        **{name: (value, number is not None and is_size(number.item()))},
+        **{name: (value, number is not None and number.dim() == 0 and is_size(number.item()))},
     )
     assert number is not None
     return constant_schedule(number.item())

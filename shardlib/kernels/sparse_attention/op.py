@@ -33,7 +33,7 @@ from shardlib.kernels.operators import differentiable
 from shardlib.kernels.sparse_attention import reference
 from shardlib.kernels.sparse_attention.options import Blocks, Options
 from shardlib.rng import Key, require_key
-from shardlib.sparse.layout import Layout
+from shardlib.sparse.layout import Layout, check_layout
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
 _LARGEST = 256  # size of a head
@@ -45,7 +45,7 @@ def sparse_attention(
     v: torch.Tensor,
     layout: Layout,
     *,
-    causal: bool = False,
+    causal: bool | None = None,
     scale: float | None = None,
     key_mask: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
@@ -60,9 +60,12 @@ def sparse_attention(
         k, v: the same, with as many heads or a divisor of their number (grouped queries).
         layout: of ⌈sequence / block⌉ blocks a side, for one head (all have the same blocks) or for each; on q's device.
             The sequence need not be a multiple of the block.
-        causal: a position sees itself and those before it, also inside a block.
+        causal: a position sees itself and those before it, also inside a block; by default as the layout says.
         scale: of the scores; by default 1/√size.
-        key_mask: bool (batch, sequence): False for keys that no query sees, as padding.
+        key_mask: bool (batch, sequence): False for keys that no query sees, as padding. They must be finite, and so must
+            their values: as in ``F.scaled_dot_product_attention`` with a mask, infinity and NaN there reach every query
+            whose row has the key's block. (A key of a block that a row does not have reaches nothing on the CPU; nor does
+            a later key under ``causal``, but its value may reach queries of its block.)
         bias: (heads, 2 · sequence − 1), or (1, …) for all heads, fp32 (float64 with a float64 q): what is added to a
             score, by the position of the key minus that of the query, plus sequence − 1.
         dropout: the probability with which a weight is dropped; the mask depends on ``rng``, sample, head, query and
@@ -71,9 +74,11 @@ def sparse_attention(
         using: names one implementation ("cpu", "triton", "reference"), for tests.
 
     Raises:
-        ValueError: shapes that do not fit each other or the layout; a dropout outside [0, 1), or without a key.
-        TypeError: dtypes that are not the above.
+        ValueError: shapes that do not fit each other or the layout; a dropout outside [0, 1), or without a key; a causal
+            layout and ``causal=False``.
+        TypeError: dtypes that are not the above, or what is no `Layout`.
     """
+    causal = check_layout(layout).causal_for(causal)
     _check(q, k, v, layout, key_mask, bias)
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout probability {dropout} is outside [0, 1)")

@@ -9,7 +9,7 @@ from helpers.models import TINY, mlp, regression_batch, tiny_gpt, token_batches
 
 import shardlib as sl
 from shardlib.errors import RankMismatch
-from shardlib.execute import agreement
+from shardlib.execute.inputs import EVERY
 from shardlib.loss_scale import LossScale
 from shardlib.models import gpt
 
@@ -81,7 +81,7 @@ def test_other_batches_from_some_step_on(first, pool):
 
     told = refusals(run, {"model": 2}, pool if first == 3 else None)
     assert "the ranks' batches differ" in told and "axis 'model' work on one batch: pass all ranks the same" in told
-    assert len(done) == -(-first // agreement.EVERY) * agreement.EVERY + 1
+    assert len(done) == -(-first // EVERY) * EVERY + 1
 
 
 def test_other_shapes_are_seen_in_any_step():
