@@ -175,14 +175,14 @@ def test_shares_of_a_batch_may_differ(pool):
 # --- what else must be the same ---------------------------------------------------------------------------------
 
 OPTIONS = {
-    "rate": (lambda rank: {"optimizer": sl.optim.adamw(1e-3 * (1 + rank))}, "rate/value: rank 0: 0.001; rank 1: 0.002"),
+    "rate": (lambda rank: {"optimizer": sl.optim.adamw(1e-3 * (1 + rank))}, "/value: rank 0: 0.001; rank 1: 0.002"),
     "schedule": (
         lambda rank: {"optimizer": sl.optim.sgd(sl.optim.cosine_decay_schedule(0.1, 100 + rank))},
         "decay_steps: rank 0: 100; rank 1: 101",
     ),
     "a user's schedule": (
         lambda rank: {"optimizer": sl.optim.sgd((lambda base: lambda count: base)(0.1 + rank))},
-        "rate/base: rank 0: 0.1; rank 1: 1.1",
+        "/base: rank 0: 0.1; rank 1: 1.1",
     ),
     "a chain": (
         lambda rank: {"optimizer": sl.optim.chain(sl.optim.clip_by_global_norm(1.0 + rank), sl.optim.sgd(0.1))},

@@ -16,13 +16,12 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-import shardlib
 from shardlib.groups.process import waiting
 from shardlib.launch.line import Line
 from shardlib.launch.orphans import end_with
 from shardlib.mesh import current_mesh, make_mesh
 
-_NOT_THE_USERS = tuple(str(Path(str(module.__file__)).parent) for module in (shardlib, torch))
+_NOT_THE_USERS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 
 
 def main(job: int, line: int, parent: int) -> None:
