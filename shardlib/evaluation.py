@@ -16,6 +16,7 @@ from shardlib.execute.agreement import Agreement, agree
 from shardlib.execute.batches import arriving
 from shardlib.execute.executor import Executor
 from shardlib.execute.inputs import Inputs
+from shardlib.execute.losses import require_function
 from shardlib.execute.means import Results, is_mean, means, quotients, sum_means
 from shardlib.execute.pipeline import Pipe
 from shardlib.optim.shards import sum_over
@@ -29,6 +30,7 @@ class EvalStep:
     """A function bound to how parameters are sharded; see `make_eval_step`."""
 
     def __init__(self, fn: Callable[..., Any], params: Any) -> None:
+        require_function(fn, "what is evaluated", "params, ...")
         lifted = lift(params)
         self._plan, self._mesh = lifted.plan, lifted.mesh
         self._together = _together(lifted.plan)

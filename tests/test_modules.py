@@ -8,9 +8,10 @@ from helpers import training
 from helpers.trees import assert_close, assert_same
 from oracle import one_device
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 
 import shardlib as sl
-from shardlib.errors import TreeError
+from shardlib.errors import LossError, TreeError
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
@@ -89,6 +90,12 @@ def test_frozen_parameters_are_said_in_the_plan():
     module.parts["blocks"][0].requires_grad_(False)
     with pytest.raises(TreeError, match=r"(?s)2 parameters have requires_grad=False.*parts.blocks.0.weight.*sl.freeze"):
         sl.from_module(module)
+    _, params, frozen = sl.from_module(module, frozen=True)
+    assert frozen == ["parts/blocks/0/weight", "parts/blocks/0/bias"]
+    plan = sl.make_plan(params, sl.abstract_mesh(data=2), sl.chain(sl.zero(3), sl.freeze(frozen)))
+    assert [path for bucket in plan.buckets if not bucket.trainable for path in bucket.paths] == sorted(frozen)
+    module.requires_grad_(True)
+    assert sl.from_module(module, frozen=True)[-1] == sl.from_module(module, buffers=True, frozen=True)[-1] == []
 
 
 def test_buffers_that_change_must_be_asked_for():
@@ -237,6 +244,30 @@ def test_rebound_buffers_train(stage):
         assert_close(mean, held[0], 1e-10)
 
 
+def test_statistics_over_ranks_and_micro_batches():
+    """From micro-batch to micro-batch on a rank, then the mean over ranks; whole numbers are each rank's own."""
+    apply, params, buffers = sl.from_module(nn.BatchNorm1d(3, dtype=torch.float64), buffers=True)
+    x = torch.randn(2, 12, 3, dtype=torch.float64) * torch.arange(1.0, 3.0).view(2, 1, 1)
+
+    def loss_fn(params, buffers, batch):
+        out, buffers = apply(params, buffers, batch)
+        return out.square().mean(), buffers
+
+    def run(mesh):
+        sharded = sl.shard(params, mesh, sl.chain(sl.zero(0), sl.accumulate(3)))
+        state, step = sl.make_train_step(loss_fn, sharded, sl.optim.sgd(0.0), buffers=buffers)
+        return step(state, x[mesh.rank])[0].buffers
+
+    ranks = [nn.BatchNorm1d(3, dtype=torch.float64) for _ in range(2)]
+    for rank, norm in enumerate(ranks):
+        for part in x[rank].chunk(3):
+            norm(part)
+    wanted = {name: (getattr(ranks[0], name) + getattr(ranks[1], name)) / 2 for name in ("running_mean", "running_var")}
+    for got in sl.simulate(run, mesh={"data": 2}):
+        assert got.pop("num_batches_tracked") == 3
+        assert_close(got, wanted, 1e-12)
+
+
 def test_a_thread_may_come_while_another_is_in_a_call():
     """As ranks of a simulation do: what it copies must not be the module with the other's weights in it."""
 
@@ -363,3 +394,77 @@ def test_what_blocks_leave_out_is_named():
     loss_fn, params = sl.from_module(changing, blocks=[Ids(), changing])
     with pytest.raises(TreeError, match=r"(?s)changed its buffers.*head.1.num_batches_tracked.*not with blocks"):
         loss_fn(params, torch.randint(11, (6, 4)))
+
+
+# --- refused ------------------------------------------------------------------------------------------------------
+
+
+def normed_and_used():
+    module = nn.utils.spectral_norm(nn.Linear(3, 3))
+    module(torch.ones(1, 3))
+    return module
+
+
+def with_attribute(make):
+    module = nn.Sequential(nn.Linear(3, 3))
+    module[0].extra = make(module[0])
+    return module
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: lambda params: params, "takes a torch.nn.Module and got function"),
+        (lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 3))), r"0.weight: .*parametrizations.weight_norm"),
+        (normed_and_used, r"weight: .*parametrizations.spectral_norm"),
+        (lambda: prune.l1_unstructured(nn.Linear(3, 3), "weight", 0.5), r"weight: .*prune.remove\(module, name\)"),
+        (lambda: nn.Sequential(nn.LazyLinear(3)), r"0.weight: has no shape yet; call the module once"),
+        (lambda: torch.jit.script(nn.Linear(3, 3)), "scripted; pass the module that it was made from"),
+        (lambda: nn.DataParallel(nn.Linear(3, 3)), "DataParallel; pass what it wraps, .module"),
+        (
+            lambda: with_attribute(lambda layer: layer.weight * 2),
+            "0.extra: a tensor with a graph; compute it in forward",
+        ),
+        (lambda: with_attribute(lambda layer: threading.Lock()), "0.extra: .*cannot pickle '_thread.lock'"),
+    ],
+)
+def test_modules_that_cannot_be_taken(make, message):
+    with pytest.raises(TreeError, match=f"(?s){message}"):
+        sl.from_module(make())
+
+
+def test_the_remedies_work():
+    lazy, wrapped = nn.LazyLinear(3), nn.DataParallel(nn.Linear(3, 3))
+    lazy(torch.ones(1, 3))
+    pruned = prune.l1_unstructured(nn.Linear(3, 3), "weight", 0.5)
+    prune.remove(pruned, "weight")
+    norms = [norm(nn.Linear(3, 3)).eval() for norm in (parametrizations.weight_norm, parametrizations.spectral_norm)]
+    x = torch.randn(2, 3)
+    for module in (lazy, wrapped.module, pruned, *norms):
+        apply, params = sl.from_module(module)
+        torch.testing.assert_close(apply(params, x), module(x))
+
+
+def test_a_module_in_place_of_parameters_or_of_a_function():
+    module, params, mesh = nn.Linear(3, 3), {"w": torch.ones(3)}, {"data": 2}
+    loss = lambda params, batch: params["w"].sum()  # noqa: E731
+    for take in (
+        lambda: sl.simulate(lambda mesh: sl.shard(module, mesh, stage=3), mesh=mesh),
+        lambda: sl.make_plan(module, sl.abstract_mesh(**mesh)),
+        lambda: sl.make_train_step(loss, module, sl.optim.sgd(0.1)),
+        lambda: sl.value_and_grad(loss)(module, None),
+    ):
+        with pytest.raises(TreeError, match=r"Linear is a module.*apply, params = sl.from_module\(module\)"):
+            take()
+    for take in (
+        lambda: sl.make_train_step(module, params, sl.optim.sgd(0.1)),
+        lambda: sl.value_and_grad(module)(params, None),
+        lambda: sl.make_eval_step(module, params),
+    ):
+        with pytest.raises(LossError, match=r"a module, Linear.*neither sharded nor trained.*sl.from_module\(module\)"):
+            take()
+    with pytest.raises(TreeError, match=r"<lambda> stands for parameters .* missing a required argument: 'params'"):
+        sl.make_train_step(params, loss, sl.optim.sgd(0.1))
+    with pytest.raises(LossError, match=r"the loss function is to be a function of \(params, batch\) and is dict"):
+        sl.make_train_step(params, params, sl.optim.sgd(0.1))

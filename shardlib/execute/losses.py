@@ -23,6 +23,21 @@ class Outcome(NamedTuple):
     buffers: Any
 
 
+def require_function(fn: Any, what: str, parameters: str) -> None:
+    """Refuse, for a function of ``parameters``, what is none.
+
+    Raises:
+        LossError: not callable, or a module with parameters of its own, which nothing would shard or train.
+    """
+    if isinstance(fn, torch.nn.Module) and any(True for _ in fn.parameters()):
+        raise LossError(
+            f"{what} is a module, {type(fn).__name__}, whose own parameters would be neither sharded nor trained: take "
+            f"apply, params = sl.from_module(module), and a function of ({parameters}) that calls apply(params, ...)"
+        )
+    if not callable(fn):
+        raise LossError(f"{what} is to be a function of ({parameters}) and is {described(fn)}")
+
+
 def wants(fn: Callable[..., Any], name: str) -> bool:
     """Whether ``fn`` has a parameter of this name."""
     return _parameter(fn, name) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,14 +12,17 @@ import torch
 from torch import nn
 
 from shardlib.blocks import Sequential, sequential
-from shardlib.errors import TreeError, listing
+from shardlib.errors import TreeError
 from shardlib.models.meta import initialised, reset_buffers
+from shardlib.models.refusals import require_all_used, require_module, require_no_renorm, require_trained
 from shardlib.models.skeleton import Buffers, Skeletons, buffers_of, hollow
 from shardlib.tree import Tree
 
 
-def from_module(module: nn.Module, buffers: bool = False, blocks: Sequence[nn.Module] | None = None) -> tuple[Any, ...]:
-    """A module as ``(apply, params)``, or with ``buffers=True`` as ``(apply, params, buffers)``.
+def from_module(
+    module: nn.Module, buffers: bool = False, blocks: Sequence[nn.Module] | None = None, frozen: bool = False
+) -> tuple[Any, ...]:
+    """Turn a module into ``(apply, params)``, or with ``buffers=True`` into ``(apply, params, buffers)``.
 
     ``apply(params, *args, **kwargs)`` calls the module; with buffers ``apply(params, buffers, *args, **kwargs)``
     returns ``(output, buffers)``. ``params`` is a nested dictionary by module path in which a ModuleList or
@@ -33,6 +37,15 @@ def from_module(module: nn.Module, buffers: bool = False, blocks: Sequence[nn.Mo
     ``block(carry, batch) -> carry``; the first carry is None and the last block returns the loss (the module's own
     ``forward`` is not called). `shardlib.models.huggingface.decoder_blocks` makes them for transformers' decoders.
 
+    With ``frozen=True`` one more value comes last, the paths of parameters with ``requires_grad=False`` for
+    `shardlib.freeze`: ``apply, params, frozen = from_module(model, frozen=True)`` and ``sl.freeze(frozen)`` in the plan. So
+    a model of peft trains its adapters as it comes.
+
+    BatchNorm normalises each rank's share (and micro-batch) by itself, as in DistributedDataParallel. Its running
+    statistics pass from micro-batch to micro-batch; after a step `shardlib.make_train_step` makes them, as all floating
+    buffers, the mean over the ranks that share the batch out: of variances too, which is not the variance of the whole
+    batch. Integers (``num_batches_tracked``) are each rank's own.
+
     A module on the meta device has no values yet: then ``params`` is a function that makes them by each
     submodule's ``reset_parameters``, to be passed to `shardlib.shard`, which runs it piece by piece.
 
@@ -40,19 +53,22 @@ def from_module(module: nn.Module, buffers: bool = False, blocks: Sequence[nn.Mo
     torch's: freeze those that `shardlib.unused_params` names.
 
     Raises:
-        TreeError: parameters with ``requires_grad=False`` (say so with `shardlib.freeze`), on the meta device without a
-            way to initialise them, or in none of the blocks; an embedding with ``max_norm``; blocks together with
-            ``buffers=True``. From ``apply`` and ``loss_fn``: a buffer changed and ``buffers=True`` was not given.
+        TreeError: not a module, or one that cannot be copied; parameters with ``requires_grad=False`` and not
+            ``frozen=True``, on the meta device without a way to initialise them, or in none of the blocks; an embedding
+            with ``max_norm``; blocks together with ``buffers=True``. From ``apply`` and ``loss_fn``: a tree of other
+            parameters, or a buffer changed and ``buffers=True`` was not given.
     """
+    require_module(module)
     if blocks is not None:
         if buffers:
             raise TreeError(
                 "a loss made of blocks hands no buffers on; use from_module without buffers=True, or blocks="
             )
-        _refuse_left_out(module, blocks)
-        module = _Blocks(blocks)
-    _refuse_frozen(module)
-    _refuse_max_norm(module)
+        require_all_used(module, blocks)
+        module = Blocks(blocks)
+    if not frozen:
+        require_trained(module)
+    require_no_renorm(module)
     held = buffers_of(module)
     if any(buffer is not None and buffer.is_meta for buffer in held.values()):
         held |= reset_buffers(module)
@@ -60,32 +76,36 @@ def from_module(module: nn.Module, buffers: bool = False, blocks: Sequence[nn.Mo
     on_meta = any(parameter.is_meta for parameter in module.parameters())
     params: Any = partial(_initialise, hollow(module)) if on_meta else _tree(module)
 
-    if isinstance(module, _Blocks):
-        return _in_sequence(module, skeletons), params
+    still = [_glob(n) for n, leaf in module.named_parameters(remove_duplicate=False) if not leaf.requires_grad]
+    last = (still,) if frozen else ()
+
+    if isinstance(module, Blocks):
+        return _in_sequence(module, skeletons), params, *last
 
     if not buffers:
 
         def apply(params: Tree, *args: Any, **kwargs: Any) -> Any:
-            given = _flat(params)
+            given = flat(params)
             return skeletons.beside(given, args)(given, args, kwargs)
 
-        return apply, params
+        return apply, params, *last
 
     def apply_with_buffers(params: Tree, buffers: Buffers, *args: Any, **kwargs: Any) -> Any:
-        given = _flat(params)
+        given = flat(params)
         return skeletons.beside(given, args).with_buffers(given, buffers, args, kwargs)
 
-    return apply_with_buffers, params, {name: None if b is None else b.detach().clone() for name, b in held.items()}
+    fresh = {name: None if buffer is None else buffer.detach().clone() for name, buffer in held.items()}
+    return apply_with_buffers, params, fresh, *last
 
 
-class _Blocks(nn.ModuleList):
+class Blocks(nn.ModuleList):
     """Modules that are called one after the other, each with a tree of its own."""
 
 
-def _in_sequence(blocks: _Blocks, skeletons: Skeletons) -> Sequential:
+def _in_sequence(blocks: Blocks, skeletons: Skeletons) -> Sequential:
     def one(index: int, module: nn.Module) -> Callable[..., Any]:
         def run(params: Tree, carry: Any, batch: Any, **rng: Any) -> Any:
-            given = _flat(params)
+            given = flat(params)
             return skeletons.beside(given, (carry, batch), str(index))(given, (carry, batch), rng)
 
         run.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]  # whether it takes rng
@@ -106,7 +126,7 @@ def _own_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
 def _tree(module: nn.Module) -> Tree:
     """A module's parameters as nested dictionaries and lists."""
     named = _own_parameters(module)
-    if not isinstance(module, _Blocks):
+    if not isinstance(module, Blocks):
         return _nest(named)
     # Not `_nest` of all: a block without parameters has a tree too.
     parts: list[dict[str, torch.Tensor]] = [{} for _ in module]
@@ -137,14 +157,14 @@ def _lists(node: Any) -> Any:
     return values
 
 
-def _flat(tree: Tree, prefix: str = "") -> dict[str, torch.Tensor]:
+def flat(tree: Tree, prefix: str = "") -> dict[str, torch.Tensor]:
     """The inverse of `_nest`."""
     if isinstance(tree, torch.Tensor):
         return {prefix: tree}
     items = tree.items() if isinstance(tree, dict) else enumerate(tree)
     found: dict[str, torch.Tensor] = {}
     for key, value in items:
-        found |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
+        found |= flat(value, f"{prefix}.{key}" if prefix else str(key))
     return found
 
 
@@ -152,36 +172,6 @@ def _initialise(hollow: nn.Module) -> Tree:
     return _tree(initialised(hollow))
 
 
-def _refuse_left_out(module: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    used = {id(parameter) for block in blocks for parameter in block.parameters()}
-    missing = [name for name, parameter in module.named_parameters() if id(parameter) not in used]
-    if missing:
-        raise TreeError(
-            f"parameters that none of the blocks has, so that they would not be trained:\n{listing(missing)}\nMake the "
-            "blocks of the module's own submodules (not copies), and of all of them"
-        )
-
-
-def _refuse_frozen(module: nn.Module) -> None:
-    frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
-    if frozen:
-        raise TreeError(
-            f"{len(frozen)} parameters have requires_grad=False, which a pytree of tensors cannot carry:\n"
-            f"{listing(frozen)}\nCall module.requires_grad_(True) and say which to freeze in the plan: sl.freeze([...])"
-        )
-
-
-def _refuse_max_norm(module: nn.Module) -> None:
-    """An embedding that renorms its own rows writes to its parameter, whoever looks up."""
-    renormed = [
-        name or "the module itself"
-        for name, part in module.named_modules()
-        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None
-    ]
-    if renormed:
-        raise TreeError(
-            f"embeddings with max_norm write to their parameters as they are looked up, which a pure function cannot:\n"
-            f"{listing(renormed)}\nSet embedding.max_norm = None, and for an nn.Embedding scale what is looked up in a hook: "
-            "embedding.register_forward_hook(lambda module, inputs, rows: rows * (max_norm / rows.norm(dim=-1, "
-            "keepdim=True).clamp(min=max_norm)).detach())"
-        )
+def _glob(name: str) -> str:
+    """A pattern that matches the parameter of this dotted name alone."""
+    return glob.escape(name.replace(".", "/"))

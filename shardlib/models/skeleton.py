@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardlib._compat import watch_checkpoints
 from shardlib.errors import REENTRANT, LossError, TreeError, listing
+from shardlib.models.refusals import require_copies
 from shardlib.tree import leaves_of
 
 Named = Mapping[str, torch.Tensor]
@@ -64,9 +65,17 @@ def _moved(module: nn.Module, device: torch.device | None) -> nn.Module:
 
 
 def hollow(module: nn.Module) -> nn.Module:
-    """A copy whose parameters are on the meta device, tied ones still tied."""
+    """A copy whose parameters are on the meta device, tied ones still tied.
+
+    Raises:
+        TreeError: attributes that cannot be copied.
+    """
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()}
-    return copy.deepcopy(module, memo)
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception:
+        require_copies(module)
+        raise
 
 
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:

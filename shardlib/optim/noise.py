@@ -37,7 +37,8 @@ def add_noise(eta: float, gamma: float, key: Key | int) -> GradientTransformatio
         gamma=(gamma, is_number(gamma)),
         key=(key, isinstance(key, Key) or is_integer(key)),
     )
-    root = key if isinstance(key, Key) else Key(key)
+    # Not the keys of a loss function that is given the same one: steps are folded into that, too.
+    root = (key if isinstance(key, Key) else Key(key)).fold_in("gradient noise")
 
     def init(params: Tree, _: Shards) -> NoiseState:
         return NoiseState(torch.zeros(()))

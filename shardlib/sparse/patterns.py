@@ -272,7 +272,7 @@ def _drawn(rows: torch.Tensor, count: int, size: int, causal: bool, seed: int, h
     """``count`` different columns in every row, or all there are: Floyd's sampling, a number after the other."""
     if count > size:
         raise ValueError(f"random={count} different blocks of a row that has {size}: use fewer")
-    key = Key(seed).fold_in(head)
+    key = Key(seed).fold_in("random blocks").fold_in(head)
     available = rows + 1 if causal else torch.full_like(rows, size)
     drawn = torch.full((len(rows), count), -1)
     for number in range(count):
