@@ -111,8 +111,7 @@ class EvalStep:
             few, more = self._divided(there, tuple(mesh.shape), 0.0)
             if more:
                 raise LossError(
-                    f"evaluation over no batches has no mean, and rank {few} has none where rank {more} has; give each rank "
-                    "at least one"
+                    f"rank {few}: evaluation over no batches has no mean; give each rank at least one, as rank {more} has"
                 )
         few, more = self._divided(there, self._together, self._inputs.share(batch, {}) if there else 0.0)
         if more:

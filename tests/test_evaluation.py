@@ -165,7 +165,7 @@ def test_each_rank_needs_a_batch(stage, pool):
         sharded = sl.shard(PARAMS, mesh, stage=stage)
         sl.make_eval_step(scores, sharded).over(sharded, [regression_batch(8, 6, 4)] * mesh.rank)
 
-    assert "has no mean, and rank 0 has none where rank 1 has; give each rank" in refused(
+    assert "rank 0: evaluation over no batches has no mean; give each rank at least one, as rank 1 has" in refused(
         run, {"data": 2}, pool, LossError
     )
 
