@@ -46,8 +46,8 @@ def make_plan(
         loss_fn, batch: with both (and ``buffers``, if it takes them), the loss and its backward are traced on fake
             tensors to see which units are gathered and how often, what passes between a pipeline's stages, and how many
             bytes activations take.
-            ``batch`` is one rank's share. Without them each unit is taken to be gathered once forward and once backward,
-            and what passes between stages is not counted.
+            ``batch`` is one rank's share, on any device, the meta device too. Without them each unit is taken to be
+            gathered once forward and once backward, and what passes between stages is not counted.
         optimizer: a gradient transformation; its state is then counted.
 
     Raises:
@@ -72,7 +72,12 @@ def _traced(plan: Plan, loss_fn: Callable[..., Any], batch: Any, buffers: Any) -
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def pretend(leaf: Any) -> Any:
-        return fake.from_tensor(leaf) if isinstance(leaf, torch.Tensor) and not leaf.is_meta else leaf
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if leaf.device == device or leaf.layout is not torch.strided:
+            return fake.from_tensor(leaf)
+        with fake:  # of a GPU, or a shape alone: the trace runs on one device, whatever it is
+            return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
 
     batch, buffers = tree_map(pretend, as_tensors(batch, device)), tree_map(pretend, buffers)
     with fake:
