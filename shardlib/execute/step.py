@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -14,10 +14,11 @@ from shardlib.collectives import primitives
 from shardlib.collectives.sums import Errors
 from shardlib.errors import BatchError, HandleError, IllegalComposition, LossError, NonFiniteError, TreeError
 from shardlib.exchange import Compression
-from shardlib.execute.batches import as_tensors, require_same_batch, rows_of, split_batch
+from shardlib.execute.batches import as_tensors, rows_of, split_batch
 from shardlib.execute.buffers import average_buffers
 from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Gradients, Route, plain_route
+from shardlib.execute.inputs import Inputs
 from shardlib.execute.losses import Outcome, is_compiled, needs, read_loss, require_function, require_gradient, wants
 from shardlib.execute.means import quotients, sum_means
 from shardlib.execute.pipeline import Pipe
@@ -79,7 +80,7 @@ class LossStep:
         self._compression = Compression(plan.codecs, mesh)
         self._own = OwnExchange(plan, mesh) if plan.owned else None
         self._wants_rng = wants(loss_fn, "rng")
-        self._met = False  # whether the ranks have compared their batches, as they do once
+        self._inputs = Inputs(plan, mesh)
         # A scalar's share of the mean is taken before backward, by a power of two, which 16-bit losses do not round; the
         # rest when the sum is complete. What compression leaves out is kept as it is of the mean's gradient: for any number
         # of ranks.
@@ -119,16 +120,18 @@ class LossStep:
         comm: dict[str, torch.Tensor],
         unreduced: tuple[str, ...] = (),
         reached: set[str] | None = None,
+        alike: Mapping[str, Any],
     ) -> Evaluation:
-        """``comm``: the errors of compressed exchanges. ``unreduced``, ``reached``: see `Route`."""
+        """``comm``: the errors of compressed exchanges. ``unreduced``, ``reached``: see `Route`.
+
+        ``alike``: what must be equal on all ranks, by name.
+        """
         plan, mesh = self._plan, self._mesh
         if rng is None and needs(self._loss_fn, "rng"):
             raise TreeError("the loss function has a parameter rng and none was given; pass rng=sl.Key(seed)")
         batch = as_tensors(batch, mesh.device)
         parts = split_batch(batch, plan, mesh)
-        if not self._met:
-            require_same_batch(batch, plan, mesh)
-            self._met = True
+        share = self._inputs.share(batch, alike)
         records = self._pipe.records if self._pipe else [self.executor.record]
         run = self._one_by_one if self._pipe is None else self._through_stages
         draws = states_of_generators(mesh.device)
@@ -137,10 +140,11 @@ class LossStep:
             route, totals = Route(self._compression, Errors(comm), unreduced, reached), Totals(plan, mesh)
             grads = run(params, parts, buffers, rng, loss_scale, totals, route)
             shards = MeshShards(plan, mesh, unreduced, self._own, route.errors)
-            squares, strayed = shards.local_sum(sum_of_squares, grads), any(record.strayed for record in records)
-            sums = totals.over_ranks(squares, strayed)
-            if not sums.strayed:
+            strayed = any(record.strayed for record in records)
+            sums = totals.over_ranks(shards.local_sum(sum_of_squares, grads), share + strayed)
+            if not sums.differ:
                 break
+            self._inputs.explain()
             for record in records:
                 record.distrust()
             restore_generators(draws)
