@@ -289,8 +289,12 @@ def _refuse(func: Any, values: list[Any]) -> None:
             raise HandleError(
                 f"{told} uses {handle._path}, of which this rank holds a slice ({style} over axis {style.axis!r}): the "
                 "result would be wrong. Consume it by F.linear, F.embedding, x @ weight or sl.linear_cross_entropy, or leave "
-                "its layer whole"
+                f"its layer whole: put {_layer_of(handle._path)!r}: 'replicated' before its rule"
             )
+
+
+def _layer_of(path: str) -> str:
+    return path.rpartition("/")[0] or path
 
 
 _LAYERS: dict[Any, Callable[..., Any]] = {
