@@ -84,16 +84,16 @@ def test_widths_that_do_not_divide():
 
 
 def test_heads_that_do_not_divide():
-    """A smaller axis is told where one fits; or all layers of the attention stay whole, as runs tell one by one."""
+    """A smaller axis is told where one fits; a layer that is left whole alone is told by the one after it."""
     rules = {"*/up": sl.column(heads=2), "*/down": "row"}
     told = refused(mlp(), rules, ways=4)
     assert (
-        "layers/1/up/weight: 2 heads do not divide over model=4 (shape (8, 4)), by rule '*/up': sl.column(heads=2); put "
-        "'replicated' in its place"
+        "layers/1/up/weight: 2 heads do not divide over model=4 (shape (8, 4)), by rule '*/up': sl.column(heads=2); use a "
+        "size that divides 2, or put 'replicated' in place of all rules of this attention"
     ) in told
     assert "With model=2 all rules fit." in told
     trains(mlp(), rules, ways=2)
-    rules = advised(told, rules)
+    rules["*/up"] = "replicated"
     with pytest.raises(HandleError, match=r"takes 2 inputs on this rank, but gets 8: .* use sl.row\(split=True\)"):
         trains(mlp(), rules, ways=4)
     trains(mlp(), rules | {"*/down": sl.row(split=True)}, ways=4)

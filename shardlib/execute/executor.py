@@ -90,7 +90,7 @@ class Executor:
         try:
             self._bind(params, None)
             with self._running(), torch.no_grad():
-                result = fn(self._tree())
+                result = self._forward(fn)
             self.record.strays.clear()
             self.record.note(self._gathering.runs)
             if self.gathers:
@@ -189,10 +189,12 @@ class Executor:
         self._stored.clear()
         self._slices.clear()
 
-    def _forward(self, fn: Callable[[Tree], tuple[torch.Tensor, Any]]) -> tuple[torch.Tensor, Any]:
+    def _forward(self, fn: Callable[[Tree], Any]) -> Any:
         try:
             return fn(self._tree())
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
+            if explained := self._slices.explain(error):
+                raise explained from error
             # torch.func's grad refuses to start where tensors are saved through hooks.
             if self.gathers and "saved tensor hooks" in str(error):
                 raise HandleError(

@@ -15,6 +15,7 @@ from shardlib.collectives.sums import Errors
 from shardlib.errors import BatchError, HandleError, IllegalComposition, NonFiniteError, TreeError
 from shardlib.exchange import Compression
 from shardlib.execute.buffers import average_buffers
+from shardlib.execute.copies import require_alike
 from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Gradients, Route, plain_route
 from shardlib.execute.losses import (
@@ -83,7 +84,7 @@ class LossStep:
         self._compression = Compression(plan.codecs, mesh)
         self._own = OwnExchange(plan, mesh) if plan.owned else None
         self._wants_rng = wants(loss_fn, "rng")
-        self._met = False  # whether the ranks have compared their batches, as they do once
+        self._met = False  # whether the ranks have compared batches and gradients, as they do once
         self._pipe: Pipe | None = None
         if plan.pipeline is not None:
             if with_buffers:
@@ -121,9 +122,9 @@ class LossStep:
         if rng is None and needs(self._loss_fn, "rng"):
             raise TreeError("the loss function has a parameter rng and none was given; pass rng=sl.Key(seed)")
         parts = split_batch(batch, plan, mesh)
-        if not self._met:
+        first, self._met = not self._met, True
+        if first:
             require_same_batch(batch, plan, mesh)
-            self._met = True
         # The sums over micro-batches, and then over ranks, of losses and weights. Then what is summed over all ranks: the
         # gradient's squares, whether a rank strayed, and of a pipeline whether the loss is a `Mean` and whether it has
         # aux, which ranks without the loss cannot know.
@@ -133,6 +134,8 @@ class LossStep:
             record.strays.clear()
         run = self._one_by_one if self._pipe is None else self._through_stages
         grads, outcome = run(params, parts, buffers, rng, loss_scale, sums, route)
+        if first and plan.styles:
+            require_alike(grads, plan, mesh)
         shards = MeshShards(plan, mesh, unreduced, self._own, route.errors)
         sums[2] = shards.local_sum(sum_of_squares, grads)
         sums[3] = any(record.strays for record in records)

@@ -34,7 +34,7 @@ def misfits_of(
 ) -> list[Misfit]:
     """Why one leaf cannot be sliced by a rule over this mesh."""
     about, dims = f"{leaf.path}: shape {leaf.shape}", len(leaf.shape)
-    found = []
+    found, remedy = [], ""
     if not leaf.dtype.is_floating_point:
         found.append(f"{about}: {leaf.dtype} is no layer's weight or bias")
     elif spec.axes and dims == 0:
@@ -49,7 +49,10 @@ def misfits_of(
         elif slicing.pieces % sizes[axis]:
             heads = f"{slicing.pieces} heads do not divide over {axis}={sizes[axis]}"
             found.append(f"{leaf.path}: {heads} (shape {leaf.shape})")
-    return [Misfit(f"{text}, by rule {pattern!r}: {slicing}", "", pattern, leaf.path) for text in found]
+            remedy = (
+                f"use a size that divides {slicing.pieces}, or put 'replicated' in place of all rules of this attention"
+            )
+    return [Misfit(f"{text}, by rule {pattern!r}: {slicing}", remedy, pattern, leaf.path) for text in found]
 
 
 def tied(leaf: LeafInfo, patterns: Sequence[str]) -> Misfit:

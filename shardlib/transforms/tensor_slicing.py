@@ -98,8 +98,8 @@ class TensorSlicing:
         for pattern, _ in self.rules:
             if pattern in before:
                 misfits.append(never_first(pattern, *before[pattern]))
-            elif not held[pattern] and not any(_matches(path, pattern) for path in paths):
-                misfits.append(matches_nothing(pattern, paths, _matches))
+            elif not held[pattern] and not any(matches_rule(path, pattern) for path in paths):
+                misfits.append(matches_nothing(pattern, paths, matches_rule))
         return uses, with_remedies(misfits, held)
 
     def _rules_for(
@@ -112,7 +112,7 @@ class TensorSlicing:
         """
         found: dict[str, Slicing | None] = {}
         for path in (leaf.path, *leaf.aliases):
-            matching = [(pattern, slicing) for pattern, slicing in self.rules if _matches(path, pattern)]
+            matching = [(pattern, slicing) for pattern, slicing in self.rules if matches_rule(path, pattern)]
             found.update(matching[:1])
             for pattern, _ in matching[:1]:
                 held[pattern].append(path)
@@ -161,7 +161,7 @@ def tensor_slicing(rules: Mapping[str, str | Slicing], axis: str = "model") -> T
     """
     unknown = [
         f"{glob}: {style!r}"
-        + "".join(f"; put {near!r} in its place" for near in get_close_matches(str(style), STYLES, 1))
+        + "".join(f"; put {near!r} in its place" for near in get_close_matches(str(style), STYLES, 1, 0.8))
         for glob, style in rules.items()
         if not isinstance(style, Slicing) and not (isinstance(style, str) and style in STYLES)
     ]
@@ -175,7 +175,8 @@ def tensor_slicing(rules: Mapping[str, str | Slicing], axis: str = "model") -> T
     )
 
 
-def _matches(path: str, pattern: str) -> bool:
+def matches_rule(path: str, pattern: str) -> bool:
+    """Whether a rule's glob matches a parameter's path, or its layer's."""
     layer = path.rpartition("/")[0]
     globs = [pattern]
     if "." in pattern:
