@@ -32,7 +32,7 @@ from shardlib.preview import make_plan
 from shardlib.rng import Key, dropout
 from shardlib.sharded import Sharded, shard, unshard
 from shardlib.specs import Leaf, P
-from shardlib.train import TrainState, make_train_step, replace_params, value_and_grad
+from shardlib.train import TrainState, make_train_step, replace_params, unused_params, value_and_grad
 from shardlib.transforms import (
     accumulate,
     column,
@@ -117,6 +117,7 @@ __all__ = [
     "tensor_slicing",
     "TrainState",
     "unshard",
+    "unused_params",
     "value_and_grad",
     "vocab_cross_entropy",
     "zero",

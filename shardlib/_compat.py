@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint as checkpointing
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 # 2.13 renamed the single-tensor collectives and warns at each call of the old names.
@@ -46,3 +47,24 @@ def cpu_multiplies_bf16() -> bool:
     """Whether the CPU has bf16 dot products; False where this torch cannot tell."""
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(capabilities.get("avx512_bf16"))
+
+
+def watch_checkpoints(
+    lasting: Callable[[Callable[..., Any]], Callable[..., Any]], before_reentrant: Callable[[], None]
+) -> None:
+    """Have `torch.utils.checkpoint` compute ``lasting(fn)`` again in place of ``fn``, for as long as the process lives.
+
+    ``lasting`` is called where the checkpoint is, ``before_reentrant`` before one with ``use_reentrant=True``. (A
+    ``context_fn`` would do, if all who call `checkpoint` passed one on.)
+    """
+    record, reentrant = checkpointing._checkpoint_without_reentrant_generator, checkpointing.CheckpointFunction.apply
+
+    def watched(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return record(lasting(fn), *args, **kwargs)
+
+    def watched_reentrant(*args: Any) -> Any:
+        before_reentrant()
+        return reentrant(*args)
+
+    checkpointing._checkpoint_without_reentrant_generator = watched
+    checkpointing.CheckpointFunction.apply = watched_reentrant  # type: ignore[method-assign]

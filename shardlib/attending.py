@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from shardlib.kernels.sparse_attention import sparse_attention
 from shardlib.parts import current_parts
-from shardlib.sparse.layout import Layout
+from shardlib.sparse.layout import Layout, check_layout
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ def attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    causal: bool = False,
+    causal: bool | None = None,
     scale: float | None = None,
     key_mask: torch.Tensor | None = None,
     layout: Layout | None = None,
@@ -37,7 +37,7 @@ def attention(
     Args:
         q: (batch, heads, sequence, size).
         k, v: the same, with as many heads or a divisor of their number (grouped queries).
-        causal: a position sees itself and those before it.
+        causal: a position sees itself and those before it; by default as the layout says, and without one False.
         scale: of the scores; by default 1/√size.
         key_mask: bool (batch, sequence), whole on every rank: False where a position is padding, which none sees.
         layout: of the whole sequence: the blocks that are computed, by `shardlib.sparse_attention`.
@@ -45,8 +45,9 @@ def attention(
     Raises:
         SpecError: kind="ulysses", and heads that do not divide over its axis; kind="ring", and ``key_mask`` or ``layout``.
         ValueError: a layout of another length, or of more heads than there are here: where heads are shared out among
-            ranks it must be one for all of them.
+            ranks it must be one for all of them; a causal layout and ``causal=False``.
     """
+    causal = bool(causal) if layout is None else check_layout(layout).causal_for(causal)
     how, parts = Attention(causal, scale, key_mask, layout), current_parts.get()
     return plain_attention(q, k, v, how) if parts is None else parts.attention(q, k, v, how)
 

@@ -29,15 +29,25 @@ def check_axes(slots: Slots, owners: Mapping[tuple[str, ...], str], mesh: Mesh) 
     uses: dict[str, dict[str, str]] = {}  # axis -> what for -> by which transform
     for axis, use, slot in _uses(slots):
         uses.setdefault(axis, {}).setdefault(use, owners[slot])
-    unknown = sorted(set(uses) - set(mesh.shape))
-    if unknown:
-        names = sorted({name for axis in unknown for name in uses[axis].values()})
-        raise IllegalComposition(
-            f"{' and '.join(names)} uses axis {', '.join(map(repr, unknown))}, which {mesh} does not have; name one of its "
-            f"axes with axis=, or make the mesh with {', '.join(f'{axis}=...' for axis in unknown)}"
-        )
     sequence = slots.get(("schedule", "sequence"))
     together = {"sequence", "slices" if sequence and sequence.kind == "megatron" else "batch"}
+    unknown = sorted(set(uses) - set(mesh.shape))
+    if unknown:
+        used = {use: [axis for axis in mesh.shape if use in uses.get(axis, ())] for use in _TOLD}
+        idle = [axis for axis in mesh.shape if axis not in uses]
+        failures = []
+        for axis in unknown:
+            for use, name in uses[axis].items():
+                # Some belong on an axis that another transform uses; the others each want one of their own.
+                if use == "sequence" and "slices" in together:
+                    others = used["slices"]
+                elif use == "batch" and ("reduce", axis, "method") not in slots:
+                    others = used["batch"]
+                else:
+                    others = []
+                other = others[0] if others else idle.pop(0) if idle else None
+                failures.append(f"{name} uses axis {axis!r}, which {mesh} does not have; {_instead(name, axis, other)}")
+        raise IllegalComposition("\n".join(failures))
     twice = [
         f"axis {axis!r}: {found[one]} {_TOLD[one]}, and {found[other]} {_TOLD[other]}"
         for axis, found in uses.items()
@@ -55,6 +65,13 @@ def check_axes(slots: Slots, owners: Mapping[tuple[str, ...], str], mesh: Mesh) 
             f"no transform uses axis {', '.join(idle)} of {mesh}: its ranks would all do the same work. Add a transform "
             "for it (zero(..., replicate=axis) shares the batch over it), or leave it out of the mesh"
         )
+
+
+def _instead(name: str, axis: str, other: str | None) -> str:
+    """What helps a transform to an axis: the ``other`` one, or one more."""
+    if other is not None:
+        return f"use {other!r} in its place: {name.replace(repr(axis), repr(other))}"
+    return f"add {axis}=1 to the mesh, or leave {name.partition('(')[0]} out"
 
 
 def _uses(slots: Slots) -> Iterator[tuple[str, str, tuple[str, ...]]]:

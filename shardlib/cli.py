@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 
 from shardlib.commands import doctor, lr_range_test, plan, train
+from shardlib.optional import MissingPackage
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +22,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     args = parser.parse_args(argv)
-    return args.run(args)
+    try:
+        return args.run(args)
+    except MissingPackage as missing:
+        # Every rank finds it missing, and one says so.
+        raise SystemExit(1 if os.environ.get("RANK", "0") != "0" else f"shardlib {args.command}: {missing}") from None
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ made at all: how it is drawn is handed on, so that a rank draws its own part.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -177,8 +178,10 @@ def defer(init_fn: Callable[[], Tree]) -> Deferred:
     """Record ``init_fn`` without running it for real.
 
     Raises:
-        TreeError: the initialiser reads values of the tensors it makes (``.item()``, a branch on data).
+        TreeError: the initialiser reads values of the tensors it makes (``.item()``, a branch on data); or it is a module,
+            or a function that cannot be called without arguments.
     """
+    _require_initialiser(init_fn)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = _Recorder(fake)
     try:
@@ -198,3 +201,20 @@ def _plain(leaf: Any, recorder: _Recorder) -> Any:
         return leaf
     with recorder:
         return leaf.detach()
+
+
+def _require_initialiser(init_fn: Any) -> None:
+    if isinstance(init_fn, torch.nn.Module):
+        raise TreeError(
+            f"{type(init_fn).__name__} is a module, and what is sharded is a pytree of tensors: take its parameters, apply, "
+            "params = sl.from_module(module), shard those, and call apply(params, ...) in the loss function"
+        )
+    try:
+        inspect.signature(init_fn).bind()
+    except TypeError as error:
+        raise TreeError(
+            f"{getattr(init_fn, '__name__', init_fn)} stands for parameters and is to make them when called without "
+            f"arguments, but {error}; pass a pytree of tensors, or lambda: ... of such a call"
+        ) from None
+    except ValueError:
+        return  # a function that does not tell its arguments

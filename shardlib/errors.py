@@ -57,6 +57,13 @@ class RankFailure(ShardlibError, RuntimeError):
     """A rank that died or stopped answering while others waited for it."""
 
 
+REENTRANT = (
+    "calls torch.utils.checkpoint with use_reentrant=True, which loses gradients of parameters here; pass "
+    "use_reentrant=False, or mark blocks with sl.block and add sl.remat() to the plan. transformers' models take "
+    "model.gradient_checkpointing_enable({'use_reentrant': False})"
+)
+
+
 def listing(failures: list[str], limit: int = 20) -> str:
     """Join failures one per line, telling how many were left out beyond ``limit``."""
     lines = [f"  - {failure}" for failure in failures[:limit]]

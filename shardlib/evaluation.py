@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import optree
+import torch
 
 from shardlib.errors import LossError, TreeError, listing
+from shardlib.execute.agreement import Agreement, agree
+from shardlib.execute.batches import arriving
 from shardlib.execute.executor import Executor
-from shardlib.execute.losses import add_means, cast, is_mean
+from shardlib.execute.losses import require_function
+from shardlib.execute.means import Results, is_mean, means, quotients, sum_means
 from shardlib.execute.pipeline import Pipe
-from shardlib.execute.step import reduce_means
+from shardlib.optim.shards import sum_over
 from shardlib.sharded import Sharded
 from shardlib.train import TrainState, lift
-from shardlib.tree import path_name, tree_map
+from shardlib.tree import path_name
 
 
 class EvalStep:
     """A function bound to how parameters are sharded; see `make_eval_step`."""
 
     def __init__(self, fn: Callable[..., Any], params: Any) -> None:
+        require_function(fn, "what is evaluated", "params, ...")
         lifted = lift(params)
         self._plan, self._mesh = lifted.plan, lifted.mesh
         if lifted.plan.pipeline is None:
@@ -35,8 +39,14 @@ class EvalStep:
             self._forward = Pipe(fn, lifted.plan, lifted.mesh, trained=False).evaluate
 
     def __call__(self, params: Any, *args: Any) -> Any:
-        """What the function returns for one batch, each `Mean` as a number over all ranks' batches."""
-        return reduce_means(self._run(self._current(params), *args), self._plan, self._mesh)
+        """What the function returns for one batch, each `Mean` as a number over all ranks' batches.
+
+        Raises:
+            LossError: means at other places than other ranks', or none that weighs.
+        """
+        results = self._results()
+        results.add(self._run(self._current(params), *args))
+        return self._reduced(results)
 
     def over(self, params: Any, batches: Iterable[Any]) -> Any:
         """The same over several batches: sums and weights add up over them first, on the device, and over ranks once.
@@ -44,20 +54,41 @@ class EvalStep:
         Each batch is the function's second argument. Where parameters are gathered or sliced, ranks take equally many.
 
         Raises:
-            LossError: no batches, or results that are not a `Mean`; lists them.
+            LossError: no batches, or results that are not a `Mean`; lists them. Else as a call.
         """
-        current, total = self._current(params), None
-        for number, batch in enumerate(batches):
+        current, results = self._current(params), self._results()
+        for batch in batches:
             part = self._run(current, batch)
-            if number == 0:
+            if results.tree is None:
                 _require_means(part)
-            total = add_means(total, part)
-        if total is None:
-            raise LossError("evaluation over no batches has no mean; give each rank at least one")
-        return reduce_means(total, self._plan, self._mesh)
+            results.add(part)
+        if results.tree is None and not results.faults:
+            results.faults.append("evaluation over no batches has no mean; give each rank at least one")
+        return self._reduced(results)
+
+    def _results(self) -> Results:
+        return Results(self._mesh.device, "batch", "the result")
+
+    def _reduced(self, results: Results) -> Any:
+        """Over ranks; those that have no means to share wait for nobody."""
+        if not results.paths and not results.faults:
+            return results.tree
+        plan, mesh = self._plan, self._mesh
+        mine = Agreement(results.form if results.paths else None, tuple(results.faults))
+        told = torch.tensor(mine.numbers(), dtype=torch.float64, device=mesh.device)
+        sum_over(mesh, tuple(mesh.shape), told)
+        if not agree(told.tolist()):
+            mine.refuse(mesh, "Return the same sl.Mean on every rank, sl.Mean(0, 0) where there is nothing to count.")
+        summed = sum_means(results.tree, plan, mesh)
+        if all(mean.weight == 0 for mean in means(summed).values()):
+            raise LossError(
+                f"nothing weighs in {', '.join(map(repr, results.paths))} on any rank, so there is no mean; leave such "
+                "batches out, or take several together by eval_step.over(params, batches)"
+            )
+        return quotients(summed)
 
     def _run(self, params: Sharded, *args: Any) -> Any:
-        return self._forward(params, *(tree_map(partial(cast, plan=self._plan), arg) for arg in args))
+        return self._forward(params, *(arriving(arg, self._plan, self._mesh) for arg in args))
 
     def _current(self, params: Any) -> Sharded:
         current = lift(params.params if isinstance(params, TrainState) else params)
@@ -71,9 +102,10 @@ class EvalStep:
 def make_eval_step(fn: Callable[..., Any], params: Any) -> EvalStep:
     """``eval_step(params, *args)``: ``fn`` on sharded parameters, without gradients.
 
-    Every `Mean` that ``fn`` returns, in a dictionary say, becomes one number over all ranks' batches; other results
-    (samples, logits) are this rank's own. ``eval_step.over(params, batches)`` gives means over several batches.
-    ``params`` may also be a `TrainState`. Under `sl.precision` floating tensors among the arguments are cast, as a batch is.
+    Every `Mean` that ``fn`` returns, in a dictionary say, becomes one number over all ranks' batches (NaN where it weighs
+    nothing and others do); other results (samples, logits) are this rank's own, parameters among them whole copies.
+    ``eval_step.over(params, batches)`` gives means over several batches. ``params`` may also be a `TrainState`. NumPy's
+    arrays among the arguments become tensors, and under `sl.precision` floating tensors are cast, as in a batch.
 
     Under a pipeline ``fn`` is an `sl.sequential`, called with one batch. That goes through in one piece, not in
     micro-batches: each stage waits for the one before it. What the last block returns is handed to the ranks of all stages.

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
+from shardlib.kernels.arguments import check_tensors
 from shardlib.kernels.linear_cross_entropy import linear_cross_entropy as chunked_cross_entropy
-from shardlib.kernels.linear_cross_entropy.options import check_options
+from shardlib.kernels.linear_cross_entropy.options import check_layer, check_options, check_targets
 from shardlib.parts import current_parts, shard_sequence
 from shardlib.thresholds import Threshold
 
@@ -22,7 +23,10 @@ _MANY = Threshold(1 << 24)
 class Mean(NamedTuple):
     """A mean given as a sum and a weight, both scalars; sums and weights add up over micro-batches and ranks.
 
-    ``sl.Mean(losses.sum(), mask.sum())`` is the right loss for masked tokens.
+    ``sl.Mean(losses.sum(), mask.sum())`` is the right loss for masked tokens. Weights are at least 0, and of a loss they
+    depend on no parameter (detach them). Some ranks or micro-batches may weigh nothing, with ``sl.Mean(0, 0)`` where a
+    metric has nothing to count. Where none of them weighs there is no mean: a train step refuses the batch or skips it
+    (``nonfinite``), `value_and_grad` gives a loss and gradients of 0, a metric beside others that weigh is NaN.
     """
 
     total: Any
@@ -52,13 +56,18 @@ def linear_cross_entropy(
         reduction: "mean" over the targets that count, "sum", or "none" ((...), zero where ignored).
 
     Raises:
-        ValueError: another reduction, or a smoothing outside [0, 1].
+        ValueError: another reduction, a smoothing outside [0, 1], or shapes that do not fit.
+        TypeError: what are no tensors, or not of dtypes that are served.
     """
-    check_options("linear_cross_entropy", reduction, label_smoothing, ("mean", "sum", "none"))
+    function = "linear_cross_entropy"
+    check_options(function, reduction, label_smoothing, ("mean", "sum", "none"))
+    check_tensors(function, {"x": x, "weight": weight, "targets": targets}, exactly={"targets": torch.int64})
     options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
     if has_torch_function((weight,)):
         given = (x, weight, targets)
         return handle_torch_function(linear_cross_entropy, (weight,), *given, **options, reduction=reduction)
+
+    check_layer(function, x, weight)
 
     def losses(targets: torch.Tensor, reduction: str) -> torch.Tensor:
         if reduction != "none" and targets.numel() * len(weight) > _MANY():
@@ -69,6 +78,7 @@ def linear_cross_entropy(
 
     parts = current_parts.get()
     if parts is None:
+        check_targets(function, targets, x.shape[:-1], f"x of shape {tuple(x.shape)}")
         return losses(targets, reduction)
     return parts.loss(losses, x, targets, ignore_index, reduction)
 

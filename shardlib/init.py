@@ -16,7 +16,7 @@ import torch
 
 from shardlib.kernels.counter import signed
 from shardlib.places import Places
-from shardlib.rng import Key, bits_at
+from shardlib.rng import Key, bits_at, require_key
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def _drawn(
     device: str | torch.device,
 ) -> torch.Tensor:
     shape = torch.Size(shape)
-    seed, first = key.stretch(shape.numel())
+    seed, first = require_key(f"init.{kind}", "key", key).stretch(shape.numel())
     return fresh(kind, list(args), signed(seed), first, list(shape), dtype=dtype, device=torch.device(device))
 
 

@@ -215,7 +215,7 @@ class Bucket:
         flow through the packing of a gradient.
         """
         present = [leaf for leaf in leaves if leaf is not None]
-        if self.ways == 1 and len(present) == len(leaves) > 1 and all(leaf.dtype == dtype for leaf in present):
+        if self.ways == 1 and len(present) == len(leaves) > 1 and all(_is_plain(leaf, dtype) for leaf in present):
             return _flatten_dense_tensors(present)  # torch's own loop: many small leaves are cheap
         device = next((leaf.device for leaf in leaves if leaf is not None), None)
         columns = []
@@ -230,3 +230,7 @@ class Bucket:
             return torch.cat([column.to(dtype) for column in columns], dim=1).view(-1)
         out = torch.empty((self.ways, self.owned), dtype=dtype, device=columns[0].device)
         return torch.cat(columns, dim=1, out=out).view(-1)
+
+
+def _is_plain(leaf: torch.Tensor, dtype: torch.dtype) -> bool:
+    return leaf.dtype == dtype and leaf.layout is torch.strided

@@ -11,6 +11,7 @@ import torch
 
 from shardlib.blocks import Sequential
 from shardlib.collectives import primitives
+from shardlib.execute.batches import as_tensors
 from shardlib.execute.interpreter import differentiable, fresh_leaf
 from shardlib.execute.losses import read_loss
 from shardlib.mesh import as_mesh
@@ -61,6 +62,7 @@ def _round(loss_fn: Sequential, params: Sequence[Tree], microbatch: Any, rng: Ke
     device = next(
         (leaf.device for leaf in leaves_of(microbatch) if isinstance(leaf, torch.Tensor)), torch.device("cpu")
     )
+    microbatch = as_tensors(microbatch, device)
     carry: Any = None
     times = []
     for index in range(len(loss_fn)):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from shardlib.claims import Slots
 from shardlib.collectives.sums import Codec
+from shardlib.errors import TreeError, listing
 from shardlib.specs import Leaf
 from shardlib.styles import Style
+from shardlib.tree import untrained
 
 
 @dataclass(frozen=True)
@@ -59,3 +62,17 @@ class StageTrace:
     forward: int
     backward: int
     activations: Mapping[str, int]
+
+
+def check_dtypes(placements: Sequence[Placement], slots: Slots) -> None:
+    """Refuse leaves that could be meant to be trained and would not be, or not well: complex ones, and those of 8 bits."""
+    failures = [
+        f"{placement.path}: {placement.compute.dtype}; {instead}"
+        for placement in placements
+        if slots.get(("use", placement.path, "trainable"), True) and (instead := untrained(placement.compute.dtype))
+    ]
+    if failures:
+        raise TreeError(
+            f"{len(failures)} leaves of dtypes that are not trained:\n{listing(failures)}\nOr leave them as they are, by "
+            "sl.freeze(path)."
+        )

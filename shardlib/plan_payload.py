@@ -29,7 +29,7 @@ def payload(plan: Plan, owned: bool) -> dict[str, int]:
     if plan.pipeline is not None:
         _add_messages(total, plan, plan.pipeline)
     for dtype, numel in plan.buffers:
-        if dtype.is_floating_point:  # averaged over the ranks
+        if dtype.is_floating_point or dtype.is_complex:  # averaged over the ranks
             for axis in plan.batch_axes:
                 total[axis] += 2 * share(numel * dtype.itemsize, plan.sizes[axis])
     return {axis: count for axis, count in total.items() if plan.sizes[axis] > 1}

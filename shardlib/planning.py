@@ -16,7 +16,7 @@ from shardlib.errors import IllegalComposition
 from shardlib.layout import Bucket, stands_alone
 from shardlib.mesh import Mesh
 from shardlib.parts import SequencePlan
-from shardlib.placement import OwnedAxis, Placement
+from shardlib.placement import OwnedAxis, Placement, check_dtypes
 from shardlib.plan import ROLES, Plan
 from shardlib.schedules.pipeline import NO_BLOCKS, Pipeline
 from shardlib.specs import Leaf, P, check_leaves
@@ -32,7 +32,7 @@ def build_plan(params: Tree, mesh: Mesh, transform: Transform, *, optimizer: Any
         optimizer: a gradient transformation; it is asked for the size of its state, and for what it sends.
 
     Raises:
-        TreeError: a leaf that is not a tensor.
+        TreeError: a leaf that is not a tensor, or of a dtype that is neither trained nor held alone.
         IllegalComposition: claims that conflict, or that do not fit the mesh.
         SpecError: specs that do not fit the shapes.
     """
@@ -75,6 +75,7 @@ def build_plan(params: Tree, mesh: Mesh, transform: Transform, *, optimizer: Any
         )
     units = unit_names(params)
     draft = [_place(info, units[index], slots, split, mesh.shape) for info, index in zip(infos, distinct, strict=True)]
+    check_dtypes(draft, slots)
     order = {unit: number for number, unit in enumerate(dict.fromkeys(units))}
     buckets = _buckets(draft, slots, split, batch_axes, sequence, mesh.shape, order)
     bucket_of = {path: bucket.name for bucket in buckets for path in bucket.paths}
@@ -373,9 +374,11 @@ def own_axis(plan: Plan, optimizer: Any) -> Plan:
         return plan
     axis = owned.axis
     if axis not in plan.sizes:
+        unsplit = [one for one in plan.batch_axes if not any(one in bucket.axes for bucket in plan.trained)]
+        remedy = f"name {unsplit[0]!r} with axis=" if unsplit else f"add {axis}=1 to the mesh"
         raise IllegalComposition(
-            f"{owned.name} sums gradients over axis {axis!r}, which the mesh ({', '.join(plan.sizes)}) does not have; name "
-            "one of its axes with axis="
+            f"{owned.name} sums gradients over axis {axis!r}, which the mesh ({', '.join(plan.sizes)}) does not have; "
+            f"{remedy}"
         )
     split = any(axis in bucket.axes for bucket in plan.trained)
     if split or (plan.sizes[axis] > 1 and axis not in plan.batch_axes):

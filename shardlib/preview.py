@@ -11,12 +11,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardlib.claims import Transform
 from shardlib.deferred import defer
+from shardlib.execute.batches import as_tensors, split_batch
 from shardlib.execute.buffers import buffer_sizes
-from shardlib.execute.losses import split_batch
 from shardlib.execute.step import LossStep
 from shardlib.execute.tracing import trace_stages
 from shardlib.groups import EchoGroup
 from shardlib.mesh import Mesh, as_mesh
+from shardlib.optim.wrapping import require_transformations
 from shardlib.plan import Plan
 from shardlib.planning import build_plan
 from shardlib.rng import Key
@@ -49,7 +50,10 @@ def make_plan(
 
     Raises:
         TreeError, IllegalComposition, SpecError: as `shard`.
+        TypeError: an optimizer that is no gradient transformation.
     """
+    if optimizer is not None:
+        require_transformations("make_plan", optimizer)
     mesh = as_mesh(mesh)
     tree = defer(params).tree if callable(params) else params
     plan = build_plan(tree, mesh, default_transform(transform, stage), optimizer=optimizer)
@@ -68,7 +72,7 @@ def _traced(plan: Plan, loss_fn: Callable[..., Any], batch: Any, buffers: Any) -
     def pretend(leaf: Any) -> Any:
         return fake.from_tensor(leaf) if isinstance(leaf, torch.Tensor) and not leaf.is_meta else leaf
 
-    batch, buffers = tree_map(pretend, batch), tree_map(pretend, buffers)
+    batch, buffers = tree_map(pretend, as_tensors(batch, device)), tree_map(pretend, buffers)
     with fake:
         stored = {b.name: torch.empty(b.size(b.param_level), dtype=b.dtype, device=device) for b in plan.buckets}
         try:

@@ -11,10 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from numbers import Real
+from typing import Any
 
 import torch
 
 from shardlib.kernels import counter
+from shardlib.kernels.arguments import check_tensors
 from shardlib.kernels.dropout import Draw
 from shardlib.kernels.dropout import dropout as dropout_kernel
 from shardlib.parts import current_parts
@@ -83,15 +86,29 @@ class Key:
         return self.fold_in(f"slot {self.slot}").seed, 0
 
 
+def require_key(function: str, name: str, value: object) -> Key:
+    """
+    Raises:
+        TypeError: ``value`` is no key; an int would give the same mask at every step.
+    """
+    if isinstance(value, Key):
+        return value
+    seed = value if type(value) is int else "seed"
+    raise TypeError(
+        f"{function}: {name} is {value!r}, and no key; pass the rng that a loss function is given, or sl.Key({seed}), "
+        "folded with the step"
+    )
+
+
 def random_bits(key: Key, count: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """``count`` 24-bit integers as int64, for elements ``slot * count`` to ``(slot + 1) * count``."""
-    seed, start = key.stretch(count)
+    seed, start = require_key("random_bits", "key", key).stretch(count)
     return counter.random_bits(seed, torch.arange(start, start + count, dtype=torch.int64, device=device))
 
 
 def bits_at(key: Key, places: torch.Tensor) -> torch.Tensor:
     """The 24-bit integers of the key's seed with the int64 numbers ``places``, as int64."""
-    return counter.random_bits(key.seed, places)
+    return counter.random_bits(require_key("bits_at", "key", key).seed, places)
 
 
 def uniform(
@@ -127,19 +144,26 @@ def dropout(
         heads: dimension 1 of ``x`` is heads: the first of them that is here, and how many there are on all ranks.
 
     Raises:
-        ValueError: ``p`` outside [0, 1).
+        ValueError: ``p`` outside [0, 1), or shapes that do not fit.
+        TypeError: what are no floating-point tensors, or a key that is none.
     """
-    if not 0.0 <= p < 1.0:
-        raise ValueError(f"dropout probability {p} is outside [0, 1)")
+    given = {"x": x, "bias": bias, "residual": residual}
+    check_tensors("dropout", given, optional=("bias", "residual"))
+    if not _is_probability(p):
+        raise ValueError(f"dropout probability {p!r} is outside [0, 1)")
     if p == 0.0:
         x = x if bias is None else x + bias
         return x if residual is None else x + residual
-    draw = _draw(x, p, key, heads)
+    draw = _draw(x, p, require_key("dropout", "key", key), heads)
     if x.dim() < 2 + (draw.starts is not None):
         # Each element is a row of its own: positions of a part do not follow one another.
         x, residual = x if bias is None else x + bias, None if residual is None else residual[..., None]
         return dropout_kernel(x[..., None], draw, residual=residual)[..., 0]
     return dropout_kernel(x, draw, bias=bias, residual=residual)
+
+
+def _is_probability(p: Any) -> bool:
+    return isinstance(p, Real | torch.Tensor) and 0.0 <= float(p) < 1.0
 
 
 @contextmanager

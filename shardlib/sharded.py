@@ -171,15 +171,19 @@ def shard(
 ) -> Sharded:
     """Split a parameter pytree over a mesh; returns this rank's shards, with their specs.
 
+    Integers and booleans are held and not trained; so are complex leaves and floats of 8 bits under `freeze`, without which
+    they are refused.
+
     Args:
         params: any pytree of tensors, the same values on every rank; or a function without arguments that makes
-            one, which is then run piece by piece, so that no rank ever holds the whole model.
+            one, which is then run piece by piece, so that no rank ever holds the whole model. Tensors may be on any
+            devices: leaf by leaf, what this rank holds of each is copied to the mesh's, and no more.
         mesh: a `Mesh`, or a torch DeviceMesh with named dimensions.
         transform: how to shard; by default plain data parallelism over axis "data".
         stage: short for ``zero(stage)``, added to ``transform``.
 
     Raises:
-        TreeError: a leaf that is not a tensor, or is on another device than the mesh's.
+        TreeError: a leaf that is not a tensor, is of a dtype that is not trained, or is on the meta device.
         IllegalComposition: transforms that do not compose, or do not fit the mesh.
         RankMismatch: the ranks' trees, plans or values differ; names the leaves and the ranks.
     """
@@ -234,10 +238,10 @@ def _placed(plan: Plan, mesh: Mesh, tree: Tree, source: Deferred | None = None) 
             else:
                 _fill(part, shard_of(value, compute[path], mesh.shape, mesh.coords), mesh, bucket)
 
+    _check_values(paths, leaves, mesh)
     if source:
         source.replay(dict(enumerate(paths)), place)
     else:
-        _check_devices(paths, leaves, mesh)
         for path, leaf in zip(paths, leaves, strict=True):
             place(path, leaf.detach())
     primitives.require_equal(
@@ -314,16 +318,18 @@ def _draw(part: torch.Tensor, draw: Draw, spec: P, mesh: Mesh, bucket: Bucket) -
     draw.fill(part[:held], Places(*window, first))
 
 
-def _check_devices(paths: list[str], leaves: list[torch.Tensor], mesh: Mesh) -> None:
-    wrong = [
-        f"{path}: shape {tuple(leaf.shape)} on {leaf.device}"
+def _check_values(paths: list[str], leaves: list[torch.Tensor], mesh: Mesh) -> None:
+    """Refuse leaves without values, unless the mesh's device has none either."""
+    hollow = [
+        f"{path}: shape {tuple(leaf.shape)}"
         for path, leaf in zip(paths, leaves, strict=True)
-        if leaf.device != mesh.device
+        if leaf.device.type == "meta" != mesh.device.type
     ]
-    if wrong:
+    if hollow:
         raise TreeError(
-            f"{len(wrong)} parameters are not on the mesh's device {mesh.device}:\n{listing(wrong)}\nMove them there "
-            "with .to(mesh.device); for a model on the meta device pass sl.shard the function that makes it."
+            f"{len(hollow)} parameters are on the meta device and have no values for {mesh.device}:\n{listing(hollow)}\n"
+            "Pass sl.shard the function that makes the model; for a module on the meta device that is what "
+            "sl.from_module(module) returns as params."
         )
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 
+from shardlib.collectives import primitives
 from shardlib.errors import DonatedStateError, IllegalComposition, TreeError
-from shardlib.execute.step import LossStep, require_finite
+from shardlib.execute.step import LossStep, require_usable
 from shardlib.groups import EchoGroup
 from shardlib.loss_scale import LossScale
 from shardlib.mesh import Mesh
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.replaced import following_masters, following_state
-from shardlib.optim.shards import MeshShards, optimizer_shards, store
+from shardlib.optim.shards import MeshShards
+from shardlib.optim.storing import optimizer_shards, store
+from shardlib.optim.wrapping import require_transformations
 from shardlib.plan import Plan
 from shardlib.planning import own_axis
 from shardlib.rng import Key
@@ -133,11 +137,13 @@ def value_and_grad(loss_fn: Callable[..., Any]) -> Callable[..., tuple[Any, Tree
     """``grad_fn(params, batch, *, buffers=None, rng=None) -> (loss, grads)``.
 
     ``params`` is `Sharded`, or a plain pytree (one device). ``loss`` is the mean over the global batch, or ``(loss,
-    aux)``, with ``buffers`` given ``(loss, buffers)`` or ``((loss, aux), buffers)``, as the loss function returns.
+    aux)``, with ``buffers`` given ``(loss, buffers)`` or ``((loss, aux), buffers)``, as the loss function returns. Where
+    nothing in the batch weighs (see `Mean`), loss and gradients are 0.
     ``grads`` are `Sharded` in the optimizer's layout, ready for ``tx.update``, or a plain pytree.
 
     Raises:
-        LossError: the loss is not a scalar, or depends on no parameter.
+        LossError: the loss is not a scalar, or depends on no parameter, or ranks' or micro-batches' losses do not go
+            together.
         BatchError: the batch does not fit.
     """
     bound: list[tuple[Any, LossStep]] = []
@@ -157,7 +163,8 @@ def value_and_grad(loss_fn: Callable[..., Any]) -> Callable[..., tuple[Any, Tree
         scale = evaluation.scale
         flat = evaluation.grads
         if scale is not None:
-            flat = {name: grad.mul_(scale.to(grad.dtype)) for name, grad in flat.items()}
+            by = scale.item()  # a number, which 16-bit gradients are multiplied by unrounded
+            flat = {name: grad.mul_(by) if evaluation.weight else grad.zero_() for name, grad in flat.items()}
         grads = Sharded(lifted.plan, lifted.mesh, "grad", flat)
         value: Any = evaluation.loss if evaluation.aux is None else (evaluation.loss, evaluation.aux)
         if buffers is not None:
@@ -181,22 +188,26 @@ def make_train_step(
 
     ``metrics`` holds ``loss`` (mean over the global batch), ``grad_norm`` (global, before clipping; of gradients that a
     compressing optimizer takes unreduced, the root mean square of the ranks' norms), ``finite``, and
-    ``aux`` when the loss function hands one out (a `Mean` in it is averaged over all ranks and micro-batches; other leaves
-    are this rank's, of the last micro-batch; under a pipeline, of the rank with the last stage).
+    ``aux`` when the loss function hands one out (a `Mean` in it is averaged over all ranks and micro-batches, NaN where
+    none of them weighs; other leaves are this rank's, of the last micro-batch; under a pipeline, of the rank with the last
+    stage; tensors are detached, and parameters whole and as they were in the loss).
 
     Args:
         loss_fn: ``loss_fn(params, batch)``, plain PyTorch; see the README for its forms.
         params: from `shard`, or a plain pytree (one device).
-        buffers: a pytree the loss function takes second and returns beside the loss.
+        buffers: a pytree the loss function takes second and returns beside the loss; brought to the mesh's device. (Batches
+            are not: a step refuses one that is elsewhere, as a copy in every step should be seen.)
         rng: a key, or a seed for one, when ``loss_fn`` has a parameter ``rng``. What draws from torch's own generators in
             it (``F.dropout``) draws by this key too, alike on all ranks that share a batch.
         donate: let a step reuse the memory of the state it is given; that state may not be used again.
-        nonfinite: a loss or gradient that is not finite: "raise" (the default), or "skip" the update (the
-            default under dynamic loss scaling).
+        nonfinite: a loss or gradient that is not finite, or a batch in which nothing weighs (see `Mean`): "raise" (the
+            default), or "skip" the update (the default under dynamic loss scaling). The loss of such a batch is 0.
 
     Raises:
+        TypeError: an optimizer that is no gradient transformation (see `optim.from_torch` for torch's).
         IllegalComposition: an optimizer that declares no locality, on shards.
     """
+    require_transformations("make_train_step", optimizer)
     lifted = lift(params)
     plan, mesh = own_axis(lifted.plan, optimizer), lifted.mesh
     lifted = lifted.under(plan)
@@ -230,10 +241,13 @@ def make_train_step(
         metrics = {"loss": evaluation.loss, "grad_norm": evaluation.norm, "finite": evaluation.finite}
         if evaluation.aux is not None:
             metrics["aux"] = evaluation.aux
-        if not evaluation.finite and policy == "raise":
-            require_finite(evaluation, plan, mesh, state.step)
+        if policy == "raise":
+            require_usable(evaluation, plan, mesh, state.step)
+        taken = evaluation.finite and evaluation.weight != 0
         comm, old_buffers = state.comm, state.buffers
-        after = state.scale.after(evaluation.finite) if state.scale else None
+        after = state.scale
+        if after is not None and math.isfinite(evaluation.weight) and evaluation.weight != 0:  # else it is no overflow
+            after = after.after(evaluation.finite)
         new = Sharded(plan, mesh, "param", dict(params.buffers))
         step, state_rng = state.step + 1, state.rng
         if donate:
@@ -241,15 +255,15 @@ def make_train_step(
                 "the step after it",
                 "the state that train_step returned, or make the step with donate=False to keep old states",
             )
-        elif evaluation.finite:
+        elif taken:
             new = Sharded(plan, mesh, "param", {name: buffer.clone() for name, buffer in new.buffers.items()})
             opt = tree_map(_cloned, opt)
-        if evaluation.finite:
+        if taken:
             opt = _update(optimizer, new, opt, evaluation)
             comm = evaluation.errors.after
         if after is not None and after.value != scale:
             comm = rescaled(plan, comm, after.value / scale)
-        kept = evaluation.buffers if evaluation.finite else old_buffers
+        kept = evaluation.buffers if taken else old_buffers
         return TrainState(step, new, opt, comm, kept, after, state_rng).fitting(), metrics
 
     state = TrainState(
@@ -257,11 +271,38 @@ def make_train_step(
         params=lifted,
         opt=_init(optimizer, lifted),
         comm={name: kept for channel in plan.channels for name, kept in channel.start(mesh.device).items()},
-        buffers=buffers,
+        buffers=tree_map(lambda leaf: leaf.to(mesh.device) if isinstance(leaf, torch.Tensor) else leaf, buffers),
         scale=plan.loss_scale,
         rng=key,
     )
     return state.fitting(), train_step
+
+
+def unused_params(
+    loss_fn: Callable[..., Any], params: Any, batch: Any, *, buffers: Any = None, rng: Key | int = 0
+) -> tuple[str, ...]:
+    """Paths of the trained parameters that the loss does not use: in torch their ``.grad`` stays None.
+
+    An optimizer of torch's leaves such parameters alone. Here, as in optax, their gradient is zero, and weight decay shrinks
+    them. For torch's way freeze them; that saves their optimizer state too::
+
+        unused = sl.unused_params(loss_fn, sl.shard(params, mesh, parallel), batch)
+        params = sl.shard(params, mesh, sl.chain(parallel, sl.freeze(unused)))
+
+    Computes the loss and its gradients once. A parameter counts as used if any rank uses it in any micro-batch; one that some
+    batches alone use is trained, with gradients of zero from the others.
+
+    Args:
+        params: as for `make_train_step`; sharded or whole. All other arguments are as there too.
+    """
+    lifted = lift(params)
+    plan, mesh = lifted.plan, lifted.mesh
+    kept = {name: error for channel in plan.channels for name, error in channel.start(mesh.device).items()}
+    reached: set[str] = set()
+    key = rng if isinstance(rng, Key) else Key(rng)
+    LossStep(loss_fn, plan, mesh, buffers is not None)(lifted, batch, buffers, key, comm=kept, reached=reached)
+    everyone = {path for paths in primitives.all_gather_object(mesh, list(mesh.shape), reached) for path in paths}
+    return tuple(path for path in plan.infos if path not in everyone)
 
 
 def replace_params(state: TrainState, params: Any, *, donate: bool = True) -> TrainState:
@@ -312,11 +353,20 @@ def _cloned(leaf: Any) -> Any:
 
 
 def lift(params: Any) -> Sharded:
-    """`Sharded` as it is; a plain pytree becomes one on a mesh of one."""
+    """`Sharded` as it is; a plain pytree becomes one on a mesh of one, on the device that its leaves are on.
+
+    Raises:
+        TreeError: they are on several.
+    """
     if isinstance(params, Sharded):
         return params
-    devices = {leaf.device for leaf in leaves_of(params) if isinstance(leaf, torch.Tensor)}
-    device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+    devices = {leaf.device: None for leaf in leaves_of(params) if isinstance(leaf, torch.Tensor)}
+    if len(devices) > 1:
+        raise TreeError(
+            f"a plain pytree is trained on the device it is on, and this one is on {', '.join(map(str, devices))}: move all "
+            "of it to one, or pass sl.shard(params, sl.make_mesh()), which brings every leaf to the mesh's device"
+        )
+    device = next(iter(devices), torch.device("cpu"))
     return shard(params, Mesh({"data": 1}, 0, {"data": EchoGroup(1)}, device))
 
 

@@ -58,6 +58,46 @@ def check_tensors(paths: Sequence[str], leaves: Sequence[Any], what: str = "para
         raise TreeError(f"{len(failures)} {what} leaves cannot be sharded:\n{listing(failures)}")
 
 
+def untrained(dtype: torch.dtype) -> str | None:
+    """What to hold instead of a leaf that autograd takes and optimizers do not, complex or of 8 bits; None for others."""
+    if dtype.is_complex:
+        return (
+            "hold torch.view_as_real(leaf) in the tree, and let the loss take torch.complex(leaf[..., 0], leaf[..., 1])"
+        )
+    if dtype.is_floating_point and dtype.itemsize == 1:
+        return "hold leaf.bfloat16() in the tree, or add sl.precision('bf16'), which casts it"
+    return None
+
+
+def check_trained(tree: Tree) -> None:
+    """Raise one `TreeError` that lists every leaf of ``tree`` that optimizers do not take; see `untrained`."""
+    paths, leaves, _ = flatten(tree)
+    found = [(path, leaf.dtype) for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
+    if failures := [f"{path}: {dtype}; {instead}" for path, dtype in found if (instead := untrained(dtype))]:
+        raise TreeError(f"{len(failures)} leaves of dtypes that are not trained:\n{listing(failures)}")
+
+
+def check_alike(what: str, tree: Tree, like: Tree, names: tuple[str, str]) -> None:
+    """Raise one `TreeError` listing the leaves of ``tree`` that ``like`` lacks, has beside, or has in another shape.
+
+    ``names`` of the two, for the message of ``what``.
+    """
+    paths, leaves, treedef = flatten(tree)
+    theirs, others, other_treedef = flatten(like)
+    mine, wanted = dict(zip(paths, leaves, strict=True)), dict(zip(theirs, others, strict=True))
+    one, other = names
+    failures = [f"{path}: in the {other} alone" for path in wanted.keys() - mine.keys()]
+    failures += [f"{path}: in the {one} alone" for path in mine.keys() - wanted.keys()]
+    for path, leaf in mine.items():
+        if path in wanted and getattr(leaf, "shape", None) != wanted[path].shape:
+            shape = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+            failures.append(f"{path}: {one} of shape {shape}, {other} of shape {tuple(wanted[path].shape)}")
+    if not failures and treedef != other_treedef:
+        failures.append(f"the structures: {treedef} and {other_treedef}")
+    if failures:
+        raise TreeError(f"{what}: {one} and {other} are to be alike, and differ in\n{listing(sorted(failures))}")
+
+
 def ties(leaves: Sequence[torch.Tensor]) -> list[int]:
     """For each leaf the index of the first leaf that is the same tensor.
 
@@ -69,7 +109,7 @@ def ties(leaves: Sequence[torch.Tensor]) -> list[int]:
     for index, leaf in enumerate(leaves):
         key: Any = id(leaf)
         if leaf.device.type != "meta" and leaf.numel() > 0 and not isinstance(leaf, FakeTensor):
-            key = (leaf.data_ptr(), leaf.dtype, tuple(leaf.shape), leaf.stride())
+            key = (leaf.device, leaf.data_ptr(), leaf.dtype, tuple(leaf.shape), leaf.stride())
         owners.append(first.setdefault(key, index))
     return owners
 

@@ -1,6 +1,7 @@
 """Bad input is refused on every rank, with the leaf or argument, the sizes and a remedy; and changes nothing."""
 
 import os
+import re
 import time
 
 import pytest
@@ -85,9 +86,99 @@ def test_a_device_mesh_without_names(pool):
 
 def test_an_unknown_axis():
     with pytest.raises(
-        sl.IllegalComposition, match=r"axis 'model', which .*data=2.* does not have; .*axis=.*model=\.\.\."
+        sl.IllegalComposition,
+        match=r"axis 'model', which .*data=2.* does not have; use 'data' in its place: zero\(stage=1, axis='data'\)",
     ):
         sl.make_plan(PARAMS, sl.abstract_mesh(data=2), sl.zero(1, axis="model"))
+
+
+BLOCKS = [{"w": torch.zeros(8, 8)}, {"w": torch.zeros(8, 8)}]
+PIPE, SLICES = sl.pipeline("1f1b", microbatches=2), sl.tensor_slicing({"*w": "column"})
+
+
+@pytest.mark.parametrize(
+    ("mesh", "transforms", "told", "mended"),
+    [
+        # A mesh without an axis for the batch: one of size 1, or none.
+        (
+            {"pipe": 2, "model": 2},
+            [PIPE, SLICES, sl.zero(2)],
+            "add data=1 to the mesh, or leave zero out",
+            [PIPE, SLICES],
+        ),
+        ({"pipe": 2, "model": 2}, [PIPE, SLICES, sl.onebit()], "add data=1 .* or leave onebit out", [PIPE, SLICES]),
+        ({"pipe": 2, "model": 2}, [PIPE, SLICES, sl.powersgd()], "leave powersgd out", [PIPE, SLICES]),
+        ({"pipe": 2, "model": 2}, [PIPE, SLICES, sl.quantize(gradients="int8")], "leave quantize out", [PIPE, SLICES]),
+        (
+            {"pipe": 2, "model": 2},
+            [PIPE, SLICES, sl.sequence("seq")],
+            "add seq=1 .* leave sequence out",
+            [PIPE, SLICES],
+        ),
+        ({"data": 2}, [sl.zero(1), SLICES], "add model=1 to the mesh, or leave tensor_slicing out", [sl.zero(1)]),
+        ({"data": 2}, [sl.zero(1), PIPE], "add pipe=1 to the mesh, or leave pipeline out", [sl.zero(1)]),
+        # An axis by another name.
+        ({"dp": 2}, [sl.zero(3)], r"use 'dp' in its place: zero\(stage=3, axis='dp'\)", [sl.zero(3, axis="dp")]),
+        (
+            {"dp": 2},
+            [sl.zero(1, axis="dp"), sl.onebit()],
+            r"use 'dp' in its place: onebit\(axis='dp'",
+            [sl.zero(1, axis="dp"), sl.onebit(axis="dp")],
+        ),
+        (
+            {"tp": 2, "rack": 2},
+            [SLICES, sl.zero(1, axis="rack")],
+            r"use 'tp' in its place: tensor_slicing\(axis='tp'\)",
+            [sl.tensor_slicing({"*w": "column"}, axis="tp"), sl.zero(1, axis="rack")],
+        ),
+        (
+            {"rack": 2, "node": 2},
+            [sl.zero(1, axis="node", replicate="data")],
+            r"use 'rack' in its place: zero\(stage=1, axis='node', replicate='rack'\)",
+            [sl.zero(1, axis="node", replicate="rack")],
+        ),
+        (
+            {"pipe": 2, "model": 2},
+            [PIPE, SLICES, sl.sequence("seq", kind="megatron")],
+            r"use 'model' in its place: sequence\(axis='model', kind='megatron'\)",
+            [PIPE, SLICES, sl.sequence("model", kind="megatron")],
+        ),
+    ],
+)
+def test_what_helps_against_an_unknown_axis(mesh, transforms, told, mended):
+    with pytest.raises(sl.IllegalComposition, match=told) as raised:
+        sl.make_plan(BLOCKS, sl.abstract_mesh(**mesh), sl.chain(*transforms))
+    sl.make_plan(BLOCKS, sl.abstract_mesh(**mesh), sl.chain(*mended))
+    if added := re.search(r"add (\w+)=1", str(raised.value)):
+        more = [] if "zero" in sl.chain(*transforms).name else [sl.zero(0)]  # without which nothing sums gradients
+        sl.make_plan(BLOCKS, sl.abstract_mesh(**{added[1]: 1, "data": 1} | mesh), sl.chain(*transforms, *more))
+
+
+def test_all_unknown_axes_are_named_and_each_gets_one_of_its_own():
+    with pytest.raises(sl.IllegalComposition) as raised:
+        sl.make_plan(BLOCKS, sl.abstract_mesh(dp=2), sl.chain(sl.zero(3), SLICES))
+    first, second = str(raised.value).splitlines()
+    assert first.endswith("use 'dp' in its place: zero(stage=3, axis='dp')")
+    assert second.endswith("add model=1 to the mesh, or leave tensor_slicing out")
+    sl.make_plan(BLOCKS, sl.abstract_mesh(dp=2, model=1), sl.chain(sl.zero(3, axis="dp"), SLICES))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **axis: sl.optim.onebit_adam(1e-3, freeze_step=2, **axis),
+        lambda **axis: sl.optim.onebit_lamb(1e-3, freeze_step=2, **axis),
+        lambda **axis: sl.optim.zero_one_adam(1e-3, var_freeze_step=2, **axis),
+    ],
+)
+def test_what_helps_an_optimizer_to_an_axis(make):
+    with pytest.raises(sl.IllegalComposition, match=r"which the mesh .dp. does not have; name 'dp' with axis="):
+        sl.make_plan(BLOCKS, sl.abstract_mesh(dp=2), sl.zero(0, axis="dp"), optimizer=make())
+    sl.make_plan(BLOCKS, sl.abstract_mesh(dp=2), sl.zero(0, axis="dp"), optimizer=make(axis="dp"))
+    both = sl.chain(PIPE, SLICES)
+    with pytest.raises(sl.IllegalComposition, match="does not have; add data=1 to the mesh"):
+        sl.make_plan(BLOCKS, sl.abstract_mesh(pipe=2, model=2), both, optimizer=make())
+    sl.make_plan(BLOCKS, sl.abstract_mesh(data=1, pipe=2, model=2), both, optimizer=make())
 
 
 def test_an_axis_that_nothing_uses():
@@ -170,7 +261,10 @@ def test_leaves_on_another_device():
     params = {"w": torch.ones(2), "far": torch.ones(3, 2, device="meta"), "too": torch.ones(1, device="meta")}
     messages = raised_by(lambda mesh: sl.shard(params, mesh, stage=3), {"data": 2}, TreeError)
     assert_told(
-        messages, "2 parameters are not on the mesh's device cpu", "far: shape (3, 2) on meta", "the function that"
+        messages,
+        "2 parameters are on the meta device and have no values for cpu",
+        "far: shape (3, 2)",
+        "the function that",
     )
 
 

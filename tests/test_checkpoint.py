@@ -132,6 +132,41 @@ def test_only_complete_checkpoints_count_and_old_ones_go(tmp_path):
     assert complete == ["step-00000002", "step-00000003"]
 
 
+def test_the_newest_is_taken_of_the_folder_that_save_was_given(tmp_path):
+    def run(mesh):
+        state, step = _start(mesh, 3)
+        for index in range(3):
+            state, _ = step(state, _batch(mesh, index))
+            checkpoint.save(tmp_path, state)
+        states = [
+            checkpoint.restore(folder, _start(mesh, 3)[0]) for folder in (tmp_path, str(tmp_path / "step-00000002"))
+        ]
+        newest, named = (sl.unshard(found.params) for found in states)
+        assert [found.step for found in states] == [3, 2]
+        same = torch.equal(newest["head"]["w"], sl.unshard(state.params)["head"]["w"])
+        return same, torch.equal(newest["head"]["w"], named["head"]["w"])
+
+    assert sl.simulate(run, mesh={"data": 2}) == [(True, False)] * 2
+
+
+@pytest.mark.parametrize("name", ["", "nothing", "step-00000009.partial"])
+def test_a_folder_without_a_checkpoint_is_told(tmp_path, name):
+    (tmp_path / "step-00000009.partial").mkdir()
+    (tmp_path / "step-00000009.partial" / "state.json").write_text("{}")
+    state, _ = sl.make_train_step(lambda p, b: p["w"].sum(), {"w": torch.ones(2)}, sl.optim.sgd(0.1))
+    with pytest.raises(FileNotFoundError, match="holds none: give restore the folder that save was given, or one of"):
+        checkpoint.restore(tmp_path / name, state)
+    assert state.params["w"].tolist() == [1, 1]
+
+
+def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
+    """Beyond eight digits too; and what has another name is no checkpoint."""
+    for name in ("step-99999999", "step-100000000", "step-00000007", "step-new", "step-3.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "state.json").write_text("{}")
+    assert checkpoint.latest(tmp_path).name == "step-100000000"
+
+
 def test_parameters_in_a_bare_list(tmp_path):
     """Their buckets are named by a number, as are the places of a chain's states."""
 

@@ -12,7 +12,7 @@ import pytest
 
 import shardlib as sl
 from shardlib import checkpoint, cli
-from shardlib.commands import model
+from shardlib.commands import doctor, model
 from shardlib.loss_scale import LossScale
 
 SIZES = ["--layers", "2", "--width", "32", "--heads", "2", "--sequence", "32", "--batch", "4"]
@@ -131,6 +131,30 @@ def test_a_range_test_waits_for_the_loss_scale(text, tmp_path, monkeypatch, caps
     assert int(rows[0]["step"]) > 2 and float(rows[0]["lr"]) == pytest.approx(1e-5)
 
 
+@pytest.mark.parametrize("command", ["train", "lr-range-test", "plan"])
+def test_without_matplotlib_a_command_says_so_in_a_line(command, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    options = ["--data", text, "--out", tmp_path, "--steps", 12, "--max-lr", 1]
+    if command == "plan":
+        options = ["--mesh", "pipe=2", "--microbatches", 2, "--timeline", tmp_path / "timeline.png"]
+    elif command == "train":
+        options = options[:-2]
+    assert cli.main([command, *map(str, [*options, *SIZES])]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "matplotlib" in line]
+    assert re.match(
+        r"no (loss plot|plot|timeline): a plot needs matplotlib: pip install 'shardlib\[notebooks\]', or ", line
+    )
+
+
+@pytest.mark.parametrize("name, module", [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
+def test_a_missing_writer_of_metrics_is_told_before_the_work(name, module, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr("shardlib.commands.job.Job", None)  # never made
+    with pytest.raises(SystemExit, match=rf"shardlib train: a writer for {name} needs {name}: pip install"):
+        cli.main(["train", "--data", str(text), "--out", str(tmp_path), "--metrics", "csv", name, *SIZES])
+    assert not capsys.readouterr().out
+
+
 def test_a_range_test_needs_a_range():
     with pytest.raises(SystemExit, match="0 < --min-lr < --max-lr"):
         cli.main(["lr-range-test", "--min-lr", "1", "--max-lr", "0.1"])
@@ -141,6 +165,25 @@ def test_doctor_names_versions_devices_and_kernels(capsys):
     out = capsys.readouterr().out
     for part in ("torch", "gloo", "g++", "adamw on cpu", "C++", "onebit on cpu", "quantize on cpu"):
         assert part in out
+
+
+@pytest.mark.parametrize(
+    "said, version",
+    [
+        (
+            "nvcc: NVIDIA (R) Cuda compiler driver\nCopyright (c) 2005-2023 NVIDIA Corporation\n"
+            "Built on Tue_Jun_13_19:16:58_PDT_2023\nCuda compilation tools, release 12.2, V12.2.91\n"
+            "Build cuda_12.2.r12.2/compiler.32965470_0\n",
+            "Cuda compilation tools, release 12.2, V12.2.91",
+        ),
+        ("g++ (Debian 12.2.0-14) 12.2.0\nCopyright (C) 2022 Free Software\n", "g++ (Debian 12.2.0-14) 12.2.0"),
+        ("Debian clang version 14.0.6\nTarget: x86_64-pc-linux-gnu\n", "Debian clang version 14.0.6"),
+        ("1.11.1.git.kitware\n", "1.11.1.git.kitware"),
+        ("no version\n", None),
+    ],
+)
+def test_doctor_finds_a_compilers_version(said, version):
+    assert doctor.version_line(said) == version
 
 
 def test_doctor_says_what_a_missing_compiler_costs_and_how_to_name_one(capsys, monkeypatch):

@@ -1,12 +1,10 @@
 """Initialisation unit by unit: the same values as at once, without ever holding the model."""
 
-import weakref
-
 import pytest
 import torch
+from helpers.live import Live
 from helpers.trees import assert_same
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardlib as sl
 from shardlib.errors import TreeError
@@ -51,32 +49,6 @@ def test_the_same_random_numbers_from_torchs_own_generator():
     (whole,) = sl.simulate(lambda mesh: sl.unshard(sl.shard(init, mesh, stage=3)), mesh={"data": 1})
     torch.manual_seed(13)
     assert_same(whole, init())
-
-
-class Live(TorchDispatchMode):
-    """Most bytes alive at once in storages made under this mode."""
-
-    def __init__(self):
-        super().__init__()
-        self.peak = self._now = 0
-        self._known = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(out):
-            # What only pretends to be there (the recording) costs nothing.
-            if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.device.type == "cpu":
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self._known:
-                    self._known.add(storage._cdata)
-                    self._now += storage.nbytes()
-                    weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
-        self.peak = max(self.peak, self._now)
-        return out
-
-    def _gone(self, key, nbytes):
-        self._known.discard(key)
-        self._now -= nbytes
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -136,6 +136,30 @@ def test_without_a_compiler_plain_torch_serves_and_says_so_once(cache, found, sa
     assert "logged" not in start(FALLBACK, CXX=found, RANK="1").communicate(timeout=60)[1]
 
 
+EVERY_KERNEL = """
+import logging
+logging.basicConfig(format="logged: %(message)s")
+import torch
+from shardlib.kernels import dispatch
+for operation in dispatch.operations():
+    print(dispatch.choose(operation, torch.device("cpu")).name)
+"""
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="there is no /proc")
+@pytest.mark.parametrize("broken", ["cache", "compiler"])
+def test_what_all_kernels_lack_is_said_once(tmp_path, broken):
+    """Messages differ from kernel to kernel by the names of files."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && echo 1.0 && exit\necho "no $@"; exit 1\n')
+    compiler.chmod(0o755)
+    # In /proc nobody makes a file, root neither.
+    changed = {"SHARDLIB_CACHE": "/proc"} if broken == "cache" else {"CXX": str(compiler)}
+    out, errors = start(EVERY_KERNEL, **{"SHARDLIB_CACHE": str(tmp_path / "cache")} | changed).communicate(timeout=60)
+    assert set(out.split()) == {"reference"} and len(out.split()) > 10
+    assert errors.count("logged: ") == 1 and "`shardlib doctor` says which" in errors, errors
+
+
 WITHOUT_AMX = """
 import sys
 sys.path.insert(0, "tests")

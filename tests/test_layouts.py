@@ -1,10 +1,15 @@
 """Layouts of sparse attention: against plain loops over dense matrices, and published densities."""
 
+import copy
+import dataclasses
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+import shardlib as sl
 from shardlib import sparse
 from shardlib.sparse import Layout
 
@@ -98,7 +103,7 @@ def test_variable(size, windows, spans, causal, horizontal):
     assert torch.equal(layout.to_dense()[0], wanted)
 
 
-@given(size=sizes, window=st.integers(1, 7), count=st.integers(0, 3), causal=flags)
+@given(size=sizes, window=st.sampled_from([1, 3, 5, 7]), count=st.integers(0, 3), causal=flags)
 def test_windows_and_global_blocks(size, window, count, causal):
     def near(r, c):
         return abs(r - c) <= window // 2
@@ -106,7 +111,8 @@ def test_windows_and_global_blocks(size, window, count, causal):
     length = 16 * size - 3  # the last block is not full
     found = sparse.sliding_window(length, window=window, causal=causal)
     assert torch.equal(found.to_dense()[0], plain(size, causal, near))
-    found = sparse.bigbird(length, random=0, window=window, global_blocks=count, causal=causal)
+    first_blocks = min(count, size)
+    found = sparse.bigbird(length, random=0, window=window, global_blocks=first_blocks, causal=causal)
     first = plain(size, causal, lambda r, c: near(r, c) or r < count or c < count)
     assert torch.equal(found.to_dense()[0], first)
     found = sparse.longformer(length, window=window, global_blocks=[count], causal=causal)
@@ -207,6 +213,91 @@ def test_what_does_not_fit_is_refused():
         sparse.dense(0)
 
 
+FIXED, VARIABLE, BIGBIRD = sparse.fixed, sparse.variable, sparse.bigbird
+LONGFORMER, WINDOW = sparse.longformer, sparse.sliding_window
+
+
+@pytest.mark.parametrize(
+    ("pattern", "wrong", "error", "told"),
+    [
+        (WINDOW, {"window": -3}, ValueError, "window=-3 must be at least 1"),
+        (WINDOW, {"window": 0}, ValueError, "window=0 must be at least 1"),
+        (WINDOW, {"window": 2}, ValueError, "window=2 blocks do not lie evenly .*: use 1 or 3"),
+        (WINDOW, {"window": 3.0}, TypeError, "window=3.0 is a float: use an integer"),
+        (WINDOW, {"causal": "yes"}, TypeError, "causal='yes': True or False"),
+        (BIGBIRD, {"window": 4}, ValueError, "use 3 or 5"),
+        (BIGBIRD, {"window": -1}, ValueError, "window=-1 must be at least 1"),
+        (BIGBIRD, {"random": -1}, ValueError, "random=-1 must be at least 0"),
+        (BIGBIRD, {"random": 9}, ValueError, "of a row that has 8: use fewer"),
+        (BIGBIRD, {"global_blocks": -2}, ValueError, "global_blocks=-2 must be at least 0"),
+        (BIGBIRD, {"global_blocks": 9}, ValueError, r"global_blocks=9 of 8 blocks a side \(length=128\): use fewer"),
+        (BIGBIRD, {"global_blocks": (0,)}, TypeError, r"global_blocks=\(0,\) is a tuple"),
+        (BIGBIRD, {"heads": 0}, ValueError, "heads=0 must be at least 1"),
+        (BIGBIRD, {"seed": 0.5}, TypeError, "a seed is an integer"),
+        (LONGFORMER, {"window": 6}, ValueError, "use 5 or 7"),
+        (LONGFORMER, {"global_blocks": [-1]}, ValueError, r"global_blocks\[0\]=-1 must be at least 0"),
+        (LONGFORMER, {"global_blocks": 1}, TypeError, r"global_blocks=1: a list of blocks, such as \(1,\)"),
+        (LONGFORMER, {"global_blocks": [0], "global_ends": [1, 2]}, ValueError, "an end after each start"),
+        (LONGFORMER, {"global_blocks": [0], "global_ends": [1.5]}, TypeError, r"global_ends\[0\]=1.5 is a float"),
+        (VARIABLE, {"windows": 4}, ValueError, r"windows=4: a list of sizes, one at least, such as \(4,\)"),
+        (VARIABLE, {"windows": []}, ValueError, "one at least"),
+        (VARIABLE, {"windows": [2, -1]}, ValueError, r"windows\[1\]=-1 must be at least 1"),
+        (VARIABLE, {"random": -1}, ValueError, "random=-1 must be at least 0"),
+        (VARIABLE, {"heads": -1}, ValueError, "heads=-1 must be at least 1"),
+        (FIXED, {"heads": 0}, ValueError, "heads=0 must be at least 1"),
+        (FIXED, {"local": -4}, ValueError, "local=-4 must be at least 1"),
+        (FIXED, {"global_blocks": 0}, ValueError, "global_blocks=0 must be at least 1"),
+        (FIXED, {"patterns": 0}, ValueError, "patterns=0 must be at least 1"),
+        (FIXED, {"local": 2.0}, TypeError, "local=2.0 is a float"),
+    ],
+)
+def test_wrong_sizes_are_refused(pattern, wrong, error, told):
+    with pytest.raises(error, match=told):
+        pattern(128, **wrong)
+
+
+@pytest.mark.parametrize("pattern", [sparse.dense, FIXED, VARIABLE, BIGBIRD, LONGFORMER, WINDOW])
+def test_lengths_and_blocks_of_every_pattern(pattern):
+    for wrong, error, told in (
+        ({"length": 0}, ValueError, "length=0 must be at least 1"),
+        ({"length": -64}, ValueError, "length=-64 must be at least 1"),
+        ({"length": 64.0}, TypeError, "length=64.0 is a float"),
+        ({"block": -16}, ValueError, "block=-16 must be at least 1"),
+        ({"block": 48}, ValueError, "power of two, 16 or more"),
+        ({"block": 16.0}, TypeError, "block=16.0 is a float"),
+    ):
+        with pytest.raises(error, match=told):
+            pattern(**{"length": 128} | wrong)
+    made = pattern(np.int64(100), causal=True)  # numbers of numpy are numbers
+    assert made.causal and "causal" in repr(made) and not made.to_dense().triu(1).any()
+    open_layout = pattern(100, causal=False)
+    assert not open_layout.causal and "causal" not in repr(open_layout)
+
+
+def test_a_causal_layout_stays_one():
+    causal = sparse.dense(96, block=32, causal=True)
+    for layout in (causal.leading(33), causal.leading(96), causal.to("cpu"), copy.deepcopy(causal)):
+        assert layout.causal
+    assert dataclasses.replace(causal, row_offsets=causal.row_offsets.clone()).causal
+    lower = torch.ones(2, 3, 3).tril()
+    assert Layout.from_dense(lower, 32, causal=True).causal and not Layout.from_dense(lower, 32).causal
+    with pytest.raises(ValueError, match=r"blocks above the diagonal.*matrix.tril\(\)"):
+        Layout.from_dense(torch.ones(2, 3, 3), 32, causal=True)
+    gaps = torch.tensor([[0, 0, 0], [0, 0, 0], [1, 0, 1]])
+    assert torch.equal(Layout.from_dense(gaps, 32, causal=True).to_dense()[0], gaps.bool())
+    with pytest.raises(ValueError, match="above the diagonal"):
+        Layout.from_dense(torch.tensor([[0, 0, 0], [0, 0, 1], [0, 0, 0]]), 32, causal=True)
+    for length in (0, -5):
+        with pytest.raises(ValueError, match=f"length={length} must be at least 1"):
+            causal.leading(length)
+
+
+def test_wrong_pictures_are_refused():
+    for wrong in ({"head": 1}, {"head": -1}, {"width": 0}):
+        with pytest.raises(ValueError, match="heads are 0 to 0, and a width is at least 1"):
+            sparse.draw(sparse.dense(64), **wrong)
+
+
 def test_drawn_as_text():
     assert sparse.draw(sparse.sliding_window(80)).splitlines() == [
         "██",
@@ -227,12 +318,17 @@ def test_drawn_as_a_picture(tmp_path):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_block_masks_of_flex_attention(causal):
-    from torch.nn.attention.flex_attention import create_block_mask
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     layout = sparse.bigbird(300, block=32, heads=2, causal=causal)
-    mask = sparse.to_block_mask(layout, 300, causal=causal)
+    mask = sparse.to_block_mask(layout, 300)
     back = sparse.from_block_mask(mask, causal=causal)
-    assert torch.equal(back.to_dense(), layout.to_dense()) and back.block == 32
+    assert torch.equal(back.to_dense(), layout.to_dense()) and back.block == 32 and back.causal == causal
+    q, k, v = (torch.randn(1, 2, 300, 16, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    torch.testing.assert_close(flex_attention(q, k, v, block_mask=mask), sl.attention(q, k, v, layout=back))
+    as_told = sparse.to_block_mask(sparse.bigbird(300, block=32, heads=2), 300, causal=True)
+    wanted = sl.attention(q, k, v, layout=sparse.bigbird(300, block=32, heads=2), causal=True)
+    torch.testing.assert_close(flex_attention(q, k, v, block_mask=as_told), wanted)
     made = create_block_mask(mask.mask_mod, 1, 2, 300, 300, device="cpu", BLOCK_SIZE=32)
     assert torch.equal(made.to_dense(), mask.to_dense())
     assert torch.equal(sparse.from_block_mask(made, causal=causal).to_dense(), layout.to_dense())
@@ -262,3 +358,5 @@ def test_block_masks_that_a_layout_cannot_say():
         sparse.from_block_mask(made(lambda b, h, q, k: q >= k, block=(32, 64)))
     with pytest.raises(ValueError, match="not those of length=256"):
         sparse.to_block_mask(sparse.dense(300), 256)
+    with pytest.raises(ValueError, match="the layout is causal"):
+        sparse.to_block_mask(sparse.dense(256, causal=True), 256, causal=False)

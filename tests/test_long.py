@@ -124,6 +124,77 @@ def test_sampling_with_a_layout_of_fewer_tokens_is_refused():
         gpt.generate(config, gpt.init(config), tokens()[:, :5], 3)
 
 
+LOWER = DENSE[0].tril()
+CAUSAL = Layout.from_dense(LOWER, BLOCK, causal=True)
+
+
+def test_a_gpt_of_a_causal_layout_is_that_of_its_blocks():
+    params, config = gpt.init(gpt.GPTConfig(**SIZES)), gpt.GPTConfig(**SIZES, layout=CAUSAL)
+    plain = gpt.GPTConfig(**SIZES, layout=Layout.from_dense(LOWER, BLOCK))
+    assert torch.equal(gpt.logits(config, params, tokens()), gpt.logits(plain, params, tokens()))
+    prompt = tokens()[:, :10]
+    wanted = gpt.generate(plain, params, prompt, 60, seed=3)  # until the window has moved on
+    assert torch.equal(gpt.generate(config, params, prompt, 60, seed=3), wanted)
+
+
+def test_models_that_look_both_ways_refuse_causal_layouts():
+    with pytest.raises(ValueError, match="BERT looks both ways, and the layout is causal: make it with causal=False"):
+        bert.BERTConfig(**SIZES, layout=CAUSAL)
+    for config in (bert.BERTConfig, gpt.GPTConfig):
+        with pytest.raises(ValueError, match="the layout has 4 heads and the model heads=2"):
+            config(**SIZES | {"heads": 2}, layout=BY_HEAD)
+        with pytest.raises(TypeError, match="layout is a Tensor: pass"):
+            config(**SIZES, layout=DENSE[0])
+    for name in ("bert", "roberta"):
+        model = made(name)
+        before = model.config._attn_implementation
+        with pytest.raises(ValueError, match="ForMaskedLM looks both ways, and the layout is causal"):
+            long.with_sparse_attention(model, CAUSAL)
+        assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert decoder"])
+def test_transformers_decoders_take_causal_layouts(name):
+    found = []
+    for layout in (CAUSAL, Layout.from_dense(LOWER, BLOCK)):
+        torch.manual_seed(0)
+        if name == "bert decoder":
+            sizes = {"intermediate_size": 48, "max_position_embeddings": LENGTH, "is_decoder": True}
+            model = transformers.BertLMHeadModel(transformers.BertConfig(**COMMON, **sizes)).double().eval()
+        else:
+            model = made(name)
+        found.append(long.with_sparse_attention(model, layout)(words(), use_cache=False).logits)
+    assert torch.equal(*found) and found[0].isfinite().all()
+
+
+def test_a_causal_layout_holds_on_parts_of_a_sequence():
+    """`sl.attention` in a model that says nothing of causality itself."""
+    layout = sl.sparse.dense(LENGTH, block=32, causal=True)
+
+    def loss_fn(params, batch):
+        x = sl.shard_sequence(batch)
+        x = (x @ params["w"]).unflatten(-1, (4, 8)).transpose(1, 2)
+        return sl.gather_sequence(sl.attention(x, x, x, layout=layout).transpose(1, 2).flatten(2)).square().mean()
+
+    def run(mesh):
+        params = sl.shard({"w": weight}, mesh, sl.sequence("m", kind="ulysses"))
+        loss, grads = sl.value_and_grad(loss_fn)(params, batch)
+        return loss, sl.unshard(grads)["w"]
+
+    generator = torch.Generator().manual_seed(0)
+    batch, weight = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((2, LENGTH, 16), (16, 32))
+    )
+    w = weight.clone().requires_grad_()
+    x = (batch @ w).unflatten(-1, (4, 8)).transpose(1, 2)
+    plain = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+    wanted = plain.transpose(1, 2).flatten(2).square().mean()
+    (grad,) = torch.autograd.grad(wanted, w)
+    for loss, found in sl.simulate(run, mesh={"m": 2}):
+        torch.testing.assert_close(loss, wanted.detach(), rtol=1e-10, atol=0)
+        torch.testing.assert_close(found, grad, rtol=1e-10, atol=1e-12)
+
+
 MESHES = {
     "zero 3": ({"data": 2}, sl.zero(3)),
     "sliced": ({"model": 2}, sl.tensor_slicing(gpt.slicing_rules(gpt.GPTConfig(**SIZES)), axis="model")),

@@ -8,9 +8,10 @@ from helpers import training
 from helpers.trees import assert_close, assert_same
 from oracle import one_device
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 
 import shardlib as sl
-from shardlib.errors import TreeError
+from shardlib.errors import LossError, TreeError
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
@@ -89,12 +90,182 @@ def test_frozen_parameters_are_said_in_the_plan():
     module.parts["blocks"][0].requires_grad_(False)
     with pytest.raises(TreeError, match=r"(?s)2 parameters have requires_grad=False.*parts.blocks.0.weight.*sl.freeze"):
         sl.from_module(module)
+    _, params, frozen = sl.from_module(module, frozen=True)
+    assert frozen == ["parts/blocks/0/weight", "parts/blocks/0/bias"]
+    plan = sl.make_plan(params, sl.abstract_mesh(data=2), sl.chain(sl.zero(3), sl.freeze(frozen)))
+    assert [path for bucket in plan.buckets if not bucket.trainable for path in bucket.paths] == sorted(frozen)
+    module.requires_grad_(True)
+    assert sl.from_module(module, frozen=True)[-1] == sl.from_module(module, buffers=True, frozen=True)[-1] == []
 
 
 def test_buffers_that_change_must_be_asked_for():
     apply, params = sl.from_module(nn.Sequential(nn.BatchNorm1d(3)))
     with pytest.raises(TreeError, match=r"(?s)changed its buffers.*0.num_batches_tracked.*buffers=True"):
         apply(params, torch.randn(4, 3))
+
+
+class Rebinding(nn.Module):
+    """Writes its buffers as users do: in place, by a new tensor, one that is None at first, one that it registers."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("last", None)
+        self.register_buffer("quiet", torch.tensor(2.0, dtype=torch.float64), persistent=False)
+
+    def forward(self, x, how="all"):
+        if how in ("rebind", "all"):
+            self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        if how in ("in place", "all"):
+            self.count += 1
+        if how in ("none", "all"):
+            self.last = x.detach().sum()
+        if how == "register":
+            self.register_buffer("new", x.sum())
+        if how == "fail":
+            self.mean = self.mean + 1
+            self.count += 1
+            raise KeyError("on the way")
+        if how == "parameter":
+            self.weight = nn.Parameter(torch.zeros(3))
+        return (x * self.weight - self.mean) * self.quiet
+
+
+def test_what_a_module_writes_to_its_buffers_comes_back():
+    apply, params, buffers = sl.from_module(Rebinding(), buffers=True)
+    module, given = Rebinding(), dict(buffers)
+    assert given["last"] is None and set(given) == {"mean", "count", "last", "quiet"}
+    for step in range(3):
+        x = torch.randn(4, 3, dtype=torch.float64)
+        out, buffers = apply(params, buffers, x)
+        assert torch.equal(out, module(x).detach())
+        assert_same(buffers, {name: getattr(module, name) for name in ("mean", "count", "last", "quiet")})
+        assert buffers["count"] == step + 1
+    assert given["mean"].sum() == 0 and given["count"] == 0 and given["last"] is None
+    with pytest.raises(KeyError):
+        apply(params, buffers, x, how="fail")
+    assert_same(apply(params, given, x, how="")[1], given)
+    assert "new" in apply(params, given, x, how="register")[1]
+    assert "new" not in apply(params, given, x, how="")[1]
+
+
+@pytest.mark.parametrize(
+    ("how", "name"), [("rebind", "mean"), ("in place", "count"), ("none", "last"), ("register", "new")]
+)
+def test_a_write_that_is_refused_leaves_nothing_behind(how, name):
+    apply, params = sl.from_module(Rebinding())
+    x = torch.randn(4, 3, dtype=torch.float64)
+    wanted = apply(params, x, how="")
+    for _ in range(2):  # every time, not the first alone
+        with pytest.raises(TreeError, match=rf"(?s)changed its buffers.*- {name}\nUse.*buffers=True"):
+            apply(params, x, how=how)
+        with pytest.raises(KeyError):
+            apply(params, x, how="fail")
+        assert torch.equal(apply(params, x, how=""), wanted)
+
+
+def test_statistics_of_a_refused_call_are_undone():
+    """batch_norm writes them without raising their versions."""
+
+    class Switched(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+
+        def forward(self, x, train):
+            return self.norm.train(train)(x)
+
+    apply, params = sl.from_module(Switched())
+    x = torch.randn(4, 3)
+    for _ in range(2):
+        with pytest.raises(TreeError, match=r"(?s)changed its buffers.*norm.num_batches_tracked"):
+            apply(params, x + 5, train=True)
+        assert torch.equal(apply(params, x, train=False), nn.BatchNorm1d(3).eval()(x))
+
+
+def test_parameters_are_inputs():
+    apply, params = sl.from_module(Rebinding())
+    x = torch.randn(4, 3, dtype=torch.float64)
+    with pytest.raises(TreeError, match=r"(?s)replaced its parameters.*- weight.*register_buffer"):
+        apply(params, x, how="parameter")
+    assert torch.equal(apply(params, x, how=""), 2 * x)
+    with pytest.raises(
+        TreeError, match=r"(?s)not the parameters of Rebinding.*weight: missing.*wait: the module has no"
+    ):
+        apply({"wait": params["weight"]}, x)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_rebound_buffers_train(stage):
+    """A mean that is a function of what is trained: one micro-batch's graph does not reach into the next one's."""
+
+    class Centred(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 3, dtype=torch.float64)
+            self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+
+        def forward(self, x):
+            out = super().forward(x)
+            self.mean = 0.9 * self.mean + 0.1 * out.mean(0)
+            return out - self.mean
+
+    torch.manual_seed(6)
+    module = Centred()
+    apply, params, buffers = sl.from_module(module, buffers=True)
+
+    def loss_fn(params, buffers, x):
+        out, buffers = apply(params, buffers, x)
+        return out.square().mean(), buffers
+
+    batches = torch.randn(3, 8, 3, dtype=torch.float64)
+
+    def run(mesh):
+        sharded = sl.shard(params, mesh, sl.chain(sl.zero(stage), sl.accumulate(2)))
+        state, step = sl.make_train_step(loss_fn, sharded, sl.optim.sgd(0.1), buffers=buffers)
+        for x in batches:
+            state, _ = step(state, torch.cat([part.chunk(2)[mesh.rank] for part in x.chunk(2)]))
+        return sl.unshard(state.params), state.buffers["mean"]
+
+    leaves = {name: leaf.clone().requires_grad_() for name, leaf in params.items()}
+    held = [buffers["mean"]] * 2
+    for x in batches:
+        total = 0
+        for part in x.chunk(2):  # two micro-batches, of two ranks each
+            for rank in (0, 1):
+                loss, after = loss_fn(leaves, {"mean": held[rank]}, part.chunk(2)[rank])
+                held[rank], total = after["mean"].detach(), total + loss / 4
+        grads = torch.autograd.grad(total, list(leaves.values()))
+        leaves = {n: (p - 0.1 * g).detach().requires_grad_() for (n, p), g in zip(leaves.items(), grads)}
+        held = [(held[0] + held[1]) / 2] * 2
+    for final, mean in sl.simulate(run, mesh={"data": 2}):
+        assert_close(final, {name: leaf.detach() for name, leaf in leaves.items()}, 1e-10)
+        assert_close(mean, held[0], 1e-10)
+
+
+def test_statistics_over_ranks_and_micro_batches():
+    """From micro-batch to micro-batch on a rank, then the mean over ranks; whole numbers are each rank's own."""
+    apply, params, buffers = sl.from_module(nn.BatchNorm1d(3, dtype=torch.float64), buffers=True)
+    x = torch.randn(2, 12, 3, dtype=torch.float64) * torch.arange(1.0, 3.0).view(2, 1, 1)
+
+    def loss_fn(params, buffers, batch):
+        out, buffers = apply(params, buffers, batch)
+        return out.square().mean(), buffers
+
+    def run(mesh):
+        sharded = sl.shard(params, mesh, sl.chain(sl.zero(0), sl.accumulate(3)))
+        state, step = sl.make_train_step(loss_fn, sharded, sl.optim.sgd(0.0), buffers=buffers)
+        return step(state, x[mesh.rank])[0].buffers
+
+    ranks = [nn.BatchNorm1d(3, dtype=torch.float64) for _ in range(2)]
+    for rank, norm in enumerate(ranks):
+        for part in x[rank].chunk(3):
+            norm(part)
+    wanted = {name: (getattr(ranks[0], name) + getattr(ranks[1], name)) / 2 for name in ("running_mean", "running_var")}
+    for got in sl.simulate(run, mesh={"data": 2}):
+        assert got.pop("num_batches_tracked") == 3
+        assert_close(got, wanted, 1e-12)
 
 
 def test_a_thread_may_come_while_another_is_in_a_call():
@@ -223,3 +394,77 @@ def test_what_blocks_leave_out_is_named():
     loss_fn, params = sl.from_module(changing, blocks=[Ids(), changing])
     with pytest.raises(TreeError, match=r"(?s)changed its buffers.*head.1.num_batches_tracked.*not with blocks"):
         loss_fn(params, torch.randint(11, (6, 4)))
+
+
+# --- refused ------------------------------------------------------------------------------------------------------
+
+
+def normed_and_used():
+    module = nn.utils.spectral_norm(nn.Linear(3, 3))
+    module(torch.ones(1, 3))
+    return module
+
+
+def with_attribute(make):
+    module = nn.Sequential(nn.Linear(3, 3))
+    module[0].extra = make(module[0])
+    return module
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: lambda params: params, "takes a torch.nn.Module and got function"),
+        (lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 3))), r"0.weight: .*parametrizations.weight_norm"),
+        (normed_and_used, r"weight: .*parametrizations.spectral_norm"),
+        (lambda: prune.l1_unstructured(nn.Linear(3, 3), "weight", 0.5), r"weight: .*prune.remove\(module, name\)"),
+        (lambda: nn.Sequential(nn.LazyLinear(3)), r"0.weight: has no shape yet; call the module once"),
+        (lambda: torch.jit.script(nn.Linear(3, 3)), "scripted; pass the module that it was made from"),
+        (lambda: nn.DataParallel(nn.Linear(3, 3)), "DataParallel; pass what it wraps, .module"),
+        (
+            lambda: with_attribute(lambda layer: layer.weight * 2),
+            "0.extra: a tensor with a graph; compute it in forward",
+        ),
+        (lambda: with_attribute(lambda layer: threading.Lock()), "0.extra: .*cannot pickle '_thread.lock'"),
+    ],
+)
+def test_modules_that_cannot_be_taken(make, message):
+    with pytest.raises(TreeError, match=f"(?s){message}"):
+        sl.from_module(make())
+
+
+def test_the_remedies_work():
+    lazy, wrapped = nn.LazyLinear(3), nn.DataParallel(nn.Linear(3, 3))
+    lazy(torch.ones(1, 3))
+    pruned = prune.l1_unstructured(nn.Linear(3, 3), "weight", 0.5)
+    prune.remove(pruned, "weight")
+    norms = [norm(nn.Linear(3, 3)).eval() for norm in (parametrizations.weight_norm, parametrizations.spectral_norm)]
+    x = torch.randn(2, 3)
+    for module in (lazy, wrapped.module, pruned, *norms):
+        apply, params = sl.from_module(module)
+        torch.testing.assert_close(apply(params, x), module(x))
+
+
+def test_a_module_in_place_of_parameters_or_of_a_function():
+    module, params, mesh = nn.Linear(3, 3), {"w": torch.ones(3)}, {"data": 2}
+    loss = lambda params, batch: params["w"].sum()  # noqa: E731
+    for take in (
+        lambda: sl.simulate(lambda mesh: sl.shard(module, mesh, stage=3), mesh=mesh),
+        lambda: sl.make_plan(module, sl.abstract_mesh(**mesh)),
+        lambda: sl.make_train_step(loss, module, sl.optim.sgd(0.1)),
+        lambda: sl.value_and_grad(loss)(module, None),
+    ):
+        with pytest.raises(TreeError, match=r"Linear is a module.*apply, params = sl.from_module\(module\)"):
+            take()
+    for take in (
+        lambda: sl.make_train_step(module, params, sl.optim.sgd(0.1)),
+        lambda: sl.value_and_grad(module)(params, None),
+        lambda: sl.make_eval_step(module, params),
+    ):
+        with pytest.raises(LossError, match=r"a module, Linear.*neither sharded nor trained.*sl.from_module\(module\)"):
+            take()
+    with pytest.raises(TreeError, match=r"<lambda> stands for parameters .* missing a required argument: 'params'"):
+        sl.make_train_step(params, loss, sl.optim.sgd(0.1))
+    with pytest.raises(LossError, match=r"the loss function is to be a function of \(params, batch\) and is dict"):
+        sl.make_train_step(params, params, sl.optim.sgd(0.1))

@@ -18,7 +18,8 @@ import shardlib as sl
 from shardlib import checkpoint, thresholds
 from shardlib.kernels.global_norm import sum_of_squares
 from shardlib.optim import Sent, ZeroOneSteps
-from shardlib.optim.shards import MeshShards, optimizer_shards
+from shardlib.optim.shards import MeshShards
+from shardlib.optim.storing import optimizer_shards
 
 RATE = sl.optim.warmup_linear_decay_schedule(0.0, 0.02, 3, 40)
 MAKE = {

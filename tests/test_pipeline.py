@@ -473,7 +473,7 @@ def test_payload_on_the_pipe_axis_is_two_activations_per_boundary_and_micro_batc
         state, step = sl.make_train_step(
             loss_fn, sl.shard(params, mesh, sl.pipeline(schedule, m)), training.optimizer()
         )
-        sent = count_payload(mesh, scalars=6)  # a pipeline's step sums two more
+        sent = count_payload(mesh)
         mesh.traffic.reset()
         step(state, token_batches(1)[0])
         return sent()["pipe"], mesh.traffic.payload["pipe"]
@@ -510,7 +510,7 @@ def test_bytes_held_and_sent_are_the_plans(stage, schedule, tie, sync):
             "optimizer": stored_bytes(state.opt, counters=True),
         }  # fmt: skip
         state, _ = step(state, mine)
-        sent = count_payload(mesh, scalars=6)  # a pipeline's step sums two more
+        sent = count_payload(mesh)
         step(state, mine)
         return held, sent(), plan
 

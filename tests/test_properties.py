@@ -5,7 +5,7 @@ import pytest
 import torch
 from helpers import training
 from helpers.drawn import MESHES, STAGE, chains, models
-from helpers.measure import count_payload, stored_bytes
+from helpers.measure import SCALARS, count_payload, stored_bytes
 from helpers.models import share
 from helpers.trees import assert_close, assert_same
 from hypothesis import assume, given, note, settings
@@ -111,8 +111,8 @@ def test_bytes_held_and_sent_are_what_the_plan_says(case):
         return told, plan.payload(), (stored_bytes(state.params), stored_bytes(state.opt, counters=True)), plan
 
     for sent, planned, held, plan in sl.simulate(run, mesh=mesh):
-        # Beside the payload every step sums four numbers of 8 bytes.
-        scalars = {axis: 2 * 32 * (mesh[axis] - 1) // mesh[axis] for axis in planned}
+        # Beside the payload every step sums some numbers of 8 bytes.
+        scalars = {axis: 2 * 8 * SCALARS * (mesh[axis] - 1) // mesh[axis] for axis in planned}
         assert sent == [{axis: planned[axis] + scalars[axis] for axis in planned}] * 2
         assert held == (plan.bytes("param"), plan.bytes("optimizer"))
 

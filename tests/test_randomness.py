@@ -98,3 +98,20 @@ def test_the_statistics_notice_worse_generators():
     assert {"runs", "serial", "serial again"} <= refused(randomness.stream(twice.sum(1))).keys()
     repeated = random_bits(sl.Key(0), COUNT).expand(4, -1)
     assert {"correlation", "equal pairs", "equal bits"} <= refused(randomness.alike(repeated)).keys()
+
+
+def test_what_is_drawn_for_other_purposes_is_other_numbers():
+    """By one and the same seed: a loss function's dropout, gradient noise, rounding, random blocks."""
+    tx = sl.optim.add_noise(1.0, 0.0, 0)
+    state, grads = tx.init({"w": torch.zeros(COUNT)}), {"w": torch.zeros(COUNT)}
+    noise, _ = tx.update(grads, state, grads)
+    step = sl.Key(0).fold_in(0)
+    for key in (sl.Key(0), step, step.fold_in("w"), sl.Key(0).fold_in("w")):
+        both = torch.stack([noise["w"], sl.init.normal(key, (COUNT,))])
+        assert torch.corrcoef(both)[0, 1].abs() < 6 / COUNT**0.5
+    layout = sl.sparse.variable(16 * 512, random=1, windows=[1], global_blocks=[])
+    rows, columns = layout.pairs()
+    drawn = torch.zeros(512, dtype=torch.int64).scatter_reduce_(0, rows, columns.long() * (columns != rows), "amax")
+    for key in (sl.Key(0), step):
+        wanted = random_bits(key, 512) * 512 >> 24
+        assert (drawn == wanted).sum() < 20  # of 512, one in 512 by chance and, as 0 stands for its own, a few more

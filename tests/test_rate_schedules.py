@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from helpers.models import mlp, regression_batch, share
@@ -100,10 +101,10 @@ CLOSED_FORMS = {
         sl.optim.linear_onecycle_schedule(40, 0.5, 0.25, 0.5, 10.0, 100.0),
         lambda i: 0.05 + 0.45 * ramp(i, 0, 10) - 0.45 * ramp(i, 10, 10) - 0.0495 * ramp(i, 20, 20),
     ),
-    "range test": (sl.optim.lr_range_test_schedule(0.01, 4, 0.5), lambda i: 0.01 * (1 + 0.5 * (i + 1) / 4)),
+    "range test": (sl.optim.lr_range_test_schedule(0.01, 4, 0.5), lambda i: 0.01 * (1 + 0.5 * i / 4)),
     "range test in steps": (
         sl.optim.lr_range_test_schedule(0.01, 4, 0.5, staircase=True),
-        lambda i: 0.01 * (1 + 0.5 * ((i + 1) // 4)),
+        lambda i: 0.01 * (1 + 0.5 * (i // 4)),
     ),
 }
 
@@ -166,13 +167,150 @@ def test_as_torchs_scheduler(name):
 
 def test_deepspeeds_defaults():
     test = sl.optim.lr_range_test_schedule()
-    assert [at(test, step) for step in (0, 999, 1999, 3999)] == pytest.approx([1.0005e-3, 1.5e-3, 2e-3, 3e-3])
+    assert [at(test, step) for step in (0, 1000, 2000, 4000)] == pytest.approx([1e-3, 1.5e-3, 2e-3, 3e-3])
     cycle = sl.optim.one_cycle(1e-4, 1e-3)
     assert [at(cycle.lr, step) for step in (0, 2000, 4000, 5000)] == pytest.approx([1e-4, 1e-3, 1e-4, 1e-4])
     assert [at(cycle.momentum, step) for step in (0, 1000, 2000, 4000)] == pytest.approx([0.9, 0.85, 0.8, 0.9])
     warm = sl.optim.warmup_cosine_decay_schedule(0.0, 1.0, 1000, 10000, 1e-4, warmup="log")
     assert [at(warm, step) for step in (0, 9, 99, 999)] == pytest.approx([0, 1 / 3, 2 / 3, 1])
     assert at(warm, 10000) == pytest.approx(1e-4)
+
+
+N = 12
+FIRST_AND_LAST = {  # the values at steps 0 and N
+    "linear": (schedules.linear_schedule(0.1, 0.5, N), 0.1, 0.5),
+    "polynomial": (schedules.polynomial_schedule(0.1, 0.5, 2.0, N), 0.1, 0.5),
+    "cosine": (schedules.cosine_decay_schedule(0.5, N, alpha=0.2), 0.5, 0.1),
+    "exponential": (schedules.exponential_decay(0.5, N, 0.2), 0.5, 0.1),
+    "piecewise": (schedules.piecewise_constant_schedule(0.5, {N: 0.2}), 0.5, 0.1),
+    "interpolated": (schedules.piecewise_interpolate_schedule("linear", 0.5, {N: 0.2}), 0.5, 0.1),
+    "warm-up": (sl.optim.warmup_constant_schedule(0.1, 0.5, N), 0.1, 0.5),
+    "warm-up and line": (sl.optim.warmup_linear_decay_schedule(0.1, 0.5, 3, N, 0.2), 0.1, 0.2),
+    "warm-up and cosine": (sl.optim.warmup_cosine_decay_schedule(0.1, 0.5, 3, N, 0.2), 0.1, 0.2),
+    "warm-up, stable, decay": (sl.optim.warmup_stable_decay_schedule(0.1, 0.5, 3, 4, 5, 0.2), 0.1, 0.2),
+    "linear one-cycle": (sl.optim.linear_onecycle_schedule(N, 0.5, div_factor=5, final_div_factor=2), 0.1, 0.05),
+    "cosine one-cycle": (sl.optim.cosine_onecycle_schedule(N, 0.5, div_factor=5, final_div_factor=2), 0.1, 0.05),
+    "one cycle, up": (sl.optim.one_cycle(0.1, 0.5, N).lr, 0.1, 0.5),
+    "one cycle": (sl.optim.one_cycle(0.1, 0.5, 5, 7).lr, 0.1, 0.1),
+    "one cycle's momentum": (sl.optim.one_cycle(0.1, 0.5, N).momentum, 0.9, 0.8),
+    "range test": (sl.optim.lr_range_test_schedule(0.1, N, 4.0), 0.1, 0.5),
+    "range test in steps": (sl.optim.lr_range_test_schedule(0.1, N, 4.0, staircase=True), 0.1, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", FIRST_AND_LAST)
+def test_all_count_alike(name):
+    """Step 0 has the first value, and what takes N steps has its last one at step N, and not before."""
+    schedule, first, last = FIRST_AND_LAST[name]
+    assert at(schedule, 0) == pytest.approx(first)
+    assert at(schedule, N) == pytest.approx(last)
+    assert at(schedule, N - 1) != pytest.approx(last)
+
+
+def test_as_deepspeeds_updates():
+    """Its schedulers step after the optimizer, and take ``last_batch_iteration + 1``: n after n updates."""
+    cycle = sl.optim.one_cycle(0.1, 0.5, 4, 6, decay_rate=0.5, decay_steps=3)
+    test = sl.optim.lr_range_test_schedule(0.01, 4, 0.5)
+    for update in range(20):
+        last = update - 1  # what the last call of step() has set; before the first, the least rates are set by hand
+        place = (last + 1) % 10 / 10
+        height = place / 0.4 if place <= 0.4 else (1 - place) / 0.6
+        rate = 0.1 + 0.4 * height if last < 10 else 0.1 / (1 + 0.5 * (last - 10 + 1) / 3)
+        assert at(cycle.lr, update) == pytest.approx(rate)
+        if last < 10:
+            assert at(cycle.momentum, update) == pytest.approx(0.9 - 0.1 * height)
+        assert at(test, update) == pytest.approx(0.01 * (1 + 0.5 * (last + 1) / 4))
+
+
+NUMBERS = {
+    "int": 3, "float": 3.0, "NumPy's int": np.int64(3), "NumPy's float": np.float32(3), "array": np.array(3),
+    "tensor": torch.tensor(3.0), "int tensor": torch.tensor(3), "in 16 bits": torch.tensor(3, dtype=torch.bfloat16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("step", NUMBERS.values(), ids=NUMBERS)
+def test_every_schedule_takes_any_number(step):
+    ours = [schedule for schedule, _ in CLOSED_FORMS.values()]
+    for schedule in [*ours, *sl.optim.one_cycle(0.1, 0.5, 2), sl.optim.cosine_onecycle_schedule(9, 0.5)]:
+        value = schedule(step)
+        assert value.dtype == torch.float64 and value.dim() == 0
+        assert value.item() == at(schedule, 3)
+
+
+@pytest.mark.parametrize("steps", [torch.arange(30.0), np.arange(30), torch.arange(30).view(5, 6)])
+def test_a_table_of_steps_is_asked_at_once(steps):
+    for name, (schedule, _) in CLOSED_FORMS.items():
+        found = schedule(steps)
+        assert found.dtype == torch.float64 and found.shape == steps.shape
+        assert found.flatten().tolist() == [at(schedule, step) for step in range(30)], name
+
+
+GIVEN = {
+    "int": lambda step: 1,
+    "float": lambda step: 0.1 if step < 1 else 0.2,
+    "math": lambda step: math.cos(step) + 1.5,
+    "NumPy": lambda step: np.interp(float(step), [0, 10], [0.1, 0.2]),
+    "NumPy's of the tensor": lambda step: np.exp(-step.numpy()),
+    "array": lambda step: np.array(0.5, dtype=np.float32),
+    "tensor": lambda step: torch.tensor(0.5),
+    "table": lambda step: [0.1, 0.2, 0.3, 0.2, 0.1][int(step)],
+}
+
+
+@pytest.mark.parametrize("rate", GIVEN.values(), ids=GIVEN)
+def test_a_users_function_may_give_any_number(rate):
+    o = sl.optim
+    makers = {
+        "sgd": o.sgd, "adam": o.adam, "adamw": o.adamw, "adamw8bit": o.adamw8bit, "lion": o.lion, "lamb": o.lamb,
+        "adagrad": o.adagrad, "rmsprop": o.rmsprop, "adafactor": o.adafactor, "muon": o.muon,
+        "1-bit Adam": lambda lr: o.onebit_adam(lr, 1), "1-bit LAMB": lambda lr: o.onebit_lamb(lr, 1),
+        "0/1 Adam": lambda lr: o.zero_one_adam(lr, 1), "auto": lambda lr: o.onebit_adam(lr, "auto", b2=0.0),
+        "from torch": lambda lr: o.from_torch(torch.optim.NAdam, lr=lr), "injected": o.inject_hyperparams(o.adamw),
+        "joined": lambda lr: o.sgd(o.join_schedules([lr], [])),
+    }  # fmt: skip
+    steps = torch.arange(5, dtype=torch.float64)
+    table = torch.tensor([float(rate(step)) for step in steps], dtype=torch.float64)
+    for name, make in makers.items():
+        results = []
+        for lr in (rate, lambda step, table=table: table[int(step)]):
+            tx, params = make(lr), {"w": torch.linspace(-1, 1, 6).view(2, 3)}
+            state = tx.init(params)
+            for _ in range(3):
+                state = tx.apply(params, {"w": params["w"] ** 3}, state)
+            results.append(params["w"])
+        assert torch.equal(*results), name
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_users_function_trains_on_a_mesh(stage):
+    loss_fn, params = mlp([6, 9, 4])
+    batch = regression_batch(6, 6, 4)
+
+    def run(mesh, rate):
+        state, step = sl.make_train_step(loss_fn, sl.shard(params, mesh, stage=stage), sl.optim.sgd(rate))
+        return sl.unshard(step(state, share(batch, mesh.rank, 2))[0].params)
+
+    ours, theirs = (sl.simulate(run, rate, mesh={"data": 2})[0] for rate in (lambda step: 0.1, 0.1))
+    assert_close(ours, theirs, 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: schedules.constant_schedule(1.0)([3]), r"a function of the step's number, not of \[3\]"),
+        (lambda: schedules.constant_schedule(1.0)(torch.ones(2, dtype=torch.bool)), r"not of a Tensor of shape \(2,\)"),
+        (lambda: schedules.constant_schedule(1.0)(np.array("3")), r"not of a ndarray"),
+        (
+            lambda: schedules.as_schedule(lambda step: None)(3),
+            r"the schedule <lambda> gave None at step 3; it is to give a",
+        ),
+        (lambda: schedules.as_schedule(lambda step: torch.ones(1))(0), r"gave a Tensor of shape \(1,\) at step 0"),
+        (lambda: schedules.as_schedule(lambda step: True)(0), r"gave True at step 0"),
+    ],
+)
+def test_what_is_no_number_is_refused(make, message):
+    with pytest.raises(TypeError, match=message):
+        make()
 
 
 def test_larger_batches():
@@ -201,6 +339,24 @@ def test_larger_batches():
         (lambda: sl.optim.piecewise_interpolate_schedule("linear", 1.0, {0: 0.1}), r"boundary 0=0"),
         (lambda: sl.optim.one_cycle(0.1, 1.0, 0), r"first_steps=0, second_steps=0"),
         (lambda: sl.optim.lr_range_test_schedule(step_size=0), r"step_size=0"),
+        (lambda: sl.optim.constant_schedule(math.nan), r"value=nan"),
+        (lambda: sl.optim.linear_schedule(0.0, math.inf, 3), r"end_value=inf"),
+        (lambda: sl.optim.polynomial_schedule(0.0, 1.0, -1.0, 3), r"power=-1.0"),
+        (lambda: sl.optim.cosine_decay_schedule(None, 3), r"init_value=None"),
+        (lambda: sl.optim.piecewise_constant_schedule(1.0, {3.5: 0.1}), r"boundary 3.5=3.5"),
+        (lambda: sl.optim.piecewise_constant_schedule(1.0, {3: "0.1"}), r"scale at 3='0.1'"),
+        (lambda: sl.optim.join_schedules([0.1, "0.2"], [3]), r"join_schedules\(schedule='0.2'\)"),
+        (lambda: sl.optim.warmup_constant_schedule(0.0, 1.0, -3), r"warmup_constant_schedule\(warmup_steps=-3\)"),
+        (lambda: sl.optim.warmup_stable_decay_schedule(0.0, None, 3, 3, 3), r"=None"),
+        (
+            lambda: sl.optim.linear_onecycle_schedule(2, 1.0),
+            r"linear_onecycle_schedule\(pct_start=0.3, pct_final=0.85\)",
+        ),
+        (lambda: sl.optim.linear_onecycle_schedule(9, 1.0, 0.5, 0.5), r"pct_start=0.5, pct_final=0.5"),
+        (lambda: sl.optim.cosine_onecycle_schedule(9, 1.0, 1.5), r"cosine_onecycle_schedule\(pct_start=1.5\)"),
+        (lambda: sl.optim.cosine_onecycle_schedule(9, 1.0, div_factor=0), r"div_factor=0"),
+        (lambda: sl.optim.one_cycle(0.1, 1.0, 5, min_momentum=1.5), r"min_momentum=1.5"),
+        (lambda: sl.optim.linear_scaling(0.1, 2.5, 1), r"batches of 2.5 and 1 rows"),
     ],
 )
 def test_what_cannot_be_is_refused(make, message):

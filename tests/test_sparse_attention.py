@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import attention, kernels
-from helpers.attention import UNITS, Case, dense_attention, make
+from helpers.attention import UNITS, Case, check_padding, dense_attention, make
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -97,9 +97,40 @@ def test_keys_outside_the_blocks_are_not_touched(name, dtype):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_masked_keys_that_are_not_finite_are_as_in_torch(name):
+    with served_by(name) as using:
+        check_padding(using)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("block", [16, 64])
+def test_a_causal_layout_needs_no_word_at_the_call(name, block):
+    """No query sees a later key: what these are changes nothing, in the blocks on the diagonal too."""
+    case = make(length=100, layout=sl.sparse.dense(100, block=block, causal=True))
+    check(case, name)
+    q, k, v = case.tensors.values()
+    with served_by(name) as using:
+        found = sl.sparse_attention(q, k, v, case.layout, using=using)
+        assert torch.equal(found, sl.sparse_attention(q, k, v, case.layout, causal=True, using=using))
+        open_layout = sl.sparse.dense(100, block=block)
+        torch.testing.assert_close(found, sl.sparse_attention(q, k, v, open_layout, causal=True, using=using))
+        for x in (k, v):
+            x[:, :, 50:] += 1
+        later = sl.sparse_attention(q, k, v, case.layout, using=using)
+    assert torch.equal(later[:, :, :50], found[:, :, :50]) and not torch.equal(later, found)
+    torch.testing.assert_close(sl.attention(q, k, v, layout=case.layout), later)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_large_scores_do_not_overflow(name):
     case = make(length=64, density=1.0, scale=40.0)
     check(Case({n: x.bfloat16() for n, x in case.tensors.items()}, case.layout, case.settings), name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("scale", [0.0, -0.7])
+def test_scales_that_are_not_positive(name, scale):
+    check(make(length=40, masked=True, scale=scale), name)
 
 
 def test_a_dense_layout_is_torchs_attention():
@@ -283,6 +314,13 @@ def test_wrong_arguments_reach_no_kernel():
     refused(ValueError, "layout on cpu, key_mask on meta", key_mask=torch.ones(2, 40, dtype=torch.bool, device="meta"))
     refused(ValueError, r"dropout probability 1.0 is outside \[0, 1\)", dropout=1.0)
     refused(ValueError, "dropout=0.1 without rng", dropout=0.1)
+    causal = sl.sparse.dense(40, causal=True)
+    refused(ValueError, "the layout is causal: make it with causal=False, or leave", layout=causal, causal=False)
+    with pytest.raises(ValueError, match="the layout is causal: make it with causal=False"):
+        sl.attention(q, q, q, layout=causal, causal=False)
+    refused(TypeError, r"layout is a Tensor: pass .*Layout.from_dense\(matrix, block\)", layout=torch.ones(3, 3))
+    with pytest.raises(TypeError, match="layout is a Tensor"):
+        sl.attention(q, q, q, layout=torch.ones(3, 3))
     refused(TypeError, "float64 is served by plain torch", q=q.double(), k=q.double(), v=q.double(), using="cpu")
 
 

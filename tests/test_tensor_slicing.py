@@ -332,7 +332,11 @@ def test_vocab_cross_entropy_refuses_what_torch_refuses():
     for changed, error, message in (
         ({"targets": targets + 1}, IndexError, "a target lies outside the 16 words, and is not ignore_index"),
         ({"targets": targets[:2]}, ValueError, r"targets have shape \(2,\), and scores of shape \(4, 8\)"),
-        ({"targets": targets.int()}, TypeError, r"targets are torch.int32; .* targets.long\(\)"),
+        (
+            {"targets": targets.int()},
+            TypeError,
+            r"targets is torch.int32, not int64; pass int64: targets.to\(torch.int64\)",
+        ),
         ({"reduction": "average"}, ValueError, "use 'mean', 'sum' or 'none'"),
         ({"label_smoothing": -1.0}, ValueError, "give a share of the target"),
     ):

@@ -12,7 +12,7 @@ import shardlib as sl
 from shardlib import checkpoint
 from shardlib.execute.step import batch_index
 from shardlib.optim import GradientTransformation, Locality
-from shardlib.optim.shards import optimizer_shards
+from shardlib.optim.storing import optimizer_shards
 
 BY_NAME = pytest.mark.parametrize("name", CASES)
 STEPS = 6

@@ -21,7 +21,8 @@ import shardlib as sl
 from shardlib import checkpoint
 from shardlib.kernels.global_norm import sum_of_squares
 from shardlib.optim.muon import NS_COEFFS, orthogonalize
-from shardlib.optim.shards import MeshShards, optimizer_shards
+from shardlib.optim.shards import MeshShards
+from shardlib.optim.storing import optimizer_shards
 from shardlib.sharded import Sharded
 
 opt = sl.optim

@@ -100,7 +100,8 @@ def restore_errors(state: TrainState, saved: Mapping[str, Sequence[Piece]]) -> N
         if part.kind not in _ERRORS:
             _take_over(part, kept)
     were, are = {_read(name).exchange for name in kept if _read(name).kind in _ERRORS}, set(_exchanges(plan))
-    if lost := {kind for kind, *_ in were} - {kind for kind, *_ in are}:
+    lost = {kind for kind, *_ in were} - {kind for kind, *_ in are}
+    if lost and state.params.mesh.rank == 0:
         told = " and ".join({"sum": "gradients", "mean": "the optimizer's means"}[kind] for kind in sorted(lost))
         _log.warning(
             "what compressed exchanges of %s left out is dropped: this plan has none with error feedback", told

@@ -68,11 +68,15 @@ def restore(checkpoint: str | Path, state: TrainState) -> TrainState:
 
     The mesh, stage, number of ranks and 16-bit precision may differ from those it was saved on.
 
+    Args:
+        checkpoint: a checkpoint's own folder, or the one that `save` was given: then the newest in it.
+
     Raises:
+        FileNotFoundError: neither.
         TreeError: the checkpoint lacks a leaf, or part of one, or holds one of another size; lists them. ``state`` is
             then unchanged.
     """
-    path = Path(checkpoint)
+    path = _checkpoint_at(Path(checkpoint))
     facts = json.loads((path / "state.json").read_text())
     failures = _differences(facts["shapes"], _shapes(state))
     saved: dict[str, list[Piece]] = {}
@@ -101,8 +105,23 @@ def restore(checkpoint: str | Path, state: TrainState) -> TrainState:
     return TrainState(facts["step"], state.params, state.opt, comm, state.buffers, scale, Key(facts["seed"])).fitting()
 
 
+def _checkpoint_at(path: Path) -> Path:
+    if (path / "state.json").exists() and not path.suffix:
+        return path
+    found = latest(path)
+    if found is None:
+        raise FileNotFoundError(
+            f"{path} is no complete checkpoint and holds none: give restore the folder that save was given, or one of the "
+            "step-... folders in it"
+        )
+    return found
+
+
 def _complete(folder: str | Path) -> list[Path]:
-    return sorted(path for path in Path(folder).glob("step-*") if (path / "state.json").exists() and not path.suffix)
+    """In the order of their steps."""
+    named = [path for path in Path(folder).glob("step-*") if path.name.removeprefix("step-").isdigit()]
+    there = [path for path in named if (path / "state.json").exists()]
+    return sorted(there, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def _shapes(state: TrainState) -> dict[str, list[int]]:

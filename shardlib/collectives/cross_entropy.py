@@ -7,6 +7,7 @@ import torch
 from shardlib.collectives import primitives
 from shardlib.collectives.pairs import all_reduce, exchange, mesh_with
 from shardlib.errors import SpecError
+from shardlib.kernels.arguments import check_tensors
 from shardlib.kernels.linear_cross_entropy.options import check_options, check_targets, refuse_unknown
 from shardlib.mesh import Mesh
 from shardlib.specs import chunk_size
@@ -42,6 +43,7 @@ def vocab_cross_entropy(
         IndexError: on CPU, a target that is none of the words; on a GPU, which would have to wait, its loss is NaN.
     """
     check_options("vocab_cross_entropy", reduction, label_smoothing, ("mean", "sum", "none"))
+    check_tensors("vocab_cross_entropy", {"scores": scores, "targets": targets}, exactly={"targets": torch.int64})
     check_targets("vocab_cross_entropy", targets, scores.shape[:-1], f"scores of shape {tuple(scores.shape)}")
     mesh = mesh_with(mesh, axis)
     words = scores.shape[-1] * mesh.shape[axis] if words is None else words

@@ -6,6 +6,7 @@ import argparse
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 from functools import partial
 
@@ -75,11 +76,16 @@ def _compilers() -> list[tuple[str, str]]:
         except build.BuildError as reason:
             rows.append((name, f"{reason}; until then kernels fall back to the next implementation"))
             continue
-        lines = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout.splitlines()
-        rows.append(
-            (name, next((line for line in lines if any(c.isdigit() for c in line) and "(c)" not in line), path))
-        )
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+        rows.append((name, version_line(said) or path))
     return rows
+
+
+def version_line(said: str) -> str | None:
+    """Of what a compiler says of itself, the line with its version: not of its copyright, nor the date it was built."""
+    return next(
+        (line for line in said.splitlines() if re.search(r"\d+\.\d+", line) and "(c)" not in line.lower()), None
+    )
 
 
 def _kernels() -> list[tuple[str, str]]:

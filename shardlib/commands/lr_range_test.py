@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardlib import optim
-from shardlib.commands import job, model
+from shardlib.commands import job, model, pictures
 from shardlib.mesh import make_mesh
 from shardlib.report.log import Log
 from shardlib.report.plot import plot_range_test
@@ -61,6 +61,5 @@ def run(args: argparse.Namespace) -> int:
     say(f"proposed: --lr {proposed:.2g}")
     if mesh.rank == 0:
         picture = args.out / "range_test.png"
-        plot_range_test(picture, rates, losses, proposed)
-        say(f"plot: {picture}")
+        pictures.draw(say, "plot", picture, lambda: plot_range_test(picture, rates, losses, proposed))
     return 0

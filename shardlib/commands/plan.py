@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from shardlib import optim, schedules
-from shardlib.commands import model
+from shardlib.commands import model, pictures
 from shardlib.mesh import abstract_mesh
 from shardlib.preview import make_plan
 from shardlib.report.timeline import draw_timeline, timeline_text
@@ -38,8 +38,8 @@ def run(args: argparse.Namespace) -> int:
         timeline = schedules.simulate(plan.pipeline.schedule)
         print(f"\n{timeline_text(timeline)}")
         if args.timeline:
-            draw_timeline(timeline, args.timeline)
-            print(f"\ntimeline: {args.timeline}")
+            print()
+            pictures.draw(print, "timeline", args.timeline, lambda: draw_timeline(timeline, args.timeline))
     elif args.timeline:
         raise SystemExit("--timeline draws a pipeline's schedule: give the mesh an axis pipe, such as --mesh pipe=4")
     return 0

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardlib import checkpoint, optim
-from shardlib.commands import job, model
+from shardlib.commands import job, model, pictures
 from shardlib.mesh import Mesh, make_mesh
 from shardlib.plan_text import size, table
 from shardlib.report.log import Log, Writer
@@ -19,7 +19,7 @@ from shardlib.report.ngram import ngram_losses
 from shardlib.report.plot import plot_losses
 from shardlib.report.progress import Progress
 from shardlib.report.scores import byte_scores
-from shardlib.report.writers import CsvWriter, JsonlWriter, TensorBoardWriter, WandbWriter
+from shardlib.report.writers import CsvWriter, JsonlWriter, TensorBoardWriter, WandbWriter, require_packages
 from shardlib.train import TrainState
 from shardlib.tree import leaves_of
 
@@ -43,6 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    for name in args.metrics:
+        require_packages(name)
     shape: dict[str, Any] = model.parse_mesh(args.mesh) if args.mesh else {}
     mesh = make_mesh(**shape)
     say: Callable[[str], None] = print if mesh.rank == 0 else lambda text: None
@@ -64,8 +66,8 @@ def run(args: argparse.Namespace) -> int:
     say(f"\nA sample:\n{text}")
     if mesh.rank == 0:
         picture = args.out / "loss.png"
-        plot_losses(picture, curves.train, curves.validation, bars, title="Byte-level GPT")
-        say(f"\nloss plot: {picture}")
+        shown = (curves.train, curves.validation, bars)
+        pictures.draw(say, "loss plot", picture, lambda: plot_losses(picture, *shown, title="Byte-level GPT"))
     if dist.is_initialized():
         dist.destroy_process_group()
     return 0

@@ -13,7 +13,7 @@ from shardlib.tree import Tree, leaves_of, tree_map
 
 
 def average_buffers(buffers: Tree, plan: Plan, mesh: Mesh) -> Tree:
-    """Buffers after a step, equal on all ranks: floating ones averaged over the batch axes, others kept.
+    """Buffers after a step, equal on all ranks: floating and complex ones averaged over the batch axes, others kept.
 
     One exchange per dtype.
     """
@@ -21,9 +21,10 @@ def average_buffers(buffers: Tree, plan: Plan, mesh: Mesh) -> Tree:
         return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, buffers)
     sums: dict[torch.dtype, torch.Tensor] = {}
     for dtype, leaves in _by_dtype(buffers).items():
-        if dtype.is_floating_point:
+        if dtype.is_floating_point or dtype.is_complex:
             sums[dtype] = torch.cat([leaf.reshape(-1) for leaf in leaves]).div_(plan.batch_ranks)
-            sum_over(mesh, plan.batch_axes, sums[dtype], scalars=False)
+            reals = torch.view_as_real(sums[dtype]) if dtype.is_complex else sums[dtype]
+            sum_over(mesh, plan.batch_axes, reals, scalars=False)
     pieces = {
         dtype: iter(total.split([leaf.numel() for leaf in _by_dtype(buffers)[dtype]])) for dtype, total in sums.items()
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from shardlib.errors import HandleError, RankFailure, RankMismatch
 from shardlib.execute.gathering import Gathering
 from shardlib.execute.gradients import Gradients, Route
 from shardlib.execute.halves import Halves
-from shardlib.execute.handles import Handle
+from shardlib.execute.handles import MAX_NORM, Handle
 from shardlib.execute.losses import is_compiled, refuse_reentrant_checkpoints
 from shardlib.execute.products import readable_twice
 from shardlib.execute.record import SAME_ORDER, Record
@@ -30,7 +30,7 @@ from shardlib.mesh import Mesh, current_mesh
 from shardlib.parts import current_parts
 from shardlib.plan import Plan
 from shardlib.sharded import Sharded
-from shardlib.tree import Tree, unflatten
+from shardlib.tree import Tree, tree_map, unflatten
 
 
 class Executor:
@@ -70,6 +70,7 @@ class Executor:
         # an operation that uses two units.
         self._stored: dict[int, tuple[Callable[[], Any], BucketState | None]] = {}
         self._halves: Halves | None = None
+        self._held: Iterable[torch.Tensor] = ()  # the memory of all of this rank's parameters
 
     @property
     def gathers(self) -> bool:
@@ -86,11 +87,11 @@ class Executor:
         return Gradients(self.plan, self.mesh, self.record.order, route, partial(self.record.announce, "reduces"))
 
     def forward(self, params: Sharded, fn: Callable[[Tree], Any]) -> Any:
-        """``fn(parameters)`` without gradients."""
+        """``fn(parameters)`` without gradients, as `outside` gives it."""
         try:
             self._bind(params, None)
             with self._running(), torch.no_grad():
-                result = self._forward(fn)
+                result = self.outside(self._call(fn))
             self.record.strays.clear()
             self.record.note(self._gathering.runs)
             if self.gathers:
@@ -116,7 +117,8 @@ class Executor:
             if self.record.order is None:
                 refuse_reentrant_checkpoints(total)
             self._gathering.turn()
-            self.differentiate([total], [seed.to(total.dtype)], (), gradients, last)
+            outputs = [total] if total.requires_grad else []  # one micro-batch's may be a constant
+            self.differentiate(outputs, [seed.to(total.dtype)] * len(outputs), (), gradients, last)
             return rest
         finally:
             self.close()
@@ -125,7 +127,30 @@ class Executor:
         """``fn(parameters)``; the graph is kept until `close`."""
         self._bind(params, gradients)
         with self._running(), torch.enable_grad(), self._saving():
-            return self._forward(fn)
+            return self._call(fn)
+
+    def outside(self, tree: Tree) -> Tree:
+        """What a running function gives, to be kept when it is over: values of now, outside the graph.
+
+        What lies in a parameter's memory is copied, since that is written to by the optimizer, or held only for a while.
+        Handles are gathered, on every rank; a slice is refused.
+        """
+        held = {buffer.untyped_storage()._cdata for buffer in self._held}
+
+        def kept(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            with torch.no_grad():
+                if isinstance(leaf, Handle):
+                    return leaf.clone()
+                leaf = leaf.detach()
+                if leaf.layout is not torch.strided:
+                    return leaf
+                place = leaf.untyped_storage()._cdata
+                alive, _ = self._stored.get(place, _NOT_STORED)
+                return leaf.clone() if place in held or alive() is not None else leaf
+
+        return tree_map(kept, tree) if tree is not None else None
 
     def rest(self) -> None:
         """Hold no gathered parameters until the backward comes."""
@@ -177,6 +202,7 @@ class Executor:
         reached: dict[str, torch.Tensor] = {}
         with self._running():
             yield reached
+            gradients.note(reached, reached.values())
             gradients.finish(self._late(reached))
             self.record.note(self._gathering.runs, gradients.started)
 
@@ -188,11 +214,16 @@ class Executor:
             unit.forget()
         self._stored.clear()
         self._slices.clear()
+        self._held = ()
 
-    def _forward(self, fn: Callable[[Tree], Any]) -> Any:
+    def _call(self, fn: Callable[[Tree], Any]) -> Any:
+        """``fn(parameters)``. Raises `HandleError` where it does with them what cannot be honoured."""
         try:
-            return fn(self._tree())
+            result = fn(self._tree())
+            self._require_unwritten()
+            return result
         except (RuntimeError, ValueError) as error:
+            self._require_unwritten(error)
             if explained := self._slices.explain(error):
                 raise explained from error
             # torch.func's grad refuses to start where tensors are saved through hooks.
@@ -202,6 +233,18 @@ class Executor:
                     "its transforms do not support. Use torch.autograd.grad there, or zero(stage=2)"
                 ) from error
             raise
+
+    def _require_unwritten(self, error: Exception | None = None) -> None:
+        """Refuse functions that have written to parameters in place, whatever ``error`` came of it."""
+        for state in self._buckets:
+            state.look()
+        written = [path for state in self._buckets if state.written for path in state.bucket.paths]
+        if written and not isinstance(error, HandleError):
+            whole = "" if self.gathers else " This state holds what was written: go on from another."
+            raise HandleError(
+                f"the function writes in place to a parameter, one of {', '.join(written)}; parameters are inputs of a pure "
+                f"function. Return the change as an output (buffers=), or work on a copy: p.clone(). {MAX_NORM}{whole}"
+            ) from error
 
     def _tree(self) -> Tree:
         leaves: dict[str, torch.Tensor] = {}
@@ -217,6 +260,7 @@ class Executor:
 
     def _bind(self, params: Sharded, gradients: Gradients | None) -> None:
         """Take this step's parameters."""
+        self._held = params.buffers.values()
         for state in self._buckets:
             state.bind(params.buffers[state.bucket.name], gradients)
         self._gathering.begin(self.record.trace)

@@ -7,7 +7,7 @@ to be the same on all ranks, then holds: a rank whose branch leaves a parameter 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,11 +27,13 @@ class Route:
         compression: what travels in few bits, and
         errors: what it leaves out; written to.
         unreduced: axes over which they are left unsummed, for an optimizer that does it itself.
+        reached: takes the paths of leaves that a gradient reached; None where nobody asks.
     """
 
     compression: Compression
     errors: Errors
     unreduced: tuple[str, ...] = ()
+    reached: set[str] | None = None
 
 
 def plain_route(mesh: Mesh) -> Route:
@@ -74,6 +76,11 @@ class Gradients:
         """Start a micro-batch; ``last`` when it is the step's last."""
         self._last = last
         self._begin()
+
+    def note(self, paths: Iterable[str], grads: Iterable[torch.Tensor | None]) -> None:
+        """Gradients of leaves come, None where there is none."""
+        if self._route.reached is not None:
+            self._route.reached.update(path for path, grad in zip(paths, grads) if grad is not None)
 
     def add_leaves(self, bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> bool:
         """Add leaves' gradients to the bucket's sum over micro-batches, if one is kept whole; packing is then saved."""

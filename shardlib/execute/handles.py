@@ -7,7 +7,7 @@ tensor. Code that reaches a handle below `__torch_function__` (a user's autograd
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -76,6 +76,8 @@ class Handle(torch.Tensor):
                 "function. Return the change as an output (buffers=), or work on a copy: p.clone()"
             )
         kwargs = kwargs or {}
+        if kwargs.get("max_norm") is not None and func in _LOOK_UPS:
+            refuse_max_norm(*args, *kwargs.values())
         if isinstance(kwargs.get("out"), Handle):
             raise HandleError(f"out= names parameter {kwargs['out']._path}; write to a new tensor instead")
         args, kwargs = materialise((args, kwargs))
@@ -95,6 +97,23 @@ class Handle(torch.Tensor):
 def materialise(value: Any) -> Any:
     """Every handle in a pytree replaced by its gathered tensor."""
     return tree_map_only(Handle, lambda handle: handle._source.leaf(handle._index), value)
+
+
+def refuse_max_norm(*values: Any) -> NoReturn:
+    """Raise for a look-up in one of ``values``, a parameter, that would write to it first."""
+    paths = [value._path for value in values if isinstance(value, Handle)]
+    raise HandleError(
+        f"max_norm= writes to parameter {', '.join(paths)} inside the loss; parameters are inputs of a pure function. "
+        f"{MAX_NORM}"
+    )
+
+
+# What to do instead, in torch's own words for it.
+MAX_NORM = (
+    "In place of an embedding's max_norm scale what is looked up: "
+    "rows * (max_norm / rows.norm(dim=-1, keepdim=True).clamp(min=max_norm)).detach()."
+)
+_LOOK_UPS = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag)
 
 
 def _describe(handle: Any, *_: Any, **__: Any) -> str:

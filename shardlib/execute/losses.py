@@ -1,4 +1,4 @@
-"""What goes into a loss function and what comes out: batches, micro-batches, means."""
+"""What a loss function takes and what comes out of it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import optree
 import torch
 
-from shardlib.collectives import primitives
-from shardlib.errors import BatchError, LossError, listing
+from shardlib.errors import REENTRANT, LossError
+from shardlib.execute.means import as_number, described, is_number
 from shardlib.functional import Mean
-from shardlib.mesh import Mesh
-from shardlib.plan import Plan
-from shardlib.tree import Tree, checksum, flatten, unflatten
 
 
 class Outcome(NamedTuple):
@@ -25,6 +21,21 @@ class Outcome(NamedTuple):
     weighted: bool
     aux: Any
     buffers: Any
+
+
+def require_function(fn: Any, what: str, parameters: str) -> None:
+    """Refuse, for a function of ``parameters``, what is none.
+
+    Raises:
+        LossError: not callable, or a module with parameters of its own, which nothing would shard or train.
+    """
+    if isinstance(fn, torch.nn.Module) and any(True for _ in fn.parameters()):
+        raise LossError(
+            f"{what} is a module, {type(fn).__name__}, whose own parameters would be neither sharded nor trained: take "
+            f"apply, params = sl.from_module(module), and a function of ({parameters}) that calls apply(params, ...)"
+        )
+    if not callable(fn):
+        raise LossError(f"{what} is to be a function of ({parameters}) and is {described(fn)}")
 
 
 def wants(fn: Callable[..., Any], name: str) -> bool:
@@ -54,34 +65,49 @@ def read_loss(value: Any, with_buffers: bool) -> Outcome:
     """Take apart ``loss``, ``(loss, aux)``, ``(loss, buffers)`` or ``((loss, aux), buffers)``.
 
     Raises:
-        LossError: not a scalar, or not of this form.
+        LossError: not a real scalar, not of this form, or a weight that depends on parameters.
     """
     buffers = None
     if with_buffers:
         if not _is_pair(value):
-            raise LossError(f"a loss function with buffers returns (loss, buffers) and gave {_told(value)}")
+            raise LossError(f"a loss function with buffers returns (loss, buffers) and gave {described(value)}")
         value, buffers = value
     aux = None
     if _is_pair(value):
         value, aux = value
-    total, weight = value if isinstance(value, Mean) else (value, None)
-    for name, part in (("total", total), ("weight", weight)) if isinstance(value, Mean) else (("loss", total),):
-        if name == "weight" and isinstance(part, (int, float)):
-            continue
-        if not isinstance(part, torch.Tensor) or part.numel() != 1:
-            raise LossError(
-                f"the {name} of the loss must be a scalar tensor and is {_told(part)}; reduce it with .mean(), or return "
-                "sl.Mean(total, weight), or (loss, aux) to hand out more"
-            )
-    if weight is None:
-        weight_tensor = torch.ones((), device=total.device)
-    else:
-        weight_tensor = torch.as_tensor(weight, device=total.device).detach().reshape(())
-    return Outcome(total.reshape(()), weight_tensor, weight is not None, aux, buffers)
+    if not isinstance(value, Mean):
+        _require_scalar("loss", value)
+        return Outcome(value.reshape(()), torch.ones((), device=value.device), False, aux, buffers)
+    total, weight = value
+    _require_scalar("total of the loss", total)
+    if not is_number(weight):
+        raise LossError(
+            f"the weight of the loss must be a number or a scalar tensor and is {described(weight)}; reduce it with .sum()"
+        )
+    if isinstance(weight, torch.Tensor) and weight.requires_grad:
+        raise LossError(
+            "the weight of the loss, the second of sl.Mean(total, weight), depends on parameters or on other tensors that "
+            "require gradients; its gradient is not computed, since the weight of all micro-batches and ranks is known only "
+            "after the last backward. Pass weight.detach(), or return the quotient, a scalar, as the loss"
+        )
+    return Outcome(total.reshape(()), as_number(weight, total.device), True, aux, buffers)
 
 
-def require_gradient(total: torch.Tensor) -> None:
-    if not total.requires_grad:
+def _require_scalar(name: str, value: Any) -> None:
+    if isinstance(value, torch.Tensor) and value.is_complex():
+        raise LossError(
+            f"the {name} is complex, and only real ones can be made small; take .real, .abs() or .abs().square() of it"
+        )
+    if not is_number(value) or not isinstance(value, torch.Tensor):
+        raise LossError(
+            f"the {name} must be a scalar tensor and is {described(value)}; reduce it with .mean(), or return "
+            "sl.Mean(total, weight), or (loss, aux) to hand out more"
+        )
+
+
+def require_gradient(outcome: Outcome) -> None:
+    """Refuse a loss without one, but for a `Mean` to which this batch adds nothing: total and weight of 0, say."""
+    if not outcome.total.requires_grad and not (outcome.weighted and outcome.weight == 0):
         raise LossError(
             "the loss does not depend on any trained parameter, so it has no gradient; check for .detach(), .item() or "
             "torch.no_grad() in the loss function, and for freeze() that matches everything"
@@ -97,106 +123,9 @@ def refuse_reentrant_checkpoints(total: torch.Tensor) -> None:
             continue
         seen.add(node)
         if node.name() == "CheckpointFunctionBackward":
-            raise LossError(
-                "the loss calls torch.utils.checkpoint with use_reentrant=True, which loses gradients of parameters here; "
-                "pass use_reentrant=False, or mark blocks with sl.block and add sl.remat() to the plan"
-            )
+            raise LossError(f"the loss {REENTRANT}")
         todo += [previous for previous, _ in node.next_functions]
-
-
-def cast(leaf: Any, plan: Plan) -> Any:
-    """A leaf of a batch as the loss sees it: floats in the dtype that the plan says."""
-    if plan.cast_batch is not None and isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-        return leaf.to(plan.cast_batch)
-    return leaf
-
-
-def split_batch(batch: Tree, plan: Plan, mesh: Mesh) -> list[Tree]:
-    """Micro-batches: every tensor with dimensions cut along dimension 0; floats cast as the plan says.
-
-    Raises:
-        BatchError: a leaf on another device, or whose dimension 0 does not divide; lists all.
-    """
-    paths, leaves, treedef = flatten(batch)
-    tensors = [(path, leaf) for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
-    n = plan.microbatches
-    failures = [
-        f"{path or 'batch'}: on {leaf.device}, the mesh is on {mesh.device}; move it with .to({str(mesh.device)!r})"
-        for path, leaf in tensors
-        if leaf.device != mesh.device
-    ]
-    failures += [
-        f"{path or 'batch'}: dimension 0 of shape {tuple(leaf.shape)} does not divide into {n} micro-batches"
-        for path, leaf in tensors
-        if leaf.dim() and (leaf.shape[0] % n if plan.pipeline is None else leaf.shape[0] < n)
-    ]
-    if failures:
-        raise BatchError(
-            f"rank {mesh.rank}'s batch does not fit the plan:\n{listing(failures)}\nUse a batch per rank whose size is a "
-            f"multiple of {n}, the number of micro-batches, on the mesh's device."
-        )
-
-    def part(leaf: Any, index: int) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        leaf = cast(leaf, plan)
-        return leaf.tensor_split(n)[index] if leaf.dim() and n > 1 else leaf
-
-    return [unflatten(treedef, [part(leaf, index) for leaf in leaves]) for index in range(n)]
-
-
-def require_same_batch(batch: Tree, plan: Plan, mesh: Mesh) -> None:
-    """Hold together the batches of ranks that share one: those along axes that do not share the batch out.
-
-    Raises:
-        RankMismatch: they differ; names the leaves and the ranks.
-    """
-    axes = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in plan.batch_axes]
-    if not axes:
-        return
-    paths, leaves, _ = flatten(batch)
-    sums = {path: checksum(leaf) for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, torch.Tensor)}
-    primitives.require_equal(
-        mesh,
-        "batches",
-        {path or "batch": found for path, found in sums.items()},
-        f"Ranks along axis {', '.join(map(repr, axes))} work on one batch: choose it by mesh.coords of "
-        f"{', '.join(map(repr, plan.batch_axes)) or 'nothing'} alone.",
-        axes,
-    )
-
-
-def is_mean(value: Any) -> bool:
-    return isinstance(value, Mean)
-
-
-def map_means(fn: Callable[[Mean], Any], tree: Tree) -> Tree:
-    """``fn`` applied to every `Mean` of a pytree; other leaves stay."""
-    return optree.tree_map(lambda leaf: fn(leaf) if is_mean(leaf) else leaf, tree, is_leaf=is_mean)
-
-
-def add_means(total: Tree, part: Tree) -> Tree:
-    """Two results of one function: sums and weights added up, detached; other leaves are ``part``'s. None: no first one."""
-
-    def detached(value: Any) -> torch.Tensor:
-        return torch.as_tensor(value, dtype=torch.float64).detach()
-
-    part = map_means(lambda mean: Mean(*map(detached, mean)), part)
-    if total is None:
-        return part
-    before = iter(means_of(total))
-    return map_means(lambda mean: Mean(*(a + b for a, b in zip(next(before), mean))), part)
-
-
-def means_of(tree: Tree) -> list[Mean]:
-    return [leaf for leaf in optree.tree_leaves(tree, is_leaf=is_mean) if is_mean(leaf)]
 
 
 def _is_pair(value: Any) -> bool:
     return isinstance(value, tuple) and len(value) == 2 and not isinstance(value, Mean)
-
-
-def _told(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    return f"{type(value).__name__}"

@@ -9,6 +9,7 @@ import torch
 
 from shardlib.blocks import Sequential
 from shardlib.errors import IllegalComposition, TreeError
+from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Gradients, Route
 from shardlib.execute.interpreter import Compute, Interpreter, Place, Stage
 from shardlib.execute.messages import (
@@ -96,6 +97,10 @@ class Pipe:
         self._sum_over_homes(found)
         return {bucket.name: found[bucket.name] for bucket in self._plan.trained}
 
+    def executor(self, stage: int, microbatch: int) -> Executor:
+        """What runs a micro-batch that is under way in a stage of this rank."""
+        return self._place.stages[stage].runs[microbatch].executor
+
     def evaluate(self, params: Sharded, batch: Tree, rng: Key | None = None) -> Any:
         """A forward of the whole batch without gradients; the last stage's result on every rank."""
         compute = self.computing([batch], [rng])
@@ -109,7 +114,7 @@ class Pipe:
         def noted(stage: int, microbatch: int, tree: Tree, carry: Any) -> Any:
             value = compute(stage, microbatch, tree, carry)
             if self.ends(stage):
-                result.append(value)
+                result.append(self.executor(stage, microbatch).outside(value))
             return value
 
         Interpreter(self._place, params, noted, None, None).run(order)

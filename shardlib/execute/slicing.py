@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardlib.collectives import pairs
 from shardlib.collectives.cross_entropy import vocab_cross_entropy
 from shardlib.errors import HandleError, SpecError, listing
-from shardlib.execute.handles import Handle, Source, kind_of, materialise
+from shardlib.execute.handles import Handle, Source, kind_of, materialise, refuse_max_norm
 from shardlib.execute.sequence import SequenceParts
 from shardlib.functional import embedding, linear_cross_entropy, own_slice, slice_of, widened
 from shardlib.mesh import Mesh
@@ -233,8 +233,10 @@ def _embedding(
     style = _style(weight)
     if style is None or style.kind != "vocab":
         raise HandleError(f"{weight._path} is looked up and has the style {style}; give its layer the style 'vocab'")
-    if max_norm is not None or scale_grad_by_freq:
-        raise HandleError(f"{weight._path}: max_norm and scale_grad_by_freq need the whole embedding; do not slice it")
+    if max_norm is not None:
+        refuse_max_norm(weight)
+    if scale_grad_by_freq:
+        raise HandleError(f"{weight._path}: scale_grad_by_freq needs the whole embedding; do not slice it")
     slices, local = weight._slices, _held(weight)
     if slices.cuts_sequence(style.axis):  # ``ids`` are whole, what is found is this rank's part
         slices.parts.note("enter")

@@ -12,36 +12,26 @@ import torch
 
 from shardlib.collectives import primitives
 from shardlib.collectives.sums import Errors
-from shardlib.errors import BatchError, HandleError, IllegalComposition, NonFiniteError, TreeError
+from shardlib.errors import BatchError, HandleError, IllegalComposition, LossError, NonFiniteError, TreeError
 from shardlib.exchange import Compression
+from shardlib.execute.batches import as_tensors, require_same_batch, rows_of, split_batch
 from shardlib.execute.buffers import average_buffers
 from shardlib.execute.copies import require_alike
 from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Gradients, Route, plain_route
-from shardlib.execute.losses import (
-    Outcome,
-    add_means,
-    is_compiled,
-    map_means,
-    means_of,
-    needs,
-    read_loss,
-    require_gradient,
-    require_same_batch,
-    split_batch,
-    wants,
-)
+from shardlib.execute.losses import Outcome, is_compiled, needs, read_loss, require_function, require_gradient, wants
+from shardlib.execute.means import quotients, sum_means
 from shardlib.execute.pipeline import Pipe
 from shardlib.execute.sequence import require_whole_loss
-from shardlib.functional import Mean
+from shardlib.execute.totals import Sums, Totals
 from shardlib.kernels.global_norm import sum_of_squares
 from shardlib.mesh import Mesh
 from shardlib.optim.own_exchange import OwnExchange
-from shardlib.optim.shards import MeshShards, sum_over
+from shardlib.optim.shards import MeshShards
 from shardlib.plan import Plan
 from shardlib.rng import Key, seeding_torch
 from shardlib.sharded import Sharded
-from shardlib.tree import Tree, leaves_of
+from shardlib.tree import Tree
 
 
 @dataclass
@@ -49,19 +39,21 @@ class Evaluation:
     """A loss and its gradients.
 
     Attributes:
-        loss: the mean over the global batch, 0-d.
+        loss: the mean over the global batch, 0-d; 0 where nothing in it weighs.
+        weight: what the loss was divided by, on the host: 0 where nothing weighs, and then the gradient is 0 as well.
         aux: what the loss function handed out beside it, or None.
         buffers: the buffers it returned, or None.
         grads: bucket name -> this rank's shard of the summed gradient, still to be multiplied by ``scale``.
         scale: what makes the sum the gradient of the mean loss (also undoes the loss scale); None for 1.
         norm: the gradient's global norm, 0-d, after ``scale``. Of gradients that are left unreduced, the root mean square of
             the norms of the ranks' own.
-        finite: whether the loss and every gradient are finite, on every rank.
+        finite: whether the loss, its weight and every gradient are finite, on every rank, also once multiplied by ``scale``.
         shards: sums over the gradients' elements; knows their squares already.
         errors: what compressed exchanges have left out by now.
     """
 
     loss: torch.Tensor
+    weight: float
     aux: Any
     buffers: Any
     grads: dict[str, torch.Tensor]
@@ -76,15 +68,19 @@ class LossStep:
     """A loss function bound to a plan.
 
     Raises:
+        LossError: a loss function that is a module, or not callable.
         HandleError: a compiled loss function with a plan that gathers parameters.
     """
 
     def __init__(self, loss_fn: Callable[..., Any], plan: Plan, mesh: Mesh, with_buffers: bool) -> None:
+        require_function(loss_fn, "the loss function", "params, buffers, batch" if with_buffers else "params, batch")
         self._loss_fn, self._plan, self._mesh, self._with_buffers = loss_fn, plan, mesh, with_buffers
         self._compression = Compression(plan.codecs, mesh)
         self._own = OwnExchange(plan, mesh) if plan.owned else None
         self._wants_rng = wants(loss_fn, "rng")
-        self._met = False  # whether the ranks have compared batches and gradients, as they do once
+        self._met = False  # whether the ranks have compared their batches, and gradients, as they do once
+        computed = [torch.promote_types(bucket.reduce_dtype, torch.float32) for bucket in plan.trained]
+        self._largest = min((torch.finfo(dtype).max for dtype in computed), default=math.inf)
         self._pipe: Pipe | None = None
         if plan.pipeline is not None:
             if with_buffers:
@@ -115,60 +111,75 @@ class LossStep:
         *,
         comm: dict[str, torch.Tensor],
         unreduced: tuple[str, ...] = (),
+        reached: set[str] | None = None,
     ) -> Evaluation:
-        """``comm``: the errors of compressed exchanges. ``unreduced``: axes over which gradients stay this rank's own."""
+        """``comm``: the errors of compressed exchanges. ``unreduced``, ``reached``: see `Route`."""
         plan, mesh = self._plan, self._mesh
-        route = Route(self._compression, Errors(comm), unreduced)
+        route = Route(self._compression, Errors(comm), unreduced, reached)
         if rng is None and needs(self._loss_fn, "rng"):
             raise TreeError("the loss function has a parameter rng and none was given; pass rng=sl.Key(seed)")
+        batch = as_tensors(batch, mesh.device)
         parts = split_batch(batch, plan, mesh)
-        first, self._met = not self._met, True
-        if first:
+        if not self._met:
             require_same_batch(batch, plan, mesh)
-        # The sums over micro-batches, and then over ranks, of losses and weights. Then what is summed over all ranks: the
-        # gradient's squares, whether a rank strayed, and of a pipeline whether the loss is a `Mean` and whether it has
-        # aux, which ranks without the loss cannot know.
-        sums = torch.zeros(6 if self._pipe else 4, dtype=torch.float64, device=mesh.device)
+        totals = Totals(plan, mesh)
         records = self._pipe.records if self._pipe else [self.executor.record]
         for record in records:
             record.strays.clear()
         run = self._one_by_one if self._pipe is None else self._through_stages
-        grads, outcome = run(params, parts, buffers, rng, loss_scale, sums, route)
-        if first and plan.styles:
-            require_alike(grads, plan, mesh)
+        grads = run(params, parts, buffers, rng, loss_scale, totals, route)
         shards = MeshShards(plan, mesh, unreduced, self._own, route.errors)
-        sums[2] = shards.local_sum(sum_of_squares, grads)
-        sums[3] = any(record.strays for record in records)
-        sum_over(mesh, plan.loss_axes, sums)
-        sum_over(mesh, tuple(axis for axis in mesh.shape if axis not in plan.loss_axes), sums[2:])
-        if sums[3] > 0:
+        sums = totals.over_ranks(shards.local_sum(sum_of_squares, grads), any(record.strays for record in records))
+        if sums.strayed:
             for record in records:
                 record.reconcile()
-        total, weight, squares = sums[:3].unbind()
-        shards.remember(sum_of_squares, grads, squares)
-        weighted, aux = outcome.weighted, outcome.aux
+        totals.require_agreement()
+        if not self._met:
+            require_alike(grads, plan, mesh)
+            self._met = True
+        shards.remember(sum_of_squares, grads, sums.squares)
+        aux = totals.aux
         if self._pipe is not None:
-            weighted = bool(sums[4] > 0)
-            if not weighted:
+            if not sums.weighted:
                 _require_even(parts)
-            aux = self._pipe.hand_out(aux) if sums[5] > 0 else None
-        scale = (1.0 / (weight * loss_scale)) if weighted else torch.full_like(total, 1.0 / loss_scale)
-        scale = scale * math.prod(mesh.shape[axis] for axis in unreduced)  # a mean over them is to give the gradient
+            aux = self._pipe.hand_out(aux) if sums.with_aux else None
+        loss, scale, norm, finite = self._mean(sums, loss_scale, math.prod(mesh.shape[axis] for axis in unreduced))
         return Evaluation(
-            loss=total / weight,
-            aux=reduce_means(aux, plan, mesh),
-            buffers=average_buffers(outcome.buffers, plan, mesh),
+            loss=loss,
+            weight=sums.numbers[1],
+            aux=quotients(sum_means(aux, plan, mesh)),
+            buffers=average_buffers(totals.buffers, plan, mesh),
             grads=grads,
-            scale=None if not weighted and loss_scale == 1.0 and not unreduced else scale,
-            norm=squares.sqrt() * scale,
-            finite=bool(torch.isfinite(sums).all()),
+            scale=scale if sums.weighted or loss_scale != 1.0 or unreduced else None,
+            norm=norm,
+            finite=finite,
             shards=shards,
             errors=route.errors,
         )
 
+    def _mean(self, sums: Sums, loss_scale: float, ranks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
+        """The loss, what makes the summed gradient that of the loss, its norm, and whether all of it is finite.
+
+        ``ranks`` have gradients of their own, of which the mean is to be the gradient.
+        """
+        total, weight, squares = sums.numbers
+        if weight == 0:
+            nothing = torch.zeros_like(sums.total)
+            return nothing, nothing, nothing, True
+        by = (1.0 / (sums.weight * loss_scale)) if sums.weighted else torch.full_like(sums.total, 1.0 / loss_scale)
+        scale = by * ranks
+        factor = ranks / ((weight if sums.weighted else 1.0) * loss_scale)
+        if factor > self._largest:
+            raise LossError(
+                f"the weights of sl.Mean sum to {weight:g}, by which gradients cannot be divided: {factor:g} is beyond their "
+                "dtype. Multiply total and weight by the same number"
+            )
+        finite = all(map(math.isfinite, (weight, total / weight))) and math.sqrt(squares) * factor <= self._largest
+        return sums.total / sums.weight, scale, sums.squares.sqrt() * scale, finite
+
     def trace(self, params: Sharded, batch: Tree, buffers: Any, rng: Key) -> None:
         """Run the first micro-batch for the sake of the executor's record of touches alone."""
-        part = split_batch(batch, self._plan, self._mesh)[0]
+        part = split_batch(as_tensors(batch, self._mesh.device), self._plan, self._mesh)[0]
         self._microbatch(params, self.executor.gradients(plain_route(self._mesh)), part, 0, buffers, rng, 1.0)
 
     def _one_by_one(
@@ -178,17 +189,16 @@ class LossStep:
         buffers: Any,
         rng: Key | None,
         loss_scale: float,
-        sums: torch.Tensor,
+        totals: Totals,
         route: Route,
-    ) -> tuple[dict[str, torch.Tensor], Outcome]:
-        """Forward and backward of each micro-batch in turn: gradients, and the last one's outcome with means of all."""
+    ) -> dict[str, torch.Tensor]:
+        """Forward and backward of each micro-batch in turn: gradients. What else was found goes to ``totals``."""
         gradients = self.executor.gradients(route)
-        outcome, aux = _NO_OUTCOME, None
         for index, part in enumerate(parts):
             outcome = self._microbatch(params, gradients, part, index, buffers, rng, loss_scale)
-            buffers, aux = outcome.buffers, add_means(aux, outcome.aux)
-            _add(sums, outcome)
-        return gradients.result(), outcome._replace(aux=aux)
+            buffers = outcome.buffers
+            totals.add(outcome)
+        return gradients.result()
 
     def _through_stages(
         self,
@@ -197,10 +207,10 @@ class LossStep:
         _: Any,
         rng: Key | None,
         loss_scale: float,
-        sums: torch.Tensor,
+        totals: Totals,
         route: Route,
-    ) -> tuple[dict[str, torch.Tensor], Outcome]:
-        """All micro-batches through the pipeline: gradients, and where the loss is what `_one_by_one` gives."""
+    ) -> dict[str, torch.Tensor]:
+        """All micro-batches through the pipeline: gradients. Where the loss is, what else was found goes to ``totals``."""
         plan, pipe = self._plan, self._pipe
         assert pipe is not None
         keys = self._keys(parts, rng)
@@ -214,8 +224,8 @@ class LossStep:
             if not pipe.ends(stage):
                 return result
             outcome = read_loss(result, False)
-            require_gradient(outcome.total)
-            outcomes[microbatch] = outcome._replace(total=outcome.total.detach())
+            require_gradient(outcome)
+            outcomes[microbatch] = _kept(outcome, pipe.executor(stage, microbatch))
             return outcome.total
 
         first = pipe.records[0].order is None
@@ -224,16 +234,9 @@ class LossStep:
             done = {step for record in pipe.records for step in record.done}
             loss = (outcomes[0].total, outcomes[0].weight) if outcomes else None
             require_whole_loss(plan.sequence, self._mesh, done, loss, [pipe.axis])
-        outcome, aux = _NO_OUTCOME, None
         for index in sorted(outcomes):
-            outcome = outcomes[index]
-            aux = add_means(aux, outcome.aux)
-            _add(sums, outcome)
-        if not outcomes:
-            return grads, outcome
-        outcome = outcome._replace(aux=aux)
-        sums[4], sums[5] = float(outcome.weighted), float(outcome.aux is not None)
-        return grads, outcome
+            totals.add(outcomes[index])
+        return grads
 
     def _microbatch(
         self,
@@ -255,12 +258,12 @@ class LossStep:
             inputs = (tree, buffers, batch) if self._with_buffers else (tree, batch)
             with seeding_torch(key, self._mesh.device):
                 outcome = read_loss(self._loss_fn(*inputs, **extra), self._with_buffers)
-            require_gradient(outcome.total)
+            require_gradient(outcome)
             record = self.executor.record
             if plan.sequence and record.order is None:
                 require_whole_loss(plan.sequence, self._mesh, record.done, (outcome.total, outcome.weight))
             seed.fill_(self._seed(outcome, loss_scale))
-            return outcome.total, outcome._replace(total=outcome.total.detach())
+            return outcome.total, _kept(outcome, self.executor)
 
         seed = torch.ones((), dtype=torch.float64, device=self._mesh.device)
         return self.executor.backward(params, gradients, index == plan.microbatches - 1, run, seed)
@@ -274,28 +277,22 @@ class LossStep:
         """Each micro-batch's key. Its slot is its first row in the global batch, in units of its own rows."""
         if rng is None:
             return [None] * len(parts)
-        rows = [_rows(part) for part in parts]
+        rows = [rows_of(part) for part in parts]
         first = batch_index(self._plan, self._mesh) * sum(rows)
         starts = [first + sum(rows[:index]) for index in range(len(rows))]
         return [rng.at_slot(Fraction(start, count)) for start, count in zip(starts, rows)]
 
 
-_NO_OUTCOME = Outcome(torch.zeros(()), torch.zeros(()), False, None, None)
-
-
-def _add(sums: torch.Tensor, outcome: Outcome) -> None:
-    sums[0] += outcome.total.detach()
-    sums[1] += outcome.weight
-
-
-def _rows(batch: Tree) -> int:
-    """Dimension 0 of a batch: that of its first tensor with dimensions."""
-    return next((leaf.shape[0] for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), 1)
+def _kept(outcome: Outcome, executor: Executor) -> Outcome:
+    """What of an outcome outlives its micro-batch."""
+    return outcome._replace(
+        total=outcome.total.detach(), aux=executor.outside(outcome.aux), buffers=executor.outside(outcome.buffers)
+    )
 
 
 def _require_even(parts: list[Tree]) -> None:
     """Refuse micro-batches that a mean over each would weigh alike; where the ranks of all stages know what the loss is."""
-    rows = [_rows(part) for part in parts]
+    rows = [rows_of(part) for part in parts]
     if len(set(rows)) > 1:
         raise BatchError(
             f"the batch's {sum(rows)} rows make {len(rows)} micro-batches of different sizes, and the loss is a mean over "
@@ -311,22 +308,6 @@ def batch_index(plan: Plan, mesh: Mesh) -> int:
     return index
 
 
-def reduce_means(tree: Tree, plan: Plan, mesh: Mesh) -> Tree:
-    """Every `Mean` of a pytree as a number over all ranks' batches; other leaves stay this rank's own."""
-    means = means_of(tree)
-    if not means:
-        return tree
-    values = torch.stack([torch.as_tensor(value, dtype=torch.float64).detach() for mean in means for value in mean])
-    sum_over(mesh, plan.batch_axes, values)
-    results = iter(values.view(-1, 2).unbind())
-
-    def quotient(_: Mean) -> torch.Tensor:
-        total, weight = next(results)
-        return total / weight
-
-    return map_means(quotient, tree)
-
-
 def first_bad_leaf(evaluation: Evaluation, plan: Plan, mesh: Mesh) -> str:
     """The path of the first leaf (in the plan's order, over all ranks) whose gradient is not finite, or ""."""
     order = {placement.path: number for number, placement in enumerate(plan.placements)}
@@ -338,11 +319,29 @@ def first_bad_leaf(evaluation: Evaluation, plan: Plan, mesh: Mesh) -> str:
     return min(everyone, key=order.__getitem__, default="")
 
 
-def require_finite(evaluation: Evaluation, plan: Plan, mesh: Mesh, step: int) -> None:
-    """Raise `NonFiniteError`, naming the step and the first leaf, on every rank alike."""
-    path = first_bad_leaf(evaluation, plan, mesh)
-    what = f"the gradient of {path}" if path else "the loss"
-    raise NonFiniteError(
-        f"step {step}: {what} is not finite (loss {evaluation.loss.item():g}). The state is unchanged. Lower the learning "
-        "rate, clip gradients, or pass nonfinite='skip' to make_train_step to drop such steps"
-    )
+def require_usable(evaluation: Evaluation, plan: Plan, mesh: Mesh, step: int) -> None:
+    """Hold an evaluation to what an update can be made of, on every rank alike.
+
+    Raises:
+        NonFiniteError: loss, weight or gradient are not finite; names the step and the first leaf.
+        LossError: nothing in the batch weighs.
+    """
+    if not evaluation.finite:
+        path = first_bad_leaf(evaluation, plan, mesh)
+        norm, weight = evaluation.norm.item(), evaluation.weight
+        if path:
+            what = f"the gradient of {path}"
+        elif not math.isfinite(weight):
+            what = f"the weight of sl.Mean ({weight:g})"
+        else:
+            what = "the loss" if not evaluation.loss.isfinite() else f"the gradient's norm ({norm:g}, in its dtype)"
+        raise NonFiniteError(
+            f"step {step}: {what} is not finite (loss {evaluation.loss.item():g}). The state is unchanged. Lower the "
+            "learning rate, clip gradients, or pass nonfinite='skip' to make_train_step to drop such steps"
+        )
+    if evaluation.weight == 0:
+        raise LossError(
+            f"step {step}: the weights of sl.Mean are 0 on all ranks and in all micro-batches, so there is no mean to train "
+            "on. The state is unchanged. Leave out batches in which nothing counts, or pass nonfinite='skip' to "
+            "make_train_step to drop such steps"
+        )

@@ -50,8 +50,10 @@ class _Attach(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         if all(grad is None for grad in grads):
             return None, None
-        if ctx.state.summing is not None and ctx.state.summing.add_leaves(ctx.state.bucket, grads):
-            return None, None
+        if ctx.state.summing is not None:
+            ctx.state.summing.note(ctx.state.bucket.paths, grads)
+            if ctx.state.summing.add_leaves(ctx.state.bucket, grads):
+                return None, None
         return ctx.state.bucket.pack(grads, ctx.state.bucket.reduce_dtype), None
 
 
@@ -79,6 +81,7 @@ class BucketState:
         anchor: the graph input of its root; what `torch.autograd.grad` differentiates to.
         summing: set for the backward proper: gradients may go straight to their sums. (One that the loss itself takes
             must stay in the graph.)
+        written: whether the function has written to the parameters in place, as far as it is known.
     """
 
     def __init__(
@@ -99,6 +102,8 @@ class BucketState:
         self.root: torch.Tensor | None = None
         self.summing: Gradients | None = None
         self._coming: Gather | None = None
+        self.written = False
+        self._version = 0
 
     @property
     def gathers(self) -> bool:
@@ -106,7 +111,8 @@ class BucketState:
 
     def bind(self, stored: torch.Tensor, gradients: Gradients | None) -> None:
         self.stored = stored
-        self.whole = None if self.gathers else stored
+        self.written = False
+        self._hold(None if self.gathers else stored)
         self.anchor = self.root = self.summing = None
         self._keeps = gradients is not None
         if gradients is not None and self.bucket.trainable:
@@ -127,7 +133,7 @@ class BucketState:
 
     def arrive(self) -> None:
         if self._coming is not None:
-            self.whole = self._coming.wait()
+            self._hold(self._coming.wait())
             if self._keeps and self._second is None and self._second_level is not None:
                 self._second = self._coming.passed[self._second_level]
             self._coming = None
@@ -137,7 +143,18 @@ class BucketState:
             self._coming.wait()  # an exchange under way writes to memory that must outlive it
             self._coming = None
         if self.gathers:
+            self.look()
             self.whole = None
+
+    def look(self) -> None:
+        """Note whether the parameters that are here have been written to since they came."""
+        if self.whole is not None and _version(self.whole) != self._version:
+            self.written = True
+
+    def _hold(self, whole: torch.Tensor | None) -> None:
+        self.whole = whole
+        if whole is not None:
+            self._version = _version(whole)
 
     def leaves(self) -> list[torch.Tensor]:
         """The whole leaves, connected to the root when there is one."""
@@ -147,6 +164,11 @@ class BucketState:
         leaves = list(_Attach.apply(self.root, self))
         run_first(leaves[0])
         return [leaf.view_as(leaf) for leaf in leaves] if self._apart else leaves
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Counts writes to its memory; views share it."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class UnitState:

@@ -66,7 +66,8 @@ def shared_library(recipe: Recipe) -> Path:
                 if not library.exists():
                     _compile(recipe, command, library)
     except OSError as failure:
-        raise BuildError(f"{folder} cannot be used ({failure}); set SHARDLIB_CACHE to a writable folder") from failure
+        reason = failure.strerror or failure  # without the file's name, which is another for every library
+        raise BuildError(f"{folder} cannot be used ({reason}); set SHARDLIB_CACHE to a writable folder") from failure
     return library
 
 

@@ -16,7 +16,6 @@ import logging
 import os
 import pkgutil
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -79,7 +78,7 @@ def serving(operation: str, computed: torch.Tensor, using: str | None = None) ->
     reason = f"{operation}: rows of {computed.shape[-1]}, and {choice.name} takes {widest} at most"
     if using is not None:
         raise ValueError(f"{reason}; use 'reference'")
-    _warn(f"{reason}; plain torch serves, several times slower")
+    _warn(operation, f"{reason}; plain torch serves, several times slower")
     return _module(operation, "reference")
 
 
@@ -101,22 +100,16 @@ def _choose(operation: str, device: str) -> Choice:
 def _tell(operation: str, device: str, choice: Choice, slow: bool) -> None:
     _log.info("%s on %s: %s", operation, device, choice)
     reasons = "; ".join(choice.passed)
-    if slow and reasons:  # the other operations lack the same compiler
-        _warn(f"compiled kernels are not used on {device}, plain torch is, several times slower: {reasons}")
+    if slow and reasons:  # the other operations lack the same compiler, or the same folder
+        message = f"compiled kernels are not used on {device}, plain torch is, several times slower: {reasons}"
+        _warn(device, f"{message}; `shardlib doctor` says which")
 
 
-def _warn(message: str) -> None:
-    """Once, and not on every rank."""
-    if message not in _told and os.environ.get("RANK", "0") == "0":
-        _told.add(message)
+def _warn(about: str, message: str) -> None:
+    """Once about a device or an operation, whatever differs from one time to the next; and not on every rank."""
+    if about not in _told and os.environ.get("RANK", "0") == "0":
+        _told.add(about)
         _log.warning(message)
-
-
-def one_device(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Kernels take addresses, which mean nothing on another device."""
-    if len({tensor.device for tensor in tensors.values()}) > 1:
-        where = ", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items())
-        raise ValueError(f"{where}: move them to one device")
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:

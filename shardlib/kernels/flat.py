@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from shardlib.kernels.dispatch import choose, load, one_device
+from shardlib.kernels.arguments import check_tensors
+from shardlib.kernels.dispatch import choose, load
 
 NARROW = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float32, *NARROW)
@@ -25,6 +26,8 @@ def check(
         scale: a factor; 0-d float64 on their device.
         read: names of those that may be in any of `FLOATS` too.
     """
+    given = dict(tensors) if scale is None else {**tensors, "scale": scale}
+    check_tensors("an optimizer's step", given)
     first = tensors[like]
     for name, tensor in tensors.items():
         if tensor.shape != first.shape:
@@ -32,8 +35,7 @@ def check(
         allowed = NARROW if name == "copy" else (first.dtype, *(FLOATS if name in read else ()))
         if tensor.dtype not in allowed:
             raise TypeError(f"{name} is {tensor.dtype} beside {like} of {first.dtype}, not one of {allowed}: cast it")
-    one_device(tensors)
-    if scale is not None and (scale.dtype != torch.float64 or scale.device != first.device):
+    if scale is not None and scale.dtype != torch.float64:
         raise TypeError(f"scale is {scale.dtype} on {scale.device}: make it float64 on {first.device}")
 
 

@@ -35,8 +35,8 @@ class BERTConfig:
     ``pre_norm`` normalises what goes into a branch, and once more at the end, instead of the sum after it; with a
     ``layout`` (`shardlib.sparse`, for the length of the batches) attention computes its blocks alone.
 
-    Raises ValueError when ``heads`` does not divide ``width``, a size is below 1 or ``dropout`` lies
-    outside [0, 1).
+    Raises ValueError when ``heads`` does not divide ``width``, a size is below 1, ``dropout`` lies outside [0, 1), or the
+    layout is causal or of other heads.
     """
 
     vocab: int = 256
@@ -52,6 +52,8 @@ class BERTConfig:
 
     def __post_init__(self) -> None:
         check_sizes(self, "vocab", "layers", "width", "heads", "sequence", "segments")
+        if self.layout is not None and self.layout.causal:
+            raise ValueError("BERTConfig: BERT looks both ways, and the layout is causal: make it with causal=False")
 
 
 def init(config: BERTConfig, seed: int = 0, device: str | torch.device = "cpu") -> Params:
@@ -91,7 +93,9 @@ def _block(config: BERTConfig, params: Params, x: Tensor, key_mask: Tensor | Non
 
     def attend(x: Tensor) -> Tensor:
         size = config.width // config.heads
-        a = self_attention(params["attn"], x, size, partial(attention, key_mask=key_mask, layout=config.layout))
+        a = self_attention(
+            params["attn"], x, size, partial(attention, causal=False, key_mask=key_mask, layout=config.layout)
+        )
         return drop(config.dropout, a, rng, "attn")
 
     def think(x: Tensor) -> Tensor:

@@ -36,8 +36,8 @@ class GPTConfig:
     embedding and of each residual branch; ``tie`` uses the token embedding as the output layer too; with a ``layout``
     (`shardlib.sparse`, for the length of the batches) attention computes its blocks alone.
 
-    Raises ValueError when ``heads`` does not divide ``width``, a size is below 1 or ``dropout`` lies
-    outside [0, 1).
+    Raises ValueError when ``heads`` does not divide ``width``, a size is below 1, ``dropout`` lies outside [0, 1), or the
+    layout is of other heads.
     """
 
     vocab: int = 256

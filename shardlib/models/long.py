@@ -15,7 +15,7 @@ from torch import nn
 from shardlib.errors import BatchError, TreeError
 from shardlib.kernels.sparse_attention import sparse_attention
 from shardlib.rng import Key
-from shardlib.sparse import Layout
+from shardlib.sparse.layout import Layout, check_layout
 
 _NAME = "shardlib_sparse"
 # Where a model's learned positions are, and how many rows come before the first; Llama's are computed.
@@ -41,16 +41,24 @@ def with_sparse_attention(module: nn.Module, layout: Layout) -> nn.Module:
 
     Raises:
         TreeError: another model, or one that attends in some other way (GPT-2's ``reorder_and_upcast_attn``).
+        ValueError: a causal layout for an encoder.
     """
+    check_layout(layout)
     config = _config(module, _ATTENTION)
     if getattr(config, "reorder_and_upcast_attn", False):
         raise TreeError("reorder_and_upcast_attn computes whole scores: set it to False in the model's config")
+    name = _ATTENTION[config.model_type]
+    layers: list[Any] = [layer for layer in module.modules() if type(layer).__name__ == name]
+    for layer in layers:
+        if layout.causal and not layer.is_causal:
+            raise ValueError(
+                f"{type(module).__name__} looks both ways, and the layout is causal: make it with causal=False, or the "
+                "model with is_decoder=True in its config"
+            )
+    for layer in layers:
+        layer.sparse_layout = layout
     _register()
     config._attn_implementation = _NAME
-    name = _ATTENTION[config.model_type]
-    for layer in module.modules():
-        if type(layer).__name__ == name:
-            layer.sparse_layout = layout  # type: ignore[assignment]
     return module
 
 

@@ -2,136 +2,116 @@
 
 from __future__ import annotations
 
-import copy
+import glob
 import inspect
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
-from torch.utils._python_dispatch import _disable_current_modes
 
 from shardlib.blocks import Sequential, sequential
-from shardlib.errors import TreeError, listing
+from shardlib.errors import TreeError
 from shardlib.models.meta import initialised, reset_buffers
+from shardlib.models.refusals import require_all_used, require_module, require_no_renorm, require_trained
+from shardlib.models.skeleton import Buffers, Skeletons, buffers_of, hollow
 from shardlib.tree import Tree
 
 
-def from_module(module: nn.Module, buffers: bool = False, blocks: Sequence[nn.Module] | None = None) -> tuple[Any, ...]:
-    """A module as ``(apply, params)``, or with ``buffers=True`` as ``(apply, params, buffers)``.
+def from_module(
+    module: nn.Module, buffers: bool = False, blocks: Sequence[nn.Module] | None = None, frozen: bool = False
+) -> tuple[Any, ...]:
+    """Turn a module into ``(apply, params)``, or with ``buffers=True`` into ``(apply, params, buffers)``.
 
     ``apply(params, *args, **kwargs)`` calls the module; with buffers ``apply(params, buffers, *args, **kwargs)``
     returns ``(output, buffers)``. ``params`` is a nested dictionary by module path in which a ModuleList or
     Sequential is a list; its tensors are the module's own. Tied parameters stay tied. ``apply`` keeps the module's
-    structure and mode (train or eval) as they are now.
+    structure and mode (train or eval) as they are now. What the module writes to its buffers in a call, in place or by
+    assignment, is in the returned ``buffers`` and nowhere else; other attributes that it changes (``self.calls += 1``)
+    are not state: each thread's copy of the module has its own, and no checkpoint keeps them. `torch.utils.checkpoint` in
+    the module works with ``use_reentrant=False``: backward sees what the call saw, and writes to no buffer again.
 
     With ``blocks`` the result is ``(loss_fn, params)``: an `shardlib.sequential`, which `shardlib.pipeline` can cut into
     stages, and a list of trees, one per block. A block is a module of the module's own submodules, called as
     ``block(carry, batch) -> carry``; the first carry is None and the last block returns the loss (the module's own
     ``forward`` is not called). `shardlib.models.huggingface.decoder_blocks` makes them for transformers' decoders.
 
+    With ``frozen=True`` one more value comes last, the paths of parameters with ``requires_grad=False`` for
+    `shardlib.freeze`: ``apply, params, frozen = from_module(model, frozen=True)`` and ``sl.freeze(frozen)`` in the plan. So
+    a model of peft trains its adapters as it comes.
+
+    BatchNorm normalises each rank's share (and micro-batch) by itself, as in DistributedDataParallel. Its running
+    statistics pass from micro-batch to micro-batch; after a step `shardlib.make_train_step` makes them, as all floating
+    buffers, the mean over the ranks that share the batch out: of variances too, which is not the variance of the whole
+    batch. Integers (``num_batches_tracked``) are each rank's own.
+
     A module on the meta device has no values yet: then ``params`` is a function that makes them by each
     submodule's ``reset_parameters``, to be passed to `shardlib.shard`, which runs it piece by piece.
 
+    Parameters that the loss does not use (a head that is not asked for) are decayed by `shardlib.optim.adamw`, and not by
+    torch's: freeze those that `shardlib.unused_params` names.
+
     Raises:
-        TreeError: parameters with ``requires_grad=False`` (say so with `shardlib.freeze`), on the meta device without a
-            way to initialise them, or in none of the blocks; blocks together with ``buffers=True``. From ``apply`` and
-            ``loss_fn``: a buffer changed and ``buffers=True`` was not given.
+        TreeError: not a module, or one that cannot be copied; parameters with ``requires_grad=False`` and not
+            ``frozen=True``, on the meta device without a way to initialise them, or in none of the blocks; an embedding
+            with ``max_norm``; blocks together with ``buffers=True``. From ``apply`` and ``loss_fn``: a tree of other
+            parameters, or a buffer changed and ``buffers=True`` was not given.
     """
+    require_module(module)
     if blocks is not None:
         if buffers:
             raise TreeError(
                 "a loss made of blocks hands no buffers on; use from_module without buffers=True, or blocks="
             )
-        _refuse_left_out(module, blocks)
+        require_all_used(module, blocks)
         module = _Blocks(blocks)
-    _refuse_frozen(module)
-    held = dict(module.named_buffers(remove_duplicate=False))
-    if any(buffer.is_meta for buffer in held.values()):
-        held = reset_buffers(module)
-    structure = _Skeletons(module, held)
+    if not frozen:
+        require_trained(module)
+    require_no_renorm(module)
+    held = buffers_of(module)
+    if any(buffer is not None and buffer.is_meta for buffer in held.values()):
+        held |= reset_buffers(module)
+    skeletons = Skeletons(module, held)
     on_meta = any(parameter.is_meta for parameter in module.parameters())
-    params: Any = partial(_initialise, _hollow(module)) if on_meta else _tree(module)
+    params: Any = partial(_initialise, hollow(module)) if on_meta else _tree(module)
+
+    still = [_glob(n) for n, leaf in module.named_parameters(remove_duplicate=False) if not leaf.requires_grad]
+    last = (still,) if frozen else ()
 
     if isinstance(module, _Blocks):
-        return _in_sequence(module, structure), params
+        return _in_sequence(module, skeletons), params, *last
 
     if not buffers:
 
         def apply(params: Tree, *args: Any, **kwargs: Any) -> Any:
-            return _call(structure.get(), params, args, kwargs)
+            given = _flat(params)
+            return skeletons.beside(given, args)(given, args, kwargs)
 
-        return apply, params
+        return apply, params, *last
 
-    def apply_with_buffers(params: Tree, buffers: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        fresh = {name: buffer.clone() for name, buffer in buffers.items()}
-        out = functional_call(structure.get(), _flat(params) | fresh, args, kwargs, tie_weights=False)
-        return out, fresh
+    def apply_with_buffers(params: Tree, buffers: Buffers, *args: Any, **kwargs: Any) -> Any:
+        given = _flat(params)
+        return skeletons.beside(given, args).with_buffers(given, buffers, args, kwargs)
 
-    return apply_with_buffers, params, {name: buffer.detach().clone() for name, buffer in held.items()}
-
-
-def _call(skeleton: nn.Module, params: Tree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The module called with these parameters.
-
-    Raises:
-        TreeError: it changed a buffer.
-    """
-    versions = [buffer._version for buffer in skeleton.buffers()]
-    out = functional_call(skeleton, _flat(params), args, kwargs, tie_weights=False)
-    changed = [
-        name
-        for (name, buffer), version in zip(skeleton.named_buffers(), versions, strict=True)
-        if buffer._version != version
-    ]
-    if changed:
-        raise TreeError(
-            f"the module changed its buffers, which a pure function cannot:\n{listing(changed)}\nUse apply, params, "
-            "buffers = sl.from_module(module, buffers=True) (not with blocks), or module.eval()"
-        )
-    return out
+    fresh = {name: None if buffer is None else buffer.detach().clone() for name, buffer in held.items()}
+    return apply_with_buffers, params, fresh, *last
 
 
 class _Blocks(nn.ModuleList):
     """Modules that are called one after the other, each with a tree of its own."""
 
 
-def _in_sequence(blocks: _Blocks, structure: _Skeletons) -> Sequential:
+def _in_sequence(blocks: _Blocks, skeletons: Skeletons) -> Sequential:
     def one(index: int, module: nn.Module) -> Callable[..., Any]:
         def run(params: Tree, carry: Any, batch: Any, **rng: Any) -> Any:
-            return _call(structure.get().get_submodule(str(index)), params, (carry, batch), rng)
+            given = _flat(params)
+            return skeletons.beside(given, (carry, batch), str(index))(given, (carry, batch), rng)
 
         run.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]  # whether it takes rng
         return run
 
     return sequential([one(index, module) for index, module in enumerate(blocks)])
-
-
-class _Skeletons:
-    """The module without weights, one copy per thread: a call swaps weights into the module itself."""
-
-    def __init__(self, module: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
-        self._pattern = _hollow(module)  # never called: a thread may come to copy it while another is in a call
-        for name, buffer in buffers.items():
-            owner, _, leaf = name.rpartition(".")
-            self._pattern.get_submodule(owner)._buffers[leaf] = buffer.detach().clone()
-        self._local = threading.local()
-
-    def get(self) -> nn.Module:
-        if not hasattr(self._local, "module"):
-            # Not a part of what it is called in: a trace on fake tensors, a recomputed block, inference.
-            with _disable_current_modes(), torch.inference_mode(False):
-                self._local.module = copy.deepcopy(self._pattern)
-        return self._local.module
-
-
-def _hollow(module: nn.Module) -> nn.Module:
-    """A copy whose parameters are on the meta device, tied ones still tied."""
-    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()}
-    return copy.deepcopy(module, memo)
 
 
 def _own_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -192,20 +172,6 @@ def _initialise(hollow: nn.Module) -> Tree:
     return _tree(initialised(hollow))
 
 
-def _refuse_left_out(module: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    used = {id(parameter) for block in blocks for parameter in block.parameters()}
-    missing = [name for name, parameter in module.named_parameters() if id(parameter) not in used]
-    if missing:
-        raise TreeError(
-            f"parameters that none of the blocks has, so that they would not be trained:\n{listing(missing)}\nMake the "
-            "blocks of the module's own submodules (not copies), and of all of them"
-        )
-
-
-def _refuse_frozen(module: nn.Module) -> None:
-    frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
-    if frozen:
-        raise TreeError(
-            f"{len(frozen)} parameters have requires_grad=False, which a pytree of tensors cannot carry:\n"
-            f"{listing(frozen)}\nCall module.requires_grad_(True) and say which to freeze in the plan: sl.freeze([...])"
-        )
+def _glob(name: str) -> str:
+    """A pattern that matches the parameter of this dotted name alone."""
+    return glob.escape(name.replace(".", "/"))

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.rng import Key, dropout
+from shardlib.sparse.layout import check_layout
 from shardlib.transforms.tensor_slicing import column, row
 
 Params = dict[str, Any]
@@ -78,7 +79,9 @@ def drop(p: float, x: Tensor, rng: Key | None, name: str) -> Tensor:
 
 
 def check_sizes(config: Any, *names: str) -> None:
-    """Raises ValueError when a size is below 1, ``heads`` does not divide ``width`` or ``dropout`` is not in [0, 1)."""
+    """Raises ValueError when a size is below 1, ``heads`` does not divide ``width``, ``dropout`` is not in [0, 1) or the
+    layout has other heads.
+    """
     told = type(config).__name__
     for name in names:
         if getattr(config, name) < 1:
@@ -90,3 +93,8 @@ def check_sizes(config: Any, *names: str) -> None:
         )
     if not 0.0 <= config.dropout < 1.0:
         raise ValueError(f"{told}: dropout={config.dropout}, but it must lie in [0, 1)")
+    if config.layout is not None and check_layout(config.layout).heads not in (1, config.heads):
+        raise ValueError(
+            f"{told}: the layout has {config.layout.heads} heads and the model heads={config.heads}: make it for 1 head, "
+            "which stands for all, or for as many"
+        )

@@ -43,7 +43,8 @@ from shardlib.optim.schedules import (
     polynomial_schedule,
 )
 from shardlib.optim.sgd import sgd
-from shardlib.optim.shards import Shards, apply_updates
+from shardlib.optim.shards import Shards
+from shardlib.optim.storing import apply_updates
 from shardlib.optim.warmup import (
     warmup_constant_schedule,
     warmup_cosine_decay_schedule,

@@ -17,7 +17,7 @@ from shardlib.claims import LeafInfo
 from shardlib.kernels.global_norm import sum_of_squares
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.locality import Locality
-from shardlib.optim.ranges import check
+from shardlib.optim.ranges import check, is_integer, is_positive, is_share, is_size, is_step
 from shardlib.optim.schedules import Schedule, as_schedule
 from shardlib.optim.shards import Shards, device_of
 from shardlib.optim.stepping import Move, each, each_leaf, stepping
@@ -74,7 +74,8 @@ def adafactor(
     Args:
         lr: None for 1.
         min_dim_size_to_factor: parameters with two dimensions of at least this size are factored, over the two largest.
-        decay_rate: v ← β·v + (1−β)·(g² + eps) with β = 1 − (t + 1 − decay_offset)^−decay_rate at step t from 0.
+        decay_rate: v ← β·v + (1−β)·(g² + eps) with β = 1 − (t + 1 − decay_offset)^−decay_rate at step t from 0,
+            and 0 up to step ``decay_offset``.
         multiply_by_parameter_scale: scale is the root mean square of the parameter, at least 1e-3; else 1.
         clipping_threshold: the largest root mean square of a parameter's u.
         momentum: the update is the running mean of what it would be without.
@@ -87,14 +88,17 @@ def adafactor(
     """
     check(
         "adafactor",
-        "decay_rate is above 0, clipping_threshold above 0 or None, momentum at least 0 and below 1 or None, and "
-        "min_dim_size_to_factor at least 1",
-        decay_rate=(decay_rate, decay_rate > 0),
-        clipping_threshold=(clipping_threshold, clipping_threshold is None or clipping_threshold > 0),
-        momentum=(momentum, momentum is None or 0 <= momentum < 1),
-        min_dim_size_to_factor=(min_dim_size_to_factor, min_dim_size_to_factor >= 1),
+        "decay_rate and eps are above 0, clipping_threshold too or None, momentum at least 0 and below 1 or None, "
+        "weight_decay_rate at least 0 or None, decay_offset an integer and min_dim_size_to_factor one from 1",
+        decay_rate=(decay_rate, is_positive(decay_rate)),
+        decay_offset=(decay_offset, is_integer(decay_offset)),
+        clipping_threshold=(clipping_threshold, clipping_threshold is None or is_positive(clipping_threshold)),
+        momentum=(momentum, momentum is None or is_share(momentum)),
+        weight_decay_rate=(weight_decay_rate, weight_decay_rate is None or is_size(weight_decay_rate)),
+        eps=(eps, is_positive(eps)),
+        min_dim_size_to_factor=(min_dim_size_to_factor, is_step(min_dim_size_to_factor)),
     )
-    rate, carried = as_schedule(1.0 if lr is None else lr), momentum or 0.0
+    rate, carried = as_schedule(1.0 if lr is None else lr, "adafactor"), momentum or 0.0
     unfactored = Unfactored(min_dim_size_to_factor if factored else None)
 
     def init(params: Tree, shards: Shards) -> AdafactorState:
@@ -116,7 +120,7 @@ def adafactor(
         params: Tree, grads: Tree, state: AdafactorState, scale: torch.Tensor | None, shards: Shards
     ) -> tuple[AdafactorState, Move]:
         size, count = rate(state.count), state.count + 1
-        keep = float(1 - (count.to(torch.float64) - decay_offset) ** -decay_rate)
+        keep = float(1 - (count.to(torch.float64) - decay_offset).clamp(min=1) ** -decay_rate)
         infos = shards.about(params)
         grads = tree_map(torch.Tensor.contiguous, grads)  # cut into rows below
         if scale is not None:

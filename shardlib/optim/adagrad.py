@@ -8,7 +8,7 @@ import torch
 
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.locality import Locality
-from shardlib.optim.ranges import check
+from shardlib.optim.ranges import check, is_size
 from shardlib.optim.schedules import Schedule, as_schedule
 from shardlib.optim.shards import Shards
 from shardlib.optim.stepping import Move, each, stepping
@@ -31,10 +31,10 @@ def adagrad(lr: float | Schedule, initial_accumulator_value: float = 0.1, eps: f
     check(
         "adagrad",
         "initial_accumulator_value and eps are at least 0 (usually 0.1 and 1e-7)",
-        initial_accumulator_value=(initial_accumulator_value, initial_accumulator_value >= 0),
-        eps=(eps, eps >= 0),
+        initial_accumulator_value=(initial_accumulator_value, is_size(initial_accumulator_value)),
+        eps=(eps, is_size(eps)),
     )
-    rate = as_schedule(lr)
+    rate = as_schedule(lr, "adagrad")
 
     def init(params: Tree, _: Shards) -> AdagradState:
         return AdagradState(torch.zeros(()), tree_map(lambda p: torch.full_like(p, initial_accumulator_value), params))

@@ -10,9 +10,10 @@ import torch
 from shardlib.kernels.adamw import adamw_
 from shardlib.optim.base import GradientTransformation, apart
 from shardlib.optim.locality import Locality
+from shardlib.optim.ranges import check_adam
 from shardlib.optim.schedules import Schedule, as_schedule
 from shardlib.optim.shards import Shards
-from shardlib.tree import Tree, leaves_of, tree_map
+from shardlib.tree import Tree, check_alike, leaves_of, tree_map
 
 
 class AdamState(NamedTuple):
@@ -30,13 +31,36 @@ def adamw(
 
     m̂, v̂ are bias-corrected. Defaults as optax.adamw. Moments take the dtype of the parameters they are made for
     (fp32 masters, under `shardlib.precision`).
+
+    Decays every parameter it is given, as optax does, one that the loss does not use included: to leave those alone, as
+    torch.optim.AdamW does, freeze them (`shardlib.unused_params` finds them).
+
+    Raises:
+        ValueError: a hyper-parameter out of range.
     """
-    rate = as_schedule(lr)
+    return _adam("adamw", lr, b1, b2, eps, weight_decay)
+
+
+def adam(lr: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> GradientTransformation:
+    """Adam: update ``−lr·m̂/(√v̂ + eps)``.
+
+    Raises:
+        ValueError: a hyper-parameter out of range.
+    """
+    return _adam("adam", lr, b1, b2, eps, 0.0)
+
+
+def _adam(
+    what: str, lr: float | Schedule, b1: float, b2: float, eps: float, weight_decay: float
+) -> GradientTransformation:
+    check_adam(what, b1, b2, eps, weight_decay)
+    rate = as_schedule(lr, what)
 
     def init(params: Tree, _: Shards) -> AdamState:
         return AdamState(torch.zeros(()), tree_map(torch.zeros_like, params), tree_map(torch.zeros_like, params))
 
     def update(updates: Tree, state: AdamState, params: Tree, *, shards: Shards) -> tuple[Tree, AdamState]:
+        check_alike(what, updates, state.mu, ("updates", "moments"))
         step, count = rate(state.count), state.count + 1
         exact = count.to(torch.float64)  # 1 − b2 loses most of its digits in fp32
         mu = tree_map(lambda g, m: b1 * m + (1 - b1) * g.to(m.dtype), updates, state.mu)
@@ -64,8 +88,3 @@ def adamw(
         return after
 
     return GradientTransformation(init, update, Locality.ELEMENTWISE, apply=apply)
-
-
-def adam(lr: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> GradientTransformation:
-    """Adam: update ``−lr·m̂/(√v̂ + eps)``."""
-    return adamw(lr, b1, b2, eps, weight_decay=0.0)

@@ -34,7 +34,7 @@ def adamw8bit(
         ValueError: a hyper-parameter out of range.
     """
     check_adam("adamw8bit", b1, b2, eps, weight_decay)
-    rate = as_schedule(lr)
+    rate = as_schedule(lr, "adamw8bit")
 
     def init(params: Tree, _: Shards) -> AdamState:
         mu, nu = (tree_map(partial(zero_moment, coding=coding), params) for coding in (SIGNED, UNSIGNED))

@@ -8,9 +8,9 @@ import torch
 
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.locality import Locality
-from shardlib.optim.ranges import check
+from shardlib.optim.ranges import check, is_share
 from shardlib.optim.shards import Shards
-from shardlib.tree import Tree, tree_map
+from shardlib.tree import Tree, check_alike, tree_map
 
 
 class EmaState(NamedTuple):
@@ -42,12 +42,13 @@ def ema(decay: float, debias: bool = True) -> GradientTransformation:
     Raises:
         ValueError: ``decay`` is not in [0, 1).
     """
-    check("ema", "decay is at least 0 and below 1 (usually 0.999)", decay=(decay, 0 <= decay < 1))
+    check("ema", "decay is at least 0 and below 1 (usually 0.999)", decay=(decay, is_share(decay)))
 
     def init(params: Tree, _: Shards) -> EmaState:
         return EmaState(torch.zeros(()), tree_map(_wide_zeros, params))
 
     def update(updates: Tree, state: EmaState, params: Tree, *, shards: Shards) -> tuple[Tree, EmaState]:
+        check_alike("ema", updates, state.ema, ("tree", "average"))
         count = state.count + 1
         mean = tree_map(lambda u, e: e.lerp(u.to(e.dtype), 1 - decay), updates, state.ema)
         grown = 1 - decay ** count.to(torch.float64) if debias else 1.0
@@ -66,6 +67,7 @@ def swa() -> GradientTransformation:
         return SwaState(torch.zeros(()), tree_map(_wide_zeros, params))
 
     def update(updates: Tree, state: SwaState, params: Tree, *, shards: Shards) -> tuple[Tree, SwaState]:
+        check_alike("swa", updates, state.mean, ("tree", "average"))
         count = state.count + 1
         mean = tree_map(lambda u, m: m + (u.to(m.dtype) - m) / count, updates, state.mean)
         return tree_map(lambda u, m: m.to(u.dtype, copy=True), updates, mean), SwaState(count, mean)

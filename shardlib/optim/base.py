@@ -19,10 +19,11 @@ from shardlib.errors import IllegalComposition
 from shardlib.groups import EchoGroup
 from shardlib.mesh import Mesh
 from shardlib.optim.locality import Locality
-from shardlib.optim.shards import WHOLE, MeshShards, Shards, optimizer_shards, stored
+from shardlib.optim.shards import WHOLE, MeshShards, Shards
+from shardlib.optim.storing import optimizer_shards, stored
 from shardlib.plan import Plan
 from shardlib.sharded import Sharded
-from shardlib.tree import Tree, tree_map
+from shardlib.tree import Tree, check_alike, check_trained, tree_map
 
 
 class Apart(Protocol):
@@ -107,6 +108,7 @@ class GradientTransformation:
         """The state for ``params``: a pytree, or `Sharded` (then over this rank's flat shards)."""
         if isinstance(params, Sharded):
             return self.init(self._lower(params), shards=MeshShards(params.plan, params.mesh))
+        check_trained(params)
         return self._init(params) if self.locality is None else self._init(params, shards.allowing(self.locality))
 
     def sends(self, shards: Shards) -> Mapping[str, int]:
@@ -132,6 +134,8 @@ class GradientTransformation:
             if updates.role == "param":
                 return stored(updates, flat), state
             return Sharded(updates.plan, updates.mesh, "grad", flat), state
+        if params is not None:
+            check_alike("update", updates, params, ("updates", "parameters"))
         if self.locality is None:
             return self._update(updates, state, params)
         return self._update(updates, state, params, shards=shards.allowing(self.locality))

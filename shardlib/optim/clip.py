@@ -7,7 +7,7 @@ import torch
 from shardlib.kernels.global_norm import sum_of_squares
 from shardlib.optim.base import GradientTransformation, empty_init
 from shardlib.optim.locality import Locality
-from shardlib.optim.ranges import check
+from shardlib.optim.ranges import check, is_positive
 from shardlib.optim.shards import Shards
 from shardlib.tree import Tree, tree_map
 
@@ -20,8 +20,11 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
     Raises:
         ValueError: ``max_norm`` is not positive.
     """
-    if not max_norm > 0:
-        raise ValueError(f"clip_by_global_norm({max_norm}): the largest norm allowed must be positive")
+    check(
+        "clip_by_global_norm",
+        "the largest norm allowed is a number above 0",
+        max_norm=(max_norm, is_positive(max_norm)),
+    )
 
     def factor(updates: Tree, scale: torch.Tensor | None, shards: Shards) -> torch.Tensor:
         norm = shards.sum(sum_of_squares, updates).sqrt()
@@ -42,7 +45,9 @@ def clip_by_value(max_delta: float) -> GradientTransformation:
     Raises:
         ValueError: ``max_delta`` is not positive.
     """
-    check("clip_by_value", "the largest value allowed must be positive", max_delta=(max_delta, max_delta > 0))
+    check(
+        "clip_by_value", "the largest value allowed is a number above 0", max_delta=(max_delta, is_positive(max_delta))
+    )
 
     def update(updates: Tree, state: Tree, params: Tree, *, shards: Shards) -> tuple[Tree, Tree]:
         return tree_map(lambda update: update.clamp(-max_delta, max_delta), updates), state
@@ -58,7 +63,9 @@ def clip_by_block_norm(max_norm: float) -> GradientTransformation:
     Raises:
         ValueError: ``max_norm`` is not positive.
     """
-    check("clip_by_block_norm", "the largest norm allowed must be positive", max_norm=(max_norm, max_norm > 0))
+    check(
+        "clip_by_block_norm", "the largest norm allowed is a number above 0", max_norm=(max_norm, is_positive(max_norm))
+    )
 
     def update(updates: Tree, state: Tree, params: Tree, *, shards: Shards) -> tuple[Tree, Tree]:
         norms = shards.leaf_sums((sum_of_squares,), updates)[0].sqrt()

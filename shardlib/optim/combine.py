@@ -9,6 +9,7 @@ from dataclasses import replace
 from shardlib.optim.base import GradientTransformation, scaled
 from shardlib.optim.locality import widest
 from shardlib.optim.shards import WHOLE, Shards
+from shardlib.optim.wrapping import require_transformations
 from shardlib.tree import Tree
 
 
@@ -18,6 +19,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     The state is a tuple of their states. Unlike transforms of the plan, these do not commute.
 
     Raises:
+        TypeError: something else than a gradient transformation.
         ValueError: no transformations; two that reduce gradients themselves; `zero_one_adam` or `lookahead`, and not last.
     """
     return _in_turn("chain", transformations, tuple, tuple)
@@ -29,8 +31,12 @@ def named_chain(*transformations: tuple[str, GradientTransformation]) -> Gradien
     A checkpoint then goes by the names: transformations without a state may come and go between the others.
 
     Raises:
+        TypeError: something else than pairs of a name and a gradient transformation.
         ValueError: no transformations, or a name twice.
     """
+    for pair in transformations:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise TypeError(f"named_chain() takes pairs of a name and a transformation, not {pair!r}")
     names = [name for name, _ in transformations]
     if twice := [name for name, times in Counter(names).items() if times > 1]:
         raise ValueError(
@@ -53,6 +59,7 @@ def _in_turn(
     """``pack`` makes one state of theirs, ``unpack`` undoes it."""
     if not transformations:
         raise ValueError(f"{what}() needs at least one gradient transformation")
+    require_transformations(what, *transformations)
     *first, last = transformations
     for tx in first:
         if tx.last is not None:

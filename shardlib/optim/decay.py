@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardlib.optim.base import GradientTransformation, empty_init
 from shardlib.optim.locality import Locality
-from shardlib.optim.ranges import check
+from shardlib.optim.ranges import check, is_size
 from shardlib.optim.shards import Shards
 from shardlib.tree import Tree, tree_map
 
@@ -15,7 +15,7 @@ def add_decayed_weights(weight_decay: float) -> GradientTransformation:
     Raises:
         ValueError: ``weight_decay`` is negative.
     """
-    check("add_decayed_weights", "a decay is at least 0", weight_decay=(weight_decay, weight_decay >= 0))
+    check("add_decayed_weights", "a decay is at least 0", weight_decay=(weight_decay, is_size(weight_decay)))
 
     def update(updates: Tree, state: Tree, params: Tree, *, shards: Shards) -> tuple[Tree, Tree]:
         if params is None:

@@ -10,6 +10,7 @@ import torch
 from shardlib.errors import IllegalComposition
 from shardlib.optim.base import GradientTransformation, scaled, write_copies
 from shardlib.optim.locality import Locality
+from shardlib.optim.schedules import on_numbers
 from shardlib.optim.shards import Shards
 from shardlib.tree import Tree, flatten, leaves_of, tree_map, unflatten
 
@@ -42,11 +43,18 @@ def from_torch(optimizer_class: Optimizer, **options: Any) -> GradientTransforma
     some steps parameters are updated at once and in pieces of other shapes, and must come out equal.
 
     Raises:
+        TypeError: an optimizer in place of its class.
         IllegalComposition: they do not (Muon, Adafactor), or the optimizer needs a closure (LBFGS), sparse gradients
             (SparseAdam) or more than parameters and gradients; says why.
     """
+    given: object = optimizer_class
+    if isinstance(given, torch.optim.Optimizer):
+        name = type(given).__name__
+        raise TypeError(
+            f"from_torch takes the class, not an optimizer of parameters: from_torch(torch.optim.{name}, lr=...)"
+        )
     name = getattr(optimizer_class, "__name__", str(optimizer_class))
-    rate = options.pop("lr") if callable(options.get("lr")) else None
+    rate = on_numbers(options.pop("lr")) if callable(options.get("lr")) else None
 
     def make(params: list[torch.Tensor], count: torch.Tensor) -> torch.optim.Optimizer:
         now = options if rate is None else {**options, "lr": float(rate(count))}

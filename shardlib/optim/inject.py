@@ -9,9 +9,18 @@ from typing import Any, NamedTuple
 import torch
 
 from shardlib.optim.base import GradientTransformation
+from shardlib.optim.ranges import is_integer, is_number
+from shardlib.optim.schedules import on_numbers
 from shardlib.optim.shards import WHOLE, Shards
 from shardlib.optim.wrapping import require_no_axis
 from shardlib.tree import Tree
+
+
+class Varying(float):
+    """A number that may be another at the next step: 0 is not taken for what is left out."""
+
+    def __bool__(self) -> bool:
+        return True
 
 
 class InjectState(NamedTuple):
@@ -38,7 +47,8 @@ def inject_hyperparams(
         static_args: names of arguments to hand on as they are all the same.
 
     Raises:
-        ValueError: a static argument that the factory does not have, or nothing to inject.
+        ValueError: a static argument that the factory does not have, or nothing to inject; in a step too, a number that the
+            factory refuses.
         IllegalComposition: an optimizer that reduces gradients itself.
     """
     signature = inspect.signature(inner_factory)
@@ -53,29 +63,35 @@ def inject_hyperparams(
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = {name: value for name, value in bound.arguments.items() if name not in static}
-        schedules = {n: value for n, value in given.items() if callable(value) and not isinstance(value, type)}
+        schedules = {
+            n: on_numbers(value) for n, value in given.items() if callable(value) and not isinstance(value, type)
+        }
         numbers = {name: value for name, value in given.items() if _is_number(value, signature.parameters[name])}
         if not schedules and not numbers:
             raise ValueError(
                 f"inject_hyperparams: no argument of {inner_factory.__name__} is a number or a schedule (what it takes as "
                 "**options is not looked into); call it by itself"
             )
-        first = inner_factory(*bound.args, **bound.kwargs)
-        require_no_axis("inject_hyperparams", first)
 
         def at(count: torch.Tensor, hyperparams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            asked = {name: schedule(count).to("cpu", torch.float64) for name, schedule in schedules.items()}
+            asked = {name: schedule(count).cpu() for name, schedule in schedules.items()}
             return {name: asked.get(name, value) for name, value in hyperparams.items()}
 
         def inner(hyperparams: Mapping[str, torch.Tensor]) -> GradientTransformation:
             now = inspect.BoundArguments(signature, dict(bound.arguments))
-            now.arguments.update({name: value.item() for name, value in hyperparams.items()})
+            found = {name: value.item() for name, value in hyperparams.items()}
+            now.arguments.update(
+                {name: Varying(value) if name in schedules else value for name, value in found.items()}
+            )
             return inner_factory(*now.args, **now.kwargs)
+
+        first = inner({name: schedule(0) for name, schedule in schedules.items()})
+        require_no_axis("inject_hyperparams", first)
 
         def init(params: Tree, shards: Shards = WHOLE) -> InjectState:
             count = torch.zeros(())
             hyperparams = {name: torch.tensor(float(value), dtype=torch.float64) for name, value in numbers.items()}
-            hyperparams |= {name: schedule(count).to("cpu", torch.float64) for name, schedule in schedules.items()}
+            hyperparams |= {name: schedule(count).cpu() for name, schedule in schedules.items()}
             return InjectState(count, hyperparams, first.init(params, shards=shards))
 
         def update(updates: Tree, state: InjectState, params: Tree, *, shards: Shards = WHOLE):
@@ -92,12 +108,12 @@ def inject_hyperparams(
             )
             return InjectState(state.count + 1, hyperparams, after)
 
-        return GradientTransformation(init, update, first.locality, apply=apply, sends=first.sends)
+        return GradientTransformation(init, update, first.locality, apply=apply, sends=first.sends, last=first.last)
 
     return make
 
 
 def _is_number(value: Any, parameter: inspect.Parameter) -> bool:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if not is_number(value):
         return False
-    return isinstance(value, float) or isinstance(parameter.default, float) or parameter.annotation == "float"
+    return not is_integer(value) or isinstance(parameter.default, float) or parameter.annotation == "float"

@@ -11,7 +11,7 @@ from shardlib.kernels.global_norm import sum_of_squares
 from shardlib.optim.adam import AdamState
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.locality import Locality
-from shardlib.optim.ranges import check, check_adam
+from shardlib.optim.ranges import check, check_adam, is_positive
 from shardlib.optim.schedules import Schedule, as_schedule
 from shardlib.optim.shards import Shards
 from shardlib.optim.stepping import Move, each_tensor, stepping
@@ -38,7 +38,7 @@ def lamb(
     """
     check_adam("lamb", b1, b2, eps, weight_decay)
     check_coeffs("lamb", min_coeff, max_coeff)
-    rate = as_schedule(lr)
+    rate = as_schedule(lr, "lamb")
 
     def init(params: Tree, _: Shards) -> AdamState:
         return AdamState(torch.zeros(()), tree_map(torch.zeros_like, params), tree_map(torch.zeros_like, params))
@@ -66,6 +66,6 @@ def check_coeffs(what: str, least: float, most: float) -> None:
     check(
         what,
         "the bounds of the trust ratio are above 0, and min_coeff is not above max_coeff (usually 0.01 and 10)",
-        min_coeff=(least, 0 < least <= most),
-        max_coeff=(most, 0 < least <= most),
+        min_coeff=(least, is_positive(least) and is_positive(most) and least <= most),
+        max_coeff=(most, is_positive(least) and is_positive(most) and least <= most),
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from shardlib.optim.ranges import is_step
+
 
 def linear_scaling(lr: float, batch: int, reference_batch: int) -> float:
     """``lr·batch/reference_batch``: for SGD, after warm-up (Goyal et al., arXiv 1706.02677).
@@ -28,6 +30,6 @@ def sqrt_scaling(lr: float, batch: int, reference_batch: int) -> float:
 
 
 def _ratio(what: str, batch: int, reference_batch: int) -> float:
-    if batch < 1 or reference_batch < 1:
-        raise ValueError(f"{what}: batches of {batch} and {reference_batch} rows; both hold at least one")
+    if not (is_step(batch) and is_step(reference_batch)):
+        raise ValueError(f"{what}: batches of {batch} and {reference_batch} rows; both are integers from 1")
     return batch / reference_batch

@@ -10,10 +10,10 @@ import torch
 from shardlib.kernels.lion import lion_, sign
 from shardlib.optim.base import GradientTransformation, apart
 from shardlib.optim.locality import Locality
-from shardlib.optim.ranges import check
+from shardlib.optim.ranges import check, is_share, is_size
 from shardlib.optim.schedules import Schedule, as_schedule
 from shardlib.optim.shards import Shards
-from shardlib.tree import Tree, leaves_of, tree_map
+from shardlib.tree import Tree, check_alike, leaves_of, tree_map
 
 
 class LionState(NamedTuple):
@@ -35,16 +35,17 @@ def lion(lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: 
     check(
         "lion",
         "b1 and b2 are at least 0 and below 1 (usually 0.9 and 0.99), and weight_decay at least 0",
-        b1=(b1, 0 <= b1 < 1),
-        b2=(b2, 0 <= b2 < 1),
-        weight_decay=(weight_decay, weight_decay >= 0),
+        b1=(b1, is_share(b1)),
+        b2=(b2, is_share(b2)),
+        weight_decay=(weight_decay, is_size(weight_decay)),
     )
-    rate = as_schedule(lr)
+    rate = as_schedule(lr, "lion")
 
     def init(params: Tree, _: Shards) -> LionState:
         return LionState(torch.zeros(()), tree_map(torch.zeros_like, params))
 
     def update(updates: Tree, state: LionState, params: Tree, *, shards: Shards) -> tuple[Tree, LionState]:
+        check_alike("lion", updates, state.mu, ("updates", "moments"))
         if weight_decay and params is None:
             raise ValueError("lion decays weights, so update needs them: update(updates, state, params)")
         step = rate(state.count)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from shardlib.optim.base import GradientTransformation, write_copies
-from shardlib.optim.ranges import check, is_step
+from shardlib.optim.ranges import check, is_positive, is_step
 from shardlib.optim.shards import WHOLE, Shards
 from shardlib.optim.wrapping import require_no_axis
 from shardlib.tree import Tree, leaves_of, tree_map
@@ -44,7 +44,7 @@ def lookahead(
         "lookahead",
         "sync_period is a number of steps, at least 1, and slow_step_size above 0 and at most 1 (usually 5 and 0.5)",
         sync_period=(sync_period, is_step(sync_period)),
-        slow_step_size=(slow_step_size, 0 < slow_step_size <= 1),
+        slow_step_size=(slow_step_size, is_positive(slow_step_size) and slow_step_size <= 1),
     )
     require_no_axis("lookahead", fast_optimizer)
 

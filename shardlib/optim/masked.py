@@ -90,7 +90,7 @@ def masked(
     def sends(shards: Shards) -> Mapping[str, int]:
         return inner.sends(shards.select(choice, {}).shards)
 
-    return GradientTransformation(init, update, inner.locality, apply=apply, sends=sends)
+    return GradientTransformation(init, update, inner.locality, apply=apply, sends=sends, last=inner.last)
 
 
 def partition(transforms: Mapping[str, GradientTransformation], labels: Labels) -> GradientTransformation:
@@ -157,7 +157,8 @@ def partition(transforms: Mapping[str, GradientTransformation], labels: Labels) 
         return added(tx.sends(shards.select(choices[label], {}).shards) for label, tx in transforms.items())
 
     locality = widest(*(tx.locality for tx in transforms.values()))
-    return GradientTransformation(init, update, locality, apply=apply, sends=sends)
+    last = next((tx.last for tx in transforms.values() if tx.last), None)
+    return GradientTransformation(init, update, locality, apply=apply, sends=sends, last=last)
 
 
 def _patterns(globs: str | tuple[str, ...]) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from shardlib.errors import IllegalComposition, listing
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.locality import Locality
-from shardlib.optim.ranges import check
+from shardlib.optim.ranges import check, is_number, is_positive, is_share, is_size, is_step
 from shardlib.optim.schedules import Schedule, as_schedule
 from shardlib.optim.shards import Shards
 from shardlib.optim.stepping import Move, each, stepping
@@ -53,13 +53,19 @@ def muon(
     """
     check(
         "muon",
-        "beta is at least 0 and below 1 (usually 0.95), ns_steps at least 1, eps above 0, weight_decay at least 0",
-        beta=(beta, 0 <= beta < 1),
-        ns_steps=(ns_steps, ns_steps >= 1),
-        eps=(eps, eps > 0),
-        weight_decay=(weight_decay, weight_decay >= 0),
+        "beta is at least 0 and below 1 (usually 0.95), ns_coeffs three numbers, ns_steps an integer from 1, eps above 0, "
+        "weight_decay at least 0, consistent_rms above 0 or None",
+        ns_coeffs=(
+            ns_coeffs,
+            isinstance(ns_coeffs, Sequence) and len(ns_coeffs) == 3 and all(map(is_number, ns_coeffs)),
+        ),
+        beta=(beta, is_share(beta)),
+        ns_steps=(ns_steps, is_step(ns_steps)),
+        eps=(eps, is_positive(eps)),
+        weight_decay=(weight_decay, is_size(weight_decay)),
+        consistent_rms=(consistent_rms, consistent_rms is None or is_positive(consistent_rms)),
     )
-    rate = as_schedule(lr)
+    rate = as_schedule(lr, "muon")
 
     def init(params: Tree, shards: Shards) -> MuonState:
         flat = [f"{info.path}: shape {info.shape}" for info in shards.about(params) if len(info.shape) < 2]

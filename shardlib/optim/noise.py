@@ -10,7 +10,7 @@ import torch
 from shardlib.init import Draw
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.locality import Locality
-from shardlib.optim.ranges import check
+from shardlib.optim.ranges import check, is_integer, is_number, is_size
 from shardlib.optim.shards import Shards
 from shardlib.rng import Key
 from shardlib.tree import Tree, tree_map
@@ -28,10 +28,17 @@ def add_noise(eta: float, gamma: float, key: Key | int) -> GradientTransformatio
     They depend on the key, the step, the parameter's path and the element's index in it alone.
 
     Raises:
-        ValueError: ``eta`` is negative.
+        ValueError: a hyper-parameter out of range.
     """
-    check("add_noise", "a variance is at least 0", eta=(eta, eta >= 0))
-    root = key if isinstance(key, Key) else Key(key)
+    check(
+        "add_noise",
+        "a variance is at least 0, gamma is a number, and the key a Key or an integer",
+        eta=(eta, is_size(eta)),
+        gamma=(gamma, is_number(gamma)),
+        key=(key, isinstance(key, Key) or is_integer(key)),
+    )
+    # Not the keys of a loss function that is given the same one: steps are folded into that, too.
+    root = (key if isinstance(key, Key) else Key(key)).fold_in("gradient noise")
 
     def init(params: Tree, _: Shards) -> NoiseState:
         return NoiseState(torch.zeros(()))

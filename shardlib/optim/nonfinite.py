@@ -8,7 +8,7 @@ import torch
 
 from shardlib.optim.base import GradientTransformation, write_copies
 from shardlib.optim.locality import Locality, widest
-from shardlib.optim.ranges import check
+from shardlib.optim.ranges import check, is_count
 from shardlib.optim.shards import WHOLE, Shards
 from shardlib.optim.wrapping import require_no_axis
 from shardlib.tree import Tree, tree_map
@@ -39,8 +39,8 @@ def skip_nonfinite(inner: GradientTransformation, max_consecutive_errors: int) -
     """
     check(
         "skip_nonfinite",
-        "a number of errors is at least 0",
-        max_consecutive_errors=(max_consecutive_errors, max_consecutive_errors >= 0),
+        "a number of errors is an integer from 0",
+        max_consecutive_errors=(max_consecutive_errors, is_count(max_consecutive_errors)),
     )
     require_no_axis("skip_nonfinite", inner)
 
@@ -48,9 +48,13 @@ def skip_nonfinite(inner: GradientTransformation, max_consecutive_errors: int) -
         none = torch.zeros((), dtype=torch.int32)
         return SkipNonfiniteState(none, torch.tensor(True), none.clone(), inner.init(params, shards=shards))
 
-    def seen(updates: Tree, state: SkipNonfiniteState, shards: Shards) -> tuple[SkipNonfiniteState, bool]:
-        """The state but for the inner one, and whether the updates are to be used."""
+    def seen(
+        updates: Tree, state: SkipNonfiniteState, shards: Shards, scale: torch.Tensor | None = None
+    ) -> tuple[SkipNonfiniteState, bool]:
+        """The state but for the inner one, and whether the updates, times ``scale``, are to be used."""
         finite = shards.sum(_nonfinite, updates).cpu() == 0
+        if scale is not None:
+            finite &= scale.isfinite().cpu()
         count = torch.where(finite, 0, state.notfinite_count + 1).to(torch.int32)
         total = state.total_notfinite + (~finite).to(torch.int32)
         return state._replace(notfinite_count=count, last_finite=finite, total_notfinite=total), bool(
@@ -67,7 +71,7 @@ def skip_nonfinite(inner: GradientTransformation, max_consecutive_errors: int) -
     def apply(
         params: Tree, updates: Tree, state: SkipNonfiniteState, scale: torch.Tensor | None, shards: Shards, copies: Tree
     ) -> SkipNonfiniteState:
-        state, use = seen(updates, state, shards)
+        state, use = seen(updates, state, shards, scale)
         if not use:
             write_copies(copies, params)
             return state
@@ -75,7 +79,7 @@ def skip_nonfinite(inner: GradientTransformation, max_consecutive_errors: int) -
         return state._replace(inner_state=after)
 
     locality = widest(Locality.GLOBAL, inner.locality)
-    return GradientTransformation(init, update, locality, apply=apply, sends=inner.sends)
+    return GradientTransformation(init, update, locality, apply=apply, sends=inner.sends, last=inner.last)
 
 
 def _nonfinite(leaf: torch.Tensor) -> torch.Tensor:

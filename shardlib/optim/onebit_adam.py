@@ -78,7 +78,7 @@ def onebit_adam(
         freeze_step=(freeze_step, freeze_step == "auto" or is_step(freeze_step)),
     )
     check_scales(scales, "onebit_adam")
-    rate = as_schedule(lr)
+    rate = as_schedule(lr, "onebit_adam")
     every = round(1 / (1 - b2))
 
     def init(params: Tree, _: Shards) -> OneBitAdamState:

@@ -15,7 +15,7 @@ from shardlib.optim.base import GradientTransformation, Owned
 from shardlib.optim.lamb import check_coeffs, coefficients
 from shardlib.optim.locality import Locality
 from shardlib.optim.moments import root
-from shardlib.optim.ranges import check, check_adam, is_step
+from shardlib.optim.ranges import check, check_adam, is_positive, is_share, is_step
 from shardlib.optim.schedules import Schedule, as_schedule
 from shardlib.optim.shards import Shards, device_of
 from shardlib.optim.stepping import Move, each, each_leaf, each_tensor, stepping
@@ -77,18 +77,19 @@ def onebit_lamb(
     """
     check_adam("onebit_lamb", b1, b2, eps, weight_decay)
     check_coeffs("onebit_lamb", min_coeff, max_coeff)
+    ordered = is_positive(min_factor) and is_positive(max_factor) and min_factor <= max_factor
     check(
         "onebit_lamb",
         "freeze_step is the number of steps before the variance is frozen, at least 1; coeff_beta is at least 0 and below 1; "
         "min_factor is above 0 and not above max_factor; factor_threshold is above 0 and below 1",
         freeze_step=(freeze_step, is_step(freeze_step)),
-        coeff_beta=(coeff_beta, 0 <= coeff_beta < 1),
-        min_factor=(min_factor, 0 < min_factor <= max_factor),
-        max_factor=(max_factor, 0 < min_factor <= max_factor),
-        factor_threshold=(factor_threshold, 0 < factor_threshold < 1),
+        coeff_beta=(coeff_beta, is_share(coeff_beta)),
+        min_factor=(min_factor, ordered),
+        max_factor=(max_factor, ordered),
+        factor_threshold=(factor_threshold, is_positive(factor_threshold) and is_share(factor_threshold)),
     )
     check_scales(scales, "onebit_lamb")
-    rate = as_schedule(lr)
+    rate = as_schedule(lr, "onebit_lamb")
 
     def init(params: Tree, shards: Shards) -> OneBitLambState:
         mu, nu, fresh = (tree_map(torch.zeros_like, params) for _ in range(3))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from numbers import Integral, Real
+from typing import Any
+
 
 def check(what: str, remedy: str, **wrong: tuple[object, bool]) -> None:
     """Raise ValueError for every value that is not ``(value, whether it will do)``'s second."""
@@ -15,13 +19,48 @@ def check_adam(what: str, b1: float, b2: float, eps: float, weight_decay: float)
     check(
         what,
         "b1 and b2 are at least 0 and below 1 (usually 0.9 and 0.999), eps is above 0, and weight_decay at least 0",
-        b1=(b1, 0 <= b1 < 1),
-        b2=(b2, 0 <= b2 < 1),
-        eps=(eps, eps > 0),
-        weight_decay=(weight_decay, weight_decay >= 0),
+        b1=(b1, is_share(b1)),
+        b2=(b2, is_share(b2)),
+        eps=(eps, is_positive(eps)),
+        weight_decay=(weight_decay, is_size(weight_decay)),
     )
 
 
-def is_step(value: object) -> bool:
+def is_real(value: Any) -> bool:
+    """Whether it is a real number, of Python's or NumPy's, be it infinite or NaN."""
+    return not isinstance(value, bool) and isinstance(value, Real)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite real number."""
+    return is_real(value) and math.isfinite(value)
+
+
+def is_size(value: Any) -> bool:
+    """Whether it is a number that is at least 0."""
+    return is_number(value) and value >= 0
+
+
+def is_positive(value: Any) -> bool:
+    """Whether it is a number above 0."""
+    return is_number(value) and value > 0
+
+
+def is_share(value: Any) -> bool:
+    """Whether it is a number that is at least 0 and below 1, as a running mean keeps."""
+    return is_size(value) and value < 1
+
+
+def is_integer(value: Any) -> bool:
+    """Whether it is an integer, of Python's or NumPy's."""
+    return not isinstance(value, bool) and isinstance(value, Integral)
+
+
+def is_step(value: Any) -> bool:
     """Whether it counts steps: an integer from 1."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return is_integer(value) and value >= 1
+
+
+def is_count(value: Any) -> bool:
+    """Whether it counts what there may be none of: an integer from 0."""
+    return is_integer(value) and value >= 0

@@ -9,7 +9,7 @@ import optree
 import torch
 
 from shardlib.errors import IllegalComposition
-from shardlib.optim.shards import optimizer_shards
+from shardlib.optim.storing import optimizer_shards
 from shardlib.pieces import pieces
 from shardlib.sharded import Sharded
 from shardlib.tree import Tree

@@ -8,7 +8,7 @@ import torch
 
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.locality import Locality
-from shardlib.optim.ranges import check
+from shardlib.optim.ranges import check, is_positive, is_share, is_size
 from shardlib.optim.schedules import Schedule, as_schedule
 from shardlib.optim.shards import Shards
 from shardlib.optim.stepping import Move, each, stepping
@@ -52,13 +52,15 @@ def rmsprop(
     """
     check(
         "rmsprop",
-        "decay and momentum are at least 0 and below 1 (usually 0.9), eps and initial_scale at least 0",
-        decay=(decay, 0 <= decay < 1),
-        eps=(eps, eps >= 0),
-        initial_scale=(initial_scale, initial_scale >= 0),
-        momentum=(momentum, momentum is None or 0 <= momentum < 1),
+        "decay and momentum are at least 0 and below 1 (usually 0.9), eps is above 0, initial_scale at least 0, and nesterov "
+        "goes with a momentum",
+        decay=(decay, is_share(decay)),
+        eps=(eps, is_positive(eps)),
+        initial_scale=(initial_scale, is_size(initial_scale)),
+        momentum=(momentum, momentum is None or is_share(momentum)),
+        nesterov=(nesterov, not nesterov or bool(momentum)),
     )
-    rate, carried = as_schedule(lr), momentum or 0.0
+    rate, carried = as_schedule(lr, "rmsprop"), momentum or 0.0
 
     def init(params: Tree, _: Shards) -> RmspropState:
         def zeros() -> Tree:

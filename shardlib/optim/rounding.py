@@ -42,7 +42,7 @@ def stochastic_rounding(tx: GradientTransformation, seed: int = 0) -> GradientTr
         IllegalComposition: an optimizer that reduces gradients itself (1-bit Adam and its kin).
     """
     require_no_axis("stochastic_rounding", tx)
-    key = Key(seed)
+    key = Key(seed).fold_in("stochastic rounding")
 
     def init(params: Tree, shards: Shards = WHOLE) -> RoundedState:
         inner = tx.init(tree_map(_wide, params, params), shards=shards)
@@ -74,7 +74,7 @@ def stochastic_rounding(tx: GradientTransformation, seed: int = 0) -> GradientTr
 
     if tx.locality is None:
         return GradientTransformation(init, lambda u, s, p: update(u, s, p, shards=WHOLE))
-    return GradientTransformation(init, update, tx.locality, sends=tx.sends)
+    return GradientTransformation(init, update, tx.locality, sends=tx.sends, last=tx.last)
 
 
 def _map_alike(fn: Callable[..., Tree], params: Tree, state: Tree, *rest: Tree) -> Tree:

@@ -1,29 +1,83 @@
-"""Schedules: functions of the step (a 0-d tensor counting from 0) to a 0-d float64 tensor. Names and values are optax's.
+"""Schedules: functions of the step, a number that counts from 0, to a 0-d float64 tensor. Names and values are optax's.
 
-A schedule counts updates: a step that is skipped does not advance it.
+Of a tensor or array of steps they give as many. Step i is the update that i others have gone before: at step 0 every
+schedule has its first value, and what takes N steps has its last one at step N. A schedule counts updates: a step that is
+skipped does not advance it. Wherever one is taken, so is any function of the step (a 0-d float64 tensor) to a number.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
+import numpy as np
 import torch
 
-from shardlib.optim.ranges import check, is_step
+from shardlib.optim.ranges import check, is_count, is_integer, is_number, is_positive, is_real, is_size, is_step
 
-Schedule = Callable[[torch.Tensor], torch.Tensor]
+Schedule = Callable[[Any], Any]
+
+
+def on_numbers(schedule: Schedule) -> Schedule:
+    """``schedule``, asked with any number, or a tensor or array of them; answers with float64 of as many."""
+
+    @functools.wraps(schedule)
+    def asked(step: Any) -> torch.Tensor:
+        at = _numbers(step)
+        if at is None:
+            raise TypeError(f"a schedule is a function of the step's number, not of {_described(step)}")
+        given = schedule(at)
+        value = _numbers(given)
+        if value is None or value.shape not in ((), at.shape):
+            name = getattr(schedule, "__name__", type(schedule).__name__)
+            when = f"step {at.item():g}" if at.dim() == 0 else f"steps of shape {tuple(at.shape)}"
+            raise TypeError(f"the schedule {name} gave {_described(given)} at {when}; it is to give a number")
+        return value.expand(at.shape)
+
+    return asked
+
+
+def _numbers(value: Any) -> torch.Tensor | None:
+    """Float64; None for what is not real numbers."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        value = torch.from_numpy(np.asarray(value)) if value.dtype.kind in "iuf" else None
+    if isinstance(value, torch.Tensor):
+        real = value.dtype != torch.bool and not value.is_complex()
+        return value.detach().to(torch.float64) if real else None
+    return torch.tensor(float(value), dtype=torch.float64) if is_real(value) else None
+
+
+def _described(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    return f"{value!r}" if shape is None else f"a {type(value).__name__} of shape {tuple(shape)}"
 
 
 def constant_schedule(value: float) -> Schedule:
     """``value`` at every step."""
-    return lambda step: torch.full_like(step, value, dtype=torch.float64)
+    check("constant_schedule", "it is a number", value=(value, is_number(value)))
+    return on_numbers(lambda step: torch.full_like(step, float(value)))
 
 
-def as_schedule(value: float | Schedule) -> Schedule:
-    """A number as a schedule; a schedule as it is."""
-    return value if callable(value) else constant_schedule(value)
+def as_schedule(value: float | Schedule, what: str = "as_schedule", name: str = "lr") -> Schedule:
+    """Argument ``name`` of ``what``: a number that is at least 0, as a schedule; a schedule, or a user's function, as one.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if callable(value) and not isinstance(value, type):
+        return on_numbers(value)
+    number = _numbers(value)
+    check(
+        what,
+        f"{name} is a number, at least 0, or a schedule: a function of the step, such as "
+        "sl.optim.cosine_decay_schedule(3e-4, 1000)",
+        **{name: (value, number is not None and number.dim() == 0 and is_size(number.item()))},
+    )
+    assert number is not None
+    return constant_schedule(number.item())
 
 
 def polynomial_schedule(
@@ -32,10 +86,19 @@ def polynomial_schedule(
     """``(init − end)·(1 − t)^power + end``, t from 0 to 1 in ``transition_steps`` steps from ``transition_begin`` on.
 
     Raises:
-        ValueError: a number of steps out of range.
+        ValueError: an argument out of range.
     """
     _check_steps("polynomial_schedule", transition_steps=transition_steps)
+    check(
+        "polynomial_schedule",
+        "values are numbers, the power is above 0 and transition_begin an integer",
+        init_value=(init_value, is_number(init_value)),
+        end_value=(end_value, is_number(end_value)),
+        power=(power, is_positive(power)),
+        transition_begin=(transition_begin, is_integer(transition_begin)),
+    )
 
+    @on_numbers
     def schedule(step: torch.Tensor) -> torch.Tensor:
         left = 1 - _progress(step - transition_begin, transition_steps)
         return (init_value - end_value) * left**power + end_value
@@ -61,11 +124,19 @@ def exponential_decay(
     With ``staircase`` the exponent is rounded down. A rate above 1 grows.
 
     Raises:
-        ValueError: ``transition_steps`` or ``decay_rate`` out of range.
+        ValueError: an argument out of range.
     """
     _check_steps("exponential_decay", transition_steps=transition_steps)
-    check("exponential_decay", "the rate is above 0", decay_rate=(decay_rate, decay_rate > 0))
+    check(
+        "exponential_decay",
+        "values are numbers, decay_rate is above 0 and transition_begin an integer",
+        init_value=(init_value, is_number(init_value)),
+        decay_rate=(decay_rate, is_positive(decay_rate)),
+        transition_begin=(transition_begin, is_integer(transition_begin)),
+        end_value=(end_value, end_value is None or is_number(end_value)),
+    )
 
+    @on_numbers
     def schedule(step: torch.Tensor) -> torch.Tensor:
         exponent = (step.to(torch.float64) - transition_begin).clamp(min=0) / transition_steps
         value = init_value * decay_rate ** (exponent.floor() if staircase else exponent)
@@ -80,10 +151,18 @@ def cosine_decay_schedule(init_value: float, decay_steps: int, alpha: float = 0.
     """``init·((1 − alpha)·(½ + ½cos πt)^exponent + alpha)``, t from 0 to 1 in ``decay_steps`` (arXiv 1608.03983).
 
     Raises:
-        ValueError: ``decay_steps`` out of range.
+        ValueError: an argument out of range.
     """
     _check_steps("cosine_decay_schedule", decay_steps=decay_steps)
+    check(
+        "cosine_decay_schedule",
+        "init_value and alpha are numbers, the exponent is above 0",
+        init_value=(init_value, is_number(init_value)),
+        alpha=(alpha, is_number(alpha)),
+        exponent=(exponent, is_positive(exponent)),
+    )
 
+    @on_numbers
     def schedule(step: torch.Tensor) -> torch.Tensor:
         fall = (0.5 * (1 + torch.cos(math.pi * _progress(step, decay_steps)))) ** exponent
         return init_value * ((1 - alpha) * fall + alpha)
@@ -92,9 +171,13 @@ def cosine_decay_schedule(init_value: float, decay_steps: int, alpha: float = 0.
 
 
 def piecewise_constant_schedule(init_value: float, boundaries_and_scales: Mapping[int, float]) -> Schedule:
-    """``init_value``, multiplied from each boundary on by its scale."""
-    boundaries = sorted(boundaries_and_scales)
-    values = accumulate((boundaries_and_scales[at] for at in boundaries), float.__mul__, initial=float(init_value))
+    """``init_value``, multiplied from each boundary on by its scale.
+
+    Raises:
+        ValueError: a boundary that is no number of steps, or a value that is no number.
+    """
+    boundaries, scales = _boundaries("piecewise_constant_schedule", init_value, boundaries_and_scales)
+    values = accumulate(scales, float.__mul__, initial=float(init_value))
     return join_schedules([constant_schedule(value) for value in values], boundaries)
 
 
@@ -108,9 +191,8 @@ def piecewise_interpolate_schedule(
     """
     if interpolate_type not in ("linear", "cosine"):
         raise ValueError(f"interpolate_type={interpolate_type!r}: use 'linear' or 'cosine'")
-    boundaries = sorted(boundaries_and_scales)
+    boundaries, scales = _boundaries("piecewise_interpolate_schedule", init_value, boundaries_and_scales)
     _check_steps("piecewise_interpolate_schedule", **{f"boundary {at}": at for at in boundaries})
-    scales = (float(boundaries_and_scales[at]) for at in boundaries)
     values = list(accumulate(scales, float.__mul__, initial=float(init_value)))
     parts: list[Schedule] = []
     for (begin, end), (start, stop) in zip(pairwise([0, *boundaries]), pairwise(values)):
@@ -133,11 +215,18 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
             f"join_schedules: {len(schedules)} schedules need {len(schedules) - 1} boundaries between them, "
             f"not {len(boundaries)}"
         )
+    check(
+        "join_schedules",
+        "boundaries are integers from 0",
+        **{f"boundary {at}": (at, is_count(at)) for at in boundaries},
+    )
+    schedules = [as_schedule(each, "join_schedules", "schedule") for each in schedules]
     if list(boundaries) != sorted(set(boundaries)):
         raise ValueError(
             f"join_schedules: boundaries {list(boundaries)} do not rise; sort the schedules by their start"
         )
 
+    @on_numbers
     def schedule(step: torch.Tensor) -> torch.Tensor:
         value = schedules[0](step)
         for boundary, later in zip(boundaries, schedules[1:], strict=True):
@@ -145,6 +234,21 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
         return value
 
     return schedule
+
+
+def _boundaries(
+    what: str, init_value: float, boundaries_and_scales: Mapping[int, float]
+) -> tuple[list[int], list[float]]:
+    """Boundaries in order, and the scale at each."""
+    check(
+        what,
+        "init_value and scales are numbers, boundaries integers from 0",
+        init_value=(init_value, is_number(init_value)),
+        **{f"boundary {at}": (at, is_count(at)) for at in boundaries_and_scales},
+        **{f"scale at {at}": (scale, is_number(scale)) for at, scale in boundaries_and_scales.items()},
+    )
+    boundaries = sorted(boundaries_and_scales)
+    return boundaries, [float(boundaries_and_scales[at]) for at in boundaries]
 
 
 def _progress(step: torch.Tensor, steps: int) -> torch.Tensor:

@@ -13,7 +13,6 @@ from shardlib.claims import LeafInfo
 from shardlib.collectives import primitives
 from shardlib.collectives.sums import Errors
 from shardlib.errors import IllegalComposition
-from shardlib.exchange import Gather
 from shardlib.layout import Bucket
 from shardlib.mesh import Mesh
 from shardlib.optim.locality import Locality
@@ -23,8 +22,7 @@ from shardlib.pieces import pieces
 from shardlib.places import Places
 from shardlib.plan import Plan
 from shardlib.plan_payload import share
-from shardlib.sharded import Sharded
-from shardlib.tree import Tree, flatten, leaves_of, tree_map, unflatten
+from shardlib.tree import Tree, flatten, leaves_of, unflatten
 
 
 class Selection(NamedTuple):
@@ -357,48 +355,3 @@ def sum_over(mesh: Mesh, axes: tuple[str, ...], values: torch.Tensor, *, scalars
     for axis in axes:
         if mesh.shape[axis] > 1:
             primitives.all_reduce(mesh, axis, values, scalars=scalars).wait()
-
-
-def optimizer_shards(params: Sharded) -> dict[str, torch.Tensor]:
-    """This rank's flat shards of the trained parameters in the optimizer's layout.
-
-    Where parameters are stored in that layout these are the stored buffers themselves, not copies.
-    """
-    shards = {}
-    for bucket in params.plan.trained:
-        index = bucket.owner(params.mesh.coords, bucket.param_level, bucket.levels)
-        shards[bucket.name] = bucket.owned_part(params.buffers[bucket.name], bucket.param_level, index)
-    return shards
-
-
-def store(params: Sharded, shards: dict[str, torch.Tensor]) -> None:
-    """Write the optimizer's shards into the stored parameters in place, gathering what must be whole again."""
-    plan: Plan = params.plan
-    gathers = []
-    for bucket in plan.trained:
-        shard, stored = shards[bucket.name], params.buffers[bucket.name]
-        if bucket.parts(bucket.param_level) > 1:
-            narrow = shard.to(bucket.dtype)
-            gathers.append(Gather(params.mesh, bucket, narrow, bucket.param_level, bucket.levels, out=stored))
-        elif shard is not stored:
-            stored.copy_(shard)
-    for gather in gathers:
-        gather.wait()
-
-
-def apply_updates(params: Tree, updates: Tree) -> Tree:
-    """``params + updates``, leaf by leaf, in the wider dtype and then rounded to the parameter's; changes nothing in place.
-
-    `Sharded` or plain pytrees.
-    """
-    if not isinstance(params, Sharded):
-        return tree_map(lambda param, update: (param + update).to(param.dtype), params, updates)
-    shards = optimizer_shards(params)
-    return stored(params, {name: (shard + updates.buffers[name]).to(shard.dtype) for name, shard in shards.items()})
-
-
-def stored(params: Sharded, shards: dict[str, torch.Tensor]) -> Sharded:
-    """Parameters that are ``params`` but for the optimizer's shards; `store`, without writing to what is given."""
-    result = Sharded(params.plan, params.mesh, "param", {name: b.clone() for name, b in params.buffers.items()})
-    store(result, shards)
-    return result

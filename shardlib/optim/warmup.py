@@ -1,7 +1,8 @@
 """Schedules that rise to a peak first: `optax`'s names and values where it has them, else DeepSpeed's.
 
 All take ``warmup``, how they rise: "linear", or "log", which is steeper at first and is DeepSpeed's default: from the
-first to the last of N warm-up steps as log(i + 1)/log(N).
+first to the last of N warm-up steps as log(i + 1)/log(N). DeepSpeed's own begin one update later: it makes its first two at
+the first value.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import math
 
 import torch
 
+from shardlib.optim.ranges import check, is_count, is_number
 from shardlib.optim.schedules import (
     Schedule,
     constant_schedule,
@@ -17,6 +19,7 @@ from shardlib.optim.schedules import (
     exponential_decay,
     join_schedules,
     linear_schedule,
+    on_numbers,
     polynomial_schedule,
 )
 
@@ -25,7 +28,9 @@ def warmup_constant_schedule(
     init_value: float, peak_value: float, warmup_steps: int, *, warmup: str = "linear"
 ) -> Schedule:
     """From ``init_value`` to ``peak_value`` in ``warmup_steps``, then flat. DeepSpeed's WarmupLR: 1000 steps, "log"."""
-    return _warm(init_value, peak_value, warmup_steps, warmup, constant_schedule(peak_value))
+    return _warm(
+        "warmup_constant_schedule", init_value, peak_value, warmup_steps, warmup, constant_schedule(peak_value)
+    )
 
 
 def warmup_linear_decay_schedule(
@@ -43,7 +48,14 @@ def warmup_linear_decay_schedule(
         ValueError: warm-up leaves no step to decay.
     """
     left = _left("warmup_linear_decay_schedule", warmup_steps, decay_steps)
-    return _warm(init_value, peak_value, warmup_steps, warmup, linear_schedule(peak_value, end_value, left))
+    return _warm(
+        "warmup_linear_decay_schedule",
+        init_value,
+        peak_value,
+        warmup_steps,
+        warmup,
+        linear_schedule(peak_value, end_value, left),
+    )
 
 
 def warmup_cosine_decay_schedule(
@@ -67,7 +79,7 @@ def warmup_cosine_decay_schedule(
     if peak_value == 0:
         raise ValueError("warmup_cosine_decay_schedule(peak_value=0): a schedule that decays needs a peak")
     decay = cosine_decay_schedule(peak_value, left, end_value / peak_value, exponent)
-    return _warm(init_value, peak_value, warmup_steps, warmup, decay)
+    return _warm("warmup_cosine_decay_schedule", init_value, peak_value, warmup_steps, warmup, decay)
 
 
 def warmup_exponential_decay_schedule(
@@ -84,7 +96,7 @@ def warmup_exponential_decay_schedule(
 ) -> Schedule:
     """Warm-up, then `exponential_decay`, whose steps are counted from the end of warm-up."""
     decay = exponential_decay(peak_value, transition_steps, decay_rate, transition_begin, staircase, end_value)
-    return _warm(init_value, peak_value, warmup_steps, warmup, decay)
+    return _warm("warmup_exponential_decay_schedule", init_value, peak_value, warmup_steps, warmup, decay)
 
 
 def warmup_stable_decay_schedule(
@@ -103,11 +115,18 @@ def warmup_stable_decay_schedule(
     Until the decay begins it does not depend on the length of the run.
     """
     decay = polynomial_schedule(peak_value, end_value, power, decay_steps, stable_steps)
-    return _warm(init_value, peak_value, warmup_steps, warmup, decay)
+    return _warm("warmup_stable_decay_schedule", init_value, peak_value, warmup_steps, warmup, decay)
 
 
-def _warm(init: float, peak: float, steps: int, shape: str, rest: Schedule) -> Schedule:
+def _warm(what: str, init: float, peak: float, steps: int, shape: str, rest: Schedule) -> Schedule:
     """``rest`` after ``steps`` of warm-up; it counts from their end."""
+    check(
+        what,
+        "values are numbers, and warmup_steps is an integer from 0",
+        init_value=(init, is_number(init)),
+        peak_value=(peak, is_number(peak)),
+        warmup_steps=(steps, is_count(steps)),
+    )
     if shape not in ("linear", "log"):
         raise ValueError(f"warmup={shape!r}: use 'linear' or 'log'")
     if steps == 0:
@@ -121,6 +140,7 @@ def _log(init: float, peak: float, steps: int) -> Schedule:
     if steps < 2:
         raise ValueError(f"warmup='log' over {steps} steps: it rises between its first and last, so it takes 2 or more")
 
+    @on_numbers
     def schedule(step: torch.Tensor) -> torch.Tensor:
         return init + (peak - init) * torch.log(step.to(torch.float64).clamp(min=0) + 1) / math.log(steps)
 
@@ -128,8 +148,8 @@ def _log(init: float, peak: float, steps: int) -> Schedule:
 
 
 def _left(what: str, warmup_steps: int, decay_steps: int) -> int:
-    if not 0 <= warmup_steps < decay_steps:
+    if not (is_count(warmup_steps) and is_count(decay_steps) and warmup_steps < decay_steps):
         raise ValueError(
-            f"{what}: of {decay_steps} steps {warmup_steps} cannot be warm-up; 0 <= warmup_steps < decay_steps"
+            f"{what}: of {decay_steps} steps {warmup_steps} cannot be warm-up; give integers, 0 <= warmup_steps < decay_steps"
         )
     return decay_steps - warmup_steps

@@ -1,13 +1,59 @@
-"""What transformations around others have in common."""
+"""What may stand for an optimizer, and what transformations around others have in common."""
 
 from __future__ import annotations
+
+from typing import Any
+
+import torch
 
 from shardlib.errors import IllegalComposition
 from shardlib.optim.base import GradientTransformation
 
 
+def require_transformations(what: str, *given: Any) -> None:
+    """Refuse what is no gradient transformation, with what to give instead.
+
+    Raises:
+        TypeError: names it.
+    """
+    for tx in given:
+        if not isinstance(tx, GradientTransformation):
+            raise TypeError(f"{what} takes gradient transformations, such as sl.optim.adamw(3e-4), not {_instead(tx)}")
+
+
+def _instead(tx: Any) -> str:
+    if tx is None:
+        return "None; give one"
+    if isinstance(tx, (list, tuple)) and any(isinstance(part, GradientTransformation) for part in tx):
+        return f"a {type(tx).__name__} of them; give them one by one to sl.optim.chain, or sl.optim.named_chain"
+    kind = tx if isinstance(tx, type) else type(tx)
+    if issubclass(kind, torch.optim.Optimizer):
+        own = f" or sl.optim.{kind.__name__.lower()}(...)" if kind.__name__ in _OURS else ""
+        holds = "" if tx is kind else ", which holds parameters of its own"
+        return f"torch's {kind.__name__}{holds}; give sl.optim.from_torch(torch.optim.{kind.__name__}, lr=...){own}"
+    if callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)):
+        return (
+            f"{kind.__name__} of {kind.__module__}, whose arrays are not torch's; sl.optim has optax's transformations by "
+            "their names, and GradientTransformation(init, update, locality) takes two functions of torch's tensors"
+        )
+    if callable(tx) and not isinstance(tx, type):
+        name = getattr(tx, "__name__", repr(tx))
+        return (
+            f"the function {name}; call what makes one, as in {name}(...), or give GradientTransformation(init, update)"
+        )
+    return f"{tx!r}"
+
+
+_OURS = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adafactor", "Muon")
+
+
 def require_no_axis(what: str, *inner: GradientTransformation) -> None:
-    """Refuse optimizers that reduce gradients themselves: the train step must see when they do."""
+    """Refuse optimizers that reduce gradients themselves: the train step must see when they do.
+
+    Raises:
+        TypeError: something else than a gradient transformation.
+    """
+    require_transformations(what, *inner)
     for tx in inner:
         if tx.owns is not None:
             raise IllegalComposition(

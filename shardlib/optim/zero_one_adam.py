@@ -89,7 +89,7 @@ def zero_one_adam(
     check_adam("zero_one_adam", b1, b2, eps, weight_decay)
     check_scales(scales, "zero_one_adam")
     steps = ZeroOneSteps(var_freeze_step, var_update_scaler, local_step_scaler, local_step_clipper)
-    rate = as_schedule(lr)
+    rate = as_schedule(lr, "zero_one_adam")
 
     def init(params: Tree, _: Shards) -> ZeroOneAdamState:
         mu, nu, anchor, moved = (tree_map(torch.zeros_like, params) for _ in range(4))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from shardlib.optional import figures
 from shardlib.report.range_test import SMOOTHED_OVER
 from shardlib.report.smoothing import running_mean
 
@@ -26,7 +27,7 @@ def plot_losses(
     ``train`` and ``validation`` are (step, nats per byte) pairs in the order of their steps; ``ngrams`` the
     losses of the models of order 0, 1, …, as ``ngram_losses`` gives them. Folders on the way are made.
 
-    Raises ImportError, naming the extra to install, where matplotlib is missing.
+    Raises MissingPackage (an ImportError), naming what to install, where matplotlib is missing.
     """
     figure, axes = _figure()
     steps = [step for step, _ in train]
@@ -48,7 +49,7 @@ def plot_losses(
 def plot_range_test(path: str | Path, rates: Sequence[float], losses: Sequence[float], proposed: float) -> None:
     """Write a PNG with the loss against the learning rate, and the rate that is proposed.
 
-    Raises ImportError as `plot_losses` does.
+    Raises MissingPackage as `plot_losses` does.
     """
     figure, axes = _figure()
     axes.plot(rates, losses, color=_TRAIN, alpha=0.3, linewidth=0.8, label="loss")
@@ -59,13 +60,7 @@ def plot_range_test(path: str | Path, rates: Sequence[float], losses: Sequence[f
 
 
 def _figure() -> tuple[Any, Any]:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'shardlib[notebooks]'") from error
-
-    # A figure of its own, not pyplot's: nothing global is touched, and no display is asked for.
+    Figure, FigureCanvasAgg = figures()
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.add_subplot()

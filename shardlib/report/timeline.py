@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from shardlib.optional import figures
 from shardlib.schedules import Action, Kind, Timeline
 
 _COLOURS = {Kind.F: "#3b6ea8", Kind.B: "#c8553d", Kind.I: "#d9902f", Kind.W: "#4f8a55"}
@@ -19,22 +20,17 @@ def draw_timeline(timelines: Timeline | Sequence[Timeline], path: str | Path) ->
     A box holds its micro-batch's number and is coloured by kind, in a deeper tone for a rank's later stages.
     Folders on the way are made.
 
-    Raises ImportError, naming the extra to install, where matplotlib is missing.
+    Raises MissingPackage (an ImportError), naming what to install, where matplotlib is missing.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.colors import to_rgb
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'shardlib[notebooks]'") from error
+    Figure, FigureCanvasAgg = figures()
+    from matplotlib.colors import to_rgb
+    from matplotlib.patches import Patch
 
     stacked = [timelines] if isinstance(timelines, Timeline) else list(timelines)
     if not stacked:
         raise ValueError("no timelines to draw; give at least one")
     longest = float(max(timeline.makespan for timeline in stacked))
     rows = [timeline.schedule.ranks for timeline in stacked]
-    # A figure of its own, not pyplot's: nothing global is touched, and no display is asked for.
     width, row = 13.0, 0.32
     figure = Figure(figsize=(width, row * sum(rows) + 0.75 * len(stacked) + 0.6), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)

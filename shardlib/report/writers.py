@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shardlib.optional import require
+
 
 class CsvWriter:
     """A table with a row per step; a value that comes up later than others gets a column of its own then.
@@ -68,15 +70,11 @@ class TensorBoardWriter:
         start: the number of steps done before: what an interrupted run wrote of later ones is hidden.
 
     Raises:
-        ImportError: TensorBoard is not installed; tells what to install.
+        MissingPackage: TensorBoard is not installed; tells what to install.
     """
 
     def __init__(self, folder: str | Path, *, start: int = 0) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ImportError("TensorBoardWriter needs tensorboard: pip install 'shardlib[logging]'") from error
-        self._writer = SummaryWriter(str(folder), purge_step=start + 1)
+        self._writer = require_packages("tensorboard").SummaryWriter(str(folder), purge_step=start + 1)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -93,21 +91,32 @@ class WandbWriter:
         options: of ``wandb.init``: project, name, config, or id and resume to go on with a run.
 
     Raises:
-        ImportError: wandb is not installed; tells what to install.
+        MissingPackage: wandb is not installed; tells what to install.
     """
 
     def __init__(self, **options: Any) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ImportError("WandbWriter needs wandb: pip install 'shardlib[logging]'") from error
-        self._run = wandb.init(**options)
+        self._run = require_packages("wandb").init(**options)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
         self._run.finish()
+
+
+_MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
+
+
+def require_packages(kind: str) -> Any:
+    """The module that a kind of writer ("csv", "jsonl", "tensorboard", "wandb") works by; None where it needs none.
+
+    To be asked before the work whose metrics are to be written, by every rank alike.
+
+    Raises:
+        MissingPackage: it is not installed.
+    """
+    module = _MODULES.get(kind)
+    return None if module is None else require(module, f"a writer for {kind}", kind, "logging")
 
 
 def _open(path: Path) -> Any:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from shardlib.optional import figures
 from shardlib.sparse.layout import Layout
 
 _SHADES = " ░▒▓█"
@@ -14,7 +15,10 @@ _PIXELS = 1024
 
 def draw(layout: Layout, head: int = 0, width: int = 64) -> str:
     """One head as text, two characters a block; where there are more than ``width`` blocks a side, one cell stands for
-    several, the darker the more of them are computed.
+    several, the darker the more of them are computed. (Those on the diagonal count whole, in a causal layout too.)
+
+    Raises:
+        ValueError: a head that the layout does not have, or a width below 1.
     """
     shades = (coverage(layout, head, width) * (len(_SHADES) - 1)).ceil().int()
     return "\n".join("".join(2 * _SHADES[shade] for shade in row).rstrip() for row in shades.tolist())
@@ -23,15 +27,9 @@ def draw(layout: Layout, head: int = 0, width: int = 64) -> str:
 def plot(path: str | Path, layout: Layout, title: str | None = None) -> None:
     """Write a PNG with a panel for each head. Folders on the way are made.
 
-    Raises ImportError, naming the extra to install, where matplotlib is missing.
+    Raises MissingPackage (an ImportError), naming what to install, where matplotlib is missing.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'shardlib[notebooks]'") from error
-
-    # A figure of its own, not pyplot's: nothing global is touched, and no display is asked for.
+    Figure, FigureCanvasAgg = figures()
     figure = Figure(figsize=(4 * layout.heads, 4.4), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     positions = layout.size * layout.block
@@ -39,13 +37,16 @@ def plot(path: str | Path, layout: Layout, title: str | None = None) -> None:
         picture = coverage(layout, head, _PIXELS).numpy()
         axes.imshow(picture, cmap="Blues", vmin=0, vmax=1, extent=(0, positions, positions, 0), interpolation="nearest")
         axes.set(xlabel="key", ylabel="query", title=f"head {head}" if layout.heads > 1 else "")
-    figure.suptitle(title or f"{layout.density:.2%} of {layout.size} × {layout.size} blocks of {layout.block}")
+    kind = ", causal" if layout.causal else ""
+    figure.suptitle(title or f"{layout.density:.2%} of {layout.size} × {layout.size} blocks of {layout.block}{kind}")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 
 def coverage(layout: Layout, head: int, width: int) -> torch.Tensor:
     """The share of computed blocks in each of ``width`` × ``width`` cells, or of fewer where there are fewer blocks."""
+    if not 0 <= head < layout.heads or width < 1:
+        raise ValueError(f"head={head} and width={width}: heads are 0 to {layout.heads - 1}, and a width is at least 1")
     step = max(1, -(-layout.size // width))
     cells = -(-layout.size // step)
     rows, columns = layout.pairs(head)

@@ -16,7 +16,7 @@ MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tor
 _BLOCKS = Threshold(1 << 10)  # whose masks are looked at together
 
 
-def to_block_mask(layout: Layout, length: int, *, causal: bool = False) -> BlockMask:
+def to_block_mask(layout: Layout, length: int, *, causal: bool | None = None) -> BlockMask:
     """The same attention as a `BlockMask`.
 
     It has the block lists, which compiled FlexAttention goes by, and a ``mask_mod``, which the eager one goes by alone.
@@ -24,8 +24,12 @@ def to_block_mask(layout: Layout, length: int, *, causal: bool = False) -> Block
 
     Args:
         length: of the sequence.
-        causal: also masks inside the blocks on the diagonal, and leaves out those above.
+        causal: also masks inside the blocks on the diagonal, and leaves out those above; by default as the layout says.
+
+    Raises:
+        ValueError: a layout of another length, or a causal one and ``causal=False``.
     """
+    causal = layout.causal_for(causal)
     if layout.size != -(-length // layout.block):
         raise ValueError(f"the layout has {layout.size} blocks a side, not those of length={length}")
     seen = layout.to_dense()
@@ -44,7 +48,10 @@ def to_block_mask(layout: Layout, length: int, *, causal: bool = False) -> Block
 
 
 def from_block_mask(mask: BlockMask, *, causal: bool = False) -> Layout:
-    """The blocks of a `BlockMask`, for `shardlib.sparse_attention` with the same ``causal``.
+    """The blocks of a `BlockMask`.
+
+    Args:
+        causal: whether a position sees itself and those before it alone, as the layout then has it too.
 
     Raises:
         ValueError: what the layout cannot say: another mask for each sample, blocks that are not square, or a
@@ -63,7 +70,8 @@ def from_block_mask(mask: BlockMask, *, causal: bool = False) -> Layout:
         full = _dense(mask.full_kv_num_blocks, mask.full_kv_indices)
     for kind, blocks, mask_mod in (("partial", partial, mask.mask_mod), ("full", full, None)):
         _check(kind, blocks, mask_mod, block, length, causal)
-    return Layout.from_dense(partial | full, block)
+    blocks = partial | full
+    return Layout.from_dense(blocks.tril() if causal else blocks, block, causal=causal)
 
 
 def _lists(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

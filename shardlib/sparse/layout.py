@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -20,13 +21,18 @@ class Layout:
         row_offsets: int32 ``[heads, size + 1]``; the blocks of row i of head h are
             ``columns[row_offsets[h, i] : row_offsets[h, i + 1]]``. One head stands for all heads.
         columns: int32 ``[stored blocks]``, ascending in every row.
+        causal: a position sees itself and those before it, also inside the blocks on the diagonal; none lies above.
     """
 
     block: int
     row_offsets: torch.Tensor
     columns: torch.Tensor
+    causal: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.causal, bool):
+            raise TypeError(f"causal={self.causal!r}: True or False")
+        object.__setattr__(self, "block", operator.index(self.block))  # also of numpy's
         if self.block < 16 or self.block & (self.block - 1):
             raise ValueError(f"a block of {self.block} positions: use a power of two, 16 or more")
         if self.row_offsets.dim() != 2 or self.columns.dim() != 1:
@@ -46,27 +52,47 @@ class Layout:
         begins[self.row_offsets.flatten().long()] = True
         if not (begins[1:-1] | (self.columns.diff() > 0)).all():
             raise ValueError("columns must ascend within a row, each at most once")
+        if self.causal:
+            self._check_below()
+
+    def _check_below(self) -> None:
+        """No row of a causal layout has a block above the diagonal: its last one tells."""
+        ends = self.row_offsets[:, 1:]
+        filled = ends > self.row_offsets[:, :-1]
+        rows = torch.arange(self.size, device=self.columns.device).expand_as(ends)[filled]
+        if (self.columns[ends[filled].long() - 1] > rows).any():
+            raise ValueError(
+                "a causal layout with blocks above the diagonal, which no position would see: take them out "
+                "(Layout.from_dense(matrix.tril(), block, causal=True)), or leave causal out"
+            )
 
     @classmethod
     def from_rows(
-        cls, block: int, patterns: Sequence[tuple[torch.Tensor, torch.Tensor]], heads: Sequence[int]
+        cls,
+        block: int,
+        patterns: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        heads: Sequence[int],
+        causal: bool = False,
     ) -> Layout:
         """From compressed rows: (offsets ``[size + 1]``, columns) of each pattern, and the pattern of each head."""
         starts = torch.tensor([0] + [len(columns) for _, columns in patterns]).cumsum(0)
         if starts[-1] >= 2**31:
             raise ValueError(f"{starts[-1]} blocks do not fit int32: use larger blocks, or fewer patterns")
         offsets = torch.stack([patterns[pattern][0] + starts[pattern] for pattern in heads])
-        return cls(block, offsets.int(), torch.cat([columns.int() for _, columns in patterns]))
+        return cls(block, offsets.int(), torch.cat([columns.int() for _, columns in patterns]), causal)
 
     @classmethod
-    def from_dense(cls, dense: torch.Tensor, block: int) -> Layout:
-        """From the blocks that are not zero: ``[size, size]`` for all heads, or ``[heads, size, size]``."""
+    def from_dense(cls, dense: torch.Tensor, block: int, *, causal: bool = False) -> Layout:
+        """From the blocks that are not zero: ``[size, size]`` for all heads, or ``[heads, size, size]``.
+
+        With ``causal`` none of them may lie above the diagonal.
+        """
         if dense.dim() not in (2, 3) or dense.shape[-1] != dense.shape[-2]:
             raise ValueError(f"a layout of shape {tuple(dense.shape)}: use (size, size) or (heads, size, size)")
         dense = dense.reshape(-1, *dense.shape[-2:]) != 0
         distinct, heads = torch.unique(dense, dim=0, return_inverse=True)
         patterns = [(offsets_of(pattern.sum(dim=1)), pattern.nonzero()[:, 1]) for pattern in distinct]
-        return cls.from_rows(block, patterns, heads.tolist())
+        return cls.from_rows(block, patterns, heads.tolist(), causal)
 
     def to_dense(self) -> torch.Tensor:
         """bool ``[heads, size, size]``: for small ones."""
@@ -90,12 +116,26 @@ class Layout:
         columns = held.any(0).nonzero().flatten()
         return columns, held[:, columns]
 
+    def causal_for(self, asked: bool | None) -> bool:
+        """Whether attention is causal that was asked to be, or not to be, or (None) as the layout says.
+
+        Raises:
+            ValueError: the layout is causal, and it was asked not to be.
+        """
+        if self.causal and asked is False:
+            raise ValueError(
+                "causal=False, and the layout is causal: make it with causal=False, or leave causal out of the call"
+            )
+        return self.causal or bool(asked)
+
     def leading(self, length: int) -> Layout:
         """The blocks of the first ``length`` positions among themselves.
 
         Raises:
-            ValueError: the layout is of fewer.
+            ValueError: the layout is of fewer, or ``length`` is below 1.
         """
+        if length < 1:
+            raise ValueError(f"length={length} must be at least 1")
         size = -(-length // self.block)
         if size > self.size:
             raise ValueError(
@@ -110,7 +150,7 @@ class Layout:
             rows, columns = self.pairs(head)
             kept = (rows < size) & (columns < size)
             patterns.append((offsets_of(torch.bincount(rows[kept], minlength=size)), columns[kept]))
-        return Layout.from_rows(self.block, patterns, heads.tolist())
+        return Layout.from_rows(self.block, patterns, heads.tolist(), self.causal)
 
     @property
     def heads(self) -> int:
@@ -138,7 +178,9 @@ class Layout:
         if device == self.columns.device:
             return self
         if device not in self._elsewhere:
-            self._elsewhere[device] = Layout(self.block, self.row_offsets.to(device), self.columns.to(device))
+            self._elsewhere[device] = replace(
+                self, row_offsets=self.row_offsets.to(device), columns=self.columns.to(device)
+            )
         return self._elsewhere[device]
 
     @cached_property
@@ -151,9 +193,23 @@ class Layout:
 
     def __repr__(self) -> str:
         heads = f"{self.heads} heads of " if self.heads > 1 else ""
-        return f"Layout({heads}{self.size} × {self.size} blocks of {self.block}, density {self.density:.4f})"
+        causal = ", causal" if self.causal else ""
+        return f"Layout({heads}{self.size} × {self.size} blocks of {self.block}, density {self.density:.4f}{causal})"
 
 
 def offsets_of(counts: torch.Tensor) -> torch.Tensor:
     """int64 ``[n + 1]``: where each of n lists of these lengths begins, and where the last ends."""
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+
+
+def check_layout(layout: object) -> Layout:
+    """Itself.
+
+    Raises:
+        TypeError: it is no `Layout`.
+    """
+    if not isinstance(layout, Layout):
+        raise TypeError(
+            f"layout is a {type(layout).__name__}: pass a pattern of sl.sparse, or sl.sparse.Layout.from_dense(matrix, block)"
+        )
+    return layout

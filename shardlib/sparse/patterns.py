@@ -5,12 +5,17 @@ needs little more memory than the result.
 
 Sources: sparse transformers (Child et al., arXiv 1904.10509), BigBird (Zaheer et al., arXiv 2007.14062) and Longformer
 (Beltagy et al., arXiv 2004.05150), in the block forms that DeepSpeed made common, with the same defaults. Lengths are in
-positions, everything else in blocks. With ``causal`` no block lies above the diagonal; inside the blocks on it the
-attention's own ``causal`` masks. ``heads`` is the number of heads that the layout is for; 1 does for any number.
+positions, everything else in blocks. With ``causal`` no block lies above the diagonal; inside the blocks on it
+attention masks, as the layout is causal then. ``heads`` is the number of heads that the layout is for; 1 does for any
+number. Windows around the diagonal have an odd number of blocks, as many to either side; what of a window lies beyond the
+sequence does not count.
+
+Every pattern raises ValueError for sizes that make no sense, and TypeError for what is no integer.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -59,9 +64,10 @@ def fixed(
         horizontal: the rows of global blocks see everything, too; not with ``causal``.
     """
     size = _size(length, block)
-    if global_blocks < 1 or local < global_blocks or local % global_blocks:
-        raise ValueError(f"local={local} must be a multiple of global_blocks={global_blocks}, and both at least 1")
-    if not 1 <= patterns <= local // global_blocks:
+    _check(heads=(heads, 1), local=(local, 1), global_blocks=(global_blocks, 1), patterns=(patterns, 1))
+    if local < global_blocks or local % global_blocks:
+        raise ValueError(f"local={local} must be a multiple of global_blocks={global_blocks}")
+    if patterns > local // global_blocks:
         raise ValueError(f"patterns={patterns}: from 1 to local // global_blocks = {local // global_blocks}")
     if patterns > 1 and heads < patterns:
         raise ValueError(f"patterns={patterns} needs as many heads, and there are heads={heads}: pass heads")
@@ -109,14 +115,13 @@ def variable(
         horizontal: the rows of global blocks see everything, too; not with ``causal``.
     """
     size = _size(length, block)
-    if not windows or min(windows) < 1:
-        raise ValueError(f"windows={tuple(windows)}: sizes of at least one block")
+    _check(heads=(heads, 1), random=(random, 0))
+    if isinstance(windows, int) or not windows:
+        raise ValueError(f"windows={windows!r}: a list of sizes, one at least, such as (4,)")
+    _check(**{f"windows[{number}]": (window, 1) for number, window in enumerate(windows)})
     if horizontal and causal:
         raise ValueError("horizontal=True lets rows see what comes after them: leave causal out, or horizontal")
-    ends = [start + 1 for start in global_blocks] if global_ends is None else global_ends
-    if len(ends) != len(global_blocks) or any(not 0 <= start < end for start, end in zip(global_blocks, ends)):
-        raise ValueError(f"global_blocks={tuple(global_blocks)} and global_ends={global_ends}: an end after each start")
-    low, high = torch.tensor(global_blocks, dtype=torch.int64), torch.tensor(ends, dtype=torch.int64)
+    low, high = _spans(global_blocks, global_ends)
     borders = torch.tensor([0, *windows]).cumsum(0)
 
     def of(head: int) -> Pattern:
@@ -152,10 +157,15 @@ def bigbird(
     Args:
         random: blocks that every row sees besides, drawn by ``seed``, for each head anew; with ``causal`` among those up
             to the diagonal.
-        window: blocks around the diagonal: window // 2 to either side.
-        global_blocks: how many rows see everything, from the first, and how many columns everything sees.
+        window: blocks around the diagonal, an odd number: window // 2 to either side.
+        global_blocks: how many rows see everything, from the first, and how many columns everything sees: with ``causal``
+            the columns alone matter.
     """
     size = _size(length, block)
+    _check(heads=(heads, 1), random=(random, 0), global_blocks=(global_blocks, 0))
+    _check_window(window)
+    if global_blocks > size:
+        raise ValueError(f"global_blocks={global_blocks} of {size} blocks a side (length={length}): use fewer")
     starts = torch.zeros(1, dtype=torch.int64)
 
     def of(head: int) -> Pattern:
@@ -182,15 +192,13 @@ def longformer(
     """A sliding window, and global blocks whose rows and columns are whole.
 
     Args:
-        window: blocks around the diagonal: window // 2 to either side.
+        window: blocks around the diagonal, an odd number: window // 2 to either side.
         global_blocks: blocks that see everything and that everything sees. Those beyond the sequence are left out.
         global_ends: where they end; by default each is one block.
     """
     size = _size(length, block)
-    ends = [start + 1 for start in global_blocks] if global_ends is None else global_ends
-    if len(ends) != len(global_blocks) or any(not 0 <= start < end for start, end in zip(global_blocks, ends)):
-        raise ValueError(f"global_blocks={tuple(global_blocks)} and global_ends={global_ends}: an end after each start")
-    low, high = torch.tensor(global_blocks, dtype=torch.int64), torch.tensor(ends, dtype=torch.int64)
+    _check_window(window)
+    low, high = _spans(global_blocks, global_ends)
 
     def pattern(rows: torch.Tensor) -> Iterator[Intervals]:
         yield _around(rows, window)
@@ -201,14 +209,45 @@ def longformer(
 
 
 def sliding_window(length: int, *, block: int = 16, causal: bool = True, window: int = 3) -> Layout:
-    """Blocks around the diagonal: window // 2 to either side, or before it alone with ``causal``."""
+    """Blocks around the diagonal: ``window``, an odd number, // 2 to either side, or before it alone with ``causal``."""
+    _check_window(window)
     return _layout(_size(length, block), block, causal, [lambda rows: iter([_around(rows, window)])])
 
 
 def _size(length: int, block: int) -> int:
-    if length < 1 or block < 1:
-        raise ValueError(f"length={length} and block={block} must be at least 1")
-    return -(-length // block)
+    _check(length=(length, 1), block=(block, 1))
+    return int(-(-length // block))
+
+
+def _check(**given: tuple[int, int]) -> None:
+    """Every number is an integer, and at least so much."""
+    for name, (number, least) in given.items():
+        try:
+            operator.index(number)
+        except TypeError:
+            raise TypeError(f"{name}={number!r} is a {type(number).__name__}: use an integer") from None
+        if number < least:
+            raise ValueError(f"{name}={number} must be at least {least}")
+
+
+def _check_window(window: int) -> None:
+    _check(window=(window, 1))
+    if window % 2 == 0:
+        raise ValueError(
+            f"window={window} blocks do not lie evenly around the diagonal: use {window - 1} or {window + 1}"
+        )
+
+
+def _spans(starts: Sequence[int], ends: Sequence[int] | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """First and last + 1 of the global blocks that are named."""
+    for name, numbers in (("global_blocks", starts), ("global_ends", ends)):
+        if isinstance(numbers, int):
+            raise TypeError(f"{name}={numbers}: a list of blocks, such as ({numbers},)")
+        _check(**{f"{name}[{place}]": (number, 0) for place, number in enumerate(numbers or ())})
+    ends = [start + 1 for start in starts] if ends is None else ends
+    if len(ends) != len(starts) or any(start >= end for start, end in zip(starts, ends)):
+        raise ValueError(f"global_blocks={tuple(starts)} and global_ends={tuple(ends)}: an end after each start")
+    return torch.tensor(starts, dtype=torch.int64), torch.tensor(ends, dtype=torch.int64)
 
 
 def _whole(rows: torch.Tensor, size: int) -> Intervals:
@@ -231,9 +270,9 @@ def _inside(rows: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.
 
 def _drawn(rows: torch.Tensor, count: int, size: int, causal: bool, seed: int, head: int) -> Intervals:
     """``count`` different columns in every row, or all there are: Floyd's sampling, a number after the other."""
-    if not 0 <= count <= size:
+    if count > size:
         raise ValueError(f"random={count} different blocks of a row that has {size}: use fewer")
-    key = Key(seed).fold_in(head)
+    key = Key(seed).fold_in("random blocks").fold_in(head)
     available = rows + 1 if causal else torch.full_like(rows, size)
     drawn = torch.full((len(rows), count), -1)
     for number in range(count):
@@ -249,7 +288,7 @@ def _drawn(rows: torch.Tensor, count: int, size: int, causal: bool, seed: int, h
 def _layout(size: int, block: int, causal: bool, patterns: Sequence[Pattern], heads: int = 1) -> Layout:
     """Head h has pattern h % len(patterns)."""
     made = [_compressed(size, causal, pattern) for pattern in patterns]
-    return Layout.from_rows(block, made, [head % len(patterns) for head in range(heads)])
+    return Layout.from_rows(block, made, [head % len(patterns) for head in range(heads)], causal)
 
 
 def _compressed(size: int, causal: bool, pattern: Pattern) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,29 +8,46 @@ from dataclasses import dataclass
 from shardlib.claims import Claim, LeafInfo, Use
 from shardlib.errors import IllegalComposition
 
+_SHOWN = 3  # patterns in a plan's print-out
+
 
 @dataclass(frozen=True)
 class Freeze:
     globs: tuple[str, ...]
+    exclude: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
-        return f"freeze({', '.join(map(repr, self.globs))})"
+        return f"freeze({_short(self.globs)}{', exclude=' + _short(self.exclude) if self.exclude else ''})"
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
-        for pattern in self.globs:
+        for pattern in (*self.globs, *self.exclude):
             if not any(leaf.matches(pattern) for leaf in leaves):
                 shown = ", ".join(leaf.path for leaf in leaves[:5])
                 raise IllegalComposition(f"freeze({pattern!r}) matches no parameter; paths look like {shown}")
         for leaf in leaves:
-            if leaf.matches(self.globs):
+            if leaf.matches(self.globs) and not leaf.matches(self.exclude):
                 yield Use(leaf.path, trainable=False)
 
 
-def freeze(globs: str | Sequence[str]) -> Freeze:
+def _short(globs: tuple[str, ...]) -> str:
+    more = f", and {len(globs) - _SHOWN} more" if len(globs) > _SHOWN else ""
+    return ", ".join(map(repr, globs[:_SHOWN])) + more
+
+
+def freeze(globs: str | Sequence[str], *, exclude: str | Sequence[str] = ()) -> Freeze:
     """Do not train the leaves whose path matches: no gradient, no optimizer state. They are still sharded.
 
     Args:
-        globs: one or several patterns over paths such as ``"blocks/0/*"`` (``*`` crosses ``/``).
+        globs: one or several patterns over paths such as ``"blocks/0/*"`` (``*`` crosses ``/``); what
+            ``shardlib.from_module(module, frozen=True)`` returns last is such a list.
+        exclude: patterns of what is trained all the same: ``freeze("*", exclude="*lora_*")``.
+
+    Raises:
+        IllegalComposition: when the plan is made, a pattern that matches no parameter.
     """
-    return Freeze((globs,) if isinstance(globs, str) else tuple(globs))
+    return Freeze(_patterns(globs), _patterns(exclude))
+
+
+def _patterns(globs: str | Sequence[str]) -> tuple[str, ...]:
+    return (globs,) if isinstance(globs, str) else tuple(globs)

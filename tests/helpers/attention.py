@@ -4,11 +4,13 @@ As a script it holds the Triton kernels to that under Triton's interpreter, whic
 decorated.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 
 import shardlib as sl
 from shardlib import rng
@@ -80,11 +82,11 @@ def make(
     return Case(tensors, layout, settings)
 
 
-def dense_attention(q, k, v, layout, *, causal=False, scale=None, key_mask=None, bias=None, dropout=0.0, rng_key=None):
+def dense_attention(q, k, v, layout, *, causal=None, scale=None, key_mask=None, bias=None, dropout=0.0, rng_key=None):
     """The definition, with whole matrices of scores."""
     length, heads = q.shape[2], q.shape[1]
     seen = layout.to_dense().repeat_interleave(layout.block, 1).repeat_interleave(layout.block, 2)[:, :length, :length]
-    if causal:
+    if causal or layout.causal:
         seen = seen.tril()
     seen = seen[None] if key_mask is None else seen[None] & key_mask[:, None, None]
     k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
@@ -116,6 +118,26 @@ def check(case, using):
         )
 
 
+def check_padding(using):
+    """What is not finite in masked keys and values is where torch's attention under a mask has it; later ones' keys are not
+    looked at under a causal mask.
+    """
+    for masked, causal, value in itertools.product("kv", (False, True), (math.nan, math.inf)):
+        case = make(length=48, heads=2, batch=2, layout=sl.sparse.dense(48, causal=causal))
+        seen = torch.ones(2, 48, dtype=torch.bool)
+        seen[0, 40] = False
+        case.tensors[masked][0, 1, 40] = value  # of one sample and one head of keys
+        found = sl.sparse_attention(*case.tensors.values(), case.layout, key_mask=seen, using=using)
+        if not causal:
+            wanted = F.scaled_dot_product_attention(*case.tensors.values(), seen[:, None, None], enable_gqa=True)
+            assert torch.equal(found.isnan(), wanted.isnan())
+        elif masked == "k":
+            assert found[0, 1, :40].isfinite().all()
+        if masked == "v" or not causal:
+            assert found[0, 1, 40:].isnan().all()
+        assert found[0, 0].isfinite().all() and found[1].isfinite().all()
+
+
 def _cases():
     """What the Triton kernels are tried on; and again with long lists in parts."""
     yield make(length=130, heads=2, batch=1)
@@ -133,6 +155,9 @@ def _cases():
 
 
 def _cases_in_parts():
+    for scale in (0.0, -0.7):
+        yield make(length=40, heads=2, batch=1, masked=True, scale=scale)
+    yield make(length=100, heads=2, batch=1, layout=sl.sparse.dense(100, block=32, causal=True))  # causal by itself
     yield make(length=330, batch=1, heads=2, key_heads=1, layout=sl.sparse.bigbird(330), bias_heads=1)
     patterns = sl.sparse.fixed(250, causal=True, heads=4, patterns=2)  # which heads share
     yield make(length=250, batch=1, causal=True, layout=patterns)
@@ -145,5 +170,6 @@ if __name__ == "__main__":
     with patch("shardlib.kernels.sparse_attention.packing.LEAST_STEPS", 1):
         for case in _cases_in_parts():
             check(case, "triton")
+    check_padding("triton")
     nothing = make(batch=0, bias_heads=1)(sl.sparse_attention, using="triton")
     assert nothing["out"].shape == (0, 4, 70, 16) and not nothing["bias"].any()

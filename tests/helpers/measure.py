@@ -7,7 +7,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-SCALARS = 4  # what a step sums beside its payload: the loss, its weight, the squared norm, strays; counted apart
+SCALARS = 12  # numbers a step sums beside its payload, in one exchange: losses, norms and what all ranks must know
+
+
+def is_payload(tensor, scalars=SCALARS):
+    """Whether an exchanged tensor is more than scalars, which are float64 or a single few."""
+    return tensor.numel() > (scalars if tensor.dtype is torch.float64 else min(scalars, 4))
 
 
 def stored_bytes(tree, counters=False):
@@ -64,14 +69,14 @@ class CountingGroup:
         return self._group.all_gather_object(value)
 
     def _count(self, tensor, times, ways=1, whole=None):
-        if (tensor if whole is None else whole).numel() > self._scalars:
+        if is_payload(tensor if whole is None else whole, self._scalars):
             self.sent += tensor.numel() * tensor.dtype.itemsize * times // ways
 
 
 def count_payload(mesh, scalars=SCALARS):
     """Wrap every group of ``mesh``; returns a function that tells the bytes sent per axis since it was last asked.
 
-    Exchanges of at most ``scalars`` elements are left out.
+    Exchanges of at most ``scalars`` elements in float64, or of 4 in another dtype, are left out.
     """
     counters = {axis: CountingGroup(mesh.group(axis), scalars) for axis, size in mesh.shape.items() if size > 1}
     mesh._groups.update(counters)
@@ -103,10 +108,9 @@ class CountOperators(TorchDispatchMode):
     def _volume(self, name, args):
         tensors = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
         size = sum(t.numel() * t.dtype.itemsize for t in tensors)
-        elements = sum(t.numel() for t in tensors)
         if name == "send":  # one message of many: small ones are parts of an exchange that is not
             return size
-        if elements <= SCALARS:
+        if len(tensors) == 1 and not is_payload(tensors[0]):
             return 0
         if name == "allreduce_":
             return round(size * 2 * (self.ranks - 1) / self.ranks)

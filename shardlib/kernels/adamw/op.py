@@ -58,8 +58,9 @@ def adamw_(
         ValueError: shapes or devices differ.
         TypeError: dtypes that are not served.
     """
-    tensors = {"param": param, "grad": grad.contiguous(), "mu": mu, "nu": nu} | ({} if copy is None else {"copy": copy})
+    tensors = {"param": param, "grad": grad, "mu": mu, "nu": nu} | ({} if copy is None else {"copy": copy})
     check(tensors, "param", scale, read=("grad",))
+    tensors["grad"] = grad.contiguous()
     step = step_at(count, lr, b1, b2, eps, weight_decay)
     with on(param.device):
         module = serving("adamw", reference, tensors, "param", FLOATS, using)

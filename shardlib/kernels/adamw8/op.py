@@ -21,7 +21,8 @@ import torch
 from shardlib.kernels.adamw.step import step_at
 from shardlib.kernels.adamw8 import reference
 from shardlib.kernels.adamw8.codes import BLOCK
-from shardlib.kernels.dispatch import on, one_device
+from shardlib.kernels.arguments import one_device
+from shardlib.kernels.dispatch import on
 from shardlib.kernels.flat import FLOATS, check, serving
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
@@ -60,8 +61,9 @@ def adamw8_(
         ValueError: shapes or devices differ.
         TypeError: dtypes that are not served.
     """
-    tensors = {"param": param, "grad": grad.contiguous()} | ({} if copy is None else {"copy": copy})
+    tensors = {"param": param, "grad": grad} | ({} if copy is None else {"copy": copy})
     check(tensors, "param", scale, read=("grad",))
+    tensors["grad"] = grad.contiguous()
     blocks = ((param.numel() + BLOCK - 1) // BLOCK,)
     kept = {
         "mu": (mu, param.shape, torch.uint8),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 
+from shardlib.kernels.arguments import check_tensors
 from shardlib.kernels.dispatch import on, serving
 from shardlib.kernels.operators import opaque
 
@@ -29,8 +30,7 @@ def random_bits(seed: int, index: torch.Tensor, *, using: str | None = None) -> 
     Raises:
         TypeError: ``index`` is not int64.
     """
-    if index.dtype != torch.int64:
-        raise TypeError(f"random_bits: index is {index.dtype}; pass int64")
+    check_tensors("random_bits", {"index": index}, exactly={"index": torch.int64})
     return _random_bits(signed(seed), index, using)[0]
 
 

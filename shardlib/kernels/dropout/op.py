@@ -18,8 +18,9 @@ from typing import NamedTuple
 import torch
 
 from shardlib.kernels import rows
+from shardlib.kernels.arguments import check_rows, check_tensors
 from shardlib.kernels.counter import signed, spread
-from shardlib.kernels.dispatch import on, one_device, serving
+from shardlib.kernels.dispatch import on, serving
 from shardlib.kernels.dropout import reference
 from shardlib.kernels.operators import differentiable
 
@@ -56,6 +57,9 @@ def dropout(
         residual: like ``x``.
         bias: ``[columns]``.
     """
+    given = {"x": x, "bias": bias, "residual": residual, "starts": draw.starts}
+    check_tensors("dropout", given, optional=("bias", "residual", "starts"), exactly={"starts": torch.int64})
+    check_rows("dropout", x)
     rows.check_vector("bias", bias, x)
     if draw.starts is not None and draw.starts.numel() != rows.sizes(x)[0]:
         raise ValueError(
@@ -101,8 +105,6 @@ def _forward_onto(
 def _forward(
     x: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None, draw: Draw, using: str | None
 ) -> list[torch.Tensor]:
-    named = {"x": x, "residual": residual, "bias": bias, "starts": draw.starts}
-    one_device({name: tensor for name, tensor in named.items() if tensor is not None})
     with on(x.device):
         return [serving("dropout", x, using).forward(x, residual, bias, draw).to(x.dtype)]
 

@@ -18,7 +18,8 @@ from __future__ import annotations
 import torch
 
 from shardlib.kernels import rows
-from shardlib.kernels.dispatch import on, one_device, serving
+from shardlib.kernels.arguments import check_rows, check_tensors
+from shardlib.kernels.dispatch import on, serving
 from shardlib.kernels.gelu import reference
 from shardlib.kernels.operators import differentiable
 
@@ -36,12 +37,13 @@ def gelu(
     """
     if approximate not in ("none", "tanh"):
         raise ValueError(f"gelu(approximate={approximate!r}): use 'none' or 'tanh'")
+    check_tensors("gelu", {"x": x, "bias": bias}, optional=("bias",))
+    check_rows("gelu", x)
     rows.check_vector("bias", bias, x)
     return _gelu(x, bias, approximate == "tanh", using)[0]
 
 
 def _forward(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool, using: str | None) -> list[torch.Tensor]:
-    one_device({"x": x} if bias is None else {"x": x, "bias": bias})
     with on(x.device):
         return [serving("gelu", x, using).forward(x, bias, tanh).to(x.dtype)]
 

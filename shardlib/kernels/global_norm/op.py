@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 
+from shardlib.kernels.arguments import check_tensors
 from shardlib.kernels.dispatch import on, serving
 from shardlib.kernels.global_norm import reference
 
@@ -28,6 +29,7 @@ def sum_of_squares(x: torch.Tensor, *, using: str | None = None) -> torch.Tensor
         x: of any shape and floating dtype; fp32, bf16 and fp16 are served by kernels where they are contiguous.
         using: names one implementation ("cpu", "cuda", "triton", "reference"), for tests.
     """
+    check_tensors("sum_of_squares", {"x": x})
     if x.dtype not in _SERVED or not x.is_contiguous():
         if using not in (None, "reference"):
             raise TypeError(f"{x.dtype} and strided tensors are served by plain torch, not by {using}")

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import torch
 
-from shardlib.kernels.dispatch import on, one_device, serving
+from shardlib.kernels.arguments import check_tensors
+from shardlib.kernels.dispatch import on, serving
 from shardlib.kernels.linear_cross_entropy import reference
 from shardlib.kernels.linear_cross_entropy.options import check_layer, check_options, check_targets
 from shardlib.kernels.operators import autocast_as_a_product, differentiable
@@ -53,6 +54,9 @@ def linear_cross_entropy(
         reduction: "mean" over the targets that count, or "sum". (Losses one by one are the logits' business.)
     """
     check_options("linear_cross_entropy", reduction, label_smoothing, ("mean", "sum"))
+    check_tensors(
+        "linear_cross_entropy", {"x": x, "weight": weight, "targets": targets}, exactly={"targets": torch.int64}
+    )
     check_layer("linear_cross_entropy", x, weight)
     check_targets("linear_cross_entropy", targets, x.shape[:-1], f"x of shape {tuple(x.shape)}")
     x, weight = autocast_as_a_product(x, weight)
@@ -71,7 +75,6 @@ def _forward(
     wanted: bool,
     using: str | None,
 ) -> list[torch.Tensor]:
-    one_device({"x": x, "weight": weight, "targets": targets})
     size = max(1, _CHUNK.get(x.device.type, _CHUNK["cpu"])() // len(weight))
     wide = torch.promote_types(x.dtype, torch.float32)
     losses = torch.zeros((), dtype=wide, device=x.device)

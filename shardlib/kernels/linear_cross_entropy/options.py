@@ -22,7 +22,8 @@ def check_layer(function: str, x: torch.Tensor, weight: torch.Tensor) -> None:
     Raises:
         ValueError: activations and an output layer's weight that cannot be multiplied.
     """
-    if x.dim() < 1 or weight.dim() != 2 or x.shape[-1] != weight.shape[1] or x.dtype != weight.dtype:
+    alike = x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)
+    if x.dim() < 1 or weight.dim() != 2 or not len(weight) or x.shape[-1] != weight.shape[1] or not alike:
         raise ValueError(
             f"{function}: x is {x.dtype} {tuple(x.shape)} and weight {weight.dtype} {tuple(weight.shape)}: they must be "
             "[..., width] and [V, width], of one dtype"
@@ -34,12 +35,9 @@ def check_targets(function: str, targets: torch.Tensor, shape: torch.Size, of: s
 
     Raises:
         ValueError: another shape.
-        TypeError: another dtype.
     """
     if targets.shape != shape:
         raise ValueError(f"{function}: targets have shape {tuple(targets.shape)}, and {of} asks for {tuple(shape)}")
-    if targets.dtype != torch.int64:
-        raise TypeError(f"{function}: targets are {targets.dtype}; give the words' numbers as int64: targets.long()")
 
 
 def refuse_unknown(targets: torch.Tensor, words: int, ignore_index: int) -> None:

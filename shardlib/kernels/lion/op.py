@@ -49,8 +49,9 @@ def lion_(
         ValueError: shapes or devices differ.
         TypeError: dtypes that are not served.
     """
-    tensors = {"param": param, "grad": grad.contiguous(), "mu": mu} | ({} if copy is None else {"copy": copy})
+    tensors = {"param": param, "grad": grad, "mu": mu} | ({} if copy is None else {"copy": copy})
     check(tensors, "param", scale, read=("grad",))
+    tensors["grad"] = grad.contiguous()
     rate = float(lr)
     step = Step(b1, 1 - b1, b2, 1 - b2, 1 - rate * weight_decay, rate)
     with on(param.device):

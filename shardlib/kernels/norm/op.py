@@ -20,7 +20,8 @@ from __future__ import annotations
 import torch
 
 from shardlib.kernels import rows
-from shardlib.kernels.dispatch import on, one_device, serving
+from shardlib.kernels.arguments import check_rows, check_tensors
+from shardlib.kernels.dispatch import on, serving
 from shardlib.kernels.norm import reference
 from shardlib.kernels.operators import differentiable
 
@@ -40,13 +41,13 @@ def layer_norm(
     Args:
         weight, bias: ``[d]``.
     """
-    _check(x, weight, bias)
+    _check("layer_norm", {"x": x, "weight": weight}, bias)
     return _alone(x, weight, bias, eps, True, using)[0]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6, using: str | None = None) -> torch.Tensor:
     """``F.rms_norm(x, x.shape[-1:], weight, eps)``, ``[..., d]``."""
-    _check(x, weight)
+    _check("rms_norm", {"x": x, "weight": weight})
     return _alone(x, weight, None, eps, False, using)[0]
 
 
@@ -60,7 +61,7 @@ def add_layer_norm(
     using: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`layer_norm` of ``x + residual``, and that sum; both are ``[..., d]`` of one dtype."""
-    _check(x, weight, bias, residual)
+    _check("add_layer_norm", {"x": x, "residual": residual, "weight": weight}, bias)
     y, total = _of_sum(x, residual, weight, bias, eps, True, using)
     return y, total
 
@@ -69,24 +70,25 @@ def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6, using: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`rms_norm` of ``x + residual``, and that sum; both are ``[..., d]`` of one dtype."""
-    _check(x, weight, residual=residual)
+    _check("add_rms_norm", {"x": x, "residual": residual, "weight": weight})
     y, total = _of_sum(x, residual, weight, None, eps, False, using)
     return y, total
 
 
-def _check(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
-) -> None:
-    rows.check_vector("weight", weight, x)
+def _check(function: str, given: dict[str, torch.Tensor], bias: torch.Tensor | None = None) -> None:
+    check_tensors(function, given | {"bias": bias}, optional=("bias",))
+    x = given["x"]
+    check_rows(function, x)
+    rows.check_vector("weight", given["weight"], x)
     rows.check_vector("bias", bias, x)
-    if residual is not None:
-        rows.check_like("residual", residual, "x", x)
+    if "residual" in given:
+        rows.check_like("residual", given["residual"], "x", x)
 
 
 def _forward_alone(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, centred: bool, using: str | None
 ) -> list[torch.Tensor]:
-    with on(_device(x, weight, bias)):
+    with on(x.device):
         return [serving("norm", x, using).forward(x, weight, bias, eps, centred).to(x.dtype)]
 
 
@@ -99,7 +101,7 @@ def _forward_of_sum(
     centred: bool,
     using: str | None,
 ) -> list[torch.Tensor]:
-    with on(_device(x, weight, bias, residual)):
+    with on(x.device):
         found = serving("norm", x, using).forward_of_sum(x, residual, weight, bias, eps, centred)
     return [tensor.to(x.dtype) for tensor in found]
 
@@ -150,11 +152,6 @@ def _backward_fake(total, weight, bias, *_):
 
 def _backward_reference(total, weight, bias, eps, centred, using, dy, dtotal=None):
     return reference.backward(total, weight, bias, eps, centred, dy, dtotal)
-
-
-def _device(x: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor | None) -> torch.device:
-    one_device({"x": x, "weight": weight} | {f"input {i}": t for i, t in enumerate(others) if t is not None})
-    return x.device
 
 
 _alone = differentiable(

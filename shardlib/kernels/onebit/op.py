@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import torch
 
-from shardlib.kernels.dispatch import on, one_device, serving
+from shardlib.kernels.arguments import one_device
+from shardlib.kernels.dispatch import on, serving
 from shardlib.kernels.onebit.segments import Segments
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}

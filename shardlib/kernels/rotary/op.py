@@ -19,7 +19,8 @@ from __future__ import annotations
 import torch
 
 from shardlib.kernels import rows
-from shardlib.kernels.dispatch import on, one_device, serving
+from shardlib.kernels.arguments import check_tensors
+from shardlib.kernels.dispatch import on, serving
 from shardlib.kernels.operators import differentiable
 from shardlib.kernels.rotary import reference
 
@@ -46,7 +47,14 @@ def rotary(
     Raises:
         ValueError: the angles' shape does not suit ``x``, or gradients are asked for the angles.
     """
-    if cos.shape != sin.shape or cos.dim() != 2 or len(cos) != x.shape[-2] or 2 * cos.shape[1] > x.shape[-1]:
+    check_tensors("rotary", {"x": x, "cos": cos, "sin": sin})
+    if (
+        x.dim() < 2
+        or cos.shape != sin.shape
+        or cos.dim() != 2
+        or len(cos) != x.shape[-2]
+        or 2 * cos.shape[1] > x.shape[-1]
+    ):
         raise ValueError(
             f"cos {tuple(cos.shape)}, sin {tuple(sin.shape)} and x {tuple(x.shape)}: angles must be [positions, d / 2] for "
             "x [..., positions, size], with d at most size"
@@ -68,7 +76,6 @@ def _backward(both: torch.Tensor, interleaved: bool, using: str | None, dy: torc
 def _turned(
     x: torch.Tensor, both: torch.Tensor, interleaved: bool, using: str | None, back: bool
 ) -> list[torch.Tensor]:
-    one_device({"x": x, "angles": both})
     with on(x.device):
         return [serving("rotary", x, using).turn(x, both, interleaved, back).to(x.dtype)]
 

@@ -18,7 +18,8 @@ from __future__ import annotations
 import torch
 
 from shardlib.kernels import rows
-from shardlib.kernels.dispatch import on, one_device, serving
+from shardlib.kernels.arguments import check_tensors
+from shardlib.kernels.dispatch import on, serving
 from shardlib.kernels.operators import differentiable
 from shardlib.kernels.softmax import reference
 
@@ -40,19 +41,17 @@ def softmax(
         causal: query i sees keys up to i, as in ``F.scaled_dot_product_attention``.
         scale: of the scores.
     """
+    check_tensors("softmax", {"x": x, "lengths": lengths}, optional=("lengths",), exactly={"lengths": torch.int64})
     if x.dim() != 4:
         raise ValueError(f"x has shape {tuple(x.shape)}: give it as [batch, heads, queries, keys]")
-    if lengths is not None and (lengths.shape != x.shape[:1] or lengths.dtype != torch.int64):
-        raise ValueError(
-            f"lengths is {lengths.dtype} {tuple(lengths.shape)}: give one int64 for each of {len(x)} sequences"
-        )
+    if lengths is not None and lengths.shape != x.shape[:1]:
+        raise ValueError(f"lengths has shape {tuple(lengths.shape)}: give one int64 for each of {len(x)} sequences")
     return _softmax(x, lengths, causal, float(scale), using)[0]
 
 
 def _forward(
     x: torch.Tensor, lengths: torch.Tensor | None, causal: bool, scale: float, using: str | None
 ) -> list[torch.Tensor]:
-    one_device({"x": x} if lengths is None else {"x": x, "lengths": lengths})
     with on(x.device):
         return [serving("softmax", x, using).forward(x, lengths, causal, scale).to(x.dtype)]
 

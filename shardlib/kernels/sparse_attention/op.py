@@ -26,16 +26,16 @@ from typing import Any
 
 import torch
 
+from shardlib.kernels.arguments import check_tensors
 from shardlib.kernels.counter import signed, spread
-from shardlib.kernels.dispatch import on, one_device, serving
+from shardlib.kernels.dispatch import on, serving
 from shardlib.kernels.operators import differentiable
 from shardlib.kernels.sparse_attention import reference
 from shardlib.kernels.sparse_attention.options import Blocks, Options
-from shardlib.rng import Key
-from shardlib.sparse.layout import Layout
+from shardlib.rng import Key, require_key
+from shardlib.sparse.layout import Layout, check_layout
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _LARGEST = 256  # size of a head
 
 
@@ -45,7 +45,7 @@ def sparse_attention(
     v: torch.Tensor,
     layout: Layout,
     *,
-    causal: bool = False,
+    causal: bool | None = None,
     scale: float | None = None,
     key_mask: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
@@ -60,9 +60,12 @@ def sparse_attention(
         k, v: the same, with as many heads or a divisor of their number (grouped queries).
         layout: of ⌈sequence / block⌉ blocks a side, for one head (all have the same blocks) or for each; on q's device.
             The sequence need not be a multiple of the block.
-        causal: a position sees itself and those before it, also inside a block.
+        causal: a position sees itself and those before it, also inside a block; by default as the layout says.
         scale: of the scores; by default 1/√size.
-        key_mask: bool (batch, sequence): False for keys that no query sees, as padding.
+        key_mask: bool (batch, sequence): False for keys that no query sees, as padding. They must be finite, and so must
+            their values: as in ``F.scaled_dot_product_attention`` with a mask, infinity and NaN there reach every query
+            whose row has the key's block. (A key of a block that a row does not have reaches nothing on the CPU; nor does
+            a later key under ``causal``, but its value may reach queries of its block.)
         bias: (heads, 2 · sequence − 1), or (1, …) for all heads, fp32 (float64 with a float64 q): what is added to a
             score, by the position of the key minus that of the query, plus sequence − 1.
         dropout: the probability with which a weight is dropped; the mask depends on ``rng``, sample, head, query and
@@ -71,9 +74,11 @@ def sparse_attention(
         using: names one implementation ("cpu", "triton", "reference"), for tests.
 
     Raises:
-        ValueError: shapes that do not fit each other or the layout; a dropout outside [0, 1), or without a key.
-        TypeError: dtypes that are not the above.
+        ValueError: shapes that do not fit each other or the layout; a dropout outside [0, 1), or without a key; a causal
+            layout and ``causal=False``.
+        TypeError: dtypes that are not the above, or what is no `Layout`.
     """
+    causal = check_layout(layout).causal_for(causal)
     _check(q, k, v, layout, key_mask, bias)
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout probability {dropout} is outside [0, 1)")
@@ -81,7 +86,7 @@ def sparse_attention(
     if dropout:
         if rng is None:
             raise ValueError(f"dropout={dropout} without rng: pass the loss function's rng, or sl.Key(seed)")
-        seed, counter = rng.stretch(q.shape[0] * q.shape[1] * q.shape[2] ** 2)
+        seed, counter = require_key("sparse_attention", "rng", rng).stretch(q.shape[0] * q.shape[1] * q.shape[2] ** 2)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     options = layout.block, scale, causal, dropout, signed(seed), counter
     return _attention(q, k, v, layout.row_offsets, layout.columns, key_mask, bias, *options, using)[0]
@@ -185,6 +190,13 @@ def _check(
     bias: torch.Tensor | None,
 ) -> None:
     """Kernels read by these sizes: what does not have them must not reach one."""
+    if not isinstance(layout, Layout):
+        raise TypeError(
+            f"sparse_attention: layout is a {type(layout).__name__}; make one, such as sl.sparse.bigbird(length)"
+        )
+    given = {"q": q, "k": k, "v": v, "layout": layout.columns, "key_mask": key_mask, "bias": bias}
+    exactly = {"layout": layout.columns.dtype, "key_mask": torch.bool}
+    check_tensors("sparse_attention", given, ("key_mask", "bias"), exactly)
     if q.dim() != 4 or not 0 < q.shape[3] <= _LARGEST:
         raise ValueError(f"q has shape {tuple(q.shape)}, not (batch, heads, sequence, size up to {_LARGEST})")
     batch, heads, length, size = q.shape
@@ -194,8 +206,6 @@ def _check(
             raise ValueError(f"{name} has shape {tuple(x.shape)}, and q's {tuple(q.shape)} asks for {wanted}")
         if x.dtype != q.dtype:
             raise TypeError(f"q is {q.dtype} and {name} is {x.dtype}: cast one")
-    if q.dtype not in _DTYPES:
-        raise TypeError(f"q is {q.dtype}, not one of {_DTYPES}: cast it")
     if k.shape[1] != v.shape[1] or not k.shape[1] or heads % k.shape[1]:
         raise ValueError(
             f"{heads} heads of q, {k.shape[1]} of k and {v.shape[1]} of v: k and v must have as many, a divisor of q's"
@@ -207,13 +217,8 @@ def _check(
         )
     if layout.heads not in (1, heads):
         raise ValueError(f"the layout has {layout.heads} heads and q has {heads}: make it for 1 or for {heads}")
-    given = {"q": q, "k": k, "v": v, "layout": layout.columns}
-    if key_mask is not None:
-        if key_mask.shape != (batch, length):
-            raise ValueError(f"key_mask has shape {tuple(key_mask.shape)}, not (batch, sequence) = ({batch}, {length})")
-        if key_mask.dtype != torch.bool:
-            raise TypeError(f"key_mask is {key_mask.dtype}, not bool: True for keys that are seen")
-        given["key_mask"] = key_mask
+    if key_mask is not None and key_mask.shape != (batch, length):
+        raise ValueError(f"key_mask has shape {tuple(key_mask.shape)}, not (batch, sequence) = ({batch}, {length})")
     if bias is not None:
         if bias.shape not in ((1, 2 * length - 1), (heads, 2 * length - 1)):
             shapes = f"(1 or {heads}, {2 * length - 1})"
@@ -221,5 +226,3 @@ def _check(
         wide = torch.promote_types(q.dtype, torch.float32)
         if bias.dtype != wide:
             raise TypeError(f"bias is {bias.dtype} and q {q.dtype}: give it in {wide}")
-        given["bias"] = bias
-    one_device(given)

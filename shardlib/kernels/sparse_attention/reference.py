@@ -169,8 +169,9 @@ class _Problem:
         if self.options.causal:
             seen = seen & (column <= row)
         if self.key_mask is not None:
-            mask = F.pad(self.key_mask, (0, -self.length % self.options.block))
-            seen = seen & mask[:, column].unsqueeze(1)
+            # Added, as torch does: what is not finite stays so.
+            padding = torch.zeros_like(self.key_mask, dtype=self.dtype).masked_fill(~self.key_mask, -math.inf)
+            scores = scores + F.pad(padding, (0, -self.length % self.options.block))[:, column].unsqueeze(1)
         return scores.masked_fill(~seen, -math.inf)
 
     def kept(self, part: _Part) -> torch.Tensor | float:

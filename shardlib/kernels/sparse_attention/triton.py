@@ -21,6 +21,7 @@ from shardlib.kernels.sparse_attention.packing import Packing, pack
 
 _WORTH = 0.75  # of the work; what a tile of 64 rows loses to one of 128 by reading keys twice as often, at a guess
 _ROWS = 64  # a program's, where rows are independent
+_NO_SCALE = 2.0**-126  # in place of 0, with which −∞ would be no number
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _packed = WeakTensorKeyDictionary()  # by a layout's row_offsets, while these live
 
@@ -125,7 +126,7 @@ class _Problem:
         self.arguments: dict[str, Any] = {
             "q": q, "k": k, "v": v, "bias": None if bias is None else bias.contiguous(),
             "key_mask": None if key_mask is None else key_mask.contiguous().view(torch.uint8),
-            "group": self.group, "size": q.shape[2], "scale": options.scale,
+            "group": self.group, "size": q.shape[2], "scale": options.scale or _NO_SCALE,
             "bias_stride": bias.shape[1] if bias is not None and len(bias) > 1 else 0,
             "counter": options.counter, "seed_low": low, "seed_high": high,
             "least": int(options.dropout * 2**24), "kept_scale": 1 / (1 - options.dropout),

@@ -16,7 +16,8 @@ from __future__ import annotations
 import torch
 
 from shardlib.kernels import rows
-from shardlib.kernels.dispatch import on, one_device, serving
+from shardlib.kernels.arguments import check_rows, check_tensors
+from shardlib.kernels.dispatch import on, serving
 from shardlib.kernels.operators import differentiable
 from shardlib.kernels.swiglu import reference
 
@@ -25,12 +26,13 @@ IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor, *, using: str | None = None) -> torch.Tensor:
     """``F.silu(gate) * up``, of two ``[..., columns]`` of one dtype."""
+    check_tensors("swiglu", {"gate": gate, "up": up})
+    check_rows("swiglu", gate)
     rows.check_like("gate", gate, "up", up)
     return _swiglu(gate, up, using)[0]
 
 
 def _forward(gate: torch.Tensor, up: torch.Tensor, using: str | None) -> list[torch.Tensor]:
-    one_device({"gate": gate, "up": up})
     with on(gate.device):
         return [serving("swiglu", gate, using).forward(gate, up).to(gate.dtype)]
 

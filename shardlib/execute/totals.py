@@ -1,0 +1,131 @@
+"""What a step sums beside gradients, by name, in one exchange: the loss and its weight, and what every rank must know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from shardlib.execute import agreement
+from shardlib.execute.agreement import Agreement
+from shardlib.execute.losses import Outcome
+from shardlib.execute.means import Results
+from shardlib.mesh import Mesh
+from shardlib.optim.shards import sum_over
+from shardlib.plan import Plan
+from shardlib.tree import Tree, flatten
+
+_SUMS = ("total", "weight", "squares", "strays", "weighted", "aux")
+_LOSSES = 2  # of these are summed where losses differ, the others over all ranks
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Over all ranks.
+
+    Attributes:
+        total, weight: of the loss, over micro-batches too; 0-d.
+        squares: of the gradients' elements; 0-d.
+        strayed: whether a rank's run was not as the one before it.
+        weighted: whether the loss is a `Mean`.
+        with_aux: whether any rank has aux.
+        numbers: of total, weight and squares, on the host.
+    """
+
+    total: torch.Tensor
+    weight: torch.Tensor
+    squares: torch.Tensor
+    strayed: bool
+    weighted: bool
+    with_aux: bool
+    numbers: tuple[float, float, float]
+
+
+class Totals:
+    """What one rank finds, micro-batch by micro-batch, and then all ranks together.
+
+    Attributes:
+        aux: the last micro-batch's, each `Mean` in it summed over all of them.
+        buffers: the last micro-batch's.
+        faults: what is wrong with the losses on this rank; every rank will be told.
+    """
+
+    def __init__(self, plan: Plan, mesh: Mesh) -> None:
+        self._plan, self._mesh = plan, mesh
+        self._values = torch.zeros(len(_SUMS) + agreement.NUMBERS, dtype=torch.float64, device=mesh.device)
+        self._negative = torch.zeros((), dtype=torch.bool, device=mesh.device)
+        self._weighted: bool | None = None
+        self._aux = Results(mesh.device, "micro-batch", "aux")
+        self.buffers: Tree = None
+        self.faults: list[str] = []
+
+    def add(self, outcome: Outcome) -> None:
+        """One micro-batch's, detached."""
+        if self._weighted not in (None, outcome.weighted):
+            kinds = f"{_loss(self._weighted)} in one micro-batch and {_loss(outcome.weighted)} in another"
+            self.faults.append(f"{kinds}. {_ALIKE}")
+        self._weighted = outcome.weighted
+        self._values[0] += outcome.total
+        self._values[1] += outcome.weight
+        if outcome.weighted:
+            self._negative |= outcome.weight < 0
+        self._aux.add(outcome.aux)
+        self.buffers = outcome.buffers
+
+    @property
+    def aux(self) -> Tree:
+        return self._aux.tree
+
+    def over_ranks(self, squares: torch.Tensor, strayed: bool) -> Sums:
+        """The sums. Raises nothing yet: see `require_agreement`."""
+        mine = self._mine()
+        first = len(_SUMS)
+        facts = [float(strayed), float(bool(self._weighted)), float(self.aux is not None), *mine.numbers()]
+        self._values[2] = squares
+        self._values[3:] = torch.tensor(facts, dtype=torch.float64, device=self._mesh.device)
+        self._values[first] += self._negative
+        mesh, plan = self._mesh, self._plan
+        sum_over(mesh, plan.loss_axes, self._values)
+        sum_over(mesh, tuple(axis for axis in mesh.shape if axis not in plan.loss_axes), self._values[_LOSSES:])
+        numbers = self._values.tolist()
+        self._agree = agreement.agree(numbers[first:])
+        total, weight, squares = self._values[:3].unbind()
+        strays, weighted, aux = numbers[3:first]
+        return Sums(total, weight, squares, strays > 0, weighted > 0, aux > 0, tuple(numbers[:3]))
+
+    def require_agreement(self) -> None:
+        """After `over_ranks`, on every rank alike.
+
+        Raises:
+            LossError: losses of two kinds, other means in aux, or a negative weight, on any rank or micro-batch.
+        """
+        if self._agree:
+            return
+        if self._negative:
+            self.faults.append("a negative weight of sl.Mean; weights are counts or other numbers of at least 0")
+        self._mine().refuse(self._mesh, _ALIKE)
+
+    def _mine(self) -> Agreement:
+        if self._weighted is None:
+            return Agreement(None, tuple(self.faults))
+        form = _loss(self._weighted)
+        if self._aux.paths:
+            form += f", {self._aux.form}"
+        if self.buffers is not None and self._plan.batch_ranks > 1:  # they will be averaged
+            told = (
+                f"{path} {tuple(t.shape)} {t.dtype}"
+                for path, t in zip(*flatten(self.buffers)[:2])
+                if torch.is_tensor(t)
+            )
+            form += f", buffers {', '.join(told)}"
+        return Agreement(form, (*self.faults, *self._aux.faults))
+
+
+def _loss(weighted: bool | None) -> str:
+    return "sl.Mean as the loss" if weighted else "a scalar as the loss"
+
+
+_ALIKE = (
+    "The loss function returns the same kind of loss, with the same sl.Mean in aux, on every rank and for every micro-batch: "
+    "sl.Mean(total, weight) throughout where weights differ"
+)

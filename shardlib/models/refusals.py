@@ -1,0 +1,108 @@
+"""What `from_module` cannot take, each with what to do instead."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
+
+from shardlib.errors import TreeError, listing
+
+_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+_OLD_NORMS = {"WeightNorm": "weight_norm", "SpectralNorm": "spectral_norm"}  # a hook's class -> what put it there
+
+
+def require_module(module: Any) -> None:
+    """Raises TreeError: not a module that can be copied and called with parameters of another's making."""
+    if not isinstance(module, nn.Module):
+        raise TreeError(
+            f"from_module takes a torch.nn.Module and got {type(module).__name__}; a function of parameters is passed as "
+            "it is: sl.make_train_step(loss_fn, params, ...)"
+        )
+    wrong = []
+    for path, owner in module.named_modules():
+        name = path or "(top)"
+        if isinstance(owner, _WRAPPERS):
+            wrong.append(f"{name}: {type(owner).__name__}; pass what it wraps, .module")
+        elif isinstance(owner, torch.jit.ScriptModule):
+            wrong.append(f"{name}: scripted; pass the module that it was made from")
+        for leaf, parameter in owner.named_parameters(recurse=False):
+            if isinstance(parameter, UninitializedParameter):
+                wrong.append(f"{name}.{leaf}: has no shape yet; call the module once on a batch, then from_module")
+            elif isinstance(parameter, DTensor):
+                wrong.append(f"{name}.{leaf}: a DTensor; pass the module from before fully_shard or parallelize_module")
+    if wrong:
+        raise TreeError(f"modules that from_module cannot take:\n{listing(wrong)}")
+
+
+def require_copies(module: nn.Module) -> None:
+    """Raises TreeError: attributes that cannot be copied; lists all."""
+    wrong = []
+    parts = {id(part): part for part in (*module.modules(), *module.parameters(), *module.buffers())}
+    for path, owner in module.named_modules():
+        for name, value in vars(owner).items():
+            try:
+                copy.deepcopy(value, dict(parts))
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}" if not isinstance(value, torch.Tensor) else _computed(owner)
+                wrong.append(f"{path}.{name}: {why}" if path else f"{name}: {why}")
+    if wrong:
+        raise TreeError(
+            f"from_module calls copies of the module, one per thread, and these attributes cannot be copied:\n"
+            f"{listing(wrong)}\nWithout a remedy here: set them in forward, or give their class a __deepcopy__"
+        )
+
+
+def _computed(owner: nn.Module) -> str:
+    """What to do about a tensor that was computed from parameters and then put into their module."""
+    for hook in owner._forward_pre_hooks.values():
+        kind = type(hook)
+        if kind.__name__ in _OLD_NORMS and kind.__module__.startswith("torch.nn.utils."):
+            old = _OLD_NORMS[kind.__name__]
+            return f"made by torch.nn.utils.{old}; use torch.nn.utils.parametrizations.{old}"
+        if kind.__module__ == "torch.nn.utils.prune":
+            return "made by torch.nn.utils.prune; call prune.remove(module, name) first"
+    return "a tensor with a graph; compute it in forward, or detach it"
+
+
+def require_all_used(module: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Raises TreeError: parameters of a module that none of its blocks has."""
+    used = {id(parameter) for block in blocks for parameter in block.parameters()}
+    missing = [name for name, parameter in module.named_parameters() if id(parameter) not in used]
+    if missing:
+        raise TreeError(
+            f"parameters that none of the blocks has, so that they would not be trained:\n{listing(missing)}\nMake the "
+            "blocks of the module's own submodules (not copies), and of all of them"
+        )
+
+
+def require_trained(module: nn.Module) -> None:
+    """Raises TreeError: parameters with ``requires_grad=False``, of which nobody would hear."""
+    frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+    if frozen:
+        raise TreeError(
+            f"{len(frozen)} parameters have requires_grad=False, which a pytree of tensors cannot carry:\n"
+            f"{listing(frozen)}\nTake their paths, apply, params, frozen = sl.from_module(module, frozen=True), and put "
+            "sl.freeze(frozen) into the plan; or call module.requires_grad_(True)"
+        )
+
+
+def require_no_renorm(module: nn.Module) -> None:
+    """Raises TreeError: an embedding that renorms its own rows, and so writes to its parameter."""
+    renormed = [
+        name or "the module itself"
+        for name, part in module.named_modules()
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None
+    ]
+    if renormed:
+        raise TreeError(
+            f"embeddings with max_norm write to their parameters as they are looked up, which a pure function cannot:\n"
+            f"{listing(renormed)}\nSet embedding.max_norm = None, and for an nn.Embedding scale what is looked up in a hook: "
+            "embedding.register_forward_hook(lambda module, inputs, rows: rows * (max_norm / rows.norm(dim=-1, "
+            "keepdim=True).clamp(min=max_norm)).detach())"
+        )

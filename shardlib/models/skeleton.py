@@ -1,0 +1,293 @@
+"""A module without weights, called with parameters and buffers that are put into it for the call.
+
+What a call put in is put in again when backward computes a part of it anew: `torch.utils.checkpoint` runs a function that
+reads the module, long after the call is over and while another may be under way.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from shardlib._compat import watch_checkpoints
+from shardlib.errors import REENTRANT, LossError, TreeError, listing
+from shardlib.models.refusals import require_copies
+from shardlib.tree import leaves_of
+
+Named = Mapping[str, torch.Tensor]
+Buffers = Mapping[str, torch.Tensor | None]
+
+_calls = threading.local()  # ``under_way``: the calls that this thread is in, outermost first
+
+
+class Skeletons:
+    """One copy of a skeleton per thread and device: a call puts tensors into the module itself."""
+
+    def __init__(self, module: nn.Module, buffers: Buffers) -> None:
+        self._pattern = hollow(module)  # never called: a thread may come to copy it while another is in a call
+        self._local = threading.local()
+        for name, buffer in buffers.items():
+            owner, _, leaf = name.rpartition(".")
+            self._pattern.get_submodule(owner)._buffers[leaf] = None if buffer is None else buffer.detach().clone()
+
+    def beside(self, parameters: Named, args: Any, name: str = "") -> Skeleton:
+        """This thread's, of the submodule of this name, its buffers where these parameters (or else these arguments) are."""
+        if not hasattr(self._local, "made"):
+            self._local.made = {}
+        made: dict[tuple[str, torch.device | None], Skeleton] = self._local.made
+        held = parameters.values() or leaves_of(args)
+        device = next((value.device for value in held if isinstance(value, torch.Tensor)), None)
+        if (name, device) not in made:
+            # Not a part of what it is called in: a trace on fake tensors, a recomputed block, inference.
+            with _disable_current_modes(), torch.inference_mode(False):
+                if ("", device) not in made:
+                    pattern = _moved(self._pattern, device)
+                    made["", device] = Skeleton(copy.deepcopy(pattern), pattern)
+                whole = made["", device]
+                made[name, device] = Skeleton(whole.module.get_submodule(name), whole.pattern.get_submodule(name))
+        return made[name, device]
+
+
+def _moved(module: nn.Module, device: torch.device | None) -> nn.Module:
+    """A copy whose buffers are on this device; itself where they are. (Parameters are on the meta device.)"""
+    buffers = list(module.buffers())
+    if device is None or all(buffer.device == device for buffer in buffers):
+        return module
+    memo: dict[int, Any] = {id(buffer): buffer.to(device) for buffer in buffers}
+    return copy.deepcopy(module, memo)
+
+
+def hollow(module: nn.Module) -> nn.Module:
+    """A copy whose parameters are on the meta device, tied ones still tied.
+
+    Raises:
+        TreeError: attributes that cannot be copied.
+    """
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()}
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception:
+        require_copies(module)
+        raise
+
+
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Every buffer by its name, those that are None yet as well."""
+    return {
+        f"{prefix}.{leaf}" if prefix else leaf: buffer
+        for prefix, owner in module.named_modules(remove_duplicate=False)
+        for leaf, buffer in owner._buffers.items()
+    }
+
+
+class Skeleton:
+    """One thread's module.
+
+    Args:
+        pattern: what its buffers are taken from again when a call has written to them.
+    """
+
+    def __init__(self, module: nn.Module, pattern: nn.Module) -> None:
+        self.module, self.pattern = module, pattern
+        self._modules = dict(module.named_modules(remove_duplicate=False))
+        self._parameters = {
+            f"{prefix}.{leaf}" if prefix else leaf: (owner, leaf)
+            for prefix, owner in self._modules.items()
+            for leaf, parameter in owner._parameters.items()
+            if parameter is not None
+        }
+
+    def __call__(self, parameters: Named, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module called with these parameters and its own buffers.
+
+        Raises:
+            TreeError: the call changed a buffer (which is undone) or a parameter; parameters of other names.
+        """
+        call = _Call(self, parameters, buffers_of(self.module))
+        try:
+            out = call.run(args, kwargs)
+        finally:
+            if call.changed:
+                self._renew()
+        if call.changed:
+            raise TreeError(
+                f"the module changed its buffers, which a pure function cannot:\n{listing(sorted(call.changed))}\nUse apply, "
+                "params, buffers = sl.from_module(module, buffers=True) (not with blocks), or module.eval()"
+            )
+        return out
+
+    def with_buffers(
+        self, parameters: Named, buffers: Buffers, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, torch.Tensor | None]]:
+        """The module called with these parameters and copies of these buffers; what it returns, and its buffers then."""
+        call = _Call(self, parameters, buffers, fresh=True)
+        out = call.run(args, kwargs)
+        return out, call.after
+
+    @contextmanager
+    def holding(self, parameters: Named, buffers: Buffers) -> Iterator[None]:
+        """While it lasts the module holds these; afterwards what it held before, whatever happened meanwhile.
+
+        Raises:
+            TreeError: a parameter was replaced.
+        """
+        before = [(owner, leaf, owner._parameters[leaf]) for owner, leaf in self._parameters.values()]
+        kept = [(owner, dict(owner._buffers)) for owner in self._modules.values()]
+        replaced: list[str] = []
+        try:
+            for name, (owner, leaf) in self._parameters.items():
+                owner._parameters[leaf] = parameters[name]
+            for name, buffer in buffers.items():
+                prefix, _, leaf = name.rpartition(".")
+                self._modules[prefix]._buffers[leaf] = buffer
+            yield
+            replaced = [
+                name
+                for name, (owner, leaf) in self._parameters.items()
+                if owner._parameters.get(leaf) is not parameters[name]
+            ]
+        finally:
+            for owner, leaf, parameter in reversed(before):
+                owner._parameters[leaf] = parameter
+            for owner, own in kept:
+                if owner._buffers or own:
+                    owner._buffers.clear()
+                    owner._buffers.update(own)
+        if replaced:
+            raise TreeError(
+                f"the module replaced its parameters, which are inputs of a pure function:\n{listing(replaced)}\nMake what "
+                "changes in a call a buffer: self.register_buffer(...), and sl.from_module(module, buffers=True)"
+            )
+
+    def _renew(self) -> None:
+        """Take all buffers from the pattern again: those that batch_norm writes to do not show it."""
+        with _disable_current_modes(), torch.inference_mode(False):
+            own = {id(buffer): buffer for buffer in self.pattern.buffers()}
+            fresh = {number: buffer.clone() for number, buffer in own.items()}
+            for name, owner in self.pattern.named_modules(remove_duplicate=False):
+                for leaf, buffer in owner._buffers.items():
+                    self._modules[name]._buffers[leaf] = None if buffer is None else fresh[id(buffer)]
+
+    def require_names(self, parameters: Named, buffers: Buffers) -> None:
+        """Raises: TreeError."""
+        if parameters.keys() != self._parameters.keys():
+            wrong = [f"{name}: missing" for name in self._parameters if name not in parameters]
+            wrong += [
+                f"{name}: the module has no such parameter" for name in parameters if name not in self._parameters
+            ]
+            raise TreeError(
+                f"these are not the parameters of {type(self.module).__name__}:\n{listing(wrong)}\nPass the tree that "
+                "sl.from_module returned, or one of its structure"
+            )
+        wrong = [f"{name}: no such module" for name in buffers if name.rpartition(".")[0] not in self._modules]
+        if wrong:
+            raise TreeError(f"these are not the buffers of {type(self.module).__name__}:\n{listing(wrong)}")
+
+
+class _Call:
+    """One call of a skeleton: what the module held when it began, and what its buffers are once it is over.
+
+    Args:
+        fresh: run it on copies of the buffers.
+
+    Attributes:
+        after: the buffers when it was over.
+        changed: names of those that it wrote to, replaced or made.
+    """
+
+    def __init__(self, skeleton: Skeleton, parameters: Named, buffers: Buffers, fresh: bool = False) -> None:
+        skeleton.require_names(parameters, buffers)
+        self._skeleton, self._parameters, self._given = skeleton, parameters, buffers
+        self._fresh = fresh
+        self._held = {name: _copied(buffer) for name, buffer in buffers.items()} if fresh else dict(buffers)
+        # Copies made in inference mode or in what is compiled have no versions.
+        self._versioned = not fresh or (torch.is_grad_enabled() and not torch.compiler.is_compiling())
+        self._versions = {name: b._version for name, b in self._held.items() if b is not None and self._versioned}
+        self.after: dict[str, torch.Tensor | None] = {}
+        self.changed: set[str] = set()
+        self._over = False
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._skeleton.holding(self._parameters, self._held), self._under_way():
+            try:
+                return self._skeleton.module(*args, **kwargs)
+            finally:
+                self.after = buffers_of(self._skeleton.module)
+                self.changed = self._changed(self.after)
+                self._over = True
+
+    def _changed(self, now: Buffers) -> set[str]:
+        return {
+            name
+            for name, buffer in now.items()
+            if buffer is not self._held.get(name)
+            or (name in self._versions and buffer._version != self._versions[name])  # type: ignore[union-attr]
+        }
+
+    def _written(self, buffers: Buffers, changed: set[str]) -> set[str]:
+        """Names of buffers that may have been written to, when those of ``changed`` show it: batch_norm's do not."""
+        if not self._versioned:
+            return set(buffers)
+        if not self._fresh or not changed:
+            return changed
+        return changed | {name for name, buffer in buffers.items() if buffer is not None and buffer.is_floating_point()}
+
+    def remember(self) -> Callable[[], Any]:
+        """What a part of the call that begins now needs when it is computed again: a context to run it in."""
+        now = buffers_of(self._skeleton.module)
+        seen = {name: _copied(now[name]) for name in self._written(now, self._changed(now))}
+
+        @contextmanager
+        def again() -> Iterator[None]:
+            # The same writes will come again: they must not reach what the call was given or what it returned.
+            buffers = dict(self._given) | seen
+            written = self._written(buffers, self.changed) if self._over else set(buffers)
+            buffers |= {name: _copied(buffers[name]) for name in written & buffers.keys()}
+            with self._skeleton.holding(self._parameters, buffers), self._under_way():
+                yield
+
+        return again
+
+    @contextmanager
+    def _under_way(self) -> Iterator[None]:
+        outer = getattr(_calls, "under_way", ())
+        _calls.under_way = (*outer, self)
+        try:
+            yield
+        finally:
+            _calls.under_way = outer
+
+
+def _copied(buffer: torch.Tensor | None) -> torch.Tensor | None:
+    return None if buffer is None else buffer.clone()
+
+
+def _lasting(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn``, a part of the calls under way, to be called again when they are over."""
+    calls = getattr(_calls, "under_way", ())
+    if not calls:
+        return fn
+    contexts = [call.remember() for call in calls]
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context())
+            return fn(*args, **kwargs)
+
+    return again
+
+
+def _refuse_reentrant() -> None:
+    if getattr(_calls, "under_way", ()) and torch.is_grad_enabled():
+        raise LossError(f"the module {REENTRANT}")
+
+
+watch_checkpoints(_lasting, _refuse_reentrant)

@@ -1,0 +1,36 @@
+"""Packages that some functions need and the library does not."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from shardlib.errors import ShardlibError
+
+
+class MissingPackage(ShardlibError, ImportError):
+    """A package that is not installed, and how to install it."""
+
+
+def require(module: str, purpose: str, package: str, extra: str) -> ModuleType:
+    """The imported ``module`` of ``package``, which the library's ``extra`` brings.
+
+    Raises:
+        MissingPackage: it cannot be imported; says what ``purpose`` needs.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        remedy = f"pip install 'shardlib[{extra}]', or {package} alone"
+        raise MissingPackage(f"{purpose} needs {package}: {remedy} ({error})") from error
+
+
+def figures() -> tuple[type, type]:
+    """matplotlib's ``Figure`` and ``FigureCanvasAgg``, for figures of one's own: no pyplot, nothing global, no display.
+
+    Raises:
+        MissingPackage: matplotlib is not installed.
+    """
+    figure = require("matplotlib.figure", "a plot", "matplotlib", "notebooks")
+    canvas = require("matplotlib.backends.backend_agg", "a plot", "matplotlib", "notebooks")
+    return figure.Figure, canvas.FigureCanvasAgg

@@ -1,0 +1,224 @@
+"""What a batch may be made of: every kind of leaf has its meaning, or is refused with a remedy, at every entrance."""
+
+import collections
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.models import mlp, regression_batch, share
+from helpers.trees import assert_same
+
+import shardlib as sl
+from shardlib.errors import BatchError
+
+FIT, PARAMS = mlp([6, 9, 4])
+BATCH = regression_batch(8, 6, 4)
+ARRAYS = tuple(t.numpy() for t in BATCH)
+FOUR = sl.chain(sl.zero(1), sl.accumulate(4))
+
+
+def first(p, x, batch):
+    return torch.tanh(F.linear(batch[0], p["weight"], p["bias"]))
+
+
+def last(p, x, batch):
+    return (F.linear(x, p["weight"], p["bias"]) - batch[1]).square().mean()
+
+
+def stepped(loss_fn, batch, transform=None, params=PARAMS, mesh=None):
+    """The loss that a train step and `value_and_grad` tell."""
+
+    def run(mesh):
+        sharded = sl.shard(params, mesh, transform or sl.zero(1))
+        loss, _ = sl.value_and_grad(loss_fn)(sharded, batch)
+        state, step = sl.make_train_step(loss_fn, sharded, sl.optim.sgd(0.1))
+        assert step(state, batch)[1]["loss"] == loss
+        return loss.item()
+
+    return sl.simulate(run, mesh=mesh or {"data": 2})[0]
+
+
+# --- NumPy ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transform", [sl.zero(1), FOUR, sl.chain(sl.zero(3), sl.precision("bf16"))], ids=str)
+def test_arrays_train_as_tensors(transform):
+    assert stepped(FIT, ARRAYS, transform) == stepped(FIT, BATCH, transform)
+
+
+def test_arrays_at_every_other_entrance():
+    def run(mesh):
+        sharded = sl.shard(PARAMS, mesh, stage=3)
+        evaluate = sl.make_eval_step(lambda p, b: sl.Mean(FIT(p, b), 1), sharded)
+        assert evaluate(sharded, ARRAYS) == evaluate(sharded, BATCH) == evaluate.over(sharded, [ARRAYS, BATCH])
+
+    sl.simulate(run, mesh={"data": 2})
+    plans = [
+        sl.make_plan(PARAMS, sl.abstract_mesh(data=2), stage=3, loss_fn=FIT, batch=batch) for batch in (ARRAYS, BATCH)
+    ]
+    assert plans[0] == plans[1] and plans[0].touches
+    blocks = sl.sequential([first, last])
+    assert len(sl.measure_blocks(blocks, PARAMS["layers"], ARRAYS, rounds=1)) == 2
+    transform = sl.chain(sl.zero(1), sl.pipeline("1f1b", 4))
+    mesh = {"data": 1, "pipe": 2}
+    piped = [stepped(blocks, batch, transform, PARAMS["layers"], mesh) for batch in (ARRAYS, BATCH)]
+    assert piped[0] == piped[1]
+    planned = sl.make_plan(PARAMS["layers"], sl.abstract_mesh(**mesh), transform, loss_fn=blocks, batch=ARRAYS)
+    assert planned.traces
+
+
+def seen_by(batch):
+    """What a loss function is given."""
+    seen = []
+
+    def loss_fn(params, batch):
+        seen.append(batch)
+        return FIT(params, BATCH)
+
+    sl.value_and_grad(loss_fn)(PARAMS, batch)
+    return seen[0]
+
+
+def frozen(array):
+    array.flags.writeable = False
+    return array
+
+
+ODD = {
+    "read only": frozen(np.arange(8.0)),
+    "backwards": np.arange(8)[::-1],
+    "columns": np.asfortranarray(np.arange(8.0).reshape(2, 4)),
+    "big endian": np.arange(8, dtype=">f4"),
+    "no dimensions": np.array(3.5),
+    "none": np.zeros((0, 3), dtype=np.int32),
+    "truth": np.array([True, False]),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.filterwarnings("error")
+def test_arrays_of_every_layout(kind):
+    seen = seen_by({"x": ODD[kind]})["x"]
+    assert isinstance(seen, torch.Tensor) and seen.shape == ODD[kind].shape
+    assert np.array_equal(seen.numpy(), ODD[kind]) and seen.dtype.itemsize == ODD[kind].dtype.itemsize
+
+
+def test_what_is_no_array_of_rows_stays_as_it_is():
+    marker = object()
+    batch = {
+        "n": np.int64(3),
+        "f": np.float32(0.5),
+        "b": np.bool_(True),
+        "s": "text",
+        "none": None,
+        "t": 2.5,
+        "o": marker,
+    }
+    seen = seen_by(batch)
+    assert seen["n"] == 3 and type(seen["n"]) is int and type(seen["f"]) is float and seen["b"] is True
+    assert seen["s"] == "text" and seen["none"] is None and seen["t"] == 2.5 and seen["o"] is marker
+
+
+def test_numpys_numbers_multiply_tensors_from_either_side():
+    def loss_fn(params, batch):
+        return FIT(params, batch["xy"]) * batch["by"] + batch["by"] * params["layers"][0]["bias"].sum()
+
+    told = stepped(loss_fn, {"xy": BATCH, "by": np.float64(0.5)}, FOUR)
+    assert told == pytest.approx(stepped(loss_fn, {"xy": BATCH, "by": 0.5}), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "array", [np.array(["a", "b"]), np.array([{}, []], dtype=object), np.array(["2026-01-01"], "M8[D]")]
+)
+def test_arrays_of_what_is_no_number(array):
+    def run(mesh):
+        sharded = sl.shard(PARAMS, mesh, stage=1)
+        for act in (sl.value_and_grad(FIT), sl.make_eval_step(FIT, sharded)):
+            with pytest.raises(BatchError, match=r"x/0: a NumPy array of .*, which no tensor holds\n.*close over it"):
+                act(sharded, {"x": [array]})
+
+    sl.simulate(run, mesh={"data": 2})
+
+
+# --- micro-batches -------------------------------------------------------------------------------------------------
+
+
+def test_what_goes_to_every_micro_batch_whole():
+    seen = []
+
+    def loss_fn(params, batch):
+        seen.append(batch)
+        return FIT(params, batch["xy"])
+
+    whole = {
+        "t": torch.tensor(2.0),
+        "n": 3,
+        "s": "text",
+        "none": None,
+        "size": (6, 4),
+        "few": [0.1, 0.2, 0.3],
+        "f": np.float32(1),
+    }
+    sl.simulate(
+        lambda mesh: sl.value_and_grad(loss_fn)(sl.shard(PARAMS, mesh, FOUR), {"xy": BATCH, **whole}), mesh={"data": 1}
+    )
+    assert len(seen) == 4
+    for index, batch in enumerate(seen):
+        assert_same(batch.pop("xy"), share(BATCH, index, 4))
+        assert batch == whole
+
+
+@dataclasses.dataclass
+class Sample:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+UNCUT = {
+    "other rows": (
+        {"xy": BATCH, "table": torch.ones(12, 2)},
+        r"xy/1|table: 12 rows \(shape \(12, 2\)\) beside 8.* close over",
+    ),
+    "numbers": ({"xy": BATCH, "labels": [0, 1] * 4}, r"labels: a list with int for each of 8 rows; make it a tensor"),
+    "numpy's numbers": ({"xy": BATCH, "labels": list(np.arange(8))}, r"labels: a list with int for each of 8 rows"),
+    "strings": (
+        {"xy": BATCH, "names": tuple("abcdefgh")},
+        r"names: a tuple with str for each of 8 rows; .*leave it out",
+    ),
+    "sparse": ({"xy": BATCH, "s": torch.eye(8).to_sparse()}, r"s: layout torch.sparse_coo, .*call .to_dense\(\)"),
+    "user's mapping": (collections.UserDict(x=BATCH[0]), r"batch: UserDict is no pytree, .*pass dict\(...\) of it"),
+    "user's class": ([Sample(*BATCH)], r"0: Sample is no pytree, .*pass vars\(...\) of it"),
+}
+
+
+@pytest.mark.parametrize("kind", UNCUT)
+def test_what_cannot_be_cut_into_micro_batches(kind):
+    batch, match = UNCUT[kind]
+
+    def run(mesh, transform, loss_fn, params):
+        with pytest.raises(BatchError, match=rf"(?s)rank {mesh.rank}'s batch cannot be cut into 4 .*({match})"):
+            sl.value_and_grad(loss_fn)(sl.shard(params, mesh, transform), batch)
+
+    sl.simulate(run, FOUR, FIT, PARAMS, mesh={"data": 2})
+    piped = sl.chain(sl.zero(1), sl.pipeline("1f1b", 4))
+    sl.simulate(run, piped, sl.sequential([first, last]), PARAMS["layers"], mesh={"data": 1, "pipe": 2})
+
+
+def test_what_the_refusals_recommend():
+    table = torch.ones(12, 2, dtype=torch.float64)
+
+    def loss_fn(params, batch):
+        return FIT(params, (batch["x"], batch["y"])) + batch["labels"].mean() * table.mean()
+
+    batch = {"x": BATCH[0], "y": BATCH[1], "labels": torch.tensor([0.0, 1.0] * 4)}
+    assert stepped(loss_fn, batch, FOUR) == pytest.approx(FIT(PARAMS, BATCH).item() + 0.5, rel=1e-12)
+    for held in (dict(collections.UserDict(batch)), {**vars(Sample(*BATCH)), "labels": batch["labels"]}):
+        assert stepped(loss_fn, held, FOUR) == stepped(loss_fn, batch, FOUR)
+
+
+def test_without_micro_batches_a_batch_is_given_as_it_is():
+    for kind, (batch, _) in UNCUT.items():
+        if kind != "numpy's numbers":
+            assert str(seen_by(batch)) == str(batch)
