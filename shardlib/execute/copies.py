@@ -24,8 +24,11 @@ def require_alike(grads: Mapping[str, torch.Tensor], plan: Plan, mesh: Mesh) -> 
     Raises:
         HandleError: on every rank; names the parameters.
     """
+    axes = sorted({style.axis for style in plan.styles.values()})
+    if not axes:
+        return
     bad: list[str] = []
-    for axis in sorted({style.axis for style in plan.styles.values()}):
+    for axis in axes:
         mine = _sums(grads, plan, axis)
         everyone = primitives.all_gather_object(mesh, [axis], mine)
         smallest = _ROUNDING**2 * max(squares for theirs in everyone for squares, _, _ in theirs.values())
