@@ -24,6 +24,7 @@ from shardlib.loss_scale import LossScale
 from shardlib.measure import measure_blocks
 from shardlib.mesh import Mesh, abstract_mesh, make_mesh
 from shardlib.models.modules import from_module
+from shardlib.models.state import state_dict
 from shardlib.optim import GradientTransformation, apply_updates
 from shardlib.parts import gather_sequence, shard_sequence, sum_sequence
 from shardlib.plan import Plan
@@ -71,6 +72,7 @@ __all__ = [
     "freeze",
     "hierarchical",
     "from_module",
+    "state_dict",
     "gather_sequence",
     "GradientTransformation",
     "IllegalComposition",

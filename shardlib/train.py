@@ -193,7 +193,9 @@ def make_train_step(
     stage; tensors are detached, and parameters whole and as they were in the loss).
 
     Args:
-        loss_fn: ``loss_fn(params, batch)``, plain PyTorch; see the README for its forms.
+        loss_fn: ``loss_fn(params, batch)``, plain PyTorch; see the README for its forms. ``batch`` is a pytree: NumPy's
+            arrays come as tensors, other leaves than arrays and tensors as they are; tensors with dimensions have one row
+            per sample where they are cut into micro-batches.
         params: from `shard`, or a plain pytree (one device).
         buffers: a pytree the loss function takes second and returns beside the loss; brought to the mesh's device. (Batches
             are not: a step refuses one that is elsewhere, as a copy in every step should be seen.)

@@ -231,6 +231,16 @@ def test_the_words_of_the_real_gpt2():
     assert_close(got[2], final, 1e-5)
 
 
+def test_a_state_dict_has_the_true_shape():
+    module, _, params = made(gpt2)
+
+    def run(mesh):
+        return sl.state_dict(module, sl.shard(params, mesh, sl.tensor_slicing(huggingface.slicing_rules(module))))
+
+    for found in sl.simulate(run, mesh={"model": 4}):
+        assert_close(found, dict(module.state_dict()), 0)
+
+
 # padding counts nowhere
 
 

@@ -47,7 +47,8 @@ class Totals:
     Attributes:
         aux: the last micro-batch's, each `Mean` in it summed over all of them.
         buffers: the last micro-batch's.
-        faults: what is wrong with the losses on this rank; every rank will be told.
+        losses: total and weight of each micro-batch on this rank.
+        faults: what is wrong with them; every rank will be told.
     """
 
     def __init__(self, plan: Plan, mesh: Mesh) -> None:
@@ -57,6 +58,7 @@ class Totals:
         self._weighted: bool | None = None
         self._aux = Results(mesh.device, "micro-batch", "aux")
         self.buffers: Tree = None
+        self.losses: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.faults: list[str] = []
 
     def add(self, outcome: Outcome) -> None:
@@ -65,6 +67,7 @@ class Totals:
             kinds = f"{_loss(self._weighted)} in one micro-batch and {_loss(outcome.weighted)} in another"
             self.faults.append(f"{kinds}. {_ALIKE}")
         self._weighted = outcome.weighted
+        self.losses.append((outcome.total, outcome.weight))
         self._values[0] += outcome.total
         self._values[1] += outcome.weight
         if outcome.weighted:

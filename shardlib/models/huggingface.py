@@ -116,7 +116,8 @@ def sliceable(module: nn.Module) -> nn.Module:
     """Swap, in place, the projections of a GPT-2 whose code hard-codes sizes for ones that do not. Same numbers.
 
     The packed query, key and value projection ``c_attn`` becomes three (``c_attn.query``, ``.key``, ``.value``), so
-    that each is sliced by heads. Other models come back as they are. Call it before `from_module`.
+    that each is sliced by heads; in state dicts it is one, as before. Other models come back as they are. Call it before
+    `from_module`.
     """
     if getattr(getattr(module, "config", None), "model_type", "") != "gpt2":
         return module
@@ -160,6 +161,24 @@ class _QueryKeyValue(nn.Module):
         self.query, self.key, self.value = (
             _Projection(weight.contiguous(), bias.clone()) for weight, bias in zip(weights, biases, strict=True)
         )
+        self.register_state_dict_post_hook(_packed)
+        self.register_load_state_dict_pre_hook(_unpacked)
 
     def forward(self, x: torch.Tensor) -> _Three:
         return _Three(self.query(x), self.key(x), self.value(x))
+
+
+_THREE, _PACKED = ("query", "key", "value"), ("weight", "bias")
+
+
+def _packed(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, *_: Any) -> None:
+    """A state dict has the names and the layout of the packed projection."""
+    for leaf in _PACKED:
+        state[prefix + leaf] = torch.cat([state.pop(f"{prefix}{part}.{leaf}") for part in _THREE], dim=-1)
+
+
+def _unpacked(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, *_: Any) -> None:
+    for leaf in _PACKED:
+        if prefix + leaf in state:
+            packed = state.pop(prefix + leaf).chunk(3, dim=-1)
+            state |= {f"{prefix}{part}.{leaf}": piece for part, piece in zip(_THREE, packed, strict=True)}

@@ -65,7 +65,7 @@ def from_module(
                 "a loss made of blocks hands no buffers on; use from_module without buffers=True, or blocks="
             )
         require_all_used(module, blocks)
-        module = _Blocks(blocks)
+        module = Blocks(blocks)
     if not frozen:
         require_trained(module)
     require_no_renorm(module)
@@ -79,33 +79,33 @@ def from_module(
     still = [_glob(n) for n, leaf in module.named_parameters(remove_duplicate=False) if not leaf.requires_grad]
     last = (still,) if frozen else ()
 
-    if isinstance(module, _Blocks):
+    if isinstance(module, Blocks):
         return _in_sequence(module, skeletons), params, *last
 
     if not buffers:
 
         def apply(params: Tree, *args: Any, **kwargs: Any) -> Any:
-            given = _flat(params)
+            given = flat(params)
             return skeletons.beside(given, args)(given, args, kwargs)
 
         return apply, params, *last
 
     def apply_with_buffers(params: Tree, buffers: Buffers, *args: Any, **kwargs: Any) -> Any:
-        given = _flat(params)
+        given = flat(params)
         return skeletons.beside(given, args).with_buffers(given, buffers, args, kwargs)
 
     fresh = {name: None if buffer is None else buffer.detach().clone() for name, buffer in held.items()}
     return apply_with_buffers, params, fresh, *last
 
 
-class _Blocks(nn.ModuleList):
+class Blocks(nn.ModuleList):
     """Modules that are called one after the other, each with a tree of its own."""
 
 
-def _in_sequence(blocks: _Blocks, skeletons: Skeletons) -> Sequential:
+def _in_sequence(blocks: Blocks, skeletons: Skeletons) -> Sequential:
     def one(index: int, module: nn.Module) -> Callable[..., Any]:
         def run(params: Tree, carry: Any, batch: Any, **rng: Any) -> Any:
-            given = _flat(params)
+            given = flat(params)
             return skeletons.beside(given, (carry, batch), str(index))(given, (carry, batch), rng)
 
         run.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]  # whether it takes rng
@@ -126,7 +126,7 @@ def _own_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
 def _tree(module: nn.Module) -> Tree:
     """A module's parameters as nested dictionaries and lists."""
     named = _own_parameters(module)
-    if not isinstance(module, _Blocks):
+    if not isinstance(module, Blocks):
         return _nest(named)
     # Not `_nest` of all: a block without parameters has a tree too.
     parts: list[dict[str, torch.Tensor]] = [{} for _ in module]
@@ -157,14 +157,14 @@ def _lists(node: Any) -> Any:
     return values
 
 
-def _flat(tree: Tree, prefix: str = "") -> dict[str, torch.Tensor]:
+def flat(tree: Tree, prefix: str = "") -> dict[str, torch.Tensor]:
     """The inverse of `_nest`."""
     if isinstance(tree, torch.Tensor):
         return {prefix: tree}
     items = tree.items() if isinstance(tree, dict) else enumerate(tree)
     found: dict[str, torch.Tensor] = {}
     for key, value in items:
-        found |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
+        found |= flat(value, f"{prefix}.{key}" if prefix else str(key))
     return found
 
 

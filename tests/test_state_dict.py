@@ -1,0 +1,123 @@
+"""The way back from from_module: names, layouts and values of the module's own state dict."""
+
+import copy
+
+import pytest
+import torch
+from helpers import training
+from helpers.decoders import decoder, label_batches
+from helpers.trees import assert_same
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import shardlib as sl
+from shardlib.errors import TreeError
+from shardlib.models import huggingface
+
+STAGES = pytest.mark.parametrize("stage", range(4))
+
+
+class Mixed(nn.Module):
+    """Tied weights, a module under two names, a parametrization, and buffers of every kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.layers = nn.ModuleList([nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4)])
+        self.again = self.layers[1]
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("seen", None)
+        self.register_buffer("mask", torch.ones(3), persistent=False)
+
+    def forward(self, tokens):
+        x = self.norm(self.embed(tokens))
+        self.seen = torch.tensor(float(len(tokens)))
+        return self.head(self.again(self.layers[0](x)))
+
+
+@STAGES
+def test_a_module_with_its_buffers(stage):
+    torch.manual_seed(1)
+    module = Mixed()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    apply, params, buffers = sl.from_module(module, buffers=True)
+    assert_same(dict(sl.state_dict(module, params)), before)
+
+    def loss_fn(params, buffers, tokens):
+        out, buffers = apply(params, buffers, tokens)
+        return nn.functional.cross_entropy(out, tokens), buffers
+
+    def run(mesh):
+        sharded = sl.shard(params, mesh, stage=stage)
+        state, step = sl.make_train_step(loss_fn, sharded, training.optimizer(), buffers=buffers)
+        for _ in range(2):
+            state, _ = step(state, torch.tensor([1, 3, 5, mesh.rank]))
+        tokens = torch.tensor([2, 4])
+        return sl.state_dict(module, state.params, state.buffers), apply(
+            sl.unshard(state.params), state.buffers, tokens
+        )[0]
+
+    other = Mixed()
+    other.seen = torch.zeros(())
+    for state, wanted in sl.simulate(run, mesh={"data": 2}):
+        assert list(state) == list(other.state_dict()) and state["seen"] == 4
+        assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
+        other.load_state_dict(state)
+        torch.testing.assert_close(other(torch.tensor([2, 4])), wanted, rtol=0, atol=0)
+    assert_same(dict(module.state_dict()), before)  # the module itself has not moved
+
+
+CASES = [
+    ("llama", {"tie": True}, {"data": 2}, sl.zero(3)),
+    ("gpt2", {}, {"data": 2, "pipe": 2}, sl.chain(sl.zero(1), sl.pipeline("1f1b", 2))),
+    ("gpt2", {"tie": True}, {"data": 2, "model": 2}, sl.zero(2)),
+    ("llama", {}, {"pipe": 2, "model": 2}, sl.pipeline("1f1b", 2)),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "mesh", "transform"), CASES)
+def test_a_decoder_in_blocks_stages_and_slices(kind, changes, mesh, transform, tmp_path):
+    original = decoder(kind, **changes)
+    module = huggingface.sliceable(copy.deepcopy(original)) if "model" in mesh else original
+    assert_same(dict(module.state_dict()), dict(original.state_dict()))
+    blocks = huggingface.decoder_blocks(module)
+    loss_fn, params = sl.from_module(module, blocks=blocks)
+    if "model" in mesh:
+        transform = sl.chain(transform, sl.tensor_slicing(huggingface.slicing_rules(module, blocks=True)))
+    batches = label_batches(2, 8)
+
+    def run(mesh):
+        state, step = sl.make_train_step(loss_fn, sl.shard(params, mesh, transform), training.optimizer())
+        share = mesh.coords.get("data", 0), mesh.shape.get("data", 1)
+        for batch in batches:
+            state, _ = step(state, {name: value.chunk(share[1])[share[0]] for name, value in batch.items()})
+        again = huggingface.decoder_blocks(module)  # made anew, in the same way
+        return sl.state_dict(module, state.params, blocks=again), sl.unshard(state.params)
+
+    states = sl.simulate(run, mesh=mesh)
+    for state, trained in states:
+        assert list(state) == list(original.state_dict())
+        fresh = decoder(kind, **changes)
+        fresh.load_state_dict(state)
+        with torch.no_grad():
+            outcome = loss_fn(trained, batches[0])
+            assert fresh(**batches[0], use_cache=False).loss.item() == pytest.approx(
+                (outcome.total / outcome.weight).item(), rel=1e-5
+            )
+        assert not torch.equal(next(iter(state.values())), next(iter(original.state_dict().values())))
+    module.save_pretrained(tmp_path, state_dict=dict(states[0][0]))  # which it empties
+    read = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_same(dict(read.state_dict()), dict(states[0][0]))
+    module.load_state_dict(states[0][0])  # three projections again, where it is sliceable
+    assert_same(dict(module.state_dict()), dict(states[0][0]))
+
+
+def test_parameters_of_another_module():
+    module = decoder("gpt2")
+    blocks = huggingface.decoder_blocks(module)
+    with pytest.raises(TreeError, match=r"(?s)not the parameters of Linear.*weight: missing"):
+        sl.state_dict(nn.Linear(2, 2), {"w": torch.ones(2)})
+    with pytest.raises(TreeError, match=r"not those of the 6 blocks.*0.transformer.wpe.weight is not among them"):
+        sl.state_dict(module, sl.from_module(module)[1], blocks=blocks)
