@@ -10,11 +10,10 @@ import numpy as np
 import optree
 import torch
 
-from shardlib.collectives import primitives
 from shardlib.errors import BatchError, listing
 from shardlib.mesh import Mesh
 from shardlib.plan import Plan
-from shardlib.tree import Tree, checksum, flatten, path_name, tree_map, unflatten
+from shardlib.tree import Tree, flatten, path_name, tree_map, unflatten
 
 
 def as_tensors(tree: Tree, device: torch.device) -> Tree:
@@ -145,24 +144,3 @@ def _hides_tensors(leaf: Any) -> bool:
 
 def _named(path: tuple[Any, ...]) -> str:
     return path_name(path) or "batch"
-
-
-def require_same_batch(batch: Tree, plan: Plan, mesh: Mesh) -> None:
-    """Hold together the batches of ranks that share one: those along axes that do not share the batch out.
-
-    Raises:
-        RankMismatch: they differ; names the leaves and the ranks.
-    """
-    axes = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in plan.batch_axes]
-    if not axes:
-        return
-    paths, leaves, _ = flatten(batch)
-    sums = {path: checksum(leaf) for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, torch.Tensor)}
-    primitives.require_equal(
-        mesh,
-        "batches",
-        {path or "batch": found for path, found in sums.items()},
-        f"Ranks along axis {', '.join(map(repr, axes))} work on one batch: choose it by mesh.coords of "
-        f"{', '.join(map(repr, plan.batch_axes)) or 'nothing'} alone.",
-        axes,
-    )

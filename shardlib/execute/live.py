@@ -45,10 +45,8 @@ class LiveBytes(TorchDispatchMode):
         )
 
     def _meet(self, value: Any, made: bool) -> None:
-        if (
-            not isinstance(value, torch.Tensor) or value.layout is not torch.strided
-        ):  # others have no storage of their own
-            return
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.device.type == "meta":
+            return  # no storage of its own, or one without memory
         storage = value.untyped_storage()
         key = storage._cdata
         if key in self._numbers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -14,11 +14,12 @@ from shardlib.collectives import primitives
 from shardlib.collectives.sums import Errors
 from shardlib.errors import BatchError, HandleError, IllegalComposition, LossError, NonFiniteError, TreeError
 from shardlib.exchange import Compression
-from shardlib.execute.batches import as_tensors, require_same_batch, rows_of, split_batch
+from shardlib.execute.batches import as_tensors, rows_of, split_batch
 from shardlib.execute.buffers import average_buffers
 from shardlib.execute.copies import require_alike
 from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Gradients, Route, plain_route
+from shardlib.execute.inputs import Inputs
 from shardlib.execute.losses import Outcome, is_compiled, needs, read_loss, require_function, require_gradient, wants
 from shardlib.execute.means import quotients, sum_means
 from shardlib.execute.pipeline import Pipe
@@ -80,7 +81,8 @@ class LossStep:
         self._compression = Compression(plan.codecs, mesh)
         self._own = OwnExchange(plan, mesh) if plan.owned else None
         self._wants_rng = wants(loss_fn, "rng")
-        self._met = False  # whether the ranks have compared their batches, and gradients, as they do once
+        self._inputs = Inputs(plan, mesh)
+        self._compared = False  # whether ranks with copies of a parameter have compared its gradients, as they do once
         # A scalar's share of the mean is taken before backward, by a power of two, which 16-bit losses do not round; the
         # rest when the sum is complete. What compression leaves out is kept as it is of the mean's gradient: for any number
         # of ranks.
@@ -120,16 +122,19 @@ class LossStep:
         comm: dict[str, torch.Tensor],
         unreduced: tuple[str, ...] = (),
         reached: set[str] | None = None,
+        alike: Mapping[str, Any],
     ) -> Evaluation:
-        """``comm``: the errors of compressed exchanges. ``unreduced``, ``reached``: see `Route`."""
+        """``comm``: the errors of compressed exchanges. ``unreduced``, ``reached``: see `Route`.
+
+        ``alike``: what must be equal on all ranks, by name.
+        """
         plan, mesh = self._plan, self._mesh
         route = Route(self._compression, Errors(comm), unreduced, reached)
         if rng is None and needs(self._loss_fn, "rng"):
             raise TreeError("the loss function has a parameter rng and none was given; pass rng=sl.Key(seed)")
         batch = as_tensors(batch, mesh.device)
         parts = split_batch(batch, plan, mesh)
-        if not self._met:
-            require_same_batch(batch, plan, mesh)
+        share = self._inputs.share(batch, alike)
         totals = Totals(plan, mesh)
         records = self._pipe.records if self._pipe else [self.executor.record]
         for record in records:
@@ -137,14 +142,16 @@ class LossStep:
         run = self._one_by_one if self._pipe is None else self._through_stages
         grads = run(params, parts, buffers, rng, loss_scale, totals, route)
         shards = MeshShards(plan, mesh, unreduced, self._own, route.errors)
-        sums = totals.over_ranks(shards.local_sum(sum_of_squares, grads), any(record.strays for record in records))
-        if sums.strayed:
+        strayed = any(record.strays for record in records)
+        sums = totals.over_ranks(shards.local_sum(sum_of_squares, grads), share + strayed)
+        if sums.differ:
+            self._inputs.explain()
             for record in records:
                 record.reconcile()
         totals.require_agreement()
-        if not self._met:
+        if not self._compared:
             require_alike(grads, plan, mesh)
-            self._met = True
+            self._compared = True
         shards.remember(sum_of_squares, grads, sums.squares)
         aux = totals.aux
         if self._pipe is not None:

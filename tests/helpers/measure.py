@@ -186,7 +186,7 @@ class WatchPeak(TorchDispatchMode):
         given = {v.untyped_storage()._cdata for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)}
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
                 storage = tensor.untyped_storage()
                 if storage._cdata not in given and storage._cdata not in self._alive:
                     self._alive[storage._cdata] = len(self._sizes)  # a freed one's identity is used again
