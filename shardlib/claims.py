@@ -190,7 +190,8 @@ def _slot_name(slot: tuple[str, ...]) -> str:
 
 
 def _show(value: Any) -> str:
-    return str(value).removeprefix("torch.")
+    # A function by its name: ranks compare this text, and an address is a process's own.
+    return str(getattr(value, "__qualname__", value)).removeprefix("torch.")
 
 
 _REDUCTIONS = {

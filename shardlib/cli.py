@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 
 from shardlib.commands import doctor, lr_range_test, plan, train
+from shardlib.launch.orphans import end_with
 from shardlib.optional import MissingPackage
 
 
@@ -22,6 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     args = parser.parse_args(argv)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with(os.getppid())  # else a torchrun that is killed leaves its ranks running
     try:
         return args.run(args)
     except MissingPackage as missing:

@@ -4,6 +4,8 @@ Every message names what was found (a parameter's path, sizes, an axis and its s
 failures of one kind come together in one message.
 """
 
+from collections.abc import Sequence
+
 
 class ShardlibError(Exception):
     """Base of every error raised by shardlib itself."""
@@ -62,6 +64,12 @@ REENTRANT = (
     "use_reentrant=False, or mark blocks with sl.block and add sl.remat() to the plan. transformers' models take "
     "model.gradient_checkpointing_enable({'use_reentrant': False})"
 )
+
+
+def axes_named(axes: Sequence[str]) -> str:
+    """ "axis 'a'", or "axes 'a', 'b' and 'c'"."""
+    *first, last = map(repr, axes)
+    return f"axes {', '.join(first)} and {last}" if first else f"axis {last}"
 
 
 def listing(failures: list[str], limit: int = 20) -> str:

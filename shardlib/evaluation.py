@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import optree
 import torch
 
-from shardlib.errors import LossError, TreeError, listing
+from shardlib.collectives import primitives
+from shardlib.errors import BatchError, LossError, TreeError, axes_named, listing
 from shardlib.execute.agreement import Agreement, agree
 from shardlib.execute.batches import arriving
 from shardlib.execute.executor import Executor
+from shardlib.execute.inputs import Inputs
 from shardlib.execute.losses import require_function
 from shardlib.execute.means import Results, is_mean, means, quotients, sum_means
 from shardlib.execute.pipeline import Pipe
 from shardlib.optim.shards import sum_over
+from shardlib.plan import Plan
 from shardlib.sharded import Sharded
 from shardlib.train import TrainState, lift
 from shardlib.tree import path_name
@@ -28,6 +33,8 @@ class EvalStep:
         require_function(fn, "what is evaluated", "params, ...")
         lifted = lift(params)
         self._plan, self._mesh = lifted.plan, lifted.mesh
+        self._together = _together(lifted.plan)
+        self._inputs = Inputs(lifted.plan, lifted.mesh, self._together)
         if lifted.plan.pipeline is None:
             executor = Executor(lifted.plan, lifted.mesh, trained=False)
 
@@ -43,21 +50,31 @@ class EvalStep:
 
         Raises:
             LossError: means at other places than other ranks', or none that weighs.
+            RankMismatch: ranks along axes that do not share the batch out were given different arguments.
         """
-        results = self._results()
-        results.add(self._run(self._current(params), *args))
+        current, results = self._current(params), self._results()
+        if self._inputs.axes:
+            self._divided(True, self._together, self._inputs.share(args, {}))
+        results.add(self._run(current, *args))
         return self._reduced(results)
 
     def over(self, params: Any, batches: Iterable[Any]) -> Any:
         """The same over several batches: sums and weights add up over them first, on the device, and over ranks once.
 
-        Each batch is the function's second argument. Where parameters are gathered or sliced, ranks take equally many.
+        Each batch is the function's second argument. Where the function sends anything (parameters are gathered, sliced
+        or in stages, sequences are cut) the ranks that take part must take equally many, and tell each other before each
+        batch whether they have another. Elsewhere they may take unequally many, but each at least one.
 
         Raises:
-            LossError: no batches, or results that are not a `Mean`; lists them. Else as a call.
+            LossError: no batches on a rank, or results that are not a `Mean`; lists them. Else as a call.
+            BatchError: ranks with more batches than others; names them, on all ranks.
+            RankMismatch: as a call.
         """
         current, results = self._current(params), self._results()
-        for batch in batches:
+        rest = iter(batches)
+        for taken in itertools.count():
+            if not self._agreed(batch := next(rest, _NONE), taken):
+                break
             part = self._run(current, batch)
             if results.tree is None:
                 _require_means(part)
@@ -87,6 +104,43 @@ class EvalStep:
             )
         return quotients(summed)
 
+    def _agreed(self, batch: Any, taken: int) -> bool:
+        """Whether there is another batch, as all ranks say that take the next one together."""
+        mesh, there = self._mesh, batch is not _NONE
+        if taken == 0:
+            few, more = self._divided(there, tuple(mesh.shape), 0.0)
+            if more:
+                raise LossError(
+                    f"rank {few}: evaluation over no batches has no mean; give each rank at least one, as rank {more} has"
+                )
+        few, more = self._divided(there, self._together, self._inputs.share(batch, {}) if there else 0.0)
+        if more:
+            raise BatchError(
+                f"after {taken} batches rank {few} has no other to evaluate and rank {more} has: ranks along "
+                f"{axes_named(self._together)} take each batch together, so give them equally many"
+            )
+        return there
+
+    def _divided(self, there: bool, axes: tuple[str, ...], share: float) -> tuple[str, str]:
+        """Where only some ranks along the axes have a batch, those that have none and those that have one; else nobody.
+
+        ``share``: as `Inputs.share` gives it; all ranks are told here if these do not agree.
+        """
+        mesh = self._mesh
+        ranks = math.prod(mesh.shape[axis] for axis in axes)
+        if ranks == 1:
+            return "", ""
+        told = torch.tensor([there, share], dtype=torch.float64, device=mesh.device)
+        sum_over(mesh, axes, told)
+        count, differ = told.tolist()
+        if 0 < count < ranks:
+            everyone = primitives.all_gather_object(mesh, axes, (mesh.rank, there))
+            few, more = (", ".join(str(rank) for rank, found in everyone if found is had) for had in (False, True))
+            return few, more
+        if differ:
+            self._inputs.explain()
+        return "", ""
+
     def _run(self, params: Sharded, *args: Any) -> Any:
         return self._forward(params, *(arriving(arg, self._plan, self._mesh) for arg in args))
 
@@ -97,6 +151,17 @@ class EvalStep:
                 "these parameters were sharded by another plan than the eval step was made for; make one for it"
             )
         return current
+
+
+_NONE = object()  # where there is no other batch; None may be one
+
+
+def _together(plan: Plan) -> tuple[str, ...]:
+    """The axes along which ranks evaluate each batch together: they share it, or gather parameters from each other."""
+    gathered = {axis for bucket in plan.everywhere.buckets for axis in bucket.axes[: bucket.param_level]}
+    return tuple(
+        axis for axis, size in plan.sizes.items() if size > 1 and (axis in gathered or axis not in plan.batch_axes)
+    )
 
 
 def make_eval_step(fn: Callable[..., Any], params: Any) -> EvalStep:

@@ -56,12 +56,16 @@ class StageTrace:
         touches: units in the order it gathers them.
         forward, backward: bytes of the carry it passes on, and of the gradient that comes back for it.
         activations: payload bytes that its blocks send themselves, by axis.
+        kept: bytes that it keeps of the micro-batch from its forward to its backward, the carry that came in included.
+        live: bytes that it holds at most while it computes, gradients aside.
     """
 
     touches: tuple[str, ...]
     forward: int
     backward: int
     activations: Mapping[str, int]
+    kept: int = 0
+    live: int = 0
 
 
 def check_dtypes(placements: Sequence[Placement], slots: Slots) -> None:

@@ -22,7 +22,7 @@ from shardlib.parts import SequencePlan
 from shardlib.placement import OwnedAxis, Placement, StageTrace
 from shardlib.plan_payload import payload
 from shardlib.plan_text import describe
-from shardlib.schedules import Pipeline
+from shardlib.schedules import Pipeline, peak_of_stages
 from shardlib.specs import Leaf
 from shardlib.styles import Style
 from shardlib.tree import TreeDef
@@ -55,6 +55,8 @@ class Plan:
         owned: the axis that the optimizer sums over itself, or None.
         touches: units in the order one micro-batch gathers them, forward then backward; None when not traced.
         activations: payload bytes of activations that one micro-batch sends, by axis; None when not traced.
+        live: bytes that one micro-batch holds at most beside what `bytes` counts; None when not traced. See
+            `live_bytes`, which knows pipelines too.
         optimizer_bytes: bytes per rank of the optimizer's state, masters included, one number for each of the
             `views`; None when no optimizer was given.
         optimizer_payload: payload bytes by axis that the optimizer itself sends in a step, for each of the `views`; None
@@ -87,6 +89,7 @@ class Plan:
     owned: OwnedAxis | None = field(default=None, compare=False)  # of the optimizer, not of the layout
     touches: tuple[str, ...] | None = None
     activations: Mapping[str, int] | None = None
+    live: int | None = None
     optimizer_bytes: tuple[int, ...] | None = None
     optimizer_payload: tuple[Mapping[str, int], ...] | None = None
     buffers: tuple[tuple[torch.dtype, int], ...] = ()
@@ -204,7 +207,7 @@ class Plan:
         return sum(math.prod(placement.param.shape) for placement in self.placements)
 
     def bytes(self, role: str) -> int:
-        """Bytes one rank holds of "param", "grad", "optimizer", "comm" or "buffers", padding included.
+        """Bytes one rank holds of "param", "grad", "optimizer", "comm" or "buffers", padding included; or "total", of all.
 
         "grad" is the buffer gradients are accumulated in: whole where they are reduced once at the end. Under a
         pipeline, what the rank that holds most holds; see `at` for the others.
@@ -223,7 +226,30 @@ class Plan:
             return sum(channel.bytes for channel in self.channels)
         if role == "buffers":
             return sum(numel * dtype.itemsize for dtype, numel in self.buffers)
-        raise ValueError(f"role {role!r} is not one of {', '.join(ROLES)}, comm, buffers")
+        if role == "total":
+            known = ROLES if self.optimizer_bytes is not None else ROLES[:2]
+            return sum(self.bytes(part) for part in (*known, "comm", "buffers"))
+        raise ValueError(f"role {role!r} is not one of {', '.join(ROLES)}, comm, buffers, total")
+
+    @cached_property
+    def live_bytes(self) -> int | None:
+        """Bytes that a rank holds at most beside `bytes`, of a micro-batch; None when not traced.
+
+        That is what operations make, in the first step or a later one: activations and their gradients, passing results,
+        gathered parameters, gradients before they are split. It is that of the first of several micro-batches, and leaves
+        out what an operation needs only inside itself, what an optimizer does, and gradients that wait for the network.
+        Under a pipeline it is a bound, of the rank that holds most: what all micro-batches keep that are on their way, and
+        what one that computes needs beyond.
+        """
+        if self.pipeline is None:
+            return self.live
+        if self.traces is None:
+            return None
+        if len(self.views) > 1:
+            return max(view.live_bytes or 0 for view in self.views)
+        held, traces = peak_of_stages(self.pipeline.schedule), self.traces
+        kept = sum(held[stage] * traces[stage].kept for stage in self.local_stages)
+        return kept + max(traces[stage].live - traces[stage].kept for stage in self.local_stages)
 
     @cached_property
     def bucket_of(self) -> dict[str, Bucket]:

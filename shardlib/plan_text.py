@@ -25,6 +25,7 @@ def describe(plan: Plan) -> str:
         table(("unit", "leaves", "elements", "param", "grad", "gathered"), _unit_rows(plan), right=5),
         *([_stages(plan, plan.pipeline)] if plan.pipeline else []),
         ("Per rank: " if len(plan.views) == 1 else "Per rank, at most: ") + "   ".join(_memory(plan)),
+        *([_live(plan)] if plan.live_bytes is not None else []),
         f"Payload per step{_untold(plan)}: "
         + ("   ".join(f"{axis} {size(sent)}" for axis, sent in plan.payload().items()) or "none"),
     ]
@@ -117,7 +118,17 @@ def _memory(plan: Plan) -> list[str]:
         "optimizer (not given)" if plan.optimizer_bytes is None else f"optimizer {size(plan.bytes('optimizer'))}"
     )
     told += [f"errors {size(plan.bytes('comm'))}"] if plan.errors else []
-    return told + ([f"buffers {size(plan.bytes('buffers'))}"] if plan.buffers else [])
+    told += [f"buffers {size(plan.bytes('buffers'))}"] if plan.buffers else []
+    return [*told, f"in all {size(plan.bytes('total'))}"]
+
+
+def _live(plan: Plan) -> str:
+    """What a micro-batch takes beside, and what that comes to."""
+    live = plan.live_bytes or 0
+    return (
+        f"Beside them, at most: activations of a micro-batch, and what is gathered for it, {size(live)}   "
+        f"with these {size(plan.bytes('total') + live)}"
+    )
 
 
 def _leaf_rows(placements: Sequence[Placement]) -> list[tuple[str, ...]]:

@@ -13,6 +13,7 @@ from shardlib.claims import Transform
 from shardlib.deferred import defer
 from shardlib.execute.batches import as_tensors, split_batch
 from shardlib.execute.buffers import buffer_sizes
+from shardlib.execute.live import LiveBytes
 from shardlib.execute.step import LossStep
 from shardlib.execute.tracing import trace_stages
 from shardlib.groups import EchoGroup
@@ -43,9 +44,10 @@ def make_plan(
         mesh: any mesh, abstract ones included.
         transform, stage: as for `shard`.
         loss_fn, batch: with both (and ``buffers``, if it takes them), the loss and its backward are traced on fake
-            tensors to see which units are gathered and how often, and what passes between a pipeline's stages.
-            ``batch`` is one rank's share. Without them each unit is taken to be gathered once forward and once backward,
-            and what passes between stages is not counted.
+            tensors to see which units are gathered and how often, what passes between a pipeline's stages, and how many
+            bytes activations take.
+            ``batch`` is one rank's share, on any device, the meta device too. Without them each unit is taken to be
+            gathered once forward and once backward, and what passes between stages is not counted.
         optimizer: a gradient transformation; its state is then counted.
 
     Raises:
@@ -70,7 +72,12 @@ def _traced(plan: Plan, loss_fn: Callable[..., Any], batch: Any, buffers: Any) -
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def pretend(leaf: Any) -> Any:
-        return fake.from_tensor(leaf) if isinstance(leaf, torch.Tensor) and not leaf.is_meta else leaf
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if leaf.device == device or leaf.layout is not torch.strided:
+            return fake.from_tensor(leaf)
+        with fake:  # of a GPU, or a shape alone: the trace runs on one device, whatever it is
+            return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
 
     batch, buffers = tree_map(pretend, as_tensors(batch, device)), tree_map(pretend, buffers)
     with fake:
@@ -81,7 +88,18 @@ def _traced(plan: Plan, loss_fn: Callable[..., Any], batch: Any, buffers: Any) -
                 part = split_batch(batch, plan, mesh)[0]
                 return replace(plan, traces=trace_stages(loss_fn, plan, mesh, held, part, Key(0)))
             step = LossStep(loss_fn, plan, mesh, buffers is not None)
-            step.trace(Sharded(plan, mesh, "param", stored), batch, buffers, Key(0))
+            traced = step, Sharded(plan, mesh, "param", stored), batch, buffers
+            live, activations = _live_bytes(*traced), dict(mesh.traffic.activations)
+            if step.executor.gathers:  # again: the order is known now, and the next unit on its way while one computes
+                live = max(live, _live_bytes(*traced))
         except torch._subclasses.fake_tensor.DataDependentOutputException as error:
             return replace(plan, log=(*plan.log, f"not traced: the loss reads values ({error})"))
-    return replace(plan, touches=step.executor.touches, activations=dict(mesh.traffic.activations))
+    return replace(plan, touches=step.executor.touches, activations=activations, live=live)
+
+
+def _live_bytes(step: LossStep, params: Sharded, batch: Any, buffers: Any) -> int:
+    """Trace a micro-batch: the most bytes that it holds at once, its gradients aside."""
+    live = LiveBytes()
+    with live:
+        gradients = step.trace(params, batch, buffers, Key(0))
+    return live.peak(without=gradients.held)

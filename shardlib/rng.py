@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from numbers import Real
+from numbers import Rational, Real
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ class Key:
 
     Raises:
         TypeError: a seed that is no integer.
-        ValueError: a seed of more than 64 bits.
+        ValueError: a seed of more than 64 bits; a slot that is no integer or Fraction, or negative.
     """
 
     seed: int
@@ -53,6 +53,8 @@ class Key:
             raise ValueError(
                 f"Key: a seed of {seed.bit_length()} bits, and 64 are the most; sl.Key(0).fold_in(seed) takes any integer"
             )
+        if not isinstance(self.slot, Rational) or self.slot < 0:
+            raise ValueError(f"Key: slot={self.slot!r} is no share of a batch: use an integer or a Fraction, 0 or more")
         object.__setattr__(self, "seed", seed % 2**64)
 
     def fold_in(self, data: int | str) -> Key:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shardlib.checksum import checksum
 from shardlib.claims import Transform, chain
 from shardlib.collectives import primitives
 from shardlib.deferred import Deferred, defer
@@ -18,11 +19,11 @@ from shardlib.init import Draw
 from shardlib.layout import Bucket
 from shardlib.mesh import Mesh, as_mesh
 from shardlib.places import Places
-from shardlib.plan import Plan, check_same_tree
+from shardlib.plan import ROLES, Plan, check_same_tree
 from shardlib.planning import build_plan
 from shardlib.specs import Leaf, P, shard_of
 from shardlib.transforms.zero import zero
-from shardlib.tree import Tree, check_tensors, checksum, flatten, register_node, unflatten
+from shardlib.tree import Tree, check_tensors, flatten, register_node, unflatten
 
 
 class Sharded:
@@ -361,6 +362,9 @@ def _check_ranks_agree(plan: Plan, mesh: Mesh) -> None:
     if plan.pipeline is not None:
         schedule = plan.pipeline.schedule
         items["pipeline"] = f"{schedule.name}, checksum {zlib.crc32(str(schedule).encode()):08x}"
+        items["blocks of stages"] = plan.pipeline.spans
     for placement in plan.placements:
         items[placement.path] = (placement.compute.shape, str(placement.compute.dtype), placement.aliases)
+        lies = {role: leaf and leaf.spec for role in ("compute", *ROLES) for leaf in (getattr(placement, role),)}
+        items[f"{placement.path} lies"] = f"{lies}, style {placement.style!r}"
     primitives.require_equal(mesh, "parameter trees or plans", items, "Build the same model and plan on every rank.")

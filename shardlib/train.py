@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shardlib.checksum import checksums
 from shardlib.collectives import primitives
 from shardlib.errors import DonatedStateError, IllegalComposition, TreeError
 from shardlib.execute.step import LossStep, require_usable
@@ -16,6 +17,7 @@ from shardlib.loss_scale import LossScale
 from shardlib.mesh import Mesh
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.replaced import following_masters, following_state
+from shardlib.optim.settings import injected, settings
 from shardlib.optim.shards import MeshShards
 from shardlib.optim.storing import optimizer_shards, store
 from shardlib.optim.wrapping import require_transformations
@@ -159,7 +161,7 @@ def value_and_grad(loss_fn: Callable[..., Any]) -> Callable[..., tuple[Any, Tree
                 "gradients are compressed with error feedback, whose errors live in a TrainState: use sl.make_train_step, or "
                 "feedback=False in onebit() and quantize()"
             )
-        evaluation = bound[0][1](lifted, batch, buffers, rng, comm={})
+        evaluation = bound[0][1](lifted, batch, buffers, rng, comm={}, alike={"rng": rng})
         scale = evaluation.scale
         flat = evaluation.grads
         if scale is not None:
@@ -193,7 +195,9 @@ def make_train_step(
     stage; tensors are detached, and parameters whole and as they were in the loss).
 
     Args:
-        loss_fn: ``loss_fn(params, batch)``, plain PyTorch; see the README for its forms.
+        loss_fn: ``loss_fn(params, batch)``, plain PyTorch; see the README for its forms. ``batch`` is a pytree: NumPy's
+            arrays come as tensors, other leaves than arrays and tensors as they are; tensors with dimensions have one row
+            per sample where they are cut into micro-batches.
         params: from `shard`, or a plain pytree (one device).
         buffers: a pytree the loss function takes second and returns beside the loss; brought to the mesh's device. (Batches
             are not: a step refuses one that is elsewhere, as a copy in every step should be seen.)
@@ -203,9 +207,14 @@ def make_train_step(
         nonfinite: a loss or gradient that is not finite, or a batch in which nothing weighs (see `Mean`): "raise" (the
             default), or "skip" the update (the default under dynamic loss scaling). The loss of such a batch is 0.
 
+    Ranks that share a batch must be given the same, and all ranks the same optimizer, buffers, rng and state: what they
+    make the step with is compared at once, step number, rng, loss scale, injected hyper-parameters and the shapes of
+    batches in every step, and batches' contents in the first step and every 16th.
+
     Raises:
         TypeError: an optimizer that is no gradient transformation (see `optim.from_torch` for torch's).
         IllegalComposition: an optimizer that declares no locality, on shards.
+        RankMismatch: the ranks were given what differs; names it and the ranks. The step raises it too.
     """
     require_transformations("make_train_step", optimizer)
     lifted = lift(params)
@@ -217,6 +226,13 @@ def make_train_step(
     optimizer.require_locality(lifted)
     loss_step = LossStep(loss_fn, plan, mesh, buffers is not None)
     key = rng if isinstance(rng, Key) else Key(rng)
+    given = {f"buffers/{path}" if path else "buffers": told for path, told in checksums(buffers).items()}
+    primitives.require_equal(
+        mesh,
+        "train steps",
+        settings(optimizer) | given | {"rng": key, "nonfinite": policy},
+        "Call make_train_step with the same optimizer, buffers, rng and options on every rank.",
+    )
 
     def unreduced(inner: Any) -> tuple[str, ...]:
         owns = optimizer.owns
@@ -237,6 +253,7 @@ def make_train_step(
             scale,
             comm=state.comm,
             unreduced=unreduced(opt.inner),
+            alike=injected(opt) | {"step": state.step, "rng": state.rng, "loss scale": repr(state.scale)},
         )
         metrics = {"loss": evaluation.loss, "grad_norm": evaluation.norm, "finite": evaluation.finite}
         if evaluation.aux is not None:
@@ -300,7 +317,9 @@ def unused_params(
     kept = {name: error for channel in plan.channels for name, error in channel.start(mesh.device).items()}
     reached: set[str] = set()
     key = rng if isinstance(rng, Key) else Key(rng)
-    LossStep(loss_fn, plan, mesh, buffers is not None)(lifted, batch, buffers, key, comm=kept, reached=reached)
+    LossStep(loss_fn, plan, mesh, buffers is not None)(
+        lifted, batch, buffers, key, comm=kept, reached=reached, alike={"rng": key}
+    )
     everyone = {path for paths in primitives.all_gather_object(mesh, list(mesh.shape), reached) for path in paths}
     return tuple(path for path in plan.infos if path not in everyone)
 

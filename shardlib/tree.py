@@ -114,13 +114,6 @@ def ties(leaves: Sequence[torch.Tensor]) -> list[int]:
     return owners
 
 
-def checksum(value: torch.Tensor) -> str:
-    """A sum over the bits, exact and independent of the order of summation."""
-    width = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-    bits = value.contiguous().reshape(-1).view(width.get(value.dtype.itemsize, torch.uint8))
-    return f"checksum {int(bits.sum(dtype=torch.int64)) & 0xFFFFFFFF:08x}"
-
-
 def register_node(
     cls: type, children: Callable[[Any], tuple[Iterable[Any], Any]], build: Callable[[Any, Iterable[Any]], Any]
 ) -> None:

@@ -355,6 +355,32 @@ def test_a_loss_that_cannot_be_differentiated(stage, kind, parts):
     assert_told(refused_by_step(stepping(stage, by_last_column(kind)), lambda rank: bad, LossError), *parts)
 
 
+@STAGES
+def test_what_the_refusals_of_losses_recommend(stage):
+    def squares(params, batch):
+        first, last = params["layers"]
+        x = torch.tanh(torch.nn.functional.linear(batch[0], first["weight"], first["bias"]))
+        return (torch.nn.functional.linear(x, last["weight"], last["bias"]) - batch[1]).square()
+
+    def handed_out(params, batch):
+        return squares(params, batch).mean(), squares(params, batch)
+
+    forms = {
+        "mean": lambda p, b: squares(p, b).mean(),
+        "Mean": lambda p, b: sl.Mean(squares(p, b).sum(), squares(p, b).numel()),
+        "one element": lambda p, b: squares(p, b).mean().view(1, 1),
+    }
+
+    def run(mesh):
+        sharded = sl.shard(PARAMS, mesh, stage=stage)
+        value, aux = sl.value_and_grad(handed_out)(sharded, BATCH)[0]
+        assert aux.shape == BATCH[1].shape and not aux.requires_grad
+        return [value.item(), *(sl.value_and_grad(loss_fn)(sharded, BATCH)[0].item() for loss_fn in forms.values())]
+
+    losses = sl.simulate(run, mesh={"data": 1})[0]
+    assert losses == [pytest.approx(LOSS(PARAMS, BATCH).item(), rel=1e-12)] * 4
+
+
 def poisoned(rank):
     """Rank 1's share holds an infinity; rank 0's is fine."""
     x, y = BATCH

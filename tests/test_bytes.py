@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers.measure import CountingGroup, CountOperators, WatchGathered, count_payload, stored_bytes
+from helpers.cuts import tiny_blocks
+from helpers.measure import CountingGroup, CountOperators, WatchGathered, WatchPeak, count_payload, stored_bytes
 from helpers.models import mlp, regression_batch, share, tiny_gpt, token_batches
 from helpers.training import optimizer
 from oracle import plain
@@ -178,6 +179,68 @@ def test_live_gathered_bytes_are_bounded(prefetch):
     for peaks in sl.simulate(run, mesh={"data": 2}):
         assert max(peaks) <= max(a + b for a, b in pairwise(sizes)) + max(sizes)
         assert min(peaks) >= max(sizes), "the watch must see whole units"
+
+
+LIVE = {
+    **{f"stage {stage}": sl.zero(stage) for stage in range(4)},
+    "no prefetching": sl.zero(3, prefetch=False),
+    "recomputed": sl.chain(sl.zero(3), sl.remat()),
+    "bf16": sl.chain(sl.zero(3), sl.precision("bf16")),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", LIVE)
+@pytest.mark.parametrize("model", ["gpt", "mlp"])
+def test_live_bytes_of_a_micro_batch_are_the_plans(model, name, ranks):
+    """In the first step and in the second, which gathers ahead, as a dispatch mode sees the storages on a CPU."""
+    if model == "gpt":
+        (loss_fn, params), batch = tiny_gpt(torch.float32), token_batches(1, rows=4)[0]
+    else:
+        (loss_fn, params), batch = mlp([4, 40, 60, 80, 8], torch.float32), regression_batch(8, 4, 8, torch.float32)
+    plan = sl.make_plan(params, sl.abstract_mesh(data=ranks), LIVE[name], loss_fn=loss_fn, batch=batch)
+
+    def run(mesh):
+        sharded, differentiate, peaks = sl.shard(params, mesh, LIVE[name]), sl.value_and_grad(loss_fn), []
+        for _ in range(2):
+            with WatchPeak() as watch:
+                _, grads = differentiate(sharded, batch)
+            peaks.append(watch.peak(without=grads.buffers.values()))
+        return max(peaks)
+
+    measured = sl.simulate(run, mesh={"data": ranks})[0]
+    assert (
+        0 <= measured - plan.live_bytes <= 128
+    )  # the numbers that a step sums over ranks: the loss, its weight, the norm
+
+
+def test_a_plans_total_is_what_it_is_made_of():
+    _, params = mlp([4, 40, 8], torch.float32)
+    mesh = sl.abstract_mesh(data=2)
+    plan = sl.make_plan(params, mesh, sl.zero(2), optimizer=sl.optim.adamw(1e-3))
+    assert plan.bytes("total") == plan.bytes("param") + plan.bytes("grad") + plan.bytes("optimizer")
+    assert plan.live_bytes is None and "Beside them" not in str(plan)
+    without = sl.make_plan(params, mesh, sl.chain(sl.zero(2), sl.onebit()))
+    assert without.bytes("total") == without.bytes("param") + without.bytes("grad") + without.bytes("comm")
+    assert without.bytes("comm") > 0
+
+
+def test_a_pipelines_ranks_hold_what_is_on_its_way():
+    """1F1B holds as many micro-batches on the first of p ranks as there are ranks, GPipe all of them."""
+    loss_fn, params = tiny_blocks()
+    batch = token_batches(1, rows=8)[0]
+
+    def planned(schedule):
+        parallel = sl.pipeline(schedule, microbatches=4, axis="pipe")
+        return sl.make_plan(params, sl.abstract_mesh(pipe=2), parallel, loss_fn=loss_fn, batch=batch)
+
+    plans = {schedule: planned(schedule) for schedule in ("1f1b", "gpipe")}
+    for schedule, held in (("1f1b", 2), ("gpipe", 4)):
+        first = plans[schedule].traces[0]
+        assert first.live >= first.kept > 0
+        assert plans[schedule].views[0].live_bytes == (held - 1) * first.kept + first.live
+        assert plans[schedule].live_bytes == max(view.live_bytes for view in plans[schedule].views)
+    assert "Beside them, at most: activations of a micro-batch" in str(plans["1f1b"])
 
 
 TABLE = {  # arXiv 1910.02054, table 1: GB per rank at stages 1, 2, 3; some cells are cut off, not rounded

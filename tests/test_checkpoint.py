@@ -6,7 +6,7 @@ import torch
 
 import shardlib as sl
 from shardlib import checkpoint
-from shardlib.errors import TreeError
+from shardlib.errors import RankFailure, TreeError
 
 
 def _start(mesh, stage, precision=None, width=6):
@@ -188,3 +188,43 @@ def test_parameters_in_a_bare_list(tmp_path):
         return all(torch.equal(one, other) for one, other in pairs)
 
     assert all(sl.simulate(run, mesh={"data": 2}))
+
+
+def test_what_an_interrupted_save_left_is_not_taken_along(tmp_path):
+    """Of more ranks than save now: their pieces would be read as if they belonged to this state."""
+    partial = tmp_path / "step-00000000.partial"
+    partial.mkdir()
+    for stale in ("rank-00001.pt", "rank-00003.pt", "curves.pt"):
+        (partial / stale).write_text("stale")
+
+    def run(mesh):
+        state, _ = _start(mesh, 3)
+        return checkpoint.save(tmp_path, state, extra={"notes.pt": 1})
+
+    (folder, _) = sl.simulate(run, mesh={"data": 2})
+    assert {file.name for file in folder.iterdir()} == {"rank-00000.pt", "rank-00001.pt", "state.json", "notes.pt"}
+    assert (folder / "rank-00001.pt").read_bytes() != b"stale"
+
+
+@pytest.mark.parametrize("full", ["rank-00001.pt", "notes.pt"])
+def test_a_rank_that_cannot_write_lets_no_other_wait(full, tmp_path, monkeypatch):
+    written = torch.save
+
+    def save(value, path):
+        if path.name == full:
+            raise OSError(28, "No space left on device")
+        written(value, path)
+
+    monkeypatch.setattr(torch, "save", save)
+
+    def run(mesh):
+        state, _ = _start(mesh, 3)
+        with pytest.raises((OSError, RankFailure)) as caught:
+            checkpoint.save(tmp_path, state, extra={"notes.pt": 1})
+        return str(caught.value)
+
+    messages = sl.simulate(run, mesh={"data": 2})
+    assert all("No space left on device" in message for message in messages)
+    failed = 1 if full.startswith("rank") else 0
+    assert f"the checkpoint was not written:\n  - rank {failed}: OSError" in messages[1 - failed]
+    assert checkpoint.latest(tmp_path) is None

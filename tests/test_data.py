@@ -108,3 +108,12 @@ def test_windows_do_not_overlap_and_reach_over_the_text(length, batch, sequence,
     tokens = torch.cat([b["tokens"] for b in got]).flatten()
     assert len(tokens.unique()) == len(tokens)
     assert all(torch.equal(b["tokens"] + 1, b["targets"]) for b in got)
+
+
+def test_seeds_are_those_of_keys():
+    """A negative one is itself plus 2^64; of more bits there are none."""
+    data = text(1000)
+    negative, upper, one = (batch_at(data, 6, 9, seed=seed, step=2)["tokens"] for seed in (-1, 2**64 - 1, 1))
+    assert torch.equal(negative, upper) and not torch.equal(negative, one)
+    with pytest.raises(ValueError, match="a seed of 65 bits, and 64 are the most"):
+        batch_at(data, 6, 9, seed=2**64, step=2)

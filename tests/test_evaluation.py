@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from helpers.models import TINY, mlp, regression_batch, share, tiny_gpt, token_batches
 
 import shardlib as sl
-from shardlib.errors import LossError
+from shardlib.errors import BatchError, LossError, RankMismatch
 from shardlib.models import gpt
 
 FIT, PARAMS = mlp([6, 9, 4])
@@ -22,10 +22,10 @@ def scores(params, batch):
     return {"loss": sl.Mean((rows * counts).sum(), counts.sum()), "near": sl.Mean((rows < 1).sum(), len(y))}
 
 
-def by_hand(batches):
+def by_hand(batches, params=PARAMS):
     """The same on one device, from plain sums over every row of every batch."""
     x, y = (torch.cat(parts) for parts in zip(*batches))
-    found = scores(PARAMS, (x, y))
+    found = scores(params, (x, y))
     return {name: (total / weight).item() for name, (total, weight) in found.items()}
 
 
@@ -127,3 +127,74 @@ def test_means_beside_the_loss_add_up_over_micro_batches(stage):
 def test_what_does_not_add_up_is_refused(fn, batches, message):
     with pytest.raises(LossError, match=message):
         sl.make_eval_step(fn, PARAMS).over(PARAMS, [regression_batch(8, 6, 4)] * batches)
+
+
+SLICED, RULES = mlp([6, 8, 4])[1], {"layers/0/*": "column", "layers/1/weight": "row"}
+
+
+def refused(run, shape, pool, kind):
+    """What all ranks say, simulated and real, without waiting for each other."""
+
+    def caught(mesh):
+        with pytest.raises(kind) as error:
+            run(mesh)
+        return str(error.value)
+
+    told = set(sl.simulate(caught, mesh=shape)) | set(pool.run(caught, mesh=shape))
+    assert len(told) == 1
+    return told.pop()
+
+
+@pytest.mark.parametrize("counts", [(1, 3), (2, 1)])
+def test_where_parameters_are_gathered_unequally_many_batches_are_refused(counts, pool):
+    batches = [regression_batch(8, 6, 4, seed=seed) for seed in range(3)]
+
+    def run(mesh):
+        sharded = sl.shard(PARAMS, mesh, stage=3)
+        sl.make_eval_step(scores, sharded).over(sharded, iter(batches[: counts[mesh.rank]]))
+
+    few, more = (0, 1) if counts[0] < counts[1] else (1, 0)
+    told = refused(run, {"data": 2}, pool, BatchError)
+    assert told.startswith(f"after {min(counts)} batches rank {few} has no other to evaluate and rank {more} has")
+    assert "ranks along axis 'data' take each batch together" in told
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_each_rank_needs_a_batch(stage, pool):
+    def run(mesh):
+        sharded = sl.shard(PARAMS, mesh, stage=stage)
+        sl.make_eval_step(scores, sharded).over(sharded, [regression_batch(8, 6, 4)] * mesh.rank)
+
+    assert "rank 0: evaluation over no batches has no mean; give each rank at least one, as rank 1 has" in refused(
+        run, {"data": 2}, pool, LossError
+    )
+
+
+@pytest.mark.parametrize("shape", [{"model": 2}, {"data": 2, "model": 2}])
+def test_ranks_that_share_batches_take_the_same(shape, pool):
+    """Other rows, or more batches, on one of two ranks that compute one model."""
+    batches = [regression_batch(8, 6, 4, seed=seed) for seed in range(20)]
+
+    def run(mesh, wrong):
+        transform = sl.chain(sl.tensor_slicing(RULES), *([sl.zero(1)] if "data" in mesh.shape else []))
+        sharded = sl.shard(SLICED, mesh, transform)
+        evaluate = sl.make_eval_step(scores, sharded)
+        mine = list(batches)
+        if mesh.rank == 1 and wrong == "more":
+            mine.append(batches[0])
+        if mesh.rank == 1 and wrong == "other":
+            mine[3:] = [(x.flip(0), y.flip(0)) for x, y in mine[3:]]
+        if wrong == "one by one":
+            evaluate(sharded, batches[0])
+            evaluate(sharded, (batches[0][0][: 8 - mesh.coords["model"]], batches[0][1]))
+        return evaluate.over(sharded, mine)
+
+    if "data" not in shape:  # else the other group is not concerned, and waits for this one
+        told = refused(lambda mesh: run(mesh, "more"), shape, pool, BatchError)
+        assert "after 20 batches rank 0 has no other to evaluate and rank 1 has" in told
+        told = refused(lambda mesh: run(mesh, "other"), shape, pool, RankMismatch)
+        assert "0: rank 0: checksum" in told and "axis 'model' work on one batch" in told
+        told = refused(lambda mesh: run(mesh, "one by one"), shape, pool, RankMismatch)
+        assert "0/0: rank 0: float64 [8, 6]; rank 1: float64 [7, 6]" in told
+    found = [as_numbers(value) for value in sl.simulate(run, None, mesh=shape)]
+    assert found == [pytest.approx(by_hand(batches, SLICED))] * len(found)

@@ -131,6 +131,27 @@ def test_gradients_of_what_does_not_weigh_are_zero(stage):
     assert loss == 0 and torch.equal(grads["w"], torch.zeros(3))
 
 
+@pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 1), ("zb-h1", 3)])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_no_rows_on_one_rank_of_a_pipeline(schedule, microbatches, stage):
+    def dropped(p, x, batch, rng):
+        return last(p, sl.dropout(x, 0.0, rng), batch)
+
+    def run(mesh):
+        transform = sl.chain(sl.zero(stage), sl.pipeline(schedule, microbatches))
+        state, step = trained(mesh, transform, training.optimizer(0.5), sl.sequential([first, dropped]), BLOCKS)
+        losses = []
+        for _ in range(2):
+            state, metrics = step(state, ALL if mesh.coords["data"] else tuple(t[:0] for t in ALL))
+            losses.append(metrics["loss"].item())
+        return losses, sl.unshard(state.params)
+
+    wanted = one_device.train(lambda p, b: oracle({"layers": p}, b), BLOCKS, [ALL, ALL], max_norm=0.5)
+    for losses, params in sl.simulate(run, mesh={"data": 2, "pipe": 2}):
+        assert losses == pytest.approx(wanted[0], rel=1e-5)
+        assert_close(params, wanted[2], 1e-5)
+
+
 def oracle(params, batch):
     mean = masked(params, batch)
     return mean.total / mean.weight
@@ -318,6 +339,37 @@ def test_a_quotient_beyond_its_dtype():
         lambda mesh: trained(mesh, sl.zero(1), sl.optim.sgd(0.1), loss_fn), lambda mesh: ALL, NonFiniteError,
         r"the gradient's norm \(\d.*e\+\d+, in its dtype\) is not finite",
     )  # fmt: skip
+
+
+@STAGES
+def test_a_mean_over_nothing_times_its_number(stage):
+    """What torch's own mean makes of rows that are all masked, on one rank, in one micro-batch; and the sum it is told."""
+
+    def of_reduction(reduction):
+        def loss_fn(params, batch):
+            one, two = params["layers"]
+            scores = F.linear(first(one, None, batch), two["weight"], two["bias"])
+            count = (batch[2] != 0).sum()
+            targets = torch.where(batch[2] != 0, 1, -100)
+            loss = F.cross_entropy(scores, targets, reduction=reduction)
+            return sl.Mean(loss * count if reduction == "mean" else loss, count)
+
+        return loss_fn
+
+    transform = sl.chain(sl.zero(stage), sl.accumulate(2))
+    part = batch_of([1, 1, 1, 1, 0, 0, 0, 0])
+    refused(
+        lambda mesh: trained(mesh, transform, sl.optim.sgd(0.1), of_reduction("mean")),
+        lambda mesh: part if mesh.rank else ALL, NonFiniteError,
+        r"A sl.Mean of weight 0 has a total that is not finite: .* let its total be a sum \(reduction='sum'\)",
+    )  # fmt: skip
+
+    def run(mesh):
+        state, step = trained(mesh, transform, sl.optim.sgd(0.1), of_reduction("sum"))
+        return step(state, part if mesh.rank else ALL)[1]["loss"].item()
+
+    total = of_reduction("sum")(PARAMS, tuple(torch.cat([a, b[:4]]) for a, b in zip(ALL, part)))
+    assert sl.simulate(run, mesh={"data": 2}) == [pytest.approx((total.total / 12).item(), rel=1e-5)] * 2
 
 
 @STAGES

@@ -110,3 +110,22 @@ def test_a_gradient_of_zero_makes_no_nan_in_16_bits(dtype):
     tx = opt.adamw(0.1, weight_decay=0.0)
     moves, _ = tx.update({"w": torch.zeros(8, dtype=dtype)}, tx.init(params), params)
     assert moves["w"].tolist() == [0.0] * 8
+
+
+@pytest.mark.parametrize("scale", [math.inf, math.nan])
+def test_skipping_looks_at_what_gradients_are_multiplied_by(scale):
+    """As in a train step, where they are unscaled and averaged while they are applied."""
+    tx = opt.skip_nonfinite(opt.adam(0.1), 3)
+    params = {"w": torch.ones(4)}
+    state = tx.init(params)
+    state = tx.apply(params, {"w": torch.zeros(4)}, state, scale=torch.tensor(scale, dtype=torch.float64))
+    assert torch.equal(params["w"], torch.ones(4)) and state.notfinite_count == 1
+
+
+@pytest.mark.parametrize("name", ["lamb", "1-bit LAMB"])
+def test_a_trust_ratio_of_nan_is_not_taken_for_one(name):
+    """As in optax: a step of the whole parameter goes by its norm."""
+    params, grads = trees()
+    tx = OPTIMIZERS[name]()
+    moves, _ = tx.update(spoiled(grads, math.nan, (0, 0)), tx.init(params), params)
+    assert torch.isnan(moves["w"]).all() and torch.isfinite(moves["other"]).all()

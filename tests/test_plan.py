@@ -52,7 +52,7 @@ unit                        leaves  elements  param  grad  gathered
 head                             1         1    4 B   4 B   2 × 8 B
 layers/0 … layers/1 (each)       2        37   38 B  64 B  2 × 76 B
 
-Per rank: parameters 120 B   gradients 180 B   optimizer 536 B
+Per rank: parameters 120 B   gradients 180 B   optimizer 536 B   in all 836 B
 
 Payload per step: node 180 B   local 840 B
 

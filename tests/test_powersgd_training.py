@@ -30,14 +30,14 @@ def params(dtype=WIDE):
         "c": normal(6, 3, seed=3),
         "d": normal(6, 3, 6, seed=4),
     }
-    return {"net": {name: leaf.to(dtype) for name, leaf in tree.items()}, "top": normal(7, seed=5).to(dtype)}
+    return {"net": {name: leaf.to(dtype) for name, leaf in tree.items()}, "top": normal(13, seed=5).to(dtype)}
 
 
 def loss_fn(params, batch):
     x, y = batch
     p = params["net"]
     hidden = torch.tanh(x @ p["a"] + p["b"]) + torch.einsum("ri,ijk->rjk", x[:, :6], p["d"]).tanh().mean(1)
-    return (hidden @ p["c"] + (x[:, :7] @ params["top"])[:, None] - y).square().mean()
+    return (hidden @ p["c"] + (x[:, :13] @ params["top"])[:, None] - y).square().mean()
 
 
 def batch_of(index, step, dtype=WIDE):
@@ -162,8 +162,8 @@ def test_bytes_and_payload_are_the_plans_and_the_formulas(ranks, dtype):
     def message(elements):
         return 2 * (ranks - 1) * math.ceil(elements / ranks) * dtype.itemsize
 
-    payload = message(2 * (13 + 6)) + message(2 * (6 + 18) + 6 + 6 * 3) + message(7)
-    kept = (13 * 6 + 6 + 6 * 3 + 6 * 18 + 7 + 2 * (6 + 18)) * dtype.itemsize
+    payload = message(2 * (13 + 6)) + message(2 * (6 + 18) + 6 + 6 * 3) + message(13)
+    kept = (13 * 6 + 6 + 6 * 3 + 6 * 18 + 13 + 2 * (6 + 18)) * dtype.itemsize
     assert sl.simulate(run, mesh={"data": ranks}) == [(payload, payload, kept, kept, kept)] * ranks
 
 
@@ -210,7 +210,7 @@ def test_old_states_keep_what_they_have_without_donation():
         after, _ = step(state, batch_of(mesh.rank, 3))
         again, _ = step(state, batch_of(mesh.rank, 3))
         assert all(torch.equal(after.comm[name], again.comm[name]) for name in kept)
-        assert all(len(value) in (0, 7) or not torch.equal(after.comm[name], value) for name, value in kept.items())
+        assert all(len(value) in (0, 13) or not torch.equal(after.comm[name], value) for name, value in kept.items())
         return all(torch.equal(state.comm[name], value) for name, value in kept.items())
 
     assert all(sl.simulate(run, mesh={"data": 2}))

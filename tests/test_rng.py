@@ -254,6 +254,10 @@ def test_a_seed_has_64_bits():
         with pytest.raises(TypeError, match="a seed is an integer"):
             sl.Key(wrong)
     assert sl.Key(0).fold_in("data") != sl.Key(0)
+    for slot in (0.5, -1, Fraction(-1, 3), "first", None):
+        with pytest.raises(ValueError, match="use an integer or a Fraction, 0 or more"):
+            KEY.at_slot(slot)
+    assert random_bits(KEY.at_slot(np.int64(2)), 5).tolist() == random_bits(KEY, 15)[10:].tolist()
     with pytest.raises(TypeError, match="a seed is an integer"):
         sl.make_train_step(lambda p, b: p["w"].sum(), {"w": torch.ones(2)}, sl.optim.sgd(0.1), rng=0.5)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from shardlib.checkpoint.own import own_pieces, restore_own
 from shardlib.checkpoint.packed import pack, unpacked
 from shardlib.checkpoint.pieces import Piece, needed_pieces, owned_pieces, sources_of
 from shardlib.collectives import primitives
-from shardlib.errors import TreeError, listing
+from shardlib.errors import RankFailure, TreeError, listing
 from shardlib.loss_scale import LossScale
+from shardlib.mesh import Mesh
 from shardlib.rng import Key
 from shardlib.specs import Window
 from shardlib.train import TrainState, rescaled
@@ -30,31 +32,62 @@ def save(folder: str | Path, state: TrainState, keep: int = 2, extra: dict[str, 
 
     Args:
         extra: further files for rank 0 to write beside it: name -> anything that `torch.save` takes.
+
+    Raises:
+        RankFailure: another rank could not write its part; names it.
     """
     mesh = state.params.mesh
     final = Path(folder) / f"step-{state.step:08d}"
     partial = final.with_suffix(".partial")
-    partial.mkdir(parents=True, exist_ok=True)
-    pieces: dict[str, tuple[Any, ...]] = {}
-    whole = unpacked(state.settled())
-    for piece in (*owned_pieces(whole), *own_pieces(whole), *error_pieces(whole)):
-        if piece.data.numel():
-            window = tuple(piece.window) if piece.window else None
-            pieces[piece.name] = (piece.start, piece.data.detach().to("cpu", copy=True), window)
-    torch.save(pieces, partial / f"rank-{mesh.rank:05d}.pt")
-    primitives.all_gather_object(mesh, list(mesh.shape), "written")
-    if mesh.rank == 0:
+    extra = extra or {}
+
+    def write() -> None:
+        partial.mkdir(parents=True, exist_ok=True)
+        pieces: dict[str, tuple[Any, ...]] = {}
+        whole = unpacked(state.settled())
+        for piece in (*owned_pieces(whole), *own_pieces(whole), *error_pieces(whole)):
+            if piece.data.numel():
+                window = tuple(piece.window) if piece.window else None
+                pieces[piece.name] = (piece.start, piece.data.detach().to("cpu", copy=True), window)
+        torch.save(pieces, partial / _file_of(mesh.rank))
+
+    def finish() -> None:
         scale = asdict(state.scale) if state.scale else None
         facts = {"step": state.step, "seed": state.rng.seed, "scale": scale, "shapes": _shapes(state)}
         (partial / "state.json").write_text(json.dumps(facts))
-        for name, value in (extra or {}).items():
+        for name, value in extra.items():
             torch.save(value, partial / name)
+        # An earlier save to this folder, by more ranks perhaps, may have been interrupted.
+        ours = {"state.json", *extra, *map(_file_of, range(mesh.size))}
+        for stale in (file for file in partial.iterdir() if file.name not in ours):
+            stale.unlink()
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         for old in _complete(folder)[:-keep]:
             shutil.rmtree(old)
-    primitives.all_gather_object(mesh, list(mesh.shape), "named")
+
+    _on_all_ranks(mesh, write)
+    _on_all_ranks(mesh, finish if mesh.rank == 0 else lambda: None)
     return final
+
+
+def _on_all_ranks(mesh: Mesh, work: Callable[[], None]) -> None:
+    """Run it here and wait for the others'. Where a rank's fails all raise, or they would wait for that one."""
+    failure: Exception | None = None
+    try:
+        work()
+    except Exception as error:
+        failure = error
+    told = f"rank {mesh.rank}: {type(failure).__name__}: {failure}" if failure else ""
+    problems = [problem for problem in primitives.all_gather_object(mesh, list(mesh.shape), told) if problem]
+    if failure is not None:
+        raise failure
+    if problems:
+        raise RankFailure(f"the checkpoint was not written:\n{listing(problems)}\nThose ranks' outputs tell more.")
+
+
+def _file_of(rank: int) -> str:
+    return f"rank-{rank:05d}.pt"
 
 
 def latest(folder: str | Path) -> Path | None:

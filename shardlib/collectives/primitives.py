@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from shardlib.errors import RankMismatch
+from shardlib.errors import RankMismatch, listing
 from shardlib.groups import Work
 from shardlib.mesh import Mesh
 
@@ -88,25 +89,36 @@ def require_equal(
     Every rank along ``axes`` (by default all) must call it. Costs one small exchange per axis. ``absent``: an item may be
     missing on ranks.
     """
+    problems = differences(mesh, items, axes, absent=absent)
+    if problems:
+        raise RankMismatch(mismatch(what, problems, remedy))
+
+
+def differences(
+    mesh: Mesh, items: dict[str, Any], axes: Sequence[str] | None = None, *, absent: bool = False
+) -> list[str]:
+    """One line per item that differs between ranks, with what each has; what `require_equal` raises for."""
     axes = list(mesh.shape) if axes is None else axes
-    everyone = all_gather_object(mesh, axes, (mesh.rank, items))
+    mine = {key: str(value) for key, value in items.items()}
+    digest = hashlib.blake2b(repr(sorted(mine.items())).encode()).digest()
+    if len(set(all_gather_object(mesh, axes, digest))) == 1:
+        return []
+    everyone = all_gather_object(mesh, axes, (mesh.rank, mine))
     problems = []
     for key in dict.fromkeys(key for _, theirs in everyone for key in theirs):
-        values = [(rank, str(theirs.get(key, "(absent)"))) for rank, theirs in everyone if key in theirs or not absent]
-        if len({value for _, value in values}) > 1:
-            groups: dict[str, list[int]] = {}
-            for rank, value in values:
-                groups.setdefault(value, []).append(rank)
-            told = "; ".join(f"rank {', '.join(map(str, ranks))}: {value}" for value, ranks in groups.items())
+        ranks_of: dict[str, list[int]] = {}
+        for rank, theirs in everyone:
+            if key in theirs or not absent:
+                ranks_of.setdefault(theirs.get(key, "(absent)"), []).append(rank)
+        if len(ranks_of) > 1:
+            told = "; ".join(f"rank {', '.join(map(str, ranks))}: {value}" for value, ranks in ranks_of.items())
             problems.append(f"{key}: {told}")
-    if problems:
-        raise RankMismatch(_mismatch(what, problems, remedy))
+    return problems
 
 
-def _mismatch(what: str, problems: list[str], remedy: str) -> str:
-    shown = "\n".join(f"  - {problem}" for problem in problems[:10])
-    more = f"\n  ... and {len(problems) - 10} more" if len(problems) > 10 else ""
-    return f"the ranks' {what} differ:\n{shown}{more}\n{remedy}"
+def mismatch(what: str, problems: list[str], remedy: str) -> str:
+    """The message of a `RankMismatch`, from what `differences` found."""
+    return f"the ranks' {what} differ:\n{listing(problems, 10)}\n{remedy}"
 
 
 def _count(mesh: Mesh, axis: str, whole: torch.Tensor, times: int, scalars: bool = False) -> None:

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardlib.rng import Key
+
 _SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 _CHUNK = 16 * 1024  # bytes: long against a training sequence, short against the text
 
@@ -75,7 +77,7 @@ def batch_at(
         )
     _check_length(data, sequence)
     # Raw counter-based bits: unlike a generator's methods, they are promised never to change.
-    bits = np.random.Philox(key=np.array([seed, step], dtype=np.uint64)).random_raw(batch)
+    bits = np.random.Philox(key=np.array([Key(seed).seed, step], dtype=np.uint64)).random_raw(batch)
     starts = (bits % np.uint64(len(data) - sequence)).astype(np.int64)
     rows = batch // ranks
     return _windows_at(data, starts[rank * rows : (rank + 1) * rows], sequence)

@@ -10,24 +10,20 @@ import numpy as np
 import optree
 import torch
 
-from shardlib.collectives import primitives
 from shardlib.errors import BatchError, listing
 from shardlib.mesh import Mesh
 from shardlib.plan import Plan
-from shardlib.tree import Tree, checksum, flatten, path_name, tree_map, unflatten
+from shardlib.tree import Tree, flatten, path_name, tree_map, unflatten
 
 
 def as_tensors(tree: Tree, device: torch.device) -> Tree:
     """NumPy's arrays in a pytree as tensors on ``device``, its numbers as Python's; other leaves as they are.
 
-    On a CPU a tensor shares the array's memory, where that can be written to.
-
-    Raises:
-        BatchError: arrays of what tensors do not hold (strings, objects, dates); lists all.
+    On a CPU a tensor shares the array's memory, where that can be written to. Arrays of what no tensor holds (strings,
+    objects, dates) stay arrays.
     """
-    failures = []
 
-    def converted(path: tuple[Any, ...], leaf: Any) -> Any:
+    def converted(leaf: Any) -> Any:
         if isinstance(leaf, np.generic) and not isinstance(leaf, (str, bytes)):
             return leaf.item()
         if not isinstance(leaf, np.ndarray):
@@ -36,16 +32,9 @@ def as_tensors(tree: Tree, device: torch.device) -> Tree:
         try:
             return torch.from_numpy(native if native.flags.writeable else native.copy()).to(device)
         except TypeError:
-            failures.append(f"{_named(path)}: a NumPy array of {leaf.dtype}, which no tensor holds")
             return leaf
 
-    result = optree.tree_map_with_path(converted, tree)
-    if failures:
-        raise BatchError(
-            f"what cannot become tensors:\n{listing(failures)}\nMake numbers of it (.astype), or leave it out of the batch "
-            "and close over it in the loss function."
-        )
-    return result
+    return tree_map(converted, tree)
 
 
 def cast(leaf: Any, plan: Plan) -> Any:
@@ -79,7 +68,7 @@ def split_batch(batch: Tree, plan: Plan, mesh: Mesh) -> list[Tree]:
     failures += [
         f"{path or 'batch'}: dimension 0 of shape {tuple(leaf.shape)} does not divide into {n} micro-batches"
         for path, leaf in tensors
-        if leaf.dim() and (leaf.shape[0] % n if plan.pipeline is None else leaf.shape[0] < n)
+        if leaf.dim() and (leaf.shape[0] % n if plan.pipeline is None else 0 < leaf.shape[0] < n)
     ]
     if failures:
         raise BatchError(
@@ -125,6 +114,11 @@ def _require_rows(batch: Tree, tensors: list[tuple[str, torch.Tensor]], n: int, 
                     f"{_named(path)}: a {type(leaf).__name__} with {type(leaf[0]).__name__} for each of {rows} rows; make it "
                     "a tensor, leave it out, or close over it in the loss function if it does not belong to rows"
                 )
+        elif isinstance(leaf, np.ndarray) and leaf.ndim and len(leaf) == rows:
+            failures.append(
+                f"{_named(path)}: a NumPy array of {leaf.dtype}, which no tensor holds, with {rows} rows; leave it out, or "
+                "close over it in the loss function if it does not belong to rows"
+            )
         elif _hides_tensors(leaf):
             failures.append(
                 f"{_named(path)}: {type(leaf).__name__} is no pytree, so the tensors in it cannot be cut; pass "
@@ -150,24 +144,3 @@ def _hides_tensors(leaf: Any) -> bool:
 
 def _named(path: tuple[Any, ...]) -> str:
     return path_name(path) or "batch"
-
-
-def require_same_batch(batch: Tree, plan: Plan, mesh: Mesh) -> None:
-    """Hold together the batches of ranks that share one: those along axes that do not share the batch out.
-
-    Raises:
-        RankMismatch: they differ; names the leaves and the ranks.
-    """
-    axes = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in plan.batch_axes]
-    if not axes:
-        return
-    paths, leaves, _ = flatten(batch)
-    sums = {path: checksum(leaf) for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, torch.Tensor)}
-    primitives.require_equal(
-        mesh,
-        "batches",
-        {path or "batch": found for path, found in sums.items()},
-        f"Ranks along axis {', '.join(map(repr, axes))} work on one batch: choose it by mesh.coords of "
-        f"{', '.join(map(repr, plan.batch_axes)) or 'nothing'} alone.",
-        axes,
-    )

@@ -127,6 +127,11 @@ class Gradients:
             for part in self._reduction([Sum(bucket, whole)], 0, stop, over).wait():
                 self._held[name].add_(part.buffer)
 
+    @property
+    def held(self) -> list[torch.Tensor]:
+        """What is kept from one micro-batch to the next."""
+        return list(self._held.values())
+
     def result(self) -> dict[str, torch.Tensor]:
         """Bucket name -> this rank's shard of the gradient, after the last micro-batch."""
         return {bucket.name: self._held[bucket.name] for bucket in self._plan.trained}

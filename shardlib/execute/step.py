@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -14,10 +14,11 @@ from shardlib.collectives import primitives
 from shardlib.collectives.sums import Errors
 from shardlib.errors import BatchError, HandleError, IllegalComposition, LossError, NonFiniteError, TreeError
 from shardlib.exchange import Compression
-from shardlib.execute.batches import as_tensors, require_same_batch, rows_of, split_batch
+from shardlib.execute.batches import as_tensors, rows_of, split_batch
 from shardlib.execute.buffers import average_buffers
 from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Gradients, Route, plain_route
+from shardlib.execute.inputs import Inputs
 from shardlib.execute.losses import Outcome, is_compiled, needs, read_loss, require_function, require_gradient, wants
 from shardlib.execute.means import quotients, sum_means
 from shardlib.execute.pipeline import Pipe
@@ -40,6 +41,7 @@ class Evaluation:
     Attributes:
         loss: the mean over the global batch, 0-d; 0 where nothing in it weighs.
         weight: what the loss was divided by, on the host: 0 where nothing weighs, and then the gradient is 0 as well.
+        losses: total and weight of each micro-batch on this rank.
         aux: what the loss function handed out beside it, or None.
         buffers: the buffers it returned, or None.
         grads: bucket name -> this rank's shard of the summed gradient, still to be multiplied by ``scale``.
@@ -53,6 +55,7 @@ class Evaluation:
 
     loss: torch.Tensor
     weight: float
+    losses: list[tuple[torch.Tensor, torch.Tensor]]
     aux: Any
     buffers: Any
     grads: dict[str, torch.Tensor]
@@ -77,7 +80,13 @@ class LossStep:
         self._compression = Compression(plan.codecs, mesh)
         self._own = OwnExchange(plan, mesh) if plan.owned else None
         self._wants_rng = wants(loss_fn, "rng")
-        self._met = False  # whether the ranks have compared their batches, as they do once
+        self._inputs = Inputs(plan, mesh)
+        # A scalar's share of the mean is taken before backward, by a power of two, which 16-bit losses do not round; the
+        # rest when the sum is complete. What compression leaves out is kept as it is of the mean's gradient: for any number
+        # of ranks.
+        shares = plan.batch_ranks * plan.microbatches
+        power = shares if plan.codecs else 2 ** math.ceil(math.log2(shares))
+        self._share, self._rest = 1 / power, power / shares
         computed = [torch.promote_types(bucket.reduce_dtype, torch.float32) for bucket in plan.trained]
         self._largest = min((torch.finfo(dtype).max for dtype in computed), default=math.inf)
         self._pipe: Pipe | None = None
@@ -111,17 +120,19 @@ class LossStep:
         comm: dict[str, torch.Tensor],
         unreduced: tuple[str, ...] = (),
         reached: set[str] | None = None,
+        alike: Mapping[str, Any],
     ) -> Evaluation:
-        """``comm``: the errors of compressed exchanges. ``unreduced``, ``reached``: see `Route`."""
+        """``comm``: the errors of compressed exchanges. ``unreduced``, ``reached``: see `Route`.
+
+        ``alike``: what must be equal on all ranks, by name.
+        """
         plan, mesh = self._plan, self._mesh
         route = Route(self._compression, Errors(comm), unreduced, reached)
         if rng is None and needs(self._loss_fn, "rng"):
             raise TreeError("the loss function has a parameter rng and none was given; pass rng=sl.Key(seed)")
         batch = as_tensors(batch, mesh.device)
         parts = split_batch(batch, plan, mesh)
-        if not self._met:
-            require_same_batch(batch, plan, mesh)
-            self._met = True
+        share = self._inputs.share(batch, alike)
         totals = Totals(plan, mesh)
         records = self._pipe.records if self._pipe else [self.executor.record]
         for record in records:
@@ -129,8 +140,10 @@ class LossStep:
         run = self._one_by_one if self._pipe is None else self._through_stages
         grads = run(params, parts, buffers, rng, loss_scale, totals, route)
         shards = MeshShards(plan, mesh, unreduced, self._own, route.errors)
-        sums = totals.over_ranks(shards.local_sum(sum_of_squares, grads), any(record.strays for record in records))
-        if sums.strayed:
+        strayed = any(record.strays for record in records)
+        sums = totals.over_ranks(shards.local_sum(sum_of_squares, grads), share + strayed)
+        if sums.differ:
+            self._inputs.explain()
             for record in records:
                 record.reconcile()
         totals.require_agreement()
@@ -144,10 +157,11 @@ class LossStep:
         return Evaluation(
             loss=loss,
             weight=sums.numbers[1],
+            losses=totals.losses,
             aux=quotients(sum_means(aux, plan, mesh)),
             buffers=average_buffers(totals.buffers, plan, mesh),
             grads=grads,
-            scale=scale if sums.weighted or loss_scale != 1.0 or unreduced else None,
+            scale=scale if sums.weighted or loss_scale != 1.0 or self._rest != 1.0 or unreduced else None,
             norm=norm,
             finite=finite,
             shards=shards,
@@ -163,9 +177,9 @@ class LossStep:
         if weight == 0:
             nothing = torch.zeros_like(sums.total)
             return nothing, nothing, nothing, True
-        by = (1.0 / (sums.weight * loss_scale)) if sums.weighted else torch.full_like(sums.total, 1.0 / loss_scale)
+        by = 1.0 / (sums.weight * loss_scale) if sums.weighted else torch.full_like(sums.total, self._rest / loss_scale)
         scale = by * ranks
-        factor = ranks / ((weight if sums.weighted else 1.0) * loss_scale)
+        factor = ranks * (1.0 / weight if sums.weighted else self._rest) / loss_scale
         if factor > self._largest:
             raise LossError(
                 f"the weights of sl.Mean sum to {weight:g}, by which gradients cannot be divided: {factor:g} is beyond their "
@@ -174,10 +188,12 @@ class LossStep:
         finite = all(map(math.isfinite, (weight, total / weight))) and math.sqrt(squares) * factor <= self._largest
         return sums.total / sums.weight, scale, sums.squares.sqrt() * scale, finite
 
-    def trace(self, params: Sharded, batch: Tree, buffers: Any, rng: Key) -> None:
-        """Run the first micro-batch for the sake of the executor's record of touches alone."""
+    def trace(self, params: Sharded, batch: Tree, buffers: Any, rng: Key) -> Gradients:
+        """Run the first micro-batch for the sake of the executor's record of touches; its gradients."""
         part = split_batch(as_tensors(batch, self._mesh.device), self._plan, self._mesh)[0]
-        self._microbatch(params, self.executor.gradients(plain_route(self._mesh)), part, 0, buffers, rng, 1.0)
+        gradients = self.executor.gradients(plain_route(self._mesh))
+        self._microbatch(params, gradients, part, 0, buffers, rng, 1.0)
+        return gradients
 
     def _one_by_one(
         self,
@@ -267,8 +283,7 @@ class LossStep:
 
     def _seed(self, outcome: Outcome, loss_scale: float) -> float:
         """A scalar's mean over ranks and micro-batches is known beforehand; a Mean's weight only afterwards."""
-        plan = self._plan
-        return loss_scale / (1 if outcome.weighted else plan.batch_ranks * plan.microbatches)
+        return loss_scale * (1.0 if outcome.weighted else self._share)
 
     def _keys(self, parts: list[Tree], rng: Key | None) -> list[Key | None]:
         """Each micro-batch's key. Its slot is its first row in the global batch, in units of its own rows."""
@@ -277,7 +292,7 @@ class LossStep:
         rows = [rows_of(part) for part in parts]
         first = batch_index(self._plan, self._mesh) * sum(rows)
         starts = [first + sum(rows[:index]) for index in range(len(rows))]
-        return [rng.at_slot(Fraction(start, count)) for start, count in zip(starts, rows)]
+        return [rng.at_slot(Fraction(start, max(count, 1))) for start, count in zip(starts, rows)]
 
 
 def _kept(outcome: Outcome, executor: Executor) -> Outcome:
@@ -326,6 +341,13 @@ def require_usable(evaluation: Evaluation, plan: Plan, mesh: Mesh, step: int) ->
     if not evaluation.finite:
         path = first_bad_leaf(evaluation, plan, mesh)
         norm, weight = evaluation.norm.item(), evaluation.weight
+        hollow = any(w == 0 and not total.isfinite() for total, w in evaluation.losses)
+        why = ""
+        if any(primitives.all_gather_object(mesh, list(mesh.shape), hollow)):
+            why = (
+                " A sl.Mean of weight 0 has a total that is not finite: a mean over nothing, times 0, is NaN; let its total "
+                "be a sum (reduction='sum')."
+            )
         if path:
             what = f"the gradient of {path}"
         elif not math.isfinite(weight):
@@ -333,7 +355,7 @@ def require_usable(evaluation: Evaluation, plan: Plan, mesh: Mesh, step: int) ->
         else:
             what = "the loss" if not evaluation.loss.isfinite() else f"the gradient's norm ({norm:g}, in its dtype)"
         raise NonFiniteError(
-            f"step {step}: {what} is not finite (loss {evaluation.loss.item():g}). The state is unchanged. Lower the "
+            f"step {step}: {what} is not finite (loss {evaluation.loss.item():g}).{why} The state is unchanged. Lower the "
             "learning rate, clip gradients, or pass nonfinite='skip' to make_train_step to drop such steps"
         )
     if evaluation.weight == 0:

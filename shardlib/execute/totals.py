@@ -26,7 +26,7 @@ class Sums:
     Attributes:
         total, weight: of the loss, over micro-batches too; 0-d.
         squares: of the gradients' elements; 0-d.
-        strayed: whether a rank's run was not as the one before it.
+        differ: whether a rank's run was not as the one before it, or the ranks were given what differs.
         weighted: whether the loss is a `Mean`.
         with_aux: whether any rank has aux.
         numbers: of total, weight and squares, on the host.
@@ -35,7 +35,7 @@ class Sums:
     total: torch.Tensor
     weight: torch.Tensor
     squares: torch.Tensor
-    strayed: bool
+    differ: bool
     weighted: bool
     with_aux: bool
     numbers: tuple[float, float, float]
@@ -47,7 +47,8 @@ class Totals:
     Attributes:
         aux: the last micro-batch's, each `Mean` in it summed over all of them.
         buffers: the last micro-batch's.
-        faults: what is wrong with the losses on this rank; every rank will be told.
+        losses: total and weight of each micro-batch on this rank.
+        faults: what is wrong with them; every rank will be told.
     """
 
     def __init__(self, plan: Plan, mesh: Mesh) -> None:
@@ -57,6 +58,7 @@ class Totals:
         self._weighted: bool | None = None
         self._aux = Results(mesh.device, "micro-batch", "aux")
         self.buffers: Tree = None
+        self.losses: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.faults: list[str] = []
 
     def add(self, outcome: Outcome) -> None:
@@ -65,6 +67,7 @@ class Totals:
             kinds = f"{_loss(self._weighted)} in one micro-batch and {_loss(outcome.weighted)} in another"
             self.faults.append(f"{kinds}. {_ALIKE}")
         self._weighted = outcome.weighted
+        self.losses.append((outcome.total, outcome.weight))
         self._values[0] += outcome.total
         self._values[1] += outcome.weight
         if outcome.weighted:
@@ -76,11 +79,14 @@ class Totals:
     def aux(self) -> Tree:
         return self._aux.tree
 
-    def over_ranks(self, squares: torch.Tensor, strayed: bool) -> Sums:
-        """The sums. Raises nothing yet: see `require_agreement`."""
+    def over_ranks(self, squares: torch.Tensor, strays: float) -> Sums:
+        """The sums. Raises nothing yet: see `require_agreement`.
+
+        ``strays``: 1 if this rank strayed, and its share of `Inputs`; over all ranks 0 where none did and inputs agree.
+        """
         mine = self._mine()
         first = len(_SUMS)
-        facts = [float(strayed), float(bool(self._weighted)), float(self.aux is not None), *mine.numbers()]
+        facts = [strays, float(bool(self._weighted)), float(self.aux is not None), *mine.numbers()]
         self._values[2] = squares
         self._values[3:] = torch.tensor(facts, dtype=torch.float64, device=self._mesh.device)
         self._values[first] += self._negative
@@ -91,7 +97,7 @@ class Totals:
         self._agree = agreement.agree(numbers[first:])
         total, weight, squares = self._values[:3].unbind()
         strays, weighted, aux = numbers[3:first]
-        return Sums(total, weight, squares, strays > 0, weighted > 0, aux > 0, tuple(numbers[:3]))
+        return Sums(total, weight, squares, strays != 0, weighted > 0, aux > 0, tuple(numbers[:3]))
 
     def require_agreement(self) -> None:
         """After `over_ranks`, on every rank alike.

@@ -12,6 +12,7 @@ from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Gradients, plain_route
 from shardlib.execute.handles import materialise
 from shardlib.execute.interpreter import Run, differentiable, fresh_leaf
+from shardlib.execute.live import LiveBytes
 from shardlib.execute.losses import read_loss
 from shardlib.execute.pipeline import require_blocks
 from shardlib.execute.sequence import require_whole_loss
@@ -33,6 +34,8 @@ def trace_stages(
     carry: Any = None
     passed: list[tuple[int, int]] = []
     sent: list[dict[str, int]] = [{} for _ in spans]
+    live = [LiveBytes() for _ in spans]
+    memory: list[tuple[int, int]] = []  # what a stage keeps of its own, and what came in
     gradients = [Gradients(plan.of_stage(stage), mesh, None, plain_route(mesh)) for stage in range(len(spans))]
     for stage, (start, stop) in enumerate(spans):
 
@@ -41,18 +44,20 @@ def trace_stages(
             return read_loss(result, False).total if stop == len(blocks) else result
 
         executor = Executor(plan.of_stage(stage), mesh, trained=True)
-        with _counting(mesh, sent[stage]):
+        with _counting(mesh, sent[stage]), live[stage]:
             result = executor.open(params, gradients[stage], compute)
         executor.rest()
+        arrived = [leaf for leaf in leaves_of(carry) if isinstance(leaf, torch.Tensor)]
+        memory.append((live[stage].now, sum(leaf.nbytes for leaf in arrived)))
         runs.append(Run(executor, differentiable(carry), differentiable(result)))
         tensors = [leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)]
         passed.append((sum(leaf.nbytes for leaf in tensors), sum(leaf.nbytes for leaf in runs[-1].outputs)))
         carry = tree_map(fresh_leaf, result)
     if plan.sequence:
         require_whole_loss(plan.sequence, mesh, {step for run in runs for step in run.executor.record.done}, None)
-    for run, kept, counts in zip(reversed(runs), reversed(gradients), reversed(sent)):
+    for run, kept, counts, alive in zip(reversed(runs), reversed(gradients), reversed(sent), reversed(live)):
         seeds = [torch.ones_like(output) for output in run.outputs]
-        with _counting(mesh, counts):
+        with _counting(mesh, counts), alive:
             if plan.pipeline.schedule.splits and run.inputs and run.outputs:
                 run.executor.inputs_gradient(run.outputs, seeds, run.inputs)
                 run.executor.rest()
@@ -60,7 +65,11 @@ def trace_stages(
             else:
                 run.executor.differentiate(run.outputs, seeds, run.inputs, kept, last=False)
         run.executor.close()
-    return tuple(StageTrace(run.executor.touches, *sizes, counts) for run, sizes, counts in zip(runs, passed, sent))
+    peaks = [alive.peak(without=kept.held) for alive, kept in zip(live, gradients)]
+    return tuple(
+        StageTrace(run.executor.touches, *sizes, counts, own + arrived, peak + arrived)
+        for run, sizes, counts, (own, arrived), peak in zip(runs, passed, sent, memory, peaks)
+    )
 
 
 @contextmanager

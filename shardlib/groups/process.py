@@ -8,7 +8,9 @@ in rank order, so its result does not depend on timing. Other backends (NCCL) us
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +24,19 @@ from shardlib.groups.failure import silent_ranks
 # A tag has 31 bits: those of single messages have the highest set; those of exchanges number the exchange (numbers are
 # reused after this many) and, above that, tell its size.
 _EXCHANGES, _SIZES, _SINGLE = 1 << 20, 1021, 1 << 30
+
+# The calls that this process waits in, for reports: each with its number, and the inner one last.
+waiting: list[tuple[int, str]] = []
+_numbers = itertools.count()
+
+
+@contextmanager
+def _waits(what: str) -> Iterator[None]:
+    waiting.append((next(_numbers), what))
+    try:
+        yield
+    finally:
+        waiting.pop()
 
 
 class ProcessGroup:
@@ -132,7 +147,8 @@ class ProcessGroup:
     def all_gather_object(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(values, value, group=self._group)
+            with _waits(f"all_gather_object on axis {self._axis!r}"):
+                dist.all_gather_object(values, value, group=self._group)
         except RuntimeError as error:
             raise self._failure("all_gather_object", error) from error
         return values
@@ -187,8 +203,9 @@ class ProcessGroup:
 
         def finish() -> None:
             try:
-                for work in works:
-                    work.wait()
+                with _waits(f"{what} on axis {self._axis!r}"):
+                    for work in works:
+                        work.wait()
             except RuntimeError as error:
                 raise self._failure(what, error) from error
             if then is not None:

@@ -1,13 +1,10 @@
-"""Every rank in this process: one thread per rank, one of them running at a time.
+"""Collectives between the ranks of a `Simulation`: the last rank to call one computes it for all.
 
-A rank runs until it must wait for a collective, then hands over to the next rank that can go on, in rank order:
-a simulation is deterministic. Since the simulator sees every rank, two ranks that call different collectives,
-or that wait for each other for ever, are an error at once, naming both.
+Since the simulator sees every rank, two ranks that call different collectives are an error at once, naming both.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,102 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardlib.errors import RankMismatch
 from shardlib.groups.base import Work
-
-
-class Simulation:
-    """Runs ``ranks`` threads by turns and detects mismatch and deadlock.
-
-    Torch's default generator is one for all threads. So that each rank draws as a process of its own would, it starts
-    from the state at hand, and finds its own again when it goes on; what comes after goes on from rank 0's.
-    """
-
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
-        self._wake = [threading.Semaphore(0) for _ in range(ranks)]
-        self._waiting: dict[int, tuple[Callable[[], bool], str]] = {}
-        self._finished: set[int] = set()
-        self.failure: BaseException | None = None
-        self.failed_rank: int | None = None
-
-    def run(self, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Run one body per rank to the end; returns their values, or raises the first failure."""
-        results: list[Any] = [None] * self.ranks
-        state = torch.default_generator.get_state()
-        ends = [state] * self.ranks
-
-        def main(rank: int) -> None:
-            self._wake[rank].acquire()
-            torch.default_generator.set_state(state)
-            try:
-                if self.failure is None:
-                    # Backward then runs in this thread, so that a collective in it blocks this rank alone.
-                    with torch.autograd.set_multithreading_enabled(False):
-                        results[rank] = bodies[rank]()
-            except BaseException as error:
-                self.fail(rank, error)
-            ends[rank] = torch.default_generator.get_state()
-            self._finished.add(rank)
-            self._hand_over(rank)
-
-        threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in range(self.ranks)]
-        self._waiting = {rank: (lambda: True, "start") for rank in range(1, self.ranks)}
-        for thread in threads:
-            thread.start()
-        self._wake[0].release()
-        for thread in threads:
-            thread.join()
-        torch.default_generator.set_state(ends[0])
-        if self.failure is not None:
-            self.failure.add_note(f"raised on simulated rank {self.failed_rank} of {self.ranks}")
-            raise self.failure
-        return results
-
-    def fail(self, rank: int, error: BaseException) -> None:
-        """Record the first failure; every other rank stops when it next runs."""
-        if self.failure is None:
-            self.failure, self.failed_rank = error, rank
-
-    def block(self, rank: int, ready: Callable[[], bool], what: str) -> None:
-        """Return once ``ready()`` holds, letting the other ranks run meanwhile."""
-        if self.failure is None and ready():
-            return
-        if self.failure is None:
-            self._waiting[rank] = (ready, what)
-            state = torch.default_generator.get_state()
-            if self._hand_over(rank):
-                self._wake[rank].acquire()
-                torch.default_generator.set_state(state)
-        if self.failure is not None:
-            raise RankMismatch(f"rank {rank} stopped in {what}, because rank {self.failed_rank} failed")
-
-    def _hand_over(self, rank: int) -> bool:
-        """Wake the next rank that can run; False when that is ``rank`` itself (it keeps running)."""
-        order = [(rank + step) % self.ranks for step in range(1, self.ranks + 1)]
-        runnable = [
-            other
-            for other in order
-            if other in self._waiting and (self.failure is not None or self._waiting[other][0]())
-        ]
-        if not runnable and self._waiting:
-            waits = "; ".join(f"rank {other} waits in {self._waiting[other][1]}" for other in sorted(self._waiting))
-            done = ", ".join(map(str, sorted(self._finished)))
-            self.fail(
-                min(self._waiting),
-                RankMismatch(
-                    f"the ranks wait for each other for ever: {waits}"
-                    + (f"; rank {done} has finished" if done else "")
-                    + ". Every rank along an axis must make the same collective calls in the same order."
-                ),
-            )
-            runnable = [other for other in order if other in self._waiting]
-        if not runnable:
-            return True
-        chosen = runnable[0]
-        del self._waiting[chosen]
-        if chosen == rank:
-            return False
-        self._wake[chosen].release()
-        return True
+from shardlib.groups.simulation import Simulation
 
 
 @dataclass

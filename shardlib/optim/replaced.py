@@ -33,9 +33,10 @@ def following_state(params: Sharded, masters: Mapping[str, torch.Tensor], state:
     flat = optimizer_shards(params) | dict(masters)
 
     def held(name: str, old: torch.Tensor) -> torch.Tensor:
-        whole, part = params.plan.part_named(name) or (name, params.plan.bucket_of[name])
-        _, start, stop = params.plan.span(part)
-        return flat[whole][start:stop].to(old.dtype, copy=True)
+        named = params.plan.part_named(name)
+        assert named is not None, name  # of the parameters that the optimizer has, all or some
+        bucket, start, stop = params.plan.span(named[1])
+        return flat[bucket][start:stop].to(old.dtype, copy=True)
 
     def node(found: Any) -> Any:
         if not _holds(found):

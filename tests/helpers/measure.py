@@ -173,3 +173,29 @@ class WatchStorages(TorchDispatchMode):
                     self._alive[storage._cdata] = storage.nbytes()
                     weakref.finalize(storage, self._alive.pop, storage._cdata, None)
         return out
+
+
+class WatchPeak(TorchDispatchMode):
+    """Which storages that operations made meanwhile were alive at each operation: the most bytes at once."""
+
+    def __init__(self):
+        super().__init__()
+        self._alive, self._sizes, self._moments = {}, [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {v.untyped_storage()._cdata for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
+                storage = tensor.untyped_storage()
+                if storage._cdata not in given and storage._cdata not in self._alive:
+                    self._alive[storage._cdata] = len(self._sizes)  # a freed one's identity is used again
+                    self._sizes.append(storage.nbytes())
+                    weakref.finalize(storage, self._alive.pop, storage._cdata, None)
+        self._moments.append(set(self._alive.values()))
+        return out
+
+    def peak(self, without=()):
+        """Those of some tensors aside."""
+        aside = {self._alive.get(tensor.untyped_storage()._cdata) for tensor in without}
+        return max(sum(self._sizes[number] for number in alive - aside) for alive in self._moments)

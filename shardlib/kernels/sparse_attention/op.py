@@ -64,8 +64,8 @@ def sparse_attention(
         scale: of the scores; by default 1/√size.
         key_mask: bool (batch, sequence): False for keys that no query sees, as padding. They must be finite, and so must
             their values: as in ``F.scaled_dot_product_attention`` with a mask, infinity and NaN there reach every query
-            whose row has the key's block. (A key of a block that a row does not have reaches nothing on the CPU; nor does
-            a later key under ``causal``, but its value may reach queries of its block.)
+            whose row has the key's block. (On the CPU nothing reaches a query whose row does not have the block. Under
+            ``causal`` a later key is not looked at, but its value may reach queries of its block.)
         bias: (heads, 2 · sequence − 1), or (1, …) for all heads, fp32 (float64 with a float64 q): what is added to a
             score, by the position of the key minus that of the query, plus sequence − 1.
         dropout: the probability with which a weight is dropped; the mask depends on ``rng``, sample, head, query and

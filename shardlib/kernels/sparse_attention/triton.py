@@ -21,7 +21,6 @@ from shardlib.kernels.sparse_attention.packing import Packing, pack
 
 _WORTH = 0.75  # of the work; what a tile of 64 rows loses to one of 128 by reading keys twice as often, at a guess
 _ROWS = 64  # a program's, where rows are independent
-_NO_SCALE = 2.0**-126  # in place of 0, with which −∞ would be no number
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _packed = WeakTensorKeyDictionary()  # by a layout's row_offsets, while these live
 
@@ -40,12 +39,24 @@ def forward(
     options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    if key_mask is not None:
+        v = _tainted(v, k, key_mask)
     problem, head = _Problem(q, k, v, blocks, key_mask, bias, options), shapes.head_of(q.shape[3])
     for run in problem.runs("row", problem.choices("forward")):
         partial = {"partial": run.scratch(head), "partial_lse": run.scratch(1)}
         run.launch(triton_forward.attend, out=out, lse=lse, **partial)
         run.merge(triton_forward.merge, out=out, lse=lse, **partial)
     return out, lse
+
+
+def _tainted(v: torch.Tensor, k: torch.Tensor, key_mask: torch.Tensor) -> torch.Tensor:
+    """Values that are NaN where a masked key is not finite.
+
+    The kernel gives a masked key the weight 0 without a look at it (to add −∞ to its scores, as torch does, spills
+    registers), and 0 times NaN is NaN.
+    """
+    hidden = ~key_mask[:, None, :] & ~k.isfinite().all(-1)
+    return v.masked_fill(hidden[..., None], float("nan"))
 
 
 def backward(
@@ -126,7 +137,7 @@ class _Problem:
         self.arguments: dict[str, Any] = {
             "q": q, "k": k, "v": v, "bias": None if bias is None else bias.contiguous(),
             "key_mask": None if key_mask is None else key_mask.contiguous().view(torch.uint8),
-            "group": self.group, "size": q.shape[2], "scale": options.scale or _NO_SCALE,
+            "group": self.group, "size": q.shape[2], "scale": options.scale,
             "bias_stride": bias.shape[1] if bias is not None and len(bias) > 1 else 0,
             "counter": options.counter, "seed_low": low, "seed_high": high,
             "least": int(options.dropout * 2**24), "kept_scale": 1 / (1 - options.dropout),

@@ -11,7 +11,6 @@ from shardlib.kernels.sparse_attention.triton_inner import (
     kept,
     load_rows,
     logits,
-    padding,
     products,
     seen,
     slot_of,
@@ -44,13 +43,10 @@ def attend(
     mean = tl.zeros((ROWS * CELL, HEAD), tl.float32)
     for step in range(tl.load(item + 2), tl.load(item + 3)):
         j, used = step_rows(blocks, bits, step, WIDTH, CELL)
-        used = seen(used, j, None, batch, size, WHOLE)
+        used = seen(used, j, key_mask, batch, size, WHOLE)
         product = products(
             queries, q + row * D, i, bit != 0, k + keys, j, j < size, D, HEAD, PIECE, WHOLE, TYPE, PRECISION
         )
-        if key_mask is not None:
-            # Added, as torch does: what is not finite stays so. Before the scale, where it takes no more registers.
-            product += padding(j, key_mask, batch, size, scale)[None, :]
         s = logits(product, i[:, None], j[None, :], (bit[:, None] & used[None, :]) != 0, bias, scale, size, CAUSAL)
         higher = tl.maximum(top, tl.max(s, axis=1))
         finite = tl.where(higher == float("-inf"), 0.0, higher)  # −∞ − (−∞) is no number

@@ -100,13 +100,6 @@ def seen(used, j, key_mask, batch, size, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def padding(j, key_mask, batch, size, scale):
-    """What is added to the products of keys ``j``: for masked ones what makes −∞ times ``scale``, which is not 0."""
-    there = tl.load(key_mask + batch.to(tl.int64) * size + j, mask=j < size, other=0) != 0
-    return tl.where(there, 0.0, tl.where(scale < 0, float("inf"), float("-inf")))
-
-
-@triton.jit
 def logits(product, i, j, used, bias, scale, size, CAUSAL: tl.constexpr):
     """Of queries i and keys j, to base 2; −∞ where not ``used``. Shapes broadcast to the product's."""
     s = product * (scale * LOG2E)

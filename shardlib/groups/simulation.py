@@ -1,0 +1,201 @@
+"""Every rank in this process: one thread per rank, one of them running at a time.
+
+A rank runs until it must wait for a collective, then hands over to the next rank that can go on, in rank order:
+a simulation is deterministic. Since the simulator sees every rank, ranks that wait for each other for ever are an
+error at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardlib.errors import RankMismatch
+
+_PATIENCE = 2.0  # seconds that interrupted ranks are given to reach a collective, and then to be stopped elsewhere
+_GLANCE = 0.1  # seconds; a signal that comes just before a wait begins does not end it
+
+
+class Stopped(BaseException):
+    """Ends a rank whose simulation is over. Not an `Exception`: a rank that tries again after errors must end too."""
+
+
+class _Rank(threading.Thread):
+    """The thread of one rank; a simulation that is started in it finds the one around it."""
+
+    def __init__(self, simulation: Simulation, target: Callable[[int], None], rank: int) -> None:
+        super().__init__(target=target, args=(rank,), name=f"simulated rank {rank}", daemon=True)
+        self.simulation, self.rank = simulation, rank
+        self.ended = threading.Event()  # `join` and `is_alive` are wrong once an interrupt came while joining
+
+    def run(self) -> None:
+        try:
+            super().run()
+        finally:
+            self.ended.set()
+
+
+class Simulation:
+    """Runs ``ranks`` threads by turns and detects deadlock.
+
+    Torch's default generator is one for all threads. So that each rank draws as a process of its own would, it starts
+    from the state at hand, and finds its own again when it goes on; what comes after goes on from rank 0's.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self._wake = [threading.Semaphore(0) for _ in range(ranks)]
+        self._waiting: dict[int, tuple[Callable[[], bool], str]] = {}
+        self._finished: set[int] = set()
+        self._around: Simulation | None = getattr(threading.current_thread(), "simulation", None)
+        self.failure: BaseException | None = None
+        self.failed_rank: int | None = None
+
+    def run(self, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Run one body per rank to the end; returns their values, or raises the first failure.
+
+        When this thread is interrupted (Ctrl-C, a notebook's stop button) the ranks are stopped first: see `_interrupt`.
+        """
+        results: list[Any] = [None] * self.ranks
+        state = torch.default_generator.get_state()
+        ends = [state] * self.ranks
+
+        def main(rank: int) -> None:
+            self._wake[rank].acquire()
+            torch.default_generator.set_state(state)
+            try:
+                if self.failure is None:
+                    # Backward then runs in this thread, so that a collective in it blocks this rank alone.
+                    with torch.autograd.set_multithreading_enabled(False):
+                        results[rank] = bodies[rank]()
+            except BaseException as error:
+                self.fail(rank, error)
+            ends[rank] = torch.default_generator.get_state()
+            self._finished.add(rank)
+            self._hand_over(rank)
+
+        threads = [_Rank(self, main, rank) for rank in range(self.ranks)]
+        self._waiting = {rank: (lambda: True, "start") for rank in range(1, self.ranks)}
+        begun = False
+        try:
+            for thread in threads:
+                thread.start()
+            self._wake[0].release()
+            begun = True
+            for thread in threads:
+                while not thread.ended.wait(_GLANCE):
+                    pass
+        except BaseException as error:
+            self.fail(None, error)
+            if not begun:
+                self._wake[0].release()
+            self._interrupt(threads, error)
+        for thread in threads:
+            if thread.ended.is_set():
+                thread.join()
+        torch.default_generator.set_state(ends[0])
+        if self.failure is not None:
+            if self.failed_rank is not None:
+                self.failure.add_note(f"raised on simulated rank {self.failed_rank} of {self.ranks}")
+            raise self.failure
+        return results
+
+    def fail(self, rank: int | None, error: BaseException) -> None:
+        """Record the first failure, of a rank or (None) from outside; every other rank stops when it next runs."""
+        if self.failure is None:
+            self.failure, self.failed_rank = error, rank
+
+    def block(self, rank: int, ready: Callable[[], bool], what: str) -> None:
+        """Return once ``ready()`` holds, letting the other ranks run meanwhile."""
+        if not self._over():
+            if ready():
+                return
+            self._waiting[rank] = (ready, what)
+            state = torch.default_generator.get_state()
+            if self._hand_over(rank):
+                self._wake[rank].acquire()
+                torch.default_generator.set_state(state)
+        if self._over():
+            why = "it was interrupted" if self.failed_rank is None else f"rank {self.failed_rank} failed"
+            raise Stopped(f"rank {rank} stopped in {what}, because {why}")
+
+    def _over(self) -> bool:
+        """Whether this simulation has failed, or one that it runs inside of."""
+        if self.failure is None and self._around is not None and self._around._over():
+            self.fail(None, Stopped("the simulation around this one is over"))
+        return self.failure is not None
+
+    def _hand_over(self, rank: int) -> bool:
+        """Wake the next rank that can run; False when that is ``rank`` itself (it keeps running)."""
+        order = [(rank + step) % self.ranks for step in range(1, self.ranks + 1)]
+        runnable = [
+            other
+            for other in order
+            if other in self._waiting and (self.failure is not None or self._waiting[other][0]())
+        ]
+        if not runnable and self._waiting:
+            waits = "; ".join(f"rank {other} waits in {self._waiting[other][1]}" for other in sorted(self._waiting))
+            done = ", ".join(map(str, sorted(self._finished)))
+            self.fail(
+                min(self._waiting),
+                RankMismatch(
+                    f"the ranks wait for each other for ever: {waits}"
+                    + (f"; rank {done} has finished" if done else "")
+                    + ". Every rank along an axis must make the same collective calls in the same order."
+                ),
+            )
+            runnable = [other for other in order if other in self._waiting]
+        if not runnable:
+            return True
+        chosen = runnable[0]
+        del self._waiting[chosen]
+        if chosen == rank:
+            return False
+        self._wake[chosen].release()
+        return True
+
+    def _interrupt(self, threads: Sequence[_Rank], error: BaseException) -> None:
+        """Wait for the ranks to end after an interrupt; a second one ends the waiting.
+
+        A rank stops at its next collective. One that comes to none for two seconds is stopped between two of Python's
+        instructions, as Ctrl-C would. What it is left in may be one long call of an operation: then it goes on, and
+        ends afterwards, which a note on ``error`` says.
+        """
+        started = [thread for thread in threads if thread.ident is not None]  # the interrupt may come before all are
+        try:
+            _await(started)
+            for thread in self._computing(started):
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(Stopped))
+            _await(started)
+        except KeyboardInterrupt:
+            pass
+        busy = self._computing(started)
+        for rank in list(self._waiting):  # nobody will hand over to them
+            del self._waiting[rank]
+            self._wake[rank].release()
+        _await([thread for thread in started if thread not in busy])
+        for thread in busy:
+            frame = sys._current_frames().get(thread.ident or 0)
+            where = "".join(traceback.format_stack(frame, 1) if frame else []).strip()
+            error.add_note(
+                f"{thread.name} still computes, and ends at its next collective, or with the process:\n{where}"
+            )
+
+    def _computing(self, threads: Sequence[_Rank]) -> list[_Rank]:
+        """Those that have not ended and wait for nobody."""
+        return [thread for thread in threads if not thread.ended.is_set() and thread.rank not in self._waiting]
+
+
+def _await(threads: Sequence[_Rank]) -> None:
+    """Wait for threads to end, for as long as interrupted ranks are given."""
+    deadline = time.monotonic() + _PATIENCE
+    for thread in threads:
+        while not thread.ended.wait(_GLANCE) and time.monotonic() < deadline:
+            pass
