@@ -31,9 +31,10 @@ def initialised(hollow: nn.Module, key: Key) -> nn.Module:
     """
     with _disable_current_modes():  # a recording has nothing to do with it
         module = copy.deepcopy(hollow)
-    _empty(module)
+    made: dict[int, Any] = {}
     with torch.no_grad(), _Counted(key) as counted:
         for owner, start in _owners(module):
+            _empty(owner, made)
             _begin(owner, start)
     _require_written(module, module.named_parameters(), counted, "parameters")
     return module
@@ -85,17 +86,18 @@ def _begin(owner: nn.Module, start: Start) -> None:
         start(owner)
 
 
-def _empty(module: nn.Module) -> None:
-    """Memory for a meta module's tensors, tied ones still tied. (Module.to_empty cannot while being recorded.)"""
-    made: dict[int, Any] = {}
-    for owner in module.modules():
-        for name, old in owner.named_parameters(recurse=False, remove_duplicate=False):
+def _empty(owner: nn.Module, made: dict[int, Any]) -> None:
+    """Memory for a meta submodule's own tensors, tied ones still tied. (Module.to_empty cannot while being recorded.)"""
+    for name, old in owner.named_parameters(recurse=False, remove_duplicate=False):
+        if old.is_meta:
             if id(old) not in made:
-                made[id(old)] = nn.Parameter(torch.empty_like(old, device="cpu"), old.requires_grad)
-            setattr(owner, name, made[id(old)])
-        for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
-            if buffer.is_meta:
-                owner._buffers[name] = made.setdefault(id(buffer), torch.empty_like(buffer, device="cpu"))
+                made[id(old)] = nn.Parameter(torch.empty_like(old, device="cpu"), old.requires_grad), old
+            setattr(owner, name, made[id(old)][0])
+    for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
+        if buffer.is_meta:
+            if id(buffer) not in made:
+                made[id(buffer)] = torch.empty_like(buffer, device="cpu"), buffer
+            owner._buffers[name] = made[id(buffer)][0]
 
 
 def _require_written(module: nn.Module, leaves: Any, counted: _Counted, what: str) -> None:
