@@ -47,7 +47,8 @@ class _Recorder(TorchDispatchMode):
         self.calls: list[_Call] = []
         self.number_of: dict[int, int] = {}
         self.storage_of: list[int] = []
-        self._keep: list[Any] = []  # ids stay unique while the tensors live
+        self.made: list[torch.Tensor] = []  # by number; ids stay unique while the tensors live,
+        self._keep: list[Any] = []  # and their storages'
         self._storages: dict[int, int] = {}
         self._states: list[torch.Tensor] | None = None
         self._fake = fake
@@ -57,6 +58,8 @@ class _Recorder(TorchDispatchMode):
         arguments = [self._reference(value) if isinstance(value, torch.Tensor) else value for value in flat]
         with self._fake:
             out = op(*args, **(kwargs or {}))
+        if op is torch.ops.prim.device.default:  # a question that reads no values
+            return out
         results = [self._number(value) for value in tree_flatten(out)[0] if isinstance(value, torch.Tensor)]
         self.calls.append(_Call(op, arguments, structure, results, self._seeded(op)))
         return out
@@ -81,7 +84,8 @@ class _Recorder(TorchDispatchMode):
     def _number(self, value: torch.Tensor) -> int:
         if id(value) not in self.number_of:
             storage = value.untyped_storage()._cdata
-            self._keep.append((value, value.untyped_storage()))
+            self._keep.append(value.untyped_storage())
+            self.made.append(value)
             self.number_of[id(value)] = len(self.storage_of)
             self.storage_of.append(self._storages.setdefault(storage, len(self._storages)))
         return self.number_of[id(value)]
@@ -133,20 +137,39 @@ class Deferred:
                     live.pop(storage, None)
 
     def _drawn(self) -> dict[int, Draw]:
-        """The storages that one call of an initialiser filled and no other call reads or writes."""
+        """The storages that hold what one call of an initialiser drew, or all of a copy of it, and nothing else touches."""
         storage_of, calls = self._recorder.storage_of, self._recorder.calls
         found: dict[int, Draw] = {}
+        copies: list[tuple[int, int]] = []  # a storage that a drawn one was copied to, and that one
+        used_up: set[int] = set()  # what other calls read or write
         for call in calls:
+            used = [storage_of[a.number] for a in call.arguments if isinstance(a, _Ref)]
+            results = [storage_of[number] for number in call.results]
             if call.op is torch.ops.shardlib.fresh.default:
                 args, kwargs = tree_unflatten(call.arguments, call.structure)
                 kind, numbers, seed, first, shape = args
                 draw = Draw(kind, tuple(numbers), seed, first, tuple(shape), kwargs["dtype"])
-                found[storage_of[call.results[0]]] = draw
-            elif call.op is not torch.ops.aten.detach.default:
-                used = [a.number for a in call.arguments if isinstance(a, _Ref)]
-                for number in [*call.results, *used]:
-                    found.pop(storage_of[number], None)
-        return found
+                found[results[0]] = draw
+            elif call.op is torch.ops.aten.copy_.default and len(used) == 2 and self._copies(call, found.get(used[1])):
+                found[used[0]] = found[used[1]]
+                copies.append((used[0], used[1]))
+            elif used and call.op is not torch.ops.aten.detach.default:
+                used_up |= {*results, *used}
+        # What is needed in full needs what was copied to it in full.
+        used_up |= {source for target, source in copies if target in used_up}
+        return {storage: draw for storage, draw in found.items() if storage not in used_up}
+
+    def _copies(self, call: _Call, draw: Draw | None) -> bool:
+        """Whether a copy fills a whole storage with what was drawn, as it was drawn."""
+        if draw is None:
+            return False
+        out = self._recorder.made[call.results[0]]
+        return (
+            out.dtype is draw.dtype
+            and tuple(out.shape) == draw.shape
+            and out.is_contiguous()
+            and out.untyped_storage().nbytes() == out.nbytes
+        )
 
     def _run(self, call: _Call, live: dict[int, dict[int, torch.Tensor]]) -> None:
         storage_of = self._recorder.storage_of

@@ -4,7 +4,7 @@ Every message names what was found (a parameter's path, sizes, an axis and its s
 failures of one kind come together in one message.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 
 class ShardlibError(Exception):
@@ -66,7 +66,7 @@ REENTRANT = (
 )
 
 
-def axes_named(axes: Sequence[str]) -> str:
+def axes_named(axes: Iterable[str]) -> str:
     """ "axis 'a'", or "axes 'a', 'b' and 'c'"."""
     *first, last = map(repr, axes)
     return f"axes {', '.join(first)} and {last}" if first else f"axis {last}"

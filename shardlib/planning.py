@@ -12,7 +12,7 @@ import torch
 
 from shardlib.axes import check_axes
 from shardlib.claims import LeafInfo, Slots, Transform, resolve
-from shardlib.errors import IllegalComposition
+from shardlib.errors import IllegalComposition, axes_named
 from shardlib.layout import Bucket, stands_alone
 from shardlib.mesh import Mesh
 from shardlib.parts import SequencePlan
@@ -297,7 +297,7 @@ def _splits(slots: Slots, sizes: Mapping[str, int]) -> dict[str, tuple[str, ...]
         missing = sorted(set(before) - mine)
         if missing:
             raise IllegalComposition(
-                f"the {role} state is not split over axis {', '.join(map(repr, missing))}, and the one before it (param, "
+                f"the {role} state is not split over {axes_named(missing)}, and the one before it (param, "
                 "grad, optimizer) is; a higher ZeRO stage splits everything a lower one does"
             )
         # What the second shard is split over comes first: it is the stage before the last of a gather.
@@ -329,7 +329,7 @@ def _check_compression(plan: Plan, slots: Slots) -> None:
         if name == "codec" and value.whole and split:
             raise IllegalComposition(
                 f"gradients are to travel over axis {axis!r} in {value}, which are made of whole leaves, and zero splits the "
-                f"state over axis {', '.join(map(repr, split))}: use zero(stage=0), or sl.onebit() or sl.quantize() to "
+                f"state over {axes_named(split)}: use zero(stage=0), or sl.onebit() or sl.quantize() to "
                 "compress shards"
             )
         if name == "codec" and (axis, "method") not in asked:
@@ -351,7 +351,7 @@ def _check_compression(plan: Plan, slots: Slots) -> None:
     second, stored = ({slot[2] for slot in slots if slot[:2] == ("live", role)} for role in ("second", "param"))
     if second and second == stored:
         raise IllegalComposition(
-            f"a second shard is to be kept over axis {', '.join(map(repr, sorted(second)))}, and parameters are split over "
+            f"a second shard is to be kept over {axes_named(sorted(second))}, and parameters are split over "
             "no other: it would be what is stored. Add zero(stage=3) over the axis between nodes, or drop hierarchical"
         )
     wide = [placement.path for placement in plan.placements if placement.param.dtype == torch.float64]

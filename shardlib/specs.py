@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardlib.errors import SpecError, listing
+from shardlib.errors import SpecError, axes_named, listing
 
 Entry = str | tuple[str, ...] | None
 Sizes = Mapping[str, int]
@@ -71,7 +71,7 @@ class P:
         axes = self.axes
         repeated = sorted({axis for axis in axes if axes.count(axis) > 1})
         if repeated:
-            raise SpecError(f"{self!r} uses axis {', '.join(map(repr, repeated))} twice; each axis may appear once")
+            raise SpecError(f"{self!r} uses {axes_named(repeated)} twice; each axis may appear once")
         if padded and not (normal and normal[0]):
             raise SpecError(f"{self!r} pads dimension 0, which no axis lies on; P.flat(axis) pads the flattened tensor")
 

@@ -35,3 +35,30 @@ class Style:
     def sums(self) -> bool:
         """Whether each rank's gradient is a partial sum over the axis."""
         return self.kind == "shared"
+
+
+@dataclass(frozen=True)
+class Slicing:
+    """One rule's value: a style, and what its sliced dimension is made of.
+
+    Attributes:
+        pieces: the dimension is this many pieces that must stay whole (attention heads); 0 for any cut.
+    """
+
+    kind: str
+    transposed: bool = False
+    whole: bool = False
+    pieces: int = 0
+
+    @property
+    def pads(self) -> bool:
+        """Whether slices may be padded where the axis does not divide: no part of the model sees one rank's outputs."""
+        return self.kind == "vocab" or (self.kind == "column" and self.whole and not self.pieces)
+
+    def __str__(self) -> str:
+        if self.kind not in ("column", "row"):
+            return repr(self.kind)
+        whole = "gather" if self.kind == "column" else "split"
+        options = [f"heads={self.pieces}"] if self.pieces else []
+        options += ["transposed=True"] * self.transposed + [f"{whole}=True"] * self.whole
+        return f"sl.{self.kind}({', '.join(options)})"

@@ -8,26 +8,18 @@ import optree
 import pytest
 import torch
 from helpers import training
+from helpers.architectures import ARCHITECTURES, build
 from helpers.decoders import decoder, in_float64, label_batches, whole_loss
 from helpers.trees import assert_close, assert_same
 from oracle import one_device
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    AutoModelForMaskedLM,
-    logging,
-)
-from transformers import AutoModelForSeq2SeqLM as Seq2Seq
 
 import shardlib as sl
 from shardlib.errors import LossError
 from shardlib.models import huggingface
 from shardlib.models.skeleton import Skeleton
 
-logging.set_verbosity_error()
 STAGES = pytest.mark.parametrize("stage", range(4))
 TWICE = 2  # forward, and again in backward
 
@@ -257,42 +249,10 @@ def test_re_entrant_ones_are_refused_with_what_to_do():
 
 # --- transformers ---------------------------------------------------------------------------------------------------
 
-SIZES = {
-    "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 16, "bos_token_id": 1, "eos_token_id": 2,
-    "pad_token_id": 0,
-}  # fmt: skip
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-# Model type -> kind of model, and what its config is to differ in.
-ARCHITECTURES = {
-    "gpt2": (AutoModelForCausalLM, {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}),
-    "llama": (AutoModelForCausalLM, {}),
-    "qwen3": (AutoModelForCausalLM, {"tie_word_embeddings": True}),
-    "gemma2": (AutoModelForCausalLM, {}),
-    "mixtral": (AutoModelForCausalLM, {"num_local_experts": 2}),
-    "gpt_neox": (AutoModelForCausalLM, {}),
-    "opt": (AutoModelForCausalLM, {"ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0}),
-    "bert": (AutoModelForMaskedLM, NO_DROPOUT),
-    "t5": (
-        Seq2Seq,
-        {
-            "d_model": 16,
-            "d_ff": 24,
-            "d_kv": 8,
-            "num_layers": 2,
-            "num_heads": 2,
-            "dropout_rate": 0.0,
-            "decoder_start_token_id": 0,
-        },
-    ),
-    "vit": (AutoModelForImageClassification, NO_DROPOUT | {"image_size": 8, "patch_size": 4, "num_labels": 5}),
-}
-
 
 def tiny(kind):
     torch.manual_seed(0)
-    auto, changes = ARCHITECTURES[kind]
-    module = auto.from_config(AutoConfig.for_model(kind, **SIZES | changes)).train()
+    module = build(kind).train()
     with torch.no_grad():  # no bias at zero: softmax ignores a key's, which would then hold rounding noise alone
         for parameter in module.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))

@@ -127,3 +127,49 @@ def test_planning_from_an_initialiser_runs_nothing():
     plan = sl.make_plan(init, sl.abstract_mesh(data=8), stage=3)
     assert plan.parameters == 1 << 40 and plan.bytes("param") == (1 << 42) // 8
     assert calls == [1]
+
+
+def test_parameters_that_nothing_writes_are_named():
+    class Bare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+            self.scale, self.shift = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(2))
+
+        def reset_parameters(self):
+            nn.init.ones_(self.scale)
+
+    with torch.device("meta"):
+        hollow = Bare()
+    with pytest.raises(
+        TreeError, match=r"(?s)neither reset_parameters.*:\n  - shift: Bare\nGive them a reset_parameters"
+    ):
+        sl.from_module(hollow)[1]()
+    with torch.device("meta"):
+        hollow.register_buffer("table", torch.ones(3))
+    with pytest.raises(TreeError, match=r"(?s)buffers on the meta device.*  - table: Bare\n"):
+        sl.from_module(hollow)
+    (params,) = sl.simulate(
+        lambda mesh: sl.unshard(sl.shard(lambda: sl.from_module(Bare())[1], mesh)), mesh={"data": 1}
+    )
+    assert torch.equal(params["shift"], torch.zeros(2))
+
+
+def test_a_draw_that_is_written_to_afterwards():
+    """Drawn whole, and then changed: not handed on as drawn."""
+
+    class Padded(nn.Embedding):
+        def reset_parameters(self):
+            nn.init.normal_(self.weight)
+            with torch.no_grad():
+                self.weight[2].fill_(0)
+                self.weight.mul_(3)
+
+    with torch.device("meta"):
+        hollow = nn.ModuleList([nn.Embedding(5, 4), Padded(5, 4)])
+    init = sl.from_module(hollow)[1]
+    at_once = init()
+    assert not at_once[1]["weight"][2].any() and at_once[1]["weight"].std() > 2 > 0 < at_once[0]["weight"].std()
+    assert not torch.equal(init(rng=sl.Key(5))[0]["weight"], at_once[0]["weight"])
+    for whole in sl.simulate(lambda mesh: sl.unshard(sl.shard(init, mesh, stage=3)), mesh={"data": 3}):
+        assert_same(whole, at_once)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardlib as sl
-from shardlib.errors import SpecError
+from shardlib.errors import SpecError, axes_named
 from shardlib.specs import check_leaves, shard_of
 
 P = sl.P
@@ -164,3 +164,13 @@ def test_flat_shards_hold_everything_and_little_more(shape, axes):
 @given(st.lists(st.integers(0, 6), max_size=3), st.sampled_from([("data",), ("data", "model"), ()]))
 def test_a_split_always_fits(shape, axes):
     assert not P().split(axes, shape, SIZES).problems(shape, SIZES)
+
+
+@pytest.mark.parametrize(
+    ("axes", "told"),
+    [(["a"], "axis 'a'"), (["a", "b"], "axes 'a' and 'b'"), (["a", "b", "c"], "axes 'a', 'b' and 'c'")],
+)
+def test_axes_in_messages(axes, told):
+    assert axes_named(axes) == told
+    with pytest.raises(SpecError, match=rf"uses {told} twice; each axis may appear once"):
+        P(tuple(axes), tuple(axes))

@@ -236,8 +236,10 @@ class Executor:
             result = fn(self._tree())
             self._require_unwritten()
             return result
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             self._require_unwritten(error)
+            if explained := self._slices.explain(error):
+                raise explained from error
             # torch.func's grad refuses to start where tensors are saved through hooks.
             if self.gathers and "saved tensor hooks" in str(error):
                 raise HandleError(
@@ -246,7 +248,7 @@ class Executor:
                 ) from error
             raise
 
-    def _require_unwritten(self, error: RuntimeError | None = None) -> None:
+    def _require_unwritten(self, error: Exception | None = None) -> None:
         """Refuse functions that have written to parameters in place, whatever ``error`` came of it."""
         for state in self._buckets:
             state.look()

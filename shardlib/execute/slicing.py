@@ -7,6 +7,7 @@ with a part of it.
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardlib.collectives import pairs
 from shardlib.collectives.cross_entropy import vocab_cross_entropy
-from shardlib.errors import HandleError, SpecError
+from shardlib.errors import HandleError, SpecError, listing
 from shardlib.execute.handles import Handle, Source, kind_of, materialise, refuse_max_norm
 from shardlib.execute.sequence import SequenceParts
 from shardlib.functional import embedding, linear_cross_entropy, own_slice, slice_of, widened
@@ -37,6 +38,7 @@ class Slices:
     def __init__(self, mesh: Mesh, parts: SequenceParts | None) -> None:
         self.mesh, self.parts = mesh, parts
         self._last: dict[str, tuple[weakref.ref[torch.Tensor], tuple[int, bool], torch.Tensor]] = {}
+        self._shares: dict[str, str] = {}  # of outputs that no sum has taken up yet: by the layer's path
 
     def cuts_sequence(self, axis: str) -> bool:
         """Whether activations outside the slices over ``axis`` are parts of the sequence."""
@@ -59,6 +61,7 @@ class Slices:
 
     def leave(self, y: torch.Tensor, axis: str) -> torch.Tensor:
         """The sum of the slices' partial results."""
+        self._shares.clear()
         if self.cuts_sequence(axis):
             return pairs.reduce_scatter(_with_sequence(y), axis, dim=1, mesh=self.mesh)
         return pairs.all_reduce(y, axis, dst="invariant", mesh=self.mesh)
@@ -83,8 +86,28 @@ class Slices:
             return pairs.all_to_all(_with_sequence(x), axis, split_dim=-1, concat_dim=1, mesh=self.mesh)
         return pairs.split(x, axis, dim=-1, mesh=self.mesh)
 
+    def share(self, weight: SlicedHandle, outputs: int) -> None:
+        """Note that a layer gave this rank's share of its outputs."""
+        axis, whole = weight._style.axis, weight._window.shape[int(weight._style.transposed)]
+        self._shares[weight._path] = f"{outputs} of {whole} outputs (axis {axis!r} of size {self.mesh.shape[axis]})"
+
+    def explain(self, error: Exception) -> HandleError | None:
+        """What shares of outputs have to do with a shape that does not fit, where there are any."""
+        if isinstance(error, HandleError) or not self._shares or not re.search("shape|size|dimension", str(error)):
+            return None
+        shares = listing([f"{path}: {share}" for path, share in self._shares.items()])
+        return HandleError(
+            f"a shape does not fit ({error}) where layers gave this rank's share of their outputs:\n{shares}\nWhat follows "
+            "must take sizes from what it is given (view(..., -1, head_size)), and a share must be whole heads: say how many "
+            "there are, sl.column(heads=...), and the plan refuses an axis that cuts one; use an axis of a size that divides "
+            "them. shardlib.models.huggingface.slicing_rules(model) says it for transformers' models, and sliceable(model) "
+            "takes GPT-2's hard-coded sizes out. Or leave these layers whole ('replicated'), and put sl.row(split=True) in "
+            "the place of the rules of those after them."
+        )
+
     def clear(self) -> None:
         self._last.clear()
+        self._shares.clear()
 
 
 class SlicedHandle(Handle):
@@ -182,7 +205,10 @@ def _layer(
     local, axis = _held(weight), style.axis
     if style.kind == "column":
         y = compute(slices.enter(x, axis), local, added)
-        return slices.whole_outputs(y, axis, weight._window.shape[int(transposed)]) if style.whole else y
+        if style.whole:
+            return slices.whole_outputs(y, axis, weight._window.shape[int(transposed)])
+        slices.share(weight, y.shape[-1])
+        return y
     if style.whole:
         x = slices.own_inputs(x, axis)
     inputs = local.shape[0 if transposed else 1]
@@ -291,8 +317,12 @@ def _refuse(func: Any, values: list[Any]) -> None:
             raise HandleError(
                 f"{told} uses {handle._path}, of which this rank holds a slice ({style} over axis {style.axis!r}): the "
                 "result would be wrong. Consume it by F.linear, F.embedding, x @ weight or sl.linear_cross_entropy, or leave "
-                "its layer whole"
+                f"its layer whole: put {_layer_of(handle._path)!r}: 'replicated' before its rule"
             )
+
+
+def _layer_of(path: str) -> str:
+    return path.rpartition("/")[0] or path
 
 
 _LAYERS: dict[Any, Callable[..., Any]] = {

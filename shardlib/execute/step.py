@@ -16,6 +16,7 @@ from shardlib.errors import BatchError, HandleError, IllegalComposition, LossErr
 from shardlib.exchange import Compression
 from shardlib.execute.batches import as_tensors, rows_of, split_batch
 from shardlib.execute.buffers import average_buffers
+from shardlib.execute.copies import require_alike
 from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Gradients, Route, plain_route
 from shardlib.execute.inputs import Inputs
@@ -81,6 +82,7 @@ class LossStep:
         self._own = OwnExchange(plan, mesh) if plan.owned else None
         self._wants_rng = wants(loss_fn, "rng")
         self._inputs = Inputs(plan, mesh)
+        self._compared = False  # whether ranks with copies of a parameter have compared its gradients, as they do once
         # A scalar's share of the mean is taken before backward, by a power of two, which 16-bit losses do not round; the
         # rest when the sum is complete. What compression leaves out is kept as it is of the mean's gradient: for any number
         # of ranks.
@@ -151,6 +153,9 @@ class LossStep:
             if reached is not None:
                 reached.clear()
         totals.require_agreement()
+        if not self._compared:
+            require_alike(grads, plan, mesh)
+            self._compared = True
         shards.remember(sum_of_squares, grads, sums.squares)
         aux = totals.aux
         if self._pipe is not None:

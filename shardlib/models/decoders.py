@@ -123,6 +123,10 @@ class _Block(nn.Module):
         self.add_module(prefix, part)
         self._prefix = prefix
 
+    def _init_weights(self, module: nn.Module) -> None:
+        """What the model that this is a part of starts from."""
+        self.get_submodule(self._prefix)._init_weights(module)  # type: ignore[operator]
+
     def forward(self, hidden: torch.Tensor | None, batch: Mapping[str, torch.Tensor]) -> Any:
         """The residual stream (B, S, W) after this part; ``hidden`` is None before the first."""
         _check(batch)

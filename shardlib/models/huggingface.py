@@ -11,7 +11,8 @@ from torch import nn
 
 from shardlib.errors import TreeError
 from shardlib.models.decoders import decoder_blocks, decoder_of
-from shardlib.transforms.tensor_slicing import Slicing, column, row
+from shardlib.styles import Slicing
+from shardlib.transforms.tensor_slicing import column, matches_rule, row
 
 __all__ = ["decoder_blocks", "sliceable", "slicing_rules"]
 
@@ -21,15 +22,17 @@ Rules = dict[str, str | Slicing]
 def slicing_rules(module: nn.Module, blocks: bool = False) -> Rules:
     """Rules for `shardlib.tensor_slicing` of a transformers model: its own plan, with the heads that must stay whole.
 
-    For models that carry a ``base_model_tp_plan`` (Llama and its kin), BERT and RoBERTa, and GPT-2 (made `sliceable`).
-    Where the embedding is tied to the output layer both have the style "vocab".
+    For models that carry a ``base_model_tp_plan`` (Llama and its kin), BERT and RoBERTa, and GPT-2 (made `sliceable`); with a
+    head or without one. Where the embedding is tied to the output layer both have the style "vocab". The numbers of heads are
+    the configuration's, and every rule matches parameters of the model.
 
     Args:
         blocks: for the parameters that `decoder_blocks` makes; the vocabulary is sliced too, both embedding and output
             layer, and the logits are never gathered.
 
     Raises:
-        TreeError: a model that has no plan and is none of these; with ``blocks`` one that `decoder_blocks` cannot cut.
+        TreeError: a model that has no plan and is none of these, or a GPT-2 that is not `sliceable`; with ``blocks`` one that
+            `decoder_blocks` cannot cut.
     """
     if not blocks:
         return _of_whole(module)
@@ -42,28 +45,45 @@ def slicing_rules(module: nn.Module, blocks: bool = False) -> Rules:
 def _of_whole(module: nn.Module) -> Rules:
     config: Any = module.config
     if config.model_type == "gpt2":
-        return _gpt2(config.num_attention_heads)
-    if config.model_type in ("bert", "roberta"):
-        return _bert(config.num_attention_heads)
+        rules = _gpt2(module, config.num_attention_heads)
+    elif config.model_type in ("bert", "roberta"):
+        rules = _bert(config.num_attention_heads)
+    else:
+        rules = _of_plan(module, config)
+    paths = [name.replace(".", "/") for name, _ in module.named_parameters(remove_duplicate=False)]
+    return {glob: style for glob, style in rules.items() if any(matches_rule(path, glob) for path in paths)}
+
+
+def _of_plan(module: nn.Module, config: Any) -> Rules:
     plan: dict[str, str] = {
         **(getattr(config, "base_model_tp_plan", None) or {}),
         **(getattr(module, "_tp_plan", None) or {}),
     }
-    if not plan:
+    if not plan.keys() - {"lm_head"}:
         raise TreeError(
             f"{type(module).__name__} has no base_model_tp_plan, and shardlib has no rules for {config.model_type!r}; write "
             "them: sl.tensor_slicing({'*/up': 'column', '*/down': 'row', ...})"
         )
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    heads = {"q_proj": config.num_attention_heads, "k_proj": kv_heads, "v_proj": kv_heads}
-    rules: Rules = dict(plan)
-    for glob, style in plan.items():
-        layer = glob.rpartition(".")[2]
-        if style == "colwise" and layer in heads:
-            rules[glob] = column(heads=heads[layer])
+    rules: Rules = {glob: _by_heads(glob, style, config) for glob, style in plan.items()}
+    rules["*/mlp/act_fn"] = "shared"  # where it has parameters, as Apertus's has, these are used on slices
     if "lm_head" in rules and getattr(config, "tie_word_embeddings", False):
         rules["lm_head"] = "vocab"  # one tensor is looked up and scores: one style
     return rules
+
+
+def _by_heads(glob: str, style: str, config: Any) -> str | Slicing:
+    """A rule of a plan; of an attention's layer, with its number of heads."""
+    parent, layer = glob.split(".")[-2:] if "." in glob else ("", glob)
+    heads = getattr(config, "num_attention_heads", None)
+    if parent not in ("self_attn", "attention") or not isinstance(heads, int):
+        return style
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    outputs = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads, "query_key_value": heads}
+    if style == "colwise" and layer in outputs:
+        return column(heads=outputs[layer])
+    if style == "rowwise" and layer in ("o_proj", "dense"):
+        return row(heads=heads)
+    return style
 
 
 def _bert(heads: int) -> Rules:
@@ -77,13 +97,18 @@ def _bert(heads: int) -> Rules:
     }
 
 
-def _gpt2(heads: int) -> Rules:
+def _gpt2(module: nn.Module, heads: int) -> Rules:
+    if any(type(layer).__name__ == "Conv1D" for layer in module.modules()):
+        raise TreeError(
+            f"{type(module).__name__}'s projections hard-code their sizes, and hold query, key and value in one; make them "
+            "ready first: model = shardlib.models.huggingface.sliceable(model), before slicing_rules and sl.from_module"
+        )
     return {
         "*/attn/c_attn/*": column(heads=heads, transposed=True),
         "*/attn/c_proj": row(heads=heads, transposed=True),
         "*/mlp/c_fc": column(transposed=True),
         "*/mlp/c_proj": row(transposed=True),
-        "*/wte": "vocab",
+        "*wte": "vocab",
     }
 
 

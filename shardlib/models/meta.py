@@ -1,69 +1,150 @@
-"""Values for a module on the meta device, by its submodules' own ``reset_parameters``."""
+"""Values for a module on the meta device, by its submodules' own ``reset_parameters`` and a model's ``_init_weights``.
+
+``_init_weights(module)`` is how models of transformers say what each of their submodules starts from.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from shardlib import init
 from shardlib.errors import TreeError, listing
+from shardlib.rng import Key
+
+_REMEDY = (
+    "Give them a reset_parameters(), or pass sl.shard a function that builds the module on the CPU: lambda: "
+    "sl.from_module(Model())[1]"
+)
 
 
-def initialised(hollow: nn.Module) -> nn.Module:
-    """A copy of a meta module with parameters, made by each submodule's own ``reset_parameters``.
+def initialised(hollow: nn.Module, key: Key) -> nn.Module:
+    """A copy of a meta module with parameters, made by each submodule's own ``reset_parameters`` and ``_init_weights``.
 
     Raises:
-        TreeError: submodules with parameters and without ``reset_parameters``; lists all.
+        TreeError: parameters that neither writes; lists all.
     """
-    module = copy.deepcopy(hollow)
-    _resettable(module, lambda owner: any(True for _ in owner.parameters(recurse=False)), "parameters")
-    _empty(module)
-    for owner in module.modules():
-        if callable(getattr(owner, "reset_parameters", None)):
-            owner.reset_parameters()  # type: ignore[operator]
+    with _disable_current_modes():  # a recording has nothing to do with it
+        module = copy.deepcopy(hollow)
+    made: dict[int, Any] = {}
+    with torch.no_grad(), _Counted(key) as counted:
+        for owner, start in _owners(module):
+            _empty(owner, made)
+            _begin(owner, start)
+    _require_written(module, module.named_parameters(), counted, "parameters")
     return module
 
 
-def _empty(module: nn.Module) -> None:
-    """Memory for a meta module's parameters, tied ones still tied. (Module.to_empty cannot while being recorded.)"""
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for owner in module.modules():
-        for name, old in owner.named_parameters(recurse=False, remove_duplicate=False):
-            if old not in made:
-                made[old] = nn.Parameter(torch.empty_like(old, device="cpu"), old.requires_grad)
-            setattr(owner, name, made[old])
-
-
 def reset_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Real values for a meta module's buffers, by ``reset_parameters`` of the submodules that own some.
+    """Real values for a meta module's buffers, submodule by submodule.
 
     Raises:
-        TreeError: submodules with buffers and without ``reset_parameters``; lists all.
+        TreeError: buffers that neither ``reset_parameters`` nor ``_init_weights`` writes; lists all.
     """
-
-    def owns(owner: nn.Module) -> bool:
-        return any(buffer.is_meta for buffer in owner.buffers(recurse=False))
-
-    _resettable(module, owns, "buffers")
+    starts = {id(owner): start for owner, start in _owners(module)}
     found = {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False) if not buffer.is_meta}
-    for prefix, owner in module.named_modules():
-        if owns(owner):
-            real = copy.deepcopy(owner).to_empty(device="cpu", recurse=False)
-            real.reset_parameters()
-            found |= {f"{prefix}.{name}" if prefix else name: b for name, b in real.named_buffers(recurse=False)}
+    failures = []
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        if not any(buffer.is_meta for buffer in owner.buffers(recurse=False)):
+            continue
+        real = copy.deepcopy(owner).to_empty(device="cpu", recurse=False)
+        with torch.no_grad(), _Counted(Key(torch.initial_seed())) as counted:
+            _begin(real, starts[id(owner)])
+        for name, buffer in real.named_buffers(recurse=False):
+            path = f"{prefix}.{name}" if prefix else name
+            found[path] = buffer
+            if not counted.wrote(buffer):
+                failures.append(f"{path}: {type(owner).__name__}")
+    if failures:
+        raise TreeError(
+            f"buffers on the meta device that neither reset_parameters() nor a model's _init_weights() writes:\n"
+            f"{listing(failures)}\n{_REMEDY}"
+        )
     return found
 
 
-def _resettable(module: nn.Module, owns: Callable[[nn.Module], bool], what: str) -> None:
+Start = Callable[[nn.Module], Any] | None
+
+
+def _owners(module: nn.Module, start: Start = None) -> Iterator[tuple[nn.Module, Start]]:
+    """Every submodule, children first, with the ``_init_weights`` of the nearest model that it is in."""
+    start = getattr(module, "_init_weights", start)
+    for child in module.children():
+        yield from _owners(child, start)
+    yield module, start
+
+
+def _begin(owner: nn.Module, start: Start) -> None:
+    if callable(getattr(owner, "reset_parameters", None)):
+        owner.reset_parameters()  # type: ignore[operator]
+    if start is not None:
+        start(owner)
+
+
+def _empty(owner: nn.Module, made: dict[int, Any]) -> None:
+    """Memory for a meta submodule's own tensors, tied ones still tied. (Module.to_empty cannot while being recorded.)"""
+    for name, old in owner.named_parameters(recurse=False, remove_duplicate=False):
+        if old.is_meta:
+            if id(old) not in made:
+                made[id(old)] = nn.Parameter(torch.empty_like(old, device="cpu"), old.requires_grad), old
+            setattr(owner, name, made[id(old)][0])
+    for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
+        if buffer.is_meta:
+            if id(buffer) not in made:
+                made[id(buffer)] = torch.empty_like(buffer, device="cpu"), buffer
+            owner._buffers[name] = made[id(buffer)][0]
+
+
+def _require_written(module: nn.Module, leaves: Any, counted: _Counted, what: str) -> None:
+    owners = dict(module.named_modules())
     missing = [
-        f"{name or '(top)'}: {type(owner).__name__}"
-        for name, owner in module.named_modules()
-        if owns(owner) and not callable(getattr(owner, "reset_parameters", None))
+        f"{name}: {type(owners[name.rpartition('.')[0]]).__name__}" for name, leaf in leaves if not counted.wrote(leaf)
     ]
     if missing:
         raise TreeError(
-            f"submodules with {what} on the meta device and no reset_parameters() to make them:\n{listing(missing)}\nGive "
-            "them one, or pass sl.shard a function that builds the module on the CPU: lambda: sl.from_module(Model())[1]"
+            f"{what} on the meta device that neither reset_parameters() nor a model's _init_weights() writes:\n"
+            f"{listing(missing)}\n{_REMEDY}"
         )
+
+
+class _Counted(TorchDispatchMode):
+    """Draws by counter-based keys what is drawn in place from a normal or a uniform distribution.
+
+    So a rank that records an initialiser (see `shardlib.deferred`) draws its own part of a parameter alone. Notes what is
+    written to.
+    """
+
+    def __init__(self, key: Key) -> None:
+        super().__init__()
+        self._key, self._draws = key, 0
+        self._written: dict[int, Any] = {}
+
+    def wrote(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._written or tensor.numel() == 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op._schema.is_mutable and args and isinstance(args[0], torch.Tensor):
+            storage = args[0].untyped_storage()
+            self._written[storage._cdata] = storage  # kept, so that no other takes its place
+        draw = _DRAWS.get(op)
+        if draw is None or (kwargs or {}).get("generator") is not None or not args[0].is_floating_point():
+            return op(*args, **(kwargs or {}))
+        tensor, *numbers = args
+        self._draws += 1
+        key = self._key.fold_in(self._draws)
+        return tensor.copy_(draw(key, tensor.shape, *numbers, dtype=tensor.dtype, device=tensor.device))
+
+
+def _normal(key: Key, shape: torch.Size, mean: float = 0.0, std: float = 1.0, **like: Any) -> torch.Tensor:
+    return init.normal(key, shape, std, mean, **like)
+
+
+_DRAWS: dict[Any, Callable[..., torch.Tensor]] = {
+    torch.ops.aten.normal_.default: _normal,
+    torch.ops.aten.uniform_.default: init.uniform,
+}

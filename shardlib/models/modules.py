@@ -16,6 +16,7 @@ from shardlib.errors import TreeError
 from shardlib.models.meta import initialised, reset_buffers
 from shardlib.models.refusals import require_all_used, require_module, require_no_renorm, require_trained
 from shardlib.models.skeleton import Buffers, Skeletons, buffers_of, hollow
+from shardlib.rng import Key
 from shardlib.tree import Tree
 
 
@@ -46,8 +47,11 @@ def from_module(
     buffers, the mean over the ranks that share the batch out: of variances too, which is not the variance of the whole
     batch. Integers (``num_batches_tracked``) are each rank's own.
 
-    A module on the meta device has no values yet: then ``params`` is a function that makes them by each
-    submodule's ``reset_parameters``, to be passed to `shardlib.shard`, which runs it piece by piece.
+    A module on the meta device has no values yet: then ``params`` is a function that makes them, to be passed to
+    `shardlib.shard`, which runs it leaf by leaf. It calls each submodule's ``reset_parameters``, and then the
+    ``_init_weights`` of the model that the submodule is in (so transformers' models say what they start from). Normal and
+    uniform numbers are drawn by the seed that `torch.manual_seed` set, the same on every mesh, and each rank draws only
+    its own; ``lambda: params(rng=key)`` draws by a key, another for a second model.
 
     Parameters that the loss does not use (a head that is not asked for) are decayed by `shardlib.optim.adamw`, and not by
     torch's: freeze those that `shardlib.unused_params` names.
@@ -168,8 +172,8 @@ def flat(tree: Tree, prefix: str = "") -> dict[str, torch.Tensor]:
     return found
 
 
-def _initialise(hollow: nn.Module) -> Tree:
-    return _tree(initialised(hollow))
+def _initialise(hollow: nn.Module, rng: Key | None = None) -> Tree:
+    return _tree(initialised(hollow, Key(torch.initial_seed()) if rng is None else rng))
 
 
 def _glob(name: str) -> str:

@@ -4,31 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from shardlib.claims import Claim, LeafInfo, Use
 from shardlib.errors import IllegalComposition, listing
 from shardlib.specs import P
-from shardlib.styles import Style
+from shardlib.styles import Slicing, Style
+from shardlib.transforms.misfits import Misfit, matches_nothing, misfits_of, never_first, tied, told, with_remedies
 from shardlib.tree import matches
-
-
-@dataclass(frozen=True)
-class Slicing:
-    """One rule's value: a style, and what its sliced dimension is made of.
-
-    Attributes:
-        pieces: the dimension is this many pieces that must stay whole (attention heads); 0 for any cut.
-    """
-
-    kind: str
-    transposed: bool = False
-    whole: bool = False
-    pieces: int = 0
-
-    @property
-    def pads(self) -> bool:
-        """Whether slices may be padded where the axis does not divide: no part of the model sees one rank's outputs."""
-        return self.kind == "vocab" or (self.kind == "column" and self.whole and not self.pieces)
 
 
 def column(*, heads: int = 0, transposed: bool = False, gather: bool = False) -> Slicing:
@@ -81,40 +64,62 @@ class TensorSlicing:
         return f"tensor_slicing(axis={self.axis!r})"
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
-        failures: list[str] = []
-        used: set[str] = set()
+        uses, misfits = self._read(sizes, leaves)
+        if misfits:
+            ways = sizes.get(self.axis, 1)
+            fitting = (
+                size
+                for size in range(ways // 2, 1, -1)
+                if ways % size == 0 and not self._read({**sizes, self.axis: size}, leaves)[1]
+            )
+            raise IllegalComposition(told(misfits, self.name, self.axis, sizes, next(fitting, 1)))
+        return uses
+
+    def _read(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> tuple[list[Claim], list[Misfit]]:
+        """What the rules claim, and what is wrong with them."""
+        uses: list[Claim] = []
+        misfits: list[Misfit] = []
+        held: dict[str, list[str]] = {pattern: [] for pattern, _ in self.rules}
+        before: dict[str, tuple[str, str]] = {}
         for leaf in leaves:
-            rules = self._rules_for(leaf, used)
+            rules = self._rules_for(leaf, held, before)
             if len({self._placed(slicing, leaf, sizes) for slicing in rules.values()}) > 1:
-                names = " = ".join((leaf.path, *leaf.aliases))
-                failures.append(
-                    f"{names}: one tied leaf with several styles, by the rules {', '.join(map(repr, rules))}; give all of "
-                    "them one style ('vocab' where an embedding also scores)"
-                )
+                misfits.append(tied(leaf, list(rules)))
                 continue
-            for slicing in list(rules.values())[:1]:
-                placed = self._placed(slicing, leaf, sizes)
+            for pattern, slicing in list(rules.items())[:1]:
+                placed = None if slicing is None else self._placed(slicing, leaf, sizes)
                 if slicing is None or placed is None:
                     continue
                 spec, style = placed
                 if self.axis in sizes:
-                    failures += _misfits(leaf, slicing, spec, self.axis, sizes)
-                yield Use(leaf.path, spec=spec, style=style if sizes.get(self.axis) != 1 else None)
-        failures += [f"rule {pattern!r} matches no parameter" for pattern, _ in self.rules if pattern not in used]
-        if failures:
-            raise IllegalComposition(
-                f"{self.name} does not fit the parameters and the mesh:\n{listing(failures)}\nUse a size of axis "
-                f"{self.axis!r} that divides heads and widths, or change the rules (they match a parameter's path or its "
-                "layer's, such as 'blocks/*/mlp/up')."
-            )
+                    misfits += misfits_of(leaf, pattern, slicing, spec, self.axis, sizes)
+                uses.append(Use(leaf.path, spec=spec, style=style if sizes.get(self.axis) != 1 else None))
+        paths = [path for leaf in leaves for path in (leaf.path, *leaf.aliases)]
+        for pattern, _ in self.rules:
+            if pattern in before:
+                misfits.append(never_first(pattern, *before[pattern]))
+            elif not held[pattern] and not any(matches_rule(path, pattern) for path in paths):
+                misfits.append(matches_nothing(pattern, paths, matches_rule))
+        return uses, with_remedies(misfits, held)
 
-    def _rules_for(self, leaf: LeafInfo, used: set[str]) -> dict[str, Slicing | None]:
-        """The first rule that matches each path of a (tied) leaf; notes every rule that matches in ``used``."""
+    def _rules_for(
+        self, leaf: LeafInfo, held: dict[str, list[str]], before: dict[str, tuple[str, str]]
+    ) -> dict[str, Slicing | None]:
+        """The first rule that matches each path of a (tied) leaf.
+
+        Adds the path to what that rule is ``held`` by. Of rules that hold nowhere, and differ, notes in ``before`` which
+        one comes first, and where.
+        """
         found: dict[str, Slicing | None] = {}
         for path in (leaf.path, *leaf.aliases):
-            matching = [(pattern, slicing) for pattern, slicing in self.rules if _matches(path, pattern)]
-            used.update(pattern for pattern, _ in matching)
+            matching = [(pattern, slicing) for pattern, slicing in self.rules if matches_rule(path, pattern)]
             found.update(matching[:1])
+            for pattern, _ in matching[:1]:
+                held[pattern].append(path)
+                before.pop(pattern, None)
+            for pattern, slicing in matching[1:]:
+                if not held[pattern] and slicing != matching[0][1]:
+                    before.setdefault(pattern, (matching[0][0], path))
         return found
 
     def _placed(self, slicing: Slicing | None, leaf: LeafInfo, sizes: Mapping[str, int]) -> tuple[P, Style] | None:
@@ -131,16 +136,8 @@ class TensorSlicing:
             return None
         outputs = 1 if slicing.transposed and len(leaf.shape) > 1 else 0
         dim = 1 - outputs if slicing.kind == "row" else outputs
-        padded = slicing.pads and dim == 0 and leaf.shape[:1] != () and leaf.shape[0] % sizes.get(self.axis, 1) > 0
+        padded = slicing.pads and dim == 0 and leaf.shape != () and leaf.shape[0] % sizes.get(self.axis, 1) > 0
         return P(*([None] * dim), self.axis, padded=padded), style
-
-
-def _misfits(leaf: LeafInfo, slicing: Slicing, spec: P, axis: str, sizes: Mapping[str, int]) -> list[str]:
-    """Why one leaf cannot be sliced over this mesh."""
-    found = [f"{leaf.path}: shape {leaf.shape}: {told}" for told in spec.problems(leaf.shape, sizes)]
-    if slicing.pieces % sizes[axis]:
-        found.append(f"{leaf.path}: {slicing.pieces} heads do not divide over {axis}={sizes[axis]}")
-    return found
 
 
 def tensor_slicing(rules: Mapping[str, str | Slicing], axis: str = "model") -> TensorSlicing:
@@ -162,18 +159,24 @@ def tensor_slicing(rules: Mapping[str, str | Slicing], axis: str = "model") -> T
         IllegalComposition: a style that is not supported; while planning, rules that match nothing, and heads or
             widths that do not divide (all of them are listed).
     """
-    unknown = [f"{glob}: {style!r}" for glob, style in rules.items() if isinstance(style, str) and style not in STYLES]
+    unknown = [
+        f"{glob}: {style!r}"
+        + "".join(f"; put {near!r} in its place" for near in get_close_matches(str(style), STYLES, 1, 0.8))
+        for glob, style in rules.items()
+        if not isinstance(style, Slicing) and not (isinstance(style, str) and style in STYLES)
+    ]
     if unknown:
         raise IllegalComposition(
             f"tensor_slicing does not know these styles:\n{listing(unknown)}\nIt knows {', '.join(STYLES)}; leave the "
-            "others' layers whole by taking their rules out."
+            "others' layers whole by taking their rules out, and those of the layers that take slices from them."
         )
     return TensorSlicing(
-        tuple((glob, STYLES[style] if isinstance(style, str) else style) for glob, style in rules.items()), axis
+        tuple((glob, style if isinstance(style, Slicing) else STYLES[style]) for glob, style in rules.items()), axis
     )
 
 
-def _matches(path: str, pattern: str) -> bool:
+def matches_rule(path: str, pattern: str) -> bool:
+    """Whether a rule's glob matches a parameter's path, or its layer's."""
     layer = path.rpartition("/")[0]
     globs = [pattern]
     if "." in pattern:

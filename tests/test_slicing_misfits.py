@@ -1,0 +1,190 @@
+"""Rules of tensor slicing that do not fit: each is named with its leaf, and what is put in its place works."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import training
+from helpers.trees import assert_close
+from oracle import one_device
+
+import shardlib as sl
+from shardlib.errors import HandleError, IllegalComposition
+
+
+def mlp(inner=8):
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"up": (inner, 4), "down": (4, inner)}
+    layer = {n: {"weight": torch.randn(s, generator=generator), "bias": torch.ones(s[0])} for n, s in shapes.items()}
+    return {"layers": [layer, {n: {k: v.clone() for k, v in p.items()} for n, p in layer.items()}]}
+
+
+def loss_fn(params, x):
+    for p in params["layers"]:
+        x = F.linear(F.linear(x, *p["up"].values()).tanh(), *p["down"].values())
+    return x.square().mean()
+
+
+RULES = {"*/up": "column", "*/down": "row"}
+
+
+def trains(params, rules, loss_fn=loss_fn, ways=2):
+    """As on one device."""
+    batch = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
+    *_, wanted = one_device.train(loss_fn, params, [batch])
+    *_, found = training.simulate(
+        {"model": ways}, loss_fn, params, [batch], sl.tensor_slicing(rules), training.optimizer()
+    )
+    assert_close(found, wanted, 1e-5)
+
+
+def refused(params, rules, ways=2):
+    with pytest.raises(IllegalComposition) as error:
+        sl.make_plan(params, sl.abstract_mesh(model=ways), sl.tensor_slicing(rules))
+    return str(error.value)
+
+
+def advised(message, rules):
+    """The rules with every remedy of a message taken."""
+    for line in message.splitlines():
+        if taken := re.search(r"by rule '([^']*)':.*; put 'replicated' in its place", line):
+            rules = rules | {taken[1]: "replicated"}
+        elif taken := re.search(r"; put '([^']*)': 'replicated' before it", line):
+            rules = {taken[1]: "replicated"} | rules
+        elif taken := re.search(r"rule '([^']*)' matches no parameter; put '([^']*)' in its place", line):
+            rules = {(taken[2] if glob == taken[1] else glob): style for glob, style in rules.items()}
+        elif taken := re.search(r"rule '([^']*)' matches no parameter; take it out", line):
+            rules = {glob: style for glob, style in rules.items() if glob != taken[1]}
+        elif taken := re.search(r"rule '([^']*)' never holds: .*; put it before '([^']*)'", line):
+            rules = {taken[1]: rules[taken[1]]} | rules
+        elif line.startswith("  - "):
+            raise AssertionError(f"no remedy in {line}")
+    return rules
+
+
+def test_widths_that_do_not_divide():
+    params = mlp(7) | {"last": {"weight": torch.ones(4, 4)}}
+    given = RULES | {"last": sl.column(gather=True)}
+
+    def loss(params, x):
+        return loss_fn(params, F.linear(x, params["last"]["weight"]))
+
+    told = refused(params, given)
+    for layer in (0, 1):
+        assert (
+            f"layers/{layer}/up/weight: shape (7, 4): dimension 0 of size 7 is not divisible by 2 (model=2), by rule '*/up': "
+            "sl.column(); put 'replicated' in its place"
+        ) in told
+        assert f"layers/{layer}/down/weight: shape (4, 7): dimension 1 of size 7 is not divisible by 2" in told
+    assert "(model=2)" in told and "rules fit" not in told
+    rules = advised(told, given)
+    assert rules == given | dict.fromkeys(RULES, "replicated")
+    trains(params, rules, loss)
+
+
+def test_heads_that_do_not_divide():
+    """A smaller axis is told where one fits; a layer that is left whole alone is told by the one after it."""
+    rules = {"*/up": sl.column(heads=2), "*/down": "row"}
+    told = refused(mlp(), rules, ways=4)
+    assert (
+        "layers/1/up/weight: 2 heads do not divide over model=4 (shape (8, 4)), by rule '*/up': sl.column(heads=2); use a "
+        "size that divides 2, or put 'replicated' in place of all rules of this attention"
+    ) in told
+    assert "With model=2 all rules fit." in told
+    trains(mlp(), rules, ways=2)
+    rules["*/up"] = "replicated"
+    with pytest.raises(HandleError, match=r"takes 2 inputs on this rank, but gets 8: .* use sl.row\(split=True\)"):
+        trains(mlp(), rules, ways=4)
+    trains(mlp(), rules | {"*/down": sl.row(split=True)}, ways=4)
+
+
+def test_outputs_that_are_no_whole_number_of_heads():
+    told = refused(mlp(), {"*/up": sl.column(heads=6), "*/down": "row"})
+    assert "layers/0/up/weight: shape (8, 4): 8 outputs are not 6 heads of one size, by rule '*/up'" in told
+    trains(mlp(), {"*/up": sl.column(heads=4), "*/down": "row"})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "put"), [("layers.*.uo", "layers/*/up"), ("up", "*/up"), ("*/upp", "*/up"), ("zzzz", None)]
+)
+def test_a_rule_that_matches_nothing(wrong, put):
+    given = {wrong: "column", "*/down": "row"}
+    told = refused(mlp(), given)
+    assert f"rule {wrong!r} matches no parameter; " + (f"put {put!r} in its place" if put else "take it out") in told
+    rules = advised(told, given)
+    trains(mlp(), rules if put else rules | {"*/down": sl.row(split=True)})
+
+
+def test_a_rule_that_never_holds():
+    rules = {"*": "column", "*/down": "row"}
+    told = refused(mlp(), rules)
+    assert "rule '*/down' never holds: '*' matches layers/0/down/" in told
+    assert "; put it before '*', or take it out" in told
+    trains(mlp(), advised(told, rules))
+    trains(mlp(), {"*/up": "column", "layers/0/down": "row", "*/down": "row", "*/up/*": "column"})  # none is lost
+
+
+def test_a_glob_that_matches_what_cannot_take_the_style():
+    params = mlp() | {"scale": torch.tensor(2.0), "ids": torch.arange(4), "kernel": torch.ones(2, 4, 4)}
+    rules = {"*/down": "row", "kernel": "vocab", "*": "column"}
+    told = refused(params, rules)
+    assert "scale: shape (): a single number has no dimension to slice, by rule '*': sl.column(); put 'scale': " in told
+    assert "ids: shape (4,): torch.int64 is no layer's weight or bias, by rule '*': sl.column(); put 'ids'" in told
+    assert "kernel: shape (2, 4, 4): 'vocab' is for a layer's weight, of 2 dimensions, and its bias, by rule" in told
+
+    def loss(params, x):
+        return loss_fn(params, x) * params["scale"] * params["kernel"].sum() * params["ids"].sum()
+
+    trains(params, advised(told, rules), loss)
+
+
+def test_all_misfits_come_together():
+    params = mlp(7) | {"scale": torch.tensor(2.0)}
+    rules = {"*/up": sl.column(heads=3), "*/down": "row", "scale": "column", "gone": "row", "*/up/weight": "row"}
+    told = refused(params, rules)
+    for part in (
+        "7 outputs are not 3 heads",
+        "dimension 1 of size 7",
+        "a single number",
+        "'gone' matches no",
+        "never holds",
+    ):
+        assert part in told
+    assert not refused_again(params, advised(told, rules))
+
+
+def refused_again(params, rules):
+    """What the plan says then, if anything."""
+    try:
+        sl.make_plan(params, sl.abstract_mesh(model=2), sl.tensor_slicing(rules))
+    except IllegalComposition as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("style", "put"), [("colum", "column"), ("row_wise", "rowwise"), (None, None), (3, None), ([], None)]
+)
+def test_styles_that_are_none(style, put):
+    with pytest.raises(IllegalComposition) as error:
+        sl.tensor_slicing({"*/up": style, "*/down": "row"})
+    told = str(error.value)
+    assert f"*/up: {style!r}" + (f"; put {put!r} in its place\n" if put else "\n") in told
+    if put:
+        sl.tensor_slicing({"*/up": put, "*/down": "row"})
+
+
+def test_a_norm_that_a_glob_matches_is_told_at_its_use():
+    """No plan can tell its weight from a bias."""
+    params = mlp() | {"norm": {"weight": torch.ones(4), "bias": torch.zeros(4)}}
+    rules = {"*/down": "row", "*": "column"}
+
+    def loss(params, x):
+        return loss_fn(params, F.layer_norm(x, (4,), *params["norm"].values()))
+
+    with pytest.raises(
+        HandleError, match=r"layer_norm uses norm/.*: put 'norm': 'replicated' before its rule"
+    ) as error:
+        trains(params, rules, loss)
+    put = re.search(r"put '([^']*)': 'replicated'", str(error.value))[1]
+    trains(params, {put: "replicated"} | rules, loss)
