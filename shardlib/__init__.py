@@ -33,7 +33,8 @@ from shardlib.preview import make_plan
 from shardlib.rng import Key, dropout
 from shardlib.sharded import Sharded, shard, unshard
 from shardlib.specs import Leaf, P
-from shardlib.train import TrainState, make_train_step, replace_params, unused_params, value_and_grad
+from shardlib.state import TrainState, replace_params
+from shardlib.train import make_train_step, unused_params, value_and_grad
 from shardlib.transforms import (
     accumulate,
     column,

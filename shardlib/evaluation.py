@@ -22,7 +22,8 @@ from shardlib.execute.pipeline import Pipe
 from shardlib.optim.shards import sum_over
 from shardlib.plan import Plan
 from shardlib.sharded import Sharded
-from shardlib.train import TrainState, lift
+from shardlib.state import TrainState
+from shardlib.train import lift
 from shardlib.tree import path_name
 
 

@@ -23,7 +23,7 @@ from shardlib.layout import Bucket
 from shardlib.mesh import Mesh
 from shardlib.plan import Plan
 from shardlib.specs import Window
-from shardlib.train import TrainState
+from shardlib.state import TrainState
 
 _log = logging.getLogger("shardlib.checkpoint")
 

@@ -13,7 +13,7 @@ import torch
 
 from shardlib.checkpoint.overlap import fill
 from shardlib.checkpoint.pieces import MASTERS, PARAMS, Piece, bucket_pieces, needed_pieces
-from shardlib.train import TrainState
+from shardlib.state import TrainState
 from shardlib.tree import path_name
 
 

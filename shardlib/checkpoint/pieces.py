@@ -17,7 +17,7 @@ from shardlib.layout import Bucket
 from shardlib.mesh import Mesh
 from shardlib.plan import Plan
 from shardlib.specs import Window
-from shardlib.train import OptimizerState, TrainState
+from shardlib.state import OptimizerState, TrainState
 from shardlib.tree import path_name
 
 PARAMS, MASTERS = "params/", f"opt/{OptimizerState._fields.index('masters')}/"

@@ -22,7 +22,7 @@ from shardlib.loss_scale import LossScale
 from shardlib.mesh import Mesh
 from shardlib.rng import Key
 from shardlib.specs import Window
-from shardlib.train import TrainState, rescaled
+from shardlib.state import TrainState, rescaled
 
 
 def save(folder: str | Path, state: TrainState, keep: int = 2, extra: dict[str, Any] | None = None) -> Path:

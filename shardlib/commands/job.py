@@ -22,7 +22,8 @@ from shardlib.plan import Plan
 from shardlib.preview import make_plan
 from shardlib.report.scores import byte_scores
 from shardlib.sharded import shard, unshard
-from shardlib.train import TrainState, make_train_step
+from shardlib.state import TrainState
+from shardlib.train import make_train_step
 
 
 def add_arguments(parser: argparse.ArgumentParser, out: str) -> None:

@@ -20,7 +20,7 @@ from shardlib.report.plot import plot_losses
 from shardlib.report.progress import Progress
 from shardlib.report.scores import byte_scores
 from shardlib.report.writers import CsvWriter, JsonlWriter, TensorBoardWriter, WandbWriter, require_packages
-from shardlib.train import TrainState
+from shardlib.state import TrainState
 from shardlib.tree import leaves_of
 
 WRITERS: dict[str, Callable[[Path, int], Writer]] = {
