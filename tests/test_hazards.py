@@ -164,6 +164,33 @@ def test_printing_a_parameter_on_one_rank_gathers_nothing():
 
 
 @STAGES
+def test_activations_written_to_after_they_were_saved_are_refused(stage):
+    """As torch does; it cannot look where tensors are saved through hooks, and gradients would be wrong."""
+
+    def loss_fn(params, batch):
+        first, last = params["layers"]
+        x = torch.sigmoid(layer(first, batch[0]))  # its backward needs what it gave
+        x += 1
+        return (layer(last, x) - batch[1]).square().mean()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        run_step(loss_fn, stage)
+
+
+@STAGES
+def test_activations_written_to_in_place(stage):
+    """Where backward needs them as they are then."""
+
+    def loss_fn(params, batch):
+        first, last = params["layers"]
+        x = F.relu(layer(first, batch[0]), inplace=True).clone()
+        x[:, 0] = 0
+        return (layer(last, x.mul_(2)) - batch[1]).square().mean()
+
+    check(loss_fn, network(), stage)
+
+
+@STAGES
 def test_empty_and_sparse_saved_tensors(stage):
     params = {**network(), "empty": torch.zeros(0, 6, dtype=torch.float64), "more": [{"none": torch.zeros(3, 0)}]}
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -23,6 +21,7 @@ from shardlib.execute.handles import MAX_NORM, Handle
 from shardlib.execute.losses import is_compiled, refuse_reentrant_checkpoints
 from shardlib.execute.products import readable_twice
 from shardlib.execute.record import Record
+from shardlib.execute.saving import SavedTensors
 from shardlib.execute.sequence import SequenceParts
 from shardlib.execute.slicing import Slices, gathered, refuse_slices
 from shardlib.execute.units import BucketState, UnitState
@@ -69,9 +68,7 @@ class Executor:
         self._gathering = Gathering(dict(self._units), self.record, self.gathers, plan.prefetch)
         self._handles: dict[str, dict[str, Handle]] = {}
         self._trained_handles: list[Handle] = []
-        # Identity of a gathered storage -> whether it is alive, and its bucket. It may outlive its unit's release, in
-        # an operation that uses two units.
-        self._stored: dict[int, tuple[Callable[[], Any], BucketState | None]] = {}
+        self._saved = SavedTensors(self._touch)
         self._halves: Halves | None = None
         self._held: Iterable[torch.Tensor] = ()  # the memory of all of this rank's parameters
 
@@ -130,7 +127,7 @@ class Executor:
     def open(self, params: Sharded, gradients: Gradients, fn: Callable[[Tree], Any]) -> Any:
         """``fn(parameters)``; the graph is kept until `close`."""
         self._bind(params, gradients)
-        with self._running(), torch.enable_grad(), self._saving():
+        with self._running(), torch.enable_grad(), self._saved.hooks() if self.gathers else nullcontext():
             return self._call(fn)
 
     def outside(self, tree: Tree) -> Tree:
@@ -150,9 +147,8 @@ class Executor:
                 leaf = leaf.detach()
                 if leaf.layout is not torch.strided:
                     return leaf
-                place = leaf.untyped_storage()._cdata
-                alive, _ = self._stored.get(place, _NOT_STORED)
-                return leaf.clone() if place in held or alive() is not None else leaf
+                lies_in = leaf.untyped_storage()._cdata in held or self._saved.place(leaf) is not None
+                return leaf.clone() if lies_in else leaf
 
         return tree_map(kept, tree) if tree is not None else None
 
@@ -226,7 +222,7 @@ class Executor:
         self._gathering.end()
         for unit in self._units.values():
             unit.forget()
-        self._stored.clear()
+        self._saved.clear()
         self._slices.clear()
         self._held = ()
 
@@ -316,33 +312,7 @@ class Executor:
             )
         with torch.inference_mode(False):  # the first touch may lie in inference_mode, and a later one not
             self._gathering.touch(unit)
-        for state in unit.buckets:
-            if state.gathers and state.whole is not None:
-                storage = state.whole.untyped_storage()
-                self._stored[storage._cdata] = weakref.ref(storage), state
-
-    def _saving(self) -> Any:
-        """Saved tensors that lie in gathered storage become notes, and are gathered again in backward."""
-        return saved_tensors_hooks(self._note, self._recall) if self.gathers else nullcontext()
-
-    def _note(self, tensor: torch.Tensor) -> Any:
-        # Gathered leaves are views of their buffer: this sorts most activations out at once.
-        if isinstance(tensor, Handle) or not tensor._is_view():
-            return tensor
-        if tensor.layout is not torch.strided or tensor.numel() == 0:
-            return tensor
-        alive, state = self._stored.get(tensor.untyped_storage()._cdata, _NOT_STORED)
-        if state is None or alive() is None or state.bucket.dtype is not tensor.dtype:
-            return tensor  # not gathered, or a storage that took the identity of one that is gone
-        unit = self._units[state.bucket.unit]
-        return unit, state, tensor.size(), tensor.stride(), tensor.storage_offset()
-
-    def _recall(self, note: Any) -> torch.Tensor:
-        if type(note) is not tuple:
-            return note
-        unit, state, size, stride, offset = note
-        self._touch(unit)
-        return state.whole.as_strided(size, stride, offset)
+        self._saved.arrived(unit)
 
     def _run_block(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -371,9 +341,6 @@ class Executor:
             if any(leaf is not None for leaf in leaves):
                 late[state.bucket.name] = state.bucket.pack(leaves, state.bucket.reduce_dtype)
         return late
-
-
-_NOT_STORED: tuple[Callable[[], Any], BucketState | None] = (lambda: None, None)
 
 
 def _policy(remat: Any) -> dict[str, Any]:

@@ -1,0 +1,82 @@
+"""What autograd saves while parameters are gathered: a tensor in gathered storage is kept as a note of where it lies."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from shardlib.execute.handles import Handle
+from shardlib.execute.units import BucketState, UnitState
+
+
+class SavedTensors:
+    """Saved tensors of one micro-batch.
+
+    Args:
+        touch: gathers a unit, in backward.
+    """
+
+    def __init__(self, touch: Callable[[UnitState], None]) -> None:
+        self._touch = touch
+        # Identity of a gathered storage -> whether it is alive, its unit and bucket. It may outlive its unit's release,
+        # in an operation that uses two units.
+        self._gathered: dict[int, tuple[Callable[[], Any], UnitState, BucketState]] = {}
+
+    def hooks(self) -> saved_tensors_hooks:
+        """While it lasts, what lies in gathered storage is saved as a note, and gathered again in backward."""
+        return saved_tensors_hooks(self._note, self._recall)
+
+    def arrived(self, unit: UnitState) -> None:
+        """The unit is here, gathered."""
+        for state in unit.buckets:
+            if state.gathers and state.whole is not None:
+                storage = state.whole.untyped_storage()
+                self._gathered[storage._cdata] = weakref.ref(storage), unit, state
+
+    def place(self, tensor: torch.Tensor) -> tuple[UnitState, BucketState] | None:
+        """The gathered bucket that a tensor lies in."""
+        found = self._gathered.get(tensor.untyped_storage()._cdata)
+        if found is None or found[0]() is None:  # the storage may have the identity of one that is gone
+            return None
+        return found[1], found[2]
+
+    def clear(self) -> None:
+        self._gathered.clear()
+
+    def _note(self, tensor: torch.Tensor) -> Any:
+        if isinstance(tensor, Handle):
+            return tensor
+        # Gathered leaves are views of their buffer: this sorts most activations out at once.
+        if tensor._is_view() and tensor.layout is torch.strided and tensor.numel():
+            place = self.place(tensor)
+            if place is not None and place[1].bucket.dtype is tensor.dtype:
+                return *place, tensor.size(), tensor.stride(), tensor.storage_offset()
+        return tensor, tensor._version
+
+    def _recall(self, note: Any) -> torch.Tensor:
+        if type(note) is not tuple:
+            return note
+        if len(note) == 2:
+            return _unchanged(*note)
+        unit, state, size, stride, offset = note
+        self._touch(unit)
+        return state.whole.as_strided(size, stride, offset)
+
+
+def _unchanged(saved: torch.Tensor, version: int) -> torch.Tensor:
+    """A saved tensor as backward needs it: torch does not look at those that were saved through hooks.
+
+    Raises:
+        RuntimeError: it was written to since, as torch has it for its own.
+    """
+    if saved._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
+            f"shape {tuple(saved.shape)}, {saved.dtype}, is at version {saved._version}; expected version {version} "
+            "instead. Write to a copy: x = x.clone() before the operation that changes x in place"
+        )
+    return saved
