@@ -5,6 +5,7 @@ stage 0 on any number; where state is split otherwise, blocks are others.
 """
 
 import functools
+import math
 
 import optree
 import pytest
@@ -18,6 +19,7 @@ from shardlib import checkpoint
 from shardlib.checkpoint.packed import unpacked
 from shardlib.kernels.adamw8 import BLOCK, SIGNED, UNSIGNED
 from shardlib.optim.base import Packed
+from shardlib.optim.storing import optimizer_shards
 
 STEPS = 50
 HOW = {"lr": 0.01, "b1": 0.9, "b2": 0.98, "eps": 1e-8}
@@ -117,10 +119,12 @@ def simulated(owners, ranks):
     tables = (table(SIGNED), table(UNSIGNED))
 
     def grads(step):
-        """Each rank's share of the mean, of which a third is not exact, and then the sum."""
-        share = torch.tensor(1 / ranks)
+        """The sum of each rank's share, by a power of two, and then what is left of the mean: for three ranks 4/3."""
+        power = 2 ** math.ceil(math.log2(ranks))
+        share, rest = torch.tensor(1 / power), torch.tensor(power / ranks)
         return [
-            sum(leaf.reshape(-1) * (weight(rank, ranks) * share) for rank in range(ranks)) for leaf in mean_batch(step)
+            sum(leaf.reshape(-1) * (weight(rank, ranks) * share) for rank in range(ranks)) * rest
+            for leaf in mean_batch(step)
         ]
 
     return list(oracle.adamw(flat_model(), GROUPS, grads, STEPS, owners, *tables, **HOW, decay=0.1))
@@ -183,7 +187,7 @@ def test_16_bit_parameters_are_masters_rounded(stage):
         state, step = sl.make_train_step(loss_fn, sharded, optimizer())
         for number in range(3):
             state, _ = step(state, batch_of(mesh, number))
-        for name, shard in sl.optim.shards.optimizer_shards(state.params).items():
+        for name, shard in optimizer_shards(state.params).items():
             assert torch.equal(shard, state.opt.masters[name].bfloat16())
         return parameters(state)
 

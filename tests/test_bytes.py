@@ -206,12 +206,12 @@ def test_live_bytes_of_a_micro_batch_are_the_plans(model, name, ranks):
             with WatchPeak() as watch:
                 _, grads = differentiate(sharded, batch)
             peaks.append(watch.peak(without=grads.buffers.values()))
-        return max(peaks)
+        return peaks
 
-    measured = sl.simulate(run, mesh={"data": ranks})[0]
-    assert (
-        0 <= measured - plan.live_bytes <= 128
-    )  # the numbers that a step sums over ranks: the loss, its weight, the norm
+    # In each step one of the ranks waits for no other; gradients that wait to be sent are not in the plan.
+    measured = max(map(min, zip(*sl.simulate(run, mesh={"data": ranks}))))
+    # The numbers that a step sums over ranks: the loss, its weight, the norm.
+    assert 0 <= measured - plan.live_bytes <= 128
 
 
 def test_a_plans_total_is_what_it_is_made_of():

@@ -24,7 +24,7 @@ from shardlib.execute.sequence import SequenceParts
 from shardlib.functional import embedding, linear_cross_entropy, own_slice, slice_of, widened
 from shardlib.mesh import Mesh
 from shardlib.parts import shard_sequence
-from shardlib.specs import Window, chunk_size
+from shardlib.specs import Leaf, Window, chunk_size
 from shardlib.styles import Style
 
 
@@ -72,7 +72,7 @@ class Slices:
         Shares that are shorter than others travel padded.
         """
         share = chunk_size(outputs, self.mesh.shape[axis])
-        if y.shape[-1] < share:
+        if share * self.mesh.shape[axis] != outputs:  # on all ranks: their graphs are to be alike
             y = F.pad(y, (0, share - y.shape[-1]))
         if self.cuts_sequence(axis):
             whole = pairs.all_to_all(_with_sequence(y), axis, split_dim=1, concat_dim=-1, mesh=self.mesh)
@@ -116,14 +116,16 @@ class SlicedHandle(Handle):
     _style: Style
     _slices: Slices
     _window: Window
+    _padded: bool  # whether any rank's slice has rows that pad it
 
     @staticmethod
     def make(
         source: Source, index: int, path: str, shape: tuple[int, ...], like: torch.Tensor, trained: bool,
-        style: Style, window: Window, slices: Slices,
+        style: Style, compute: Leaf, slices: Slices,
     ) -> SlicedHandle:  # fmt: skip
         handle = SlicedHandle(source, index, path, shape, like, trained)
-        handle._style, handle._window, handle._slices = style, window, slices
+        handle._style, handle._slices, handle._padded = style, slices, compute.spec.padded
+        handle._window = compute.spec.window(compute.shape, slices.mesh.shape, slices.mesh.coords)
         return handle
 
     @classmethod
@@ -160,10 +162,11 @@ def _held(value: Any) -> Any:
     """What a layer computes with: a tensor as it is, of a slice this rank's part without the rows that pad it.
 
     So these are never multiplied, and their gradient is zero. Of a slice that is padding alone one row stays: every rank
-    uses the same parameters. What it gives is cut off, or masked.
+    uses the same parameters. What it gives is cut off, or masked. Ranks without padding cut nothing off: backward goes
+    through the same nodes, in the same order, on all.
     """
     local = materialise(value)
-    if isinstance(value, SlicedHandle) and value.dim() and value._window.sizes[0] < len(local):
+    if isinstance(value, SlicedHandle) and value.dim() and value._padded:
         return local[: max(value._window.sizes[0], 1)]
     return local
 
