@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shardlib._compat import run_first
 from shardlib.collectives import pairs
 from shardlib.collectives.cross_entropy import vocab_cross_entropy
 from shardlib.errors import HandleError, SpecError, listing
@@ -131,8 +132,11 @@ class SlicedHandle(Handle):
         layer = _LAYERS.get(func)
         if layer is not None:
             return layer(*args, **(kwargs or {}))
-        if kind_of(func) == "operation" and func not in _ELEMENTWISE:
-            _refuse(func, [*args, *(kwargs or {}).values()])
+        # A parameter that is written to itself is refused by every handle.
+        if kind_of(func) == "operation" or (kind_of(func) == "in-place" and not isinstance(args[0], Handle)):
+            values = [*args, *(kwargs or {}).values()]
+            if func not in _ADDITIONS or not _adds_bias(*values[:2]):
+                _refuse(func, values)
         return super().__torch_function__(func, types, args, kwargs)
 
 
@@ -160,11 +164,12 @@ def _held(value: Any) -> Any:
     """What a layer computes with: a tensor as it is, of a slice this rank's part without the rows that pad it.
 
     So these are never multiplied, and their gradient is zero. Of a slice that is padding alone one row stays: every rank
-    uses the same parameters. What it gives is cut off, or masked.
+    uses the same parameters. What it gives is cut off, or masked. Backward passes the cut at once: a gradient is to be
+    complete where it is on ranks whose slice is not padded, before or after the same exchanges.
     """
     local = materialise(value)
     if isinstance(value, SlicedHandle) and value.dim() and value._window.sizes[0] < len(local):
-        return local[: max(value._window.sizes[0], 1)]
+        return run_first(local[: max(value._window.sizes[0], 1)])
     return local
 
 
@@ -311,7 +316,7 @@ def _require_whole_layer(weight: Any, bias: Any) -> None:
 
 
 def _refuse(func: Any, values: list[Any]) -> None:
-    for handle in values:
+    for handle in tree_leaves(values):
         if isinstance(handle, SlicedHandle) and not handle._style.sums:
             told, style = getattr(func, "__name__", None) or func, handle._style
             raise HandleError(
@@ -319,6 +324,17 @@ def _refuse(func: Any, values: list[Any]) -> None:
                 "result would be wrong. Consume it by F.linear, F.embedding, x @ weight or sl.linear_cross_entropy, or leave "
                 f"its layer whole: put {_layer_of(handle._path)!r}: 'replicated' before its rule"
             )
+
+
+def _adds_bias(one: Any, other: Any) -> bool:
+    """Whether what is sliced of two values can be a bias: of one dimension, or of fewer than the outputs it is added to."""
+
+    def bias(value: Any, outputs: Any) -> bool:
+        if not isinstance(value, SlicedHandle) or value.dim() < 2:
+            return True
+        return isinstance(outputs, torch.Tensor) and not isinstance(outputs, Handle) and outputs.dim() > value.dim()
+
+    return bias(one, other) and bias(other, one)
 
 
 def _layer_of(path: str) -> str:
@@ -338,4 +354,6 @@ _LAYERS: dict[Any, Callable[..., Any]] = {
     slice_of: _slice_of,
 }
 # A bias that is added by itself: its slice belongs to the slice it is added to.
-_ELEMENTWISE = {torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__}
+_ADDITIONS = {
+    torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__, torch.Tensor.add_, torch.Tensor.__iadd__,
+}  # fmt: skip

@@ -154,7 +154,7 @@ class LossStep:
                 reached.clear()
         totals.require_agreement()
         if not self._compared:
-            require_alike(grads, plan, mesh)
+            require_alike(grads, totals.losses, plan, mesh)
             self._compared = True
         shards.remember(sum_of_squares, grads, sums.squares)
         aux = totals.aux
