@@ -91,6 +91,11 @@ class Mesh:
     def size(self) -> int:
         return math.prod(self.shape.values())
 
+    @property
+    def alone(self) -> bool:
+        """Whether no other rank exists: on a mesh of one, and where all peers are echoes of this one."""
+        return all(isinstance(group, EchoGroup) for group in self._groups.values())
+
     def group(self, axis: str) -> Group:
         """The transport of this rank's group along ``axis``.
 

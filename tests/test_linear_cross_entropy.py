@@ -157,6 +157,19 @@ def test_the_public_function_is_torchs_for_few_logits_and_many(dtype, reduction,
 
 
 @pytest.mark.parametrize("many", [1000, 0])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_mean_of_no_targets(smoothing, many):
+    x, weight, targets = drawn(6, 5, 3, torch.float64)
+    targets.fill_(-100)
+    options = {"label_smoothing": smoothing}
+    wanted = gradients(lambda x, w: F.cross_entropy(F.linear(x, w), targets, **options), x, weight)
+    with thresholds.small(many):
+        found = gradients(lambda x, w: sl.linear_cross_entropy(x, w, targets, **options), x, weight)
+    assert wanted[0].isnan() and not wanted[1].any()
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("many", [1000, 0])
 def test_autocast_is_that_of_a_product(many):
     x, weight, targets = drawn(6, 5, 3, torch.float32)
     rounded = [value.bfloat16().float() for value in (x, weight)]

@@ -188,3 +188,63 @@ def test_a_norm_that_a_glob_matches_is_told_at_its_use():
         trains(params, rules, loss)
     put = re.search(r"put '([^']*)': 'replicated'", str(error.value))[1]
     trains(params, {put: "replicated"} | rules, loss)
+
+
+def up(params):
+    return params["layers"][0]["up"]["weight"]
+
+
+def down(params):
+    return params["layers"][0]["down"]["weight"]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda weight: weight + weight,
+        lambda weight: torch.add(weight, other=0.1),
+        lambda weight: torch.stack([weight])[0],
+        lambda weight: torch.empty_like(weight).copy_(weight),
+        lambda weight: torch.zeros(weight.shape).add_(weight),
+    ],
+)
+def test_a_sliced_weight_that_something_else_uses_first_is_refused(changed):
+    """What comes of it no layer would take for a slice."""
+
+    def loss_fn(params, x):
+        return F.linear(F.linear(x, changed(up(params))).tanh(), changed(down(params))).square().mean()
+
+    with pytest.raises(HandleError, match=r"uses layers/0/up/weight, of which this rank holds a slice") as error:
+        trains(mlp(), RULES, loss_fn)
+    assert "put 'layers/0/up': 'replicated' before its rule" in str(error.value)
+    trains(mlp(), {"layers/0/*": "replicated"} | RULES, loss_fn)
+
+
+def test_a_sliced_bias_of_heads_is_added_to_outputs():
+    """Of several dimensions, and by whatever addition."""
+    params = {"up": {"weight": mlp()["layers"][0]["up"]["weight"], "bias": torch.linspace(0, 1, 8).view(4, 2)}}
+    params["down"] = mlp()["layers"][0]["down"]
+
+    def loss_fn(params, x):
+        y = F.linear(x, params["up"]["weight"]).unflatten(-1, (-1, 2))
+        bias = params["up"]["bias"]
+        y = torch.add(y + bias, other=bias).clone()
+        y += bias
+        return F.linear(y.tanh().flatten(-2), params["down"]["weight"]).square().mean()
+
+    trains(params, {"up": sl.column(heads=4), "down": "row"}, loss_fn)
+
+
+def _of_outputs(params, x):
+    return F.linear(x, up(params)).square().mean()
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_loss_of_slices_is_refused_with_a_remedy(microbatches):
+    """Ranks that share a batch would each report, and train by, their own."""
+    batch = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
+    transform = sl.chain(sl.tensor_slicing({"layers/0/up": "column"}), sl.accumulate(microbatches))
+    with pytest.raises(HandleError, match=r"found other losses:\n  - along axis 'model': \S+, \S+ \(first") as error:
+        training.simulate({"model": 2}, _of_outputs, mlp(), [batch], transform, training.optimizer())
+    assert "sl.column(gather=True)" in str(error.value) and "'replicated'" in str(error.value)
+    trains(mlp(), {"layers/0/up": sl.column(gather=True)}, _of_outputs)

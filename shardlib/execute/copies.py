@@ -1,8 +1,8 @@
-"""Whether ranks that hold copies of a parameter found the same gradient for it."""
+"""Whether ranks that share a batch found the same loss, and the same gradients for parameters that they hold copies of."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -11,22 +11,28 @@ from shardlib.errors import HandleError, listing
 from shardlib.mesh import Mesh
 from shardlib.plan import Plan
 
-# By how much sums over the same numbers may differ; and the share of the whole gradient below which one is rounding.
+# By how much sums over the same numbers may differ; and the share of the whole gradient below which one is rounding, which
+# is also the difference of two losses that is.
 _ALIKE, _ROUNDING = 1e-3, 1e-6
+_Losses = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
-def require_alike(grads: Mapping[str, torch.Tensor], plan: Plan, mesh: Mesh) -> None:
-    """Refuse whole parameters that layers use on slices: each rank would train them by its own part of their gradient.
+def require_alike(grads: Mapping[str, torch.Tensor], losses: _Losses, plan: Plan, mesh: Mesh) -> None:
+    """Refuse a loss of slices, and whole parameters that layers use on slices.
+
+    Each rank would train by a loss of its own, or parameters by its own part of their gradient.
 
     Args:
         grads: bucket name -> this rank's shard, summed over the batch.
+        losses: total and weight of each micro-batch on this rank.
 
     Raises:
-        HandleError: on every rank; names the parameters.
+        HandleError: on every rank; names the losses, or the parameters.
     """
     axes = sorted({style.axis for style in plan.styles.values()})
     if not axes:
         return
+    _require_one_loss(losses, [axis for axis in axes if axis not in plan.loss_axes], mesh)
     bad: list[str] = []
     for axis in axes:
         mine = _sums(grads, plan, axis)
@@ -43,6 +49,27 @@ def require_alike(grads: Mapping[str, torch.Tensor], plan: Plan, mesh: Mesh) -> 
             "one that is used between a column and a row layer the style 'shared' (its gradient is then summed); and where a "
             "layer stays whole beside sliced ones (a key beside queries), slice all of them, or none."
         )
+
+
+def _require_one_loss(losses: _Losses, axes: Sequence[str], mesh: Mesh) -> None:
+    mine = [float(number) for loss in losses for number in loss]
+    found: list[str] = []
+    for axis in axes:
+        everyone = primitives.all_gather_object(mesh, [axis], mine)
+        columns = list(zip(*everyone, strict=False))
+        if any(_apart(one, other) for one, *others in columns for other in others):
+            found.append(f"along axis {axis!r}: {', '.join(f'{total:g}' for total in columns[0])} (first micro-batch)")
+    found = [one for theirs in primitives.all_gather_object(mesh, list(mesh.shape), found) for one in theirs]
+    if found:
+        raise HandleError(
+            f"ranks of one batch found other losses:\n{listing(list(dict.fromkeys(found)))}\nSo the loss is made of the "
+            "slices that tensor_slicing's rules make of activations or parameters. Give a column layer whose outputs no row "
+            "layer takes up the style sl.column(gather=True), or leave what the loss reads whole ('replicated')."
+        )
+
+
+def _apart(one: float, other: float) -> bool:
+    return abs(one - other) > max(_ALIKE * max(abs(one), abs(other)), _ROUNDING)
 
 
 def _sums(grads: Mapping[str, torch.Tensor], plan: Plan, axis: str) -> dict[str, tuple[float, float, int]]:

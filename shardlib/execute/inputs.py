@@ -54,7 +54,7 @@ class Inputs:
         Raises:
             RankMismatch: in the first call, as `explain`.
         """
-        if self._mesh.size == 1:
+        if self._mesh.alone:
             return 0.0
         self._alike = {name: str(value) for name, value in alike.items()}
         if self.axes:

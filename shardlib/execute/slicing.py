@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shardlib._compat import run_first
 from shardlib.collectives import pairs
 from shardlib.collectives.cross_entropy import vocab_cross_entropy
 from shardlib.errors import HandleError, SpecError, listing
@@ -24,7 +25,7 @@ from shardlib.execute.sequence import SequenceParts
 from shardlib.functional import embedding, linear_cross_entropy, own_slice, slice_of, widened
 from shardlib.mesh import Mesh
 from shardlib.parts import shard_sequence
-from shardlib.specs import Leaf, Window, chunk_size
+from shardlib.specs import Window, chunk_size
 from shardlib.styles import Style
 
 
@@ -72,7 +73,7 @@ class Slices:
         Shares that are shorter than others travel padded.
         """
         share = chunk_size(outputs, self.mesh.shape[axis])
-        if share * self.mesh.shape[axis] != outputs:  # on all ranks: their graphs are to be alike
+        if y.shape[-1] < share:
             y = F.pad(y, (0, share - y.shape[-1]))
         if self.cuts_sequence(axis):
             whole = pairs.all_to_all(_with_sequence(y), axis, split_dim=1, concat_dim=-1, mesh=self.mesh)
@@ -116,16 +117,14 @@ class SlicedHandle(Handle):
     _style: Style
     _slices: Slices
     _window: Window
-    _padded: bool  # whether any rank's slice has rows that pad it
 
     @staticmethod
     def make(
         source: Source, index: int, path: str, shape: tuple[int, ...], like: torch.Tensor, trained: bool,
-        style: Style, compute: Leaf, slices: Slices,
+        style: Style, window: Window, slices: Slices,
     ) -> SlicedHandle:  # fmt: skip
         handle = SlicedHandle(source, index, path, shape, like, trained)
-        handle._style, handle._slices, handle._padded = style, slices, compute.spec.padded
-        handle._window = compute.spec.window(compute.shape, slices.mesh.shape, slices.mesh.coords)
+        handle._style, handle._window, handle._slices = style, window, slices
         return handle
 
     @classmethod
@@ -133,8 +132,11 @@ class SlicedHandle(Handle):
         layer = _LAYERS.get(func)
         if layer is not None:
             return layer(*args, **(kwargs or {}))
-        if kind_of(func) == "operation" and func not in _ELEMENTWISE:
-            _refuse(func, [*args, *(kwargs or {}).values()])
+        # A parameter that is written to itself is refused by every handle.
+        if kind_of(func) == "operation" or (kind_of(func) == "in-place" and not isinstance(args[0], Handle)):
+            values = [*args, *(kwargs or {}).values()]
+            if func not in _ADDITIONS or not _adds_bias(*values[:2]):
+                _refuse(func, values)
         return super().__torch_function__(func, types, args, kwargs)
 
 
@@ -162,12 +164,12 @@ def _held(value: Any) -> Any:
     """What a layer computes with: a tensor as it is, of a slice this rank's part without the rows that pad it.
 
     So these are never multiplied, and their gradient is zero. Of a slice that is padding alone one row stays: every rank
-    uses the same parameters. What it gives is cut off, or masked. Ranks without padding cut nothing off: backward goes
-    through the same nodes, in the same order, on all.
+    uses the same parameters. What it gives is cut off, or masked. Backward passes the cut at once: a gradient is to be
+    complete where it is on ranks whose slice is not padded, before or after the same exchanges.
     """
     local = materialise(value)
-    if isinstance(value, SlicedHandle) and value.dim() and value._padded:
-        return local[: max(value._window.sizes[0], 1)]
+    if isinstance(value, SlicedHandle) and value.dim() and value._window.sizes[0] < len(local):
+        return run_first(local[: max(value._window.sizes[0], 1)])
     return local
 
 
@@ -314,7 +316,7 @@ def _require_whole_layer(weight: Any, bias: Any) -> None:
 
 
 def _refuse(func: Any, values: list[Any]) -> None:
-    for handle in values:
+    for handle in tree_leaves(values):
         if isinstance(handle, SlicedHandle) and not handle._style.sums:
             told, style = getattr(func, "__name__", None) or func, handle._style
             raise HandleError(
@@ -322,6 +324,17 @@ def _refuse(func: Any, values: list[Any]) -> None:
                 "result would be wrong. Consume it by F.linear, F.embedding, x @ weight or sl.linear_cross_entropy, or leave "
                 f"its layer whole: put {_layer_of(handle._path)!r}: 'replicated' before its rule"
             )
+
+
+def _adds_bias(one: Any, other: Any) -> bool:
+    """Whether what is sliced of two values can be a bias: of one dimension, or of fewer than the outputs it is added to."""
+
+    def bias(value: Any, outputs: Any) -> bool:
+        if not isinstance(value, SlicedHandle) or value.dim() < 2:
+            return True
+        return isinstance(outputs, torch.Tensor) and not isinstance(outputs, Handle) and outputs.dim() > value.dim()
+
+    return bias(one, other) and bias(other, one)
 
 
 def _layer_of(path: str) -> str:
@@ -341,4 +354,6 @@ _LAYERS: dict[Any, Callable[..., Any]] = {
     slice_of: _slice_of,
 }
 # A bias that is added by itself: its slice belongs to the slice it is added to.
-_ELEMENTWISE = {torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__}
+_ADDITIONS = {
+    torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__, torch.Tensor.add_, torch.Tensor.__iadd__,
+}  # fmt: skip

@@ -147,6 +147,7 @@ class LossStep:
             if not sums.differ:
                 break
             self._inputs.explain()
+            share = 0.0  # they agree: a rank left the trace
             for record in records:
                 record.distrust()
             restore_generators(draws)
@@ -154,7 +155,7 @@ class LossStep:
                 reached.clear()
         totals.require_agreement()
         if not self._compared:
-            require_alike(grads, plan, mesh)
+            require_alike(grads, totals.losses, plan, mesh)
             self._compared = True
         shards.remember(sum_of_squares, grads, sums.squares)
         aux = totals.aux

@@ -270,7 +270,8 @@ class UnitState:
             style, compute = self._placements[path].style, self._placements[path].compute
             about = (self, index, path, state.bucket.shapes[place], state.stored, trained and state.bucket.trainable)
             if style is not None:
-                made[path] = SlicedHandle.make(*about, style, compute, self._slices)
+                window = compute.spec.window(compute.shape, self._slices.mesh.shape, self._slices.mesh.coords)
+                made[path] = SlicedHandle.make(*about, style, window, self._slices)
             elif self.gathers:
                 made[path] = Handle(*about)
         return made

@@ -43,7 +43,8 @@ def on_numbers(schedule: Schedule) -> Schedule:
 def _numbers(value: Any) -> torch.Tensor | None:
     """Float64; None for what is not real numbers."""
     if isinstance(value, (np.ndarray, np.generic)):
-        value = torch.from_numpy(np.asarray(value)) if value.dtype.kind in "iuf" else None
+        # A copy: torch takes no negative strides, and warns of arrays that are read-only.
+        value = torch.from_numpy(np.array(value, np.float64, order="C")) if value.dtype.kind in "iuf" else None
     if isinstance(value, torch.Tensor):
         real = value.dtype != torch.bool and not value.is_complex()
         return value.detach().to(torch.float64) if real else None

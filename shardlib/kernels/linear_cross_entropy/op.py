@@ -63,7 +63,10 @@ def linear_cross_entropy(
     wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     flat = targets.flatten()
     (total,) = _total(x.flatten(0, -2), weight, flat, ignore_index, float(label_smoothing), wanted, using)
-    return total if reduction == "sum" else total / (flat != ignore_index).sum()
+    if reduction == "sum":
+        return total
+    count = (flat != ignore_index).sum()
+    return torch.where(count > 0, total / count.clamp(min=1), torch.nan)  # of none NaN, and gradients of 0, as torch's
 
 
 def _forward(

@@ -190,10 +190,6 @@ def _check(
     bias: torch.Tensor | None,
 ) -> None:
     """Kernels read by these sizes: what does not have them must not reach one."""
-    if not isinstance(layout, Layout):
-        raise TypeError(
-            f"sparse_attention: layout is a {type(layout).__name__}; make one, such as sl.sparse.bigbird(length)"
-        )
     given = {"q": q, "k": k, "v": v, "layout": layout.columns, "key_mask": key_mask, "bias": bias}
     exactly = {"layout": layout.columns.dtype, "key_mask": torch.bool}
     check_tensors("sparse_attention", given, ("key_mask", "bias"), exactly)
