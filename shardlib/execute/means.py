@@ -105,7 +105,7 @@ def is_number(value: Any) -> bool:
 
 
 def as_number(value: Any, device: torch.device) -> torch.Tensor:
-    """It as a float64, 0-d, detached."""
+    """A value as float64, 0-d, detached."""
     if isinstance(value, torch.Tensor):
         return value.detach().reshape(()).to(device, torch.float64)
     return torch.tensor(float(value), dtype=torch.float64, device=device)

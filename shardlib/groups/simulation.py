@@ -189,7 +189,7 @@ class Simulation:
             )
 
     def _computing(self, threads: Sequence[_Rank]) -> list[_Rank]:
-        """Those that have not ended and wait for nobody."""
+        """Ranks that have not ended and wait for nobody."""
         return [thread for thread in threads if not thread.ended.is_set() and thread.rank not in self._waiting]
 
 
