@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from shardlib._compat import saving_hooks
 from shardlib.execute.handles import Handle
+from shardlib.execute.saving import Kept
 from shardlib.execute.units import BucketState, attached
 
 _Nexts = tuple[tuple[Any, int], ...]
@@ -151,7 +152,7 @@ def _product(node: Any, place: int, towards: GradientEdge, leaves: frozenset[Any
         return None
     weight, other = factors[side], factors[1 - side]
     # Foreign hooks, such as those of a user's own checkpoint, may hand a tensor out only once.
-    if not isinstance(getattr(node, f"_raw_saved_{other}").data, (torch.Tensor, _Twice)):
+    if not isinstance(getattr(node, f"_raw_saved_{other}").data, (torch.Tensor, Kept, _Twice)):
         return None
     by_columns = getattr(node, f"_saved_{weight}_sym_strides", (0,))[0] == 1
     return Product(node, towards, leaves, other, side, by_columns)

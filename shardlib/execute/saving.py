@@ -4,13 +4,34 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardlib.execute.handles import Handle
 from shardlib.execute.units import BucketState, UnitState
+
+
+class Kept(NamedTuple):
+    """A saved tensor as it is. Torch does not look whether those that were saved through hooks were written to since."""
+
+    tensor: torch.Tensor
+    version: int
+
+    def value(self) -> torch.Tensor:
+        """What backward needs.
+
+        Raises:
+            RuntimeError: it was written to since, as torch has it for its own.
+        """
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
+                f"shape {tuple(self.tensor.shape)}, {self.tensor.dtype}, is at version {self.tensor._version}; expected "
+                f"version {self.version} instead. Write to a copy: x = x.clone() before the operation that changes x in place"
+            )
+        return self.tensor
 
 
 class SavedTensors:
@@ -55,28 +76,13 @@ class SavedTensors:
             place = self.place(tensor)
             if place is not None and place[1].bucket.dtype is tensor.dtype:
                 return *place, tensor.size(), tensor.stride(), tensor.storage_offset()
-        return tensor, tensor._version
+        return Kept(tensor, tensor._version)
 
     def _recall(self, note: Any) -> torch.Tensor:
+        if type(note) is Kept:
+            return note.value()
         if type(note) is not tuple:
             return note
-        if len(note) == 2:
-            return _unchanged(*note)
         unit, state, size, stride, offset = note
         self._touch(unit)
         return state.whole.as_strided(size, stride, offset)
-
-
-def _unchanged(saved: torch.Tensor, version: int) -> torch.Tensor:
-    """A saved tensor as backward needs it: torch does not look at those that were saved through hooks.
-
-    Raises:
-        RuntimeError: it was written to since, as torch has it for its own.
-    """
-    if saved._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
-            f"shape {tuple(saved.shape)}, {saved.dtype}, is at version {saved._version}; expected version {version} "
-            "instead. Write to a copy: x = x.clone() before the operation that changes x in place"
-        )
-    return saved
