@@ -16,7 +16,7 @@ Sizes = Mapping[str, int]
 
 
 class Window(NamedTuple):
-    """Which part of a tensor a slice is: the tensor's shape, and first index and size in each dimension."""
+    """The part of a tensor that a slice is: the tensor's shape, and first index and size in each dimension."""
 
     shape: tuple[int, ...]
     first: tuple[int, ...]

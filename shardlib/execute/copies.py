@@ -41,10 +41,9 @@ def require_alike(grads: Mapping[str, torch.Tensor], losses: _Losses, plan: Plan
         for path in mine:
             if path and any(_differ(theirs[path], everyone[0][path], smallest) for theirs in everyone[1:]):
                 bad.append(f"{path}: along axis {axis!r}")
-    found = [path for paths in primitives.all_gather_object(mesh, list(mesh.shape), bad) for path in paths]
-    if found:
+    if found := _by_any(mesh, bad):
         raise HandleError(
-            f"parameters that are whole on every rank got other gradients on each:\n{listing(list(dict.fromkeys(found)))}\n"
+            f"parameters that are whole on every rank got other gradients on each:\n{listing(found)}\n"
             "So they, or what comes after them, are used on the slices that tensor_slicing's rules make of activations. Give "
             "one that is used between a column and a row layer the style 'shared' (its gradient is then summed); and where a "
             "layer stays whole beside sliced ones (a key beside queries), slice all of them, or none."
@@ -53,19 +52,24 @@ def require_alike(grads: Mapping[str, torch.Tensor], losses: _Losses, plan: Plan
 
 def _require_one_loss(losses: _Losses, axes: Sequence[str], mesh: Mesh) -> None:
     mine = [float(number) for loss in losses for number in loss]
-    found: list[str] = []
+    bad: list[str] = []
     for axis in axes:
         everyone = primitives.all_gather_object(mesh, [axis], mine)
         columns = list(zip(*everyone, strict=False))
         if any(_apart(one, other) for one, *others in columns for other in others):
-            found.append(f"along axis {axis!r}: {', '.join(f'{total:g}' for total in columns[0])} (first micro-batch)")
-    found = [one for theirs in primitives.all_gather_object(mesh, list(mesh.shape), found) for one in theirs]
-    if found:
+            bad.append(f"along axis {axis!r}: {', '.join(f'{total:g}' for total in columns[0])} (first micro-batch)")
+    if found := _by_any(mesh, bad):
         raise HandleError(
-            f"ranks of one batch found other losses:\n{listing(list(dict.fromkeys(found)))}\nSo the loss is made of the "
+            f"ranks of one batch found other losses:\n{listing(found)}\nSo the loss is made of the "
             "slices that tensor_slicing's rules make of activations or parameters. Give a column layer whose outputs no row "
             "layer takes up the style sl.column(gather=True), or leave what the loss reads whole ('replicated')."
         )
+
+
+def _by_any(mesh: Mesh, found: list[str]) -> list[str]:
+    """What any rank found, once each. All ranks call it."""
+    everyone = primitives.all_gather_object(mesh, list(mesh.shape), found)
+    return list(dict.fromkeys(one for theirs in everyone for one in theirs))
 
 
 def _apart(one: float, other: float) -> bool:
