@@ -21,7 +21,7 @@ $(STAMP): requirements/cpu.txt pyproject.toml
 
 # One thread a rank: two ranks on two cores would otherwise fight over them.
 train: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node=$(RANKS) -m shardlib.cli train $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node=$(RANKS) -m shardlib.commands train $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -33,7 +33,7 @@ test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not nightly" $(ARGS)
 
 nightly: lint
-	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -n 2 -m "nightly or not nightly" $(ARGS)
+	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -n 2 --timeout 3600 -m "nightly or not nightly" $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -19,8 +19,8 @@ import torch
 import shardlib as sl
 from benchmarks import gpu_dense, gpu_kernels, gpu_optimizer_kernels, gpu_sparse, gpu_train
 from benchmarks.gpu_timing import Rows, Timing
-from shardlib.groups import EchoGroup
-from shardlib.mesh import Mesh
+from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.transport import EchoGroup
 from shardlib.models import gpt
 
 

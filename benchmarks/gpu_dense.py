@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu_timing import Rows, Timing
-from shardlib.kernels.build import BuildError
+from shardlib.kernels.common.build import BuildError
 from shardlib.kernels.dropout import Draw, dropout
 from shardlib.kernels.gelu import gelu
 from shardlib.kernels.linear_cross_entropy import linear_cross_entropy

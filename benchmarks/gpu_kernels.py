@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.gpu_timing import Rows, Timing
 from shardlib.kernels import onebit, quantize
-from shardlib.kernels.build import BuildError
+from shardlib.kernels.common.build import BuildError
 from shardlib.kernels.onebit import Segments
 from shardlib.kernels.quantize import Blockwise
 

@@ -10,7 +10,7 @@ import torch
 from benchmarks.gpu_kernels import Timed, bandwidths, implementations
 from benchmarks.gpu_timing import Rows, Timing
 from shardlib.kernels import adamw, adamw8, frozen_adam, global_norm, lion
-from shardlib.kernels.build import BuildError
+from shardlib.kernels.common.build import BuildError
 
 _ODD = 1_000_003  # elements in the checks
 _RATE = torch.tensor(1e-3, dtype=torch.float64)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks.report import write_rows
-from shardlib.kernels.build import BuildError
+from shardlib.kernels.common.build import BuildError
 
 Rows = list[dict[str, str]]
 _WARM, _ROUNDS = 4, 10

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import shardlib as sl
 from benchmarks.gpu_timing import Rows, Timing
 from benchmarks.model import GPT, Config, make_loss, params_of
-from shardlib.mesh import Mesh
+from shardlib.mesh.mesh import Mesh
 
 Step = Callable[[], torch.Tensor]
 

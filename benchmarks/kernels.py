@@ -11,7 +11,8 @@ import torch
 
 from benchmarks.report import Row, Section
 from benchmarks.timing import interleave, ratio
-from shardlib.kernels import dispatch, onebit, quantize
+from shardlib.kernels import onebit, quantize
+from shardlib.kernels.common import dispatch
 from shardlib.kernels.onebit import Segments
 from shardlib.kernels.quantize import Blockwise
 

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 import shardlib as sl
-from shardlib.collectives.codecs import OneBit
+from shardlib.collectives.codecs.integers import OneBit
 from shardlib.models.gpt import GPTConfig
 from shardlib.optim import GradientTransformation, Locality
 from shardlib.optim.base import Owned
-from shardlib.optim.schedules import Schedule
+from shardlib.optim.schedules.base import Schedule
 from shardlib.tree import tree_map
 
 _B1, _B2 = 0.9, 0.98  # a variance over 50 steps, well before it is frozen

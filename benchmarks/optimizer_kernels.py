@@ -11,7 +11,8 @@ import torch
 
 from benchmarks.report import Row, Section
 from benchmarks.timing import interleave, ratio
-from shardlib.kernels import adamw, dispatch, frozen_adam
+from shardlib.kernels import adamw, frozen_adam
+from shardlib.kernels.common import dispatch
 from shardlib.kernels.global_norm import sum_of_squares
 
 _ELEMENTS = 1 << 25

@@ -20,8 +20,8 @@ import shardlib as sl
 from benchmarks.model import Config, random_batch
 from benchmarks.providers import shardlib_stage
 from shardlib.collectives import primitives
-from shardlib.exchange import Gather, Reduction
-from shardlib.layout import Bucket
+from shardlib.plan.buckets import Bucket
+from shardlib.sharded.exchange import Gather, Reduction
 
 _CALLS = {
     "gather start": (Gather, "_launch"),

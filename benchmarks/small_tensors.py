@@ -15,7 +15,7 @@ from benchmarks.provider import ADAMW
 from benchmarks.report import Row, Section
 from benchmarks.timing import interleave, ratio
 from shardlib.execute import gradients, units
-from shardlib.groups import EchoGroup
+from shardlib.mesh.transport import EchoGroup
 
 Call = Callable[[int], float]
 

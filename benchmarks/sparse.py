@@ -20,7 +20,7 @@ import shardlib as sl
 from benchmarks.gathered import Gathered
 from benchmarks.report import machine, results, write_rows
 from benchmarks.timing import Times, interleave, ratio
-from shardlib.kernels.dispatch import choose
+from shardlib.kernels.common.dispatch import choose
 
 _HEADS, _SIZE, _BLOCK = 2, 64, 16
 _TARGET = 3.0  # times as fast as gathered blocks

@@ -1,9 +1,6 @@
 """shardlib: pure functions turn a parameter pytree into sharded state and a train step."""
 
 from shardlib import checkpoint, init, optim, report, schedules, sparse
-from shardlib.attending import attention
-from shardlib.blocks import block, sequential
-from shardlib.claims import chain
 from shardlib.collectives import (
     all_gather,
     all_reduce,
@@ -16,24 +13,29 @@ from shardlib.collectives import (
     vocab_cross_entropy,
 )
 from shardlib.errors import IllegalComposition, ShardlibError
-from shardlib.evaluation import make_eval_step
-from shardlib.functional import Mean, embedding, linear_cross_entropy
+from shardlib.evaluate import make_eval_step
 from shardlib.kernels.sparse_attention import sparse_attention
-from shardlib.launch import launch, simulate
-from shardlib.loss_scale import LossScale
+from shardlib.make_plan import make_plan
 from shardlib.measure import measure_blocks
-from shardlib.mesh import Mesh, abstract_mesh, make_mesh
-from shardlib.models.modules import from_module
-from shardlib.models.state import state_dict
+from shardlib.mesh.launch import launch, simulate
+from shardlib.mesh.mesh import Mesh, abstract_mesh, make_mesh
+from shardlib.mesh.specs import Leaf, P
+from shardlib.models.from_module import from_module
+from shardlib.models.state_dict import state_dict
+from shardlib.nn.attention import attention
+from shardlib.nn.blocks import block, sequential
+from shardlib.nn.functional import Mean, embedding, linear_cross_entropy
+from shardlib.nn.sequence import gather_sequence, shard_sequence, sum_sequence
 from shardlib.optim import GradientTransformation, apply_updates
-from shardlib.parts import gather_sequence, shard_sequence, sum_sequence
-from shardlib.plan import Plan
-from shardlib.prediction import predict_step
-from shardlib.preview import make_plan
+from shardlib.optim.train_state import TrainState, replace_params
+from shardlib.plan.claims import chain
+from shardlib.plan.loss_scale import LossScale
+from shardlib.plan.plan import Plan
+from shardlib.plan.predict import predict_step
 from shardlib.rng import Key, dropout
-from shardlib.sharded import Sharded, shard, unshard
-from shardlib.specs import Leaf, P
-from shardlib.state import TrainState, replace_params
+from shardlib.sharded.shard import shard
+from shardlib.sharded.tree import Sharded
+from shardlib.sharded.unshard import unshard
 from shardlib.train import make_train_step, unused_params, value_and_grad
 from shardlib.transforms import (
     accumulate,

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from shardlib.blocks import Sequential
 from shardlib.collectives import primitives
 from shardlib.execute.batches import as_tensors
-from shardlib.execute.interpreter import differentiable, fresh_leaf
 from shardlib.execute.losses import read_loss
-from shardlib.mesh import as_mesh
+from shardlib.execute.stages.interpreter import differentiable, fresh_leaf
+from shardlib.mesh.mesh import as_mesh
+from shardlib.nn.blocks import Sequential
 from shardlib.rng import Key
 from shardlib.tree import Tree, leaves_of, tree_map
 

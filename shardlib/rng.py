@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from shardlib.kernels import counter
-from shardlib.kernels.arguments import check_tensors
+from shardlib.kernels.common.arguments import check_tensors
 from shardlib.kernels.dropout import Draw
 from shardlib.kernels.dropout import dropout as dropout_kernel
-from shardlib.parts import current_parts
+from shardlib.nn.sequence import current_parts
 
 
 @dataclass(frozen=True)

@@ -8,21 +8,22 @@ from typing import Any
 
 import torch
 
-from shardlib.checksum import checksums
 from shardlib.collectives import primitives
 from shardlib.errors import IllegalComposition, TreeError
 from shardlib.execute.step import LossStep, require_usable
-from shardlib.groups import EchoGroup
-from shardlib.mesh import Mesh
+from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.transport import EchoGroup
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.settings import injected, settings
 from shardlib.optim.shards import MeshShards
 from shardlib.optim.storing import optimizer_shards, store
+from shardlib.optim.train_state import OptimizerState, TrainState, cloned, rescaled
 from shardlib.optim.wrapping import require_transformations
-from shardlib.planning import own_axis
+from shardlib.plan.build import own_axis
 from shardlib.rng import Key
-from shardlib.sharded import Sharded, shard
-from shardlib.state import OptimizerState, TrainState, cloned, rescaled
+from shardlib.sharded.checksum import checksums
+from shardlib.sharded.shard import shard
+from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, leaves_of, tree_map
 
 

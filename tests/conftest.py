@@ -9,7 +9,7 @@ from hypothesis import settings
 
 # The same few cases on every commit, so that a failure is the commit's; `make nightly` draws many new ones.
 settings.register_profile("commit", max_examples=30, deadline=None, derandomize=True)
-settings.register_profile("nightly", max_examples=1000, deadline=None, print_blob=True)
+settings.register_profile("nightly", max_examples=300, deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "commit"))
 
 # pytest runs a process a core: more threads than one each would only take turns.

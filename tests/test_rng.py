@@ -12,7 +12,7 @@ from helpers.models import share, tiny_gpt, token_batches
 from helpers.trees import assert_close
 
 import shardlib as sl
-from shardlib.parts import current_parts
+from shardlib.nn.sequence import current_parts
 from shardlib.rng import random_bits, uniform
 
 KEY = sl.Key(7).fold_in("test")

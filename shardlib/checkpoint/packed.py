@@ -7,7 +7,7 @@ from typing import Any
 import optree
 
 from shardlib.optim.base import Packed
-from shardlib.state import TrainState
+from shardlib.optim.train_state import TrainState
 
 
 def unpacked(state: TrainState) -> TrainState:

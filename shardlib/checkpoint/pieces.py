@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from shardlib.layout import Bucket
-from shardlib.mesh import Mesh
-from shardlib.plan import Plan
-from shardlib.specs import Window
-from shardlib.state import OptimizerState, TrainState
+from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.specs import Window
+from shardlib.optim.train_state import OptimizerState, TrainState
+from shardlib.plan.buckets import Bucket
+from shardlib.plan.plan import Plan
 from shardlib.tree import path_name
 
 PARAMS, MASTERS = "params/", f"opt/{OptimizerState._fields.index('masters')}/"

@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 
-from shardlib.checkpoint.errors import error_pieces, restore_errors
 from shardlib.checkpoint.overlap import fill, missing
-from shardlib.checkpoint.own import own_pieces, restore_own
 from shardlib.checkpoint.packed import pack, unpacked
 from shardlib.checkpoint.pieces import Piece, needed_pieces, owned_pieces, sources_of
+from shardlib.checkpoint.rank_local import own_pieces, restore_own
+from shardlib.checkpoint.residuals import error_pieces, restore_errors
 from shardlib.collectives import primitives
 from shardlib.errors import RankFailure, TreeError, listing
-from shardlib.loss_scale import LossScale
-from shardlib.mesh import Mesh
+from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.specs import Window
+from shardlib.optim.train_state import TrainState, rescaled
+from shardlib.plan.loss_scale import LossScale
 from shardlib.rng import Key
-from shardlib.specs import Window
-from shardlib.state import TrainState, rescaled
 
 
 def save(folder: str | Path, state: TrainState, keep: int = 2, extra: dict[str, Any] | None = None) -> Path:

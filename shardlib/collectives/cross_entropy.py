@@ -7,10 +7,10 @@ import torch
 from shardlib.collectives import primitives
 from shardlib.collectives.pairs import all_reduce, exchange, mesh_with
 from shardlib.errors import SpecError
-from shardlib.kernels.arguments import check_tensors
+from shardlib.kernels.common.arguments import check_tensors
 from shardlib.kernels.linear_cross_entropy.options import check_options, check_targets, refuse_unknown
-from shardlib.mesh import Mesh
-from shardlib.specs import chunk_size
+from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.specs import chunk_size
 
 
 def vocab_cross_entropy(

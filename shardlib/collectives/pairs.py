@@ -34,8 +34,8 @@ import torch
 
 from shardlib.collectives import primitives
 from shardlib.errors import MeshError, SpecError
-from shardlib.groups import Work
-from shardlib.mesh import Mesh, as_mesh, current_mesh
+from shardlib.mesh.mesh import Mesh, as_mesh, current_mesh
+from shardlib.mesh.transport import Work
 
 Pairs = tuple[tuple[int, int], ...]
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from shardlib.errors import RankMismatch, listing
-from shardlib.groups import Work
-from shardlib.mesh import Mesh
+from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.transport import Work
 
 
 def all_gather(mesh: Mesh, axis: str, out: torch.Tensor, inp: torch.Tensor, *, scalars: bool = False) -> Work:

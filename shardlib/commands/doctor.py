@@ -13,8 +13,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from shardlib.kernels import build, dispatch
-from shardlib.plan_text import table
+from shardlib.kernels.common import build, dispatch
+from shardlib.plan.text import table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

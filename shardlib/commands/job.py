@@ -11,18 +11,19 @@ from typing import Any
 import torch
 
 from shardlib import optim
-from shardlib.blocks import Sequential, sequential
 from shardlib.commands import model
 from shardlib.data.bytes import batch_at, load_bytes, split, windows
-from shardlib.evaluation import make_eval_step
-from shardlib.functional import Mean
-from shardlib.mesh import Mesh
+from shardlib.evaluate import make_eval_step
+from shardlib.make_plan import make_plan
+from shardlib.mesh.mesh import Mesh
 from shardlib.models import gpt
-from shardlib.plan import Plan
-from shardlib.preview import make_plan
+from shardlib.nn.blocks import Sequential, sequential
+from shardlib.nn.functional import Mean
+from shardlib.optim.train_state import TrainState
+from shardlib.plan.plan import Plan
 from shardlib.report.scores import byte_scores
-from shardlib.sharded import shard, unshard
-from shardlib.state import TrainState
+from shardlib.sharded.shard import shard
+from shardlib.sharded.unshard import unshard
 from shardlib.train import make_train_step
 
 

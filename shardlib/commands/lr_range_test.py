@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shardlib import optim
 from shardlib.commands import job, model, pictures
-from shardlib.mesh import make_mesh
+from shardlib.mesh.mesh import make_mesh
 from shardlib.report.log import Log
 from shardlib.report.plot import plot_range_test
 from shardlib.report.range_test import has_diverged, propose_rate

@@ -9,8 +9,8 @@ import torch
 
 from shardlib import optim, schedules
 from shardlib.commands import model, pictures
-from shardlib.mesh import abstract_mesh
-from shardlib.preview import make_plan
+from shardlib.make_plan import make_plan
+from shardlib.mesh.mesh import abstract_mesh
 from shardlib.report.timeline import draw_timeline, timeline_text
 
 

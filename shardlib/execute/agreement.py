@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from shardlib.collectives import primitives
 from shardlib.errors import LossError, listing
-from shardlib.mesh import Mesh
+from shardlib.mesh.mesh import Mesh
 
 NUMBERS = 6
 _WORD = 20  # bits: sums of squares over up to 8,192 ranks are exact in float64

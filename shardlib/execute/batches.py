@@ -11,8 +11,8 @@ import optree
 import torch
 
 from shardlib.errors import BatchError, listing
-from shardlib.mesh import Mesh
-from shardlib.plan import Plan
+from shardlib.mesh.mesh import Mesh
+from shardlib.plan.plan import Plan
 from shardlib.tree import Tree, flatten, path_name, tree_map, unflatten
 
 

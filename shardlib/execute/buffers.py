@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from shardlib.mesh import Mesh
+from shardlib.mesh.mesh import Mesh
 from shardlib.optim.shards import sum_over
-from shardlib.plan import Plan
+from shardlib.plan.plan import Plan
 from shardlib.tree import Tree, leaves_of, tree_map
 
 

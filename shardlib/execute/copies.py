@@ -8,8 +8,8 @@ import torch
 
 from shardlib.collectives import primitives
 from shardlib.errors import HandleError, listing
-from shardlib.mesh import Mesh
-from shardlib.plan import Plan
+from shardlib.mesh.mesh import Mesh
+from shardlib.plan.plan import Plan
 
 # By how much sums over the same numbers may differ; and the share of the whole gradient below which one is rounding, which
 # is also the difference of two losses that is.

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardlib._compat import grad
-from shardlib.blocks import block_runner
 from shardlib.errors import HandleError
 from shardlib.execute.gathering import Gathering
 from shardlib.execute.gradients import Gradients, Route
@@ -25,11 +24,12 @@ from shardlib.execute.saving import SavedTensors
 from shardlib.execute.sequence import SequenceParts
 from shardlib.execute.slicing import Slices, gathered, refuse_slices
 from shardlib.execute.units import BucketState, UnitState
-from shardlib.mesh import Mesh, current_mesh
-from shardlib.parts import current_parts
-from shardlib.plan import Plan
+from shardlib.mesh.mesh import Mesh, current_mesh
+from shardlib.nn.blocks import block_runner
+from shardlib.nn.sequence import current_parts
+from shardlib.plan.plan import Plan
 from shardlib.rng import restore_generators, states_of_generators
-from shardlib.sharded import Sharded
+from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, tree_map, unflatten
 
 T = TypeVar("T")

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
-from shardlib.collectives.sums import Errors
-from shardlib.exchange import Compression, Reduction, Sum
+from shardlib.collectives.codecs.base import Errors
 from shardlib.execute.gathering import Gathering
-from shardlib.layout import Bucket
-from shardlib.mesh import Mesh
-from shardlib.plan import Plan
+from shardlib.mesh.mesh import Mesh
+from shardlib.plan.buckets import Bucket
+from shardlib.plan.plan import Plan
+from shardlib.sharded.exchange import Compression, Reduction, Sum
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from shardlib.checksum import checksums
 from shardlib.collectives import primitives
 from shardlib.errors import RankMismatch, axes_named
-from shardlib.mesh import Mesh
-from shardlib.plan import Plan
+from shardlib.mesh.mesh import Mesh
+from shardlib.plan.plan import Plan
+from shardlib.sharded.checksum import checksums
 from shardlib.tree import Tree
 
 EVERY = 16  # steps between two comparisons of batches' contents: reading them costs a pass over their memory

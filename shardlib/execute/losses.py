@@ -10,7 +10,7 @@ import torch
 
 from shardlib.errors import REENTRANT, LossError
 from shardlib.execute.means import as_number, described, is_number
-from shardlib.functional import Mean
+from shardlib.nn.functional import Mean
 
 
 class Outcome(NamedTuple):

@@ -9,10 +9,10 @@ from typing import Any
 import optree
 import torch
 
-from shardlib.functional import Mean
-from shardlib.mesh import Mesh
+from shardlib.mesh.mesh import Mesh
+from shardlib.nn.functional import Mean
 from shardlib.optim.shards import sum_over
-from shardlib.plan import Plan
+from shardlib.plan.plan import Plan
 from shardlib.tree import Tree, path_name
 
 

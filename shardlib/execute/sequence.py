@@ -1,4 +1,4 @@
-"""What the functions of `shardlib.parts` do under a sequence plan."""
+"""What the functions of `shardlib.nn.sequence` do under a sequence plan."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from shardlib.attending import Attention, plain_attention
 from shardlib.collectives import pairs, primitives
-from shardlib.collectives.attention import ulysses_attention
-from shardlib.collectives.ring_attention import ring_attention
+from shardlib.collectives.sequence.ring import ring_attention
+from shardlib.collectives.sequence.ulysses import ulysses_attention
 from shardlib.errors import LossError, SpecError, listing
-from shardlib.mesh import Mesh
-from shardlib.parts import SequencePlan
+from shardlib.mesh.mesh import Mesh
+from shardlib.nn.attention import Attention, plain_attention
+from shardlib.nn.sequence import SequencePlan
 
 
 class SequenceParts:

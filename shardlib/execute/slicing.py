@@ -22,11 +22,11 @@ from shardlib.collectives.cross_entropy import vocab_cross_entropy
 from shardlib.errors import HandleError, SpecError, listing
 from shardlib.execute.handles import Handle, Source, kind_of, materialise, refuse_max_norm
 from shardlib.execute.sequence import SequenceParts
-from shardlib.functional import embedding, linear_cross_entropy, own_slice, slice_of, widened
-from shardlib.mesh import Mesh
-from shardlib.parts import shard_sequence
-from shardlib.specs import Window, chunk_size
-from shardlib.styles import Style
+from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.specs import Window, chunk_size
+from shardlib.nn.functional import embedding, linear_cross_entropy, own_slice, slice_of, widened
+from shardlib.nn.sequence import shard_sequence
+from shardlib.plan.styles import Style
 
 
 class Slices:

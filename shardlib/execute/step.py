@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from shardlib.collectives import primitives
-from shardlib.collectives.sums import Errors
+from shardlib.collectives.codecs.base import Errors
 from shardlib.errors import BatchError, HandleError, IllegalComposition, LossError, NonFiniteError, TreeError
-from shardlib.exchange import Compression
 from shardlib.execute.batches import as_tensors, rows_of, split_batch
 from shardlib.execute.buffers import average_buffers
 from shardlib.execute.copies import require_alike
@@ -22,16 +21,17 @@ from shardlib.execute.gradients import Gradients, Route, plain_route
 from shardlib.execute.inputs import Inputs
 from shardlib.execute.losses import Outcome, is_compiled, needs, read_loss, require_function, require_gradient, wants
 from shardlib.execute.means import quotients, sum_means
-from shardlib.execute.pipeline import Pipe
 from shardlib.execute.sequence import require_whole_loss
+from shardlib.execute.stages.pipe import Pipe
 from shardlib.execute.totals import Sums, Totals
 from shardlib.kernels.global_norm import sum_of_squares
-from shardlib.mesh import Mesh
-from shardlib.optim.own_exchange import OwnExchange
+from shardlib.mesh.mesh import Mesh
+from shardlib.optim.axis_owner.own_exchange import OwnExchange
 from shardlib.optim.shards import MeshShards
-from shardlib.plan import Plan
+from shardlib.plan.plan import Plan
 from shardlib.rng import Key, restore_generators, seeding_torch, states_of_generators
-from shardlib.sharded import Sharded
+from shardlib.sharded.exchange import Compression
+from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree
 
 

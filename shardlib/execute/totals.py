@@ -10,9 +10,9 @@ from shardlib.execute import agreement
 from shardlib.execute.agreement import Agreement
 from shardlib.execute.losses import Outcome
 from shardlib.execute.means import Results
-from shardlib.mesh import Mesh
+from shardlib.mesh.mesh import Mesh
 from shardlib.optim.shards import sum_over
-from shardlib.plan import Plan
+from shardlib.plan.plan import Plan
 from shardlib.tree import Tree, flatten
 
 _SUMS = ("total", "weight", "squares", "strays", "weighted", "aux")

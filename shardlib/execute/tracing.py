@@ -11,16 +11,16 @@ import torch
 from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Gradients, plain_route
 from shardlib.execute.handles import materialise
-from shardlib.execute.interpreter import Run, differentiable, fresh_leaf
 from shardlib.execute.live import LiveBytes
 from shardlib.execute.losses import read_loss
-from shardlib.execute.pipeline import require_blocks
 from shardlib.execute.sequence import require_whole_loss
-from shardlib.mesh import Mesh
-from shardlib.placement import StageTrace
-from shardlib.plan import Plan
+from shardlib.execute.stages.interpreter import Run, differentiable, fresh_leaf
+from shardlib.execute.stages.pipe import require_blocks
+from shardlib.mesh.mesh import Mesh
+from shardlib.plan.placement import StageTrace
+from shardlib.plan.plan import Plan
 from shardlib.rng import Key
-from shardlib.sharded import Sharded
+from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, leaves_of, tree_map
 
 

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from shardlib._compat import run_first
-from shardlib.collectives.codecs import Packing
-from shardlib.exchange import Gather
+from shardlib.collectives.codecs.integers import Packing
 from shardlib.execute.gradients import Gradients
 from shardlib.execute.handles import Handle
 from shardlib.execute.slicing import SlicedHandle, Slices
-from shardlib.layout import Bucket
-from shardlib.mesh import Mesh
-from shardlib.placement import Placement
+from shardlib.mesh.mesh import Mesh
+from shardlib.plan.buckets import Bucket
+from shardlib.plan.placement import Placement
+from shardlib.sharded.exchange import Gather
 
 
 class _Root(torch.autograd.Function):

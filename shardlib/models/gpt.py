@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib.attending import attention
-from shardlib.blocks import Sequential, sequential
-from shardlib.blocks import block as mark_block
-from shardlib.functional import embedding, linear_cross_entropy
-from shardlib.models.cache import Seen
-from shardlib.models.pieces import Fresh, Params, check_sizes, drop, layer_norm, layer_rules, linear, self_attention
-from shardlib.parts import gather_sequence, shard_sequence
+from shardlib.models.kv_cache import Seen
+from shardlib.models.layers import Fresh, Params, check_sizes, drop, layer_norm, layer_rules, linear, self_attention
+from shardlib.nn.attention import attention
+from shardlib.nn.blocks import Sequential, sequential
+from shardlib.nn.blocks import block as mark_block
+from shardlib.nn.functional import embedding, linear_cross_entropy
+from shardlib.nn.sequence import gather_sequence, shard_sequence
 from shardlib.rng import Key
 from shardlib.sparse import Layout
 

@@ -115,8 +115,8 @@ def _require_written(module: nn.Module, leaves: Any, counted: _Counted, what: st
 class _Counted(TorchDispatchMode):
     """Draws by counter-based keys what is drawn in place from a normal or a uniform distribution.
 
-    So a rank that records an initialiser (see `shardlib.deferred`) draws its own part of a parameter alone. Notes what is
-    written to.
+    So a rank that records an initialiser (see `shardlib.init.deferred`) draws its own part of a parameter alone. Notes
+    what is written to.
     """
 
     def __init__(self, key: Key) -> None:

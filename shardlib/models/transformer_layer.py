@@ -10,7 +10,8 @@ per token, of width w, inner width f and h heads over s keys:
 
 Masks of dropout are never kept: backward draws them again from the counter (`shardlib.rng`).
 
-``stochastic`` halves what is left, in fp32: activations are kept in bf16, rounded at random (`shardlib.kernels.rounding`).
+``stochastic`` halves what is left, in fp32: activations are kept in bf16, rounded at random (see
+`shardlib.kernels.common.rounding`).
 The outputs are the same. What it gives up: gradients are those of activations that are each off by up to one part in 128,
 right on average over the draws as far as they are linear in what is kept (those of weights are; those that pass through a
 norm, a GeLU or a softmax to second order), and no longer the same on every mesh.
@@ -28,15 +29,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib.attending import attention
-from shardlib.functional import own_slice, slice_of
+from shardlib.kernels.common.recompute import recomputed
+from shardlib.kernels.common.rounding import kept_in_bf16
 from shardlib.kernels.gelu import gelu
 from shardlib.kernels.norm import layer_norm
-from shardlib.kernels.recompute import recomputed
-from shardlib.kernels.rounding import kept_in_bf16
 from shardlib.kernels.softmax import softmax
-from shardlib.models.pieces import Params, layer_rules
-from shardlib.parts import current_parts
+from shardlib.models.layers import Params, layer_rules
+from shardlib.nn.attention import attention
+from shardlib.nn.functional import own_slice, slice_of
+from shardlib.nn.sequence import current_parts
 from shardlib.rng import Key, dropout
 from shardlib.tree import leaves_of
 

@@ -1,37 +1,25 @@
 """Gradient transformations in optax's shape, and schedules."""
 
-from shardlib.optim.adafactor import adafactor
-from shardlib.optim.adagrad import adagrad
-from shardlib.optim.adam import adam, adamw
-from shardlib.optim.adam8bit import adamw8bit
-from shardlib.optim.averages import ema, swa
+from shardlib.optim.axis_owner.onebit_adam import onebit_adam
+from shardlib.optim.axis_owner.onebit_lamb import onebit_lamb
+from shardlib.optim.axis_owner.zero_one_adam import zero_one_adam
+from shardlib.optim.axis_owner.zero_one_steps import Sent, ZeroOneSteps
 from shardlib.optim.base import GradientTransformation
-from shardlib.optim.clip import clip_by_block_norm, clip_by_global_norm, clip_by_value
 from shardlib.optim.combine import chain, named_chain
-from shardlib.optim.cycles import (
-    OneCycle,
-    cosine_onecycle_schedule,
-    linear_onecycle_schedule,
-    lr_range_test_schedule,
-    one_cycle,
-)
-from shardlib.optim.decay import add_decayed_weights
-from shardlib.optim.from_torch import from_torch
-from shardlib.optim.inject import inject_hyperparams
-from shardlib.optim.lamb import lamb
-from shardlib.optim.large_batch import linear_scaling, sqrt_scaling
-from shardlib.optim.lion import lion
 from shardlib.optim.locality import Locality
-from shardlib.optim.lookahead import lookahead
-from shardlib.optim.masked import masked, partition
-from shardlib.optim.muon import muon
-from shardlib.optim.noise import add_noise
-from shardlib.optim.nonfinite import skip_nonfinite
-from shardlib.optim.onebit_adam import onebit_adam
-from shardlib.optim.onebit_lamb import onebit_lamb
-from shardlib.optim.rmsprop import rmsprop
-from shardlib.optim.rounding import stochastic_rounding
-from shardlib.optim.schedules import (
+from shardlib.optim.optimizers.adafactor import adafactor
+from shardlib.optim.optimizers.adagrad import adagrad
+from shardlib.optim.optimizers.adam import adam, adamw
+from shardlib.optim.optimizers.adam8bit import adamw8bit
+from shardlib.optim.optimizers.clip import clip_by_block_norm, clip_by_global_norm, clip_by_value
+from shardlib.optim.optimizers.decay import add_decayed_weights
+from shardlib.optim.optimizers.lamb import lamb
+from shardlib.optim.optimizers.lion import lion
+from shardlib.optim.optimizers.muon import muon
+from shardlib.optim.optimizers.noise import add_noise
+from shardlib.optim.optimizers.rmsprop import rmsprop
+from shardlib.optim.optimizers.sgd import sgd
+from shardlib.optim.schedules.base import (
     Schedule,
     constant_schedule,
     cosine_decay_schedule,
@@ -42,18 +30,30 @@ from shardlib.optim.schedules import (
     piecewise_interpolate_schedule,
     polynomial_schedule,
 )
-from shardlib.optim.sgd import sgd
-from shardlib.optim.shards import Shards
-from shardlib.optim.storing import apply_updates
-from shardlib.optim.warmup import (
+from shardlib.optim.schedules.cycles import (
+    OneCycle,
+    cosine_onecycle_schedule,
+    linear_onecycle_schedule,
+    lr_range_test_schedule,
+    one_cycle,
+)
+from shardlib.optim.schedules.large_batch import linear_scaling, sqrt_scaling
+from shardlib.optim.schedules.warmup import (
     warmup_constant_schedule,
     warmup_cosine_decay_schedule,
     warmup_exponential_decay_schedule,
     warmup_linear_decay_schedule,
     warmup_stable_decay_schedule,
 )
-from shardlib.optim.zero_one_adam import zero_one_adam
-from shardlib.optim.zero_one_steps import Sent, ZeroOneSteps
+from shardlib.optim.shards import Shards
+from shardlib.optim.storing import apply_updates
+from shardlib.optim.wrappers.averages import ema, swa
+from shardlib.optim.wrappers.from_torch import from_torch
+from shardlib.optim.wrappers.inject import inject_hyperparams
+from shardlib.optim.wrappers.lookahead import lookahead
+from shardlib.optim.wrappers.masked import masked, partition
+from shardlib.optim.wrappers.nonfinite import skip_nonfinite
+from shardlib.optim.wrappers.rounding import stochastic_rounding
 
 __all__ = [
     "GradientTransformation",

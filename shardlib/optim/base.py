@@ -14,15 +14,15 @@ from typing import Any, Protocol
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardlib.collectives.sums import Codec
+from shardlib.collectives.codecs.base import Codec
 from shardlib.errors import IllegalComposition
-from shardlib.groups import EchoGroup
-from shardlib.mesh import Mesh
+from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.transport import EchoGroup
 from shardlib.optim.locality import Locality
 from shardlib.optim.shards import WHOLE, MeshShards, Shards
 from shardlib.optim.storing import optimizer_shards, stored
-from shardlib.plan import Plan
-from shardlib.sharded import Sharded
+from shardlib.plan.plan import Plan
+from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, check_alike, check_trained, tree_map
 
 

@@ -9,9 +9,9 @@ import optree
 import torch
 
 from shardlib.errors import IllegalComposition
+from shardlib.mesh.pieces import pieces
 from shardlib.optim.storing import optimizer_shards
-from shardlib.pieces import pieces
-from shardlib.sharded import Sharded
+from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree
 
 

@@ -13,7 +13,7 @@ import optree
 import torch
 
 from shardlib.optim.base import GradientTransformation
-from shardlib.optim.inject import InjectState
+from shardlib.optim.wrappers.inject import InjectState
 from shardlib.tree import Tree
 
 

@@ -9,19 +9,19 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from shardlib.claims import LeafInfo
 from shardlib.collectives import primitives
-from shardlib.collectives.sums import Errors
+from shardlib.collectives.codecs.base import Errors
 from shardlib.errors import IllegalComposition
-from shardlib.layout import Bucket
-from shardlib.mesh import Mesh
+from shardlib.mesh.index_map import Places
+from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.pieces import pieces
+from shardlib.optim.axis_owner.own_exchange import OwnExchange
 from shardlib.optim.locality import Locality
-from shardlib.optim.own_exchange import OwnExchange
 from shardlib.optim.whole import WholeLeaves
-from shardlib.pieces import pieces
-from shardlib.places import Places
-from shardlib.plan import Plan
-from shardlib.plan_payload import share
+from shardlib.plan.buckets import Bucket
+from shardlib.plan.claims import LeafInfo
+from shardlib.plan.payload import share
+from shardlib.plan.plan import Plan
 from shardlib.tree import Tree, flatten, leaves_of, unflatten
 
 

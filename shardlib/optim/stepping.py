@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from shardlib.mesh.pieces import pieces
 from shardlib.optim.base import GradientTransformation, Owned, apart, scaled, write_copies
 from shardlib.optim.locality import Locality
 from shardlib.optim.shards import Shards
-from shardlib.pieces import pieces
 from shardlib.tree import Tree, leaves_of, tree_map
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from shardlib.errors import TreeError
-from shardlib.exchange import Gather
-from shardlib.sharded import Sharded
+from shardlib.sharded.exchange import Gather
+from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, check_alike, tree_map
 
 

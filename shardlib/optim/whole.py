@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from shardlib.collectives import primitives
-from shardlib.layout import Bucket
-from shardlib.mesh import Mesh
-from shardlib.plan import Plan
-from shardlib.plan_payload import share
-from shardlib.specs import shard_of
+from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.specs import shard_of
+from shardlib.plan.buckets import Bucket
+from shardlib.plan.payload import share
+from shardlib.plan.plan import Plan
 
 
 @dataclass(frozen=True)

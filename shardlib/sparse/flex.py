@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
+from shardlib.kernels.common.thresholds import Threshold
 from shardlib.sparse.layout import Layout
-from shardlib.thresholds import Threshold
 
 # (sample, head, query, key) -> whether the query sees the key.
 MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from shardlib.kernels.common.thresholds import Threshold
 from shardlib.kernels.counter import random_bits
 from shardlib.rng import Key
 from shardlib.sparse.layout import Layout, offsets_of
-from shardlib.thresholds import Threshold
 
 _COLUMNS = Threshold(1 << 22)  # of intervals that are written out at a time
 

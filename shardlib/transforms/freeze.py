@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardlib.claims import Claim, LeafInfo, Use
 from shardlib.errors import IllegalComposition
+from shardlib.plan.claims import Claim, LeafInfo, Use
 
 _SHOWN = 3  # patterns in a plan's print-out
 

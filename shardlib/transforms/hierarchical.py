@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardlib.claims import Claim, LeafInfo, Live
+from shardlib.plan.claims import Claim, LeafInfo, Live
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
-from shardlib.claims import LeafInfo
 from shardlib.errors import listing
-from shardlib.specs import P
-from shardlib.styles import Slicing
+from shardlib.mesh.specs import P
+from shardlib.plan.claims import LeafInfo
+from shardlib.plan.styles import Slicing
 
 
 @dataclass(frozen=True)

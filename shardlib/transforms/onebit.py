@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardlib.claims import Claim, LeafInfo, Reduce
-from shardlib.collectives.codecs import OneBit
+from shardlib.collectives.codecs.integers import OneBit
 from shardlib.errors import IllegalComposition
+from shardlib.plan.claims import Claim, LeafInfo, Reduce
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def onebit(axis: str = "data", scales: str | int = "leaf", *, feedback: bool = T
     in full precision; where they are not, the sum is compressed once more and gathered. What is left out is added to the
     next step's gradients: fp32 errors, the size of the whole gradient, in ``TrainState.comm`` (and as much again during a
     step, so that one that does not count leaves them alone). Adam's variance suffers from such gradients
-    (less with blocks of 128); `shardlib.optim.onebit_adam` freezes it.
+    (less with blocks of 128); `shardlib.optim.axis_owner.onebit_adam` freezes it.
 
     Args:
         scales: "leaf" for one scale per parameter and rank, or elements per block, a multiple of 8.

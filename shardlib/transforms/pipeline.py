@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardlib import schedules
-from shardlib.claims import Claim, LeafInfo, Schedule, Use
 from shardlib.errors import IllegalComposition, listing
+from shardlib.plan.claims import Claim, LeafInfo, Schedule, Use
 from shardlib.schedules.make import Spec
 from shardlib.schedules.partition import Spans
 from shardlib.schedules.pipeline import NO_BLOCKS

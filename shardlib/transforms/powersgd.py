@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardlib.claims import Claim, LeafInfo, Reduce
-from shardlib.collectives.low_rank import LowRank
+from shardlib.collectives.codecs.low_rank import LowRank
 from shardlib.errors import IllegalComposition
+from shardlib.plan.claims import Claim, LeafInfo, Reduce
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from shardlib.claims import Claim, LeafInfo, Reduce, Schedule, Use
 from shardlib.errors import IllegalComposition, listing
-from shardlib.loss_scale import LossScale
+from shardlib.plan.claims import Claim, LeafInfo, Reduce, Schedule, Use
+from shardlib.plan.loss_scale import LossScale
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardlib.claims import Claim, LeafInfo, Reduce
-from shardlib.collectives.codecs import Integers
-from shardlib.collectives.float8 import Float8
+from shardlib.collectives.codecs.float8 import Float8
+from shardlib.collectives.codecs.integers import Integers
 from shardlib.errors import IllegalComposition
 from shardlib.kernels.quantize import Blockwise
+from shardlib.plan.claims import Claim, LeafInfo, Reduce
 
 _FORMS = ("int8", "int4", "fp8")
 

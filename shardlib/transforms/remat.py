@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardlib.claims import Claim, LeafInfo, Schedule
 from shardlib.errors import IllegalComposition
+from shardlib.plan.claims import Claim, LeafInfo, Schedule
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardlib.claims import Claim, LeafInfo, Schedule
 from shardlib.errors import IllegalComposition
-from shardlib.parts import KINDS, SequencePlan
+from shardlib.nn.sequence import KINDS, SequencePlan
+from shardlib.plan.claims import Claim, LeafInfo, Schedule
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from shardlib.claims import Claim, LeafInfo, Use
 from shardlib.errors import IllegalComposition, listing
-from shardlib.specs import P
-from shardlib.styles import Slicing, Style
+from shardlib.mesh.specs import P
+from shardlib.plan.claims import Claim, LeafInfo, Use
+from shardlib.plan.styles import Slicing, Style
 from shardlib.transforms.misfits import Misfit, matches_nothing, misfits_of, never_first, tied, told, with_remedies
 from shardlib.tree import matches
 

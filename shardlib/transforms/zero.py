@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardlib.claims import Claim, LeafInfo, Live, Reduce, Schedule
 from shardlib.errors import IllegalComposition
+from shardlib.plan.claims import Claim, LeafInfo, Live, Reduce, Schedule
 
 _SPLIT = {0: (), 1: ("optimizer",), 2: ("grad", "optimizer"), 3: ("param", "grad", "optimizer")}
 

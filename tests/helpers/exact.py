@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from shardlib.claims import Reduce
-from shardlib.collectives.codecs import PaddedWire
-from shardlib.collectives.compressed import TwoPhase
+from shardlib.collectives.codecs.integers import PaddedWire
+from shardlib.collectives.codecs.two_phase import TwoPhase
+from shardlib.plan.claims import Reduce
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Exact(TwoPhase):
         return x.view(torch.uint8)
 
     def unpack(self, message, out):
-        out.copy_(message.view(out.dtype))
+        out.copy_(message.clone().view(out.dtype))  # the rows of no elements begin at a byte each
 
 
 class ExactWire(PaddedWire):

@@ -15,9 +15,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from shardlib import thresholds
-from shardlib.kernels import native, onebit, quantize
-from shardlib.kernels.build import Recipe, shared_library
+from shardlib.kernels import onebit, quantize
+from shardlib.kernels.common import native, thresholds
+from shardlib.kernels.common.build import Recipe, shared_library
 from shardlib.kernels.onebit import Segments
 from shardlib.kernels.quantize import Blockwise
 

@@ -112,7 +112,7 @@ def _serve(timeout):
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shardlib.mesh import as_mesh, current_mesh
+    from shardlib.mesh.mesh import as_mesh, current_mesh
 
     torch.set_num_threads(1)
     answers, requests = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")

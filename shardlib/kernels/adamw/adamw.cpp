@@ -1,5 +1,5 @@
 // AdamW on the CPU; see op.py for the mathematics. Compiled once per instruction set (ISA names it).
-#include "../elementwise.h"
+#include "../common/elementwise.h"
 
 namespace {
 

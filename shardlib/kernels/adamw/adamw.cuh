@@ -1,6 +1,6 @@
 // AdamW and Adam's direction on a GPU; see op.py for the mathematics.
 #pragma once
-#include "../elementwise.cuh"
+#include "../common/elementwise.cuh"
 
 namespace adamw {
 

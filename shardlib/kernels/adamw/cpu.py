@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from shardlib.kernels import native
 from shardlib.kernels.adamw.step import Direction, Step
-from shardlib.thresholds import threads
+from shardlib.kernels.common import native
+from shardlib.kernels.common.thresholds import threads
 
 _SIGNATURES = {"adamw_step": "pipipppil" + "f" * 9 + "i", "adam_direction": "ppppl" + "f" * 9 + "i"}
 

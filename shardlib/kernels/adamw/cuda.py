@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from shardlib.kernels import native
 from shardlib.kernels.adamw.step import Direction, Step
+from shardlib.kernels.common import native
 
 _SIGNATURES = {"adamw_step": "pipipppil" + "f" * 8 + "pp", "adam_direction": "ppppl" + "f" * 8 + "pp"}
 

@@ -23,8 +23,8 @@ import torch
 
 from shardlib.kernels.adamw import reference
 from shardlib.kernels.adamw.step import direction_at, step_at
-from shardlib.kernels.dispatch import on
-from shardlib.kernels.flat import FLOATS, check, serving
+from shardlib.kernels.common.dispatch import on
+from shardlib.kernels.common.flat import FLOATS, check, serving
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
 

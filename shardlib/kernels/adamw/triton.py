@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from shardlib.kernels import tiles
 from shardlib.kernels.adamw.step import Direction, Step
+from shardlib.kernels.common import tiles
 
 TILE = 1024
 

@@ -2,8 +2,8 @@
 // (ISA names it).
 //
 // A block's new moments stay in the first-level cache until their largest magnitude is known, and are coded from there.
-#include "../elementwise.h"
-#include "../rows.h"
+#include "../common/elementwise.h"
+#include "../common/rows.h"
 
 namespace {
 

@@ -21,9 +21,9 @@ import torch
 from shardlib.kernels.adamw.step import step_at
 from shardlib.kernels.adamw8 import reference
 from shardlib.kernels.adamw8.codes import BLOCK
-from shardlib.kernels.arguments import one_device
-from shardlib.kernels.dispatch import on
-from shardlib.kernels.flat import FLOATS, check, serving
+from shardlib.kernels.common.arguments import one_device
+from shardlib.kernels.common.dispatch import on
+from shardlib.kernels.common.flat import FLOATS, check, serving
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
 

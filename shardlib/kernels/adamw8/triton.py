@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from shardlib.kernels import tiles
 from shardlib.kernels.adamw.step import Step
 from shardlib.kernels.adamw8.codes import BLOCK, SIGNED, UNSIGNED
+from shardlib.kernels.common import tiles
 
 BLOCKS = 4  # to a program
 _ROUND = tl.constexpr(12582912.0)  # 1.5 · 2^23: adding it rounds to an integer

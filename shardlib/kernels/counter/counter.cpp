@@ -1,6 +1,6 @@
 // Random bits from a counter on the CPU; see op.py. Compiled once per instruction set (ISA names it).
-#include "../counter.h"
-#include "../rows.h"
+#include "../common/counter.h"
+#include "../common/rows.h"
 
 EXPORT(random_bits)(int64_t seed, const int64_t* index, int64_t count, int64_t* out, int threads) {
     uint32_t low = uint32_t(seed), high = uint32_t(uint64_t(seed) >> 32);

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import torch
 
-from shardlib.kernels.arguments import check_tensors
-from shardlib.kernels.dispatch import on, serving
-from shardlib.kernels.operators import opaque
+from shardlib.kernels.common.arguments import check_tensors
+from shardlib.kernels.common.dispatch import on, serving
+from shardlib.kernels.common.operators import opaque
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
 _MASK = 2**64 - 1

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardlib.kernels import native, rows
-from shardlib.thresholds import threads
+from shardlib.kernels.common import native, rows
+from shardlib.kernels.common.thresholds import threads
 
 if TYPE_CHECKING:
     from shardlib.kernels.dropout.op import Draw

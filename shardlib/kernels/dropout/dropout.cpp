@@ -1,6 +1,6 @@
 // Dropout from a counter on the CPU; see op.py and counter.h. Compiled once per instruction set (ISA names it).
-#include "../counter.h"
-#include "../rows.h"
+#include "../common/counter.h"
+#include "../common/rows.h"
 
 namespace {
 

@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 import torch
 
-from shardlib.kernels import rows
-from shardlib.kernels.arguments import check_rows, check_tensors
+from shardlib.kernels.common import rows
+from shardlib.kernels.common.arguments import check_rows, check_tensors
+from shardlib.kernels.common.dispatch import on, serving
+from shardlib.kernels.common.operators import differentiable
 from shardlib.kernels.counter import signed, spread
-from shardlib.kernels.dispatch import on, serving
 from shardlib.kernels.dropout import reference
-from shardlib.kernels.operators import differentiable
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardlib.kernels import rows
+from shardlib.kernels.common import rows
 from shardlib.kernels.counter.reference import random_bits
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shardlib.kernels import rows, tiles
+from shardlib.kernels.common import rows, tiles
 from shardlib.kernels.counter.triton import bits_of
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardlib.kernels import native
+from shardlib.kernels.common import native
 
 _SIGNATURES = {
     "own_momentum": "pplffpp",

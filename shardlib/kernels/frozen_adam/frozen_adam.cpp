@@ -1,6 +1,6 @@
 // Adam's steps with a frozen variance on the CPU; see op.py for the mathematics. Compiled once per instruction set (ISA
 // names it).
-#include "../elementwise.h"
+#include "../common/elementwise.h"
 
 namespace {
 

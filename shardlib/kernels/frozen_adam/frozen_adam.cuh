@@ -1,6 +1,6 @@
 // Adam's steps with a frozen variance on a GPU; see op.py for the mathematics.
 #pragma once
-#include "../elementwise.cuh"
+#include "../common/elementwise.cuh"
 
 namespace frozen_adam {
 

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from shardlib.kernels.dispatch import on
-from shardlib.kernels.flat import check, serving
+from shardlib.kernels.common.dispatch import on
+from shardlib.kernels.common.flat import check, serving
 from shardlib.kernels.frozen_adam import reference
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}

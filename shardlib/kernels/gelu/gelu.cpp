@@ -1,6 +1,6 @@
 // Bias + GeLU on the CPU; see op.py for the mathematics. Compiled once per instruction set (ISA names it).
-#include "../rows.h"
-#include "../simd_math.h"
+#include "../common/rows.h"
+#include "../common/simd_math.h"
 
 namespace {
 

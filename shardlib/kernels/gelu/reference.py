@@ -7,7 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from shardlib.kernels import rows
+from shardlib.kernels.common import rows
 
 
 def load(device: torch.device) -> str:

@@ -1,6 +1,6 @@
 // Σ x² on a GPU; see op.py. A block sums a tile, then one block sums the tiles: the same bits on every run.
 #pragma once
-#include "../halves.cuh"
+#include "../common/halves.cuh"
 
 namespace global_norm {
 

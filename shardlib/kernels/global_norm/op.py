@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import torch
 
-from shardlib.kernels.arguments import check_tensors
-from shardlib.kernels.dispatch import on, serving
+from shardlib.kernels.common.arguments import check_tensors
+from shardlib.kernels.common.dispatch import on, serving
 from shardlib.kernels.global_norm import reference
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from shardlib.kernels import native
+from shardlib.kernels.common import native
+from shardlib.kernels.common.thresholds import threads
 from shardlib.kernels.linear_cross_entropy.options import refuse_unknown
-from shardlib.thresholds import threads
 
 _NAME = "linear_cross_entropy"
 _SIGNATURES = {"cross_entropy": "piplfillpi"}

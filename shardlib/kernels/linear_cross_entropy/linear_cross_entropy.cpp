@@ -1,7 +1,7 @@
 // Cross entropy of rows of logits on the CPU, which become their gradients; see op.py for the mathematics. Compiled once per
 // instruction set (ISA names it).
-#include "../rows.h"
-#include "../simd_math.h"
+#include "../common/rows.h"
+#include "../common/simd_math.h"
 
 namespace {
 

@@ -22,12 +22,12 @@ from __future__ import annotations
 
 import torch
 
-from shardlib.kernels.arguments import check_tensors
-from shardlib.kernels.dispatch import on, serving
+from shardlib.kernels.common.arguments import check_tensors
+from shardlib.kernels.common.dispatch import on, serving
+from shardlib.kernels.common.operators import autocast_as_a_product, differentiable
+from shardlib.kernels.common.thresholds import Threshold
 from shardlib.kernels.linear_cross_entropy import reference
 from shardlib.kernels.linear_cross_entropy.options import check_layer, check_options, check_targets
-from shardlib.kernels.operators import autocast_as_a_product, differentiable
-from shardlib.thresholds import Threshold
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardlib.kernels import native
+from shardlib.kernels.common import native
 from shardlib.kernels.lion.reference import Step
 
 

@@ -1,6 +1,6 @@
 // Lion on a GPU; see op.py for the mathematics.
 #pragma once
-#include "../elementwise.cuh"
+#include "../common/elementwise.cuh"
 
 namespace lion {
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import torch
 
-from shardlib.kernels.dispatch import on
-from shardlib.kernels.flat import FLOATS, check, serving
+from shardlib.kernels.common.dispatch import on
+from shardlib.kernels.common.flat import FLOATS, check, serving
 from shardlib.kernels.lion import reference
 from shardlib.kernels.lion.reference import Step
 

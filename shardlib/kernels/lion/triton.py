@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shardlib.kernels import tiles
+from shardlib.kernels.common import tiles
 from shardlib.kernels.lion.reference import Step
 
 TILE = 1024

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shardlib.kernels import native, rows
-from shardlib.thresholds import threads
+from shardlib.kernels.common import native, rows
+from shardlib.kernels.common.thresholds import threads
 
 _SIGNATURES = {"norm": "ppippfillppi", "norm_backward": "pipfillpppppi"}
 

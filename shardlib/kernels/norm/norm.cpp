@@ -1,7 +1,7 @@
 // LayerNorm and RMSNorm on the CPU; see op.py for the mathematics. Compiled once per instruction set (ISA names it).
 //
 // A row is gone over several times, but read from memory once: it stays in the first or second cache.
-#include "../rows.h"
+#include "../common/rows.h"
 
 namespace {
 

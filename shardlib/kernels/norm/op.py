@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import torch
 
-from shardlib.kernels import rows
-from shardlib.kernels.arguments import check_rows, check_tensors
-from shardlib.kernels.dispatch import on, serving
+from shardlib.kernels.common import rows
+from shardlib.kernels.common.arguments import check_rows, check_tensors
+from shardlib.kernels.common.dispatch import on, serving
+from shardlib.kernels.common.operators import differentiable
 from shardlib.kernels.norm import reference
-from shardlib.kernels.operators import differentiable
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
 

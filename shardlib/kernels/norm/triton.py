@@ -13,8 +13,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from shardlib.kernels import rows, tiles
-from shardlib.thresholds import Threshold
+from shardlib.kernels.common import rows, tiles
+from shardlib.kernels.common.thresholds import Threshold
 
 CHUNK = 4096  # columns
 WHOLE = 8192  # that fit a program's registers forward

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from shardlib.kernels import native
+from shardlib.kernels.common import native
+from shardlib.kernels.common.thresholds import threads
 from shardlib.kernels.onebit.segments import Segments
-from shardlib.thresholds import threads
 
 _SPAN = 1 << 16  # as in onebit.cpp
 _SIGNATURES = {

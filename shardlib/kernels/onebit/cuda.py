@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardlib.kernels import native
+from shardlib.kernels.common import native
 from shardlib.kernels.onebit.segments import Segments
 
 _TILE = 2048  # as in onebit.cuh

@@ -5,7 +5,7 @@
 // fits the cache moves x and the error in, the error and the signs out, 12.125 bytes per fp32 element; a larger one is
 // read twice from memory, 20.125 bytes. Sums are added in fp64, where the square of a float is exact, over 32 lanes, per
 // span and then over spans: all instruction sets and numbers of threads give the same bits.
-#include "../simd.h"
+#include "../common/simd.h"
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "signs are stored as little-endian words");
 

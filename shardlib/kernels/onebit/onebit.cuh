@@ -1,7 +1,7 @@
 // 1-bit compression on a GPU; see op.py for the mathematics. A warp reads 32 consecutive elements at a time, whose signs
 // are one vote. Sums are fp64 in a fixed order: the same bits on every run.
 #pragma once
-#include "../simt.cuh"
+#include "../common/simt.cuh"
 
 namespace onebit {
 

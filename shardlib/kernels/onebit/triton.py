@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shardlib.kernels import tiles
+from shardlib.kernels.common import tiles
 from shardlib.kernels.onebit.segments import Segments
 
 TILE = 2048

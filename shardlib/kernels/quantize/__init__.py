@@ -1,11 +1,6 @@
 """Blockwise int8 and int4 quantisation, over flat buffers."""
 
 from shardlib.kernels.quantize.blockwise import Blockwise
-from shardlib.kernels.quantize.op import (
-    dequantize,
-    dequantize_sum,
-    dequantize_sum_quantize,
-    quantize,
-)
+from shardlib.kernels.quantize.op import dequantize, dequantize_sum, dequantize_sum_quantize, quantize
 
 __all__ = ["Blockwise", "dequantize", "dequantize_sum", "dequantize_sum_quantize", "quantize"]

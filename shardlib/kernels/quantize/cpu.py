@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from shardlib.kernels import native
+from shardlib.kernels.common import native
+from shardlib.kernels.common.thresholds import threads
 from shardlib.kernels.quantize.blockwise import Blockwise
-from shardlib.thresholds import threads
 
 _SIGNATURES = {
     "quantize": "pipillppi",

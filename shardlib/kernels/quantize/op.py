@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import torch
 
-from shardlib.kernels.arguments import one_device
-from shardlib.kernels.dispatch import on, serving
+from shardlib.kernels.common.arguments import one_device
+from shardlib.kernels.common.dispatch import on, serving
 from shardlib.kernels.quantize.blockwise import Blockwise
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}

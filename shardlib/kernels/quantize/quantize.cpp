@@ -1,7 +1,7 @@
 // Blockwise int8 and int4 on the CPU; see op.py for the mathematics. Compiled once per instruction set (ISA names it).
 //
 // A block's elements are gathered in the first-level cache, then scaled, rounded and packed from there. Blocks are independent, so threads take ranges of them.
-#include "../simd.h"
+#include "../common/simd.h"
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "nibbles are packed in pairs of bytes");
 

@@ -1,7 +1,7 @@
 // Blockwise int8 and int4 on a GPU; see op.py for the mathematics. A warp per block, which reads it a second time from the
 // cache.
 #pragma once
-#include "../simt.cuh"
+#include "../common/simt.cuh"
 
 namespace blockwise {
 

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shardlib.kernels import tiles
+from shardlib.kernels.common import tiles
 from shardlib.kernels.quantize.blockwise import Blockwise
 
 _ROUND = tl.constexpr(12582912.0)  # 1.5 · 2^23: adding it rounds a float of up to 22 bits to nearest even

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import torch
 
-from shardlib.kernels import rows
-from shardlib.kernels.arguments import check_tensors
-from shardlib.kernels.dispatch import on, serving
-from shardlib.kernels.operators import differentiable
+from shardlib.kernels.common import rows
+from shardlib.kernels.common.arguments import check_tensors
+from shardlib.kernels.common.dispatch import on, serving
+from shardlib.kernels.common.operators import differentiable
 from shardlib.kernels.rotary import reference
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardlib.kernels import rows
+from shardlib.kernels.common import rows
 
 
 def load(device: torch.device) -> str:

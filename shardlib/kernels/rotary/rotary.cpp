@@ -1,5 +1,5 @@
 // Rotary position embedding on the CPU; see op.py for the mathematics. Compiled once per instruction set (ISA names it).
-#include "../rows.h"
+#include "../common/rows.h"
 
 namespace {
 

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shardlib.kernels import rows, tiles
+from shardlib.kernels.common import rows, tiles
 
 TILE = {"ROWS": 32}
 

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shardlib.kernels import rows, tiles
+from shardlib.kernels.common import rows, tiles
 
 WIDEST = 16384  # columns; what the registers hold
 

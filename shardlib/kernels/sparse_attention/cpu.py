@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from shardlib.kernels import native
+from shardlib.kernels.common import native
 from shardlib.kernels.sparse_attention.options import Blocks, Options
 
 _TILE = 16  # as in tiles.h

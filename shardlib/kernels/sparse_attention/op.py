@@ -26,10 +26,10 @@ from typing import Any
 
 import torch
 
-from shardlib.kernels.arguments import check_tensors
+from shardlib.kernels.common.arguments import check_tensors
+from shardlib.kernels.common.dispatch import on, serving
+from shardlib.kernels.common.operators import differentiable
 from shardlib.kernels.counter import signed, spread
-from shardlib.kernels.dispatch import on, serving
-from shardlib.kernels.operators import differentiable
 from shardlib.kernels.sparse_attention import reference
 from shardlib.kernels.sparse_attention.options import Blocks, Options
 from shardlib.rng import Key, require_key

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from shardlib.kernels.common.thresholds import Threshold
 from shardlib.kernels.counter.reference import random_bits
 from shardlib.kernels.sparse_attention.options import Blocks, Options
-from shardlib.thresholds import Threshold
 
 _ELEMENTS = Threshold(1 << 22)  # scores of a head of a sample that are held at a time
 

@@ -1,7 +1,7 @@
 // What a query sees: the keys of its blocks, and their scores with masks, bias and dropout.
 #pragma once
 
-#include "../counter.h"
+#include "../common/counter.h"
 #include "products.h"
 
 namespace {

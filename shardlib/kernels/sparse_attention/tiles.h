@@ -1,7 +1,7 @@
 // What tiles of 16 queries and panels of 16 keys are taken by: vectors, their transposition, powers of two.
 #pragma once
 
-#include "../simd.h"
+#include "../common/simd.h"
 
 namespace {
 

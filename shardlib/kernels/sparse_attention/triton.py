@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardlib.kernels import tiles
+from shardlib.kernels.common import tiles
 from shardlib.kernels.sparse_attention import shapes, triton_backward, triton_bias, triton_forward
 from shardlib.kernels.sparse_attention.lists import cells
 from shardlib.kernels.sparse_attention.options import Blocks, Options

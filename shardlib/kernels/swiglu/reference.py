@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from shardlib.kernels import rows
+from shardlib.kernels.common import rows
 
 
 def load(device: torch.device) -> str:

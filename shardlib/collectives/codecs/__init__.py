@@ -1,0 +1,1 @@
+"""Sums and gathers in few bits: one file per codec."""

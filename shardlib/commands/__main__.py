@@ -1,0 +1,36 @@
+"""The command line: ``shardlib train | lr-range-test | plan | doctor``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+
+from shardlib.commands import doctor, lr_range_test, plan, train
+from shardlib.mesh.launch.orphans import end_with
+from shardlib.report.optional import MissingPackage
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="shardlib", description="Functional sharding on PyTorch.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, module in (("train", train), ("lr-range-test", lr_range_test), ("plan", plan), ("doctor", doctor)):
+        summary = (module.__doc__ or "").splitlines()[0]
+        command = commands.add_parser(
+            name, help=summary, description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    args = parser.parse_args(argv)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with(os.getppid())  # else a torchrun that is killed leaves its ranks running
+    try:
+        return args.run(args)
+    except MissingPackage as missing:
+        # Every rank finds it missing, and one says so.
+        raise SystemExit(1 if os.environ.get("RANK", "0") != "0" else f"shardlib {args.command}: {missing}") from None
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

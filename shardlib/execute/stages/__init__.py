@@ -1,0 +1,1 @@
+"""Micro-batches through the stages of a schedule."""

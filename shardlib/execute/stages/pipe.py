@@ -1,0 +1,163 @@
+"""A loss made of blocks, cut into the stages of a pipeline: one step, one evaluation, and what all ranks must know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardlib.errors import IllegalComposition, TreeError
+from shardlib.execute.executor import Executor
+from shardlib.execute.gradients import Gradients, Route
+from shardlib.execute.stages.interpreter import Compute, Interpreter, Place, Stage
+from shardlib.execute.stages.messages import (
+    PARTS,
+    IncomingTensors,
+    IncomingTree,
+    Sent,
+    facts_of,
+    finish,
+    send_tensors,
+    send_tree,
+)
+from shardlib.mesh.mesh import Mesh
+from shardlib.nn.blocks import Sequential
+from shardlib.plan.plan import Plan
+from shardlib.rng import Key
+from shardlib.schedules import Action, Kind, acknowledged, lower
+from shardlib.sharded.tree import Sharded
+from shardlib.tree import Tree, tree_map
+
+
+def require_blocks(loss_fn: Any, plan: Plan) -> Sequential:
+    """The loss function, if it can be cut into the plan's stages.
+
+    Raises:
+        IllegalComposition: a loss function that is not made of blocks.
+        TreeError: another number of blocks than parameter trees.
+    """
+    if not isinstance(loss_fn, Sequential):
+        raise IllegalComposition(
+            f"pipeline needs a loss made of blocks, and {getattr(loss_fn, '__name__', loss_fn)!r} is one function; make it "
+            "sl.sequential([...]): gpt.make_sequential(config) does it for the library's GPT, sl.from_module(module, "
+            "blocks=...) for modules, transformers' decoders included"
+        )
+    if len(loss_fn) != plan.treedef.num_children:
+        raise TreeError(
+            f"sequential has {len(loss_fn)} blocks and the parameters are {plan.treedef.num_children} trees; give one tree "
+            "per block, an empty one where a block has no parameters"
+        )
+    return loss_fn
+
+
+class Pipe:
+    """A rank's stages and its way to the ranks of other stages. Raises what `require_blocks` raises."""
+
+    def __init__(self, loss_fn: Any, plan: Plan, mesh: Mesh, trained: bool) -> None:
+        assert plan.pipeline is not None
+        self._blocks = require_blocks(loss_fn, plan)
+        self._plan, self._mesh = plan, mesh
+        self._pipeline = plan.pipeline
+        self._schedule = schedule = plan.pipeline.schedule
+        self.axis = plan.pipeline.axis
+        self._home = mesh.coords[self.axis]
+        orders = lower(schedule)
+        self._order = orders[self._home]
+        halved = {(action.stage, action.microbatch) for action in self._order if action.kind is Kind.I}
+        stages = {
+            number: Stage(plan.of_stage(number), mesh, trained, [i for stage, i in halved if stage == number])
+            for number in schedule.stages_of(self._home)
+        }
+        self._place = Place(plan.pipeline, mesh, stages, acknowledged(schedule, orders, self._home))
+        self.records = [record for stage in stages.values() for record in stage.records]
+        self.ends = self._place.ends
+
+    def computing(self, parts: Sequence[Tree], keys: Sequence[Key | None]) -> Compute:
+        """What each stage does with these micro-batches: run its blocks."""
+
+        def compute(stage: int, microbatch: int, tree: Tree, carry: Any) -> Any:
+            start, stop = self._pipeline.spans[stage]
+            return self._blocks.run(tree, carry, parts[microbatch], start, stop, keys[microbatch])
+
+        return compute
+
+    def train(
+        self, params: Sharded, compute: Compute, seed: Callable[[int], float], route: Route
+    ) -> dict[str, torch.Tensor]:
+        """One step: the gradients of this rank's buckets, in the optimizer's layout, summed over micro-batches.
+
+        ``compute`` returns, in the last stage, what is to be differentiated, times ``seed(microbatch)``.
+        """
+        gradients = {number: Gradients(stage.plan, self._mesh, route) for number, stage in self._place.stages.items()}
+        Interpreter(self._place, params, compute, gradients, seed).run(self._order)
+        found: dict[str, torch.Tensor] = {}
+        for number in self._place.stages:
+            for name, part in gradients[number].result().items():
+                found[name] = found[name].add_(part) if name in found else part
+        self._sum_over_homes(found)
+        return {bucket.name: found[bucket.name] for bucket in self._plan.trained}
+
+    def executor(self, stage: int, microbatch: int) -> Executor:
+        """What runs a micro-batch that is under way in a stage of this rank."""
+        return self._place.stages[stage].runs[microbatch].executor
+
+    def evaluate(self, params: Sharded, batch: Tree, rng: Key | None = None) -> Any:
+        """A forward of the whole batch without gradients; the last stage's result on every rank."""
+        compute = self.computing([batch], [rng])
+        order: list[Action] = []
+        for stage in self._place.stages:
+            for kind, other in ((Kind.RECV_F, stage - 1), (Kind.F, None), (Kind.SEND_F, stage + 1)):
+                if other is None or (0 <= other < self._schedule.stages and other not in self._place.stages):
+                    order.append(Action(stage, kind, 0))
+        result: list[Any] = []
+
+        def noted(stage: int, microbatch: int, tree: Tree, carry: Any) -> Any:
+            value = compute(stage, microbatch, tree, carry)
+            if self.ends(stage):
+                result.append(self.executor(stage, microbatch).outside(value))
+            return value
+
+        Interpreter(self._place, params, noted, None, None).run(order)
+        return self.hand_out(result[0] if result else None)
+
+    def hand_out(self, value: Tree) -> Tree:
+        """The last stage's ranks' ``value``, on every rank along the axis."""
+        ranks, number = self._mesh.shape[self.axis], self._beyond() - 1
+        if self._home != self._pipeline.last:
+            arrived = IncomingTree(self._place.line(self._pipeline.last), number * PARTS).wait()
+            return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, arrived)
+        sent = [
+            message
+            for other in range(ranks)
+            if other != self._home
+            for message in send_tree(self._place.line(other), value, number * PARTS)
+        ]
+        finish(sent)
+        return value
+
+    def _beyond(self) -> int:
+        """The first number of a message that no schedule's and no result's message has."""
+        return 2 * self._schedule.stages * self._schedule.microbatches + 1
+
+    def _sum_over_homes(self, grads: dict[str, torch.Tensor]) -> None:
+        """A tied leaf that several ranks' stages use: the sum of all their gradients, the same to the last bit."""
+        shared = [
+            (number, bucket)
+            for number, bucket in enumerate(self._plan.everywhere.trained)
+            if bucket.name in grads and len(bucket.homes) > 1
+        ]
+        sent: list[Sent] = []
+        coming = {}
+        for number, bucket in shared:
+            mine = grads[bucket.name]
+            for other in bucket.homes:
+                if other != self._home:
+                    place = (self._beyond() + number) * PARTS
+                    sent += send_tensors(self._place.line(other), [mine], place)
+                    coming[number, other] = IncomingTensors(self._place.line(other), facts_of([mine]), place)
+        for number, bucket in shared:
+            mine = grads[bucket.name]
+            first, *others = (mine if home == self._home else coming[number, home].wait()[0] for home in bucket.homes)
+            grads[bucket.name] = sum(others, start=first)
+        finish(sent)

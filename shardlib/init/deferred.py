@@ -1,0 +1,243 @@
+"""Initialise piece by piece: record what an initialiser does on fake tensors, then replay it leaf by leaf.
+
+The recording runs on fake tensors and costs no memory. The replay runs the same operations in the same order on
+real tensors, so random numbers come out as they would have, and drops each tensor after its last use: what is
+alive at any time is one leaf and the intermediates it needs. A leaf that an initialiser of `shardlib.init` returned is not
+made at all: how it is drawn is handed on, so that a rank draws its own part.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from shardlib.errors import TreeError
+from shardlib.init.draws import Draw
+from shardlib.tree import Tree, flatten
+
+
+@dataclass(frozen=True)
+class _Ref:
+    """Stands for a recorded tensor in the arguments of a recorded call."""
+
+    number: int
+
+
+@dataclass
+class _Call:
+    op: Any
+    arguments: list[Any]
+    structure: Any
+    results: list[int]
+    generators: list[torch.Tensor] | None  # states of the default generators to start from, when they were set
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes every operation on (or creation of) fake tensors."""
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        super().__init__()
+        self.calls: list[_Call] = []
+        self.number_of: dict[int, int] = {}
+        self.storage_of: list[int] = []
+        self.made: list[torch.Tensor] = []  # by number; ids stay unique while the tensors live,
+        self._keep: list[Any] = []  # and their storages'
+        self._storages: dict[int, int] = {}
+        self._states: list[torch.Tensor] | None = None
+        self._fake = fake
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        flat, structure = tree_flatten((args, kwargs or {}))
+        arguments = [self._reference(value) if isinstance(value, torch.Tensor) else value for value in flat]
+        with self._fake:
+            out = op(*args, **(kwargs or {}))
+        if op is torch.ops.prim.device.default:  # a question that reads no values
+            return out
+        results = [self._number(value) for value in tree_flatten(out)[0] if isinstance(value, torch.Tensor)]
+        self.calls.append(_Call(op, arguments, structure, results, self._seeded(op)))
+        return out
+
+    def _seeded(self, op: Any) -> list[torch.Tensor] | None:
+        """The default generators' states before a random operation, if the initialiser has set them since the last.
+
+        Fake operations do not advance a generator, so a state that differs was set: by torch.manual_seed, say.
+        """
+        if torch.Tag.nondeterministic_seeded not in op.tags:
+            return None
+        states = _generator_states()
+        if self._states is not None and all(map(torch.equal, states, self._states)):
+            return None
+        self._states = states
+        return states
+
+    def _reference(self, value: torch.Tensor) -> Any:
+        # A real tensor made outside the initialiser is a constant, passed along as it is.
+        return _Ref(self._number(value)) if isinstance(value, FakeTensor) else value
+
+    def _number(self, value: torch.Tensor) -> int:
+        if id(value) not in self.number_of:
+            storage = value.untyped_storage()._cdata
+            self._keep.append(value.untyped_storage())
+            self.made.append(value)
+            self.number_of[id(value)] = len(self.storage_of)
+            self.storage_of.append(self._storages.setdefault(storage, len(self._storages)))
+        return self.number_of[id(value)]
+
+
+class Deferred:
+    """A recorded initialiser. ``tree`` holds fake leaves of the right shapes; `replay` makes the real ones."""
+
+    def __init__(self, tree: Tree, recorder: _Recorder) -> None:
+        self.tree = tree
+        self._recorder = recorder
+
+    def replay(self, paths: Mapping[int, str], place: Callable[[str, torch.Tensor | Draw], None]) -> None:
+        """Run the recording; call ``place(path, leaf)`` as soon as nothing more writes to a leaf's memory.
+
+        A leaf that is drawn and then left alone comes as its `Draw`.
+
+        Args:
+            paths: number of a leaf in flattening order -> its path.
+        """
+        recorder = self._recorder
+        last_use: dict[int, int] = {}
+        for step, call in enumerate(recorder.calls):
+            for number in [*call.results, *(a.number for a in call.arguments if isinstance(a, _Ref))]:
+                last_use[recorder.storage_of[number]] = step
+        wanted: dict[int, list[tuple[str, int]]] = {}
+        for index, leaf in enumerate(flatten(self.tree)[1]):
+            if not isinstance(leaf, FakeTensor):
+                place(paths[index], leaf.detach())  # made outside the initialiser
+                continue
+            number = recorder.number_of[id(leaf)]
+            wanted.setdefault(recorder.storage_of[number], []).append((paths[index], number))
+        drawn = self._drawn()
+        for storage in drawn.keys() & wanted.keys():
+            for path, _ in wanted[storage]:
+                place(path, drawn[storage])
+        ending: dict[int, list[int]] = {}
+        for storage, step in last_use.items():
+            ending.setdefault(step, []).append(storage)
+        live: dict[int, dict[int, torch.Tensor]] = {}
+        with torch.no_grad():
+            for step, call in enumerate(recorder.calls):
+                if any(recorder.storage_of[number] in drawn for number in call.results):
+                    continue
+                self._run(call, live)
+                for storage in ending.get(step, ()):
+                    for path, number in wanted.get(storage, ()) if storage in live else ():
+                        place(path, live[storage][number])
+                    live.pop(storage, None)
+
+    def _drawn(self) -> dict[int, Draw]:
+        """The storages that hold what one call of an initialiser drew, or all of a copy of it, and nothing else touches."""
+        storage_of, calls = self._recorder.storage_of, self._recorder.calls
+        found: dict[int, Draw] = {}
+        copies: list[tuple[int, int]] = []  # a storage that a drawn one was copied to, and that one
+        used_up: set[int] = set()  # what other calls read or write
+        for call in calls:
+            used = [storage_of[a.number] for a in call.arguments if isinstance(a, _Ref)]
+            results = [storage_of[number] for number in call.results]
+            if call.op is torch.ops.shardlib.fresh.default:
+                args, kwargs = tree_unflatten(call.arguments, call.structure)
+                kind, numbers, seed, first, shape = args
+                draw = Draw(kind, tuple(numbers), seed, first, tuple(shape), kwargs["dtype"])
+                found[results[0]] = draw
+            elif call.op is torch.ops.aten.copy_.default and len(used) == 2 and self._copies(call, found.get(used[1])):
+                found[used[0]] = found[used[1]]
+                copies.append((used[0], used[1]))
+            elif used and call.op is not torch.ops.aten.detach.default:
+                used_up |= {*results, *used}
+        # What is needed in full needs what was copied to it in full.
+        used_up |= {source for target, source in copies if target in used_up}
+        return {storage: draw for storage, draw in found.items() if storage not in used_up}
+
+    def _copies(self, call: _Call, draw: Draw | None) -> bool:
+        """Whether a copy fills a whole storage with what was drawn, as it was drawn."""
+        if draw is None:
+            return False
+        out = self._recorder.made[call.results[0]]
+        return (
+            out.dtype is draw.dtype
+            and tuple(out.shape) == draw.shape
+            and out.is_contiguous()
+            and out.untyped_storage().nbytes() == out.nbytes
+        )
+
+    def _run(self, call: _Call, live: dict[int, dict[int, torch.Tensor]]) -> None:
+        storage_of = self._recorder.storage_of
+
+        def real(value: Any) -> Any:
+            return live[storage_of[value.number]][value.number] if isinstance(value, _Ref) else value
+
+        if call.generators is not None:
+            _set_generator_states(call.generators)
+        args, kwargs = tree_unflatten([real(value) for value in call.arguments], call.structure)
+        out = call.op(*args, **kwargs)
+        tensors = [value for value in tree_flatten(out)[0] if isinstance(value, torch.Tensor)]
+        for number, tensor in zip(call.results, tensors, strict=True):
+            live.setdefault(storage_of[number], {})[number] = tensor
+
+
+def _generator_states() -> list[torch.Tensor]:
+    on_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
+    return [torch.get_rng_state(), *on_gpu]
+
+
+def _set_generator_states(states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state)
+
+
+def defer(init_fn: Callable[[], Tree]) -> Deferred:
+    """Record ``init_fn`` without running it for real.
+
+    Raises:
+        TreeError: the initialiser reads values of the tensors it makes (``.item()``, a branch on data); or it is a module,
+            or a function that cannot be called without arguments.
+    """
+    _require_initialiser(init_fn)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    recorder = _Recorder(fake)
+    try:
+        with recorder:
+            tree = init_fn()
+    except torch._subclasses.fake_tensor.DataDependentOutputException as error:
+        raise TreeError(
+            f"the initialiser reads a value it has not computed yet ({error}), so it cannot run piece by piece; make the "
+            "parameters first and pass the pytree to sl.shard"
+        ) from error
+    # Leaves such as nn.Parameter are made without an operation; find the tensor they wrap.
+    return Deferred(tree_map(lambda leaf: _plain(leaf, recorder), tree), recorder)
+
+
+def _plain(leaf: Any, recorder: _Recorder) -> Any:
+    if not isinstance(leaf, FakeTensor) or id(leaf) in recorder.number_of:
+        return leaf
+    with recorder:
+        return leaf.detach()
+
+
+def _require_initialiser(init_fn: Any) -> None:
+    if isinstance(init_fn, torch.nn.Module):
+        raise TreeError(
+            f"{type(init_fn).__name__} is a module, and what is sharded is a pytree of tensors: take its parameters, apply, "
+            "params = sl.from_module(module), shard those, and call apply(params, ...) in the loss function"
+        )
+    try:
+        inspect.signature(init_fn).bind()
+    except TypeError as error:
+        raise TreeError(
+            f"{getattr(init_fn, '__name__', init_fn)} stands for parameters and is to make them when called without "
+            f"arguments, but {error}; pass a pytree of tensors, or lambda: ... of such a call"
+        ) from None
+    except ValueError:
+        return  # a function that does not tell its arguments

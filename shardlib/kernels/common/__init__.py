@@ -1,0 +1,1 @@
+"""What the operations share: dispatch, compilation, checks of arguments."""

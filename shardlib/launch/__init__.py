@@ -1,6 +1,0 @@
-"""Run a function on many ranks: real processes (`launch`) or all of them in this process (`simulate`)."""
-
-from shardlib.launch.processes import launch
-from shardlib.launch.simulate import simulate
-
-__all__ = ["launch", "simulate"]

@@ -1,0 +1,109 @@
+"""`make_plan`: what a training job will hold and send, before any rank runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardlib.execute.batches import as_tensors, split_batch
+from shardlib.execute.buffers import buffer_sizes
+from shardlib.execute.live import LiveBytes
+from shardlib.execute.step import LossStep
+from shardlib.execute.tracing import trace_stages
+from shardlib.init.deferred import defer
+from shardlib.mesh.mesh import Mesh, as_mesh
+from shardlib.mesh.transport import EchoGroup
+from shardlib.optim.wrapping import require_transformations
+from shardlib.plan.build import build_plan
+from shardlib.plan.claims import Transform
+from shardlib.plan.plan import Plan
+from shardlib.rng import Key
+from shardlib.sharded.shard import default_transform
+from shardlib.sharded.tree import Sharded
+from shardlib.tree import Tree, tree_map
+
+
+def make_plan(
+    params: Tree | Callable[[], Tree],
+    mesh: Any,
+    transform: Transform | None = None,
+    *,
+    stage: int | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    optimizer: Any = None,
+    batch: Any = None,
+    buffers: Any = None,
+) -> Plan:
+    """Plan without running: specs, bytes and messages per rank. Moves no data and needs no ranks.
+
+    Args:
+        params: a pytree of tensors, real or on the meta device, or a function that makes one (it is not run).
+        mesh: any mesh, abstract ones included.
+        transform, stage: as for `shard`.
+        loss_fn, batch: with both (and ``buffers``, if it takes them), the loss and its backward are traced on fake
+            tensors to see which units are gathered and how often, what passes between a pipeline's stages, and how many
+            bytes activations take.
+            ``batch`` is one rank's share, on any device, the meta device too. Without them each unit is taken to be
+            gathered once forward and once backward, and what passes between stages is not counted.
+        optimizer: a gradient transformation; its state is then counted.
+
+    Raises:
+        TreeError, IllegalComposition, SpecError: as `shard`.
+        TypeError: an optimizer that is no gradient transformation.
+    """
+    if optimizer is not None:
+        require_transformations("make_plan", optimizer)
+    mesh = as_mesh(mesh)
+    tree = defer(params).tree if callable(params) else params
+    plan = build_plan(tree, mesh, default_transform(transform, stage), optimizer=optimizer)
+    plan = replace(plan, buffers=buffer_sizes(buffers))
+    if loss_fn is None or batch is None:
+        return plan
+    return _traced(plan, loss_fn, batch, buffers)
+
+
+_UNEVEN = "where values decide which units a rank uses, what any rank uses is gathered by all"
+
+
+def _traced(plan: Plan, loss_fn: Callable[..., Any], batch: Any, buffers: Any) -> Plan:
+    """The plan with its touches, from one micro-batch on fake tensors; says so in its log when that fails."""
+    device = torch.device("cpu")
+    mesh = Mesh(plan.sizes, 0, {axis: EchoGroup(size) for axis, size in plan.sizes.items()}, device, abstract=True)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def pretend(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if leaf.device == device or leaf.layout is not torch.strided:
+            return fake.from_tensor(leaf)
+        with fake:  # of a GPU, or a shape alone: the trace runs on one device, whatever it is
+            return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
+
+    batch, buffers = tree_map(pretend, as_tensors(batch, device)), tree_map(pretend, buffers)
+    with fake:
+        stored = {b.name: torch.empty(b.size(b.param_level), dtype=b.dtype, device=device) for b in plan.buckets}
+        try:
+            if plan.pipeline is not None:
+                held = Sharded(plan, mesh, "param", stored)
+                part = split_batch(batch, plan, mesh)[0]
+                return replace(plan, traces=trace_stages(loss_fn, plan, mesh, held, part, Key(0)))
+            step = LossStep(loss_fn, plan, mesh, buffers is not None)
+            traced = step, Sharded(plan, mesh, "param", stored), batch, buffers
+            live, activations = _live_bytes(*traced), dict(mesh.traffic.activations)
+            if step.executor.gathers:  # again: the order is known now, and the next unit on its way while one computes
+                live = max(live, _live_bytes(*traced))
+        except torch._subclasses.fake_tensor.DataDependentOutputException as error:
+            return replace(plan, log=(*plan.log, f"not traced: the loss reads values ({error})", _UNEVEN))
+    return replace(plan, touches=step.executor.touches, activations=activations, live=live)
+
+
+def _live_bytes(step: LossStep, params: Sharded, batch: Any, buffers: Any) -> int:
+    """Trace a micro-batch: the most bytes that it holds at once, its gradients aside."""
+    live = LiveBytes()
+    with live:
+        gradients = step.trace(params, batch, buffers, Key(0))
+    return live.peak(without=gradients.held)

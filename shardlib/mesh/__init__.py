@@ -1,0 +1,1 @@
+"""Meshes of ranks, what lies where on them, and the transports beneath."""

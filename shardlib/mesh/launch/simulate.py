@@ -1,0 +1,40 @@
+"""`simulate`: every rank in this process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextvars import copy_context
+from typing import Any
+
+from shardlib.mesh.mesh import check_shape, current_mesh, simulated_mesh
+from shardlib.mesh.transport import Simulation
+
+
+def simulate(fn: Callable[..., Any], *args: Any, mesh: Mapping[str, int]) -> list[Any]:
+    """Run ``fn(mesh, *args)`` on every rank of ``mesh`` in this process; returns the ranks' values.
+
+    Ranks are threads that run one at a time and switch only where a collective waits, so a run is
+    deterministic; each draws from torch's generator as if it had one of its own. CPU only. A failure on one rank
+    stops all and is raised here, naming the rank; ranks that call different collectives, or wait for each other for
+    ever, are reported at once. ``args`` are shared by the ranks: make models inside ``fn``.
+
+    Ctrl-C (a notebook's stop button) ends the ranks at their next collective, or two seconds later wherever they are,
+    and then raises KeyboardInterrupt. A rank inside one long operation ends after it; a note on the error names it.
+    """
+    shape = check_shape(mesh)
+    ranks = math.prod(shape.values())
+    simulation = Simulation(ranks)
+    exchanges: dict[Any, Any] = {}
+
+    def body(rank: int) -> Callable[[], Any]:
+        view = simulated_mesh(shape, rank, simulation, exchanges)
+
+        def run() -> Any:
+            current_mesh.set(view)
+            return fn(view, *args)
+
+        context = copy_context()
+        return lambda: context.run(run)
+
+    return simulation.run([body(rank) for rank in range(ranks)])

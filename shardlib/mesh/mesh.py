@@ -1,0 +1,244 @@
+"""Named device meshes: over real processes, simulated in this process, or abstract (no ranks at all)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardlib.errors import MeshError
+from shardlib.mesh.transport import EchoGroup, Group, ProcessGroup, SimulatedGroup, Simulation
+
+# The mesh that collectives by axis name use; the executor and `launch` set it.
+current_mesh: ContextVar[Mesh | None] = ContextVar("current_mesh", default=None)
+
+
+class Traffic:
+    """Payload bytes a rank sent, per axis, by the algorithm's own volume.
+
+    A gather or reduce-scatter of a whole of W bytes over n ranks counts W·(n−1)/n, an all-reduce twice that.
+    What a backend moves beyond (headers, retries, a less frugal algorithm) is not counted. A step's own scalars
+    (losses, norms, flags) are kept apart.
+    """
+
+    def __init__(self) -> None:
+        self.payload: dict[str, int] = {}
+        self.scalars: dict[str, int] = {}
+        self.activations: dict[str, int] = {}  # the part of the payload that the loss function sent
+        self.calls: dict[str, int] = {}
+
+    @contextmanager
+    def by_the_loss(self) -> Iterator[None]:
+        """Count what is sent meanwhile among the activations too."""
+        before = dict(self.payload)
+        try:
+            yield
+        finally:
+            for axis, sent in self.payload.items():
+                self.activations[axis] = self.activations.get(axis, 0) + sent - before.get(axis, 0)
+
+    def add(self, axis: str, sent_bytes: int, scalars: bool = False) -> None:
+        table = self.scalars if scalars else self.payload
+        table[axis] = table.get(axis, 0) + sent_bytes
+        self.calls[axis] = self.calls.get(axis, 0) + 1
+
+    def reset(self) -> None:
+        self.payload.clear()
+        self.scalars.clear()
+        self.activations.clear()
+        self.calls.clear()
+
+
+class Mesh:
+    """Named axes and their sizes, this rank's coordinates, and a transport per axis.
+
+    Build one with `make_mesh`, `abstract_mesh`, or let `launch` and `simulate` pass it to you.
+
+    Attributes:
+        shape: axis name -> size, in row-major order of ranks.
+        coords: axis name -> this rank's coordinate.
+        device: where this rank's tensors live.
+        abstract: True when there are no ranks behind it.
+        traffic: payload bytes this rank sent so far.
+    """
+
+    def __init__(
+        self,
+        shape: Mapping[str, int],
+        rank: int,
+        groups: Mapping[str, Group],
+        device: torch.device,
+        abstract: bool = False,
+    ) -> None:
+        self.shape = dict(shape)
+        self.rank = rank
+        self.coords = coordinates(self.shape, rank)
+        self.device = device
+        self.abstract = abstract
+        self.traffic = Traffic()
+        self._groups = dict(groups)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape.values())
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other rank exists: on a mesh of one, and where all peers are echoes of this one."""
+        return all(isinstance(group, EchoGroup) for group in self._groups.values())
+
+    def group(self, axis: str) -> Group:
+        """The transport of this rank's group along ``axis``.
+
+        Raises:
+            MeshError: no such axis.
+        """
+        if axis not in self.shape:
+            raise MeshError(
+                f"axis {axis!r} is not on {self}; use one of {', '.join(map(repr, self.shape)) or '(none)'}"
+            )
+        return self._groups[axis]
+
+    def __repr__(self) -> str:
+        kind = "abstract_mesh" if self.abstract else "mesh"
+        return f"{kind}({', '.join(f'{axis}={size}' for axis, size in self.shape.items())})"
+
+
+def coordinates(shape: Mapping[str, int], rank: int) -> dict[str, int]:
+    """Row-major coordinates of ``rank``: the last axis varies fastest."""
+    coords = {}
+    for axis, size in reversed(list(shape.items())):
+        rank, coords[axis] = divmod(rank, size)
+    return {axis: coords[axis] for axis in shape}
+
+
+def axis_groups(shape: Mapping[str, int], axis: str) -> list[list[int]]:
+    """The groups of global ranks along ``axis``: ranks that differ in that coordinate alone."""
+    others = [name for name in shape if name != axis]
+    found = []
+    for fixed in itertools.product(*(range(shape[name]) for name in others)):
+        base = dict(zip(others, fixed, strict=True))
+        found.append([rank_of(shape, base | {axis: place}) for place in range(shape[axis])])
+    return found
+
+
+def rank_of(shape: Mapping[str, int], coords: Mapping[str, int]) -> int:
+    rank = 0
+    for axis, size in shape.items():
+        rank = rank * size + coords[axis]
+    return rank
+
+
+def check_shape(shape: Mapping[str, int]) -> dict[str, int]:
+    """Refuse axes whose size is not a positive integer."""
+    bad = [f"{axis}={size!r}" for axis, size in shape.items() if not isinstance(size, int) or size < 1]
+    if bad:
+        raise MeshError(f"axis sizes must be positive integers: {', '.join(bad)}")
+    return dict(shape)
+
+
+def abstract_mesh(**shape: int) -> Mesh:
+    """A mesh to plan on, with no ranks behind it: ``abstract_mesh(data=512, model=8)``."""
+    sizes = check_shape(shape)
+    groups = {axis: EchoGroup(size) for axis, size in sizes.items()}
+    return Mesh(sizes, 0, groups, torch.device("cpu"), abstract=True)
+
+
+def make_mesh(device: str | torch.device | None = None, timeout: float = 600.0, **shape: int) -> Mesh:
+    """The mesh of the processes torchrun (or `launch`) started.
+
+    ``make_mesh()`` puts every rank on one axis "data"; one process alone is a mesh of one. ``make_mesh(data=2,
+    model=4)`` names and sizes the axes, the last varying fastest over ranks. Starts torch.distributed when the
+    environment names a world and it is not started (gloo on CPU, NCCL on CUDA).
+
+    Args:
+        device: where this rank's tensors live; by default its CUDA device when there is one, else the CPU.
+        timeout: seconds after which a collective that others did not join fails.
+
+    Raises:
+        MeshError: the sizes' product is not the number of processes.
+    """
+    shape = check_shape(shape)
+    where = torch.device(device) if device is not None else _default_device()
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if where.type == "cuda":
+            torch.cuda.set_device(where)
+        backend = "nccl" if where.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    shape = shape or {"data": world}
+    if math.prod(shape.values()) != world:
+        sizes = " × ".join(f"{axis}={size}" for axis, size in shape.items())
+        raise MeshError(
+            f"the mesh {sizes} has {math.prod(shape.values())} ranks and {world} process{'es' * (world > 1)} "
+            f"run{'s' * (world == 1)}; start it with torchrun --nproc-per-node={math.prod(shape.values())}, or "
+            "change the sizes so that their product is the number of processes"
+        )
+    rank = dist.get_rank() if world > 1 else 0
+    return Mesh(shape, rank, _process_groups(shape, rank, timeout), where)
+
+
+def as_mesh(mesh: Any) -> Mesh:
+    """A `Mesh`, from itself or from a torch `DeviceMesh` with named dimensions.
+
+    Raises:
+        MeshError: neither, or a DeviceMesh without names.
+    """
+    if isinstance(mesh, Mesh):
+        return mesh
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(f"{type(mesh).__name__} is not a mesh; pass sl.make_mesh(...) or a torch DeviceMesh")
+    names = mesh.mesh_dim_names
+    if not names:
+        raise MeshError("the DeviceMesh has no dimension names; pass mesh_dim_names=(...) when you make it")
+    shape = {name: int(mesh.size(dim)) for dim, name in enumerate(names)}
+    groups: dict[str, Group] = {
+        name: ProcessGroup(mesh.get_group(name), name) if shape[name] > 1 else EchoGroup(1) for name in names
+    }
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise MeshError(f"rank {dist.get_rank()} is not part of the DeviceMesh {mesh}")
+    rank = rank_of(shape, dict(zip(names, coordinate, strict=True)))
+    return Mesh(shape, rank, groups, _default_device() if mesh.device_type == "cuda" else torch.device("cpu"))
+
+
+def simulated_mesh(shape: Mapping[str, int], rank: int, simulation: Simulation, exchanges: dict[Any, Any]) -> Mesh:
+    """Rank ``rank``'s view of a mesh whose ranks share ``simulation``; ``exchanges`` is their common record."""
+    groups: dict[str, Group] = {}
+    for axis in shape:
+        members: Sequence[int] = next(group for group in axis_groups(shape, axis) if rank in group)
+        exchange = exchanges.setdefault((axis, tuple(members)), SimulatedGroup.exchange())
+        groups[axis] = SimulatedGroup(simulation, exchange, members, members.index(rank), axis)
+    return Mesh(shape, rank, groups, torch.device("cpu"))
+
+
+def _process_groups(shape: Mapping[str, int], rank: int, timeout: float) -> dict[str, Group]:
+    groups: dict[str, Group] = {}
+    for axis, size in shape.items():
+        if size == 1:
+            groups[axis] = EchoGroup(1)
+        elif size == math.prod(shape.values()):
+            assert dist.group.WORLD is not None
+            groups[axis] = ProcessGroup(dist.group.WORLD, axis)
+        else:
+            # Every rank makes every group, in the same order, as torch requires.
+            for members in axis_groups(shape, axis):
+                made = dist.new_group(members, timeout=timedelta(seconds=timeout))
+                if rank in members:
+                    groups[axis] = ProcessGroup(made, axis)
+    return groups
+
+
+def _default_device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device("cpu")

@@ -1,0 +1,57 @@
+"""A rank alone: with size one, exact; with more, its peers are echoes of itself. Planning runs on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardlib.errors import MeshError
+from shardlib.mesh.transport.base import Work
+
+
+class EchoGroup:
+    """Stands for ``size`` ranks of which only this one exists; every peer is taken to hold what it holds."""
+
+    def __init__(self, size: int, rank: int = 0) -> None:
+        self.size = size
+        self.rank = rank
+
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        if self.size > 1:
+            tensor.mul_(self.size)
+        return Work()
+
+    def all_gather(self, out: torch.Tensor, inp: torch.Tensor) -> Work:
+        if inp.untyped_storage()._cdata == out.untyped_storage()._cdata:
+            inp = inp.clone()  # a gather in place: the input is this rank's part of the output
+        out.view(self.size, -1).copy_(inp.reshape(1, -1))
+        return Work()
+
+    def reduce_scatter(self, out: torch.Tensor, inp: torch.Tensor) -> Work:
+        out.view(-1).copy_(inp.reshape(self.size, -1)[self.rank]).mul_(self.size)
+        return Work()
+
+    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor) -> Work:
+        out.view(self.size, -1).copy_(inp.reshape(self.size, -1)[self.rank])
+        return Work()
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
+        return Work()
+
+    def permute(self, out: torch.Tensor, inp: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> Work:
+        if any(destination == self.rank for _, destination in pairs):
+            out.copy_(inp)
+        else:
+            out.zero_()
+        return Work()
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+        return Work()
+
+    def recv(self, out: torch.Tensor, peer: int, tag: int) -> Work:
+        raise MeshError("an echo has no peers to receive from: pipeline stages need ranks, real or simulated")
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value] * self.size

@@ -1,0 +1,171 @@
+"""Collectives between the ranks of a `Simulation`: the last rank to call one computes it for all.
+
+Since the simulator sees every rank, two ranks that call different collectives are an error at once, naming both.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from shardlib.errors import RankMismatch
+from shardlib.mesh.transport.base import Work
+from shardlib.mesh.transport.simulation import Simulation
+
+
+@dataclass
+class _Round:
+    """One collective of a group: what was called, and what each member brought."""
+
+    signature: str
+    first: int
+    members: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    complete: bool = False
+
+
+class _Exchange:
+    """The calls made so far on one group, shared by its members."""
+
+    def __init__(self) -> None:
+        self.rounds: dict[int, _Round] = {}
+        # Messages that were sent and not yet received, oldest first, by (source, destination, tag).
+        self.boxes: dict[tuple[int, int, int], deque[torch.Tensor]] = {}
+
+
+class SimulatedGroup:
+    """One simulated rank's view of a group.
+
+    Args:
+        simulation: the scheduler all ranks share.
+        exchange: the group's shared record of calls, from `SimulatedGroup.exchange`.
+        members: global ranks of the group, in group order.
+        rank: this rank's place among them.
+        axis: the mesh axis, for messages.
+    """
+
+    exchange = _Exchange
+
+    def __init__(
+        self, simulation: Simulation, exchange: _Exchange, members: Sequence[int], rank: int, axis: str
+    ) -> None:
+        self.size = len(members)
+        self.rank = rank
+        self._simulation = simulation
+        self._exchange = exchange
+        self._members = members
+        self._axis = axis
+        self._calls = 0
+
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        return self._post("all_reduce", tensor, tensor, lambda inputs, rank: torch.stack(inputs).sum(0))
+
+    def all_gather(self, out: torch.Tensor, inp: torch.Tensor) -> Work:
+        return self._post("all_gather", out, inp, lambda inputs, rank: torch.cat(inputs))
+
+    def reduce_scatter(self, out: torch.Tensor, inp: torch.Tensor) -> Work:
+        def chunk(inputs: list[torch.Tensor], rank: int) -> torch.Tensor:
+            return torch.stack([value.chunk(self.size)[rank] for value in inputs]).sum(0)
+
+        return self._post("reduce_scatter", out, inp, chunk)
+
+    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor) -> Work:
+        def chunks(inputs: list[torch.Tensor], rank: int) -> torch.Tensor:
+            return torch.cat([value.chunk(self.size)[rank] for value in inputs])
+
+        return self._post("all_to_all", out, inp, chunks)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
+        return self._post(f"broadcast from {source}", tensor, tensor, lambda inputs, rank: inputs[source])
+
+    def permute(self, out: torch.Tensor, inp: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> Work:
+        def move(inputs: list[torch.Tensor], rank: int) -> torch.Tensor:
+            sources = [source for source, destination in pairs if destination == rank]
+            return inputs[sources[0]] if sources else torch.zeros_like(inputs[rank])
+
+        return self._post(f"permute {tuple(pairs)}", out, inp, move)
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+        box = self._exchange.boxes.setdefault((self.rank, peer, tag), deque())
+        box.append(tensor.detach().clone())
+        return Work()
+
+    def recv(self, out: torch.Tensor, peer: int, tag: int) -> Work:
+        box = self._exchange.boxes.setdefault((peer, self.rank, tag), deque())
+        me, target = self._members[self.rank], out.detach()
+        what = (
+            f"recv({out.numel()} × {str(out.dtype).removeprefix('torch.')}) from rank {self._members[peer]} "
+            f"on axis {self._axis!r} (tag {tag})"
+        )
+
+        def finish() -> None:
+            self._simulation.block(me, lambda: bool(box), what)
+            sent = box.popleft()
+            if sent.numel() != target.numel() or sent.dtype is not target.dtype:
+                error = RankMismatch(
+                    f"rank {me} waits in {what}, and {sent.numel()} × {str(sent.dtype).removeprefix('torch.')} were sent. "
+                    "Send and receive the same number of elements of the same dtype."
+                )
+                self._simulation.fail(me, error)
+                raise error
+            with torch.no_grad():
+                target.copy_(sent.view_as(target))
+
+        return Work(finish)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        got: list[Any] = []
+
+        def finish(members: dict[int, Any]) -> None:
+            values = [members[rank][0] for rank in range(self.size)]
+            for rank in range(self.size):
+                members[rank][1].extend(values)
+
+        self._call("all_gather_object", (value, got), finish).wait()
+        return got
+
+    def _post(
+        self,
+        name: str,
+        out: torch.Tensor,
+        inp: torch.Tensor,
+        result: Callable[[list[torch.Tensor], int], torch.Tensor],
+    ) -> Work:
+        signature = f"{name}({inp.numel()} × {str(inp.dtype).removeprefix('torch.')})"
+
+        def finish(members: dict[int, Any]) -> None:
+            # The rank that comes last computes for all: its own modes (a recompute policy) must not see that.
+            with torch.no_grad(), _disable_current_modes():
+                inputs = [members[rank][0].reshape(-1) for rank in range(self.size)]
+                # Every result before any write: all_reduce and broadcast write over their inputs.
+                results = [result(inputs, rank) for rank in range(self.size)]
+                for rank, value in enumerate(results):
+                    members[rank][1].copy_(value.view_as(members[rank][1]))
+
+        return self._call(signature, (inp.detach(), out.detach()), finish)
+
+    def _call(self, signature: str, entry: tuple[Any, Any], finish: Callable[[dict[int, Any]], None]) -> Work:
+        number = self._calls
+        self._calls += 1
+        me = self._members[self.rank]
+        current = self._exchange.rounds.setdefault(number, _Round(signature, me))
+        if current.signature != signature:
+            error = RankMismatch(
+                f"ranks call different collectives on axis {self._axis!r} (call {number + 1}): "
+                f"rank {current.first} calls {current.signature}, rank {me} calls {signature}. "
+                "Every rank along an axis must make the same calls, of the same sizes, in the same order."
+            )
+            self._simulation.fail(me, error)
+            raise error
+        current.members[self.rank] = entry
+        if len(current.members) == self.size:
+            finish(current.members)
+            current.complete = True
+            current.members = {}
+            del self._exchange.rounds[number]
+        what = f"{signature} on axis {self._axis!r} (call {number + 1})"
+        return Work(lambda: self._simulation.block(me, lambda: current.complete, what))

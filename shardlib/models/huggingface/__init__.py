@@ -1,0 +1,6 @@
+"""transformers' models: rules for slicing them, and their blocks."""
+
+from shardlib.models.huggingface.decoders import decoder_blocks
+from shardlib.models.huggingface.rules import Rules, sliceable, slicing_rules
+
+__all__ = ["Rules", "decoder_blocks", "sliceable", "slicing_rules"]

@@ -1,0 +1,184 @@
+"""transformers' models under tensor slicing and pipelines: which layers to slice, what to swap where code hard-codes
+sizes, and (`decoder_blocks`) how to cut a decoder into blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from shardlib.errors import TreeError
+from shardlib.models.huggingface.decoders import decoder_blocks, decoder_of
+from shardlib.plan.styles import Slicing
+from shardlib.transforms.tensor_slicing import column, matches_rule, row
+
+__all__ = ["decoder_blocks", "sliceable", "slicing_rules"]
+
+Rules = dict[str, str | Slicing]
+
+
+def slicing_rules(module: nn.Module, blocks: bool = False) -> Rules:
+    """Rules for `shardlib.tensor_slicing` of a transformers model: its own plan, with the heads that must stay whole.
+
+    For models that carry a ``base_model_tp_plan`` (Llama and its kin), BERT and RoBERTa, and GPT-2 (made `sliceable`); with a
+    head or without one. Where the embedding is tied to the output layer both have the style "vocab". The numbers of heads are
+    the configuration's, and every rule matches parameters of the model.
+
+    Args:
+        blocks: for the parameters that `decoder_blocks` makes; the vocabulary is sliced too, both embedding and output
+            layer, and the logits are never gathered.
+
+    Raises:
+        TreeError: a model that has no plan and is none of these, or a GPT-2 that is not `sliceable`; with ``blocks`` one that
+            `decoder_blocks` cannot cut.
+    """
+    if not blocks:
+        return _of_whole(module)
+    words = decoder_of(module).words
+    rules = _of_whole(module)
+    rules.pop("lm_head", None)  # its outputs would be gathered
+    return rules | {f"*/{words}": "vocab", "*/lm_head": "vocab"}
+
+
+def _of_whole(module: nn.Module) -> Rules:
+    config: Any = module.config
+    if config.model_type == "gpt2":
+        rules = _gpt2(module, config.num_attention_heads)
+    elif config.model_type in ("bert", "roberta"):
+        rules = _bert(config.num_attention_heads)
+    else:
+        rules = _of_plan(module, config)
+    paths = [name.replace(".", "/") for name, _ in module.named_parameters(remove_duplicate=False)]
+    return {glob: style for glob, style in rules.items() if any(matches_rule(path, glob) for path in paths)}
+
+
+def _of_plan(module: nn.Module, config: Any) -> Rules:
+    plan: dict[str, str] = {
+        **(getattr(config, "base_model_tp_plan", None) or {}),
+        **(getattr(module, "_tp_plan", None) or {}),
+    }
+    if not plan.keys() - {"lm_head"}:
+        raise TreeError(
+            f"{type(module).__name__} has no base_model_tp_plan, and shardlib has no rules for {config.model_type!r}; write "
+            "them: sl.tensor_slicing({'*/up': 'column', '*/down': 'row', ...})"
+        )
+    rules: Rules = {glob: _by_heads(glob, style, config) for glob, style in plan.items()}
+    rules["*/mlp/act_fn"] = "shared"  # where it has parameters, as Apertus's has, these are used on slices
+    if "lm_head" in rules and getattr(config, "tie_word_embeddings", False):
+        rules["lm_head"] = "vocab"  # one tensor is looked up and scores: one style
+    return rules
+
+
+def _by_heads(glob: str, style: str, config: Any) -> str | Slicing:
+    """A rule of a plan; of an attention's layer, with its number of heads."""
+    parent, layer = glob.split(".")[-2:] if "." in glob else ("", glob)
+    heads = getattr(config, "num_attention_heads", None)
+    if parent not in ("self_attn", "attention") or not isinstance(heads, int):
+        return style
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    outputs = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads, "query_key_value": heads}
+    if style == "colwise" and layer in outputs:
+        return column(heads=outputs[layer])
+    if style == "rowwise" and layer in ("o_proj", "dense"):
+        return row(heads=heads)
+    return style
+
+
+def _bert(heads: int) -> Rules:
+    return {
+        "*/attention/self/*": column(heads=heads),
+        "*/attention/output/dense": row(heads=heads),
+        "*/intermediate/dense": "column",
+        "*/layer/*/output/dense": "row",
+        "*/word_embeddings": "vocab",
+        "*/decoder": "vocab",
+    }
+
+
+def _gpt2(module: nn.Module, heads: int) -> Rules:
+    if any(type(layer).__name__ == "Conv1D" for layer in module.modules()):
+        raise TreeError(
+            f"{type(module).__name__}'s projections hard-code their sizes, and hold query, key and value in one; make them "
+            "ready first: model = shardlib.models.huggingface.rules.sliceable(model), before slicing_rules and sl.from_module"
+        )
+    return {
+        "*/attn/c_attn/*": column(heads=heads, transposed=True),
+        "*/attn/c_proj": row(heads=heads, transposed=True),
+        "*/mlp/c_fc": column(transposed=True),
+        "*/mlp/c_proj": row(transposed=True),
+        "*wte": "vocab",
+    }
+
+
+def sliceable(module: nn.Module) -> nn.Module:
+    """Swap, in place, the projections of a GPT-2 whose code hard-codes sizes for ones that do not. Same numbers.
+
+    The packed query, key and value projection ``c_attn`` becomes three (``c_attn.query``, ``.key``, ``.value``), so
+    that each is sliced by heads; in state dicts it is one, as before. Other models come back as they are. Call it before
+    `from_module`.
+    """
+    if getattr(getattr(module, "config", None), "model_type", "") != "gpt2":
+        return module
+    layer: Any
+    for child in list(module.modules()):
+        for name, layer in list(child.named_children()):
+            if type(layer).__name__ == "Conv1D":
+                swapped = _QueryKeyValue(layer) if name == "c_attn" else _Projection(layer.weight, layer.bias)
+                setattr(child, name, swapped)
+    return module
+
+
+class _Projection(nn.Module):
+    """``x @ weight + bias`` with a weight (in, out), whatever their sizes."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(weight.detach()), nn.Parameter(bias.detach())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight).unflatten(0, x.shape[:-1])
+
+
+class _Three(NamedTuple):
+    """Query, key and value; what GPT-2 splits after its packed projection."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+    def split(self, size: int, dim: int) -> _Three:
+        """Already split."""
+        return self
+
+
+class _QueryKeyValue(nn.Module):
+    def __init__(self, packed: nn.Module) -> None:
+        super().__init__()
+        weights = packed.weight.detach().chunk(3, dim=1)  # type: ignore[operator]
+        biases = packed.bias.detach().chunk(3)  # type: ignore[operator]
+        self.query, self.key, self.value = (
+            _Projection(weight.contiguous(), bias.clone()) for weight, bias in zip(weights, biases, strict=True)
+        )
+        self.register_state_dict_post_hook(_packed)
+        self.register_load_state_dict_pre_hook(_unpacked)
+
+    def forward(self, x: torch.Tensor) -> _Three:
+        return _Three(self.query(x), self.key(x), self.value(x))
+
+
+_THREE, _PACKED = ("query", "key", "value"), ("weight", "bias")
+
+
+def _packed(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, *_: Any) -> None:
+    """A state dict has the names and the layout of the packed projection."""
+    for leaf in _PACKED:
+        state[prefix + leaf] = torch.cat([state.pop(f"{prefix}{part}.{leaf}") for part in _THREE], dim=-1)
+
+
+def _unpacked(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, *_: Any) -> None:
+    for leaf in _PACKED:
+        if prefix + leaf in state:
+            packed = state.pop(prefix + leaf).chunk(3, dim=-1)
+            state |= {f"{prefix}{part}.{leaf}": piece for part, piece in zip(_THREE, packed, strict=True)}

@@ -1,0 +1,1 @@
+"""What losses are made of: attention, sequence parts, losses, dropout, blocks."""

@@ -1,0 +1,66 @@
+"""Attention for models whose activations may be parts of a sequence, dense or over the blocks of a layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from shardlib.kernels.sparse_attention import sparse_attention
+from shardlib.nn.sequence import current_parts
+from shardlib.sparse.layout import Layout, check_layout
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What `attention` was asked for beside its tensors; ``key_mask`` is (batch, whole sequence)."""
+
+    causal: bool = False
+    scale: float | None = None
+    key_mask: torch.Tensor | None = None
+    layout: Layout | None = None
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool | None = None,
+    scale: float | None = None,
+    key_mask: torch.Tensor | None = None,
+    layout: Layout | None = None,
+) -> torch.Tensor:
+    """``F.scaled_dot_product_attention`` over the whole sequence, whatever part of it is here.
+
+    Args:
+        q: (batch, heads, sequence, size).
+        k, v: the same, with as many heads or a divisor of their number (grouped queries).
+        causal: a position sees itself and those before it; by default as the layout says, and without one False.
+        scale: of the scores; by default 1/√size.
+        key_mask: bool (batch, sequence), whole on every rank: False where a position is padding, which none sees.
+        layout: of the whole sequence: the blocks that are computed, by `shardlib.sparse_attention`.
+
+    Raises:
+        SpecError: kind="ulysses", and heads that do not divide over its axis; kind="ring", and ``key_mask`` or ``layout``.
+        ValueError: a layout of another length, or of more heads than there are here: where heads are shared out among
+            ranks it must be one for all of them; a causal layout and ``causal=False``.
+    """
+    causal = bool(causal) if layout is None else check_layout(layout).causal_for(causal)
+    how, parts = Attention(causal, scale, key_mask, layout), current_parts.get()
+    return plain_attention(q, k, v, how) if parts is None else parts.attention(q, k, v, how)
+
+
+def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: Attention) -> torch.Tensor:
+    """`attention` where q, k and v are of the whole sequence."""
+    if how.layout is not None:
+        layout = how.layout.to(q.device)
+        return sparse_attention(q, k, v, layout, causal=how.causal, scale=how.scale, key_mask=how.key_mask)
+    mask = None if how.key_mask is None else how.key_mask[:, None, None, :]
+    causal = how.causal
+    if mask is not None and causal:
+        length = q.shape[2]
+        mask, causal = mask & torch.ones(length, length, dtype=torch.bool, device=q.device).tril(), False
+    grouped = k.shape[1] != q.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=how.scale, enable_gqa=grouped)

@@ -1,0 +1,113 @@
+"""Functions for models whose activations may be parts of a sequence: plain PyTorch where there is no sequence plan.
+
+Under `shardlib.sequence` every activation outside a sliced layer holds this rank's part of the sequence, along
+dimension 1 (batch, sequence, ...), and batches stay whole. A model enters by `shard_sequence` (or `embedding`), mixes
+positions by `attention` alone, and leaves by `linear_cross_entropy`, `sum_sequence` or `gather_sequence`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from shardlib.errors import SpecError
+
+if TYPE_CHECKING:
+    from shardlib.nn.attention import Attention
+
+KINDS = ("megatron", "ulysses", "ring")
+
+
+@dataclass(frozen=True)
+class SequencePlan:
+    """Over which axis sequences are cut, and how positions are mixed: see `shardlib.sequence`."""
+
+    axis: str
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} over axis {self.axis!r}"
+
+    def chunks(self, rank: int, size: int, length: int) -> list[tuple[int, int]]:
+        """Where the part of ``rank`` lies: (start, length) of each chunk, in order.
+
+        The ring's ranks hold two chunks each, one from either end (zig-zag): under a causal mask the first positions
+        have few keys and the last have many, so that every rank then has the same work.
+
+        Raises:
+            SpecError: the length does not divide.
+        """
+        pieces = size * (2 if self.kind == "ring" else 1)
+        if length % pieces or not length:
+            twice = f": two chunks a rank, {pieces} in all" if self.kind == "ring" else ""
+            raise SpecError(
+                f"a sequence of length {length} does not divide over axis {self.axis!r} of size {size} "
+                f"(sequence, kind={self.kind!r}{twice}); pad it to a multiple of {pieces}, with ignore_index as the "
+                "targets of the padding"
+            )
+        step = length // pieces
+        mine = (rank, pieces - 1 - rank) if self.kind == "ring" else (rank,)
+        return [(chunk * step, step) for chunk in mine]
+
+
+class Parts(Protocol):
+    """What a run under a sequence plan does in place of the plain functions here."""
+
+    def shard(self, x: torch.Tensor, dim: int) -> torch.Tensor: ...
+
+    def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor: ...
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: Attention) -> torch.Tensor: ...
+
+    def loss(
+        self,
+        part: Callable[[torch.Tensor, str], torch.Tensor],
+        x: torch.Tensor,
+        targets: torch.Tensor,
+        ignore_index: int,
+        reduction: str,
+    ) -> torch.Tensor: ...
+
+    def positions(self, x: torch.Tensor) -> tuple[torch.Tensor, int]: ...
+
+
+# Set by the executor for the duration of a run, and where a block is recomputed.
+current_parts: ContextVar[Parts | None] = ContextVar("current_parts", default=None)
+
+
+def shard_sequence(x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+    """This rank's part, along ``dim``, of an ``x`` that is whole on every rank; ``x`` itself without a sequence plan.
+
+    Under kind="ring" the part is two chunks, one from either end of the sequence. Backward fills zeros in for the
+    other ranks' parts: gradients of parameters are partial sums, and are summed over the axis once.
+
+    Raises:
+        SpecError: the length does not divide over the axis.
+    """
+    parts = current_parts.get()
+    return x if parts is None else parts.shard(x, dim)
+
+
+def gather_sequence(x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+    """The whole of which every rank holds its part along ``dim``, in order; ``x`` itself without a sequence plan.
+
+    All ranks must compute the same from it, and no trained parameter may be applied to it: every rank would count its
+    gradient. For logits to look at, and for losses without parameters.
+    """
+    parts = current_parts.get()
+    return x if parts is None else parts.gather(x, dim)
+
+
+def sum_sequence(x: torch.Tensor) -> torch.Tensor:
+    """The sum of the ranks' ``x`` over their parts of the sequence, equal on all; ``x`` itself without a sequence plan.
+
+    For losses of one's own: ``sum_sequence(losses.sum()) / sum_sequence(mask.sum())``.
+    """
+    parts = current_parts.get()
+    return x if parts is None else parts.sum(x)

@@ -1,0 +1,1 @@
+"""Optimizers that sum gradients over an axis themselves, in few bits."""

@@ -1,0 +1,122 @@
+"""1-bit Adam (arXiv 2102.02888, algorithm 1)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from shardlib.collectives.codecs.integers import OneBit
+from shardlib.kernels.frozen_adam import own_momentum_
+from shardlib.optim.axis_owner.moments import adam_step, frozen_step
+from shardlib.optim.base import GradientTransformation, Owned
+from shardlib.optim.locality import Locality
+from shardlib.optim.ranges import check, check_adam, is_step
+from shardlib.optim.schedules.base import Schedule, as_schedule
+from shardlib.optim.shards import Shards
+from shardlib.optim.stepping import Move, each_tensor, stepping
+from shardlib.transforms.onebit import check_scales
+from shardlib.tree import Tree, tree_map
+
+# The variance is settled when its 1-norm is at least this part of what it was 1/(1 − b2) steps before.
+_SETTLED = 0.96
+
+
+class OneBitAdamState(NamedTuple):
+    """What 1-bit Adam remembers.
+
+    ``count``: steps taken (0-d float); ``mu``, ``nu``: running means of g and g², ``nu`` as it was frozen; ``frozen``: 1
+    once it is (0-d float); ``norm``: Σ|nu| when "auto" last looked (0-d float64).
+    """
+
+    count: torch.Tensor  # type: ignore[assignment]  # optax's name, though tuples have a method of it
+    mu: Tree
+    nu: Tree
+    frozen: torch.Tensor
+    norm: torch.Tensor
+
+
+def onebit_adam(
+    lr: float | Schedule,
+    freeze_step: int | str,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    *,
+    axis: str = "data",
+    scales: str | int = "leaf",
+) -> GradientTransformation:
+    """Adam that, its variance frozen, averages momentum over ``axis`` in one bit per element instead of gradients.
+
+    Update ``−lr·(m/(√v + eps) + weight_decay·p)``, without bias correction. For the first ``freeze_step`` steps gradients
+    are averaged in full precision. Then v stays as it is; each rank adds its own gradient to m, and m is averaged by the
+    two-phase 1-bit all-reduce with error feedback (errors in ``TrainState.comm``). Elements whose v is 0 then, such as
+    embeddings of tokens that were never met, stay where they are (but for weight decay). Where gradients are rounding alone,
+    as a key's bias under softmax has them, v is hardly more and signs are sent all the same: an ``eps`` well above √v there
+    (1e-5, say) keeps their steps small.
+
+    Composes with `shardlib.zero` over other axes: ``zero(1, axis="local", replicate="node")`` with ``axis="node"`` keeps
+    full precision inside a node.
+
+    Args:
+        freeze_step: the paper's runs freeze after 15 to 25 % of all steps; or "auto": look every 1/(1 − b2) steps, and
+            freeze when the learning rate no longer rises and Σ|v| is at least 0.96 times that of the last look. A restored
+            state that has taken more steps freezes after its next; one that is frozen stays so.
+        axis: over which ranks share the batch and hold the same state.
+        scales: "leaf", one scale for each parameter as in the paper, or elements per block, a multiple of 8.
+
+    Raises:
+        ValueError: a hyper-parameter out of range.
+        IllegalComposition: ``scales`` is neither.
+    """
+    check_adam("onebit_adam", b1, b2, eps, weight_decay)
+    check(
+        "onebit_adam",
+        "use the number of steps before the variance is frozen, at least 1 (15 to 25 % of all), or 'auto'",
+        freeze_step=(freeze_step, freeze_step == "auto" or is_step(freeze_step)),
+    )
+    check_scales(scales, "onebit_adam")
+    rate = as_schedule(lr, "onebit_adam")
+    every = round(1 / (1 - b2))
+
+    def init(params: Tree, _: Shards) -> OneBitAdamState:
+        none = torch.zeros((), dtype=torch.float64)
+        mu, nu = tree_map(torch.zeros_like, params), tree_map(torch.zeros_like, params)
+        return OneBitAdamState(torch.zeros(()), mu, nu, torch.zeros(()), none)
+
+    def step(
+        params: Tree, grads: Tree, state: OneBitAdamState, scale: torch.Tensor | None, shards: Shards
+    ) -> tuple[OneBitAdamState, Move]:
+        size, mu = rate(state.count), state.mu
+        after = state._replace(count=state.count + 1)
+        if unreduced(state):
+            each_tensor(partial(own_momentum_, b1=b1, scale=scale), grads, mu)
+            mu = shards.compressed_mean(grads, out=mu)
+            return after._replace(mu=mu), frozen_step(mu, state.nu, lr=size, eps=eps, weight_decay=weight_decay)
+        options = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
+        move = adam_step(params, grads, mu, state.nu, lr=size, scale=scale, **options)
+        return freeze(after, shards), move
+
+    def freeze(state: OneBitAdamState, shards: Shards) -> OneBitAdamState:
+        """Whether the step just taken was the last before the variance is frozen."""
+        count = int(state.count)
+        if isinstance(freeze_step, int):
+            return state._replace(frozen=torch.tensor(float(count >= freeze_step)))
+        if count % every:
+            return state
+        norm = shards.sum(_absolute_sum, state.nu).to("cpu")
+        settled = state.norm > 0 and norm >= _SETTLED * state.norm and rate(state.count) <= rate(state.count - 1)
+        return state._replace(frozen=torch.tensor(float(settled)), norm=norm)
+
+    owns = Owned("onebit_adam", axis, OneBit(scales), unreduced)
+    return stepping("onebit_adam", init, step, Locality.GLOBAL, owns)
+
+
+def unreduced(state: OneBitAdamState) -> bool:
+    return bool(state.frozen)
+
+
+def _absolute_sum(leaf: torch.Tensor) -> torch.Tensor:
+    return leaf.sum(dtype=torch.float64)  # of squares: none is negative

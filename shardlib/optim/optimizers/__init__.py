@@ -1,0 +1,1 @@
+"""One file per optimizer, and per transformation of gradients."""

@@ -1,0 +1,226 @@
+"""Adafactor (arXiv 1804.04235): of g² of a matrix the means of its rows and columns alone are kept.
+
+On shards every rank adds up its elements of each row and column, and one sum over all ranks gives the whole ones: the only
+exchange that grows with the parameters, by their rows and columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from shardlib.kernels.global_norm import sum_of_squares
+from shardlib.mesh.index_map import Places
+from shardlib.optim.base import GradientTransformation
+from shardlib.optim.locality import Locality
+from shardlib.optim.ranges import check, is_integer, is_positive, is_share, is_size, is_step
+from shardlib.optim.schedules.base import Schedule, as_schedule
+from shardlib.optim.shards import Shards, device_of
+from shardlib.optim.stepping import Move, each, each_leaf, stepping
+from shardlib.plan.claims import LeafInfo
+from shardlib.tree import Tree, tree_map
+
+
+class Factors(NamedTuple):
+    """Of one parameter, the running means of g² along its largest dimension (``row``) and its second largest (``col``).
+
+    In its dtype, flat; equal on all ranks.
+    """
+
+    row: torch.Tensor
+    col: torch.Tensor
+
+
+class AdafactorState(NamedTuple):
+    """``count``: steps taken (0-d float); ``factors``: path -> `Factors`; ``v``: running mean of g² of parameters without.
+
+    ``mu``: the momentum, or () without.
+    """
+
+    count: torch.Tensor  # type: ignore[assignment]  # optax's name, though tuples have a method of it
+    factors: Mapping[str, Factors]
+    v: Tree
+    mu: Tree
+
+
+@dataclass(frozen=True)
+class Unfactored:
+    """Parameters whose second largest dimension is below ``least``; all, where that is None."""
+
+    least: int | None
+
+    def __call__(self, info: LeafInfo) -> bool:
+        return self.least is None or len(info.shape) < 2 or sorted(info.shape)[-2] < self.least
+
+
+def adafactor(
+    lr: float | Schedule | None = None,
+    min_dim_size_to_factor: int = 128,
+    decay_rate: float = 0.8,
+    decay_offset: int = 0,
+    multiply_by_parameter_scale: bool = True,
+    clipping_threshold: float | None = 1.0,
+    momentum: float | None = None,
+    weight_decay_rate: float | None = None,
+    eps: float = 1e-30,
+    factored: bool = True,
+) -> GradientTransformation:
+    """Update ``−lr·u·scale`` with ``u = g/√v̂`` clipped; v̂ has one factor for each row and one for each column.
+
+    Args:
+        lr: None for 1.
+        min_dim_size_to_factor: parameters with two dimensions of at least this size are factored, over the two largest.
+        decay_rate: v ← β·v + (1−β)·(g² + eps) with β = 1 − (t + 1 − decay_offset)^−decay_rate at step t from 0,
+            and 0 up to step ``decay_offset``.
+        multiply_by_parameter_scale: scale is the root mean square of the parameter, at least 1e-3; else 1.
+        clipping_threshold: the largest root mean square of a parameter's u.
+        momentum: the update is the running mean of what it would be without.
+        weight_decay_rate: of the parameter, is taken off it; not multiplied by ``lr``.
+
+    Defaults as optax.adafactor. torch's gives its ``eps`` another meaning.
+
+    Raises:
+        ValueError: a hyper-parameter out of range.
+    """
+    check(
+        "adafactor",
+        "decay_rate and eps are above 0, clipping_threshold too or None, momentum at least 0 and below 1 or None, "
+        "weight_decay_rate at least 0 or None, decay_offset an integer and min_dim_size_to_factor one from 1",
+        decay_rate=(decay_rate, is_positive(decay_rate)),
+        decay_offset=(decay_offset, is_integer(decay_offset)),
+        clipping_threshold=(clipping_threshold, clipping_threshold is None or is_positive(clipping_threshold)),
+        momentum=(momentum, momentum is None or is_share(momentum)),
+        weight_decay_rate=(weight_decay_rate, weight_decay_rate is None or is_size(weight_decay_rate)),
+        eps=(eps, is_positive(eps)),
+        min_dim_size_to_factor=(min_dim_size_to_factor, is_step(min_dim_size_to_factor)),
+    )
+    rate, carried = as_schedule(1.0 if lr is None else lr, "adafactor"), momentum or 0.0
+    unfactored = Unfactored(min_dim_size_to_factor if factored else None)
+
+    def init(params: Tree, shards: Shards) -> AdafactorState:
+        device = device_of(params)
+
+        def zeros(dims: list[int], info: LeafInfo) -> torch.Tensor:
+            return torch.zeros(math.prod(dims), dtype=_wide(info.dtype), device=device)
+
+        factors = {
+            info.path: Factors(zeros(_without(info.shape, d0), info), zeros(_without(info.shape, d1), info))
+            for info in shards.about(params)
+            if not unfactored(info)
+            for d1, d0 in [_largest(info.shape)]
+        }
+        v = tree_map(torch.zeros_like, shards.select(unfactored, params).take(params))
+        return AdafactorState(torch.zeros(()), factors, v, tree_map(torch.zeros_like, params) if carried else ())
+
+    def step(
+        params: Tree, grads: Tree, state: AdafactorState, scale: torch.Tensor | None, shards: Shards
+    ) -> tuple[AdafactorState, Move]:
+        size, count = rate(state.count), state.count + 1
+        keep = float(1 - (count.to(torch.float64) - decay_offset).clamp(min=1) ** -decay_rate)
+        infos = shards.about(params)
+        grads = tree_map(torch.Tensor.contiguous, grads)  # cut into rows below
+        if scale is not None:
+            each(lambda g: g.mul_(scale), grads)
+        factors = _next_factors(infos, grads, state.factors, keep, shards)
+
+        def direct(g: torch.Tensor, v: torch.Tensor) -> None:
+            v.mul_(keep).add_(g.square().add_(eps), alpha=1 - keep)
+            g.mul_(v.rsqrt())
+
+        each(direct, shards.select(unfactored, grads).take(grads), state.v)
+        for number, places, (g,) in shards.located(grads):
+            if not unfactored(infos[number]):
+                _divide(g, places, factors[infos[number].path])
+        factor = -size * _factor(infos, params, grads, shards)
+        if weight_decay_rate is None and not carried:
+            return AdafactorState(count, factors, state.v, ()), Move(lambda p, u: u, (grads,), factor)
+
+        def carry(number: int, u: torch.Tensor, *mean: torch.Tensor) -> None:
+            u.mul_(factor[number])
+            for m in mean:
+                u.copy_(m.lerp_(u, 1 - carried))
+
+        each_leaf(shards, carry, grads, *([state.mu] if carried else []))
+        decay = weight_decay_rate or 0.0
+        return AdafactorState(count, factors, state.v, state.mu), Move(lambda p, u: u.add_(p, alpha=-decay), (grads,))
+
+    def _next_factors(
+        infos: list[LeafInfo], grads: Tree, before: Mapping[str, Factors], keep: float, shards: Shards
+    ) -> dict[str, Factors]:
+        """Rows and columns of all parameters in one vector, so that they are summed at once."""
+        sizes = [len(part) for factors in before.values() for part in factors]
+        sums = torch.zeros(sum(sizes), dtype=torch.float64, device=device_of(grads))
+        parts = iter(sums.split(sizes))
+        table = {path: Factors(next(parts), next(parts)) for path in before}
+        for number, places, (g,) in shards.shares(grads):
+            info = infos[number]
+            if not unfactored(info):
+                for piece, where in places.pieces(g):
+                    _add_sums(table[info.path], piece.square().add_(eps), where)
+        shards.total(sums)
+        found = {}
+        for info in infos:
+            if not unfactored(info):
+                dims = reversed(_largest(info.shape))
+                means = [part / info.shape[dim] for part, dim in zip(table[info.path], dims)]
+                old = before[info.path]
+                found[info.path] = Factors(*(was.lerp(new.to(was.dtype), 1 - keep) for was, new in zip(old, means)))
+        return found
+
+    def _factor(infos: list[LeafInfo], params: Tree, directions: Tree, shards: Shards) -> torch.Tensor:
+        """Of each parameter, what clipping and its own scale come to."""
+        of_both = (lambda p, u: sum_of_squares(p), lambda p, u: sum_of_squares(u))
+        sizes = torch.tensor([max(math.prod(info.shape), 1) for info in infos], dtype=torch.float64)
+        squares = shards.leaf_sums(of_both, params, directions)
+        own, moved = (squares / sizes.to(squares.device)).sqrt()
+        factor = torch.ones_like(own)
+        if clipping_threshold is not None:
+            factor = factor / (moved / clipping_threshold).clamp(min=1)
+        return factor * own.clamp(min=1e-3) if multiply_by_parameter_scale else factor
+
+    def sends(shards: Shards) -> Mapping[str, int]:
+        infos = [info for info in shards.about({}) if not unfactored(info)]
+        rows = [math.prod(_without(info.shape, dim)) for info in infos for dim in _largest(info.shape)]
+        return shards.total_sends(sum(rows))
+
+    return stepping("adafactor", init, step, Locality.LEAF, sends=sends)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _largest(shape: tuple[int, ...]) -> tuple[int, int]:
+    """The second largest dimension and the largest; of equal ones the later is the larger."""
+    second, first = sorted(range(len(shape)), key=lambda dim: shape[dim])[-2:]
+    return second, first
+
+
+def _without(shape: tuple[int, ...], dim: int) -> list[int]:
+    return [size for place, size in enumerate(shape) if place != dim]
+
+
+def _add_sums(sums: Factors, squares: torch.Tensor, places: Places) -> None:
+    """Add to the parameter's flat sums along its two largest dimensions."""
+    box = places.box(len(squares))
+    grid = squares.new_zeros(math.prod(box.shape))
+    grid[box.skip : box.skip + len(squares)] = squares
+    for flat, dim in zip(sums, reversed(_largest(places.shape))):
+        mine = box.without(flat.view(_without(places.shape, dim)), dim)
+        mine += grid.view(box.shape).sum(dim, dtype=mine.dtype)
+
+
+def _divide(g: torch.Tensor, places: Places, factors: Factors) -> None:
+    """By the root of what the factors give, in place."""
+    d1, d0 = _largest(places.shape)
+    rows, columns = factors.row.view(_without(places.shape, d0)), factors.col.view(_without(places.shape, d1))
+    rows = (rows / rows.mean(dim=d1 - 1 if d1 > d0 else d1, keepdim=True)).rsqrt_()
+    columns = columns.rsqrt()
+    for piece, where in places.pieces(g):
+        box = where.box(len(piece))
+        by = box.without(rows, d0).unsqueeze(d0) * box.without(columns, d1).unsqueeze(d1)
+        piece.mul_(by.reshape(-1)[box.skip : box.skip + len(piece)])

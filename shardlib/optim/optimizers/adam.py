@@ -1,0 +1,90 @@
+"""Adam and AdamW (arXiv 1412.6980, 1711.05101)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from shardlib.kernels.adamw import adamw_
+from shardlib.optim.base import GradientTransformation, apart
+from shardlib.optim.locality import Locality
+from shardlib.optim.ranges import check_adam
+from shardlib.optim.schedules.base import Schedule, as_schedule
+from shardlib.optim.shards import Shards
+from shardlib.tree import Tree, check_alike, leaves_of, tree_map
+
+
+class AdamState(NamedTuple):
+    """``count``: steps taken (0-d float); ``mu``, ``nu``: running means of g and g²."""
+
+    count: torch.Tensor  # type: ignore[assignment]  # optax's name, though tuples have a method of it
+    mu: Tree
+    nu: Tree
+
+
+def adamw(
+    lr: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 1e-4
+) -> GradientTransformation:
+    """Adam with decoupled weight decay: update ``−lr·(m̂/(√v̂ + eps) + weight_decay·p)``.
+
+    m̂, v̂ are bias-corrected. Defaults as optax.adamw. Moments take the dtype of the parameters they are made for
+    (fp32 masters, under `shardlib.precision`).
+
+    Decays every parameter it is given, as optax does, one that the loss does not use included: to leave those alone, as
+    torch.optim.AdamW does, freeze them (`shardlib.unused_params` finds them).
+
+    Raises:
+        ValueError: a hyper-parameter out of range.
+    """
+    return _adam("adamw", lr, b1, b2, eps, weight_decay)
+
+
+def adam(lr: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> GradientTransformation:
+    """Adam: update ``−lr·m̂/(√v̂ + eps)``.
+
+    Raises:
+        ValueError: a hyper-parameter out of range.
+    """
+    return _adam("adam", lr, b1, b2, eps, 0.0)
+
+
+def _adam(
+    what: str, lr: float | Schedule, b1: float, b2: float, eps: float, weight_decay: float
+) -> GradientTransformation:
+    check_adam(what, b1, b2, eps, weight_decay)
+    rate = as_schedule(lr, what)
+
+    def init(params: Tree, _: Shards) -> AdamState:
+        return AdamState(torch.zeros(()), tree_map(torch.zeros_like, params), tree_map(torch.zeros_like, params))
+
+    def update(updates: Tree, state: AdamState, params: Tree, *, shards: Shards) -> tuple[Tree, AdamState]:
+        check_alike(what, updates, state.mu, ("updates", "moments"))
+        step, count = rate(state.count), state.count + 1
+        exact = count.to(torch.float64)  # 1 − b2 loses most of its digits in fp32
+        mu = tree_map(lambda g, m: b1 * m + (1 - b1) * g.to(m.dtype), updates, state.mu)
+        nu = tree_map(lambda g, v: b2 * v + (1 - b2) * g.to(v.dtype).square(), updates, state.nu)
+        if weight_decay and params is None:
+            raise ValueError("adamw decays weights, so update needs them: update(updates, state, params)")
+
+        def move(m: torch.Tensor, v: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+            wide = torch.promote_types(m.dtype, torch.float32)  # in 16 bits eps is 0
+            direction = (m.to(wide) / (1 - b1**exact)) / ((v.to(wide) / (1 - b2**exact)).sqrt() + eps)
+            return (-step.to(wide) * (direction + weight_decay * p if weight_decay else direction)).to(m.dtype)
+
+        return tree_map(move, mu, nu, params if weight_decay else mu), AdamState(count, mu, nu)
+
+    def apply(
+        params: Tree, updates: Tree, state: AdamState, scale: torch.Tensor | None, shards: Shards, copies: Tree
+    ) -> AdamState:
+        after = state._replace(count=state.count + 1)
+        step = partial(
+            adamw_, count=after.count, lr=rate(state.count), b1=b1, b2=b2, eps=eps, weight_decay=weight_decay
+        )
+        trees = (params, updates, state.mu, state.nu, copies)
+        for p, g, m, v, copy in zip(*map(leaves_of, trees), strict=True):
+            step(p, g, m, v, scale=scale, copy=apart(copy, p))
+        return after
+
+    return GradientTransformation(init, update, Locality.ELEMENTWISE, apply=apply)

@@ -1,0 +1,69 @@
+"""AdamW with moments in 8 bits (arXiv 2110.02861)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import optree
+import torch
+
+from shardlib.kernels.adamw import adamw_
+from shardlib.kernels.adamw8 import SIGNED, UNSIGNED, adamw8_
+from shardlib.optim.base import GradientTransformation, apart
+from shardlib.optim.locality import Locality
+from shardlib.optim.optimizers.adam import AdamState
+from shardlib.optim.optimizers.coded import Coded, zero_moment
+from shardlib.optim.ranges import check_adam
+from shardlib.optim.schedules.base import Schedule, as_schedule
+from shardlib.optim.shards import Shards
+from shardlib.tree import Tree, leaves_of, tree_map
+
+
+def adamw8bit(
+    lr: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 1e-4
+) -> GradientTransformation:
+    """`adamw` whose moments take a quarter of the memory: a byte per element each, and 4 per block of 256.
+
+    Blocks lie in the tensors that the optimizer is given: on a mesh in each rank's flat shards, which may hold several
+    parameters. A tensor of fewer than 4096 elements keeps its moments as `adamw` does. Each step moves the parameters by
+    moments that are not rounded yet; what is kept of them is the nearest code, of a variance above zero never 0.
+    Checkpoints hold one number per element, and fit `adamw` as well.
+
+    Raises:
+        ValueError: a hyper-parameter out of range.
+    """
+    check_adam("adamw8bit", b1, b2, eps, weight_decay)
+    rate = as_schedule(lr, "adamw8bit")
+
+    def init(params: Tree, _: Shards) -> AdamState:
+        mu, nu = (tree_map(partial(zero_moment, coding=coding), params) for coding in (SIGNED, UNSIGNED))
+        return AdamState(torch.zeros(()), mu, nu)
+
+    def update(updates: Tree, state: AdamState, params: Tree, *, shards: Shards) -> tuple[Tree, AdamState]:
+        if params is None:
+            raise ValueError("adamw8bit moves parameters itself, so update needs them: update(updates, state, params)")
+        # The very step that `apply` takes: were a moment only rounded differently, its code could be another.
+        moved, kept = tree_map(torch.clone, params), tree_map(torch.clone, state)
+        after = apply(moved, updates, kept, None, shards, moved)
+        return tree_map(torch.sub, moved, params), after
+
+    def apply(
+        params: Tree, updates: Tree, state: AdamState, scale: torch.Tensor | None, shards: Shards, copies: Tree
+    ) -> AdamState:
+        after = state._replace(count=state.count + 1)
+        options: dict[str, Any] = {"count": after.count, "lr": rate(state.count), "b1": b1, "b2": b2, "eps": eps}
+        options |= {"weight_decay": weight_decay, "scale": scale}
+        trees = (*map(leaves_of, (params, updates, copies)), *map(_moments, (state.mu, state.nu)))
+        for p, g, copy, m, v in zip(*trees, strict=True):
+            if isinstance(m, Coded):
+                adamw8_(p, g, m.codes, m.scales, v.codes, v.scales, copy=apart(copy, p), **options)
+            else:
+                adamw_(p, g, m, v, copy=apart(copy, p), **options)
+        return after
+
+    return GradientTransformation(init, update, Locality.ELEMENTWISE, apply=apply)
+
+
+def _moments(tree: Tree) -> list[Coded | torch.Tensor]:
+    return optree.tree_leaves(tree, is_leaf=lambda node: isinstance(node, Coded))

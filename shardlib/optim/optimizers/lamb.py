@@ -1,0 +1,71 @@
+"""LAMB (arXiv 1904.00962, algorithm 2)."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from shardlib.kernels.adamw import adam_direction_
+from shardlib.kernels.global_norm import sum_of_squares
+from shardlib.optim.base import GradientTransformation
+from shardlib.optim.locality import Locality
+from shardlib.optim.optimizers.adam import AdamState
+from shardlib.optim.ranges import check, check_adam, is_positive
+from shardlib.optim.schedules.base import Schedule, as_schedule
+from shardlib.optim.shards import Shards
+from shardlib.optim.stepping import Move, each_tensor, stepping
+from shardlib.tree import Tree, tree_map
+
+
+def lamb(
+    lr: float | Schedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-6,
+    weight_decay: float = 0.0,
+    *,
+    min_coeff: float = 0.01,
+    max_coeff: float = 10.0,
+) -> GradientTransformation:
+    """Adam whose steps have the parameters' size: update ``−lr·c·u`` with ``u = m̂/(√v̂ + eps) + weight_decay·p``.
+
+    c = ‖p‖/‖u‖ of the whole parameter, kept between ``min_coeff`` and ``max_coeff``; 1 where either norm is 0. m̂, v̂ are
+    bias-corrected. Defaults as optax.lamb; the bounds are DeepSpeed's.
+
+    Raises:
+        ValueError: a hyper-parameter out of range.
+    """
+    check_adam("lamb", b1, b2, eps, weight_decay)
+    check_coeffs("lamb", min_coeff, max_coeff)
+    rate = as_schedule(lr, "lamb")
+
+    def init(params: Tree, _: Shards) -> AdamState:
+        return AdamState(torch.zeros(()), tree_map(torch.zeros_like, params), tree_map(torch.zeros_like, params))
+
+    def step(
+        params: Tree, grads: Tree, state: AdamState, scale: torch.Tensor | None, shards: Shards
+    ) -> tuple[AdamState, Move]:
+        size, count = rate(state.count), state.count + 1
+        direct = partial(adam_direction_, count=count, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, scale=scale)
+        each_tensor(direct, params, grads, state.mu, state.nu)
+        trust = coefficients(params, grads, shards, min_coeff, max_coeff)
+        return AdamState(count, state.mu, state.nu), Move(lambda p, u: u, (grads,), -size * trust)
+
+    return stepping("lamb", init, step, Locality.LEAF)
+
+
+def coefficients(params: Tree, directions: Tree, shards: Shards, least: float, most: float) -> torch.Tensor:
+    """‖p‖/‖u‖ of each parameter within bounds, float64 ``[leaf_count]``; 1 where either is 0."""
+    of_both = (lambda p, u: sum_of_squares(p), lambda p, u: sum_of_squares(u))
+    lengths, steps = shards.leaf_sums(of_both, params, directions).sqrt()
+    return torch.where((lengths == 0) | (steps == 0), 1.0, (lengths / steps).clamp(least, most))  # NaN stays
+
+
+def check_coeffs(what: str, least: float, most: float) -> None:
+    check(
+        what,
+        "the bounds of the trust ratio are above 0, and min_coeff is not above max_coeff (usually 0.01 and 10)",
+        min_coeff=(least, is_positive(least) and is_positive(most) and least <= most),
+        max_coeff=(most, is_positive(least) and is_positive(most) and least <= most),
+    )

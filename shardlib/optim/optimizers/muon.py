@@ -1,0 +1,130 @@
+"""Muon: momentum orthogonalised by Newton–Schulz iterations (Jordan et al., 2024; arXiv 2502.16982 for its scale)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from shardlib.errors import IllegalComposition, listing
+from shardlib.optim.base import GradientTransformation
+from shardlib.optim.locality import Locality
+from shardlib.optim.ranges import check, is_number, is_positive, is_share, is_size, is_step
+from shardlib.optim.schedules.base import Schedule, as_schedule
+from shardlib.optim.shards import Shards
+from shardlib.optim.stepping import Move, each, stepping
+from shardlib.tree import Tree, tree_map
+
+NS_COEFFS = (3.4445, -4.7750, 2.0315)
+
+
+class MuonState(NamedTuple):
+    """``count``: steps taken (0-d float); ``mu``: running mean of g."""
+
+    count: torch.Tensor  # type: ignore[assignment]  # optax's name, though tuples have a method of it
+    mu: Tree
+
+
+def muon(
+    lr: float | Schedule,
+    ns_coeffs: tuple[float, float, float] = NS_COEFFS,
+    ns_steps: int = 5,
+    beta: float = 0.95,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    *,
+    nesterov: bool = True,
+    consistent_rms: float | None = None,
+) -> GradientTransformation:
+    """Update ``−lr·(scale·orthogonalise(m̂) + weight_decay·p)``, for matrices ``[out, in]`` alone (or stacks of them).
+
+    m̂ is the bias-corrected running mean of g (nesterov: beta·the next step's of it + (1−beta)·g, corrected). scale is
+    ``√max(1, out/in)``, or ``consistent_rms·√max(out, in)``. Defaults as optax.contrib.muon, of which this is the part for
+    matrices: give vectors, embeddings and heads to another optimizer by `partition`. torch.optim.Muon computes in bfloat16
+    and corrects no bias.
+
+    On shards each matrix is gathered on one of the ranks that split it, orthogonalised there, and sent back: what ``plan``
+    tells as the optimizer's own payload. Ranks that hold copies compute each for itself.
+
+    Raises:
+        ValueError: a hyper-parameter out of range.
+        IllegalComposition: parameters with fewer than two dimensions; lists them.
+    """
+    check(
+        "muon",
+        "beta is at least 0 and below 1 (usually 0.95), ns_coeffs three numbers, ns_steps an integer from 1, eps above 0, "
+        "weight_decay at least 0, consistent_rms above 0 or None",
+        ns_coeffs=(
+            ns_coeffs,
+            isinstance(ns_coeffs, Sequence) and len(ns_coeffs) == 3 and all(map(is_number, ns_coeffs)),
+        ),
+        beta=(beta, is_share(beta)),
+        ns_steps=(ns_steps, is_step(ns_steps)),
+        eps=(eps, is_positive(eps)),
+        weight_decay=(weight_decay, is_size(weight_decay)),
+        consistent_rms=(consistent_rms, consistent_rms is None or is_positive(consistent_rms)),
+    )
+    rate = as_schedule(lr, "muon")
+
+    def init(params: Tree, shards: Shards) -> MuonState:
+        flat = [f"{info.path}: shape {info.shape}" for info in shards.about(params) if len(info.shape) < 2]
+        if flat:
+            raise IllegalComposition(
+                f"muon orthogonalises matrices, and these parameters are none:\n{listing(flat)}\nGive them to another "
+                "optimizer: sl.optim.partition({'muon': muon(...), 'rest': adamw(...)}, labels)"
+            )
+        return MuonState(torch.zeros(()), tree_map(torch.zeros_like, params))
+
+    def step(
+        params: Tree, grads: Tree, state: MuonState, scale: torch.Tensor | None, shards: Shards
+    ) -> tuple[MuonState, Move]:
+        size, count = rate(state.count), state.count + 1
+        exact = count.to(torch.float64)
+        now, then = 1 - beta**exact, 1 - beta ** (exact + 1)
+
+        def direct(g: torch.Tensor, m: torch.Tensor) -> None:
+            if scale is not None:
+                g.mul_(scale)
+            m.lerp_(g, 1 - beta)
+            if nesterov:
+                g.mul_((1 - beta) / now).add_(m * (beta / then))
+            else:
+                torch.div(m, now, out=g)
+
+        each(direct, grads, state.mu)
+        directions = shards.whole(lambda number, matrix: _orthogonal(matrix) * _scale(matrix), grads)
+
+        def move(p: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+            return u.add_(p, alpha=weight_decay).mul_(-size)
+
+        return MuonState(count, state.mu), Move(move, (directions,))
+
+    def _orthogonal(matrix: torch.Tensor) -> torch.Tensor:
+        return orthogonalize(matrix, ns_coeffs, ns_steps, eps)
+
+    def _scale(matrix: torch.Tensor) -> float:
+        rows, columns = matrix.shape[-2:]
+        if consistent_rms is not None:
+            return consistent_rms * max(rows, columns) ** 0.5
+        return max(1.0, rows / max(columns, 1)) ** 0.5
+
+    def sends(shards: Shards) -> Mapping[str, int]:
+        return shards.whole_sends()
+
+    return stepping("muon", init, step, Locality.WHOLE, sends=sends)
+
+
+def orthogonalize(matrix: torch.Tensor, coeffs: tuple[float, float, float], steps: int, eps: float) -> torch.Tensor:
+    """Newton–Schulz: ``x ← a·x + (b·xxᵀ + c·(xxᵀ)²)·x`` from ``matrix/‖matrix‖``, which brings singular values near 1.
+
+    ``[..., rows, columns]`` -> the same shape. On the shorter side, since it commutes with transposing.
+    """
+    a, b, c = coeffs
+    tall = matrix.shape[-2] > matrix.shape[-1]
+    x = matrix.mT if tall else matrix
+    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if tall else x

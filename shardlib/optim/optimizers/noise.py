@@ -1,0 +1,57 @@
+"""Gradient noise (arXiv 1511.06807), the same on every mesh."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from shardlib.init.draws import Draw
+from shardlib.optim.base import GradientTransformation
+from shardlib.optim.locality import Locality
+from shardlib.optim.ranges import check, is_integer, is_number, is_size
+from shardlib.optim.shards import Shards
+from shardlib.rng import Key
+from shardlib.tree import Tree, tree_map
+
+
+class NoiseState(NamedTuple):
+    """``count``: steps taken (0-d float)."""
+
+    count: torch.Tensor  # type: ignore[assignment]  # optax's name, though tuples have a method of it
+
+
+def add_noise(eta: float, gamma: float, key: Key | int) -> GradientTransformation:
+    """Add normal noise of variance ``eta/(1 + t)^gamma`` at step t from 0; as optax.add_noise, with other random numbers.
+
+    They depend on the key, the step, the parameter's path and the element's index in it alone.
+
+    Raises:
+        ValueError: a hyper-parameter out of range.
+    """
+    check(
+        "add_noise",
+        "a variance is at least 0, gamma is a number, and the key a Key or an integer",
+        eta=(eta, is_size(eta)),
+        gamma=(gamma, is_number(gamma)),
+        key=(key, isinstance(key, Key) or is_integer(key)),
+    )
+    # Not the keys of a loss function that is given the same one: steps are folded into that, too.
+    root = (key if isinstance(key, Key) else Key(key)).fold_in("gradient noise")
+
+    def init(params: Tree, _: Shards) -> NoiseState:
+        return NoiseState(torch.zeros(()))
+
+    def update(updates: Tree, state: NoiseState, params: Tree, *, shards: Shards) -> tuple[Tree, NoiseState]:
+        step, infos = int(state.count), shards.about(updates)
+        spread = math.sqrt(eta / (1 + step) ** gamma)
+        noisy = tree_map(lambda u: u.clone(memory_format=torch.contiguous_format), updates)
+        for number, places, (part,) in shards.located(noisy):
+            own = root.fold_in(step).fold_in(infos[number].path)
+            draw = Draw("normal", (0.0, spread), own.seed, 0, infos[number].shape, part.dtype)
+            for piece, where in places.pieces(part):
+                piece.add_(draw.at(where.flat(len(piece), piece.device)))
+        return noisy, NoiseState(state.count + 1)
+
+    return GradientTransformation(init, update, Locality.ELEMENTWISE)

@@ -1,0 +1,1 @@
+"""Schedules of learning rates and other hyper-parameters: functions of the step."""

@@ -1,0 +1,178 @@
+"""What a train step reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from shardlib.errors import DonatedStateError, TreeError
+from shardlib.optim.replaced import following_masters, following_state
+from shardlib.plan.loss_scale import LossScale
+from shardlib.plan.plan import Plan
+from shardlib.rng import Key
+from shardlib.sharded.shard import require_same_copies, shard_alike
+from shardlib.sharded.tree import Sharded
+from shardlib.tree import register_node, tree_map
+
+
+class OptimizerState(NamedTuple):
+    """``masters``: bucket name -> fp32 master weights (under `precision`); ``inner``: the optimizer's own state."""
+
+    masters: dict[str, torch.Tensor]
+    inner: Any
+
+
+class TrainState:
+    """All that a step reads and writes. A pytree.
+
+    Attributes:
+        step: steps taken, skipped ones included.
+        params: `Sharded` parameters.
+        opt: `OptimizerState`, over this rank's flat shards.
+        comm: what compressed exchanges keep, such as what they left out so far, by name (see ``Plan.errors``).
+        buffers: what the loss function returns beside the loss (BatchNorm's statistics), or None.
+        scale: `LossScale`, or None.
+        rng: the `Key` that per-step keys are folded from.
+    """
+
+    step: int
+    params: Sharded
+    opt: OptimizerState
+    comm: dict[str, torch.Tensor]
+    buffers: Any
+    scale: LossScale | None
+    rng: Key
+
+    def __init__(
+        self,
+        step: int,
+        params: Sharded,
+        opt: OptimizerState,
+        comm: dict[str, torch.Tensor],
+        buffers: Any,
+        scale: LossScale | None,
+        rng: Key,
+    ) -> None:
+        self.step, self.params, self.opt = step, params, opt
+        self.comm, self.buffers, self.scale, self.rng = comm, buffers, scale, rng
+        self._fits: tuple[Sharded, dict[str, int]] | None = None
+
+    def fitting(self) -> TrainState:
+        """Note that what the optimizer keeps of parameters fits them as they are now; returns the state."""
+        self._fits = self.params, _versions(self.params)
+        return self
+
+    def settled(self) -> TrainState:
+        """This state, or the one that follows from it where parameters were replaced: see `replace_params`.
+
+        A state of which nothing is known, such as what ``tree_map`` over a whole one gives, gets masters that round to its
+        parameters.
+
+        Raises:
+            TreeError: the parameters are no longer `Sharded`.
+        """
+        if not isinstance(self.params, Sharded):
+            raise TreeError(
+                f"state.params is a {type(self.params).__name__}, not Sharded; put whole parameters into a state by "
+                "sl.replace_params(state, params)"
+            )
+        if self._fits is None:
+            return self._with(
+                self.params, OptimizerState(following_masters(self.params, self.opt.masters), self.opt.inner)
+            )
+        fits = self.params is self._fits[0] and _versions(self.params) == self._fits[1]
+        return self if fits else self._with(self.params, _following(self.params, self.opt))
+
+    def _with(self, params: Sharded, opt: OptimizerState) -> TrainState:
+        return TrainState(self.step, params, opt, self.comm, self.buffers, self.scale, self.rng).fitting()
+
+    def take(self, by: str, remedy: str) -> None:
+        """Mark this state as used up, by what follows it."""
+        why = f"this state (step {self.step}) was donated: {by} has taken over its memory. Go on with {remedy}"
+        self.params.take(why)
+        self.__dict__.clear()
+        self.__dict__["_donated"] = why
+
+    def __getattr__(self, name: str) -> Any:
+        if "_donated" in self.__dict__:
+            raise DonatedStateError(self.__dict__["_donated"])
+        raise AttributeError(f"TrainState has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        if "_donated" in self.__dict__:
+            return "TrainState(donated)"
+        return f"TrainState(step={self.step}, {self.params.plan.parameters} parameters on {self.params.mesh})"
+
+
+def _rebuild(static: tuple[int, LossScale | None, Key], children: Iterable[Any]) -> TrainState:
+    step, scale, rng = static
+    params, opt, comm, buffers = children
+    return TrainState(step, params, opt, comm, buffers, scale, rng)
+
+
+def _versions(params: Sharded) -> dict[str, int]:
+    """What writing to a parameter in place changes."""
+    return {name: buffer._version for name, buffer in params.buffers.items()}
+
+
+register_node(
+    TrainState,
+    lambda s: ((s.params, s.opt, s.comm, s.buffers), (s.step, s.scale, s.rng)),
+    _rebuild,
+)
+
+
+def replace_params(state: TrainState, params: Any, *, donate: bool = True) -> TrainState:
+    """``state`` with other parameters: an average's, say, or those of a file::
+
+        averaged, kept = average.update(state.params, kept)
+        state = sl.replace_params(state, averaged)
+
+    fp32 masters follow; where a parameter is what its master rounds to, the master keeps its digits. So does what an
+    optimizer brings parameters back to (`lookahead`'s slow ones, 0/1 Adam's last common ones). Moments, counters and what
+    compressed exchanges left out stay. Assigning to ``state.params``, or writing to its tensors in place, comes to the same
+    in the next step; what is written through ``tensor.data`` goes unnoticed.
+
+    Args:
+        params: `Sharded` as the state's are (a ``tree_map`` over ``state.params``), or a whole pytree, the same values on
+            every rank. Other dtypes are cast to the state's.
+        donate: let the new state take over the memory of ``state``, which may not be used again.
+
+    Raises:
+        TreeError: a tree of other leaves or shapes, or sharded by another plan.
+        RankMismatch: ranks that hold copies were given different values.
+        IllegalComposition: 0/1 Adam's ranks have each their own parameters at this step.
+    """
+    plan = state.params.plan
+    given = params if isinstance(params, Sharded) else shard_alike(params, state.params)
+    if given.role != "param" or (given.plan is not plan and given.plan.layout != plan.layout):
+        raise TreeError(
+            "replace_params: these are not parameters sharded as the state's are; give a tree_map over state.params, or the "
+            "whole pytree (sl.unshard), which is cut as the state's are"
+        )
+    require_same_copies(given)
+    given = given.under(plan)
+    opt = _following(given, state.opt)
+    if donate:
+        after = state._with(given, opt)
+        state.take("replace_params", "the state that it returned, or pass donate=False to keep this one")
+        return after
+    return tree_map(cloned, state._with(given, opt)).fitting()
+
+
+def _following(params: Sharded, opt: OptimizerState) -> OptimizerState:
+    masters = following_masters(params, opt.masters)
+    return OptimizerState(masters, following_state(params, masters, opt.inner))
+
+
+def cloned(leaf: Any) -> Any:
+    """A leaf of a state with memory of its own."""
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def rescaled(plan: Plan, comm: dict[str, torch.Tensor], factor: float) -> dict[str, torch.Tensor]:
+    """Errors of scaled gradients, under another loss scale. (An optimizer's own are of what is no longer scaled.)"""
+    scaled = {name for channel in plan.channels if not channel.mean for name in channel.keeps}
+    return {name: error * factor if name in scaled else error for name, error in comm.items()}

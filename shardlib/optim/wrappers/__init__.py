@@ -1,0 +1,1 @@
+"""Transformations around other transformations."""

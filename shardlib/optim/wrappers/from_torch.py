@@ -1,0 +1,192 @@
+"""Optimizers of torch as gradient transformations, when each element is updated alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from shardlib.errors import IllegalComposition
+from shardlib.optim.base import GradientTransformation, scaled, write_copies
+from shardlib.optim.locality import Locality
+from shardlib.optim.schedules.base import on_numbers
+from shardlib.optim.shards import Shards
+from shardlib.tree import Tree, flatten, leaves_of, tree_map, unflatten
+
+Optimizer = Callable[..., torch.optim.Optimizer]
+
+
+class TorchState(NamedTuple):
+    """``count``: steps taken (0-d float); ``elements``: name -> a tree like the parameters; ``numbers``: name -> 0-d.
+
+    The names are those of the optimizer's own state. Until the first step nothing reads either: torch makes its state then.
+    """
+
+    count: torch.Tensor  # type: ignore[assignment]  # optax's name, though tuples have a method of it
+    elements: dict[str, Tree]
+    numbers: dict[str, torch.Tensor]
+
+
+class Kinds(NamedTuple):
+    """What an optimizer keeps: names of tensors like the parameter with their dtype (None for the parameter's own), and
+    names of numbers with their type."""
+
+    elements: dict[str, torch.dtype | None]
+    numbers: dict[str, Any]
+
+
+def from_torch(optimizer_class: Optimizer, **options: Any) -> GradientTransformation:
+    """A ``torch.optim.Optimizer`` on the shards, each element of which it must update by itself.
+
+    ``from_torch(torch.optim.NAdam, lr=1e-3)``. ``lr`` may be a schedule. Whether elements are updated alone is probed: for
+    some steps parameters are updated at once and in pieces of other shapes, and must come out equal.
+
+    Raises:
+        TypeError: an optimizer in place of its class.
+        IllegalComposition: they do not (Muon, Adafactor), or the optimizer needs a closure (LBFGS), sparse gradients
+            (SparseAdam) or more than parameters and gradients; says why.
+    """
+    given: object = optimizer_class
+    if isinstance(given, torch.optim.Optimizer):
+        name = type(given).__name__
+        raise TypeError(
+            f"from_torch takes the class, not an optimizer of parameters: from_torch(torch.optim.{name}, lr=...)"
+        )
+    name = getattr(optimizer_class, "__name__", str(optimizer_class))
+    rate = on_numbers(options.pop("lr")) if callable(options.get("lr")) else None
+
+    def make(params: list[torch.Tensor], count: torch.Tensor) -> torch.optim.Optimizer:
+        now = options if rate is None else {**options, "lr": float(rate(count))}
+        return optimizer_class(params, **now)
+
+    kinds = _probe(name, make)
+
+    def init(params: Tree, _: Shards) -> TorchState:
+        elements = {
+            kind: tree_map(lambda p, dtype=dtype: torch.zeros_like(p, dtype=dtype), params)
+            for kind, dtype in kinds.elements.items()
+        }
+        numbers = {kind: torch.zeros((), dtype=torch.float64) for kind in kinds.numbers}
+        return TorchState(torch.zeros(()), elements, numbers)
+
+    def step(params: Tree, grads: Tree, state: TorchState) -> TorchState:
+        """Write to the parameters and to the trees of the state."""
+        _, leaves, treedef = flatten(params)
+        inputs = [_as_parameter(leaf, grad) for leaf, grad in zip(leaves, leaves_of(grads), strict=True)]
+        columns = {kind: leaves_of(tree) for kind, tree in state.elements.items()}
+        if not inputs:
+            # The numbers go on where this rank holds no parameter too (those of another stage): it may be who saves them.
+            none = torch.zeros(0, dtype=torch.float64)
+            inputs = [_as_parameter(none, none)]
+            columns = {kind: [none.to(dtype)] for kind, dtype in kinds.elements.items()}
+        tx = make(inputs, state.count)
+        if state.count > 0:
+            for place, leaf in enumerate(inputs):
+                tx.state[leaf].update({kind: column[place] for kind, column in columns.items()})
+                tx.state[leaf].update(dict(_numbers_back(state.numbers, kinds)))
+        tx.step()
+        held = inputs[: len(leaves)]
+        after = {kind: unflatten(treedef, [tx.state[leaf][kind] for leaf in held]) for kind in kinds.elements}
+        told = tx.state[inputs[0]]
+        numbers = {kind: torch.as_tensor(told[kind]).to(torch.float64, copy=True) for kind in kinds.numbers}
+        return TorchState(state.count + 1, after, numbers)
+
+    def update(updates: Tree, state: TorchState, params: Tree, *, shards: Shards) -> tuple[Tree, TorchState]:
+        if params is None:
+            raise ValueError(f"{name} needs the parameters it moves: update(updates, state, params)")
+        moved = tree_map(torch.clone, params)
+        after = step(moved, tree_map(torch.clone, updates), tree_map(torch.clone, state))
+        return tree_map(torch.sub, moved, params), after
+
+    def apply(
+        params: Tree, updates: Tree, state: TorchState, scale: torch.Tensor | None, shards: Shards, copies: Tree
+    ) -> TorchState:
+        after = step(params, scaled(updates, scale), state)
+        write_copies(copies, params)
+        return after
+
+    return GradientTransformation(init, update, Locality.ELEMENTWISE, apply=apply)
+
+
+def _as_parameter(leaf: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """A leaf of autograd's in the same memory, with its gradient."""
+    parameter = leaf.detach().requires_grad_()
+    parameter.grad = grad.detach().to(leaf.dtype)
+    return parameter
+
+
+def _numbers_back(numbers: dict[str, torch.Tensor], kinds: Kinds) -> Iterator[tuple[str, Any]]:
+    for name, value in numbers.items():
+        like = kinds.numbers[name]
+        yield name, value.to(like.dtype, copy=True) if isinstance(like, torch.Tensor) else type(like)(value.item())
+
+
+_STEPS = 3
+
+
+def _probe(name: str, make: Callable[[list[torch.Tensor], torch.Tensor], torch.optim.Optimizer]) -> Kinds:
+    """What the optimizer keeps; raises where it does not update each element alone."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(24, generator=generator, dtype=torch.float64)
+    grads = torch.randn(_STEPS, 24, generator=generator, dtype=torch.float64)
+    whole = [start.view(4, 6).clone()]
+    parts = [part.clone() for part in start.split([1, 2, 21])]
+    try:
+        states = [_run(make, leaves, grads) for leaves in (whole, parts)]
+    except Exception as error:
+        raise IllegalComposition(
+            f"from_torch: {name} does not step on parameters and gradients alone ({type(error).__name__}: {error}). Use one "
+            "of shardlib.optim, or write a GradientTransformation with the locality it needs"
+        ) from error
+    elements = {
+        kind: None if value.dtype == start.dtype else value.dtype
+        for kind, value in states[0][0].items()
+        if isinstance(value, torch.Tensor) and value.shape == whole[0].shape
+    }
+    numbers = {
+        kind: value
+        for kind, value in states[0][0].items()
+        if kind not in elements and isinstance(value, (bool, int, float, torch.Tensor))
+    }
+    different = [kind for kind in elements if not _same([s[kind] for s in states[0]], [s[kind] for s in states[1]])]
+    different += [
+        kind
+        for kind, value in numbers.items()
+        if torch.as_tensor(value).dim() or any(torch.as_tensor(s[kind] != value).any() for s in states[1])
+    ]
+    different += ["the parameters"] if not _same(whole, parts) else []
+    if different:
+        raise IllegalComposition(
+            f"from_torch: {name} does not update each element alone: {', '.join(different)} come out otherwise when the same "
+            "elements are given in pieces of other shapes, as shards are. Use one of shardlib.optim (adafactor, muon and "
+            "lamb say what they need of other elements), or write a GradientTransformation with the locality it needs"
+        )
+    if lost := [k for k, v in states[0][0].items() if k not in elements and k not in numbers and v is not None]:
+        raise IllegalComposition(
+            f"from_torch: {name} keeps {', '.join(lost)}, which are neither tensors like the parameters nor numbers; leave "
+            "out the option that needs them"
+        )
+    return Kinds(elements, numbers)
+
+
+def _run(
+    make: Callable[[list[torch.Tensor], torch.Tensor], torch.optim.Optimizer],
+    leaves: list[torch.Tensor],
+    grads: torch.Tensor,
+) -> list[dict[str, Any]]:
+    """Steps on ``leaves``, in place; the state of each of them after."""
+    sizes = [leaf.numel() for leaf in leaves]
+    inputs = [_as_parameter(leaf, torch.zeros_like(leaf)) for leaf in leaves]
+    tx = make(inputs, torch.zeros(()))
+    for row in grads:
+        for leaf, part in zip(inputs, row.split(sizes), strict=True):
+            leaf.grad = part.view(leaf.shape).clone()
+        tx.step()
+    return [dict(tx.state[leaf]) for leaf in inputs]
+
+
+def _same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    """To the rounding of float64: torch goes through the ends of a tensor by other instructions than through its middle."""
+    one, other = (torch.cat([part.detach().reshape(-1) for part in parts]) for parts in (ours, theirs))
+    return torch.allclose(one, other, rtol=1e-12, atol=1e-14, equal_nan=True)

@@ -1,0 +1,119 @@
+"""Hyper-parameters as part of the state: read and written between steps, kept by checkpoints."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from shardlib.optim.base import GradientTransformation
+from shardlib.optim.ranges import is_integer, is_number
+from shardlib.optim.schedules.base import on_numbers
+from shardlib.optim.shards import WHOLE, Shards
+from shardlib.optim.wrapping import require_no_axis
+from shardlib.tree import Tree
+
+
+class Varying(float):
+    """A number that may be another at the next step: 0 is not taken for what is left out."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+class InjectState(NamedTuple):
+    """``count``: steps taken (0-d float); ``hyperparams``: name -> what the coming step goes by, 0-d float64 on the CPU.
+
+    ``inner_state``: of the optimizer.
+    """
+
+    count: torch.Tensor  # type: ignore[assignment]  # optax's name, though tuples have a method of it
+    hyperparams: dict[str, torch.Tensor]
+    inner_state: Tree
+
+
+def inject_hyperparams(
+    inner_factory: Callable[..., GradientTransformation], static_args: str | tuple[str, ...] = ()
+) -> Callable[..., GradientTransformation]:
+    """``inject_hyperparams(adamw)(3e-4, weight_decay=0.1)``: an `adamw` whose numbers lie in its state.
+
+    Every argument that is a float, or an int where the default is a float, becomes an entry of ``hyperparams``, defaults
+    included; so does every schedule, which is asked anew at each step. Write ``state.hyperparams["lr"].fill_(1e-4)`` to set
+    a number for the steps to come. Everything else is handed on as it is. As optax.inject_hyperparams.
+
+    Args:
+        static_args: names of arguments to hand on as they are all the same.
+
+    Raises:
+        ValueError: a static argument that the factory does not have, or nothing to inject; in a step too, a number that the
+            factory refuses.
+        IllegalComposition: an optimizer that reduces gradients itself.
+    """
+    signature = inspect.signature(inner_factory)
+    static = {static_args} if isinstance(static_args, str) else set(static_args)
+    if unknown := sorted(static - signature.parameters.keys()):
+        raise ValueError(
+            f"inject_hyperparams: {inner_factory.__name__} has no argument {', '.join(map(repr, unknown))}; it has "
+            f"{', '.join(signature.parameters)}"
+        )
+
+    def make(*args: Any, **kwargs: Any) -> GradientTransformation:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = {name: value for name, value in bound.arguments.items() if name not in static}
+        schedules = {
+            n: on_numbers(value) for n, value in given.items() if callable(value) and not isinstance(value, type)
+        }
+        numbers = {name: value for name, value in given.items() if _is_number(value, signature.parameters[name])}
+        if not schedules and not numbers:
+            raise ValueError(
+                f"inject_hyperparams: no argument of {inner_factory.__name__} is a number or a schedule (what it takes as "
+                "**options is not looked into); call it by itself"
+            )
+
+        def at(count: torch.Tensor, hyperparams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            asked = {name: schedule(count).cpu() for name, schedule in schedules.items()}
+            return {name: asked.get(name, value) for name, value in hyperparams.items()}
+
+        def inner(hyperparams: Mapping[str, torch.Tensor]) -> GradientTransformation:
+            now = inspect.BoundArguments(signature, dict(bound.arguments))
+            found = {name: value.item() for name, value in hyperparams.items()}
+            now.arguments.update(
+                {name: Varying(value) if name in schedules else value for name, value in found.items()}
+            )
+            return inner_factory(*now.args, **now.kwargs)
+
+        first = inner({name: schedule(0) for name, schedule in schedules.items()})
+        require_no_axis("inject_hyperparams", first)
+
+        def init(params: Tree, shards: Shards = WHOLE) -> InjectState:
+            count = torch.zeros(())
+            hyperparams = {name: torch.tensor(float(value), dtype=torch.float64) for name, value in numbers.items()}
+            hyperparams |= {name: schedule(count).cpu() for name, schedule in schedules.items()}
+            return InjectState(count, hyperparams, first.init(params, shards=shards))
+
+        def update(updates: Tree, state: InjectState, params: Tree, *, shards: Shards = WHOLE):
+            hyperparams = at(state.count, state.hyperparams)
+            updates, after = inner(hyperparams).update(updates, state.inner_state, params, shards=shards)
+            return updates, InjectState(state.count + 1, hyperparams, after)
+
+        def apply(
+            params: Tree, updates: Tree, state: InjectState, scale: torch.Tensor | None, shards: Shards, copies: Tree
+        ) -> InjectState:
+            hyperparams = at(state.count, state.hyperparams)
+            after = inner(hyperparams).apply(
+                params, updates, state.inner_state, scale=scale, shards=shards, copies=copies
+            )
+            return InjectState(state.count + 1, hyperparams, after)
+
+        return GradientTransformation(init, update, first.locality, apply=apply, sends=first.sends, last=first.last)
+
+    return make
+
+
+def _is_number(value: Any, parameter: inspect.Parameter) -> bool:
+    if not is_number(value):
+        return False
+    return not is_integer(value) or isinstance(parameter.default, float) or parameter.annotation == "float"

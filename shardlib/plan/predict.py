@@ -1,0 +1,262 @@
+"""How long a step will take: the plan's exchanges and given compute times on a virtual clock.
+
+A rank has one processor, and one link for every mesh axis; each does one thing at a time. What runs beside what is what
+the executor does: the next unit is gathered while one computes, a unit's gradients are reduced while backward goes
+on, activations are waited for, messages between stages are not, and the update starts when every rank has every
+gradient (the global norm needs them). Ranks differ along a pipeline's axis alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shardlib.errors import MeshError, listing
+from shardlib.plan.buckets import Bucket
+from shardlib.plan.payload import gather_bytes, scatter_bytes, share, sum_bytes
+from shardlib.plan.plan import Plan
+from shardlib.schedules import Action, Kind, one_f_one_b
+from shardlib.schedules.running import run
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A predicted step, in seconds.
+
+    Attributes:
+        total: from the batch to the next parameters.
+        ranks: what each rank along the pipeline's axis computes of it; without a pipeline, one number.
+        links: axis -> seconds its link is busy, on the rank where it is busiest.
+    """
+
+    total: float
+    ranks: tuple[float, ...]
+    links: Mapping[str, float]
+
+    @property
+    def compute(self) -> float:
+        """What a rank computes; under a pipeline, the one that computes most."""
+        return max(self.ranks)
+
+    @property
+    def exposed(self) -> float:
+        """What that rank waits for links and for other stages."""
+        return self.total - self.compute
+
+    @property
+    def bubble(self) -> float:
+        """Waiting over computing, all ranks together, as of `shardlib.schedules.Timeline`."""
+        return self.total * len(self.ranks) / sum(self.ranks) - 1
+
+    def __str__(self) -> str:
+        links = "".join(f", {axis} busy {seconds:.4g} s" for axis, seconds in self.links.items())
+        bubble = f", bubble {self.bubble:.1%}" if len(self.ranks) > 1 else ""
+        return f"step {self.total:.4g} s: compute {self.compute:.4g} s, waiting {self.exposed:.4g} s{bubble}{links}"
+
+
+def predict_step(
+    plan: Plan,
+    forward: float | Mapping[str, float],
+    bandwidth: Mapping[str, float],
+    *,
+    backward: float = 2.0,
+    update: float = 0.0,
+    owned: bool = False,
+) -> StepTime:
+    """The time of one step of a plan.
+
+    What passes between a pipeline's stages counts where the plan was traced (``make_plan(..., loss_fn=, batch=)``). A
+    backward that a schedule splits takes half its time for the inputs' gradients and half for the weights'.
+
+    Args:
+        forward: seconds of one micro-batch's forward, through all stages (shared out by elements) or unit by unit.
+        bandwidth: axis -> bytes per second that one rank sends; an axis left out takes no time.
+        backward: seconds of backward for each of forward.
+        update: seconds of the optimizer, on each rank.
+        owned: a step whose optimizer sums over its own axis itself, after backward (1-bit Adam, once it is frozen).
+
+    Raises:
+        MeshError: an axis or a unit that the plan does not have, or ``owned`` where no optimizer owns an axis.
+    """
+    plan = plan.everywhere
+    unknown = [f"axis {axis!r}" for axis in bandwidth if axis not in plan.sizes]
+    unknown += [f"unit {unit!r}" for unit in forward if unit not in plan.units] if isinstance(forward, Mapping) else []
+    if unknown:
+        raise MeshError(
+            f"the plan does not have\n{listing(unknown)}\nIt has axes {list(plan.sizes)} and units {plan.units}"
+        )
+    if owned and plan.owned is None:
+        raise MeshError("no optimizer of this plan owns an axis; pass one that does to make_plan: optimizer=...")
+    ranks = _run(plan, _stages(plan, forward), bandwidth, backward, update, owned)
+    links = {axis: max(rank.busy.get(axis, 0.0) for rank in ranks) for axis in bandwidth}
+    return StepTime(max(rank.now for rank in ranks), tuple(rank.computed for rank in ranks), links)
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """What runs as one: the part of the plan, and seconds of forward by unit, in order."""
+
+    plan: Plan
+    forward: Mapping[str, float]
+
+    @property
+    def backward(self) -> dict[str, float]:
+        return {unit: self.forward[unit] for unit in reversed(list(self.forward))}
+
+
+def _stages(plan: Plan, forward: float | Mapping[str, float]) -> list[_Stage]:
+    """A unit that several stages use (a tied leaf's) computes in each."""
+    parts = [plan] if plan.pipeline is None else [plan.of_stage(s) for s in range(plan.pipeline.schedule.stages)]
+    if isinstance(forward, Mapping):
+        return [_Stage(part, {unit: forward.get(unit, 0.0) for unit in part.units}) for part in parts]
+    elements = [{unit: sum(b.size(0) for b in part.buckets if b.unit == unit) for unit in part.units} for part in parts]
+    whole = sum(sum(counts.values()) for counts in elements) or 1
+    return [
+        _Stage(part, {unit: forward * count / whole for unit, count in counts.items()})
+        for part, counts in zip(parts, elements)
+    ]
+
+
+def _run(
+    plan: Plan, stages: Sequence[_Stage], bandwidth: Mapping[str, float], backward: float, update: float, owned: bool
+) -> list[_Rank]:
+    """The ranks along the pipeline's axis, at the end of the step."""
+    pipeline = plan.pipeline
+    schedule = one_f_one_b(1, plan.microbatches) if pipeline is None else pipeline.schedule
+    ranks = [_Rank(bandwidth, plan.owned.axis if owned and plan.owned else None) for _ in range(schedule.ranks)]
+    last = {a.stage: a.microbatch for order in schedule.orders for a in order if a.kind in (Kind.B, Kind.W)}
+    ready: dict[Action | None, float] = {None: 0.0}  # an action's result -> when it is where it is needed
+
+    def visit(number: int, action: Action, need: Action | None) -> None:
+        (place, kind, microbatch), rank = action, ranks[number]
+        stage, final = stages[place], last[place] == microbatch
+        rank.now = max(rank.now, ready[need])
+        if kind is Kind.F:
+            rank.walk(stage.plan, stage.forward, 1.0, first=True)
+        elif kind is Kind.I:
+            rank.walk(stage.plan, stage.backward, backward / 2)
+        elif kind is Kind.W:
+            rank.walk(stage.plan, stage.backward, backward / 2, final, whole=False)
+        else:
+            rank.walk(stage.plan, stage.backward, backward, final)
+        if kind is not Kind.W:
+            ready[Action(place, Kind.B if kind is Kind.I else kind, microbatch)] = pass_on(rank, place, kind is Kind.F)
+
+    def pass_on(rank: _Rank, stage: int, forwards: bool) -> float:
+        other = stage + 1 if forwards else stage - 1
+        if pipeline is None or plan.traces is None or not 0 <= other < schedule.stages:
+            return rank.now
+        if schedule.rank_of[other] == schedule.rank_of[stage]:
+            return rank.now
+        count = plan.traces[stage].forward if forwards else plan.traces[other].backward
+        return rank.send(pipeline.axis, count, rank.now)
+
+    run(schedule, visit)
+    _update(plan, ranks, update)
+    return ranks
+
+
+def _update(plan: Plan, ranks: Sequence[_Rank], update: float) -> None:
+    """The update, once every gradient is there; then what must be whole again."""
+    for rank in ranks:
+        rank.now = max(rank.now, rank.reduced)
+    if plan.pipeline is not None:
+        for bucket in plan.trained:
+            count = (len(bucket.homes) - 1) * bucket.size(bucket.levels) * bucket.reduce_dtype.itemsize
+            for rank in (ranks[home] for home in bucket.homes):
+                rank.now = rank.send(plan.pipeline.axis, count, rank.now)
+    start = max(rank.now for rank in ranks)
+    for view, rank in zip(plan.views, ranks, strict=True):
+        rank.now = start
+        if rank.owned is not None:
+            sent = sum(channel.payload for channel in view.owned_channels)
+            rank.now = rank.send(rank.owned, sent, rank.now)
+        for axis, sent in view.optimizer_payload[0].items() if view.optimizer_payload else ():
+            rank.now = rank.send(axis, sent, rank.now)
+        rank.compute(update)
+        stored = [rank.restored(bucket) for bucket in view.trained]
+        rank.now = max([rank.now, *stored])
+
+
+@dataclass
+class _Rank:
+    bandwidth: Mapping[str, float]
+    owned: str | None = None  # the axis that the optimizer sums over
+    now: float = 0.0  # of the processor
+    computed: float = 0.0
+    reduced: float = 0.0  # when the last of the gradients' reductions is done
+    busy: dict[str, float] = field(default_factory=dict)
+    _free: dict[str, float] = field(default_factory=dict)  # when a link is done with what it was given
+    _arrival: dict[str, float] = field(default_factory=dict)  # unit -> when its gather is done
+
+    def walk(
+        self,
+        plan: Plan,
+        seconds: Mapping[str, float],
+        factor: float,
+        last: bool | None = None,
+        whole: bool = True,
+        first: bool = False,
+    ) -> None:
+        """Through units in this order. ``last`` is None where no gradients come, else whether they are the step's last.
+
+        ``first``: whether it is the micro-batch's first walk. ``whole``: whether whole parameters are needed and
+        activations exchanged, as for all but weights' gradients.
+        """
+        units = list(seconds)
+        sent = plan.activations or {} if whole else {}
+        for place, unit in enumerate(units):
+            if whole:
+                self._gather(plan, unit, first)
+                self.now = max(self.now, self._arrival[unit])
+                if place + 1 < len(units) and plan.prefetch:
+                    self._gather(plan, units[place + 1], first)
+            self.compute(factor * seconds[unit])
+            for axis, count in sent.items():
+                self.now = self.send(axis, count / 2 / len(units), self.now)
+            if last is not None:
+                self._reduce(plan, unit, last)
+        self._arrival.clear()
+
+    def compute(self, seconds: float) -> None:
+        self.now += seconds
+        self.computed += seconds
+
+    def send(self, axis: str, count: float, ready: float) -> float:
+        """When ``count`` bytes that are ready at a time have gone over a link."""
+        if axis not in self.bandwidth or not count:
+            return ready
+        seconds = count / self.bandwidth[axis]
+        self._free[axis] = max(ready, self._free.get(axis, 0.0)) + seconds
+        self.busy[axis] = self.busy.get(axis, 0.0) + seconds
+        return self._free[axis]
+
+    def _gather(self, plan: Plan, unit: str, first: bool) -> None:
+        if unit not in self._arrival:
+            buckets = [bucket for bucket in plan.buckets if bucket.unit == unit]
+            self._arrival[unit] = max((self._gathered(plan, b, first) for b in buckets), default=0.0)
+
+    def _gathered(self, plan: Plan, bucket: Bucket, first: bool) -> float:
+        """When a bucket has been gathered for use."""
+        kept, ready = plan.second_level, self.now
+        for level in reversed(range(bucket.param_level if first or kept is None else kept)):
+            ready = self.send(bucket.axes[level], gather_bytes(plan, bucket, level), ready)
+        return ready
+
+    def restored(self, bucket: Bucket) -> float:
+        """When what is stored of a bucket is whole again after the update."""
+        ready = self.now
+        for level in reversed(range(bucket.param_level, bucket.levels)):
+            count = share(bucket.size(level) * bucket.dtype.itemsize, bucket.sizes[level])
+            ready = self.send(bucket.axes[level], count, ready)
+        return ready
+
+    def _reduce(self, plan: Plan, unit: str, last: bool) -> None:
+        for bucket in plan.trained_in.get(unit, ()):
+            ready = self.now
+            early = 0 if plan.sync == "last" and not last else bucket.grad_level
+            for level in range(bucket.levels if last else early):
+                ready = self.send(bucket.axes[level], scatter_bytes(plan, bucket, level), ready)
+            for axis in bucket.replicas if last else ():
+                ready = self.send(axis, 0 if axis == self.owned else sum_bytes(plan, bucket, axis), ready)
+            self.reduced = max(self.reduced, ready)

@@ -1,0 +1,1 @@
+"""Sharded pytrees: made, gathered back, and moved between layouts."""

@@ -1,0 +1,182 @@
+"""Sharding a pytree: each rank keeps its own part of every leaf."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardlib.collectives import primitives
+from shardlib.errors import IllegalComposition, TreeError, listing
+from shardlib.init.deferred import Deferred, defer
+from shardlib.init.draws import Draw
+from shardlib.mesh.index_map import Places
+from shardlib.mesh.mesh import Mesh, as_mesh
+from shardlib.mesh.specs import P, shard_of
+from shardlib.plan.buckets import Bucket
+from shardlib.plan.build import build_plan
+from shardlib.plan.claims import Transform, chain
+from shardlib.plan.plan import ROLES, Plan, check_same_tree
+from shardlib.sharded.checksum import checksum
+from shardlib.sharded.tree import Sharded, check_ties
+from shardlib.transforms.zero import zero
+from shardlib.tree import Tree, check_tensors, flatten
+
+
+def default_transform(transform: Transform | None, stage: int | None) -> Transform:
+    """``stage=n`` is short for `zero`\\ (n); with neither, plain data parallelism."""
+    if stage is None:
+        return transform if transform is not None else zero(0)
+    return zero(stage) if transform is None else chain(transform, zero(stage))
+
+
+def shard(
+    params: Tree | Callable[[], Tree], mesh: Any, transform: Transform | None = None, *, stage: int | None = None
+) -> Sharded:
+    """Split a parameter pytree over a mesh; returns this rank's shards, with their specs.
+
+    Integers and booleans are held and not trained; so are complex leaves and floats of 8 bits under `freeze`, without which
+    they are refused.
+
+    Args:
+        params: any pytree of tensors, the same values on every rank; or a function without arguments that makes
+            one, which is then run piece by piece, so that no rank ever holds the whole model. Tensors may be on any
+            devices: leaf by leaf, what this rank holds of each is copied to the mesh's, and no more.
+        mesh: a `Mesh`, or a torch DeviceMesh with named dimensions.
+        transform: how to shard; by default plain data parallelism over axis "data".
+        stage: short for ``zero(stage)``, added to ``transform``.
+
+    Raises:
+        TreeError: a leaf that is not a tensor, is of a dtype that is not trained, or is on the meta device.
+        IllegalComposition: transforms that do not compose, or do not fit the mesh.
+        RankMismatch: the ranks' trees, plans or values differ; names the leaves and the ranks.
+    """
+    mesh = as_mesh(mesh)
+    if mesh.abstract:
+        raise IllegalComposition(
+            f"{mesh} has no ranks to hold shards; use sl.make_plan to plan on it, sl.make_mesh to run"
+        )
+    source = defer(params) if callable(params) else None
+    tree = source.tree if source else params
+    plan = build_plan(tree, mesh, default_transform(transform, stage))
+    _check_ranks_agree(plan, mesh)
+    return _placed(plan.at(mesh.coords), mesh, tree, source)
+
+
+def shard_alike(params: Tree, like: Sharded) -> Sharded:
+    """A whole pytree, the same values on every rank, cut as ``like`` is.
+
+    Raises:
+        TreeError: leaves that are missing, new or of another shape; lists them.
+        RankMismatch: the ranks' values differ.
+    """
+    paths, leaves, _ = flatten(params)
+    check_tensors(paths, leaves)
+    check_same_tree(like.plan.everywhere, paths, [tuple(leaf.shape) for leaf in leaves], "parameters", whole=True)
+    check_ties(like.plan, dict(zip(paths, leaves, strict=True)))
+    return _placed(like.plan, like.mesh, params)
+
+
+def _placed(plan: Plan, mesh: Mesh, tree: Tree, source: Deferred | None = None) -> Sharded:
+    """This rank's shards of the values in ``tree``, or of those that ``source`` makes."""
+    buffers = {
+        bucket.name: torch.zeros(bucket.size(bucket.param_level), dtype=bucket.dtype, device=mesh.device)
+        for bucket in plan.buckets
+    }
+    parts = {
+        path: (bucket, part)
+        for bucket in plan.buckets
+        for path, part in zip(bucket.paths, bucket.leaf_parts(buffers[bucket.name], bucket.param_level), strict=True)
+    }
+    paths, leaves, _ = flatten(tree)
+    compute = {placement.path: placement.compute.spec for placement in plan.placements}
+    sums: dict[str, str] = {}
+
+    def place(path: str, value: torch.Tensor | Draw) -> None:
+        if mesh.size > 1 and path in compute:
+            sums[path] = str(value) if isinstance(value, Draw) else checksum(value)
+        if path in parts:
+            bucket, part = parts[path]
+            if isinstance(value, Draw):
+                _draw(part, value, compute[path], mesh, bucket)
+            else:
+                _fill(part, shard_of(value, compute[path], mesh.shape, mesh.coords), mesh, bucket)
+
+    _check_values(paths, leaves, mesh)
+    if source:
+        source.replay(dict(enumerate(paths)), place)
+    else:
+        for path, leaf in zip(paths, leaves, strict=True):
+            place(path, leaf.detach())
+    primitives.require_equal(
+        mesh,
+        "initial values",
+        sums,
+        "Start every rank from the same seed or checkpoint before sl.shard.",
+    )
+    return Sharded(plan, mesh, "param", buffers)
+
+
+def _fill(part: torch.Tensor, value: torch.Tensor, mesh: Mesh, bucket: Bucket) -> None:
+    """Copy this rank's piece of a whole leaf; what the padding covers stays zero."""
+    start = bucket.owner(mesh.coords, 0, bucket.param_level) * part.numel()
+    flat = value.reshape(-1)[start : start + part.numel()]
+    part[: flat.numel()].copy_(flat)
+
+
+def _draw(part: torch.Tensor, draw: Draw, spec: P, mesh: Mesh, bucket: Bucket) -> None:
+    """Draw this rank's piece of a leaf, and no more of it; what the padding covers stays zero."""
+    first = bucket.owner(mesh.coords, 0, bucket.param_level) * part.numel()
+    window = spec.window(draw.shape, mesh.shape, mesh.coords)
+    held = min(part.numel(), max(0, window.numel - first))
+    draw.fill(part[:held], Places(*window, first))
+
+
+def _check_values(paths: list[str], leaves: list[torch.Tensor], mesh: Mesh) -> None:
+    """Refuse leaves without values, unless the mesh's device has none either."""
+    hollow = [
+        f"{path}: shape {tuple(leaf.shape)}"
+        for path, leaf in zip(paths, leaves, strict=True)
+        if leaf.device.type == "meta" != mesh.device.type
+    ]
+    if hollow:
+        raise TreeError(
+            f"{len(hollow)} parameters are on the meta device and have no values for {mesh.device}:\n{listing(hollow)}\n"
+            "Pass sl.shard the function that makes the model; for a module on the meta device that is what "
+            "sl.from_module(module) returns as params."
+        )
+
+
+def _check_ranks_agree(plan: Plan, mesh: Mesh) -> None:
+    items: dict[str, Any] = {
+        "micro-batches": plan.microbatches,
+        "transforms": plan.log,
+        "batch axes": plan.batch_axes,
+    }
+    if plan.pipeline is not None:
+        schedule = plan.pipeline.schedule
+        items["pipeline"] = f"{schedule.name}, checksum {zlib.crc32(str(schedule).encode()):08x}"
+        items["blocks of stages"] = plan.pipeline.spans
+    for placement in plan.placements:
+        items[placement.path] = (placement.compute.shape, str(placement.compute.dtype), placement.aliases)
+        lies = {role: leaf and leaf.spec for role in ("compute", *ROLES) for leaf in (getattr(placement, role),)}
+        items[f"{placement.path} lies"] = f"{lies}, style {placement.style!r}"
+    primitives.require_equal(mesh, "parameter trees or plans", items, "Build the same model and plan on every rank.")
+
+
+def require_same_copies(params: Sharded) -> None:
+    """Refuse parameters that ranks hold copies of with different values; every rank calls it.
+
+    Raises:
+        RankMismatch: names the buckets and the ranks.
+    """
+    mesh = params.mesh
+    sums: dict[str, str] = {}
+    for bucket in params.buckets:
+        apart = {*bucket.axes[: params.level(bucket)], *bucket.slices}
+        at = [f"{axis}={mesh.coords[axis]}" for axis in mesh.shape if axis in apart]
+        sums[" ".join([bucket.name, *at])] = checksum(params.buffers[bucket.name])
+    remedy = "Compute them alike on every rank: from the same seed, file or collective."
+    primitives.require_equal(mesh, "parameters", sums, remedy, absent=True)

@@ -1,0 +1,152 @@
+"""`Sharded`: a pytree whose leaves are this rank's shards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from shardlib.errors import DonatedStateError, TreeError, listing
+from shardlib.mesh.mesh import Mesh
+from shardlib.plan.buckets import Bucket
+from shardlib.plan.plan import Plan, check_same_tree
+from shardlib.tree import Tree, flatten, register_node, unflatten
+
+
+class Sharded:
+    """This rank's shards of a parameter pytree (role "param") or of its gradients (role "grad").
+
+    A pytree: ``tree_map`` over it yields another `Sharded`; indexing reads the tree. Underneath, the shards lie in
+    one flat buffer per bucket; leaves are views. A tree that a ``tree_map`` made is packed into buffers when they
+    are next asked for.
+
+    Attributes:
+        plan: where every tensor lives; under a pipeline, the part of it that concerns this rank (``plan.everywhere`` is
+            all of it), and other stages' leaves are None.
+        mesh: the mesh it is sharded over.
+        role: "param", or "grad" for anything in the layout of the optimizer (gradients, updates).
+        tree: the nested tree of shards, in the local shape of their spec.
+    """
+
+    def __init__(
+        self, plan: Plan, mesh: Mesh, role: str, buffers: dict[str, torch.Tensor] | None = None, tree: Tree = None
+    ) -> None:
+        self.plan, self.mesh, self.role = plan, mesh, role
+        self._buffers = buffers
+        self._tree = tree
+        self._taken: str | None = None
+        self._origin: Sharded | None = None
+
+    @property
+    def tree(self) -> Tree:
+        self._check()
+        if self._tree is None:
+            self._tree = unflatten(self.plan.treedef, self._leaves())
+        return self._tree
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Bucket name -> this rank's flat buffer."""
+        self._check()
+        if self._buffers is None:
+            self._buffers = self._pack()
+        return self._buffers
+
+    def level(self, bucket: Bucket) -> int:
+        return bucket.param_level if self.role == "param" else bucket.levels
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        return self.plan.buckets if self.role == "param" else self.plan.trained
+
+    def under(self, plan: Plan) -> Sharded:
+        """The same memory under a plan with the same layout; used up together with it."""
+        other = Sharded(plan, self.mesh, self.role, self.buffers)
+        other._origin = self
+        return other
+
+    def take(self, why: str) -> None:
+        """Mark this value as used up: its memory now belongs to a later state."""
+        self._taken = why
+        if self._origin is not None:
+            self._origin.take(why)
+
+    def _check(self) -> None:
+        if self._taken:
+            raise DonatedStateError(self._taken)
+
+    def _leaves(self) -> list[torch.Tensor | None]:
+        shards: dict[str, torch.Tensor | None] = {}
+        placements = {placement.path: placement for placement in self.plan.placements}
+        for bucket in self.buckets:
+            level = self.level(bucket)
+            for path, part in zip(bucket.paths, bucket.leaf_parts(self.buffers[bucket.name], level), strict=True):
+                shape = self.plan.local_shape(placements[path], self.role)
+                shards[path] = part[: math.prod(shape)].view(shape)
+        return [shards.get(self.plan.placements[owner].path) for owner in self.plan.owners]
+
+    def _pack(self) -> dict[str, torch.Tensor]:
+        paths, leaves, _ = flatten(self._tree)
+        found = dict(zip(paths, leaves, strict=True))
+        if self.role == "param":
+            wrong = [
+                f"{path}: {type(leaf).__name__}" for path, leaf in found.items() if not isinstance(leaf, torch.Tensor)
+            ]
+            if wrong:
+                raise TreeError(f"leaves of a sharded tree must be tensors:\n{listing(wrong)}")
+            check_same_tree(self.plan, paths, [tuple(leaf.shape) for leaf in leaves], "parameters")
+            check_ties(self.plan, found)
+        buffers = {}
+        for bucket in self.buckets:
+            level = self.level(bucket)
+            buffer = torch.zeros(bucket.size(level), dtype=bucket.dtype, device=self.mesh.device)
+            for path, part in zip(bucket.paths, bucket.leaf_parts(buffer, level), strict=True):
+                part[: found[path].numel()].copy_(found[path].detach().reshape(-1))
+            buffers[bucket.name] = buffer
+        return buffers
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.tree[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.tree)
+
+    def __len__(self) -> int:
+        return len(self.tree)
+
+    def __repr__(self) -> str:
+        return f"Sharded {self.role} tree of rank {self.mesh.rank} on {self.mesh}\n{self.plan}"
+
+
+def _children(node: Sharded) -> tuple[Iterable[Any], Any]:
+    return (node.tree,), (node.plan, node.mesh, node.role)
+
+
+def _build(static: Any, children: Iterable[Any]) -> Sharded:
+    plan, mesh, role = static
+    (tree,) = children
+    return Sharded(plan, mesh, role, tree=tree)
+
+
+register_node(Sharded, _children, _build)
+
+
+def check_ties(plan: Plan, leaves: Mapping[str, torch.Tensor]) -> None:
+    """Refuse leaves that are one parameter in the plan and have come to differ: one of them would be lost."""
+    apart = [
+        f"{placement.path} and {alias}"
+        for placement in plan.placements
+        for alias in placement.aliases
+        if alias in leaves and not _same(leaves[placement.path], leaves[alias])
+    ]
+    if apart:
+        raise TreeError(
+            f"leaves that are one parameter, tied when it was sharded, hold different values:\n{listing(apart)}\nGive both "
+            "the same values, or shard a tree in which they are not tied anew with sl.shard."
+        )
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one is other or torch.allclose(one, other.to(one.dtype), rtol=0, atol=0, equal_nan=True)

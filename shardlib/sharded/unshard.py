@@ -1,0 +1,65 @@
+"""The full pytree back from its shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from shardlib.collectives import primitives
+from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.specs import Leaf
+from shardlib.plan.buckets import Bucket
+from shardlib.sharded.exchange import Gather
+from shardlib.sharded.tree import Sharded
+from shardlib.tree import Tree, unflatten
+
+
+def unshard(params: Sharded) -> Tree:
+    """Gather the full pytree on every rank. Tied leaves come back as one tensor; gradients of frozen leaves as None."""
+    whole: dict[str, torch.Tensor] = {}
+    plan = params.plan.everywhere
+    compute = {placement.path: placement.compute for placement in plan.placements}
+    for bucket, buffer in _whole_buffers(params):
+        for path, leaf in zip(bucket.paths, bucket.leaves(buffer), strict=True):
+            whole[path] = _gather_slices(leaf, compute[path], params.mesh).clone()
+    return unflatten(plan.treedef, [whole.get(plan.placements[owner].path) for owner in plan.owners])
+
+
+def _whole_buffers(params: Sharded) -> Iterator[tuple[Bucket, torch.Tensor]]:
+    """Every bucket gathered; other stages' come from the first rank along the pipeline's axis that has them."""
+    plan, mesh, buffers = params.plan, params.mesh, params.buffers
+    pipeline = plan.pipeline
+    if pipeline is None or mesh.shape[pipeline.axis] == 1:
+        for bucket in params.buckets:
+            yield bucket, _gathered(params, bucket)
+        return
+    mine = {name: buffer.dtype for name, buffer in buffers.items()}
+    dtypes = {
+        name: dtype
+        for held in primitives.all_gather_object(mesh, [pipeline.axis], mine)
+        for name, dtype in held.items()
+    }
+    for bucket in plan.everywhere.buckets:
+        if bucket.name not in dtypes:
+            continue
+        if bucket.name in buffers:
+            buffer = _gathered(params, bucket).clone()  # a broadcast writes, and this may be the stored one
+        else:
+            buffer = torch.empty(bucket.size(0), dtype=dtypes[bucket.name], device=mesh.device)
+        primitives.broadcast(mesh, pipeline.axis, buffer, bucket.homes[0]).wait()
+        yield bucket, buffer
+
+
+def _gathered(params: Sharded, bucket: Bucket) -> torch.Tensor:
+    buffer, level = params.buffers[bucket.name], params.level(bucket)
+    return Gather(params.mesh, bucket, buffer, 0, level).wait() if level else buffer
+
+
+def _gather_slices(part: torch.Tensor, leaf: Leaf, mesh: Mesh) -> torch.Tensor:
+    for dim, entry in enumerate(leaf.spec.entries):
+        for axis in reversed(entry):
+            out = part.new_empty((mesh.shape[axis], *part.shape))
+            primitives.all_gather(mesh, axis, out, part.contiguous()).wait()
+            part = out.movedim(0, dim).flatten(dim, dim + 1)
+    return part[: leaf.shape[0]] if leaf.spec.padded else part

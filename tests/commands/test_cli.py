@@ -1,0 +1,221 @@
+"""The commands, as a user types them."""
+
+import csv
+import os
+import re
+import subprocess
+import sys
+import time
+from functools import partial
+
+import pytest
+
+import shardlib as sl
+from shardlib import __main__ as cli
+from shardlib import checkpoint
+from shardlib.commands import doctor, model
+from shardlib.plan.loss_scale import LossScale
+
+SIZES = ["--layers", "2", "--width", "32", "--heads", "2", "--sequence", "32", "--batch", "4"]
+
+
+def torchrun(*arguments):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*command, "-m", "shardlib.commands", "train", *SIZES, *map(str, arguments)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    file = tmp_path_factory.mktemp("data") / "text.txt"
+    file.write_text("the quick brown fox jumps over the lazy dog\n" * 2000)
+    return file
+
+
+def test_train_is_interrupted_and_goes_on(text, tmp_path):
+    options = ["--data", text, "--out", tmp_path, "--steps", 300, "--save-every", 20, "--validate-every", 100]
+    options += ["--metrics", "csv", "jsonl"]
+    first = torchrun(*options)
+    deadline = time.monotonic() + 120
+    while checkpoint.latest(tmp_path) is None and time.monotonic() < deadline and first.poll() is None:
+        time.sleep(0.05)
+    first.terminate()
+    first.communicate()
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+
+    second = torchrun(*options)
+    out, _ = second.communicate(timeout=200)
+    assert second.returncode == 0, out
+    assert f"going on from {found}" in out
+    assert re.search(r"order 0 \d\.\d{3}, order 1 \d\.\d{3}, order 2 \d\.\d{3}", out)
+    assert re.search(r"step 300/300  loss \d\.\d{3}", out)
+    # The plan's bytes come true: each row shows the same number twice.
+    assert re.search(r"step 200: validation loss \d\.\d{4}  bits per byte \d\.\d{4}  perplexity \d+\.\d{4}", out)
+    assert re.search(r"validation loss \d\.\d{4} nats per byte \(\d\.\d{3} bits, perplexity", out)
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in table] == list(range(1, 301))
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 300
+    assert float(table[-1]["loss"]) < float(table[0]["loss"]) and table[199]["validation/perplexity"]
+    rows = re.findall(r"^(parameters|optimizer|sent on data)\s+(\d.*? \w+)\s{2,}(\d.*? \w+)\s*$", out, re.MULTILINE)
+    assert len(rows) == 3 and all(predicted == measured for _, predicted, measured in rows), out
+    assert "A sample:" in out and (tmp_path / "loss.png").stat().st_size > 10_000
+
+
+def test_plan_prints_what_each_rank_holds(capsys):
+    assert cli.main(["plan", "--mesh", "data=4", "--stage", "3", "--precision", "fp32", *SIZES[:8]]) == 0
+    out = capsys.readouterr().out
+    assert "Plan on data=4" in out and "as traced" in out and "blocks/0…1/attn/qkv/weight" in out
+
+
+def test_a_mesh_that_cannot_be_read():
+    with pytest.raises(SystemExit, match="write axes and sizes, such as data=4"):
+        cli.main(["plan", "--mesh", "four"])
+
+
+def test_an_axis_without_use():
+    with pytest.raises(SystemExit, match="axis depth is not one of data, pipe, model"):
+        cli.main(["plan", "--mesh", "depth=4"])
+
+
+def test_plan_and_train_sliced(text, tmp_path, capsys):
+    assert cli.main(["plan", "--mesh", "data=4,model=2", "--stage", "2", *SIZES[:8]]) == 0
+    assert "P('model')" in capsys.readouterr().out
+    run = torchrun("--data", text, "--out", tmp_path, "--steps", 12, "--mesh", "model=2", "--stage", 2)
+    out, _ = run.communicate(timeout=200)
+    assert run.returncode == 0, out
+    rows = re.findall(r"^(parameters|optimizer|sent on model)\s+(\d.*? \w+)\s{2,}(\d.*? \w+)\s*$", out, re.MULTILINE)
+    assert len(rows) == 3 and all(predicted == measured for _, predicted, measured in rows), out
+
+
+def test_plan_and_train_in_stages(text, tmp_path, capsys):
+    picture = tmp_path / "timeline.png"
+    sharding = ["--mesh", "data=2,pipe=2,model=2", "--schedule", "zb-h1", "--microbatches", "4", "--stage", "2"]
+    assert cli.main(["plan", *sharding, "--timeline", str(picture), *SIZES[:8]]) == 0
+    assert "zb-h1: 2 ranks" in capsys.readouterr().out and picture.stat().st_size > 10_000
+    with pytest.raises(SystemExit, match="give the mesh an axis pipe"):
+        cli.main(["plan", "--mesh", "data=2", "--timeline", str(picture), *SIZES[:8]])
+    options = ("--mesh", "pipe=2", "--microbatches", 4, "--stage", 2)
+    run = torchrun("--data", text, "--out", tmp_path, "--steps", 12, *options)
+    out, _ = run.communicate(timeout=200)
+    assert run.returncode == 0, out
+    assert "1f1b: 2 ranks" not in out and "A sample:" in out and "step 12/12" in out
+
+
+def test_a_schedule_by_torchs_name_or_from_a_file(tmp_path, capsys):
+    table = tmp_path / "own.csv"
+    table.write_text(sl.schedules.write_table(sl.schedules.one_f_one_b(2, 4)))
+    for given, told in (("DualPipeV", "dualpipe-v: 2 ranks"), ("looped_bfs", "looped-bfs: 2"), (table, "own: 2 ranks")):
+        assert (
+            cli.main(
+                [
+                    "plan",
+                    "--mesh",
+                    "pipe=2",
+                    "--schedule",
+                    str(given),
+                    "--microbatches",
+                    "4",
+                    *SIZES[:8],
+                    "--layers",
+                    "4",
+                ]
+            )
+            == 0
+        )
+        assert told in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--mesh", "pipe=2", "--schedule", "2f2b", *SIZES[:8]])
+    assert f"'2f2b' is neither one of {', '.join(sl.schedules.NAMES)} nor a file" in capsys.readouterr().err
+
+
+def test_a_range_test_proposes_a_rate(text, tmp_path, capsys):
+    options = ["--data", text, "--out", tmp_path, "--steps", 60, "--max-lr", 10, "--stage", 2, "--dropout", 0.1, *SIZES]
+    assert cli.main(["lr-range-test", *map(str, options)]) == 0
+    out = capsys.readouterr().out
+    proposed = float(re.search(r"proposed: --lr (\S+)", out)[1])
+    assert 1e-4 < proposed < 0.1
+    assert (tmp_path / "range_test.png").stat().st_size > 10_000
+    rows = (tmp_path / "range_test.csv").read_text().splitlines()
+    assert rows[0] == "step,loss,lr" and float(rows[1].split(",")[2]) == pytest.approx(1e-5)
+
+
+def test_a_range_test_waits_for_the_loss_scale(text, tmp_path, monkeypatch, capsys):
+    """Steps that fp16 skips at first are no divergence, and the rate does not rise for them."""
+    too_large = LossScale(2.0**40, factor=2.0**16)  # one is tolerated, then 2^24, then 2^8
+    monkeypatch.setattr(model, "precision", partial(sl.precision, loss_scale=too_large))
+    sizes = ["--layers", 1, "--width", 16, "--heads", 2, "--sequence", 16, "--batch", 2, "--precision", "fp16"]
+    options = ["--data", text, "--out", tmp_path, "--steps", 20, "--max-lr", 0.1, *sizes]
+    assert cli.main(["lr-range-test", *map(str, options)]) == 0
+    assert "diverged" not in capsys.readouterr().out
+    rows = list(csv.DictReader((tmp_path / "range_test.csv").open()))
+    assert int(rows[0]["step"]) > 2 and float(rows[0]["lr"]) == pytest.approx(1e-5)
+
+
+@pytest.mark.parametrize("command", ["train", "lr-range-test", "plan"])
+def test_without_matplotlib_a_command_says_so_in_a_line(command, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    options = ["--data", text, "--out", tmp_path, "--steps", 12, "--max-lr", 1]
+    if command == "plan":
+        options = ["--mesh", "pipe=2", "--microbatches", 2, "--timeline", tmp_path / "timeline.png"]
+    elif command == "train":
+        options = options[:-2]
+    assert cli.main([command, *map(str, [*options, *SIZES])]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "matplotlib" in line]
+    assert re.match(
+        r"no (loss plot|plot|timeline): a plot needs matplotlib: pip install 'shardlib\[notebooks\]', or ", line
+    )
+
+
+@pytest.mark.parametrize("name, module", [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
+def test_a_missing_writer_of_metrics_is_told_before_the_work(name, module, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr("shardlib.commands.job.Job", None)  # never made
+    with pytest.raises(SystemExit, match=rf"shardlib train: a writer for {name} needs {name}: pip install"):
+        cli.main(["train", "--data", str(text), "--out", str(tmp_path), "--metrics", "csv", name, *SIZES])
+    assert not capsys.readouterr().out
+
+
+def test_a_range_test_needs_a_range():
+    with pytest.raises(SystemExit, match="0 < --min-lr < --max-lr"):
+        cli.main(["lr-range-test", "--min-lr", "1", "--max-lr", "0.1"])
+
+
+def test_doctor_names_versions_devices_and_kernels(capsys):
+    assert cli.main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for part in ("torch", "gloo", "g++", "adamw on cpu", "C++", "onebit on cpu", "quantize on cpu"):
+        assert part in out
+
+
+@pytest.mark.parametrize(
+    "said, version",
+    [
+        (
+            "nvcc: NVIDIA (R) Cuda compiler driver\nCopyright (c) 2005-2023 NVIDIA Corporation\n"
+            "Built on Tue_Jun_13_19:16:58_PDT_2023\nCuda compilation tools, release 12.2, V12.2.91\n"
+            "Build cuda_12.2.r12.2/compiler.32965470_0\n",
+            "Cuda compilation tools, release 12.2, V12.2.91",
+        ),
+        ("g++ (Debian 12.2.0-14) 12.2.0\nCopyright (C) 2022 Free Software\n", "g++ (Debian 12.2.0-14) 12.2.0"),
+        ("Debian clang version 14.0.6\nTarget: x86_64-pc-linux-gnu\n", "Debian clang version 14.0.6"),
+        ("1.11.1.git.kitware\n", "1.11.1.git.kitware"),
+        ("no version\n", None),
+    ],
+)
+def test_doctor_finds_a_compilers_version(said, version):
+    assert doctor.version_line(said) == version
+
+
+def test_doctor_says_what_a_missing_compiler_costs_and_how_to_name_one(capsys, monkeypatch):
+    monkeypatch.setenv("NVCC", "no-such-compiler")
+    assert cli.main(["doctor"]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("nvcc"))
+    assert "no-such-compiler not found; install it or set NVCC" in row and "next implementation" in row

@@ -1,0 +1,75 @@
+"""Sums of squares: exact ones against fractions, every implementation against the reference."""
+
+import math
+import re
+from fractions import Fraction
+
+import pytest
+import torch
+from helpers import kernels, optimizer_kernels
+from helpers.optimizer_kernels import BF16, F16, F32, F64, buffer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardlib.kernels.common import native
+from shardlib.kernels.global_norm import sum_of_squares
+
+NAMES = ("reference", *kernels.IMPLEMENTATIONS)
+
+
+def run(name, x):
+    if name == "reference":
+        return sum_of_squares(x, using=name)
+    with kernels.served_by(name) as using:
+        return sum_of_squares(x, using=using)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(
+    elements=st.integers(0, 700), dtype=st.sampled_from([F32, BF16, F16]), seed=st.integers(0, 2**30),
+    offset=st.integers(0, 40),
+)  # fmt: skip
+def test_drawn_buffers(name, elements, dtype, seed, offset):
+    x = buffer(elements, dtype, seed, offset)
+    exact = sum((Fraction(value) ** 2 for value in x.tolist()), Fraction(0))
+    found = run(name, x)
+    assert found.shape == () and found.dtype == F64
+    assert found.item() == pytest.approx(float(exact), rel=1e-14, abs=0)
+
+
+@pytest.mark.parametrize("name", kernels.IMPLEMENTATIONS)
+def test_large_buffers_in_any_number_of_threads(name):
+    x = buffer(600_011, F32, 1, 1)
+    one = run(name, x)
+    torch.testing.assert_close(one, run("reference", x), rtol=1e-13, atol=0)
+    with kernels.threads(3):
+        assert torch.equal(run(name, x), one)
+
+
+def test_triton_is_the_reference():
+    kernels.interpret("global_norm", optimizer_kernels.__file__)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("place", [0, 40, 99])
+def test_what_is_not_finite_shows_and_nothing_else_does(name, place):
+    x = torch.full((100,), 3e38)
+    assert run(name, x).item() == pytest.approx(100 * float(x[0]) ** 2)  # too large for fp32
+    for bad in (math.nan, math.inf, -math.inf):
+        assert not run(name, x.index_fill(0, torch.tensor(place), bad)).isfinite()
+
+
+def test_strided_tensors_and_float64_are_served_by_plain_torch():
+    x = torch.rand(6, 4, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(sum_of_squares(x.t()), sum_of_squares(x))
+    torch.testing.assert_close(sum_of_squares(x.double()), sum_of_squares(x))
+    with pytest.raises(TypeError, match="strided tensors are served by plain torch, not by cpu"):
+        sum_of_squares(x.t(), using="cpu")
+
+
+def test_cuda_kernels_compile_without_spills(tmp_path):
+    ((source, _),) = native.cuda_recipe("global_norm", (9, 0)).units
+    report = kernels.cubin_report(source, tmp_path)
+    # Three dtypes, four elements at once or one; and the sum over tiles.
+    assert report.count("0 bytes spill stores, 0 bytes spill loads") == report.count("Compiling entry function") == 7
+    assert max(map(int, re.findall(r"Used (\d+) registers", report))) <= 64

@@ -1,0 +1,177 @@
+"""Simulated ranks: deterministic, and whatever would hang is an error that names ranks and calls."""
+
+import contextlib
+import threading
+
+import pytest
+import torch
+
+import shardlib as sl
+from shardlib.errors import RankMismatch
+from shardlib.kernels.common import thresholds
+
+
+def test_values_come_in_rank_order_with_coordinates():
+    got = sl.simulate(lambda mesh, x: (mesh.rank, mesh.coords, x), "shared", mesh={"a": 2, "b": 3})
+    assert [rank for rank, _, _ in got] == list(range(6))
+    assert got[4] == (4, {"a": 1, "b": 1}, "shared")
+
+
+def test_one_rank_runs_at_a_time_and_turns_change_where_a_collective_waits():
+    order = []
+
+    def run(mesh):
+        for round in range(2):
+            order.append((round, mesh.rank))
+            sl.all_gather(torch.ones(1), "data")
+
+    sl.simulate(run, mesh={"data": 3})
+    first = list(order)
+    order.clear()
+    sl.simulate(run, mesh={"data": 3})
+    assert order == first
+    assert sorted(order[:3]) == [(0, 0), (0, 1), (0, 2)]
+
+
+def test_every_rank_draws_as_a_process_of_its_own():
+    def run(mesh):
+        drawn = [torch.rand(2)]
+        if mesh.rank == 1:
+            torch.rand(5)
+        sl.all_gather(torch.ones(1), "data")
+        return [*drawn, torch.rand(2)]
+
+    torch.manual_seed(3)
+    got = sl.simulate(run, mesh={"data": 3})
+    after = torch.rand(2)
+    torch.manual_seed(3)
+    for alike in (*got[0], after):  # what follows goes on from rank 0
+        assert torch.equal(torch.rand(2), alike)
+    assert all(torch.equal(x, y) for x, y in zip(got[2], got[0]))
+    assert torch.equal(got[1][0], got[0][0]) and not torch.equal(got[1][1], got[0][1])
+
+
+def test_different_collectives_are_named():
+    def run(mesh):
+        sl.all_reduce(torch.ones(4), "data", dst="varying")
+        if mesh.rank == 0:
+            sl.all_gather(torch.ones(4), "data")
+        else:
+            sl.all_reduce(torch.ones(5), "data", dst="varying")
+
+    with pytest.raises(RankMismatch, match=r"different collectives on axis 'data' \(call 2\)") as caught:
+        sl.simulate(run, mesh={"data": 2})
+    assert "rank 0 calls all_gather(4 × float32)" in str(caught.value)
+    assert "rank 1 calls all_reduce(5 × float32)" in str(caught.value)
+
+
+def test_different_dtypes_roots_and_pairs_are_named():
+    for call in (
+        lambda rank: sl.all_gather(torch.ones(4, dtype=(torch.float32, torch.float64)[rank]), "data"),
+        lambda rank: sl.broadcast(torch.ones(4), "data", source=rank),
+        lambda rank: sl.permute(torch.ones(4), "data", [(0, rank)]),
+    ):
+        with pytest.raises(RankMismatch, match=r"rank 0 calls .*, rank 1 calls .*Every rank along an axis"):
+            sl.simulate(lambda mesh, call=call: call(mesh.rank), mesh={"data": 2})
+
+
+def test_a_rank_that_calls_less_is_a_deadlock_and_named():
+    def run(mesh):
+        if mesh.rank != 1:
+            sl.all_gather(torch.ones(2), "data")
+
+    message = (
+        r"wait for each other for ever: rank 0 waits in all_gather\(2 × float32\) on axis 'data' \(call 1\); "
+        r"rank 2 waits in .*; rank 1 has finished"
+    )
+    with pytest.raises(RankMismatch, match=message):
+        sl.simulate(run, mesh={"data": 3})
+
+
+def test_axes_in_different_order_are_a_deadlock():
+    def run(mesh):
+        for axis in ("a", "b") if mesh.rank in (0, 3) else ("b", "a"):
+            sl.all_reduce(torch.ones(2), axis, dst="varying")
+
+    with pytest.raises(RankMismatch, match=r"rank 0 waits in .* on axis 'a' .*; rank 1 waits in .* on axis 'b'"):
+        sl.simulate(run, mesh={"a": 2, "b": 2})
+
+
+def test_an_exception_on_one_rank_stops_all_and_names_it():
+    stopped = []
+
+    def run(mesh):
+        try:
+            if mesh.rank == 2:
+                raise KeyError("mine")
+            sl.all_gather(torch.ones(1), "data")
+        finally:
+            stopped.append(mesh.rank)
+
+    before = threading.active_count()
+    with pytest.raises(KeyError, match="mine") as caught:
+        sl.simulate(run, mesh={"data": 4})
+    assert caught.value.__notes__ == ["raised on simulated rank 2 of 4"]
+    assert sorted(stopped) == [0, 1, 2, 3] or 3 not in stopped  # a rank that never started need not stop
+    assert threading.active_count() == before
+
+
+def test_a_simulation_inside_a_simulation():
+    def run(mesh):
+        inner = sl.simulate(lambda m: sl.all_reduce(torch.ones(1), "x", dst="varying").item(), mesh={"x": 3})
+        return sum(inner) + sl.all_reduce(torch.ones(1), "data", dst="varying").item()
+
+    assert sl.simulate(run, mesh={"data": 2}) == [11.0, 11.0]
+
+
+def test_backward_stays_on_its_rank():
+    """A collective in backward blocks that rank alone, not a thread of autograd's that ranks share."""
+
+    def run(mesh):
+        x = torch.full((2,), float(mesh.rank), requires_grad=True)
+        (sl.all_reduce(x, "data", dst="varying") * (mesh.rank + 1)).sum().backward()
+        return x.grad.tolist()
+
+    assert sl.simulate(run, mesh={"data": 3}) == [[6.0, 6.0]] * 3
+
+
+def test_launch_runs_the_same_function_in_processes():
+    def run(mesh, factor):
+        y = sl.all_gather(torch.full((1,), factor * mesh.rank), "b")
+        return sl.all_reduce(y, "a", dst="varying").tolist(), mesh.coords
+
+    for how in (sl.simulate, lambda *args, mesh: sl.launch(*args, mesh=mesh, timeout=90)):
+        assert how(run, 10.0, mesh={"a": 1, "b": 2}) == [
+            ([0.0, 10.0], {"a": 0, "b": 0}),
+            ([0.0, 10.0], {"a": 0, "b": 1}),
+        ]
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_ranks_whose_branches_use_other_parameters(stage, together):
+    """After the first step a rank may leave a leaf, or a whole unit, unused: it then sends zeros in its turn."""
+    generator = torch.Generator().manual_seed(0)
+    names = ("a", "b", "c")
+    start = {
+        name: {"w": torch.randn(4, 4, generator=generator), "v": torch.randn(6, generator=generator)} for name in names
+    }
+    used = [[("a", "wv"), ("b", "wv"), ("c", "wv")], [("a", "w"), ("c", "v")]]  # in the first step, and later on rank 1
+
+    def loss_fn(params, choice):
+        return sum(params[name][leaf].square().sum() for name, leaves in used[int(choice)] for leaf in leaves)
+
+    def run(mesh):
+        state, step = sl.make_train_step(loss_fn, sl.shard(start, mesh, stage=stage), sl.optim.sgd(0.1))
+        for number in range(3):
+            state, _ = step(state, torch.tensor([number > 0 and mesh.rank == 1]))
+        return sl.unshard(state.params)
+
+    with contextlib.nullcontext() if together else thresholds.small(1):
+        finals = sl.simulate(run, mesh={"data": 2})
+    for final in finals:
+        for name in names:
+            for leaf in "wv":
+                # Each step multiplies a leaf by 1 - 0.2 × (the share of ranks that use it).
+                share = 1.0 if any(name == n and leaf in leaves for n, leaves in used[1]) else 0.5
+                torch.testing.assert_close(final[name][leaf], start[name][leaf] * 0.8 * (1 - 0.2 * share) ** 2)

@@ -1,0 +1,99 @@
+"""Twenty steps of AdamW with clipping on a GPT: every stage and mesh trains like one device."""
+
+import functools
+
+import pytest
+import torch
+from helpers import training
+from helpers.models import tiny_gpt, token_batches
+from helpers.trees import assert_close
+from oracle import one_device, plain
+
+import shardlib as sl
+from shardlib.kernels.common import thresholds
+from shardlib.plan import buckets as layout
+
+STEPS = 20
+MAX_NORM = 0.3  # acts in some of the steps
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+
+CASES = [(stage, ranks, n, True) for stage in (0, 1, 2, 3) for ranks in (1, 2, 3, 4) for n in (1, 4)]
+CASES += [(3, ranks, n, False) for ranks in (1, 2, 3, 4) for n in (1, 4)]
+HYBRID = [
+    (stage, n, prefetch) for stage in (0, 1, 2, 3) for n in (1, 4) for prefetch in (True, False)[: 1 + stage // 3]
+]
+
+
+@functools.cache
+def expected(dtype):
+    loss_fn, params = tiny_gpt(dtype)
+    losses, norms, final = one_device.train(loss_fn, params, token_batches(STEPS), max_norm=MAX_NORM)
+    assert min(norms) < MAX_NORM < max(norms), "clipping must act in some steps and not in others"
+    return losses, norms, final
+
+
+def check(dtype, mesh, transform):
+    loss_fn, params = tiny_gpt(dtype)
+    losses, norms, final = training.simulate(
+        mesh, loss_fn, params, token_batches(STEPS), transform, training.optimizer(MAX_NORM)
+    )
+    wanted = expected(dtype)
+    assert losses == pytest.approx(wanted[0], rel=TOLERANCE[dtype], abs=0)
+    assert norms == pytest.approx(wanted[1], rel=TOLERANCE[dtype] * 10, abs=0)
+    assert_close(final, wanted[2], TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("stage", "ranks", "microbatches", "prefetch"), CASES)
+def test_every_stage_and_number_of_ranks(stage, ranks, microbatches, prefetch, dtype):
+    transform = sl.chain(sl.zero(stage, prefetch=prefetch), sl.accumulate(microbatches))
+    check(dtype, {"data": ranks}, transform)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("stage", "microbatches", "prefetch"), HYBRID)
+def test_hybrid(stage, microbatches, prefetch, dtype):
+    zero = sl.zero(stage, axis="local", replicate="node", prefetch=prefetch)
+    check(dtype, {"node": 2, "local": 2}, sl.chain(zero, sl.accumulate(microbatches)))
+
+
+ALONE = [
+    ({"data": 2}, sl.zero(1)),
+    ({"data": 2}, sl.chain(sl.zero(2), sl.accumulate(2))),
+    ({"data": 3}, sl.zero(3)),
+    ({"data": 4}, sl.chain(sl.zero(3), sl.accumulate(4, sync="last"))),
+    ({"node": 2, "local": 2}, sl.chain(sl.zero(3, axis="local", replicate="node"), sl.accumulate(2))),
+    ({"node": 2, "local": 2}, sl.chain(sl.zero(3, axis="local"), sl.zero(1, axis="node"))),
+]
+
+
+@pytest.mark.parametrize(("mesh", "transform"), ALONE)
+def test_leaves_that_travel_alone(mesh, transform):
+    """Large leaves are messages of their own; here nearly all count as large, and the smallest go together."""
+    with thresholds.small(8):
+        check(torch.float64, mesh, transform)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("ways", "copies", "microbatches"), [(1, 1, 1), (3, 1, 4), (2, 2, 2)])
+def test_the_plain_implementation_trains_like_one_device_too(stage, ways, copies, microbatches):
+    loss_fn, params = tiny_gpt(torch.float64)
+    losses, ranks, _ = plain.train(
+        loss_fn, params, token_batches(STEPS), stage=stage, ways=ways, copies=copies,
+        microbatches=microbatches, max_norm=MAX_NORM,
+    )  # fmt: skip
+    wanted = expected(torch.float64)
+    assert losses == pytest.approx(wanted[0], rel=1e-10, abs=0)
+    for final in ranks:
+        assert_close(final, wanted[2], 1e-10)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_micro_batches_after_the_first_are_summed_without_packing(stage, monkeypatch):
+    packed = []
+    pack = layout.Bucket.pack
+    monkeypatch.setattr(layout.Bucket, "pack", lambda bucket, *args: packed.append(bucket.name) or pack(bucket, *args))
+    loss_fn, params = tiny_gpt(torch.float64)
+    transform = sl.chain(sl.zero(stage), sl.accumulate(3))
+    training.simulate({"data": 1}, loss_fn, params, token_batches(1), transform, training.optimizer())
+    assert packed and len(packed) == len(set(packed))
