@@ -67,7 +67,7 @@ def check(device: torch.device, dtype: torch.dtype, size: int, options: str) -> 
     def run(values: list[torch.Tensor], implementation: str) -> list[torch.Tensor]:
         values = [value.detach().requires_grad_() for value in values]
         q, k, v, *bias = values
-        out = sl.sparse_attention(q, k, v, layout, bias=bias[0] if bias else None, using=implementation, **given)
+        out = sl.nn.sparse_attention(q, k, v, layout, bias=bias[0] if bias else None, using=implementation, **given)
         return [out.detach(), *torch.autograd.grad(out, values, grad.to(out.dtype))]
 
     wanted = run([value.double() for value in inputs], "reference")
@@ -130,7 +130,7 @@ def attentions(layout: Layout, length: int, device: torch.device) -> dict[str, C
             return F.scaled_dot_product_attention(q, k, v)
 
     return {
-        "shardlib": lambda q, k, v: sl.sparse_attention(q, k, v, layout, using=using(device)),
+        "shardlib": lambda q, k, v: sl.nn.sparse_attention(q, k, v, layout, using=using(device)),
         "flash, dense": dense,
         "FlexAttention": lambda q, k, v: flex(q, k, v, block_mask=mask),
     }

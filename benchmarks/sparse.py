@@ -92,7 +92,7 @@ def _calls(length: int, dtype: str) -> tuple[dict[str, Any], dict[str, Any]]:
     slow = calls("", "dense", F.scaled_dot_product_attention, [whole])
     for name, make in _LAYOUTS.items():
         layout = make(length)
-        attentions = {"sparse": partial(sl.sparse_attention, layout=layout), "gathered": Gathered(layout)}
+        attentions = {"sparse": partial(sl.nn.sparse_attention, layout=layout), "gathered": Gathered(layout)}
         with torch.no_grad():
             torch.testing.assert_close(*(f(*whole[:3]) for f in attentions.values()), rtol=0.02, atol=0.02)
         kept = (

@@ -11,6 +11,7 @@ import optree
 import torch
 
 from shardlib.collectives import primitives
+from shardlib.collectives.primitives import sum_over
 from shardlib.errors import BatchError, LossError, TreeError, axes_named, listing
 from shardlib.execute.agreement import Agreement, agree
 from shardlib.execute.batches import arriving
@@ -19,11 +20,10 @@ from shardlib.execute.inputs import Inputs
 from shardlib.execute.losses import require_function
 from shardlib.execute.means import Results, is_mean, means, quotients, sum_means
 from shardlib.execute.stages.pipe import Pipe
-from shardlib.optim.shards import sum_over
 from shardlib.optim.train_state import TrainState
 from shardlib.plan.plan import Plan
+from shardlib.sharded.shard import lift
 from shardlib.sharded.tree import Sharded
-from shardlib.train import lift
 from shardlib.tree import path_name
 
 

@@ -10,9 +10,9 @@ import torch
 
 from shardlib.collectives import primitives
 from shardlib.errors import IllegalComposition, TreeError
-from shardlib.execute.step import LossStep, require_usable
-from shardlib.mesh.mesh import Mesh
-from shardlib.mesh.transport import EchoGroup
+from shardlib.execute.step import Evaluation, LossStep, require_usable
+from shardlib.kernels.global_norm import sum_of_squares
+from shardlib.optim.axis_owner.own_exchange import OwnExchange
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.settings import injected, settings
 from shardlib.optim.shards import MeshShards
@@ -22,9 +22,9 @@ from shardlib.optim.wrapping import require_transformations
 from shardlib.plan.build import own_axis
 from shardlib.rng import Key
 from shardlib.sharded.checksum import checksums
-from shardlib.sharded.shard import shard
+from shardlib.sharded.shard import lift
 from shardlib.sharded.tree import Sharded
-from shardlib.tree import Tree, leaves_of, tree_map
+from shardlib.tree import Tree, tree_map
 
 
 def value_and_grad(loss_fn: Callable[..., Any]) -> Callable[..., tuple[Any, Tree]]:
@@ -119,6 +119,7 @@ def make_train_step(
         raise ValueError(f"nonfinite={nonfinite!r}: use 'raise' or 'skip'")
     optimizer.require_locality(lifted)
     loss_step = LossStep(loss_fn, plan, mesh, buffers is not None)
+    own = OwnExchange(plan, mesh) if plan.owned else None
     key = rng if isinstance(rng, Key) else Key(rng)
     given = {f"buffers/{path}" if path else "buffers": told for path, told in checksums(buffers).items()}
     primitives.require_equal(
@@ -128,7 +129,7 @@ def make_train_step(
         "Call make_train_step with the same optimizer, buffers, rng and options on every rank.",
     )
 
-    def unreduced(inner: Any) -> tuple[str, ...]:
+    def left_unreduced(inner: Any) -> tuple[str, ...]:
         owns = optimizer.owns
         return (owns.axis,) if owns is not None and owns.unreduced(inner) else ()
 
@@ -139,6 +140,7 @@ def make_train_step(
                 "this state was sharded by another plan than the train step was made for; make a step for it"
             )
         scale = state.scale.value if state.scale else 1.0
+        unreduced = left_unreduced(opt.inner)
         evaluation = loss_step(
             params,
             batch,
@@ -146,7 +148,7 @@ def make_train_step(
             state.rng.fold_in(state.step),
             scale,
             comm=state.comm,
-            unreduced=unreduced(opt.inner),
+            unreduced=unreduced,
             alike=injected(opt) | {"step": state.step, "rng": state.rng, "loss scale": repr(state.scale)},
         )
         metrics = {"loss": evaluation.loss, "grad_norm": evaluation.norm, "finite": evaluation.finite}
@@ -170,7 +172,9 @@ def make_train_step(
             new = Sharded(plan, mesh, "param", {name: buffer.clone() for name, buffer in new.buffers.items()})
             opt = tree_map(cloned, opt)
         if taken:
-            opt = _update(optimizer, new, opt, evaluation)
+            shards = MeshShards(plan, mesh, unreduced, own, evaluation.errors)
+            shards.remember(sum_of_squares, evaluation.grads, evaluation.squares)
+            opt = _update(optimizer, new, opt, evaluation, shards)
             comm = evaluation.errors.after
         if after is not None and after.value != scale:
             comm = rescaled(plan, comm, after.value / scale)
@@ -218,24 +222,6 @@ def unused_params(
     return tuple(path for path in plan.infos if path not in everyone)
 
 
-def lift(params: Any) -> Sharded:
-    """`Sharded` as it is; a plain pytree becomes one on a mesh of one, on the device that its leaves are on.
-
-    Raises:
-        TreeError: they are on several.
-    """
-    if isinstance(params, Sharded):
-        return params
-    devices = {leaf.device: None for leaf in leaves_of(params) if isinstance(leaf, torch.Tensor)}
-    if len(devices) > 1:
-        raise TreeError(
-            f"a plain pytree is trained on the device it is on, and this one is on {', '.join(map(str, devices))}: move all "
-            "of it to one, or pass sl.shard(params, sl.make_mesh()), which brings every leaf to the mesh's device"
-        )
-    device = next(iter(devices), torch.device("cpu"))
-    return shard(params, Mesh({"data": 1}, 0, {"data": EchoGroup(1)}, device))
-
-
 def _init(optimizer: GradientTransformation, params: Sharded) -> OptimizerState:
     shards = optimizer_shards(params)
     masters = {
@@ -246,7 +232,9 @@ def _init(optimizer: GradientTransformation, params: Sharded) -> OptimizerState:
     return OptimizerState(masters, optimizer.init(shards | masters, shards=MeshShards(params.plan, params.mesh)))
 
 
-def _update(optimizer: GradientTransformation, params: Sharded, opt: OptimizerState, evaluation: Any) -> OptimizerState:
+def _update(
+    optimizer: GradientTransformation, params: Sharded, opt: OptimizerState, evaluation: Evaluation, shards: MeshShards
+) -> OptimizerState:
     """Write the next parameters and optimizer state in place."""
     with torch.no_grad():
         narrow = optimizer_shards(params)  # masters' copies, or the very tensors that are updated
@@ -255,7 +243,7 @@ def _update(optimizer: GradientTransformation, params: Sharded, opt: OptimizerSt
             evaluation.grads,
             opt.inner,
             scale=evaluation.scale,
-            shards=evaluation.shards,
+            shards=shards,
             copies=narrow,
         )
         store(params, narrow)

@@ -65,6 +65,13 @@ def recv(mesh: Mesh, axis: str, out: torch.Tensor, peer: int, tag: int) -> Work:
     return mesh.group(axis).recv(out, peer, tag)
 
 
+def sum_over(mesh: Mesh, axes: tuple[str, ...], values: torch.Tensor, *, scalars: bool = True) -> None:
+    """Sum a small vector in place over several axes."""
+    for axis in axes:
+        if mesh.shape[axis] > 1:
+            all_reduce(mesh, axis, values, scalars=scalars).wait()
+
+
 def all_gather_object(mesh: Mesh, axes: Sequence[str], value: Any) -> list[Any]:
     """The values of every rank along ``axes``, in row-major order. For set-up, not for steps: not counted."""
     values = [value]

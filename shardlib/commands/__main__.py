@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from shardlib.commands import doctor, lr_range_test, plan, train
 from shardlib.mesh.launch.orphans import end_with
-from shardlib.report.optional import MissingPackage
+from shardlib.optional import MissingPackage
 
 
 def main(argv: Sequence[str] | None = None) -> int:

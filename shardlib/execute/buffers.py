@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from shardlib.collectives.primitives import sum_over
 from shardlib.mesh.mesh import Mesh
-from shardlib.optim.shards import sum_over
 from shardlib.plan.plan import Plan
 from shardlib.tree import Tree, leaves_of, tree_map
 

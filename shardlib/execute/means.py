@@ -9,9 +9,9 @@ from typing import Any
 import optree
 import torch
 
+from shardlib.collectives.primitives import sum_over
 from shardlib.mesh.mesh import Mesh
 from shardlib.nn.functional import Mean
-from shardlib.optim.shards import sum_over
 from shardlib.plan.plan import Plan
 from shardlib.tree import Tree, path_name
 

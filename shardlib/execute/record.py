@@ -16,8 +16,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardlib.collectives import primitives
+from shardlib.collectives.primitives import sum_over
 from shardlib.mesh.mesh import Mesh
-from shardlib.optim.shards import sum_over
 from shardlib.plan.plan import Plan
 
 _log = logging.getLogger("shardlib.execute")

@@ -125,12 +125,12 @@ def require_whole_loss(
         told = ", ".join(f"rank {rank}: {total:g} (weight {w:g})" for rank, (total, w) in enumerate(losses))
         raise LossError(
             f"the loss differs along axis {plan.axis!r}, whose ranks share one batch ({plan}): {told}. A loss must "
-            "be that of the whole sequence: use sl.linear_cross_entropy, or sum what each rank has by sl.sum_sequence"
+            "be that of the whole sequence: use sl.nn.linear_cross_entropy, or sum what each rank has by sl.nn.sum_sequence"
         )
 
 
 _STEPS = {
-    "enter": "sl.shard_sequence or sl.embedding (this rank's part of the sequence)",
-    "mix": "sl.attention (attention over the whole sequence)",
-    "leave": "sl.linear_cross_entropy, sl.sum_sequence or sl.gather_sequence (the loss of the whole sequence)",
+    "enter": "sl.nn.shard_sequence or sl.nn.embedding (this rank's part of the sequence)",
+    "mix": "sl.nn.attention (attention over the whole sequence)",
+    "leave": "sl.nn.linear_cross_entropy, sl.nn.sum_sequence or sl.nn.gather_sequence (the loss of the whole sequence)",
 }

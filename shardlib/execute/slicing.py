@@ -321,8 +321,8 @@ def _refuse(func: Any, values: list[Any]) -> None:
             told, style = getattr(func, "__name__", None) or func, handle._style
             raise HandleError(
                 f"{told} uses {handle._path}, of which this rank holds a slice ({style} over axis {style.axis!r}): the "
-                "result would be wrong. Consume it by F.linear, F.embedding, x @ weight or sl.linear_cross_entropy, or leave "
-                f"its layer whole: put {_layer_of(handle._path)!r}: 'replicated' before its rule"
+                "result would be wrong. Consume it by F.linear, F.embedding, x @ weight or sl.nn.linear_cross_entropy, or "
+                f"leave its layer whole: put {_layer_of(handle._path)!r}: 'replicated' before its rule"
             )
 
 

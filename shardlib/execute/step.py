@@ -26,10 +26,9 @@ from shardlib.execute.stages.pipe import Pipe
 from shardlib.execute.totals import Sums, Totals
 from shardlib.kernels.global_norm import sum_of_squares
 from shardlib.mesh.mesh import Mesh
-from shardlib.optim.axis_owner.own_exchange import OwnExchange
-from shardlib.optim.shards import MeshShards
 from shardlib.plan.plan import Plan
 from shardlib.rng import Key, restore_generators, seeding_torch, states_of_generators
+from shardlib.sharded.counting import Counting
 from shardlib.sharded.exchange import Compression
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree
@@ -50,7 +49,7 @@ class Evaluation:
         norm: the gradient's global norm, 0-d, after ``scale``. Of gradients that are left unreduced, the root mean square of
             the norms of the ranks' own.
         finite: whether the loss, its weight and every gradient are finite, on every rank, also once multiplied by ``scale``.
-        shards: sums over the gradients' elements; knows their squares already.
+        squares: Σ of the squares of ``grads``, over all ranks, 0-d.
         errors: what compressed exchanges have left out by now.
     """
 
@@ -63,7 +62,7 @@ class Evaluation:
     scale: torch.Tensor | None
     norm: torch.Tensor
     finite: bool
-    shards: MeshShards
+    squares: torch.Tensor
     errors: Errors
 
 
@@ -79,7 +78,6 @@ class LossStep:
         require_function(loss_fn, "the loss function", "params, buffers, batch" if with_buffers else "params, batch")
         self._loss_fn, self._plan, self._mesh, self._with_buffers = loss_fn, plan, mesh, with_buffers
         self._compression = Compression(plan.codecs, mesh)
-        self._own = OwnExchange(plan, mesh) if plan.owned else None
         self._wants_rng = wants(loss_fn, "rng")
         self._inputs = Inputs(plan, mesh)
         self._compared = False  # whether ranks with copies of a parameter have compared its gradients, as they do once
@@ -141,9 +139,8 @@ class LossStep:
             # What an exchange leaves out is put beside what earlier ones did: a step can be taken again.
             route, totals = Route(self._compression, Errors(comm), unreduced, reached), Totals(plan, mesh)
             grads = run(params, parts, buffers, rng, loss_scale, totals, route)
-            shards = MeshShards(plan, mesh, unreduced, self._own, route.errors)
             strayed = any(record.strayed for record in records)
-            sums = totals.over_ranks(shards.local_sum(sum_of_squares, grads), share + strayed)
+            sums = totals.over_ranks(Counting(plan, mesh, unreduced).local_sum(sum_of_squares, grads), share + strayed)
             if not sums.differ:
                 break
             self._inputs.explain()
@@ -157,7 +154,6 @@ class LossStep:
         if not self._compared:
             require_alike(grads, totals.losses, plan, mesh)
             self._compared = True
-        shards.remember(sum_of_squares, grads, sums.squares)
         aux = totals.aux
         if self._pipe is not None:
             if not sums.weighted:
@@ -174,7 +170,7 @@ class LossStep:
             scale=scale if sums.weighted or loss_scale != 1.0 or self._rest != 1.0 or unreduced else None,
             norm=norm,
             finite=finite,
-            shards=shards,
+            squares=sums.squares,
             errors=route.errors,
         )
 

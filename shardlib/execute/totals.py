@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
+from shardlib.collectives.primitives import sum_over
 from shardlib.execute import agreement
 from shardlib.execute.agreement import Agreement
 from shardlib.execute.losses import Outcome
 from shardlib.execute.means import Results
 from shardlib.mesh.mesh import Mesh
-from shardlib.optim.shards import sum_over
 from shardlib.plan.plan import Plan
 from shardlib.tree import Tree, flatten
 

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib.rng import Key, dropout
+from shardlib.nn.dropout import dropout
+from shardlib.rng import Key
 from shardlib.sparse.layout import check_layout
 from shardlib.transforms.tensor_slicing import column, row
 

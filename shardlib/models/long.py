@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardlib.errors import BatchError, TreeError
-from shardlib.kernels.sparse_attention import sparse_attention
+from shardlib.nn.sparse_attention import sparse_attention
 from shardlib.rng import Key
 from shardlib.sparse.layout import Layout, check_layout
 
@@ -129,7 +129,7 @@ def _config(module: nn.Module, known: Mapping[str, Any]) -> Any:
     config = getattr(module, "config", None)
     if getattr(config, "model_type", None) not in known:
         raise TreeError(
-            f"{type(module).__name__} is none of transformers' {', '.join(known)}: call sl.attention(q, k, v, layout=...) "
+            f"{type(module).__name__} is none of transformers' {', '.join(known)}: call sl.nn.attention(q, k, v, layout=...) "
             "in the model's own code"
         )
     return config

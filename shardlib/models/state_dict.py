@@ -23,9 +23,9 @@ def state_dict(
 ) -> dict[str, Any]:
     """What ``module.state_dict()`` would be with these parameters: for ``load_state_dict``, ``save_pretrained``, files.
 
-    The module itself is left as it is: ``module.load_state_dict(sl.state_dict(module, state.params))`` writes to it. Where
-    ``params`` are `Sharded` every rank calls this, as it calls `shardlib.unshard`, and gets all of it (stages' and slices'
-    parameters included); write files on one rank alone. Tied parameters are one tensor under each of their names.
+    The module itself is left as it is: ``module.load_state_dict(sl.models.state_dict(module, state.params))`` writes to it.
+    Where ``params`` are `Sharded` every rank calls this, as it calls `shardlib.unshard`, and gets all of it (stages' and
+    slices' parameters included); write files on one rank alone. Tied parameters are one tensor under each of their names.
 
     Args:
         module: the one that `from_module` was given.

@@ -36,9 +36,10 @@ from shardlib.kernels.norm import layer_norm
 from shardlib.kernels.softmax import softmax
 from shardlib.models.layers import Params, layer_rules
 from shardlib.nn.attention import attention
+from shardlib.nn.dropout import dropout
 from shardlib.nn.functional import own_slice, slice_of
 from shardlib.nn.sequence import current_parts
-from shardlib.rng import Key, dropout
+from shardlib.rng import Key
 from shardlib.tree import leaves_of
 
 RECOMPUTE = ("norm", "gelu", "dropout")

@@ -1,1 +1,43 @@
-"""What losses are made of: attention, sequence parts, losses, dropout, blocks."""
+"""What losses are made of: attention, parts of sequences, losses, dropout, blocks, and the fused operations.
+
+All of it is plain PyTorch on one device; on a mesh the same calls know what a sliced parameter or a part of a sequence is.
+"""
+
+from shardlib.kernels.gelu import gelu
+from shardlib.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from shardlib.kernels.rotary import angles, rotary
+from shardlib.kernels.softmax import softmax
+from shardlib.kernels.swiglu import swiglu
+from shardlib.nn.attention import attention
+from shardlib.nn.blocks import block, sequential
+from shardlib.nn.dropout import dropout
+from shardlib.nn.functional import Mean, embedding, linear_cross_entropy
+from shardlib.nn.sequence import gather_sequence, shard_sequence, sum_sequence
+from shardlib.nn.sparse_attention import sparse_attention
+
+__all__ = [
+    # attention and sequences
+    "attention",
+    "sparse_attention",
+    "gather_sequence",
+    "shard_sequence",
+    "sum_sequence",
+    # losses, and layers that may be sliced
+    "Mean",
+    "embedding",
+    "linear_cross_entropy",
+    # blocks of a model
+    "block",
+    "sequential",
+    # fused operations
+    "add_layer_norm",
+    "add_rms_norm",
+    "angles",
+    "dropout",
+    "gelu",
+    "layer_norm",
+    "rms_norm",
+    "rotary",
+    "softmax",
+    "swiglu",
+]

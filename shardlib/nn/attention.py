@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from shardlib.kernels.sparse_attention import sparse_attention
 from shardlib.nn.sequence import current_parts
+from shardlib.nn.sparse_attention import sparse_attention
 from shardlib.sparse.layout import Layout, check_layout
 
 
@@ -40,7 +40,7 @@ def attention(
         causal: a position sees itself and those before it; by default as the layout says, and without one False.
         scale: of the scores; by default 1/√size.
         key_mask: bool (batch, sequence), whole on every rank: False where a position is padding, which none sees.
-        layout: of the whole sequence: the blocks that are computed, by `shardlib.sparse_attention`.
+        layout: of the whole sequence: the blocks that are computed, by `shardlib.nn.sparse_attention`.
 
     Raises:
         SpecError: kind="ulysses", and heads that do not divide over its axis; kind="ring", and ``key_mask`` or ``layout``.

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from shardlib.collectives import primitives
 from shardlib.collectives.codecs.base import Errors
+from shardlib.collectives.primitives import sum_over
 from shardlib.errors import IllegalComposition
 from shardlib.mesh.index_map import Places
 from shardlib.mesh.mesh import Mesh
@@ -22,6 +22,7 @@ from shardlib.plan.buckets import Bucket
 from shardlib.plan.claims import LeafInfo
 from shardlib.plan.payload import share
 from shardlib.plan.plan import Plan
+from shardlib.sharded.counting import Counting
 from shardlib.tree import Tree, flatten, leaves_of, unflatten
 
 
@@ -193,6 +194,7 @@ class MeshShards(Shards):
     ) -> None:
         self._plan, self._mesh, self._unreduced = plan, mesh, unreduced
         self._own, self._errors = own, errors
+        self._counting = Counting(plan, mesh, unreduced)
         self._known: list[tuple[Any, Any, torch.Tensor]] = []
 
     def compressed_mean(
@@ -229,7 +231,7 @@ class MeshShards(Shards):
     def total(self, values: torch.Tensor) -> torch.Tensor:
         super().total(values)
         sum_over(self._mesh, tuple(self._mesh.shape), values, scalars=False)
-        return values.div_(self._differing)
+        return values.div_(self._counting.differing)
 
     def total_sends(self, elements: int) -> Mapping[str, int]:
         return {axis: share(2 * 8 * elements, size) for axis, size in self._mesh.shape.items() if size > 1}
@@ -246,23 +248,15 @@ class MeshShards(Shards):
         for known_fn, known_tree, value in self._known:
             if known_fn is fn and known_tree is tree:
                 return value
-        local = self._added([fn(part) for part in self._unpadded(tree)]).reshape(1)
+        local = self._counting.added(fn(part) for part in self._unpadded(tree)).reshape(1)
         sum_over(self._mesh, tuple(self._mesh.shape), local)
         return local[0]
-
-    def local_sum(self, fn: Callable[[torch.Tensor], torch.Tensor], tree: dict[str, torch.Tensor]) -> torch.Tensor:
-        """This rank's part of the sum, of a function that gives 0 of padding: ranks that hold copies share the work."""
-        return self._added([fn(leaf[self._share(self._plan.bucket_of[name], leaf)]) for name, leaf in tree.items()])
-
-    def _added(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        total = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=self._mesh.device)
-        return total / self._differing
 
     def _unpadded(self, tree: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
         """The elements whose share of the work is this rank's, without padding, in few pieces."""
         for name, leaf in tree.items():
             bucket = self._plan.bucket_of[name]
-            mine = self._share(bucket, leaf)
+            mine = self._counting.share(bucket, leaf)
             for start, stop in _joined(bucket.filled(self._mesh.coords, bucket.levels)):
                 start = max(start, mine.start)
                 yield leaf[start : max(start, min(stop, mine.stop))]
@@ -280,7 +274,7 @@ class MeshShards(Shards):
 
     def shares(self, *trees: Tree) -> Iterator[tuple[int, Places, list[torch.Tensor]]]:
         for bucket, owner, path, parts in self._by_bucket(trees):
-            mine = self._share(bucket, parts[0])
+            mine = self._counting.share(bucket, parts[0])
             yield (
                 self._plan.numbers[path],
                 self._places(bucket, owner, path).after(mine.start),
@@ -303,7 +297,7 @@ class MeshShards(Shards):
     def leaf_sums(self, fns: Sequence[Callable[..., torch.Tensor]], *trees: Tree) -> torch.Tensor:
         table = super().leaf_sums(fns, *trees)
         sum_over(self._mesh, tuple(self._mesh.shape), table)
-        return table / self._differing
+        return table / self._counting.differing
 
     def leaf_max(self, fn: Callable[..., torch.Tensor], *trees: Tree) -> torch.Tensor:
         largest = super().leaf_max(fn, *trees)
@@ -315,23 +309,9 @@ class MeshShards(Shards):
             largest = rows.amax(dim=0)
         return largest
 
-    @property
-    def _differing(self) -> int:
-        """Ranks whose trees differ though they are of the same elements."""
-        return math.prod(self._mesh.shape[axis] for axis in self._unreduced)
-
     def remember(self, fn: Callable[[torch.Tensor], torch.Tensor], tree: Tree, value: torch.Tensor) -> None:
         """Note a sum that was computed along with something else, so that asking again costs nothing."""
         self._known.append((fn, tree, value))
-
-    def _share(self, bucket: Bucket, leaf: torch.Tensor) -> slice:
-        """This rank's share of the work on elements that others hold copies of."""
-        start, stop = 0, len(leaf) if self._plan.counts(bucket, self._mesh.coords) else 0
-        for axis in self._plan.copies(bucket):
-            if axis not in self._unreduced:
-                size, mine, count = self._mesh.shape[axis], self._mesh.coords[axis], stop - start
-                start, stop = start + count * mine // size, start + count * (mine + 1) // size
-        return slice(start, stop)
 
 
 def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -348,10 +328,3 @@ def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 def device_of(tree: Tree) -> torch.device | None:
     """Where a tree's first tensor is; None for a tree without."""
     return next((leaf.device for leaf in leaves_of(tree)), None)
-
-
-def sum_over(mesh: Mesh, axes: tuple[str, ...], values: torch.Tensor, *, scalars: bool = True) -> None:
-    """Sum a small vector in place over several axes."""
-    for axis in axes:
-        if mesh.shape[axis] > 1:
-            primitives.all_reduce(mesh, axis, values, scalars=scalars).wait()

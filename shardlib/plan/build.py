@@ -145,7 +145,7 @@ def _gathered_outputs(slots: Slots, sizes: Mapping[str, int]) -> tuple[str, ...]
     words = sorted(p for p, s in styles.items() if s.kind == "vocab" and sizes.get(s.axis, 1) > 1)
     told = [f"gathered on every rank: the outputs of {', '.join(whole)}"] if whole else []
     if words:
-        told.append(f"gathered on every rank: logits by {', '.join(words)}, except in sl.linear_cross_entropy")
+        told.append(f"gathered on every rank: logits by {', '.join(words)}, except in sl.nn.linear_cross_entropy")
     return tuple(told)
 
 

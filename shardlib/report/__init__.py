@@ -1,6 +1,18 @@
-"""What a run reports: its progress, metrics, plots, and the byte models it has to get below."""
+"""What a run reports: its progress, metrics, plots, predicted and measured times, and the byte models it has to get below."""
 
+from shardlib.plan.predict import StepTime, predict_step
 from shardlib.report.log import Log, Writer
+from shardlib.report.measure import measure_blocks
 from shardlib.report.writers import CsvWriter, JsonlWriter, TensorBoardWriter, WandbWriter
 
-__all__ = ["CsvWriter", "JsonlWriter", "Log", "TensorBoardWriter", "WandbWriter", "Writer"]
+__all__ = [
+    "CsvWriter",
+    "JsonlWriter",
+    "Log",
+    "StepTime",
+    "TensorBoardWriter",
+    "WandbWriter",
+    "Writer",
+    "measure_blocks",
+    "predict_step",
+]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardlib.report.optional import require
+from shardlib.optional import require
 
 
 class CsvWriter:

@@ -15,6 +15,7 @@ from shardlib.init.draws import Draw
 from shardlib.mesh.index_map import Places
 from shardlib.mesh.mesh import Mesh, as_mesh
 from shardlib.mesh.specs import P, shard_of
+from shardlib.mesh.transport import EchoGroup
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.build import build_plan
 from shardlib.plan.claims import Transform, chain
@@ -22,7 +23,7 @@ from shardlib.plan.plan import ROLES, Plan, check_same_tree
 from shardlib.sharded.checksum import checksum
 from shardlib.sharded.tree import Sharded, check_ties
 from shardlib.transforms.zero import zero
-from shardlib.tree import Tree, check_tensors, flatten
+from shardlib.tree import Tree, check_tensors, flatten, leaves_of
 
 
 def default_transform(transform: Transform | None, stage: int | None) -> Transform:
@@ -180,3 +181,21 @@ def require_same_copies(params: Sharded) -> None:
         sums[" ".join([bucket.name, *at])] = checksum(params.buffers[bucket.name])
     remedy = "Compute them alike on every rank: from the same seed, file or collective."
     primitives.require_equal(mesh, "parameters", sums, remedy, absent=True)
+
+
+def lift(params: Any) -> Sharded:
+    """`Sharded` as it is; a plain pytree becomes one on a mesh of one, on the device that its leaves are on.
+
+    Raises:
+        TreeError: they are on several.
+    """
+    if isinstance(params, Sharded):
+        return params
+    devices = {leaf.device: None for leaf in leaves_of(params) if isinstance(leaf, torch.Tensor)}
+    if len(devices) > 1:
+        raise TreeError(
+            f"a plain pytree is trained on the device it is on, and this one is on {', '.join(map(str, devices))}: move all "
+            "of it to one, or pass sl.shard(params, sl.make_mesh()), which brings every leaf to the mesh's device"
+        )
+    device = next(iter(devices), torch.device("cpu"))
+    return shard(params, Mesh({"data": 1}, 0, {"data": EchoGroup(1)}, device))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from shardlib.report.optional import figures
+from shardlib.optional import figures
 from shardlib.sparse.layout import Layout
 
 _SHADES = " ░▒▓█"

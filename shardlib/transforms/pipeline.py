@@ -107,8 +107,8 @@ def pipeline(
             an `sl.Mean`.
         chunks: stages per rank, of the interleaved schedules (2 by default).
         partition: how blocks become stages: "parameters" (the largest stage as small as possible), "count" (equally
-            many blocks), one cost per block (`shardlib.measure_blocks` measures them), or a compiled regular expression
-            (equally many blocks with a parameter whose path matches).
+            many blocks), one cost per block (`shardlib.report.measure_blocks` measures them), or a compiled regular
+            expression (equally many blocks with a parameter whose path matches).
         sync: as for `accumulate`: gradients are reduced after "each" micro-batch (the default where they are split,
             stages 2 and 3: least memory) or once, after the "last" (least traffic).
 

@@ -62,7 +62,7 @@ def test_arrays_at_every_other_entrance():
     ]
     assert plans[0] == plans[1] == plans[2] and plans[0].touches
     blocks = sl.sequential([first, last])
-    assert len(sl.measure_blocks(blocks, PARAMS["layers"], ARRAYS, rounds=1)) == 2
+    assert len(sl.report.measure_blocks(blocks, PARAMS["layers"], ARRAYS, rounds=1)) == 2
     transform = sl.chain(sl.zero(1), sl.pipeline("1f1b", 4))
     mesh = {"data": 1, "pipe": 2}
     piped = [stepped(blocks, batch, transform, PARAMS["layers"], mesh) for batch in (ARRAYS, BATCH)]

@@ -572,9 +572,9 @@ def test_an_interrupted_step_leaves_the_state_usable(stage, place):
                 failing = True
                 with pytest.raises(KeyboardInterrupt):
                     step(state, mine)
-                sl.all_reduce(torch.zeros(1), "data", dst="varying")  # every rank was interrupted
+                sl.collectives.all_reduce(torch.zeros(1), "data", dst="varying")  # every rank was interrupted
                 failing = False
-                sl.all_reduce(torch.zeros(1), "data", dst="varying")
+                sl.collectives.all_reduce(torch.zeros(1), "data", dst="varying")
             state, _ = step(state, mine)
         return sl.unshard(state.params)
 

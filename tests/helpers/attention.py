@@ -108,7 +108,7 @@ def check(case, using):
     if "rng" in plain:
         plain["rng_key"] = plain.pop("rng")
     wanted = Case(case.wide().tensors, case.layout, plain)(dense_attention)
-    found = case(sl.sparse_attention, using=using)
+    found = case(sl.nn.sparse_attention, using=using)
     for part, value in found.items():
         assert value.dtype == case.tensors["q" if part == "out" else part].dtype
         unit = UNITS[case.tensors["q"].dtype]
@@ -127,12 +127,12 @@ def check_padding(using):
         seen = torch.ones(2, 48, dtype=torch.bool)
         seen[0, 40] = False
         case.tensors[masked][0, 1, 40] = value  # of one sample and one head of keys
-        found = sl.sparse_attention(*case.tensors.values(), case.layout, key_mask=seen, using=using)
+        found = sl.nn.sparse_attention(*case.tensors.values(), case.layout, key_mask=seen, using=using)
         if not causal:
             wanted = F.scaled_dot_product_attention(*case.tensors.values(), seen[:, None, None], enable_gqa=True)
             assert torch.equal(found.isnan(), wanted.isnan())
         elif masked == "k":
-            later = sl.sparse_attention(*case.tensors.values(), case.layout, using=using)
+            later = sl.nn.sparse_attention(*case.tensors.values(), case.layout, using=using)
             assert later[0, 1, :40].isfinite().all()
         assert found[0, 1, 40:].isnan().all()
         assert found[0, 0].isfinite().all() and found[1].isfinite().all()
@@ -171,5 +171,5 @@ if __name__ == "__main__":
         for case in _cases_in_parts():
             check(case, "triton")
     check_padding("triton")
-    nothing = make(batch=0, bias_heads=1)(sl.sparse_attention, using="triton")
+    nothing = make(batch=0, bias_heads=1)(sl.nn.sparse_attention, using="triton")
     assert nothing["out"].shape == (0, 4, 70, 16) and not nothing["bias"].any()

@@ -122,7 +122,7 @@ def test_ranks_with_other_keys_are_told():
     def run(mesh):
         sl.shard(lambda: {"w": sl.init.normal(sl.Key(mesh.rank), (4, 4))}, mesh, stage=3)
 
-    with pytest.raises(sl.ShardlibError, match=r"initial values differ"):
+    with pytest.raises(sl.errors.ShardlibError, match=r"initial values differ"):
         sl.simulate(run, mesh={"data": 2})
 
 

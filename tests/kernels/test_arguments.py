@@ -46,9 +46,9 @@ FUNCTIONS = {
     rotary: ({"x": x(), "cos": x(2, 2), "sin": x(2, 2)}, {}),
     sl.dropout: ({"x": x(), "bias": x(4), "residual": x()}, {"p": 0.1, "key": KEY}),
     dropout_kernel: ({"x": x(), "bias": x(4), "residual": x()}, {"draw": Draw(0.1, 3)}),
-    sl.linear_cross_entropy: (layer(), {}),
+    sl.nn.linear_cross_entropy: (layer(), {}),
     chunked: (layer(), {}),
-    sl.sparse_attention: ({name: v for name, v in heads().items() if name in "qkv"}, {"layout": heads()["layout"]}),
+    sl.nn.sparse_attention: ({name: v for name, v in heads().items() if name in "qkv"}, {"layout": heads()["layout"]}),
     sum_of_squares: ({"x": x()}, {}),
     random_bits: ({"index": torch.arange(3)}, {"seed": 3}),
     adamw.adamw_: ({"param": x(), "grad": x(), "mu": x(), "nu": x()}, COUNTED),
@@ -118,7 +118,7 @@ def test_remedies_work():
         gelu(torch.ones(2, 4, dtype=torch.complex64))
     assert gelu(torch.view_as_real(torch.ones(2, 4, dtype=torch.complex64))).shape == (2, 4, 2)
     with pytest.raises(TypeError, match=r"targets is torch.int32, not int64; pass int64: targets.to\(torch.int64\)"):
-        sl.linear_cross_entropy(x(3, 4), x(5, 4), torch.zeros(3, dtype=torch.int32))
+        sl.nn.linear_cross_entropy(x(3, 4), x(5, 4), torch.zeros(3, dtype=torch.int32))
     with pytest.raises(TypeError, match=r"x is a list; .*; weight is None; pass a tensor"):  # all at once
         layer_norm([1.0], None)
 
@@ -132,7 +132,7 @@ def test_what_has_no_rows_is_refused(function):
 
 def test_an_output_layer_that_does_not_fit():
     targets = torch.zeros(3, dtype=torch.int64)
-    for function in (sl.linear_cross_entropy, chunked):
+    for function in (sl.nn.linear_cross_entropy, chunked):
         for weight in (x(5, 3), x(0, 4), x(4), x(5, 4).double()):
             with pytest.raises(ValueError, match=r"they must be \[\.\.\., width\] and \[V, width\], of one dtype"):
                 function(x(3, 4), weight, targets)
@@ -152,7 +152,7 @@ def test_a_number_where_a_key_is_due():
             call(3)
         call(sl.Key(3).fold_in(0))
     with pytest.raises(TypeError, match="sparse_attention: rng is 3, and no key"):
-        sl.sparse_attention(**heads(), dropout=0.1, rng=3)
+        sl.nn.sparse_attention(**heads(), dropout=0.1, rng=3)
     with pytest.raises(TypeError, match="key is None, and no key"):
         sl.dropout(x(), 0.1, None)
     assert torch.equal(sl.dropout(x(), 0.0, None), x())
@@ -163,5 +163,5 @@ def test_a_number_where_a_key_is_due():
 
 def test_no_layout():
     with pytest.raises(TypeError, match=r"layout is a Tensor: pass a pattern of sl\.sparse, or "):
-        sl.sparse_attention(**heads() | {"layout": x(1, 1)})
-    sl.sparse_attention(**heads() | {"layout": sl.sparse.bigbird(16, block=16)})
+        sl.nn.sparse_attention(**heads() | {"layout": x(1, 1)})
+    sl.nn.sparse_attention(**heads() | {"layout": sl.sparse.bigbird(16, block=16)})

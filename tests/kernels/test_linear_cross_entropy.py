@@ -152,7 +152,7 @@ def test_the_public_function_is_torchs_for_few_logits_and_many(dtype, reduction,
             thresholds.small(many),
             patch.object(functional, "chunked_cross_entropy", wraps=linear_cross_entropy) as chunked,
         ):
-            found = gradients(lambda x, w: sl.linear_cross_entropy(x, w, targets, **options).sum(), x, weight)
+            found = gradients(lambda x, w: sl.nn.linear_cross_entropy(x, w, targets, **options).sum(), x, weight)
         assert chunked.called == (reduction != "none" and not many)
         torch.testing.assert_close(found, wanted, rtol=bound, atol=bound)
 
@@ -165,7 +165,7 @@ def test_a_mean_of_no_targets(smoothing, many):
     options = {"label_smoothing": smoothing}
     wanted = gradients(lambda x, w: F.cross_entropy(F.linear(x, w), targets, **options), x, weight)
     with thresholds.small(many):
-        found = gradients(lambda x, w: sl.linear_cross_entropy(x, w, targets, **options), x, weight)
+        found = gradients(lambda x, w: sl.nn.linear_cross_entropy(x, w, targets, **options), x, weight)
     assert wanted[0].isnan() and not wanted[1].any()
     torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
@@ -175,11 +175,11 @@ def test_autocast_is_that_of_a_product(many):
     x, weight, targets = drawn(6, 5, 3, torch.float32)
     rounded = [value.bfloat16().float() for value in (x, weight)]
     with torch.autocast("cpu", torch.bfloat16), thresholds.small(many):
-        found = gradients(lambda x, w: sl.linear_cross_entropy(x, w, targets), x, weight)
+        found = gradients(lambda x, w: sl.nn.linear_cross_entropy(x, w, targets), x, weight)
     wanted = gradients(lambda x, w: F.cross_entropy(F.linear(x, w).bfloat16().float(), targets), *rounded)
     assert [value.dtype for value in found] == [torch.float32] * 3
     torch.testing.assert_close(found, wanted, rtol=2**-7, atol=2**-7)
-    assert found[0] != sl.linear_cross_entropy(x, weight, targets)
+    assert found[0] != sl.nn.linear_cross_entropy(x, weight, targets)
 
 
 @pytest.mark.parametrize("using", ["cpu", "reference"])
@@ -197,7 +197,7 @@ def test_wrong_arguments():
         linear_cross_entropy(x, weight.T, targets)
     with pytest.raises(IndexError, match="lies outside the 5 words"):
         linear_cross_entropy(x, weight, targets + 3)
-    for function in (linear_cross_entropy, sl.linear_cross_entropy):
+    for function in (linear_cross_entropy, sl.nn.linear_cross_entropy):
         with pytest.raises(ValueError, match=r"label_smoothing=1.5\): give a share of the target, in \[0, 1\]"):
             function(x, weight, targets, label_smoothing=1.5)
 

@@ -76,9 +76,9 @@ def test_dropout_is_that_of_the_generator(name, key):
 def test_queries_that_see_nothing(name):
     case = make(length=48, density=0.0)
     with served_by(name) as using:
-        assert not any(value.any() for value in case(sl.sparse_attention, using=using).values())
+        assert not any(value.any() for value in case(sl.nn.sparse_attention, using=using).values())
         case = make(length=48, density=1.0, key_mask=torch.zeros(2, 48, dtype=torch.bool), bias_heads=4)
-        assert not any(value.any() for value in case(sl.sparse_attention, using=using).values())
+        assert not any(value.any() for value in case(sl.nn.sparse_attention, using=using).values())
 
 
 @pytest.mark.parametrize("name", kernels.WITH_AMX)
@@ -89,7 +89,7 @@ def test_keys_outside_the_blocks_are_not_touched(name, dtype):
     case = make(length=48, layout=layout, dtype=dtype)
     case.tensors["k"][:, :, 16:32] = math.nan
     with served_by(name) as using:
-        found = case(sl.sparse_attention, using=using)
+        found = case(sl.nn.sparse_attention, using=using)
     for part in ("out", "q"):
         assert found[part][:, :, 16:32].isnan().all()
         assert found[part][:, :, :16].isfinite().all() and found[part][:, :, 32:].isfinite().all()
@@ -110,15 +110,15 @@ def test_a_causal_layout_needs_no_word_at_the_call(name, block):
     check(case, name)
     q, k, v = case.tensors.values()
     with served_by(name) as using:
-        found = sl.sparse_attention(q, k, v, case.layout, using=using)
-        assert torch.equal(found, sl.sparse_attention(q, k, v, case.layout, causal=True, using=using))
+        found = sl.nn.sparse_attention(q, k, v, case.layout, using=using)
+        assert torch.equal(found, sl.nn.sparse_attention(q, k, v, case.layout, causal=True, using=using))
         open_layout = sl.sparse.dense(100, block=block)
-        torch.testing.assert_close(found, sl.sparse_attention(q, k, v, open_layout, causal=True, using=using))
+        torch.testing.assert_close(found, sl.nn.sparse_attention(q, k, v, open_layout, causal=True, using=using))
         for x in (k, v):
             x[:, :, 50:] += 1
-        later = sl.sparse_attention(q, k, v, case.layout, using=using)
+        later = sl.nn.sparse_attention(q, k, v, case.layout, using=using)
     assert torch.equal(later[:, :, :50], found[:, :, :50]) and not torch.equal(later, found)
-    torch.testing.assert_close(sl.attention(q, k, v, layout=case.layout), later)
+    torch.testing.assert_close(sl.nn.attention(q, k, v, layout=case.layout), later)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -137,7 +137,7 @@ def test_a_dense_layout_is_torchs_attention():
     case = make(length=150, key_heads=4, layout=sl.sparse.dense(150), causal=True)
     q, k, v = case.tensors.values()
     wanted = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    torch.testing.assert_close(sl.sparse_attention(q, k, v, case.layout, causal=True), wanted)
+    torch.testing.assert_close(sl.nn.sparse_attention(q, k, v, case.layout, causal=True), wanted)
 
 
 @pytest.mark.parametrize("name", kernels.WITH_AMX)
@@ -168,7 +168,7 @@ def test_threads_change_nothing(dtype):
     results = []
     for threads in (1, 2, 3):
         with kernels.threads(threads):
-            results.append(case(sl.sparse_attention, using="cpu"))
+            results.append(case(sl.nn.sparse_attention, using="cpu"))
     for other in results[1:]:
         assert all(torch.equal(results[0][part], other[part]) for part in other)
 
@@ -183,9 +183,9 @@ def test_more_threads_than_heads(dtype):
 @pytest.mark.parametrize("shared", [True, False])
 def test_plain_torch_with_few_scores_at_a_time(shared):
     case = make(length=100, shared=shared, density=0.6, bias_heads=1, causal=True, masked=True).wide()
-    wanted = case(sl.sparse_attention)
+    wanted = case(sl.nn.sparse_attention)
     with thresholds.small(600):  # rows of up to seven blocks, of 256 scores each
-        found = case(sl.sparse_attention)
+        found = case(sl.nn.sparse_attention)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
@@ -195,7 +195,7 @@ def test_a_laptop_takes_65536_tokens():
     layout = sl.sparse.bigbird(length)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, length, size, generator=generator, requires_grad=True) for _ in range(3))
-    out = sl.sparse_attention(q, k, v, layout, causal=True)
+    out = sl.nn.sparse_attention(q, k, v, layout, causal=True)
     rows, columns = layout.pairs()
     loss = torch.zeros(())
     for row in (5, 2**14, 2**15 + 3, length - 1):
@@ -233,7 +233,7 @@ def close(found, wanted):
 def test_func_grad(small):
     case, inputs = small
     found, wanted = (
-        torch.func.grad(loss(f, case), (0, 1, 2, 3))(*inputs) for f in (sl.sparse_attention, dense_attention)
+        torch.func.grad(loss(f, case), (0, 1, 2, 3))(*inputs) for f in (sl.nn.sparse_attention, dense_attention)
     )
     close(found, wanted)
 
@@ -243,7 +243,7 @@ def test_vmap_of_grad(small):
     batched = torch.stack([q, 2 * q, -q]), torch.stack([k, k, v], dim=2), v, bias
     found, wanted = (
         torch.func.vmap(torch.func.grad(loss(f, case), (0, 1, 2, 3)), (0, 2, None, None))(*batched)
-        for f in (sl.sparse_attention, dense_attention)
+        for f in (sl.nn.sparse_attention, dense_attention)
     )
     close(found, wanted)
 
@@ -251,7 +251,7 @@ def test_vmap_of_grad(small):
 def test_compiled_without_a_break(small):
     case, inputs = small
     inputs = [x.requires_grad_() for x in inputs]
-    compiled = torch.compile(loss(sl.sparse_attention, case), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(loss(sl.nn.sparse_attention, case), fullgraph=True, backend="aot_eager")
     found, wanted = (torch.autograd.grad(f(*inputs), inputs) for f in (compiled, loss(dense_attention, case)))
     close(found, wanted)
 
@@ -259,7 +259,7 @@ def test_compiled_without_a_break(small):
 def test_second_derivatives(small):
     case, inputs = small
     inputs = [x.double().requires_grad_() for x in inputs]
-    assert torch.autograd.gradgradcheck(loss(sl.sparse_attention, case), inputs, fast_mode=True)
+    assert torch.autograd.gradgradcheck(loss(sl.nn.sparse_attention, case), inputs, fast_mode=True)
 
 
 def test_opcheck(small):
@@ -287,7 +287,7 @@ def test_in_a_sharded_model(stage):
         value, grads = sl.value_and_grad(loss_fn)(sl.shard(params, mesh, sl.zero(stage)), batch[mesh.rank :][:1])
         return value, sl.unshard(grads)
 
-    attentions = sl.sparse_attention, dense_attention
+    attentions = sl.nn.sparse_attention, dense_attention
     for found, wanted in zip(*(sl.simulate(lambda mesh, f=f: run(f, mesh), mesh={"data": 2}) for f in attentions)):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
@@ -297,7 +297,7 @@ def test_wrong_arguments_reach_no_kernel():
 
     def refused(error, match, q=q, k=q, v=q, layout=layout, **settings):
         with pytest.raises(error, match=match):
-            sl.sparse_attention(q, k, v, layout, **settings)
+            sl.nn.sparse_attention(q, k, v, layout, **settings)
 
     refused(ValueError, r"q has shape \(4, 40, 8\)", q=q[0])
     refused(ValueError, r"q has shape \(2, 4, 40, 512\)", q=q.repeat(1, 1, 1, 64))
@@ -317,10 +317,10 @@ def test_wrong_arguments_reach_no_kernel():
     causal = sl.sparse.dense(40, causal=True)
     refused(ValueError, "the layout is causal: make it with causal=False, or leave", layout=causal, causal=False)
     with pytest.raises(ValueError, match="the layout is causal: make it with causal=False"):
-        sl.attention(q, q, q, layout=causal, causal=False)
+        sl.nn.attention(q, q, q, layout=causal, causal=False)
     refused(TypeError, r"layout is a Tensor: pass .*Layout.from_dense\(matrix, block\)", layout=torch.ones(3, 3))
     with pytest.raises(TypeError, match="layout is a Tensor"):
-        sl.attention(q, q, q, layout=torch.ones(3, 3))
+        sl.nn.attention(q, q, q, layout=torch.ones(3, 3))
     refused(TypeError, "float64 is served by plain torch", q=q.double(), k=q.double(), v=q.double(), using="cpu")
 
 

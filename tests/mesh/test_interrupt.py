@@ -31,7 +31,7 @@ def interrupted(run, shape):
 
 
 def gather():
-    sl.all_gather(torch.ones(1), "data")
+    sl.collectives.all_gather(torch.ones(1), "data")
 
 
 @pytest.mark.parametrize("stopper", [0, 2])
@@ -122,7 +122,7 @@ def test_an_interrupt_stops_a_simulation_inside_a_simulation():
         if mesh.rank == 0:
             press_ctrl_c()
         while True:
-            sl.all_gather(torch.ones(1), "x")
+            sl.collectives.all_gather(torch.ones(1), "x")
 
     interrupted(lambda mesh: sl.simulate(inner, mesh={"x": 2}), {"data": 2})
 

@@ -44,7 +44,7 @@ def test_what_ranks_print_and_return_comes_out(capsys, monkeypatch):
         print(f"rank {mesh.rank} é" + "x" * 70_000)
         print(f"careful {mesh.rank}", file=sys.stderr)
         print("no end", end="")
-        sl.all_gather(torch.ones(1), "data")
+        sl.collectives.all_gather(torch.ones(1), "data")
         if mesh.rank == 1:
             time.sleep(0.7)
         return torch.full((3_000_000,), mesh.rank)
@@ -63,7 +63,7 @@ def test_a_rank_that_ends_without_a_value_is_named():
         if mesh.rank == 1:
             print("the last words")
             os._exit(0)
-        sl.all_gather(torch.ones(1), "data")
+        sl.collectives.all_gather(torch.ones(1), "data")
 
     told = r"(?s)rank 1 ended before the function returned, with exit code 0 .*Its last output:\nthe last words"
     with pytest.raises(RankFailure, match=told):
@@ -77,13 +77,13 @@ def test_a_rank_that_returns_while_others_wait_for_it(monkeypatch):
 
     def run(mesh):
         if mesh.rank == 0:
-            sl.all_gather(torch.ones(3), "data")
+            sl.collectives.all_gather(torch.ones(3), "data")
 
     with pytest.raises(RankFailure, match="rank 0 of 2 would have waited for ever") as caught:
         sl.launch(run, mesh={"data": 2}, timeout=280)
     assert "rank 1 returned; every rank along an axis must make the same calls" in str(caught.value)
     assert "rank 0 waits in all_gather(3 × float32) on axis 'data'" in str(caught.value)
-    assert 'sl.all_gather(torch.ones(3), "data")' in str(caught.value)
+    assert 'sl.collectives.all_gather(torch.ones(3), "data")' in str(caught.value)
 
 
 def test_what_ranks_did_when_time_ran_out(monkeypatch, tmp_path):
@@ -106,7 +106,7 @@ def test_what_ranks_did_when_time_ran_out(monkeypatch, tmp_path):
         threading.Thread(target=mark, daemon=True).start()
         if mesh.rank == 0:
             print("about to wait")
-            sl.all_gather(torch.ones(3), "data")
+            sl.collectives.all_gather(torch.ones(3), "data")
         time.sleep(300)
 
     with pytest.raises(RankFailure, match="rank 0, 1 of 2 still ran after 280 s and was stopped") as caught:
@@ -120,7 +120,7 @@ import os, sys, time
 import shardlib as sl, torch
 def run(mesh):
     print("pid", os.getpid(), flush=True)
-    sl.all_gather(torch.ones(1), "data")
+    sl.collectives.all_gather(torch.ones(1), "data")
     time.sleep(600)
 sl.launch(run, mesh={"data": 2})
 """

@@ -23,7 +23,7 @@ def test_one_rank_runs_at_a_time_and_turns_change_where_a_collective_waits():
     def run(mesh):
         for round in range(2):
             order.append((round, mesh.rank))
-            sl.all_gather(torch.ones(1), "data")
+            sl.collectives.all_gather(torch.ones(1), "data")
 
     sl.simulate(run, mesh={"data": 3})
     first = list(order)
@@ -38,7 +38,7 @@ def test_every_rank_draws_as_a_process_of_its_own():
         drawn = [torch.rand(2)]
         if mesh.rank == 1:
             torch.rand(5)
-        sl.all_gather(torch.ones(1), "data")
+        sl.collectives.all_gather(torch.ones(1), "data")
         return [*drawn, torch.rand(2)]
 
     torch.manual_seed(3)
@@ -53,11 +53,11 @@ def test_every_rank_draws_as_a_process_of_its_own():
 
 def test_different_collectives_are_named():
     def run(mesh):
-        sl.all_reduce(torch.ones(4), "data", dst="varying")
+        sl.collectives.all_reduce(torch.ones(4), "data", dst="varying")
         if mesh.rank == 0:
-            sl.all_gather(torch.ones(4), "data")
+            sl.collectives.all_gather(torch.ones(4), "data")
         else:
-            sl.all_reduce(torch.ones(5), "data", dst="varying")
+            sl.collectives.all_reduce(torch.ones(5), "data", dst="varying")
 
     with pytest.raises(RankMismatch, match=r"different collectives on axis 'data' \(call 2\)") as caught:
         sl.simulate(run, mesh={"data": 2})
@@ -67,9 +67,9 @@ def test_different_collectives_are_named():
 
 def test_different_dtypes_roots_and_pairs_are_named():
     for call in (
-        lambda rank: sl.all_gather(torch.ones(4, dtype=(torch.float32, torch.float64)[rank]), "data"),
-        lambda rank: sl.broadcast(torch.ones(4), "data", source=rank),
-        lambda rank: sl.permute(torch.ones(4), "data", [(0, rank)]),
+        lambda rank: sl.collectives.all_gather(torch.ones(4, dtype=(torch.float32, torch.float64)[rank]), "data"),
+        lambda rank: sl.collectives.broadcast(torch.ones(4), "data", source=rank),
+        lambda rank: sl.collectives.permute(torch.ones(4), "data", [(0, rank)]),
     ):
         with pytest.raises(RankMismatch, match=r"rank 0 calls .*, rank 1 calls .*Every rank along an axis"):
             sl.simulate(lambda mesh, call=call: call(mesh.rank), mesh={"data": 2})
@@ -78,7 +78,7 @@ def test_different_dtypes_roots_and_pairs_are_named():
 def test_a_rank_that_calls_less_is_a_deadlock_and_named():
     def run(mesh):
         if mesh.rank != 1:
-            sl.all_gather(torch.ones(2), "data")
+            sl.collectives.all_gather(torch.ones(2), "data")
 
     message = (
         r"wait for each other for ever: rank 0 waits in all_gather\(2 × float32\) on axis 'data' \(call 1\); "
@@ -91,7 +91,7 @@ def test_a_rank_that_calls_less_is_a_deadlock_and_named():
 def test_axes_in_different_order_are_a_deadlock():
     def run(mesh):
         for axis in ("a", "b") if mesh.rank in (0, 3) else ("b", "a"):
-            sl.all_reduce(torch.ones(2), axis, dst="varying")
+            sl.collectives.all_reduce(torch.ones(2), axis, dst="varying")
 
     with pytest.raises(RankMismatch, match=r"rank 0 waits in .* on axis 'a' .*; rank 1 waits in .* on axis 'b'"):
         sl.simulate(run, mesh={"a": 2, "b": 2})
@@ -104,7 +104,7 @@ def test_an_exception_on_one_rank_stops_all_and_names_it():
         try:
             if mesh.rank == 2:
                 raise KeyError("mine")
-            sl.all_gather(torch.ones(1), "data")
+            sl.collectives.all_gather(torch.ones(1), "data")
         finally:
             stopped.append(mesh.rank)
 
@@ -118,8 +118,10 @@ def test_an_exception_on_one_rank_stops_all_and_names_it():
 
 def test_a_simulation_inside_a_simulation():
     def run(mesh):
-        inner = sl.simulate(lambda m: sl.all_reduce(torch.ones(1), "x", dst="varying").item(), mesh={"x": 3})
-        return sum(inner) + sl.all_reduce(torch.ones(1), "data", dst="varying").item()
+        inner = sl.simulate(
+            lambda m: sl.collectives.all_reduce(torch.ones(1), "x", dst="varying").item(), mesh={"x": 3}
+        )
+        return sum(inner) + sl.collectives.all_reduce(torch.ones(1), "data", dst="varying").item()
 
     assert sl.simulate(run, mesh={"data": 2}) == [11.0, 11.0]
 
@@ -129,7 +131,7 @@ def test_backward_stays_on_its_rank():
 
     def run(mesh):
         x = torch.full((2,), float(mesh.rank), requires_grad=True)
-        (sl.all_reduce(x, "data", dst="varying") * (mesh.rank + 1)).sum().backward()
+        (sl.collectives.all_reduce(x, "data", dst="varying") * (mesh.rank + 1)).sum().backward()
         return x.grad.tolist()
 
     assert sl.simulate(run, mesh={"data": 3}) == [[6.0, 6.0]] * 3
@@ -137,8 +139,8 @@ def test_backward_stays_on_its_rank():
 
 def test_launch_runs_the_same_function_in_processes():
     def run(mesh, factor):
-        y = sl.all_gather(torch.full((1,), factor * mesh.rank), "b")
-        return sl.all_reduce(y, "a", dst="varying").tolist(), mesh.coords
+        y = sl.collectives.all_gather(torch.full((1,), factor * mesh.rank), "b")
+        return sl.collectives.all_reduce(y, "a", dst="varying").tolist(), mesh.coords
 
     for how in (sl.simulate, lambda *args, mesh: sl.launch(*args, mesh=mesh, timeout=90)):
         assert how(run, 10.0, mesh={"a": 1, "b": 2}) == [

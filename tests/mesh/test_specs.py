@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import shardlib as sl
 from shardlib.errors import SpecError, axes_named
-from shardlib.mesh.specs import check_leaves, shard_of
+from shardlib.mesh.specs import Leaf, check_leaves, shard_of
 
 P = sl.P
 SIZES = {"data": 2, "model": 3, "expert": 2, "one": 1}
@@ -86,11 +86,11 @@ def test_splitting_prefers_dimension_0_where_it_divides():
 
 def test_every_leaf_that_does_not_fit_is_listed():
     leaves = [
-        sl.Leaf("fine", (4, 3), torch.float32, P("data", "model")),
-        sl.Leaf("odd", (5, 3), torch.float32, P("data")),
-        sl.Leaf("far", (4,), torch.float32, P("pipe")),
-        sl.Leaf("flat", (12,), torch.float32, P(None, "data")),
-        sl.Leaf("deep", (4, 4), torch.float32, P(None, ("data", "model"))),
+        Leaf("fine", (4, 3), torch.float32, P("data", "model")),
+        Leaf("odd", (5, 3), torch.float32, P("data")),
+        Leaf("far", (4,), torch.float32, P("pipe")),
+        Leaf("flat", (12,), torch.float32, P(None, "data")),
+        Leaf("deep", (4, 4), torch.float32, P(None, ("data", "model"))),
     ]
     with pytest.raises(SpecError) as caught:
         check_leaves(leaves, SIZES)
@@ -158,7 +158,7 @@ def test_flat_shards_hold_everything_and_little_more(shape, axes):
     ways = math.prod(SIZES[axis] for axis in axes)
     numel, local = math.prod(shape), P.flat(*axes).local_numel(shape, SIZES)
     assert 0 <= local * ways - numel < ways
-    assert sl.Leaf("x", tuple(shape), torch.bfloat16, P.flat(*axes)).local_bytes(SIZES) == 2 * local
+    assert Leaf("x", tuple(shape), torch.bfloat16, P.flat(*axes)).local_bytes(SIZES) == 2 * local
 
 
 @given(st.lists(st.integers(0, 6), max_size=3), st.sampled_from([("data",), ("data", "model"), ()]))

@@ -42,7 +42,7 @@ def words(rows=2):
 
 
 def masked(monkeypatch, layout):
-    """Let `sl.attention` compute all scores, and mask those outside the layout."""
+    """Let `sl.nn.attention` compute all scores, and mask those outside the layout."""
 
     def dense(q, k, v, *, layout, causal=False, key_mask=None):
         mask = seen(layout, causal)
@@ -168,13 +168,13 @@ def test_transformers_decoders_take_causal_layouts(name):
 
 
 def test_a_causal_layout_holds_on_parts_of_a_sequence():
-    """`sl.attention` in a model that says nothing of causality itself."""
+    """`sl.nn.attention` in a model that says nothing of causality itself."""
     layout = sl.sparse.dense(LENGTH, block=32, causal=True)
 
     def loss_fn(params, batch):
-        x = sl.shard_sequence(batch)
+        x = sl.nn.shard_sequence(batch)
         x = (x @ params["w"]).unflatten(-1, (4, 8)).transpose(1, 2)
-        return sl.gather_sequence(sl.attention(x, x, x, layout=layout).transpose(1, 2).flatten(2)).square().mean()
+        return sl.nn.gather_sequence(sl.nn.attention(x, x, x, layout=layout).transpose(1, 2).flatten(2)).square().mean()
 
     def run(mesh):
         params = sl.shard({"w": weight}, mesh, sl.sequence("m", kind="ulysses"))

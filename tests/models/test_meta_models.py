@@ -24,7 +24,7 @@ def test_what_the_model_itself_starts_from(kind):
     own = build(kind)
     _, init, buffers = sl.from_module(on_meta(kind), buffers=True)
     params = init()
-    made = sl.state_dict(own, params, buffers)
+    made = sl.models.state_dict(own, params, buffers)
     drawn = 0
     for name, wanted in own.named_parameters():
         got = made[name]

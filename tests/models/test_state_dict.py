@@ -43,7 +43,7 @@ def test_a_module_with_its_buffers(stage):
     module = Mixed()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     apply, params, buffers = sl.from_module(module, buffers=True)
-    assert_same(dict(sl.state_dict(module, params)), before)
+    assert_same(dict(sl.models.state_dict(module, params)), before)
 
     def loss_fn(params, buffers, tokens):
         out, buffers = apply(params, buffers, tokens)
@@ -55,7 +55,7 @@ def test_a_module_with_its_buffers(stage):
         for _ in range(2):
             state, _ = step(state, torch.tensor([1, 3, 5, mesh.rank]))
         tokens = torch.tensor([2, 4])
-        return sl.state_dict(module, state.params, state.buffers), apply(
+        return sl.models.state_dict(module, state.params, state.buffers), apply(
             sl.unshard(state.params), state.buffers, tokens
         )[0]
 
@@ -94,7 +94,7 @@ def test_a_decoder_in_blocks_stages_and_slices(kind, changes, mesh, transform, t
         for batch in batches:
             state, _ = step(state, {name: value.chunk(share[1])[share[0]] for name, value in batch.items()})
         again = huggingface.decoder_blocks(module)  # made anew, in the same way
-        return sl.state_dict(module, state.params, blocks=again), sl.unshard(state.params)
+        return sl.models.state_dict(module, state.params, blocks=again), sl.unshard(state.params)
 
     states = sl.simulate(run, mesh=mesh)
     for state, trained in states:
@@ -118,6 +118,6 @@ def test_parameters_of_another_module():
     module = decoder("gpt2")
     blocks = huggingface.decoder_blocks(module)
     with pytest.raises(TreeError, match=r"(?s)not the parameters of Linear.*weight: missing"):
-        sl.state_dict(nn.Linear(2, 2), {"w": torch.ones(2)})
+        sl.models.state_dict(nn.Linear(2, 2), {"w": torch.ones(2)})
     with pytest.raises(TreeError, match=r"not those of the 6 blocks.*0.transformer.wpe.weight is not among them"):
-        sl.state_dict(module, sl.from_module(module)[1], blocks=blocks)
+        sl.models.state_dict(module, sl.from_module(module)[1], blocks=blocks)

@@ -175,7 +175,7 @@ def test_update_is_the_step_that_apply_takes(dtype):
         given = copy_of((grads, state, current))
         updates, after = tx.update(grads, state, current)
         assert_same((grads, state, current), given)  # pure
-        current, state = sl.apply_updates(current, updates), after
+        current, state = sl.optim.apply_updates(current, updates), after
         its_state = tx.apply(in_place, grads, its_state)
     assert_close(in_place, current, 1e-6 if dtype == torch.float32 else 1e-12)
 

@@ -46,7 +46,7 @@ def on_one_device(name):
         loss = fit(optree.tree_unflatten(treedef, [whole[tied.get(path, path)] for path in names]), batch)
         grads = dict(zip(inputs, torch.autograd.grad(loss, list(inputs.values()))))
         updates, state = tx.update(grads, state, trained)
-        trained = sl.apply_updates(trained, updates)
+        trained = sl.optim.apply_updates(trained, updates)
     whole = rest | trained
     return optree.tree_unflatten(treedef, [whole[tied.get(path, path)] for path in names])
 
@@ -84,7 +84,7 @@ def test_update_is_pure_and_apply_does_the_same_in_place(name):
         updates, after = tx.update(optree.tree_map(lambda g: g * 0.5, grads), state, current)
         assert_same((grads, state, current), given)
         assert optree.tree_structure(after) == optree.tree_structure(state)
-        current, state = sl.apply_updates(current, updates), after
+        current, state = sl.optim.apply_updates(current, updates), after
         its_state = tx.apply(in_place, copy_of(grads), its_state, scale=factor)
         assert_close(in_place, current, 1e-12)
         assert_close(_wide(its_state), _wide(state), 1e-12)
@@ -238,11 +238,11 @@ def test_what_is_not_declared_is_refused(name, case):
     def run(mesh):
         sharded = sl.shard(params, mesh, transform_of(name, 1))
         undeclared = GradientTransformation(tx._init, tx._update)
-        with pytest.raises(sl.IllegalComposition, match="declares no locality"):
+        with pytest.raises(sl.errors.IllegalComposition, match="declares no locality"):
             sl.make_train_step(fit, sharded, undeclared)
         state, step = sl.make_train_step(fit, sharded, GradientTransformation(tx._init, tx._update, narrower))
         told = rf"declares Locality\.{narrower.name} asks for .*; declare Locality\.{case.locality.name}"
-        with pytest.raises(sl.IllegalComposition, match=told):
+        with pytest.raises(sl.errors.IllegalComposition, match=told):
             step(state, batches(1)[0])
 
     sl.simulate(run, mesh={"data": 2})

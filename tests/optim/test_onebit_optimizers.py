@@ -161,7 +161,7 @@ def test_apply_is_update_and_add_to_the_last_bit(name, dtype, scale):
         given = copy_of((scaled, state, params))
         updates, after = tx.update(scaled, state, params)
         assert_same((scaled, state, params), given)  # pure
-        params, state = sl.apply_updates(params, updates), after
+        params, state = sl.optim.apply_updates(params, updates), after
         its_state = tx.apply(in_place, copy_of(grads), its_state, scale=factor)
         if name == "zero_one_adam":  # written where they go, not moved: update's difference is rounded once more
             assert_close(in_place, params, torch.finfo(dtype).eps)
@@ -184,7 +184,7 @@ def test_by_hand_on_shards_errors_have_no_place(name):
         tx = MAKE[name]()
         sharded = sl.shard(model(), mesh, sl.zero(0))
         state, (_, grads) = tx.init(sharded), sl.value_and_grad(loss_fn)(sharded, batch_of(mesh.rank, 0))
-        with pytest.raises(sl.IllegalComposition, match=r"use sl\.make_train_step"):
+        with pytest.raises(sl.errors.IllegalComposition, match=r"use sl\.make_train_step"):
             for _ in range(12):
                 _, state = tx.update(grads, state, sharded)
         return True
@@ -469,7 +469,7 @@ def test_hyper_parameters_out_of_range(make, message):
     ],
 )
 def test_what_does_not_compose(transform, axis, message):
-    with pytest.raises(sl.IllegalComposition, match=message):
+    with pytest.raises(sl.errors.IllegalComposition, match=message):
         sl.make_plan(model(), sl.abstract_mesh(data=2), transform, optimizer=sl.optim.onebit_adam(0.1, 5, axis=axis))
 
 

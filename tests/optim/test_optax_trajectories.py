@@ -38,7 +38,7 @@ def test_as_optax(name, form):
     def updated(params, grads, state):
         state = tx.init(params) if state is None else state
         updates, state = tx.update(grads, state, params)
-        return sl.apply_updates(params, updates), state
+        return sl.optim.apply_updates(params, updates), state
 
     def applied(params, grads, state):
         state = tx.init(params) if state is None else state
@@ -157,7 +157,7 @@ def test_from_torch_is_torchs(cls, options):
     def moved(params, grads, state):
         state = tx.init(params) if state is None else state
         updates, state = tx.update(grads, state, params)
-        return sl.apply_updates(params, updates), state
+        return sl.optim.apply_updates(params, updates), state
 
     wanted = trajectory("from_torch", paths, by_torch(lambda leaves: cls(leaves, **options)))
     for step, params in trajectory("from_torch", paths, moved).items():
@@ -171,6 +171,6 @@ def test_from_torch_is_torchs(cls, options):
     (torch.optim.Adafactor, {}, r"does not update each element alone: row_var, col_var, the parameters"),
 ])  # fmt: skip
 def test_what_torch_does_not_do_element_by_element_is_refused(cls, options, why):
-    with pytest.raises(sl.IllegalComposition, match=why) as refused:
+    with pytest.raises(sl.errors.IllegalComposition, match=why) as refused:
         opt.from_torch(cls, **options)
     assert cls.__name__ in str(refused.value)

@@ -79,7 +79,7 @@ def test_update_and_add_is_torchs_step(name, dtype, tolerance):
         given = copy_of((grads, state, current))
         updates, state_after = tx.update(grads, state, current)
         assert_same((grads, state, current), given)  # pure
-        current, state = sl.apply_updates(current, updates), state_after
+        current, state = sl.optim.apply_updates(current, updates), state_after
     assert_close(current, by_torch(OPTIMIZERS[name][1], params, all_grads), tolerance)
 
 
@@ -95,7 +95,7 @@ def test_apply_is_update_and_add_in_one_pass(name, dtype, tolerance, scale):
     for grads in all_grads:
         scaled = grads if scale is None else optree.tree_map(lambda g: g * scale, grads)
         updates, state = tx.update(scaled, state, current)
-        current = sl.apply_updates(current, updates)
+        current = sl.optim.apply_updates(current, updates)
         its_state = tx.apply(in_place, copy_of(grads), its_state, scale=factor)
     assert_close(in_place, current, tolerance)
 
@@ -166,7 +166,7 @@ def test_by_hand_on_shards(name, stage):
             before = copy_of(sl.unshard(sharded))
             loss, grads = value_and_grad(sharded, share(batch, mesh.rank, 3))
             updates, state = tx.update(grads, state, sharded)
-            moved = sl.apply_updates(sharded, updates)
+            moved = sl.optim.apply_updates(sharded, updates)
             assert isinstance(grads, Sharded) and isinstance(moved, Sharded)
             assert_same(sl.unshard(sharded), before)  # pure
             sharded = moved
@@ -180,7 +180,7 @@ def test_by_hand_on_shards(name, stage):
         loss = loss_fn(leaves, batch)
         flat = torch.autograd.grad(loss, optree.tree_leaves(leaves))
         updates, state = tx.update(optree.tree_unflatten(optree.tree_structure(whole), list(flat)), state, whole)
-        whole = sl.apply_updates(whole, updates)
+        whole = sl.optim.apply_updates(whole, updates)
         expected.append(loss.item())
     for losses, final in sl.simulate(run, mesh={"data": 3}):
         assert losses == pytest.approx(expected, rel=1e-10)

@@ -166,10 +166,10 @@ def test_nor_over_averages(make):
 
 def test_nor_are_updates():
     with pytest.raises(TreeError, match=r"apply_updates.*\n.*a: updates of shape \(1,\), parameters of shape \(3,\)"):
-        sl.apply_updates(PARAMS, {"a": torch.ones(1), "b": torch.ones(2, 3)})
+        sl.optim.apply_updates(PARAMS, {"a": torch.ones(1), "b": torch.ones(2, 3)})
     sharded = sl.shard(PARAMS, sl.make_mesh())
     with pytest.raises(TreeError, match=r"parameters are a Sharded and updates a dict.*sl\.unshard"):
-        sl.apply_updates(sharded, PARAMS)
+        sl.optim.apply_updates(sharded, PARAMS)
 
 
 class GradientTransformationExtraArgs(NamedTuple):

@@ -394,7 +394,7 @@ def test_one_cycle_drives_momentum_too():
     scheduler = lr_scheduler.CyclicLR(torchs, 0.01, 0.1, 4, 6, base_momentum=0.5, max_momentum=0.9)
     for _ in range(10):
         updates, state = tx.update({"w": params["w"] ** 3}, state, params)
-        params = sl.apply_updates(params, updates)
+        params = sl.optim.apply_updates(params, updates)
         theirs.grad = theirs.detach() ** 3
         torchs.step()
         scheduler.step()

@@ -99,9 +99,9 @@ def test_each_update_is_the_wide_one_rounded_to_a_neighbour():
         grads = optree.tree_map(lambda p: torch.randn(p.shape, generator=generator).to(p.dtype), params)
         wide = optree.tree_map(lambda leaf: leaf.float(), (grads, state.inner, params))
         moved, inner = plain.update(*wide)
-        wanted = sl.apply_updates(wide[2], moved)
+        wanted = sl.optim.apply_updates(wide[2], moved)
         updates, state = tx.update(grads, state, params)
-        params = sl.apply_updates(params, updates)
+        params = sl.optim.apply_updates(params, updates)
         pairs = [(params, wanted), (state.inner.mu, inner.mu), (state.inner.nu, inner.nu)]
         for ours, theirs in [(a["w"], b["w"]) for a, b in pairs]:
             down = theirs.view(torch.int32) & -(1 << 16)
@@ -116,7 +116,7 @@ def test_applying_is_updating_and_adding():
     tx = rounded_adamw()
     state = tx.init(params)
     updates, after = tx.update(params, state, params)
-    wanted, here = sl.apply_updates(params, updates), {"w": params["w"].clone()}
+    wanted, here = sl.optim.apply_updates(params, updates), {"w": params["w"].clone()}
     its_state = tx.apply(here, params, state)
     assert_same((here, its_state), (wanted, after))
 
@@ -130,7 +130,7 @@ def test_small_updates_are_not_lost():
         current, state = params, tx.init(params)
         for _ in range(64):
             updates, state = tx.update(grads, state, current)
-            current = sl.apply_updates(current, updates)
+            current = sl.optim.apply_updates(current, updates)
         return current["w"].double()
 
     assert (after(sl.optim.sgd(1.0)) == 1).all()

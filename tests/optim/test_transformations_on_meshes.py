@@ -50,10 +50,12 @@ def test_muon_leaves_empty_matrices_alone(stage):
 
     def run(mesh):
         sharded, tx = sl.shard(params, mesh, sl.zero(stage)), opt.muon(0.1)
-        return sl.unshard(sl.apply_updates(sharded, tx.update(gradients_of(sharded), tx.init(sharded), sharded)[0]))
+        return sl.unshard(
+            sl.optim.apply_updates(sharded, tx.update(gradients_of(sharded), tx.init(sharded), sharded)[0])
+        )
 
     tx = opt.muon(0.1)
-    wanted = sl.apply_updates(params, tx.update(params, tx.init(params), params)[0])
+    wanted = sl.optim.apply_updates(params, tx.update(params, tx.init(params), params)[0])
     for found in sl.simulate(run, mesh={"data": 2}):
         assert_close(found, wanted, 1e-6)
 
@@ -74,14 +76,14 @@ def test_on_every_cut(name, cut, tie):
             given = copy_of((grads.buffers, state, sharded.buffers))
             updates, after = tx.update(grads, state, sharded)
             assert_same((grads.buffers, state, sharded.buffers), given)  # pure
-            sharded, state = sl.apply_updates(sharded, updates), after
+            sharded, state = sl.optim.apply_updates(sharded, updates), after
         return sl.unshard(sharded)
 
     tx, whole = ON_CUTS[name](), distinct(params)
     state = tx.init(whole)
     for _ in range(3):
         updates, state = tx.update(copy_of(whole), state, whole)
-        whole = sl.apply_updates(whole, updates)
+        whole = sl.optim.apply_updates(whole, updates)
     for found in sl.simulate(run, mesh=shape):
         assert_close(distinct(found), whole, 1e-10)
 
@@ -378,7 +380,7 @@ def test_hyperparameters_are_read_written_and_saved(tmp_path):
     for used in (tx, tx, tx, late):
         _, grads = sl.value_and_grad(loss_fn)(whole, batch)
         updates, state = used.update(grads, state, whole)
-        whole = sl.apply_updates(whole, updates)
+        whole = sl.optim.apply_updates(whole, updates)
     for found in sl.simulate(run, mesh={"data": 2}):
         assert_close(found, whole, 1e-12)
 
@@ -462,7 +464,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_fits_no_parameter_is_refused(name):
     make, told = REFUSED[name]
-    with pytest.raises(sl.IllegalComposition, match=told):
+    with pytest.raises(sl.errors.IllegalComposition, match=told):
         make()
 
 
@@ -478,7 +480,7 @@ ONE_BIT = opt.onebit_adam(0.1, 5)
 ])  # fmt: skip
 def test_nothing_goes_around_optimizers_that_sum_gradients_themselves(make):
     with pytest.raises(
-        sl.IllegalComposition, match="around onebit_adam, which reduces gradients over axis 'data' itself"
+        sl.errors.IllegalComposition, match="around onebit_adam, which reduces gradients over axis 'data' itself"
     ):
         make()
 

@@ -186,7 +186,7 @@ def test_planning_leaves_parameters_and_batch_alone():
 
 
 def test_an_abstract_mesh_holds_no_shards():
-    with pytest.raises(sl.IllegalComposition, match=r"abstract_mesh\(data=2\) has no ranks .* use sl.make_plan"):
+    with pytest.raises(sl.errors.IllegalComposition, match=r"abstract_mesh\(data=2\) has no ranks .* use sl.make_plan"):
         sl.shard({"w": torch.ones(2)}, sl.abstract_mesh(data=2))
 
 

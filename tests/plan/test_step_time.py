@@ -17,13 +17,13 @@ SHARE = BYTES * (RANKS - 1) // RANKS  # what a rank sends of one unit
 
 def predicted(transform, forward, rate, mesh=None, **options):
     plan = sl.make_plan(PARAMS, sl.abstract_mesh(**(mesh or {"data": RANKS})), transform)
-    return sl.predict_step(plan, forward, {"data": rate}, **options)
+    return sl.report.predict_step(plan, forward, {"data": rate}, **options)
 
 
 @pytest.mark.parametrize("stage", range(4))
 def test_without_links_a_step_is_what_it_computes(stage):
     plan = sl.make_plan(PARAMS, sl.abstract_mesh(data=RANKS), stage=stage)
-    found = sl.predict_step(plan, 2.0, {}, backward=1.5, update=0.25)
+    found = sl.report.predict_step(plan, 2.0, {}, backward=1.5, update=0.25)
     assert found.total == pytest.approx(2 * 2.5 + 0.25) and found.exposed == pytest.approx(0) and found.links == {}
 
 
@@ -39,7 +39,7 @@ def test_a_slow_link_is_all_that_counts(stage, volumes):
 def test_what_the_optimizer_sends_is_waited_for():
     params = {"blocks": [{"w": torch.zeros(40, 25)} for _ in range(UNITS)]}
     plan = sl.make_plan(params, sl.abstract_mesh(data=RANKS), stage=2, optimizer=sl.optim.muon(0.1))
-    found = sl.predict_step(plan, 0.0, {"data": 1.0})
+    found = sl.report.predict_step(plan, 0.0, {"data": 1.0})
     assert found.total == plan.payload()["data"] == 2 * UNITS * SHARE + 2 * UNITS * SHARE // RANKS
 
 
@@ -82,19 +82,19 @@ def test_activations_of_sliced_layers_are_waited_for():
         loss_fn=gpt.make_loss(config),
         batch={"tokens": tokens, "targets": tokens},
     )
-    found = sl.predict_step(plan, 1.0, {"model": 1e6})
+    found = sl.report.predict_step(plan, 1.0, {"model": 1e6})
     assert found.exposed == pytest.approx(plan.payload()["model"] / 1e6) and plan.payload()["model"] > 0
 
 
 def test_each_axis_is_a_link_of_its_own():
     plan = sl.make_plan(PARAMS, sl.abstract_mesh(node=2, data=2), sl.zero(3, replicate="node"))
-    found = sl.predict_step(plan, 0.0, {"node": 1.0, "data": 1e9})
+    found = sl.report.predict_step(plan, 0.0, {"node": 1.0, "data": 1e9})
     assert found.links["node"] == plan.payload()["node"] == pytest.approx(found.total, rel=1e-4)
 
 
 def test_names_that_the_plan_does_not_have():
     with pytest.raises(MeshError, match=r"axis 'pipe'\n  - unit 'head'"):
-        sl.predict_step(sl.make_plan(PARAMS, sl.abstract_mesh(data=2), stage=1), {"head": 1.0}, {"pipe": 1.0})
+        sl.report.predict_step(sl.make_plan(PARAMS, sl.abstract_mesh(data=2), stage=1), {"head": 1.0}, {"pipe": 1.0})
 
 
 # --- pipelines ---------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def test_without_links_a_pipeline_takes_its_closed_form(schedule, bubble, ranks,
     """A stage's forward, and either half of its backward, take 1 s (a chunk's 1/v); see arXiv 2104.04473, 2401.10241."""
     chunks = 2 if schedule.startswith("interleaved") else 1
     plan = staged(schedule, ranks, microbatches, chunks=2 if chunks == 2 else None)
-    found = sl.predict_step(plan, float(ranks), {}, backward=2.0, update=0.5)
+    found = sl.report.predict_step(plan, float(ranks), {}, backward=2.0, update=0.5)
     assert found.total == pytest.approx(3 * microbatches + bubble(ranks, chunks) + 0.5)
     assert found.ranks == pytest.approx([3 * microbatches + 0.5] * ranks)
     assert found.bubble == pytest.approx(bubble(ranks, chunks) / (3 * microbatches + 0.5))
@@ -144,7 +144,7 @@ def test_one_stage_takes_as_long_as_no_pipeline(stage, sync, prefetch, microbatc
     cut = sl.chain(zero, sl.pipeline("1f1b", microbatches, sync=sync))
     plain = sl.chain(zero, sl.accumulate(microbatches, sync=sync))
     one, none = (
-        sl.predict_step(
+        sl.report.predict_step(
             sl.make_plan(BLOCKS, sl.abstract_mesh(**sizes), chain), 1.0, {"data": rate}, backward=backward, update=0.1
         )
         for chain in (cut, plain)
@@ -161,7 +161,9 @@ def test_one_stage_takes_as_long_as_no_pipeline(stage, sync, prefetch, microbatc
 )
 def test_slower_links_never_make_a_step_shorter(schedule, stage, microbatches, rate):
     plan = staged(schedule, 2, microbatches, sl.zero(stage), data=4)
-    slow, fast, none = (sl.predict_step(plan, 1.0, bandwidth) for bandwidth in ({"data": rate}, {"data": 2 * rate}, {}))
+    slow, fast, none = (
+        sl.report.predict_step(plan, 1.0, bandwidth) for bandwidth in ({"data": rate}, {"data": 2 * rate}, {})
+    )
     assert slow.total >= fast.total >= none.total
     assert slow.links["data"] == pytest.approx(plan.payload()["data"] / rate)
     clock = sl.schedules.Costs(*(costs_of(plan, share) for share in (1, 1, 1)))
@@ -188,7 +190,7 @@ def test_messages_between_stages_are_waited_for_once_there_and_once_back():
     tied = (
         sum(b.size(0) * 4 for b in plan.trained if len(b.homes) > 1) / 1e3
     )  # the tied embedding's gradient, at the end
-    found = sl.predict_step(plan, 3.0, {"pipe": 1e3})
+    found = sl.report.predict_step(plan, 3.0, {"pipe": 1e3})
     assert plan.traces[0].forward == plan.traces[0].backward == sent
     assert found.total == pytest.approx(9.0 + 2 * sent / 1e3 + tied)
 
@@ -203,15 +205,15 @@ def test_an_axis_of_the_optimizers_own_is_summed_after_backward(forward):
     plan = sl.make_plan(PARAMS, sl.abstract_mesh(data=RANKS), sl.zero(0), optimizer=tx)
     sent = plan.payload(owned=True)["data"]
     assert sent < plan.payload()["data"] / 20
-    found = sl.predict_step(plan, forward, {"data": 1.0}, owned=True)
+    found = sl.report.predict_step(plan, forward, {"data": 1.0}, owned=True)
     assert found.total == pytest.approx(3 * forward + sent) and found.links == {"data": sent}
-    assert sl.predict_step(plan, 0.0, {"data": 1.0}).total == plan.payload()["data"]
+    assert sl.report.predict_step(plan, 0.0, {"data": 1.0}).total == plan.payload()["data"]
 
 
 def test_no_axis_of_its_own():
     plan = sl.make_plan(PARAMS, sl.abstract_mesh(data=RANKS), sl.zero(0))
     with pytest.raises(MeshError, match="no optimizer of this plan owns an axis; pass one that does"):
-        sl.predict_step(plan, 1.0, {}, owned=True)
+        sl.report.predict_step(plan, 1.0, {}, owned=True)
 
 
 def test_what_travels_in_few_bits_takes_less_time():

@@ -178,5 +178,5 @@ def test_what_does_not_compose_is_refused_and_nothing_else(mesh, transforms):
     if is_legal(mesh, transforms):
         assert plan().sizes == mesh
     else:
-        with pytest.raises(sl.IllegalComposition):
+        with pytest.raises(sl.errors.IllegalComposition):
             plan()

@@ -325,9 +325,9 @@ def test_block_masks_of_flex_attention(causal):
     back = sparse.from_block_mask(mask, causal=causal)
     assert torch.equal(back.to_dense(), layout.to_dense()) and back.block == 32 and back.causal == causal
     q, k, v = (torch.randn(1, 2, 300, 16, generator=torch.Generator().manual_seed(i)) for i in range(3))
-    torch.testing.assert_close(flex_attention(q, k, v, block_mask=mask), sl.attention(q, k, v, layout=back))
+    torch.testing.assert_close(flex_attention(q, k, v, block_mask=mask), sl.nn.attention(q, k, v, layout=back))
     as_told = sparse.to_block_mask(sparse.bigbird(300, block=32, heads=2), 300, causal=True)
-    wanted = sl.attention(q, k, v, layout=sparse.bigbird(300, block=32, heads=2), causal=True)
+    wanted = sl.nn.attention(q, k, v, layout=sparse.bigbird(300, block=32, heads=2), causal=True)
     torch.testing.assert_close(flex_attention(q, k, v, block_mask=as_told), wanted)
     made = create_block_mask(mask.mask_mod, 1, 2, 300, 300, device="cpu", BLOCK_SIZE=32)
     assert torch.equal(made.to_dense(), mask.to_dense())

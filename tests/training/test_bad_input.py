@@ -86,7 +86,7 @@ def test_a_device_mesh_without_names(pool):
 
 def test_an_unknown_axis():
     with pytest.raises(
-        sl.IllegalComposition,
+        sl.errors.IllegalComposition,
         match=r"axis 'model', which .*data=2.* does not have; use 'data' in its place: zero\(stage=1, axis='data'\)",
     ):
         sl.make_plan(PARAMS, sl.abstract_mesh(data=2), sl.zero(1, axis="model"))
@@ -146,7 +146,7 @@ PIPE, SLICES = sl.pipeline("1f1b", microbatches=2), sl.tensor_slicing({"*w": "co
     ],
 )
 def test_what_helps_against_an_unknown_axis(mesh, transforms, told, mended):
-    with pytest.raises(sl.IllegalComposition, match=told) as raised:
+    with pytest.raises(sl.errors.IllegalComposition, match=told) as raised:
         sl.make_plan(BLOCKS, sl.abstract_mesh(**mesh), sl.chain(*transforms))
     sl.make_plan(BLOCKS, sl.abstract_mesh(**mesh), sl.chain(*mended))
     if added := re.search(r"add (\w+)=1", str(raised.value)):
@@ -155,7 +155,7 @@ def test_what_helps_against_an_unknown_axis(mesh, transforms, told, mended):
 
 
 def test_all_unknown_axes_are_named_and_each_gets_one_of_its_own():
-    with pytest.raises(sl.IllegalComposition) as raised:
+    with pytest.raises(sl.errors.IllegalComposition) as raised:
         sl.make_plan(BLOCKS, sl.abstract_mesh(dp=2), sl.chain(sl.zero(3), SLICES))
     first, second = str(raised.value).splitlines()
     assert first.endswith("use 'dp' in its place: zero(stage=3, axis='dp')")
@@ -172,24 +172,28 @@ def test_all_unknown_axes_are_named_and_each_gets_one_of_its_own():
     ],
 )
 def test_what_helps_an_optimizer_to_an_axis(make):
-    with pytest.raises(sl.IllegalComposition, match=r"which the mesh .dp. does not have; name 'dp' with axis="):
+    with pytest.raises(sl.errors.IllegalComposition, match=r"which the mesh .dp. does not have; name 'dp' with axis="):
         sl.make_plan(BLOCKS, sl.abstract_mesh(dp=2), sl.zero(0, axis="dp"), optimizer=make())
     sl.make_plan(BLOCKS, sl.abstract_mesh(dp=2), sl.zero(0, axis="dp"), optimizer=make(axis="dp"))
     both = sl.chain(PIPE, SLICES)
-    with pytest.raises(sl.IllegalComposition, match="does not have; add data=1 to the mesh"):
+    with pytest.raises(sl.errors.IllegalComposition, match="does not have; add data=1 to the mesh"):
         sl.make_plan(BLOCKS, sl.abstract_mesh(pipe=2, model=2), both, optimizer=make())
     sl.make_plan(BLOCKS, sl.abstract_mesh(data=1, pipe=2, model=2), both, optimizer=make())
 
 
 def test_an_axis_that_nothing_uses():
-    with pytest.raises(sl.IllegalComposition, match=r"no transform uses axis 'model' \(size 4\).*replicate=axis"):
+    with pytest.raises(
+        sl.errors.IllegalComposition, match=r"no transform uses axis 'model' \(size 4\).*replicate=axis"
+    ):
         sl.make_plan(PARAMS, sl.abstract_mesh(data=2, model=4), sl.zero(1))
 
 
 def test_a_repeated_axis():
     with pytest.raises(SpecError, match=r"P\('data', 'data'\) uses axis 'data' twice"):
         sl.P("data", "data")
-    with pytest.raises(sl.IllegalComposition, match="cannot both split and replicate over axis 'data'; name two axes"):
+    with pytest.raises(
+        sl.errors.IllegalComposition, match="cannot both split and replicate over axis 'data'; name two axes"
+    ):
         sl.zero(3, replicate="data")
 
 
@@ -198,7 +202,7 @@ def test_a_repeated_axis():
 
 @pytest.mark.parametrize("stage", [-1, 4, 1.5, "3", None, True])
 def test_a_stage_that_is_none(stage):
-    with pytest.raises(sl.IllegalComposition, match=r"ZeRO stage .* is not one of 0, 1, 2, 3"):
+    with pytest.raises(sl.errors.IllegalComposition, match=r"ZeRO stage .* is not one of 0, 1, 2, 3"):
         sl.zero(stage)
 
 
@@ -219,7 +223,7 @@ def test_a_stage_that_is_none(stage):
     ],
 )
 def test_transforms_that_do_not_compose(transforms, message):
-    with pytest.raises(sl.IllegalComposition, match=message):
+    with pytest.raises(sl.errors.IllegalComposition, match=message):
         sl.make_plan(PARAMS, sl.abstract_mesh(data=2), sl.chain(*transforms()))
 
 
@@ -233,7 +237,7 @@ def test_transforms_that_do_not_compose(transforms, message):
     ],
 )
 def test_an_argument_out_of_range(make, message):
-    with pytest.raises(sl.IllegalComposition, match=message):
+    with pytest.raises(sl.errors.IllegalComposition, match=message):
         make()
 
 
@@ -243,7 +247,7 @@ def test_an_optimizer_without_locality_on_shards():
     def run(mesh):
         sl.make_train_step(LOSS, sl.shard(PARAMS, mesh, stage=1), tx)
 
-    assert_told(raised_by(run, {"data": 2}, sl.IllegalComposition), "no locality", "Locality.ELEMENTWISE")
+    assert_told(raised_by(run, {"data": 2}, sl.errors.IllegalComposition), "no locality", "Locality.ELEMENTWISE")
 
 
 # --- parameters ------------------------------------------------------------------------------------------------
@@ -559,7 +563,7 @@ def test_a_rank_that_is_stuck_is_named_within_the_timeout():
         if mesh.rank == 0:
             time.sleep(9)
         else:
-            sl.all_gather(torch.ones(100), "data")
+            sl.collectives.all_gather(torch.ones(100), "data")
 
     pool = Pool(2, timeout=3, patience=30)
     try:

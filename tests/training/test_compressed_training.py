@@ -348,7 +348,7 @@ REFUSED = [
 @pytest.mark.parametrize(("transform", "message"), REFUSED)
 def test_what_makes_no_sense_is_refused_while_planning(transform, message):
     model = 2 if "model" in message else 1
-    with pytest.raises(sl.IllegalComposition, match=message):
+    with pytest.raises(sl.errors.IllegalComposition, match=message):
         sl.make_plan(params(torch.float32), sl.abstract_mesh(data=2, model=model), transform)
 
 
@@ -360,9 +360,9 @@ def test_values_out_of_range_are_refused():
         lambda: sl.quantize(weights="int2"),
         lambda: sl.quantize(gradients="int8", block=100),
     ):
-        with pytest.raises(sl.IllegalComposition):
+        with pytest.raises(sl.errors.IllegalComposition):
             make()
-    with pytest.raises(sl.IllegalComposition, match="holds no float64"):
+    with pytest.raises(sl.errors.IllegalComposition, match="holds no float64"):
         sl.make_plan(
             params(torch.float64), sl.abstract_mesh(data=2), sl.chain(sl.zero(1), sl.quantize(gradients="int8"))
         )
@@ -371,7 +371,7 @@ def test_values_out_of_range_are_refused():
 def test_without_a_state_errors_have_no_place():
     def run(mesh):
         batch = batch_of(mesh.rank, 0, torch.float32)
-        with pytest.raises(sl.IllegalComposition, match=r"use sl\.make_train_step, or feedback=False"):
+        with pytest.raises(sl.errors.IllegalComposition, match=r"use sl\.make_train_step, or feedback=False"):
             sl.value_and_grad(loss_fn)(sl.shard(params(torch.float32), mesh, sl.chain(sl.zero(0), sl.onebit())), batch)
         forgetful = sl.shard(params(torch.float32), mesh, sl.chain(sl.zero(1), sl.onebit(feedback=False)))
         return sl.value_and_grad(loss_fn)(forgetful, batch)[0].item()

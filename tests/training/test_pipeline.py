@@ -457,7 +457,7 @@ def test_a_gradient_that_is_not_finite_is_named_on_every_rank():
 
     def run(mesh):
         state, step = sl.make_train_step(loss_fn, sl.shard(params, mesh, sl.pipeline("1f1b", 2)), training.optimizer())
-        with pytest.raises(sl.ShardlibError, match="gradient of 0/positions is not finite"):
+        with pytest.raises(sl.errors.ShardlibError, match="gradient of 0/positions is not finite"):
             step(state, token_batches(1)[0])
 
     sl.simulate(run, mesh={"pipe": 2})

@@ -334,20 +334,20 @@ def test_split_gradients_are_refused(shape, split, over):
     message = (
         f"axis '{axis}' in factors of rank 4, .* whole leaves.* zero splits the state over axis '{over}': use zero"
     )
-    with pytest.raises(sl.IllegalComposition, match=message):
+    with pytest.raises(sl.errors.IllegalComposition, match=message):
         sl.make_plan(params(), sl.abstract_mesh(**shape), sl.chain(split, sl.powersgd(axis=axis)))
 
 
 def test_what_makes_no_sense_is_refused():
     for rank in (0, -1, 1.5, True, "4"):
-        with pytest.raises(sl.IllegalComposition, match="use the number of columns of the factors, 1 or more"):
+        with pytest.raises(sl.errors.IllegalComposition, match="use the number of columns of the factors, 1 or more"):
             sl.powersgd(rank)
     mesh = sl.abstract_mesh(data=2)
-    with pytest.raises(sl.IllegalComposition, match=r"onebit.* and powersgd.* both claim"):
+    with pytest.raises(sl.errors.IllegalComposition, match=r"onebit.* and powersgd.* both claim"):
         sl.make_plan(params(), mesh, sl.chain(sl.zero(0), sl.onebit(), sl.powersgd()))
-    with pytest.raises(sl.IllegalComposition, match="nothing sums them there: add zero"):
+    with pytest.raises(sl.errors.IllegalComposition, match="nothing sums them there: add zero"):
         sl.make_plan(params(), sl.abstract_mesh(data=2, model=1), sl.chain(sl.zero(0), sl.powersgd(axis="model")))
-    with pytest.raises(sl.IllegalComposition, match="already travel there in factors of rank 4; drop one"):
+    with pytest.raises(sl.errors.IllegalComposition, match="already travel there in factors of rank 4; drop one"):
         transform, tx = sl.chain(sl.zero(0), sl.powersgd()), sl.optim.onebit_adam(1e-3, 4)
         sl.make_plan(params(), mesh, transform, optimizer=tx)
 
@@ -355,7 +355,7 @@ def test_what_makes_no_sense_is_refused():
 def test_without_a_state_errors_have_no_place():
     def run(mesh):
         sharded = sl.shard(params(), mesh, sl.chain(sl.zero(0), sl.powersgd()))
-        with pytest.raises(sl.IllegalComposition, match=r"use sl\.make_train_step"):
+        with pytest.raises(sl.errors.IllegalComposition, match=r"use sl\.make_train_step"):
             sl.value_and_grad(loss_fn)(sharded, batch_of(mesh.rank, 0))
 
     sl.simulate(run, mesh={"data": 2})

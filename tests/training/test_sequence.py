@@ -318,10 +318,10 @@ def test_the_loss_of_uneven_parts(kind, reduction, smoothing):
     weight = torch.randn((2, 8) if reduction == "none" else (), generator=generator, dtype=torch.float64)
 
     def loss_fn(params, batch):
-        h = sl.shard_sequence(x)
+        h = sl.nn.shard_sequence(x)
         h = h + F.linear(F.linear(h, params["up"]).tanh(), params["down"])
-        h = sl.attention(*[h[:, None].expand(-1, 2, -1, -1)] * 3).sum(1) if kind != "megatron" else h
-        losses = sl.linear_cross_entropy(h, params["w"], targets, **options)
+        h = sl.nn.attention(*[h[:, None].expand(-1, 2, -1, -1)] * 3).sum(1) if kind != "megatron" else h
+        losses = sl.nn.linear_cross_entropy(h, params["w"], targets, **options)
         return (losses * weight).sum()
 
     def alone(params):
@@ -354,7 +354,7 @@ def test_the_loss_of_uneven_parts(kind, reduction, smoothing):
         ({"w": sl.row(split=True, transposed=True)}, lambda p, x: x @ p["w"] + p["b"]),
         (
             {"w": "column", "b": "column"},
-            lambda p, x: sl.all_to_all(F.linear(x, p["w"], p["b"]), "seq", split_dim=1, concat_dim=2),
+            lambda p, x: sl.collectives.all_to_all(F.linear(x, p["w"], p["b"]), "seq", split_dim=1, concat_dim=2),
         ),
     ],
 )  # fmt: skip
@@ -368,7 +368,7 @@ def test_layers_between_parts(rules, layer):
     x = torch.randn(2, 9, 6, generator=generator, dtype=torch.float64)
 
     def loss_fn(params, x):
-        return sl.sum_sequence(layer(params, sl.shard_sequence(x).sin()).cos().sum()) / 100
+        return sl.nn.sum_sequence(layer(params, sl.nn.shard_sequence(x).sin()).cos().sum()) / 100
 
     def alone(params):
         weight = params["w"] if getattr(rules["w"], "transposed", False) else params["w"].T
@@ -464,8 +464,8 @@ def test_consumers_of_one_input_share_its_gather():
     x = torch.randn(2, 6, 4, generator=generator, dtype=torch.float64)
 
     def loss_fn(params, x):
-        h = sl.shard_sequence(x) + params["bias"]
-        return sl.sum_sequence(F.linear(F.linear(h, params["a"]) * F.linear(h, params["b"]), params["out"]).sum())
+        h = sl.nn.shard_sequence(x) + params["bias"]
+        return sl.nn.sum_sequence(F.linear(F.linear(h, params["a"]) * F.linear(h, params["b"]), params["out"]).sum())
 
     def run(mesh):
         rules = {"a": "column", "b": "column", "out": "row"}
@@ -618,34 +618,39 @@ TARGETS = torch.zeros(2, 4, dtype=torch.int64)
 
 
 def attended(p, x):
-    h = F.linear(sl.shard_sequence(x), p["w"])[:, None]
-    return sl.attention(h, h, h)[:, 0]
+    h = F.linear(sl.nn.shard_sequence(x), p["w"])[:, None]
+    return sl.nn.attention(h, h, h)[:, 0]
 
 
 @pytest.mark.parametrize(
     ("kind", "loss", "error", "message"),
     [
         # Nothing is cut: every rank would count everything.
-        ("ulysses", lambda p, x: F.linear(x, p["w"]).sum(), LossError, "never calls(.|\n)*shard_sequence(.|\n)*sl.atten"),
+        ("ulysses", lambda p, x: F.linear(x, p["w"]).sum(), LossError, "never calls(.|\n)*shard_sequence(.|\n)*sl.nn.atten"),
         # Each rank would attend within its own part.
-        ("ring", lambda p, x: sl.sum_sequence(F.linear(sl.shard_sequence(x), p["w"]).sum()), LossError, "sl.attention"),
-        # Each rank's own mean.
-        ("ring", lambda p, x: (sl.sum_sequence(x.sum()), attended(p, x).mean())[1], LossError, "loss differs along axis"),
         (
             "ring",
-            lambda p, x: sl.Mean(sl.sum_sequence(attended(p, x).sum()), sl.shard_sequence(x).abs().sum()),
+            lambda p, x: sl.nn.sum_sequence(F.linear(sl.nn.shard_sequence(x), p["w"]).sum()),
+            LossError,
+            "sl.nn.attention",
+        ),
+        # Each rank's own mean.
+        ("ring", lambda p, x: (sl.nn.sum_sequence(x.sum()), attended(p, x).mean())[1], LossError, "loss differs along axis"),
+        (
+            "ring",
+            lambda p, x: sl.Mean(sl.nn.sum_sequence(attended(p, x).sum()), sl.nn.shard_sequence(x).abs().sum()),
             LossError,
             "weight",
         ),
         (
             "ring",
-            lambda p, x: sl.linear_cross_entropy(attended(p, x), p["w"], sl.shard_sequence(TARGETS)),
+            lambda p, x: sl.nn.linear_cross_entropy(attended(p, x), p["w"], sl.nn.shard_sequence(TARGETS)),
             SpecError,
             "must be whole",
         ),
         (
             "ring",
-            lambda p, x: sl.linear_cross_entropy(attended(p, x).flatten(0, 1), p["w"], TARGETS.flatten()),
+            lambda p, x: sl.nn.linear_cross_entropy(attended(p, x).flatten(0, 1), p["w"], TARGETS.flatten()),
             SpecError,
             "as \\(batch, sequence, width\\)",
         ),
@@ -665,7 +670,7 @@ def test_a_model_that_would_train_wrongly(kind, loss, error, message):
 
 def in_stages(mix, leave):
     """``(loss_fn, params)``: what enters, mixes and leaves the sequence's parts, each in a block of its own."""
-    first = lambda p, _, x: F.linear(sl.shard_sequence(x), p["w"])[:, None]  # noqa: E731
+    first = lambda p, _, x: F.linear(sl.nn.shard_sequence(x), p["w"])[:, None]  # noqa: E731
     blocks = [first, lambda p, h, _: mix(h * p["w"][0]), lambda p, h, _: leave((h * p["w"][0]).square())]
     generator = torch.Generator().manual_seed(3)
     return sl.sequential(blocks), [{"w": torch.randn(6, 6, generator=generator, dtype=torch.float64)} for _ in blocks]
@@ -678,19 +683,19 @@ def step_in_stages(mesh, mix, leave):
 
 
 def attend(h):
-    return sl.attention(h, h, h)
+    return sl.nn.attention(h, h, h)
 
 
 def own_mean(h):
-    sl.sum_sequence(h.sum())
+    sl.nn.sum_sequence(h.sum())
     return h.mean()
 
 
 @pytest.mark.parametrize(
     ("mix", "leave", "message"),
     [
-        (torch.sin, lambda h: sl.sum_sequence(h.sum()), r"never calls\n  - sl.attention [^-]*\nso its"),
-        (attend, torch.mean, r"never calls\n  - sl.linear_cross_entropy[^-]*\nso its"),
+        (torch.sin, lambda h: sl.nn.sum_sequence(h.sum()), r"never calls\n  - sl.nn.attention [^-]*\nso its"),
+        (attend, torch.mean, r"never calls\n  - sl.nn.linear_cross_entropy[^-]*\nso its"),
         (attend, own_mean, r"loss differs along axis 'seq'.*rank 0: \d.* rank 1: \d"),
     ],
 )
@@ -709,7 +714,7 @@ def test_stages_that_would_train_wrongly(pool, mix, leave, message):
 
 def test_stages_that_train_rightly():
     def leave(h):
-        return sl.sum_sequence(h.sum())
+        return sl.nn.sum_sequence(h.sum())
 
     loss_fn, params = in_stages(attend, leave)
     for loss in sl.simulate(step_in_stages, attend, leave, mesh={"pipe": 3, "seq": 2}):

@@ -235,7 +235,9 @@ def test_a_state_dict_has_the_true_shape():
     module, _, params = made(gpt2)
 
     def run(mesh):
-        return sl.state_dict(module, sl.shard(params, mesh, sl.tensor_slicing(huggingface.slicing_rules(module))))
+        return sl.models.state_dict(
+            module, sl.shard(params, mesh, sl.tensor_slicing(huggingface.slicing_rules(module)))
+        )
 
     for found in sl.simulate(run, mesh={"model": 4}):
         assert_close(dict(found), dict(module.state_dict()), 0)
@@ -319,7 +321,7 @@ def test_optimizers_do_not_see_the_padding(name):
     ids = torch.tensor([0, 4, 2, 4, 1, 3])
 
     def loss_fn(params, ids):
-        return sl.linear_cross_entropy(F.embedding(ids, params["t"]).sin(), params["t"], ids.roll(1))
+        return sl.nn.linear_cross_entropy(F.embedding(ids, params["t"]).sin(), params["t"], ids.roll(1))
 
     def run(mesh, *transforms):
         tx = OPTIMIZERS[name]()
@@ -481,7 +483,7 @@ def test_vocab_cross_entropy(words, smoothing, cut_off):
         if not cut_off or not mine.numel():
             mine = F.pad(mine, (0, share - mine.shape[1]), value=1e3)
         mine = mine.clone().requires_grad_()
-        loss = sl.vocab_cross_entropy(mine, targets, "model", words=words, label_smoothing=smoothing)
+        loss = sl.collectives.vocab_cross_entropy(mine, targets, "model", words=words, label_smoothing=smoothing)
         return loss.detach(), torch.autograd.grad(loss, mine)[0]
 
     results = sl.simulate(run, mesh={"model": 4})
@@ -494,7 +496,7 @@ def test_vocab_cross_entropy(words, smoothing, cut_off):
 
 def test_scores_that_are_no_share_of_the_words_are_refused():
     def run(mesh):
-        sl.vocab_cross_entropy(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), "model", words=11)
+        sl.collectives.vocab_cross_entropy(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), "model", words=11)
 
     with pytest.raises(SpecError, match=r"3 scores are not rank 0's share of 11 words .* which is 6; pass words="):
         sl.simulate(run, mesh={"model": 2})
@@ -506,7 +508,7 @@ def test_what_is_no_word_is_refused_as_torch_refuses_it(word):
     params, ids = {"t": torch.ones(7, 3)}, torch.tensor([1, word])
     uses = {
         "looked up": lambda p, ids: F.embedding(ids, p["t"]).sum(),
-        "a target": lambda p, ids: sl.linear_cross_entropy(torch.ones(2, 3), p["t"], ids),
+        "a target": lambda p, ids: sl.nn.linear_cross_entropy(torch.ones(2, 3), p["t"], ids),
     }
 
     def run(mesh, use):

@@ -314,7 +314,7 @@ def test_vocab_cross_entropy(reduction, shape, ignored, smoothing):
 
     def run(mesh):
         mine = scores.detach().chunk(4, -1)[mesh.rank].requires_grad_()
-        loss = sl.vocab_cross_entropy(mine, targets, "model", **options)
+        loss = sl.collectives.vocab_cross_entropy(mine, targets, "model", **options)
         return loss.detach(), torch.autograd.grad((loss * weight).sum(), mine)[0]
 
     results = sl.simulate(run, mesh={"model": 4})
@@ -327,7 +327,7 @@ def test_vocab_cross_entropy_refuses_what_torch_refuses():
     scores, targets = torch.randn(4, 8), torch.tensor([0, 15, 1, 2])
 
     def run(mesh, **changed):
-        return sl.vocab_cross_entropy(**{"scores": scores, "targets": targets, "axis": "model"} | changed)
+        return sl.collectives.vocab_cross_entropy(**{"scores": scores, "targets": targets, "axis": "model"} | changed)
 
     for changed, error, message in (
         ({"targets": targets + 1}, IndexError, "a target lies outside the 16 words, and is not ignore_index"),
@@ -421,7 +421,7 @@ def test_the_plan_says_which_outputs_are_gathered():
     params = {"head": {"weight": torch.zeros(4, 4)}, "up": {"weight": torch.zeros(4, 4)}}
     text = str(plan_of(params, {"head": "vocab", "up": "colwise_rep"}, model=2))
     assert "gathered on every rank: the outputs of up/weight" in text
-    assert "gathered on every rank: logits by head/weight, except in sl.linear_cross_entropy" in text
+    assert "gathered on every rank: logits by head/weight, except in sl.nn.linear_cross_entropy" in text
     assert "gathered on every rank" not in str(plan_of(params, {"head": "vocab", "up": "colwise_rep"}, model=1))
 
 
@@ -469,7 +469,7 @@ def test_a_tied_leaf_with_two_styles():
         ({"w": "column"}, lambda p, x: torch.addmm(p["b"], x, p["w"], alpha=2).sum(), "alpha=1"),
         (
             {"w": "column"},
-            lambda p, x: sl.linear_cross_entropy(x, p["w"], torch.zeros(2, dtype=torch.int64)),
+            lambda p, x: sl.nn.linear_cross_entropy(x, p["w"], torch.zeros(2, dtype=torch.int64)),
             "output layer with the style column",
         ),
     ],
@@ -520,7 +520,7 @@ def test_compiled_code_with_slices_in_it_is_refused():
     [
         (
             {"w": "column", "b": "column"},
-            lambda p, x: sl.all_gather(F.linear(x, p["w"], p["b"]), "model", dim=-1, dst="invariant"),
+            lambda p, x: sl.collectives.all_gather(F.linear(x, p["w"], p["b"]), "model", dim=-1, dst="invariant"),
         ),
         ({"w": sl.column(gather=True), "b": "column"}, lambda p, x: F.linear(x, p["w"], p["b"])),
         ({"w": sl.column(gather=True, transposed=True), "b": sl.column()}, lambda p, x: torch.addmm(p["b"], x, p["w"])),

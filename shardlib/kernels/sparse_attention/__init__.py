@@ -1,5 +1,5 @@
-"""Attention over the blocks of a layout."""
+"""Attention over the blocks of a layout, given as numbers: `shardlib.nn.sparse_attention` takes a `Layout` and a `Key`."""
 
-from shardlib.kernels.sparse_attention.op import sparse_attention
+from shardlib.kernels.sparse_attention.op import LARGEST, attend
 
-__all__ = ["sparse_attention"]
+__all__ = ["LARGEST", "attend"]

@@ -26,70 +26,14 @@ from typing import Any
 
 import torch
 
-from shardlib.kernels.common.arguments import check_tensors
 from shardlib.kernels.common.dispatch import on, serving
 from shardlib.kernels.common.operators import differentiable
-from shardlib.kernels.counter import signed, spread
+from shardlib.kernels.counter import spread
 from shardlib.kernels.sparse_attention import reference
 from shardlib.kernels.sparse_attention.options import Blocks, Options
-from shardlib.rng import Key, require_key
-from shardlib.sparse.layout import Layout, check_layout
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
-_LARGEST = 256  # size of a head
-
-
-def sparse_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layout: Layout,
-    *,
-    causal: bool | None = None,
-    scale: float | None = None,
-    key_mask: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    dropout: float = 0.0,
-    rng: Key | None = None,
-    using: str | None = None,
-) -> torch.Tensor:
-    """Attention where each query sees the keys of its blocks alone: (batch, heads, sequence, size), of q's dtype.
-
-    Args:
-        q: (batch, heads, sequence, size): fp32, bf16, fp16 or float64; size 256 at most.
-        k, v: the same, with as many heads or a divisor of their number (grouped queries).
-        layout: of ⌈sequence / block⌉ blocks a side, for one head (all have the same blocks) or for each; on q's device.
-            The sequence need not be a multiple of the block.
-        causal: a position sees itself and those before it, also inside a block; by default as the layout says.
-        scale: of the scores; by default 1/√size.
-        key_mask: bool (batch, sequence): False for keys that no query sees, as padding. They must be finite, and so must
-            their values: as in ``F.scaled_dot_product_attention`` with a mask, infinity and NaN there reach every query
-            whose row has the key's block. (On the CPU nothing reaches a query whose row does not have the block. Under
-            ``causal`` a later key is not looked at, but its value may reach queries of its block.)
-        bias: (heads, 2 · sequence − 1), or (1, …) for all heads, fp32 (float64 with a float64 q): what is added to a
-            score, by the position of the key minus that of the query, plus sequence − 1.
-        dropout: the probability with which a weight is dropped; the mask depends on ``rng``, sample, head, query and
-            key alone.
-        rng: the key of dropout, which needs one.
-        using: names one implementation ("cpu", "triton", "reference"), for tests.
-
-    Raises:
-        ValueError: shapes that do not fit each other or the layout; a dropout outside [0, 1), or without a key; a causal
-            layout and ``causal=False``.
-        TypeError: dtypes that are not the above, or what is no `Layout`.
-    """
-    causal = check_layout(layout).causal_for(causal)
-    _check(q, k, v, layout, key_mask, bias)
-    if not 0.0 <= dropout < 1.0:
-        raise ValueError(f"dropout probability {dropout} is outside [0, 1)")
-    seed = counter = 0
-    if dropout:
-        if rng is None:
-            raise ValueError(f"dropout={dropout} without rng: pass the loss function's rng, or sl.Key(seed)")
-        seed, counter = require_key("sparse_attention", "rng", rng).stretch(q.shape[0] * q.shape[1] * q.shape[2] ** 2)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    options = layout.block, scale, causal, dropout, signed(seed), counter
-    return _attention(q, k, v, layout.row_offsets, layout.columns, key_mask, bias, *options, using)[0]
+LARGEST = 256  # size of a head
 
 
 def _options(block: int, scale: float, causal: bool, dropout: float, seed: int, counter: int) -> Options:
@@ -169,7 +113,7 @@ def _backward_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: tor
     return [x.new_empty(x.shape) for x in (q, k, v, bias) if x is not None]
 
 
-_attention = differentiable(
+attend = differentiable(
     "sparse_attention",
     forward=_forward,
     forward_fake=_forward_fake,
@@ -179,46 +123,3 @@ _attention = differentiable(
     keep=lambda inputs, outputs: (*inputs, *outputs),
     residuals=1,
 )
-
-
-def _check(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layout: Layout,
-    key_mask: torch.Tensor | None,
-    bias: torch.Tensor | None,
-) -> None:
-    """Kernels read by these sizes: what does not have them must not reach one."""
-    given = {"q": q, "k": k, "v": v, "layout": layout.columns, "key_mask": key_mask, "bias": bias}
-    exactly = {"layout": layout.columns.dtype, "key_mask": torch.bool}
-    check_tensors("sparse_attention", given, ("key_mask", "bias"), exactly)
-    if q.dim() != 4 or not 0 < q.shape[3] <= _LARGEST:
-        raise ValueError(f"q has shape {tuple(q.shape)}, not (batch, heads, sequence, size up to {_LARGEST})")
-    batch, heads, length, size = q.shape
-    for name, x in (("k", k), ("v", v)):
-        if x.dim() != 4 or x.shape[0] != batch or x.shape[2:] != q.shape[2:]:
-            wanted = f"({batch}, heads, {length}, {size})"
-            raise ValueError(f"{name} has shape {tuple(x.shape)}, and q's {tuple(q.shape)} asks for {wanted}")
-        if x.dtype != q.dtype:
-            raise TypeError(f"q is {q.dtype} and {name} is {x.dtype}: cast one")
-    if k.shape[1] != v.shape[1] or not k.shape[1] or heads % k.shape[1]:
-        raise ValueError(
-            f"{heads} heads of q, {k.shape[1]} of k and {v.shape[1]} of v: k and v must have as many, a divisor of q's"
-        )
-    if layout.size != -(-length // layout.block):
-        raise ValueError(
-            f"a sequence of {length} has {-(-length // layout.block)} blocks of {layout.block}, and the layout has "
-            f"{layout.size}: make it for length={length}"
-        )
-    if layout.heads not in (1, heads):
-        raise ValueError(f"the layout has {layout.heads} heads and q has {heads}: make it for 1 or for {heads}")
-    if key_mask is not None and key_mask.shape != (batch, length):
-        raise ValueError(f"key_mask has shape {tuple(key_mask.shape)}, not (batch, sequence) = ({batch}, {length})")
-    if bias is not None:
-        if bias.shape not in ((1, 2 * length - 1), (heads, 2 * length - 1)):
-            shapes = f"(1 or {heads}, {2 * length - 1})"
-            raise ValueError(f"bias has shape {tuple(bias.shape)}, not (1 or heads, 2 · sequence − 1) = {shapes}")
-        wide = torch.promote_types(q.dtype, torch.float32)
-        if bias.dtype != wide:
-            raise TypeError(f"bias is {bias.dtype} and q {q.dtype}: give it in {wide}")

@@ -133,7 +133,7 @@ class _Block(nn.Module):
         if current_parts.get() is not None:
             raise IllegalComposition(
                 "sequence(...) cuts activations along the sequence, and the attention of transformers' modules needs whole "
-                "ones; take sequence(...) out of the plan, or build the model of sl.attention (see shardlib.models.gpt)"
+                "ones; take sequence(...) out of the plan, or build the model of sl.nn.attention (see shardlib.models.gpt)"
             )
         given = {"input_ids": batch["input_ids"]} if hidden is None else {"inputs_embeds": hidden}
         part = self.get_submodule(self._prefix)

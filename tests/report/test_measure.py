@@ -30,11 +30,11 @@ def blocks(durations):
 
 def test_stages_are_cut_by_what_blocks_take():
     loss_fn, params = blocks([LONG, SHORT, SHORT, SHORT, LONG, SHORT])
-    costs = sl.measure_blocks(loss_fn, params, torch.ones(2, 4))
+    costs = sl.report.measure_blocks(loss_fn, params, torch.ones(2, 4))
     assert all(cost >= LONG for cost in (costs[0], costs[4])) and all(SHORT <= costs[i] < LONG for i in (1, 2, 3, 5))
     plan = sl.make_plan(params, sl.abstract_mesh(pipe=2), sl.pipeline(microbatches=2, partition=costs))
     assert 1 <= plan.pipeline.spans[0][1] <= 4  # a long one in each stage
-    alone = sl.pipeline(microbatches=2, partition=sl.measure_blocks(*blocks([SHORT, LONG]), torch.ones(2, 4)))
+    alone = sl.pipeline(microbatches=2, partition=sl.report.measure_blocks(*blocks([SHORT, LONG]), torch.ones(2, 4)))
     assert sl.make_plan(params[:3], sl.abstract_mesh(pipe=2), alone).pipeline.spans == ((0, 1), (1, 3))
 
 
@@ -50,14 +50,14 @@ def test_a_blocks_backward_counts():
             return grad
 
     loss_fn = sl.sequential([lambda p, x, batch: Slow.apply(batch @ p["w"]), total])
-    costs = sl.measure_blocks(loss_fn, [{"w": torch.eye(4)}] * 2, torch.ones(2, 4), rounds=1)
+    costs = sl.report.measure_blocks(loss_fn, [{"w": torch.eye(4)}] * 2, torch.ones(2, 4), rounds=1)
     assert costs[0] >= LONG > costs[1]
 
 
 def test_a_model_on_the_meta_device_with_a_key():
     config = gpt.GPTConfig(layers=2, width=16, heads=4, sequence=8, vocab=32, dropout=0.1)
     tokens = torch.zeros(2, 8, dtype=torch.int64)
-    costs = sl.measure_blocks(
+    costs = sl.report.measure_blocks(
         gpt.make_sequential(config),
         gpt.to_blocks(gpt.init(config, device="meta")),
         {"tokens": tokens, "targets": tokens},
@@ -70,7 +70,7 @@ def test_a_model_on_the_meta_device_with_a_key():
 def test_all_ranks_get_the_mean():
     def run(mesh):
         loss_fn, params = blocks([LONG if mesh.rank else SHORT])
-        return sl.measure_blocks(loss_fn, params, torch.ones(2, 4), rounds=1, mesh=mesh)
+        return sl.report.measure_blocks(loss_fn, params, torch.ones(2, 4), rounds=1, mesh=mesh)
 
     first, second = sl.simulate(run, mesh={"data": 2})
     assert first == second and first[0] >= (LONG + SHORT) / 2
@@ -80,4 +80,4 @@ def test_all_ranks_get_the_mean():
 def test_what_does_not_fit_is_refused(trees, rounds):
     loss_fn, params = blocks([SHORT])
     with pytest.raises(ValueError, match=r"2 blocks, .* at least one round"):
-        sl.measure_blocks(loss_fn, params[:trees], torch.ones(2, 4), rounds=rounds)
+        sl.report.measure_blocks(loss_fn, params[:trees], torch.ones(2, 4), rounds=rounds)
