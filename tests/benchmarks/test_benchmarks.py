@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def test_the_gpu_script_runs_to_its_end():
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     command = [sys.executable, "-m", "benchmarks.gpu", "--tiny"]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 import shardlib as sl
-from shardlib import __main__ as cli
+from shardlib.commands import __main__ as cli
 from shardlib import checkpoint
 from shardlib.commands import doctor, model
 from shardlib.plan.loss_scale import LossScale

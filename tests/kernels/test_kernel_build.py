@@ -19,7 +19,7 @@ from shardlib.kernels import onebit
 from shardlib.kernels.common import build, dispatch, native
 from shardlib.kernels.common.build import BuildError, Recipe, shared_library
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SOURCE = 'extern "C" void twice(float* x, int count) { for (int i = 0; i < count; ++i) x[i] *= FACTOR; }\n'
 
 

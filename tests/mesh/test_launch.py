@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shardlib as sl
-from shardlib import __main__ as cli
+from shardlib.commands import __main__ as cli
 from shardlib.errors import RankFailure
 from shardlib.mesh.launch import orphans, processes
 

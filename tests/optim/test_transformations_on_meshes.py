@@ -226,7 +226,7 @@ def distinct_parts(updates):
     }
 
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+README = (Path(__file__).parents[2] / "README.md").read_text()
 SNIPPET = re.search(r"## Optimizers.*?```python\n(.*?)```", README, re.S)[1]
 EXAMPLES = re.split(r"^tx = ", SNIPPET, flags=re.M)[1:]
 
