@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardlib.errors import TreeError
-from shardlib.sharded.exchange import Gather
+from shardlib.sharded.gather import Gather
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, check_alike, tree_map
 
@@ -29,7 +29,7 @@ def store(params: Sharded, shards: dict[str, torch.Tensor]) -> None:
         shard, stored = shards[bucket.name], params.buffers[bucket.name]
         if bucket.parts(bucket.param_level) > 1:
             narrow = shard.to(bucket.dtype)
-            gathers.append(Gather(params.mesh, bucket, narrow, bucket.param_level, bucket.levels, out=stored))
+            gathers.append(Gather(params.mesh, params.plan.routes[bucket.name].restore, narrow, stored))
         elif shard is not stored:
             stored.copy_(shard)
     for gather in gathers:

@@ -6,11 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardlib.errors import IllegalComposition
-from shardlib.plan.claims import Claim, LeafInfo, Schedule
+from shardlib.plan.claims import Claim, LeafInfo, Step, Transform
+from shardlib.plan.resolve import Resolved
+from shardlib.transforms.conditions import require_split_gradients
 
 
 @dataclass(frozen=True)
-class Accumulate:
+class Accumulate(Transform):
     microbatches: int
     sync: str | None
 
@@ -19,7 +21,10 @@ class Accumulate:
         return f"accumulate({self.microbatches}{f', sync={self.sync!r}' if self.sync else ''})"
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
-        yield Schedule(microbatches=self.microbatches, sync=self.sync)
+        yield Step(microbatches=self.microbatches, sync=self.sync)
+
+    def check(self, resolved: Resolved) -> None:
+        require_split_gradients(resolved)
 
 
 def accumulate(n: int, sync: str | None = None) -> Accumulate:

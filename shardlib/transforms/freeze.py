@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardlib.errors import IllegalComposition
-from shardlib.plan.claims import Claim, LeafInfo, Use
+from shardlib.plan.claims import Claim, LeafInfo, Transform, Use
 
 _SHOWN = 3  # patterns in a plan's print-out
 
 
 @dataclass(frozen=True)
-class Freeze:
+class Freeze(Transform):
     globs: tuple[str, ...]
     exclude: tuple[str, ...] = ()
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from shardlib.errors import IllegalComposition
 from shardlib.nn.sequence import KINDS, SequencePlan
-from shardlib.plan.claims import Claim, LeafInfo, Schedule
+from shardlib.plan.claims import Claim, LeafInfo, Step, Transform
+from shardlib.plan.resolve import Resolved
 
 
 @dataclass(frozen=True)
-class SequenceParallel:
+class SequenceParallel(Transform):
     plan: SequencePlan
 
     @property
@@ -19,7 +20,15 @@ class SequenceParallel:
         return f"sequence(axis={self.plan.axis!r}, kind={self.plan.kind!r})"
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
-        yield Schedule(sequence=self.plan)
+        yield Step(sequence=self.plan)
+
+    def check(self, resolved: Resolved) -> None:
+        axis, kind = self.plan.axis, self.plan.kind
+        if kind == "megatron" and not resolved.sliced_over(axis):
+            raise IllegalComposition(
+                f"sequence(axis={axis!r}, kind={kind!r}) changes the exchanges of layers that are sliced over {axis!r}, and "
+                f"none is: add tensor_slicing(rules, axis={axis!r}), or use kind='ulysses' or 'ring', which need none"
+            )
 
 
 def sequence(axis: str, kind: str = "ulysses") -> SequenceParallel:

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 
 from shardlib.errors import IllegalComposition, listing
 from shardlib.mesh.specs import P
-from shardlib.plan.claims import Claim, LeafInfo, Use
+from shardlib.plan.claims import Claim, LeafInfo, Transform, Use
 from shardlib.plan.styles import Slicing, Style
 from shardlib.transforms.misfits import Misfit, matches_nothing, misfits_of, never_first, tied, told, with_remedies
 from shardlib.tree import matches
@@ -55,7 +55,7 @@ STYLES: dict[str, Slicing | None] = {
 
 
 @dataclass(frozen=True)
-class TensorSlicing:
+class TensorSlicing(Transform):
     rules: tuple[tuple[str, Slicing | None], ...]
     axis: str
 

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardlib.errors import IllegalComposition
-from shardlib.plan.claims import Claim, LeafInfo, Live, Reduce, Schedule
+from shardlib.plan.claims import Claim, LeafInfo, Live, Reduce, Step, Transform
 
 _SPLIT = {0: (), 1: ("optimizer",), 2: ("grad", "optimizer"), 3: ("param", "grad", "optimizer")}
 
 
 @dataclass(frozen=True)
-class Zero:
+class Zero(Transform):
     stage: int
     axis: str
     replicate: str | None
@@ -30,7 +30,7 @@ class Zero:
         for role in _SPLIT[self.stage]:
             yield Live(role, self.axis)
         if not self.prefetch:
-            yield Schedule(prefetch=False)
+            yield Step(prefetch=False)
 
 
 def zero(stage: int = 0, axis: str = "data", replicate: str | None = None, *, prefetch: bool = True) -> Zero:

@@ -158,13 +158,13 @@ def test_touches_are_traced():
     loss_fn, params = tiny_gpt()
     batch = share(token_batches(1)[0], 0, 4)
     plan = sl.make_plan(params, sl.abstract_mesh(data=4), stage=3, loss_fn=loss_fn, batch=batch)
-    assert plan.gathers() == ("embed", "blocks/0", "blocks/1", "head", "head", "blocks/1", "blocks/0")
+    assert plan.gathers == ("embed", "blocks/0", "blocks/1", "head", "head", "blocks/1", "blocks/0")
     guess = sl.make_plan(params, sl.abstract_mesh(data=4), stage=3)
     assert sorted(guess.gathers()) == sorted([*plan.units, *plan.units])
     assert "(as traced)" in str(plan) and "(taking each unit once forward and once backward)" in str(guess)
     tied = tiny_gpt(tie=True)
     plan = sl.make_plan(tied[1], sl.abstract_mesh(data=4), stage=3, loss_fn=tied[0], batch=batch)
-    assert plan.gathers().count("embed") >= 2
+    assert plan.gathers.count("embed") >= 2
 
 
 def test_a_loss_that_reads_values_says_it_was_not_traced():
@@ -174,7 +174,7 @@ def test_a_loss_that_reads_values_says_it_was_not_traced():
 
     _, params = mlp([6, 4])
     plan = sl.make_plan(params, sl.abstract_mesh(data=2), stage=3, loss_fn=loss_fn, batch=regression_batch(2, 6, 4))
-    assert plan.touches is None and "not traced: the loss reads values" in str(plan)
+    assert plan.traces is None and "not traced: the loss reads values" in str(plan)
 
 
 def test_planning_leaves_parameters_and_batch_alone():

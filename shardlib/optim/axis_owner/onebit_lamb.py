@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardlib.collectives.codecs.integers import OneBit
+from shardlib.collectives.codecs.integers import OneBit, check_scales
 from shardlib.kernels.adamw import adam_direction_
 from shardlib.kernels.frozen_adam import fresh_step_, own_momentum_
 from shardlib.kernels.global_norm import sum_of_squares
@@ -19,7 +19,6 @@ from shardlib.optim.ranges import check, check_adam, is_positive, is_share, is_s
 from shardlib.optim.schedules.base import Schedule, as_schedule
 from shardlib.optim.shards import Shards, device_of
 from shardlib.optim.stepping import Move, each, each_leaf, each_tensor, stepping
-from shardlib.transforms.onebit import check_scales
 from shardlib.tree import Tree, tree_map
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardlib.collectives.codecs.integers import OneBit
+from shardlib.collectives.codecs.integers import OneBit, check_scales
 from shardlib.kernels.frozen_adam import local_step_
 from shardlib.optim.axis_owner.moments import adam_step, frozen_step, mask, root
 from shardlib.optim.axis_owner.zero_one_steps import Sent, ZeroOneSteps
@@ -17,7 +17,6 @@ from shardlib.optim.ranges import check_adam
 from shardlib.optim.schedules.base import Schedule, as_schedule
 from shardlib.optim.shards import Shards
 from shardlib.optim.stepping import Move, each, each_tensor, stepping
-from shardlib.transforms.onebit import check_scales
 from shardlib.tree import Tree, tree_map
 
 
