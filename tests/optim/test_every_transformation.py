@@ -10,7 +10,7 @@ from helpers.trees import assert_close, assert_same, copy_of
 
 import shardlib as sl
 from shardlib import checkpoint
-from shardlib.execute.step import batch_index
+from shardlib.execute.batches import batch_index
 from shardlib.optim import GradientTransformation, Locality
 from shardlib.optim.storing import optimizer_shards
 

@@ -14,7 +14,7 @@ from oracle import one_device
 from test_properties import MAX_NORM, TOLERANCE, cases
 
 import shardlib as sl
-from shardlib.execute.step import batch_index
+from shardlib.execute.batches import batch_index
 from shardlib.optim import Sent, ZeroOneSteps
 
 
