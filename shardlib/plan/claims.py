@@ -15,8 +15,8 @@ import torch
 
 from shardlib.collectives.codecs.base import Codec
 from shardlib.collectives.codecs.integers import Packing
+from shardlib.collectives.sequence.base import SequenceKind
 from shardlib.mesh.specs import P
-from shardlib.nn.sequence import SequencePlan
 from shardlib.plan.loss_scale import LossScale
 from shardlib.plan.stages import Stages
 from shardlib.plan.styles import Style
@@ -216,13 +216,13 @@ class Step(Claim):
     loss_scale: LossScale | None = None
     cast_batch: torch.dtype | None = None
     stages: Stages | None = None
-    sequence: SequencePlan | None = None
+    sequence: SequenceKind | None = None
 
     def axes(self) -> Iterable[tuple[str, AxisUse]]:
         for axis in self.stages.axes if self.stages else ():
             yield axis, STAGES
         if self.sequence:
-            beside = "slices" if self.sequence.kind == "megatron" else "batch"
+            beside = "slices" if self.sequence.gathers_for_slices else "batch"
             yield self.sequence.axis, AxisUse("sequence", "cuts sequences", beside, joins=beside == "slices")
 
     @staticmethod

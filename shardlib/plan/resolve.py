@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardlib.errors import IllegalComposition, listing
-from shardlib.mesh.specs import MEMORIES, P
+from shardlib.mesh.specs import MEMORIES
 from shardlib.plan.claims import SECOND, AxisUse, Chain, Claim, LeafInfo, Live, Reduce, Step, Transform, Use
 
 Slot = tuple[type[Claim], str, str]  # kind of claim, subject, slot
@@ -62,9 +62,10 @@ class Resolved:
         """That a leaf is stored and used in."""
         return self.use(leaf.path).dtype or leaf.dtype
 
-    def sliced_over(self, axis: str) -> bool:
-        """Whether any leaf is a slice over the axis where it is used."""
-        return any(use.spec is not None and axis in use.spec.axes for use in self.uses.values())
+    @cached_property
+    def sliced_axes(self) -> frozenset[str]:
+        """The axes over which leaves are slices where they are used."""
+        return frozenset(axis for use in self.uses.values() if use.spec is not None for axis in use.spec.axes)
 
     def varies_over(self, axis: str) -> bool:
         """Whether the batch varies over the axis."""
@@ -156,11 +157,6 @@ def _home(role: str, said: Mapping[str, str]) -> Home:
             f"the {role} state is to live in memory {memory!r}, which is not one of {', '.join(map(repr, MEMORIES))}"
         )
     return Home(frozenset(axis for slot, axis in said.items() if slot != "memory"), memory)
-
-
-def slices_of(resolved: Resolved, leaf: LeafInfo) -> P:
-    """The spec that a leaf is used with."""
-    return resolved.use(leaf.path).spec or P()
 
 
 def _show(value: Any) -> str:

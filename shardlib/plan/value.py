@@ -13,8 +13,8 @@ from typing import Any, Self
 
 import torch
 
+from shardlib.collectives.sequence.base import SequenceKind
 from shardlib.mesh.specs import Leaf
-from shardlib.nn.sequence import SequencePlan
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.channels import Channel
 from shardlib.plan.claims import LeafInfo
@@ -76,7 +76,7 @@ class StepPlan:
     prefetch: bool
     loss_scale: LossScale | None
     cast_batch: torch.dtype | None
-    sequence: SequencePlan | None
+    sequence: SequenceKind | None
 
 
 @dataclass(frozen=True)
