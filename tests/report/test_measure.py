@@ -35,7 +35,7 @@ def test_stages_are_cut_by_what_blocks_take():
     plan = sl.make_plan(params, sl.abstract_mesh(pipe=2), sl.pipeline(microbatches=2, partition=costs))
     assert 1 <= plan.stages.spans[0][1] <= 4  # a long one in each stage
     alone = sl.pipeline(microbatches=2, partition=sl.report.measure_blocks(*blocks([SHORT, LONG]), torch.ones(2, 4)))
-    assert sl.make_plan(params[:3], sl.abstract_mesh(pipe=2), alone).pipeline.spans == ((0, 1), (1, 3))
+    assert sl.make_plan(params[:3], sl.abstract_mesh(pipe=2), alone).stages.spans == ((0, 1), (1, 3))
 
 
 def test_a_blocks_backward_counts():
