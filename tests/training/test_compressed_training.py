@@ -485,7 +485,7 @@ def test_specs_tell_which_ranks_errors_differ(name):
         return mesh.coords, state.comm, state.params.plan
 
     told = sl.simulate(run, mesh=NODES)
-    leaves = told[0][2].errors
+    leaves = told[0][2].residuals
     assert leaves
     for leaf in leaves:
         axes = leaf.spec.axes

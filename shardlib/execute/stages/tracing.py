@@ -31,24 +31,24 @@ def trace(
     loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, buffers: Tree, rng: Key
 ) -> tuple[Trace, ...]:
     """What each stage does for the first of a rank's micro-batches. ``params`` holds all stages' buckets."""
-    parts = split_batch(batch, plan, mesh)
     if plan.stages.axes:
-        return _trace_stages(loss_fn, plan, mesh, params, parts[0], rng)
+        return _trace_stages(loss_fn, plan, mesh, params, split_batch(batch, plan, mesh)[0], rng)
     runner = OneStage(loss_fn, plan, mesh, trained=True, with_buffers=buffers is not None)
-    call = Call(params, parts, keys_of(plan, mesh, parts, rng), buffers, 1.0, 1.0)
-    live, activations = _trace_one(runner, call, mesh), dict(mesh.traffic.activations)
+
+    def live_bytes() -> int:
+        """The most that a micro-batch holds at once, what is cast of the batch too, its gradients aside."""
+        live = LiveBytes()
+        with live:
+            parts = split_batch(batch, plan, mesh)
+            call = Call(params, parts, keys_of(plan, mesh, parts, rng), buffers, 1.0, 1.0)
+            gradients = runner.executor.gradients(plain_route(mesh))
+            runner.microbatch(call, 0, buffers, gradients)
+        return live.peak(without=gradients.held)
+
+    live, activations = live_bytes(), dict(mesh.traffic.activations)
     if runner.executor.gathers:  # again: the order is known now, and the next unit on its way while one computes
-        live = max(live, _trace_one(runner, call, mesh))
+        live = max(live, live_bytes())
     return (Trace(runner.executor.touches, activations, live),)
-
-
-def _trace_one(runner: OneStage, call: Call, mesh: Mesh) -> int:
-    """The most bytes that a micro-batch holds at once, its gradients aside."""
-    live = LiveBytes()
-    with live:
-        gradients = runner.executor.gradients(plain_route(mesh))
-        runner.microbatch(call, 0, call.buffers, gradients)
-    return live.peak(without=gradients.held)
 
 
 def _trace_stages(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, rng: Key) -> tuple[Trace, ...]:
