@@ -56,15 +56,18 @@ def run(
         Whether every case ran to its end, and every check held.
     """
     cases = chosen(known, names)
-    checks = [_checked(cases, setting)] if setting.kind == CUDA else []
-    found = {case.name: _measured(case, setting) for case in cases}
+    checks = {"checks": _checked(cases, setting)} if setting.kind == CUDA else {}
+    wanted, every = {case.name for case in cases}, list(checks.values())
     for table in known:
-        if found.keys() & {case.name for case in table.cases}:
-            absent = Outcome(None, ("not measured",))
-            outcomes = {case.name: found.get(case.name, absent) for case in table.cases}
-            outcomes = dict(zip(("checks",), checks)) | outcomes
-            _keep(table, outcomes, source, folder)
-    return not any(outcome.failed for outcome in [*checks, *found.values()])
+        if wanted.isdisjoint(case.name for case in table.cases):
+            continue
+        outcomes = checks | {
+            case.name: _measured(case, setting) if case.name in wanted else Outcome(None, ("not measured",))
+            for case in table.cases
+        }
+        _keep(table, outcomes, source, folder)
+        every += outcomes.values()
+    return not any(outcome.failed for outcome in every)
 
 
 def _checked(cases: Sequence[Case], setting: Setting) -> Outcome:
