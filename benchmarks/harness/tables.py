@@ -15,8 +15,8 @@ _VERDICTS = {True: "met", False: "missed", None: ""}
 
 def grid(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
     """A table's lines."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return [f"| {' | '.join(map(str, cells))} |" for cells in lines]
+    head = f"|{'|'.join(f' {column} ' if column else ' ' for column in columns)}|"
+    return [head, f"|{'---|' * len(columns)}", *(f"| {' | '.join(map(str, cells))} |" for cells in rows)]
 
 
 def row(
