@@ -65,8 +65,8 @@ def train(mesh):
 @pytest.mark.parametrize(("run", "data"), [(sl.simulate, 2), (sl.launch, 1)])
 def test_it_trains_like_one_device_and_sends_what_the_plan_says(run, data):
     (params, batches), sizes = model(), {"data": data, "model": 2}
-    part = batches[0].chunk(data)[0]
-    plan = sl.make_plan(params, sl.abstract_mesh(**sizes), TRANSFORM, loss_fn=loss_fn, optimizer=TX, batch=part)
+    about = {"loss_fn": loss_fn, "optimizer": TX, "batch": batches[0].chunk(data)[0]}
+    plan = sl.make_plan(params, sl.abstract_mesh(**sizes), TRANSFORM, **about)
     assert "style=gated on 2 leaves" in str(plan)
     expected, _, final = one_device.train(loss_fn, params, batches)
     for losses, found, sent in run(train, mesh=sizes):
@@ -76,6 +76,5 @@ def test_it_trains_like_one_device_and_sends_what_the_plan_says(run, data):
 
 
 def test_what_does_not_fit_is_refused_by_name():
-    told = r"0/down: shape .*weight is \(2, in, out\), by rule '\*': Gated\(\)"
-    with pytest.raises(IllegalComposition, match=told):
+    with pytest.raises(IllegalComposition, match=r"0/down: .* is \(2, in, out\), by rule '\*': Gated\(\)"):
         sl.make_plan(model()[0], sl.abstract_mesh(model=2), sl.tensor_slicing({"*": Gated()}))
