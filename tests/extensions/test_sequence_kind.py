@@ -44,7 +44,7 @@ def adamw():
 
 
 def train(mesh):
-    """Losses, parameters, and what the last step sent."""
+    """Losses, what the last step sent, and parameters."""
     loss_fn, params, batches = model()
     state, step = sl.make_train_step(loss_fn, sl.shard(params, mesh, TRANSFORM), adamw())
     sent, losses = count_payload(mesh), []
@@ -52,7 +52,7 @@ def train(mesh):
         sent()
         state, metrics = step(state, batch)
         losses.append(metrics["loss"].item())
-    return losses, sl.unshard(state.params), sent()
+    return losses, sent(), sl.unshard(state.params)
 
 
 @pytest.mark.parametrize(("run", "ways"), [(sl.simulate, 4), (sl.launch, 2)])
@@ -62,7 +62,7 @@ def test_it_trains_like_one_device_and_sends_what_the_plan_says(run, ways):
     plan = sl.make_plan(params, mesh, TRANSFORM, loss_fn=loss_fn, optimizer=adamw(), batch=batches[0])
     assert "sequence(axis='seq', kind='striped'): sequence=striped over axis 'seq'" in str(plan)
     expected, _, final = one_device.train(loss_fn, params, batches)
-    for losses, found, sent in run(train, mesh={"seq": ways}):
+    for losses, sent, found in run(train, mesh={"seq": ways}):
         assert losses == pytest.approx(expected, rel=1e-10)
         assert_close(found, final, 1e-10)
         assert sent == plan.payload() and sent["seq"] > 0

@@ -51,7 +51,7 @@ def model():
 
 
 def train(mesh):
-    """Losses, parameters, and what the last step sent."""
+    """Losses, what the last step sent, and parameters."""
     params, batches = model()
     state, step = sl.make_train_step(loss_fn, sl.shard(params, mesh, TRANSFORM), TX)
     sent, losses = count_payload(mesh), []
@@ -59,7 +59,7 @@ def train(mesh):
         sent()
         state, metrics = step(state, batch.chunk(mesh.shape["data"])[mesh.coords["data"]])
         losses.append(metrics["loss"].item())
-    return losses, sl.unshard(state.params), sent()
+    return losses, sent(), sl.unshard(state.params)
 
 
 @pytest.mark.parametrize(("run", "data"), [(sl.simulate, 2), (sl.launch, 1)])
@@ -69,7 +69,7 @@ def test_it_trains_like_one_device_and_sends_what_the_plan_says(run, data):
     plan = sl.make_plan(params, sl.abstract_mesh(**sizes), TRANSFORM, **about)
     assert "style=gated on 2 leaves" in str(plan)
     expected, _, final = one_device.train(loss_fn, params, batches)
-    for losses, found, sent in run(train, mesh=sizes):
+    for losses, sent, found in run(train, mesh=sizes):
         assert losses == pytest.approx(expected, rel=1e-10)
         assert_close(found, final, 1e-10)
         assert sent == {axis: plan.payload()[axis] for axis in sent} and sent["model"] > 0
