@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from shardlib._compat import run_first
+from shardlib.collectives.styles.slices import Slices
 from shardlib.execute.gradients import Gradients
 from shardlib.execute.handles import Handle
-from shardlib.execute.slicing import SlicedHandle, Slices
+from shardlib.execute.slicing import SlicedHandle
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.exchanges import Routes

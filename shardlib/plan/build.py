@@ -97,15 +97,13 @@ def _step(resolved: Resolved, splits: Splits) -> tuple[Splits, StepPlan, list[st
 
 
 def _gathered_outputs(resolved: Resolved) -> list[str]:
-    """Lines for the log where a layer's sliced output is made whole on every rank."""
-    styles = {path: use.style for path, use in resolved.uses.items() if use.style}
-    sliced = {path: style for path, style in styles.items() if resolved.sizes.get(style.axis, 1) > 1}
-    whole = sorted(path for path, style in sliced.items() if style.kind == "column" and style.whole)
-    words = sorted(path for path, style in sliced.items() if style.kind == "vocab")
-    lines = [f"gathered on every rank: the outputs of {', '.join(whole)}"] if whole else []
-    if words:
-        lines.append(f"gathered on every rank: logits by {', '.join(words)}, except in sl.nn.linear_cross_entropy")
-    return lines
+    """Lines for the log where what a layer shares out is made whole on every rank."""
+    found: dict[str, list[str]] = {}
+    for path, use in resolved.uses.items():
+        if use.style and use.style.gathered and resolved.sizes.get(use.style.axis, 1) > 1:
+            found.setdefault(use.style.gathered, []).append(path)
+    texts = [text.format(paths=", ".join(sorted(paths))) for text, paths in sorted(found.items())]
+    return [f"gathered on every rank: {text}" for text in texts]
 
 
 def with_owner(plan: Plan, optimizer: Any) -> Plan:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardlib.collectives.styles.base import Style
 from shardlib.errors import TreeError, listing
 from shardlib.mesh.specs import Leaf
 from shardlib.plan.resolve import Resolved
-from shardlib.plan.styles import Style
 from shardlib.tree import untrained
 
 

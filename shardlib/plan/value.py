@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 
 from shardlib.collectives.sequence.base import SequenceKind
+from shardlib.collectives.styles.base import Style
 from shardlib.mesh.specs import Leaf
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.channels import Channel
@@ -25,7 +26,6 @@ from shardlib.plan.placement import Placement
 from shardlib.plan.reductions import Reductions
 from shardlib.plan.resolve import Resolved
 from shardlib.plan.stages import Stages
-from shardlib.plan.styles import Style
 from shardlib.tree import TreeDef
 
 ROLES = ("param", "grad", "optimizer")
