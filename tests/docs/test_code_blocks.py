@@ -128,8 +128,9 @@ def test_every_file_and_function_that_the_architecture_names_exists():
     source = "\n".join(path.read_text() for path in (ROOT / "shardlib").rglob("*.py"))
     paths = re.findall(r"`([\w/]+(?:\.py|/))`", page)
     assert len(paths) > 40
-    assert not [path for path in paths if not any((ROOT / base / path).exists() for base in ("shardlib", ""))]
-    names = re.findall(r"`(?:\w+\.)?(_?[A-Za-z_]+)`", page)
+    missing = {path for path in paths if not (ROOT / path).exists() and not any((ROOT / "shardlib").rglob(path))}
+    assert not missing
+    names = re.findall(r"`(?:[A-Z]\w+\.)?(\w+)`", page)
     assert not [name for name in names if not re.search(rf"\b{name}\b", source)]
 
 
