@@ -38,8 +38,8 @@ def test_example(name, tmp_path, monkeypatch):
     """With ``sl`` and ``torch`` imported, in an empty folder; random numbers from one seed."""
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    told = []
+    output = []
     test = doctest.DocTestParser().get_doctest(EXAMPLES[name].__doc__, {"sl": sl, "torch": torch}, name, None, 0)
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    failed = doctest.DocTestRunner(optionflags=flags).run(test, out=told.append).failed
-    assert not failed, "".join(told)
+    failed = doctest.DocTestRunner(optionflags=flags).run(test, out=output.append).failed
+    assert not failed, "".join(output)
