@@ -88,6 +88,9 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
     ``ids`` (batch, sequence) are whole. Where `tensor_slicing` cuts the vocabulary over the axis of the sequence, all
     ids are looked up and what is found is reduce-scattered; otherwise each rank looks up its own part.
+
+    >>> sl.nn.embedding(torch.tensor([[1, 0, 1]]), torch.ones(2, 4)).shape
+    torch.Size([1, 3, 4])
     """
     if has_torch_function((weight,)):
         return handle_torch_function(embedding, (weight,), ids, weight)

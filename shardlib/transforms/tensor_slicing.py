@@ -158,6 +158,11 @@ def tensor_slicing(rules: Mapping[str, str | Slicing], axis: str = "model") -> T
     Raises:
         IllegalComposition: a style that is not supported; while planning, rules that match nothing, and heads or
             widths that do not divide (all of them are listed).
+
+    >>> parallel = sl.tensor_slicing({"*/up": "column", "*/down": "row"})
+    >>> params = {"mlp": {"up": {"weight": torch.ones(32, 8)}, "down": {"weight": torch.ones(8, 32)}}}
+    >>> sl.make_plan(params, sl.abstract_mesh(data=1, model=4), parallel).bytes("param")
+    512
     """
     unknown = [
         f"{glob}: {style!r}"
