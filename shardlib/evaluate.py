@@ -166,6 +166,13 @@ def make_eval_step(fn: Callable[..., Any], params: Any) -> EvalStep:
 
     Under a pipeline ``fn`` is an `sl.sequential`, called with one batch. That goes through in one piece, not in
     micro-batches: each stage waits for the one before it. What the last block returns is handed to the ranks of all stages.
+
+    >>> params = {"w": torch.ones(4, 4)}
+    >>> evaluate = sl.make_eval_step(lambda params, x: sl.Mean((x @ params["w"]).sum(), x.numel()), params)
+    >>> float(evaluate(params, torch.ones(2, 4)))
+    4.0
+    >>> float(evaluate.over(params, [torch.ones(2, 4), torch.zeros(2, 4)]))
+    2.0
     """
     return EvalStep(fn, params)
 

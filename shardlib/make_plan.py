@@ -54,6 +54,13 @@ def make_plan(
     Raises:
         TreeError, IllegalComposition, SpecError: as `shard`.
         TypeError: an optimizer that is no gradient transformation.
+
+    >>> params = {"w": torch.empty(1000, 1000, device="meta")}
+    >>> plan = sl.make_plan(params, sl.abstract_mesh(data=8), sl.zero(2), optimizer=sl.optim.adamw(1e-3))
+    >>> plan.bytes("param"), plan.bytes("grad"), plan.bytes("optimizer")
+    (4000000, 500000, 1000000)
+    >>> plan.payload()
+    {'data': 7000000}
     """
     if optimizer is not None:
         require_transformations("make_plan", optimizer)

@@ -39,6 +39,11 @@ def value_and_grad(loss_fn: Callable[..., Any]) -> Callable[..., tuple[Any, Tree
         LossError: the loss is not a scalar, or depends on no parameter, or ranks' or micro-batches' losses do not go
             together.
         BatchError: the batch does not fit.
+
+    >>> loss_fn = lambda params, batch: (params["w"] * batch).sum()
+    >>> loss, grads = sl.value_and_grad(loss_fn)({"w": torch.ones(2)}, torch.tensor([3.0, 4.0]))
+    >>> float(loss), grads["w"]
+    (7.0, tensor([3., 4.]))
     """
     bound: list[tuple[Any, LossStep]] = []
 
@@ -109,6 +114,12 @@ def make_train_step(
         TypeError: an optimizer that is no gradient transformation (see `optim.from_torch` for torch's).
         IllegalComposition: an optimizer that declares no locality, on shards.
         RankMismatch: the ranks were given what differs; names it and the ranks. The step raises it too.
+
+    >>> loss_fn = lambda params, batch: (batch @ params["w"]).square().mean()
+    >>> state, train_step = sl.make_train_step(loss_fn, {"w": torch.ones(4, 4)}, sl.optim.sgd(0.1))
+    >>> state, metrics = train_step(state, torch.ones(2, 4))
+    >>> state.step, float(metrics["loss"])
+    (1, 16.0)
     """
     require_transformations("make_train_step", optimizer)
     lifted = lift(params)
@@ -209,6 +220,10 @@ def unused_params(
 
     Args:
         params: as for `make_train_step`; sharded or whole. All other arguments are as there too.
+
+    >>> params = {"w": torch.ones(2), "head": torch.ones(3)}
+    >>> sl.unused_params(lambda params, batch: (params["w"] * batch).sum(), params, torch.ones(2))
+    ('head',)
     """
     lifted = lift(params)
     plan, mesh = lifted.plan, lifted.mesh

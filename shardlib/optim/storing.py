@@ -43,6 +43,9 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
 
     Raises:
         TreeError: one of either kind, or leaves that differ in number or shape.
+
+    >>> sl.optim.apply_updates({"w": torch.ones(2)}, {"w": torch.tensor([0.5, -0.5])})["w"]
+    tensor([1.5000, 0.5000])
     """
     if isinstance(params, Sharded) != isinstance(updates, Sharded):
         kinds = [type(tree).__name__ for tree in (params, updates)]

@@ -265,7 +265,13 @@ class Chain(Transform):
 
 
 def chain(*transforms: Transform) -> Chain:
-    """Compose transforms. Nested chains flatten; the order does not matter."""
+    """Compose transforms. Nested chains flatten; the order does not matter.
+
+    >>> parts = sl.zero(2), sl.precision("bf16"), sl.accumulate(4)
+    >>> plan = sl.make_plan({"w": torch.ones(8, 8)}, sl.abstract_mesh(data=4), sl.chain(*parts))
+    >>> plan == sl.make_plan({"w": torch.ones(8, 8)}, sl.abstract_mesh(data=4), sl.chain(*reversed(parts)))
+    True
+    """
     flat: list[Transform] = []
     for transform in transforms:
         flat.extend(transform.transforms if isinstance(transform, Chain) else [transform])

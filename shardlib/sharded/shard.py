@@ -54,6 +54,10 @@ def shard(
         TreeError: a leaf that is not a tensor, is of a dtype that is not trained, or is on the meta device.
         IllegalComposition: transforms that do not compose, or do not fit the mesh.
         RankMismatch: the ranks' trees, plans or values differ; names the leaves and the ranks.
+
+    >>> params = {"w": torch.ones(8, 4)}
+    >>> sl.simulate(lambda mesh: sl.shard(params, mesh, stage=3).tree["w"].shape, mesh=dict(data=2))
+    [torch.Size([4, 4]), torch.Size([4, 4])]
     """
     mesh = as_mesh(mesh)
     if mesh.abstract:

@@ -38,6 +38,10 @@ def accumulate(n: int, sync: str | None = None) -> Accumulate:
 
     Raises:
         IllegalComposition: ``n`` or ``sync`` out of range.
+
+    >>> parallel = sl.chain(sl.zero(2), sl.accumulate(4))
+    >>> sl.make_plan({"w": torch.ones(8, 8)}, sl.abstract_mesh(data=4), parallel).microbatches
+    4
     """
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise IllegalComposition(f"accumulate(n={n!r}): the number of micro-batches is an integer of at least 1")

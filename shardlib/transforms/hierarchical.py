@@ -44,5 +44,9 @@ def hierarchical(axis: str = "local") -> Hierarchical:
 
     Raises:
         IllegalComposition: when a plan is made: parameters are not split over ``axis``, or over no other.
+
+    >>> two = sl.chain(sl.zero(3, axis="node"), sl.zero(3, axis="local"), sl.hierarchical("local"))
+    >>> sl.make_plan({"w": torch.ones(8, 8)}, sl.abstract_mesh(node=2, local=4), two).payload()
+    {'node': 64, 'local': 576}
     """
     return Hierarchical(axis)

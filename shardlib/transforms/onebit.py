@@ -43,6 +43,12 @@ def onebit(axis: str = "data", scales: str | int = "leaf", *, feedback: bool = T
 
     Raises:
         IllegalComposition: ``scales`` is neither.
+
+    >>> mesh, params = sl.abstract_mesh(data=4), {"w": torch.ones(256, 256)}
+    >>> sl.make_plan(params, mesh, sl.zero(2)).payload()
+    {'data': 393216}
+    >>> sl.make_plan(params, mesh, sl.chain(sl.zero(2), sl.onebit())).payload()
+    {'data': 202764}
     """
     check_scales(scales, "onebit")
     return OneBitGradients(axis, OneBit(scales, feedback))

@@ -119,6 +119,11 @@ def pipeline(
         IllegalComposition: arguments out of range; while planning, parameters that are not a list of blocks, or a
             stage that has none.
         ScheduleError: while planning, more stages than blocks, or a schedule that cannot run on these sizes.
+
+    >>> parallel = sl.pipeline("1f1b", microbatches=4)
+    >>> blocks = [{"w": torch.ones(8, 8)} for _ in range(4)]
+    >>> sl.make_plan(blocks, sl.abstract_mesh(data=1, pipe=2), parallel).pipeline.spans
+    ((0, 2), (2, 4))
     """
     if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
         raise IllegalComposition(f"pipeline(microbatches={microbatches!r}): use an integer of at least 1")

@@ -43,6 +43,10 @@ def powersgd(rank: int = 4, axis: str = "data") -> PowerSGD:
 
     Raises:
         IllegalComposition: ``rank`` is not such a number. When a plan is made, too: gradients are split over any axis.
+
+    >>> parallel = sl.chain(sl.zero(0), sl.powersgd(rank=2))
+    >>> sl.make_plan({"w": torch.ones(256, 256)}, sl.abstract_mesh(data=4), parallel).payload()
+    {'data': 6144}
     """
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise IllegalComposition(f"powersgd(rank={rank!r}): use the number of columns of the factors, 1 or more")

@@ -71,6 +71,10 @@ def precision(
     Raises:
         IllegalComposition: an unknown dtype, or a loss scale without fp16; while planning, globs of ``leaves`` that match
             nothing.
+
+    >>> parallel = sl.chain(sl.zero(1), sl.precision("bf16"))
+    >>> sl.make_plan({"w": torch.ones(256, 256)}, sl.abstract_mesh(data=4), parallel).bytes("param")
+    131072
     """
     chosen = tuple((leaves or {}).items())
     for given in (compute, reduce_dtype, *(name for _, name in chosen)):

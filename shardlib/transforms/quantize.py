@@ -80,6 +80,10 @@ def quantize(
 
     Raises:
         IllegalComposition: neither is given, or not one of these.
+
+    >>> parallel = sl.chain(sl.zero(2), sl.quantize(gradients="int8"))
+    >>> sl.make_plan({"w": torch.ones(256, 256)}, sl.abstract_mesh(data=4), parallel).payload()
+    {'data': 247296}
     """
     if weights is None and gradients is None:
         raise IllegalComposition("quantize() is given nothing to do: give weights='int8', gradients='int4', or both")

@@ -34,6 +34,8 @@ def remat(policy: str | Callable[..., Any] = "full") -> Remat:
 
     Raises:
         IllegalComposition: an unknown policy.
+
+    >>> params = sl.shard({"w": torch.ones(8, 8)}, sl.make_mesh(), sl.chain(sl.zero(0), sl.remat("dots")))
     """
     if policy not in ("full", "dots") and not callable(policy):
         raise IllegalComposition(f"remat policy {policy!r} is not 'full', 'dots' or a policy function")

@@ -50,6 +50,9 @@ def sequence(axis: str, kind: str | Callable[[str], SequenceKind] = "ulysses") -
     Raises:
         IllegalComposition: an unknown kind; while planning, "megatron" without `tensor_slicing` over the axis, or
             with `zero` over it, the other kinds with it.
+
+    >>> mesh, parallel = sl.abstract_mesh(data=2, seq=4), sl.chain(sl.sequence("seq", "ring"), sl.zero(1))
+    >>> plan = sl.make_plan({"w": torch.ones(8, 8)}, mesh, parallel)
     """
     make = KINDS.get(kind) if isinstance(kind, str) else kind
     made = make(axis) if callable(make) else None

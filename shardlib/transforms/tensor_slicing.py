@@ -21,6 +21,11 @@ def column(*, heads: int = 0, transposed: bool = False, gather: bool = False) ->
         heads: the outputs are this many heads, which must not be cut.
         transposed: the weight is stored (in, out), as ``x @ weight`` and transformers' Conv1D have it.
         gather: every rank gets all outputs.
+
+    >>> rules = {"*/attn/qkv": sl.column(heads=2), "*/up": sl.column()}
+    >>> params = {"block": {"up": {"weight": torch.ones(32, 8)}, "attn": {"qkv": {"weight": torch.ones(24, 8)}}}}
+    >>> sl.make_plan(params, sl.abstract_mesh(data=1, model=2), sl.tensor_slicing(rules)).bytes("param")
+    896
     """
     return Column(heads, transposed, gather)
 
@@ -32,6 +37,11 @@ def row(*, heads: int = 0, transposed: bool = False, split: bool = False) -> Sty
         heads: the inputs are this many heads, which must not be cut.
         transposed: as for `column`.
         split: the input comes whole, and each rank takes its share.
+
+    >>> rules = {"*/attn/out": sl.row(heads=2)}
+    >>> params = {"block": {"attn": {"out": {"weight": torch.ones(8, 8)}}}}
+    >>> sl.make_plan(params, sl.abstract_mesh(data=1, model=2), sl.tensor_slicing(rules)).bytes("param")
+    128
     """
     return Row(heads, transposed, split)
 
@@ -147,6 +157,11 @@ def tensor_slicing(rules: Mapping[str, str | Style], axis: str = "model") -> Ten
     Raises:
         IllegalComposition: a style that is not supported; while planning, rules that match nothing, and heads or
             widths that do not divide (all of them are listed).
+
+    >>> parallel = sl.tensor_slicing({"*/up": "column", "*/down": "row"})
+    >>> params = {"mlp": {"up": {"weight": torch.ones(32, 8)}, "down": {"weight": torch.ones(8, 32)}}}
+    >>> sl.make_plan(params, sl.abstract_mesh(data=1, model=4), parallel).bytes("param")
+    512
     """
     unknown = [
         f"{glob}: {style!r}"

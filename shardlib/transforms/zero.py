@@ -54,6 +54,10 @@ def zero(stage: int = 0, axis: str = "data", replicate: str | None = None, *, pr
 
     Raises:
         IllegalComposition: a stage outside 0 to 3, or one axis for both purposes.
+
+    >>> mesh, params = sl.abstract_mesh(data=4), {"w": torch.ones(256, 256)}
+    >>> [sl.make_plan(params, mesh, sl.zero(stage)).bytes("param") for stage in range(4)]
+    [262144, 262144, 262144, 65536]
     """
     if stage not in _SPLIT or isinstance(stage, bool):
         raise IllegalComposition(f"ZeRO stage {stage!r} is not one of 0, 1, 2, 3")

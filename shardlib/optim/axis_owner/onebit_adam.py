@@ -69,6 +69,16 @@ def onebit_adam(
     Raises:
         ValueError: a hyper-parameter out of range.
         IllegalComposition: ``scales`` is neither.
+
+    >>> def train(mesh):
+    ...     params = sl.shard({"w": torch.ones(64, 64)}, mesh, sl.zero(0))
+    ...     loss_fn = lambda params, batch: (batch @ params["w"]).square().mean()
+    ...     state, train_step = sl.make_train_step(loss_fn, params, sl.optim.onebit_adam(1e-2, freeze_step=2))
+    ...     for _ in range(3):
+    ...         state, metrics = train_step(state, torch.ones(2, 64))
+    ...     return state.step
+    >>> sl.simulate(train, mesh=dict(data=2))
+    [3, 3]
     """
     check_adam("onebit_adam", b1, b2, eps, weight_decay)
     check(

@@ -84,6 +84,16 @@ def zero_one_adam(
     Raises:
         ValueError: a hyper-parameter out of range; in a step, a state that was frozen before ``var_freeze_step``.
         IllegalComposition: ``scales`` is neither.
+
+    >>> def train(mesh):
+    ...     params = sl.shard({"w": torch.ones(64, 64)}, mesh, sl.zero(0))
+    ...     loss_fn = lambda params, batch: (batch @ params["w"]).square().mean()
+    ...     state, train_step = sl.make_train_step(loss_fn, params, sl.optim.zero_one_adam(1e-2, var_freeze_step=2))
+    ...     for _ in range(3):
+    ...         state, metrics = train_step(state, torch.ones(2, 64))
+    ...     return state.step
+    >>> sl.simulate(train, mesh=dict(data=2))
+    [3, 3]
     """
     check_adam("zero_one_adam", b1, b2, eps, weight_decay)
     check_scales(scales, "zero_one_adam")
