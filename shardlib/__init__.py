@@ -9,9 +9,9 @@ from shardlib.mesh.specs import P
 from shardlib.models.from_module import from_module
 from shardlib.nn import Mean, block, dropout, sequential
 from shardlib.optim.train_state import TrainState, replace_params
-from shardlib.plan.claims import chain
 from shardlib.plan.loss_scale import LossScale
 from shardlib.plan.plan import Plan
+from shardlib.plan.transform import chain
 from shardlib.rng import Key
 from shardlib.sharded.shard import shard
 from shardlib.sharded.tree import Sharded

@@ -18,9 +18,9 @@ from shardlib.mesh.mesh import Mesh, as_mesh
 from shardlib.mesh.transport import EchoGroup
 from shardlib.optim.wrapping import require_transformations
 from shardlib.plan.build import build_plan
-from shardlib.plan.claims import Transform
 from shardlib.plan.plan import Plan
 from shardlib.plan.reductions import Reductions
+from shardlib.plan.transform import Transform
 from shardlib.rng import Key
 from shardlib.sharded.shard import default_transform
 from shardlib.sharded.tree import Sharded

@@ -21,9 +21,10 @@ from shardlib.mesh.transport import EchoGroup
 from shardlib.optim.locality import Locality
 from shardlib.optim.shards import WHOLE, MeshShards, Shards
 from shardlib.optim.storing import optimizer_shards, stored
-from shardlib.plan.claims import AxisOwner, Claim, LeafInfo, Reduce, Transform
+from shardlib.plan.claims import AxisOwner, Claim, LeafInfo, Reduce
 from shardlib.plan.plan import Plan
-from shardlib.plan.resolve import Resolved
+from shardlib.plan.resolved import Resolved
+from shardlib.plan.transform import Transform
 from shardlib.plan.value import ROLES
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, check_alike, check_trained, tree_map

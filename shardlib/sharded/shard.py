@@ -18,8 +18,8 @@ from shardlib.mesh.specs import P, shard_of
 from shardlib.mesh.transport import EchoGroup
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.build import build_plan
-from shardlib.plan.claims import Transform, chain
 from shardlib.plan.plan import Plan
+from shardlib.plan.transform import Transform, chain
 from shardlib.plan.value import ROLES
 from shardlib.sharded.checksum import checksum
 from shardlib.sharded.tree import Sharded, check_same_tree, check_ties
