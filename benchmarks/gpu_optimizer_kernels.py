@@ -14,8 +14,9 @@ from shardlib.kernels.common.build import BuildError
 
 _ODD = 1_000_003  # elements in the checks
 _RATE = torch.tensor(1e-3, dtype=torch.float64)
-_ADAM = {"count": torch.tensor(3.0), "b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
-_LION = {"lr": _RATE, "b1": 0.9, "b2": 0.99, "weight_decay": 0.1}
+_ADAM = adamw.factors_at(3.0, 1e-3, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.1)
+_DIRECTION = adamw.direction_at(3.0, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.1)
+_LION = lion.factors_at(1e-3, b1=0.9, b2=0.99, weight_decay=0.1)
 _FROZEN = {"lr": _RATE, "eps": 1e-8, "weight_decay": 0.1}
 
 
@@ -42,24 +43,20 @@ class _Buffers:
         return {
             "AdamW, bf16 in, bf16 out": (
                 28,
-                lambda u: adamw.adamw_(
-                    b.param, b.narrow, b.mu, b.nu, copy=b.copy, lr=_RATE, scale=b.scale, using=u, **_ADAM
-                ),
+                lambda u: adamw.adamw_(b.param, b.narrow, b.mu, b.nu, _ADAM, copy=b.copy, scale=b.scale, using=u),
             ),
-            "AdamW, fp32": (28, lambda u: adamw.adamw_(b.param, b.grad, b.mu, b.nu, lr=_RATE, using=u, **_ADAM)),
+            "AdamW, fp32": (28, lambda u: adamw.adamw_(b.param, b.grad, b.mu, b.nu, _ADAM, using=u)),
             "AdamW with moments in 8 bits, bf16 in, bf16 out": (
                 16.0625,
-                lambda u: adamw8.adamw8_(
-                    b.param, b.narrow, *b.coded, copy=b.copy, lr=_RATE, scale=b.scale, using=u, **_ADAM
-                ),
+                lambda u: adamw8.adamw8_(b.param, b.narrow, *b.coded, _ADAM, copy=b.copy, scale=b.scale, using=u),
             ),
             "Adam's direction": (
                 28,
-                lambda u: adamw.adam_direction_(b.param, b.grad, b.mu, b.nu, scale=b.scale, using=u, **_ADAM),
+                lambda u: adamw.adam_direction_(b.param, b.grad, b.mu, b.nu, _DIRECTION, scale=b.scale, using=u),
             ),
             "Lion, bf16 in, bf16 out": (
                 20,
-                lambda u: lion.lion_(b.param, b.narrow, b.mu, copy=b.copy, scale=b.scale, using=u, **_LION),
+                lambda u: lion.lion_(b.param, b.narrow, b.mu, _LION, copy=b.copy, scale=b.scale, using=u),
             ),
             "norm and finite check, fp32": (4, lambda u: global_norm.sum_of_squares(b.param, using=u)),
             "norm and finite check, bf16": (2, lambda u: global_norm.sum_of_squares(b.narrow, using=u)),
@@ -106,7 +103,7 @@ def measurements(timing: Timing) -> Rows:
     """Bytes per second of every implementation, of plain torch, of torch's fused AdamW and of a copy, taking turns."""
     device, elements = timing.device, 1 << (16 if timing.tiny else 28)
     b = _Buffers(elements, device)
-    count = _ADAM["count"].to(device)
+    count = torch.tensor(3.0, device=device)
     wide = torch.empty_like(b.grad)
 
     def fused(grad: torch.Tensor) -> None:

@@ -50,7 +50,7 @@ def _comparisons() -> dict[str, _Comparison]:
     param, grad, mu = (torch.randn(_ELEMENTS, generator=generator) for _ in range(3))
     nu, narrow = torch.rand(_ELEMENTS, generator=generator) * 1e-2, grad.bfloat16()
     copy, wide, count = torch.empty_like(narrow), torch.empty_like(grad), torch.tensor(3.0)
-    step = partial(adamw.adamw_, count=count, lr=_RATE, b1=0.9, b2=0.999, **_HYPER)
+    step = partial(adamw.adamw_, factors=adamw.factors_at(3.0, 1e-5, b1=0.9, b2=0.999, **_HYPER))
 
     def fused(gradient: torch.Tensor) -> None:
         options = {"lr": 1e-5, "beta1": 0.9, "beta2": 0.999, "amsgrad": False, "maximize": False} | _HYPER

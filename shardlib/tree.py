@@ -36,6 +36,11 @@ def tree_map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     return optree.tree_map(fn, tree, *rest)
 
 
+def tree_unzip(like: Tree, tree: Tree, count: int) -> tuple[Tree, ...]:
+    """The first, second, … of the ``count`` values that ``tree`` has for each leaf of ``like``, as a tree each."""
+    return tuple(optree.tree_map(lambda _, values, at=at: values[at], like, tree) for at in range(count))
+
+
 def leaves_of(tree: Tree) -> list[Any]:
     return optree.tree_leaves(tree)
 

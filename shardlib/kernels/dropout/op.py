@@ -13,8 +13,6 @@ x, r, y and their gradients are ``[..., columns]`` in fp32, bf16 or fp16 (float6
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from shardlib.kernels.common import rows
@@ -23,24 +21,9 @@ from shardlib.kernels.common.dispatch import on, serving
 from shardlib.kernels.common.operators import differentiable
 from shardlib.kernels.counter import signed, spread
 from shardlib.kernels.dropout import reference
+from shardlib.kernels.dropout.arguments import Draw
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
-
-
-class Draw(NamedTuple):
-    """Which elements are dropped.
-
-    Attributes:
-        p: the probability, in [0, 1).
-        seed: modulo 2^64.
-        start: the index of the first element; the others follow it.
-        starts: or the index of each row's first element, int64, one per row.
-    """
-
-    p: float
-    seed: int
-    start: int = 0
-    starts: torch.Tensor | None = None
 
 
 def dropout(

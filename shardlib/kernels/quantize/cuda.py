@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,9 +54,4 @@ def dequantize_sum_quantize(
 
 
 def _library() -> Any:
-    return _functions(native.cuda_path("quantize"))
-
-
-@functools.cache
-def _functions(path: Path) -> Any:
-    return native.functions(path, _SIGNATURES, checked=True)
+    return native.cuda_functions("quantize", _SIGNATURES)
