@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shardlib._compat import DataDependentOutputException, FakeTensorMode
 from shardlib.execute.batches import as_tensors, split_batch
 from shardlib.execute.buffers import buffer_sizes
 from shardlib.execute.live import LiveBytes
@@ -96,7 +96,7 @@ def _traced(plan: Plan, loss_fn: Callable[..., Any], batch: Any, buffers: Any) -
             live, activations = _live_bytes(*traced), dict(mesh.traffic.activations)
             if step.executor.gathers:  # again: the order is known now, and the next unit on its way while one computes
                 live = max(live, _live_bytes(*traced))
-        except torch._subclasses.fake_tensor.DataDependentOutputException as error:
+        except DataDependentOutputException as error:
             return replace(plan, log=(*plan.log, f"not traced: the loss reads values ({error})", _UNEVEN))
     return replace(plan, touches=step.executor.touches, activations=activations, live=live)
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import optree
 import torch
-import torch.utils._pytree as torch_pytree
-from torch._subclasses.fake_tensor import FakeTensor
 
+from shardlib._compat import FakeTensor, pytree
 from shardlib.errors import TreeError, listing
 
 Tree = Any
@@ -132,7 +131,7 @@ def register_node(
         build,
         namespace=optree.registry.__GLOBAL_NAMESPACE,
     )
-    torch_pytree.register_pytree_node(
+    pytree.register_pytree_node(
         cls,
         lambda node: _torch_children(children(node)),
         lambda values, static: build(static, values),

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardlib._compat import run_first
+from shardlib._compat import pytree, run_first, version_of
 from shardlib.collectives import pairs
 from shardlib.collectives.cross_entropy import vocab_cross_entropy
 from shardlib.errors import HandleError, SpecError, listing
@@ -51,13 +50,13 @@ class Slices:
         if not grad and not self.cuts_sequence(axis):
             return x
         known = self._last.get(axis)
-        if known is not None and known[0]() is x and known[1] == (x._version, grad):
+        if known is not None and known[0]() is x and known[1] == (version_of(x), grad):
             return known[2]
         if self.cuts_sequence(axis):
             entered = pairs.all_gather(_with_sequence(x), axis, dim=1, mesh=self.mesh)
         else:
             entered = pairs.copy(x, axis, mesh=self.mesh)
-        self._last[axis] = (weakref.ref(x), (x._version, grad), entered)
+        self._last[axis] = (weakref.ref(x), (version_of(x), grad), entered)
         return entered
 
     def leave(self, y: torch.Tensor, axis: str) -> torch.Tensor:
@@ -147,12 +146,12 @@ def gathered(value: Any) -> Any:
         tensor = handle._source.leaf(handle._index)
         return handle if isinstance(handle, SlicedHandle) else tensor
 
-    return tree_map_only(Handle, arrive, value)
+    return pytree.tree_map_only(Handle, arrive, value)
 
 
 def refuse_slices(value: Any) -> None:
     """Raise where a compiled block is given sliced parameters: its pairs go in call by call, which compiling skips."""
-    for leaf in tree_leaves(value):
+    for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, SlicedHandle) and not leaf._style.sums:
             raise HandleError(
                 f"a compiled block is given {leaf._path}, which is sliced ({leaf._style}); compile functions that use no "
@@ -316,7 +315,7 @@ def _require_whole_layer(weight: Any, bias: Any) -> None:
 
 
 def _refuse(func: Any, values: list[Any]) -> None:
-    for handle in tree_leaves(values):
+    for handle in pytree.tree_leaves(values):
         if isinstance(handle, SlicedHandle) and not handle._style.sums:
             told, style = getattr(func, "__name__", None) or func, handle._style
             raise HandleError(

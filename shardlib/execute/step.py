@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from shardlib._compat import is_compiled
 from shardlib.collectives import primitives
 from shardlib.collectives.codecs.base import Errors
 from shardlib.errors import BatchError, HandleError, IllegalComposition, LossError, NonFiniteError, TreeError
@@ -19,7 +20,7 @@ from shardlib.execute.copies import require_alike
 from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Gradients, Route, plain_route
 from shardlib.execute.inputs import Inputs
-from shardlib.execute.losses import Outcome, is_compiled, needs, read_loss, require_function, require_gradient, wants
+from shardlib.execute.losses import Outcome, needs, read_loss, require_function, require_gradient, wants
 from shardlib.execute.means import quotients, sum_means
 from shardlib.execute.sequence import require_whole_loss
 from shardlib.execute.stages.pipe import Pipe

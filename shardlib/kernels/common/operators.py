@@ -16,15 +16,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
 
+from shardlib._compat import below_autograd, forward_level, no_autocast
 from shardlib.kernels.common.recompute import can_hook
 
 _NAMESPACE = "shardlib"
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
-    torch._C.DispatchKey.AutocastCUDA
-)
 
 # Tensors and constants in, tensors out.
 Pass = Callable[..., list[torch.Tensor]]
@@ -149,7 +146,7 @@ def differentiable(
 
 def _without_derivatives() -> bool:
     """Whether no derivative of what is computed here can be asked for, of any kind, and no compiler looks on."""
-    return not torch.is_grad_enabled() and can_hook() and forward_ad._current_level < 0
+    return not torch.is_grad_enabled() and can_hook() and forward_level() < 0
 
 
 def autocast_as_a_product(*factors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -166,7 +163,7 @@ def _as_written(function: Pass) -> Pass:
 
     @functools.wraps(function)
     def kernel(*values: Any) -> list[torch.Tensor]:
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        with no_autocast():
             return function(*values)
 
     return kernel
@@ -181,7 +178,7 @@ def _refusing_gradients(name: str, operator: Pass) -> Pass:
                 f"{name}: torch.func.grad inside torch.compile loses this operation's gradient; compile the loss and "
                 "differentiate it by torch.autograd.grad, or leave torch.func.grad uncompiled"
             )
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return operator(*values)
 
     return kernel
