@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 import shardlib as sl
 from benchmarks.gpu_timing import Rows, Timing
 from shardlib.kernels.sparse_attention import triton
-from shardlib.kernels.sparse_attention.options import Blocks, Options
+from shardlib.kernels.sparse_attention.arguments import Blocks, Options
 from shardlib.sparse import Layout
 
 _LAYOUTS: dict[str, Callable[[int], Layout]] = {"Fixed": sl.sparse.fixed, "BigBird": sl.sparse.bigbird}
