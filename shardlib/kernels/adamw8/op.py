@@ -48,13 +48,7 @@ def adamw8_(
         mu, nu: codes of the moments, signed and unsigned, uint8 in the shape of ``param``.
         mu_scales, nu_scales: their blocks' scales, fp32 ``[⌈elements / 256⌉]``.
         factors: of the step, by `shardlib.kernels.adamw.factors_at` of numbers.
-        scale: multiplies the gradient first (unscaling and clipping folded into the pass), a 0-d float64 tensor.
-        copy: is filled with the new parameter, bf16 or fp16.
-        using: names one implementation ("cpu", "triton", "reference"), for tests.
-
-    Raises:
-        ValueError: shapes or devices differ.
-        TypeError: dtypes that are not served.
+        scale, copy, using: as of `shardlib.kernels.adamw.adamw_`, which also says what is raised; there is no "cuda".
     """
     tensors = {"param": param, "grad": grad} | ({} if copy is None else {"copy": copy})
     check(tensors, "param", scale, read=("grad",))

@@ -38,13 +38,7 @@ def lion_(
 
     Args:
         factors: of the step, by `factors_at` of numbers.
-        scale: multiplies the gradient first (unscaling and clipping folded into the pass), a 0-d float64 tensor.
-        copy: is filled with the new parameter, bf16 or fp16.
-        using: names one implementation ("cpu", "cuda", "triton", "reference"), for tests.
-
-    Raises:
-        ValueError: shapes or devices differ.
-        TypeError: dtypes that are not served.
+        scale, copy, using: as of `shardlib.kernels.adamw.adamw_`, which also says what is raised.
     """
     tensors = {"param": param, "grad": grad, "mu": mu} | ({} if copy is None else {"copy": copy})
     check(tensors, "param", scale, read=("grad",))
