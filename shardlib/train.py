@@ -87,7 +87,7 @@ def make_train_step(
     stage; tensors are detached, and parameters whole and as they were in the loss).
 
     Args:
-        loss_fn: ``loss_fn(params, batch)``, plain PyTorch; see the README for its forms. ``batch`` is a pytree: NumPy's
+        loss_fn: ``loss_fn(params, batch)``, plain PyTorch; see docs/training.md for its forms. ``batch`` is a pytree: NumPy's
             arrays come as tensors, other leaves than arrays and tensors as they are; tensors with dimensions have one row
             per sample where they are cut into micro-batches.
             At stage 3 it is called twice in a step in which ranks turn out to use other parameters than before, so it must

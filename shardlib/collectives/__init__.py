@@ -1,5 +1,6 @@
-"""Collectives by axis name: counted primitives beneath, dual pairs that autograd crosses above."""
+"""Collectives by axis name: counted primitives beneath, dual pairs that autograd crosses above; the kinds of `sequence`."""
 
+from shardlib.collectives import sequence
 from shardlib.collectives.cross_entropy import vocab_cross_entropy
 from shardlib.collectives.pairs import (
     all_gather,
@@ -13,6 +14,7 @@ from shardlib.collectives.pairs import (
 )
 
 __all__ = [
+    # pairs
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -22,4 +24,6 @@ __all__ = [
     "reduce_scatter",
     "split",
     "vocab_cross_entropy",
+    # rooms
+    "sequence",
 ]

@@ -11,8 +11,8 @@ from shardlib.mesh.launch.orphans import end_with
 from shardlib.optional import MissingPackage
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+def make_parser() -> argparse.ArgumentParser:
+    """Of all commands: each puts its ``run`` and its arguments into what is parsed."""
     parser = argparse.ArgumentParser(prog="shardlib", description="Functional sharding on PyTorch.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, module in (("train", train), ("lr-range-test", lr_range_test), ("plan", plan), ("doctor", doctor)):
@@ -22,7 +22,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         module.add_arguments(command)
         command.set_defaults(run=module.run)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    args = make_parser().parse_args(argv)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with(os.getppid())  # else a torchrun that is killed leaves its ranks running
     try:

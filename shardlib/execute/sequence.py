@@ -7,12 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from shardlib.collectives import pairs, primitives
-from shardlib.collectives.sequence.ring import ring_attention
-from shardlib.collectives.sequence.ulysses import ulysses_attention
+from shardlib.collectives.sequence.base import Attention, SequenceKind
 from shardlib.errors import LossError, SpecError, listing
 from shardlib.mesh.mesh import Mesh
-from shardlib.nn.attention import Attention, plain_attention
-from shardlib.nn.sequence import SequencePlan
+from shardlib.nn.attention import plain_attention
 
 
 class SequenceParts:
@@ -22,10 +20,9 @@ class SequenceParts:
         done: where the steps ("enter", "mix", "leave") go that a loss function takes, and without which it is wrong.
     """
 
-    def __init__(self, plan: SequencePlan, mesh: Mesh, done: set[str]) -> None:
-        self.axis, self.kind = plan.axis, plan.kind
-        self._plan, self._mesh = plan, mesh
-        self._size, self._rank = mesh.shape[plan.axis], mesh.coords[plan.axis]
+    def __init__(self, kind: SequenceKind, mesh: Mesh, done: set[str]) -> None:
+        self.kind, self._mesh = kind, mesh
+        self._axis, self._size, self._rank = kind.axis, mesh.shape[kind.axis], mesh.coords[kind.axis]
         self._done = done
 
     def note(self, what: str) -> None:
@@ -37,14 +34,12 @@ class SequenceParts:
         return chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim)
 
     def chunks(self, length: int) -> list[tuple[int, int]]:
-        return self._plan.chunks(self._rank, self._size, length)
+        return self.kind.chunks(self._rank, self._size, length)
 
     def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         self.note("leave")
-        whole = pairs.all_gather(x, self.axis, dim=dim, dst="invariant", mesh=self._mesh)
-        chunks = [
-            chunk for rank in range(self._size) for chunk in self._plan.chunks(rank, self._size, whole.shape[dim])
-        ]
+        whole = pairs.all_gather(x, self._axis, dim=dim, dst="invariant", mesh=self._mesh)
+        chunks = [chunk for rank in range(self._size) for chunk in self.kind.chunks(rank, self._size, whole.shape[dim])]
         if chunks == sorted(chunks):
             return whole
         pieces = whole.split([length for _, length in chunks], dim)
@@ -52,14 +47,11 @@ class SequenceParts:
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         self.note("leave")
-        return pairs.all_reduce(x, self.axis, dst="invariant", mesh=self._mesh)
+        return pairs.all_reduce(x, self._axis, dst="invariant", mesh=self._mesh)
 
     def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: Attention) -> torch.Tensor:
         self.note("mix")
-        if self.kind == "megatron":
-            return plain_attention(q, k, v, how)  # a column-sliced layer gave it all positions of its heads
-        over = ulysses_attention if self.kind == "ulysses" else ring_attention
-        return over(q, k, v, self.axis, how, mesh=self._mesh)
+        return self.kind.attention(q, k, v, how, plain_attention, self._mesh)
 
     def loss(
         self,
@@ -72,7 +64,7 @@ class SequenceParts:
         """The loss of all positions from ``part(targets, reduction)``, that of this rank's: equal on all ranks."""
         if targets.dim() < 2 or x.shape[:-1] != (targets.shape[0], targets.shape[1] // self._size, *targets.shape[2:]):
             raise SpecError(
-                f"linear_cross_entropy under {self._plan}: targets of shape {tuple(targets.shape)} must be whole and have "
+                f"linear_cross_entropy under {self.kind}: targets of shape {tuple(targets.shape)} must be whole and have "
                 f"dimensions (batch, sequence), and x of shape {tuple(x.shape)} this rank's part of the sequence, 1 of "
                 f"{self._size}; pass targets that are not sharded, and x as (batch, sequence, width)"
             )
@@ -91,7 +83,7 @@ class SequenceParts:
 
 
 def require_whole_loss(
-    plan: SequencePlan,
+    kind: SequenceKind,
     mesh: Mesh,
     done: Iterable[str],
     loss: tuple[torch.Tensor, torch.Tensor] | None,
@@ -110,12 +102,14 @@ def require_whole_loss(
     values = None
     if loss is not None and not mesh.abstract:
         values = torch.stack([number.detach().double().to(mesh.device) for number in loss]).tolist()
-    everyone = primitives.all_gather_object(mesh, [*along, plan.axis], (set(done), values))
+    everyone = primitives.all_gather_object(mesh, [*along, kind.axis], (set(done), values))
     taken = {step for theirs, _ in everyone for step in theirs}
-    missing = [told for name, told in _STEPS.items() if name not in taken and (name, plan.kind) != ("mix", "megatron")]
+    if not kind.needs_attention:
+        taken.add("mix")
+    missing = [told for name, told in _STEPS.items() if name not in taken]
     if missing:
         raise LossError(
-            f"the plan cuts sequences ({plan}) and the loss function never calls\n{listing(missing)}\nso its "
+            f"the plan cuts sequences ({kind}) and the loss function never calls\n{listing(missing)}\nso its "
             "gradients would be wrong. Build the model of these functions (see shardlib.models.gpt), or take "
             "sequence(...) out of the plan."
         )
@@ -124,7 +118,7 @@ def require_whole_loss(
     if any(abs(a - b) > 1e-6 * abs(b) for theirs in losses for a, b in zip(theirs, losses[0])):
         told = ", ".join(f"rank {rank}: {total:g} (weight {w:g})" for rank, (total, w) in enumerate(losses))
         raise LossError(
-            f"the loss differs along axis {plan.axis!r}, whose ranks share one batch ({plan}): {told}. A loss must "
+            f"the loss differs along axis {kind.axis!r}, whose ranks share one batch ({kind}): {told}. A loss must "
             "be that of the whole sequence: use sl.nn.linear_cross_entropy, or sum what each rank has by sl.nn.sum_sequence"
         )
 

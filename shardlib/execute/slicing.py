@@ -42,7 +42,7 @@ class Slices:
 
     def cuts_sequence(self, axis: str) -> bool:
         """Whether activations outside the slices over ``axis`` are parts of the sequence."""
-        return self.parts is not None and self.parts.kind == "megatron" and self.parts.axis == axis
+        return self.parts is not None and self.parts.kind.gathers_for_slices and self.parts.kind.axis == axis
 
     def enter(self, x: torch.Tensor, axis: str) -> torch.Tensor:
         """One pair per input: several layers that read it (query, key, value) then share one exchange each way."""

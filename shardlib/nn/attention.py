@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 
+from shardlib.collectives.sequence.base import Attention
 from shardlib.nn.sequence import current_parts
 from shardlib.nn.sparse_attention import sparse_attention
 from shardlib.sparse.layout import Layout, check_layout
-
-
-@dataclass(frozen=True)
-class Attention:
-    """What `attention` was asked for beside its tensors; ``key_mask`` is (batch, whole sequence)."""
-
-    causal: bool = False
-    scale: float | None = None
-    key_mask: torch.Tensor | None = None
-    layout: Layout | None = None
 
 
 def attention(

@@ -9,49 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
-from shardlib.errors import SpecError
-
-if TYPE_CHECKING:
-    from shardlib.nn.attention import Attention
-
-KINDS = ("megatron", "ulysses", "ring")
-
-
-@dataclass(frozen=True)
-class SequencePlan:
-    """Over which axis sequences are cut, and how positions are mixed: see `shardlib.sequence`."""
-
-    axis: str
-    kind: str
-
-    def __str__(self) -> str:
-        return f"{self.kind} over axis {self.axis!r}"
-
-    def chunks(self, rank: int, size: int, length: int) -> list[tuple[int, int]]:
-        """Where the part of ``rank`` lies: (start, length) of each chunk, in order.
-
-        The ring's ranks hold two chunks each, one from either end (zig-zag): under a causal mask the first positions
-        have few keys and the last have many, so that every rank then has the same work.
-
-        Raises:
-            SpecError: the length does not divide.
-        """
-        pieces = size * (2 if self.kind == "ring" else 1)
-        if length % pieces or not length:
-            twice = f": two chunks a rank, {pieces} in all" if self.kind == "ring" else ""
-            raise SpecError(
-                f"a sequence of length {length} does not divide over axis {self.axis!r} of size {size} "
-                f"(sequence, kind={self.kind!r}{twice}); pad it to a multiple of {pieces}, with ignore_index as the "
-                "targets of the padding"
-            )
-        step = length // pieces
-        mine = (rank, pieces - 1 - rank) if self.kind == "ring" else (rank,)
-        return [(chunk * step, step) for chunk in mine]
+from shardlib.collectives.sequence.base import Attention
 
 
 class Parts(Protocol):
@@ -84,8 +46,8 @@ current_parts: ContextVar[Parts | None] = ContextVar("current_parts", default=No
 def shard_sequence(x: torch.Tensor, dim: int = 1) -> torch.Tensor:
     """This rank's part, along ``dim``, of an ``x`` that is whole on every rank; ``x`` itself without a sequence plan.
 
-    Under kind="ring" the part is two chunks, one from either end of the sequence. Backward fills zeros in for the
-    other ranks' parts: gradients of parameters are partial sums, and are summed over the axis once.
+    The part may be several chunks: under kind="ring" two, one from either end of the sequence. Backward fills zeros
+    in for the other ranks' parts: gradients of parameters are partial sums, and are summed over the axis once.
 
     Raises:
         SpecError: the length does not divide over the axis.

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from shardlib.collectives.sequence.base import SequenceKind
 from shardlib.errors import IllegalComposition, axes_named
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.specs import Leaf, P, check_leaves
-from shardlib.nn.sequence import SequencePlan
 from shardlib.plan.buckets import Bucket, stands_alone
 from shardlib.plan.check_axes import check_axes
 from shardlib.plan.claims import LeafInfo, Slots, Transform, resolve
@@ -201,7 +201,7 @@ def _buckets(
     slots: Slots,
     split: Mapping[str, tuple[str, ...]],
     batch_axes: tuple[str, ...],
-    sequence: SequencePlan | None,
+    sequence: SequenceKind | None,
     sizes: Mapping[str, int],
     order: Mapping[str, int],
 ) -> tuple[Bucket, ...]:
@@ -273,19 +273,14 @@ def _short(
     return tuple(found)
 
 
-def _sequence(slots: Slots, sizes: Mapping[str, int]) -> SequencePlan | None:
+def _sequence(slots: Slots, sizes: Mapping[str, int]) -> SequenceKind | None:
     """How sequences are cut, where they are; None on an axis of size one."""
-    found: SequencePlan | None = slots.get(("schedule", "sequence"))
+    found: SequenceKind | None = slots.get(("schedule", "sequence"))
     if found is None:
         return None
-    axis, kind = found.axis, found.kind
-    sliced = any(axis in spec.axes for slot, spec in slots.items() if slot[0] == "use" and slot[2] == "spec")
-    if kind == "megatron" and not sliced:
-        raise IllegalComposition(
-            f"sequence(axis={axis!r}, kind={kind!r}) changes the exchanges of layers that are sliced over {axis!r}, and none "
-            f"is: add tensor_slicing(rules, axis={axis!r}), or use kind='ulysses' or 'ring', which need none"
-        )
-    return found if sizes[axis] > 1 else None
+    specs = [spec for slot, spec in slots.items() if slot[0] == "use" and slot[2] == "spec"]
+    found.check({axis for spec in specs for axis in spec.axes})
+    return found if sizes[found.axis] > 1 else None
 
 
 def _splits(slots: Slots, sizes: Mapping[str, int]) -> dict[str, tuple[str, ...]]:

@@ -30,7 +30,7 @@ def check_axes(slots: Slots, owners: Mapping[tuple[str, ...], str], mesh: Mesh) 
     for axis, use, slot in _uses(slots):
         uses.setdefault(axis, {}).setdefault(use, owners[slot])
     sequence = slots.get(("schedule", "sequence"))
-    together = {"sequence", "slices" if sequence and sequence.kind == "megatron" else "batch"}
+    together = {"sequence", "slices" if sequence and sequence.gathers_for_slices else "batch"}
     unknown = sorted(set(uses) - set(mesh.shape))
     if unknown:
         used = {use: [axis for axis in mesh.shape if use in uses.get(axis, ())] for use in _TOLD}

@@ -15,9 +15,9 @@ import torch
 
 from shardlib.collectives.codecs.base import Codec
 from shardlib.collectives.codecs.integers import Packing
+from shardlib.collectives.sequence.base import SequenceKind
 from shardlib.errors import IllegalComposition, listing
 from shardlib.mesh.specs import P
-from shardlib.nn.sequence import SequencePlan
 from shardlib.plan.loss_scale import LossScale
 from shardlib.plan.styles import Style
 from shardlib.schedules import Pipeline
@@ -100,7 +100,7 @@ class Schedule:
     loss_scale: LossScale | None = None
     cast_batch: torch.dtype | None = None
     pipeline: Pipeline | None = None
-    sequence: SequencePlan | None = None
+    sequence: SequenceKind | None = None
 
     def slots(self) -> dict[tuple[str, ...], Any]:
         return {("schedule", name): value for name, value in _given(self)}

@@ -13,9 +13,9 @@ import torch
 
 from shardlib.collectives.codecs.base import Codec
 from shardlib.collectives.codecs.integers import Packing
+from shardlib.collectives.sequence.base import SequenceKind
 from shardlib.errors import TreeError, listing
 from shardlib.mesh.specs import Leaf
-from shardlib.nn.sequence import SequencePlan
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.channels import Channel, channels
 from shardlib.plan.claims import LeafInfo
@@ -82,7 +82,7 @@ class Plan:
     prefetch: bool
     loss_scale: LossScale | None
     cast_batch: torch.dtype | None
-    sequence: SequencePlan | None = None
+    sequence: SequenceKind | None = None
     codecs: Mapping[str, Codec] = field(default_factory=dict)
     packings: Mapping[str, Packing] = field(default_factory=dict)
     second_level: int | None = None

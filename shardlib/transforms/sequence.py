@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from shardlib.collectives.sequence import KINDS, SequenceKind
 from shardlib.errors import IllegalComposition
-from shardlib.nn.sequence import KINDS, SequencePlan
 from shardlib.plan.claims import Claim, LeafInfo, Schedule
 
 
 @dataclass(frozen=True)
 class SequenceParallel:
-    plan: SequencePlan
+    kind: SequenceKind
 
     @property
     def name(self) -> str:
-        return f"sequence(axis={self.plan.axis!r}, kind={self.plan.kind!r})"
+        return f"sequence(axis={self.kind.axis!r}, kind={self.kind.name!r})"
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
-        yield Schedule(sequence=self.plan)
+        yield Schedule(sequence=self.kind)
 
 
-def sequence(axis: str, kind: str = "ulysses") -> SequenceParallel:
+def sequence(axis: str, kind: str | Callable[[str], SequenceKind] = "ulysses") -> SequenceParallel:
     """Cut activations along the sequence (dimension 1) over ``axis``. The ranks along it share one batch.
 
     ========  =================================================================================================
@@ -36,6 +36,8 @@ def sequence(axis: str, kind: str = "ulysses") -> SequenceParallel:
               2310.01889); each rank has one chunk from either end of the sequence, so that causal work is even
     ========  =================================================================================================
 
+    For a kind of your own give a subclass of `shardlib.collectives.sequence.SequenceKind`.
+
     The model calls `shard_sequence` (or `embedding`), `attention` and `linear_cross_entropy`, which are plain PyTorch
     without this transform; dropout draws the whole sequence's mask. Every parameter that is not sliced over ``axis``
     is whole there and its gradient is summed. With "ulysses" and "ring" ``zero(stage, axis=axis)`` splits the training
@@ -45,6 +47,11 @@ def sequence(axis: str, kind: str = "ulysses") -> SequenceParallel:
         IllegalComposition: an unknown kind; while planning, "megatron" without `tensor_slicing` over the axis, or
             with `zero` over it, the other kinds with it.
     """
-    if kind not in KINDS:
-        raise IllegalComposition(f"sequence(kind={kind!r}) is not one of {', '.join(map(repr, KINDS))}")
-    return SequenceParallel(SequencePlan(axis, kind))
+    make = KINDS.get(kind) if isinstance(kind, str) else kind
+    made = make(axis) if callable(make) else None
+    if not isinstance(made, SequenceKind):
+        raise IllegalComposition(
+            f"sequence(kind={kind!r}) is not one of {', '.join(map(repr, KINDS))}, and makes no "
+            "shardlib.collectives.sequence.SequenceKind of an axis, as a subclass does"
+        )
+    return SequenceParallel(made)

@@ -11,8 +11,8 @@ from functools import partial
 import pytest
 
 import shardlib as sl
-from shardlib.commands import __main__ as cli
 from shardlib import checkpoint
+from shardlib.commands import __main__ as cli
 from shardlib.commands import doctor, model
 from shardlib.plan.loss_scale import LossScale
 

@@ -226,13 +226,13 @@ def distinct_parts(updates):
     }
 
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
-SNIPPET = re.search(r"## Optimizers.*?```python\n(.*?)```", README, re.S)[1]
+PAGE = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
+SNIPPET = re.search(r"```python\n(o = sl\.optim\n.*?)```", PAGE, re.S)[1]
 EXAMPLES = re.split(r"^tx = ", SNIPPET, flags=re.M)[1:]
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
-def test_the_readmes_optimizers_train_the_gpt(number):
+def test_the_pages_optimizers_train_the_gpt(number):
     """On shards as on one rank, and they get somewhere."""
     tx = eval(EXAMPLES[number].strip(), {"o": opt, "torch": torch})
     loss_fn, params = tiny_gpt(torch.float64)

@@ -19,12 +19,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import shardlib as sl
 from shardlib import checkpoint
-from shardlib.collectives.sequence.ring import _Trip, ring_attention
-from shardlib.collectives.sequence.ulysses import ulysses_attention
+from shardlib.collectives.sequence import Attention, Ring, Ulysses
+from shardlib.collectives.sequence.ring import _Trip
 from shardlib.errors import IllegalComposition, LossError, SpecError
 from shardlib.models import gpt
-from shardlib.nn.attention import Attention, plain_attention
-from shardlib.nn.sequence import SequencePlan
+from shardlib.nn.attention import plain_attention
 
 SIZES = {"vocab": 32, "width": 16, "heads": 8, "sequence": 8}
 CONFIG = replace(TINY, **SIZES)
@@ -250,7 +249,7 @@ def whole_of(parts, plan, dim):
 
 
 @given(
-    kind=st.sampled_from(["ulysses", "ring"]),
+    kind=st.sampled_from([Ulysses, Ring]),
     ranks=st.integers(1, 4),
     batch=st.integers(1, 2),
     groups=st.integers(1, 2),
@@ -262,8 +261,8 @@ def whole_of(parts, plan, dim):
     scale=st.sampled_from([None, 0.7]),
 )
 def test_attention_is_torchs(kind, ranks, batch, groups, queries, chunk, size, value_size, causal, scale):
-    plan = SequencePlan("seq", kind)
-    groups *= ranks if kind == "ulysses" else 1
+    plan = kind("seq")
+    groups *= ranks if kind is Ulysses else 1
     heads, length = groups * queries, 2 * chunk * ranks
     generator = torch.Generator().manual_seed(7)
     shapes = [(heads, size), (groups, size), (groups, value_size), (heads, value_size)]
@@ -273,11 +272,10 @@ def test_attention_is_torchs(kind, ranks, batch, groups, queries, chunk, size, v
     inputs = [x.requires_grad_() for x in inputs]
     want = plain_attention(*inputs, Attention(causal, scale))
     grads = torch.autograd.grad((want * weight).sum(), inputs)
-    attention = ulysses_attention if kind == "ulysses" else ring_attention
 
     def run(mesh):
         mine = [part_of(x.detach(), plan, mesh.rank, ranks, 2).requires_grad_() for x in inputs]
-        out = attention(*mine, "seq", Attention(causal, scale))
+        out = plan.attention(*mine, Attention(causal, scale), plain_attention, mesh)
         given = part_of(weight, plan, mesh.rank, ranks, 2)
         return [out.detach(), *torch.autograd.grad((out * given).sum(), mine)]
 
@@ -569,9 +567,11 @@ def test_chains_that_make_no_sense(transform, mesh, message):
         plan_of(transform, **mesh)
 
 
-def test_a_kind_that_is_not_known():
-    with pytest.raises(IllegalComposition, match=r"kind='striped'\) is not one of 'megatron', 'ulysses', 'ring'"):
-        sl.sequence("seq", "striped")
+@pytest.mark.parametrize("kind", ["striped", Ring("seq"), None, str])
+def test_a_kind_that_is_not_known(kind):
+    told = re.escape(f"kind={kind!r}) is not one of 'megatron', 'ulysses', 'ring', and makes no")
+    with pytest.raises(IllegalComposition, match=told):
+        sl.sequence("seq", kind)
 
 
 def test_the_plan_says_so():
@@ -607,7 +607,8 @@ def test_heads_that_do_not_divide():
         step_with(loss_fn, params, "ulysses", token_batches(1, 2, CONFIG)[0], ways=4)
 
     def grouped(mesh):
-        ulysses_attention(torch.ones(1, 4, 2, 2), *[torch.ones(1, 2, 2, 2)] * 2, "seq", Attention())
+        inputs = torch.ones(1, 4, 2, 2), *[torch.ones(1, 2, 2, 2)] * 2
+        Ulysses("seq").attention(*inputs, Attention(), plain_attention, mesh)
 
     with pytest.raises(SpecError, match="2 key and value heads do not"):
         sl.simulate(grouped, mesh={"seq": 4})
@@ -723,7 +724,8 @@ def test_stages_that_train_rightly():
 
 def test_keys_of_another_length():
     def run(mesh, queries, keys):
-        ring_attention(torch.ones(1, 2, queries, 2), *[torch.ones(1, 2, keys, 2)] * 2, "seq", Attention())
+        inputs = torch.ones(1, 2, queries, 2), *[torch.ones(1, 2, keys, 2)] * 2
+        Ring("seq").attention(*inputs, Attention(), plain_attention, mesh)
 
     for lengths in ((4, 2), (3, 3)):
         with pytest.raises(SpecError, match=r"gets \d keys and \d queries"):

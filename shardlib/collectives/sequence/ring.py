@@ -12,49 +12,58 @@ then, so that no rank waits for one that has more to do.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from shardlib._compat import no_modes
 from shardlib.collectives import primitives
-from shardlib.collectives.pairs import mesh_with
+from shardlib.collectives.sequence.base import Attend, Attention, SequenceKind
 from shardlib.errors import LossError, SpecError
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport import Work
-from shardlib.nn.attention import Attention
 
 
-def ring_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    axis: str,
-    how: Attention,
-    *,
-    mesh: Mesh | None = None,
-) -> torch.Tensor:
-    """Attention of (batch, heads, sequence / ranks, size), where each rank holds two chunks of the sequence (zig-zag).
+class Ring(SequenceKind):
+    """Keys and values travel around the ring of ranks, each of which holds two chunks of the sequence (zig-zag).
 
     Memory: one other rank's keys and values (with the next ones coming), and the scores of one block. Payload per rank:
     (P−1) times its keys and values forward; the same and as many gradients (in fp32 or wider) backward.
-
-    Raises:
-        SpecError: keys of another length than the queries, or an odd one; a key mask or a layout.
-        LossError: a second derivative.
     """
-    if k.shape[2] != q.shape[2] or q.shape[2] % 2:
-        raise SpecError(
-            f"ring attention over axis {axis!r} takes as many keys as queries, in two chunks a rank, and gets "
-            f"{k.shape[2]} keys and {q.shape[2]} queries on each; pad both to one even number, or use kind='ulysses'"
-        )
-    if how.key_mask is not None or how.layout is not None:
-        raise SpecError(
-            f"ring attention over axis {axis!r} takes no key_mask and no layout: no rank ever holds the scores of a whole "
-            "row; use kind='ulysses' or 'megatron'"
-        )
-    scale = q.shape[-1] ** -0.5 if how.scale is None else how.scale
-    return _Ring.apply(q, k, v, mesh_with(mesh, axis), axis, how.causal, scale)
+
+    name: ClassVar[str] = "ring"
+
+    def chunks(self, rank: int, size: int, length: int) -> list[tuple[int, int]]:
+        """Two chunks, one from either end.
+
+        Under a causal mask the first positions have few keys and the last have many, so that every rank then has the same
+        work.
+        """
+        pieces = 2 * size
+        step = self.step(length, size, pieces, f": two chunks a rank, {pieces} in all")
+        return [(chunk * step, step) for chunk in (rank, pieces - 1 - rank)]
+
+    def attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: Attention, attend: Attend, mesh: Mesh
+    ) -> torch.Tensor:
+        """See `SequenceKind.attention`.
+
+        Raises:
+            SpecError: keys of another length than the queries, or an odd one; a key mask or a layout.
+            LossError: a second derivative.
+        """
+        if k.shape[2] != q.shape[2] or q.shape[2] % 2:
+            raise SpecError(
+                f"ring attention over axis {self.axis!r} takes as many keys as queries, in two chunks a rank, and gets "
+                f"{k.shape[2]} keys and {q.shape[2]} queries on each; pad both to one even number, or use kind='ulysses'"
+            )
+        if how.key_mask is not None or how.layout is not None:
+            raise SpecError(
+                f"ring attention over axis {self.axis!r} takes no key_mask and no layout: no rank ever holds the scores of "
+                "a whole row; use kind='ulysses' or 'megatron'"
+            )
+        scale = q.shape[-1] ** -0.5 if how.scale is None else how.scale
+        return _Ring.apply(q, k, v, mesh, self.axis, how.causal, scale)
 
 
 class _Ring(torch.autograd.Function):

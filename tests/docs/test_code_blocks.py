@@ -1,0 +1,126 @@
+"""Every block of code in README.md and docs/: Python runs, page by page, and what a shell is told exists."""
+
+import re
+import shlex
+from argparse import ArgumentParser
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import shardlib as sl
+from shardlib.commands.__main__ import make_parser
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+# Blocks marked `<!-- not run: reason -->`, by page. A new one is added here, with a reason that a reader accepts.
+NOT_RUN = {"launching.md": 2}
+
+# The Makefile's targets, and torchrun's options.
+TARGETS = set(re.search(r"\.PHONY: (.*)", (ROOT / "Makefile").read_text())[1].split())
+TORCHRUN = ArgumentParser(prog="torchrun", allow_abbrev=False)
+TORCHRUN.add_argument("--standalone", action="store_true")
+for option in ("--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port"):
+    TORCHRUN.add_argument(option)
+TORCHRUN.add_argument("-m", dest="module", required=True)
+
+
+class Block(NamedTuple):
+    language: str
+    line: int  # of its first line of code, from 1
+    code: str
+    reason: str  # why it is not run, or nothing
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text()
+    found = re.finditer(r"(?:<!-- not run: (.+?) -->\n)?^```(\w*)\n(.*?)^```$", text, re.M | re.S)
+    return [Block(m[2], text.count("\n", 0, m.start(3)) + 1, m[3], m[1] or "") for m in found]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_runs(page, tmp_path, monkeypatch):
+    """In order, in one namespace, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "__main__"}
+    torch.manual_seed(0)
+    for block in blocks(page):
+        if block.language == "python" and not block.reason:
+            code = "\n" * (block.line - 1) + block.code  # a traceback names the page's line
+            exec(compile(code, str(page), "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_shells_find_their_commands(page):
+    for block in blocks(page):
+        if block.language == "sh" and not block.reason:
+            for line in block.code.replace("\\\n", " ").splitlines():
+                if words := shlex.split(line, comments=True):
+                    check(words)
+
+
+def check(words: list[str]) -> None:
+    """A target of the Makefile, a module of the project, or a command whose options parse."""
+    program, *rest = words
+    if program == "make":
+        targets = [word for word in rest if "=" not in word]
+        assert set(targets) <= TARGETS, words
+        given = dict(word.split("=", 1) for word in rest if "=" in word)
+        assert given.keys() <= {"ARGS", "RANKS", "PYTHON", "VENV"}, words
+        if targets == ["train"]:
+            make_parser().parse_args(["train", *shlex.split(given.get("ARGS", ""))])
+    elif program == "torchrun":
+        where = rest.index("-m") + 2
+        assert TORCHRUN.parse_args(rest[:where]).module == "shardlib.commands", words
+        make_parser().parse_args(rest[where:])
+    elif program == "shardlib":
+        make_parser().parse_args(rest)
+    else:
+        assert program == "python" and rest[0] == "-m", words
+        module = ROOT / rest[1].replace(".", "/")
+        assert module.with_suffix(".py").is_file() or (module / "__main__.py").is_file(), words
+
+
+def test_every_block_has_a_language_that_is_checked():
+    languages = {(page.name, block.language) for page in PAGES for block in blocks(page)}
+    assert {language for _, language in languages} <= {"python", "sh", "text"}, languages
+
+
+def test_blocks_that_are_not_run_are_known():
+    counts = {page.name: sum(bool(block.reason) for block in blocks(page)) for page in PAGES}
+    assert {name: count for name, count in counts.items() if count} == NOT_RUN
+
+
+def test_every_chain_of_the_readmes_table_is_one():
+    """ "You want ... -> this chain": the second column is code."""
+    table = (ROOT / "README.md").read_text().split("## You want")[1].split("\n\n")[1]
+    cells = [row.split(" | ")[1] for row in table.splitlines()[2:]]
+    chains = [code for cell in cells for code in re.findall(r"`(.+?)`", cell)]
+    assert len(chains) > 12
+    for code in chains:
+        eval(code, {"sl": sl, "rules": {"*": "column"}})
+
+
+def test_every_measured_number_of_the_readme_is_in_its_table():
+    table = (ROOT / "README.md").read_text().split("## Five numbers")[1].split("\n\n")[2]
+    rows = table.splitlines()[2:]
+    assert len(rows) == 5
+    for row in rows:
+        _, number, command = row.strip("| ").split(" | ")
+        results = (ROOT / re.search(r"\((benchmarks/results/\w+\.md)\)", command)[1]).read_text()
+        assert re.search(rf"(?<![\d.]){re.escape(number)}(?![\d.])", results), row
+        check(shlex.split(re.search(r"`(python .+?)`", command)[1]))
+
+
+def test_every_link_between_pages_leads_somewhere():
+    broken = []
+    for page in PAGES:
+        links = re.findall(r"\]\(([^)#:]+)\)", page.read_text())
+        broken += [f"{page.name}: {link}" for link in links if not (page.parent / link).exists()]
+    assert not broken
+
+
+def test_the_readme_stays_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
