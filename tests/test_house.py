@@ -36,7 +36,7 @@ INSIDE = {
     for name in dir(thing)
     if is_private(name)
 }
-OTHERS = {"_path", "_tp_plan", "_init_weights"}  # of handles, and of transformers' models
+OTHERS = {"_fields", "_path", "_tp_plan", "_init_weights"}  # of named tuples, handles, and transformers' models
 
 
 def inside_of_torch(source: str) -> Iterator[str]:
