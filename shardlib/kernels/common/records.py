@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, get_type_hints
 
 
@@ -16,7 +17,7 @@ class Layout(NamedTuple):
 
     Attributes:
         parameters: the operator's.
-        records: first argument, how many, and of which record; the last first, and a record's own before it.
+        records: first argument, how many, and the record; the last first, and a record's own before it.
         returned: what the function returns, by its annotation.
     """
 
@@ -28,12 +29,13 @@ class Layout(NamedTuple):
         """``function``, whose parameters begin as this layout's do, of the operator's arguments."""
         if not self.records:
             return function
-        records = self.records
+        # Every call of a kernel comes by here: a record is made as the tuple that it is, without its own constructor.
+        made = [(slice(first, first + count), partial(tuple.__new__, record)) for first, count, record in self.records]
 
         def call(*arguments: Any) -> Any:
             values = list(arguments)
-            for first, count, record in records:
-                values[first : first + count] = (record._make(values[first : first + count]),)
+            for place, make in made:
+                values[place] = (make(values[place]),)
             return function(*values)
 
         call.__signature__ = inspect.Signature(self.parameters, return_annotation=self.returned)  # type: ignore[attr-defined]

@@ -42,14 +42,14 @@ def layer_norm(
     Args:
         weight, bias: ``[d]``.
     """
-    _check("layer_norm", {"x": x, "weight": weight}, bias)
-    return _alone(x, *Norm(weight, bias, eps, centred=True), using)[0]
+    _check("layer_norm", {"x": x, "weight": weight, "bias": bias})
+    return _alone(x, *Norm(weight, bias, eps, True), using)[0]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6, using: str | None = None) -> torch.Tensor:
     """``F.rms_norm(x, x.shape[-1:], weight, eps)``, ``[..., d]``."""
     _check("rms_norm", {"x": x, "weight": weight})
-    return _alone(x, *Norm(weight, None, eps, centred=False), using)[0]
+    return _alone(x, *Norm(weight, None, eps, False), using)[0]
 
 
 def add_layer_norm(
@@ -62,8 +62,8 @@ def add_layer_norm(
     using: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`layer_norm` of ``x + residual``, and that sum; both are ``[..., d]`` of one dtype."""
-    _check("add_layer_norm", {"x": x, "residual": residual, "weight": weight}, bias)
-    y, total = _of_sum(x, residual, *Norm(weight, bias, eps, centred=True), using)
+    _check("add_layer_norm", {"x": x, "residual": residual, "weight": weight, "bias": bias})
+    y, total = _of_sum(x, residual, *Norm(weight, bias, eps, True), using)
     return y, total
 
 
@@ -72,18 +72,19 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`rms_norm` of ``x + residual``, and that sum; both are ``[..., d]`` of one dtype."""
     _check("add_rms_norm", {"x": x, "residual": residual, "weight": weight})
-    y, total = _of_sum(x, residual, *Norm(weight, None, eps, centred=False), using)
+    y, total = _of_sum(x, residual, *Norm(weight, None, eps, False), using)
     return y, total
 
 
-def _check(function: str, given: dict[str, torch.Tensor], bias: torch.Tensor | None = None) -> None:
-    check_tensors(function, given | {"bias": bias}, optional=("bias",))
-    x = given["x"]
+def _check(function: str, given: dict[str, torch.Tensor | None]) -> None:
+    check_tensors(function, given, optional=("bias",))
+    x, weight, bias = given["x"], given["weight"], given.get("bias")
+    assert x is not None and weight is not None
     check_rows(function, x)
-    rows.check_vector("weight", given["weight"], x)
+    rows.check_vector("weight", weight, x)
     rows.check_vector("bias", bias, x)
-    if "residual" in given:
-        rows.check_like("residual", given["residual"], "x", x)
+    if (residual := given.get("residual")) is not None:
+        rows.check_like("residual", residual, "x", x)
 
 
 def _forward_alone(x: torch.Tensor, norm: Norm, using: str | None) -> list[torch.Tensor]:
