@@ -1,6 +1,7 @@
-"""Collectives by axis name: counted primitives beneath, dual pairs that autograd crosses above; the kinds of `sequence`."""
+"""Collectives by axis name: counted primitives beneath, dual pairs that autograd crosses above; the kinds of
+`sequence` and the styles of `tensor_slicing`."""
 
-from shardlib.collectives import sequence
+from shardlib.collectives import sequence, styles
 from shardlib.collectives.cross_entropy import vocab_cross_entropy
 from shardlib.collectives.pairs import (
     all_gather,
@@ -26,4 +27,5 @@ __all__ = [
     "vocab_cross_entropy",
     # rooms
     "sequence",
+    "styles",
 ]

@@ -11,6 +11,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardlib._compat import FUSED_ATTENTIONS, func_transform, grad, is_compiled, no_modes, storage_id
+from shardlib.collectives.styles.slices import Slices
 from shardlib.errors import HandleError
 from shardlib.execute.gathering import Gathering
 from shardlib.execute.gradients import Gradients, Route
@@ -21,7 +22,7 @@ from shardlib.execute.products import readable_twice
 from shardlib.execute.record import Record
 from shardlib.execute.saving import SavedTensors
 from shardlib.execute.sequence import SequenceParts
-from shardlib.execute.slicing import Slices, gathered, refuse_slices
+from shardlib.execute.slicing import gathered, refuse_slices
 from shardlib.execute.units import BucketState, UnitState
 from shardlib.mesh.mesh import Mesh, current_mesh
 from shardlib.nn.blocks import block_runner
@@ -52,7 +53,7 @@ class Executor:
         states = [BucketState(bucket, mesh, packings, plan.second_level, self._splits) for bucket in plan.buckets]
         self.record = Record(plan, mesh) if record is None else record
         self._parts = SequenceParts(plan.sequence, mesh, self.record.done) if plan.sequence else None
-        self._slices = Slices(mesh, self._parts)
+        self._slices = Slices(mesh, plan.sequence)
         self._units = {
             name: UnitState(
                 name,

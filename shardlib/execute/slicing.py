@@ -1,113 +1,26 @@
-"""Handles of sliced leaves: the dual pairs go in where a leaf is consumed, so that a model needs no parallel code.
+"""Handles of sliced leaves: their styles go in where a leaf is consumed, so that a model needs no parallel code.
 
-A layer's function (``F.linear``, ``F.embedding``, ``x @ weight``) finds the slice's style and does this rank's share
-between the pair that the style asks for. Any other function of a sliced weight is refused: it would silently compute
-with a part of it.
+A layer's function (``F.linear``, ``F.embedding``, ``x @ weight``) finds the slice's style, which does this rank's share
+between the pair that it asks for. Any other function of a sliced weight is refused: it would silently compute with a part
+of it.
 """
 
 from __future__ import annotations
 
-import re
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from shardlib._compat import pytree, run_first, version_of
-from shardlib.collectives import pairs
-from shardlib.collectives.cross_entropy import vocab_cross_entropy
-from shardlib.errors import HandleError, SpecError, listing
+from shardlib._compat import pytree, run_first
+from shardlib.collectives.styles.base import Compute, Style
+from shardlib.collectives.styles.slices import Slice, Slices
+from shardlib.errors import HandleError
 from shardlib.execute.handles import Handle, Source, kind_of, materialise, refuse_max_norm
-from shardlib.execute.sequence import SequenceParts
-from shardlib.mesh.mesh import Mesh
-from shardlib.mesh.specs import Window, chunk_size
-from shardlib.nn.functional import embedding, linear_cross_entropy, own_slice, slice_of, widened
-from shardlib.nn.sequence import shard_sequence
-from shardlib.plan.styles import Style
-
-
-class Slices:
-    """What the sliced leaves of one run share: the mesh, and the pair of the input that was last consumed.
-
-    The pairs are those of Megatron-LM: a copy before and an all-reduce after the slices; or, where sequences are cut
-    over the same axis (arXiv 2205.05198), a gather and a reduce-scatter along the sequence, which together send as much.
-    """
-
-    def __init__(self, mesh: Mesh, parts: SequenceParts | None) -> None:
-        self.mesh, self.parts = mesh, parts
-        self._last: dict[str, tuple[weakref.ref[torch.Tensor], tuple[int, bool], torch.Tensor]] = {}
-        self._shares: dict[str, str] = {}  # of outputs that no sum has taken up yet: by the layer's path
-
-    def cuts_sequence(self, axis: str) -> bool:
-        """Whether activations outside the slices over ``axis`` are parts of the sequence."""
-        return self.parts is not None and self.parts.kind.gathers_for_slices and self.parts.kind.axis == axis
-
-    def enter(self, x: torch.Tensor, axis: str) -> torch.Tensor:
-        """One pair per input: several layers that read it (query, key, value) then share one exchange each way."""
-        grad = x.requires_grad and torch.is_grad_enabled()
-        if not grad and not self.cuts_sequence(axis):
-            return x
-        known = self._last.get(axis)
-        if known is not None and known[0]() is x and known[1] == (version_of(x), grad):
-            return known[2]
-        if self.cuts_sequence(axis):
-            entered = pairs.all_gather(_with_sequence(x), axis, dim=1, mesh=self.mesh)
-        else:
-            entered = pairs.copy(x, axis, mesh=self.mesh)
-        self._last[axis] = (weakref.ref(x), (version_of(x), grad), entered)
-        return entered
-
-    def leave(self, y: torch.Tensor, axis: str) -> torch.Tensor:
-        """The sum of the slices' partial results."""
-        self._shares.clear()
-        if self.cuts_sequence(axis):
-            return pairs.reduce_scatter(_with_sequence(y), axis, dim=1, mesh=self.mesh)
-        return pairs.all_reduce(y, axis, dst="invariant", mesh=self.mesh)
-
-    def whole_outputs(self, y: torch.Tensor, axis: str, outputs: int) -> torch.Tensor:
-        """Every rank's share of the outputs, put together; parts of the sequence stay parts.
-
-        Shares that are shorter than others travel padded.
-        """
-        share = chunk_size(outputs, self.mesh.shape[axis])
-        if y.shape[-1] < share:
-            y = F.pad(y, (0, share - y.shape[-1]))
-        if self.cuts_sequence(axis):
-            whole = pairs.all_to_all(_with_sequence(y), axis, split_dim=1, concat_dim=-1, mesh=self.mesh)
-        else:
-            whole = pairs.all_gather(y, axis, dim=-1, dst="invariant", mesh=self.mesh)
-        return whole if whole.shape[-1] == outputs else whole[..., :outputs].contiguous()
-
-    def own_inputs(self, x: torch.Tensor, axis: str) -> torch.Tensor:
-        """This rank's share of inputs that come whole; of all positions."""
-        if self.cuts_sequence(axis):
-            return pairs.all_to_all(_with_sequence(x), axis, split_dim=-1, concat_dim=1, mesh=self.mesh)
-        return pairs.split(x, axis, dim=-1, mesh=self.mesh)
-
-    def share(self, weight: SlicedHandle, outputs: int) -> None:
-        """Note that a layer gave this rank's share of its outputs."""
-        axis, whole = weight._style.axis, weight._window.shape[int(weight._style.transposed)]
-        self._shares[weight._path] = f"{outputs} of {whole} outputs (axis {axis!r} of size {self.mesh.shape[axis]})"
-
-    def explain(self, error: Exception) -> HandleError | None:
-        """What shares of outputs have to do with a shape that does not fit, where there are any."""
-        if isinstance(error, HandleError) or not self._shares or not re.search("shape|size|dimension", str(error)):
-            return None
-        shares = listing([f"{path}: {share}" for path, share in self._shares.items()])
-        return HandleError(
-            f"a shape does not fit ({error}) where layers gave this rank's share of their outputs:\n{shares}\nWhat follows "
-            "must take sizes from what it is given (view(..., -1, head_size)), and a share must be whole heads: say how many "
-            "there are, sl.column(heads=...), and the plan refuses an axis that cuts one; use an axis of a size that divides "
-            "them. shardlib.models.huggingface.slicing_rules(model) says it for transformers' models, and sliceable(model) "
-            "takes GPT-2's hard-coded sizes out. Or leave these layers whole ('replicated'), and put sl.row(split=True) in "
-            "the place of the rules of those after them."
-        )
-
-    def clear(self) -> None:
-        self._last.clear()
-        self._shares.clear()
+from shardlib.mesh.specs import Window
+from shardlib.nn.functional import embedding, linear_cross_entropy, own_slice, slice_of
+from shardlib.nn.sequence import current_parts, shard_sequence
 
 
 class SlicedHandle(Handle):
@@ -177,52 +90,30 @@ def _linear(x: Any, weight: Any, bias: Any = None) -> torch.Tensor:
 
 
 def _matmul(x: Any, weight: Any) -> torch.Tensor:
-    return _layer(lambda x, weight, bias: _add(x @ weight, bias), True, x, weight, None)
+    return _layer(_product, True, x, weight, None)
 
 
 def _addmm(bias: Any, x: Any, weight: Any, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
     if beta != 1 or alpha != 1:
         raise HandleError("addmm of a sliced weight takes beta=1 and alpha=1; scale the factors instead")
-    return _layer(lambda x, weight, bias: _add(x @ weight, bias), True, x, weight, bias)
+    return _layer(_product, True, x, weight, bias)
 
 
-def _layer(
-    compute: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor],
-    transposed: bool, x: Any, weight: Any, bias: Any,
-) -> torch.Tensor:  # fmt: skip
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    y = x @ weight
+    return y if bias is None else y + bias
+
+
+def _layer(compute: Compute, transposed: bool, x: Any, weight: Any, bias: Any) -> torch.Tensor:
     """``compute(x, weight, bias)`` by this rank's slice of ``weight``."""
     _refuse("a layer as its input", [x])
-    x, added = materialise(x), _held(bias)
     style = _style(weight)
     if style is None or style.sums:
         _require_whole_layer(weight, bias)
-        return compute(x, materialise(weight), added)
-    slices, name = weight._slices, weight._path
-    if style.kind == "vocab":
-        style = Style("column", style.axis, whole=True)
-    if style.transposed != transposed:
-        order = "(in, out)" if transposed else "(out, in)"
-        raise HandleError(
-            f"{name} is consumed as {order} and sliced as the other order; give its layer sl.{style.kind}(transposed="
-            f"{transposed}) in tensor_slicing's rules"
-        )
-    local, axis = _held(weight), style.axis
-    if style.kind == "column":
-        y = compute(slices.enter(x, axis), local, added)
-        if style.whole:
-            return slices.whole_outputs(y, axis, weight._window.shape[int(transposed)])
-        slices.share(weight, y.shape[-1])
-        return y
-    if style.whole:
-        x = slices.own_inputs(x, axis)
-    inputs = local.shape[0 if transposed else 1]
-    if x.shape[-1] != inputs:
-        raise HandleError(
-            f"{name} has the style row and takes {inputs} inputs on this rank, but gets {x.shape[-1]}: its input must "
-            "come from column-sliced layers; use sl.row(split=True) where it comes whole"
-        )
-    # The bias is whole, and added once: after the sum.
-    return _add(slices.leave(compute(x, local, None), axis), added)
+    x, bias = materialise(x), _held(bias)
+    if style is None:
+        return compute(x, materialise(weight), bias)
+    return style.linear(_slice(weight), x, bias, compute, transposed)
 
 
 def _embedding(
@@ -234,56 +125,30 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> torch.Tensor:
-    style = _style(weight)
-    if style is None or style.kind != "vocab":
-        raise HandleError(f"{weight._path} is looked up and has the style {style}; give its layer the style 'vocab'")
     if max_norm is not None:
         refuse_max_norm(weight)
     if scale_grad_by_freq:
         raise HandleError(f"{weight._path}: scale_grad_by_freq needs the whole embedding; do not slice it")
-    slices, local = weight._slices, _held(weight)
-    if slices.cuts_sequence(style.axis):  # ``ids`` are whole, what is found is this rank's part
-        slices.parts.note("enter")
-        slices.parts.chunks(ids.shape[1])
-    words, first, held = weight._window.shape[0], weight._window.first[0], weight._window.sizes[0]
-    mine = (ids >= first) & (ids < first + held)
-    padding = None
-    if padding_idx is not None:
-        whole = padding_idx % words - first
-        padding = whole if 0 <= whole < held else None
-    # What is no word at all is left to F.embedding to refuse, on every rank.
-    found = F.embedding(
-        (ids - first).where(mine, 0).where((ids >= 0) & (ids < words), -1), local, padding, sparse=sparse
-    )
-    return slices.leave(found.masked_fill(~mine[..., None], 0), style.axis)
+    parts = current_parts.get()
+    if parts is not None and _cuts_sequence(weight):  # ``ids`` are whole, what is found is this rank's part
+        parts.note("enter")
+        parts.chunks(ids.shape[1])
+    return weight._style.embedding(_slice(weight), ids, padding_idx, sparse)
 
 
 def _embedding_of_part(ids: torch.Tensor, weight: Any) -> torch.Tensor:
-    style = _style(weight)
-    whole = style is not None and weight._slices.cuts_sequence(style.axis)
-    return _embedding(ids if whole else shard_sequence(ids), weight)
+    return _embedding(ids if _cuts_sequence(weight) else shard_sequence(ids), weight)
 
 
-def _cross_entropy(
-    x: Any, weight: Any, targets: torch.Tensor, *, ignore_index: int, label_smoothing: float, reduction: str
-) -> torch.Tensor:
-    style = _style(weight)
-    if style is None or style.kind != "vocab":
-        raise HandleError(f"{weight._path} is an output layer with the style {style}; give it the style 'vocab'")
-    slices, axis = weight._slices, style.axis
-    x = slices.enter(materialise(x), axis)
-    scores, words = widened(F.linear(x, _held(weight))), weight._window.shape[0]
-
-    def losses(targets: torch.Tensor, reduction: str) -> torch.Tensor:
-        options: dict[str, Any] = {"words": words, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
-        return vocab_cross_entropy(scores, targets, axis, **options, reduction=reduction, mesh=slices.mesh)
-
-    if slices.parts is None:
+def _cross_entropy(x: Any, weight: Any, targets: torch.Tensor, *, reduction: str, **options: Any) -> torch.Tensor:
+    x, parts = materialise(x), current_parts.get()
+    losses = weight._style.cross_entropy(_slice(weight), x, **options)
+    if parts is None:
         return losses(targets, reduction)
-    if slices.cuts_sequence(axis):  # all positions are here again
-        slices.parts.note("leave")
+    if _cuts_sequence(weight):  # all positions are here again
+        parts.note("leave")
         return losses(targets, reduction)
-    return slices.parts.loss(losses, x, targets, ignore_index, reduction)
+    return parts.loss(losses, x, targets, options["ignore_index"], reduction)
 
 
 def _slice_of(weight: SlicedHandle, dim: int) -> tuple[int, int]:
@@ -294,17 +159,13 @@ def _style(weight: Any) -> Style | None:
     return weight._style if isinstance(weight, SlicedHandle) else None
 
 
-def _with_sequence(x: torch.Tensor) -> torch.Tensor:
-    if x.dim() < 3:
-        raise SpecError(
-            f"a sliced layer under sequence(kind='megatron') takes activations (batch, sequence, width) and gets shape "
-            f"{tuple(x.shape)}; keep the three dimensions, or leave the layer whole"
-        )
-    return x
+def _slice(weight: SlicedHandle) -> Slice:
+    return Slice(weight._path, weight._style.axis, weight._window, _held(weight), weight._slices)
 
 
-def _add(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return y if bias is None else y + bias
+def _cuts_sequence(weight: SlicedHandle) -> bool:
+    """Whether activations outside the layer are parts of the sequence, of which it sees the whole."""
+    return weight._slices.cuts_sequence(weight._style.axis)
 
 
 def _require_whole_layer(weight: Any, bias: Any) -> None:

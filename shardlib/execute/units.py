@@ -15,9 +15,10 @@ import torch
 
 from shardlib._compat import run_first, version_of
 from shardlib.collectives.codecs.integers import Packing
+from shardlib.collectives.styles.slices import Slices
 from shardlib.execute.gradients import Gradients
 from shardlib.execute.handles import Handle
-from shardlib.execute.slicing import SlicedHandle, Slices
+from shardlib.execute.slicing import SlicedHandle
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.placement import Placement

@@ -13,7 +13,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from shardlib.kernels.common.arguments import check_tensors
 from shardlib.kernels.common.thresholds import Threshold
 from shardlib.kernels.linear_cross_entropy import linear_cross_entropy as chunked_cross_entropy
-from shardlib.kernels.linear_cross_entropy.options import check_layer, check_options, check_targets
+from shardlib.kernels.linear_cross_entropy.options import check_layer, check_options, check_targets, widened
 from shardlib.nn.sequence import current_parts, shard_sequence
 
 # Logits, from which on they are not kept: below, plain operations are as fast, and a zero-bubble backward can be split.
@@ -104,8 +104,3 @@ def slice_of(weight: torch.Tensor, dim: int = 0) -> tuple[int, int]:
     if has_torch_function((weight,)):
         return handle_torch_function(slice_of, (weight,), weight, dim)
     return 0, weight.shape[dim]
-
-
-def widened(scores: torch.Tensor) -> torch.Tensor:
-    """In fp32 at least: the softmax sums a whole vocabulary, which costs digits that a loss cannot spare."""
-    return scores.to(torch.promote_types(scores.dtype, torch.float32))

@@ -38,6 +38,10 @@ class Parts(Protocol):
 
     def positions(self, x: torch.Tensor) -> tuple[torch.Tensor, int]: ...
 
+    def chunks(self, length: int) -> list[tuple[int, int]]: ...
+
+    def note(self, what: str) -> None: ...
+
 
 # Set by the executor for the duration of a run, and where a block is recomputed.
 current_parts: ContextVar[Parts | None] = ContextVar("current_parts", default=None)

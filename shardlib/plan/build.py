@@ -139,14 +139,13 @@ def _check_sync(slots: Slots) -> None:
 
 
 def _gathered_outputs(slots: Slots, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """A line for the log where a layer's sliced output is made whole on every rank."""
-    styles = {slot[1]: style for slot, style in slots.items() if slot[0] == "use" and slot[2] == "style"}
-    whole = sorted(p for p, s in styles.items() if s.kind == "column" and s.whole and sizes.get(s.axis, 1) > 1)
-    words = sorted(p for p, s in styles.items() if s.kind == "vocab" and sizes.get(s.axis, 1) > 1)
-    told = [f"gathered on every rank: the outputs of {', '.join(whole)}"] if whole else []
-    if words:
-        told.append(f"gathered on every rank: logits by {', '.join(words)}, except in sl.nn.linear_cross_entropy")
-    return tuple(told)
+    """Lines for the log where what a layer shares out is made whole on every rank."""
+    found: dict[str, list[str]] = {}
+    for slot, style in slots.items():
+        if slot[0] == "use" and slot[2] == "style" and style.gathered and sizes.get(style.axis, 1) > 1:
+            found.setdefault(style.gathered, []).append(slot[1])
+    texts = [text.format(paths=", ".join(sorted(paths))) for text, paths in sorted(found.items())]
+    return tuple(f"gathered on every rank: {text}" for text in texts)
 
 
 def _padded(slots: Slots, infos: Sequence[LeafInfo], sizes: Mapping[str, int]) -> tuple[str, ...]:

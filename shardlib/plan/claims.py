@@ -16,10 +16,10 @@ import torch
 from shardlib.collectives.codecs.base import Codec
 from shardlib.collectives.codecs.integers import Packing
 from shardlib.collectives.sequence.base import SequenceKind
+from shardlib.collectives.styles.base import Style
 from shardlib.errors import IllegalComposition, listing
 from shardlib.mesh.specs import P
 from shardlib.plan.loss_scale import LossScale
-from shardlib.plan.styles import Style
 from shardlib.schedules import Pipeline
 from shardlib.tree import matches
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardlib.collectives.codecs.base import Codec
+from shardlib.collectives.styles.base import Style
 from shardlib.errors import TreeError, listing
 from shardlib.mesh.specs import Leaf
 from shardlib.plan.claims import Slots
-from shardlib.plan.styles import Style
 from shardlib.tree import untrained
 
 

@@ -14,6 +14,7 @@ import torch
 from shardlib.collectives.codecs.base import Codec
 from shardlib.collectives.codecs.integers import Packing
 from shardlib.collectives.sequence.base import SequenceKind
+from shardlib.collectives.styles.base import Style
 from shardlib.errors import TreeError, listing
 from shardlib.mesh.specs import Leaf
 from shardlib.plan.buckets import Bucket
@@ -22,7 +23,6 @@ from shardlib.plan.claims import LeafInfo
 from shardlib.plan.loss_scale import LossScale
 from shardlib.plan.payload import payload
 from shardlib.plan.placement import OwnedAxis, Placement, StageTrace
-from shardlib.plan.styles import Style
 from shardlib.plan.text import describe
 from shardlib.schedules import Pipeline, peak_of_stages
 from shardlib.tree import TreeDef

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
+from shardlib.collectives.styles.base import Style
 from shardlib.errors import listing
 from shardlib.mesh.specs import P
 from shardlib.plan.claims import LeafInfo
-from shardlib.plan.styles import Slicing
 
 
 @dataclass(frozen=True)
@@ -30,29 +30,21 @@ class Misfit:
 
 
 def misfits_of(
-    leaf: LeafInfo, pattern: str, slicing: Slicing, spec: P, axis: str, sizes: Mapping[str, int]
+    leaf: LeafInfo, pattern: str, style: Style, spec: P, axis: str, sizes: Mapping[str, int]
 ) -> list[Misfit]:
     """Why one leaf cannot be sliced by a rule over this mesh."""
-    about, dims = f"{leaf.path}: shape {leaf.shape}", len(leaf.shape)
     found, remedy = [], ""
     if not leaf.dtype.is_floating_point:
-        found.append(f"{about}: {leaf.dtype} is no layer's weight or bias")
-    elif spec.axes and dims == 0:
-        found.append(f"{about}: a single number has no dimension to slice")
-    elif spec.axes and dims > 2 and (slicing.transposed or slicing.kind != "column"):
-        found.append(f"{about}: {slicing} is for a layer's weight, of 2 dimensions, and its bias")
+        found.append(f"{leaf.dtype} is no layer's weight or bias")
+    elif spec.axes and not leaf.shape:
+        found.append("a single number has no dimension to slice")
     elif spec.axes:
-        found += [f"{about}: {problem}" for problem in spec.problems(leaf.shape, sizes)]
-        size = next(size for size, entry in zip(leaf.shape, spec.entries) if entry)
-        if slicing.pieces and size % slicing.pieces:
-            found.append(f"{about}: {size} {_sides(slicing)} are not {slicing.pieces} heads of one size")
-        elif slicing.pieces % sizes[axis]:
-            heads = f"{slicing.pieces} heads do not divide over {axis}={sizes[axis]}"
-            found.append(f"{leaf.path}: {heads} (shape {leaf.shape})")
-            remedy = (
-                f"use a size that divides {slicing.pieces}, or put 'replicated' in place of all rules of this attention"
-            )
-    return [Misfit(f"{text}, by rule {pattern!r}: {slicing}", remedy, pattern, leaf.path) for text in found]
+        found += spec.problems(leaf.shape, sizes)
+        if wrong := style.misfit(leaf.shape, sizes[axis]):
+            found.append(wrong[0])
+            remedy = wrong[1]
+    about = f"{leaf.path}: shape {leaf.shape}"
+    return [Misfit(f"{about}: {text}, by rule {pattern!r}: {style.rule}", remedy, pattern, leaf.path) for text in found]
 
 
 def tied(leaf: LeafInfo, patterns: Sequence[str]) -> Misfit:
@@ -117,10 +109,6 @@ def told(misfits: Sequence[Misfit], name: str, axis: str, sizes: Mapping[str, in
         "(A rule matches a parameter's path or its layer's, such as 'blocks/*/mlp/up'; the first that matches holds.)"
     )
     return f"{name} does not fit the parameters and the mesh ({mesh}):\n{listing(lines)}\n{' '.join(advice)}"
-
-
-def _sides(slicing: Slicing) -> str:
-    return "inputs" if slicing.kind == "row" else "outputs"
 
 
 def _glob(path: str) -> str:

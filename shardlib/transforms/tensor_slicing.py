@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
+from shardlib.collectives.styles import Column, Row, Shared, Style, Vocab
 from shardlib.errors import IllegalComposition, listing
 from shardlib.mesh.specs import P
 from shardlib.plan.claims import Claim, LeafInfo, Use
-from shardlib.plan.styles import Slicing, Style
 from shardlib.transforms.misfits import Misfit, matches_nothing, misfits_of, never_first, tied, told, with_remedies
 from shardlib.tree import matches
 
 
-def column(*, heads: int = 0, transposed: bool = False, gather: bool = False) -> Slicing:
+def column(*, heads: int = 0, transposed: bool = False, gather: bool = False) -> Style:
     """A layer whose outputs are shared out, its bias with them.
 
     Args:
@@ -22,10 +22,10 @@ def column(*, heads: int = 0, transposed: bool = False, gather: bool = False) ->
         transposed: the weight is stored (in, out), as ``x @ weight`` and transformers' Conv1D have it.
         gather: every rank gets all outputs.
     """
-    return Slicing("column", transposed, gather, heads)
+    return Column(heads, transposed, gather)
 
 
-def row(*, heads: int = 0, transposed: bool = False, split: bool = False) -> Slicing:
+def row(*, heads: int = 0, transposed: bool = False, split: bool = False) -> Style:
     """A layer whose inputs are shared out: the outputs are all-reduced, and the bias, whole, is added once.
 
     Args:
@@ -33,30 +33,30 @@ def row(*, heads: int = 0, transposed: bool = False, split: bool = False) -> Sli
         transposed: as for `column`.
         split: the input comes whole, and each rank takes its share.
     """
-    return Slicing("row", transposed, split, heads)
+    return Row(heads, transposed, split)
 
 
 # The styles of transformers' base_model_tp_plan have their own names for these.
-STYLES: dict[str, Slicing | None] = {
+STYLES: dict[str, Style | None] = {
     "column": column(),
     "row": row(),
-    "vocab": Slicing("vocab"),
-    "shared": Slicing("shared"),
+    "vocab": Vocab(),
+    "shared": Shared(),
     "replicated": None,
     "colwise": column(),
     "rowwise": row(),
     "colwise_gather_output": column(gather=True),
     "colwise_rep": column(gather=True),
     "rowwise_split_input": row(split=True),
-    "embedding_rowwise": Slicing("vocab"),
-    "replicated_with_grad_allreduce": Slicing("shared"),
+    "embedding_rowwise": Vocab(),
+    "replicated_with_grad_allreduce": Shared(),
     "replicate": None,
 }
 
 
 @dataclass(frozen=True)
 class TensorSlicing:
-    rules: tuple[tuple[str, Slicing | None], ...]
+    rules: tuple[tuple[str, Style | None], ...]
     axis: str
 
     @property
@@ -83,17 +83,15 @@ class TensorSlicing:
         before: dict[str, tuple[str, str]] = {}
         for leaf in leaves:
             rules = self._rules_for(leaf, held, before)
-            if len({self._placed(slicing, leaf, sizes) for slicing in rules.values()}) > 1:
+            if len({self._placed(style, leaf, sizes) for style in rules.values()}) > 1:
                 misfits.append(tied(leaf, list(rules)))
                 continue
-            for pattern, slicing in list(rules.items())[:1]:
-                placed = None if slicing is None else self._placed(slicing, leaf, sizes)
-                if slicing is None or placed is None:
-                    continue
-                spec, style = placed
-                if self.axis in sizes:
-                    misfits += misfits_of(leaf, pattern, slicing, spec, self.axis, sizes)
-                uses.append(Use(leaf.path, spec=spec, style=style if sizes.get(self.axis) != 1 else None))
+            for pattern, given in list(rules.items())[:1]:
+                if placed := self._placed(given, leaf, sizes):
+                    spec, style = placed
+                    if self.axis in sizes:
+                        misfits += misfits_of(leaf, pattern, style, spec, self.axis, sizes)
+                    uses.append(Use(leaf.path, spec=spec, style=style if sizes.get(self.axis) != 1 else None))
         paths = [path for leaf in leaves for path in (leaf.path, *leaf.aliases)]
         for pattern, _ in self.rules:
             if pattern in before:
@@ -104,43 +102,34 @@ class TensorSlicing:
 
     def _rules_for(
         self, leaf: LeafInfo, held: dict[str, list[str]], before: dict[str, tuple[str, str]]
-    ) -> dict[str, Slicing | None]:
+    ) -> dict[str, Style | None]:
         """The first rule that matches each path of a (tied) leaf.
 
         Adds the path to what that rule is ``held`` by. Of rules that hold nowhere, and differ, notes in ``before`` which
         one comes first, and where.
         """
-        found: dict[str, Slicing | None] = {}
+        found: dict[str, Style | None] = {}
         for path in (leaf.path, *leaf.aliases):
-            matching = [(pattern, slicing) for pattern, slicing in self.rules if matches_rule(path, pattern)]
+            matching = [(pattern, style) for pattern, style in self.rules if matches_rule(path, pattern)]
             found.update(matching[:1])
             for pattern, _ in matching[:1]:
                 held[pattern].append(path)
                 before.pop(pattern, None)
-            for pattern, slicing in matching[1:]:
-                if not held[pattern] and slicing != matching[0][1]:
+            for pattern, style in matching[1:]:
+                if not held[pattern] and style != matching[0][1]:
                     before.setdefault(pattern, (matching[0][0], path))
         return found
 
-    def _placed(self, slicing: Slicing | None, leaf: LeafInfo, sizes: Mapping[str, int]) -> tuple[P, Style] | None:
-        """The spec and style of one leaf of a layer: its weight, or its bias.
-
-        Where the axis does not divide a vocabulary, or other outputs that every rank gets whole, rows of zeros pad it.
-        """
-        if slicing is None:
+    def _placed(self, style: Style | None, leaf: LeafInfo, sizes: Mapping[str, int]) -> tuple[P, Style] | None:
+        """The spec and style of one leaf of a layer: its weight, or its bias. None where it stays whole."""
+        if style is None:
             return None
-        style = Style(slicing.kind, self.axis, slicing.transposed, slicing.whole)
-        if slicing.kind == "shared":
-            return P(), style
-        if len(leaf.shape) < 2 and slicing.kind == "row":
-            return None
-        outputs = 1 if slicing.transposed and len(leaf.shape) > 1 else 0
-        dim = 1 - outputs if slicing.kind == "row" else outputs
-        padded = slicing.pads and dim == 0 and leaf.shape != () and leaf.shape[0] % sizes.get(self.axis, 1) > 0
-        return P(*([None] * dim), self.axis, padded=padded), style
+        style = replace(style, axis=self.axis)
+        spec = style.spec(leaf.shape, sizes.get(self.axis, 1))
+        return None if spec is None else (spec, style)
 
 
-def tensor_slicing(rules: Mapping[str, str | Slicing], axis: str = "model") -> TensorSlicing:
+def tensor_slicing(rules: Mapping[str, str | Style], axis: str = "model") -> TensorSlicing:
     """Slice layers over ``axis``. The ranks along it share one batch and one model.
 
     Args:
@@ -149,7 +138,7 @@ def tensor_slicing(rules: Mapping[str, str | Slicing], axis: str = "model") -> T
             glob with dots these stand for "/", and any prefix may come before it. A style is `column`, `row`, or
             "column", "row", "vocab" (embedding, output layer or both: logits that the model computes itself are
             gathered; `linear_cross_entropy` never gathers them), "shared" (whole, but used on slices: its gradient
-            is summed), "replicated".
+            is summed), "replicated", or one of your own (see `shardlib.collectives.styles.Style`).
 
     A vocabulary ("vocab", or outputs that every rank gets whole: ``column(gather=True)``) may have any size: where the axis
     does not divide it each rank holds as many rows, the last ones rows of zeros besides, which count for nothing and appear
@@ -163,7 +152,7 @@ def tensor_slicing(rules: Mapping[str, str | Slicing], axis: str = "model") -> T
         f"{glob}: {style!r}"
         + "".join(f"; put {near!r} in its place" for near in get_close_matches(str(style), STYLES, 1, 0.8))
         for glob, style in rules.items()
-        if not isinstance(style, Slicing) and not (isinstance(style, str) and style in STYLES)
+        if not isinstance(style, Style) and not (isinstance(style, str) and style in STYLES)
     ]
     if unknown:
         raise IllegalComposition(
@@ -171,7 +160,7 @@ def tensor_slicing(rules: Mapping[str, str | Slicing], axis: str = "model") -> T
             "others' layers whole by taking their rules out, and those of the layers that take slices from them."
         )
     return TensorSlicing(
-        tuple((glob, style if isinstance(style, Slicing) else STYLES[style]) for glob, style in rules.items()), axis
+        tuple((glob, style if isinstance(style, Style) else STYLES[style]) for glob, style in rules.items()), axis
     )
 
 

@@ -310,7 +310,7 @@ def test_sequences_are_padded_to_a_multiple():
 
 
 def test_other_models_are_told_what_to_do():
-    with pytest.raises(TreeError, match=r"sl\.attention\(q, k, v, layout="):
+    with pytest.raises(TreeError, match=r"sl\.nn\.attention\(q, k, v, layout="):
         long.with_sparse_attention(torch.nn.Linear(2, 2), LAYOUT)
     model = long.with_sparse_attention(made("gpt2"), local(48))
     with pytest.raises(BatchError, match="use_cache=False"):

@@ -116,7 +116,7 @@ def test_a_model_without_a_head_gets_rules_that_all_match():
     for base in bases:
         rules = huggingface.slicing_rules(base)
         plan = sl.make_plan(sl.from_module(base)[1], sl.abstract_mesh(model=2), sl.tensor_slicing(rules))
-        assert {"column", "row"} <= {style.kind for style in plan.styles.values()}
+        assert {"column", "row"} <= {style.name for style in plan.styles.values()}
         assert "lm_head" not in rules and "*/decoder" not in rules
     assert any(path.endswith("wte/weight") for path in sl.make_plan(
         sl.from_module(bases[1])[1], sl.abstract_mesh(model=2), sl.tensor_slicing(huggingface.slicing_rules(bases[1]))
@@ -130,7 +130,8 @@ def test_heads_come_from_the_configuration():
     )
     model = GPTNeoXForCausalLM(config)
     rules = huggingface.slicing_rules(model)
-    with pytest.raises(IllegalComposition, match=r"query_key_value/weight: 2 heads do not divide over model=4"):
+    told = r"query_key_value/weight: shape \(48, 16\): 2 heads do not divide over model=4"
+    with pytest.raises(IllegalComposition, match=told):
         sl.make_plan(sl.from_module(model)[1], sl.abstract_mesh(model=4), sl.tensor_slicing(rules))
 
 

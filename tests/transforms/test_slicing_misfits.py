@@ -88,7 +88,7 @@ def test_heads_that_do_not_divide():
     rules = {"*/up": sl.column(heads=2), "*/down": "row"}
     told = refused(mlp(), rules, ways=4)
     assert (
-        "layers/1/up/weight: 2 heads do not divide over model=4 (shape (8, 4)), by rule '*/up': sl.column(heads=2); use a "
+        "layers/1/up/weight: shape (8, 4): 2 heads do not divide over model=4, by rule '*/up': sl.column(heads=2); use a "
         "size that divides 2, or put 'replicated' in place of all rules of this attention"
     ) in told
     assert "With model=2 all rules fit." in told

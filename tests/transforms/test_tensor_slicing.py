@@ -410,7 +410,7 @@ def test_what_does_not_divide_is_listed_together():
     with pytest.raises(IllegalComposition) as error:
         plan_of(params, gpt.slicing_rules(replace(TINY, heads=2)), model=4)
     for told in (
-        "blocks/1/attn/qkv/weight: 2 heads",
+        "blocks/1/attn/qkv/weight: shape (30, 10): 2 heads",
         "blocks/0/attn/out/weight: shape (10, 10): dimension 1 of size 10",
         "model=4",
     ):

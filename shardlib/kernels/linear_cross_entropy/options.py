@@ -1,4 +1,4 @@
-"""What every way to the cross entropy of an output layer checks of its arguments."""
+"""What every way to the cross entropy of an output layer checks of its arguments, and how wide it scores."""
 
 from __future__ import annotations
 
@@ -47,3 +47,8 @@ def refuse_unknown(targets: torch.Tensor, words: int, ignore_index: int) -> None
     """
     if bool(((targets != ignore_index) & ((targets < 0) | (targets >= words))).any()):
         raise IndexError(f"a target lies outside the {words} words, and is not ignore_index ({ignore_index})")
+
+
+def widened(scores: torch.Tensor) -> torch.Tensor:
+    """In fp32 at least: the softmax sums a whole vocabulary, which costs digits that a loss cannot spare."""
+    return scores.to(torch.promote_types(scores.dtype, torch.float32))

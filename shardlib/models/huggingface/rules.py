@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from shardlib.collectives.styles.base import Style
 from shardlib.errors import TreeError
 from shardlib.models.huggingface.decoders import decoder_blocks, decoder_of
-from shardlib.plan.styles import Slicing
 from shardlib.transforms.tensor_slicing import column, matches_rule, row
 
 __all__ = ["decoder_blocks", "sliceable", "slicing_rules"]
 
-Rules = dict[str, str | Slicing]
+Rules = dict[str, str | Style]
 
 
 def slicing_rules(module: nn.Module, blocks: bool = False) -> Rules:
@@ -71,7 +71,7 @@ def _of_plan(module: nn.Module, config: Any) -> Rules:
     return rules
 
 
-def _by_heads(glob: str, style: str, config: Any) -> str | Slicing:
+def _by_heads(glob: str, style: str, config: Any) -> str | Style:
     """A rule of a plan; of an attention's layer, with its number of heads."""
     parent, layer = glob.split(".")[-2:] if "." in glob else ("", glob)
     heads = getattr(config, "num_attention_heads", None)

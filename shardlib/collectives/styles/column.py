@@ -1,0 +1,56 @@
+"""Layers whose outputs are shared out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from shardlib.collectives.styles.base import Compute
+from shardlib.collectives.styles.layer import LayerStyle
+from shardlib.collectives.styles.slices import Slice
+from shardlib.mesh.specs import P
+
+
+@dataclass(frozen=True)
+class Column(LayerStyle):
+    """A rank computes its share of the outputs from the whole input; its bias is cut along.
+
+    Attributes:
+        gather: every rank gets all outputs. Their number need not divide then: rows of zeros pad the last slices.
+    """
+
+    gather: bool = False
+
+    name: ClassVar[str] = "column"
+    cut: ClassVar[str] = "outputs"
+
+    @property
+    def whole(self) -> bool:
+        return self.gather
+
+    @property
+    def gathered(self) -> str:
+        return "the outputs of {paths}" if self.gather else ""
+
+    def dim(self, shape: tuple[int, ...]) -> int:
+        return 1 if self.transposed and len(shape) > 1 else 0
+
+    def spec(self, shape: tuple[int, ...], ways: int) -> P:
+        dim = self.dim(shape)
+        # No part of the model sees one rank's outputs where all are gathered.
+        pads = self.gather and not self.heads and dim == 0 and shape != ()
+        return P(*([None] * dim), self.axis, padded=pads and shape[0] % ways > 0)
+
+    def misfit(self, shape: tuple[int, ...], ways: int) -> tuple[str, str] | None:
+        # A weight (out, in, ...) is cut along its first dimension, however many follow.
+        return super().misfit(shape if self.transposed else shape[:2], ways)
+
+    def linear(
+        self, weight: Slice, x: torch.Tensor, bias: torch.Tensor | None, compute: Compute, transposed: bool
+    ) -> torch.Tensor:
+        self.check_order(weight, transposed)
+        outputs = weight.window.shape[int(transposed)]
+        y = compute(weight.enter(x), weight.local, bias)
+        return weight.whole_outputs(y, outputs) if self.gather else weight.share(y, outputs)

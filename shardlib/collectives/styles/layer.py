@@ -1,0 +1,63 @@
+"""What the two styles of a linear layer have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shardlib.collectives.styles.base import Style
+from shardlib.collectives.styles.slices import Slice
+from shardlib.errors import HandleError
+
+
+@dataclass(frozen=True)
+class LayerStyle(Style):
+    """A linear layer's weight, cut along its inputs or its outputs.
+
+    Attributes:
+        heads: these are so many heads, which must not be cut; 0 for any cut.
+        transposed: the weight is stored (in, out), as ``x @ weight`` has it, not (out, in) as ``F.linear``.
+        cut: what is shared out, "inputs" or "outputs".
+        whole: they come, or are given, whole.
+    """
+
+    heads: int = 0
+    transposed: bool = False
+
+    cut: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def whole(self) -> bool: ...
+
+    @abstractmethod
+    def dim(self, shape: tuple[int, ...]) -> int:
+        """The dimension of a leaf that is cut."""
+
+    def __str__(self) -> str:
+        return self.name + "ᵀ" * self.transposed + " (whole)" * self.whole
+
+    @property
+    def rule(self) -> str:
+        return f"sl.{self.name}({self.options})"
+
+    def misfit(self, shape: tuple[int, ...], ways: int) -> tuple[str, str] | None:
+        if wrong := super().misfit(shape, ways):
+            return wrong
+        size = shape[self.dim(shape)]
+        if self.heads and size % self.heads:
+            return f"{size} {self.cut} are not {self.heads} heads of one size", ""
+        if self.heads % ways:
+            return f"{self.heads} heads do not divide over {self.axis}={ways}", (
+                f"use a size that divides {self.heads}, or put 'replicated' in place of all rules of this attention"
+            )
+        return None
+
+    def check_order(self, weight: Slice, transposed: bool) -> None:
+        if self.transposed != transposed:
+            order = "(in, out)" if transposed else "(out, in)"
+            raise HandleError(
+                f"{weight.path} is consumed as {order} and sliced as the other order; give its layer sl.{self.name}("
+                f"transposed={transposed}) in tensor_slicing's rules"
+            )

@@ -1,0 +1,54 @@
+"""Layers whose inputs are shared out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from shardlib.collectives.styles.base import Compute
+from shardlib.collectives.styles.layer import LayerStyle
+from shardlib.collectives.styles.slices import Slice
+from shardlib.errors import HandleError
+from shardlib.mesh.specs import P
+
+
+@dataclass(frozen=True)
+class Row(LayerStyle):
+    """A rank computes a partial sum of all outputs from its share of the inputs; these are then all-reduced.
+
+    Attributes:
+        split: the input comes whole, and each rank takes its share.
+    """
+
+    split: bool = False
+
+    name: ClassVar[str] = "row"
+    cut: ClassVar[str] = "inputs"
+
+    @property
+    def whole(self) -> bool:
+        return self.split
+
+    def dim(self, shape: tuple[int, ...]) -> int:
+        return 0 if self.transposed else 1
+
+    def spec(self, shape: tuple[int, ...], ways: int) -> P | None:
+        return None if len(shape) < 2 else P(*([None] * self.dim(shape)), self.axis)
+
+    def linear(
+        self, weight: Slice, x: torch.Tensor, bias: torch.Tensor | None, compute: Compute, transposed: bool
+    ) -> torch.Tensor:
+        self.check_order(weight, transposed)
+        if self.split:
+            x = weight.own_inputs(x)
+        inputs = weight.local.shape[self.dim(weight.local.shape)]
+        if x.shape[-1] != inputs:
+            raise HandleError(
+                f"{weight.path} has the style row and takes {inputs} inputs on this rank, but gets {x.shape[-1]}: its input "
+                "must come from column-sliced layers; use sl.row(split=True) where it comes whole"
+            )
+        y = weight.leave(compute(x, weight.local, None))
+        # The bias is whole, and added once: after the sum.
+        return y if bias is None else y + bias

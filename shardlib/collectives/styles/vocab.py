@@ -1,0 +1,71 @@
+"""Embeddings and output layers whose vocabulary is shared out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from shardlib.collectives.cross_entropy import vocab_cross_entropy
+from shardlib.collectives.styles.base import Compute, Losses, Style
+from shardlib.collectives.styles.column import Column
+from shardlib.collectives.styles.slices import Slice
+from shardlib.kernels.linear_cross_entropy.options import widened
+from shardlib.mesh.specs import P
+
+
+@dataclass(frozen=True)
+class Vocab(Style):
+    """A rank holds its share of the vocabulary: it looks up its own rows, or scores its own words.
+
+    The number of words need not divide: rows of zeros pad the last slices.
+    """
+
+    name: ClassVar[str] = "vocab"
+
+    @property
+    def rule(self) -> str:
+        return repr(self.name)
+
+    @property
+    def gathered(self) -> str:
+        return "logits by {paths}, except in sl.nn.linear_cross_entropy"
+
+    def spec(self, shape: tuple[int, ...], ways: int) -> P:
+        return P(self.axis, padded=shape != () and shape[0] % ways > 0)
+
+    def linear(
+        self, weight: Slice, x: torch.Tensor, bias: torch.Tensor | None, compute: Compute, transposed: bool
+    ) -> torch.Tensor:
+        return Column(gather=True, axis=self.axis).linear(weight, x, bias, compute, transposed)
+
+    def embedding(self, weight: Slice, ids: torch.Tensor, padding: int | None, sparse: bool) -> torch.Tensor:
+        words, first, held = weight.window.shape[0], weight.window.first[0], weight.window.sizes[0]
+        mine = (ids >= first) & (ids < first + held)
+        if padding is not None:
+            padding = padding % words - first
+            padding = padding if 0 <= padding < held else None
+        # What is no word at all is left to F.embedding to refuse, on every rank.
+        found = F.embedding(
+            (ids - first).where(mine, 0).where((ids >= 0) & (ids < words), -1), weight.local, padding, sparse=sparse
+        )
+        return weight.leave(found.masked_fill(~mine[..., None], 0))
+
+    def cross_entropy(self, weight: Slice, x: torch.Tensor, *, ignore_index: int, label_smoothing: float) -> Losses:
+        scores = widened(F.linear(weight.enter(x), weight.local))
+        options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+
+        def losses(targets: torch.Tensor, reduction: str) -> torch.Tensor:
+            return vocab_cross_entropy(
+                scores,
+                targets,
+                self.axis,
+                words=weight.window.shape[0],
+                **options,
+                reduction=reduction,
+                mesh=weight.mesh,
+            )
+
+        return losses
