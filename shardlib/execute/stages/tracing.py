@@ -1,4 +1,4 @@
-"""A pipeline traced without ranks: one micro-batch through all stages in turn, on fake tensors."""
+"""A plan traced without ranks: one micro-batch through all stages in turn, on fake tensors."""
 
 from __future__ import annotations
 
@@ -8,28 +8,51 @@ from typing import Any
 
 import torch
 
+from shardlib.execute.batches import split_batch
 from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Gradients, plain_route
 from shardlib.execute.handles import materialise
 from shardlib.execute.live import LiveBytes
 from shardlib.execute.losses import read_loss
 from shardlib.execute.sequence import require_whole_loss
+from shardlib.execute.stages.base import Call, keys_of
 from shardlib.execute.stages.interpreter import Run, differentiable, fresh_leaf
+from shardlib.execute.stages.one import OneStage
 from shardlib.execute.stages.pipe import require_blocks
 from shardlib.mesh.mesh import Mesh
-from shardlib.plan.placement import StageTrace
 from shardlib.plan.plan import Plan
+from shardlib.plan.value import Trace
 from shardlib.rng import Key
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, leaves_of, tree_map
 
 
-def trace_stages(
-    loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, rng: Key
-) -> tuple[StageTrace, ...]:
-    """What each stage gathers and passes on for the micro-batch ``batch``. ``params`` holds all stages' buckets."""
-    assert plan.pipeline is not None
-    blocks, spans = require_blocks(loss_fn, plan), plan.pipeline.spans
+def trace(
+    loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, buffers: Tree, rng: Key
+) -> tuple[Trace, ...]:
+    """What each stage does for the first of a rank's micro-batches. ``params`` holds all stages' buckets."""
+    if plan.stages.axes:
+        return _trace_stages(loss_fn, plan, mesh, params, split_batch(batch, plan, mesh)[0], rng)
+    runner = OneStage(loss_fn, plan, mesh, trained=True, with_buffers=buffers is not None)
+
+    def live_bytes() -> int:
+        """The most that a micro-batch holds at once, what is cast of the batch too, its gradients aside."""
+        live = LiveBytes()
+        with live:
+            parts = split_batch(batch, plan, mesh)
+            call = Call(params, parts, keys_of(plan, mesh, parts, rng), buffers, 1.0, 1.0)
+            gradients = runner.executor.gradients(plain_route(mesh))
+            runner.microbatch(call, 0, buffers, gradients)
+        return live.peak(without=gradients.held)
+
+    live, activations = live_bytes(), dict(mesh.traffic.activations)
+    if runner.executor.gathers:  # again: the order is known now, and the next unit on its way while one computes
+        live = max(live, live_bytes())
+    return (Trace(runner.executor.touches, activations, live),)
+
+
+def _trace_stages(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, rng: Key) -> tuple[Trace, ...]:
+    blocks, spans = require_blocks(loss_fn, plan), plan.stages.spans
     runs: list[Run] = []
     carry: Any = None
     passed: list[tuple[int, int]] = []
@@ -54,12 +77,12 @@ def trace_stages(
         tensors = [leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)]
         passed.append((sum(leaf.nbytes for leaf in tensors), sum(leaf.nbytes for leaf in runs[-1].outputs)))
         carry = tree_map(fresh_leaf, result)
-    if plan.sequence:
-        require_whole_loss(plan.sequence, mesh, {step for run in runs for step in run.executor.record.done}, None)
+    if plan.step.sequence:
+        require_whole_loss(plan.step.sequence, mesh, {step for run in runs for step in run.executor.record.done}, None)
     for run, kept, counts, alive in zip(reversed(runs), reversed(gradients), reversed(sent), reversed(live)):
         seeds = [torch.ones_like(output) for output in run.outputs]
         with _counting(mesh, counts), alive:
-            if plan.pipeline.schedule.splits and run.inputs and run.outputs:
+            if plan.stages.schedule.splits and run.inputs and run.outputs:
                 run.executor.inputs_gradient(run.outputs, seeds, run.inputs)
                 run.executor.rest()
                 run.executor.weights_gradient(kept, last=False)
@@ -68,7 +91,7 @@ def trace_stages(
         run.executor.close()
     peaks = [alive.peak(without=kept.held) for alive, kept in zip(live, gradients)]
     return tuple(
-        StageTrace(run.executor.touches, *sizes, counts, own + arrived, peak + arrived)
+        Trace(run.executor.touches, counts, peak + arrived, own + arrived, *sizes)
         for run, sizes, counts, (own, arrived), peak in zip(runs, passed, sent, memory, peaks)
     )
 
