@@ -36,7 +36,7 @@ nightly: lint
 	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -n 2 --timeout 3600 -m "nightly or not nightly" $(ARGS)
 
 bench: $(STAMP)
-	$(BIN)/python -m benchmarks $(ARGS)
+	$(BIN)/python -m benchmarks run $(ARGS)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -1,1 +1,1 @@
-"""Measurements against peers; ``make bench`` runs them all."""
+"""Measurements against peers: ``python -m benchmarks`` lists them."""

@@ -1,3 +1,67 @@
-from benchmarks.run import main
+"""Every benchmark.
 
-main()
+    python -m benchmarks                                          lists cases and tables
+    python -m benchmarks run [names …] [--device cpu|cuda] …      measures some, or all of a kind of device
+
+On a GPU everything is checked before anything is measured; all of it takes less than eight minutes. A table in
+``results/`` is written where all its cases were measured in full, and left as it is otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from benchmarks.harness import results
+from benchmarks.harness.case import CPU, CUDA, Setting
+from benchmarks.harness.provenance import provenance
+from benchmarks.harness.run import chosen, run
+from benchmarks.tables import tables
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command")
+    commands.add_parser("list", help="cases and tables (as without a command)")
+    options = commands.add_parser("run", help="measure")
+    options.add_argument("names", nargs="*", help="of cases or tables; all of the device's by default")
+    options.add_argument("--device", choices=[CPU, CUDA], default=CPU)
+    options.add_argument("--rounds", type=int, default=0, help="in place of each case's own number")
+    options.add_argument("--small", action="store_true", help="sizes that mean nothing; cuda's run on a CPU too")
+    options.add_argument(
+        "--processes", type=int, help="runs side by side where many are trained; one a core by default"
+    )
+    options.add_argument("--out", type=Path, default=results.FOLDER, help="where full tables are written")
+    given = parser.parse_args(arguments)
+    if given.command != "run":
+        listing()
+        return 0
+    known, device = tables(given.device), torch.device(given.device)
+    if device.type == CUDA and not torch.cuda.is_available():
+        if not given.small:
+            parser.error("no CUDA device: nothing to measure (--small tries the cases on the CPU)")
+        device = torch.device(CPU)
+    try:
+        chosen(known, given.names)
+    except ValueError as error:
+        parser.error(str(error))
+    setting = Setting(given.device, device, given.rounds, given.small, given.processes)
+    return 0 if run(known, given.names, setting, provenance(arguments, device), given.out) else 1
+
+
+def listing() -> None:
+    """Print every table with its cases."""
+    for kind in (CPU, CUDA):
+        for table in tables(kind):
+            print(f"{table.name}: {table.title} (--device {kind})")
+            for case in table.cases:
+                print(f"  {case.name:22} {case.rounds[kind]:4} rounds  {case.about}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

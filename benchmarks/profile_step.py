@@ -17,8 +17,8 @@ from unittest.mock import patch
 import torch
 
 import shardlib as sl
-from benchmarks.model import Config, random_batch
-from benchmarks.providers import shardlib_stage
+from benchmarks.peers.gpt import Config, random_batch
+from benchmarks.peers.shardlib import shardlib_stage
 from shardlib.collectives import primitives
 from shardlib.plan.buckets import Bucket
 from shardlib.sharded.exchange import Gather, Reduction

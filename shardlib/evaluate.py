@@ -15,11 +15,10 @@ from shardlib.collectives.primitives import sum_over
 from shardlib.errors import BatchError, LossError, TreeError, axes_named, listing
 from shardlib.execute.agreement import Agreement, agree
 from shardlib.execute.batches import arriving
-from shardlib.execute.executor import Executor
 from shardlib.execute.inputs import Inputs
 from shardlib.execute.losses import require_function
 from shardlib.execute.means import Results, is_mean, means, quotients, sum_means
-from shardlib.execute.stages.pipe import Pipe
+from shardlib.execute.stages.runner import runner_of
 from shardlib.optim.train_state import TrainState
 from shardlib.plan.plan import Plan
 from shardlib.sharded.shard import lift
@@ -36,15 +35,7 @@ class EvalStep:
         self._plan, self._mesh = lifted.plan, lifted.mesh
         self._together = _together(lifted.plan)
         self._inputs = Inputs(lifted.plan, lifted.mesh, self._together)
-        if lifted.plan.pipeline is None:
-            executor = Executor(lifted.plan, lifted.mesh, trained=False)
-
-            def forward(params: Sharded, *args: Any) -> Any:
-                return executor.forward(params, lambda tree: fn(tree, *args))
-
-            self._forward: Callable[..., Any] = forward
-        else:
-            self._forward = Pipe(fn, lifted.plan, lifted.mesh, trained=False).evaluate
+        self._runner = runner_of(fn, lifted.plan, lifted.mesh, trained=False)
 
     def __call__(self, params: Any, *args: Any) -> Any:
         """What the function returns for one batch, each `Mean` as a number over all ranks' batches.
@@ -143,7 +134,7 @@ class EvalStep:
         return "", ""
 
     def _run(self, params: Sharded, *args: Any) -> Any:
-        return self._forward(params, *(arriving(arg, self._plan, self._mesh) for arg in args))
+        return self._runner.evaluate(params, *(arriving(arg, self._plan, self._mesh) for arg in args))
 
     def _current(self, params: Any) -> Sharded:
         current = lift(params.params if isinstance(params, TrainState) else params)
@@ -175,6 +166,13 @@ def make_eval_step(fn: Callable[..., Any], params: Any) -> EvalStep:
 
     Under a pipeline ``fn`` is an `sl.sequential`, called with one batch. That goes through in one piece, not in
     micro-batches: each stage waits for the one before it. What the last block returns is handed to the ranks of all stages.
+
+    >>> params = {"w": torch.ones(4, 4)}
+    >>> evaluate = sl.make_eval_step(lambda params, x: sl.Mean((x @ params["w"]).sum(), x.numel()), params)
+    >>> float(evaluate(params, torch.ones(2, 4)))
+    4.0
+    >>> float(evaluate.over(params, [torch.ones(2, 4), torch.zeros(2, 4)]))
+    2.0
     """
     return EvalStep(fn, params)
 

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardlib.execute.batches import as_tensors, split_batch
+from shardlib.execute.batches import as_tensors
 from shardlib.execute.buffers import buffer_sizes
-from shardlib.execute.live import LiveBytes
-from shardlib.execute.step import LossStep
-from shardlib.execute.tracing import trace_stages
+from shardlib.execute.losses import require_function
+from shardlib.execute.stages.tracing import trace
 from shardlib.init.deferred import defer
 from shardlib.mesh.mesh import Mesh, as_mesh
 from shardlib.mesh.transport import EchoGroup
@@ -21,6 +20,7 @@ from shardlib.optim.wrapping import require_transformations
 from shardlib.plan.build import build_plan
 from shardlib.plan.claims import Transform
 from shardlib.plan.plan import Plan
+from shardlib.plan.reductions import Reductions
 from shardlib.rng import Key
 from shardlib.sharded.shard import default_transform
 from shardlib.sharded.tree import Sharded
@@ -54,6 +54,13 @@ def make_plan(
     Raises:
         TreeError, IllegalComposition, SpecError: as `shard`.
         TypeError: an optimizer that is no gradient transformation.
+
+    >>> params = {"w": torch.empty(1000, 1000, device="meta")}
+    >>> plan = sl.make_plan(params, sl.abstract_mesh(data=8), sl.zero(2), optimizer=sl.optim.adamw(1e-3))
+    >>> plan.bytes("param"), plan.bytes("grad"), plan.bytes("optimizer")
+    (4000000, 500000, 1000000)
+    >>> plan.payload()
+    {'data': 7000000}
     """
     if optimizer is not None:
         require_transformations("make_plan", optimizer)
@@ -70,7 +77,8 @@ _UNEVEN = "where values decide which units a rank uses, what any rank uses is ga
 
 
 def _traced(plan: Plan, loss_fn: Callable[..., Any], batch: Any, buffers: Any) -> Plan:
-    """The plan with its touches, from one micro-batch on fake tensors; says so in its log when that fails."""
+    """The plan with its traces, from one micro-batch on fake tensors; says so in its log when that fails."""
+    require_function(loss_fn, "the loss function", "params, batch" if buffers is None else "params, buffers, batch")
     device = torch.device("cpu")
     mesh = Mesh(plan.sizes, 0, {axis: EchoGroup(size) for axis, size in plan.sizes.items()}, device, abstract=True)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -84,26 +92,13 @@ def _traced(plan: Plan, loss_fn: Callable[..., Any], batch: Any, buffers: Any) -
             return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
 
     batch, buffers = tree_map(pretend, as_tensors(batch, device)), tree_map(pretend, buffers)
+    # Kernels do not run on tensors without values: everything travels as it is.
+    plain = replace(plan, reductions=Reductions(second_level=plan.reductions.second_level))
     with fake:
         stored = {b.name: torch.empty(b.size(b.param_level), dtype=b.dtype, device=device) for b in plan.buckets}
         try:
-            if plan.pipeline is not None:
-                held = Sharded(plan, mesh, "param", stored)
-                part = split_batch(batch, plan, mesh)[0]
-                return replace(plan, traces=trace_stages(loss_fn, plan, mesh, held, part, Key(0)))
-            step = LossStep(loss_fn, plan, mesh, buffers is not None)
-            traced = step, Sharded(plan, mesh, "param", stored), batch, buffers
-            live, activations = _live_bytes(*traced), dict(mesh.traffic.activations)
-            if step.executor.gathers:  # again: the order is known now, and the next unit on its way while one computes
-                live = max(live, _live_bytes(*traced))
+            traces = trace(loss_fn, plain, mesh, Sharded(plain, mesh, "param", stored), batch, buffers, Key(0))
         except torch._subclasses.fake_tensor.DataDependentOutputException as error:
-            return replace(plan, log=(*plan.log, f"not traced: the loss reads values ({error})", _UNEVEN))
-    return replace(plan, touches=step.executor.touches, activations=activations, live=live)
-
-
-def _live_bytes(step: LossStep, params: Sharded, batch: Any, buffers: Any) -> int:
-    """Trace a micro-batch: the most bytes that it holds at once, its gradients aside."""
-    live = LiveBytes()
-    with live:
-        gradients = step.trace(params, batch, buffers, Key(0))
-    return live.peak(without=gradients.held)
+            notes = f"not traced: the loss reads values ({error})", _UNEVEN
+            return replace(plan, claims=plan.claims and plan.claims.noting(notes))
+    return replace(plan, traces=traces)

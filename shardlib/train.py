@@ -19,7 +19,7 @@ from shardlib.optim.shards import MeshShards
 from shardlib.optim.storing import optimizer_shards, store
 from shardlib.optim.train_state import OptimizerState, TrainState, cloned, rescaled
 from shardlib.optim.wrapping import require_transformations
-from shardlib.plan.build import own_axis
+from shardlib.plan.build import with_owner
 from shardlib.rng import Key
 from shardlib.sharded.checksum import checksums
 from shardlib.sharded.shard import lift
@@ -39,6 +39,11 @@ def value_and_grad(loss_fn: Callable[..., Any]) -> Callable[..., tuple[Any, Tree
         LossError: the loss is not a scalar, or depends on no parameter, or ranks' or micro-batches' losses do not go
             together.
         BatchError: the batch does not fit.
+
+    >>> loss_fn = lambda params, batch: (params["w"] * batch).sum()
+    >>> loss, grads = sl.value_and_grad(loss_fn)({"w": torch.ones(2)}, torch.tensor([3.0, 4.0]))
+    >>> float(loss), grads["w"]
+    (7.0, tensor([3., 4.]))
     """
     bound: list[tuple[Any, LossStep]] = []
 
@@ -48,7 +53,7 @@ def value_and_grad(loss_fn: Callable[..., Any]) -> Callable[..., tuple[Any, Tree
             bound[:] = [
                 ((lifted.plan, buffers is not None), LossStep(loss_fn, lifted.plan, lifted.mesh, buffers is not None))
             ]
-        if lifted.plan.errors:
+        if lifted.plan.residuals:
             raise IllegalComposition(
                 "gradients are compressed with error feedback, whose errors live in a TrainState: use sl.make_train_step, or "
                 "feedback=False in onebit() and quantize()"
@@ -109,17 +114,23 @@ def make_train_step(
         TypeError: an optimizer that is no gradient transformation (see `optim.from_torch` for torch's).
         IllegalComposition: an optimizer that declares no locality, on shards.
         RankMismatch: the ranks were given what differs; names it and the ranks. The step raises it too.
+
+    >>> loss_fn = lambda params, batch: (batch @ params["w"]).square().mean()
+    >>> state, train_step = sl.make_train_step(loss_fn, {"w": torch.ones(4, 4)}, sl.optim.sgd(0.1))
+    >>> state, metrics = train_step(state, torch.ones(2, 4))
+    >>> state.step, float(metrics["loss"])
+    (1, 16.0)
     """
     require_transformations("make_train_step", optimizer)
     lifted = lift(params)
-    plan, mesh = own_axis(lifted.plan, optimizer), lifted.mesh
+    plan, mesh = with_owner(lifted.plan, optimizer), lifted.mesh
     lifted = lifted.under(plan)
-    policy = nonfinite or ("skip" if plan.loss_scale else "raise")
+    policy = nonfinite or ("skip" if plan.step.loss_scale else "raise")
     if policy not in ("raise", "skip"):
         raise ValueError(f"nonfinite={nonfinite!r}: use 'raise' or 'skip'")
     optimizer.require_locality(lifted)
     loss_step = LossStep(loss_fn, plan, mesh, buffers is not None)
-    own = OwnExchange(plan, mesh) if plan.owned else None
+    own = OwnExchange(plan, mesh) if plan.reductions.owner else None
     key = rng if isinstance(rng, Key) else Key(rng)
     given = {f"buffers/{path}" if path else "buffers": told for path, told in checksums(buffers).items()}
     primitives.require_equal(
@@ -187,7 +198,7 @@ def make_train_step(
         opt=_init(optimizer, lifted),
         comm={name: kept for channel in plan.channels for name, kept in channel.start(mesh.device).items()},
         buffers=tree_map(lambda leaf: leaf.to(mesh.device) if isinstance(leaf, torch.Tensor) else leaf, buffers),
-        scale=plan.loss_scale,
+        scale=plan.step.loss_scale,
         rng=key,
     )
     return state.fitting(), train_step
@@ -209,6 +220,10 @@ def unused_params(
 
     Args:
         params: as for `make_train_step`; sharded or whole. All other arguments are as there too.
+
+    >>> params = {"w": torch.ones(2), "head": torch.ones(3)}
+    >>> sl.unused_params(lambda params, batch: (params["w"] * batch).sum(), params, torch.ones(2))
+    ('head',)
     """
     lifted = lift(params)
     plan, mesh = lifted.plan, lifted.mesh
@@ -219,7 +234,7 @@ def unused_params(
         lifted, batch, buffers, key, comm=kept, reached=reached, alike={"rng": key}
     )
     everyone = {path for paths in primitives.all_gather_object(mesh, list(mesh.shape), reached) for path in paths}
-    return tuple(path for path in plan.infos if path not in everyone)
+    return tuple(path for path in plan.numbering.infos if path not in everyone)
 
 
 def _init(optimizer: GradientTransformation, params: Sharded) -> OptimizerState:

@@ -9,8 +9,8 @@ import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.model import GPT, Config
-from benchmarks.provider import ADAMW, Provider, Step, loop
+from benchmarks.peers.gpt import GPT, Config
+from benchmarks.peers.provider import ADAMW, Provider, Step, loop
 
 
 def _wrapped(config: Config, bucket_mb: float, static: bool) -> DistributedDataParallel:

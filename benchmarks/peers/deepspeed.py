@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.model import GPT, Config
-from benchmarks.provider import ADAMW, Batch, Provider, Step
+from benchmarks.peers.gpt import GPT, Config
+from benchmarks.peers.provider import ADAMW, Batch, Provider, Step
 
 
 def stage(number: int, **zero: Any) -> Provider:

@@ -83,14 +83,14 @@ def common_pieces(state: TrainState) -> Iterator[Piece]:
     plan = state.params.plan
     for prefix, tree in (("opt", state.opt), ("buffers", state.buffers)):
         for path, leaf in _leaves(tree):
-            if isinstance(leaf, torch.Tensor) and not (prefix == "opt" and plan.part_named(path[-1])):
+            if isinstance(leaf, torch.Tensor) and not (prefix == "opt" and plan.numbering.part_named(path[-1])):
                 yield Piece(f"{prefix}/{path_name(path)}", 0, leaf.reshape(-1))
 
 
 def _flat_states(state: TrainState, bucket: Bucket) -> Iterator[tuple[str, Bucket, torch.Tensor]]:
     """The optimizer's flat tensors for one bucket or parts of it, named by the place of the tree they belong to."""
     for path, leaf in _leaves(state.opt):
-        name, part = state.params.plan.part_named(path[-1]) or (None, bucket)
+        name, part = state.params.plan.numbering.part_named(path[-1]) or (None, bucket)
         if name == bucket.name and isinstance(leaf, torch.Tensor):
             yield f"opt/{path_name(path[:-1])}/", part, leaf
 

@@ -21,10 +21,10 @@ def own_pieces(state: TrainState) -> Iterator[Piece]:
     """Parameters and trees of the optimizer's state, where they are this rank's own."""
     plan, mesh = state.params.plan, state.params.mesh
     trees = _own_trees(state.opt)
-    if plan.owned is None or not trees:
+    if plan.reductions.owner is None or not trees:
         return
     mine = (PARAMS, MASTERS, *(f"opt/{path_name(path)}/" for path in trees))
-    axis = plan.owned.axis
+    axis = plan.reductions.owner.axis
     for bucket in plan.buckets:
         others = [mesh.coords[other] for other in plan.copies(bucket) if other != axis]
         if plan.counts(bucket, mesh.coords) and not any(others):
@@ -40,7 +40,7 @@ def restore_own(state: TrainState, saved: Mapping[str, Sequence[Piece]]) -> None
     if one is None:
         return
     ways = int(one.partition("/")[0].rpartition(" of ")[2])
-    axis = plan.owned.axis if plan.owned is not None else None
+    axis = plan.reductions.owner.axis if plan.reductions.owner is not None else None
     for piece in needed_pieces(state):
         if _name(piece, 0, ways) not in saved:
             continue

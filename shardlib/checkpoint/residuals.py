@@ -185,7 +185,7 @@ def _holder(plan: Plan, mesh: Mesh, channel: Channel, kept: Kept) -> tuple[int, 
     """Which this rank is, of how many that hold different ones of the same elements."""
     place, ranks, homes = 0, 1, channel.bucket.homes
     for axis in _differing(plan, channel, kept):
-        if plan.pipeline is not None and axis == plan.pipeline.axis:
+        if axis in plan.stages.axes:
             at, size = homes.index(mesh.coords[axis]), len(homes)
         else:
             at, size = mesh.coords[axis], mesh.shape[axis]
@@ -234,7 +234,7 @@ def _differing(plan: Plan, channel: Channel, kept: Kept) -> tuple[str, ...]:
     """Axes whose ranks hold different ones of the same elements."""
     bucket, level = channel.bucket, channel.level
     # A tied leaf's homes sum their gradients before an optimizer sees them, and after they were reduced.
-    homes = (plan.pipeline.axis,) if plan.pipeline is not None and len(bucket.homes) > 1 and not channel.mean else ()
+    homes = plan.stages.axes if len(bucket.homes) > 1 and not channel.mean else ()
     if level is not None:
         return (*homes, *bucket.axes[level:], *bucket.replicas)
     own = {"sent": (channel.axis,), "row": (), "factors": bucket.slices}[kept.kind]
@@ -245,9 +245,7 @@ def _differing(plan: Plan, channel: Channel, kept: Kept) -> tuple[str, ...]:
 def _same(plan: Plan, channel: Channel, kept: Kept) -> list[str]:
     """Axes whose ranks hold the same."""
     bucket = channel.bucket
-    own = {*_differing(plan, channel, kept), *bucket.axes, *bucket.slices}
+    own = {*_differing(plan, channel, kept), *bucket.axes, *bucket.slices, *plan.stages.axes}
     if kept.kind == "row":
         own.add(channel.axis)
-    if plan.pipeline is not None:
-        own.add(plan.pipeline.axis)
     return [axis for axis, size in plan.sizes.items() if size > 1 and axis not in own]

@@ -35,6 +35,10 @@ def save(folder: str | Path, state: TrainState, keep: int = 2, extra: dict[str, 
 
     Raises:
         RankFailure: another rank could not write its part; names it.
+
+    >>> state, _ = sl.make_train_step(lambda p, x: (p["w"] * x).sum(), {"w": torch.ones(2)}, sl.optim.adamw(1e-3))
+    >>> sl.checkpoint.save("run", state).name
+    'step-00000000'
     """
     mesh = state.params.mesh
     final = Path(folder) / f"step-{state.step:08d}"
@@ -91,7 +95,11 @@ def _file_of(rank: int) -> str:
 
 
 def latest(folder: str | Path) -> Path | None:
-    """The newest complete checkpoint under ``folder``, or None."""
+    """The newest complete checkpoint under ``folder``, or None.
+
+    >>> print(sl.checkpoint.latest("nothing-there"))
+    None
+    """
     found = _complete(folder)
     return found[-1] if found else None
 
@@ -108,6 +116,11 @@ def restore(checkpoint: str | Path, state: TrainState) -> TrainState:
         FileNotFoundError: neither.
         TreeError: the checkpoint lacks a leaf, or part of one, or holds one of another size; lists them. ``state`` is
             then unchanged.
+
+    >>> state, _ = sl.make_train_step(lambda p, x: (p["w"] * x).sum(), {"w": torch.ones(2)}, sl.optim.adamw(1e-3))
+    >>> folder = sl.checkpoint.save("run", state)
+    >>> sl.checkpoint.restore("run", state).step
+    0
     """
     path = _checkpoint_at(Path(checkpoint))
     facts = json.loads((path / "state.json").read_text())

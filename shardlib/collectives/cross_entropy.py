@@ -41,6 +41,12 @@ def vocab_cross_entropy(
         ValueError: another reduction, a smoothing outside [0, 1], or targets that do not suit the scores.
         TypeError: targets that are not int64.
         IndexError: on CPU, a target that is none of the words; on a GPU, which would have to wait, its loss is NaN.
+
+    >>> def loss(mesh):
+    ...     words = torch.zeros(3, 8).chunk(2, dim=1)[mesh.rank]  # of 8 words, this rank's 4
+    ...     return sl.collectives.vocab_cross_entropy(words, torch.tensor([0, 5, 7]), "model")
+    >>> sl.simulate(loss, mesh=dict(model=2))
+    [tensor(2.0794), tensor(2.0794)]
     """
     check_options("vocab_cross_entropy", reduction, label_smoothing, ("mean", "sum", "none"))
     check_tensors("vocab_cross_entropy", {"scores": scores, "targets": targets}, exactly={"targets": torch.int64})

@@ -57,6 +57,10 @@ def all_reduce(
             rank), so the cotangent passes through. ``"varying"``: each rank goes its own way, so cotangents are
             summed over the axis.
         mesh: the mesh; by default the one of the train step, `launch` or `simulate` this runs in.
+
+    >>> total = lambda mesh: sl.collectives.all_reduce(torch.tensor(mesh.rank + 1.0), "data", dst="invariant")
+    >>> sl.simulate(total, mesh=dict(data=2))
+    [tensor(3.), tensor(3.)]
     """
     if dst not in _DST:
         raise ValueError(f"dst={dst!r}: say 'invariant' (one common loss follows) or 'varying' (one per rank)")
@@ -69,6 +73,9 @@ def copy(x: torch.Tensor, axis: str, *, mesh: Mesh | None = None) -> torch.Tenso
     """``x`` as it is, equal on every rank; from here on each rank goes its own way, so cotangents are summed.
 
     Where a column-sliced layer's input comes in (Megatron-LM's f, arXiv 1909.08053; `all_reduce` "invariant" is its g).
+
+    >>> sl.simulate(lambda mesh: sl.collectives.copy(torch.tensor(1.0), "model"), mesh=dict(model=2))
+    [tensor(1.), tensor(1.)]
     """
     return _Copy.apply(x, mesh_with(mesh, axis), axis)
 
@@ -78,6 +85,9 @@ def split(x: torch.Tensor, axis: str, *, dim: int = 0, mesh: Mesh | None = None)
 
     Raises:
         SpecError: the dimension's size is not divisible by the axis.
+
+    >>> sl.simulate(lambda mesh: sl.collectives.split(torch.arange(4), "model"), mesh=dict(model=2))
+    [tensor([0, 1]), tensor([2, 3])]
     """
     mesh = mesh_with(mesh, axis)
     _divisible(x, _dim(x, dim), mesh, axis, "split")
@@ -102,6 +112,9 @@ def all_gather(
     Args:
         dst: what follows. ``"varying"``: each rank goes its own way, and backward reduce-scatters. ``"invariant"``:
             every rank computes the same, so each takes its chunk of the common cotangent.
+
+    >>> sl.simulate(lambda mesh: sl.collectives.all_gather(torch.tensor([mesh.rank]), "data"), mesh=dict(data=2))
+    [tensor([0, 1]), tensor([0, 1])]
     """
     if dst not in _DST:
         raise ValueError(f"dst={dst!r}: say 'invariant' (all compute the same from here) or 'varying' (one by one)")
@@ -119,6 +132,9 @@ def reduce_scatter(x: torch.Tensor, axis: str, *, dim: int = 0, mesh: Mesh | Non
 
     Raises:
         SpecError: the dimension's size is not divisible by the axis.
+
+    >>> sl.simulate(lambda mesh: sl.collectives.reduce_scatter(torch.arange(2), "data"), mesh=dict(data=2))
+    [tensor([0]), tensor([2])]
     """
     mesh = mesh_with(mesh, axis)
     _divisible(x, _dim(x, dim), mesh, axis, "reduce_scatter")
@@ -137,6 +153,12 @@ def all_to_all(
 
     Raises:
         SpecError: the split dimension's size is not divisible by the axis.
+
+    >>> def turned(mesh):
+    ...     mine = torch.tensor([[10 * mesh.rank, 10 * mesh.rank + 1]])
+    ...     return sl.collectives.all_to_all(mine, "data", split_dim=1, concat_dim=0).flatten().tolist()
+    >>> sl.simulate(turned, mesh=dict(data=2))
+    [[0, 10], [1, 11]]
     """
     mesh = mesh_with(mesh, axis)
     _divisible(x, _dim(x, split_dim), mesh, axis, "all_to_all")
@@ -148,6 +170,10 @@ def permute(x: torch.Tensor, axis: str, pairs: Sequence[tuple[int, int]], *, mes
 
     Raises:
         SpecError: a rank outside the axis, or one that sends or receives twice.
+
+    >>> shifted = lambda mesh: sl.collectives.permute(torch.tensor(mesh.rank), "data", [(0, 1), (1, 0)])
+    >>> sl.simulate(shifted, mesh=dict(data=2))
+    [tensor(1), tensor(0)]
     """
     mesh = mesh_with(mesh, axis)
     wanted = tuple((int(source), int(destination)) for source, destination in pairs)
@@ -163,7 +189,11 @@ def permute(x: torch.Tensor, axis: str, pairs: Sequence[tuple[int, int]], *, mes
 
 
 def broadcast(x: torch.Tensor, axis: str, *, source: int = 0, mesh: Mesh | None = None) -> torch.Tensor:
-    """Rank ``source``'s ``x`` on every rank; backward sums the cotangents to the source, zero elsewhere."""
+    """Rank ``source``'s ``x`` on every rank; backward sums the cotangents to the source, zero elsewhere.
+
+    >>> sl.simulate(lambda mesh: sl.collectives.broadcast(torch.tensor(mesh.rank), "data", source=1), mesh=dict(data=2))
+    [tensor(1), tensor(1)]
+    """
     mesh = mesh_with(mesh, axis)
     if not 0 <= source < mesh.shape[axis]:
         raise SpecError(f"broadcast source {source} is outside axis {axis!r} of size {mesh.shape[axis]}")

@@ -100,7 +100,7 @@ class Job:
         def generate(params: Any) -> torch.Tensor:
             return gpt.generate(self.config, params, tokens, length, 0.7)
 
-        if self.plan.pipeline is None:
+        if not self.plan.stages.axes:
             text = make_eval_step(generate, state.params)(state)
         else:  # tokens come one after the other: stages would take turns
             text = generate(gpt.from_blocks(unshard(state.params)))

@@ -34,8 +34,8 @@ def run(args: argparse.Namespace) -> int:
         optimizer=optim.adamw(1e-3),
     )
     print(plan)
-    if plan.pipeline is not None:
-        timeline = schedules.simulate(plan.pipeline.schedule)
+    if plan.stages.axes:
+        timeline = schedules.simulate(plan.stages.schedule)
         print(f"\n{timeline_text(timeline)}")
         if args.timeline:
             print()

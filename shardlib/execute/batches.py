@@ -39,8 +39,8 @@ def as_tensors(tree: Tree, device: torch.device) -> Tree:
 
 def cast(leaf: Any, plan: Plan) -> Any:
     """A leaf of a batch as the loss sees it: floats in the dtype that the plan says."""
-    if plan.cast_batch is not None and isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-        return leaf.to(plan.cast_batch)
+    if plan.step.cast_batch is not None and isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+        return leaf.to(plan.step.cast_batch)
     return leaf
 
 
@@ -59,7 +59,7 @@ def split_batch(batch: Tree, plan: Plan, mesh: Mesh) -> list[Tree]:
     """
     paths, leaves, treedef = flatten(batch)
     tensors = [(path, leaf) for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
-    n = plan.microbatches
+    n = plan.step.microbatches
     failures = [
         f"{path or 'batch'}: on {leaf.device}, the mesh is on {mesh.device}; move it with .to({str(mesh.device)!r})"
         for path, leaf in tensors
@@ -68,7 +68,7 @@ def split_batch(batch: Tree, plan: Plan, mesh: Mesh) -> list[Tree]:
     failures += [
         f"{path or 'batch'}: dimension 0 of shape {tuple(leaf.shape)} does not divide into {n} micro-batches"
         for path, leaf in tensors
-        if leaf.dim() and (leaf.shape[0] % n if plan.pipeline is None else 0 < leaf.shape[0] < n)
+        if leaf.dim() and (0 < leaf.shape[0] < n if plan.stages.uneven else leaf.shape[0] % n)
     ]
     if failures:
         raise BatchError(
@@ -90,6 +90,14 @@ def split_batch(batch: Tree, plan: Plan, mesh: Mesh) -> list[Tree]:
 def rows_of(batch: Tree) -> int:
     """Dimension 0 of a batch: that of its first tensor with dimensions."""
     return next((leaf.shape[0] for leaf in flatten(batch)[1] if isinstance(leaf, torch.Tensor) and leaf.dim()), 1)
+
+
+def batch_index(plan: Plan, mesh: Mesh) -> int:
+    """This rank's number among the ranks that share the batch."""
+    index = 0
+    for axis in plan.batch_axes:
+        index = index * mesh.shape[axis] + mesh.coords[axis]
+    return index
 
 
 def _require_rows(batch: Tree, tensors: list[tuple[str, torch.Tensor]], n: int, mesh: Mesh) -> None:

@@ -49,24 +49,20 @@ class Executor:
 
     def __init__(self, plan: Plan, mesh: Mesh, trained: bool, record: Record | None = None) -> None:
         self.plan, self.mesh, self._trained = plan, mesh, trained
-        self._splits = trained and plan.pipeline is not None and plan.pipeline.schedule.splits
-        packings = {} if mesh.abstract else plan.packings  # kernels do not run on tensors without values
-        states = [BucketState(bucket, mesh, packings, plan.second_level, self._splits) for bucket in plan.buckets]
-        self.record = Record(plan, mesh) if record is None else record
-        self._parts = SequenceParts(plan.sequence, mesh, self.record.done) if plan.sequence else None
-        self._slices = Slices(mesh, plan.sequence)
-        self._units = {
-            name: UnitState(
-                name,
-                [state for state in states if state.bucket.unit == name],
-                self._touch,
-                plan.placement_of,
-                self._slices,
-            )
-            for name in plan.units
+        self._splits = trained and plan.stages.schedule.splits
+        states = {
+            unit: [BucketState(bucket, mesh, plan.routes[bucket.name], self._splits) for bucket in buckets]
+            for unit, buckets in plan.buckets_of.items()
         }
-        self._buckets = states
-        self._gathering = Gathering(dict(self._units), self.record, self.gathers, plan.prefetch)
+        self.record = Record(plan, mesh) if record is None else record
+        self._parts = SequenceParts(plan.step.sequence, mesh, self.record.done) if plan.step.sequence else None
+        self._slices = Slices(mesh, plan.step.sequence)
+        self._units = {
+            unit: UnitState(unit, members, self._touch, plan.placement_of, self._slices)
+            for unit, members in states.items()
+        }
+        self._buckets = [state for members in states.values() for state in members]
+        self._gathering = Gathering(dict(self._units), self.record, self.gathers, plan.step.prefetch)
         self._handles: dict[str, dict[str, Handle]] = {}
         self._trained_handles: list[Handle] = []
         self._saved = SavedTensors(self._touch)
@@ -266,8 +262,7 @@ class Executor:
             if not unit.gathers:
                 leaves.update(zip(unit.paths, unit.attached(), strict=True))
             leaves.update(self._handles[unit.name])
-        placements = self.plan.placements
-        return unflatten(self.plan.treedef, [leaves.get(placements[owner].path) for owner in self.plan.owners])
+        return unflatten(self.plan.shape.treedef, [leaves.get(leaf.path) for leaf in self.plan.leaves])
 
     def _bind(self, params: Sharded, gradients: Gradients | None) -> None:
         """Take this step's parameters."""
@@ -279,7 +274,7 @@ class Executor:
     @contextmanager
     def _running(self) -> Iterator[None]:
         """While the user's code runs, forward or again in backward."""
-        minds_blocks = self.gathers or self.plan.remat or self.plan.styles
+        minds_blocks = self.gathers or self.plan.step.remat or self.plan.styles
         runner = block_runner.set(self._run_block if minds_blocks else None)
         try:
             with self._here():
@@ -324,7 +319,7 @@ class Executor:
                 refuse_slices((args, kwargs))
             return fn(*args, **kwargs)
 
-        if self.plan.remat is None or not self._trained:
+        if self.plan.step.remat is None or not self._trained:
             return call(*args, **kwargs)
 
         # The surroundings travel with the call: recompute may run in a thread of autograd's.
@@ -332,7 +327,7 @@ class Executor:
             with self._here(), readable_twice() if self._splits else nullcontext():
                 return call(*args, **kwargs)
 
-        return checkpoint(again, *args, use_reentrant=False, **_policy(self.plan.remat), **kwargs)
+        return checkpoint(again, *args, use_reentrant=False, **_policy(self.plan.step.remat), **kwargs)
 
     def _late(self, reached: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What reached handles themselves, packed per bucket."""

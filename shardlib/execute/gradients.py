@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -16,8 +17,9 @@ from shardlib.collectives.codecs.base import Errors
 from shardlib.execute.gathering import Gathering
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.buckets import Bucket
+from shardlib.plan.exchanges import Exchange, unowned
 from shardlib.plan.plan import Plan
-from shardlib.sharded.exchange import Compression, Reduction, Sum
+from shardlib.sharded.reduction import Lines, Reduction, Sum
 
 
 @dataclass(frozen=True)
@@ -25,21 +27,21 @@ class Route:
     """What a step's gradients meet on their way.
 
     Attributes:
-        compression: what travels in few bits, and
-        errors: what it leaves out; written to.
+        lines: how values travel in few bits, and
+        errors: what that leaves out; written to.
         unreduced: axes over which they are left unsummed, for an optimizer that does it itself.
         reached: takes the paths of leaves that a gradient reached; None where nobody asks.
     """
 
-    compression: Compression
+    lines: Lines
     errors: Errors
     unreduced: tuple[str, ...] = ()
     reached: set[str] | None = None
 
 
 def plain_route(mesh: Mesh) -> Route:
-    """Everything travels as it is and is summed over all axes."""
-    return Route(Compression({}, mesh), Errors({}))
+    """Gradients are summed over all axes, and nothing is left out of earlier ones."""
+    return Route(Lines(mesh), Errors({}))
 
 
 class Gradients:
@@ -142,9 +144,9 @@ class Gradients:
             self._land()
         for name in everyones:
             bucket = self._plan.bucket_of[name]
-            stop, over = (bucket.levels, self._over(bucket)) if self._last else (bucket.grad_level, ())
+            each, last = self._routes(bucket)
             whole = again[name] if name in again else self._zeros(bucket)
-            for part in self._reduction([Sum(bucket, whole)], 0, stop, over).wait():
+            for part in self._reduction([Sum(bucket, whole)], [(*each, *last) if self._last else each]).wait():
                 self._held[name].add_(part.buffer)
 
     @property
@@ -166,32 +168,36 @@ class Gradients:
             if bucket.name not in ready:
                 whole = self._late.pop(bucket.name, None)
                 ready[bucket.name] = self._zeros(bucket) if whole is None else whole
-        together: dict[tuple[str, ...], list[Bucket]] = {}
+        together: dict[tuple[Any, ...], list[Bucket]] = {}
         for bucket in self._plan.trained_in[unit]:
-            together.setdefault(self._over(bucket), []).append(bucket)
-        for over, buckets in together.items():
-            self._reduce(buckets, [ready.pop(bucket.name) for bucket in buckets], over)
+            each, last = self._routes(bucket)
+            alike = len(each), *((exchange.op, exchange.axis) for exchange in (*each, *last))
+            together.setdefault(alike, []).append(bucket)
+        for buckets in together.values():
+            self._reduce(buckets, [ready.pop(bucket.name) for bucket in buckets])
 
-    def _over(self, bucket: Bucket) -> tuple[str, ...]:
-        """Axes over which a bucket is summed and not split."""
-        return tuple(axis for axis in bucket.replicas if axis not in self._route.unreduced)
+    def _routes(self, bucket: Bucket) -> tuple[tuple[Exchange, ...], tuple[Exchange, ...]]:
+        """What is sent after each micro-batch, and after the last."""
+        routes = self._plan.routes[bucket.name]
+        return routes.each, unowned(routes.last, self._route.unreduced)
 
-    def _reduce(self, buckets: list[Bucket], wholes: list[torch.Tensor | None], over: tuple[str, ...]) -> None:
-        level, levels = buckets[0].grad_level, buckets[0].levels
-        if level == 0:
+    def _reduce(self, buckets: list[Bucket], wholes: list[torch.Tensor | None]) -> None:
+        """Start the exchanges of buckets with the same route."""
+        each, last = (list(routes) for routes in zip(*map(self._routes, buckets), strict=True))
+        if not each[0]:
             sums = [self._sum(bucket, whole) for bucket, whole in zip(buckets, wholes, strict=True)]
             if self._last:
-                self._fly(sums, 0, levels, over)
+                self._fly(sums, last)
             return
         sums = [Sum(bucket, whole) for bucket, whole in zip(buckets, wholes, strict=True) if whole is not None]
-        if not self._last or (level == levels and not over):
-            self._fly(sums, 0, level, ())
+        if not self._last or not last[0]:
+            self._fly(sums, each)
         elif buckets[0].name not in self._held:
-            self._fly(sums, 0, levels, over)
+            self._fly(sums, [(*early, *late) for early, late in zip(each, last)])
         else:
-            for part in self._reduction(sums, 0, level, ()).wait():
+            for part in self._reduction(sums, each).wait():
                 part.buffer.add_(self._held.pop(part.bucket.name))
-            self._fly(sums, level, levels, over)
+            self._fly(sums, last)
 
     def _sum(self, bucket: Bucket, whole: torch.Tensor | None) -> Sum:
         """A gradient that is kept whole until the last micro-batch."""
@@ -206,21 +212,20 @@ class Gradients:
             return Sum(bucket, whole)
         if held is not None or not bucket.levels:
             return Sum(bucket, whole, whole)
-        if bucket.axes[0] in self._route.compression.codecs:
+        if self._plan.routes[bucket.name].last[0].channel is not None:
             return Sum(bucket, whole)  # it is decoded elsewhere
         # What the sum is written into is as large as what was planned for: the whole gradient.
         return Sum(bucket, whole, torch.empty_like(whole))
 
-    def _fly(self, sums: list[Sum], start: int, stop: int, over: tuple[str, ...]) -> None:
+    def _fly(self, sums: list[Sum], routes: Sequence[Sequence[Exchange]]) -> None:
         freed = sum(part.bucket.size(0) for part in sums if part.within is not part.buffer)
-        self._flying.append((self._reduction(sums, start, stop, over), freed))
+        self._flying.append((self._reduction(sums, routes), freed))
         # Whole gradients that are not what is kept must not pile up behind a slow network.
         while sum(freed for _, freed in self._flying) > 2 * self._plan.largest_unit:
             self._land()
 
-    def _reduction(self, sums: list[Sum], start: int, stop: int, over: tuple[str, ...]) -> Reduction:
-        route = self._route
-        return Reduction(self._mesh, sums, start, stop, over, route.compression, route.errors)
+    def _reduction(self, sums: list[Sum], routes: Sequence[Sequence[Exchange]]) -> Reduction:
+        return Reduction(self._mesh, sums, routes, self._route.lines, self._route.errors)
 
     def _land(self) -> None:
         reduction, _ = self._flying.pop(0)

@@ -5,31 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 import torch
 
 from shardlib.collectives import primitives
 from shardlib.collectives.codecs.base import Errors
-from shardlib.errors import BatchError, HandleError, IllegalComposition, LossError, NonFiniteError, TreeError
-from shardlib.execute.batches import as_tensors, rows_of, split_batch
+from shardlib.errors import LossError, NonFiniteError, TreeError
+from shardlib.execute.batches import as_tensors, split_batch
 from shardlib.execute.buffers import average_buffers
 from shardlib.execute.copies import require_alike
-from shardlib.execute.executor import Executor
-from shardlib.execute.gradients import Gradients, Route, plain_route
+from shardlib.execute.gradients import Route
 from shardlib.execute.inputs import Inputs
-from shardlib.execute.losses import Outcome, is_compiled, needs, read_loss, require_function, require_gradient, wants
+from shardlib.execute.losses import needs, require_function
 from shardlib.execute.means import quotients, sum_means
-from shardlib.execute.sequence import require_whole_loss
-from shardlib.execute.stages.pipe import Pipe
+from shardlib.execute.stages.base import Call, keys_of
+from shardlib.execute.stages.runner import runner_of
 from shardlib.execute.totals import Sums, Totals
 from shardlib.kernels.global_norm import sum_of_squares
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.plan import Plan
-from shardlib.rng import Key, restore_generators, seeding_torch, states_of_generators
+from shardlib.rng import Key, restore_generators, states_of_generators
 from shardlib.sharded.counting import Counting
-from shardlib.sharded.exchange import Compression
+from shardlib.sharded.reduction import Lines
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree
 
@@ -76,38 +74,19 @@ class LossStep:
 
     def __init__(self, loss_fn: Callable[..., Any], plan: Plan, mesh: Mesh, with_buffers: bool) -> None:
         require_function(loss_fn, "the loss function", "params, buffers, batch" if with_buffers else "params, batch")
-        self._loss_fn, self._plan, self._mesh, self._with_buffers = loss_fn, plan, mesh, with_buffers
-        self._compression = Compression(plan.codecs, mesh)
-        self._wants_rng = wants(loss_fn, "rng")
+        self._loss_fn, self._plan, self._mesh = loss_fn, plan, mesh
+        self._lines = Lines(mesh)
+        self._runner = runner_of(loss_fn, plan, mesh, trained=True, with_buffers=with_buffers)
         self._inputs = Inputs(plan, mesh)
         self._compared = False  # whether ranks with copies of a parameter have compared its gradients, as they do once
         # A scalar's share of the mean is taken before backward, by a power of two, which 16-bit losses do not round; the
         # rest when the sum is complete. What compression leaves out is kept as it is of the mean's gradient: for any number
         # of ranks.
-        shares = plan.batch_ranks * plan.microbatches
-        power = shares if plan.codecs else 2 ** math.ceil(math.log2(shares))
+        shares = plan.batch_ranks * plan.step.microbatches
+        power = shares if plan.reductions.codecs else 2 ** math.ceil(math.log2(shares))
         self._share, self._rest = 1 / power, power / shares
         computed = [torch.promote_types(bucket.reduce_dtype, torch.float32) for bucket in plan.trained]
         self._largest = min((torch.finfo(dtype).max for dtype in computed), default=math.inf)
-        self._pipe: Pipe | None = None
-        if plan.pipeline is not None:
-            if with_buffers:
-                raise IllegalComposition(
-                    "pipeline does not bring buffers= from stage to stage; leave them out, or use accumulate() instead"
-                )
-            self._pipe = Pipe(loss_fn, plan, mesh, trained=True)
-            return
-        self.executor = Executor(plan, mesh, trained=True)
-        if self.executor.gathers and is_compiled(loss_fn):
-            raise HandleError(
-                "the loss function is compiled as a whole, and ZeRO stage 3 gathers parameters inside it; compile the "
-                "blocks instead (sl.block(torch.compile(fn))), or use zero(stage=2)"
-            )
-        if plan.styles and is_compiled(loss_fn):
-            raise HandleError(
-                "the loss function is compiled as a whole, and tensor slicing puts collectives between its operations; "
-                "compile functions that use no sliced parameter"
-            )
 
     def __call__(
         self,
@@ -132,13 +111,13 @@ class LossStep:
         batch = as_tensors(batch, mesh.device)
         parts = split_batch(batch, plan, mesh)
         share = self._inputs.share(batch, alike)
-        records = self._pipe.records if self._pipe else [self.executor.record]
-        run = self._one_by_one if self._pipe is None else self._through_stages
+        records = self._runner.records
+        call = Call(params, parts, keys_of(plan, mesh, parts, rng), buffers, loss_scale, self._share)
         draws = states_of_generators(mesh.device)
         while True:
             # What an exchange leaves out is put beside what earlier ones did: a step can be taken again.
-            route, totals = Route(self._compression, Errors(comm), unreduced, reached), Totals(plan, mesh)
-            grads = run(params, parts, buffers, rng, loss_scale, totals, route)
+            route, totals = Route(self._lines, Errors(comm), unreduced, reached), Totals(plan, mesh)
+            grads = self._runner.train(call, totals, route)
             strayed = any(record.strayed for record in records)
             sums = totals.over_ranks(Counting(plan, mesh, unreduced).local_sum(sum_of_squares, grads), share + strayed)
             if not sums.differ:
@@ -154,11 +133,7 @@ class LossStep:
         if not self._compared:
             require_alike(grads, totals.losses, plan, mesh)
             self._compared = True
-        aux = totals.aux
-        if self._pipe is not None:
-            if not sums.weighted:
-                _require_even(parts)
-            aux = self._pipe.hand_out(aux) if sums.with_aux else None
+        aux = self._runner.shared_aux(call, totals.aux, sums)
         loss, scale, norm, finite = self._mean(sums, loss_scale, math.prod(mesh.shape[axis] for axis in unreduced))
         return Evaluation(
             loss=loss,
@@ -193,138 +168,6 @@ class LossStep:
             )
         finite = all(map(math.isfinite, (weight, total / weight))) and math.sqrt(squares) * factor <= self._largest
         return sums.total / sums.weight, scale, sums.squares.sqrt() * scale, finite
-
-    def trace(self, params: Sharded, batch: Tree, buffers: Any, rng: Key) -> Gradients:
-        """Run the first micro-batch for the sake of the executor's record of touches; its gradients."""
-        part = split_batch(as_tensors(batch, self._mesh.device), self._plan, self._mesh)[0]
-        gradients = self.executor.gradients(plain_route(self._mesh))
-        self._microbatch(params, gradients, part, 0, buffers, rng, 1.0)
-        return gradients
-
-    def _one_by_one(
-        self,
-        params: Sharded,
-        parts: list[Tree],
-        buffers: Any,
-        rng: Key | None,
-        loss_scale: float,
-        totals: Totals,
-        route: Route,
-    ) -> dict[str, torch.Tensor]:
-        """Forward and backward of each micro-batch in turn: gradients. What else was found goes to ``totals``."""
-        gradients = self.executor.gradients(route)
-        for index, part in enumerate(parts):
-            outcome = self._microbatch(params, gradients, part, index, buffers, rng, loss_scale)
-            if outcome is not None:
-                buffers = outcome.buffers
-                totals.add(outcome)
-        return gradients.result()
-
-    def _through_stages(
-        self,
-        params: Sharded,
-        parts: list[Tree],
-        _: Any,
-        rng: Key | None,
-        loss_scale: float,
-        totals: Totals,
-        route: Route,
-    ) -> dict[str, torch.Tensor]:
-        """All micro-batches through the pipeline: gradients. Where the loss is, what else was found goes to ``totals``."""
-        plan, pipe = self._plan, self._pipe
-        assert pipe is not None
-        keys = self._keys(parts, rng)
-        outcomes: dict[int, Outcome] = {}
-        compute = pipe.computing(parts, keys)
-
-        def run(stage: int, microbatch: int, tree: Tree, carry: Any) -> Any:
-            key = keys[microbatch]
-            with seeding_torch(key and key.fold_in(stage), self._mesh.device):
-                result = compute(stage, microbatch, tree, carry)
-            if not pipe.ends(stage):
-                return result
-            outcome = read_loss(result, False)
-            require_gradient(outcome)
-            outcomes[microbatch] = _kept(outcome, pipe.executor(stage, microbatch))
-            return outcome.total
-
-        first = all(record.order is None for record in pipe.records)
-        grads = pipe.train(params, run, lambda microbatch: self._seed(outcomes[microbatch], loss_scale), route)
-        if plan.sequence and first:  # after the schedule: now every stage may wait for the others
-            done = {step for record in pipe.records for step in record.done}
-            loss = (outcomes[0].total, outcomes[0].weight) if outcomes else None
-            require_whole_loss(plan.sequence, self._mesh, done, loss, [pipe.axis])
-        for index in sorted(outcomes):
-            totals.add(outcomes[index])
-        return grads
-
-    def _microbatch(
-        self,
-        params: Sharded,
-        gradients: Gradients,
-        batch: Tree,
-        index: int,
-        buffers: Any,
-        rng: Key | None,
-        loss_scale: float,
-    ) -> Outcome | None:
-        plan = self._plan
-        extra: dict[str, Any] = {}
-        key = rng and rng.at_slot(batch_index(plan, self._mesh) * plan.microbatches + index)
-        if self._wants_rng and key is not None:
-            extra["rng"] = key
-
-        def run(tree: Tree) -> tuple[torch.Tensor, Outcome]:
-            inputs = (tree, buffers, batch) if self._with_buffers else (tree, batch)
-            with seeding_torch(key, self._mesh.device):
-                outcome = read_loss(self._loss_fn(*inputs, **extra), self._with_buffers)
-            require_gradient(outcome)
-            record = self.executor.record
-            if plan.sequence and record.order is None:
-                require_whole_loss(plan.sequence, self._mesh, record.done, (outcome.total, outcome.weight))
-            seed.fill_(self._seed(outcome, loss_scale))
-            return outcome.total, _kept(outcome, self.executor)
-
-        seed = torch.ones((), dtype=torch.float64, device=self._mesh.device)
-        return self.executor.backward(params, gradients, index == plan.microbatches - 1, run, seed)
-
-    def _seed(self, outcome: Outcome, loss_scale: float) -> float:
-        """A scalar's mean over ranks and micro-batches is known beforehand; a Mean's weight only afterwards."""
-        return loss_scale * (1.0 if outcome.weighted else self._share)
-
-    def _keys(self, parts: list[Tree], rng: Key | None) -> list[Key | None]:
-        """Each micro-batch's key. Its slot is its first row in the global batch, in units of its own rows."""
-        if rng is None:
-            return [None] * len(parts)
-        rows = [rows_of(part) for part in parts]
-        first = batch_index(self._plan, self._mesh) * sum(rows)
-        starts = [first + sum(rows[:index]) for index in range(len(rows))]
-        return [rng.at_slot(Fraction(start, max(count, 1))) for start, count in zip(starts, rows)]
-
-
-def _kept(outcome: Outcome, executor: Executor) -> Outcome:
-    """What of an outcome outlives its micro-batch."""
-    return outcome._replace(
-        total=outcome.total.detach(), aux=executor.outside(outcome.aux), buffers=executor.outside(outcome.buffers)
-    )
-
-
-def _require_even(parts: list[Tree]) -> None:
-    """Refuse micro-batches that a mean over each would weigh alike; where the ranks of all stages know what the loss is."""
-    rows = [rows_of(part) for part in parts]
-    if len(set(rows)) > 1:
-        raise BatchError(
-            f"the batch's {sum(rows)} rows make {len(rows)} micro-batches of different sizes, and the loss is a mean over "
-            "each; return sl.Mean(total, weight), or use a batch that divides"
-        )
-
-
-def batch_index(plan: Plan, mesh: Mesh) -> int:
-    """This rank's number among the ranks that share the batch."""
-    index = 0
-    for axis in plan.batch_axes:
-        index = index * mesh.shape[axis] + mesh.coords[axis]
-    return index
 
 
 def first_bad_leaf(evaluation: Evaluation, plan: Plan, mesh: Mesh) -> str:

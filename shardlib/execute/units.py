@@ -14,15 +14,15 @@ from typing import Any
 import torch
 
 from shardlib._compat import run_first
-from shardlib.collectives.codecs.integers import Packing
 from shardlib.collectives.styles.slices import Slices
 from shardlib.execute.gradients import Gradients
 from shardlib.execute.handles import Handle
 from shardlib.execute.slicing import SlicedHandle
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.buckets import Bucket
+from shardlib.plan.exchanges import Routes
 from shardlib.plan.placement import Placement
-from shardlib.sharded.exchange import Gather
+from shardlib.sharded.gather import Gather
 
 
 class _Root(torch.autograd.Function):
@@ -70,9 +70,7 @@ class BucketState:
     """One bucket at run time.
 
     Args:
-        packings: how parameters travel when they are gathered: see `Gather`.
-        second_level: the level at which they are kept from the first gather on, so that later ones of the same
-            micro-batch are shorter; None where they are not.
+        routes: what is sent of it. Where later gathers of a micro-batch are shorter than the first, what that passed is kept.
         apart: whether each leaf has a node of its own in the graph, so that autograd can be asked for some leaves'
             gradients without the others'.
 
@@ -89,12 +87,12 @@ class BucketState:
         self,
         bucket: Bucket,
         mesh: Mesh,
-        packings: Mapping[str, Packing],
-        second_level: int | None,
+        routes: Routes,
         apart: bool = False,
     ) -> None:
         self.bucket = bucket
-        self._mesh, self._packings, self._second_level, self._apart = mesh, packings, second_level, apart
+        self._mesh, self._routes, self._apart = mesh, routes, apart
+        self._keeps_second = len(routes.again) < len(routes.gather)
         self._second: torch.Tensor | None = None
         self._keeps = False  # whether a backward comes that will ask for them again
         self.stored: torch.Tensor = torch.empty(0)
@@ -145,15 +143,14 @@ class BucketState:
             self._hold(self.stored.new_zeros(self.bucket.size(0)))
 
     def _gather(self) -> Gather:
-        buffer, level = self.stored, self.bucket.param_level
-        if self._second is not None and self._second_level is not None:
-            buffer, level = self._second, self._second_level
-        return Gather(self._mesh, self.bucket, buffer, 0, level, packings=self._packings)
+        if self._second is not None:
+            return Gather(self._mesh, self._routes.again, self._second)
+        return Gather(self._mesh, self._routes.gather, self.stored)
 
     def _land(self, coming: Gather) -> torch.Tensor:
         whole = coming.wait()
-        if self._keeps and self._second is None and self._second_level is not None:
-            self._second = coming.passed[self._second_level]
+        if self._keeps and self._keeps_second and self._second is None:
+            self._second = coming.passed[len(self._routes.again)]
         return whole
 
     def release(self) -> None:

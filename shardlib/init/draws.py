@@ -50,7 +50,11 @@ def uniform(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> torch.Tensor:
-    """Uniform between ``low`` and ``high``."""
+    """Uniform between ``low`` and ``high``.
+
+    >>> sl.init.uniform(sl.Key(0), (64, 32), -1.0, 1.0).shape
+    torch.Size([64, 32])
+    """
     return _drawn("uniform", (low, high), key, shape, dtype, device)
 
 
@@ -63,7 +67,12 @@ def normal(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> torch.Tensor:
-    """From N(mean, std²), which on this grid ends at 5.5 standard deviations."""
+    """From N(mean, std²), which on this grid ends at 5.5 standard deviations.
+
+    >>> weight = sl.init.normal(sl.Key(0).fold_in("head"), (64, 32), std=0.02)
+    >>> torch.equal(weight, sl.init.normal(sl.Key(0).fold_in("head"), (64, 32), std=0.02))
+    True
+    """
     return _drawn("normal", (mean, std), key, shape, dtype, device)
 
 
@@ -78,7 +87,11 @@ def truncated_normal(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> torch.Tensor:
-    """From N(mean, std²) between ``mean + low·std`` and ``mean + high·std``."""
+    """From N(mean, std²) between ``mean + low·std`` and ``mean + high·std``.
+
+    >>> bool(sl.init.truncated_normal(sl.Key(0), (64, 32), std=0.02).abs().max() <= 0.04)
+    True
+    """
     return _drawn("truncated_normal", (mean, std, low, high), key, shape, dtype, device)
 
 
@@ -90,7 +103,11 @@ def xavier_uniform(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> torch.Tensor:
-    """Uniform within ±gain·√(6/(in + out)) (Glorot and Bengio, 2010)."""
+    """Uniform within ±gain·√(6/(in + out)) (Glorot and Bengio, 2010).
+
+    >>> bool(sl.init.xavier_uniform(sl.Key(0), (64, 32)).abs().max() <= (6 / 96) ** 0.5)
+    True
+    """
     bound = gain * math.sqrt(6 / sum(_fans(shape)))
     return uniform(key, shape, -bound, bound, dtype=dtype, device=device)
 
@@ -103,7 +120,11 @@ def xavier_normal(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> torch.Tensor:
-    """From N(0, gain²·2/(in + out)) (Glorot and Bengio, 2010)."""
+    """From N(0, gain²·2/(in + out)) (Glorot and Bengio, 2010).
+
+    >>> sl.init.xavier_normal(sl.Key(0), (64, 32)).shape
+    torch.Size([64, 32])
+    """
     return normal(key, shape, gain * math.sqrt(2 / sum(_fans(shape))), dtype=dtype, device=device)
 
 
@@ -115,7 +136,11 @@ def kaiming_uniform(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> torch.Tensor:
-    """Uniform within ±gain·√(3/in); the gain is for ReLU (He et al., arXiv 1502.01852)."""
+    """Uniform within ±gain·√(3/in); the gain is for ReLU (He et al., arXiv 1502.01852).
+
+    >>> bool(sl.init.kaiming_uniform(sl.Key(0), (64, 32)).abs().max() <= (6 / 32) ** 0.5)
+    True
+    """
     bound = gain * math.sqrt(3 / _fans(shape)[0])
     return uniform(key, shape, -bound, bound, dtype=dtype, device=device)
 
@@ -128,7 +153,11 @@ def kaiming_normal(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> torch.Tensor:
-    """From N(0, gain²/in); the gain is for ReLU (He et al., arXiv 1502.01852)."""
+    """From N(0, gain²/in); the gain is for ReLU (He et al., arXiv 1502.01852).
+
+    >>> sl.init.kaiming_normal(sl.Key(0), (64, 32)).shape
+    torch.Size([64, 32])
+    """
     return normal(key, shape, gain / math.sqrt(_fans(shape)[0]), dtype=dtype, device=device)
 
 

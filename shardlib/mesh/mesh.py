@@ -147,7 +147,12 @@ def check_shape(shape: Mapping[str, int]) -> dict[str, int]:
 
 
 def abstract_mesh(**shape: int) -> Mesh:
-    """A mesh to plan on, with no ranks behind it: ``abstract_mesh(data=512, model=8)``."""
+    """A mesh to plan on, with no ranks behind it: ``abstract_mesh(data=512, model=8)``.
+
+    >>> mesh = sl.abstract_mesh(data=512, model=8)
+    >>> mesh.size
+    4096
+    """
     sizes = check_shape(shape)
     groups = {axis: EchoGroup(size) for axis, size in sizes.items()}
     return Mesh(sizes, 0, groups, torch.device("cpu"), abstract=True)
@@ -166,6 +171,10 @@ def make_mesh(device: str | torch.device | None = None, timeout: float = 600.0, 
 
     Raises:
         MeshError: the sizes' product is not the number of processes.
+
+    >>> mesh = sl.make_mesh()  # one process: a mesh of one
+    >>> mesh.shape, mesh.rank
+    ({'data': 1}, 0)
     """
     shape = check_shape(shape)
     where = torch.device(device) if device is not None else _default_device()

@@ -61,6 +61,10 @@ def from_module(
             ``frozen=True``, on the meta device without a way to initialise them, or in none of the blocks; an embedding
             with ``max_norm``; blocks together with ``buffers=True``. From ``apply`` and ``loss_fn``: a tree of other
             parameters, or a buffer changed and ``buffers=True`` was not given.
+
+    >>> apply, params = sl.from_module(torch.nn.Linear(4, 2))
+    >>> apply(params, torch.ones(3, 4)).shape
+    torch.Size([3, 2])
     """
     require_module(module)
     if blocks is not None:

@@ -35,6 +35,10 @@ def attention(
         SpecError: kind="ulysses", and heads that do not divide over its axis; kind="ring", and ``key_mask`` or ``layout``.
         ValueError: a layout of another length, or of more heads than there are here: where heads are shared out among
             ranks it must be one for all of them; a causal layout and ``causal=False``.
+
+    >>> q, k, v = torch.randn(3, 2, 4, 16, 8)
+    >>> sl.nn.attention(q, k, v, causal=True).shape
+    torch.Size([2, 4, 16, 8])
     """
     causal = bool(causal) if layout is None else check_layout(layout).causal_for(causal)
     how, parts = Attention(causal, scale, key_mask, layout), current_parts.get()

@@ -24,6 +24,10 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     Under `remat` a block's activations are recomputed in backward; under ZeRO-3 its parameters are gathered
     once, before it runs, and reach it as plain tensors, so ``sl.block(torch.compile(fn))`` compiles.
+
+    >>> mlp = sl.block(lambda params, x: (x @ params["up"]).relu() @ params["down"])
+    >>> mlp({"up": torch.ones(4, 8), "down": torch.ones(8, 4)}, torch.ones(2, 4)).shape
+    torch.Size([2, 4])
     """
 
     @functools.wraps(fn)
@@ -79,6 +83,10 @@ def sequential(blocks: Sequence[Callable[..., Any]]) -> Sequential:
 
     Raises:
         ValueError: when called with another number of parameter trees than blocks.
+
+    >>> loss_fn = sl.sequential([lambda p, carry, batch: batch * p["w"], lambda p, carry, batch: (carry * p["w"]).sum()])
+    >>> loss_fn([{"w": torch.ones(2)}, {"w": torch.ones(2)}], torch.tensor([1.0, 2.0]))
+    tensor(3.)
     """
     return Sequential(blocks)
 

@@ -37,6 +37,12 @@ def dropout(
     Raises:
         ValueError: ``p`` outside [0, 1), or shapes that do not fit.
         TypeError: what are no floating-point tensors, or a key that is none.
+
+    >>> x = sl.dropout(torch.ones(2, 1000), 0.25, sl.Key(0))
+    >>> bool((x == 0).float().mean() < 0.3), float(x.max())
+    (True, 1.3333333730697632)
+    >>> torch.equal(x, sl.dropout(torch.ones(2, 1000), 0.25, sl.Key(0)))
+    True
     """
     given = {"x": x, "bias": bias, "residual": residual}
     check_tensors("dropout", given, optional=("bias", "residual"))

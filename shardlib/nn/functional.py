@@ -58,6 +58,10 @@ def linear_cross_entropy(
     Raises:
         ValueError: another reduction, a smoothing outside [0, 1], or shapes that do not fit.
         TypeError: what are no tensors, or not of dtypes that are served.
+
+    >>> x, weight, targets = torch.zeros(2, 5, 8), torch.ones(16, 8), torch.zeros(2, 5, dtype=torch.int64)
+    >>> sl.nn.linear_cross_entropy(x, weight, targets)  # ln 16
+    tensor(2.7726)
     """
     function = "linear_cross_entropy"
     check_options(function, reduction, label_smoothing, ("mean", "sum", "none"))
@@ -88,6 +92,9 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
     ``ids`` (batch, sequence) are whole. Where `tensor_slicing` cuts the vocabulary over the axis of the sequence, all
     ids are looked up and what is found is reduce-scattered; otherwise each rank looks up its own part.
+
+    >>> sl.nn.embedding(torch.tensor([[1, 0, 1]]), torch.ones(2, 4)).shape
+    torch.Size([1, 3, 4])
     """
     if has_torch_function((weight,)):
         return handle_torch_function(embedding, (weight,), ids, weight)

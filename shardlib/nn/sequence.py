@@ -55,6 +55,10 @@ def shard_sequence(x: torch.Tensor, dim: int = 1) -> torch.Tensor:
 
     Raises:
         SpecError: the length does not divide over the axis.
+
+    >>> x = torch.ones(2, 8)
+    >>> sl.nn.shard_sequence(x) is x
+    True
     """
     parts = current_parts.get()
     return x if parts is None else parts.shard(x, dim)
@@ -65,6 +69,10 @@ def gather_sequence(x: torch.Tensor, dim: int = 1) -> torch.Tensor:
 
     All ranks must compute the same from it, and no trained parameter may be applied to it: every rank would count its
     gradient. For logits to look at, and for losses without parameters.
+
+    >>> x = torch.ones(2, 8)
+    >>> sl.nn.gather_sequence(x) is x
+    True
     """
     parts = current_parts.get()
     return x if parts is None else parts.gather(x, dim)
@@ -74,6 +82,9 @@ def sum_sequence(x: torch.Tensor) -> torch.Tensor:
     """The sum of the ranks' ``x`` over their parts of the sequence, equal on all; ``x`` itself without a sequence plan.
 
     For losses of one's own: ``sum_sequence(losses.sum()) / sum_sequence(mask.sum())``.
+
+    >>> float(sl.nn.sum_sequence(torch.tensor(3.0)))
+    3.0
     """
     parts = current_parts.get()
     return x if parts is None else parts.sum(x)

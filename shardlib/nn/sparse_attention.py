@@ -49,6 +49,11 @@ def sparse_attention(
         ValueError: shapes that do not fit each other or the layout; a dropout outside [0, 1), or without a key; a causal
             layout and ``causal=False``.
         TypeError: dtypes that are not the above, or what is no `Layout`.
+
+    >>> layout = sl.sparse.sliding_window(length=64, window=3, causal=True)
+    >>> q, k, v = torch.randn(3, 2, 4, 64, 8)
+    >>> sl.nn.sparse_attention(q, k, v, layout).shape
+    torch.Size([2, 4, 64, 8])
     """
     causal = check_layout(layout).causal_for(causal)
     _check(q, k, v, layout, key_mask, bias)

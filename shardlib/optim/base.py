@@ -7,7 +7,7 @@ pytrees. A train step runs them on flat shards: a dictionary from bucket name to
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,7 +21,10 @@ from shardlib.mesh.transport import EchoGroup
 from shardlib.optim.locality import Locality
 from shardlib.optim.shards import WHOLE, MeshShards, Shards
 from shardlib.optim.storing import optimizer_shards, stored
+from shardlib.plan.claims import AxisOwner, Claim, LeafInfo, Reduce, Transform
 from shardlib.plan.plan import Plan
+from shardlib.plan.resolve import Resolved
+from shardlib.plan.value import ROLES
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, check_alike, check_trained, tree_map
 
@@ -55,21 +58,50 @@ class Packed(abc.ABC):
 
 
 @dataclass(frozen=True)
-class Owned:
-    """The axis over which a transformation reduces gradients itself, in few bits.
+class Owned(Transform):
+    """The axis over which a transformation reduces gradients itself, in few bits: a claim like a transform's.
 
     Attributes:
-        name: of the transformation, for messages.
+        label: the transformation's name, for messages.
         axis: a mesh axis that shares the batch and splits nothing.
         codec: how what it sends travels.
         unreduced: whether the coming update, from this state, takes each rank's own gradients, whose mean over the axis is
             the gradient; else they are averaged as for any other. Must be the same on all ranks.
     """
 
-    name: str
+    label: str
     axis: str
     codec: Codec
     unreduced: Callable[[Tree], bool]
+
+    @property
+    def name(self) -> str:
+        return self.label
+
+    def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
+        yield Reduce(self.axis, owner=AxisOwner(self.label, self.axis, self.codec))
+
+    def check(self, resolved: Resolved) -> None:
+        axis, sizes = self.axis, resolved.sizes
+        split = {other for role in ROLES for other in resolved.home(role).axes}
+        if axis not in sizes:
+            unsplit = [one for one in sizes if resolved.varies_over(one) and one not in split]
+            remedy = f"name {unsplit[0]!r} with axis=" if unsplit else f"add {axis}=1 to the mesh"
+            raise IllegalComposition(
+                f"{self.name} sums gradients over axis {axis!r}, which the mesh ({', '.join(sizes)}) does not have; {remedy}"
+            )
+        if axis in split or (sizes[axis] > 1 and not resolved.varies_over(axis)):
+            does = "zero splits the state over it" if axis in split else "the batch is not shared over it"
+            raise IllegalComposition(
+                f"{self.name} sums gradients over axis {axis!r} itself, and {does}. Split over another axis of the mesh, and "
+                f"replicate over this one: zero(stage, axis='local', replicate={axis!r})"
+            )
+        codec = resolved.reductions[axis].codec
+        if codec is not None and sizes[axis] > 1:
+            raise IllegalComposition(
+                f"{self.name} sums gradients over axis {axis!r} in few bits itself, and they already travel there in "
+                f"{codec}; drop one of the two"
+            )
 
 
 class GradientTransformation:

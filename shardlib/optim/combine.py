@@ -21,6 +21,12 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     Raises:
         TypeError: something else than a gradient transformation.
         ValueError: no transformations; two that reduce gradients themselves; `zero_one_adam` or `lookahead`, and not last.
+
+    >>> p, g = {"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([0.6, -0.8])}
+    >>> tx = sl.optim.chain(sl.optim.clip_by_global_norm(0.5), sl.optim.sgd(1.0))
+    >>> updates, state = tx.update(g, tx.init(p), p)
+    >>> updates["w"]
+    tensor([-0.3000,  0.4000])
     """
     return _in_turn("chain", transformations, tuple, tuple)
 
@@ -33,6 +39,12 @@ def named_chain(*transformations: tuple[str, GradientTransformation]) -> Gradien
     Raises:
         TypeError: something else than pairs of a name and a gradient transformation.
         ValueError: no transformations, or a name twice.
+
+    >>> p, g = {"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([0.6, -0.8])}
+    >>> tx = sl.optim.named_chain(("clip", sl.optim.clip_by_value(0.7)), ("step", sl.optim.sgd(1.0)))
+    >>> updates, state = tx.update(g, tx.init(p), p)
+    >>> updates["w"]
+    tensor([-0.6000,  0.7000])
     """
     for pair in transformations:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):

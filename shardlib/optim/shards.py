@@ -211,11 +211,11 @@ class MeshShards(Shards):
             self._own.reset(self._errors)
 
     def about(self, tree: Tree) -> list[LeafInfo]:
-        return list(self._plan.infos.values())
+        return list(self._plan.numbering.infos.values())
 
     def select(self, choice: Callable[[LeafInfo], bool], tree: Tree) -> Selection:
         plan = self._plan.select(choice)
-        places = {part.name: self._plan.span(part) for part in plan.buckets}
+        places = {part.name: self._plan.numbering.span(part) for part in plan.buckets}
 
         def take(tree: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             return {name: tree[bucket][start:stop] for name, (bucket, start, stop) in places.items()}
@@ -262,21 +262,21 @@ class MeshShards(Shards):
                 yield leaf[start : max(start, min(stop, mine.stop))]
 
     def leaf_count(self, tree: Tree) -> int:
-        return len(self._plan.numbers)
+        return len(self._plan.numbering.numbers)
 
     def leaves(self, *trees: Tree) -> Iterator[tuple[int, list[torch.Tensor]]]:
         for _, _, path, parts in self._by_bucket(trees):
-            yield self._plan.numbers[path], parts
+            yield self._plan.numbering.numbers[path], parts
 
     def located(self, *trees: Tree) -> Iterator[tuple[int, Places, list[torch.Tensor]]]:
         for bucket, owner, path, parts in self._by_bucket(trees):
-            yield self._plan.numbers[path], self._places(bucket, owner, path), parts
+            yield self._plan.numbering.numbers[path], self._places(bucket, owner, path), parts
 
     def shares(self, *trees: Tree) -> Iterator[tuple[int, Places, list[torch.Tensor]]]:
         for bucket, owner, path, parts in self._by_bucket(trees):
             mine = self._counting.share(bucket, parts[0])
             yield (
-                self._plan.numbers[path],
+                self._plan.numbering.numbers[path],
                 self._places(bucket, owner, path).after(mine.start),
                 [part[mine] for part in parts],
             )

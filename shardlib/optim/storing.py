@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardlib.errors import TreeError
-from shardlib.sharded.exchange import Gather
+from shardlib.sharded.gather import Gather
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, check_alike, tree_map
 
@@ -29,7 +29,7 @@ def store(params: Sharded, shards: dict[str, torch.Tensor]) -> None:
         shard, stored = shards[bucket.name], params.buffers[bucket.name]
         if bucket.parts(bucket.param_level) > 1:
             narrow = shard.to(bucket.dtype)
-            gathers.append(Gather(params.mesh, bucket, narrow, bucket.param_level, bucket.levels, out=stored))
+            gathers.append(Gather(params.mesh, params.plan.routes[bucket.name].restore, narrow, stored))
         elif shard is not stored:
             stored.copy_(shard)
     for gather in gathers:
@@ -43,6 +43,9 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
 
     Raises:
         TreeError: one of either kind, or leaves that differ in number or shape.
+
+    >>> sl.optim.apply_updates({"w": torch.ones(2)}, {"w": torch.tensor([0.5, -0.5])})["w"]
+    tensor([1.5000, 0.5000])
     """
     if isinstance(params, Sharded) != isinstance(updates, Sharded):
         kinds = [type(tree).__name__ for tree in (params, updates)]

@@ -144,6 +144,11 @@ def replace_params(state: TrainState, params: Any, *, donate: bool = True) -> Tr
         TreeError: a tree of other leaves or shapes, or sharded by another plan.
         RankMismatch: ranks that hold copies were given different values.
         IllegalComposition: 0/1 Adam's ranks have each their own parameters at this step.
+
+    >>> state, _ = sl.make_train_step(lambda p, x: (p["w"] * x).sum(), {"w": torch.ones(2)}, sl.optim.sgd(0.1))
+    >>> state = sl.replace_params(state, {"w": torch.zeros(2)})
+    >>> sl.unshard(state.params)["w"]
+    tensor([0., 0.])
     """
     plan = state.params.plan
     given = params if isinstance(params, Sharded) else shard_alike(params, state.params)

@@ -90,7 +90,12 @@ class WholeLeaves:
             for member in group.members:
                 if member.computer == self._rank(group):
                     whole = self._assembled(member, group, rows[:, :, member.span])
-                    self._cut(fn(self._plan.numbers[member.path], whole), member, group, result_rows[:, :, member.span])
+                    self._cut(
+                        fn(self._plan.numbering.numbers[member.path], whole),
+                        member,
+                        group,
+                        result_rows[:, :, member.span],
+                    )
             back = self._exchange(group, results)
             for member in group.members:
                 member.of(found).copy_(back[member.computer, member.span])

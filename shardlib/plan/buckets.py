@@ -17,6 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
@@ -35,6 +36,17 @@ def stands_alone(numel: int, ways: int) -> bool:
     Not where nothing is split: an all-reduce gains nothing by it, and costs more per message.
     """
     return ways > 1 and chunk_size(numel, ways) >= _ALONE()
+
+
+class Memory(NamedTuple):
+    """The memory that a bucket lives in: one of `shardlib.mesh.specs.MEMORIES` for each role."""
+
+    param: str = "device"
+    grad: str = "device"
+    optimizer: str = "device"
+
+
+DEVICE = Memory()
 
 
 @dataclass(frozen=True)
@@ -57,8 +69,9 @@ class Bucket:
         slices: axes that the leaves are slices over: other values, not copies, on their ranks.
         short: coordinates along ``slices``, and how many elements of each leaf lie there: of slices that rows of zeros
             pad (see `shardlib.mesh.specs.P`). Elsewhere ``shapes`` tell.
-        stages: the pipeline stages that use it; none without a pipeline.
-        homes: the coordinates along the pipeline's axis that hold it; empty for all.
+        stages: those that use it.
+        homes: the coordinates along the stages' axis that hold it.
+        memory: where it lives, as stored, as gradient and in the optimizer's layout.
     """
 
     name: str
@@ -76,8 +89,9 @@ class Bucket:
     replicas: tuple[str, ...]
     slices: tuple[str, ...] = ()
     short: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
-    stages: tuple[int, ...] = ()
-    homes: tuple[int, ...] = ()
+    stages: tuple[int, ...] = (0,)
+    homes: tuple[int, ...] = (0,)
+    memory: Memory = DEVICE
 
     @cached_property
     def ways(self) -> int:
@@ -100,6 +114,11 @@ class Bucket:
     def chunks(self) -> list[int]:
         """Elements of each leaf that one rank owns, padding included."""
         return [chunk_size(numel, self.ways) for numel in self.numels]
+
+    @cached_property
+    def chunk_of(self) -> dict[str, int]:
+        """Path -> elements of the leaf that one rank owns, padding included."""
+        return dict(zip(self.paths, self.chunks, strict=True))
 
     @cached_property
     def owned(self) -> int:

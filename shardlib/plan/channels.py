@@ -97,10 +97,3 @@ class Channel:
             return () if equal else (self.axis,)
         # Over the axes before this one what is exchanged is a sum already.
         return self.bucket.replicas[self.bucket.replicas.index(self.axis) + equal if self.level is None else 0 :]
-
-
-def channels(bucket: Bucket, codecs: Mapping[str, Codec], sizes: Mapping[str, int]) -> list[Channel]:
-    """Those of a bucket whose gradients are compressed over some axes."""
-    split = [(axis, level) for level, axis in enumerate(bucket.axes)]
-    found = [*split, *((axis, None) for axis in bucket.replicas)]
-    return [Channel(bucket, axis, sizes[axis], codecs[axis], level) for axis, level in found if axis in codecs]

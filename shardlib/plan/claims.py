@@ -1,15 +1,15 @@
 """What a transform can say, and nothing else: four kinds of claim, each on slots that one transform may hold.
 
 `Use`: how a leaf is used in the loss. `Reduce`: how an axis is reduced. `Live`: where a leaf of the state lives.
-`Schedule`: how the step is scheduled. Claims carry no order, so `chain` commutes: two transforms that claim one
-slot are refused, and everything else is a union.
+`Step`: how the step is scheduled. Claims carry no order, so `chain` commutes: two transforms that claim one
+slot are refused, and everything else is a union (see `shardlib.plan.resolve`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -17,11 +17,15 @@ from shardlib.collectives.codecs.base import Codec
 from shardlib.collectives.codecs.integers import Packing
 from shardlib.collectives.sequence.base import SequenceKind
 from shardlib.collectives.styles.base import Style
-from shardlib.errors import IllegalComposition, listing
 from shardlib.mesh.specs import P
 from shardlib.plan.loss_scale import LossScale
-from shardlib.schedules import Pipeline
+from shardlib.plan.stages import Stages
 from shardlib.tree import matches
+
+if TYPE_CHECKING:
+    from shardlib.plan.resolve import Resolved
+
+SECOND = "second"  # the role of a further copy of the parameters, kept from forward to backward
 
 
 @dataclass(frozen=True)
@@ -39,11 +43,66 @@ class LeafInfo:
 
 
 @dataclass(frozen=True)
-class Use:
+class AxisUse:
+    """What an axis of the mesh is used for.
+
+    Attributes:
+        name: two uses of one name go together; of different names they exclude each other, but for ``beside``.
+        does: what a transform does with the axis, for messages.
+        beside: the name of another use that may be made of the same axis.
+        joins: whether an axis with that other use is what it wants, and not one of its own.
+    """
+
+    name: str
+    does: str
+    beside: str = ""
+    joins: bool = False
+
+
+BATCH = AxisUse("batch", "shares the batch out")
+OF_BATCH = AxisUse("batch", "shares the batch out", "batch", joins=True)
+SLICES = AxisUse("slices", "slices layers")
+EXPERTS = AxisUse("experts", "shares experts out", "batch", joins=True)
+STAGES = AxisUse("stages", "lays out stages")
+
+
+class Claim:
+    """Something said about one subject; see the four kinds."""
+
+    subject_field: ClassVar[str]
+
+    @property
+    def subject(self) -> str:
+        """What it is said of: a leaf's path, an axis, a role, or the step."""
+        return getattr(self, self.subject_field) if self.subject_field else ""
+
+    def slots(self) -> dict[str, Any]:
+        """What is said, by slot; two transforms may not fill the same slot of one subject."""
+        given = ((f.name, getattr(self, f.name)) for f in fields(self) if f.name != self.subject_field)  # type: ignore[arg-type]
+        return {name: value for name, value in given if value is not None}
+
+    def axes(self) -> Iterable[tuple[str, AxisUse]]:
+        """The axes that it makes use of."""
+        return ()
+
+    @staticmethod
+    def named(subject: str, slot: str) -> str:
+        """A slot in a message."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Use(Claim):
     """How one leaf is used in the loss: its compute spec, how slices work together, its dtype, whether it is trained.
 
-    ``stages``: the pipeline stages that use it.
+    Attributes:
+        master: dtype of the optimizer's own copy.
+        stages: those that use it.
+        varying: axes of ``spec`` over which the batch varies as well (experts): what a rank holds there is reached by every
+            rank's batch, so its gradient is complete and not summed over them.
     """
+
+    subject_field = "path"
 
     path: str
     spec: P | None = None
@@ -52,46 +111,103 @@ class Use:
     style: Style | None = None
     master: torch.dtype | None = None
     stages: tuple[int, ...] | None = None
+    varying: tuple[str, ...] | None = None
 
-    def slots(self) -> dict[tuple[str, ...], Any]:
-        return {("use", self.path, name): value for name, value in _given(self) if name != "path"}
+    def axes(self) -> Iterable[tuple[str, AxisUse]]:
+        varying = self.varying or ()
+        return [(axis, EXPERTS if axis in varying else SLICES) for axis in (self.spec.axes if self.spec else ())]
+
+    @staticmethod
+    def named(subject: str, slot: str) -> str:
+        return f"the {slot} of {subject}"
 
 
 @dataclass(frozen=True)
-class Reduce:
+class Reduce(Claim):
     """How gradients are summed: over which axis the batch varies, by which method, in which dtype.
 
-    ``axis="*"`` speaks of every axis. ``codec``: how gradients travel over the axis, where not as they are; ``gathered``:
-    how the parameters do that are split over it.
+    ``axis="*"`` speaks of every axis.
+
+    Attributes:
+        codec: how gradients travel over the axis, where not as they are.
+        gathered: how the parameters travel that are split over it.
+        owner: the optimizer that sums over the axis itself, once it has got that far.
     """
+
+    subject_field = "axis"
 
     axis: str
     method: str | None = None
     dtype: torch.dtype | None = None
     codec: Codec | None = None
     gathered: Packing | None = None
+    owner: AxisOwner | None = None
 
-    def slots(self) -> dict[tuple[str, ...], Any]:
-        return {("reduce", self.axis, name): value for name, value in _given(self) if name != "axis"}
+    def axes(self) -> Iterable[tuple[str, AxisUse]]:
+        return [] if self.axis == "*" else [(self.axis, BATCH if self.method else OF_BATCH)]
+
+    @staticmethod
+    def named(subject: str, slot: str) -> str:
+        return f"the reduction over axis {subject!r} ({slot})"
 
 
 @dataclass(frozen=True)
-class Live:
-    """Where a tensor of the state lives: ``role`` ("param", "grad" or "optimizer") is split over ``axis``.
+class AxisOwner:
+    """The optimizer that sums gradients over ``axis`` itself, in few bits, once it has got that far; ``name`` is its own."""
 
-    The role "second" is a further copy of the parameters, kept from forward to backward.
+    name: str
+    axis: str
+    codec: Codec
+
+
+@dataclass(frozen=True)
+class Live(Claim):
+    """Where tensors of one role of the state live: split over an axis, or in another memory.
+
+    Attributes:
+        role: "param", "grad" or "optimizer"; `SECOND` for a further copy of the parameters.
+        axis: over which they are split.
+        memory: one of `shardlib.mesh.specs.MEMORIES`.
     """
 
-    role: str
-    axis: str
+    subject_field = "role"
 
-    def slots(self) -> dict[tuple[str, ...], Any]:
-        return {("live", self.role, self.axis): True}
+    role: str
+    axis: str | None = None
+    memory: str | None = None
+
+    def slots(self) -> dict[str, Any]:
+        split = {} if self.axis is None else {f"axis {self.axis!r}": self.axis}
+        return split if self.memory is None else {**split, "memory": self.memory}
+
+    def axes(self) -> Iterable[tuple[str, AxisUse]]:
+        return [] if self.axis is None else [(self.axis, OF_BATCH)]
+
+    @staticmethod
+    def named(subject: str, slot: str) -> str:
+        return (
+            f"the memory of the {subject} state"
+            if slot == "memory"
+            else f"the split of the {subject} state over {slot}"
+        )
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """How the step is scheduled."""
+class Step(Claim):
+    """How the step is scheduled.
+
+    Attributes:
+        microbatches: parts a rank's batch is cut into; gradients are summed over them.
+        sync: "each" reduces gradients after every micro-batch, "last" only after the last.
+        remat: activation recompute policy of blocks.
+        prefetch: whether the next unit is gathered while one computes.
+        loss_scale: what losses are multiplied by at first, and how that changes.
+        cast_batch: dtype that floating batch leaves are cast to.
+        stages: several, along an axis.
+        sequence: over which axis sequences are cut, and how.
+    """
+
+    subject_field = ""
 
     microbatches: int | None = None
     sync: str | None = None
@@ -99,28 +215,42 @@ class Schedule:
     prefetch: bool | None = None
     loss_scale: LossScale | None = None
     cast_batch: torch.dtype | None = None
-    pipeline: Pipeline | None = None
+    stages: Stages | None = None
     sequence: SequenceKind | None = None
 
-    def slots(self) -> dict[tuple[str, ...], Any]:
-        return {("schedule", name): value for name, value in _given(self)}
+    def axes(self) -> Iterable[tuple[str, AxisUse]]:
+        for axis in self.stages.axes if self.stages else ():
+            yield axis, STAGES
+        if self.sequence:
+            beside = "slices" if self.sequence.gathers_for_slices else "batch"
+            yield self.sequence.axis, AxisUse("sequence", "cuts sequences", beside, joins=beside == "slices")
+
+    @staticmethod
+    def named(subject: str, slot: str) -> str:
+        return f"the schedule's {slot}"
 
 
-Claim = Use | Reduce | Live | Schedule
-Slots = dict[tuple[str, ...], Any]
+class Transform:
+    """A value that contributes to a plan: ``claims``, a pure function of the mesh's sizes and the leaves.
 
-
-class Transform(Protocol):
-    """A value with a ``name`` whose ``claims`` are a pure function of the mesh's sizes and the leaves."""
+    Attributes:
+        name: as a user writes it, such as "zero(stage=3, axis='data')"; stands in messages and in the plan's log.
+    """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        raise NotImplementedError
 
-    def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]: ...
+    def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
+        """What it says about these leaves on a mesh of these sizes."""
+        raise NotImplementedError
+
+    def check(self, resolved: Resolved) -> None:
+        """Refuse what other transforms said, or did not say, by `IllegalComposition`; called when all is resolved."""
 
 
 @dataclass(frozen=True)
-class Chain:
+class Chain(Transform):
     """Several transforms as one. Order-free: every permutation gives the same plan."""
 
     transforms: tuple[Transform, ...]
@@ -135,92 +265,14 @@ class Chain:
 
 
 def chain(*transforms: Transform) -> Chain:
-    """Compose transforms. Nested chains flatten; the order does not matter."""
+    """Compose transforms. Nested chains flatten; the order does not matter.
+
+    >>> parts = sl.zero(2), sl.precision("bf16"), sl.accumulate(4)
+    >>> plan = sl.make_plan({"w": torch.ones(8, 8)}, sl.abstract_mesh(data=4), sl.chain(*parts))
+    >>> plan == sl.make_plan({"w": torch.ones(8, 8)}, sl.abstract_mesh(data=4), sl.chain(*reversed(parts)))
+    True
+    """
     flat: list[Transform] = []
     for transform in transforms:
         flat.extend(transform.transforms if isinstance(transform, Chain) else [transform])
     return Chain(tuple(flat))
-
-
-def resolve(
-    transform: Transform, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]
-) -> tuple[Slots, dict[tuple[str, ...], str], tuple[str, ...]]:
-    """Merge every claim into slots; also the name of the transform that wrote each, and a log of that.
-
-    Raises:
-        IllegalComposition: two transforms claim one slot; lists all of them.
-    """
-    members = transform.transforms if isinstance(transform, Chain) else (transform,)
-    slots: Slots = {}
-    owners: dict[tuple[str, ...], str] = {}
-    conflicts: dict[tuple[str, str], list[str]] = {}
-    written: dict[str, list[tuple[str, ...]]] = {}
-    for member in sorted(members, key=lambda member: member.name):
-        for claim in member.claims(sizes, leaves):
-            for slot, value in claim.slots().items():
-                if slot in owners:
-                    told = f"{_slot_name(slot)}: {_show(slots[slot])} against {_show(value)}"
-                    conflicts.setdefault((owners[slot], member.name), []).append(told)
-                    continue
-                slots[slot], owners[slot] = value, member.name
-                written.setdefault(member.name, []).append(slot)
-    if conflicts:
-        raise IllegalComposition(
-            "\n".join(
-                f"{first} and {second} both claim\n{listing(claims, 5)}\nKeep one of the two, or give them different axes."
-                for (first, second), claims in conflicts.items()
-            )
-        )
-    return slots, owners, tuple(f"{name}: {_summary(found, slots)}" for name, found in sorted(written.items()))
-
-
-def _given(claim: Any) -> Iterable[tuple[str, Any]]:
-    return [(f.name, getattr(claim, f.name)) for f in fields(claim) if getattr(claim, f.name) is not None]
-
-
-def _slot_name(slot: tuple[str, ...]) -> str:
-    kind, *rest = slot
-    if kind == "use":
-        return f"the {rest[1]} of {rest[0]}"
-    if kind == "reduce":
-        return f"the reduction over axis {rest[0]!r} ({rest[1]})"
-    if kind == "live":
-        return f"the split of the {rest[0]} state over axis {rest[1]!r}"
-    return f"the schedule's {rest[0]}"
-
-
-def _show(value: Any) -> str:
-    # A function by its name: ranks compare this text, and an address is a process's own.
-    return str(getattr(value, "__qualname__", value)).removeprefix("torch.")
-
-
-_REDUCTIONS = {
-    "method": "reduces over axis {axis!r} by {value}",
-    "dtype": "reduces in {value}",
-    "codec": "gradients travel over axis {axis!r} in {value}",
-    "gathered": "parameters travel over axis {axis!r} in {value}",
-}
-
-
-def _summary(found: list[tuple[str, ...]], slots: Slots) -> str:
-    """One line: claims on many leaves are counted, splits gathered by axis, the rest spelled out."""
-    uses: dict[str, int] = {}
-    splits: dict[str, list[str]] = {}
-    lines = []
-    for slot in found:
-        kind, *rest = slot
-        if kind == "use":
-            told = f"{rest[1]}={_show(slots[slot])}"
-            uses[told] = uses.get(told, 0) + 1
-        elif kind == "live" and rest[0] == "second":
-            lines.append(f"keeps a second shard of parameters over axis {rest[1]!r}")
-        elif kind == "live":
-            splits.setdefault(rest[1], []).append(rest[0])
-        elif kind == "reduce":
-            value = _show(slots[slot])
-            lines.append(_REDUCTIONS[rest[1]].format(axis=rest[0], value=value))
-        else:
-            lines.append(f"{rest[0]}={_show(slots[slot])}")
-    lines += [f"splits {', '.join(roles)} over axis {axis!r}" for axis, roles in splits.items()]
-    lines += [f"{told} on {count} leaves" for told, count in uses.items()]
-    return "; ".join(lines)

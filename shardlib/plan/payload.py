@@ -1,98 +1,135 @@
-"""What one rank sends in a step that follows a plan: payload bytes, by the algorithms' own volume."""
+"""What one rank sends in a step that follows a plan: every message, and payload bytes by the algorithms' own volume."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from shardlib.plan.buckets import Bucket
-from shardlib.schedules import Pipeline
-
-if TYPE_CHECKING:
-    from shardlib.plan.plan import Plan
+from shardlib.plan.exchanges import Exchange, share, unowned
+from shardlib.plan.value import PlanValue
 
 
-def payload(plan: Plan, owned: bool) -> dict[str, int]:
-    """See `shardlib.plan.plan.Plan.payload`."""
-    if len(plan.views) > 1:
-        views = [payload(view, owned) for view in plan.views]
-        return {axis: max(view[axis] for view in views) for axis in views[0]}
-    total = dict.fromkeys(plan.sizes, 0)
+@dataclass(frozen=True)
+class Message:
+    """What one rank sends over an axis, as often as it does in a step.
+
+    Attributes:
+        what: "parameters", "gradients", "activations", "carries" between stages, "tied gradients" between homes,
+            "optimizer" or "buffers".
+        when: in which part of the step.
+        form: how it travels: a dtype or a codec.
+        payload: bytes of one; ``times`` of them are sent.
+    """
+
+    what: str
+    axis: str
+    when: str
+    form: str
+    payload: int
+    times: int = 1
+
+    @property
+    def bytes(self) -> int:
+        return self.payload * self.times
+
+
+def payload(plan: PlanValue, *, owned: bool = False) -> dict[str, int]:
+    """Payload bytes one rank sends per step, by axis, scalars apart.
+
+    With what the loss sends itself (activations) where the plan was traced, and what the optimizer does (whole leaves,
+    sums of rows) where it was made with one. Where ranks have other stages, by axis what the rank that sends most sends;
+    what passes between stages only when traced.
+
+    Args:
+        owned: of a step whose optimizer sums over its own axis itself (1-bit Adam, once its variance is frozen).
+    """
+    totals = []
+    for view in plan.views:
+        total = {axis: 0 for axis, size in plan.sizes.items() if size > 1}
+        for message in messages(view, owned=owned):
+            if message.axis in total:
+                total[message.axis] += message.bytes
+        totals.append(total)
+    return {axis: max(total[axis] for total in totals) for axis in totals[0]}
+
+
+def messages(plan: PlanValue, *, owned: bool = False) -> Iterator[Message]:
+    """Every message of a step of one rank, ``plan`` being its part."""
     for part in plan.parts:
-        _add_microbatches(total, part, owned)
-    if owned and plan.owned is not None:
-        total[plan.owned.axis] += sum(channel.payload for channel in plan.owned_channels)
+        yield from _gathers(part)
+        yield from _activations(part)
+    yield from _reductions(plan, owned)
     for bucket in plan.trained:
-        for level in range(bucket.param_level, bucket.levels):
-            total[bucket.axes[level]] += share(bucket.size(level) * bucket.dtype.itemsize, bucket.sizes[level])
-    for axis, sent in plan.optimizer_payload[0].items() if plan.optimizer_payload else ():
-        total[axis] += sent
-    if plan.pipeline is not None:
-        _add_messages(total, plan, plan.pipeline)
+        for exchange in plan.routes[bucket.name].restore:
+            yield _message("parameters", "after the update", exchange)
+    for axis, sent in plan.needs[0].payload.items() if plan.needs else ():
+        yield Message("optimizer", axis, "in the update", "as it asks", sent)
+    yield from _between_stages(plan)
     for dtype, numel in plan.buffers:
         if dtype.is_floating_point or dtype.is_complex:  # averaged over the ranks
             for axis in plan.batch_axes:
-                total[axis] += 2 * share(numel * dtype.itemsize, plan.sizes[axis])
-    return {axis: count for axis, count in total.items() if plan.sizes[axis] > 1}
+                mean = 2 * share(numel * dtype.itemsize, plan.sizes[axis])
+                yield Message("buffers", axis, "after the last micro-batch", _name(dtype), mean)
 
 
-def share(whole: int, ways: int) -> int:
-    """What one rank sends of ``whole`` bytes that are gathered, or reduced and scattered, over ``ways`` ranks."""
-    return whole * (ways - 1) // ways
-
-
-def gather_bytes(plan: Plan, bucket: Bucket, level: int) -> int:
-    """What one rank sends where a bucket's parameters are gathered for use, from level ``level`` + 1."""
-    axis, size = bucket.axes[level], bucket.sizes[level]
-    if axis in plan.packings and bucket.dtype.is_floating_point:
-        return (size - 1) * plan.packings[axis].size(bucket.size(level + 1))
-    return share(bucket.size(level) * bucket.dtype.itemsize, size)
-
-
-def scatter_bytes(plan: Plan, bucket: Bucket, level: int) -> int:
-    """What one rank sends where a bucket's gradients are reduced to level ``level`` + 1."""
-    found = plan.channel_payload.get((bucket.name, bucket.axes[level]))
-    return share(bucket.size(level) * bucket.reduce_dtype.itemsize, bucket.sizes[level]) if found is None else found
-
-
-def sum_bytes(plan: Plan, bucket: Bucket, axis: str) -> int:
-    """What one rank sends where a bucket's gradients are summed over an axis of its replicas."""
-    found = plan.channel_payload.get((bucket.name, axis))
-    whole = 2 * bucket.size(bucket.levels) * bucket.reduce_dtype.itemsize
-    return share(whole, plan.sizes[axis]) if found is None else found
-
-
-def _add_microbatches(total: dict[str, int], plan: Plan, owned: bool) -> None:
-    """What all micro-batches gather, and their gradients."""
-    for axis, sent in (plan.activations or {}).items():
-        total[axis] += plan.microbatches * sent
-    reductions = plan.microbatches if plan.sync == "each" else 1
+def _gathers(part: PlanValue) -> Iterator[Message]:
     seen: set[str] = set()
-    for unit in plan.gathers():
-        for bucket in plan.buckets:
-            if bucket.unit == unit:
-                stop = plan.second_level if unit in seen and plan.second_level is not None else bucket.param_level
-                for level in range(stop):
-                    total[bucket.axes[level]] += plan.microbatches * gather_bytes(plan, bucket, level)
+    for unit in part.gathers:
+        for bucket in part.buckets_of[unit]:
+            routes = part.routes[bucket.name]
+            for exchange in routes.again if unit in seen else routes.gather:
+                yield _message("parameters", "each micro-batch", exchange, part.stages.schedule.microbatches)
         seen.add(unit)
-    for bucket in plan.trained:
-        for level, axis in enumerate(bucket.axes):
-            times = reductions if level < bucket.grad_level else 1
-            total[axis] += times * scatter_bytes(plan, bucket, level)
-        for axis in bucket.replicas:
-            if not (owned and plan.owned and plan.owned.axis == axis):
-                total[axis] += sum_bytes(plan, bucket, axis)
 
 
-def _add_messages(total: dict[str, int], plan: Plan, pipeline: Pipeline) -> None:
+def _activations(part: PlanValue) -> Iterator[Message]:
+    if part.traces is not None:
+        (stage,) = part.own_stages
+        for axis, sent in part.traces[stage].activations.items():
+            yield Message(
+                "activations", axis, "each micro-batch", "as computed", sent, part.stages.schedule.microbatches
+            )
+
+
+def _reductions(plan: PlanValue, owned: bool) -> Iterator[Message]:
+    """Each stage reduces what it has of a bucket; the optimizer makes one mean of it."""
+    owner = plan.reductions.owner if owned else None
+    each = plan.stages.schedule.microbatches if plan.step.sync == "each" else 1
+    for part in plan.parts:
+        for bucket in part.trained:
+            routes = part.routes[bucket.name]
+            for exchange in routes.each:
+                yield _message("gradients", "each micro-batch", exchange, each)
+            for exchange in unowned(routes.last, (owner.axis,) if owner else ()):
+                yield _message("gradients", "after the last micro-batch", exchange)
+    for bucket in plan.trained if owner else ():
+        if mean := plan.routes[bucket.name].mean:
+            yield _message("gradients", "in the update", mean)
+
+
+def _between_stages(plan: PlanValue) -> Iterator[Message]:
     """Gradients of tied leaves to their other homes; and, where traced, carries and their gradients."""
-    for bucket in plan.trained:
-        own = bucket.size(bucket.levels) * bucket.reduce_dtype.itemsize
-        total[pipeline.axis] += (len(bucket.homes) - 1) * own
-    if plan.traces is None:
-        return
-    rank_of = pipeline.schedule.rank_of
-    for stage in plan.local_stages:
-        if stage + 1 < len(rank_of) and rank_of[stage + 1] != rank_of[stage]:
-            total[pipeline.axis] += plan.microbatches * plan.traces[stage].forward
-        if stage > 0 and rank_of[stage - 1] != rank_of[stage]:
-            total[pipeline.axis] += plan.microbatches * plan.traces[stage - 1].backward
+    rank_of, microbatches = plan.stages.schedule.rank_of, plan.stages.schedule.microbatches
+    for axis in plan.stages.axes:
+        for bucket in plan.trained:
+            whole = bucket.size(bucket.levels) * bucket.reduce_dtype.itemsize
+            times = len(bucket.homes) - 1
+            if times:
+                form = _name(bucket.reduce_dtype)
+                yield Message("tied gradients", axis, "after the last micro-batch", form, whole, times)
+        for stage in plan.own_stages if plan.traces else ():
+            assert plan.traces is not None
+            if stage + 1 < len(rank_of) and rank_of[stage + 1] != rank_of[stage]:
+                sent = plan.traces[stage].forward
+                yield Message("carries", axis, "each micro-batch", "as computed", sent, microbatches)
+            if stage > 0 and rank_of[stage - 1] != rank_of[stage]:
+                sent = plan.traces[stage - 1].backward
+                yield Message("carries", axis, "each micro-batch", "as computed", sent, microbatches)
+
+
+def _message(what: str, when: str, exchange: Exchange, times: int = 1) -> Message:
+    return Message(what, exchange.axis, when, exchange.form, exchange.payload, times)
+
+
+def _name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")

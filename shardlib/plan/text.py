@@ -4,58 +4,73 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
-from shardlib.schedules import Pipeline, peak_in_flight, simulate
+from shardlib.mesh.specs import Leaf
+from shardlib.plan.memory import held_bytes, live_bytes
+from shardlib.plan.payload import messages, payload
+from shardlib.plan.placement import Placement
+from shardlib.plan.value import PlanValue
+from shardlib.schedules import peak_in_flight, simulate
 
-if TYPE_CHECKING:
-    from shardlib.plan.placement import Placement
-    from shardlib.plan.plan import Plan
 
-
-def describe(plan: Plan) -> str:
+def describe(plan: PlanValue) -> str:
     """The text `print(plan)` shows: leaves and specs, units, bytes per rank, payload per step and axis, the log."""
     mesh = " × ".join(f"{axis}={size}" for axis, size in plan.sizes.items()) or "one device"
+    microbatches = plan.step.microbatches
+    reduced = f" (reduced at {'the last' if plan.step.sync == 'last' else 'each'})" if microbatches > 1 else ""
     parts = [
         f"{_title(plan)} on {mesh}: {count(plan.parameters)} parameters, {len(plan.units)} units, "
-        f"{plan.microbatches} micro-batch{'es' * (plan.microbatches > 1)} per step"
-        + (f" (reduced at {'the last' if plan.sync == 'last' else 'each'})" if plan.microbatches > 1 else ""),
+        f"{microbatches} micro-batch{'es' * (microbatches > 1)} per step{reduced}",
         table(("parameter", "shape", "dtype", "stored", "gradient", "optimizer"), _leaf_rows(plan.placements)),
         table(("unit", "leaves", "elements", "param", "grad", "gathered"), _unit_rows(plan), right=5),
-        *([_stages(plan, plan.pipeline)] if plan.pipeline else []),
+        *([_stages(plan, axis) for axis in plan.stages.axes]),
         ("Per rank: " if len(plan.views) == 1 else "Per rank, at most: ") + "   ".join(_memory(plan)),
-        *([_live(plan)] if plan.live_bytes is not None else []),
-        f"Payload per step{_untold(plan)}: "
-        + ("   ".join(f"{axis} {size(sent)}" for axis, sent in plan.payload().items()) or "none"),
+        *([_live(plan)] if live_bytes(plan) is not None else []),
+        f"Payload per step{_untraced(plan)}: " + _by_axis(payload(plan)),
     ]
-    own = {axis: max((sent.get(axis, 0) for sent in plan.optimizer_payload or ()), default=0) for axis in plan.sizes}
-    if any(own.values()):
-        told = "   ".join(f"{axis} {size(most)}" for axis, most in own.items() if most)
-        parts.append(f"Of it, the optimizer's own: {told}")
-    if plan.owned:
-        sent = plan.payload(owned=True)
-        parts.append(
-            f"Once {plan.owned.by} sums by itself: {'   '.join(f'{axis} {size(n)}' for axis, n in sent.items())}"
-        )
-    if plan.gathers():
-        how = (
-            "as traced"
-            if plan.touches is not None or plan.traces is not None
-            else "taking each unit once forward and once backward"
-        )
-        parts.append(f"Gathers per micro-batch: {len(plan.gathers())} ({how})")
+    if sent := _messages(plan):
+        parts.append(sent)
+    if plan.reductions.owner:
+        parts.append(f"Once {plan.reductions.owner.name} sums by itself: {_by_axis(payload(plan, owned=True))}")
+    if plan.gathers:
+        how = "as traced" if plan.traces is not None else "taking each unit once forward and once backward"
+        parts.append(f"Gathers per micro-batch: {len(plan.gathers)} ({how})")
         if unused := _unused(plan):
             parts.append(unused)
-    if plan.log:
-        parts.append("\n".join(plan.log))
+    if plan.claims and plan.claims.log:
+        parts.append("\n".join(plan.claims.log))
     return "\n\n".join(parts)
 
 
-def _unused(plan: Plan) -> str:
+def _by_axis(sent: Mapping[str, int]) -> str:
+    return "   ".join(f"{axis} {size(count)}" for axis, count in sent.items()) or "none"
+
+
+def _messages(plan: PlanValue) -> str:
+    """One row for all messages of a kind; where ranks have other stages, of the rank that sends most of them."""
+    most: dict[tuple[str, str, str, str], tuple[int, int]] = {}
+    for view in plan.views:
+        found: dict[tuple[str, str, str, str], tuple[int, int]] = {}
+        for message in messages(view):
+            if plan.sizes[message.axis] > 1 and message.bytes:
+                key = message.what, message.axis, message.when, message.form
+                times, sent = found.get(key, (0, 0))
+                found[key] = times + message.times, sent + message.bytes
+        for key, numbers in found.items():
+            most[key] = max(most.get(key, (0, 0)), numbers, key=lambda pair: pair[1])
+    rows = [
+        (what, axis, form, when, str(times), size(sent)) for (what, axis, when, form), (times, sent) in most.items()
+    ]
+    return table(("sent", "axis", "as", "when", "messages", "bytes"), rows, right=2) if rows else ""
+
+
+def _unused(plan: PlanValue) -> str:
     """A sentence on units that could be gathered, and that the traced batch did not use."""
     sharded = {bucket.unit for bucket in plan.buckets if bucket.param_level}
-    idle = [unit for unit in plan.units if unit in sharded and unit not in plan.gathers()]
+    gathered = set(plan.gathers)
+    idle = [unit for unit in plan.units if unit in sharded and unit not in gathered]
     if not idle:
         return ""
     return (
@@ -64,33 +79,31 @@ def _unused(plan: Plan) -> str:
     )
 
 
-def _title(plan: Plan) -> str:
-    if plan.pipeline is None or plan.home is None:
-        return "Plan"
-    return f"Plan of the ranks at {plan.pipeline.axis}={plan.home}"
+def _title(plan: PlanValue) -> str:
+    home = plan.part and plan.part.home
+    return "Plan" if home is None else f"Plan of the ranks at {plan.stages.axis}={home}"
 
 
-def _untold(plan: Plan) -> str:
-    return " (what passes between stages not traced)" if plan.pipeline and plan.traces is None else ""
+def _untraced(plan: PlanValue) -> str:
+    return " (what passes between stages not traced)" if plan.stages.axes and plan.traces is None else ""
 
 
-def _stages(plan: Plan, pipeline: Pipeline) -> str:
-    """One row per coordinate along the pipeline's axis: its stages, and what its ranks hold."""
-    schedule, rows = pipeline.schedule, []
-    held = peak_in_flight(schedule)
+def _stages(plan: PlanValue, axis: str) -> str:
+    """One row per coordinate along the stages' axis: its stages, and what its ranks hold."""
+    schedule, spans, rows = plan.stages.schedule, plan.stages.spans, []
+    in_flight = peak_in_flight(schedule)
     for home, view in enumerate(plan.everywhere.views):
-        spans = [pipeline.spans[stage] for stage in schedule.stages_of(home)]
-        spent = view.optimizer_bytes
+        blocks = [spans[stage] for stage in view.own_stages]
         rows.append(
             (
-                f"{pipeline.axis}={home}",
-                ", ".join(map(str, schedule.stages_of(home))),
-                ", ".join(f"{start}…{stop - 1}" if stop - start > 1 else str(start) for start, stop in spans),
+                f"{axis}={home}",
+                ", ".join(map(str, view.own_stages)),
+                ", ".join(f"{start}…{stop - 1}" if stop - start > 1 else str(start) for start, stop in blocks),
                 count(sum(math.prod(shape) for bucket in view.buckets for shape in bucket.shapes)),
-                size(view.bytes("param")),
-                size(view.bytes("grad")),
-                "-" if spent is None else size(max(spent)),
-                str(held[home]),
+                size(held_bytes(view, "param")),
+                size(held_bytes(view, "grad")),
+                "-" if view.needs is None else size(held_bytes(view, "optimizer")),
+                str(in_flight[home]),
             )
         )
     header = ("rank", "stages", "blocks", "elements", "param", "grad", "optimizer", "micro-batches held")
@@ -126,22 +139,21 @@ def size(number: int) -> str:
     return f"{number} B"
 
 
-def _memory(plan: Plan) -> list[str]:
-    told = [f"parameters {size(plan.bytes('param'))}", f"gradients {size(plan.bytes('grad'))}"]
-    told.append(
-        "optimizer (not given)" if plan.optimizer_bytes is None else f"optimizer {size(plan.bytes('optimizer'))}"
-    )
-    told += [f"errors {size(plan.bytes('comm'))}"] if plan.errors else []
-    told += [f"buffers {size(plan.bytes('buffers'))}"] if plan.buffers else []
-    return [*told, f"in all {size(plan.bytes('total'))}"]
+def _memory(plan: PlanValue) -> list[str]:
+    known = plan.needs is not None
+    shown = [f"parameters {size(held_bytes(plan, 'param'))}", f"gradients {size(held_bytes(plan, 'grad'))}"]
+    shown.append(f"optimizer {size(held_bytes(plan, 'optimizer'))}" if known else "optimizer (not given)")
+    shown += [f"residuals {size(held_bytes(plan, 'comm'))}"] if plan.residuals else []
+    shown += [f"buffers {size(held_bytes(plan, 'buffers'))}"] if plan.buffers else []
+    return [*shown, f"in all {size(held_bytes(plan, 'total'))}"]
 
 
-def _live(plan: Plan) -> str:
+def _live(plan: PlanValue) -> str:
     """What a micro-batch takes beside, and what that comes to."""
-    live = plan.live_bytes or 0
+    live = live_bytes(plan) or 0
     return (
         f"Beside them, at most: activations of a micro-batch, and what is gathered for it, {size(live)}   "
-        f"with these {size(plan.bytes('total') + live)}"
+        f"with these {size(held_bytes(plan, 'total') + live)}"
     )
 
 
@@ -157,16 +169,17 @@ def _leaf_rows(placements: Sequence[Placement]) -> list[tuple[str, ...]]:
             pattern + tied,
             shape,
             str(placement.param.dtype).removeprefix("torch."),
-            _spec(placement.param.spec),
-            _spec(placement.grad.spec) if placement.grad else "frozen",
-            _spec(placement.optimizer.spec) if placement.optimizer else "-",
+            _lies(placement.param),
+            _lies(placement.grad) if placement.grad else "frozen",
+            _lies(placement.optimizer) if placement.optimizer else "-",
         )
         rows.setdefault(cells, []).append(numbers)
     return [(_merge(cells[0], numbers), *cells[1:]) for cells, numbers in rows.items()]
 
 
-def _spec(spec: object) -> str:
-    return "whole" if repr(spec) == "P()" else repr(spec)
+def _lies(leaf: Leaf) -> str:
+    spec = "whole" if repr(leaf.spec) == "P()" else repr(leaf.spec)
+    return spec if leaf.memory == "device" else f"{spec} in {leaf.memory} memory"
 
 
 def _merge(pattern: str, numbers: list[tuple[int, ...]]) -> str:
@@ -174,26 +187,23 @@ def _merge(pattern: str, numbers: list[tuple[int, ...]]) -> str:
     for column in range(len(numbers[0])):
         values = sorted({row[column] for row in numbers})
         whole = values == list(range(values[0], values[-1] + 1))
-        told = (
-            str(values[0]) if len(values) == 1 else f"{values[0]}…{values[-1]}" if whole else ",".join(map(str, values))
-        )
-        pattern = pattern.replace("#", told, 1)
+        shown = f"{values[0]}…{values[-1]}" if whole and len(values) > 1 else ",".join(map(str, values))
+        pattern = pattern.replace("#", shown, 1)
     return pattern
 
 
-def _unit_rows(plan: Plan) -> list[tuple[str, ...]]:
+def _unit_rows(plan: PlanValue) -> list[tuple[str, ...]]:
     """One row per run of units that look alike."""
     rows: list[tuple[list[str], tuple[str, ...]]] = []
-    gathers = plan.gathers()
-    for unit in plan.units:
-        buckets = [bucket for bucket in plan.buckets if bucket.unit == unit]
+    gathers = Counter(plan.gathers)
+    for unit, buckets in plan.buckets_of.items():
         elements = sum(math.prod(shape) for bucket in buckets for shape in bucket.shapes)
         param = sum(bucket.size(bucket.param_level) * bucket.dtype.itemsize for bucket in buckets)
         grad = sum(
             bucket.size(bucket.grad_level) * bucket.reduce_dtype.itemsize for bucket in buckets if bucket.trainable
         )
         whole = sum(bucket.size(0) * bucket.dtype.itemsize for bucket in buckets)
-        times = gathers.count(unit)
+        times = gathers[unit]
         cells = (
             str(sum(len(bucket.paths) for bucket in buckets)),
             count(elements),

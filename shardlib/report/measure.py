@@ -43,6 +43,11 @@ def measure_blocks(
 
     Raises:
         ValueError: another number of trees than blocks, or no rounds.
+
+    >>> loss_fn = sl.sequential([lambda p, carry, x: x @ p, lambda p, carry, x: (carry @ p).sum()])
+    >>> seconds = sl.report.measure_blocks(loss_fn, [torch.ones(4, 4), torch.ones(4, 4)], torch.ones(2, 4), rounds=1)
+    >>> len(seconds)
+    2
     """
     if len(params) != len(loss_fn) or rounds < 1:
         raise ValueError(

@@ -16,7 +16,6 @@ from shardlib.schedules.generators import (
 from shardlib.schedules.make import NAMES, make_schedule, named_schedule
 from shardlib.schedules.messages import acknowledged, lower, peer, tag
 from shardlib.schedules.partition import by_cost, by_count, by_regex
-from shardlib.schedules.pipeline import Pipeline
 from shardlib.schedules.table import read_table, write_table
 
 __all__ = [
@@ -43,7 +42,6 @@ __all__ = [
     "peak_in_flight",
     "peak_of_stages",
     "peer",
-    "Pipeline",
     "read_table",
     "Schedule",
     "simulate",

@@ -134,6 +134,10 @@ def from_orders(orders: Iterable[Sequence[Action]], name: str = "custom") -> Sch
 
     Raises:
         ScheduleError: an entry that is not a compute action, or a stage without a forward; lists all of them.
+
+    >>> schedule = sl.schedules.gpipe(2, 2)
+    >>> sl.schedules.from_orders(schedule.orders).orders == schedule.orders
+    True
     """
     rows = tuple(tuple(order) for order in orders)
     problems = [

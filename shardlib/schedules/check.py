@@ -21,6 +21,8 @@ def check(schedule: Schedule) -> None:
     Raises:
         ScheduleError: lists every missing, foreign, repeated or misplaced action, and every cycle of ranks that
             wait for each other ("deadlock: rank 0 waits at 0B1 for 1B1, ...").
+
+    >>> sl.schedules.check(sl.schedules.one_f_one_b(2, 4))
     """
     places: Places = {}
     for rank, order in enumerate(schedule.orders):

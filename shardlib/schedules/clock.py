@@ -80,6 +80,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     Raises:
         ScheduleError: a schedule that cannot run (see `check`), or costs that are negative, all zero, or not
             as many as there are stages.
+
+    >>> timeline = sl.schedules.simulate(sl.schedules.one_f_one_b(2, 4), sl.schedules.Costs(forward=1, message=0))
+    >>> max(event.end for rank in timeline.events for event in rank)
+    15
     """
     check(schedule)
     table = _per_stage(costs or Costs(), schedule.stages)
@@ -108,12 +112,19 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
     ``F`` adds one. It is freed when nothing needs it any more: after ``B``, or after ``W`` where the backward is
     split, since weight gradients need the stage's saved inputs. That is the convention in which ZB-H1 holds p
     on every rank and ZB-V 2p halves (arXiv 2401.10241). Divide by the stages per rank for micro-batches' worth.
+
+    >>> sl.schedules.peak_in_flight(sl.schedules.one_f_one_b(4, 8))
+    (4, 3, 2, 1)
     """
     return tuple(_peak(order) for order in schedule.orders)
 
 
 def peak_of_stages(schedule: Schedule) -> tuple[int, ...]:
-    """Per stage, the most micro-batches whose activations it holds at once; freed as in `peak_in_flight`."""
+    """Per stage, the most micro-batches whose activations it holds at once; freed as in `peak_in_flight`.
+
+    >>> sl.schedules.peak_of_stages(sl.schedules.gpipe(2, 4))
+    (4, 4)
+    """
     return tuple(
         _peak([action for action in schedule.orders[rank] if action.stage == stage])
         for stage, rank in enumerate(schedule.rank_of)

@@ -16,6 +16,9 @@ def dualpipe_v(p: int, m: int) -> Schedule:
     the other computes; backwards are split where a rank would idle. In the times of one chunk, for m ≥ 2p, the bubble is
     (p−1)F where F = I = W, and where W ≤ min(F, I) at most the published (p−1)(F&B + B − 3W), whose pair F&B is F + B
     here. No rank holds more than p micro-batches and a half (2p+1 halves) at its peak.
+
+    >>> sl.schedules.dualpipe_v(2, 4).stages
+    4
     """
     at_least_one(p=p, m=m)
     # The pattern needs 2p micro-batches to close up; of fewer it is what is left, as of `zbv`.

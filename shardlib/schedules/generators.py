@@ -18,6 +18,10 @@ def gpipe(p: int, m: int) -> Schedule:
     """All forwards, then all backwards (GPipe, arXiv 1811.06965).
 
     The bubble is (p−1)(F+B), and every rank holds m micro-batches at its peak.
+
+    >>> print(sl.schedules.write_table(sl.schedules.gpipe(2, 2)))
+    0F0,0F1,0B0,0B1
+    1F0,1F1,1B0,1B1
     """
     at_least_one(p=p, m=m)
     orders = [
@@ -31,6 +35,10 @@ def one_f_one_b(p: int, m: int) -> Schedule:
 
     The non-interleaved schedule of arXiv 2104.04473, section 2.2.1. The bubble is (p−1)(F+B), as GPipe's, but
     rank r holds only min(p−r, m) micro-batches.
+
+    >>> print(sl.schedules.write_table(sl.schedules.one_f_one_b(2, 3)))
+    0F0,0F1,0B0,0F2,0B1,0B2
+    1F0,1B0,1F1,1B1,1F2,1B2
     """
     return _in_rounds("1f1b", p, m, chunks=1, hop=1)
 
@@ -43,6 +51,9 @@ def interleaved_1f1b(p: int, m: int, v: int = 2) -> Schedule:
     ⌊m/p⌋ rounds, none shorter than p and the longer ones first: no larger bubble, some more micro-batches held.
     For m < p the one round is too short to hide the way around, and the makespan is (pv+m−1)(F+B)/v.
     One chunk is plain 1F1B.
+
+    >>> sl.schedules.interleaved_1f1b(2, 4).rank_of
+    (0, 1, 0, 1)
     """
     return _in_rounds("interleaved-1f1b", p, m, chunks=v, hop=1 if v == 1 else 2)
 
@@ -52,6 +63,10 @@ def looped_bfs(p: int, m: int, v: int = 2) -> Schedule:
 
     Breadth-first (arXiv 2211.05953, section 4), with stage = chunk·p + r. The last micro-batch is the first to go back.
     For m ≥ p the bubble is (p−1)(F+B)/v, and every rank holds m micro-batches at its peak, as GPipe's.
+
+    >>> print(sl.schedules.write_table(sl.schedules.looped_bfs(2, 2)))
+    0F0,0F1,2F0,2F1,2B1,2B0,0B1,0B0
+    1F0,1F1,3F0,3F1,3B1,3B0,1B1,1B0
     """
     at_least_one(p=p, m=m, v=v)
     orders = [
@@ -72,6 +87,9 @@ def zero_bubble_h1(p: int, m: int) -> Schedule:
     Rank r puts its weight gradients off by r micro-batches, so that every rank holds p micro-batches at its peak
     (until their weight gradients are done), as 1F1B's rank 0 does. For m ≥ p the bubble is
     (p−1)(F+I−W) where W ≤ min(F, I), and (p−1)·max(F, I) where W is longer.
+
+    >>> sl.schedules.zero_bubble_h1(2, 4).name
+    'zb-h1'
     """
     return _in_rounds("zb-h1", p, m, chunks=1, hop=1, split=True)
 
@@ -81,6 +99,9 @@ def interleaved_zero_bubble(p: int, m: int, v: int = 2) -> Schedule:
 
     After arXiv 2401.10241 and 2104.04473. For m ≥ p the bubble is ZB-H1's by v: (p−1)(F+I−W)/v where
     W ≤ min(F, I).
+
+    >>> sl.schedules.interleaved_zero_bubble(2, 4).stages
+    4
     """
     return _in_rounds("interleaved-zb", p, m, chunks=v, hop=1, split=True)
 
@@ -91,6 +112,9 @@ def zbv(p: int, m: int) -> Schedule:
     For m ≥ 2p−1 and F = I = W no rank idles between its first and its last action, and the bubble is the
     stagger alone, (p−1)F/2; for fewer micro-batches it is max(p−1, 4(p−1) − 2(m−1))·F/2. No rank holds more
     than p micro-batches (2p halves) at its peak.
+
+    >>> sl.schedules.zbv(2, 4).rank_of
+    (0, 1, 1, 0)
     """
     at_least_one(p=p, m=m)
     # The pattern needs 2p−1 micro-batches to close up. Fewer are what is left of it when the others are taken

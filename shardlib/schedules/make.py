@@ -52,7 +52,11 @@ _BY_KEY = {_key(name): name for name in NAMES} | {
 
 
 def named_schedule(spec: object) -> str | None:
-    """The one of `NAMES` that is meant, in torch's spelling or ours; None for what is no name."""
+    """The one of `NAMES` that is meant, in torch's spelling or ours; None for what is no name.
+
+    >>> sl.schedules.named_schedule("Interleaved1F1B")
+    'interleaved-1f1b'
+    """
     return _BY_KEY.get(_key(spec)) if isinstance(spec, str) else None
 
 
@@ -66,6 +70,9 @@ def make_schedule(spec: Spec, ranks: int, microbatches: int, chunks: int | None 
 
     Raises:
         ScheduleError: an unknown name, a schedule made for other sizes, or one that cannot run (see `check`).
+
+    >>> sl.schedules.make_schedule("ZBVZeroBubble", 2, 4).name
+    'zb-v'
     """
     name = named_schedule(spec)
     schedule = _given(spec) if name is None else _named(name, ranks, microbatches, chunks)

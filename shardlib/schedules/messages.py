@@ -29,6 +29,9 @@ def lower(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
 
     Raises:
         ScheduleError: a schedule that cannot run, see `check`.
+
+    >>> print(*sl.schedules.lower(sl.schedules.gpipe(2, 1))[0])
+    0F0 0SEND_F0 0RECV_B0 0B0
     """
     check(schedule)
     lowered: list[list[Action]] = [[] for _ in range(schedule.ranks)]
@@ -62,6 +65,11 @@ def acknowledged(schedule: Schedule, orders: Sequence[Sequence[Action]], rank: i
 
     ``orders`` are the lowered ones. A message that another rank sends after it has used one of this rank's says that
     it has it; the memory of that one is then free.
+
+    >>> schedule = sl.schedules.one_f_one_b(2, 2)
+    >>> sent = sl.schedules.acknowledged(schedule, sl.schedules.lower(schedule), 0)
+    >>> sorted((str(receive), [str(send) for send in sends]) for receive, sends in sent.items())
+    [('0RECV_B0', ['0SEND_F0']), ('0RECV_B1', ['0SEND_F1'])]
     """
     found: dict[Action, list[Action]] = {}
     for order in orders:
@@ -80,7 +88,13 @@ def acknowledged(schedule: Schedule, orders: Sequence[Sequence[Action]], rank: i
 
 
 def peer(schedule: Schedule, message: Action) -> int:
-    """The rank a send goes to, or a receive comes from."""
+    """The rank a send goes to, or a receive comes from.
+
+    >>> schedule = sl.schedules.gpipe(2, 1)
+    >>> message = next(action for action in sl.schedules.lower(schedule)[0] if "SEND" in str(action))
+    >>> str(message), sl.schedules.peer(schedule, message)
+    ('0SEND_F0', 1)
+    """
     return schedule.rank_of[_stages(message)[message.kind in SENDS.values()]]
 
 
@@ -88,6 +102,11 @@ def tag(schedule: Schedule, message: Action) -> int:
     """A number for a message, the same for its send and its receive and for no other message of the schedule.
 
     Between 0 and 2·(stages−1)·microbatches − 1.
+
+    >>> schedule = sl.schedules.gpipe(2, 1)
+    >>> sends = [a for order in sl.schedules.lower(schedule) for a in order if "SEND" in str(a)]
+    >>> [sl.schedules.tag(schedule, send) for send in sends]
+    [0, 1]
     """
     boundary = min(_stages(message))
     return (boundary * schedule.microbatches + message.microbatch) * 2 + (message.kind not in _FORWARD)

@@ -20,6 +20,9 @@ def by_count(n: int, k: int) -> Spans:
 
     Raises:
         ScheduleError: more stages than blocks, or no stages.
+
+    >>> sl.schedules.by_count(5, 2)
+    ((0, 2), (2, 5))
     """
     _refuse_empty(n, k)
     size, extra = divmod(n, k)
@@ -35,6 +38,9 @@ def by_cost(costs: Sequence[float], k: int) -> Spans:
 
     Raises:
         ScheduleError: more stages than blocks, no stages, or costs that are negative or not finite (all listed).
+
+    >>> sl.schedules.by_cost([4.0, 1.0, 1.0, 1.0, 3.0], 2)
+    ((0, 2), (2, 5))
     """
     _refuse_empty(len(costs), k)
     wrong = [f"block {i} costs {cost}" for i, cost in enumerate(costs) if not (0 <= cost < math.inf)]
@@ -78,6 +84,9 @@ def by_regex(names: Sequence[str], pattern: str | re.Pattern[str], k: int) -> Sp
 
     Raises:
         ScheduleError: a pattern that is none, or that matches fewer blocks than there are stages.
+
+    >>> sl.schedules.by_regex(["embed", "layer0", "layer1", "head"], "layer", 2)
+    ((0, 2), (2, 4))
     """
     try:
         matching = [i for i, name in enumerate(names) if re.search(pattern, name)]

@@ -34,6 +34,10 @@ def read_table(source: str | Path, name: str | None = None) -> Schedule:
     Raises:
         ScheduleError: cells that say something else, all listed, or a schedule without actions.
         OSError: a file that cannot be read.
+
+    >>> text = sl.schedules.write_table(sl.schedules.gpipe(2, 1))
+    >>> sl.schedules.read_table(text).ranks
+    2
     """
     if isinstance(source, Path) or not is_table(source):
         name = name or Path(source).stem
@@ -76,7 +80,12 @@ def _grid(lines: Sequence[str]) -> list[list[str]] | None:
 
 
 def write_table(schedule: Schedule, messages: bool = False) -> str:
-    """The CSV text of a schedule, of its compute actions or, with ``messages``, of its lowered form."""
+    """The CSV text of a schedule, of its compute actions or, with ``messages``, of its lowered form.
+
+    >>> print(sl.schedules.write_table(sl.schedules.zero_bubble_h1(2, 2)))
+    0F0,0F1,0I0,0W0,0I1,0W1
+    1F0,1I0,1F1,1I1,1W0,1W1
+    """
     orders: Sequence[Sequence[Action]] = lower(schedule) if messages else schedule.orders
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([map(str, order) for order in orders])

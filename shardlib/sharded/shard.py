@@ -19,9 +19,10 @@ from shardlib.mesh.transport import EchoGroup
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.build import build_plan
 from shardlib.plan.claims import Transform, chain
-from shardlib.plan.plan import ROLES, Plan, check_same_tree
+from shardlib.plan.plan import Plan
+from shardlib.plan.value import ROLES
 from shardlib.sharded.checksum import checksum
-from shardlib.sharded.tree import Sharded, check_ties
+from shardlib.sharded.tree import Sharded, check_same_tree, check_ties
 from shardlib.transforms.zero import zero
 from shardlib.tree import Tree, check_tensors, flatten, leaves_of
 
@@ -53,6 +54,10 @@ def shard(
         TreeError: a leaf that is not a tensor, is of a dtype that is not trained, or is on the meta device.
         IllegalComposition: transforms that do not compose, or do not fit the mesh.
         RankMismatch: the ranks' trees, plans or values differ; names the leaves and the ranks.
+
+    >>> params = {"w": torch.ones(8, 4)}
+    >>> sl.simulate(lambda mesh: sl.shard(params, mesh, stage=3).tree["w"].shape, mesh=dict(data=2))
+    [torch.Size([4, 4]), torch.Size([4, 4])]
     """
     mesh = as_mesh(mesh)
     if mesh.abstract:
@@ -152,14 +157,13 @@ def _check_values(paths: list[str], leaves: list[torch.Tensor], mesh: Mesh) -> N
 
 def _check_ranks_agree(plan: Plan, mesh: Mesh) -> None:
     items: dict[str, Any] = {
-        "micro-batches": plan.microbatches,
-        "transforms": plan.log,
+        "micro-batches": plan.step.microbatches,
+        "transforms": plan.claims and plan.claims.log,
         "batch axes": plan.batch_axes,
     }
-    if plan.pipeline is not None:
-        schedule = plan.pipeline.schedule
-        items["pipeline"] = f"{schedule.name}, checksum {zlib.crc32(str(schedule).encode()):08x}"
-        items["blocks of stages"] = plan.pipeline.spans
+    schedule = plan.stages.schedule
+    items["schedule"] = f"{schedule.name}, checksum {zlib.crc32(str(schedule).encode()):08x}"
+    items["blocks of stages"] = plan.stages.spans
     for placement in plan.placements:
         items[placement.path] = (placement.compute.shape, str(placement.compute.dtype), placement.aliases)
         lies = {role: leaf and leaf.spec for role in ("compute", *ROLES) for leaf in (getattr(placement, role),)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from shardlib.errors import DonatedStateError, TreeError, listing
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.buckets import Bucket
-from shardlib.plan.plan import Plan, check_same_tree
+from shardlib.plan.plan import Plan
 from shardlib.tree import Tree, flatten, register_node, unflatten
 
 
@@ -23,8 +23,8 @@ class Sharded:
     are next asked for.
 
     Attributes:
-        plan: where every tensor lives; under a pipeline, the part of it that concerns this rank (``plan.everywhere`` is
-            all of it), and other stages' leaves are None.
+        plan: where every tensor lives; of several stages, the part of it that concerns this rank (``plan.everywhere`` is
+            all of it); other stages' leaves are None.
         mesh: the mesh it is sharded over.
         role: "param", or "grad" for anything in the layout of the optimizer (gradients, updates).
         tree: the nested tree of shards, in the local shape of their spec.
@@ -43,7 +43,7 @@ class Sharded:
     def tree(self) -> Tree:
         self._check()
         if self._tree is None:
-            self._tree = unflatten(self.plan.treedef, self._leaves())
+            self._tree = unflatten(self.plan.shape.treedef, self._leaves())
         return self._tree
 
     @property
@@ -79,13 +79,12 @@ class Sharded:
 
     def _leaves(self) -> list[torch.Tensor | None]:
         shards: dict[str, torch.Tensor | None] = {}
-        placements = {placement.path: placement for placement in self.plan.placements}
         for bucket in self.buckets:
             level = self.level(bucket)
             for path, part in zip(bucket.paths, bucket.leaf_parts(self.buffers[bucket.name], level), strict=True):
-                shape = self.plan.local_shape(placements[path], self.role)
+                shape = self.plan.local_shape(self.plan.placement_of[path], self.role)
                 shards[path] = part[: math.prod(shape)].view(shape)
-        return [shards.get(self.plan.placements[owner].path) for owner in self.plan.owners]
+        return [shards.get(leaf.path) for leaf in self.plan.leaves]
 
     def _pack(self) -> dict[str, torch.Tensor]:
         paths, leaves, _ = flatten(self._tree)
@@ -150,3 +149,28 @@ def check_ties(plan: Plan, leaves: Mapping[str, torch.Tensor]) -> None:
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one is other or torch.allclose(one, other.to(one.dtype), rtol=0, atol=0, equal_nan=True)
+
+
+def check_same_tree(
+    plan: Plan, paths: Sequence[str], shapes: Sequence[tuple[int, ...]], what: str, *, whole: bool = False
+) -> None:
+    """Raise `TreeError` listing each leaf of ``what`` that is missing, new, or of another shape than the plan's.
+
+    Shapes are of this rank's shards, or of ``whole`` leaves.
+    """
+    # Other stages' leaves are None in a rank's tree.
+    wanted = {
+        path: leaf for path, leaf in zip(plan.shape.paths, plan.leaves, strict=True) if leaf.bucket in plan.bucket_of
+    }
+    got = dict(zip(paths, shapes, strict=True))
+    failures = [f"{path}: missing" for path in wanted if path not in got]
+    failures += [f"{path}: not in the plan" for path in got if path not in wanted]
+    for path, placement in wanted.items():
+        planned = placement.compute.shape if whole else plan.local_shape(placement, "param")
+        if path in got and got[path] != planned:
+            share = "" if whole else f" (this rank's share of {placement.param.shape})"
+            failures.append(f"{path}: shape {got[path]}, planned {planned}{share}")
+    if failures:
+        raise TreeError(
+            f"the {what} differ from the plan:\n{listing(failures)}\nShard the changed tree anew with sl.shard."
+        )

@@ -10,36 +10,39 @@ from shardlib.collectives import primitives
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.specs import Leaf
 from shardlib.plan.buckets import Bucket
-from shardlib.sharded.exchange import Gather
+from shardlib.plan.exchanges import gathers
+from shardlib.sharded.gather import Gather
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, unflatten
 
 
 def unshard(params: Sharded) -> Tree:
-    """Gather the full pytree on every rank. Tied leaves come back as one tensor; gradients of frozen leaves as None."""
+    """Gather the full pytree on every rank. Tied leaves come back as one tensor; gradients of frozen leaves as None.
+
+    >>> params = {"w": torch.ones(8, 4)}
+    >>> sl.simulate(lambda mesh: sl.unshard(sl.shard(params, mesh, stage=3))["w"].shape, mesh=dict(data=2))
+    [torch.Size([8, 4]), torch.Size([8, 4])]
+    """
     whole: dict[str, torch.Tensor] = {}
     plan = params.plan.everywhere
     compute = {placement.path: placement.compute for placement in plan.placements}
     for bucket, buffer in _whole_buffers(params):
         for path, leaf in zip(bucket.paths, bucket.leaves(buffer), strict=True):
             whole[path] = _gather_slices(leaf, compute[path], params.mesh).clone()
-    return unflatten(plan.treedef, [whole.get(plan.placements[owner].path) for owner in plan.owners])
+    return unflatten(plan.shape.treedef, [whole.get(leaf.path) for leaf in plan.leaves])
 
 
 def _whole_buffers(params: Sharded) -> Iterator[tuple[Bucket, torch.Tensor]]:
-    """Every bucket gathered; other stages' come from the first rank along the pipeline's axis that has them."""
+    """Every bucket gathered; other stages' come from the first rank along their axis that has them."""
     plan, mesh, buffers = params.plan, params.mesh, params.buffers
-    pipeline = plan.pipeline
-    if pipeline is None or mesh.shape[pipeline.axis] == 1:
+    axes = [axis for axis in plan.stages.axes if mesh.shape[axis] > 1]
+    if not axes:
         for bucket in params.buckets:
             yield bucket, _gathered(params, bucket)
         return
+    (axis,) = axes
     mine = {name: buffer.dtype for name, buffer in buffers.items()}
-    dtypes = {
-        name: dtype
-        for held in primitives.all_gather_object(mesh, [pipeline.axis], mine)
-        for name, dtype in held.items()
-    }
+    dtypes = {name: dtype for held in primitives.all_gather_object(mesh, [axis], mine) for name, dtype in held.items()}
     for bucket in plan.everywhere.buckets:
         if bucket.name not in dtypes:
             continue
@@ -47,13 +50,13 @@ def _whole_buffers(params: Sharded) -> Iterator[tuple[Bucket, torch.Tensor]]:
             buffer = _gathered(params, bucket).clone()  # a broadcast writes, and this may be the stored one
         else:
             buffer = torch.empty(bucket.size(0), dtype=dtypes[bucket.name], device=mesh.device)
-        primitives.broadcast(mesh, pipeline.axis, buffer, bucket.homes[0]).wait()
+        primitives.broadcast(mesh, axis, buffer, bucket.homes[0]).wait()
         yield bucket, buffer
 
 
 def _gathered(params: Sharded, bucket: Bucket) -> torch.Tensor:
     buffer, level = params.buffers[bucket.name], params.level(bucket)
-    return Gather(params.mesh, bucket, buffer, 0, level).wait() if level else buffer
+    return Gather(params.mesh, gathers(bucket, 0, level, {}), buffer).wait() if level else buffer
 
 
 def _gather_slices(part: torch.Tensor, leaf: Leaf, mesh: Mesh) -> torch.Tensor:

@@ -19,6 +19,14 @@ def draw(layout: Layout, head: int = 0, width: int = 64) -> str:
 
     Raises:
         ValueError: a head that the layout does not have, or a width below 1.
+
+    >>> print(sl.sparse.draw(sl.sparse.fixed(96, local=2, causal=True)))
+    ██
+    ████
+      ████
+      ██████
+      ██  ████
+      ██  ██████
     """
     shades = (coverage(layout, head, width) * (len(_SHADES) - 1)).ceil().int()
     return "\n".join("".join(2 * _SHADES[shade] for shade in row).rstrip() for row in shades.tolist())
@@ -28,6 +36,8 @@ def plot(path: str | Path, layout: Layout, title: str | None = None) -> None:
     """Write a PNG with a panel for each head. Folders on the way are made.
 
     Raises MissingPackage (an ImportError), naming what to install, where matplotlib is missing.
+
+    >>> sl.sparse.plot("layout.png", sl.sparse.bigbird(1024))
     """
     Figure, FigureCanvasAgg = figures()
     figure = Figure(figsize=(4 * layout.heads, 4.4), dpi=150, layout="constrained")

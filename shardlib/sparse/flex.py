@@ -28,6 +28,9 @@ def to_block_mask(layout: Layout, length: int, *, causal: bool | None = None) ->
 
     Raises:
         ValueError: a layout of another length, or a causal one and ``causal=False``.
+
+    >>> sl.sparse.to_block_mask(sl.sparse.sliding_window(256, block=128, window=1), 256).shape
+    (1, 1, 256, 256)
     """
     causal = layout.causal_for(causal)
     if layout.size != -(-length // layout.block):
@@ -56,6 +59,11 @@ def from_block_mask(mask: BlockMask, *, causal: bool = False) -> Layout:
     Raises:
         ValueError: what the layout cannot say: another mask for each sample, blocks that are not square, or a
             ``mask_mod`` that hides other pairs inside a block than ``causal`` does.
+
+    >>> from torch.nn.attention.flex_attention import create_block_mask
+    >>> mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256, device="cpu")
+    >>> sl.sparse.from_block_mask(mask, causal=True).size
+    2
     """
     batch = mask.shape[0]
     block, block_keys = mask.BLOCK_SIZE

@@ -34,7 +34,11 @@ Pattern = Callable[[torch.Tensor], Iterator[Intervals]]
 
 
 def dense(length: int, *, block: int = 16, causal: bool = False) -> Layout:
-    """Every block."""
+    """Every block.
+
+    >>> sl.sparse.dense(256).density
+    1.0
+    """
     size = _size(length, block)
 
     def pattern(rows: torch.Tensor) -> Iterator[Intervals]:
@@ -62,6 +66,9 @@ def fixed(
             h % patterns times as many before the end. A shorter last window has them there too, or at its end.
         patterns: different choices of global columns among the heads.
         horizontal: the rows of global blocks see everything, too; not with ``causal``.
+
+    >>> sl.sparse.fixed(256, local=4, causal=True).size
+    16
     """
     size = _size(length, block)
     _check(heads=(heads, 1), local=(local, 1), global_blocks=(global_blocks, 1), patterns=(patterns, 1))
@@ -113,6 +120,9 @@ def variable(
         global_blocks: columns that all rows see. Those beyond the sequence are left out.
         global_ends: where the global columns end that begin at ``global_blocks``; by default each is one column.
         horizontal: the rows of global blocks see everything, too; not with ``causal``.
+
+    >>> sl.sparse.variable(256, windows=(2, 4), random=1).size
+    16
     """
     size = _size(length, block)
     _check(heads=(heads, 1), random=(random, 0))
@@ -160,6 +170,9 @@ def bigbird(
         window: blocks around the diagonal, an odd number: window // 2 to either side.
         global_blocks: how many rows see everything, from the first, and how many columns everything sees: with ``causal``
             the columns alone matter.
+
+    >>> sl.sparse.bigbird(1024, causal=True).density < 0.1
+    True
     """
     size = _size(length, block)
     _check(heads=(heads, 1), random=(random, 0), global_blocks=(global_blocks, 0))
@@ -195,6 +208,9 @@ def longformer(
         window: blocks around the diagonal, an odd number: window // 2 to either side.
         global_blocks: blocks that see everything and that everything sees. Those beyond the sequence are left out.
         global_ends: where they end; by default each is one block.
+
+    >>> sl.sparse.longformer(256).size
+    16
     """
     size = _size(length, block)
     _check_window(window)
@@ -209,7 +225,15 @@ def longformer(
 
 
 def sliding_window(length: int, *, block: int = 16, causal: bool = True, window: int = 3) -> Layout:
-    """Blocks around the diagonal: ``window``, an odd number, // 2 to either side, or before it alone with ``causal``."""
+    """Blocks around the diagonal: ``window``, an odd number, // 2 to either side, or before it alone with ``causal``.
+
+    >>> layout = sl.sparse.sliding_window(64, window=3)
+    >>> print(sl.sparse.draw(layout))
+    ██
+    ████
+      ████
+        ████
+    """
     _check_window(window)
     return _layout(_size(length, block), block, causal, [lambda rows: iter([_around(rows, window)])])
 

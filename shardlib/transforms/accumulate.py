@@ -6,11 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardlib.errors import IllegalComposition
-from shardlib.plan.claims import Claim, LeafInfo, Schedule
+from shardlib.plan.claims import Claim, LeafInfo, Step, Transform
+from shardlib.plan.resolve import Resolved
+from shardlib.transforms.conditions import require_split_gradients
 
 
 @dataclass(frozen=True)
-class Accumulate:
+class Accumulate(Transform):
     microbatches: int
     sync: str | None
 
@@ -19,7 +21,10 @@ class Accumulate:
         return f"accumulate({self.microbatches}{f', sync={self.sync!r}' if self.sync else ''})"
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
-        yield Schedule(microbatches=self.microbatches, sync=self.sync)
+        yield Step(microbatches=self.microbatches, sync=self.sync)
+
+    def check(self, resolved: Resolved) -> None:
+        require_split_gradients(resolved)
 
 
 def accumulate(n: int, sync: str | None = None) -> Accumulate:
@@ -33,6 +38,10 @@ def accumulate(n: int, sync: str | None = None) -> Accumulate:
 
     Raises:
         IllegalComposition: ``n`` or ``sync`` out of range.
+
+    >>> parallel = sl.chain(sl.zero(2), sl.accumulate(4))
+    >>> sl.make_plan({"w": torch.ones(8, 8)}, sl.abstract_mesh(data=4), parallel).microbatches
+    4
     """
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise IllegalComposition(f"accumulate(n={n!r}): the number of micro-batches is an integer of at least 1")

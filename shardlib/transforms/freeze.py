@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardlib.errors import IllegalComposition
-from shardlib.plan.claims import Claim, LeafInfo, Use
+from shardlib.plan.claims import Claim, LeafInfo, Transform, Use
 
 _SHOWN = 3  # patterns in a plan's print-out
 
 
 @dataclass(frozen=True)
-class Freeze:
+class Freeze(Transform):
     globs: tuple[str, ...]
     exclude: tuple[str, ...] = ()
 
@@ -45,6 +45,11 @@ def freeze(globs: str | Sequence[str], *, exclude: str | Sequence[str] = ()) -> 
 
     Raises:
         IllegalComposition: when the plan is made, a pattern that matches no parameter.
+
+    >>> parallel = sl.chain(sl.zero(1), sl.freeze("base/*"))
+    >>> params = {"base": {"w": torch.ones(8, 8)}, "lora": torch.ones(8, 2)}
+    >>> sl.make_plan(params, sl.abstract_mesh(data=4), parallel).bytes("grad")
+    64
     """
     return Freeze(_patterns(globs), _patterns(exclude))
 

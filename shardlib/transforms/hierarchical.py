@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardlib.plan.claims import Claim, LeafInfo, Live
+from shardlib.errors import IllegalComposition, axes_named
+from shardlib.plan.claims import SECOND, Claim, LeafInfo, Live, Transform
+from shardlib.plan.resolve import Resolved
 
 
 @dataclass(frozen=True)
-class Hierarchical:
+class Hierarchical(Transform):
     axis: str
 
     @property
@@ -17,7 +19,20 @@ class Hierarchical:
         return f"hierarchical(axis={self.axis!r})"
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
-        yield Live("second", self.axis)
+        yield Live(SECOND, self.axis)
+
+    def check(self, resolved: Resolved) -> None:
+        stored, second = resolved.home("param").axes, resolved.home(SECOND).axes
+        if self.axis not in stored:
+            raise IllegalComposition(
+                f"a second shard is to be kept over axis {self.axis!r}, and no parameters are split over it: add "
+                f"zero(stage=3, axis={self.axis!r}) beside the zero(stage=3) of the axis between nodes"
+            )
+        if second == stored:
+            raise IllegalComposition(
+                f"a second shard is to be kept over {axes_named(sorted(second))}, and parameters are split over "
+                "no other: it would be what is stored. Add zero(stage=3) over the axis between nodes, or drop hierarchical"
+            )
 
 
 def hierarchical(axis: str = "local") -> Hierarchical:
@@ -29,5 +44,9 @@ def hierarchical(axis: str = "local") -> Hierarchical:
 
     Raises:
         IllegalComposition: when a plan is made: parameters are not split over ``axis``, or over no other.
+
+    >>> two = sl.chain(sl.zero(3, axis="node"), sl.zero(3, axis="local"), sl.hierarchical("local"))
+    >>> sl.make_plan({"w": torch.ones(8, 8)}, sl.abstract_mesh(node=2, local=4), two).payload()
+    {'node': 64, 'local': 576}
     """
     return Hierarchical(axis)

@@ -10,16 +10,18 @@ from pathlib import Path
 
 from shardlib import schedules
 from shardlib.errors import IllegalComposition, listing
-from shardlib.plan.claims import Claim, LeafInfo, Schedule, Use
+from shardlib.plan.claims import Claim, LeafInfo, Step, Transform, Use
+from shardlib.plan.resolve import Resolved
+from shardlib.plan.stages import NO_BLOCKS, Stages
 from shardlib.schedules.make import Spec
 from shardlib.schedules.partition import Spans
-from shardlib.schedules.pipeline import NO_BLOCKS
+from shardlib.transforms.conditions import require_split_gradients
 
 Partition = str | tuple[float, ...] | re.Pattern[str]
 
 
 @dataclass(frozen=True)
-class Pipelined:
+class Pipelined(Transform):
     schedule: Spec
     microbatches: int
     axis: str
@@ -35,13 +37,13 @@ class Pipelined:
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         if self.axis not in sizes:
             # For the message that the mesh has no such axis: whatever the schedule is made for, it is not that.
-            yield Schedule(pipeline=schedules.Pipeline(self.axis, schedules.gpipe(1, 1), ((0, 1),)))
+            yield Step(stages=Stages(schedules.gpipe(1, 1), ((0, 1),), self.axis))
             return
         schedule = schedules.make_schedule(self.schedule, sizes[self.axis], self.microbatches, self.chunks)
         strange = [path for leaf in leaves for path in (leaf.path, *leaf.aliases) if not path.split("/")[0].isdigit()]
         if strange or not leaves:
-            told = f"these paths belong to no block:\n{listing(strange, 5)}" if strange else "there are no parameters"
-            raise IllegalComposition(NO_BLOCKS.format(told=told))
+            found = f"these paths belong to no block:\n{listing(strange, 5)}" if strange else "there are no parameters"
+            raise IllegalComposition(NO_BLOCKS.format(found=found))
         blocks = [(leaf, {_block(path) for path in (leaf.path, *leaf.aliases)}) for leaf in leaves]
         spans = self._cut(blocks, schedule.stages)
         stage_of = {block: stage for stage, span in enumerate(spans) for block in range(*span)}
@@ -52,11 +54,12 @@ class Pipelined:
             raise IllegalComposition(
                 f"{self.name} leaves stages without parameters:\n{listing(idle)}\nUse fewer stages, or another partition="
             )
-        yield Schedule(
-            microbatches=self.microbatches, sync=self.sync, pipeline=schedules.Pipeline(self.axis, schedule, spans)
-        )
+        yield Step(microbatches=self.microbatches, sync=self.sync, stages=Stages(schedule, spans, self.axis))
         for leaf, stages in used:
             yield Use(leaf.path, stages=stages)
+
+    def check(self, resolved: Resolved) -> None:
+        require_split_gradients(resolved)
 
     def _cut(self, blocks: list[tuple[LeafInfo, set[int]]], stages: int) -> Spans:
         """Blocks per stage. A tied leaf weighs in every block that uses it: each of their stages computes with it."""
@@ -116,6 +119,11 @@ def pipeline(
         IllegalComposition: arguments out of range; while planning, parameters that are not a list of blocks, or a
             stage that has none.
         ScheduleError: while planning, more stages than blocks, or a schedule that cannot run on these sizes.
+
+    >>> parallel = sl.pipeline("1f1b", microbatches=4)
+    >>> blocks = [{"w": torch.ones(8, 8)} for _ in range(4)]
+    >>> sl.make_plan(blocks, sl.abstract_mesh(data=1, pipe=2), parallel).pipeline.spans
+    ((0, 2), (2, 4))
     """
     if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
         raise IllegalComposition(f"pipeline(microbatches={microbatches!r}): use an integer of at least 1")

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 from shardlib.collectives.codecs.low_rank import LowRank
 from shardlib.errors import IllegalComposition
-from shardlib.plan.claims import Claim, LeafInfo, Reduce
+from shardlib.plan.claims import Claim, LeafInfo, Reduce, Transform
+from shardlib.plan.resolve import Resolved
+from shardlib.transforms.conditions import require_no_float64, require_summed, require_whole_leaves
 
 
 @dataclass(frozen=True)
-class PowerSGD:
+class PowerSGD(Transform):
     axis: str
     codec: LowRank
 
@@ -21,6 +23,11 @@ class PowerSGD:
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         yield Reduce(self.axis, codec=self.codec)
+
+    def check(self, resolved: Resolved) -> None:
+        require_whole_leaves(resolved, self.axis, self.codec)
+        require_summed(resolved, self.axis, self.codec)
+        require_no_float64(resolved, self.codec)
 
 
 def powersgd(rank: int = 4, axis: str = "data") -> PowerSGD:
@@ -36,6 +43,10 @@ def powersgd(rank: int = 4, axis: str = "data") -> PowerSGD:
 
     Raises:
         IllegalComposition: ``rank`` is not such a number. When a plan is made, too: gradients are split over any axis.
+
+    >>> parallel = sl.chain(sl.zero(0), sl.powersgd(rank=2))
+    >>> sl.make_plan({"w": torch.ones(256, 256)}, sl.abstract_mesh(data=4), parallel).payload()
+    {'data': 6144}
     """
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise IllegalComposition(f"powersgd(rank={rank!r}): use the number of columns of the factors, 1 or more")

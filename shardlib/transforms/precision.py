@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from shardlib.errors import IllegalComposition, listing
-from shardlib.plan.claims import Claim, LeafInfo, Reduce, Schedule, Use
+from shardlib.plan.claims import Claim, LeafInfo, Reduce, Step, Transform, Use
 from shardlib.plan.loss_scale import LossScale
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
-class Precision:
+class Precision(Transform):
     compute: str
     reduce_dtype: str
     keep: tuple[str, ...]
@@ -42,7 +42,7 @@ class Precision:
                 "path, such as 'blocks/*/ln1/*'."
             )
         yield Reduce("*", dtype=_DTYPES[self.reduce_dtype])
-        yield Schedule(cast_batch=_DTYPES[self.compute], loss_scale=self.loss_scale)
+        yield Step(cast_batch=_DTYPES[self.compute], loss_scale=self.loss_scale)
 
 
 def precision(
@@ -71,6 +71,10 @@ def precision(
     Raises:
         IllegalComposition: an unknown dtype, or a loss scale without fp16; while planning, globs of ``leaves`` that match
             nothing.
+
+    >>> parallel = sl.chain(sl.zero(1), sl.precision("bf16"))
+    >>> sl.make_plan({"w": torch.ones(256, 256)}, sl.abstract_mesh(data=4), parallel).bytes("param")
+    131072
     """
     chosen = tuple((leaves or {}).items())
     for given in (compute, reduce_dtype, *(name for _, name in chosen)):

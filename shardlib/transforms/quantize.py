@@ -9,13 +9,15 @@ from shardlib.collectives.codecs.float8 import Float8
 from shardlib.collectives.codecs.integers import Integers
 from shardlib.errors import IllegalComposition
 from shardlib.kernels.quantize import Blockwise
-from shardlib.plan.claims import Claim, LeafInfo, Reduce
+from shardlib.plan.claims import Claim, LeafInfo, Reduce, Transform
+from shardlib.plan.resolve import Resolved
+from shardlib.transforms.conditions import require_no_float64, require_split_parameters, require_summed
 
 _FORMS = ("int8", "int4", "fp8")
 
 
 @dataclass(frozen=True)
-class Quantize:
+class Quantize(Transform):
     weights: str | None
     gradients: str | None
     axis: str
@@ -30,14 +32,28 @@ class Quantize:
         return f"quantize({', '.join(given)}, axis={self.axis!r})"
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
-        yield Reduce(
-            self.axis,
-            codec=_codec(self.gradients, self.block, self.feedback) if self.gradients else None,
-            gathered=_codec(self.weights, self.block, False) if self.weights else None,
-        )
+        yield Reduce(self.axis, codec=self._codec, gathered=self._packing)
+
+    def check(self, resolved: Resolved) -> None:
+        if self._codec is not None:
+            require_summed(resolved, self.axis, self._codec)
+            require_no_float64(resolved, self._codec)
+        if self._packing is not None:
+            require_split_parameters(resolved, self.axis, self._packing)
+            require_no_float64(resolved, self._packing)
+
+    @property
+    def _codec(self) -> Float8 | Integers | None:
+        """How gradients travel."""
+        return _made(self.gradients, self.block, self.feedback) if self.gradients else None
+
+    @property
+    def _packing(self) -> Float8 | Integers | None:
+        """How parameters travel."""
+        return _made(self.weights, self.block, False) if self.weights else None
 
 
-def _codec(form: str, block: int, feedback: bool) -> Float8 | Integers:
+def _made(form: str, block: int, feedback: bool) -> Float8 | Integers:
     return Float8(block, feedback) if form == "fp8" else Integers(Blockwise(int(form[3:]), block), feedback)
 
 
@@ -64,9 +80,13 @@ def quantize(
 
     Raises:
         IllegalComposition: neither is given, or not one of these.
+
+    >>> parallel = sl.chain(sl.zero(2), sl.quantize(gradients="int8"))
+    >>> sl.make_plan({"w": torch.ones(256, 256)}, sl.abstract_mesh(data=4), parallel).payload()
+    {'data': 247296}
     """
     if weights is None and gradients is None:
-        raise IllegalComposition("quantize() says neither what: give weights='int8', gradients='int4', or both")
+        raise IllegalComposition("quantize() is given nothing to do: give weights='int8', gradients='int4', or both")
     for name, value in (("weights", weights), ("gradients", gradients)):
         if value is not None and value not in _FORMS:
             raise IllegalComposition(f"quantize({name}={value!r}) is not one of {', '.join(map(repr, _FORMS))}")

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardlib.errors import IllegalComposition
-from shardlib.plan.claims import Claim, LeafInfo, Schedule
+from shardlib.plan.claims import Claim, LeafInfo, Step, Transform
 
 
 @dataclass(frozen=True)
-class Remat:
+class Remat(Transform):
     policy: str | Callable[..., Any]
 
     @property
@@ -21,7 +21,7 @@ class Remat:
         )
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
-        yield Schedule(remat=self.policy)
+        yield Step(remat=self.policy)
 
 
 def remat(policy: str | Callable[..., Any] = "full") -> Remat:
@@ -34,6 +34,8 @@ def remat(policy: str | Callable[..., Any] = "full") -> Remat:
 
     Raises:
         IllegalComposition: an unknown policy.
+
+    >>> params = sl.shard({"w": torch.ones(8, 8)}, sl.make_mesh(), sl.chain(sl.zero(0), sl.remat("dots")))
     """
     if policy not in ("full", "dots") and not callable(policy):
         raise IllegalComposition(f"remat policy {policy!r} is not 'full', 'dots' or a policy function")

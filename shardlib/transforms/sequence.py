@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from shardlib.collectives.sequence import KINDS, SequenceKind
 from shardlib.errors import IllegalComposition
-from shardlib.plan.claims import Claim, LeafInfo, Schedule
+from shardlib.plan.claims import Claim, LeafInfo, Step, Transform
+from shardlib.plan.resolve import Resolved
 
 
 @dataclass(frozen=True)
-class SequenceParallel:
+class SequenceParallel(Transform):
     kind: SequenceKind
 
     @property
@@ -19,7 +20,10 @@ class SequenceParallel:
         return f"sequence(axis={self.kind.axis!r}, kind={self.kind.name!r})"
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
-        yield Schedule(sequence=self.kind)
+        yield Step(sequence=self.kind)
+
+    def check(self, resolved: Resolved) -> None:
+        self.kind.check(resolved.sliced_axes)
 
 
 def sequence(axis: str, kind: str | Callable[[str], SequenceKind] = "ulysses") -> SequenceParallel:
@@ -46,6 +50,9 @@ def sequence(axis: str, kind: str | Callable[[str], SequenceKind] = "ulysses") -
     Raises:
         IllegalComposition: an unknown kind; while planning, "megatron" without `tensor_slicing` over the axis, or
             with `zero` over it, the other kinds with it.
+
+    >>> mesh, parallel = sl.abstract_mesh(data=2, seq=4), sl.chain(sl.sequence("seq", "ring"), sl.zero(1))
+    >>> plan = sl.make_plan({"w": torch.ones(8, 8)}, mesh, parallel)
     """
     make = KINDS.get(kind) if isinstance(kind, str) else kind
     made = make(axis) if callable(make) else None

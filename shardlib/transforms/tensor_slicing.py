@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from shardlib.collectives.styles import Column, Row, Shared, Style, Vocab
 from shardlib.errors import IllegalComposition, listing
 from shardlib.mesh.specs import P
-from shardlib.plan.claims import Claim, LeafInfo, Use
+from shardlib.plan.claims import Claim, LeafInfo, Transform, Use
 from shardlib.transforms.misfits import Misfit, matches_nothing, misfits_of, never_first, tied, told, with_remedies
 from shardlib.tree import matches
 
@@ -21,6 +21,11 @@ def column(*, heads: int = 0, transposed: bool = False, gather: bool = False) ->
         heads: the outputs are this many heads, which must not be cut.
         transposed: the weight is stored (in, out), as ``x @ weight`` and transformers' Conv1D have it.
         gather: every rank gets all outputs.
+
+    >>> rules = {"*/attn/qkv": sl.column(heads=2), "*/up": sl.column()}
+    >>> params = {"block": {"up": {"weight": torch.ones(32, 8)}, "attn": {"qkv": {"weight": torch.ones(24, 8)}}}}
+    >>> sl.make_plan(params, sl.abstract_mesh(data=1, model=2), sl.tensor_slicing(rules)).bytes("param")
+    896
     """
     return Column(heads, transposed, gather)
 
@@ -32,6 +37,11 @@ def row(*, heads: int = 0, transposed: bool = False, split: bool = False) -> Sty
         heads: the inputs are this many heads, which must not be cut.
         transposed: as for `column`.
         split: the input comes whole, and each rank takes its share.
+
+    >>> rules = {"*/attn/out": sl.row(heads=2)}
+    >>> params = {"block": {"attn": {"out": {"weight": torch.ones(8, 8)}}}}
+    >>> sl.make_plan(params, sl.abstract_mesh(data=1, model=2), sl.tensor_slicing(rules)).bytes("param")
+    128
     """
     return Row(heads, transposed, split)
 
@@ -55,7 +65,7 @@ STYLES: dict[str, Style | None] = {
 
 
 @dataclass(frozen=True)
-class TensorSlicing:
+class TensorSlicing(Transform):
     rules: tuple[tuple[str, Style | None], ...]
     axis: str
 
@@ -147,6 +157,11 @@ def tensor_slicing(rules: Mapping[str, str | Style], axis: str = "model") -> Ten
     Raises:
         IllegalComposition: a style that is not supported; while planning, rules that match nothing, and heads or
             widths that do not divide (all of them are listed).
+
+    >>> parallel = sl.tensor_slicing({"*/up": "column", "*/down": "row"})
+    >>> params = {"mlp": {"up": {"weight": torch.ones(32, 8)}, "down": {"weight": torch.ones(8, 32)}}}
+    >>> sl.make_plan(params, sl.abstract_mesh(data=1, model=4), parallel).bytes("param")
+    512
     """
     unknown = [
         f"{glob}: {style!r}"

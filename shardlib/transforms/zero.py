@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardlib.errors import IllegalComposition
-from shardlib.plan.claims import Claim, LeafInfo, Live, Reduce, Schedule
+from shardlib.plan.claims import Claim, LeafInfo, Live, Reduce, Step, Transform
 
 _SPLIT = {0: (), 1: ("optimizer",), 2: ("grad", "optimizer"), 3: ("param", "grad", "optimizer")}
 
 
 @dataclass(frozen=True)
-class Zero:
+class Zero(Transform):
     stage: int
     axis: str
     replicate: str | None
@@ -30,7 +30,7 @@ class Zero:
         for role in _SPLIT[self.stage]:
             yield Live(role, self.axis)
         if not self.prefetch:
-            yield Schedule(prefetch=False)
+            yield Step(prefetch=False)
 
 
 def zero(stage: int = 0, axis: str = "data", replicate: str | None = None, *, prefetch: bool = True) -> Zero:
@@ -54,6 +54,10 @@ def zero(stage: int = 0, axis: str = "data", replicate: str | None = None, *, pr
 
     Raises:
         IllegalComposition: a stage outside 0 to 3, or one axis for both purposes.
+
+    >>> mesh, params = sl.abstract_mesh(data=4), {"w": torch.ones(256, 256)}
+    >>> [sl.make_plan(params, mesh, sl.zero(stage)).bytes("param") for stage in range(4)]
+    [262144, 262144, 262144, 65536]
     """
     if stage not in _SPLIT or isinstance(stage, bool):
         raise IllegalComposition(f"ZeRO stage {stage!r} is not one of 0, 1, 2, 3")

@@ -1,19 +1,16 @@
-"""What the benchmark of the dense pieces compares computes the same."""
-
-from unittest.mock import patch
+"""What the benchmark of a layer's pieces compares computes the same."""
 
 import torch
 
-from benchmarks import dense_kernels
+from benchmarks.cases.layer_kernels import SMALL
+from benchmarks.cases.layer_pieces import layer, pieces
 
 
 def test_both_sides_are_the_same():
-    sizes = {"_TOKENS": 64, "_WIDTH": 32, "_HEADS": 4, "_SEQUENCE": 32, "_WORDS": 50}
-    with patch.multiple(dense_kernels, _P=0.0, **sizes):  # masks would not be equal
-        pieces = dense_kernels._pieces(torch.float32)
-        del pieces["bias + dropout + residual"]  # whose kernel has a probability of its own
-        assert len(pieces) == 10
-        for name, piece in pieces.items():
-            with torch.no_grad():
-                ours, eager = piece.ours(*piece.inputs), piece.eager(*piece.inputs)
-            torch.testing.assert_close(ours, eager, msg=lambda m, name=name: f"{name}: {m}")
+    assert SMALL.dropout == 0  # masks would not be equal
+    every = {**pieces(SMALL, torch.float32, torch.device("cpu")), "layer": layer(SMALL, torch.float32)}
+    assert len(every) == 12
+    for name, piece in every.items():
+        with torch.no_grad():
+            ours, plain = piece.ours(*piece.inputs), piece.plain(*piece.inputs)
+        torch.testing.assert_close(ours, plain, msg=lambda m, name=name: f"{name}: {m}")

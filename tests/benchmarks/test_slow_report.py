@@ -2,9 +2,9 @@
 
 import pytest
 
-from benchmarks import slow_report
-from benchmarks.slow_methods import ADAM, ONEBIT
-from benchmarks.slow_report import ALONE, RAW, Sample
+from benchmarks.network import report
+from benchmarks.network.methods import ADAM, ONEBIT
+from benchmarks.network.report import ALONE, RAW, Sample
 
 MB = 1_000_000
 # By rate: bytes per second of a raw transfer, compute, Adam's and 1-bit Adam's steps in two rounds.
@@ -24,25 +24,19 @@ def samples():
 
 
 def test_cells_and_targets():
-    cells = slow_report.evaluate(samples())
+    cells = report.evaluate(samples())
     slow = cells[2, "100mbit", ONEBIT]
     assert (slow.seconds, slow.serial, slow.payload) == (2.0, 1.5, 5 * MB)
     assert slow.over_serial.median == pytest.approx(2 / 1.5)
     assert slow.over_adam.median == pytest.approx((2 / 12 + 2 / 14) / 2)
     assert cells[2, "100mbit", ADAM].serial == 11.0
-    targets = slow_report.targets(cells)
+    targets = report.targets(cells)
     assert [(target.found, target.met) for target in targets] == [("6.46", True), ("1.333", False), ("1.150", True)]
 
 
-def test_kept_samples_replace_those_of_as_many_ranks(tmp_path, monkeypatch):
-    monkeypatch.setattr(slow_report, "_FOLDER", tmp_path)
-    monkeypatch.setattr(slow_report, "_SAMPLES", tmp_path / "slow_network.csv")
-    four = [sample._replace(ranks=4) for sample in samples()]
-    slow_report.keep(4, four)
-    slow_report.keep(2, [sample._replace(seconds=9.0) for sample in samples()])
-    slow_report.keep(2, samples())
-    text = slow_report.write()
-    assert len((tmp_path / "slow_network.csv").read_text().splitlines()) == 1 + 2 * len(samples())
-    rows = [line for line in text.splitlines() if line.startswith(("| 2 |", "| 4 |"))]
+def test_rows_and_samples():
+    part = report.part(samples())
+    rows = [line for line in part.text.splitlines() if line.startswith("| 2 |")]
     assert rows[1] == f"| 2 | {ONEBIT} | 5.00 | 2 | 1.5 | 6.46 | 1.7 | 1 | 0.87 |"
-    assert [row.split(" | ")[1] for row in rows] == [ADAM, ONEBIT] * 2
+    assert [row.split(" | ")[1] for row in rows] == [ADAM, ONEBIT]
+    assert [Sample(*sample) for sample in part.samples] == samples()

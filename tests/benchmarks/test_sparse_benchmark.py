@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from benchmarks import sparse
+from benchmarks.cases import sparse_attention as sparse
+from benchmarks.harness.case import Setting
 
 
 @pytest.mark.parametrize("kept", [sparse._KEPT, 4 << 20], ids=["all heads at once", "Fixed a head at a time"])
@@ -17,7 +18,8 @@ def test_every_row_is_measured(kept, monkeypatch):
         return gradient(out, *rest)
 
     monkeypatch.setattr(torch.autograd, "grad", noted)
-    lines = sparse.table(sparse.measure([512], 1), 1).splitlines()
+    setting = Setting("cpu", torch.device("cpu"), rounds=1, small=True)
+    lines = sparse.measure(setting).text.splitlines()
     rows = [line for line in lines if line.startswith("| 512 |")]
     assert len(rows) == len(sparse._DTYPES) * len(sparse._LAYOUTS) * len(sparse._PASSES)
     assert all(line.count("|") == 13 and "| |" not in line for line in rows)

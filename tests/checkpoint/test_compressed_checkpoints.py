@@ -10,7 +10,7 @@ from helpers.models import TINY, mlp, regression_batch, share, tiny_gpt, token_b
 import shardlib as sl
 from shardlib import checkpoint
 from shardlib.checkpoint.residuals import error_pieces
-from shardlib.execute.step import batch_index
+from shardlib.execute.batches import batch_index
 from shardlib.models import gpt
 
 NODES = {"node": 2, "local": 2}

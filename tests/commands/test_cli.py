@@ -3,6 +3,7 @@
 import csv
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ import pytest
 import shardlib as sl
 from shardlib import checkpoint
 from shardlib.commands import __main__ as cli
-from shardlib.commands import doctor, model
+from shardlib.commands import doctor, model, train
 from shardlib.plan.loss_scale import LossScale
 
 SIZES = ["--layers", "2", "--width", "32", "--heads", "2", "--sequence", "32", "--batch", "4"]
@@ -67,6 +68,17 @@ def test_train_is_interrupted_and_goes_on(text, tmp_path):
     rows = re.findall(r"^(parameters|optimizer|sent on data)\s+(\d.*? \w+)\s{2,}(\d.*? \w+)\s*$", out, re.MULTILINE)
     assert len(rows) == 3 and all(predicted == measured for _, predicted, measured in rows), out
     assert "A sample:" in out and (tmp_path / "loss.png").stat().st_size > 10_000
+    # The last line is the command that goes on from here.
+    *_, last = out.strip().splitlines()
+    assert "--nproc-per-node=2 -m shardlib.commands train" in last and last.endswith(" --steps 600")
+    assert last.count("--steps") == 1 and str(tmp_path) in last
+
+
+def test_the_command_that_goes_on_keeps_the_arguments():
+    given = ["train", "--fresh", "--steps", "30", "--data", "a text", "--stage=2"]
+    wanted = [sys.executable, "-m", "shardlib.commands", "train", "--data", "a text", "--stage=2", "--steps", "60"]
+    assert shlex.split(train._longer(1, given, 30)) == wanted
+    assert train._longer(1, ["train", "--steps=30"], 30) == train._longer(1, ["train"], 30)
 
 
 def test_plan_prints_what_each_rank_holds(capsys):

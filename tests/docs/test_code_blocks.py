@@ -122,5 +122,17 @@ def test_every_link_between_pages_leads_somewhere():
     assert not broken
 
 
+def test_every_file_and_function_that_the_architecture_names_exists():
+    """A path within shardlib/, or a name that some file there defines."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    source = "\n".join(path.read_text() for path in (ROOT / "shardlib").rglob("*.py"))
+    paths = re.findall(r"`([\w/]+(?:\.py|/))`", page)
+    assert len(paths) > 40
+    missing = {path for path in paths if not (ROOT / path).exists() and not any((ROOT / "shardlib").rglob(path))}
+    assert not missing
+    names = re.findall(r"`(?:[A-Z]\w+\.)?(\w+)`", page)
+    assert not [name for name in names if not re.search(rf"\b{name}\b", source)]
+
+
 def test_the_readme_stays_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 180

@@ -60,7 +60,7 @@ def test_arrays_at_every_other_entrance():
         sl.make_plan(PARAMS, sl.abstract_mesh(data=2), stage=3, loss_fn=FIT, batch=batch)
         for batch in (ARRAYS, BATCH, shapes)
     ]
-    assert plans[0] == plans[1] == plans[2] and plans[0].touches
+    assert plans[0] == plans[1] == plans[2] and plans[0].traces
     blocks = sl.sequential([first, last])
     assert len(sl.report.measure_blocks(blocks, PARAMS["layers"], ARRAYS, rounds=1)) == 2
     transform = sl.chain(sl.zero(1), sl.pipeline("1f1b", 4))

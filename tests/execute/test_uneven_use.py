@@ -11,6 +11,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 import shardlib as sl
+from shardlib.plan.value import Trace
 
 TOLERANCE = 1e-10
 EXPERTS = 3
@@ -350,7 +351,7 @@ def sent_in(mesh, codes):
 def planned(*units):
     """The plan's payload where every rank gathers these units, in the forward and, but for the first, in the backward."""
     plan = sl.make_plan(parameters(), sl.abstract_mesh(data=2), stage=3)
-    return replace(plan, touches=(*units, *reversed(units[1:]))).payload()["data"]
+    return replace(plan, traces=(Trace((*units, *reversed(units[1:])), {}),)).payload()["data"]
 
 
 def test_ranks_that_are_alike_pay_nothing_and_others_what_they_gather():

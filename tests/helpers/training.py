@@ -4,7 +4,7 @@ import torch
 
 import shardlib as sl
 from helpers.models import share
-from shardlib.execute.step import batch_index
+from shardlib.execute.batches import batch_index
 
 LR, EPS, DECAY = 1e-3, 1e-5, 0.01
 

@@ -79,7 +79,8 @@ def test_what_goes_in_names_the_library(cache, compiler, tmp_path):
 
 PROGRAM = """
 import sys, torch
-from shardlib.kernels import dispatch, onebit
+from shardlib.kernels.common import dispatch
+from shardlib.kernels import onebit
 segments = onebit.Segments([0, 100])
 bits, scales = onebit.compress(torch.ones(100), torch.zeros(100), segments, using="cpu")
 print(scales.item(), dispatch.choose("onebit", torch.device("cpu")))
@@ -117,7 +118,8 @@ def test_a_builder_that_is_killed_holds_up_nobody(cache, compiler):
 FALLBACK = """
 import logging, torch
 logging.basicConfig(format="logged: %(message)s")
-from shardlib.kernels import dispatch, onebit, quantize
+from shardlib.kernels.common import dispatch
+from shardlib.kernels import onebit, quantize
 segments = onebit.Segments([0, 100])
 for _ in range(2):
     assert onebit.compress(torch.ones(100), torch.zeros(100), segments)[1].item() == 1.0
@@ -141,7 +143,7 @@ EVERY_KERNEL = """
 import logging
 logging.basicConfig(format="logged: %(message)s")
 import torch
-from shardlib.kernels import dispatch
+from shardlib.kernels.common import dispatch
 for operation in dispatch.operations():
     print(dispatch.choose(operation, torch.device("cpu")).name)
 """
@@ -166,7 +168,7 @@ import sys
 sys.path.insert(0, "tests")
 import torch
 from helpers import attention
-from shardlib.kernels import dispatch
+from shardlib.kernels.common import dispatch
 for dtype in (torch.float32, torch.bfloat16):
     attention.check(attention.make(length=200, dtype=dtype, bias_heads=4, causal=True), "cpu")
 print(dispatch.choose("sparse_attention", torch.device("cpu")))

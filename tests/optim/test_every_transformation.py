@@ -10,7 +10,7 @@ from helpers.trees import assert_close, assert_same, copy_of
 
 import shardlib as sl
 from shardlib import checkpoint
-from shardlib.execute.step import batch_index
+from shardlib.execute.batches import batch_index
 from shardlib.optim import GradientTransformation, Locality
 from shardlib.optim.storing import optimizer_shards
 
@@ -193,7 +193,7 @@ def test_plans_tell_what_it_holds_and_sends(name, mesh, stage, narrow):
     for before, after, sent in sl.simulate(run, mesh=mesh):
         assert before == after == planned.bytes("optimizer")
         assert sent == traced.payload()
-    sends = any(planned.optimizer_payload[0].values())
+    sends = any(planned.needs[0].payload.values())
     assert ("Of it, the optimizer's own" in str(planned)) == sends
 
 

@@ -294,7 +294,7 @@ def test_a_plan_that_knows_the_optimizer_is_traced_all_the_same(name):
         return sl.make_plan(model(), mesh, transform, optimizer=tx, loss_fn=loss_fn, batch=batch_of(0, 0))
 
     plain, plan = planned(sl.optim.adam(0.1)), planned(MAKE[name]())
-    assert plain.touches is not None and plan.touches == plain.touches
+    assert plain.traces is not None and plan.gathers == plain.gathers
     assert plan.payload() == plain.payload()
 
 

@@ -122,7 +122,7 @@ def test_muon_sends_each_matrix_to_one_rank_and_back(mesh, stage):
     plan = sl.make_plan(
         params, sl.abstract_mesh(**mesh), transform, optimizer=opt.muon(0.02), loss_fn=loss_fn, batch=batch
     )
-    assert plan.optimizer_payload == (expected,)
+    assert [needs.payload for needs in plan.needs] == [expected]
     for by_itself, in_a_step in sl.simulate(run, mesh=mesh):
         assert by_itself == expected
         assert in_a_step == plan.payload()
@@ -132,8 +132,8 @@ def test_matrices_are_dealt_out_evenly():
     """One of 64 elements to one rank, four of 16 to the other: messages of 64/2 elements for each of two ranks."""
     params = {name: torch.zeros(4, 4) for name in "abcd"} | {"e": torch.zeros(8, 8)}
     plan = sl.make_plan(params, sl.abstract_mesh(data=2), stage=1, optimizer=opt.muon(0.02))
-    assert plan.optimizer_payload == ({"data": 2 * (2 * 32 * 4) // 2},)
-    assert "Of it, the optimizer's own: data 256 B" in str(plan)
+    assert [needs.payload for needs in plan.needs] == [{"data": 2 * (2 * 32 * 4) // 2}]
+    assert re.search(r"optimizer +data +as it asks +in the update +1 +256 B", str(plan))
 
 
 def test_each_matrix_is_orthogonalised_on_one_of_the_ranks_that_share_it():

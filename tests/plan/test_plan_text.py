@@ -9,6 +9,7 @@ from helpers.models import mlp, regression_batch, share, tiny_gpt, token_batches
 
 import shardlib as sl
 from shardlib.plan.text import count, size
+from shardlib.plan.value import Trace
 
 
 def meta(*shape, dtype=torch.float32):
@@ -56,6 +57,14 @@ Per rank: parameters 120 B   gradients 180 B   optimizer 536 B   in all 836 B
 
 Payload per step: node 180 B   local 840 B
 
+sent        axis   as        when                        messages  bytes
+──────────  ─────  ────────  ──────────────────────────  ────────  ─────
+parameters  local  bfloat16  each micro-batch                  20  400 B
+parameters  local  int64     each micro-batch                   4   64 B
+parameters  local  float32   each micro-batch                   4   16 B
+gradients   local  float32   each micro-batch                   8  360 B
+gradients   node   float32   after the last micro-batch         4  180 B
+
 Gathers per micro-batch: 8 (taking each unit once forward and once backward)
 
 accumulate(2): microbatches=2
@@ -84,14 +93,14 @@ def test_plans_that_differ_compare_so():
         small_plan(sl.chain(sl.zero(2, axis="local", replicate="node"), *TRANSFORM.transforms[1:])),
         small_plan(sl.chain(*TRANSFORM.transforms[:2], sl.accumulate(4), sl.freeze("*/b"))),
         small_plan(sl.chain(*TRANSFORM.transforms[:3])),
-        dataclasses.replace(small_plan(), touches=("layers/0",)),
+        dataclasses.replace(small_plan(), traces=(Trace(("layers/0",), {}),)),
     ]
     assert all((a == b) == (i == j) for i, a in enumerate(plans) for j, b in enumerate(plans))
 
 
 def test_a_plan_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        small_plan().microbatches = 3
+        small_plan().batch_axes = ()
 
 
 def test_units_come_from_the_tree():
@@ -158,13 +167,13 @@ def test_touches_are_traced():
     loss_fn, params = tiny_gpt()
     batch = share(token_batches(1)[0], 0, 4)
     plan = sl.make_plan(params, sl.abstract_mesh(data=4), stage=3, loss_fn=loss_fn, batch=batch)
-    assert plan.gathers() == ("embed", "blocks/0", "blocks/1", "head", "head", "blocks/1", "blocks/0")
+    assert plan.gathers == ("embed", "blocks/0", "blocks/1", "head", "head", "blocks/1", "blocks/0")
     guess = sl.make_plan(params, sl.abstract_mesh(data=4), stage=3)
-    assert sorted(guess.gathers()) == sorted([*plan.units, *plan.units])
+    assert sorted(guess.gathers) == sorted([*plan.units, *plan.units])
     assert "(as traced)" in str(plan) and "(taking each unit once forward and once backward)" in str(guess)
     tied = tiny_gpt(tie=True)
     plan = sl.make_plan(tied[1], sl.abstract_mesh(data=4), stage=3, loss_fn=tied[0], batch=batch)
-    assert plan.gathers().count("embed") >= 2
+    assert plan.gathers.count("embed") >= 2
 
 
 def test_a_loss_that_reads_values_says_it_was_not_traced():
@@ -174,7 +183,7 @@ def test_a_loss_that_reads_values_says_it_was_not_traced():
 
     _, params = mlp([6, 4])
     plan = sl.make_plan(params, sl.abstract_mesh(data=2), stage=3, loss_fn=loss_fn, batch=regression_batch(2, 6, 4))
-    assert plan.touches is None and "not traced: the loss reads values" in str(plan)
+    assert plan.traces is None and "not traced: the loss reads values" in str(plan)
 
 
 def test_planning_leaves_parameters_and_batch_alone():

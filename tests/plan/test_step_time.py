@@ -167,12 +167,12 @@ def test_slower_links_never_make_a_step_shorter(schedule, stage, microbatches, r
     assert slow.total >= fast.total >= none.total
     assert slow.links["data"] == pytest.approx(plan.payload()["data"] / rate)
     clock = sl.schedules.Costs(*(costs_of(plan, share) for share in (1, 1, 1)))
-    assert none.total == pytest.approx(sl.schedules.simulate(plan.pipeline.schedule, clock).makespan)
+    assert none.total == pytest.approx(sl.schedules.simulate(plan.stages.schedule, clock).makespan)
 
 
 def costs_of(plan, factor):
     """Each stage's share of a forward of 1 s."""
-    return [factor * (stop - start) / len(BLOCKS) for start, stop in plan.pipeline.spans]
+    return [factor * (stop - start) / len(BLOCKS) for start, stop in plan.stages.spans]
 
 
 def test_messages_between_stages_are_waited_for_once_there_and_once_back():

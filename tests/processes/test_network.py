@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from benchmarks.network import NoNetwork, network
+from benchmarks.network.namespaces import NoNetwork, network
 
 BYTES = 1 << 20
 SERVER = """

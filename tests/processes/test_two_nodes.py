@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.network import NoNetwork, network
+from benchmarks.network.namespaces import NoNetwork, network
 
 
 @pytest.fixture

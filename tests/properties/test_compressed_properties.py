@@ -14,7 +14,7 @@ from oracle import one_device
 from test_properties import MAX_NORM, TOLERANCE, cases
 
 import shardlib as sl
-from shardlib.execute.step import batch_index
+from shardlib.execute.batches import batch_index
 from shardlib.optim import Sent, ZeroOneSteps
 
 
@@ -111,8 +111,8 @@ def as_dtype(tree, dtype):
 def planned(plan, sent):
     """Payload by axis of a step whose optimizer sends this over its own axis."""
     told = plan.payload(owned=sent is not Sent.FULL)
-    if sent is Sent.NOTHING and plan.owned.axis in told:
-        told[plan.owned.axis] -= sum(channel.payload for channel in plan.owned_channels)
+    if sent is Sent.NOTHING and plan.reductions.owner.axis in told:
+        told[plan.reductions.owner.axis] -= sum(channel.payload for channel in plan.channels if channel.mean)
     return told
 
 
@@ -134,7 +134,7 @@ def test_bytes_sent_and_remembered_are_what_the_plan_says(data):
         for _ in steps:
             state, _ = step(state, mine)
             told.append((sent(), stored_bytes(state.comm), stored_bytes(state.opt, counters=True)))
-        assert {leaf.path: leaf.local_bytes(plan.sizes) for leaf in plan.errors} == {
+        assert {leaf.path: leaf.local_bytes(plan.sizes) for leaf in plan.residuals} == {
             name: error.nbytes for name, error in state.comm.items()
         }
         return told, plan

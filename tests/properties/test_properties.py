@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from oracle import one_device, plain
 
 import shardlib as sl
-from shardlib.execute.step import batch_index
+from shardlib.execute.batches import batch_index
 
 TOLERANCE = 1e-10
 MAX_NORM = 0.05

@@ -33,9 +33,9 @@ def test_stages_are_cut_by_what_blocks_take():
     costs = sl.report.measure_blocks(loss_fn, params, torch.ones(2, 4))
     assert all(cost >= LONG for cost in (costs[0], costs[4])) and all(SHORT <= costs[i] < LONG for i in (1, 2, 3, 5))
     plan = sl.make_plan(params, sl.abstract_mesh(pipe=2), sl.pipeline(microbatches=2, partition=costs))
-    assert 1 <= plan.pipeline.spans[0][1] <= 4  # a long one in each stage
+    assert 1 <= plan.stages.spans[0][1] <= 4  # a long one in each stage
     alone = sl.pipeline(microbatches=2, partition=sl.report.measure_blocks(*blocks([SHORT, LONG]), torch.ones(2, 4)))
-    assert sl.make_plan(params[:3], sl.abstract_mesh(pipe=2), alone).pipeline.spans == ((0, 1), (1, 3))
+    assert sl.make_plan(params[:3], sl.abstract_mesh(pipe=2), alone).stages.spans == ((0, 1), (1, 3))
 
 
 def test_a_blocks_backward_counts():

@@ -78,7 +78,7 @@ def test_tied_leaves_stay_tied():
 
     def run(mesh):
         sharded = sl.shard({"a": w, "b": w, "c": w.clone()}, hollow(mesh))
-        return sharded.plan.owners, sum(buffer.numel() for buffer in sharded.buffers.values())
+        return sharded.plan.shape.owners, sum(buffer.numel() for buffer in sharded.buffers.values())
 
     assert sl.simulate(run, mesh={"data": 2}) == [((0, 0, 1), 8)] * 2
 

@@ -382,8 +382,8 @@ def test_without_a_state_errors_have_no_place():
 def test_the_plan_tells_what_is_compressed():
     plan = sl.make_plan(params(torch.float32), sl.abstract_mesh(data=2), sl.chain(sl.zero(1), sl.onebit()))
     assert "gradients travel over axis 'data' in 1 bit, a scale per leaf" in str(plan)
-    assert "errors 512 B" in str(plan)
-    assert plan.bytes("comm") == sum(leaf.local_bytes(plan.sizes) for leaf in plan.errors) == 512
+    assert "residuals 512 B" in str(plan)
+    assert plan.bytes("comm") == sum(leaf.local_bytes(plan.sizes) for leaf in plan.residuals) == 512
     nodes = sl.make_plan(params(torch.float32), sl.abstract_mesh(**NODES), PLUS_PLUS)
     assert "hierarchical(axis='local'): keeps a second shard of parameters over axis 'local'" in str(nodes)
 
@@ -485,7 +485,7 @@ def test_specs_tell_which_ranks_errors_differ(name):
         return mesh.coords, state.comm, state.params.plan
 
     told = sl.simulate(run, mesh=NODES)
-    leaves = told[0][2].errors
+    leaves = told[0][2].residuals
     assert leaves
     for leaf in leaves:
         axes = leaf.spec.axes

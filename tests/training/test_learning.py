@@ -5,8 +5,8 @@ import statistics
 
 import pytest
 
-from benchmarks.learning import TASK, WITHIN, train, verdict
-from benchmarks.learning_methods import Task, methods
+from benchmarks.learning.compressed import WITHIN, train, verdict
+from benchmarks.learning.methods import TASK, Task, methods
 from shardlib.models.gpt import GPTConfig
 
 SHORT = Task(GPTConfig(vocab=256, layers=1, width=32, heads=4, sequence=16), batch=16, steps=400, adam=2e-3, lamb=0.03)

@@ -176,7 +176,7 @@ def test_a_whole_frozen_stage(frozen, stage):
     got = training.simulate(
         {"pipe": 3, "data": 2}, loss_fn, params, token_batches(3), transform, training.optimizer(MAX_NORM)
     )
-    paths = sl.make_plan(params, sl.abstract_mesh(data=1)).leaf_paths
+    paths = sl.make_plan(params, sl.abstract_mesh(data=1)).shape.paths
     left_out = {tuple(int(k) if k.isdigit() else k for k in p.split("/")) for p in paths if int(p[0]) // 2 == number}
     compare(got, one_device.train(loss_fn, params, token_batches(3), max_norm=MAX_NORM, frozen=left_out), 1e-10)
 

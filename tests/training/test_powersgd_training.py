@@ -156,7 +156,7 @@ def test_bytes_and_payload_are_the_plans_and_the_formulas(ranks, dtype):
         sent = count_payload(mesh)
         held = stored_bytes(state.comm)
         step(state, batch_of(mesh.rank, 1, dtype))
-        specs = sum(leaf.local_bytes(plan.sizes) for leaf in plan.errors)
+        specs = sum(leaf.local_bytes(plan.sizes) for leaf in plan.residuals)
         return sent()["data"], plan.payload()["data"], held, plan.bytes("comm"), specs
 
     def message(elements):
@@ -173,7 +173,7 @@ def test_specs_say_whose_errors_and_factors_differ():
 
     def specs(**mesh):
         plan = sl.make_plan(params(), sl.abstract_mesh(**mesh), transform)
-        return {leaf.path: (leaf.shape, leaf.spec) for leaf in plan.errors if leaf.path.startswith("net")}
+        return {leaf.path: (leaf.shape, leaf.spec) for leaf in plan.residuals if leaf.path.startswith("net")}
 
     errors, factors = 13 * 6 + 6 + 6 * 3 + 6 * 18, 2 * (6 + 18)
     before, after = specs(data=3, node=2), specs(node=2, data=3)

@@ -407,9 +407,9 @@ def test_payload_of_a_layer_is_the_papers(kind, ways):
     transform = cut(kind, rules=BLOCKS)
     plan = sl.make_plan(params, sl.abstract_mesh(seq=ways), transform, loss_fn=gpt.make_loss(config), batch=batch)
     tokens = rows * config.sequence
-    assert plan.activations == {"seq": layers * 8 * ELEMENTS[kind](ways, tokens, config.width)}
+    assert plan.traces[0].activations == {"seq": layers * 8 * ELEMENTS[kind](ways, tokens, config.width)}
     whole = sum(math.prod(p.compute.shape) for p in plan.placements if "seq" not in p.compute.spec.axes)
-    assert plan.payload()["seq"] == plan.activations["seq"] + 2 * (ways - 1) * whole * 8 // ways
+    assert plan.payload()["seq"] == plan.traces[0].activations["seq"] + 2 * (ways - 1) * whole * 8 // ways
 
     def run(mesh):
         step = sl.value_and_grad(gpt.make_loss(config))

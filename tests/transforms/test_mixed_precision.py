@@ -131,7 +131,7 @@ def test_dtypes_by_leaf():
         "gain": (torch.float32, torch.float32),
         "count": (torch.int64, None),
     }
-    assert plan.loss_scale == LossScale() and plan.cast_batch == torch.bfloat16
+    assert plan.step.loss_scale == LossScale() and plan.step.cast_batch == torch.bfloat16
 
 
 @pytest.mark.parametrize(

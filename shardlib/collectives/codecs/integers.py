@@ -14,6 +14,7 @@ import torch
 
 from shardlib.collectives.codecs.base import Kept, Rows
 from shardlib.collectives.codecs.two_phase import TwoPhase, Wire
+from shardlib.errors import IllegalComposition
 from shardlib.kernels import onebit, quantize
 from shardlib.kernels.onebit import Segments
 from shardlib.kernels.quantize import Blockwise
@@ -58,6 +59,14 @@ class OneBit(TwoPhase):
     def __str__(self) -> str:
         per = "leaf" if self.scales == "leaf" else f"{self.scales} elements"
         return f"1 bit, a scale per {per}{'' if self.feedback else ', no error feedback'}"
+
+
+def check_scales(scales: str | int, what: str) -> None:
+    """Refuse what `OneBit` cannot use."""
+    if scales != "leaf" and (not isinstance(scales, int) or isinstance(scales, bool) or scales < 8 or scales % 8):
+        raise IllegalComposition(
+            f"{what}(scales={scales!r}): use 'leaf', or the number of elements that share a scale, a multiple of 8"
+        )
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from shardlib.execute.stages.messages import (
 )
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.plan import Plan
-from shardlib.schedules import Action, Kind, Pipeline, peer, tag
+from shardlib.schedules import Action, Kind, Schedule, peer, tag
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, leaves_of, tree_map
 
@@ -82,24 +82,25 @@ class Stage:
 
 @dataclass
 class Place:
-    """A rank's place in a pipeline.
+    """A rank's place among the stages.
 
     Attributes:
         stages: those on this rank.
         acknowledged: for each receive the sends that are then known to have arrived.
     """
 
-    pipeline: Pipeline
+    axis: str
     mesh: Mesh
+    schedule: Schedule
     stages: dict[int, Stage]
     acknowledged: Mapping[Action, Sequence[Action]]
 
     def line(self, other: int) -> Line:
-        return Line(self.mesh, self.pipeline.axis, other)
+        return Line(self.mesh, self.axis, other)
 
     def ends(self, stage: int) -> bool:
         """Whether it is the last stage, whose result is the loss."""
-        return stage == self.pipeline.schedule.stages - 1
+        return stage == self.schedule.stages - 1
 
 
 class Interpreter:
@@ -115,7 +116,7 @@ class Interpreter:
     ) -> None:
         self._place, self._params, self._compute = place, params, compute
         self._gradients, self._seed = gradients, seed
-        self._schedule = place.pipeline.schedule
+        self._schedule = place.schedule
         # What a stage's forward or backward takes (or its message, still under way), and what is to be sent.
         self._carries: dict[tuple[int, int], Any] = {}
         self._cotangents: dict[tuple[int, int], Any] = {}

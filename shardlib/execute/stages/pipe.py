@@ -7,9 +7,13 @@ from typing import Any
 
 import torch
 
-from shardlib.errors import IllegalComposition, TreeError
+from shardlib.errors import BatchError, IllegalComposition, TreeError
+from shardlib.execute.batches import rows_of
 from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Gradients, Route
+from shardlib.execute.losses import Outcome, read_loss, require_gradient
+from shardlib.execute.sequence import require_whole_loss
+from shardlib.execute.stages.base import Call, kept
 from shardlib.execute.stages.interpreter import Compute, Interpreter, Place, Stage
 from shardlib.execute.stages.messages import (
     PARTS,
@@ -21,10 +25,11 @@ from shardlib.execute.stages.messages import (
     send_tensors,
     send_tree,
 )
+from shardlib.execute.totals import Sums, Totals
 from shardlib.mesh.mesh import Mesh
 from shardlib.nn.blocks import Sequential
 from shardlib.plan.plan import Plan
-from shardlib.rng import Key
+from shardlib.rng import Key, seeding_torch
 from shardlib.schedules import Action, Kind, acknowledged, lower
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, tree_map
@@ -43,25 +48,32 @@ def require_blocks(loss_fn: Any, plan: Plan) -> Sequential:
             "sl.sequential([...]): gpt.make_sequential(config) does it for the library's GPT, sl.from_module(module, "
             "blocks=...) for modules, transformers' decoders included"
         )
-    if len(loss_fn) != plan.treedef.num_children:
+    trees = plan.shape.treedef.num_children
+    if len(loss_fn) != trees:
         raise TreeError(
-            f"sequential has {len(loss_fn)} blocks and the parameters are {plan.treedef.num_children} trees; give one tree "
+            f"sequential has {len(loss_fn)} blocks and the parameters are {trees} trees; give one tree "
             "per block, an empty one where a block has no parameters"
         )
     return loss_fn
 
 
 class Pipe:
-    """A rank's stages and its way to the ranks of other stages. Raises what `require_blocks` raises."""
+    """A rank's stages and its way to the ranks of other stages. Raises what `require_blocks` raises, and
 
-    def __init__(self, loss_fn: Any, plan: Plan, mesh: Mesh, trained: bool) -> None:
-        assert plan.pipeline is not None
+    Raises:
+        IllegalComposition: buffers.
+    """
+
+    def __init__(self, loss_fn: Any, plan: Plan, mesh: Mesh, trained: bool, with_buffers: bool = False) -> None:
+        if with_buffers:
+            raise IllegalComposition(
+                "pipeline does not bring buffers= from stage to stage; leave them out, or use accumulate() instead"
+            )
         self._blocks = require_blocks(loss_fn, plan)
         self._plan, self._mesh = plan, mesh
-        self._pipeline = plan.pipeline
-        self._schedule = schedule = plan.pipeline.schedule
-        self.axis = plan.pipeline.axis
-        self._home = mesh.coords[self.axis]
+        self._schedule = schedule = plan.stages.schedule
+        (self._axis,) = plan.stages.axes
+        self._home = plan.stages.home(mesh.coords)
         orders = lower(schedule)
         self._order = orders[self._home]
         halved = {(action.stage, action.microbatch) for action in self._order if action.kind is Kind.I}
@@ -69,23 +81,52 @@ class Pipe:
             number: Stage(plan.of_stage(number), mesh, trained, [i for stage, i in halved if stage == number])
             for number in schedule.stages_of(self._home)
         }
-        self._place = Place(plan.pipeline, mesh, stages, acknowledged(schedule, orders, self._home))
+        self._place = Place(self._axis, mesh, schedule, stages, acknowledged(schedule, orders, self._home))
         self.records = [record for stage in stages.values() for record in stage.records]
-        self.ends = self._place.ends
 
-    def computing(self, parts: Sequence[Tree], keys: Sequence[Key | None]) -> Compute:
+    def _computing(self, parts: Sequence[Tree], keys: Sequence[Key | None]) -> Compute:
         """What each stage does with these micro-batches: run its blocks."""
 
         def compute(stage: int, microbatch: int, tree: Tree, carry: Any) -> Any:
-            start, stop = self._pipeline.spans[stage]
+            start, stop = self._plan.stages.spans[stage]
             return self._blocks.run(tree, carry, parts[microbatch], start, stop, keys[microbatch])
 
         return compute
 
-    def train(
+    def train(self, call: Call, totals: Totals, route: Route) -> dict[str, torch.Tensor]:
+        compute = self._computing(call.parts, call.keys)
+        outcomes: dict[int, Outcome] = {}
+
+        def run(stage: int, microbatch: int, tree: Tree, carry: Any) -> Any:
+            key = call.keys[microbatch]
+            with seeding_torch(key and key.fold_in(stage), self._mesh.device):
+                result = compute(stage, microbatch, tree, carry)
+            if not self._place.ends(stage):
+                return result
+            outcome = read_loss(result, False)
+            require_gradient(outcome)
+            outcomes[microbatch] = kept(outcome, self._executor(stage, microbatch))
+            return outcome.total
+
+        first, sequence = all(record.order is None for record in self.records), self._plan.step.sequence
+        grads = self._gradients(call.params, run, lambda microbatch: call.seed(outcomes[microbatch]), route)
+        if sequence and first:  # after the schedule: now every stage may wait for the others
+            done = {step for record in self.records for step in record.done}
+            loss = (outcomes[0].total, outcomes[0].weight) if outcomes else None
+            require_whole_loss(sequence, self._mesh, done, loss, [self._axis])
+        for index in sorted(outcomes):
+            totals.add(outcomes[index])
+        return grads
+
+    def shared_aux(self, call: Call, aux: Tree, sums: Sums) -> Tree:
+        if not sums.weighted:
+            _require_even(call.parts)
+        return self._hand_out(aux) if sums.with_aux else None
+
+    def _gradients(
         self, params: Sharded, compute: Compute, seed: Callable[[int], float], route: Route
     ) -> dict[str, torch.Tensor]:
-        """One step: the gradients of this rank's buckets, in the optimizer's layout, summed over micro-batches.
+        """The gradients of this rank's buckets, in the optimizer's layout, summed over micro-batches.
 
         ``compute`` returns, in the last stage, what is to be differentiated, times ``seed(microbatch)``.
         """
@@ -98,13 +139,14 @@ class Pipe:
         self._sum_over_homes(found)
         return {bucket.name: found[bucket.name] for bucket in self._plan.trained}
 
-    def executor(self, stage: int, microbatch: int) -> Executor:
+    def _executor(self, stage: int, microbatch: int) -> Executor:
         """What runs a micro-batch that is under way in a stage of this rank."""
         return self._place.stages[stage].runs[microbatch].executor
 
-    def evaluate(self, params: Sharded, batch: Tree, rng: Key | None = None) -> Any:
+    def evaluate(self, params: Sharded, *args: Any) -> Any:
         """A forward of the whole batch without gradients; the last stage's result on every rank."""
-        compute = self.computing([batch], [rng])
+        batch, rng = _batch(*args)
+        compute = self._computing([batch], [rng])
         order: list[Action] = []
         for stage in self._place.stages:
             for kind, other in ((Kind.RECV_F, stage - 1), (Kind.F, None), (Kind.SEND_F, stage + 1)):
@@ -114,18 +156,18 @@ class Pipe:
 
         def noted(stage: int, microbatch: int, tree: Tree, carry: Any) -> Any:
             value = compute(stage, microbatch, tree, carry)
-            if self.ends(stage):
-                result.append(self.executor(stage, microbatch).outside(value))
+            if self._place.ends(stage):
+                result.append(self._executor(stage, microbatch).outside(value))
             return value
 
         Interpreter(self._place, params, noted, None, None).run(order)
-        return self.hand_out(result[0] if result else None)
+        return self._hand_out(result[0] if result else None)
 
-    def hand_out(self, value: Tree) -> Tree:
+    def _hand_out(self, value: Tree) -> Tree:
         """The last stage's ranks' ``value``, on every rank along the axis."""
-        ranks, number = self._mesh.shape[self.axis], self._beyond() - 1
-        if self._home != self._pipeline.last:
-            arrived = IncomingTree(self._place.line(self._pipeline.last), number * PARTS).wait()
+        ranks, number = self._mesh.shape[self._axis], self._beyond() - 1
+        if self._home != self._plan.stages.last:
+            arrived = IncomingTree(self._place.line(self._plan.stages.last), number * PARTS).wait()
             return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, arrived)
         sent = [
             message
@@ -161,3 +203,18 @@ class Pipe:
             first, *others = (mine if home == self._home else coming[number, home].wait()[0] for home in bucket.homes)
             grads[bucket.name] = sum(others, start=first)
         finish(sent)
+
+
+def _require_even(parts: Sequence[Tree]) -> None:
+    """Refuse micro-batches that a mean over each would weigh alike; where the ranks of all stages know what the loss is."""
+    rows = [rows_of(part) for part in parts]
+    if len(set(rows)) > 1:
+        raise BatchError(
+            f"the batch's {sum(rows)} rows make {len(rows)} micro-batches of different sizes, and the loss is a mean over "
+            "each; return sl.Mean(total, weight), or use a batch that divides"
+        )
+
+
+def _batch(batch: Tree, rng: Key | None = None) -> tuple[Tree, Key | None]:
+    """What blocks are evaluated on."""
+    return batch, rng

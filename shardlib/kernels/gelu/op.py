@@ -34,6 +34,9 @@ def gelu(
     Args:
         bias: ``[columns]``.
         approximate: "none" or "tanh", as torch's.
+
+    >>> sl.nn.gelu(torch.tensor([[-1.0, 0.0, 1.0]]), torch.zeros(3))
+    tensor([[-0.1587,  0.0000,  0.8413]])
     """
     if approximate not in ("none", "tanh"):
         raise ValueError(f"gelu(approximate={approximate!r}): use 'none' or 'tanh'")

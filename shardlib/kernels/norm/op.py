@@ -40,13 +40,20 @@ def layer_norm(
 
     Args:
         weight, bias: ``[d]``.
+
+    >>> sl.nn.layer_norm(torch.tensor([[1.0, 3.0]]), torch.ones(2), torch.zeros(2))
+    tensor([[-1.0000,  1.0000]])
     """
     _check("layer_norm", {"x": x, "weight": weight}, bias)
     return _alone(x, weight, bias, eps, True, using)[0]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6, using: str | None = None) -> torch.Tensor:
-    """``F.rms_norm(x, x.shape[-1:], weight, eps)``, ``[..., d]``."""
+    """``F.rms_norm(x, x.shape[-1:], weight, eps)``, ``[..., d]``.
+
+    >>> sl.nn.rms_norm(torch.tensor([[3.0, 3.0]]), torch.ones(2))
+    tensor([[1.0000, 1.0000]])
+    """
     _check("rms_norm", {"x": x, "weight": weight})
     return _alone(x, weight, None, eps, False, using)[0]
 
@@ -60,7 +67,13 @@ def add_layer_norm(
     eps: float = 1e-5,
     using: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`layer_norm` of ``x + residual``, and that sum; both are ``[..., d]`` of one dtype."""
+    """`layer_norm` of ``x + residual``, and that sum; both are ``[..., d]`` of one dtype.
+
+    >>> x, residual = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+    >>> y, total = sl.nn.add_layer_norm(x, residual, torch.ones(8))
+    >>> torch.equal(total, x + residual)
+    True
+    """
     _check("add_layer_norm", {"x": x, "residual": residual, "weight": weight}, bias)
     y, total = _of_sum(x, residual, weight, bias, eps, True, using)
     return y, total
@@ -69,7 +82,13 @@ def add_layer_norm(
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6, using: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rms_norm` of ``x + residual``, and that sum; both are ``[..., d]`` of one dtype."""
+    """`rms_norm` of ``x + residual``, and that sum; both are ``[..., d]`` of one dtype.
+
+    >>> x, residual = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+    >>> y, total = sl.nn.add_rms_norm(x, residual, torch.ones(8))
+    >>> torch.equal(total, x + residual)
+    True
+    """
     _check("add_rms_norm", {"x": x, "residual": residual, "weight": weight})
     y, total = _of_sum(x, residual, weight, None, eps, False, using)
     return y, total

@@ -33,6 +33,10 @@ def angles(positions: torch.Tensor, width: int, base: float = 10000.0) -> tuple[
     Args:
         positions: ``[positions]``, of any dtype.
         width: of a head, or the part of it that is turned; even.
+
+    >>> cos, sin = sl.nn.angles(torch.arange(16), 8)
+    >>> cos.shape
+    torch.Size([16, 4])
     """
     exponents = torch.arange(0, width, 2, dtype=torch.float64, device=positions.device) / width
     theta = positions.to(torch.float64)[:, None] * base**-exponents
@@ -46,6 +50,10 @@ def rotary(
 
     Raises:
         ValueError: the angles' shape does not suit ``x``, or gradients are asked for the angles.
+
+    >>> cos, sin = sl.nn.angles(torch.arange(16), 8)
+    >>> sl.nn.rotary(torch.randn(2, 4, 16, 8), cos, sin).shape
+    torch.Size([2, 4, 16, 8])
     """
     check_tensors("rotary", {"x": x, "cos": cos, "sin": sin})
     if (

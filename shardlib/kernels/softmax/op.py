@@ -40,6 +40,10 @@ def softmax(
         lengths: ``[batch]``, int64: how many keys each sequence has; those after them are padding.
         causal: query i sees keys up to i, as in ``F.scaled_dot_product_attention``.
         scale: of the scores.
+
+    >>> sl.nn.softmax(torch.zeros(1, 1, 2, 2), causal=True)
+    tensor([[[[1.0000, 0.0000],
+              [0.5000, 0.5000]]]])
     """
     check_tensors("softmax", {"x": x, "lengths": lengths}, optional=("lengths",), exactly={"lengths": torch.int64})
     if x.dim() != 4:

@@ -25,7 +25,11 @@ IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor, *, using: str | None = None) -> torch.Tensor:
-    """``F.silu(gate) * up``, of two ``[..., columns]`` of one dtype."""
+    """``F.silu(gate) * up``, of two ``[..., columns]`` of one dtype.
+
+    >>> sl.nn.swiglu(torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 10.0]]))
+    tensor([[ 0.7311, 17.6159]])
+    """
     check_tensors("swiglu", {"gate": gate, "up": up})
     check_rows("swiglu", gate)
     rows.check_like("gate", gate, "up", up)

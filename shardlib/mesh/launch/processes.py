@@ -55,6 +55,9 @@ def launch(fn: Callable[..., Any], *args: Any, mesh: Mapping[str, int], timeout:
     Raises:
         RankFailure: a rank raised, died, ran out of time or has returned while others wait for it; names it, with its
             traceback or the end of its output. The other ranks are stopped.
+
+    >>> sl.launch(lambda mesh, n: n * mesh.coords["data"], 10, mesh=dict(data=2), timeout=600)
+    [0, 10]
     """
     shape = check_shape(mesh)
     ranks = math.prod(shape.values())

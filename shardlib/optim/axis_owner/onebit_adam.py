@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardlib.collectives.codecs.integers import OneBit
+from shardlib.collectives.codecs.integers import OneBit, check_scales
 from shardlib.kernels.frozen_adam import own_momentum_
 from shardlib.optim.axis_owner.moments import adam_step, frozen_step
 from shardlib.optim.base import GradientTransformation, Owned
@@ -16,7 +16,6 @@ from shardlib.optim.ranges import check, check_adam, is_step
 from shardlib.optim.schedules.base import Schedule, as_schedule
 from shardlib.optim.shards import Shards
 from shardlib.optim.stepping import Move, each_tensor, stepping
-from shardlib.transforms.onebit import check_scales
 from shardlib.tree import Tree, tree_map
 
 # The variance is settled when its 1-norm is at least this part of what it was 1/(1 − b2) steps before.
@@ -70,6 +69,16 @@ def onebit_adam(
     Raises:
         ValueError: a hyper-parameter out of range.
         IllegalComposition: ``scales`` is neither.
+
+    >>> def train(mesh):
+    ...     params = sl.shard({"w": torch.ones(64, 64)}, mesh, sl.zero(0))
+    ...     loss_fn = lambda params, batch: (batch @ params["w"]).square().mean()
+    ...     state, train_step = sl.make_train_step(loss_fn, params, sl.optim.onebit_adam(1e-2, freeze_step=2))
+    ...     for _ in range(3):
+    ...         state, metrics = train_step(state, torch.ones(2, 64))
+    ...     return state.step
+    >>> sl.simulate(train, mesh=dict(data=2))
+    [3, 3]
     """
     check_adam("onebit_adam", b1, b2, eps, weight_decay)
     check(

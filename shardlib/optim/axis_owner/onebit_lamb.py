@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardlib.collectives.codecs.integers import OneBit
+from shardlib.collectives.codecs.integers import OneBit, check_scales
 from shardlib.kernels.adamw import adam_direction_
 from shardlib.kernels.frozen_adam import fresh_step_, own_momentum_
 from shardlib.kernels.global_norm import sum_of_squares
@@ -19,7 +19,6 @@ from shardlib.optim.ranges import check, check_adam, is_positive, is_share, is_s
 from shardlib.optim.schedules.base import Schedule, as_schedule
 from shardlib.optim.shards import Shards, device_of
 from shardlib.optim.stepping import Move, each, each_leaf, each_tensor, stepping
-from shardlib.transforms.onebit import check_scales
 from shardlib.tree import Tree, tree_map
 
 
@@ -74,6 +73,16 @@ def onebit_lamb(
     Raises:
         ValueError: a hyper-parameter out of range.
         IllegalComposition: ``scales`` is neither "leaf" nor a multiple of 8.
+
+    >>> def train(mesh):
+    ...     params = sl.shard({"w": torch.ones(64, 64)}, mesh, sl.zero(0))
+    ...     loss_fn = lambda params, batch: (batch @ params["w"]).square().mean()
+    ...     state, train_step = sl.make_train_step(loss_fn, params, sl.optim.onebit_lamb(1e-2, freeze_step=2))
+    ...     for _ in range(3):
+    ...         state, metrics = train_step(state, torch.ones(2, 64))
+    ...     return state.step
+    >>> sl.simulate(train, mesh=dict(data=2))
+    [3, 3]
     """
     check_adam("onebit_lamb", b1, b2, eps, weight_decay)
     check_coeffs("onebit_lamb", min_coeff, max_coeff)

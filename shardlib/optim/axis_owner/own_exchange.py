@@ -11,7 +11,7 @@ from shardlib.kernels.common.thresholds import Threshold
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.channels import Channel
 from shardlib.plan.plan import Plan
-from shardlib.sharded.exchange import compact
+from shardlib.sharded.reduction import compact
 
 # Elements from which an exchange is large enough: two fewer cost 1 to 2 ms on gloo, and on a slow network what is encoded
 # while another is under way costs nothing.
@@ -19,16 +19,18 @@ _TOGETHER = Threshold(1 << 22)
 
 
 class OwnExchange:
-    """The compressed means of an optimizer that owns an axis; see `shardlib.plan.placement.OwnedAxis`."""
+    """The compressed means of an optimizer that owns an axis; see `shardlib.plan.claims.AxisOwner`."""
 
     def __init__(self, plan: Plan, mesh: Mesh) -> None:
-        assert plan.owned is not None
-        self._plan, self._mesh, self._owned = plan, mesh, plan.owned
+        assert plan.reductions.owner is not None
+        self._plan, self._mesh, self._owned = plan, mesh, plan.reductions.owner
 
     @cached_property
     def _lines(self) -> dict[str, tuple[Channel, Line]]:
         """By bucket. Made at the first exchange: their tables have values, which a step that is only traced must not."""
-        return {c.bucket.name: (c, c.line(self._mesh.coords)) for c in self._plan.owned_channels}
+        means = [self._plan.routes[bucket.name].mean for bucket in self._plan.trained]
+        channels = [mean.channel for mean in means if mean and mean.channel]
+        return {channel.bucket.name: (channel, channel.line(self._mesh.coords)) for channel in channels}
 
     def mean(
         self, tree: dict[str, torch.Tensor], errors: Errors, out: dict[str, torch.Tensor] | None

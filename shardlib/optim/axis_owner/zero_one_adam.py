@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardlib.collectives.codecs.integers import OneBit
+from shardlib.collectives.codecs.integers import OneBit, check_scales
 from shardlib.kernels.frozen_adam import local_step_
 from shardlib.optim.axis_owner.moments import adam_step, frozen_step, mask, root
 from shardlib.optim.axis_owner.zero_one_steps import Sent, ZeroOneSteps
@@ -17,7 +17,6 @@ from shardlib.optim.ranges import check_adam
 from shardlib.optim.schedules.base import Schedule, as_schedule
 from shardlib.optim.shards import Shards
 from shardlib.optim.stepping import Move, each, each_tensor, stepping
-from shardlib.transforms.onebit import check_scales
 from shardlib.tree import Tree, tree_map
 
 
@@ -85,6 +84,16 @@ def zero_one_adam(
     Raises:
         ValueError: a hyper-parameter out of range; in a step, a state that was frozen before ``var_freeze_step``.
         IllegalComposition: ``scales`` is neither.
+
+    >>> def train(mesh):
+    ...     params = sl.shard({"w": torch.ones(64, 64)}, mesh, sl.zero(0))
+    ...     loss_fn = lambda params, batch: (batch @ params["w"]).square().mean()
+    ...     state, train_step = sl.make_train_step(loss_fn, params, sl.optim.zero_one_adam(1e-2, var_freeze_step=2))
+    ...     for _ in range(3):
+    ...         state, metrics = train_step(state, torch.ones(2, 64))
+    ...     return state.step
+    >>> sl.simulate(train, mesh=dict(data=2))
+    [3, 3]
     """
     check_adam("zero_one_adam", b1, b2, eps, weight_decay)
     check_scales(scales, "zero_one_adam")

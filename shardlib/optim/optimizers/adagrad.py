@@ -27,6 +27,12 @@ def adagrad(lr: float | Schedule, initial_accumulator_value: float = 0.1, eps: f
 
     Raises:
         ValueError: a hyper-parameter out of range.
+
+    >>> p, g = {"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([0.6, -0.8])}
+    >>> tx = sl.optim.adagrad(0.1)
+    >>> updates, state = tx.update(g, tx.init(p), p)
+    >>> updates["w"]
+    tensor([-0.0885,  0.0930])
     """
     check(
         "adagrad",

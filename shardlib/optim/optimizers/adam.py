@@ -37,6 +37,12 @@ def adamw(
 
     Raises:
         ValueError: a hyper-parameter out of range.
+
+    >>> p, g = {"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([0.6, -0.8])}
+    >>> tx = sl.optim.adamw(0.1, weight_decay=0.01)
+    >>> updates, state = tx.update(g, tx.init(p), p)
+    >>> updates["w"]
+    tensor([-0.1030,  0.0960])
     """
     return _adam("adamw", lr, b1, b2, eps, weight_decay)
 
@@ -46,6 +52,12 @@ def adam(lr: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 
 
     Raises:
         ValueError: a hyper-parameter out of range.
+
+    >>> p, g = {"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([0.6, -0.8])}
+    >>> tx = sl.optim.adam(0.1)
+    >>> updates, state = tx.update(g, tx.init(p), p)
+    >>> updates["w"]
+    tensor([-0.1000,  0.1000])
     """
     return _adam("adam", lr, b1, b2, eps, 0.0)
 

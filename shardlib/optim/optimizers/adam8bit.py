@@ -32,6 +32,12 @@ def adamw8bit(
 
     Raises:
         ValueError: a hyper-parameter out of range.
+
+    >>> p, g = {"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([0.6, -0.8])}
+    >>> tx = sl.optim.adamw8bit(0.1)
+    >>> updates, state = tx.update(g, tx.init(p), p)
+    >>> updates["w"]
+    tensor([-0.1000,  0.1000])
     """
     check_adam("adamw8bit", b1, b2, eps, weight_decay)
     rate = as_schedule(lr, "adamw8bit")

@@ -19,6 +19,12 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
 
     Raises:
         ValueError: ``max_norm`` is not positive.
+
+    >>> p, g = {"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([0.6, -0.8])}
+    >>> tx = sl.optim.clip_by_global_norm(0.5)
+    >>> updates, state = tx.update(g, tx.init(p), p)
+    >>> updates["w"]
+    tensor([ 0.3000, -0.4000])
     """
     check(
         "clip_by_global_norm",
@@ -44,6 +50,12 @@ def clip_by_value(max_delta: float) -> GradientTransformation:
 
     Raises:
         ValueError: ``max_delta`` is not positive.
+
+    >>> p, g = {"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([0.6, -0.8])}
+    >>> tx = sl.optim.clip_by_value(0.7)
+    >>> updates, state = tx.update(g, tx.init(p), p)
+    >>> updates["w"]
+    tensor([ 0.6000, -0.7000])
     """
     check(
         "clip_by_value", "the largest value allowed is a number above 0", max_delta=(max_delta, is_positive(max_delta))
@@ -62,6 +74,12 @@ def clip_by_block_norm(max_norm: float) -> GradientTransformation:
 
     Raises:
         ValueError: ``max_norm`` is not positive.
+
+    >>> p, g = {"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([0.6, -0.8])}
+    >>> tx = sl.optim.clip_by_block_norm(0.5)
+    >>> updates, state = tx.update(g, tx.init(p), p)
+    >>> updates["w"]
+    tensor([ 0.3000, -0.4000])
     """
     check(
         "clip_by_block_norm", "the largest norm allowed is a number above 0", max_norm=(max_norm, is_positive(max_norm))

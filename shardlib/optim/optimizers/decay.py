@@ -14,6 +14,12 @@ def add_decayed_weights(weight_decay: float) -> GradientTransformation:
 
     Raises:
         ValueError: ``weight_decay`` is negative.
+
+    >>> p, g = {"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([0.6, -0.8])}
+    >>> tx = sl.optim.chain(sl.optim.add_decayed_weights(0.1), sl.optim.sgd(1.0))
+    >>> updates, state = tx.update(g, tx.init(p), p)
+    >>> updates["w"]
+    tensor([-0.9000,  0.4000])
     """
     check("add_decayed_weights", "a decay is at least 0", weight_decay=(weight_decay, is_size(weight_decay)))
 

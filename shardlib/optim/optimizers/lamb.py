@@ -35,6 +35,12 @@ def lamb(
 
     Raises:
         ValueError: a hyper-parameter out of range.
+
+    >>> p, g = {"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([0.6, -0.8])}
+    >>> tx = sl.optim.lamb(0.1)
+    >>> updates, state = tx.update(g, tx.init(p), p)
+    >>> updates["w"]
+    tensor([-0.3536,  0.3536])
     """
     check_adam("lamb", b1, b2, eps, weight_decay)
     check_coeffs("lamb", min_coeff, max_coeff)

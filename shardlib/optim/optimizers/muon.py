@@ -50,6 +50,12 @@ def muon(
     Raises:
         ValueError: a hyper-parameter out of range.
         IllegalComposition: parameters with fewer than two dimensions; lists them.
+
+    >>> p, g = {"w": torch.ones(4, 4)}, {"w": torch.eye(4)}
+    >>> tx = sl.optim.muon(0.1)
+    >>> updates, state = tx.update(g, tx.init(p), p)
+    >>> updates["w"].shape
+    torch.Size([4, 4])
     """
     check(
         "muon",

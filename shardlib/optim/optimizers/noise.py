@@ -29,6 +29,12 @@ def add_noise(eta: float, gamma: float, key: Key | int) -> GradientTransformatio
 
     Raises:
         ValueError: a hyper-parameter out of range.
+
+    >>> p, g = {"w": torch.ones(2)}, {"w": torch.zeros(2)}
+    >>> tx = sl.optim.add_noise(0.01, 0.55, key=0)
+    >>> updates, state = tx.update(g, tx.init(p), p)
+    >>> bool((updates["w"] != 0).all())
+    True
     """
     check(
         "add_noise",

@@ -49,6 +49,12 @@ def rmsprop(
 
     Raises:
         ValueError: a hyper-parameter out of range.
+
+    >>> p, g = {"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([0.6, -0.8])}
+    >>> tx = sl.optim.rmsprop(0.1)
+    >>> updates, state = tx.update(g, tx.init(p), p)
+    >>> updates["w"]
+    tensor([-0.3162,  0.3162])
     """
     check(
         "rmsprop",

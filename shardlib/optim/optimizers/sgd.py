@@ -26,6 +26,12 @@ def sgd(lr: float | Schedule, momentum: float = 0.0, nesterov: bool = False) -> 
 
     Raises:
         ValueError: a hyper-parameter out of range.
+
+    >>> p, g = {"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([0.6, -0.8])}
+    >>> tx = sl.optim.sgd(0.1, momentum=0.9)
+    >>> updates, state = tx.update(g, tx.init(p), p)
+    >>> updates["w"]
+    tensor([-0.0600,  0.0800])
     """
     check(
         "sgd",

@@ -57,7 +57,11 @@ def _described(value: Any) -> str:
 
 
 def constant_schedule(value: float) -> Schedule:
-    """``value`` at every step."""
+    """``value`` at every step.
+
+    >>> float(sl.optim.constant_schedule(0.1)(1000))
+    0.1
+    """
     check("constant_schedule", "it is a number", value=(value, is_number(value)))
     return on_numbers(lambda step: torch.full_like(step, float(value)))
 
@@ -88,6 +92,10 @@ def polynomial_schedule(
 
     Raises:
         ValueError: an argument out of range.
+
+    >>> rate = sl.optim.polynomial_schedule(1.0, 0.0, 2.0, 10)
+    >>> float(rate(5))
+    0.25
     """
     _check_steps("polynomial_schedule", transition_steps=transition_steps)
     check(
@@ -108,7 +116,12 @@ def polynomial_schedule(
 
 
 def linear_schedule(init_value: float, end_value: float, transition_steps: int, transition_begin: int = 0) -> Schedule:
-    """`polynomial_schedule` of power 1."""
+    """`polynomial_schedule` of power 1.
+
+    >>> rate = sl.optim.linear_schedule(1.0, 0.0, 10)
+    >>> float(rate(5))
+    0.5
+    """
     return polynomial_schedule(init_value, end_value, 1.0, transition_steps, transition_begin)
 
 
@@ -126,6 +139,10 @@ def exponential_decay(
 
     Raises:
         ValueError: an argument out of range.
+
+    >>> rate = sl.optim.exponential_decay(1.0, 10, 0.5)
+    >>> [round(float(rate(step)), 3) for step in (0, 10, 20)]
+    [1.0, 0.5, 0.25]
     """
     _check_steps("exponential_decay", transition_steps=transition_steps)
     check(
@@ -153,6 +170,10 @@ def cosine_decay_schedule(init_value: float, decay_steps: int, alpha: float = 0.
 
     Raises:
         ValueError: an argument out of range.
+
+    >>> rate = sl.optim.cosine_decay_schedule(1.0, 100)
+    >>> [round(float(rate(step)), 3) for step in (0, 50, 100)]
+    [1.0, 0.5, 0.0]
     """
     _check_steps("cosine_decay_schedule", decay_steps=decay_steps)
     check(
@@ -176,6 +197,10 @@ def piecewise_constant_schedule(init_value: float, boundaries_and_scales: Mappin
 
     Raises:
         ValueError: a boundary that is no number of steps, or a value that is no number.
+
+    >>> rate = sl.optim.piecewise_constant_schedule(1.0, {10: 0.5, 20: 0.5})
+    >>> [float(rate(step)) for step in (0, 10, 20)]
+    [1.0, 0.5, 0.25]
     """
     boundaries, scales = _boundaries("piecewise_constant_schedule", init_value, boundaries_and_scales)
     values = accumulate(scales, float.__mul__, initial=float(init_value))
@@ -189,6 +214,10 @@ def piecewise_interpolate_schedule(
 
     Raises:
         ValueError: an interpolation that is neither, or a boundary below 1.
+
+    >>> rate = sl.optim.piecewise_interpolate_schedule("linear", 1.0, {10: 0.5})
+    >>> [float(rate(step)) for step in (0, 5, 10)]
+    [1.0, 0.75, 0.5]
     """
     if interpolate_type not in ("linear", "cosine"):
         raise ValueError(f"interpolate_type={interpolate_type!r}: use 'linear' or 'cosine'")
@@ -210,6 +239,10 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
 
     Raises:
         ValueError: not one boundary fewer than schedules, or boundaries that do not rise.
+
+    >>> rate = sl.optim.join_schedules([sl.optim.constant_schedule(1.0), sl.optim.constant_schedule(0.1)], [10])
+    >>> float(rate(9)), float(rate(10))
+    (1.0, 0.1)
     """
     if len(schedules) != len(boundaries) + 1:
         raise ValueError(

@@ -28,6 +28,10 @@ def linear_onecycle_schedule(
     """Lines from ``peak/div_factor`` up to the peak, back, and down by ``final_div_factor`` once more. As optax's.
 
     The peak is at ``pct_start`` of ``transition_steps``, the way back ends at ``pct_final``.
+
+    >>> rate = sl.optim.linear_onecycle_schedule(100, 1.0)
+    >>> [round(float(rate(step)), 3) for step in (0, 30, 85)]
+    [0.04, 1.0, 0.04]
     """
     shares = (pct_start, pct_final)
     _check_cycle("linear_onecycle_schedule", transition_steps, peak_value, div_factor, final_div_factor, *shares)
@@ -49,6 +53,10 @@ def cosine_onecycle_schedule(
     """Half cosines from ``peak/div_factor`` to the peak and to ``peak/(div_factor·final_div_factor)``. As optax's.
 
     The last value comes at step ``transition_steps``: torch's OneCycleLR has it at ``total_steps − 1``.
+
+    >>> rate = sl.optim.cosine_onecycle_schedule(100, 1.0)
+    >>> [round(float(rate(step)), 3) for step in (0, 30, 100)]
+    [0.04, 1.0, 0.0]
     """
     _check_cycle("cosine_onecycle_schedule", transition_steps, peak_value, div_factor, final_div_factor, pct_start)
     boundaries = {
@@ -103,6 +111,10 @@ def one_cycle(
 
     Raises:
         ValueError: an argument out of range.
+
+    >>> cycle = sl.optim.one_cycle(0.1, 1.0, 10)
+    >>> float(cycle.lr(10)), float(cycle.momentum(10))
+    (1.0, 0.8)
     """
     back = first_steps if second_steps is None else second_steps
     check(
@@ -144,6 +156,10 @@ def lr_range_test_schedule(
 
     Raises:
         ValueError: an argument out of range.
+
+    >>> rate = sl.optim.lr_range_test_schedule(1e-3, 100)
+    >>> [round(float(rate(step)), 4) for step in (0, 100, 200)]
+    [0.001, 0.002, 0.003]
     """
     check(
         "lr_range_test_schedule",

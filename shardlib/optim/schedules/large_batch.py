@@ -17,6 +17,9 @@ def linear_scaling(lr: float, batch: int, reference_batch: int) -> float:
 
     Raises:
         ValueError: a batch below 1.
+
+    >>> sl.optim.linear_scaling(0.1, batch=1024, reference_batch=256)
+    0.4
     """
     return lr * _ratio("linear_scaling", batch, reference_batch)
 
@@ -25,6 +28,9 @@ def sqrt_scaling(lr: float, batch: int, reference_batch: int) -> float:
     """``lr·√(batch/reference_batch)``: for Adam's kin, whose steps are normalised (You et al., arXiv 1904.00962).
 
     Arguments and errors as `linear_scaling`'s.
+
+    >>> sl.optim.sqrt_scaling(0.1, batch=1024, reference_batch=256)
+    0.2
     """
     return lr * math.sqrt(_ratio("sqrt_scaling", batch, reference_batch))
 

@@ -27,7 +27,12 @@ from shardlib.optim.schedules.base import (
 def warmup_constant_schedule(
     init_value: float, peak_value: float, warmup_steps: int, *, warmup: str = "linear"
 ) -> Schedule:
-    """From ``init_value`` to ``peak_value`` in ``warmup_steps``, then flat. DeepSpeed's WarmupLR: 1000 steps, "log"."""
+    """From ``init_value`` to ``peak_value`` in ``warmup_steps``, then flat. DeepSpeed's WarmupLR: 1000 steps, "log".
+
+    >>> rate = sl.optim.warmup_constant_schedule(0.0, 1.0, 10)
+    >>> [float(rate(step)) for step in (0, 5, 100)]
+    [0.0, 0.5, 1.0]
+    """
     return _warm(
         "warmup_constant_schedule", init_value, peak_value, warmup_steps, warmup, constant_schedule(peak_value)
     )
@@ -46,6 +51,10 @@ def warmup_linear_decay_schedule(
 
     Raises:
         ValueError: warm-up leaves no step to decay.
+
+    >>> rate = sl.optim.warmup_linear_decay_schedule(0.0, 1.0, 10, 110)
+    >>> [round(float(rate(step)), 3) for step in (0, 10, 60, 110)]
+    [0.0, 1.0, 0.5, 0.0]
     """
     left = _left("warmup_linear_decay_schedule", warmup_steps, decay_steps)
     return _warm(
@@ -74,6 +83,10 @@ def warmup_cosine_decay_schedule(
 
     Raises:
         ValueError: warm-up leaves no step to decay, or a peak of 0.
+
+    >>> rate = sl.optim.warmup_cosine_decay_schedule(0.0, 1.0, 10, 110)
+    >>> [round(float(rate(step)), 3) for step in (0, 10, 60, 110)]
+    [0.0, 1.0, 0.5, 0.0]
     """
     left = _left("warmup_cosine_decay_schedule", warmup_steps, decay_steps)
     if peak_value == 0:
@@ -94,7 +107,12 @@ def warmup_exponential_decay_schedule(
     *,
     warmup: str = "linear",
 ) -> Schedule:
-    """Warm-up, then `exponential_decay`, whose steps are counted from the end of warm-up."""
+    """Warm-up, then `exponential_decay`, whose steps are counted from the end of warm-up.
+
+    >>> rate = sl.optim.warmup_exponential_decay_schedule(0.0, 1.0, 10, 10, 0.5)
+    >>> [round(float(rate(step)), 3) for step in (0, 10, 20)]
+    [0.0, 1.0, 0.5]
+    """
     decay = exponential_decay(peak_value, transition_steps, decay_rate, transition_begin, staircase, end_value)
     return _warm("warmup_exponential_decay_schedule", init_value, peak_value, warmup_steps, warmup, decay)
 
@@ -113,6 +131,10 @@ def warmup_stable_decay_schedule(
     """Warm-up, ``stable_steps`` at the peak, then a polynomial to ``end_value`` in ``decay_steps`` (arXiv 2404.06395).
 
     Until the decay begins it does not depend on the length of the run.
+
+    >>> rate = sl.optim.warmup_stable_decay_schedule(0.0, 1.0, 10, 80, 10)
+    >>> [round(float(rate(step)), 3) for step in (0, 10, 90, 95, 100)]
+    [0.0, 1.0, 1.0, 0.5, 0.0]
     """
     decay = polynomial_schedule(peak_value, end_value, power, decay_steps, stable_steps)
     return _warm("warmup_stable_decay_schedule", init_value, peak_value, warmup_steps, warmup, decay)

@@ -41,6 +41,12 @@ def ema(decay: float, debias: bool = True) -> GradientTransformation:
 
     Raises:
         ValueError: ``decay`` is not in [0, 1).
+
+    >>> average, params = sl.optim.ema(0.9), {"w": torch.ones(2)}
+    >>> kept = average.init(params)
+    >>> averaged, kept = average.update(params, kept)
+    >>> averaged["w"]
+    tensor([1., 1.])
     """
     check("ema", "decay is at least 0 and below 1 (usually 0.999)", decay=(decay, is_share(decay)))
 
@@ -61,6 +67,13 @@ def swa() -> GradientTransformation:
     """The mean of all trees given so far: stochastic weight averaging (arXiv 1803.05407), when given parameters.
 
     Used as `ema` is, after those steps whose parameters are to count; as torch.optim.swa_utils.AveragedModel.
+
+    >>> average = sl.optim.swa()
+    >>> kept = average.init({"w": torch.zeros(2)})
+    >>> for value in (1.0, 3.0):
+    ...     mean, kept = average.update({"w": torch.full((2,), value)}, kept)
+    >>> mean["w"]
+    tensor([2., 2.])
     """
 
     def init(params: Tree, _: Shards) -> SwaState:

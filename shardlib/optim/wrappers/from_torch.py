@@ -46,6 +46,12 @@ def from_torch(optimizer_class: Optimizer, **options: Any) -> GradientTransforma
         TypeError: an optimizer in place of its class.
         IllegalComposition: they do not (Muon, Adafactor), or the optimizer needs a closure (LBFGS), sparse gradients
             (SparseAdam) or more than parameters and gradients; says why.
+
+    >>> p, g = {"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([0.6, -0.8])}
+    >>> tx = sl.optim.from_torch(torch.optim.NAdam, lr=0.1)
+    >>> updates, state = tx.update(g, tx.init(p), p)
+    >>> updates["w"]
+    tensor([-0.1056,  0.1056])
     """
     given: object = optimizer_class
     if isinstance(given, torch.optim.Optimizer):

@@ -50,6 +50,15 @@ def inject_hyperparams(
         ValueError: a static argument that the factory does not have, or nothing to inject; in a step too, a number that the
             factory refuses.
         IllegalComposition: an optimizer that reduces gradients itself.
+
+    >>> p, g = {"w": torch.ones(2)}, {"w": torch.ones(2)}
+    >>> tx = sl.optim.inject_hyperparams(sl.optim.sgd)(0.5)
+    >>> state = tx.init(p)
+    >>> sorted(state.hyperparams)
+    ['lr', 'momentum']
+    >>> updates, state = tx.update(g, state, p)
+    >>> updates["w"]
+    tensor([-0.5000, -0.5000])
     """
     signature = inspect.signature(inner_factory)
     static = {static_args} if isinstance(static_args, str) else set(static_args)

@@ -39,6 +39,12 @@ def lookahead(
     Raises:
         ValueError: a hyper-parameter out of range.
         IllegalComposition: ``fast_optimizer`` reduces gradients itself.
+
+    >>> p, g = {"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([0.6, -0.8])}
+    >>> tx = sl.optim.lookahead(sl.optim.sgd(0.1), sync_period=5, slow_step_size=0.5)
+    >>> updates, state = tx.update(g, tx.init(p), p)
+    >>> updates["w"]
+    tensor([-0.0600,  0.0800])
     """
     check(
         "lookahead",

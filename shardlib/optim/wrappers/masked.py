@@ -62,6 +62,12 @@ def masked(
     Raises:
         IllegalComposition: a pattern that matches no trained parameter, when the state is made; or an ``inner`` that reduces
             gradients itself.
+
+    >>> p, g = {"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([0.6, -0.8])}
+    >>> tx = sl.optim.masked(sl.optim.clip_by_value(0.7), "*", exclude="w")
+    >>> updates, state = tx.update(g, tx.init(p), p)
+    >>> updates["w"]
+    tensor([ 0.6000, -0.8000])
     """
     require_no_axis("masked", inner)
     choice = Matching(_patterns(globs), _patterns(exclude))
@@ -108,6 +114,12 @@ def partition(transforms: Mapping[str, GradientTransformation], labels: Labels) 
         IllegalComposition: when the state is made, a parameter without a label, or a glob or a label without a parameter;
             or a transformation that reduces gradients itself.
         ValueError: a label without a transformation.
+
+    >>> p, g = {"w": torch.ones(1), "bias": torch.ones(1)}, {"w": torch.full((1,), 0.5), "bias": torch.full((1,), 0.5)}
+    >>> tx = sl.optim.partition({"all": sl.optim.sgd(1.0), "less": sl.optim.sgd(0.1)}, {"bias": "less", "*": "all"})
+    >>> updates, state = tx.update(g, tx.init(p), p)
+    >>> updates["w"], updates["bias"]
+    (tensor([-0.5000]), tensor([-0.0500]))
     """
     require_no_axis("partition", *transforms.values())
     table = tuple(labels.items()) if isinstance(labels, Mapping) else labels

@@ -36,6 +36,12 @@ def skip_nonfinite(inner: GradientTransformation, max_consecutive_errors: int) -
     Raises:
         ValueError: a negative number of errors.
         IllegalComposition: ``inner`` reduces gradients itself.
+
+    >>> p, g = {"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([0.6, -0.8])}
+    >>> tx = sl.optim.skip_nonfinite(sl.optim.sgd(0.1), 3)
+    >>> updates, state = tx.update(g, tx.init(p), p)
+    >>> updates["w"]
+    tensor([-0.0600,  0.0800])
     """
     check(
         "skip_nonfinite",

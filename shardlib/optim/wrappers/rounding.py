@@ -40,6 +40,10 @@ def stochastic_rounding(tx: GradientTransformation, seed: int = 0) -> GradientTr
 
     Raises:
         IllegalComposition: an optimizer that reduces gradients itself (1-bit Adam and its kin).
+
+    >>> p, g = {"w": torch.ones(2, dtype=torch.bfloat16)}, {"w": torch.ones(2, dtype=torch.bfloat16)}
+    >>> tx = sl.optim.stochastic_rounding(sl.optim.adamw(0.1))
+    >>> updates, state = tx.update(g, tx.init(p), p)
     """
     require_no_axis("stochastic_rounding", tx)
     key = Key(seed).fold_in("stochastic rounding")

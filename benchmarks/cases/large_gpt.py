@@ -1,0 +1,150 @@
+"""A GPT of about 1.1 billion parameters trained in bf16 on one GPU: shardlib against plain PyTorch and fully_shard."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import shardlib as sl
+from benchmarks.harness import rates, tables
+from benchmarks.harness.case import CUDA, Case, Part, Setting
+from benchmarks.harness.timing import medians
+from benchmarks.peers import fsdp
+from benchmarks.peers.gpt import GPT, SMALL, Config, make_loss, params_of
+from benchmarks.peers.shardlib import echo_mesh
+
+Step = Callable[[], torch.Tensor]
+
+_LARGE = Config(vocab=50304, layers=24, width=1792, heads=14, sequence=1024, batch=16)
+_ADAMW = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-4}
+
+
+def measure(setting: Setting) -> Part:
+    """Seconds, tokens/s and MFU of a step, providers taking turns; and the loss that each ends at, from the same start.
+
+    MFU counts 6 floating-point operations for each parameter and token, and 6·layers·width·sequence for each token's
+    causal attention, against the rate of a bf16 product of 8192 × 8192 matrices measured here.
+    """
+    config, device = SMALL if setting.small else _LARGE, setting.device
+    batch = tuple(torch.randint(config.vocab, (config.batch, config.sequence), device=device) for _ in range(2))
+    losses: dict[str, torch.Tensor] = {}
+
+    def keeping(name: str, step: Step) -> Callable[[int], None]:
+        return lambda _: losses.__setitem__(name, step())
+
+    with _alone(device):
+        backend = "eager" if setting.small else "inductor"
+        steps = {name: keeping(name, make(config, batch, device, backend)) for name, make in _PROVIDERS.items()}
+        times = setting.time(steps, warm=rates.GPU_WARM)
+    taken = medians(times)
+    tokens, numbers = config.batch * config.sequence, sum(p.numel() for p in _start(config).parameters())
+    work = tokens * (6 * numbers + 6 * config.layers * config.width * config.sequence)
+    ceiling, base = rates.product_rate(setting), taken[next(iter(_PROVIDERS))]
+    cells = [
+        [
+            name,
+            f"{seconds * 1e3:.2f}",
+            f"{tokens / seconds:,.0f}",
+            f"{work / seconds / ceiling:.1%}",
+            f"{seconds / base:.3f}",
+            f"{float(losses[name]):.3f}",
+        ]
+        for name, seconds in taken.items()
+    ]
+    columns = ["provider", "ms per step", "tokens/s", "MFU", "ratio", "last loss"]
+    about = (
+        f"{config.layers} layers of width {config.width}, {config.batch} rows of {config.sequence} in bf16, "
+        f"{setting.rounds} rounds. MFU is against a product of bf16 matrices, measured here."
+    )
+    return tables.listed("A step of a GPT of 1.1 billion parameters", about, columns, cells, times)
+
+
+def _plain(config: Config, batch: Any, device: torch.device, backend: str) -> Step:
+    """fp32 parameters under autocast, the model compiled, torch's fused AdamW."""
+    model = copy.deepcopy(_start(config)).to(device)
+    compiled = torch.compile(model, backend=backend)
+
+    def forward() -> torch.Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            return compiled(*batch)
+
+    return _loop(model, forward)
+
+
+def _fully_sharded(config: Config, batch: Any, device: torch.device, backend: str) -> Step:
+    """bf16 parameters gathered from fp32 ones, gradients reduced in fp32, every block compiled."""
+    model = copy.deepcopy(_start(config)).to(device)
+    for unit in fsdp.units(model):
+        unit.compile(backend=backend)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fsdp.shard(model, device.type, mp_policy=policy)
+    return _loop(model, lambda: model(*batch))
+
+
+def _loop(model: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> Step:
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **_ADAMW)  # type: ignore[arg-type]
+
+    def step() -> torch.Tensor:
+        loss = forward()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def _shardlib(config: Config, batch: Any, device: torch.device, backend: str | None) -> Step:
+    """``precision("bf16")`` with fp32 masters, adamw; the loss compiled, unless there is no backend."""
+    params = params_of(copy.deepcopy(_start(config)).to(device))
+    loss_fn = make_loss(config)
+    if backend is not None:
+        loss_fn = torch.compile(loss_fn, backend=backend)
+    sharded = sl.shard(params, echo_mesh(1, device), sl.chain(sl.zero(0), sl.precision("bf16")))
+    state, train_step = sl.make_train_step(loss_fn, sharded, sl.optim.adamw(1e-4, weight_decay=1e-4))
+    held = [state]
+
+    def step() -> torch.Tensor:
+        held[0], metrics = train_step(held[0], batch)
+        return metrics["loss"]
+
+    return step
+
+
+_PROVIDERS: dict[str, Callable[..., Step]] = {
+    "plain PyTorch, compiled": _plain,
+    "fully_shard, one rank, compiled": _fully_sharded,
+    "shardlib, compiled": _shardlib,
+    "shardlib": lambda config, batch, device, _: _shardlib(config, batch, device, None),
+}
+
+
+@contextmanager
+def _alone(device: torch.device) -> Iterator[None]:
+    """A process group of one, for fully_shard."""
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@functools.cache
+def _start(config: Config) -> GPT:
+    """What all train from, on the CPU: a generator of one device fills no memory of another."""
+    return GPT(config)
+
+
+CASE = Case(
+    "large_gpt",
+    "a GPT of 1.1 billion parameters against plain PyTorch and fully_shard",
+    {CUDA: rates.GPU_ROUNDS},
+    measure,
+)

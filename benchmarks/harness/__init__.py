@@ -1,0 +1,1 @@
+"""How benchmarks are run, timed and written."""

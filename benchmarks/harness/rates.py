@@ -1,0 +1,67 @@
+"""What a device can do, and what share of it a kernel reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from benchmarks.harness import tables
+from benchmarks.harness.case import CUDA, WRONG, Part, Setting
+from benchmarks.harness.timing import medians
+from shardlib.kernels.common.build import BuildError
+
+Moving = tuple[float, Callable[[], Any]]  # bytes per element, and what moves them
+COPY = ("copy", "torch")
+GPU_ROUNDS, GPU_WARM = 10, 4  # and before them
+
+
+def implementations(device: torch.device) -> tuple[str, ...]:
+    """A kernel's, on that device; not all can be built everywhere."""
+    return ("cuda", "triton") if device.type == CUDA else ("cpu",)
+
+
+def outcome(good: bool, detail: str = "") -> str:
+    """Of a check."""
+    return f"{'ok' if good else WRONG}{detail and f' ({detail})'}"
+
+
+def tried(check: Callable[[], str]) -> str:
+    """What ``check`` says, or that what it checks cannot be built here."""
+    try:
+        return check()
+    except (BuildError, ImportError) as reason:
+        return f"not available: {reason}"
+
+
+def bandwidths(title: str, calls: dict[tuple[str, str], Moving], elements: int, setting: Setting) -> Part:
+    """Bytes per second of (kernel, implementation), taking turns; one of them is `COPY`.
+
+    Those that cannot be built here are left out: the checks say why.
+    """
+    left: dict[tuple[str, str], Moving] = {}
+    for key, (size, call) in calls.items():
+        with suppress(BuildError, ImportError):
+            call()
+            left[key] = size, call
+    times = setting.time(
+        {", ".join(key): lambda _, call=call: call() for key, (_, call) in left.items()}, warm=GPU_WARM
+    )
+    taken = medians(times)
+    ceiling = left[COPY][0] * elements / taken[", ".join(COPY)]
+    cells = []
+    for (name, using), (size, _) in left.items():
+        seconds = taken[f"{name}, {using}"]
+        rate = size * elements / seconds
+        cells.append([name, using, f"{seconds * 1e3:.3f}", f"{rate / 1e9:.0f}", f"{rate / ceiling:.0%}"])
+    about = f"{elements:,} elements, {setting.rounds} rounds."
+    return tables.listed(title, about, ["kernel", "implementation", "ms", "GB/s", "of a copy's"], cells, times)
+
+
+def product_rate(setting: Setting) -> float:
+    """Operations per second of a large product of matrices in bf16: what the processor can do."""
+    side = 256 if setting.small else 8192
+    a, b = (torch.randn(side, side, device=setting.device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * side**3 / medians(setting.time({"product": lambda _: a @ b}, warm=GPU_WARM))["product"]

@@ -1,0 +1,39 @@
+"""Tables as files: Markdown with its provenance, the samples as CSV, a plot."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.case import Part, Table
+from benchmarks.harness.plots import draw
+
+FOLDER = Path(__file__).parents[1] / "results"
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """A CSV file's rows, by its header."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def write_rows(path: Path, header: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
+    """A CSV file."""
+    with path.open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(header)
+        table.writerows(rows)
+
+
+def write(table: Table, parts: list[Part], source: Mapping[str, str], folder: Path) -> Path:
+    """All of a table's files; returns the one to read."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [f"# {table.title}", "", *(f"- {what}: {value}" for what, value in source.items()), ""]
+    page = folder / f"{table.name}.md"
+    page.write_text("\n".join([*lines, *(part.text for part in parts)]))
+    write_rows(page.with_suffix(".csv"), parts[0].header, [row for part in parts for row in part.samples])
+    if table.plot is not None:
+        draw(table.plot, page.with_suffix(".png"), parts)
+    return page

@@ -1,0 +1,109 @@
+"""Cases run one after the other; a table is written where all of it was measured in full, and left alone otherwise."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.harness import results, tables
+from benchmarks.harness.case import CUDA, WRONG, Case, Part, Setting, Table
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a case or of the checks; ``reasons``: why it is not a full measurement, none where it is one."""
+
+    part: Part | None
+    reasons: tuple[str, ...] = ()
+    failed: bool = False
+
+
+def chosen(known: Sequence[Table], names: Sequence[str]) -> list[Case]:
+    """The cases called so, or of the tables called so; without names all.
+
+    Raises:
+        ValueError: a name is neither's.
+    """
+    cases = [case for table in known for case in table.cases]
+    members = {case.name: {case.name} for case in cases}
+    members |= {table.name: {case.name for case in table.cases} for table in known}
+    if unknown := [name for name in names if name not in members]:
+        raise ValueError(f"no case or table is called {', '.join(unknown)}: there are {', '.join(members)}")
+    wanted = {case for name in names or members for case in members[name]}
+    return [case for case in cases if case.name in wanted]
+
+
+def run(
+    known: Sequence[Table],
+    names: Sequence[str],
+    setting: Setting,
+    source: Mapping[str, str],
+    folder: Path = results.FOLDER,
+) -> bool:
+    """Measure cases, print what they find, and write into ``folder`` the tables that are measured in full.
+
+    On a GPU everything is checked before anything is measured.
+
+    Args:
+        known: all tables of this kind of device.
+        names: of cases or tables, as `chosen` takes them.
+        setting: of every case; with 0 rounds each has its own number.
+        source: where the tables come from.
+
+    Returns:
+        Whether every case ran to its end, and every check held.
+    """
+    cases = chosen(known, names)
+    checks = {"checks": _checked(cases, setting)} if setting.kind == CUDA else {}
+    wanted, every = {case.name for case in cases}, list(checks.values())
+    for table in known:
+        if wanted.isdisjoint(case.name for case in table.cases):
+            continue
+        outcomes = checks | {
+            case.name: _measured(case, setting) if case.name in wanted else Outcome(None, ("not measured",))
+            for case in table.cases
+        }
+        _keep(table, outcomes, source, folder)
+        every += outcomes.values()
+    return not any(outcome.failed for outcome in every)
+
+
+def _checked(cases: Sequence[Case], setting: Setting) -> Outcome:
+    rows = []
+    for case in cases:
+        try:
+            rows += case.check(setting.device) if case.check else []
+        except Exception as error:
+            traceback.print_exc()
+            rows.append((case.name, f"{WRONG}: {error}"))
+    part = tables.listed("Checks", "", ["check", "result"], rows, {})
+    print(part.text, flush=True)
+    wrong = tuple(f"{what}: {result}" for what, result in rows if result.startswith(WRONG))
+    return Outcome(part, wrong, bool(wrong))
+
+
+def _measured(case: Case, setting: Setting) -> Outcome:
+    print(f"{case.name} …", flush=True)
+    full = case.rounds[setting.kind]
+    setting = replace(setting, rounds=setting.rounds or full)
+    try:
+        part = case.measure(setting)
+    except Exception as error:
+        traceback.print_exc()
+        return Outcome(None, (f"failed: {error!r}",), True)
+    print(part.text, flush=True)
+    reasons = ["at a small size"] * setting.small
+    if setting.rounds < full:
+        reasons.append(f"{setting.rounds} of {full} rounds")
+    return Outcome(part, (*reasons, *(f"{what} is missing" for what in part.missing)))
+
+
+def _keep(table: Table, outcomes: Mapping[str, Outcome], source: Mapping[str, str], folder: Path) -> None:
+    """Write a table, or say why not."""
+    if reasons := [f"{name}: {reason}" for name, outcome in outcomes.items() for reason in outcome.reasons]:
+        print(f"{table.name} is not written, as it was not measured in full:", *reasons, sep="\n  ", flush=True)
+        return
+    parts = [outcome.part for outcome in outcomes.values() if outcome.part is not None]
+    print(f"written: {results.write(table, parts, source, folder)}", flush=True)

@@ -1,0 +1,1 @@
+"""What is learned: a byte-level GPT trained by methods that differ, and the loss that each ends at."""

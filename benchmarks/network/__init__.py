@@ -1,0 +1,1 @@
+"""Steps over slow links, between hosts that are network namespaces."""

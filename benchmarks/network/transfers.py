@@ -1,0 +1,24 @@
+"""What a network carries."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness.timing import wall
+
+
+def transfers(payload: int, rounds: int) -> list[float]:
+    """Seconds that each of ``rounds`` raw transfers takes: every rank sends ``payload`` bytes to the next one at once."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    out, into = torch.ones(payload // 4), torch.empty(payload // 4)
+
+    def exchange() -> None:
+        for work in (dist.irecv(into, (rank - 1) % size), dist.isend(out, (rank + 1) % size)):
+            work.wait()
+
+    seconds = []
+    for _ in range(rounds + 1):  # the first one connects
+        dist.barrier()
+        seconds.append(wall(exchange))
+    return seconds[1:]

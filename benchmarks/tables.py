@@ -1,0 +1,60 @@
+"""Which cases are written together, and into which file of ``results/``."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.cases import (
+    communication,
+    large_gpt,
+    layer_kernels,
+    optimizer_kernels,
+    pipeline,
+    slicing,
+    small_gpt,
+    small_tensors,
+    sparse_attention,
+    step,
+)
+from benchmarks.harness import plots
+from benchmarks.harness.case import CPU, Table
+from benchmarks.learning import compressed as learning
+from benchmarks.learning import large_batch, rates
+from benchmarks.network import compressed as slow_network
+from benchmarks.network import link, report
+
+_OF_THE_CPU = (
+    Table(
+        "cpu",
+        "Steps and kernels on two cores",
+        (step.CASE, small_tensors.CASE, communication.CASE, slicing.CASE, pipeline.CASE, link.CASE),
+        plots.ratios,
+    ),
+    Table(
+        "kernels_cpu",
+        "Kernels of optimizers and of a dense layer on one core",
+        (optimizer_kernels.CASE, layer_kernels.CASE),
+        plots.ratios,
+    ),
+    Table("sparse_cpu", "Sparse attention on one core", (sparse_attention.CASE,)),
+    Table("slow_network", "Slow networks", slow_network.CASES, report.plot),
+    Table("learning", "Learning", (learning.CASE,)),
+    Table("learning_rates", "Learning at several rates", (rates.CASE,)),
+    Table("large_batch", "Large batches", (large_batch.CASE,)),
+)
+_OF_A_GPU = (
+    small_gpt.CASE,
+    large_gpt.CASE,
+    communication.CASE,
+    optimizer_kernels.CASE,
+    layer_kernels.CASE,
+    sparse_attention.CASE,
+)
+
+
+def tables(kind: str) -> tuple[Table, ...]:
+    """All of a kind of device; a GPU has one, which is called by its name."""
+    if kind == CPU:
+        return _OF_THE_CPU
+    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "a GPU"
+    return (Table(name.lower().replace(" ", "-"), name, _OF_A_GPU),)

@@ -1,0 +1,95 @@
+"""One stage: micro-batches one after the other, each forward and then backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardlib.errors import HandleError
+from shardlib.execute.executor import Executor
+from shardlib.execute.gradients import Gradients, Route
+from shardlib.execute.losses import Outcome, is_compiled, read_loss, require_gradient, wants
+from shardlib.execute.record import Record
+from shardlib.execute.sequence import require_whole_loss
+from shardlib.execute.stages.base import Call, kept
+from shardlib.execute.totals import Sums, Totals
+from shardlib.mesh.mesh import Mesh
+from shardlib.plan.plan import Plan
+from shardlib.rng import seeding_torch
+from shardlib.sharded.tree import Sharded
+from shardlib.tree import Tree
+
+
+class OneStage:
+    """Runs any function.
+
+    Args:
+        trained: whether it is a loss function to be differentiated.
+        with_buffers: whether it takes and returns buffers.
+
+    Raises:
+        HandleError: a compiled loss function with a plan that gathers or slices parameters.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], plan: Plan, mesh: Mesh, trained: bool, with_buffers: bool = False
+    ) -> None:
+        self._fn, self._plan, self._mesh, self._with_buffers = fn, plan, mesh, with_buffers
+        self._wants_rng = wants(fn, "rng")
+        self.executor = Executor(plan, mesh, trained)
+        if trained and is_compiled(fn):
+            _refuse_compiled(self.executor, plan)
+
+    @property
+    def records(self) -> Sequence[Record]:
+        return [self.executor.record]
+
+    def train(self, call: Call, totals: Totals, route: Route) -> dict[str, torch.Tensor]:
+        gradients = self.executor.gradients(route)
+        buffers = call.buffers
+        for index in range(len(call.parts)):
+            outcome = self.microbatch(call, index, buffers, gradients)
+            if outcome is not None:
+                buffers = outcome.buffers
+                totals.add(outcome)
+        return gradients.result()
+
+    def microbatch(self, call: Call, index: int, buffers: Any, gradients: Gradients) -> Outcome | None:
+        """Forward and backward of one; None where the step will be taken again."""
+        batch, key = call.parts[index], call.keys[index]
+        extra: dict[str, Any] = {"rng": key} if self._wants_rng and key is not None else {}
+
+        def run(tree: Tree) -> tuple[torch.Tensor, Outcome]:
+            inputs = (tree, buffers, batch) if self._with_buffers else (tree, batch)
+            with seeding_torch(key, self._mesh.device):
+                outcome = read_loss(self._fn(*inputs, **extra), self._with_buffers)
+            require_gradient(outcome)
+            record, sequence = self.executor.record, self._plan.step.sequence
+            if sequence and record.order is None:
+                require_whole_loss(sequence, self._mesh, record.done, (outcome.total, outcome.weight))
+            seed.fill_(call.seed(outcome))
+            return outcome.total, kept(outcome, self.executor)
+
+        seed = torch.ones((), dtype=torch.float64, device=self._mesh.device)
+        return self.executor.backward(call.params, gradients, index == len(call.parts) - 1, run, seed)
+
+    def shared_aux(self, call: Call, aux: Tree, sums: Sums) -> Tree:
+        return aux
+
+    def evaluate(self, params: Sharded, *args: Any) -> Any:
+        return self.executor.forward(params, lambda tree: self._fn(tree, *args))
+
+
+def _refuse_compiled(executor: Executor, plan: Plan) -> None:
+    if executor.gathers:
+        raise HandleError(
+            "the loss function is compiled as a whole, and ZeRO stage 3 gathers parameters inside it; compile the "
+            "blocks instead (sl.block(torch.compile(fn))), or use zero(stage=2)"
+        )
+    if plan.styles:
+        raise HandleError(
+            "the loss function is compiled as a whole, and tensor slicing puts collectives between its operations; "
+            "compile functions that use no sliced parameter"
+        )

@@ -1,0 +1,105 @@
+"""A plan traced without ranks: one micro-batch through all stages in turn, on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from shardlib.execute.batches import split_batch
+from shardlib.execute.executor import Executor
+from shardlib.execute.gradients import Gradients, plain_route
+from shardlib.execute.handles import materialise
+from shardlib.execute.live import LiveBytes
+from shardlib.execute.losses import read_loss
+from shardlib.execute.sequence import require_whole_loss
+from shardlib.execute.stages.base import Call, keys_of
+from shardlib.execute.stages.interpreter import Run, differentiable, fresh_leaf
+from shardlib.execute.stages.one import OneStage
+from shardlib.execute.stages.pipe import require_blocks
+from shardlib.mesh.mesh import Mesh
+from shardlib.plan.plan import Plan
+from shardlib.plan.value import Trace
+from shardlib.rng import Key
+from shardlib.sharded.tree import Sharded
+from shardlib.tree import Tree, leaves_of, tree_map
+
+
+def trace(
+    loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, buffers: Tree, rng: Key
+) -> tuple[Trace, ...]:
+    """What each stage does for the first of a rank's micro-batches. ``params`` holds all stages' buckets."""
+    if plan.stages.axes:
+        return _trace_stages(loss_fn, plan, mesh, params, split_batch(batch, plan, mesh)[0], rng)
+    runner = OneStage(loss_fn, plan, mesh, trained=True, with_buffers=buffers is not None)
+
+    def live_bytes() -> int:
+        """The most that a micro-batch holds at once, what is cast of the batch too, its gradients aside."""
+        live = LiveBytes()
+        with live:
+            parts = split_batch(batch, plan, mesh)
+            call = Call(params, parts, keys_of(plan, mesh, parts, rng), buffers, 1.0, 1.0)
+            gradients = runner.executor.gradients(plain_route(mesh))
+            runner.microbatch(call, 0, buffers, gradients)
+        return live.peak(without=gradients.held)
+
+    live, activations = live_bytes(), dict(mesh.traffic.activations)
+    if runner.executor.gathers:  # again: the order is known now, and the next unit on its way while one computes
+        live = max(live, live_bytes())
+    return (Trace(runner.executor.touches, activations, live),)
+
+
+def _trace_stages(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, rng: Key) -> tuple[Trace, ...]:
+    blocks, spans = require_blocks(loss_fn, plan), plan.stages.spans
+    runs: list[Run] = []
+    carry: Any = None
+    passed: list[tuple[int, int]] = []
+    sent: list[dict[str, int]] = [{} for _ in spans]
+    live = [LiveBytes() for _ in spans]
+    memory: list[tuple[int, int]] = []  # what a stage keeps of its own, and what came in
+    gradients: list[Gradients] = []
+    for stage, (start, stop) in enumerate(spans):
+
+        def compute(tree: Tree, start: int = start, stop: int = stop, carry: Any = carry) -> Any:
+            result = materialise(blocks.run(tree, carry, batch, start, stop, rng))
+            return read_loss(result, False).total if stop == len(blocks) else result
+
+        executor = Executor(plan.of_stage(stage), mesh, trained=True)
+        gradients.append(executor.gradients(plain_route(mesh)))
+        with _counting(mesh, sent[stage]), live[stage]:
+            result = executor.open(params, gradients[stage], compute)
+        executor.rest()
+        arrived = [leaf for leaf in leaves_of(carry) if isinstance(leaf, torch.Tensor)]
+        memory.append((live[stage].now, sum(leaf.nbytes for leaf in arrived)))
+        runs.append(Run(executor, differentiable(carry), differentiable(result)))
+        tensors = [leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)]
+        passed.append((sum(leaf.nbytes for leaf in tensors), sum(leaf.nbytes for leaf in runs[-1].outputs)))
+        carry = tree_map(fresh_leaf, result)
+    if plan.step.sequence:
+        require_whole_loss(plan.step.sequence, mesh, {step for run in runs for step in run.executor.record.done}, None)
+    for run, kept, counts, alive in zip(reversed(runs), reversed(gradients), reversed(sent), reversed(live)):
+        seeds = [torch.ones_like(output) for output in run.outputs]
+        with _counting(mesh, counts), alive:
+            if plan.stages.schedule.splits and run.inputs and run.outputs:
+                run.executor.inputs_gradient(run.outputs, seeds, run.inputs)
+                run.executor.rest()
+                run.executor.weights_gradient(kept, last=False)
+            else:
+                run.executor.differentiate(run.outputs, seeds, run.inputs, kept, last=False)
+        run.executor.close()
+    peaks = [alive.peak(without=kept.held) for alive, kept in zip(live, gradients)]
+    return tuple(
+        Trace(run.executor.touches, counts, peak + arrived, own + arrived, *sizes)
+        for run, sizes, counts, (own, arrived), peak in zip(runs, passed, sent, memory, peaks)
+    )
+
+
+@contextmanager
+def _counting(mesh: Mesh, counts: dict[str, int]) -> Iterator[None]:
+    """Add what the blocks send meanwhile, by axis."""
+    before = dict(mesh.traffic.activations)
+    yield
+    for axis, sent in mesh.traffic.activations.items():
+        counts[axis] = counts.get(axis, 0) + sent - before.get(axis, 0)

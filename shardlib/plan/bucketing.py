@@ -1,0 +1,158 @@
+"""Which leaves lie in one bucket: those of one unit that are stored, split, sliced and summed alike."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from shardlib.plan.buckets import Bucket, Memory, stands_alone
+from shardlib.plan.claims import Use
+from shardlib.plan.placement import Placement
+from shardlib.plan.placing import Splits
+from shardlib.plan.resolve import Resolved
+from shardlib.plan.stages import Stages
+
+
+class _Kind(NamedTuple):
+    """What the leaves of a bucket have in common."""
+
+    unit: str
+    dtype: torch.dtype
+    trainable: bool
+    master: torch.dtype | None
+    axes: tuple[str, ...]
+    alone: str  # the path of a leaf that is a bucket of its own
+    slices: tuple[str, ...]
+    sums: tuple[str, ...]
+    varying: tuple[str, ...]
+    stages: tuple[int, ...]
+
+    def order(self, units: Mapping[str, int]) -> tuple[object, ...]:
+        rest = (self.slices, self.sums, self.varying, self.stages)
+        return (units[self.unit], str(self.dtype), not self.trainable, str(self.master), self.alone, *rest)
+
+
+def buckets_of(
+    placements: Sequence[Placement],
+    resolved: Resolved,
+    splits: Splits,
+    batch_axes: tuple[str, ...],
+    stages: Stages,
+    units: Mapping[str, int],
+) -> tuple[Bucket, ...]:
+    """All leaves in buckets, in the order of units.
+
+    Args:
+        units: name -> number.
+    """
+    groups: dict[_Kind, list[Placement]] = {}
+    for placement in placements:
+        groups.setdefault(_kind(placement, resolved, splits), []).append(placement)
+    buckets: list[Bucket] = []
+    names: set[str] = set()
+    for kind in sorted(groups, key=lambda kind: kind.order(units)):
+        name = _name(kind)
+        name = name if name not in names else f"{name}/master"
+        names.add(name)
+        buckets.append(_bucket(name, kind, groups[kind], resolved, splits, batch_axes, stages))
+    return tuple(buckets)
+
+
+def _kind(placement: Placement, resolved: Resolved, splits: Splits) -> _Kind:
+    sizes, use = resolved.sizes, resolved.use(placement.path)
+    trainable = placement.grad is not None
+    slices = tuple(axis for axis in placement.compute.spec.axes if sizes[axis] > 1)
+    # A leaf that is not trained has no optimizer state: it is split as its parameters are, and no further.
+    axes = tuple(axis for axis in (splits.optimizer if trainable else splits.param) if axis not in slices)
+    numel = math.prod(placement.compute.spec.local_shape(placement.compute.shape, sizes))
+    alone = placement.path if stands_alone(numel, math.prod(sizes[axis] for axis in axes)) else ""
+    return _Kind(
+        unit=placement.unit,
+        dtype=placement.param.dtype,
+        trainable=trainable,
+        master=use.master if trainable else None,
+        axes=axes,
+        alone=alone,
+        slices=slices,
+        sums=_sums(placement, use, slices, resolved),
+        varying=use.varying or (),
+        stages=use.stages or (0,),
+    )
+
+
+def _sums(placement: Placement, use: Use, slices: tuple[str, ...], resolved: Resolved) -> tuple[str, ...]:
+    """Axes beside the batch's over which each rank's gradient is a part of the whole."""
+    sums = (placement.style.axis,) if placement.style and placement.style.sums else ()
+    sequence = resolved.step.sequence
+    if sequence is None or resolved.sizes[sequence.axis] == 1 or placement.grad is None:
+        return sums
+    # Of what is whole along the sequence's axis each rank's gradient is that of its own positions.
+    return sums if sequence.axis in (*slices, *sums) else (*sums, sequence.axis)
+
+
+def _name(kind: _Kind) -> str:
+    if kind.alone:
+        return kind.alone
+    dtype = str(kind.dtype).removeprefix("torch.")
+    shared = (f"stages {', '.join(map(str, kind.stages))}",) if len(kind.stages) > 1 else ()
+    frozen = "" if kind.trainable else "/frozen"
+    return "/".join(
+        (f"{kind.unit or '(top)'}/{dtype}{frozen}", *kind.slices, *(f"sum over {a}" for a in kind.sums), *shared)
+    )
+
+
+def _bucket(
+    name: str,
+    kind: _Kind,
+    members: Sequence[Placement],
+    resolved: Resolved,
+    splits: Splits,
+    batch_axes: tuple[str, ...],
+    stages: Stages,
+) -> Bucket:
+    sizes, first = resolved.sizes, members[0]
+
+    def levels(role: str) -> int:
+        return sum(axis not in kind.slices for axis in splits.of(role))
+
+    summed = [axis for axis in (*batch_axes, *kind.sums) if sizes[axis] > 1]
+    return Bucket(
+        name=name,
+        unit=kind.unit,
+        paths=tuple(member.path for member in members),
+        shapes=tuple(member.compute.spec.local_shape(member.compute.shape, sizes) for member in members),
+        dtype=kind.dtype,
+        reduce_dtype=first.grad.dtype if first.grad else kind.dtype,
+        master_dtype=kind.master,
+        trainable=kind.trainable,
+        axes=kind.axes,
+        sizes=tuple(sizes[axis] for axis in kind.axes),
+        param_level=levels("param"),
+        grad_level=levels("grad") if kind.trainable else 0,
+        replicas=tuple(axis for axis in summed if axis not in (*kind.axes, *kind.varying)),
+        slices=kind.slices,
+        short=_short(members, kind.slices, sizes),
+        stages=kind.stages,
+        homes=stages.homes(kind.stages),
+        memory=Memory(*(resolved.home(role).memory for role in Memory._fields)),
+    )
+
+
+def _short(
+    members: Sequence[Placement], slices: tuple[str, ...], sizes: Mapping[str, int]
+) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    """See `shardlib.plan.buckets.Bucket.short`."""
+    computes = [member.compute for member in members]
+    if not any(leaf.spec.padded for leaf in computes):
+        return ()
+    found = []
+    for place in itertools.product(*(range(sizes[axis]) for axis in slices)):
+        coords = dict.fromkeys(sizes, 0) | dict(zip(slices, place, strict=True))
+        held = tuple(leaf.spec.window(leaf.shape, sizes, coords).numel for leaf in computes)
+        if held != tuple(leaf.spec.local_numel(leaf.shape, sizes) for leaf in computes):
+            found.append((place, held))
+    return tuple(found)

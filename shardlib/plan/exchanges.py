@@ -1,0 +1,146 @@
+"""What is sent of a bucket in a step, as data, stated once: executor, payload, prediction, print-out and residuals read it.
+
+A bucket at level k is split over its first k axes (see `shardlib.plan.buckets`). A gather leads from level k + 1 to k, a
+scatter from k to k + 1, and a sum leaves the level as it is. Each is an `Exchange` over one axis, of values as they are or
+through a codec; `Routes` puts those of one bucket in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+from shardlib.collectives.codecs.integers import Packing
+from shardlib.plan.buckets import Bucket
+from shardlib.plan.channels import Channel
+from shardlib.plan.reductions import Reductions
+
+
+class Op(Enum):
+    """What an exchange does with a bucket."""
+
+    GATHER = "gather"  # parts to a larger part, on every rank
+    SCATTER = "reduce-scatter"  # partial sums to a part of the sum
+    SUM = "all-reduce"  # partial sums to the sum, on every rank
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One bucket's message over one axis.
+
+    Attributes:
+        source, target: the levels that it leads from and to.
+        packing: how gathered parameters travel, where not as they are.
+        channel: how gradients travel, where not as they are.
+    """
+
+    bucket: Bucket
+    axis: str
+    ways: int
+    op: Op
+    source: int
+    target: int
+    packing: Packing | None = None
+    channel: Channel | None = None
+
+    @cached_property
+    def payload(self) -> int:
+        """Bytes one rank sends, by the algorithms' own volume."""
+        bucket, ways = self.bucket, self.ways
+        if self.channel is not None:
+            return self.channel.payload
+        if self.packing is not None:
+            return (ways - 1) * self.packing.size(bucket.size(self.source))
+        if self.op is Op.GATHER:
+            return share(bucket.size(self.target) * bucket.dtype.itemsize, ways)
+        times = 2 if self.op is Op.SUM else 1
+        return share(times * bucket.size(self.source) * bucket.reduce_dtype.itemsize, ways)
+
+    @property
+    def form(self) -> str:
+        """How it travels, as printed."""
+        if self.channel is not None:
+            return str(self.channel.codec)
+        dtype = self.bucket.dtype if self.op is Op.GATHER else self.bucket.reduce_dtype
+        return str(self.packing) if self.packing is not None else str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Routes:
+    """What is sent of one bucket in a step, in order.
+
+    Attributes:
+        gather: before the first use in a micro-batch.
+        again: before later uses; shorter where a second shard is kept from the first on.
+        each: after a micro-batch, from the whole gradient to the level at which gradients are kept.
+        last: after the last micro-batch, from there to the optimizer's layout.
+        mean: what the optimizer makes itself of an axis it owns, in place of the sum in ``last``.
+        restore: after the update, from the optimizer's layout to what is stored.
+    """
+
+    gather: tuple[Exchange, ...]
+    again: tuple[Exchange, ...]
+    each: tuple[Exchange, ...]
+    last: tuple[Exchange, ...]
+    mean: Exchange | None
+    restore: tuple[Exchange, ...]
+
+    @property
+    def reductions(self) -> tuple[Exchange, ...]:
+        """From a whole partial gradient to the optimizer's layout."""
+        return (*self.each, *self.last)
+
+
+def routes_of(bucket: Bucket, reductions: Reductions, sizes: Mapping[str, int]) -> Routes:
+    """What is sent of a bucket whose sums and gathers travel so."""
+    second = reductions.second_level
+    stop = bucket.param_level if second is None else min(second, bucket.param_level)
+    reduced = tuple(_reduced(bucket, reductions, sizes)) if bucket.trainable else ()
+    return Routes(
+        gather=gathers(bucket, 0, bucket.param_level, reductions.packings),
+        again=gathers(bucket, 0, stop, reductions.packings),
+        each=reduced[: bucket.grad_level],
+        last=reduced[bucket.grad_level :],
+        mean=_mean(bucket, reductions, sizes),
+        restore=gathers(bucket, bucket.param_level, bucket.levels, {}) if bucket.trainable else (),
+    )
+
+
+def gathers(bucket: Bucket, start: int, stop: int, packings: Mapping[str, Packing]) -> tuple[Exchange, ...]:
+    """From level ``stop`` to level ``start``."""
+    return tuple(
+        Exchange(bucket, axis, ways, Op.GATHER, level + 1, level, packing)
+        for level in reversed(range(start, stop))
+        for axis, ways in [(bucket.axes[level], bucket.sizes[level])]
+        for packing in [packings.get(axis) if bucket.dtype.is_floating_point else None]
+    )
+
+
+def unowned(route: Sequence[Exchange], axes: Sequence[str]) -> tuple[Exchange, ...]:
+    """A route without its sums over ``axes``, which an optimizer makes itself."""
+    return tuple(exchange for exchange in route if exchange.op is not Op.SUM or exchange.axis not in axes)
+
+
+def share(whole: int, ways: int) -> int:
+    """What one rank sends of ``whole`` bytes that are gathered, or reduced and scattered, over ``ways`` ranks."""
+    return whole * (ways - 1) // ways
+
+
+def _reduced(bucket: Bucket, reductions: Reductions, sizes: Mapping[str, int]) -> Iterator[Exchange]:
+    codecs = reductions.codecs
+    for level, axis in enumerate(bucket.axes):
+        channel = Channel(bucket, axis, sizes[axis], codecs[axis], level) if axis in codecs else None
+        yield Exchange(bucket, axis, sizes[axis], Op.SCATTER, level, level + 1, channel=channel)
+    for axis in bucket.replicas:
+        channel = Channel(bucket, axis, sizes[axis], codecs[axis], None) if axis in codecs else None
+        yield Exchange(bucket, axis, sizes[axis], Op.SUM, bucket.levels, bucket.levels, channel=channel)
+
+
+def _mean(bucket: Bucket, reductions: Reductions, sizes: Mapping[str, int]) -> Exchange | None:
+    owner = reductions.owner
+    if owner is None or sizes[owner.axis] == 1 or not bucket.trainable:
+        return None
+    channel = Channel(bucket, owner.axis, sizes[owner.axis], owner.codec, None, mean=True)
+    return Exchange(bucket, owner.axis, sizes[owner.axis], Op.SUM, bucket.levels, bucket.levels, channel=channel)

@@ -1,0 +1,65 @@
+"""What several transforms ask of the others in their chain."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from shardlib.errors import IllegalComposition, axes_named
+from shardlib.plan.resolve import Resolved
+from shardlib.plan.value import ROLES
+
+
+class Narrow(Protocol):
+    """A codec or a packing."""
+
+    @property
+    def wide(self) -> bool: ...
+
+
+def require_summed(resolved: Resolved, axis: str, codec: object) -> None:
+    """Gradients must be summed over an axis to travel over it in few bits."""
+    if not resolved.varies_over(axis):
+        raise IllegalComposition(
+            f"gradients are to travel over axis {axis!r} in {codec}, and nothing sums them there: add "
+            f"zero(axis={axis!r}), or name the axis that it shares the batch over"
+        )
+
+
+def require_split_parameters(resolved: Resolved, axis: str, packing: object) -> None:
+    """Parameters must be split over an axis to be gathered over it."""
+    if axis not in resolved.home("param").axes:
+        raise IllegalComposition(
+            f"parameters are to travel over axis {axis!r} in {packing}, and none are split over it: add zero(stage=3, "
+            f"axis={axis!r}); at lower stages they are not gathered to be used"
+        )
+
+
+def require_whole_leaves(resolved: Resolved, axis: str, codec: object) -> None:
+    """Nothing may be split where whole leaves are compressed."""
+    split = sorted({axis for role in ROLES for axis in resolved.home(role).axes})
+    if split:
+        raise IllegalComposition(
+            f"gradients are to travel over axis {axis!r} in {codec}, which are made of whole leaves, and zero splits the "
+            f"state over {axes_named(split)}: use zero(stage=0), or sl.onebit() or sl.quantize() to compress shards"
+        )
+
+
+def require_no_float64(resolved: Resolved, codec: Narrow) -> None:
+    """Codecs that hold no float64 need narrower parameters."""
+    wide = [leaf.path for leaf in resolved.leaves if resolved.dtype(leaf) == torch.float64]
+    if wide and not codec.wide:
+        raise IllegalComposition(
+            f"{codec} holds no float64, which {len(wide)} parameters are ({wide[0]} first); use float32 parameters, or "
+            "sl.onebit() for gradients"
+        )
+
+
+def require_split_gradients(resolved: Resolved) -> None:
+    """Gradients must be split to be reduced after every micro-batch, where a transform asks for that."""
+    if resolved.step.sync == "each" and not resolved.home("grad").axes:
+        raise IllegalComposition(
+            "sync='each' reduces gradients after every micro-batch into their shards, and at ZeRO stages 0 and "
+            "1 they are kept whole; use sync='last' (the same numbers, less traffic), or stage 2 or 3"
+        )
