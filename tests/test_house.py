@@ -15,7 +15,11 @@ CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["import
 
 # Circles of files that are still there. One that is gone fails here, to be taken out.
 CIRCLES = [
+<<<<<<< HEAD
     ("shardlib.kernels.dropout.op", "shardlib.kernels.dropout.reference"),
+=======
+    ("shardlib.plan.payload", "shardlib.plan.plan", "shardlib.plan.text"),
+>>>>>>> house
 ]
 
 

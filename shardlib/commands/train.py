@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardlib import checkpoint, optim
+from shardlib._compat import storage_id
 from shardlib.commands import job, model, pictures
 from shardlib.mesh.mesh import Mesh, make_mesh
 from shardlib.optim.train_state import TrainState
@@ -154,7 +155,7 @@ def _measured(work: job.Job, mesh: Mesh, state: TrainState) -> str:
 def _held(tree: Any) -> int:
     """Bytes of the distinct storages behind a pytree's tensors, counters aside."""
     storages = {
-        leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes()
+        storage_id(leaf.untyped_storage()): leaf.untyped_storage().nbytes()
         for leaf in leaves_of(tree)
         if isinstance(leaf, torch.Tensor) and leaf.dim()
     }

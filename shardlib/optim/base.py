@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shardlib._compat import FakeTensorMode
 from shardlib.collectives.codecs.base import Codec
 from shardlib.errors import IllegalComposition
 from shardlib.mesh.mesh import Mesh
