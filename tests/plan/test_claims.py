@@ -94,7 +94,7 @@ def test_experts_are_neither_split_nor_summed_over_their_axis():
 
 
 def test_an_axis_of_experts_is_one_of_the_batch():
-    with pytest.raises(IllegalComposition, match="shares experts out, and .* slices layers"):
+    with pytest.raises(IllegalComposition, match=r"shares experts out, and .* slices layers"):
         slices = sl.tensor_slicing({"before": "column"}, axis="data")
         sl.make_plan(parameters(), sl.abstract_mesh(data=2), sl.chain(Experts("data"), slices))
 
@@ -120,7 +120,7 @@ def test_a_role_lives_in_one_memory():
     ):
         sl.make_plan(parameters(), sl.abstract_mesh(data=2), sl.chain(Elsewhere("tape"), sl.zero(1)))
     with pytest.raises(
-        IllegalComposition, match="both claim\n  - the memory of the optimizer state: device against tape"
+        IllegalComposition, match=r"both claim\n  - the memory of the optimizer state: device against tape"
     ):
         sl.make_plan(
             parameters(), sl.abstract_mesh(data=2), sl.chain(Elsewhere("device"), Elsewhere("tape"), sl.zero(1))
