@@ -1,6 +1,6 @@
 """shardlib: pure functions turn a parameter pytree into sharded state and a train step."""
 
-from shardlib import checkpoint, collectives, errors, init, models, nn, optim, report, schedules, sparse
+from shardlib import checkpoint, collectives, errors, init, models, nn, optim, plan, report, schedules, sparse
 from shardlib.evaluate import make_eval_step
 from shardlib.make_plan import make_plan
 from shardlib.mesh.launch import launch, simulate
@@ -9,9 +9,9 @@ from shardlib.mesh.specs import P
 from shardlib.models.from_module import from_module
 from shardlib.nn import Mean, block, dropout, sequential
 from shardlib.optim.train_state import TrainState, replace_params
-from shardlib.plan.claims import chain
 from shardlib.plan.loss_scale import LossScale
 from shardlib.plan.plan import Plan
+from shardlib.plan.transform import chain
 from shardlib.rng import Key
 from shardlib.sharded.shard import shard
 from shardlib.sharded.tree import Sharded
@@ -89,6 +89,7 @@ __all__ = [
     "models",
     "nn",
     "optim",
+    "plan",
     "report",
     "schedules",
     "sparse",

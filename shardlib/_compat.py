@@ -1,12 +1,59 @@
-"""What differs between the supported torch versions (2.11 and later), in one place."""
+"""What differs between the supported torch versions (2.11 and later), and all that is private to torch: in one place.
 
+A hot path takes what is bound here once, at import, without a Python call in between.
+"""
+
+from __future__ import annotations
+
+import copy
 from collections.abc import Callable, Sequence
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils._pytree
 import torch.utils.checkpoint as checkpointing
+from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, _engine_run_backward
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+# The operators of attention that keep no scores, for rules about what is computed again.
+FUSED_ATTENTIONS = {
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutocastCUDA
+)
+
+# Tensors and their memory.
+storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")  # the same while the storage lives
+is_view = torch.Tensor._is_view
+read_backward_hooks = torch.Tensor._backward_hooks.__get__  # type: ignore[union-attr]
+wrapper_subclass = torch.Tensor._make_wrapper_subclass
+flatten_dense_tensors, unflatten_dense_tensors = _flatten_dense_tensors, _unflatten_dense_tensors
+add_to_each_ = torch._foreach_add_
+writes: Callable[[Any], bool] = attrgetter("_schema.is_mutable")  # whether an operator writes to its arguments
+
+# What surrounds an operation: contexts, and what tells where one stands.
+no_modes = _disable_current_modes
+no_torch_function = torch._C.DisableTorchFunctionSubclass
+no_autocast = partial(torch._C._ExcludeDispatchKeyGuard, _AUTOCAST)
+below_autograd = torch._C._AutoDispatchBelowAutograd
+func_transform = torch._C._functorch.peek_interpreter_stack  # the innermost of torch.func, or None
+forward_level: Callable[[], int] = partial(attrgetter("_current_level"), forward_ad)  # below 0 outside forward mode
+
+pytree = torch.utils._pytree
+default_store = dist.distributed_c10d._get_default_store
 
 # 2.13 renamed the single-tensor collectives and warns at each call of the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -25,6 +72,43 @@ def run_first(tensor: torch.Tensor) -> torch.Tensor:
     if set_number is not None:
         set_number(_FIRST)
     return tensor
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Counts writes to a tensor's memory; views share it. A function, which torch.compile follows."""
+    return tensor._version
+
+
+def own_parameters(module: torch.nn.Module) -> dict[str, Any]:
+    """A module's parameters, not its children's, to be read and replaced."""
+    return module._parameters
+
+
+def own_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """A module's buffers, not its children's, to be read and replaced."""
+    return module._buffers
+
+
+def with_children_of_its_own(module: Any) -> Any:
+    """A shallow copy, whose children can be replaced without the module's being."""
+    made = copy.copy(module)
+    made._modules = dict(module._modules)
+    return made
+
+
+def pre_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
+    """What is called before a module's forward."""
+    return list(module._forward_pre_hooks.values())
+
+
+def is_compiled(fn: Callable[..., Any]) -> bool:
+    """Whether ``fn`` is what torch.compile returned."""
+    return hasattr(fn, "_torchdynamo_orig_callable")
+
+
+def factor_of_product(node: Any) -> Any:
+    """What the graph node of a sum with a product (addmm and its kin) multiplies the product by."""
+    return getattr(node, "_saved_alpha", 1)
 
 
 def grad(

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shardlib._compat import DataDependentOutputException, FakeTensorMode
 from shardlib.execute.batches import as_tensors
 from shardlib.execute.buffers import buffer_sizes
 from shardlib.execute.losses import require_function
@@ -18,9 +18,9 @@ from shardlib.mesh.mesh import Mesh, as_mesh
 from shardlib.mesh.transport import EchoGroup
 from shardlib.optim.wrapping import require_transformations
 from shardlib.plan.build import build_plan
-from shardlib.plan.claims import Transform
 from shardlib.plan.plan import Plan
 from shardlib.plan.reductions import Reductions
+from shardlib.plan.transform import Transform
 from shardlib.rng import Key
 from shardlib.sharded.shard import default_transform
 from shardlib.sharded.tree import Sharded
@@ -98,7 +98,7 @@ def _traced(plan: Plan, loss_fn: Callable[..., Any], batch: Any, buffers: Any) -
         stored = {b.name: torch.empty(b.size(b.param_level), dtype=b.dtype, device=device) for b in plan.buckets}
         try:
             traces = trace(loss_fn, plain, mesh, Sharded(plain, mesh, "param", stored), batch, buffers, Key(0))
-        except torch._subclasses.fake_tensor.DataDependentOutputException as error:
+        except DataDependentOutputException as error:
             notes = f"not traced: the loss reads values ({error})", _UNEVEN
             return replace(plan, claims=plan.claims and plan.claims.noting(notes))
     return replace(plan, traces=traces)

@@ -8,9 +8,8 @@ from typing import Any
 
 import optree
 import torch
-import torch.utils._pytree as torch_pytree
-from torch._subclasses.fake_tensor import FakeTensor
 
+from shardlib._compat import FakeTensor, pytree
 from shardlib.errors import TreeError, listing
 
 Tree = Any
@@ -34,6 +33,11 @@ def unflatten(treedef: TreeDef, leaves: Iterable[Any]) -> Tree:
 
 def tree_map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     return optree.tree_map(fn, tree, *rest)
+
+
+def tree_unzip(like: Tree, tree: Tree, count: int) -> tuple[Tree, ...]:
+    """The first, second, … of the ``count`` values that ``tree`` has for each leaf of ``like``, as a tree each."""
+    return tuple(optree.tree_map(lambda _, values, at=at: values[at], like, tree) for at in range(count))
 
 
 def leaves_of(tree: Tree) -> list[Any]:
@@ -127,7 +131,7 @@ def register_node(
         build,
         namespace=optree.registry.__GLOBAL_NAMESPACE,
     )
-    torch_pytree.register_pytree_node(
+    pytree.register_pytree_node(
         cls,
         lambda node: _torch_children(children(node)),
         lambda values, static: build(static, values),

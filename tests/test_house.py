@@ -13,12 +13,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
 
-# Circles of files that are still there. One that is gone fails here, to be taken out.
-CIRCLES = [
-    ("shardlib.kernels.dropout.op", "shardlib.kernels.dropout.reference"),
-    ("shardlib.plan.payload", "shardlib.plan.plan", "shardlib.plan.text"),
-]
-
 
 def test_no_file_imports_upwards():
     program = "from importlinter.cli import lint_imports; raise SystemExit(lint_imports(no_cache=True))"
@@ -64,15 +58,8 @@ def _reached(uses, start):
     return found
 
 
-def test_no_circle_among_files_but_those_known():
-    assert [circle for circle in circles() if circle not in CIRCLES] == []
-
-
-@pytest.mark.parametrize(
-    "circle", [pytest.param(c, marks=pytest.mark.xfail(strict=True)) for c in CIRCLES], ids=" ".join
-)
-def test_a_known_circle_is_gone(circle):
-    assert circle not in circles()
+def test_no_circle_among_files():
+    assert circles() == []
 
 
 @pytest.mark.parametrize("name", ["house.txt", "house.svg"])

@@ -17,8 +17,9 @@ _ELEMENTS = {CPU: 1 << 25, CUDA: 1 << 28}
 _ODD = 1_000_003  # elements in the checks
 _RATE = torch.tensor(1e-5, dtype=torch.float64)
 _HYPER = {"eps": 1e-8, "weight_decay": 0.1}
-_ADAM = {"count": torch.tensor(3.0), "b1": 0.9, "b2": 0.999, **_HYPER}
-_LION = {"lr": _RATE, "b1": 0.9, "b2": 0.99, "weight_decay": 0.1}
+_ADAM = adamw.factors_at(3.0, 1e-5, b1=0.9, b2=0.999, **_HYPER)
+_DIRECTION = adamw.direction_at(3.0, b1=0.9, b2=0.999, **_HYPER)
+_LION = lion.factors_at(1e-5, b1=0.9, b2=0.99, weight_decay=0.1)
 _BF16, _FP32, _FROZEN = "AdamW, bf16 gradient in, bf16 parameter out", "AdamW, fp32", "1-bit Adam's frozen step"
 _NORMS = {"fp32": "norm and finite check, fp32", "bf16": "norm and finite check, bf16"}
 
@@ -39,7 +40,7 @@ class _Buffers:
         self.copy, self.wide = torch.zeros_like(self.narrow), torch.empty_like(self.grad)
         self.spread = torch.tensor(0.5, dtype=torch.float64, device=device)
         self.scale = self.spread if scaled else None
-        self.count = _ADAM["count"].to(device)
+        self.count = torch.tensor(3.0, device=device)
 
     def all(self) -> tuple[torch.Tensor, ...]:
         return self.param, self.mu, self.grad, self.nu, self.moved, self.copy, *self.coded
@@ -50,17 +51,17 @@ class _Buffers:
         folded = {"scale": b.scale}
         into = {"copy": b.copy, **folded}
         return {
-            _BF16: (28, lambda u: adamw.adamw_(b.param, b.narrow, b.mu, b.nu, lr=_RATE, using=u, **into, **_ADAM)),
-            _FP32: (28, lambda u: adamw.adamw_(b.param, b.grad, b.mu, b.nu, lr=_RATE, using=u, **_ADAM)),
+            _BF16: (28, lambda u: adamw.adamw_(b.param, b.narrow, b.mu, b.nu, _ADAM, using=u, **into)),
+            _FP32: (28, lambda u: adamw.adamw_(b.param, b.grad, b.mu, b.nu, _ADAM, using=u)),
             "AdamW with moments in 8 bits, bf16 in, bf16 out": (
                 16.0625,
-                lambda u: adamw8.adamw8_(b.param, b.narrow, *b.coded, lr=_RATE, using=u, **into, **_ADAM),
+                lambda u: adamw8.adamw8_(b.param, b.narrow, *b.coded, _ADAM, using=u, **into),
             ),
             "Adam's direction": (
                 28,
-                lambda u: adamw.adam_direction_(b.param, b.grad, b.mu, b.nu, using=u, **folded, **_ADAM),
+                lambda u: adamw.adam_direction_(b.param, b.grad, b.mu, b.nu, _DIRECTION, using=u, **folded),
             ),
-            "Lion, bf16 in, bf16 out": (20, lambda u: lion.lion_(b.param, b.narrow, b.mu, using=u, **into, **_LION)),
+            "Lion, bf16 in, bf16 out": (20, lambda u: lion.lion_(b.param, b.narrow, b.mu, _LION, using=u, **into)),
             _NORMS["fp32"]: (4, lambda u: global_norm.sum_of_squares(b.grad, using=u)),
             _NORMS["bf16"]: (2, lambda u: global_norm.sum_of_squares(b.narrow, using=u)),
             "1-bit Adam's momentum": (

@@ -20,7 +20,7 @@ from benchmarks.harness.timing import Calls, Times, interleave, medians, one_thr
 from benchmarks.peers.sparse_attention import Attention, Gathered, flash, flex
 from shardlib.kernels.common.dispatch import choose
 from shardlib.kernels.sparse_attention import triton
-from shardlib.kernels.sparse_attention.options import Blocks, Options
+from shardlib.kernels.sparse_attention.arguments import Blocks, Options
 from shardlib.sparse import Layout
 
 _LENGTHS = {CPU: (8192, 16384, 32768), CUDA: (16384, 65536, 131072)}

@@ -13,7 +13,7 @@ from shardlib import schedules
 from shardlib._compat import cpu_multiplies_bf16
 from shardlib.models import gpt
 from shardlib.models.gpt import GPTConfig
-from shardlib.plan.claims import Chain, Transform, chain
+from shardlib.plan.transform import Chain, Transform, chain
 from shardlib.transforms import accumulate, pipeline, precision, remat, tensor_slicing, zero
 
 AXES = ("data", "pipe", "model")

@@ -13,16 +13,17 @@ import torch
 import torch.distributed as dist
 
 from shardlib import checkpoint, optim
+from shardlib._compat import storage_id
 from shardlib.commands import job, model, pictures
 from shardlib.mesh.mesh import Mesh, make_mesh
 from shardlib.optim.train_state import TrainState
-from shardlib.plan.text import size, table
 from shardlib.report.log import Log, Writer
 from shardlib.report.ngram import ngram_losses
 from shardlib.report.plot import plot_losses
 from shardlib.report.progress import Progress
 from shardlib.report.scores import byte_scores
 from shardlib.report.writers import CsvWriter, JsonlWriter, TensorBoardWriter, WandbWriter, require_packages
+from shardlib.text import size, table
 from shardlib.tree import leaves_of
 
 WRITERS: dict[str, Callable[[Path, int], Writer]] = {
@@ -154,7 +155,7 @@ def _measured(work: job.Job, mesh: Mesh, state: TrainState) -> str:
 def _held(tree: Any) -> int:
     """Bytes of the distinct storages behind a pytree's tensors, counters aside."""
     storages = {
-        leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes()
+        storage_id(leaf.untyped_storage()): leaf.untyped_storage().nbytes()
         for leaf in leaves_of(tree)
         if isinstance(leaf, torch.Tensor) and leaf.dim()
     }

@@ -8,17 +8,16 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shardlib._compat import grad
+from shardlib._compat import FUSED_ATTENTIONS, func_transform, grad, is_compiled, no_modes, storage_id
 from shardlib.collectives.styles.slices import Slices
 from shardlib.errors import HandleError
 from shardlib.execute.gathering import Gathering
 from shardlib.execute.gradients import Gradients, Route
 from shardlib.execute.halves import Halves
 from shardlib.execute.handles import MAX_NORM, Handle
-from shardlib.execute.losses import is_compiled, refuse_reentrant_checkpoints
+from shardlib.execute.losses import refuse_reentrant_checkpoints
 from shardlib.execute.products import readable_twice
 from shardlib.execute.record import Record
 from shardlib.execute.saving import SavedTensors
@@ -62,7 +61,7 @@ class Executor:
             for unit, members in states.items()
         }
         self._buckets = [state for members in states.values() for state in members]
-        self._gathering = Gathering(dict(self._units), self.record, self.gathers, plan.step.prefetch)
+        self._gathering = Gathering(dict(self._units), self.record, plan.step.prefetch)
         self._handles: dict[str, dict[str, Handle]] = {}
         self._trained_handles: list[Handle] = []
         self._saved = SavedTensors(self._touch)
@@ -133,7 +132,7 @@ class Executor:
         What lies in a parameter's memory is copied, since that is written to by the optimizer, or held only for a while.
         Handles are gathered, on every rank; a slice is refused.
         """
-        held = {buffer.untyped_storage()._cdata for buffer in self._held}
+        held = {storage_id(buffer.untyped_storage()) for buffer in self._held}
 
         def kept(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
@@ -144,7 +143,7 @@ class Executor:
                 leaf = leaf.detach()
                 if leaf.layout is not torch.strided:
                     return leaf
-                lies_in = leaf.untyped_storage()._cdata in held or self._saved.place(leaf) is not None
+                lies_in = storage_id(leaf.untyped_storage()) in held or self._saved.place(leaf) is not None
                 return leaf.clone() if lies_in else leaf
 
         return tree_map(kept, tree) if tree is not None else None
@@ -293,7 +292,7 @@ class Executor:
             current_parts.reset(parts)
 
     def _touch(self, unit: UnitState) -> None:
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if func_transform() is not None:
             raise HandleError(
                 f"torch.func inside the loss reaches unit {unit.name!r}, whose parameters are gathered on use (ZeRO stage "
                 "3), and its transforms cannot cross the gather. Use zero(stage=2), or take the parameters first: "
@@ -313,7 +312,7 @@ class Executor:
     def _run_block(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             # Gathering is no part of the block: a recompute policy must neither see nor keep its operations.
-            with _disable_current_modes():
+            with no_modes():
                 args, kwargs = gathered((args, kwargs))
             if self.plan.styles and is_compiled(fn):
                 refuse_slices((args, kwargs))
@@ -350,10 +349,7 @@ _DOTS = {
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
     torch.ops.aten.baddbmm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    *FUSED_ATTENTIONS,
 }
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any, NoReturn, Protocol
 
 import torch
-from torch.utils._pytree import tree_map_only
 
+from shardlib._compat import no_torch_function, pytree, read_backward_hooks, wrapper_subclass
 from shardlib.errors import HandleError
 
 
@@ -42,9 +42,7 @@ class Handle(torch.Tensor):
     def __new__(
         cls, source: Source, index: int, path: str, shape: tuple[int, ...], like: torch.Tensor, trained: bool
     ) -> Handle:
-        handle = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=like.dtype, device=like.device, requires_grad=trained
-        )
+        handle = wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device, requires_grad=trained)
         handle._source, handle._index, handle._path = source, index, path
         return handle
 
@@ -66,7 +64,7 @@ class Handle(torch.Tensor):
                 ]
             )
         if kind == "metadata":
-            with torch._C.DisableTorchFunctionSubclass():
+            with no_torch_function():
                 return func(*args, **(kwargs or {}))
         if kind == "special":
             return _SPECIAL[func](*args, **(kwargs or {}))
@@ -90,13 +88,13 @@ class Handle(torch.Tensor):
         def data(handle: Handle) -> torch.Tensor:
             return handle._source.data(handle._index)
 
-        args, kwargs = tree_map_only(Handle, data, (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(Handle, data, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
 def materialise(value: Any) -> Any:
     """Every handle in a pytree replaced by its gathered tensor."""
-    return tree_map_only(Handle, lambda handle: handle._source.leaf(handle._index), value)
+    return pytree.tree_map_only(Handle, lambda handle: handle._source.leaf(handle._index), value)
 
 
 def refuse_max_norm(*values: Any) -> NoReturn:
@@ -118,7 +116,7 @@ _LOOK_UPS = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag)
 
 def _describe(handle: Any, *_: Any, **__: Any) -> str:
     """Printing must not gather: it may happen on one rank alone."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with no_torch_function():
         shape, dtype = tuple(handle.shape), handle.dtype
     return f"Handle({handle._path}, shape={shape}, dtype={dtype}, sharded; p.clone() gathers it on every rank)"
 
@@ -143,13 +141,13 @@ _METADATA = {
         for name in (
             "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "is_cuda", "is_cpu", "is_meta",
             "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xla", "is_mps", "itemsize", "nbytes", "grad",
-            "grad_fn", "names", "_backward_hooks", "output_nr", "retains_grad",
+            "grad_fn", "names", "output_nr", "retains_grad",
         )
         if hasattr(_T, name)
     ),
     _T.size, _T.dim, _T.numel, _T.nelement, _T.stride, _T.is_floating_point, _T.is_complex, _T.element_size,
     _T.is_contiguous, _T.get_device, _T.ndimension, _T.__len__, _T.__hash__, _T.requires_grad_, _T.storage_offset,
-    torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor,
+    torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor, read_backward_hooks,
 }  # fmt: skip
 _SPECIAL: dict[Any, Any] = {_T.__repr__: _describe, _T.__format__: _describe, torch.autograd.grad: _grad}
 _KINDS: dict[Any, str] = dict.fromkeys(_METADATA, "metadata") | dict.fromkeys(_SPECIAL, "special")

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from shardlib._compat import TorchDispatchMode, pytree, storage_id
 
 
 class LiveBytes(TorchDispatchMode):
@@ -25,10 +25,10 @@ class LiveBytes(TorchDispatchMode):
         self._count = itertools.count()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for value in tree_leaves((args, kwargs)):
+        for value in pytree.tree_leaves((args, kwargs)):
             self._meet(value, made=False)
         result = func(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
+        for value in pytree.tree_leaves(result):
             self._meet(value, made=True)
         return result
 
@@ -39,7 +39,7 @@ class LiveBytes(TorchDispatchMode):
 
     def peak(self, without: Iterable[torch.Tensor] = ()) -> int:
         """Most bytes that were alive at once, those aside of the storages behind some tensors."""
-        aside = {self._numbers.get(tensor.untyped_storage()._cdata) for tensor in without}
+        aside = {self._numbers.get(storage_id(tensor.untyped_storage())) for tensor in without}
         return max(
             itertools.accumulate(0 if number in aside else change for number, change in self._changes), default=0
         )
@@ -48,7 +48,7 @@ class LiveBytes(TorchDispatchMode):
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.device.type == "meta":
             return  # no storage of its own, or one without memory
         storage = value.untyped_storage()
-        key = storage._cdata
+        key = storage_id(storage)
         if key in self._numbers:
             return
         number, size = (next(self._count), storage.nbytes()) if made else (-1, 0)

@@ -56,11 +56,6 @@ def _parameter(fn: Callable[..., Any], name: str) -> inspect.Parameter | None:
         return None
 
 
-def is_compiled(fn: Callable[..., Any]) -> bool:
-    """Whether ``fn`` is what torch.compile returned."""
-    return hasattr(fn, "_torchdynamo_orig_callable")
-
-
 def read_loss(value: Any, with_buffers: bool) -> Outcome:
     """Take apart ``loss``, ``(loss, aux)``, ``(loss, buffers)`` or ``((loss, aux), buffers)``.
 

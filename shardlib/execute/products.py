@@ -11,7 +11,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
-from shardlib._compat import saving_hooks
+from shardlib._compat import factor_of_product, saving_hooks
 from shardlib.execute.handles import Handle
 from shardlib.execute.saving import Kept
 from shardlib.execute.units import BucketState, attached
@@ -148,7 +148,7 @@ def _product(node: Any, place: int, towards: GradientEdge, leaves: frozenset[Any
         return None
     factors, first = _PRODUCTS[node.name()]
     side = place - first
-    if side < 0 or getattr(node, "_saved_alpha", 1) != 1:
+    if side < 0 or factor_of_product(node) != 1:
         return None
     weight, other = factors[side], factors[1 - side]
     # Foreign hooks, such as those of a user's own checkpoint, may hand a tensor out only once.

@@ -13,8 +13,8 @@ import logging
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from shardlib._compat import no_modes
 from shardlib.collectives import primitives
 from shardlib.collectives.primitives import sum_over
 from shardlib.mesh.mesh import Mesh
@@ -58,7 +58,7 @@ class Record:
         """Every rank's ``word``, numbers of 31 bits. All ranks that run the same call it together."""
         if self._mesh.abstract:  # one rank alone, on tensors without values
             return [word]
-        with _disable_current_modes(), torch.inference_mode(False):
+        with no_modes(), torch.inference_mode(False):
             words = torch.tensor([word], dtype=torch.int32, device=self._mesh.device)
             for axis in self._plan.alike:
                 if self._mesh.shape[axis] > 1:

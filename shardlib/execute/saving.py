@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from shardlib._compat import is_view, storage_id, version_of
 from shardlib.execute.handles import Handle
 from shardlib.execute.units import BucketState, UnitState
 
@@ -25,10 +26,10 @@ class Kept(NamedTuple):
         Raises:
             RuntimeError: it was written to since, as torch has it for its own.
         """
-        if self.tensor._version != self.version:
+        if version_of(self.tensor) != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
-                f"shape {tuple(self.tensor.shape)}, {self.tensor.dtype}, is at version {self.tensor._version}; expected "
+                f"shape {tuple(self.tensor.shape)}, {self.tensor.dtype}, is at version {version_of(self.tensor)}; expected "
                 f"version {self.version} instead. Write to a copy: x = x.clone() before the operation that changes x in place"
             )
         return self.tensor
@@ -56,11 +57,11 @@ class SavedTensors:
         for state in unit.buckets:
             if state.gathers and state.whole is not None:
                 storage = state.whole.untyped_storage()
-                self._gathered[storage._cdata] = weakref.ref(storage), unit, state
+                self._gathered[storage_id(storage)] = weakref.ref(storage), unit, state
 
     def place(self, tensor: torch.Tensor) -> tuple[UnitState, BucketState] | None:
         """The gathered bucket that a tensor lies in."""
-        found = self._gathered.get(tensor.untyped_storage()._cdata)
+        found = self._gathered.get(storage_id(tensor.untyped_storage()))
         if found is None or found[0]() is None:  # the storage may have the identity of one that is gone
             return None
         return found[1], found[2]
@@ -72,11 +73,11 @@ class SavedTensors:
         if isinstance(tensor, Handle):
             return tensor
         # Gathered leaves are views of their buffer: this sorts most activations out at once.
-        if tensor._is_view() and tensor.layout is torch.strided and tensor.numel():
+        if is_view(tensor) and tensor.layout is torch.strided and tensor.numel():
             place = self.place(tensor)
             if place is not None and place[1].bucket.dtype is tensor.dtype:
                 return *place, tensor.size(), tensor.stride(), tensor.storage_offset()
-        return Kept(tensor, tensor._version)
+        return Kept(tensor, version_of(tensor))
 
     def _recall(self, note: Any) -> torch.Tensor:
         if type(note) is Kept:

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardlib._compat import run_first
+from shardlib._compat import pytree, run_first
 from shardlib.collectives.styles.base import Compute, Style
 from shardlib.collectives.styles.slices import Slice, Slices
 from shardlib.errors import HandleError
@@ -60,12 +59,12 @@ def gathered(value: Any) -> Any:
         tensor = handle._source.leaf(handle._index)
         return handle if isinstance(handle, SlicedHandle) else tensor
 
-    return tree_map_only(Handle, arrive, value)
+    return pytree.tree_map_only(Handle, arrive, value)
 
 
 def refuse_slices(value: Any) -> None:
     """Raise where a compiled block is given sliced parameters: its pairs go in call by call, which compiling skips."""
-    for leaf in tree_leaves(value):
+    for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, SlicedHandle) and not leaf._style.sums:
             raise HandleError(
                 f"a compiled block is given {leaf._path}, which is sliced ({leaf._style}); compile functions that use no "
@@ -177,7 +176,7 @@ def _require_whole_layer(weight: Any, bias: Any) -> None:
 
 
 def _refuse(func: Any, values: list[Any]) -> None:
-    for handle in tree_leaves(values):
+    for handle in pytree.tree_leaves(values):
         if isinstance(handle, SlicedHandle) and not handle._style.sums:
             told, style = getattr(func, "__name__", None) or func, handle._style
             raise HandleError(

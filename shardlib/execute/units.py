@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardlib._compat import run_first
+from shardlib._compat import run_first, version_of
 from shardlib.collectives.styles.slices import Slices
 from shardlib.execute.gradients import Gradients
 from shardlib.execute.handles import Handle
@@ -183,7 +183,7 @@ class BucketState:
 
 def _version(tensor: torch.Tensor) -> int:
     """Counts writes to its memory; views share it."""
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else version_of(tensor)
 
 
 class UnitState:

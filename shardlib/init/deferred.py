@@ -14,10 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from shardlib._compat import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    pytree,
+    storage_id,
+)
 from shardlib.errors import TreeError
 from shardlib.init.draws import Draw
 from shardlib.tree import Tree, flatten
@@ -54,13 +59,13 @@ class _Recorder(TorchDispatchMode):
         self._fake = fake
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        flat, structure = tree_flatten((args, kwargs or {}))
+        flat, structure = pytree.tree_flatten((args, kwargs or {}))
         arguments = [self._reference(value) if isinstance(value, torch.Tensor) else value for value in flat]
         with self._fake:
             out = op(*args, **(kwargs or {}))
         if op is torch.ops.prim.device.default:  # a question that reads no values
             return out
-        results = [self._number(value) for value in tree_flatten(out)[0] if isinstance(value, torch.Tensor)]
+        results = [self._number(value) for value in pytree.tree_flatten(out)[0] if isinstance(value, torch.Tensor)]
         self.calls.append(_Call(op, arguments, structure, results, self._seeded(op)))
         return out
 
@@ -83,7 +88,7 @@ class _Recorder(TorchDispatchMode):
 
     def _number(self, value: torch.Tensor) -> int:
         if id(value) not in self.number_of:
-            storage = value.untyped_storage()._cdata
+            storage = storage_id(value.untyped_storage())
             self._keep.append(value.untyped_storage())
             self.made.append(value)
             self.number_of[id(value)] = len(self.storage_of)
@@ -146,7 +151,7 @@ class Deferred:
             used = [storage_of[a.number] for a in call.arguments if isinstance(a, _Ref)]
             results = [storage_of[number] for number in call.results]
             if call.op is torch.ops.shardlib.fresh.default:
-                args, kwargs = tree_unflatten(call.arguments, call.structure)
+                args, kwargs = pytree.tree_unflatten(call.arguments, call.structure)
                 kind, numbers, seed, first, shape = args
                 draw = Draw(kind, tuple(numbers), seed, first, tuple(shape), kwargs["dtype"])
                 found[results[0]] = draw
@@ -179,9 +184,9 @@ class Deferred:
 
         if call.generators is not None:
             _set_generator_states(call.generators)
-        args, kwargs = tree_unflatten([real(value) for value in call.arguments], call.structure)
+        args, kwargs = pytree.tree_unflatten([real(value) for value in call.arguments], call.structure)
         out = call.op(*args, **kwargs)
-        tensors = [value for value in tree_flatten(out)[0] if isinstance(value, torch.Tensor)]
+        tensors = [value for value in pytree.tree_flatten(out)[0] if isinstance(value, torch.Tensor)]
         for number, tensor in zip(call.results, tensors, strict=True):
             live.setdefault(storage_of[number], {})[number] = tensor
 
@@ -210,13 +215,13 @@ def defer(init_fn: Callable[[], Tree]) -> Deferred:
     try:
         with recorder:
             tree = init_fn()
-    except torch._subclasses.fake_tensor.DataDependentOutputException as error:
+    except DataDependentOutputException as error:
         raise TreeError(
             f"the initialiser reads a value it has not computed yet ({error}), so it cannot run piece by piece; make the "
             "parameters first and pass the pytree to sl.shard"
         ) from error
     # Leaves such as nn.Parameter are made without an operation; find the tensor they wrap.
-    return Deferred(tree_map(lambda leaf: _plain(leaf, recorder), tree), recorder)
+    return Deferred(pytree.tree_map(lambda leaf: _plain(leaf, recorder), tree), recorder)
 
 
 def _plain(leaf: Any, recorder: _Recorder) -> Any:

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from shardlib import init
+from shardlib._compat import TorchDispatchMode, no_modes, own_buffers, storage_id, writes
 from shardlib.errors import TreeError, listing
 from shardlib.rng import Key
 
@@ -29,7 +29,7 @@ def initialised(hollow: nn.Module, key: Key) -> nn.Module:
     Raises:
         TreeError: parameters that neither writes; lists all.
     """
-    with _disable_current_modes():  # a recording has nothing to do with it
+    with no_modes():  # a recording has nothing to do with it
         module = copy.deepcopy(hollow)
     made: dict[int, Any] = {}
     with torch.no_grad(), _Counted(key) as counted:
@@ -97,7 +97,7 @@ def _empty(owner: nn.Module, made: dict[int, Any]) -> None:
         if buffer.is_meta:
             if id(buffer) not in made:
                 made[id(buffer)] = torch.empty_like(buffer, device="cpu"), buffer
-            owner._buffers[name] = made[id(buffer)][0]
+            own_buffers(owner)[name] = made[id(buffer)][0]
 
 
 def _require_written(module: nn.Module, leaves: Any, counted: _Counted, what: str) -> None:
@@ -125,12 +125,12 @@ class _Counted(TorchDispatchMode):
         self._written: dict[int, Any] = {}
 
     def wrote(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._written or tensor.numel() == 0
+        return storage_id(tensor.untyped_storage()) in self._written or tensor.numel() == 0
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if op._schema.is_mutable and args and isinstance(args[0], torch.Tensor):
+        if writes(op) and args and isinstance(args[0], torch.Tensor):
             storage = args[0].untyped_storage()
-            self._written[storage._cdata] = storage  # kept, so that no other takes its place
+            self._written[storage_id(storage)] = storage  # kept, so that no other takes its place
         draw = _DRAWS.get(op)
         if draw is None or (kwargs or {}).get("generator") is not None or not args[0].is_floating_point():
             return op(*args, **(kwargs or {}))

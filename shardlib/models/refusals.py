@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
+from shardlib._compat import pre_hooks
 from shardlib.errors import TreeError, listing
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
@@ -60,7 +61,7 @@ def require_copies(module: nn.Module) -> None:
 
 def _computed(owner: nn.Module) -> str:
     """What to do about a tensor that was computed from parameters and then put into their module."""
-    for hook in owner._forward_pre_hooks.values():
+    for hook in pre_hooks(owner):
         kind = type(hook)
         if kind.__name__ in _OLD_NORMS and kind.__module__.startswith("torch.nn.utils."):
             old = _OLD_NORMS[kind.__name__]

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
-from shardlib._compat import watch_checkpoints
+from shardlib._compat import no_modes, own_buffers, own_parameters, version_of, watch_checkpoints
 from shardlib.errors import REENTRANT, LossError, TreeError, listing
 from shardlib.models.refusals import require_copies
 from shardlib.tree import leaves_of
@@ -35,7 +34,7 @@ class Skeletons:
         self._local = threading.local()
         for name, buffer in buffers.items():
             owner, _, leaf = name.rpartition(".")
-            self._pattern.get_submodule(owner)._buffers[leaf] = None if buffer is None else buffer.detach().clone()
+            own_buffers(self._pattern.get_submodule(owner))[leaf] = None if buffer is None else buffer.detach().clone()
 
     def beside(self, parameters: Named, args: Any, name: str = "") -> Skeleton:
         """This thread's, of the submodule of this name, its buffers where these parameters (or else these arguments) are."""
@@ -46,7 +45,7 @@ class Skeletons:
         device = next((value.device for value in held if isinstance(value, torch.Tensor)), None)
         if (name, device) not in made:
             # Not a part of what it is called in: a trace on fake tensors, a recomputed block, inference.
-            with _disable_current_modes(), torch.inference_mode(False):
+            with no_modes(), torch.inference_mode(False):
                 if ("", device) not in made:
                     pattern = _moved(self._pattern, device)
                     made["", device] = Skeleton(copy.deepcopy(pattern), pattern)
@@ -83,7 +82,7 @@ def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
     return {
         f"{prefix}.{leaf}" if prefix else leaf: buffer
         for prefix, owner in module.named_modules(remove_duplicate=False)
-        for leaf, buffer in owner._buffers.items()
+        for leaf, buffer in own_buffers(owner).items()
     }
 
 
@@ -100,7 +99,7 @@ class Skeleton:
         self._parameters = {
             f"{prefix}.{leaf}" if prefix else leaf: (owner, leaf)
             for prefix, owner in self._modules.items()
-            for leaf, parameter in owner._parameters.items()
+            for leaf, parameter in own_parameters(owner).items()
             if parameter is not None
         }
 
@@ -138,28 +137,28 @@ class Skeleton:
         Raises:
             TreeError: a parameter was replaced.
         """
-        before = [(owner, leaf, owner._parameters[leaf]) for owner, leaf in self._parameters.values()]
-        kept = [(owner, dict(owner._buffers)) for owner in self._modules.values()]
+        before = [(owner, leaf, own_parameters(owner)[leaf]) for owner, leaf in self._parameters.values()]
+        kept = [(owner, dict(own_buffers(owner))) for owner in self._modules.values()]
         replaced: list[str] = []
         try:
             for name, (owner, leaf) in self._parameters.items():
-                owner._parameters[leaf] = parameters[name]
+                own_parameters(owner)[leaf] = parameters[name]
             for name, buffer in buffers.items():
                 prefix, _, leaf = name.rpartition(".")
-                self._modules[prefix]._buffers[leaf] = buffer
+                own_buffers(self._modules[prefix])[leaf] = buffer
             yield
             replaced = [
                 name
                 for name, (owner, leaf) in self._parameters.items()
-                if owner._parameters.get(leaf) is not parameters[name]
+                if own_parameters(owner).get(leaf) is not parameters[name]
             ]
         finally:
             for owner, leaf, parameter in reversed(before):
-                owner._parameters[leaf] = parameter
+                own_parameters(owner)[leaf] = parameter
             for owner, own in kept:
-                if owner._buffers or own:
-                    owner._buffers.clear()
-                    owner._buffers.update(own)
+                if own_buffers(owner) or own:
+                    own_buffers(owner).clear()
+                    own_buffers(owner).update(own)
         if replaced:
             raise TreeError(
                 f"the module replaced its parameters, which are inputs of a pure function:\n{listing(replaced)}\nMake what "
@@ -168,12 +167,12 @@ class Skeleton:
 
     def _renew(self) -> None:
         """Take all buffers from the pattern again: those that batch_norm writes to do not show it."""
-        with _disable_current_modes(), torch.inference_mode(False):
+        with no_modes(), torch.inference_mode(False):
             own = {id(buffer): buffer for buffer in self.pattern.buffers()}
             fresh = {number: buffer.clone() for number, buffer in own.items()}
             for name, owner in self.pattern.named_modules(remove_duplicate=False):
-                for leaf, buffer in owner._buffers.items():
-                    self._modules[name]._buffers[leaf] = None if buffer is None else fresh[id(buffer)]
+                for leaf, buffer in own_buffers(owner).items():
+                    own_buffers(self._modules[name])[leaf] = None if buffer is None else fresh[id(buffer)]
 
     def require_names(self, parameters: Named, buffers: Buffers) -> None:
         """Raises: TreeError."""
@@ -209,7 +208,7 @@ class _Call:
         self._held = {name: _copied(buffer) for name, buffer in buffers.items()} if fresh else dict(buffers)
         # Copies made in inference mode or in what is compiled have no versions.
         self._versioned = not fresh or (torch.is_grad_enabled() and not torch.compiler.is_compiling())
-        self._versions = {name: b._version for name, b in self._held.items() if b is not None and self._versioned}
+        self._versions = {name: version_of(b) for name, b in self._held.items() if b is not None and self._versioned}
         self.after: dict[str, torch.Tensor | None] = {}
         self.changed: set[str] = set()
         self._over = False
@@ -228,7 +227,7 @@ class _Call:
             name
             for name, buffer in now.items()
             if buffer is not self._held.get(name)
-            or (name in self._versions and buffer._version != self._versions[name])  # type: ignore[union-attr]
+            or (buffer is not None and name in self._versions and version_of(buffer) != self._versions[name])
         }
 
     def _written(self, buffers: Buffers, changed: set[str]) -> set[str]:

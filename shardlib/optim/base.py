@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardlib.collectives.codecs.base import Codec
 from shardlib.errors import IllegalComposition
@@ -21,9 +20,10 @@ from shardlib.mesh.transport import EchoGroup
 from shardlib.optim.locality import Locality
 from shardlib.optim.shards import WHOLE, MeshShards, Shards
 from shardlib.optim.storing import optimizer_shards, stored
-from shardlib.plan.claims import AxisOwner, Claim, LeafInfo, Reduce, Transform
+from shardlib.plan.claims import AxisOwner, Claim, LeafInfo, Reduce
 from shardlib.plan.plan import Plan
-from shardlib.plan.resolve import Resolved
+from shardlib.plan.resolved import Resolved
+from shardlib.plan.transform import Transform
 from shardlib.plan.value import ROLES
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, check_alike, check_trained, tree_map
@@ -151,9 +151,8 @@ class GradientTransformation:
         """The state of a rank of ``plan`` as fake tensors, and what it `sends`. Moves no data and needs no ranks."""
         groups = {axis: EchoGroup(size) for axis, size in plan.sizes.items()}
         shards = MeshShards(plan, Mesh(plan.sizes, 0, groups, torch.device("cpu"), abstract=True))
-        with FakeTensorMode():
-            flat = {b.name: torch.empty(b.owned, dtype=b.master_dtype or b.dtype) for b in plan.trained}
-            return self.init(flat, shards=shards), self.sends(shards)
+        flat = {b.name: torch.empty(b.owned, dtype=b.master_dtype or b.dtype, device="meta") for b in plan.trained}
+        return self.init(flat, shards=shards), self.sends(shards)
 
     def update(self, updates: Tree, state: Tree, params: Tree = None, *, shards: Shards = WHOLE) -> tuple[Tree, Tree]:
         """Transform ``updates`` (gradients, at first); returns them with the new state, changing nothing in place.

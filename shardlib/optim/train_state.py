@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shardlib._compat import version_of
 from shardlib.errors import DonatedStateError, TreeError
 from shardlib.optim.replaced import following_masters, following_state
 from shardlib.plan.loss_scale import LossScale
@@ -114,7 +115,7 @@ def _rebuild(static: tuple[int, LossScale | None, Key], children: Iterable[Any])
 
 def _versions(params: Sharded) -> dict[str, int]:
     """What writing to a parameter in place changes."""
-    return {name: buffer._version for name, buffer in params.buffers.items()}
+    return {name: version_of(buffer) for name, buffer in params.buffers.items()}
 
 
 register_node(

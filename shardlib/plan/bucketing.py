@@ -13,7 +13,7 @@ from shardlib.plan.buckets import Bucket, Memory, stands_alone
 from shardlib.plan.claims import Use
 from shardlib.plan.placement import Placement
 from shardlib.plan.placing import Splits
-from shardlib.plan.resolve import Resolved
+from shardlib.plan.resolved import Resolved
 from shardlib.plan.stages import Stages
 
 

@@ -20,8 +20,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from shardlib._compat import add_to_each_, flatten_dense_tensors, unflatten_dense_tensors
 from shardlib.kernels.common.thresholds import Threshold
 from shardlib.mesh.specs import chunk_size
 
@@ -187,7 +187,7 @@ class Bucket:
     def leaves(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The leaves of a whole (level 0), leaf-major buffer, in shape and without padding (views)."""
         if not self.padded:
-            return list(_unflatten_dense_tensors(buffer, self._templates))
+            return list(unflatten_dense_tensors(buffer, self._templates))
         parts = self.leaf_parts(buffer, 0)
         return [part[:numel].view(shape) for part, numel, shape in zip(parts, self.numels, self.shapes, strict=True)]
 
@@ -218,7 +218,7 @@ class Bucket:
         columns = packed.view(self.ways, -1).split(self.chunks, dim=1)
         present = [(column, leaf) for column, leaf in zip(columns, leaves, strict=True) if leaf is not None]
         parts = [self._cut(leaf, column.shape[1]).to(packed.dtype) for column, leaf in present]
-        torch._foreach_add_([column for column, _ in present], parts)
+        add_to_each_([column for column, _ in present], parts)
 
     def _cut(self, leaf: torch.Tensor, chunk: int) -> torch.Tensor:
         """A whole leaf as (owners, chunk), padded with zeros; a view where it can be."""
@@ -235,7 +235,7 @@ class Bucket:
         """
         present = [leaf for leaf in leaves if leaf is not None]
         if self.ways == 1 and len(present) == len(leaves) > 1 and all(_is_plain(leaf, dtype) for leaf in present):
-            return _flatten_dense_tensors(present)  # torch's own loop: many small leaves are cheap
+            return flatten_dense_tensors(present)  # torch's own loop: many small leaves are cheap
         device = next((leaf.device for leaf in leaves if leaf is not None), None)
         columns = []
         for leaf, chunk in zip(leaves, self.chunks, strict=True):

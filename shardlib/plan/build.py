@@ -9,13 +9,15 @@ from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.specs import check_leaves
 from shardlib.plan.bucketing import buckets_of
 from shardlib.plan.check_axes import check_axes
-from shardlib.plan.claims import LeafInfo, Transform
+from shardlib.plan.claims import LeafInfo
 from shardlib.plan.placement import check_dtypes
 from shardlib.plan.placing import Splits, padded_slices, placed, second_level, splits_of
 from shardlib.plan.plan import Plan
 from shardlib.plan.reductions import Reductions
-from shardlib.plan.resolve import Resolved, members_of, resolve
+from shardlib.plan.resolve import joined, members_of, resolve
+from shardlib.plan.resolved import Resolved
 from shardlib.plan.stages import Stages
+from shardlib.plan.transform import Transform
 from shardlib.plan.units import unit_names
 from shardlib.plan.value import OptimizerNeeds, PlanValue, Shape, StepPlan
 from shardlib.tree import Tree, check_tensors, flatten, leaves_of, ties
@@ -115,7 +117,7 @@ def with_owner(plan: Plan, optimizer: Any) -> Plan:
     owner = getattr(optimizer, "owns", None)
     if owner is None or plan.claims is None:
         return plan
-    claims = plan.claims.joined(owner)
+    claims = joined(plan.claims, owner)
     reductions = replace(plan.reductions, owner=claims.reductions[owner.axis].owner)
     part = plan.part and replace(plan.part, whole=with_owner(plan.everywhere, optimizer))
     return replace(plan, reductions=reductions, claims=claims, part=part)

@@ -8,7 +8,7 @@ from itertools import combinations
 from shardlib.errors import IllegalComposition, listing
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.claims import AxisUse
-from shardlib.plan.resolve import Resolved
+from shardlib.plan.resolved import Resolved
 
 
 def check_axes(resolved: Resolved, mesh: Mesh) -> None:

@@ -7,9 +7,9 @@ slot are refused, and everything else is a union (see `shardlib.plan.resolve`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -21,9 +21,6 @@ from shardlib.mesh.specs import P
 from shardlib.plan.loss_scale import LossScale
 from shardlib.plan.stages import Stages
 from shardlib.tree import matches
-
-if TYPE_CHECKING:
-    from shardlib.plan.resolve import Resolved
 
 SECOND = "second"  # the role of a further copy of the parameters, kept from forward to backward
 
@@ -228,51 +225,3 @@ class Step(Claim):
     @staticmethod
     def named(subject: str, slot: str) -> str:
         return f"the schedule's {slot}"
-
-
-class Transform:
-    """A value that contributes to a plan: ``claims``, a pure function of the mesh's sizes and the leaves.
-
-    Attributes:
-        name: as a user writes it, such as "zero(stage=3, axis='data')"; stands in messages and in the plan's log.
-    """
-
-    @property
-    def name(self) -> str:
-        raise NotImplementedError
-
-    def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
-        """What it says about these leaves on a mesh of these sizes."""
-        raise NotImplementedError
-
-    def check(self, resolved: Resolved) -> None:
-        """Refuse what other transforms said, or did not say, by `IllegalComposition`; called when all is resolved."""
-
-
-@dataclass(frozen=True)
-class Chain(Transform):
-    """Several transforms as one. Order-free: every permutation gives the same plan."""
-
-    transforms: tuple[Transform, ...]
-
-    @property
-    def name(self) -> str:
-        return f"chain({', '.join(transform.name for transform in self.transforms)})"
-
-    def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
-        for transform in self.transforms:
-            yield from transform.claims(sizes, leaves)
-
-
-def chain(*transforms: Transform) -> Chain:
-    """Compose transforms. Nested chains flatten; the order does not matter.
-
-    >>> parts = sl.zero(2), sl.precision("bf16"), sl.accumulate(4)
-    >>> plan = sl.make_plan({"w": torch.ones(8, 8)}, sl.abstract_mesh(data=4), sl.chain(*parts))
-    >>> plan == sl.make_plan({"w": torch.ones(8, 8)}, sl.abstract_mesh(data=4), sl.chain(*reversed(parts)))
-    True
-    """
-    flat: list[Transform] = []
-    for transform in transforms:
-        flat.extend(transform.transforms if isinstance(transform, Chain) else [transform])
-    return Chain(tuple(flat))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shardlib.collectives.styles.base import Style
 from shardlib.errors import TreeError, listing
 from shardlib.mesh.specs import Leaf
-from shardlib.plan.resolve import Resolved
+from shardlib.plan.resolved import Resolved
 from shardlib.tree import untrained
 
 

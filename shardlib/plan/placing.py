@@ -11,7 +11,7 @@ from shardlib.errors import IllegalComposition, axes_named
 from shardlib.mesh.specs import Leaf, P
 from shardlib.plan.claims import SECOND, LeafInfo
 from shardlib.plan.placement import Placement
-from shardlib.plan.resolve import Resolved
+from shardlib.plan.resolved import Resolved
 from shardlib.plan.value import ROLES
 
 

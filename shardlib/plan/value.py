@@ -24,7 +24,7 @@ from shardlib.plan.loss_scale import LossScale
 from shardlib.plan.numbering import Numbering
 from shardlib.plan.placement import Placement
 from shardlib.plan.reductions import Reductions
-from shardlib.plan.resolve import Resolved
+from shardlib.plan.resolved import Resolved
 from shardlib.plan.stages import Stages
 from shardlib.tree import TreeDef
 

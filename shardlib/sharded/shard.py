@@ -18,8 +18,8 @@ from shardlib.mesh.specs import P, shard_of
 from shardlib.mesh.transport import EchoGroup
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.build import build_plan
-from shardlib.plan.claims import Transform, chain
 from shardlib.plan.plan import Plan
+from shardlib.plan.transform import Transform, chain
 from shardlib.plan.value import ROLES
 from shardlib.sharded.checksum import checksum
 from shardlib.sharded.tree import Sharded, check_same_tree, check_ties
@@ -88,7 +88,7 @@ def shard_alike(params: Tree, like: Sharded) -> Sharded:
 def _placed(plan: Plan, mesh: Mesh, tree: Tree, source: Deferred | None = None) -> Sharded:
     """This rank's shards of the values in ``tree``, or of those that ``source`` makes."""
     buffers = {
-        bucket.name: torch.zeros(bucket.size(bucket.param_level), dtype=bucket.dtype, device=mesh.device)
+        bucket.name: mesh.zeros(bucket.size(bucket.param_level), bucket.dtype, bucket.memory.param)
         for bucket in plan.buckets
     }
     parts = {

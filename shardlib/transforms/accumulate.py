@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardlib.errors import IllegalComposition
-from shardlib.plan.claims import Claim, LeafInfo, Step, Transform
-from shardlib.plan.resolve import Resolved
+from shardlib.plan.claims import Claim, LeafInfo, Step
+from shardlib.plan.resolved import Resolved
+from shardlib.plan.transform import Transform
 from shardlib.transforms.conditions import require_split_gradients
 
 
@@ -40,7 +41,7 @@ def accumulate(n: int, sync: str | None = None) -> Accumulate:
         IllegalComposition: ``n`` or ``sync`` out of range.
 
     >>> parallel = sl.chain(sl.zero(2), sl.accumulate(4))
-    >>> sl.make_plan({"w": torch.ones(8, 8)}, sl.abstract_mesh(data=4), parallel).microbatches
+    >>> sl.make_plan({"w": torch.ones(8, 8)}, sl.abstract_mesh(data=4), parallel).step.microbatches
     4
     """
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:

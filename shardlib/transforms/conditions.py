@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from shardlib.errors import IllegalComposition, axes_named
-from shardlib.plan.resolve import Resolved
+from shardlib.plan.resolved import Resolved
 from shardlib.plan.value import ROLES
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardlib.errors import IllegalComposition
-from shardlib.plan.claims import Claim, LeafInfo, Transform, Use
+from shardlib.plan.claims import Claim, LeafInfo, Use
+from shardlib.plan.transform import Transform
 
 _SHOWN = 3  # patterns in a plan's print-out
 

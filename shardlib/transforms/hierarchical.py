@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardlib.errors import IllegalComposition, axes_named
-from shardlib.plan.claims import SECOND, Claim, LeafInfo, Live, Transform
-from shardlib.plan.resolve import Resolved
+from shardlib.plan.claims import SECOND, Claim, LeafInfo, Live
+from shardlib.plan.resolved import Resolved
+from shardlib.plan.transform import Transform
 
 
 @dataclass(frozen=True)

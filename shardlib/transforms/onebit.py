@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardlib.collectives.codecs.integers import OneBit, check_scales
-from shardlib.plan.claims import Claim, LeafInfo, Reduce, Transform
-from shardlib.plan.resolve import Resolved
+from shardlib.plan.claims import Claim, LeafInfo, Reduce
+from shardlib.plan.resolved import Resolved
+from shardlib.plan.transform import Transform
 from shardlib.transforms.conditions import require_no_float64, require_summed
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from shardlib import schedules
 from shardlib.errors import IllegalComposition, listing
-from shardlib.plan.claims import Claim, LeafInfo, Step, Transform, Use
-from shardlib.plan.resolve import Resolved
+from shardlib.plan.claims import Claim, LeafInfo, Step, Use
+from shardlib.plan.resolved import Resolved
 from shardlib.plan.stages import NO_BLOCKS, Stages
+from shardlib.plan.transform import Transform
 from shardlib.schedules.make import Spec
 from shardlib.schedules.partition import Spans
 from shardlib.transforms.conditions import require_split_gradients
@@ -122,7 +123,7 @@ def pipeline(
 
     >>> parallel = sl.pipeline("1f1b", microbatches=4)
     >>> blocks = [{"w": torch.ones(8, 8)} for _ in range(4)]
-    >>> sl.make_plan(blocks, sl.abstract_mesh(data=1, pipe=2), parallel).pipeline.spans
+    >>> sl.make_plan(blocks, sl.abstract_mesh(data=1, pipe=2), parallel).stages.spans
     ((0, 2), (2, 4))
     """
     if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:

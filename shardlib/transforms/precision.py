@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from shardlib.errors import IllegalComposition, listing
-from shardlib.plan.claims import Claim, LeafInfo, Reduce, Step, Transform, Use
+from shardlib.plan.claims import Claim, LeafInfo, Reduce, Step, Use
 from shardlib.plan.loss_scale import LossScale
+from shardlib.plan.transform import Transform
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

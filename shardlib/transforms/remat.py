@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardlib.errors import IllegalComposition
-from shardlib.plan.claims import Claim, LeafInfo, Step, Transform
+from shardlib.plan.claims import Claim, LeafInfo, Step
+from shardlib.plan.transform import Transform
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from shardlib.collectives.sequence import KINDS, SequenceKind
 from shardlib.errors import IllegalComposition
-from shardlib.plan.claims import Claim, LeafInfo, Step, Transform
-from shardlib.plan.resolve import Resolved
+from shardlib.plan.claims import Claim, LeafInfo, Step
+from shardlib.plan.resolved import Resolved
+from shardlib.plan.transform import Transform
 
 
 @dataclass(frozen=True)

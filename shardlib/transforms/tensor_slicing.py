@@ -9,7 +9,8 @@ from difflib import get_close_matches
 from shardlib.collectives.styles import Column, Row, Shared, Style, Vocab
 from shardlib.errors import IllegalComposition, listing
 from shardlib.mesh.specs import P
-from shardlib.plan.claims import Claim, LeafInfo, Transform, Use
+from shardlib.plan.claims import Claim, LeafInfo, Use
+from shardlib.plan.transform import Transform
 from shardlib.transforms.misfits import Misfit, matches_nothing, misfits_of, never_first, tied, told, with_remedies
 from shardlib.tree import matches
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardlib.errors import IllegalComposition
-from shardlib.plan.claims import Claim, LeafInfo, Live, Reduce, Step, Transform
+from shardlib.plan.claims import Claim, LeafInfo, Live, Reduce, Step
+from shardlib.plan.transform import Transform
 
 _SPLIT = {0: (), 1: ("optimizer",), 2: ("grad", "optimizer"), 3: ("param", "grad", "optimizer")}
 

@@ -12,6 +12,7 @@ import torch
 from helpers.kernels import values
 from shardlib.kernels import adamw, adamw8, frozen_adam, global_norm, lion
 
+ADAM = {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 # Of the state, the gradient and the copy.
 DTYPES = [
@@ -67,8 +68,7 @@ def check_adamw(
         copy = None if narrow is None else buffer(elements, narrow, 0, offset)
         with flushed(using) if name == "reference" else contextlib.nullcontext():
             adamw.adamw_(
-                param, grad, mu, nu, copy=copy, using=name,
-                count=torch.tensor(3.0), lr=torch.tensor(0.01, dtype=F64), b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.1,
+                param, grad, mu, nu, adamw.factors_at(3.0, 0.01, **ADAM), copy=copy, using=name,
                 scale=None if scale is None else torch.tensor(scale, dtype=F64),
             )  # fmt: skip
         results.append([param, mu, nu] + ([] if copy is None else [copy]))
@@ -98,9 +98,8 @@ def check_adamw8(
             for step in range(1, 4):
                 adamw8.adamw8_(
                     param, buffer(elements, read, seed + 2 + step, offset, spoiled and step == 2), *states,
-                    copy=copy, using=name,
-                    count=torch.tensor(float(step)), lr=torch.tensor(0.01, dtype=F64), b1=0.9, b2=0.999, eps=1e-8,
-                    weight_decay=0.1, scale=None if scale is None else torch.tensor(scale, dtype=F64),
+                    adamw.factors_at(float(step), 0.01, **ADAM), copy=copy, using=name,
+                    scale=None if scale is None else torch.tensor(scale, dtype=F64),
                 )  # fmt: skip
         results.append([param, *states] + ([] if copy is None else [copy]))
     for wanted, found in zip(*results):
@@ -124,8 +123,8 @@ def check_direction(
         param, grad, mu, nu = (buffer(elements, F32, 0, offset).copy_(tensor) for tensor in start)
         with flushed(using) if name == "reference" else contextlib.nullcontext():
             adamw.adam_direction_(
-                param, grad, mu, nu, count=None if count is None else torch.tensor(count), b1=0.9, b2=0.999, eps=1e-8,
-                weight_decay=0.1, scale=None if scale is None else torch.tensor(scale, dtype=F64), using=name,
+                param, grad, mu, nu, adamw.direction_at(count, **ADAM), using=name,
+                scale=None if scale is None else torch.tensor(scale, dtype=F64),
             )  # fmt: skip
         results.append([grad, mu, nu])
     for wanted, found in zip(*results):
@@ -153,7 +152,7 @@ def check_lion(
         copy = None if narrow is None else buffer(elements, narrow, 0, offset)
         with flushed(using) if name == "reference" else contextlib.nullcontext():
             lion.lion_(
-                param, grad, mu, lr=torch.tensor(0.01, dtype=F64), b1=0.9, b2=0.99, weight_decay=0.1, copy=copy,
+                param, grad, mu, lion.factors_at(0.01, b1=0.9, b2=0.99, weight_decay=0.1), copy=copy,
                 scale=None if scale is None else torch.tensor(scale, dtype=F64), using=name,
             )  # fmt: skip
         results.append([param, mu] + ([] if copy is None else [copy]))

@@ -7,13 +7,11 @@ from helpers.optimizer_kernels import BF16, DTYPES, F32, F64
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlib.kernels import adamw8
+from shardlib.kernels import adamw, adamw8
 from shardlib.kernels.adamw8 import BLOCK, SIGNED, UNSIGNED
 
-OPTIONS = {
-    "count": torch.tensor(3.0), "lr": torch.tensor(0.01, dtype=F64), "b1": 0.9, "b2": 0.999, "eps": 1e-8,
-    "weight_decay": 0.1,
-}  # fmt: skip
+NUMBERS = {"count": 3.0, "lr": 0.01, "b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
+FACTORS = adamw.factors_at(**NUMBERS)
 ON_CPU = pytest.mark.parametrize("name", kernels.ON_CPU)
 MAPS = pytest.mark.parametrize("coding", [SIGNED, UNSIGNED])
 
@@ -83,8 +81,8 @@ def test_an_example_by_hand():
     param, grad = torch.tensor([1.0, 1.0]), torch.tensor([4.0, -2.0])
     state = [torch.zeros(2, dtype=torch.uint8), torch.zeros(1), torch.zeros(2, dtype=torch.uint8), torch.zeros(1)]
     copy = torch.empty(2, dtype=BF16)
-    options = OPTIONS | {"count": torch.tensor(1.0), "scale": torch.tensor(0.5, dtype=F64)}
-    adamw8.adamw8_(param, grad, *state, copy=copy, **options)
+    factors = adamw.factors_at(**NUMBERS | {"count": 1.0})
+    adamw8.adamw8_(param, grad, *state, factors, copy=copy, scale=torch.tensor(0.5, dtype=F64))
     # The first step's m̂ is the gradient, 2 and −1, and √v̂ its magnitude.
     torch.testing.assert_close(param, torch.tensor([1 - 0.001 - 0.01, 1 - 0.001 + 0.01]))
     assert torch.equal(copy, param.bfloat16())
@@ -124,7 +122,7 @@ def test_threads_change_nothing():
     for threads in (1, 3):
         param, state = start.clone(), [*SIGNED.encode(start), *UNSIGNED.encode(start.abs())]
         with kernels.threads(threads):
-            adamw8.adamw8_(param, grad, *state, using="cpu", **OPTIONS)
+            adamw8.adamw8_(param, grad, *state, FACTORS, using="cpu")
         results.append((param, *state))
     for one, three in zip(*results):
         assert torch.equal(one, three)
@@ -134,7 +132,7 @@ def test_a_small_variance_beside_a_large_one_is_not_lost():
     """Where it became zero, the next step without a gradient would be a momentum over eps."""
     state = [*SIGNED.encode(torch.tensor([1.0, 1e-5])), *UNSIGNED.encode(torch.tensor([1.0, 1e-10]))]
     param = torch.zeros(2)
-    adamw8.adamw8_(param, torch.zeros(2), *state, **OPTIONS)
+    adamw8.adamw8_(param, torch.zeros(2), *state, FACTORS)
     assert param.abs().max() < 0.1
 
 
@@ -144,8 +142,8 @@ def test_wrong_arguments_reach_no_kernel():
     with pytest.raises(
         ValueError, match=r"mu_scales is torch.float32 of shape \(1,\): for a param of shape \(300,\) make"
     ):
-        adamw8.adamw8_(param, grad, mu, scales[:1], mu, scales, **OPTIONS)
+        adamw8.adamw8_(param, grad, mu, scales[:1], mu, scales, FACTORS)
     with pytest.raises(ValueError, match=r"nu is torch.float32 of shape \(300,\).*uint8"):
-        adamw8.adamw8_(param, grad, mu, scales, param, scales, **OPTIONS)
+        adamw8.adamw8_(param, grad, mu, scales, param, scales, FACTORS)
     with pytest.raises(TypeError, match="float64 or strided tensors are served by plain torch, not by cpu"):
-        adamw8.adamw8_(param.double(), grad.double(), mu, scales, mu, scales, using="cpu", **OPTIONS)
+        adamw8.adamw8_(param.double(), grad.double(), mu, scales, mu, scales, FACTORS, using="cpu")

@@ -31,6 +31,18 @@ def test_drawn(by, name, shape, dtype, layout, seed):
         dense.check(name, using, shape, dtype, layout, seed)
 
 
+@pytest.mark.parametrize("by", kernels.ON_CPU)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sum_is_normed_as_it_is_returned(by, dtype):
+    """Rounded first: where columns nearly agree, what rounding takes off is much of what is left of their mean."""
+    x, residual, weight = dense.inputs(dense.CASES["rms norm of a sum"], (50, 2), dtype, "contiguous", 4)
+    with kernels.served_by(by) as using:
+        y, total = norm.add_rms_norm(x, residual, weight, using=using)
+        assert torch.equal(total, x + residual)
+        assert torch.equal(y, norm.rms_norm(total, weight, using=using))
+        dense.check("layer norm of a sum", using, (4, 4, 2), dtype, "transposed", seed=4)
+
+
 @pytest.mark.parametrize("name", dense.CASES)
 def test_float64(name):
     dense.check(name, None, (3, 4, 33), torch.float64)

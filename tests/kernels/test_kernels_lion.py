@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from shardlib.kernels import lion
 from shardlib.kernels.common import native
 
-OPTIONS = {"lr": torch.tensor(0.5, dtype=F64), "b1": 0.75, "b2": 0.5, "weight_decay": 0.25}
+FACTORS = lion.factors_at(lr=0.5, b1=0.75, b2=0.5, weight_decay=0.25)
 
 
 def test_an_example_by_hand():
     param, grad, mu = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([8.0, -8.0, -12.0]), torch.tensor([4.0, 0.0, 2.0])
     copy = torch.empty(3, dtype=BF16)
-    lion.lion_(param, grad, mu, copy=copy, scale=torch.tensor(0.5, dtype=F64), **OPTIONS)
+    lion.lion_(param, grad, mu, FACTORS, copy=copy, scale=torch.tensor(0.5, dtype=F64))
     # β1·m + (1−β1)·g is 4, −1 and 0.
     assert param.tolist() == copy.tolist() == [1 * 0.875 - 0.5, 2 * 0.875 + 0.5, 3 * 0.875]
     assert mu.tolist() == [4, -2, -2]
@@ -42,11 +42,11 @@ def test_triton_is_the_reference():
 def test_wrong_arguments_reach_no_kernel():
     param, grad, mu = (torch.zeros(16) for _ in range(3))
     with pytest.raises(ValueError, match=r"grad has shape \(15,\), param \(16,\)"):
-        lion.lion_(param, grad[1:], mu, **OPTIONS)
+        lion.lion_(param, grad[1:], mu, FACTORS)
     with pytest.raises(TypeError, match=r"mu is torch.bfloat16 beside param of torch.float32.*cast it"):
-        lion.lion_(param, grad, mu.bfloat16(), **OPTIONS)
+        lion.lion_(param, grad, mu.bfloat16(), FACTORS)
     with pytest.raises(TypeError, match=r"scale is torch.float32 on cpu: make it float64 on cpu"):
-        lion.lion_(param, grad, mu, scale=torch.tensor(1.0), **OPTIONS)
+        lion.lion_(param, grad, mu, FACTORS, scale=torch.tensor(1.0))
 
 
 def test_cuda_kernels_compile_without_spills(tmp_path):

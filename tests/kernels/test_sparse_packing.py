@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlib.kernels.sparse_attention import packing
+from shardlib.kernels.sparse_attention.arguments import Blocks, Options
 from shardlib.kernels.sparse_attention.lists import cells
-from shardlib.kernels.sparse_attention.options import Blocks, Options
 from shardlib.sparse.layout import Layout
 
 

@@ -100,6 +100,32 @@ def test_apply_is_update_and_add_in_one_pass(name, dtype, tolerance, scale):
     assert_close(in_place, current, tolerance)
 
 
+@pytest.mark.parametrize("make", [sl.optim.adamw, sl.optim.lion])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_update_and_apply_keep_the_same_moments(make, dtype):
+    """To the last bit, in 16 bits too: one formula serves both."""
+    params, all_grads = params_and_grads(dtype)
+    tx = make(0.01)
+    state, its_state = tx.init(params), tx.init(copy_of(params))
+    for grads in all_grads:
+        state = tx.update(grads, state, params)[1]
+        its_state = tx.apply(copy_of(params), copy_of(grads), its_state)
+    assert_same(state, its_state)
+
+
+@pytest.mark.parametrize("make", [sl.optim.adamw, sl.optim.lion])
+def test_update_maps_over_a_batch_and_has_derivatives(make):
+    tx = make(lambda step: 0.1 / (step + 1))
+    grads, params = torch.rand(3, 5) - 0.5, torch.rand(3, 5)
+    states = torch.func.vmap(tx.init)(params)
+    updates, after = torch.func.vmap(tx.update)(grads, states, params)
+    for row in range(3):
+        assert_same(tx.update(grads[row], tx.init(params[row]), params[row])[0], updates[row])
+    slope = torch.func.grad(lambda p: tx.update(grads[0], tx.init(p), p)[0].sum())(params[0])
+    assert (slope < 0).all()  # weight decay
+    assert after.count.tolist() == [1.0] * 3
+
+
 @pytest.mark.parametrize("make", [*(make for make, _ in OPTIMIZERS.values()), lambda: sl.optim.lamb(0.1)])
 def test_apply_writes_copies_too(make):
     """What 16-bit parameters with fp32 masters are; one leaf has no copy."""

@@ -15,8 +15,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from shardlib._compat import no_modes
 from shardlib.collectives import primitives
 from shardlib.collectives.sequence.base import Attend, Attention, SequenceKind
 from shardlib.errors import LossError, SpecError
@@ -72,7 +72,7 @@ class _Ring(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mesh: Mesh, axis: str, causal: bool, scale: float
     ) -> torch.Tensor:
         # A recompute policy must not keep the products of blocks: together they are the scores of the whole sequence.
-        with _disable_current_modes():
+        with no_modes():
             out, total = _forward(q, k, v, _Trip(mesh, axis, causal), scale)
         ctx.save_for_backward(q, k, v, out, total)
         ctx.static = mesh, axis, causal, scale

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from shardlib._compat import version_of
 from shardlib.collectives import pairs
 from shardlib.collectives.sequence.base import SequenceKind
 from shardlib.errors import HandleError, SpecError, listing
@@ -42,13 +43,13 @@ class Slices:
         if not grad and not self.cuts_sequence(axis):
             return x
         known = self._last.get(axis)
-        if known is not None and known[0]() is x and known[1] == (x._version, grad):
+        if known is not None and known[0]() is x and known[1] == (version_of(x), grad):
             return known[2]
         if self.cuts_sequence(axis):
             entered = pairs.all_gather(self._with_sequence(x), axis, dim=1, mesh=self.mesh)
         else:
             entered = pairs.copy(x, axis, mesh=self.mesh)
-        self._last[axis] = (weakref.ref(x), (x._version, grad), entered)
+        self._last[axis] = (weakref.ref(x), (version_of(x), grad), entered)
         return entered
 
     def leave(self, y: torch.Tensor, axis: str) -> torch.Tensor:

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from shardlib._compat import is_compiled
 from shardlib.errors import HandleError
 from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Gradients, Route
-from shardlib.execute.losses import Outcome, is_compiled, read_loss, require_gradient, wants
+from shardlib.execute.losses import Outcome, read_loss, require_gradient, wants
 from shardlib.execute.record import Record
 from shardlib.execute.sequence import require_whole_loss
 from shardlib.execute.stages.base import Call, kept

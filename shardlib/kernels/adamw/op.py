@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 
 from shardlib.kernels.adamw import reference
-from shardlib.kernels.adamw.step import direction_at, step_at
+from shardlib.kernels.adamw.arguments import Direction, DirectionFactors, Factors, Step
 from shardlib.kernels.common.dispatch import on
 from shardlib.kernels.common.flat import FLOATS, check, serving
 
@@ -34,13 +34,8 @@ def adamw_(
     grad: torch.Tensor,
     mu: torch.Tensor,
     nu: torch.Tensor,
+    factors: Factors,
     *,
-    count: torch.Tensor,
-    lr: torch.Tensor,
-    b1: float,
-    b2: float,
-    eps: float,
-    weight_decay: float,
     scale: torch.Tensor | None = None,
     copy: torch.Tensor | None = None,
     using: str | None = None,
@@ -48,8 +43,7 @@ def adamw_(
     """One AdamW step in place on tensors of one shape. May overwrite ``grad``.
 
     Args:
-        count: the step's number from 1, a 0-d float tensor.
-        lr: 0-d float tensor.
+        factors: of the step, by `factors_at` of numbers.
         scale: multiplies the gradient first (unscaling and clipping folded into the pass), a 0-d float64 tensor.
         copy: is filled with the new parameter, bf16 or fp16.
         using: names one implementation ("cpu", "cuda", "triton", "reference"), for tests.
@@ -60,11 +54,10 @@ def adamw_(
     """
     tensors = {"param": param, "grad": grad, "mu": mu, "nu": nu} | ({} if copy is None else {"copy": copy})
     check(tensors, "param", scale, read=("grad",))
-    tensors["grad"] = grad.contiguous()
-    step = step_at(count, lr, b1, b2, eps, weight_decay)
+    tensors["grad"] = grad = grad.contiguous()
     with on(param.device):
         module = serving("adamw", reference, tensors, "param", FLOATS, using)
-        module.adamw_(param, tensors["grad"], mu, nu, copy, step, scale)
+        module.adamw_(Step(param, grad, mu, nu, copy, factors, scale))
 
 
 def adam_direction_(
@@ -72,24 +65,19 @@ def adam_direction_(
     grad: torch.Tensor,
     mu: torch.Tensor,
     nu: torch.Tensor,
+    factors: DirectionFactors,
     *,
-    count: torch.Tensor | None,
-    b1: float,
-    b2: float,
-    eps: float,
-    weight_decay: float,
     scale: torch.Tensor | None = None,
     using: str | None = None,
 ) -> None:
     """Where Adam would go, in the gradient's memory, and both moments in place; tensors of one shape and dtype.
 
     Args:
-        count: the step's number from 1, a 0-d float tensor; None for moments as they are, without bias correction.
+        factors: of the step, by `direction_at`.
         scale, using: see `adamw_`.
     """
     tensors = {"param": param, "grad": grad, "mu": mu, "nu": nu}
     check(tensors, "param", scale)
-    step = direction_at(count, b1, b2, eps, weight_decay)
     with on(param.device):
         module = serving("adamw", reference, tensors, "param", (torch.float32,), using)
-        module.adam_direction_(param, grad, mu, nu, step, scale)
+        module.adam_direction_(Direction(param, grad, mu, nu, factors, scale))

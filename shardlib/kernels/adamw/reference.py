@@ -7,47 +7,47 @@ from __future__ import annotations
 
 import torch
 
-from shardlib.kernels.adamw.step import Direction, Step
+from shardlib.kernels.adamw.arguments import Direction, DirectionFactors, Factors, Step
 
 
 def load(device: torch.device) -> str:
     return "reference"
 
 
-def adamw_(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    mu: torch.Tensor,
-    nu: torch.Tensor,
-    copy: torch.Tensor | None,
-    step: Step,
-    scale: torch.Tensor | None,
-) -> None:
-    wide = torch.float64 if param.dtype == torch.float64 else torch.float32
-    g = grad.to(wide) if scale is None else grad.to(wide) * scale
-    # Each product is rounded before it is added: torch's own sums with a factor are not.
-    m = mu.to(wide) * step.b1 + g * step.rest1
-    v = nu.to(wide) * step.b2 + g * g * step.rest2
-    p = param.to(wide) * step.decay - m * step.size / _denominator(v, step)
+def adamw_(step: Step) -> None:
+    param, grad, mu, nu, copy, factors, scale = step
+    m, v, moved = changes(grad, mu, nu, factors, scale)
+    p = param.to(m.dtype) * factors.decay - moved
     for kept, value in ((mu, m), (nu, v), (param, p), (copy, p)):
         if kept is not None:
             kept.copy_(value)
 
 
-def adam_direction_(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    mu: torch.Tensor,
-    nu: torch.Tensor,
-    step: Direction,
-    scale: torch.Tensor | None,
-) -> None:
-    g = grad if scale is None else grad * scale
-    mu.mul_(step.b1).add_(g * step.rest1)
-    nu.mul_(step.b2).add_(g * g * step.rest2)
-    grad.copy_(mu * step.size / _denominator(nu, step) + param * step.weight_decay)
+def changes(
+    grad: torch.Tensor, mu: torch.Tensor, nu: torch.Tensor, factors: Factors, scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Both moments after a step, and what it takes from the parameter beside its decay; new, and fp32 at least."""
+    wide = torch.promote_types(mu.dtype, torch.float32)
+    g = grad.to(wide) if scale is None else grad.to(wide) * scale
+    m, v = _moments(g, mu.to(wide), nu.to(wide), factors)
+    return m, v, _ratio(m, v, factors)
 
 
-def _denominator(v: torch.Tensor, step: Step | Direction) -> torch.Tensor:
+def adam_direction_(direction: Direction) -> None:
+    param, grad, mu, nu, factors, scale = direction
+    m, v = _moments(grad if scale is None else grad * scale, mu, nu, factors)
+    mu.copy_(m)
+    nu.copy_(v)
+    grad.copy_(_ratio(m, v, factors) + param * factors.weight_decay)
+
+
+def _moments(
+    g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, factors: Factors | DirectionFactors
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # Each product is rounded before it is added: torch's own sums with a factor are not.
+    return m * factors.b1 + g * factors.rest1, v * factors.b2 + g * g * factors.rest2
+
+
+def _ratio(m: torch.Tensor, v: torch.Tensor, factors: Factors | DirectionFactors) -> torch.Tensor:
     root = v.to(torch.float64).sqrt().to(v.dtype)  # torch's own fp32 root is not always the nearest
-    return root * step.root + step.eps
+    return m * factors.size / (root * factors.root + factors.eps)

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shardlib.kernels.adamw.step import Direction, Step
+from shardlib.kernels.adamw.arguments import Direction, Step
 from shardlib.kernels.common import tiles
 
 TILE = 1024
@@ -16,29 +16,16 @@ def load(device: torch.device) -> str:
     return tiles.triton_name(device)
 
 
-def adamw_(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    mu: torch.Tensor,
-    nu: torch.Tensor,
-    copy: torch.Tensor | None,
-    step: Step,
-    scale: torch.Tensor | None,
-) -> None:
+def adamw_(step: Step) -> None:
+    param, grad, mu, nu, copy, factors, scale = step
     grid = (triton.cdiv(param.numel(), TILE),)
-    _adamw[grid](param, grad, mu, nu, copy, scale, param.numel(), *step, TILE=TILE, **tiles.EXACT)
+    _adamw[grid](param, grad, mu, nu, copy, scale, param.numel(), *factors, TILE=TILE, **tiles.EXACT)
 
 
-def adam_direction_(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    mu: torch.Tensor,
-    nu: torch.Tensor,
-    step: Direction,
-    scale: torch.Tensor | None,
-) -> None:
+def adam_direction_(direction: Direction) -> None:
+    param, grad, mu, nu, factors, scale = direction
     grid = (triton.cdiv(param.numel(), TILE),)
-    _direction[grid](param, grad, mu, nu, scale, param.numel(), *step, TILE=TILE, **tiles.EXACT)
+    _direction[grid](param, grad, mu, nu, scale, param.numel(), *factors, TILE=TILE, **tiles.EXACT)
 
 
 @triton.jit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardlib.kernels.adamw.step import Step
+from shardlib.kernels.adamw8.arguments import CodedStep
 from shardlib.kernels.adamw8.codes import SIGNED, UNSIGNED
 from shardlib.kernels.common import native
 from shardlib.kernels.common.thresholds import threads
@@ -16,21 +16,10 @@ def load(device: torch.device) -> str:
     return native.description("adamw8")
 
 
-def adamw8_(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    mu: torch.Tensor,
-    mu_scales: torch.Tensor,
-    nu: torch.Tensor,
-    nu_scales: torch.Tensor,
-    copy: torch.Tensor | None,
-    step: Step,
-    scale: torch.Tensor | None,
-) -> None:
-    dtypes = native.DTYPES[param.dtype], native.DTYPES[grad.dtype]
-    narrow = -1 if copy is None else native.DTYPES[copy.dtype]
-    buffers = (param, dtypes[0], grad, dtypes[1], mu, mu_scales, nu, nu_scales, copy)
+def adamw8_(step: CodedStep) -> None:
+    param, grad, mu, mu_scales, nu, nu_scales, copy, factors, scale = step
+    buffers = (param, native.DTYPES[param.dtype], grad, native.DTYPES[grad.dtype], mu, mu_scales, nu, nu_scales)
     lines = (SIGNED.lines(param.device), UNSIGNED.lines(param.device))
-    factor = 1.0 if scale is None else float(scale)
+    where = (*native.copied(copy), *lines, param.numel())
     library = native.cpp_functions("adamw8", _SIGNATURES)
-    library.adamw8_step(*buffers, narrow, *lines, param.numel(), *step, factor, threads())
+    library.adamw8_step(*buffers, *where, *factors, native.factor(scale), threads())

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import torch
 
-from shardlib.kernels.adamw.step import step_at
+from shardlib.kernels.adamw.arguments import Factors
 from shardlib.kernels.adamw8 import reference
+from shardlib.kernels.adamw8.arguments import CodedStep
 from shardlib.kernels.adamw8.codes import BLOCK
 from shardlib.kernels.common.arguments import one_device
 from shardlib.kernels.common.dispatch import on
@@ -35,13 +36,8 @@ def adamw8_(
     mu_scales: torch.Tensor,
     nu: torch.Tensor,
     nu_scales: torch.Tensor,
+    factors: Factors,
     *,
-    count: torch.Tensor,
-    lr: torch.Tensor,
-    b1: float,
-    b2: float,
-    eps: float,
-    weight_decay: float,
     scale: torch.Tensor | None = None,
     copy: torch.Tensor | None = None,
     using: str | None = None,
@@ -51,15 +47,8 @@ def adamw8_(
     Args:
         mu, nu: codes of the moments, signed and unsigned, uint8 in the shape of ``param``.
         mu_scales, nu_scales: their blocks' scales, fp32 ``[⌈elements / 256⌉]``.
-        count: the step's number from 1, a 0-d float tensor.
-        lr: 0-d float tensor.
-        scale: multiplies the gradient first (unscaling and clipping folded into the pass), a 0-d float64 tensor.
-        copy: is filled with the new parameter, bf16 or fp16.
-        using: names one implementation ("cpu", "triton", "reference"), for tests.
-
-    Raises:
-        ValueError: shapes or devices differ.
-        TypeError: dtypes that are not served.
+        factors: of the step, by `shardlib.kernels.adamw.factors_at` of numbers.
+        scale, copy, using: as of `shardlib.kernels.adamw.adamw_`, which also says what is raised; there is no "cuda".
     """
     tensors = {"param": param, "grad": grad} | ({} if copy is None else {"copy": copy})
     check(tensors, "param", scale, read=("grad",))
@@ -78,7 +67,6 @@ def adamw8_(
                 f"{dtype} of shape {tuple(shape)}, contiguous"
             )
     one_device({"param": param} | {name: tensor for name, (tensor, _, _) in kept.items()})
-    step = step_at(count, lr, b1, b2, eps, weight_decay)
     with on(param.device):
         module = serving("adamw8", reference, tensors, "param", FLOATS, using)
-        module.adamw8_(param, tensors["grad"], mu, mu_scales, nu, nu_scales, copy, step, scale)
+        module.adamw8_(CodedStep(param, tensors["grad"], mu, mu_scales, nu, nu_scales, copy, factors, scale))

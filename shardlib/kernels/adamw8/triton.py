@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shardlib.kernels.adamw.step import Step
+from shardlib.kernels.adamw8.arguments import CodedStep
 from shardlib.kernels.adamw8.codes import BLOCK, SIGNED, UNSIGNED
 from shardlib.kernels.common import tiles
 
@@ -19,22 +19,12 @@ def load(device: torch.device) -> str:
     return tiles.triton_name(device)
 
 
-def adamw8_(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    mu: torch.Tensor,
-    mu_scales: torch.Tensor,
-    nu: torch.Tensor,
-    nu_scales: torch.Tensor,
-    copy: torch.Tensor | None,
-    step: Step,
-    scale: torch.Tensor | None,
-) -> None:
-    count = param.numel()
-    lines = (SIGNED.lines(param.device), UNSIGNED.lines(param.device))
+def adamw8_(step: CodedStep) -> None:
+    *buffers, factors, scale = step
+    count = step.param.numel()
+    lines = (SIGNED.lines(step.param.device), UNSIGNED.lines(step.param.device))
     grid = (triton.cdiv(count, BLOCKS * BLOCK),)
-    buffers = (param, grad, mu, mu_scales, nu, nu_scales, copy, *lines, scale)
-    _adamw8[grid](*buffers, count, *step, BLOCKS=BLOCKS, BLOCK=BLOCK, **tiles.EXACT)
+    _adamw8[grid](*buffers, *lines, scale, count, *factors, BLOCKS=BLOCKS, BLOCK=BLOCK, **tiles.EXACT)
 
 
 @triton.jit

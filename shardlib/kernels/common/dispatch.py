@@ -1,7 +1,8 @@
 """Which implementation of an operation serves a device; chosen once.
 
-An implementation is a module of the operation's folder with the operation's functions and `load`, which makes it ready
-and returns its name, or raises where it cannot be used here. The folder's `op` says which there are, in
+An implementation is a module of the operation's folder with the operation's functions, whose many arguments are records
+that the folder's `arguments` states once, and with `load`, which makes it ready and returns its name, or raises where it
+cannot be used here. The folder's `op` says which there are, in
 ``IMPLEMENTATIONS``: the type of device -> modules, the preferred first. The module ``reference`` comes after all and
 serves everything; one named ``torch`` calls functions of torch that a kernel here would not beat. One that holds rows in
 registers says in ``WIDEST`` how many columns those may have.

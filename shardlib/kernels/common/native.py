@@ -31,6 +31,7 @@ _NEEDS_OF_AMX = """bool amx() {
 _WITH_AMX = ("sparse_attention",)
 # Sums are in the order written, and a product is rounded before it is added: the same bits everywhere.
 _EXACT = ("-ffp-contract=off", "-fno-math-errno")
+_loaded: dict[tuple[str, str | Path], Any] = {}  # by operation, and instruction set or library
 
 
 def functions(path: Path, signatures: Mapping[str, str], suffix: str = "", checked: bool = False) -> Any:
@@ -109,13 +110,21 @@ def description(name: str) -> str:
 
 
 def cpp_functions(name: str, signatures: Mapping[str, str]) -> Any:
-    """The operation's functions for this processor; see `functions`."""
-    return _cpp_functions(name, instruction_set(name), tuple(signatures.items()))
+    """The operation's functions for this processor; see `functions`. ``signatures`` are the same at every call."""
+    chosen = instruction_set(name)
+    found = _loaded.get((name, chosen))
+    if found is None:
+        found = _loaded[name, chosen] = functions(cpp_path(name), signatures, "_" + chosen)
+    return found
 
 
-@functools.cache
-def _cpp_functions(name: str, instruction_set: str, signatures: tuple[tuple[str, str], ...]) -> Any:
-    return functions(cpp_path(name), dict(signatures), "_" + instruction_set)
+def cuda_functions(name: str, signatures: Mapping[str, str]) -> Any:
+    """The operation's functions for the GPUs at hand, which tell whether they were launched; otherwise as `cpp_functions`."""
+    path = cuda_path(name)
+    found = _loaded.get((name, path))
+    if found is None:
+        found = _loaded[name, path] = functions(path, signatures, checked=True)
+    return found
 
 
 def cuda_recipe(name: str, capability: tuple[int, int]) -> Recipe:
@@ -154,3 +163,13 @@ def floats(x: torch.Tensor | None) -> torch.Tensor | None:
 
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def copied(copy: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
+    """Where a step also writes the parameter, and in which of `DTYPES`; −1 for nowhere."""
+    return copy, -1 if copy is None else DTYPES[copy.dtype]
+
+
+def factor(scale: torch.Tensor | None) -> float:
+    """What a step on the CPU multiplies the gradient by."""
+    return 1.0 if scale is None else float(scale)

@@ -16,15 +16,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
 
+from shardlib._compat import below_autograd, forward_level, no_autocast
 from shardlib.kernels.common.recompute import can_hook
+from shardlib.kernels.common.records import layout_of
 
 _NAMESPACE = "shardlib"
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
-    torch._C.DispatchKey.AutocastCUDA
-)
 
 # Tensors and constants in, tensors out.
 Pass = Callable[..., list[torch.Tensor]]
@@ -67,6 +65,9 @@ def differentiable(
 ) -> Callable[..., tuple[torch.Tensor, ...]]:
     """A function of ``forward``'s arguments, by position, that returns its outputs as a tuple.
 
+    ``forward``, ``backward`` and what stands in for them may take records (`shardlib.kernels.common.records`); all else,
+    the function that is returned too, has the records' fields in their place.
+
     Args:
         name: of the operator; the backward's is ``<name>_backward``.
         forward: ``forward(*inputs)``; see `opaque`.
@@ -83,10 +84,10 @@ def differentiable(
 
     A gradient of an output that nothing used comes in as zeros.
     """
-    forward_pass, backward_pass = (
-        opaque(name, forward, forward_fake),
-        opaque(f"{name}_backward", backward, backward_fake),
-    )
+    given, left = layout_of(forward), layout_of(backward)
+    forward_pass = opaque(name, given.spread(forward), given.spread(forward_fake))
+    backward_pass = opaque(f"{name}_backward", left.spread(backward), left.spread(backward_fake))
+    further = left.spread(backward_reference)
 
     class Backward(torch.autograd.Function):
         generate_vmap_rule = True
@@ -105,7 +106,7 @@ def differentiable(
             where = _floats(kept)
 
             def plain(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-                return tuple(backward_reference(*_filled(kept, where, values)))
+                return tuple(further(*_filled(kept, where, values)))
 
             pull = torch.func.vjp(plain, *[kept[i] for i in where])[1]
             return _filled((None,) * len(kept), where, pull(gradients))
@@ -133,8 +134,8 @@ def differentiable(
 
     _backwards[name] = Backward
     # The compiler counts a forward's parameters to tell whether it takes a context.
-    for function, source in ((Forward, forward), (Backward, backward)):
-        function.forward.__signature__ = inspect.signature(source)  # type: ignore[attr-defined]
+    for function, layout in ((Forward, given), (Backward, left)):
+        function.forward.__signature__ = inspect.Signature(layout.parameters)  # type: ignore[attr-defined]
 
     def call(*inputs: Any) -> tuple[torch.Tensor, ...]:
         if has_torch_function(inputs):  # an autograd.Function does not ask handles for their tensors
@@ -149,7 +150,7 @@ def differentiable(
 
 def _without_derivatives() -> bool:
     """Whether no derivative of what is computed here can be asked for, of any kind, and no compiler looks on."""
-    return not torch.is_grad_enabled() and can_hook() and forward_ad._current_level < 0
+    return not torch.is_grad_enabled() and can_hook() and forward_level() < 0
 
 
 def autocast_as_a_product(*factors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -166,7 +167,7 @@ def _as_written(function: Pass) -> Pass:
 
     @functools.wraps(function)
     def kernel(*values: Any) -> list[torch.Tensor]:
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        with no_autocast():
             return function(*values)
 
     return kernel
@@ -181,7 +182,7 @@ def _refusing_gradients(name: str, operator: Pass) -> Pass:
                 f"{name}: torch.func.grad inside torch.compile loses this operation's gradient; compile the loss and "
                 "differentiate it by torch.autograd.grad, or leave torch.func.grad uncompiled"
             )
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return operator(*values)
 
     return kernel

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from shardlib._compat import saving_hooks
+from shardlib._compat import func_transform, saving_hooks, storage_id
 
 
 def recomputed(
@@ -32,13 +32,13 @@ def recomputed(
 
 def can_hook() -> bool:
     """Whether saved tensors can have hooks here: not inside `torch.func`'s transforms, nor inside `torch.compile`."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is None
+    return not torch.compiler.is_compiling() and func_transform() is None
 
 
 @contextlib.contextmanager
 def _noting(value: torch.Tensor, function: Callable[..., torch.Tensor], inputs: tuple[Any, ...]) -> Iterator[None]:
     pack, unpack = saving_hooks() or (_same, _same)
-    storage = value.untyped_storage()._cdata
+    storage = storage_id(value.untyped_storage())
     kept = [pack(each.detach()) if isinstance(each, torch.Tensor) else each for each in inputs]
     tensors = [isinstance(each, torch.Tensor) for each in inputs]
 
@@ -48,7 +48,7 @@ def _noting(value: torch.Tensor, function: Callable[..., torch.Tensor], inputs: 
             return function(*values)
 
     def save(tensor: torch.Tensor) -> Any:
-        if tensor.untyped_storage()._cdata != storage:
+        if storage_id(tensor.untyped_storage()) != storage:
             return pack(tensor)
         return _Note(again, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from shardlib._compat import saving_hooks
+from shardlib._compat import saving_hooks, storage_id
 from shardlib.kernels.common.recompute import can_hook
 
 
@@ -33,11 +33,11 @@ def _rounding(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     # Views: what only stands for a parameter gives the tensor itself then. Held, as memory that is given back and taken
     # again would make other tensors exempt.
     views = [parameter.view_as(parameter) for parameter in parameters]
-    exempt = {view.untyped_storage()._cdata for view in views}
+    exempt = {storage_id(view.untyped_storage()) for view in views}
     seen: dict[Any, tuple[torch.Tensor, Any]] = {}  # with the tensor, whose memory must not be used again meanwhile
 
     def save(tensor: torch.Tensor) -> Any:
-        if tensor.dtype != torch.float32 or tensor.untyped_storage()._cdata in exempt:
+        if tensor.dtype != torch.float32 or storage_id(tensor.untyped_storage()) in exempt:
             return pack(tensor)
         # Views that cover the same numbers are one to keep, whatever their shapes.
         dense = torch.ops.aten.is_non_overlapping_and_dense.default(tensor)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from shardlib.kernels.common import native, rows
 from shardlib.kernels.common.thresholds import threads
-
-if TYPE_CHECKING:
-    from shardlib.kernels.dropout.op import Draw
+from shardlib.kernels.dropout.arguments import Draw
 
 _SIGNATURES = {"dropout": "pippfillpllpi", "dropout_backward": "pifillpllpppi"}
 

@@ -13,8 +13,6 @@ x, r, y and their gradients are ``[..., columns]`` in fp32, bf16 or fp16 (float6
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from shardlib.kernels.common import rows
@@ -23,24 +21,9 @@ from shardlib.kernels.common.dispatch import on, serving
 from shardlib.kernels.common.operators import differentiable
 from shardlib.kernels.counter import signed, spread
 from shardlib.kernels.dropout import reference
+from shardlib.kernels.dropout.arguments import Draw
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
-
-
-class Draw(NamedTuple):
-    """Which elements are dropped.
-
-    Attributes:
-        p: the probability, in [0, 1).
-        seed: modulo 2^64.
-        start: the index of the first element; the others follow it.
-        starts: or the index of each row's first element, int64, one per row.
-    """
-
-    p: float
-    seed: int
-    start: int = 0
-    starts: torch.Tensor | None = None
 
 
 def dropout(
@@ -65,69 +48,40 @@ def dropout(
         raise ValueError(
             f"starts has {draw.starts.numel()} indices for the {rows.sizes(x)[0]} rows of x: give one per row"
         )
-    where = (float(draw.p), signed(draw.seed), draw.start, draw.starts, using)
+    draw = Draw(float(draw.p), signed(draw.seed), draw.start, draw.starts)
     if residual is None:
-        return _alone(x, bias, *where)[0]
+        return _alone(x, bias, *draw, using)[0]
     rows.check_like("residual", residual, "x", x)
-    return _onto(x, residual, bias, *where)[0]
+    return _onto(x, residual, bias, *draw, using)[0]
 
 
-def _drawn(p: float, seed: int, start: int, starts: torch.Tensor | None) -> Draw:
+def _spread(draw: Draw) -> Draw:
     """As implementations are given it."""
-    return Draw(p, spread(seed), start, starts)
+    return draw._replace(seed=spread(draw.seed))
 
 
-def _forward_alone(
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    p: float,
-    seed: int,
-    start: int,
-    starts: torch.Tensor | None,
-    using: str | None,
-) -> list[torch.Tensor]:
-    return _forward(x, None, bias, _drawn(p, seed, start, starts), using)
-
-
-def _forward_onto(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    bias: torch.Tensor | None,
-    p: float,
-    seed: int,
-    start: int,
-    starts: torch.Tensor | None,
-    using: str | None,
-) -> list[torch.Tensor]:
-    return _forward(x, residual, bias, _drawn(p, seed, start, starts), using)
+def _forward_alone(x: torch.Tensor, bias: torch.Tensor | None, draw: Draw, using: str | None) -> list[torch.Tensor]:
+    return _forward(x, None, bias, draw, using)
 
 
 def _forward(
     x: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None, draw: Draw, using: str | None
 ) -> list[torch.Tensor]:
     with on(x.device):
-        return [serving("dropout", x, using).forward(x, residual, bias, draw).to(x.dtype)]
+        return [serving("dropout", x, using).forward(x, residual, bias, _spread(draw)).to(x.dtype)]
 
 
-def _backward(
-    bias: torch.Tensor | None,
-    p: float,
-    seed: int,
-    start: int,
-    starts: torch.Tensor | None,
-    using: str | None,
-    dy: torch.Tensor,
-) -> list[torch.Tensor]:
+def _backward(bias: torch.Tensor | None, draw: Draw, using: str | None, dy: torch.Tensor) -> list[torch.Tensor]:
     with on(dy.device):
-        found = serving("dropout", dy, using).backward(bias, _drawn(p, seed, start, starts), dy)
+        found = serving("dropout", dy, using).backward(bias, _spread(draw), dy)
     return [gradient.to(value.dtype) for gradient, value in zip(found, (dy, bias)) if value is not None]
 
 
-def _backward_reference(bias, p, seed, start, starts, using, dy):
-    return reference.backward(bias, _drawn(p, seed, start, starts), dy)
+def _backward_reference(bias, draw, using, dy):
+    return reference.backward(bias, _spread(draw), dy)
 
 
-def _backward_fake(bias, p, seed, start, starts, using, dy):
+def _backward_fake(bias, draw, using, dy):
     return [rows.like(value) for value in (dy, bias) if value is not None]
 
 
@@ -142,7 +96,7 @@ _alone = differentiable(
 )
 _onto = differentiable(
     "dropout_onto",
-    forward=_forward_onto,
+    forward=_forward,
     forward_fake=lambda x, *_: [rows.like(x)],
     backward=_backward,
     backward_fake=_backward_fake,

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from shardlib.kernels.common import rows
 from shardlib.kernels.counter.reference import random_bits
-
-if TYPE_CHECKING:
-    from shardlib.kernels.dropout.op import Draw
+from shardlib.kernels.dropout.arguments import Draw
 
 
 def load(device: torch.device) -> str:

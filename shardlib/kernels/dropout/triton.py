@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -10,9 +10,7 @@ import triton.language as tl
 
 from shardlib.kernels.common import rows, tiles
 from shardlib.kernels.counter.triton import bits_of
-
-if TYPE_CHECKING:
-    from shardlib.kernels.dropout.op import Draw
+from shardlib.kernels.dropout.arguments import Draw
 
 TILE = {"ROWS": 16, "COLUMNS": 128}
 

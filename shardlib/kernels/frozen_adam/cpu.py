@@ -8,6 +8,7 @@ import torch
 
 from shardlib.kernels.common import native
 from shardlib.kernels.common.thresholds import threads
+from shardlib.kernels.frozen_adam.arguments import FreshStep, FrozenStep, LocalStep, OwnMomentum
 
 _SIGNATURES = {
     "own_momentum": "pplfffi",
@@ -21,53 +22,24 @@ def load(device: torch.device) -> str:
     return native.description("frozen_adam")
 
 
-def own_momentum_(grad: torch.Tensor, mu: torch.Tensor, b1: float, rest1: float, scale: torch.Tensor | None) -> None:
-    factor = 1.0 if scale is None else float(scale)
-    _library().own_momentum(grad, mu, mu.numel(), b1, rest1, factor, threads())
+def own_momentum_(step: OwnMomentum) -> None:
+    grad, mu, *factors, scale = step
+    _library().own_momentum(grad, mu, mu.numel(), *factors, native.factor(scale), threads())
 
 
-def frozen_step_(
-    param: torch.Tensor,
-    mu: torch.Tensor,
-    nu: torch.Tensor,
-    copy: torch.Tensor | None,
-    size: float,
-    eps: float,
-    weight_decay: float,
-) -> None:
-    narrow = -1 if copy is None else native.DTYPES[copy.dtype]
-    _library().frozen_step(param, mu, nu, copy, narrow, nu.numel(), size, eps, weight_decay, threads())
+def frozen_step_(step: FrozenStep) -> None:
+    param, mu, nu, copy, *factors = step
+    _library().frozen_step(param, mu, nu, *native.copied(copy), nu.numel(), *factors, threads())
 
 
-def local_step_(
-    grad: torch.Tensor,
-    mu: torch.Tensor,
-    nu: torch.Tensor,
-    moved: torch.Tensor,
-    size: float,
-    b1: float,
-    rest1: float,
-    eps: float,
-    scale: torch.Tensor | None,
-) -> None:
-    factors = (size, b1, rest1, eps, 1.0 if scale is None else float(scale))
-    _library().local_step(grad, mu, nu, moved, nu.numel(), *factors, threads())
+def local_step_(step: LocalStep) -> None:
+    grad, mu, nu, moved, *factors, scale = step
+    _library().local_step(grad, mu, nu, moved, nu.numel(), *factors, native.factor(scale), threads())
 
 
-def fresh_step_(
-    mu: torch.Tensor,
-    before: torch.Tensor,
-    nu: torch.Tensor,
-    fresh: torch.Tensor,
-    spread: torch.Tensor,
-    b1: float,
-    rest1: float,
-    b2: float,
-    rest2: float,
-    eps: float,
-) -> None:
-    factors = (float(spread), b1, rest1, b2, rest2, eps)
-    _library().fresh_step(mu, before, nu, fresh, mu.numel(), *factors, threads())
+def fresh_step_(step: FreshStep) -> None:
+    mu, before, nu, fresh, spread, *factors = step
+    _library().fresh_step(mu, before, nu, fresh, mu.numel(), float(spread), *factors, threads())
 
 
 def _library() -> Any:

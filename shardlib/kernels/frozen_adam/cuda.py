@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from shardlib.kernels.common import native
+from shardlib.kernels.frozen_adam.arguments import FreshStep, FrozenStep, LocalStep, OwnMomentum
 
 _SIGNATURES = {
     "own_momentum": "pplffpp",
@@ -23,59 +22,25 @@ def load(device: torch.device) -> str:
     return "CUDA C++"
 
 
-def own_momentum_(grad: torch.Tensor, mu: torch.Tensor, b1: float, rest1: float, scale: torch.Tensor | None) -> None:
-    _library().own_momentum(grad, mu, mu.numel(), b1, rest1, scale, native.stream(mu.device))
+def own_momentum_(step: OwnMomentum) -> None:
+    grad, mu, *factors = step
+    _library().own_momentum(grad, mu, mu.numel(), *factors, native.stream(mu.device))
 
 
-def frozen_step_(
-    param: torch.Tensor,
-    mu: torch.Tensor,
-    nu: torch.Tensor,
-    copy: torch.Tensor | None,
-    size: float,
-    eps: float,
-    weight_decay: float,
-) -> None:
-    narrow = -1 if copy is None else native.DTYPES[copy.dtype]
-    stream = native.stream(nu.device)
-    _library().frozen_step(param, mu, nu, copy, narrow, nu.numel(), size, eps, weight_decay, stream)
+def frozen_step_(step: FrozenStep) -> None:
+    param, mu, nu, copy, *factors = step
+    _library().frozen_step(param, mu, nu, *native.copied(copy), nu.numel(), *factors, native.stream(nu.device))
 
 
-def local_step_(
-    grad: torch.Tensor,
-    mu: torch.Tensor,
-    nu: torch.Tensor,
-    moved: torch.Tensor,
-    size: float,
-    b1: float,
-    rest1: float,
-    eps: float,
-    scale: torch.Tensor | None,
-) -> None:
-    factors = (size, b1, rest1, eps, scale)
+def local_step_(step: LocalStep) -> None:
+    grad, mu, nu, moved, *factors = step
     _library().local_step(grad, mu, nu, moved, nu.numel(), *factors, native.stream(nu.device))
 
 
-def fresh_step_(
-    mu: torch.Tensor,
-    before: torch.Tensor,
-    nu: torch.Tensor,
-    fresh: torch.Tensor,
-    spread: torch.Tensor,
-    b1: float,
-    rest1: float,
-    b2: float,
-    rest2: float,
-    eps: float,
-) -> None:
-    factors = (spread, b1, rest1, b2, rest2, eps)
+def fresh_step_(step: FreshStep) -> None:
+    mu, before, nu, fresh, *factors = step
     _library().fresh_step(mu, before, nu, fresh, mu.numel(), *factors, native.stream(mu.device))
 
 
 def _library() -> Any:
-    return _functions(native.cuda_path("frozen_adam"))
-
-
-@functools.cache
-def _functions(path: Path) -> Any:
-    return native.functions(path, _SIGNATURES, checked=True)
+    return native.cuda_functions("frozen_adam", _SIGNATURES)

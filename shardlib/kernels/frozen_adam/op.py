@@ -26,6 +26,7 @@ import torch
 from shardlib.kernels.common.dispatch import on
 from shardlib.kernels.common.flat import check, serving
 from shardlib.kernels.frozen_adam import reference
+from shardlib.kernels.frozen_adam.arguments import FreshStep, FrozenStep, LocalStep, OwnMomentum
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
 
@@ -42,7 +43,7 @@ def own_momentum_(
     tensors = {"grad": grad, "mu": mu}
     check(tensors, "mu", scale)
     with on(grad.device):
-        _serving(tensors, using).own_momentum_(grad, mu, b1, 1 - b1, scale)
+        _serving(tensors, using).own_momentum_(OwnMomentum(grad, mu, b1, 1 - b1, scale))
 
 
 def frozen_step_(
@@ -66,14 +67,14 @@ def frozen_step_(
     tensors = {"param": param, "mu": mu, "nu": nu} | ({} if copy is None else {"copy": copy})
     check(tensors, "mu")
     with on(param.device):
-        _serving(tensors, using).frozen_step_(param, mu, nu, copy, -float(lr), eps, weight_decay)
+        _serving(tensors, using).frozen_step_(FrozenStep(param, mu, nu, copy, -float(lr), eps, weight_decay))
 
 
 def frozen_move(
     param: torch.Tensor, mu: torch.Tensor, nu: torch.Tensor, *, lr: torch.Tensor, eps: float, weight_decay: float
 ) -> torch.Tensor:
     """By how much `frozen_step_` moves the parameter, to the last bit, in new memory; writes to ``mu`` as it does."""
-    return reference.frozen_move(param, mu, nu, -float(lr), eps, weight_decay)
+    return reference.frozen_move(FrozenStep(param, mu, nu, None, -float(lr), eps, weight_decay))
 
 
 def local_step_(
@@ -98,7 +99,8 @@ def local_step_(
     tensors = {"grad": grad, "mu": mu, "nu": nu, "moved": moved}
     check(tensors, "mu", scale)
     with on(grad.device):
-        _serving(tensors, using).local_step_(grad, mu, nu, moved, -float(lr), b1, 1 - b1, eps, scale)
+        step = LocalStep(grad, mu, nu, moved, -float(lr), b1, 1 - b1, eps, scale)
+        _serving(tensors, using).local_step_(step)
 
 
 def fresh_step_(
@@ -123,7 +125,8 @@ def fresh_step_(
     tensors = {"mu": mu, "before": before, "nu": nu, "fresh": fresh}
     check(tensors, "mu", spread)
     with on(mu.device):
-        _serving(tensors, using).fresh_step_(mu, before, nu, fresh, spread, b1, 1 - b1, b2, 1 - b2, eps)
+        step = FreshStep(mu, before, nu, fresh, spread, b1, 1 - b1, b2, 1 - b2, eps)
+        _serving(tensors, using).fresh_step_(step)
 
 
 def _serving(tensors: dict[str, torch.Tensor], using: str | None) -> Any:

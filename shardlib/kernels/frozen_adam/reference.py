@@ -1,72 +1,46 @@
 """Adam's steps with a frozen variance in plain torch: the oracle of the kernels, and the fallback. Serves every dtype.
 
-See `shardlib.kernels.frozen_adam.op` for what the functions do; ``size`` is −η.
+See `shardlib.kernels.frozen_adam.op` for what the functions do.
 """
 
 from __future__ import annotations
 
 import torch
 
+from shardlib.kernels.frozen_adam.arguments import FreshStep, FrozenStep, LocalStep, OwnMomentum
+
 
 def load(device: torch.device) -> str:
     return "reference"
 
 
-def own_momentum_(grad: torch.Tensor, mu: torch.Tensor, b1: float, rest1: float, scale: torch.Tensor | None) -> None:
+def own_momentum_(step: OwnMomentum) -> None:
+    grad, mu, b1, rest1, scale = step
     if scale is not None:
         grad.mul_(scale)
     grad.mul_(rest1).add_(mu * b1)
 
 
-def frozen_step_(
-    param: torch.Tensor,
-    mu: torch.Tensor,
-    nu: torch.Tensor,
-    copy: torch.Tensor | None,
-    size: float,
-    eps: float,
-    weight_decay: float,
-) -> None:
-    param.add_(frozen_move(param, mu, nu, size, eps, weight_decay))
-    if copy is not None:
-        copy.copy_(param)
+def frozen_step_(step: FrozenStep) -> None:
+    step.param.add_(frozen_move(step))
+    if step.copy is not None:
+        step.copy.copy_(step.param)
 
 
-def frozen_move(
-    param: torch.Tensor, mu: torch.Tensor, nu: torch.Tensor, size: float, eps: float, weight_decay: float
-) -> torch.Tensor:
+def frozen_move(step: FrozenStep) -> torch.Tensor:
     # Each product is rounded before it is added: torch's own sums with a factor are not.
-    return (_direction(mu, nu, eps) + param * weight_decay) * size
+    return (_direction(step.mu, step.nu, step.eps) + step.param * step.weight_decay) * step.size
 
 
-def local_step_(
-    grad: torch.Tensor,
-    mu: torch.Tensor,
-    nu: torch.Tensor,
-    moved: torch.Tensor,
-    size: float,
-    b1: float,
-    rest1: float,
-    eps: float,
-    scale: torch.Tensor | None,
-) -> None:
+def local_step_(step: LocalStep) -> None:
+    grad, mu, nu, moved, size, b1, rest1, eps, scale = step
     g = grad if scale is None else grad * scale
     mu.mul_(b1).add_(g * rest1)
     moved.add_(_direction(mu, nu, eps) * size)
 
 
-def fresh_step_(
-    mu: torch.Tensor,
-    before: torch.Tensor,
-    nu: torch.Tensor,
-    fresh: torch.Tensor,
-    spread: torch.Tensor,
-    b1: float,
-    rest1: float,
-    b2: float,
-    rest2: float,
-    eps: float,
-) -> None:
+def fresh_step_(step: FreshStep) -> None:
+    mu, before, nu, fresh, spread, b1, rest1, b2, rest2, eps = step
     mu.div_(spread)
     u = _direction(mu, nu, eps)
     g = (mu - before * b1) / torch.full_like(mu, rest1)  # a Python number would be inverted first on CUDA

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from shardlib.kernels.common import tiles
+from shardlib.kernels.frozen_adam.arguments import FreshStep, FrozenStep, LocalStep, OwnMomentum
 
 TILE = 1024
 
@@ -15,56 +16,28 @@ def load(device: torch.device) -> str:
     return tiles.triton_name(device)
 
 
-def own_momentum_(grad: torch.Tensor, mu: torch.Tensor, b1: float, rest1: float, scale: torch.Tensor | None) -> None:
-    count = mu.numel()
-    _own_momentum[(triton.cdiv(count, TILE),)](grad, mu, scale, count, b1, rest1, TILE=TILE, **tiles.EXACT)
+def own_momentum_(step: OwnMomentum) -> None:
+    grad, mu, *factors, scale = step
+    _own_momentum[_grid(mu)](grad, mu, scale, mu.numel(), *factors, TILE=TILE, **tiles.EXACT)
 
 
-def frozen_step_(
-    param: torch.Tensor,
-    mu: torch.Tensor,
-    nu: torch.Tensor,
-    copy: torch.Tensor | None,
-    size: float,
-    eps: float,
-    weight_decay: float,
-) -> None:
-    count = nu.numel()
-    grid = (triton.cdiv(count, TILE),)
-    _frozen_step[grid](param, mu, nu, copy, count, size, eps, weight_decay, TILE=TILE, **tiles.EXACT)
+def frozen_step_(step: FrozenStep) -> None:
+    param, mu, nu, copy, *factors = step
+    _frozen_step[_grid(nu)](param, mu, nu, copy, nu.numel(), *factors, TILE=TILE, **tiles.EXACT)
 
 
-def local_step_(
-    grad: torch.Tensor,
-    mu: torch.Tensor,
-    nu: torch.Tensor,
-    moved: torch.Tensor,
-    size: float,
-    b1: float,
-    rest1: float,
-    eps: float,
-    scale: torch.Tensor | None,
-) -> None:
-    count = nu.numel()
-    grid = (triton.cdiv(count, TILE),)
-    _local_step[grid](grad, mu, nu, moved, scale, count, size, b1, rest1, eps, TILE=TILE, **tiles.EXACT)
+def local_step_(step: LocalStep) -> None:
+    grad, mu, nu, moved, *factors, scale = step
+    _local_step[_grid(nu)](grad, mu, nu, moved, scale, nu.numel(), *factors, TILE=TILE, **tiles.EXACT)
 
 
-def fresh_step_(
-    mu: torch.Tensor,
-    before: torch.Tensor,
-    nu: torch.Tensor,
-    fresh: torch.Tensor,
-    spread: torch.Tensor,
-    b1: float,
-    rest1: float,
-    b2: float,
-    rest2: float,
-    eps: float,
-) -> None:
-    count = mu.numel()
-    factors = (spread, count, b1, rest1, b2, rest2, eps)
-    _fresh_step[(triton.cdiv(count, TILE),)](mu, before, nu, fresh, *factors, TILE=TILE, **tiles.EXACT)
+def fresh_step_(step: FreshStep) -> None:
+    mu, before, nu, fresh, spread, *factors = step
+    _fresh_step[_grid(mu)](mu, before, nu, fresh, spread, mu.numel(), *factors, TILE=TILE, **tiles.EXACT)
+
+
+def _grid(x: torch.Tensor) -> tuple[int]:
+    return (triton.cdiv(x.numel(), TILE),)
 
 
 @triton.jit

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +9,7 @@ import torch
 from shardlib.kernels.common import native
 
 _TILE = 8192  # as in global_norm.cuh
+_SIGNATURES = {"sum_of_squares": "pilppp"}
 
 
 def load(device: torch.device) -> str:
@@ -26,9 +25,4 @@ def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
 
 
 def _library() -> Any:
-    return _functions(native.cuda_path("global_norm"))
-
-
-@functools.cache
-def _functions(path: Path) -> Any:
-    return native.functions(path, {"sum_of_squares": "pilppp"}, checked=True)
+    return native.cuda_functions("global_norm", _SIGNATURES)

@@ -8,6 +8,7 @@ import torch
 
 from shardlib.kernels.common import native
 from shardlib.kernels.common.thresholds import threads
+from shardlib.kernels.linear_cross_entropy.arguments import Aim
 from shardlib.kernels.linear_cross_entropy.options import refuse_unknown
 
 _NAME = "linear_cross_entropy"
@@ -18,16 +19,14 @@ def load(device: torch.device) -> str:
     return native.description(_NAME)
 
 
-def losses_(
-    logits: torch.Tensor, targets: torch.Tensor, ignore_index: int, label_smoothing: float, gradients: bool
-) -> torch.Tensor:
+def losses_(logits: torch.Tensor, aim: Aim, gradients: bool) -> torch.Tensor:
     z = native.readable(logits)
     losses = torch.empty(len(z))
     where = (*z.shape, losses, threads())
-    chosen = targets.contiguous()
-    _library().cross_entropy(z, native.DTYPES[z.dtype], chosen, ignore_index, label_smoothing, gradients, *where)
+    targets, *options = aim
+    _library().cross_entropy(z, native.DTYPES[z.dtype], targets.contiguous(), *options, gradients, *where)
     if losses.isnan().any():
-        refuse_unknown(chosen, z.shape[1], ignore_index)
+        refuse_unknown(targets, z.shape[1], aim.ignore_index)
     if gradients and z is not logits:
         logits.copy_(z)
     return losses

@@ -27,6 +27,7 @@ from shardlib.kernels.common.dispatch import on, serving
 from shardlib.kernels.common.operators import autocast_as_a_product, differentiable
 from shardlib.kernels.common.thresholds import Threshold
 from shardlib.kernels.linear_cross_entropy import reference
+from shardlib.kernels.linear_cross_entropy.arguments import Aim
 from shardlib.kernels.linear_cross_entropy.options import check_layer, check_options, check_targets
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
@@ -62,22 +63,15 @@ def linear_cross_entropy(
     x, weight = autocast_as_a_product(x, weight)
     wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     flat = targets.flatten()
-    (total,) = _total(x.flatten(0, -2), weight, flat, ignore_index, float(label_smoothing), wanted, using)
+    aim = Aim(flat, ignore_index, float(label_smoothing))
+    (total,) = _total(x.flatten(0, -2), weight, *aim, wanted, using)
     if reduction == "sum":
         return total
     count = (flat != ignore_index).sum()
     return torch.where(count > 0, total / count.clamp(min=1), torch.nan)  # of none NaN, and gradients of 0, as torch's
 
 
-def _forward(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    wanted: bool,
-    using: str | None,
-) -> list[torch.Tensor]:
+def _forward(x: torch.Tensor, weight: torch.Tensor, aim: Aim, wanted: bool, using: str | None) -> list[torch.Tensor]:
     size = max(1, _CHUNK.get(x.device.type, _CHUNK["cpu"])() // len(weight))
     wide = torch.promote_types(x.dtype, torch.float32)
     losses = torch.zeros((), dtype=wide, device=x.device)
@@ -86,9 +80,9 @@ def _forward(
     with on(x.device):
         kernel = serving("linear_cross_entropy", x, using)
         for first in range(0, len(x), size):
-            part, chosen = x[first : first + size], targets[first : first + size]
+            part, chosen = x[first : first + size], aim._replace(targets=aim.targets[first : first + size])
             logits = part @ weight.t()
-            losses += kernel.losses_(logits, chosen, ignore_index, label_smoothing, wanted).sum()
+            losses += kernel.losses_(logits, chosen, wanted).sum()
             if wanted:  # the logits are their gradients now
                 torch.mm(logits, weight, out=dx[first : first + size])
                 _add_product(total, logits, part)
@@ -102,7 +96,7 @@ def _add_product(total: torch.Tensor, dz: torch.Tensor, x: torch.Tensor) -> None
         total += dz.t() @ x
 
 
-def _forward_fake(x, weight, targets, ignore_index, label_smoothing, wanted, using):
+def _forward_fake(x, weight, aim, wanted, using):
     return [x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32)), *_gradients(x, weight, wanted)]
 
 
@@ -113,9 +107,7 @@ def _gradients(x: torch.Tensor, weight: torch.Tensor, wanted: bool) -> tuple[tor
 def _backward(
     x: torch.Tensor,
     weight: torch.Tensor,
-    targets: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
+    aim: Aim,
     dx: torch.Tensor,
     dweight: torch.Tensor,
     dtotal: torch.Tensor,
@@ -123,8 +115,8 @@ def _backward(
     return [dx * dtotal.to(dx.dtype), dweight * dtotal.to(dweight.dtype)]
 
 
-def _backward_reference(x, weight, targets, ignore_index, label_smoothing, dx, dweight, dtotal):
-    return reference.backward(x, weight, targets, ignore_index, label_smoothing, dtotal)
+def _backward_reference(x, weight, aim, dx, dweight, dtotal):
+    return reference.backward(x, weight, aim, dtotal)
 
 
 _total = differentiable(

@@ -6,37 +6,31 @@ import torch
 import torch.nn.functional as F
 
 from shardlib.kernels.common import rows
+from shardlib.kernels.linear_cross_entropy.arguments import Aim
 
 
 def load(device: torch.device) -> str:
     return "reference"
 
 
-def losses_(
-    logits: torch.Tensor, targets: torch.Tensor, ignore_index: int, label_smoothing: float, gradients: bool
-) -> torch.Tensor:
+def losses_(logits: torch.Tensor, aim: Aim, gradients: bool) -> torch.Tensor:
     """Per row; ``logits`` become their gradients, where those are asked for."""
     z = rows.wide(logits)
-    losses = F.cross_entropy(z, targets, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none")
+    options = {"ignore_index": aim.ignore_index, "label_smoothing": aim.label_smoothing}
+    losses = F.cross_entropy(z, aim.targets, **options, reduction="none")  # type: ignore[arg-type]
     if gradients:
-        logits.copy_(_slope(z, targets, ignore_index, label_smoothing))
+        logits.copy_(_slope(z, aim))
     return losses
 
 
-def backward(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    dtotal: torch.Tensor,
-) -> list[torch.Tensor]:
+def backward(x: torch.Tensor, weight: torch.Tensor, aim: Aim, dtotal: torch.Tensor) -> list[torch.Tensor]:
     """With all logits at once."""
-    dz = (dtotal * _slope(rows.wide(x @ weight.t()), targets, ignore_index, label_smoothing)).to(x.dtype)
+    dz = (dtotal * _slope(rows.wide(x @ weight.t()), aim)).to(x.dtype)
     return [dz @ weight, dz.t() @ x]
 
 
-def _slope(z: torch.Tensor, targets: torch.Tensor, ignore_index: int, label_smoothing: float) -> torch.Tensor:
+def _slope(z: torch.Tensor, aim: Aim) -> torch.Tensor:
+    targets, ignore_index, label_smoothing = aim
     counts = (targets != ignore_index)[:, None]
     onehot = F.one_hot(targets.where(counts[:, 0], 0), z.shape[1]).to(z.dtype)  # integers would be scaled in fp32
     return (torch.softmax(z, -1) - (1 - label_smoothing) * onehot - label_smoothing / z.shape[1]) * counts

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from shardlib.kernels.common import tiles
+from shardlib.kernels.linear_cross_entropy.arguments import Aim
 
 BLOCK = 4096
 
@@ -15,15 +16,13 @@ def load(device: torch.device) -> str:
     return tiles.triton_name(device)
 
 
-def losses_(
-    logits: torch.Tensor, targets: torch.Tensor, ignore_index: int, label_smoothing: float, gradients: bool
-) -> torch.Tensor:
+def losses_(logits: torch.Tensor, aim: Aim, gradients: bool) -> torch.Tensor:
     count, words = logits.shape
     losses = torch.empty(count, device=logits.device)
     if count:
-        sizes = (words, ignore_index, label_smoothing)
-        options = {"GRADIENTS": gradients, "BLOCK": min(BLOCK, triton.next_power_of_2(words)), **tiles.EXACT}
-        _losses[(count,)](logits, targets.contiguous(), losses, *sizes, num_warps=8, **options)
+        targets, *options = aim
+        constants = {"GRADIENTS": gradients, "BLOCK": min(BLOCK, triton.next_power_of_2(words)), **tiles.EXACT}
+        _losses[(count,)](logits, targets.contiguous(), losses, words, *options, num_warps=8, **constants)
     return losses
 
 

@@ -1,6 +1,7 @@
 """Lion over flat tensors."""
 
+from shardlib.kernels.lion.arguments import factors_at
 from shardlib.kernels.lion.op import lion_
-from shardlib.kernels.lion.reference import sign
+from shardlib.kernels.lion.reference import changes
 
-__all__ = ["lion_", "sign"]
+__all__ = ["changes", "factors_at", "lion_"]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from shardlib.kernels.common import native
-from shardlib.kernels.lion.reference import Step
+from shardlib.kernels.lion.arguments import Step
+
+_SIGNATURES = {"lion_step": "pipippil" + "f" * 6 + "pp"}
 
 
 def load(device: torch.device) -> str:
@@ -17,24 +17,11 @@ def load(device: torch.device) -> str:
     return "CUDA C++"
 
 
-def lion_(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    mu: torch.Tensor,
-    copy: torch.Tensor | None,
-    step: Step,
-    scale: torch.Tensor | None,
-) -> None:
-    narrow = -1 if copy is None else native.DTYPES[copy.dtype]
-    dtypes = native.DTYPES[param.dtype], native.DTYPES[grad.dtype]
-    buffers = (param, dtypes[0], grad, dtypes[1], mu, copy, narrow, param.numel())
-    _library().lion_step(*buffers, *step, scale, native.stream(param.device))
+def lion_(step: Step) -> None:
+    param, grad, mu, copy, factors, scale = step
+    buffers = (param, native.DTYPES[param.dtype], grad, native.DTYPES[grad.dtype], mu, *native.copied(copy))
+    _library().lion_step(*buffers, param.numel(), *factors, scale, native.stream(param.device))
 
 
 def _library() -> Any:
-    return _functions(native.cuda_path("lion"))
-
-
-@functools.cache
-def _functions(path: Path) -> Any:
-    return native.functions(path, {"lion_step": "pipippil" + "f" * 6 + "pp"}, checked=True)
+    return native.cuda_functions("lion", _SIGNATURES)

@@ -19,7 +19,7 @@ import torch
 from shardlib.kernels.common.dispatch import on
 from shardlib.kernels.common.flat import FLOATS, check, serving
 from shardlib.kernels.lion import reference
-from shardlib.kernels.lion.reference import Step
+from shardlib.kernels.lion.arguments import Factors, Step
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
 
@@ -28,11 +28,8 @@ def lion_(
     param: torch.Tensor,
     grad: torch.Tensor,
     mu: torch.Tensor,
+    factors: Factors,
     *,
-    lr: torch.Tensor,
-    b1: float,
-    b2: float,
-    weight_decay: float,
     scale: torch.Tensor | None = None,
     copy: torch.Tensor | None = None,
     using: str | None = None,
@@ -40,20 +37,12 @@ def lion_(
     """One Lion step in place on tensors of one shape.
 
     Args:
-        lr: 0-d float tensor.
-        scale: multiplies the gradient first (unscaling and clipping folded into the pass), a 0-d float64 tensor.
-        copy: is filled with the new parameter, bf16 or fp16.
-        using: names one implementation ("cpu", "cuda", "triton", "reference"), for tests.
-
-    Raises:
-        ValueError: shapes or devices differ.
-        TypeError: dtypes that are not served.
+        factors: of the step, by `factors_at` of numbers.
+        scale, copy, using: as of `shardlib.kernels.adamw.adamw_`, which also says what is raised.
     """
     tensors = {"param": param, "grad": grad, "mu": mu} | ({} if copy is None else {"copy": copy})
     check(tensors, "param", scale, read=("grad",))
-    tensors["grad"] = grad.contiguous()
-    rate = float(lr)
-    step = Step(b1, 1 - b1, b2, 1 - b2, 1 - rate * weight_decay, rate)
+    tensors["grad"] = grad = grad.contiguous()
     with on(param.device):
         module = serving("lion", reference, tensors, "param", FLOATS, using)
-        module.lion_(param, tensors["grad"], mu, copy, step, scale)
+        module.lion_(Step(param, grad, mu, copy, factors, scale))

@@ -5,45 +5,37 @@ See `shardlib.kernels.lion.op` for what it does.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
-
-class Step(NamedTuple):
-    """What a step multiplies by."""
-
-    b1: float
-    rest1: float
-    b2: float
-    rest2: float
-    decay: float
-    size: float
+from shardlib.kernels.lion.arguments import Factors, Step
 
 
 def load(device: torch.device) -> str:
     return "reference"
 
 
-def sign(x: torch.Tensor) -> torch.Tensor:
-    """−1, 0 or 1; NaN of NaN, which torch's own takes for 0."""
-    return torch.where(x == x, x.sign(), x)
-
-
-def lion_(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    mu: torch.Tensor,
-    copy: torch.Tensor | None,
-    step: Step,
-    scale: torch.Tensor | None,
-) -> None:
-    wide = torch.float64 if param.dtype == torch.float64 else torch.float32
-    g = grad.to(wide) if scale is None else grad.to(wide) * scale
-    m = mu.to(wide)
-    # Each product is rounded before it is added: torch's own sums with a factor are not.
-    p = param.to(wide) * step.decay - sign(m * step.b1 + g * step.rest1) * step.size
-    mu.copy_(m * step.b2 + g * step.rest2)
+def lion_(step: Step) -> None:
+    param, grad, mu, copy, factors, scale = step
+    m, moved = changes(grad, mu, factors, scale)
+    p = param.to(m.dtype) * factors.decay - moved
+    mu.copy_(m)
     param.copy_(p)
     if copy is not None:
         copy.copy_(p)
+
+
+def changes(
+    grad: torch.Tensor, mu: torch.Tensor, factors: Factors, scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean after a step, and what it takes from the parameter beside its decay; new, and fp32 at least."""
+    wide = torch.promote_types(mu.dtype, torch.float32)
+    g = grad.to(wide) if scale is None else grad.to(wide) * scale
+    m = mu.to(wide)
+    # Each product is rounded before it is added: torch's own sums with a factor are not.
+    moved = _sign(m * factors.b1 + g * factors.rest1) * factors.size
+    return m * factors.b2 + g * factors.rest2, moved
+
+
+def _sign(x: torch.Tensor) -> torch.Tensor:
+    """−1, 0 or 1; NaN of NaN, which torch's own takes for 0."""
+    return torch.where(x == x, x.sign(), x)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from shardlib.kernels.common import tiles
-from shardlib.kernels.lion.reference import Step
+from shardlib.kernels.lion.arguments import Step
 
 TILE = 1024
 
@@ -16,16 +16,10 @@ def load(device: torch.device) -> str:
     return tiles.triton_name(device)
 
 
-def lion_(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    mu: torch.Tensor,
-    copy: torch.Tensor | None,
-    step: Step,
-    scale: torch.Tensor | None,
-) -> None:
+def lion_(step: Step) -> None:
+    param, grad, mu, copy, factors, scale = step
     grid = (triton.cdiv(param.numel(), TILE),)
-    _lion[grid](param, grad, mu, copy, scale, param.numel(), *step, TILE=TILE, **tiles.EXACT)
+    _lion[grid](param, grad, mu, copy, scale, param.numel(), *factors, TILE=TILE, **tiles.EXACT)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from shardlib.kernels.common import native, rows
 from shardlib.kernels.common.thresholds import threads
+from shardlib.kernels.norm.arguments import Norm
 
 _SIGNATURES = {"norm": "ppippfillppi", "norm_backward": "pipfillpppppi"}
 
@@ -17,34 +18,22 @@ def load(device: torch.device) -> str:
     return f"{native.description('norm')}; LayerNorm of no sum forward: torch"
 
 
-def forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, centred: bool
-) -> torch.Tensor:
+def forward(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    weight, bias, eps, centred = norm
     if centred and weight.dtype == x.dtype:  # at the memory's limit
         return F.layer_norm(x.contiguous(), weight.shape, weight, None if bias is None else bias.to(x.dtype), eps)
-    return _forward(x, None, weight, bias, eps, centred)[0]
+    return _forward(x, None, norm)[0]
 
 
-def forward_of_sum(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    centred: bool,
-) -> list[torch.Tensor]:
-    return _forward(x, residual, weight, bias, eps, centred)
+def forward_of_sum(x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> list[torch.Tensor]:
+    if x.dtype == torch.float16:  # which is read in fp32, where the sum would not be rounded before it is normed
+        total = (x + residual).contiguous()
+        return [*_forward(total, None, norm), total]
+    return _forward(x, residual, norm)
 
 
-def backward(
-    total: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    centred: bool,
-    dy: torch.Tensor,
-    dtotal: torch.Tensor | None,
-) -> list[torch.Tensor]:
+def backward(total: torch.Tensor, norm: Norm, dy: torch.Tensor, dtotal: torch.Tensor | None) -> list[torch.Tensor]:
+    weight, bias, eps, centred = norm
     total, dy = native.readable(total), native.readable(dy)
     dtotal = None if dtotal is None else native.readable(dtotal)
     ds, sums = rows.like(total), torch.empty(2 * len(weight))
@@ -54,14 +43,8 @@ def backward(
     return [ds, dweight.clone()] if bias is None else [ds, dweight.clone(), dbias.clone()]
 
 
-def _forward(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    centred: bool,
-) -> list[torch.Tensor]:
+def _forward(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm) -> list[torch.Tensor]:
+    weight, bias, eps, centred = norm
     x = native.readable(x)
     outputs = [rows.like(x)]
     total = None

@@ -24,6 +24,7 @@ from shardlib.kernels.common.arguments import check_rows, check_tensors
 from shardlib.kernels.common.dispatch import on, serving
 from shardlib.kernels.common.operators import differentiable
 from shardlib.kernels.norm import reference
+from shardlib.kernels.norm.arguments import Norm
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
 
@@ -44,8 +45,8 @@ def layer_norm(
     >>> sl.nn.layer_norm(torch.tensor([[1.0, 3.0]]), torch.ones(2), torch.zeros(2))
     tensor([[-1.0000,  1.0000]])
     """
-    _check("layer_norm", {"x": x, "weight": weight}, bias)
-    return _alone(x, weight, bias, eps, True, using)[0]
+    _check("layer_norm", {"x": x, "weight": weight, "bias": bias})
+    return _alone(x, *Norm(weight, bias, eps, True), using)[0]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6, using: str | None = None) -> torch.Tensor:
@@ -55,7 +56,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6, using:
     tensor([[1.0000, 1.0000]])
     """
     _check("rms_norm", {"x": x, "weight": weight})
-    return _alone(x, weight, None, eps, False, using)[0]
+    return _alone(x, *Norm(weight, None, eps, False), using)[0]
 
 
 def add_layer_norm(
@@ -74,8 +75,8 @@ def add_layer_norm(
     >>> torch.equal(total, x + residual)
     True
     """
-    _check("add_layer_norm", {"x": x, "residual": residual, "weight": weight}, bias)
-    y, total = _of_sum(x, residual, weight, bias, eps, True, using)
+    _check("add_layer_norm", {"x": x, "residual": residual, "weight": weight, "bias": bias})
+    y, total = _of_sum(x, residual, *Norm(weight, bias, eps, True), using)
     return y, total
 
 
@@ -90,87 +91,54 @@ def add_rms_norm(
     True
     """
     _check("add_rms_norm", {"x": x, "residual": residual, "weight": weight})
-    y, total = _of_sum(x, residual, weight, None, eps, False, using)
+    y, total = _of_sum(x, residual, *Norm(weight, None, eps, False), using)
     return y, total
 
 
-def _check(function: str, given: dict[str, torch.Tensor], bias: torch.Tensor | None = None) -> None:
-    check_tensors(function, given | {"bias": bias}, optional=("bias",))
-    x = given["x"]
+def _check(function: str, given: dict[str, torch.Tensor | None]) -> None:
+    check_tensors(function, given, optional=("bias",))
+    x, weight, bias = given["x"], given["weight"], given.get("bias")
+    assert x is not None and weight is not None
     check_rows(function, x)
-    rows.check_vector("weight", given["weight"], x)
+    rows.check_vector("weight", weight, x)
     rows.check_vector("bias", bias, x)
-    if "residual" in given:
-        rows.check_like("residual", given["residual"], "x", x)
+    if (residual := given.get("residual")) is not None:
+        rows.check_like("residual", residual, "x", x)
 
 
-def _forward_alone(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, centred: bool, using: str | None
-) -> list[torch.Tensor]:
+def _forward_alone(x: torch.Tensor, norm: Norm, using: str | None) -> list[torch.Tensor]:
     with on(x.device):
-        return [serving("norm", x, using).forward(x, weight, bias, eps, centred).to(x.dtype)]
+        return [serving("norm", x, using).forward(x, norm).to(x.dtype)]
 
 
-def _forward_of_sum(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    centred: bool,
-    using: str | None,
-) -> list[torch.Tensor]:
+def _forward_of_sum(x: torch.Tensor, residual: torch.Tensor, norm: Norm, using: str | None) -> list[torch.Tensor]:
     with on(x.device):
-        found = serving("norm", x, using).forward_of_sum(x, residual, weight, bias, eps, centred)
+        found = serving("norm", x, using).forward_of_sum(x, residual, norm)
     return [tensor.to(x.dtype) for tensor in found]
 
 
-def _backward_alone(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    centred: bool,
-    using: str | None,
-    dy: torch.Tensor,
-) -> list[torch.Tensor]:
-    return _backward(x, weight, bias, eps, centred, using, dy, None)
-
-
-def _backward_of_sum(
-    total: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    centred: bool,
-    using: str | None,
-    dy: torch.Tensor,
-    dtotal: torch.Tensor,
-) -> list[torch.Tensor]:
-    return _backward(total, weight, bias, eps, centred, using, dy, dtotal)
+def _backward_alone(x: torch.Tensor, norm: Norm, using: str | None, dy: torch.Tensor) -> list[torch.Tensor]:
+    return _backward(x, norm, using, dy, None)
 
 
 def _backward(
-    total: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    centred: bool,
-    using: str | None,
-    dy: torch.Tensor,
-    dtotal: torch.Tensor | None,
+    total: torch.Tensor, norm: Norm, using: str | None, dy: torch.Tensor, dtotal: torch.Tensor | None
 ) -> list[torch.Tensor]:
     with on(total.device):
-        found = serving("norm", total, using).backward(total, weight, bias, eps, centred, dy, dtotal)
-    return [gradient.to(value.dtype) for gradient, value in zip(found, (total, weight, bias)) if value is not None]
+        found = serving("norm", total, using).backward(total, norm, dy, dtotal)
+    return [gradient.to(value.dtype) for gradient, value in zip(found, _differentiable(total, norm))]
 
 
-def _backward_fake(total, weight, bias, *_):
-    return [rows.like(value) for value in (total, weight, bias) if value is not None]
+def _backward_fake(total: torch.Tensor, norm: Norm, *_: object) -> list[torch.Tensor]:
+    return [rows.like(value) for value in _differentiable(total, norm)]
 
 
-def _backward_reference(total, weight, bias, eps, centred, using, dy, dtotal=None):
-    return reference.backward(total, weight, bias, eps, centred, dy, dtotal)
+def _differentiable(x: torch.Tensor, norm: Norm) -> list[torch.Tensor]:
+    return [x, norm.weight] if norm.bias is None else [x, norm.weight, norm.bias]
+
+
+def _backward_reference(total, norm, using, dy, dtotal=None):
+    return reference.backward(total, norm, dy, dtotal)
 
 
 _alone = differentiable(
@@ -185,7 +153,7 @@ _of_sum = differentiable(
     "norm_of_sum",
     forward=_forward_of_sum,
     forward_fake=lambda x, *_: [rows.like(x), rows.like(x)],
-    backward=_backward_of_sum,
+    backward=_backward,
     backward_fake=_backward_fake,
     backward_reference=_backward_reference,
     keep=lambda inputs, outputs: (outputs[1], *inputs[2:]),

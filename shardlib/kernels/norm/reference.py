@@ -5,41 +5,26 @@ from __future__ import annotations
 import torch
 
 from shardlib.kernels.common import rows
+from shardlib.kernels.norm.arguments import Norm
 
 
 def load(device: torch.device) -> str:
     return "reference"
 
 
-def forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, centred: bool
-) -> torch.Tensor:
-    y = _normed(x, eps, centred)[0] * weight
-    return (y if bias is None else y + bias).to(x.dtype)
+def forward(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    y = _normed(x, norm)[0] * norm.weight
+    return (y if norm.bias is None else y + norm.bias).to(x.dtype)
 
 
-def forward_of_sum(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    centred: bool,
-) -> list[torch.Tensor]:
+def forward_of_sum(x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> list[torch.Tensor]:
     total = (x + residual).contiguous()
-    return [forward(total, weight, bias, eps, centred), total]
+    return [forward(total, norm), total]
 
 
-def backward(
-    total: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    centred: bool,
-    dy: torch.Tensor,
-    dtotal: torch.Tensor | None,
-) -> list[torch.Tensor]:
-    normed, rho = _normed(total, eps, centred)
+def backward(total: torch.Tensor, norm: Norm, dy: torch.Tensor, dtotal: torch.Tensor | None) -> list[torch.Tensor]:
+    weight, bias, _, centred = norm
+    normed, rho = _normed(total, norm)
     dy = rows.wide(dy)
     g = dy * weight
     ds = g - normed * (g * normed).mean(-1, keepdim=True)
@@ -50,10 +35,10 @@ def backward(
     return found if bias is None else [*found, rows.total(dy).to(bias.dtype)]
 
 
-def _normed(x: torch.Tensor, eps: float, centred: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _normed(x: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
     """ŝ and ρ."""
     x = rows.wide(x)
-    if centred:
+    if norm.centred:
         x = x - x.mean(-1, keepdim=True)
-    rho = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    rho = (x.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
     return x * rho, rho

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from shardlib.kernels.common import rows, tiles
 from shardlib.kernels.common.thresholds import Threshold
+from shardlib.kernels.norm.arguments import Norm
 
 CHUNK = 4096  # columns
 WHOLE = 8192  # that fit a program's registers forward
@@ -28,34 +29,19 @@ def load(device: torch.device) -> str:
     return f"{tiles.triton_name(device)}; LayerNorm of no sum forward: torch"
 
 
-def forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, centred: bool
-) -> torch.Tensor:
+def forward(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    weight, bias, eps, centred = norm
     if centred and weight.dtype == x.dtype and x.is_cuda:  # at the memory's limit
         return F.layer_norm(x.contiguous(), weight.shape, weight, None if bias is None else bias.to(x.dtype), eps)
-    return _normed(x, None, weight, bias, eps, centred)[0]
+    return _normed(x, None, norm)[0]
 
 
-def forward_of_sum(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    centred: bool,
-) -> list[torch.Tensor]:
-    return _normed(x, residual.contiguous(), weight, bias, eps, centred)
+def forward_of_sum(x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> list[torch.Tensor]:
+    return _normed(x, residual.contiguous(), norm)
 
 
-def backward(
-    total: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    centred: bool,
-    dy: torch.Tensor,
-    dtotal: torch.Tensor | None,
-) -> list[torch.Tensor]:
+def backward(total: torch.Tensor, norm: Norm, dy: torch.Tensor, dtotal: torch.Tensor | None) -> list[torch.Tensor]:
+    weight, bias, eps, centred = norm
     total, ds = total.contiguous(), rows.like(total)
     count, columns = rows.sizes(total)
     each = tiles.rows_each(count, 1, _SUMS)
@@ -69,14 +55,8 @@ def backward(
     return [ds, *(sums if bias is not None else sums[:1])]
 
 
-def _normed(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    centred: bool,
-) -> list[torch.Tensor]:
+def _normed(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm) -> list[torch.Tensor]:
+    weight, bias, eps, centred = norm
     x, y = x.contiguous(), rows.like(x)
     total = None if residual is None else rows.like(x)
     count, columns = rows.sizes(x)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,12 +45,7 @@ def average_compress(
 
 
 def _library() -> Any:
-    return _functions(native.cuda_path("onebit"))
-
-
-@functools.cache
-def _functions(path: Path) -> Any:
-    return native.functions(path, _SIGNATURES, checked=True)
+    return native.cuda_functions("onebit", _SIGNATURES)
 
 
 def _in_one_pass(segments: Segments) -> bool:

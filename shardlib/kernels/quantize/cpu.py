@@ -8,7 +8,7 @@ import torch
 
 from shardlib.kernels.common import native
 from shardlib.kernels.common.thresholds import threads
-from shardlib.kernels.quantize.blockwise import Blockwise
+from shardlib.kernels.quantize.arguments import Quantized
 
 _SIGNATURES = {
     "quantize": "pipillppi",
@@ -21,35 +21,27 @@ def load(device: torch.device) -> str:
     return native.description("quantize")
 
 
-def quantize(
-    x: torch.Tensor, form: Blockwise, error: torch.Tensor | None, values: torch.Tensor, scales: torch.Tensor
-) -> None:
+def quantize(x: torch.Tensor, error: torch.Tensor | None, out: Quantized) -> None:
     x = native.readable(x)
+    values, scales, form = out
     where = (form.bits, form.block, len(x), values, scales, threads())
     _library().quantize(x, native.DTYPES[x.dtype], error, *where)
 
 
-def dequantize_sum(values: torch.Tensor, scales: torch.Tensor, form: Blockwise, out: torch.Tensor) -> None:
+def dequantize_sum(sent: Quantized, out: torch.Tensor) -> None:
     if out.dtype == torch.float16:
         total = torch.empty(len(out))
-        dequantize_sum(values, scales, form, total)
+        dequantize_sum(sent, total)
         out.copy_(total)
         return
+    values, scales, form = sent
     where = (form.bits, form.block, len(out), out, native.DTYPES[out.dtype], threads())
     _library().dequantize_sum(values, scales, len(values), *where)
 
 
-def dequantize_sum_quantize(
-    values: torch.Tensor,
-    scales: torch.Tensor,
-    form: Blockwise,
-    elements: int,
-    out_form: Blockwise,
-    error: torch.Tensor | None,
-    out_values: torch.Tensor,
-    out_scales: torch.Tensor,
-) -> None:
-    where = (out_form.bits, form.block, elements, out_values, out_scales, threads())
+def dequantize_sum_quantize(sent: Quantized, elements: int, error: torch.Tensor | None, out: Quantized) -> None:
+    values, scales, form = sent
+    where = (out.form.bits, form.block, elements, out.values, out.scales, threads())
     _library().dequantize_sum_quantize(values, scales, len(values), form.bits, error, *where)
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from shardlib.kernels.common import native
-from shardlib.kernels.quantize.blockwise import Blockwise
+from shardlib.kernels.quantize.arguments import Quantized
 
 _SIGNATURES = {
     "quantize": "pipillppp",
@@ -23,42 +21,29 @@ def load(device: torch.device) -> str:
     return "CUDA C++"
 
 
-def quantize(
-    x: torch.Tensor, form: Blockwise, error: torch.Tensor | None, values: torch.Tensor, scales: torch.Tensor
-) -> None:
+def quantize(x: torch.Tensor, error: torch.Tensor | None, out: Quantized) -> None:
     x = native.readable(x)
+    values, scales, form = out
     where = (form.bits, form.block, len(x), values, scales, native.stream(x.device))
     _library().quantize(x, native.DTYPES[x.dtype], error, *where)
 
 
-def dequantize_sum(values: torch.Tensor, scales: torch.Tensor, form: Blockwise, out: torch.Tensor) -> None:
+def dequantize_sum(sent: Quantized, out: torch.Tensor) -> None:
     if out.dtype == torch.float16:
         total = torch.empty(len(out), device=out.device)
-        dequantize_sum(values, scales, form, total)
+        dequantize_sum(sent, total)
         out.copy_(total)
         return
+    values, scales, form = sent
     where = (form.bits, form.block, len(out), out, native.DTYPES[out.dtype], native.stream(out.device))
     _library().dequantize_sum(values, scales, len(values), *where)
 
 
-def dequantize_sum_quantize(
-    values: torch.Tensor,
-    scales: torch.Tensor,
-    form: Blockwise,
-    elements: int,
-    out_form: Blockwise,
-    error: torch.Tensor | None,
-    out_values: torch.Tensor,
-    out_scales: torch.Tensor,
-) -> None:
-    where = (out_form.bits, form.block, elements, out_values, out_scales, native.stream(values.device))
+def dequantize_sum_quantize(sent: Quantized, elements: int, error: torch.Tensor | None, out: Quantized) -> None:
+    values, scales, form = sent
+    where = (out.form.bits, form.block, elements, out.values, out.scales, native.stream(values.device))
     _library().dequantize_sum_quantize(values, scales, len(values), form.bits, error, *where)
 
 
 def _library() -> Any:
-    return _functions(native.cuda_path("quantize"))
-
-
-@functools.cache
-def _functions(path: Path) -> Any:
-    return native.functions(path, _SIGNATURES, checked=True)
+    return native.cuda_functions("quantize", _SIGNATURES)

@@ -23,6 +23,7 @@ import torch
 
 from shardlib.kernels.common.arguments import one_device
 from shardlib.kernels.common.dispatch import on, serving
+from shardlib.kernels.quantize.arguments import Quantized
 from shardlib.kernels.quantize.blockwise import Blockwise
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
@@ -53,7 +54,7 @@ def quantize(
     _check_outputs(out, form, len(x))
     one_device(_named(x=x, error=error, out_values=out[0], out_scales=out[1]))
     with on(x.device):
-        serving("quantize", x, using).quantize(x, form, error, *out)
+        serving("quantize", x, using).quantize(x, error, Quantized(*out, form))
     return out
 
 
@@ -94,7 +95,8 @@ def dequantize_sum(
     _check(out=(out, (elements,), _FLOATS))
     one_device(_named(values=values, scales=scales, out=out))
     with on(values.device):
-        serving("quantize", values, using).dequantize_sum(values.contiguous(), scales.contiguous(), form, out)
+        sent = Quantized(values.contiguous(), scales.contiguous(), form)
+        serving("quantize", values, using).dequantize_sum(sent, out)
     return out
 
 
@@ -131,9 +133,9 @@ def dequantize_sum_quantize(
     _check_outputs(out, out_form, elements)
     one_device(_named(values=values, scales=scales, error=error, out_values=out[0], out_scales=out[1]))
     with on(values.device):
-        chosen = serving("quantize", values, using)
-        sent = (values.contiguous(), scales.contiguous(), form, elements)
-        chosen.dequantize_sum_quantize(*sent, out_form, error, *out)
+        sent = Quantized(values.contiguous(), scales.contiguous(), form)
+        filled = Quantized(*out, out_form)
+        serving("quantize", values, using).dequantize_sum_quantize(sent, elements, error, filled)
     return out
 
 

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import torch
 
-from shardlib.kernels.quantize.blockwise import Blockwise
+from shardlib.kernels.quantize.arguments import Quantized
 
 
 def load(device: torch.device) -> str:
     return "reference"
 
 
-def quantize(
-    x: torch.Tensor, form: Blockwise, error: torch.Tensor | None, values: torch.Tensor, scales: torch.Tensor
-) -> None:
+def quantize(x: torch.Tensor, error: torch.Tensor | None, out: Quantized) -> None:
+    values, scales, form = out
     c = x.float() if error is None else x.float() + error
     blocks = torch.nn.functional.pad(c, (0, -len(c) % form.block)).view(-1, form.block)
     # Division by a tensor: a Python number would be inverted first on CUDA.
@@ -32,7 +31,8 @@ def quantize(
     values.copy_(_pack(whole) if form.bits == 4 else whole)
 
 
-def dequantize_sum(values: torch.Tensor, scales: torch.Tensor, form: Blockwise, out: torch.Tensor) -> None:
+def dequantize_sum(sent: Quantized, out: torch.Tensor) -> None:
+    values, scales, form = sent
     total = scales.new_zeros(len(out))
     for row, per_block in zip(values, scales):
         steps = (_unpack(row) if form.bits == 4 else row)[: len(out)]
@@ -40,19 +40,10 @@ def dequantize_sum(values: torch.Tensor, scales: torch.Tensor, form: Blockwise, 
     out.copy_(total)
 
 
-def dequantize_sum_quantize(
-    values: torch.Tensor,
-    scales: torch.Tensor,
-    form: Blockwise,
-    elements: int,
-    out_form: Blockwise,
-    error: torch.Tensor | None,
-    out_values: torch.Tensor,
-    out_scales: torch.Tensor,
-) -> None:
-    total = scales.new_empty(elements)
-    dequantize_sum(values, scales, form, total)
-    quantize(total, out_form, error, out_values, out_scales)
+def dequantize_sum_quantize(sent: Quantized, elements: int, error: torch.Tensor | None, out: Quantized) -> None:
+    total = sent.scales.new_empty(elements)
+    dequantize_sum(sent, total)
+    quantize(total, error, out)
 
 
 def _pack(values: torch.Tensor) -> torch.Tensor:

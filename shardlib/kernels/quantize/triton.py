@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from shardlib.kernels.common import tiles
+from shardlib.kernels.quantize.arguments import Quantized
 from shardlib.kernels.quantize.blockwise import Blockwise
 
 _ROUND = tl.constexpr(12582912.0)  # 1.5 · 2^23: adding it rounds a float of up to 22 bits to nearest even
@@ -16,44 +17,34 @@ def load(device: torch.device) -> str:
     return tiles.triton_name(device)
 
 
-def quantize(
-    x: torch.Tensor, form: Blockwise, error: torch.Tensor | None, values: torch.Tensor, scales: torch.Tensor
-) -> None:
-    _quantize(x.contiguous(), (x, x, 0, 0), form, len(x), error, values, scales)
+def quantize(x: torch.Tensor, error: torch.Tensor | None, out: Quantized) -> None:
+    _quantize(x.contiguous(), (x, x, 0, 0), len(x), error, out)
 
 
-def dequantize_sum(values: torch.Tensor, scales: torch.Tensor, form: Blockwise, out: torch.Tensor) -> None:
+def dequantize_sum(sent: Quantized, out: torch.Tensor) -> None:
+    values, scales, form = sent
     sizes = (len(values), form.bytes(len(out)), form.scales(len(out)), len(out))
     shape = _shape(form)
     grid = (triton.cdiv(len(out), shape["TILE"]),)
     _dequantize_sum[grid](values, scales, *sizes, out, BITS=form.bits, **shape, **tiles.EXACT)
 
 
-def dequantize_sum_quantize(
-    values: torch.Tensor,
-    scales: torch.Tensor,
-    form: Blockwise,
-    elements: int,
-    out_form: Blockwise,
-    error: torch.Tensor | None,
-    out_values: torch.Tensor,
-    out_scales: torch.Tensor,
-) -> None:
-    sent = (values, scales, len(values), form.bytes(elements))
-    _quantize(scales, sent, out_form, elements, error, out_values, out_scales, sent_bits=form.bits)
+def dequantize_sum_quantize(sent: Quantized, elements: int, error: torch.Tensor | None, out: Quantized) -> None:
+    values, scales, form = sent
+    summed = (values, scales, len(values), form.bytes(elements))
+    _quantize(scales, summed, elements, error, out, sent_bits=form.bits)
 
 
 def _quantize(
     x: torch.Tensor,
     sent: tuple[torch.Tensor, torch.Tensor, int, int],
-    form: Blockwise,
     elements: int,
     error: torch.Tensor | None,
-    values: torch.Tensor,
-    scales: torch.Tensor,
+    out: Quantized,
     sent_bits: int = 0,
 ) -> None:
     """``x`` is not read where ranks' values of ``sent_bits`` bits are summed."""
+    values, scales, form = out
     shape = _shape(form)
     _quantize_blocks[(triton.cdiv(elements, shape["TILE"]),)](
         x,

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from shardlib.kernels.common import native
-from shardlib.kernels.sparse_attention.options import Blocks, Options
+from shardlib.kernels.sparse_attention.arguments import Attention, Blocks, Options
 
 _TILE = 16  # as in tiles.h
 _PROBLEM = "pp" + 8 * "l" + "pplfilfll"  # as in `_Problem`
@@ -24,16 +24,9 @@ def load(device: torch.device) -> str:
     return native.description("sparse_attention")
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    blocks: Blocks,
-    key_mask: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    options: Options,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    problem = _problem(q, k, blocks, key_mask, bias, options)
+def forward(given: Attention) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, v = given[:3]
+    problem = _problem(given)
     queries, keys, values = (_padded(x) for x in (q, k, v))
     out = torch.empty_like(queries)
     lse = torch.empty(queries.shape[:3])
@@ -45,18 +38,10 @@ def forward(
 
 
 def backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    blocks: Blocks,
-    key_mask: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    options: Options,
+    given: Attention, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    problem = _problem(q, k, blocks, key_mask, bias, options)
+    q, k, v, _, _, bias, _ = given
+    problem = _problem(given)
     queries, keys, values, outs, grads = (_padded(x) for x in (q, k, v, out, dout))
     batch, heads, padded, _ = queries.shape
     totals = F.pad(lse, (0, padded - lse.shape[2]), value=-math.inf)
@@ -85,7 +70,7 @@ def backward(
 
 def work(q: torch.Tensor, k: torch.Tensor, blocks: Blocks, options: Options) -> float:
     """The share of all pairs of positions, padded to whole panels of 16, that are computed: counted."""
-    problem = _problem(q, k, blocks, None, None, options)
+    problem = _problem(Attention(q, k, k, blocks, None, None, options))
     panels = torch.empty(1, dtype=torch.int64)
     _library().sparse_attention_panels(panels, *problem)
     return panels.item() * _TILE**2 / (problem.batch * problem.query_heads * problem.padded**2)
@@ -133,14 +118,8 @@ class _Problem(NamedTuple):
     counter: int
 
 
-def _problem(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    blocks: Blocks,
-    key_mask: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    options: Options,
-) -> _Problem:
+def _problem(given: Attention) -> _Problem:
+    q, k, _, blocks, key_mask, bias, options = given
     batch, heads, length, size = q.shape
     padding = -length % _TILE
     seen = torch.ones(batch, length, dtype=torch.bool) if key_mask is None else key_mask

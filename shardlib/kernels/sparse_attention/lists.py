@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardlib.kernels.sparse_attention.options import Blocks
+from shardlib.kernels.sparse_attention.arguments import Blocks
 
 
 @dataclass(frozen=True, eq=False)

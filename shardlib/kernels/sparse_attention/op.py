@@ -22,95 +22,54 @@ does on GPUs (Dao et al., arXiv 2205.14135); all sums, and the softmax, stay in 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from shardlib.kernels.common.dispatch import on, serving
 from shardlib.kernels.common.operators import differentiable
 from shardlib.kernels.counter import spread
 from shardlib.kernels.sparse_attention import reference
-from shardlib.kernels.sparse_attention.options import Blocks, Options
+from shardlib.kernels.sparse_attention.arguments import Attention
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
 LARGEST = 256  # size of a head
 
 
-def _options(block: int, scale: float, causal: bool, dropout: float, seed: int, counter: int) -> Options:
-    """As implementations are given them."""
-    return Options(block, scale, causal, dropout, spread(seed), counter)
+def _ready(given: Attention) -> Attention:
+    """As implementations are given it."""
+    q, k, v = (x.contiguous() for x in given[:3])
+    return given._replace(q=q, k=k, v=v, options=given.options._replace(seed=spread(given.options.seed)))
 
 
-def _forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    row_offsets: torch.Tensor,
-    columns: torch.Tensor,
-    key_mask: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    block: int,
-    scale: float,
-    causal: bool,
-    dropout: float,
-    seed: int,
-    counter: int,
-    using: str | None,
-) -> list[torch.Tensor]:
-    blocks = Blocks(row_offsets, columns)
-    options = _options(block, scale, causal, dropout, seed, counter)
-    with on(q.device):
-        out, lse = serving("sparse_attention", q, using).forward(
-            q.contiguous(), k.contiguous(), v.contiguous(), blocks, key_mask, bias, options
-        )
-    return [out, lse]
+def _forward(given: Attention, using: str | None) -> list[torch.Tensor]:
+    with on(given.q.device):
+        return list(serving("sparse_attention", given.q, using).forward(_ready(given)))
 
 
 def _backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    row_offsets: torch.Tensor,
-    columns: torch.Tensor,
-    key_mask: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    block: int,
-    scale: float,
-    causal: bool,
-    dropout: float,
-    seed: int,
-    counter: int,
-    using: str | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
+    given: Attention, using: str | None, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
 ) -> list[torch.Tensor]:
-    blocks = Blocks(row_offsets, columns)
-    options = _options(block, scale, causal, dropout, seed, counter)
-    tensors = [x.contiguous() for x in (dout, q, k, v, out, lse)]
-    with on(q.device):
-        gradients = serving("sparse_attention", q, using).backward(*tensors, blocks, key_mask, bias, options)
+    tensors = [x.contiguous() for x in (out, lse, dout)]
+    with on(given.q.device):
+        gradients = serving("sparse_attention", given.q, using).backward(_ready(given), *tensors)
     return [gradient for gradient in gradients if gradient is not None]
 
 
-def _backward_reference(*kept: Any) -> list[torch.Tensor]:
+def _backward_reference(
+    given: Attention, using: str | None, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
+) -> list[torch.Tensor]:
     """`_backward`; the log-sum-exp is computed anew, as derivatives go through it."""
-    *given, out, _, dout = kept
-    q, k, v = given[:3]
-    rest = Blocks(*given[3:5]), *given[5:7], _options(*given[7:13])
-    lse = reference.forward(q, k, v, *rest)[1]
-    gradients = reference.backward(dout, q, k, v, out, lse, *rest)
+    given = _ready(given)
+    gradients = reference.backward(given, out, reference.forward(given)[1], dout)
     return [gradient for gradient in gradients if gradient is not None]
 
 
-def _forward_fake(q: torch.Tensor, *_: object) -> list[torch.Tensor]:
-    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    return [q.new_empty(q.shape), lse]
+def _forward_fake(given: Attention, using: str | None) -> list[torch.Tensor]:
+    lse = given.q.new_empty(given.q.shape[:3], dtype=torch.promote_types(given.q.dtype, torch.float32))
+    return [given.q.new_empty(given.q.shape), lse]
 
 
-def _backward_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: torch.Tensor | None) -> list[torch.Tensor]:
-    bias = rest[3]
-    return [x.new_empty(x.shape) for x in (q, k, v, bias) if x is not None]
+def _backward_fake(given: Attention, *_: object) -> list[torch.Tensor]:
+    return [x.new_empty(x.shape) for x in (given.q, given.k, given.v, given.bias) if x is not None]
 
 
 attend = differentiable(

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from shardlib.kernels.common.thresholds import Threshold
 from shardlib.kernels.counter.reference import random_bits
-from shardlib.kernels.sparse_attention.options import Blocks, Options
+from shardlib.kernels.sparse_attention.arguments import Attention
 
 _ELEMENTS = Threshold(1 << 22)  # scores of a head of a sample that are held at a time
 
@@ -26,16 +26,9 @@ def load(device: torch.device) -> str:
     return "reference"
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    blocks: Blocks,
-    key_mask: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    options: Options,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    problem = _Problem(q, k, blocks, key_mask, bias, options)
+def forward(given: Attention) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, v = given[:3]
+    problem = _Problem(given)
     queries, keys, values = problem.queries(q), problem.keys(k), problem.keys(v)
     out, lse = torch.zeros_like(queries), queries.new_full(queries.shape[:-1], -math.inf)
     for part in problem.parts():
@@ -49,18 +42,10 @@ def forward(
 
 
 def backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    blocks: Blocks,
-    key_mask: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    options: Options,
+    given: Attention, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    problem = _Problem(q, k, blocks, key_mask, bias, options)
+    q, k, v, _, _, bias, options = given
+    problem = _Problem(given)
     queries, keys, values, grads = problem.queries(q), problem.keys(k), problem.keys(v), problem.queries(dout)
     inner = (problem.queries(out) * grads).sum(dim=-1, keepdim=True)
     # Rows without a key have weights e^(−inf − 0) = 0.
@@ -106,18 +91,10 @@ class _Part(NamedTuple):
 
 
 class _Problem:
-    def __init__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        blocks: Blocks,
-        key_mask: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        options: Options,
-    ) -> None:
+    def __init__(self, given: Attention) -> None:
+        q, k, _, self.blocks, self.key_mask, self.bias, self.options = given
         self.batch, self.heads, self.length, _ = q.shape
         self.group = self.heads // k.shape[1]
-        self.blocks, self.key_mask, self.bias, self.options = blocks, key_mask, bias, options
         self.dtype = torch.promote_types(q.dtype, torch.float32)
         self.device = q.device
 

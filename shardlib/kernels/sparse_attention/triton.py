@@ -15,8 +15,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardlib.kernels.common import tiles
 from shardlib.kernels.sparse_attention import shapes, triton_backward, triton_bias, triton_forward
+from shardlib.kernels.sparse_attention.arguments import Attention, Blocks, Options
 from shardlib.kernels.sparse_attention.lists import cells
-from shardlib.kernels.sparse_attention.options import Blocks, Options
 from shardlib.kernels.sparse_attention.packing import Packing, pack
 
 _WORTH = 0.75  # of the work; what a tile of 64 rows loses to one of 128 by reading keys twice as often, at a guess
@@ -29,19 +29,12 @@ def load(device: torch.device) -> str:
     return tiles.triton_name(device)
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    blocks: Blocks,
-    key_mask: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    options: Options,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(given: Attention) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, v, _, key_mask, _, _ = given
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     if key_mask is not None:
-        v = _tainted(v, k, key_mask)
-    problem, head = _Problem(q, k, v, blocks, key_mask, bias, options), shapes.head_of(q.shape[3])
+        given = given._replace(v=_tainted(v, k, key_mask))
+    problem, head = _Problem(given), shapes.head_of(q.shape[3])
     for run in problem.runs("row", problem.choices("forward")):
         partial = {"partial": run.scratch(head), "partial_lse": run.scratch(1)}
         run.launch(triton_forward.attend, out=out, lse=lse, **partial)
@@ -60,22 +53,14 @@ def _tainted(v: torch.Tensor, k: torch.Tensor, key_mask: torch.Tensor) -> torch.
 
 
 def backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    blocks: Blocks,
-    key_mask: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    options: Options,
+    given: Attention, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    q, k, v, _, _, bias, _ = given
     dq, dk, dv, delta = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(lse)
     size, head, rows = q.shape[3], shapes.head_of(q.shape[3]), lse.numel()
     grid = (triton.cdiv(rows, _ROWS),)
     triton_backward.inner[grid](dout, out, delta, rows, D=size, HEAD=head, TILE=_ROWS)
-    problem = _Problem(q, k, v, blocks, key_mask, bias, options)
+    problem = _Problem(given)
     saved = {"dout": dout, "lse": lse, "delta": delta}
     for run in problem.runs("row", problem.choices("query")):
         partial = run.scratch(head)
@@ -91,7 +76,7 @@ def backward(
 
 def work(q: torch.Tensor, k: torch.Tensor, blocks: Blocks, options: Options) -> float:
     """The share of all pairs of positions, padded to whole blocks, that `forward` computes: counted."""
-    problem = _Problem(q, k, k, blocks, None, None, options)
+    problem = _Problem(Attention(q, k, k, blocks, None, None, options))
     padded = triton.cdiv(q.shape[2], options.block) * options.block
     pairs = sum(run.pairs() for run in problem.runs("row", problem.choices("forward")))
     return pairs / (q.shape[0] * q.shape[1] * padded**2)
@@ -116,16 +101,8 @@ def _bias_gradient(problem: _Problem, bias: torch.Tensor, saved: dict[str, torch
 
 
 class _Problem:
-    def __init__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        blocks: Blocks,
-        key_mask: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        options: Options,
-    ) -> None:
+    def __init__(self, given: Attention) -> None:
+        q, k, v, blocks, key_mask, bias, options = given
         self.q, self.blocks, self.options = q, blocks, options
         self.group = q.shape[1] // k.shape[1]
         head = shapes.head_of(q.shape[3])

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardlib._compat import storage_id
 from shardlib.errors import MeshError
 from shardlib.mesh.transport.base import Work
 
@@ -24,7 +25,7 @@ class EchoGroup:
         return Work()
 
     def all_gather(self, out: torch.Tensor, inp: torch.Tensor) -> Work:
-        if inp.untyped_storage()._cdata == out.untyped_storage()._cdata:
+        if storage_id(inp.untyped_storage()) == storage_id(out.untyped_storage()):
             inp = inp.clone()  # a gather in place: the input is this rank's part of the output
         out.view(self.size, -1).copy_(inp.reshape(1, -1))
         return Work()

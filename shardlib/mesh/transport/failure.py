@@ -6,6 +6,8 @@ import time
 
 import torch.distributed as dist
 
+from shardlib._compat import default_store
+
 _GRACE = 3.0  # seconds the survivors wait for each other's signature
 
 
@@ -16,7 +18,7 @@ def silent_ranks() -> list[int]:
     store itself is gone, so is the rank that hosts it: rank 0.
     """
     try:
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         store.set(_name(dist.get_rank()), "here")
         missing = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
         deadline = time.monotonic() + _GRACE

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from shardlib._compat import no_modes
 from shardlib.errors import RankMismatch
 from shardlib.mesh.transport.base import Work
 from shardlib.mesh.transport.simulation import Simulation
@@ -139,7 +139,7 @@ class SimulatedGroup:
 
         def finish(members: dict[int, Any]) -> None:
             # The rank that comes last computes for all: its own modes (a recompute policy) must not see that.
-            with torch.no_grad(), _disable_current_modes():
+            with torch.no_grad(), no_modes():
                 inputs = [members[rank][0].reshape(-1) for rank in range(self.size)]
                 # Every result before any write: all_reduce and broadcast write over their inputs.
                 results = [result(inputs, rank) for rank in range(self.size)]

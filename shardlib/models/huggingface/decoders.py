@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from shardlib._compat import with_children_of_its_own
 from shardlib.errors import BatchError, IllegalComposition, TreeError
 from shardlib.nn.functional import Mean, linear_cross_entropy
 from shardlib.nn.sequence import current_parts
@@ -99,8 +100,7 @@ def decoder_blocks(model: Any) -> list[nn.Module]:
 
 def _part(base: Any, decoder: Decoder, kept: set[str], layers: tuple[int, ...] = ()) -> nn.Module:
     """A base model with the parts ``kept`` and the layers of these numbers, the model's own, and no others."""
-    part = copy.copy(base)
-    part._modules = dict(base._modules)
+    part = with_children_of_its_own(base)
     own = getattr(base, decoder.layers)
     setattr(part, decoder.layers, nn.ModuleList(own[index] for index in layers))
     # Forwards count layers, and some ask for each one's kind, by the config.

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardlib.kernels.adamw import adam_direction_
+from shardlib.kernels.adamw import adam_direction_, direction_at
 from shardlib.kernels.frozen_adam import frozen_move, frozen_step_
 from shardlib.optim.stepping import Move, each_tensor
 from shardlib.tree import Tree
@@ -30,7 +30,7 @@ def adam_step(
     scale: torch.Tensor | None,
 ) -> Move:
     """While gradients are averaged in full precision: take them up into both moments, in place; ``grads`` are used up."""
-    direct = partial(adam_direction_, count=None, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, scale=scale)
+    direct = partial(adam_direction_, factors=direction_at(None, b1, b2, eps, weight_decay), scale=scale)
     each_tensor(direct, params, grads, mu, nu)
     return Move(lambda p, u: u.mul_(-lr), (grads,))
 

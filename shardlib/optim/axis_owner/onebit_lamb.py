@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from shardlib.collectives.codecs.integers import OneBit, check_scales
-from shardlib.kernels.adamw import adam_direction_
+from shardlib.kernels.adamw import adam_direction_, direction_at
 from shardlib.kernels.frozen_adam import fresh_step_, own_momentum_
 from shardlib.kernels.global_norm import sum_of_squares
 from shardlib.optim.axis_owner.moments import root
@@ -114,7 +114,7 @@ def onebit_lamb(
         return after._replace(count=state.count + 1), Move(lambda p, u: u, (directions,), -rate(state.count) * coeff)
 
     def warm_up(params, grads, state, scale, shards):
-        direct = partial(adam_direction_, count=None, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, scale=scale)
+        direct = partial(adam_direction_, factors=direction_at(None, b1, b2, eps, weight_decay), scale=scale)
         each_tensor(direct, params, grads, state.mu, state.nu)
         coeff = coefficients(params, grads, shards, min_coeff, max_coeff)
         mean = torch.where(coeff != 1, coeff_beta * state.coeff + (1 - coeff_beta) * coeff, state.coeff)

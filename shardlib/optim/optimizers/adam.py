@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from shardlib.kernels.adamw import adamw_
+from shardlib.kernels.adamw import adamw_, changes, factors_at
 from shardlib.optim.base import GradientTransformation, apart
 from shardlib.optim.locality import Locality
 from shardlib.optim.ranges import check_adam
 from shardlib.optim.schedules.base import Schedule, as_schedule
 from shardlib.optim.shards import Shards
-from shardlib.tree import Tree, check_alike, leaves_of, tree_map
+from shardlib.tree import Tree, check_alike, leaves_of, tree_map, tree_unzip
 
 
 class AdamState(NamedTuple):
@@ -73,30 +72,30 @@ def _adam(
 
     def update(updates: Tree, state: AdamState, params: Tree, *, shards: Shards) -> tuple[Tree, AdamState]:
         check_alike(what, updates, state.mu, ("updates", "moments"))
-        step, count = rate(state.count), state.count + 1
-        exact = count.to(torch.float64)  # 1 − b2 loses most of its digits in fp32
-        mu = tree_map(lambda g, m: b1 * m + (1 - b1) * g.to(m.dtype), updates, state.mu)
-        nu = tree_map(lambda g, v: b2 * v + (1 - b2) * g.to(v.dtype).square(), updates, state.nu)
         if weight_decay and params is None:
             raise ValueError("adamw decays weights, so update needs them: update(updates, state, params)")
+        lr, count = rate(state.count).to(torch.float64), state.count + 1
+        # Tensors, for derivatives and batches; and in fp32 1 − b2 would lose most of its digits.
+        factors = factors_at(count.to(torch.float64), lr, b1, b2, eps, weight_decay)
 
-        def move(m: torch.Tensor, v: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-            wide = torch.promote_types(m.dtype, torch.float32)  # in 16 bits eps is 0
-            direction = (m.to(wide) / (1 - b1**exact)) / ((v.to(wide) / (1 - b2**exact)).sqrt() + eps)
-            return (-step.to(wide) * (direction + weight_decay * p if weight_decay else direction)).to(m.dtype)
+        def change(g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            mu, nu, taken = changes(g, m, v, factors)
+            if weight_decay:
+                taken = taken + lr * weight_decay * p.to(taken.dtype)
+            return (-taken).to(m.dtype), mu.to(m.dtype), nu.to(v.dtype)
 
-        return tree_map(move, mu, nu, params if weight_decay else mu), AdamState(count, mu, nu)
+        changed = tree_map(change, updates, state.mu, state.nu, params if weight_decay else state.mu)
+        updates, mu, nu = tree_unzip(updates, changed, 3)
+        return updates, AdamState(count, mu, nu)
 
     def apply(
         params: Tree, updates: Tree, state: AdamState, scale: torch.Tensor | None, shards: Shards, copies: Tree
     ) -> AdamState:
         after = state._replace(count=state.count + 1)
-        step = partial(
-            adamw_, count=after.count, lr=rate(state.count), b1=b1, b2=b2, eps=eps, weight_decay=weight_decay
-        )
+        factors = factors_at(float(after.count), float(rate(state.count)), b1, b2, eps, weight_decay)
         trees = (params, updates, state.mu, state.nu, copies)
         for p, g, m, v, copy in zip(*map(leaves_of, trees), strict=True):
-            step(p, g, m, v, scale=scale, copy=apart(copy, p))
+            adamw_(p, g, m, v, factors, scale=scale, copy=apart(copy, p))
         return after
 
     return GradientTransformation(init, update, Locality.ELEMENTWISE, apply=apply)

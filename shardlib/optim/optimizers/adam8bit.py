@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import optree
 import torch
 
-from shardlib.kernels.adamw import adamw_
+from shardlib.kernels.adamw import adamw_, factors_at
 from shardlib.kernels.adamw8 import SIGNED, UNSIGNED, adamw8_
 from shardlib.optim.base import GradientTransformation, apart
 from shardlib.optim.locality import Locality
@@ -58,14 +57,14 @@ def adamw8bit(
         params: Tree, updates: Tree, state: AdamState, scale: torch.Tensor | None, shards: Shards, copies: Tree
     ) -> AdamState:
         after = state._replace(count=state.count + 1)
-        options: dict[str, Any] = {"count": after.count, "lr": rate(state.count), "b1": b1, "b2": b2, "eps": eps}
-        options |= {"weight_decay": weight_decay, "scale": scale}
+        factors = factors_at(float(after.count), float(rate(state.count)), b1, b2, eps, weight_decay)
         trees = (*map(leaves_of, (params, updates, copies)), *map(_moments, (state.mu, state.nu)))
         for p, g, copy, m, v in zip(*trees, strict=True):
             if isinstance(m, Coded):
-                adamw8_(p, g, m.codes, m.scales, v.codes, v.scales, copy=apart(copy, p), **options)
+                coded = (m.codes, m.scales, v.codes, v.scales)
+                adamw8_(p, g, *coded, factors, scale=scale, copy=apart(copy, p))
             else:
-                adamw_(p, g, m, v, copy=apart(copy, p), **options)
+                adamw_(p, g, m, v, factors, scale=scale, copy=apart(copy, p))
         return after
 
     return GradientTransformation(init, update, Locality.ELEMENTWISE, apply=apply)

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from shardlib.kernels.adamw import adam_direction_
+from shardlib.kernels.adamw import adam_direction_, direction_at
 from shardlib.kernels.global_norm import sum_of_squares
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.locality import Locality
@@ -53,8 +53,8 @@ def lamb(
         params: Tree, grads: Tree, state: AdamState, scale: torch.Tensor | None, shards: Shards
     ) -> tuple[AdamState, Move]:
         size, count = rate(state.count), state.count + 1
-        direct = partial(adam_direction_, count=count, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, scale=scale)
-        each_tensor(direct, params, grads, state.mu, state.nu)
+        factors = direction_at(float(count), b1, b2, eps, weight_decay)
+        each_tensor(partial(adam_direction_, factors=factors, scale=scale), params, grads, state.mu, state.nu)
         trust = coefficients(params, grads, shards, min_coeff, max_coeff)
         return AdamState(count, state.mu, state.nu), Move(lambda p, u: u, (grads,), -size * trust)
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from shardlib.kernels.lion import lion_, sign
+from shardlib.kernels.lion import changes, factors_at, lion_
 from shardlib.optim.base import GradientTransformation, apart
 from shardlib.optim.locality import Locality
 from shardlib.optim.ranges import check, is_share, is_size
 from shardlib.optim.schedules.base import Schedule, as_schedule
 from shardlib.optim.shards import Shards
-from shardlib.tree import Tree, check_alike, leaves_of, tree_map
+from shardlib.tree import Tree, check_alike, leaves_of, tree_map, tree_unzip
 
 
 class LionState(NamedTuple):
@@ -54,19 +53,25 @@ def lion(lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: 
         check_alike("lion", updates, state.mu, ("updates", "moments"))
         if weight_decay and params is None:
             raise ValueError("lion decays weights, so update needs them: update(updates, state, params)")
-        step = rate(state.count)
-        directions = tree_map(lambda g, m: sign(b1 * m + (1 - b1) * g.to(m.dtype)), updates, state.mu)
-        if weight_decay:
-            directions = tree_map(lambda u, p: u + weight_decay * p, directions, params)
-        mu = tree_map(lambda g, m: b2 * m + (1 - b2) * g.to(m.dtype), updates, state.mu)
-        return tree_map(lambda u: -step.to(u.dtype) * u, directions), LionState(state.count + 1, mu)
+        lr = rate(state.count).to(torch.float64)
+        factors = factors_at(lr, b1, b2, weight_decay)  # tensors, for derivatives and batches
+
+        def change(g: torch.Tensor, m: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            mu, taken = changes(g, m, factors)
+            if weight_decay:
+                taken = taken + lr * weight_decay * p.to(taken.dtype)
+            return (-taken).to(m.dtype), mu.to(m.dtype)
+
+        changed = tree_map(change, updates, state.mu, params if weight_decay else state.mu)
+        updates, mu = tree_unzip(updates, changed, 2)
+        return updates, LionState(state.count + 1, mu)
 
     def apply(
         params: Tree, updates: Tree, state: LionState, scale: torch.Tensor | None, shards: Shards, copies: Tree
     ) -> LionState:
-        step = partial(lion_, lr=rate(state.count), b1=b1, b2=b2, weight_decay=weight_decay, scale=scale)
+        factors = factors_at(float(rate(state.count)), b1, b2, weight_decay)
         for p, g, m, copy in zip(*map(leaves_of, (params, updates, state.mu, copies)), strict=True):
-            step(p, g, m, copy=apart(copy, p))
+            lion_(p, g, m, factors, scale=scale, copy=apart(copy, p))
         return state._replace(count=state.count + 1)
 
     return GradientTransformation(init, update, Locality.ELEMENTWISE, apply=apply)

@@ -1,8 +1,7 @@
-"""What every implementation of sparse attention is given beside the queries, keys and values."""
+"""What the implementations of sparse attention are given."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -19,8 +18,7 @@ class Blocks(NamedTuple):
     columns: torch.Tensor
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """Numbers, not tensors.
 
     Attributes:
@@ -39,3 +37,21 @@ class Options:
     dropout: float = 0.0
     seed: int = 0
     counter: int = 0
+
+
+class Attention(NamedTuple):
+    """One call.
+
+    Attributes:
+        q, k, v: ``[batch, heads, sequence, size]``.
+        key_mask: bool ``[batch, sequence]``.
+        bias: ``[1 or heads, 2 · sequence − 1]``.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    blocks: Blocks
+    key_mask: torch.Tensor | None
+    bias: torch.Tensor | None
+    options: Options

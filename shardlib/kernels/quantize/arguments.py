@@ -1,0 +1,17 @@
+"""What the implementations of blockwise quantisation are given."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from shardlib.kernels.quantize.blockwise import Blockwise
+
+
+class Quantized(NamedTuple):
+    """Values and their scales, of one rank or of several: then both have a first dimension of ranks."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    form: Blockwise
