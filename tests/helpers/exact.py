@@ -7,6 +7,7 @@ import torch
 from shardlib.collectives.codecs.integers import PaddedWire
 from shardlib.collectives.codecs.two_phase import TwoPhase
 from shardlib.plan.claims import Reduce
+from shardlib.plan.transform import Transform
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,8 @@ class ExactWire(PaddedWire):
 
 
 @dataclass(frozen=True)
-class Travelling:
-    """A transform: gradients, and parameters where they are split over the axis, travel by `Exact`."""
+class Travelling(Transform):
+    """Gradients, and parameters where they are split over the axis, travel by `Exact`."""
 
     axis: str
     weights: bool = False
