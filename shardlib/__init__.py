@@ -1,6 +1,6 @@
 """shardlib: pure functions turn a parameter pytree into sharded state and a train step."""
 
-from shardlib import checkpoint, collectives, errors, init, models, nn, optim, report, schedules, sparse
+from shardlib import checkpoint, collectives, errors, init, models, nn, optim, plan, report, schedules, sparse
 from shardlib.evaluate import make_eval_step
 from shardlib.make_plan import make_plan
 from shardlib.mesh.launch import launch, simulate
@@ -89,6 +89,7 @@ __all__ = [
     "models",
     "nn",
     "optim",
+    "plan",
     "report",
     "schedules",
     "sparse",

@@ -1,7 +1,7 @@
-"""Collectives by axis name: counted primitives beneath, dual pairs that autograd crosses above; the kinds of
-`sequence` and the styles of `tensor_slicing`."""
+"""Collectives by axis name: counted primitives beneath, dual pairs that autograd crosses above; the codecs of
+gradients, the kinds of `sequence` and the styles of `tensor_slicing`."""
 
-from shardlib.collectives import sequence, styles
+from shardlib.collectives import codecs, primitives, sequence, styles
 from shardlib.collectives.cross_entropy import vocab_cross_entropy
 from shardlib.collectives.pairs import (
     all_gather,
@@ -26,6 +26,8 @@ __all__ = [
     "split",
     "vocab_cross_entropy",
     # rooms
+    "codecs",
+    "primitives",
     "sequence",
     "styles",
 ]

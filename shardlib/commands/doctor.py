@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardlib.kernels.common import build, dispatch
-from shardlib.plan.text import table
+from shardlib.text import table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -61,7 +61,7 @@ class Executor:
             for unit, members in states.items()
         }
         self._buckets = [state for members in states.values() for state in members]
-        self._gathering = Gathering(dict(self._units), self.record, self.gathers, plan.step.prefetch)
+        self._gathering = Gathering(dict(self._units), self.record, plan.step.prefetch)
         self._handles: dict[str, dict[str, Handle]] = {}
         self._trained_handles: list[Handle] = []
         self._saved = SavedTensors(self._touch)

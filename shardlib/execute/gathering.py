@@ -23,6 +23,11 @@ class Gatherable(Protocol):
 
     name: str
 
+    @property
+    def gathers(self) -> bool:
+        """Whether its parameters come and go at all: some may be here all the time."""
+        ...
+
     def fetch(self) -> None:
         """Send for the whole parameters; does nothing when they are here or on their way."""
         ...
@@ -66,9 +71,6 @@ class Reductions(Protocol):
 class Gathering:
     """Decides, touch by touch, what to fetch and what to release.
 
-    Args:
-        gathers: whether any unit is gathered; else there is nothing to agree on but the first reductions.
-
     Attributes:
         record: what earlier runs showed.
         current: the unit of the present run; touching it again needs no decision.
@@ -78,8 +80,10 @@ class Gathering:
         strayed: whether this rank has left the trace since `begin`.
     """
 
-    def __init__(self, units: dict[str, Gatherable], record: Record, gathers: bool, prefetch: bool) -> None:
-        self._units, self.record, self._gathers, self._prefetch = units, record, gathers, prefetch
+    def __init__(self, units: dict[str, Gatherable], record: Record, prefetch: bool) -> None:
+        self._units, self.record, self._prefetch = units, record, prefetch
+        # Where none is there is nothing to agree on but the first reductions.
+        self._gathers = any(unit.gathers for unit in units.values())
         self._names = list(units)
         self._here: dict[str, Gatherable] = {}
         self.current: Gatherable | None = None
@@ -174,7 +178,7 @@ class Gathering:
 
     def unused(self, unit: str) -> bool:
         """Whether no gradient can come for a unit: it is gathered for use, and has not been used."""
-        return self._gathers and unit not in self.touched
+        return self._units[unit].gathers and unit not in self.touched
 
     def _agree(self, what: int, late: bool = False) -> bool:
         """Tell the other ranks what is next on this one, and take part in all they gather; whether it is the same for all.

@@ -86,6 +86,7 @@ class Mesh:
         self.abstract = abstract
         self.traffic = Traffic()
         self._groups = dict(groups)
+        self._devices = {"device": device}  # memory -> where torch has it
 
     @property
     def size(self) -> int:
@@ -95,6 +96,10 @@ class Mesh:
     def alone(self) -> bool:
         """Whether no other rank exists: on a mesh of one, and where all peers are echoes of this one."""
         return all(isinstance(group, EchoGroup) for group in self._groups.values())
+
+    def zeros(self, numel: int, dtype: torch.dtype, memory: str) -> torch.Tensor:
+        """A flat buffer of zeros on this rank, in one of `shardlib.mesh.specs.MEMORIES`."""
+        return torch.zeros(numel, dtype=dtype, device=self._devices[memory])
 
     def group(self, axis: str) -> Group:
         """The transport of this rank's group along ``axis``.

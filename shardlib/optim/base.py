@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 
-from shardlib._compat import FakeTensorMode
 from shardlib.collectives.codecs.base import Codec
 from shardlib.errors import IllegalComposition
 from shardlib.mesh.mesh import Mesh
@@ -152,9 +151,8 @@ class GradientTransformation:
         """The state of a rank of ``plan`` as fake tensors, and what it `sends`. Moves no data and needs no ranks."""
         groups = {axis: EchoGroup(size) for axis, size in plan.sizes.items()}
         shards = MeshShards(plan, Mesh(plan.sizes, 0, groups, torch.device("cpu"), abstract=True))
-        with FakeTensorMode():
-            flat = {b.name: torch.empty(b.owned, dtype=b.master_dtype or b.dtype) for b in plan.trained}
-            return self.init(flat, shards=shards), self.sends(shards)
+        flat = {b.name: torch.empty(b.owned, dtype=b.master_dtype or b.dtype, device="meta") for b in plan.trained}
+        return self.init(flat, shards=shards), self.sends(shards)
 
     def update(self, updates: Tree, state: Tree, params: Tree = None, *, shards: Shards = WHOLE) -> tuple[Tree, Tree]:
         """Transform ``updates`` (gradients, at first); returns them with the new state, changing nothing in place.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from shardlib.mesh.specs import Leaf
 from shardlib.plan.memory import held_bytes, live_bytes
@@ -13,6 +13,7 @@ from shardlib.plan.payload import messages, payload
 from shardlib.plan.placement import Placement
 from shardlib.plan.value import PlanValue
 from shardlib.schedules import peak_in_flight, simulate
+from shardlib.text import count, size, table
 
 
 def describe(plan: PlanValue) -> str:
@@ -109,34 +110,6 @@ def _stages(plan: PlanValue, axis: str) -> str:
     header = ("rank", "stages", "blocks", "elements", "param", "grad", "optimizer", "micro-batches held")
     bubble = f"{schedule.name}: a bubble of {simulate(schedule).bubble:.1%} of the work where F = I = W"
     return f"{table(header, rows, right=5)}\n\n{bubble}"
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: int = 0) -> str:
-    """Aligned columns; the last ``right`` of them to the right."""
-    lines = [tuple(header), *(tuple(row) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    left = len(header) - right
-
-    def line(cells: Sequence[str]) -> str:
-        padded = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
-        return "  ".join(padded).rstrip()
-
-    return "\n".join([line(lines[0]), "  ".join("─" * width for width in widths), *map(line, lines[1:])])
-
-
-def count(number: int) -> str:
-    for scale, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if number >= scale:
-            return f"{number / scale:.4g}{letter}"
-    return str(number)
-
-
-def size(number: int) -> str:
-    """Bytes in decimal units, as the papers print them."""
-    for scale, letter in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if number >= scale:
-            return f"{number / scale:.4g} {letter}"
-    return f"{number} B"
 
 
 def _memory(plan: PlanValue) -> list[str]:

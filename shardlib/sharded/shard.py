@@ -88,7 +88,7 @@ def shard_alike(params: Tree, like: Sharded) -> Sharded:
 def _placed(plan: Plan, mesh: Mesh, tree: Tree, source: Deferred | None = None) -> Sharded:
     """This rank's shards of the values in ``tree``, or of those that ``source`` makes."""
     buffers = {
-        bucket.name: torch.zeros(bucket.size(bucket.param_level), dtype=bucket.dtype, device=mesh.device)
+        bucket.name: mesh.zeros(bucket.size(bucket.param_level), bucket.dtype, bucket.memory.param)
         for bucket in plan.buckets
     }
     parts = {

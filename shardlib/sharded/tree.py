@@ -54,6 +54,10 @@ class Sharded:
             self._buffers = self._pack()
         return self._buffers
 
+    def memory(self, bucket: Bucket) -> str:
+        """Where a bucket's buffer lives: one of `shardlib.mesh.specs.MEMORIES`."""
+        return bucket.memory.param if self.role == "param" else bucket.memory.optimizer
+
     def level(self, bucket: Bucket) -> int:
         return bucket.param_level if self.role == "param" else bucket.levels
 
@@ -100,7 +104,7 @@ class Sharded:
         buffers = {}
         for bucket in self.buckets:
             level = self.level(bucket)
-            buffer = torch.zeros(bucket.size(level), dtype=bucket.dtype, device=self.mesh.device)
+            buffer = self.mesh.zeros(bucket.size(level), bucket.dtype, self.memory(bucket))
             for path, part in zip(bucket.paths, bucket.leaf_parts(buffer, level), strict=True):
                 part[: found[path].numel()].copy_(found[path].detach().reshape(-1))
             buffers[bucket.name] = buffer

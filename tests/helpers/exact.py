@@ -65,7 +65,7 @@ class ExactWire(PaddedWire):
 
 @dataclass(frozen=True)
 class Travelling(Transform):
-    """Gradients, and parameters where they are split over the axis, travel by `Exact`."""
+    """A transform: gradients, and parameters where they are split over the axis, travel by `Exact`."""
 
     axis: str
     weights: bool = False

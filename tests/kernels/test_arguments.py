@@ -19,7 +19,7 @@ from shardlib.kernels.swiglu import swiglu
 
 KEY = sl.Key(3)
 STEP = {"lr": torch.tensor(0.1), "weight_decay": 0.1}
-COUNTED = STEP | {"count": torch.tensor(1.0), "b1": 0.9, "b2": 0.9, "eps": 1e-8}
+ADAM = {"b1": 0.9, "b2": 0.9, "eps": 1e-8, "weight_decay": 0.1}
 
 
 def x(*shape):
@@ -51,11 +51,11 @@ FUNCTIONS = {
     sl.nn.sparse_attention: ({name: v for name, v in heads().items() if name in "qkv"}, {"layout": heads()["layout"]}),
     sum_of_squares: ({"x": x()}, {}),
     random_bits: ({"index": torch.arange(3)}, {"seed": 3}),
-    adamw.adamw_: ({"param": x(), "grad": x(), "mu": x(), "nu": x()}, COUNTED),
+    adamw.adamw_: ({"param": x(), "grad": x(), "mu": x(), "nu": x()}, {"factors": adamw.factors_at(1, 0.1, **ADAM)}),
     adamw.adam_direction_: (
-        {"param": x(), "grad": x(), "mu": x(), "nu": x()}, {k: v for k, v in COUNTED.items() if k != "lr"}
+        {"param": x(), "grad": x(), "mu": x(), "nu": x()}, {"factors": adamw.direction_at(1, **ADAM)}
     ),
-    lion.lion_: ({"param": x(), "grad": x(), "mu": x()}, STEP | {"b1": 0.9, "b2": 0.9}),
+    lion.lion_: ({"param": x(), "grad": x(), "mu": x()}, {"factors": lion.factors_at(0.1, 0.9, 0.9, 0.1)}),
     frozen_adam.frozen_step_: ({"param": x(), "mu": x(), "nu": x()}, STEP | {"eps": 1e-8}),
     frozen_adam.own_momentum_: ({"grad": x(), "mu": x()}, {"b1": 0.9}),
 }  # fmt: skip

@@ -21,7 +21,7 @@ from shardlib.mesh.launch.orphans import end_with
 from shardlib.mesh.mesh import current_mesh, make_mesh
 from shardlib.mesh.transport.process import waiting
 
-_NOT_THE_USERS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+_NOT_THE_USERS = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
 
 
 def main(job: int, line: int, parent: int) -> None:

@@ -1,0 +1,77 @@
+"""A user's own transform: only biases and norms are trained (BitFit, arXiv 2106.10199)."""
+
+from dataclasses import dataclass
+
+import optree
+import pytest
+import torch
+from helpers.stages import STAGES, plan_of, train_stages
+from helpers.trees import assert_close, assert_same
+from oracle import one_device
+
+import shardlib as sl
+from shardlib.errors import IllegalComposition
+
+
+@dataclass(frozen=True)
+class OnlyVectors(sl.plan.Transform):
+    """Trains the leaves of one dimension, but those that ``keep`` matches."""
+
+    keep: tuple[str, ...] = ()
+
+    @property
+    def name(self):
+        return f"only_vectors(keep={self.keep})"
+
+    def claims(self, sizes, leaves):
+        for leaf in leaves:
+            if len(leaf.shape) != 1 or leaf.matches(self.keep):
+                yield sl.plan.Use(leaf.path, trainable=False)
+
+    def check(self, resolved):
+        if all(resolved.use(leaf.path).trainable is False for leaf in resolved.leaves):
+            raise IllegalComposition(f"{self.name} leaves no parameter to train; keep fewer")
+
+
+CONFIG = sl.models.gpt.GPTConfig(vocab=19, layers=2, width=12, heads=3, sequence=8, dtype=torch.float64)
+
+
+def model():
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(CONFIG.vocab, (4, CONFIG.sequence + 1), generator=generator) for _ in range(4)]
+    batches = [{"tokens": row[:, :-1], "targets": row[:, 1:]} for row in rows]
+    return sl.models.gpt.make_loss(CONFIG), sl.models.gpt.init(CONFIG), batches
+
+
+TX = sl.optim.adamw(1e-3, eps=1e-5, weight_decay=0.01)
+
+
+def train(mesh, folder, half):
+    return train_stages(mesh, model, OnlyVectors(), TX, folder, half)
+
+
+def test_it_trains_like_one_device_and_sends_what_the_plan_says(tmp_path):
+    loss_fn, params, batches = model()
+    paths, leaves, _ = optree.tree_flatten_with_path(params)
+    matrices = [path for path, leaf in zip(paths, leaves) if leaf.dim() != 1]
+    expected, _, final = one_device.train(loss_fn, params, batches, frozen=matrices)
+    for half, run, ways in [(0, sl.simulate, 4), (1, sl.launch, 2)]:
+        for found in run(train, tmp_path, half, mesh={"data": ways}):
+            for stage in STAGES:
+                losses, sent, trained = found[stage]
+                assert losses == pytest.approx(expected[2 * half :][:2], rel=1e-10)
+                assert sent == plan_of(model, OnlyVectors(), TX, stage, ways).payload() and sent["data"] > 0
+                if half == 1:
+                    assert_close(trained, final, 1e-10)
+                    assert_same(*(optree.tree_map(lambda p: p if p.dim() != 1 else None, t) for t in (trained, params)))
+
+
+def test_the_plan_says_who_froze_what():
+    assert "only_vectors(keep=()): trainable=False on 11 leaves" in str(plan_of(model, OnlyVectors(), TX, 2, 4))
+
+
+def test_what_does_not_fit_is_refused_by_name():
+    with pytest.raises(IllegalComposition, match=r"only_vectors\(keep=\('\*',\)\) leaves no parameter to train"):
+        plan_of(model, OnlyVectors(("*",)), TX, 2, 4)
+    with pytest.raises(IllegalComposition, match=r"only_vectors.*freeze|freeze.*only_vectors"):
+        plan_of(model, sl.chain(OnlyVectors(), sl.freeze("*/mlp/*")), TX, 2, 4)
