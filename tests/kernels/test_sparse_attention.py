@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import attention, kernels
-from helpers.attention import UNITS, Case, check_padding, dense_attention, make
-from hypothesis import given
+from helpers.attention import Case, check_padding, make
+from helpers.attention_in_float64 import dense_attention
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import shardlib as sl
@@ -49,15 +50,24 @@ cases = st.fixed_dictionaries(
     }
 )
 
+# The gradient of k is what is left of larger terms, and so are its errors.
+CANCELLING = {
+    "length": 66, "size": 64, "key_heads": 2, "heads": 4, "batch": 2, "block": 16, "dtype": torch.bfloat16,
+    "shared": False, "density": 0.2, "masked": False, "bias_heads": 0, "causal": False, "scale": None,
+    "transposed": False, "seed": 0,
+}  # fmt: skip
+
 
 @pytest.mark.parametrize("name", NAMES)
 @given(drawn=cases)
+@example(drawn=CANCELLING | {"length": 2, "size": 24, "shared": True, "scale": 0.3})
+@example(drawn=CANCELLING | {"key_heads": 1, "heads": 2, "batch": 1, "block": 64, "bias_heads": 1, "seed": 107617})
 def test_drawn_cases(name, drawn):
     check(make(**drawn), name)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", UNITS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("size", [16, 128, 256])
 def test_sizes_and_dtypes(name, size, dtype):
     if dtype == torch.float64 and name != "reference":
