@@ -104,7 +104,7 @@ class BucketState:
         self.written = False
         self._version = 0
         self._views: list[torch.Tensor] | None = None
-        self._starts: dict[int, int] = {}  # offset in the whole buffer's storage -> leaf
+        self._starts: dict[int | torch.SymInt, int] = {}  # offset in the whole buffer's storage -> leaf
 
     def bind(self, stored: torch.Tensor, gradients: Gradients | None) -> None:
         self.stored = stored
