@@ -51,8 +51,9 @@ class Handle(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kind = kind_of(func)
-        if kind == "operation" and not kwargs:  # first, and flat: this runs for every use of a parameter
+        # The look-up in place, "operation" first, and flat: this runs for every use of a parameter.
+        kind = _KINDS.get(func) or kind_of(func)
+        if kind == "operation" and not kwargs:
             return func(
                 *[
                     value._source.leaf(value._index)
@@ -94,6 +95,8 @@ class Handle(torch.Tensor):
 
 def materialise(value: Any) -> Any:
     """Every handle in a pytree replaced by its gathered tensor."""
+    if isinstance(value, torch.Tensor):  # most often, and a pytree of one leaf costs more than what is done with it
+        return value._source.leaf(value._index) if isinstance(value, Handle) else value
     return pytree.tree_map_only(Handle, lambda handle: handle._source.leaf(handle._index), value)
 
 

@@ -44,8 +44,7 @@ class _Attach(torch.autograd.Function):
     def forward(ctx: Any, root: torch.Tensor, state: BucketState) -> tuple[torch.Tensor, ...]:
         ctx.state = state
         ctx.set_materialize_grads(False)
-        assert state.whole is not None
-        return tuple(state.bucket.leaves(state.whole))
+        return tuple(state.cut())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
@@ -75,6 +74,7 @@ class BucketState:
             gradients without the others'.
 
     Attributes:
+        gathers: whether the parameters come and go.
         stored: this rank's buffer, as stored.
         whole: the whole, leaf-major buffer while it is here.
         anchor: the graph input of its root; what `torch.autograd.grad` differentiates to.
@@ -90,7 +90,7 @@ class BucketState:
         routes: Routes,
         apart: bool = False,
     ) -> None:
-        self.bucket = bucket
+        self.bucket, self.gathers = bucket, bucket.param_level > 0
         self._mesh, self._routes, self._apart = mesh, routes, apart
         self._keeps_second = len(routes.again) < len(routes.gather)
         self._second: torch.Tensor | None = None
@@ -103,10 +103,8 @@ class BucketState:
         self._coming: Gather | None = None
         self.written = False
         self._version = 0
-
-    @property
-    def gathers(self) -> bool:
-        return self.bucket.param_level > 0
+        self._views: list[torch.Tensor] | None = None
+        self._starts: dict[int | torch.SymInt, int] = {}  # offset in the whole buffer's storage -> leaf
 
     def bind(self, stored: torch.Tensor, gradients: Gradients | None) -> None:
         self.stored = stored
@@ -121,7 +119,7 @@ class BucketState:
     def unbind(self) -> None:
         """Drop the graph and the parameters of a micro-batch that is over."""
         self.stored = torch.empty(0)
-        self.whole = self.anchor = self.root = self.summing = self._coming = self._second = None
+        self.whole = self.anchor = self.root = self.summing = self._coming = self._second = self._views = None
 
     def fetch(self) -> None:
         if self.gathers:
@@ -159,7 +157,7 @@ class BucketState:
             self._coming = None
         if self.gathers:
             self.look()
-            self.whole = None
+            self.whole = self._views = None
 
     def look(self) -> None:
         """Note whether the parameters that are here have been written to since they came."""
@@ -167,15 +165,35 @@ class BucketState:
             self.written = True
 
     def _hold(self, whole: torch.Tensor | None) -> None:
-        self.whole = whole
+        self.whole, self._views = whole, None
         if whole is not None:
             self._version = _version(whole)
+
+    def cut(self) -> list[torch.Tensor]:
+        """The whole leaves, as views outside the graph."""
+        assert self.whole is not None
+        leaves = self.bucket.leaves(self.whole)
+        if not self._starts:
+            self._starts = {leaf.storage_offset(): place for place, leaf in enumerate(leaves)}
+        return leaves
+
+    def leaf_at(self, tensor: torch.Tensor) -> int | None:
+        """Which leaf a tensor in the whole buffer's storage is, as it is; None where it is none."""
+        place = self._starts.get(tensor.storage_offset())
+        same = place is not None and tensor.size() == self.bucket.shapes[place] and tensor.is_contiguous()
+        return place if same else None
+
+    def view(self, place: int) -> torch.Tensor:
+        """A whole leaf, outside the graph. All are cut at once, which is faster than one by one."""
+        if self._views is None:
+            self._views = self.cut()
+        return self._views[place]
 
     def leaves(self) -> list[torch.Tensor]:
         """The whole leaves, connected to the root when there is one."""
         assert self.whole is not None
         if self.root is None:
-            return self.bucket.leaves(self.whole)
+            return self.cut()
         leaves = list(_Attach.apply(self.root, self))
         run_first(leaves[0])
         return [leaf.view_as(leaf) for leaf in leaves] if self._apart else leaves
@@ -202,10 +220,7 @@ class UnitState:
         self._touch, self._placements, self._slices = touch, placements, slices
         self._where = [(state, place) for state in buckets for place in range(len(state.bucket.paths))]
         self._leaves: list[torch.Tensor] | None = None
-
-    @property
-    def gathers(self) -> bool:
-        return any(state.gathers for state in self.buckets)
+        self.gathers = any(state.gathers for state in buckets)
 
     @property
     def paths(self) -> list[str]:
@@ -249,8 +264,7 @@ class UnitState:
         if self.gathers:
             self._touch(self)
         state, place = self._where[index]
-        assert state.whole is not None
-        return state.bucket.leaves(state.whole)[place]
+        return state.view(place)
 
     def root_gradient(self, index: int) -> tuple[torch.Tensor, Any]:
         state, place = self._where[index]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import optree
 import pytest
 import torch
-from helpers.stages import STAGES, plan_of, train_stages
+from helpers.stages import in_halves, plan_of, train_stages
 from helpers.trees import assert_close, assert_same
 from oracle import one_device
 
@@ -55,15 +55,11 @@ def test_it_trains_like_one_device_and_sends_what_the_plan_says(tmp_path):
     paths, leaves, _ = optree.tree_flatten_with_path(params)
     matrices = [path for path, leaf in zip(paths, leaves) if leaf.dim() != 1]
     expected, _, final = one_device.train(loss_fn, params, batches, frozen=matrices)
-    for half, run, ways in [(0, sl.simulate, 4), (1, sl.launch, 2)]:
-        for found in run(train, tmp_path, half, mesh={"data": ways}):
-            for stage in STAGES:
-                losses, sent, trained = found[stage]
-                assert losses == pytest.approx(expected[2 * half :][:2], rel=1e-10)
-                assert sent == plan_of(model, OnlyVectors(), TX, stage, ways).payload() and sent["data"] > 0
-                if half == 1:
-                    assert_close(trained, final, 1e-10)
-                    assert_same(*(optree.tree_map(lambda p: p if p.dim() != 1 else None, t) for t in (trained, params)))
+    for half, _, losses, trained in in_halves(train, model, OnlyVectors(), TX, tmp_path):
+        assert losses == pytest.approx(expected[2 * half :][:2], rel=1e-10)
+        assert_same(*(optree.tree_map(lambda p: p if p.dim() != 1 else None, tree) for tree in (trained, params)))
+        if half == 1:
+            assert_close(trained, final, 1e-10)
 
 
 def test_the_plan_says_who_froze_what():

@@ -94,7 +94,7 @@ def differentiable(
 
         @staticmethod
         def forward(*kept: Any) -> tuple[torch.Tensor, ...]:
-            return tuple(backward_pass(*kept))
+            return _computed(backward_pass, kept)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -116,7 +116,7 @@ def differentiable(
 
         @staticmethod
         def forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
-            return tuple(forward_pass(*inputs))
+            return _computed(forward_pass, inputs)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -141,7 +141,7 @@ def differentiable(
         if has_torch_function(inputs):  # an autograd.Function does not ask handles for their tensors
             return handle_torch_function(call, inputs, *inputs)
         # The Function costs as much as a small kernel.
-        outputs = tuple(forward_pass(*inputs)) if _without_derivatives() else Forward.apply(*inputs)
+        outputs = _computed(forward_pass, inputs) if _without_derivatives() else Forward.apply(*inputs)
         return outputs[: len(outputs) - residuals]
 
     call.__name__ = call.__qualname__ = name
@@ -151,6 +151,14 @@ def differentiable(
 def _without_derivatives() -> bool:
     """Whether no derivative of what is computed here can be asked for, of any kind, and no compiler looks on."""
     return not torch.is_grad_enabled() and can_hook() and forward_level() < 0
+
+
+def _computed(operator: Pass, values: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    """What an operator returns. Where `_refusing_gradients` could refuse none it is passed by: it would cost microseconds."""
+    if not _without_derivatives():
+        return tuple(operator(*values))
+    with below_autograd():
+        return tuple(operator(*values))
 
 
 def autocast_as_a_product(*factors: torch.Tensor) -> tuple[torch.Tensor, ...]:
