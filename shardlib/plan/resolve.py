@@ -52,8 +52,9 @@ def _merged(before: Resolved, members: Sequence[Transform]) -> Resolved:
             for name, value in claim.slots().items():
                 slot = (type(claim), claim.subject, name)
                 if slot in values:
-                    conflict = f"{claim.named(claim.subject, name)}: {show(values[slot])} against {show(value)}"
-                    conflicts.setdefault((writers[slot], member.name), []).append(conflict)
+                    what = claim.named(claim.subject, name)
+                    both = "" if values[slot] == value else f": {show(values[slot])} against {show(value)}"
+                    conflicts.setdefault((writers[slot], member.name), []).append(what + both)
                     continue
                 values[slot], writers[slot] = value, member.name
                 written.setdefault(member.name, []).append((slot, value))
