@@ -86,7 +86,6 @@ class Mesh:
         self.abstract = abstract
         self.traffic = Traffic()
         self._groups = dict(groups)
-        self._devices = {"device": device}  # memory -> where torch has it
 
     @property
     def size(self) -> int:
@@ -99,7 +98,7 @@ class Mesh:
 
     def zeros(self, numel: int, dtype: torch.dtype, memory: str) -> torch.Tensor:
         """A flat buffer of zeros on this rank, in one of `shardlib.mesh.specs.MEMORIES`."""
-        return torch.zeros(numel, dtype=dtype, device=self._devices[memory])
+        return torch.zeros(numel, dtype=dtype, device={"device": self.device}[memory])
 
     def group(self, axis: str) -> Group:
         """The transport of this rank's group along ``axis``.
