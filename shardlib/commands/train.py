@@ -35,7 +35,7 @@ WRITERS: dict[str, Callable[[Path, int], Writer]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    # About two minutes on two cores, after which the model is below the bars of order 2.
+    # About a minute on two cores, after which the model is below the bars of order 2.
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate; see shardlib lr-range-test")
     parser.add_argument("--warmup", type=int, default=50, help="steps of warm-up")

@@ -178,7 +178,7 @@ class BucketState:
         return leaves
 
     def leaf_at(self, tensor: torch.Tensor) -> int | None:
-        """Which leaf a tensor in the whole buffer's storage is, as it is; None where it is none."""
+        """The leaf that a tensor in the whole buffer's storage is, as it is; None where it is none."""
         place = self._starts.get(tensor.storage_offset())
         same = place is not None and tensor.size() == self.bucket.shapes[place] and tensor.is_contiguous()
         return place if same else None

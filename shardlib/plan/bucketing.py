@@ -1,4 +1,4 @@
-"""Which leaves lie in one bucket: those of one unit that are stored, split, sliced and summed alike."""
+"""The leaves of one bucket: those of one unit that are stored, split, sliced and summed alike."""
 
 from __future__ import annotations
 

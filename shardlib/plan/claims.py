@@ -7,6 +7,7 @@ slot are refused, and everything else is a union (see `shardlib.plan.resolve`).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
@@ -63,7 +64,7 @@ EXPERTS = AxisUse("experts", "shares experts out", "batch", joins=True)
 STAGES = AxisUse("stages", "lays out stages")
 
 
-class Claim:
+class Claim(ABC):
     """Something said about one subject; see the four kinds."""
 
     subject_field: ClassVar[str]
@@ -83,9 +84,9 @@ class Claim:
         return ()
 
     @staticmethod
+    @abstractmethod
     def named(subject: str, slot: str) -> str:
         """A slot in a message."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -123,6 +123,11 @@ def unowned(route: Sequence[Exchange], axes: Sequence[str]) -> tuple[Exchange, .
     return tuple(exchange for exchange in route if exchange.op is not Op.SUM or exchange.axis not in axes)
 
 
+def tied_bytes(bucket: Bucket) -> int:
+    """What a home of a tied leaf sends of its gradient to one other home: stages that use it on other ranks."""
+    return bucket.size(bucket.levels) * bucket.reduce_dtype.itemsize
+
+
 def share(whole: int, ways: int) -> int:
     """What one rank sends of ``whole`` bytes that are gathered, or reduced and scattered, over ``ways`` ranks."""
     return whole * (ways - 1) // ways

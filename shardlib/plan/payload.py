@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardlib.plan.exchanges import Exchange, share, unowned
+from shardlib.plan.exchanges import Exchange, share, tied_bytes, unowned
 from shardlib.plan.value import PlanValue
 
 
@@ -112,11 +112,9 @@ def _between_stages(plan: PlanValue) -> Iterator[Message]:
     rank_of, microbatches = plan.stages.schedule.rank_of, plan.stages.schedule.microbatches
     for axis in plan.stages.axes:
         for bucket in plan.trained:
-            whole = bucket.size(bucket.levels) * bucket.reduce_dtype.itemsize
-            times = len(bucket.homes) - 1
-            if times:
+            if times := len(bucket.homes) - 1:
                 form = _name(bucket.reduce_dtype)
-                yield Message("tied gradients", axis, "after the last micro-batch", form, whole, times)
+                yield Message("tied gradients", axis, "after the last micro-batch", form, tied_bytes(bucket), times)
         for stage in plan.own_stages if plan.traces else ():
             assert plan.traces is not None
             if stage + 1 < len(rank_of) and rank_of[stage + 1] != rank_of[stage]:

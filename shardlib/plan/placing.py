@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -82,7 +82,7 @@ def placed(info: LeafInfo, unit: str, resolved: Resolved, splits: Splits) -> Pla
 
 
 def reduce_dtype(dtype: torch.dtype, resolved: Resolved) -> torch.dtype:
-    """That gradients are summed in: as asked; else 16-bit ones in fp32 and wider ones as they are."""
+    """The dtype that gradients are summed in: as asked; else 16-bit ones in fp32 and wider ones as they are."""
     if dtype.itemsize >= 4:
         return dtype
     everywhere = resolved.reductions.get("*")
@@ -95,18 +95,7 @@ def padded_slices(resolved: Resolved) -> list[str]:
     for info in resolved.leaves:
         spec = resolved.use(info.path).spec
         if spec is not None and spec.padded:
-            found.append(
-                f"{info.path} ({info.shape[0]} as {_ways(spec, resolved.sizes)} × {_rows(spec, info, resolved)})"
-            )
+            ways = math.prod(resolved.sizes[axis] for axis in spec.entries[0])
+            rows = spec.local_shape(info.shape, resolved.sizes)[0]
+            found.append(f"{info.path} ({info.shape[0]} as {ways} × {rows})")
     return [f"padded with rows of zeros: {', '.join(found)}"] if found else []
-
-
-def _ways(spec: P, sizes: Mapping[str, int]) -> int:
-    ways = 1
-    for axis in spec.entries[0]:
-        ways *= sizes[axis]
-    return ways
-
-
-def _rows(spec: P, info: LeafInfo, resolved: Resolved) -> int:
-    return spec.local_shape(info.shape, resolved.sizes)[0]

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardlib.errors import MeshError, listing
-from shardlib.plan.exchanges import Exchange, Op
+from shardlib.plan.exchanges import Exchange, Op, tied_bytes
 from shardlib.plan.value import PlanValue
 from shardlib.schedules import Action, Kind
 from shardlib.schedules.running import run
@@ -173,7 +173,7 @@ def _update(plan: PlanValue, ranks: Sequence[_Rank], update: float) -> None:
         rank.now = max(rank.now, rank.reduced)
     for axis in plan.stages.axes:
         for bucket in plan.trained:
-            count = (len(bucket.homes) - 1) * bucket.size(bucket.levels) * bucket.reduce_dtype.itemsize
+            count = (len(bucket.homes) - 1) * tied_bytes(bucket)
             for rank in (ranks[home] for home in bucket.homes):
                 rank.now = rank.send(axis, count, rank.now)
     start = max(rank.now for rank in ranks)

@@ -57,7 +57,7 @@ class Resolved:
         return self.homes.get(role) or Home()
 
     def dtype(self, leaf: LeafInfo) -> torch.dtype:
-        """That a leaf is stored and used in."""
+        """The dtype that a leaf is stored and used in."""
         return self.use(leaf.path).dtype or leaf.dtype
 
     @cached_property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from shardlib.plan.claims import Claim, LeafInfo
 from shardlib.plan.resolved import Resolved
 
 
-class Transform:
+class Transform(ABC):
     """A value that contributes to a plan: ``claims``, a pure function of the mesh's sizes and the leaves.
 
     Attributes:
@@ -17,14 +18,14 @@ class Transform:
     """
 
     @property
-    def name(self) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def name(self) -> str: ...
 
+    @abstractmethod
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         """What it says about these leaves on a mesh of these sizes."""
-        raise NotImplementedError
 
-    def check(self, resolved: Resolved) -> None:
+    def check(self, resolved: Resolved) -> None:  # noqa: B027  # most ask nothing of the others
         """Refuse what other transforms said, or did not say, by `IllegalComposition`; called when all is resolved."""
 
 

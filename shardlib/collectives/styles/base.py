@@ -52,7 +52,7 @@ class Style(ABC):
 
     @property
     def options(self) -> str:
-        """Those that differ from their defaults, as they are passed."""
+        """The options that differ from their defaults, as they are passed."""
         given = {option.name: (getattr(self, option.name), option.default) for option in fields(self)}
         return ", ".join(
             f"{name}={value!r}" for name, (value, usual) in given.items() if name != "axis" and value != usual

@@ -1,4 +1,4 @@
-"""Which runner serves a plan."""
+"""The choice of the runner that serves a plan."""
 
 from __future__ import annotations
 

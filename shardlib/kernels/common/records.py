@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 
 class Layout(NamedTuple):
-    """Which of an operator's arguments belong together.
+    """The arguments of an operator that belong together.
 
     Attributes:
         parameters: the operator's.

@@ -8,7 +8,7 @@ import torch
 
 
 class Draw(NamedTuple):
-    """Which elements are dropped.
+    """The elements that are dropped.
 
     Attributes:
         p: the probability, in [0, 1).
