@@ -50,7 +50,7 @@ def bucket_pieces(state: TrainState, bucket: Bucket) -> Iterator[Piece]:
     """This rank's own ranges of a bucket: of parameters and of the optimizer's trees."""
     plan, mesh = state.params.plan, state.params.mesh
     index = bucket.owner(mesh.coords, bucket.param_level, bucket.levels)
-    mine = bucket.owned_part(state.params.buffers[bucket.name], bucket.param_level, index)
+    mine = bucket.owner_segment(state.params.buffers[bucket.name], bucket.param_level, index)
     yield from _cut(plan, mesh, bucket, PARAMS, mine, bucket.levels)
     for name, part, tensor in _flat_states(state, bucket):
         yield from _cut(plan, mesh, part, name, tensor, part.levels)
@@ -83,14 +83,14 @@ def common_pieces(state: TrainState) -> Iterator[Piece]:
     plan = state.params.plan
     for prefix, tree in (("opt", state.opt), ("buffers", state.buffers)):
         for path, leaf in _leaves(tree):
-            if isinstance(leaf, torch.Tensor) and not (prefix == "opt" and plan.numbering.part_named(path[-1])):
+            if isinstance(leaf, torch.Tensor) and not (prefix == "opt" and plan.numbering.run_named(path[-1])):
                 yield Piece(f"{prefix}/{path_name(path)}", 0, leaf.reshape(-1))
 
 
 def _flat_states(state: TrainState, bucket: Bucket) -> Iterator[tuple[str, Bucket, torch.Tensor]]:
     """The optimizer's flat tensors for one bucket or parts of it, named by the place of the tree they belong to."""
     for path, leaf in _leaves(state.opt):
-        name, part = state.params.plan.numbering.part_named(path[-1]) or (None, bucket)
+        name, part = state.params.plan.numbering.run_named(path[-1]) or (None, bucket)
         if name == bucket.name and isinstance(leaf, torch.Tensor):
             yield f"opt/{path_name(path[:-1])}/", part, leaf
 
@@ -104,7 +104,7 @@ def _cut(plan: Plan, mesh: Mesh, bucket: Bucket, prefix: str, buffer: torch.Tens
     index = bucket.owner(mesh.coords, 0, level)
     cuts = windows(plan, mesh, bucket)
     held = bucket.held(mesh.coords)
-    for path, numel, part in zip(bucket.paths, held, bucket.leaf_parts(buffer, level), strict=True):
+    for path, numel, part in zip(bucket.paths, held, bucket.leaf_segments(buffer, level), strict=True):
         start = index * part.numel()
         yield Piece(prefix + path, start, part[: max(0, min(part.numel(), numel - start))], cuts.get(path))
 

@@ -126,7 +126,7 @@ def _exchanges(plan: Plan) -> Iterator[tuple[str, str, str]]:
     """Kind, what is kept of it, and leaf, of all errors of a plan."""
     for channel in plan.channels:
         for kept in channel.keeps.values():
-            if not kept.shapes:
+            if kept.residual:
                 for path in channel.bucket.paths:
                     yield _kind(channel), _what(channel, kept), path
 
@@ -136,7 +136,7 @@ def _kind(channel: Channel) -> str:
 
 
 def _what(channel: Channel, kept: Kept) -> str:
-    return f"{channel.axis} {kept.kind}"
+    return f"{channel.axis} {kept.name}"
 
 
 def _take_over(part: Part, saved: Mapping[str, Sequence[Piece]]) -> None:
@@ -172,11 +172,11 @@ def _parts(state: TrainState, channel: Channel) -> Iterator[Part]:
     for name, kept in channel.keeps.items():
         what, (holder, ranks) = _what(channel, kept), _holder(plan, mesh, channel, kept)
         speaks = counts and not any(coords[axis] for axis in _same(plan, channel, kept))
-        if kept.shapes:
+        if not kept.residual:
             for path, shape, data in _factors(bucket, kept, state.comm[name]):
                 yield Part(f"factors {shape}", what, holder, ranks, path, 0, data, data.numel(), None, False, speaks)
             continue
-        kind, share = _kind(channel), first and kept.kind == "sent"
+        kind, share = _kind(channel), first and not kept.by_row
         for path, numel, start, data in _views(channel, state.comm[name], kept, coords):
             yield Part(kind, what, holder, ranks, path, start, data, numel, cuts.get(path), share, speaks)
 
@@ -194,7 +194,7 @@ def _holder(plan: Plan, mesh: Mesh, channel: Channel, kept: Kept) -> tuple[int, 
 
 
 def _has_errors(channel: Channel) -> bool:
-    return any(not kept.shapes for kept in channel.keeps.values())
+    return any(kept.residual for kept in channel.keeps.values())
 
 
 def _factors(bucket: Bucket, kept: Kept, data: torch.Tensor) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -211,7 +211,7 @@ def _views(
     bucket, level = channel.bucket, channel.level
     leaves = list(zip(bucket.paths, bucket.held(coords), bucket.chunks, strict=True))
     if level is not None:
-        owners = bucket.parts(level)
+        owners = bucket.owners(level)
         rows = error.view(channel.ways, -1)[:, : channel.elements // channel.ways]
         table = rows.unflatten(1, (-1, bucket.owned))
         place = 0
@@ -221,7 +221,7 @@ def _views(
             place += chunk
         return
     index, width = bucket.owner(coords, 0, bucket.levels), len(error)
-    begin = coords[channel.axis] * width if kept.kind == "row" else 0
+    begin = coords[channel.axis] * width if kept.by_row else 0
     place = 0
     for path, numel, chunk in leaves:
         low, high = max(place, begin), min(place + chunk, begin + width)
@@ -237,7 +237,10 @@ def _differing(plan: Plan, channel: Channel, kept: Kept) -> tuple[str, ...]:
     homes = plan.stages.axes if len(bucket.homes) > 1 and not channel.mean else ()
     if level is not None:
         return (*homes, *bucket.axes[level:], *bucket.replicas)
-    own = {"sent": (channel.axis,), "row": (), "factors": bucket.slices}[kept.kind]
+    if not kept.residual:
+        own = bucket.slices
+    else:
+        own = () if kept.by_row else (channel.axis,)
     later = () if channel.mean else bucket.replicas[bucket.replicas.index(channel.axis) + 1 :]
     return (*homes, *own, *later)
 
@@ -246,6 +249,6 @@ def _same(plan: Plan, channel: Channel, kept: Kept) -> list[str]:
     """Axes whose ranks hold the same."""
     bucket = channel.bucket
     own = {*_differing(plan, channel, kept), *bucket.axes, *bucket.slices, *plan.stages.axes}
-    if kept.kind == "row":
+    if kept.by_row:
         own.add(channel.axis)
     return [axis for axis, size in plan.sizes.items() if size > 1 and axis not in own]

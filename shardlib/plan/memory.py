@@ -46,5 +46,5 @@ def live_bytes(plan: PlanValue) -> int | None:
     if len(plan.views) > 1:
         return max(live_bytes(view) or 0 for view in plan.views)
     in_flight, traces = peak_of_stages(plan.stages.schedule), plan.traces
-    kept = sum(in_flight[stage] * traces[stage].kept for stage in plan.own_stages)
-    return kept + max(traces[stage].live - traces[stage].kept for stage in plan.own_stages)
+    kept = sum(in_flight[stage] * traces[stage].kept for stage in plan.local_stages)
+    return kept + max(traces[stage].live - traces[stage].kept for stage in plan.local_stages)

@@ -55,7 +55,7 @@ def payload(plan: PlanValue, *, owned: bool = False) -> dict[str, int]:
 
 def messages(plan: PlanValue, *, owned: bool = False) -> Iterator[Message]:
     """Every message of a step of one rank, ``plan`` being its part."""
-    for part in plan.parts:
+    for part in plan.stage_plans:
         yield from _gathers(part)
         yield from _activations(part)
     yield from _reductions(plan, owned)
@@ -84,7 +84,7 @@ def _gathers(part: PlanValue) -> Iterator[Message]:
 
 def _activations(part: PlanValue) -> Iterator[Message]:
     if part.traces is not None:
-        (stage,) = part.own_stages
+        (stage,) = part.local_stages
         for axis, sent in part.traces[stage].activations.items():
             yield Message(
                 "activations", axis, "each micro-batch", "as computed", sent, part.stages.schedule.microbatches
@@ -95,7 +95,7 @@ def _reductions(plan: PlanValue, owned: bool) -> Iterator[Message]:
     """Each stage reduces what it has of a bucket; the optimizer makes one mean of it."""
     owner = plan.reductions.owner if owned else None
     each = plan.stages.schedule.microbatches if plan.step.sync == "each" else 1
-    for part in plan.parts:
+    for part in plan.stage_plans:
         for bucket in part.trained:
             routes = part.routes[bucket.name]
             for exchange in routes.each:
@@ -115,7 +115,7 @@ def _between_stages(plan: PlanValue) -> Iterator[Message]:
             if times := len(bucket.homes) - 1:
                 form = _name(bucket.reduce_dtype)
                 yield Message("tied gradients", axis, "after the last micro-batch", form, tied_bytes(bucket), times)
-        for stage in plan.own_stages if plan.traces else ():
+        for stage in plan.local_stages if plan.traces else ():
             assert plan.traces is not None
             if stage + 1 < len(rank_of) and rank_of[stage + 1] != rank_of[stage]:
                 sent = plan.traces[stage].forward

@@ -94,11 +94,11 @@ def _stages(plan: PlanValue, axis: str) -> str:
     schedule, spans, rows = plan.stages.schedule, plan.stages.spans, []
     in_flight = peak_in_flight(schedule)
     for home, view in enumerate(plan.everywhere.views):
-        blocks = [spans[stage] for stage in view.own_stages]
+        blocks = [spans[stage] for stage in view.local_stages]
         rows.append(
             (
                 f"{axis}={home}",
-                ", ".join(map(str, view.own_stages)),
+                ", ".join(map(str, view.local_stages)),
                 ", ".join(f"{start}…{stop - 1}" if stop - start > 1 else str(start) for start, stop in blocks),
                 count(sum(math.prod(shape) for bucket in view.buckets for shape in bucket.shapes)),
                 size(held_bytes(view, "param")),

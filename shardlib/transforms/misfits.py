@@ -95,7 +95,7 @@ def with_remedies(misfits: Sequence[Misfit], held: Mapping[str, Sequence[str]]) 
     return [misfit if misfit.remedy else replace(misfit, remedy=remedy(misfit)) for misfit in misfits]
 
 
-def told(misfits: Sequence[Misfit], name: str, axis: str, sizes: Mapping[str, int], fitting: int) -> str:
+def message_of(misfits: Sequence[Misfit], name: str, axis: str, sizes: Mapping[str, int], fitting: int) -> str:
     """The message; ``fitting`` is the largest smaller size of the axis that all rules fit, or 1."""
     mesh = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
     lines = [f"{misfit.text}; {misfit.remedy}" for misfit in misfits]

@@ -11,7 +11,15 @@ from shardlib.errors import IllegalComposition, listing
 from shardlib.mesh.specs import P
 from shardlib.plan.claims import Claim, LeafInfo, Use
 from shardlib.plan.transform import Transform
-from shardlib.transforms.misfits import Misfit, matches_nothing, misfits_of, never_first, tied, told, with_remedies
+from shardlib.transforms.misfits import (
+    Misfit,
+    matches_nothing,
+    message_of,
+    misfits_of,
+    never_first,
+    tied,
+    with_remedies,
+)
 from shardlib.tree import matches
 
 
@@ -83,7 +91,7 @@ class TensorSlicing(Transform):
                 for size in range(ways // 2, 1, -1)
                 if ways % size == 0 and not self._read({**sizes, self.axis: size}, leaves)[1]
             )
-            raise IllegalComposition(told(misfits, self.name, self.axis, sizes, next(fitting, 1)))
+            raise IllegalComposition(message_of(misfits, self.name, self.axis, sizes, next(fitting, 1)))
         return uses
 
     def _read(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> tuple[list[Claim], list[Misfit]]:
