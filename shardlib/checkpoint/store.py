@@ -145,7 +145,7 @@ def restore(checkpoint: str | Path, state: TrainState) -> TrainState:
         pack(state, whole)
     was = LossScale(**facts["scale"]) if facts["scale"] else None
     # Whether there is one, and by what rules, the plan says.
-    scale = state.scale.going_on(was) if state.scale and was else state.scale
+    scale = state.scale.resumed(was) if state.scale and was else state.scale
     factor = (scale.value if scale else 1.0) / (was.value if was else 1.0)
     comm = state.comm if factor == 1 else rescaled(state.params.plan, state.comm, factor)
     return TrainState(facts["step"], state.params, state.opt, comm, state.buffers, scale, Key(facts["seed"])).fitting()

@@ -174,7 +174,7 @@ def tensor_slicing(rules: Mapping[str, str | Style], axis: str = "model") -> Ten
     """
     unknown = [
         f"{glob}: {style!r}"
-        + "".join(f"; put {near!r} in its place" for near in get_close_matches(str(style), STYLES, 1, 0.8))
+        + "".join(f"; replace it with {near!r}" for near in get_close_matches(str(style), STYLES, 1, 0.8))
         for glob, style in rules.items()
         if not isinstance(style, Style) and not (isinstance(style, str) and style in STYLES)
     ]
