@@ -1,8 +1,8 @@
 """A train state as named fragments: each a range of one flattened leaf (or slice of a leaf).
 
 Every rank owns a range of every parameter (the optimizer's layout). Parameters, fp32 masters and each tree of the optimizer's
-state are cut into these ranges. The names do not depend on the mesh or the ZeRO stage, so a state saved on one mesh is restored
-on another by copying the ranges that overlap.
+state are cut into these ranges. The names do not depend on the mesh or the ZeRO stage, so a state saved on one mesh is
+restored on another by copying the ranges that overlap.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def common_fragments(state: TrainState) -> Iterator[Fragment]:
 
 
 def _flat_states(state: TrainState, bucket: Bucket) -> Iterator[tuple[str, Bucket, torch.Tensor]]:
-    """The optimizer's flat tensors for a bucket or a subset of its leaves: prefix of their names, bucket of these leaves, tensor.
+    """The optimizer's flat tensors for a bucket or a subset of its leaves: prefix of their names, bucket of these leaves,
+    tensor.
 
     The prefix is the path in the optimizer's state of the tree that a tensor belongs to.
     """

@@ -3,8 +3,8 @@
 When the restored plan makes the same exchanges between as many ranks, every rank gets its own residuals back. Otherwise only
 their *total* is restored: the sum over the ranks of an element's residuals, which the next gradients have still to be given
 (for an exchange that takes a mean, the mean over the ranks). The total is divided evenly between the ranks' residuals of the
-first exchange, and all other residuals start from zero. Factors are equal on all ranks of their axis, so any number of ranks can
-take them over.
+first exchange, and all other residuals start from zero. Factors are equal on all ranks of their axis, so any number of ranks
+can take them over.
 """
 
 from __future__ import annotations

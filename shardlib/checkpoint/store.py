@@ -28,8 +28,8 @@ from shardlib.rng import Key
 def save(folder: str | Path, state: TrainState, keep: int = 2, extra: dict[str, Any] | None = None) -> Path:
     """Write ``state`` to a new checkpoint under ``folder`` and return the checkpoint's folder. Every rank must call it.
 
-    A checkpoint appears under its final name only when every rank has written its file. Only the newest ``keep`` checkpoints are
-    kept.
+    A checkpoint appears under its final name only when every rank has written its file. Only the newest ``keep`` checkpoints
+    are kept.
 
     Args:
         extra: further files for rank 0 to write into the checkpoint: name -> anything that `torch.save` takes.

@@ -37,7 +37,7 @@ class Draw:
 
     def fill(self, out: torch.Tensor, index_map: IndexMap) -> None:
         """Write to a contiguous tensor the elements that lie there."""
-        rfor chunk, chunk_map in index_map.chunks(out):
+        for chunk, chunk_map in index_map.chunks(out):
             chunk.copy_(self.at(chunk_map.flat(len(chunk), chunk.device)))
 
 

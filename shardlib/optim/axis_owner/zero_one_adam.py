@@ -25,8 +25,8 @@ class ZeroOneAdamState(NamedTuple):
 
     ``count``: steps taken (0-d float); ``mu``, ``nu``: running means of g and g². From the first step with a frozen
     variance on: ``frozen``, 1 (0-d float); ``anchor``, the parameters that all ranks had last; ``moved``, how far this rank's
-    have gone since; ``elapsed``, the sum of learning rates since (0-d float64). ``diverged``: 1 from a step that sends nothing
-    to the next that does (0-d float).
+    have gone since; ``elapsed``, the sum of learning rates since (0-d float64). ``diverged``: 1 from a step that sends
+    nothing to the next that does (0-d float).
     """
 
     count: torch.Tensor  # type: ignore[assignment]  # optax's name, though tuples have a method of it

@@ -165,7 +165,7 @@ def adafactor(
         for number, index_map, (g,) in shards.shares(grads):
             info = infos[number]
             if not unfactored(info):
-                rfor chunk, chunk_map in index_map.chunks(g):
+                for chunk, chunk_map in index_map.chunks(g):
                     _add_sums(table[info.path], chunk.square().add_(eps), chunk_map)
         shards.total(sums)
         found = {}
@@ -226,7 +226,7 @@ def _divide(g: torch.Tensor, index_map: IndexMap, factors: Factors) -> None:
     rows, columns = factors.row.view(_without(index_map.shape, d0)), factors.col.view(_without(index_map.shape, d1))
     rows = (rows / rows.mean(dim=d1 - 1 if d1 > d0 else d1, keepdim=True)).rsqrt_()
     columns = columns.rsqrt()
-    rfor chunk, chunk_map in index_map.chunks(g):
+    for chunk, chunk_map in index_map.chunks(g):
         box = chunk_map.box(len(chunk))
         by = box.without(rows, d0).unsqueeze(d0) * box.without(columns, d1).unsqueeze(d1)
         chunk.mul_(by.reshape(-1)[box.skip : box.skip + len(chunk)])

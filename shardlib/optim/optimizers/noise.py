@@ -56,7 +56,7 @@ def add_noise(eta: float, gamma: float, key: Key | int) -> GradientTransformatio
         for number, index_map, (part,) in shards.located(noisy):
             own = root.fold_in(step).fold_in(infos[number].path)
             draw = Draw("normal", (0.0, spread), own.seed, 0, infos[number].shape, part.dtype)
-            rfor chunk, chunk_map in index_map.chunks(part):
+            for chunk, chunk_map in index_map.chunks(part):
                 chunk.add_(draw.at(chunk_map.flat(len(chunk), chunk.device)))
         return noisy, NoiseState(state.count + 1)
 

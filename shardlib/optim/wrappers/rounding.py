@@ -101,7 +101,7 @@ def _rounded(tree: Tree, like: Tree, key: Key, count: torch.Tensor, shards: Shar
     for number, index_map, (part, old) in shards.located(out, like):
         if old.dtype == torch.bfloat16:
             own = key.fold_in(infos[number].path)
-            rfor chunk, chunk_map in index_map.chunks(part):
+            for chunk, chunk_map in index_map.chunks(part):
                 bits = bits_at(own, chunk_map.flat(len(chunk), chunk.device) + (count << _COUNTED)) >> 8
                 chunk.copy_(round_to_bf16(chunk.float(), bits))
     return out
