@@ -79,7 +79,7 @@ class IndexMap:
         """Indices in the flattened parameter of the first ``count`` elements, int64 ``[count]``."""
         numbers = torch.arange(self.start, self.start + count, device=device)
         shape, first, sizes = self.window
-        if sizes == shape:
+        if sizes == shape or not count:
             return numbers
         indices, stride, inner = torch.zeros_like(numbers), math.prod(shape), math.prod(sizes)
         for size, offset, whole in zip(sizes, first, shape, strict=True):
