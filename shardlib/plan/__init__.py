@@ -9,8 +9,9 @@ A transform of one's own is a frozen dataclass that derives from `Transform` and
 - ``check(resolved)``, where it needs something of the others in its chain: raises `shardlib.errors.IllegalComposition`.
 """
 
+from shardlib.plan import conditions
 from shardlib.plan.claims import Claim, LeafInfo, Live, Reduce, Step, Use
 from shardlib.plan.resolved import Resolved
 from shardlib.plan.transform import Transform
 
-__all__ = ["Claim", "LeafInfo", "Live", "Reduce", "Resolved", "Step", "Transform", "Use"]
+__all__ = ["Claim", "LeafInfo", "Live", "Reduce", "Resolved", "Step", "Transform", "Use", "conditions"]
