@@ -35,17 +35,15 @@ class SlowNetwork:  # stands before an axis' group; what a rank sends arrives on
         return Work(lambda: (time.sleep(max(0.0, arrival - time.perf_counter())), work.wait()))
 
 
-def layer(params, x, batch):
-    return torch.tanh((batch if x is None else x) @ params)
-
-
 def model():
+    def layer(params, x, batch):
+        return torch.tanh((batch if x is None else x) @ params)
+
     drawn = torch.randn(2, 4, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     return sl.sequential([*[layer] * 3, lambda *args: layer(*args).square().mean()]), [*drawn[0] / 4], [*drawn[1]]
 
 
-def count(mesh):
-    """Payload is what the transport counts, without the scalars that `mesh.traffic` counts apart."""
+def count(mesh):  # payload: all that the transport counts, but the scalars that the library counts by themselves
     before = {axis: 0 for axis, size in mesh.shape.items() if size > 1}
 
     def sent():
