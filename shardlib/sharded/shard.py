@@ -94,7 +94,7 @@ def _placed(plan: Plan, mesh: Mesh, tree: Tree, source: Deferred | None = None) 
     parts = {
         path: (bucket, part)
         for bucket in plan.buckets
-        for path, part in zip(bucket.paths, bucket.leaf_parts(buffers[bucket.name], bucket.param_level), strict=True)
+        for path, part in zip(bucket.paths, bucket.leaf_segments(buffers[bucket.name], bucket.param_level), strict=True)
     }
     paths, leaves, _ = flatten(tree)
     compute = {placement.path: placement.compute.spec for placement in plan.placements}

@@ -27,7 +27,7 @@ class Sparse:  # for one buffer: a message to a rank is k values and their posit
         self.rows, self.row, self.k = rows, rows.row(1), min(k, rows.row(1))
         self.wanted = 1 if rows.scattered else rows.ways  # rows that a rank wants of each other
         self.payload = (rows.ways - 1) * self.wanted * 2 * self.k * rows.dtype.itemsize
-        self.keeps = (sl.collectives.codecs.Kept("sent", rows.ways * self.row),)
+        self.keeps = (sl.collectives.codecs.SentResidual(rows.ways * self.row),)
 
     def pad(self, x):
         return self.rows.pad(x, 1)

@@ -71,7 +71,7 @@ def trajectory(mesh, tx, transform, steps=STEPS, trees=("mu", "nu")):
     def parts(tree):
         found = {}
         for bucket in buckets:
-            cut = bucket.leaf_parts(tree[bucket.name], bucket.levels)
+            cut = bucket.leaf_segments(tree[bucket.name], bucket.levels)
             for path, part, (start, stop) in zip(bucket.paths, cut, bucket.filled(mesh.coords, bucket.levels)):
                 found[path] = part[: stop - start].clone()
         return [found[path] for path in PATHS]
