@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: made by pure functions, checked, put on a virtual clock, lowered to messages."""
+"""Pipeline schedules as data: made by pure functions, checked, simulated on a virtual clock, lowered to messages."""
 
 from shardlib.schedules.actions import Action, Kind, Schedule, from_orders
 from shardlib.schedules.check import check
