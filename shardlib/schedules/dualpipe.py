@@ -33,8 +33,8 @@ def _steps(rank: int, p: int, m: int) -> list[Step]:
     f0, f1, b0, b1 = ((chunk, kind) for kind in (Kind.F, Kind.B) for chunk in (0, 1))
     i0, i1, w = (0, Kind.I), (1, Kind.I), (0, Kind.W)
     below = p - 1 - rank  # ranks between this one and the turn of the V
-    # Forwards down the V until the first micro-batch comes back up, then both chunks' forwards for the ranks below, and
-    # then their first backwards.
+    # Forwards of chunk 0 until the first micro-batch comes back up the V; forwards of both chunks in turn; then the first
+    # backwards of chunk 1, between its last warm-up forwards.
     steps = [f0] * (2 * below) + [f0, f1] * (rank + 1) + [i1, w, f1] * below
     steps += [f0, b1, f1, b0] * (m - 2 * p + rank + 1)
     # No micro-batch enters any more, then none comes back up. At the end weight gradients fill idle time.
