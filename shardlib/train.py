@@ -58,7 +58,7 @@ def value_and_grad(loss_fn: Callable[..., Any]) -> Callable[..., tuple[Any, Tree
                 "gradients are compressed with error feedback, whose errors live in a TrainState: use sl.make_train_step, or "
                 "feedback=False in onebit() and quantize()"
             )
-        evaluation = bound[0][1](lifted, batch, buffers, rng, comm={}, alike={"rng": rng})
+        evaluation = bound[0][1](lifted, batch, buffers, rng, comm={}, equal={"rng": rng})
         scale = evaluation.scale
         flat = evaluation.grads
         if scale is not None:
@@ -160,7 +160,7 @@ def make_train_step(
             scale,
             comm=state.comm,
             unreduced=unreduced,
-            alike=injected(opt) | {"step": state.step, "rng": state.rng, "loss scale": repr(state.scale)},
+            equal=injected(opt) | {"step": state.step, "rng": state.rng, "loss scale": repr(state.scale)},
         )
         metrics = {"loss": evaluation.loss, "grad_norm": evaluation.norm, "finite": evaluation.finite}
         if evaluation.aux is not None:
@@ -231,7 +231,7 @@ def unused_params(
     reached: set[str] = set()
     key = rng if isinstance(rng, Key) else Key(rng)
     LossStep(loss_fn, plan, mesh, buffers is not None)(
-        lifted, batch, buffers, key, comm=kept, reached=reached, alike={"rng": key}
+        lifted, batch, buffers, key, comm=kept, reached=reached, equal={"rng": key}
     )
     everyone = {path for paths in primitives.all_gather_object(mesh, list(mesh.shape), reached) for path in paths}
     return tuple(path for path in plan.numbering.infos if path not in everyone)

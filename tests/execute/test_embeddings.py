@@ -126,7 +126,7 @@ def test_max_norm_is_refused_by_name(stage, make, ranks):
             lambda: sl.value_and_grad(loss_fn)(sharded, IDS[0]),
             lambda: sl.make_eval_step(loss_fn, sharded)(sharded, IDS[0]),
         ):
-            with pytest.raises(HandleError, match=r"writes .*to (a )?parameter.*embed/table.* In place of .*max_norm"):
+            with pytest.raises(HandleError, match=r"writes .*to (a )?parameter.*embed/table.* Instead of .*max_norm"):
                 act()
 
     sl.simulate(run, mesh={"data": ranks})
