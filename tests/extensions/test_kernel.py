@@ -7,7 +7,7 @@ from helpers.trees import assert_close
 from oracle import one_device
 
 import shardlib as sl
-from shardlib.kernels.common.operators import differentiable
+from shardlib.kernels.common import differentiable
 
 
 def forward(x: torch.Tensor, slope: float) -> list[torch.Tensor]:
@@ -24,7 +24,7 @@ def alike(x: torch.Tensor, *rest) -> list[torch.Tensor]:
 
 
 swish = differentiable(
-    "tests_swish",
+    "tests::swish",
     forward=forward,
     forward_fake=alike,
     backward=backward,
