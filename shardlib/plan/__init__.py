@@ -10,8 +10,9 @@ To write a transform, derive a frozen dataclass from `Transform` and define
   claim what this one depends on.
 """
 
+from shardlib.plan import conditions
 from shardlib.plan.claims import Claim, LeafInfo, Live, Reduce, Step, Use
 from shardlib.plan.resolved import Resolved
 from shardlib.plan.transform import Transform
 
-__all__ = ["Claim", "LeafInfo", "Live", "Reduce", "Resolved", "Step", "Transform", "Use"]
+__all__ = ["Claim", "LeafInfo", "Live", "Reduce", "Resolved", "Step", "Transform", "Use", "conditions"]
