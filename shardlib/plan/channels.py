@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 
-from shardlib.collectives.codecs.base import Codec, Kept, Line, Rows
+from shardlib.collectives.codecs.base import BoundCodec, Codec, Kept, Rows
 from shardlib.mesh.specs import Leaf, P
 from shardlib.plan.buckets import Bucket
 
@@ -43,7 +43,7 @@ class Channel:
     @cached_property
     def keeps(self) -> dict[str, Kept]:
         """What stays from one exchange to the next, by its name in ``TrainState.comm``."""
-        return {f"{self.bucket.name}@{self.axis}/{kept.kind}": kept for kept in self._any_line.keeps}
+        return {f"{self.bucket.name}@{self.axis}/{kept.kind}": kept for kept in self._any_bound.keeps}
 
     @property
     def bytes(self) -> int:
@@ -53,19 +53,19 @@ class Channel:
     @property
     def payload(self) -> int:
         """Bytes one rank sends."""
-        return self._any_line.payload
+        return self._any_bound.payload
 
     def start(self, device: torch.device) -> dict[str, torch.Tensor]:
         """What is kept before the first exchange, by name."""
-        return dict(zip(self.keeps, self._any_line.start(device), strict=True))
+        return dict(zip(self.keeps, self._any_bound.start(device), strict=True))
 
-    def line(self, coords: Mapping[str, int]) -> Line:
-        """For the rank at these coordinates."""
+    def bind(self, coords: Mapping[str, int]) -> BoundCodec:
+        """The codec bound to the buffer of the rank at these coordinates."""
         bucket, level = self.bucket, self.bucket.levels if self.level is None else self.level
         return self.codec.bind(
             Rows(
                 ways=self.ways,
-                place=coords[self.axis],
+                index=coords[self.axis],
                 elements=self.elements,
                 filled=bucket.filled(coords, level),
                 scattered=self.level is not None,
@@ -76,9 +76,9 @@ class Channel:
         )
 
     @cached_property
-    def _any_line(self) -> Line:
-        """Some rank's: their sizes are alike."""
-        return self.line(dict.fromkeys((*self.bucket.slices, *self.bucket.axes, self.axis), 0))
+    def _any_bound(self) -> BoundCodec:
+        """The bound codec of one rank. Its sizes are those of every rank's."""
+        return self.bind(dict.fromkeys((*self.bucket.slices, *self.bucket.axes, self.axis), 0))
 
     def leaves(self, sizes: Mapping[str, int]) -> list[Leaf]:
         """What all ranks keep: one row for each rank that has its own."""
