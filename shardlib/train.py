@@ -130,7 +130,7 @@ def make_train_step(
         raise ValueError(f"nonfinite={nonfinite!r}: use 'raise' or 'skip'")
     optimizer.require_locality(lifted)
     loss_step = LossStep(loss_fn, plan, mesh, buffers is not None)
-    own = OwnedExchange(plan, mesh) if plan.reductions.owner else None
+    owned = OwnedExchange(plan, mesh) if plan.reductions.owner else None
     key = rng if isinstance(rng, Key) else Key(rng)
     given = {f"buffers/{path}" if path else "buffers": told for path, told in checksums(buffers).items()}
     primitives.require_equal(
@@ -183,7 +183,7 @@ def make_train_step(
             new = Sharded(plan, mesh, "param", {name: buffer.clone() for name, buffer in new.buffers.items()})
             opt = tree_map(cloned, opt)
         if taken:
-            shards = MeshShards(plan, mesh, unreduced, own, evaluation.residuals)
+            shards = MeshShards(plan, mesh, unreduced, owned, evaluation.residuals)
             shards.remember(sum_of_squares, evaluation.grads, evaluation.squares)
             opt = _update(optimizer, new, opt, evaluation, shards)
             comm = evaluation.residuals.after

@@ -169,7 +169,7 @@ class Shards:
         return tree
 
     def reset_residuals(self) -> None:
-        """Forget what compressed means left out."""
+        """Replace the residuals of `compressed_mean` by zeros."""
 
 
 WHOLE = Shards()
@@ -193,7 +193,7 @@ class MeshShards(Shards):
         residuals: Residuals | None = None,
     ) -> None:
         self._plan, self._mesh, self._unreduced = plan, mesh, unreduced
-        self._owned, self._residuals = own, residuals
+        self._owned, self._residuals = owned, residuals
         self._counting = Counting(plan, mesh, unreduced)
         self._known: list[tuple[Any, Any, torch.Tensor]] = []
 
