@@ -1,4 +1,4 @@
-"""Transports: how the ranks along one mesh axis exchange flat tensors."""
+"""Transports, by which the ranks along one mesh axis exchange flat tensors."""
 
 from shardlib.mesh.transport.base import Group, Work
 from shardlib.mesh.transport.echo import EchoGroup
