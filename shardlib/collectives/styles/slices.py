@@ -87,12 +87,12 @@ class Slices:
             return None
         shares = listing([f"{path}: {share}" for path, share in self._shares.items()])
         return HandleError(
-            f"a shape does not fit ({error}) after layers that returned this rank's share of their outputs:\n{shares}\nThe code "
-            "after them must take sizes from its input (view(..., -1, head_size)), and a share must be whole heads: give their "
-            "number, sl.column(heads=...), and the plan refuses an axis that cuts a head; use an axis whose size divides it. "
-            "shardlib.models.huggingface.slicing_rules(model) has the numbers for transformers' models, and sliceable(model) "
-            "removes GPT-2's hard-coded sizes. Or leave these layers whole ('replicated'), and put sl.row(split=True) in the "
-            "place of the rules of the layers after them."
+            f"a shape does not fit ({error}) after layers that returned this rank's share of their outputs:\n{shares}\n"
+            "The code after them must take sizes from its input (view(..., -1, head_size)), and a share must be whole heads: "
+            "give their number, sl.column(heads=...), and the plan refuses an axis that cuts a head; use an axis whose size "
+            "divides it. shardlib.models.huggingface.slicing_rules(model) has the numbers for transformers' models, and "
+            "sliceable(model) removes GPT-2's hard-coded sizes. Or leave these layers whole ('replicated'), and put "
+            "sl.row(split=True) in the place of the rules of the layers after them."
         )
 
     def clear(self) -> None:
