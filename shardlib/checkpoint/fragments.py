@@ -67,7 +67,7 @@ def bucket_fragments(state: TrainState, bucket: Bucket) -> Iterator[Fragment]:
     """The ranges of a bucket's parameters, and of the optimizer's trees for them, that this rank owns."""
     plan, mesh = state.params.plan, state.params.mesh
     index = bucket.owner(mesh.coords, bucket.param_level, bucket.levels)
-    mine = bucket.owned_part(state.params.buffers[bucket.name], bucket.param_level, index)
+    mine = bucket.owner_segment(state.params.buffers[bucket.name], bucket.param_level, index)
     yield from _cut(plan, mesh, bucket, PARAMS, mine, bucket.levels)
     for prefix, subset, tensor in _flat_states(state, bucket):
         yield from _cut(plan, mesh, subset, prefix, tensor, subset.levels)
@@ -100,7 +100,7 @@ def common_fragments(state: TrainState) -> Iterator[Fragment]:
     plan = state.params.plan
     for prefix, tree in (("opt", state.opt), ("buffers", state.buffers)):
         for path, leaf in _leaves(tree):
-            if isinstance(leaf, torch.Tensor) and not (prefix == "opt" and plan.numbering.part_named(path[-1])):
+            if isinstance(leaf, torch.Tensor) and not (prefix == "opt" and plan.numbering.run_named(path[-1])):
                 yield Fragment(f"{prefix}/{path_name(path)}", 0, leaf.reshape(-1))
 
 
@@ -111,7 +111,7 @@ def _flat_states(state: TrainState, bucket: Bucket) -> Iterator[tuple[str, Bucke
     The prefix is the path in the optimizer's state of the tree that a tensor belongs to.
     """
     for path, leaf in _leaves(state.opt):
-        name, subset = state.params.plan.numbering.part_named(path[-1]) or (None, bucket)
+        name, subset = state.params.plan.numbering.run_named(path[-1]) or (None, bucket)
         if name == bucket.name and isinstance(leaf, torch.Tensor):
             yield f"opt/{path_name(path[:-1])}/", subset, leaf
 
@@ -126,7 +126,7 @@ def _cut(plan: Plan, mesh: Mesh, bucket: Bucket, prefix: str, buffer: torch.Tens
     index = bucket.owner(mesh.coords, 0, level)
     slices = windows(plan, mesh, bucket)
     held = bucket.held(mesh.coords)
-    for path, numel, shard in zip(bucket.paths, held, bucket.leaf_parts(buffer, level), strict=True):
+    for path, numel, shard in zip(bucket.paths, held, bucket.leaf_segments(buffer, level), strict=True):
         start = index * shard.numel()
         yield Fragment(prefix + path, start, shard[: max(0, min(shard.numel(), numel - start))], slices.get(path))
 

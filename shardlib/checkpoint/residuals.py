@@ -36,7 +36,7 @@ class KeptLeaf(NamedTuple):
 
     Attributes:
         kind: for residuals "sum" or "mean", the result of the exchange; for factors "factors" and their shape.
-        exchange: the axis, and the `Kept.kind` of the tensor.
+        exchange: the axis, and the `Kept.name` of the tensor.
         holder, holders: the tensor's number among the different tensors that ranks keep for the same elements, and how many.
         path: the leaf's.
         start: the index of the first element in the flattened leaf (or slice, or factor).
@@ -127,7 +127,7 @@ def _exchanges(plan: Plan) -> Iterator[tuple[str, str, str]]:
     """Kind, exchange and path (see `KeptLeaf`) of all residuals of a plan."""
     for channel in plan.channels:
         for kept in channel.keeps.values():
-            if not kept.shapes:
+            if kept.residual:
                 for path in channel.bucket.paths:
                     yield _kind(channel), _exchange(channel, kept), path
 
@@ -137,7 +137,7 @@ def _kind(channel: Channel) -> str:
 
 
 def _exchange(channel: Channel, kept: Kept) -> str:
-    return f"{channel.axis} {kept.kind}"
+    return f"{channel.axis} {kept.name}"
 
 
 def _take_over(leaf: KeptLeaf, saved: Mapping[str, Sequence[Fragment]]) -> None:
@@ -170,12 +170,12 @@ def _kept_leaves(state: TrainState, channel: Channel) -> Iterator[KeptLeaf]:
     for name, kept in channel.keeps.items():
         exchange, (holder, holders) = _exchange(channel, kept), _holder(plan, mesh, channel, kept)
         saves = counts and not any(coords[axis] for axis in _equal_over(plan, channel, kept))
-        if kept.shapes:
+        if not kept.residual:
             for path, shape, data in _factors(bucket, kept, state.comm[name]):
                 kind = f"factors {shape}"
                 yield KeptLeaf(kind, exchange, holder, holders, path, 0, data, data.numel(), None, False, saves)
             continue
-        kind, takes = _kind(channel), first and kept.kind == "sent"
+        kind, takes = _kind(channel), first and not kept.by_row
         for path, numel, start, data in _views(channel, state.comm[name], kept, coords):
             yield KeptLeaf(kind, exchange, holder, holders, path, start, data, numel, slices.get(path), takes, saves)
 
@@ -193,7 +193,7 @@ def _holder(plan: Plan, mesh: Mesh, channel: Channel, kept: Kept) -> tuple[int, 
 
 
 def _has_residuals(channel: Channel) -> bool:
-    return any(not kept.shapes for kept in channel.keeps.values())
+    return any(kept.residual for kept in channel.keeps.values())
 
 
 def _factors(bucket: Bucket, kept: Kept, data: torch.Tensor) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -211,7 +211,7 @@ def _views(
     leaves = list(zip(bucket.paths, bucket.held(coords), bucket.chunks, strict=True))
     first = 0  # element of the leaf's chunk in an owner's row
     if level is not None:
-        owners = bucket.parts(level)
+        owners = bucket.owners(level)
         rows = residual.view(channel.ways, -1)[:, : channel.elements // channel.ways]
         table = rows.unflatten(1, (-1, bucket.owned))
         for path, numel, chunk in leaves:
@@ -220,7 +220,7 @@ def _views(
             first += chunk
         return
     index, width = bucket.owner(coords, 0, bucket.levels), len(residual)
-    begin = coords[channel.axis] * width if kept.kind == "row" else 0
+    begin = coords[channel.axis] * width if kept.by_row else 0
     for path, numel, chunk in leaves:
         low, high = max(first, begin), min(first + chunk, begin + width)
         if low < high:
@@ -235,7 +235,10 @@ def _differing(plan: Plan, channel: Channel, kept: Kept) -> tuple[str, ...]:
     homes = plan.stages.axes if len(bucket.homes) > 1 and not channel.mean else ()
     if level is not None:
         return (*homes, *bucket.axes[level:], *bucket.replicas)
-    axes = {"sent": (channel.axis,), "row": (), "factors": bucket.slices}[kept.kind]
+    if not kept.residual:
+        axes = bucket.slices
+    else:
+        axes = () if kept.by_row else (channel.axis,)
     later = () if channel.mean else bucket.replicas[bucket.replicas.index(channel.axis) + 1 :]
     return (*homes, *axes, *later)
 
@@ -244,6 +247,6 @@ def _equal_over(plan: Plan, channel: Channel, kept: Kept) -> list[str]:
     """Axes whose ranks keep equal tensors."""
     bucket = channel.bucket
     different = {*_differing(plan, channel, kept), *bucket.axes, *bucket.slices, *plan.stages.axes}
-    if kept.kind == "row":
+    if kept.by_row:
         different.add(channel.axis)
     return [axis for axis, size in plan.sizes.items() if size > 1 and axis not in different]

@@ -150,7 +150,7 @@ def restore(checkpoint: str | Path, state: TrainState) -> TrainState:
         pack(state, whole)
     before = LossScale(**facts["scale"]) if facts["scale"] else None
     # The new plan decides whether there is a loss scale and by which rules it changes; only its value is restored.
-    scale = state.scale.going_on(before) if state.scale and before else state.scale
+    scale = state.scale.resumed(before) if state.scale and before else state.scale
     factor = (scale.value if scale else 1.0) / (before.value if before else 1.0)
     comm = state.comm if factor == 1 else rescaled(state.params.plan, state.comm, factor)
     return TrainState(facts["step"], state.params, state.opt, comm, state.buffers, scale, Key(facts["seed"])).fitting()

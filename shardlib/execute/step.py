@@ -48,7 +48,7 @@ class Evaluation:
             the norms of the ranks' own.
         finite: whether the loss, its weight and every gradient are finite, on every rank, also once multiplied by ``scale``.
         squares: Σ of the squares of ``grads``, over all ranks, 0-d.
-        residuals: what compressed exchanges have left out by now.
+        residuals: residuals of compressed exchanges, those of this step included.
     """
 
     loss: torch.Tensor
@@ -175,7 +175,7 @@ def first_bad_leaf(evaluation: Evaluation, plan: Plan, mesh: Mesh) -> str:
     order = {placement.path: number for number, placement in enumerate(plan.placements)}
     bad = []
     for bucket in plan.trained:
-        parts = bucket.leaf_parts(evaluation.grads[bucket.name], bucket.levels)
+        parts = bucket.leaf_segments(evaluation.grads[bucket.name], bucket.levels)
         bad += [path for path, part in zip(bucket.paths, parts, strict=True) if not torch.isfinite(part).all()]
     everyone = [path for paths in primitives.all_gather_object(mesh, list(mesh.shape), bad) for path in paths]
     return min(everyone, key=order.__getitem__, default="")

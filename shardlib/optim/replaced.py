@@ -33,7 +33,7 @@ def following_state(params: Sharded, masters: Mapping[str, torch.Tensor], state:
     flat = optimizer_shards(params) | dict(masters)
 
     def held(name: str, old: torch.Tensor) -> torch.Tensor:
-        named = params.plan.numbering.part_named(name)
+        named = params.plan.numbering.run_named(name)
         assert named is not None, name  # of the parameters that the optimizer has, all or some
         bucket, start, stop = params.plan.numbering.span(named[1])
         return flat[bucket][start:stop].to(old.dtype, copy=True)

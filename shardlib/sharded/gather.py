@@ -59,7 +59,7 @@ class Gather:
                 packing.unpack(message, row)
             self._packed = None
         if not bucket.alone:
-            leaves = [leaf.view(ways, -1) for leaf in bucket.leaf_parts(self._buffer, self._under_way.target)]
+            leaves = [leaf.view(ways, -1) for leaf in bucket.leaf_segments(self._buffer, self._under_way.target)]
             widths = [leaf.shape[1] for leaf in leaves]
             torch.split_with_sizes_copy(self._gathered.view(ways, -1), widths, dim=1, out=leaves)
         del self._gathered

@@ -94,7 +94,7 @@ def _placed(plan: Plan, mesh: Mesh, tree: Tree, source: Deferred | None = None) 
     shards = {
         path: (bucket, flat)
         for bucket in plan.buckets
-        for path, flat in zip(bucket.paths, bucket.leaf_parts(buffers[bucket.name], bucket.param_level), strict=True)
+        for path, flat in zip(bucket.paths, bucket.leaf_segments(buffers[bucket.name], bucket.param_level), strict=True)
     }
     paths, leaves, _ = flatten(tree)
     compute = {placement.path: placement.compute.spec for placement in plan.placements}
@@ -150,8 +150,8 @@ def _check_values(paths: list[str], leaves: list[torch.Tensor], mesh: Mesh) -> N
     if hollow:
         raise TreeError(
             f"{len(hollow)} parameters are on the meta device and have no values for {mesh.device}:\n{listing(hollow)}\n"
-            "Pass sl.shard the function that makes the model; for a module on the meta device, sl.from_module(module) returns "
-            "such a function as params."
+            "Pass sl.shard the function that makes the model; for a module on the meta device, sl.from_module(module) "
+            "returns such a function as params."
         )
 
 
@@ -198,8 +198,8 @@ def lift(params: Any) -> Sharded:
     devices = {leaf.device: None for leaf in leaves_of(params) if isinstance(leaf, torch.Tensor)}
     if len(devices) > 1:
         raise TreeError(
-            f"a plain pytree is trained on the device of its leaves, and these are on {', '.join(map(str, devices))}: move all "
-            "of them to one device, or pass sl.shard(params, sl.make_mesh()), which moves them to the mesh's device"
+            f"a plain pytree is trained on the device of its leaves, and these are on {', '.join(map(str, devices))}: move "
+            "all of them to one device, or pass sl.shard(params, sl.make_mesh()), which moves them to the mesh's device"
         )
     device = next(iter(devices), torch.device("cpu"))
     return shard(params, Mesh({"data": 1}, 0, {"data": EchoGroup(1)}, device))

@@ -33,7 +33,7 @@ def exchange(mesh, codec, buffers, steps, mean=False, dtype=torch.float64):
     """
     codecs = [codec.bind(rows_of(mesh.shape["data"], mesh.rank, shapes, mean, dtype)) for shapes in buffers]
     kept = {
-        f"{number}/{what.kind}": value
+        f"{number}/{what.name}": value
         for number, bound in enumerate(codecs)
         for what, value in zip(bound.keeps, bound.start(torch.device("cpu")), strict=True)
     }

@@ -11,6 +11,28 @@ codec=...)``:
   whose ``wait`` returns each buffer's sum: this rank's row of it where rows are scattered, else the whole buffer.
 """
 
-from shardlib.collectives.codecs.base import BoundCodec, Codec, Exchange, Item, Kept, Residuals, Rows
+from shardlib.collectives.codecs.base import (
+    BoundCodec,
+    Codec,
+    Exchange,
+    Item,
+    Kept,
+    KeptFactors,
+    Residuals,
+    RowResidual,
+    Rows,
+    SentResidual,
+)
 
-__all__ = ["BoundCodec", "Codec", "Exchange", "Item", "Kept", "Residuals", "Rows"]
+__all__ = [
+    "BoundCodec",
+    "Codec",
+    "Exchange",
+    "Item",
+    "Kept",
+    "KeptFactors",
+    "Residuals",
+    "RowResidual",
+    "Rows",
+    "SentResidual",
+]

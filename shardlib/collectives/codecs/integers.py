@@ -12,7 +12,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from shardlib.collectives.codecs.base import Kept, Rows
+from shardlib.collectives.codecs.base import Kept, RowResidual, Rows, SentResidual
 from shardlib.collectives.codecs.two_phase import BoundTwoPhase, TwoPhase
 from shardlib.errors import IllegalComposition
 from shardlib.kernels import onebit, quantize
@@ -116,8 +116,8 @@ class BoundPadded:
     def keeps(self) -> tuple[Kept, ...]:
         if not self._feedback:
             return ()
-        sent = Kept("sent", self._length)
-        return (sent,) if self.rows.scattered else (sent, Kept("row", self.row))
+        sent = SentResidual(self._length)
+        return (sent,) if self.rows.scattered else (sent, RowResidual(self.row))
 
     @property
     def payload(self) -> int:
