@@ -207,7 +207,7 @@ def test_what_does_not_fit_is_refused():
             pattern(512, causal=True, horizontal=True)
     with pytest.raises(ValueError, match="one end for each start, after it"):
         sparse.longformer(512, global_blocks=[3], global_ends=[3])
-    with pytest.raises(ValueError, match="of a row that has 2: use fewer"):
+    with pytest.raises(ValueError, match="and a row has 2: use fewer"):
         sparse.bigbird(32, random=3)
     with pytest.raises(ValueError, match="length=0"):
         sparse.dense(0)
