@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from shardlib.collectives.codecs.base import Errors
+from shardlib.collectives.codecs.base import Residuals
 from shardlib.execute.gathering import Gathering
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.exchanges import Exchange, unowned
 from shardlib.plan.plan import Plan
-from shardlib.sharded.reduction import Lines, Reduction, Sum
+from shardlib.sharded.reduction import BoundCodecs, Reduction, Sum
 
 
 @dataclass(frozen=True)
@@ -27,21 +27,21 @@ class Route:
     """What a step's gradients meet on their way.
 
     Attributes:
-        lines: how values travel in few bits, and
-        residuals: what that leaves out; written to.
+        codecs: the codecs of compressed exchanges, and
+        residuals: the tensors that these keep, which the exchanges replace.
         unreduced: axes over which they are left unsummed, for an optimizer that does it itself.
         reached: takes the paths of leaves that a gradient reached; None where nobody asks.
     """
 
-    lines: Lines
-    residuals: Errors
+    codecs: BoundCodecs
+    residuals: Residuals
     unreduced: tuple[str, ...] = ()
     reached: set[str] | None = None
 
 
 def plain_route(mesh: Mesh) -> Route:
     """Gradients are summed over all axes, and nothing is left out of earlier ones."""
-    return Route(Lines(mesh), Errors({}))
+    return Route(BoundCodecs(mesh), Residuals({}))
 
 
 class Gradients:
@@ -225,7 +225,7 @@ class Gradients:
             self._land()
 
     def _reduction(self, sums: list[Sum], routes: Sequence[Sequence[Exchange]]) -> Reduction:
-        return Reduction(self._mesh, sums, routes, self._route.lines, self._route.residuals)
+        return Reduction(self._mesh, sums, routes, self._route.codecs, self._route.residuals)
 
     def _land(self) -> None:
         reduction, _ = self._flying.pop(0)
