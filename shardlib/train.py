@@ -12,7 +12,7 @@ from shardlib.collectives import primitives
 from shardlib.errors import IllegalComposition, TreeError
 from shardlib.execute.step import Evaluation, LossStep, require_usable
 from shardlib.kernels.global_norm import sum_of_squares
-from shardlib.optim.axis_owner.own_exchange import OwnExchange
+from shardlib.optim.axis_owner.owned_exchange import OwnedExchange
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.settings import injected, settings
 from shardlib.optim.shards import MeshShards
@@ -130,7 +130,7 @@ def make_train_step(
         raise ValueError(f"nonfinite={nonfinite!r}: use 'raise' or 'skip'")
     optimizer.require_locality(lifted)
     loss_step = LossStep(loss_fn, plan, mesh, buffers is not None)
-    own = OwnExchange(plan, mesh) if plan.reductions.owner else None
+    owned = OwnedExchange(plan, mesh) if plan.reductions.owner else None
     key = rng if isinstance(rng, Key) else Key(rng)
     sums = {f"buffers/{path}" if path else "buffers": checksum for path, checksum in checksums(buffers).items()}
     primitives.require_equal(
@@ -184,7 +184,7 @@ def make_train_step(
             new = Sharded(plan, mesh, "param", {name: buffer.clone() for name, buffer in new.buffers.items()})
             opt = tree_map(cloned, opt)
         if taken:
-            shards = MeshShards(plan, mesh, unreduced, own, evaluation.residuals)
+            shards = MeshShards(plan, mesh, unreduced, owned, evaluation.residuals)
             shards.remember(sum_of_squares, evaluation.grads, evaluation.squares)
             opt = _update(optimizer, new, opt, evaluation, shards)
             comm = evaluation.residuals.after

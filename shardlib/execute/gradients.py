@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from shardlib.collectives.codecs.base import Errors
+from shardlib.collectives.codecs.base import Residuals
 from shardlib.execute.gathering import Gathering
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.exchanges import Exchange, unowned
 from shardlib.plan.plan import Plan
-from shardlib.sharded.reduction import Lines, Reduction, Sum
+from shardlib.sharded.reduction import BoundCodecs, Reduction, Sum
 
 
 @dataclass(frozen=True)
@@ -28,21 +28,21 @@ class Route:
     """The options of one step's reductions.
 
     Attributes:
-        lines: bound codecs of compressed exchanges.
+        codecs: the bound codecs of compressed exchanges.
         residuals: residuals of compressed exchanges; written to.
         unreduced: axes over which gradients are not summed, for an optimizer that sums over them itself.
         reached: a set to which the paths of leaves with a gradient are added; None if they are not needed.
     """
 
-    lines: Lines
-    residuals: Errors
+    codecs: BoundCodecs
+    residuals: Residuals
     unreduced: tuple[str, ...] = ()
     reached: set[str] | None = None
 
 
 def plain_route(mesh: Mesh) -> Route:
     """The route of gradients that are summed over all axes, without residuals of earlier steps."""
-    return Route(Lines(mesh), Errors({}))
+    return Route(BoundCodecs(mesh), Residuals({}))
 
 
 class Gradients:
@@ -236,7 +236,7 @@ class Gradients:
             self._land()
 
     def _reduction(self, sums: list[Sum], routes: Sequence[Sequence[Exchange]]) -> Reduction:
-        return Reduction(self._mesh, sums, routes, self._route.lines, self._route.residuals)
+        return Reduction(self._mesh, sums, routes, self._route.codecs, self._route.residuals)
 
     def _land(self) -> None:
         reduction, _ = self._flying.pop(0)

@@ -19,7 +19,7 @@ from shardlib.collectives.styles.slices import Slice, Slices
 from shardlib.errors import HandleError
 from shardlib.execute.handles import Handle, Source, kind_of, materialise, refuse_max_norm
 from shardlib.mesh.specs import Window
-from shardlib.nn.functional import embedding, linear_cross_entropy, own_slice, slice_of
+from shardlib.nn.functional import embedding, linear_cross_entropy, local_slice, slice_of
 from shardlib.nn.sequence import current_parts, shard_sequence
 
 
@@ -210,7 +210,7 @@ _LAYERS: dict[Any, Callable[..., Any]] = {
     torch.addmm: _addmm,
     linear_cross_entropy: _cross_entropy,
     embedding: _embedding_of_part,
-    own_slice: _held,
+    local_slice: _held,
     slice_of: _slice_of,
 }
 # Additions of a bias outside F.linear: the bias' slice is added to a slice of outputs.

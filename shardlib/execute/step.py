@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardlib.collectives import primitives
-from shardlib.collectives.codecs.base import Errors
+from shardlib.collectives.codecs.base import Residuals
 from shardlib.errors import LossError, NonFiniteError, TreeError
 from shardlib.execute.batches import as_tensors, split_batch
 from shardlib.execute.buffers import average_buffers
@@ -27,7 +27,7 @@ from shardlib.mesh.mesh import Mesh
 from shardlib.plan.plan import Plan
 from shardlib.rng import Key, restore_generators, states_of_generators
 from shardlib.sharded.counting import Counting
-from shardlib.sharded.reduction import Lines
+from shardlib.sharded.reduction import BoundCodecs
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree
 
@@ -61,7 +61,7 @@ class Evaluation:
     norm: torch.Tensor
     finite: bool
     squares: torch.Tensor
-    residuals: Errors
+    residuals: Residuals
 
 
 class LossStep:
@@ -75,7 +75,7 @@ class LossStep:
     def __init__(self, loss_fn: Callable[..., Any], plan: Plan, mesh: Mesh, with_buffers: bool) -> None:
         require_function(loss_fn, "the loss function", "params, buffers, batch" if with_buffers else "params, batch")
         self._loss_fn, self._plan, self._mesh = loss_fn, plan, mesh
-        self._lines = Lines(mesh)
+        self._codecs = BoundCodecs(mesh)
         self._runner = runner_of(loss_fn, plan, mesh, trained=True, with_buffers=with_buffers)
         self._inputs = Inputs(plan, mesh)
         self._compared = (
@@ -122,7 +122,7 @@ class LossStep:
         draws = states_of_generators(mesh.device)
         while True:
             # New residuals are kept beside those in `comm`, so that the step can be repeated.
-            route, totals = Route(self._lines, Errors(comm), unreduced, reached), Totals(plan, mesh)
+            route, totals = Route(self._codecs, Residuals(comm), unreduced, reached), Totals(plan, mesh)
             grads = self._runner.train(call, totals, route)
             strayed = any(record.strayed for record in records)
             sums = totals.over_ranks(Counting(plan, mesh, unreduced).local_sum(sum_of_squares, grads), share + strayed)
