@@ -187,12 +187,12 @@ class Executor:
         wanted = [*anchors, *handles, *inputs]
         nothing = (None,) * len(wanted)
         with self._summing(gradients, last) as reached:
-            found = self._attempt(lambda: grad(outputs, wanted, seeds)) if outputs and wanted else nothing
-            found = found or nothing
-            for handle, value in zip(handles, found[len(anchors) :]):
+            grads = self._attempt(lambda: grad(outputs, wanted, seeds)) if outputs and wanted else nothing
+            grads = grads or nothing
+            for handle, value in zip(handles, grads[len(anchors) :]):
                 if value is not None:
                     reached[handle._path] = value
-        return found[len(wanted) - len(inputs) :]
+        return grads[len(wanted) - len(inputs) :]
 
     @contextmanager
     def _summing(self, gradients: Gradients, last: bool) -> Iterator[dict[str, torch.Tensor]]:
