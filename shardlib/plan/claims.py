@@ -63,10 +63,10 @@ class AxisUse:
     joins: bool = False
 
 
-BATCH = AxisUse("batch", "shares the batch out")
-OF_BATCH = AxisUse("batch", "shares the batch out", "batch", joins=True)
+BATCH = AxisUse("batch", "divides the batch")
+OF_BATCH = AxisUse("batch", "divides the batch", "batch", joins=True)
 SLICES = AxisUse("slices", "slices layers")
-EXPERTS = AxisUse("experts", "shares experts out", "batch", joins=True)
+EXPERTS = AxisUse("experts", "divides experts", "batch", joins=True)
 STAGES = AxisUse("stages", "lays out stages")
 
 
