@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Protocol
 
-from shardlib.execute.record import Visit, Record
+from shardlib.execute.record import Record, Visit
 
 
 class Gatherable(Protocol):
