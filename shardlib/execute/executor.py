@@ -114,9 +114,8 @@ class Executor:
             if total is not None and self.record.order is None:
                 refuse_reentrant_checkpoints(total)
             self._gathering.turn()
-            outputs = (
-                [] if total is None or not total.requires_grad else [total]
-            )  # a micro-batch's loss may be a constant
+            # The loss of one micro-batch may be a constant.
+            outputs = [] if total is None or not total.requires_grad else [total]
             self.differentiate(outputs, [seed.to(output.dtype) for output in outputs], (), gradients, last)
             return rest
         finally:
