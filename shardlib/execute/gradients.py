@@ -7,6 +7,7 @@ are alike; that order then holds: a rank whose branch leaves a parameter unused 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +68,8 @@ class Gradients:
         self._added: set[str] = set()
         self._late: dict[str, torch.Tensor] = {}
         self._closed = False  # whether backward is over: what has not come by now has the gradient zero
-        self._flying: list[tuple[Reduction, int]] = []
+        self._flying: deque[tuple[Reduction, int]] = deque()
+        self._to_free = 0  # elements of whole gradients that landing what flies will free
         gathering.begin_reductions(self)
 
     def note(self, paths: Iterable[str], grads: Iterable[torch.Tensor | None]) -> None:
@@ -220,15 +222,17 @@ class Gradients:
     def _fly(self, sums: list[Sum], routes: Sequence[Sequence[Exchange]]) -> None:
         freed = sum(part.bucket.size(0) for part in sums if part.within is not part.buffer)
         self._flying.append((self._reduction(sums, routes), freed))
+        self._to_free += freed
         # Whole gradients that are not what is kept must not pile up behind a slow network.
-        while sum(freed for _, freed in self._flying) > 2 * self._plan.largest_unit:
+        while self._to_free > 2 * self._plan.largest_unit:
             self._land()
 
     def _reduction(self, sums: list[Sum], routes: Sequence[Sequence[Exchange]]) -> Reduction:
         return Reduction(self._mesh, sums, routes, self._route.lines, self._route.residuals)
 
     def _land(self) -> None:
-        reduction, _ = self._flying.pop(0)
+        reduction, freed = self._flying.popleft()
+        self._to_free -= freed
         for part in reduction.wait():
             held = self._held.get(part.bucket.name)
             self._held[part.bucket.name] = part.buffer if held is None else held.add_(part.buffer)
