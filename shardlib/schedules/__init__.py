@@ -1,4 +1,10 @@
-"""Pipeline schedules as data: made by pure functions, checked, put on a virtual clock, lowered to messages."""
+"""Pipeline schedules as data: made by pure functions, checked, put on a virtual clock, lowered to messages.
+
+A schedule of one's own is a list of actions for each rank, in the order in which the rank runs them: `Action` ``(stage, kind,
+micro-batch)``, where `Kind` is a forward ``F``, a backward ``B``, or a backward split into ``I`` (the input's gradient) and
+``W`` (the weights'). Pass the lists to ``sl.pipeline(lists, microbatches=...)``, which adds the messages. Orders that cannot
+run are refused with what is missing, when the plan is made.
+"""
 
 from shardlib.schedules.actions import Action, Kind, Schedule, from_orders
 from shardlib.schedules.check import check
