@@ -20,19 +20,13 @@ class Kept(NamedTuple):
     tensor: torch.Tensor
     version: int
 
-    def value(self) -> torch.Tensor:
-        """What backward needs.
-
-        Raises:
-            RuntimeError: it was written to since, as torch has it for its own.
-        """
-        if version_of(self.tensor) != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
-                f"shape {tuple(self.tensor.shape)}, {self.tensor.dtype}, is at version {version_of(self.tensor)}; expected "
-                f"version {self.version} instead. Write to a copy: x = x.clone() before the operation that changes x in place"
-            )
-        return self.tensor
+    def changed(self) -> RuntimeError:
+        """The error that torch raises for tensors of its own that were written to before backward reads them."""
+        return RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
+            f"shape {tuple(self.tensor.shape)}, {self.tensor.dtype}, is at version {version_of(self.tensor)}; expected "
+            f"version {self.version} instead. Write to a copy: x = x.clone() before the operation that changes x in place"
+        )
 
 
 class SavedTensors:
@@ -70,7 +64,8 @@ class SavedTensors:
         self._gathered.clear()
 
     def _note(self, tensor: torch.Tensor) -> Any:
-        if isinstance(tensor, Handle):
+        # What comes first in these two functions is what most saved tensors are: they run for every one of them.
+        if type(tensor) is not torch.Tensor and isinstance(tensor, Handle):
             return tensor
         # Gathered leaves are views of their buffer: this sorts most activations out at once.
         if is_view(tensor) and tensor.layout is torch.strided and tensor.numel():
@@ -78,18 +73,25 @@ class SavedTensors:
             if place is not None and place[1].bucket.dtype is tensor.dtype:
                 leaf = place[1].leaf_at(tensor)
                 if leaf is not None:
-                    return *place, leaf
+                    return place[0], place[1].first + leaf
                 return *place, tensor.size(), tensor.stride(), tensor.storage_offset()
         return _new(Kept, (tensor, version_of(tensor)))  # at half the cost of `Kept(...)`, for every activation
 
     def _recall(self, note: Any) -> torch.Tensor:
-        if type(note) is Kept:
-            return note.value()
-        if type(note) is not tuple:
+        kind = type(note)
+        if kind is Kept:
+            tensor, version = note
+            if version_of(tensor) != version:
+                raise note.changed()
+            return tensor
+        if kind is not tuple:
             return note
-        unit, state, *where = note
-        self._touch(unit)
-        return state.view(*where) if len(where) == 1 else state.whole.as_strided(*where)
+        self._touch(note[0])
+        if len(note) == 2:
+            unit, index = note
+            return unit.saved(index)
+        _, state, *layout = note
+        return state.whole.as_strided(*layout)
 
 
 _new = tuple.__new__

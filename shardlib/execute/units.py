@@ -9,6 +9,7 @@ gradients. Autograd itself sums over several gathers and knows when the sum is c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -75,6 +76,7 @@ class BucketState:
 
     Attributes:
         gathers: whether the parameters come and go.
+        first: the number of its first leaf among the unit's.
         stored: this rank's buffer, as stored.
         whole: the whole, leaf-major buffer while it is here.
         anchor: the graph input of its root; what `torch.autograd.grad` differentiates to.
@@ -90,7 +92,7 @@ class BucketState:
         routes: Routes,
         apart: bool = False,
     ) -> None:
-        self.bucket, self.gathers = bucket, bucket.param_level > 0
+        self.bucket, self.gathers, self.first = bucket, bucket.param_level > 0, 0
         self._mesh, self._routes, self._apart = mesh, routes, apart
         self._keeps_second = len(routes.again) < len(routes.gather)
         self._second: torch.Tensor | None = None
@@ -219,6 +221,8 @@ class UnitState:
         self.buckets = buckets
         self._touch, self._placements, self._slices = touch, placements, slices
         self._where = [(state, place) for state in buckets for place in range(len(state.bucket.paths))]
+        for state, following in pairwise(buckets):
+            following.first = state.first + len(state.bucket.paths)
         self._leaves: list[torch.Tensor] | None = None
         self.gathers = any(state.gathers for state in buckets)
 
@@ -263,6 +267,13 @@ class UnitState:
     def data(self, index: int) -> torch.Tensor:
         if self.gathers:
             self._touch(self)
+        state, place = self._where[index]
+        return state.view(place)
+
+    def saved(self, index: int) -> torch.Tensor:
+        """The parameter, gathered, for a backward that saved it; autograd connects it to the graph itself."""
+        if self._leaves is not None:  # not released since the forward: these need not be cut again
+            return self._leaves[index]
         state, place = self._where[index]
         return state.view(place)
 
