@@ -8,6 +8,7 @@ use a parameter sends zeros at that unit's turn.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,7 +71,8 @@ class Gradients:
         self._added: set[str] = set()
         self._late: dict[str, torch.Tensor] = {}
         self._closed = False  # whether backward is over, so that gradients that are not there are zero
-        self._flying: list[tuple[Reduction, int]] = []
+        self._flying: deque[tuple[Reduction, int]] = deque()
+        self._to_free = 0  # elements of the whole gradients that are freed when the reductions under way have ended
         gathering.begin_reductions(self)
 
     def note(self, paths: Iterable[str], grads: Iterable[torch.Tensor | None]) -> None:
@@ -231,15 +233,17 @@ class Gradients:
     def _fly(self, sums: list[Sum], routes: Sequence[Sequence[Exchange]]) -> None:
         freed = sum(each.bucket.size(0) for each in sums if each.within is not each.buffer)
         self._flying.append((self._reduction(sums, routes), freed))
+        self._to_free += freed
         # Whole gradients that are freed after their exchange must not pile up behind a slow network.
-        while sum(freed for _, freed in self._flying) > 2 * self._plan.largest_unit:
+        while self._to_free > 2 * self._plan.largest_unit:
             self._land()
 
     def _reduction(self, sums: list[Sum], routes: Sequence[Sequence[Exchange]]) -> Reduction:
         return Reduction(self._mesh, sums, routes, self._route.codecs, self._route.residuals)
 
     def _land(self) -> None:
-        reduction, _ = self._flying.pop(0)
+        reduction, freed = self._flying.popleft()
+        self._to_free -= freed
         for reduced in reduction.wait():
             held = self._held.get(reduced.bucket.name)
             self._held[reduced.bucket.name] = reduced.buffer if held is None else held.add_(reduced.buffer)

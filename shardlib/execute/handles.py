@@ -54,16 +54,15 @@ class Handle(torch.Tensor):
         # This runs for every use of a parameter: hence the inlined look-up, the order of cases, and the flat code.
         kind = _KINDS.get(func) or kind_of(func)
         if kind == "operation" and not kwargs:
-            return func(
-                *[
-                    value._source.leaf(value._index)
-                    if isinstance(value, Handle)
-                    else materialise(value)
-                    if type(value) in _CONTAINERS
-                    else value
-                    for value in args
-                ]
-            )
+            real: list[Any] = []
+            for value in args:
+                if type(value) is _T:
+                    real.append(value)
+                elif isinstance(value, Handle):
+                    real.append(value._source.leaf(value._index))
+                else:
+                    real.append(materialise(value) if type(value) in _CONTAINERS else value)
+            return func(*real)
         if kind == "metadata":
             with no_torch_function():
                 return func(*args, **(kwargs or {}))

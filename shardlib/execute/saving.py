@@ -20,19 +20,13 @@ class Saved(NamedTuple):
     tensor: torch.Tensor
     version: int
 
-    def value(self) -> torch.Tensor:
-        """The tensor.
-
-        Raises:
-            RuntimeError: the tensor was written to after it was saved; in torch's words.
-        """
-        if version_of(self.tensor) != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
-                f"shape {tuple(self.tensor.shape)}, {self.tensor.dtype}, is at version {version_of(self.tensor)}; expected "
-                f"version {self.version} instead. Write to a copy: x = x.clone() before the operation that changes x in place"
-            )
-        return self.tensor
+    def changed(self) -> RuntimeError:
+        """Torch's error for a tensor of its own that was written to after it was saved."""
+        return RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
+            f"shape {tuple(self.tensor.shape)}, {self.tensor.dtype}, is at version {version_of(self.tensor)}; expected "
+            f"version {self.version} instead. Write to a copy: x = x.clone() before the operation that changes x in place"
+        )
 
 
 class SavedTensors:
@@ -70,7 +64,8 @@ class SavedTensors:
         self._gathered.clear()
 
     def _note(self, tensor: torch.Tensor) -> Any:
-        if isinstance(tensor, Handle):
+        # These two functions run for every saved tensor: they ask first for what most of them are.
+        if type(tensor) is not torch.Tensor and isinstance(tensor, Handle):
             return tensor
         # Gathered leaves are views of their buffer. Most activations are no views, and need no look-up.
         if is_view(tensor) and tensor.layout is torch.strided and tensor.numel():
@@ -78,18 +73,25 @@ class SavedTensors:
             if source is not None and source[1].bucket.dtype is tensor.dtype:
                 leaf = source[1].leaf_at(tensor)
                 if leaf is not None:
-                    return *source, leaf
+                    return source[0], source[1].first + leaf
                 return *source, tensor.size(), tensor.stride(), tensor.storage_offset()
         return _new(Saved, (tensor, version_of(tensor)))  # at half the cost of `Saved(...)`, for every activation
 
     def _recall(self, note: Any) -> torch.Tensor:
-        if type(note) is Saved:
-            return note.value()
-        if type(note) is not tuple:
+        kind = type(note)
+        if kind is Saved:
+            tensor, version = note
+            if version_of(tensor) != version:
+                raise note.changed()
+            return tensor
+        if kind is not tuple:
             return note
-        unit, state, *where = note
-        self._touch(unit)
-        return state.view(*where) if len(where) == 1 else state.whole.as_strided(*where)
+        self._touch(note[0])
+        if len(note) == 2:
+            unit, index = note
+            return unit.saved(index)
+        _, state, *layout = note
+        return state.whole.as_strided(*layout)
 
 
 _new = tuple.__new__

@@ -9,6 +9,7 @@ gradients. Autograd sums the gradients of several gathers, and runs the root's b
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -73,6 +74,7 @@ class BucketState:
 
     Attributes:
         gathers: whether the parameters must be gathered for use.
+        first: the number of the bucket's first leaf among its unit's.
         stored: this rank's buffer, as stored.
         whole: the whole, leaf-major buffer while it is gathered.
         anchor: the graph input of the root, with respect to which backward differentiates.
@@ -88,7 +90,7 @@ class BucketState:
         routes: Routes,
         separate: bool = False,
     ) -> None:
-        self.bucket, self.gathers = bucket, bucket.param_level > 0
+        self.bucket, self.gathers, self.first = bucket, bucket.param_level > 0, 0
         self._mesh, self._routes, self._separate = mesh, routes, separate
         self._keeps_second = len(routes.again) < len(routes.gather)
         self._second: torch.Tensor | None = None
@@ -217,6 +219,8 @@ class UnitState:
         self.buckets = buckets
         self._touch, self._placements, self._slices = touch, placements, slices
         self._positions = [(state, position) for state in buckets for position in range(len(state.bucket.paths))]
+        for state, following in pairwise(buckets):
+            following.first = state.first + len(state.bucket.paths)
         self._leaves: list[torch.Tensor] | None = None
         self.gathers = any(state.gathers for state in buckets)
 
@@ -261,6 +265,13 @@ class UnitState:
     def data(self, index: int) -> torch.Tensor:
         if self.gathers:
             self._touch(self)
+        state, position = self._positions[index]
+        return state.view(position)
+
+    def saved(self, index: int) -> torch.Tensor:
+        """The parameter, gathered, for a backward that saved it; autograd connects it to the graph itself."""
+        if self._leaves is not None:  # not released since the forward: these need not be cut again
+            return self._leaves[index]
         state, position = self._positions[index]
         return state.view(position)
 
