@@ -104,7 +104,7 @@ class Bucket:
         slices: axes of tensor slicing: the ranks along them hold different slices of the leaves, not copies.
         short: for slices that are padded with rows of zeros (see `shardlib.mesh.specs.P`): pairs of coordinates along
             ``slices`` and each leaf's number of elements there without padding. At other coordinates ``shapes`` hold.
-        stages: pipeline stages that use the bucket.
+        stages: the stages that use the bucket.
         homes: coordinates along the stages' axis whose ranks hold the bucket.
         memory: memory of the stored parameters, of the gradients and of the optimizer state.
     """

@@ -35,7 +35,7 @@ class Zero(Transform):
 
 
 def zero(stage: int = 0, axis: str = "data", replicate: str | None = None, *, prefetch: bool = True) -> Zero:
-    """Share the batch over ``axis`` and split the training state over it.
+    """Divide the batch over ``axis``, and split the training state over it.
 
     ======  ============================================
     stage   split over ``axis``
