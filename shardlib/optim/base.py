@@ -93,14 +93,14 @@ class Owned(Transform):
         if axis in split or (sizes[axis] > 1 and not resolved.varies_over(axis)):
             problem = "zero splits the state over it" if axis in split else "the batch is not shared over it"
             raise IllegalComposition(
-                f"{self.name} sums gradients over axis {axis!r} itself, and {problem}. Split over another axis of the mesh, and "
-                f"replicate over this one: zero(stage, axis='local', replicate={axis!r})"
+                f"{self.name} sums gradients over axis {axis!r} itself, and {problem}. Split over another axis of the mesh, "
+                f"and replicate over this one: zero(stage, axis='local', replicate={axis!r})"
             )
         codec = resolved.reductions[axis].codec
         if codec is not None and sizes[axis] > 1:
             raise IllegalComposition(
-                f"{self.name} sums gradients over axis {axis!r} in few bits itself, and a transform already sends them over it "
-                f"in {codec}; drop one of the two"
+                f"{self.name} sums gradients over axis {axis!r} in few bits itself, and a transform already sends them over "
+                f"it in {codec}; drop one of the two"
             )
 
 

@@ -90,7 +90,7 @@ def stepping(
 
     def update(updates: Tree, state: Tree, params: Tree, *, shards: Shards) -> tuple[Tree, Tree]:
         if params is None:
-            raise ValueError(f"{name} needs the parameters it moves: update(updates, state, params)")
+            raise ValueError(f"{name} needs the parameters: update(updates, state, params)")
         grads = tree_map(lambda g, p: g.to(p.dtype, copy=True), updates, params)
         state, move = step(params, grads, tree_map(torch.clone, state), None, shards)
         return move.updates(params, shards), state

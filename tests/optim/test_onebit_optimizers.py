@@ -172,9 +172,7 @@ def test_apply_is_update_and_add_to_the_last_bit(name, dtype, scale):
 def test_update_needs_the_parameters():
     tx = sl.optim.onebit_adam(0.1, 5)
     params = {"w": torch.ones(3)}
-    with pytest.raises(
-        ValueError, match=r"onebit_adam needs the parameters it moves: update\(updates, state, params\)"
-    ):
+    with pytest.raises(ValueError, match=r"onebit_adam needs the parameters: update\(updates, state, params\)"):
         tx.update(params, tx.init(params))
 
 
@@ -482,5 +480,5 @@ def test_what_brings_ranks_together_is_last_in_a_chain():
     clip, own = sl.optim.clip_by_global_norm(1.0), MAKE["zero_one_adam"]()
     sl.optim.chain(clip, sl.optim.chain(clip, own))
     for wrong in ((own, clip), (sl.optim.chain(clip, own), clip)):
-        with pytest.raises(ValueError, match=r"zero_one_adam brings ranks together .*: put it last"):
+        with pytest.raises(ValueError, match=r"zero_one_adam makes parameters equal again .*: put it last"):
             sl.optim.chain(*wrong)
