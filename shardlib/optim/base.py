@@ -85,7 +85,7 @@ class Owned(Transform):
         axis, sizes = self.axis, resolved.sizes
         split = {other for role in ROLES for other in resolved.home(role).axes}
         if axis not in sizes:
-            unsplit = [one for one in sizes if resolved.varies_over(one) and one not in split]
+            unsplit = [other for other in sizes if resolved.varies_over(other) and other not in split]
             remedy = f"name {unsplit[0]!r} with axis=" if unsplit else f"add {axis}=1 to the mesh"
             raise IllegalComposition(
                 f"{self.name} sums gradients over axis {axis!r}, which the mesh ({', '.join(sizes)}) does not have; {remedy}"

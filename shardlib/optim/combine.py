@@ -20,8 +20,8 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
 
     Raises:
         TypeError: an argument that is not a gradient transformation.
-        ValueError: no transformations; two that reduce gradients themselves; `zero_one_adam` or `lookahead` before the last
-            place.
+        ValueError: no transformations; two that reduce gradients themselves; `zero_one_adam` or `lookahead` in any but
+            the last position.
 
     >>> p, g = {"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([0.6, -0.8])}
     >>> tx = sl.optim.chain(sl.optim.clip_by_global_norm(0.5), sl.optim.sgd(1.0))

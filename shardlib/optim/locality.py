@@ -6,7 +6,8 @@ import enum
 
 
 class Locality(enum.Enum):
-    """What a transformation reads beyond the element that it writes. Each locality includes the ones above it."""
+    """The elements that a transformation reads beyond the element that it writes. Each locality includes the ones above
+    it."""
 
     ELEMENTWISE = "elementwise"  # nothing (Adam, SGD)
     GLOBAL = "global"  # sums over all elements, through ``shards.sum`` (the global norm)

@@ -87,8 +87,8 @@ class Shards:
     def sum(self, fn: Callable[[torch.Tensor], torch.Tensor], tree: Tree) -> torch.Tensor:
         """Σ fn(leaf) over the leaves, as a 0-d tensor; ``fn`` returns a sum over the elements of its argument."""
         self._require(Locality.GLOBAL, "a sum over all elements")
-        parts = [fn(leaf) for leaf in leaves_of(tree)]
-        return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
+        values = [fn(leaf) for leaf in leaves_of(tree)]
+        return torch.stack(values).sum() if values else torch.zeros((), dtype=torch.float64)
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """``values`` summed in place over all ranks; each rank's values are of the elements that `shares` gives it."""
@@ -119,13 +119,13 @@ class Shards:
 
     def leaves(self, *trees: Tree) -> Iterator[tuple[int, list[torch.Tensor]]]:
         """Each parameter's number, below `leaf_count`, and views of this rank's elements of it in each tree."""
-        for number, parts in enumerate(zip(*map(leaves_of, trees), strict=True)):
-            yield number, list(parts)
+        for number, views in enumerate(zip(*map(leaves_of, trees), strict=True)):
+            yield number, list(views)
 
     def located(self, *trees: Tree) -> Iterator[tuple[int, IndexMap, list[torch.Tensor]]]:
         """`leaves`, with the `IndexMap` of the elements."""
-        for number, parts in self.leaves(*trees):
-            yield number, IndexMap.of_whole(tuple(parts[0].shape)), parts
+        for number, views in self.leaves(*trees):
+            yield number, IndexMap.of_whole(tuple(views[0].shape)), views
 
     def shares(self, *trees: Tree) -> Iterator[tuple[int, IndexMap, list[torch.Tensor]]]:
         """`located`, restricted to the elements that this rank works on, since ranks that hold copies divide the work."""
@@ -157,9 +157,9 @@ class Shards:
         """``[len(fns), leaf_count]``: ``join`` over this rank's `shares`, from ``nothing``."""
         shape = (len(fns), self.leaf_count(trees[0]))
         table = torch.full(shape, nothing, dtype=torch.float64, device=device_of(trees[0]))
-        for number, _, parts in self.shares(*trees):
-            if parts[0].numel():
-                for chunk in chunks(parts):
+        for number, _, views in self.shares(*trees):
+            if views[0].numel():
+                for chunk in chunks(views):
                     for row, fn in zip(table, fns, strict=True):
                         row[number] = join(row[number], fn(*chunk))
         return table
@@ -219,7 +219,7 @@ class MeshShards(Shards):
 
     def select(self, choice: Callable[[LeafInfo], bool], tree: Tree) -> Selection:
         plan = self._plan.select(choice)
-        spans = {part.name: self._plan.numbering.span(part) for part in plan.buckets}
+        spans = {run.name: self._plan.numbering.span(run) for run in plan.buckets}
 
         def take(tree: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             return {name: tree[bucket][start:stop] for name, (bucket, start, stop) in spans.items()}
@@ -252,7 +252,7 @@ class MeshShards(Shards):
         for known_fn, known_tree, value in self._known:
             if known_fn is fn and known_tree is tree:
                 return value
-        local = self._counting.added(fn(part) for part in self._unpadded(tree)).reshape(1)
+        local = self._counting.added(fn(view) for view in self._unpadded(tree)).reshape(1)
         sum_over(self._mesh, tuple(self._mesh.shape), local)
         return local[0]
 
@@ -260,29 +260,29 @@ class MeshShards(Shards):
         """The elements that this rank works on, without padding, in as few views as possible."""
         for name, leaf in tree.items():
             bucket = self._plan.bucket_of[name]
-            mine = self._counting.share(bucket, leaf)
+            counted = self._counting.share(bucket, leaf)
             for start, stop in _joined(bucket.filled(self._mesh.coords, bucket.levels)):
-                start = max(start, mine.start)
-                yield leaf[start : max(start, min(stop, mine.stop))]
+                start = max(start, counted.start)
+                yield leaf[start : max(start, min(stop, counted.stop))]
 
     def leaf_count(self, tree: Tree) -> int:
         return len(self._plan.numbering.numbers)
 
     def leaves(self, *trees: Tree) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        for _, _, path, parts in self._by_bucket(trees):
-            yield self._plan.numbering.numbers[path], parts
+        for _, _, path, views in self._by_bucket(trees):
+            yield self._plan.numbering.numbers[path], views
 
     def located(self, *trees: Tree) -> Iterator[tuple[int, IndexMap, list[torch.Tensor]]]:
-        for bucket, owner, path, parts in self._by_bucket(trees):
-            yield self._plan.numbering.numbers[path], self._index_map(bucket, owner, path), parts
+        for bucket, owner, path, views in self._by_bucket(trees):
+            yield self._plan.numbering.numbers[path], self._index_map(bucket, owner, path), views
 
     def shares(self, *trees: Tree) -> Iterator[tuple[int, IndexMap, list[torch.Tensor]]]:
-        for bucket, owner, path, parts in self._by_bucket(trees):
-            mine = self._counting.share(bucket, parts[0])
+        for bucket, owner, path, views in self._by_bucket(trees):
+            counted = self._counting.share(bucket, views[0])
             yield (
                 self._plan.numbering.numbers[path],
-                self._index_map(bucket, owner, path).after(mine.start),
-                [part[mine] for part in parts],
+                self._index_map(bucket, owner, path).after(counted.start),
+                [view[counted] for view in views],
             )
 
     def _index_map(self, bucket: Bucket, owner: int, path: str) -> IndexMap:

@@ -23,12 +23,12 @@ from shardlib.tree import Tree, leaves_of, tree_map
 
 @dataclass(frozen=True)
 class Move:
-    """How parameters change in a step.
+    """The change of parameters in a step.
 
     Attributes:
         fn: ``fn(param, *tensors)``, elementwise: the change of a parameter, in memory that may be written to. May also write
             to ``tensors`` (of the state) in place.
-        parts: the trees, like the parameters, whose tensors ``fn`` gets.
+        trees: the trees, like the parameters, whose tensors ``fn`` gets.
         factors: one factor of the change for each parameter, ``[leaf_count]``; None for 1.
         absolute: whether ``fn`` returns the new parameter instead of its change.
         in_place: ``in_place(param, *tensors, copy=copy)``: changes a parameter by what ``fn`` returns, to the last bit, and
@@ -36,14 +36,14 @@ class Move:
     """
 
     fn: Callable[..., torch.Tensor]
-    parts: Sequence[Tree] = field(default=())
+    trees: Sequence[Tree] = field(default=())
     factors: torch.Tensor | None = None
     absolute: bool = False
     in_place: Callable[..., None] | None = None
 
     def updates(self, params: Tree, shards: Shards) -> Tree:
         """The changes of ``params``, as a new tree."""
-        changes = tree_map(self.fn, params, *self.parts)
+        changes = tree_map(self.fn, params, *self.trees)
         if self.absolute:
             return tree_map(torch.sub, changes, params)
         if self.factors is not None:
@@ -54,23 +54,23 @@ class Move:
     def write(self, params: Tree, copies: Tree, shards: Shards) -> None:
         """Change ``params`` in place, and write them to ``copies``, which are as in `GradientTransformation.apply`."""
         if self.in_place is not None:
-            for param, copy, *parts in zip(*map(leaves_of, (params, copies, *self.parts)), strict=True):
-                self.in_place(param, *parts, copy=separate_copy(copy, param))
+            for param, copy, *tensors in zip(*map(leaves_of, (params, copies, *self.trees)), strict=True):
+                self.in_place(param, *tensors, copy=separate_copy(copy, param))
             return
 
-        def replace(p: torch.Tensor, *parts: torch.Tensor) -> None:
-            p.copy_(self.fn(p, *parts))
+        def replace(p: torch.Tensor, *tensors: torch.Tensor) -> None:
+            p.copy_(self.fn(p, *tensors))
 
-        def add(p: torch.Tensor, *parts: torch.Tensor) -> None:
-            p.add_(self.fn(p, *parts))
+        def add(p: torch.Tensor, *tensors: torch.Tensor) -> None:
+            p.add_(self.fn(p, *tensors))
 
-        def add_leaf(factors: torch.Tensor, number: int, p: torch.Tensor, *parts: torch.Tensor) -> None:
-            p.add_(self.fn(p, *parts).mul_(factors[number]))
+        def add_leaf(factors: torch.Tensor, number: int, p: torch.Tensor, *tensors: torch.Tensor) -> None:
+            p.add_(self.fn(p, *tensors).mul_(factors[number]))
 
         if self.factors is not None:
-            each_leaf(shards, partial(add_leaf, self.factors), params, *self.parts)
+            each_leaf(shards, partial(add_leaf, self.factors), params, *self.trees)
         else:
-            each(replace if self.absolute else add, params, *self.parts)
+            each(replace if self.absolute else add, params, *self.trees)
         write_copies(copies, params)
 
 

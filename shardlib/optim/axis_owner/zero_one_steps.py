@@ -1,4 +1,4 @@
-"""What each step of 0/1 Adam sends, as a pure function of the step's number (arXiv 2202.06009, section 4)."""
+"""The schedule of what 0/1 Adam sends, as a pure function of the step's number (arXiv 2202.06009, section 4)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardlib.optim.ranges import check, is_step
 
 
 class Sent(enum.Enum):
-    """What a step of 0/1 Adam sends over the optimizer's axis."""
+    """The values that a step of 0/1 Adam sends over the optimizer's axis."""
 
     FULL = "full precision"
     ONE_BIT = "1 bit"
@@ -47,7 +47,7 @@ class ZeroOneSteps:
         )
 
     def sent(self, step: int) -> Sent:
-        """What step number ``step``, from 1, sends."""
+        """The kind of message that step number ``step``, from 1, sends."""
         if not self.frozen(step):
             return Sent.ONE_BIT if step % self._variance_interval(step) else Sent.FULL
         return Sent.NOTHING if step % self._local_interval(step) else Sent.ONE_BIT

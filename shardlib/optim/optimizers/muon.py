@@ -77,8 +77,8 @@ def muon(
         flat = [f"{info.path}: shape {info.shape}" for info in shards.about(params) if len(info.shape) < 2]
         if flat:
             raise IllegalComposition(
-                f"muon orthogonalises matrices, and these parameters are not matrices:\n{listing(flat)}\nGive them to another "
-                "optimizer: sl.optim.partition({'muon': muon(...), 'rest': adamw(...)}, labels)"
+                f"muon orthogonalises matrices, and these parameters are not matrices:\n{listing(flat)}\nGive them to "
+                "another optimizer: sl.optim.partition({'muon': muon(...), 'rest': adamw(...)}, labels)"
             )
         return MuonState(torch.zeros(()), tree_map(torch.zeros_like, params))
 

@@ -169,9 +169,9 @@ def _probe(name: str, make: Callable[[list[torch.Tensor], torch.Tensor], torch.o
     different += ["the parameters"] if not _same(whole, runs) else []
     if different:
         raise IllegalComposition(
-            f"from_torch: {name} does not update each element alone: {', '.join(different)} differ when the same elements are "
-            "given as tensors of other shapes, as shards are. Use one of shardlib.optim (adafactor, muon and lamb declare what "
-            "they need of other elements), or write a GradientTransformation with the locality it needs"
+            f"from_torch: {name} does not update each element alone: {', '.join(different)} differ when the same elements "
+            "are given as tensors of other shapes, as shards are. Use one of shardlib.optim (adafactor, muon and lamb "
+            "declare what they need of other elements), or write a GradientTransformation with the locality it needs"
         )
     if lost := [k for k, v in states[0][0].items() if k not in elements and k not in numbers and v is not None]:
         raise IllegalComposition(
