@@ -7,7 +7,7 @@ To write a transform, derive a frozen dataclass from `Transform` and define
   says how a leaf is used, `Reduce` how gradients travel over an axis, `Live` where state lives, `Step` how the step is
   scheduled; there are no other claims. When two transforms make the same claim, the plan is refused, naming both;
 - ``check(resolved)``, optional: raises `shardlib.errors.IllegalComposition` if the other transforms in the chain do not
-  claim what this one depends on. `conditions` has the checks of the library's own transforms.
+  claim what this one depends on. `conditions` has the checks that several transforms share.
 """
 
 from shardlib.plan import conditions

@@ -9,6 +9,8 @@ codec=...)``:
 - ``exchange(mesh, axis, items, residuals)``: starts the sum of several buffers, one `Item` each, by the primitives of
   `shardlib.collectives`. It reads and replaces the kept tensors in ``residuals`` (`Residuals`). It returns an `Exchange`,
   whose ``wait`` returns each buffer's sum: this rank's row of it where rows are scattered, else the whole buffer.
+
+Parameters are gathered in fewer bytes by a `Packing`, which a transform claims by ``Reduce(axis, gathered=...)``.
 """
 
 from shardlib.collectives.codecs.base import (
@@ -23,6 +25,7 @@ from shardlib.collectives.codecs.base import (
     Rows,
     SentResidual,
 )
+from shardlib.collectives.codecs.integers import Packing
 
 __all__ = [
     "BoundCodec",
@@ -31,6 +34,7 @@ __all__ = [
     "Item",
     "Kept",
     "KeptFactors",
+    "Packing",
     "Residuals",
     "RowResidual",
     "Rows",
