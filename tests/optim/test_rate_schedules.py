@@ -329,7 +329,7 @@ def test_larger_batches():
         (lambda: sl.optim.warmup_linear_decay_schedule(0.0, 1.0, -1, 10), r"-1 of 10 steps cannot be warm-up"),
         (lambda: sl.optim.warmup_cosine_decay_schedule(0.0, 0.0, 2, 10), r"a schedule that decays needs a peak"),
         (lambda: sl.optim.warmup_constant_schedule(0.0, 1.0, 2, warmup="square"), r"use 'linear' or 'log'"),
-        (lambda: sl.optim.warmup_constant_schedule(0.0, 1.0, 1, warmup="log"), r"it takes 2 or more"),
+        (lambda: sl.optim.warmup_constant_schedule(0.0, 1.0, 1, warmup="log"), r"use at least 2"),
         (lambda: sl.optim.linear_schedule(0.0, 1.0, 0), r"transition_steps=0"),
         (lambda: sl.optim.cosine_decay_schedule(1.0, 2.5), r"decay_steps=2.5"),
         (lambda: sl.optim.exponential_decay(1.0, 5, 0.0), r"decay_rate=0.0"),
