@@ -1,4 +1,4 @@
-"""Sums in few bits: every step is the plain simulation's, nothing is lost, and payloads are the formulas'."""
+"""Sums in few bits: every step equals a plain simulation, nothing is lost, and payloads equal the formulas."""
 
 import math
 from itertools import pairwise
@@ -79,7 +79,7 @@ def exchange(mesh, axis, codec, rows, steps, scatter):
 @pytest.mark.parametrize("name", CODECS)
 @settings(max_examples=15)
 @given(data=st.data())
-def test_each_step_is_the_simulations(name, scattered, mean, data):
+def test_each_step_equals_the_simulation(name, scattered, mean, data):
     codec, form = CODECS[name]
     ranks, elements, filled = data.draw(layouts(scattered))
     dtype = data.draw(st.sampled_from([torch.float32, torch.float64])) if isinstance(codec, OneBit) else torch.float32
@@ -124,7 +124,7 @@ def test_nothing_is_lost(name, layout, steps, seed):
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
 @pytest.mark.parametrize(("elements", "leaves"), [(960, 1), (960, 7), (1024, 3)])
-def test_payload_is_the_formulas(ranks, elements, leaves):
+def test_payload_equals_the_formula(ranks, elements, leaves):
     """2(n−1)/n·d/8 + 8(n−1)k bytes a rank, d padded to a multiple of 8n."""
     edges = [elements * place // leaves for place in range(leaves + 1)]
     filled = tuple(pairwise(edges))
@@ -160,7 +160,7 @@ def test_several_buffers_are_one_message():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("name", CODECS)
-def test_what_is_not_finite_reaches_every_rank(name, bad):
+def test_nonfinite_values_reach_every_rank(name, bad):
     codec, _ = CODECS[name]
 
     def run(mesh):

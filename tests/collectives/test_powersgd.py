@@ -1,4 +1,4 @@
-"""Sums as low-rank factors: every step is the plain simulation's, nothing is lost, payloads are the formula's."""
+"""Sums as low-rank factors: every step equals a plain simulation, nothing is lost, payloads equal the formula."""
 
 import math
 from itertools import pairwise
@@ -78,7 +78,7 @@ def squares(q):
     buffers=st.lists(SHAPES, min_size=1, max_size=2),
     seed=st.integers(0, 10**6),
 )
-def test_each_step_is_the_simulations_and_nothing_is_lost(ranks, rank, mean, buffers, seed):
+def test_each_step_equals_the_simulation_and_nothing_is_lost(ranks, rank, mean, buffers, seed):
     def grads(step, place):
         return [[normal(shape, seed, step, place, i) for i, shape in enumerate(shapes)] for shapes in buffers]
 
@@ -108,7 +108,7 @@ def test_each_step_is_the_simulations_and_nothing_is_lost(ranks, rank, mean, buf
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_a_gradient_of_that_rank_comes_out_exact(ranks):
+def test_a_gradient_of_low_rank_is_exact(ranks):
     """Where all ranks have the same, of rank 3 or less; also with a step of zeros before it."""
     shapes = [(12, 15), (10, 4, 5)]
     lower = [normal((12, 3), 1) @ normal((3, 15), 2), (normal((10, 2), 3) @ normal((2, 20), 4)).view(10, 4, 5)]
@@ -152,7 +152,7 @@ def test_a_buffer_is_cut_as_the_formula_says():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_reaches_every_rank(bad):
+def test_nonfinite_values_reach_every_rank(bad):
     shapes = [(8, 12), (7,), (9, 10)]
 
     def run(mesh):

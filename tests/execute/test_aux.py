@@ -1,4 +1,4 @@
-"""What a loss function hands out beside the loss, and an eval step's results: paired by key, and values of their own."""
+"""Values returned beside the loss, and results of eval steps: paired by key across ranks, and free of graphs and handles."""
 
 import gc
 import weakref
@@ -84,7 +84,7 @@ def test_keys_that_differ_between_micro_batches_of_a_pipeline():
 
 
 @STAGES
-def test_the_order_of_keys_is_of_no_account(stage):
+def test_the_order_of_keys_does_not_matter(stage):
     forth = {"a": 1, "b": 2}
     loss_fn = with_means(lambda batch: forth if is_first(batch) else dict(reversed(forth.items())))
     transform = sl.chain(sl.zero(stage), sl.accumulate(2))
@@ -118,7 +118,7 @@ def test_real_ranks_whose_means_differ(pool):
         )
 
 
-def test_what_is_no_mean_may_differ_between_ranks():
+def test_values_other_than_means_may_differ_between_ranks():
     def run(mesh):
         def loss_fn(params, batch):
             return whole(params, batch), {"mean": sl.Mean(1.0, 2), "rows": batch[0][:1] if mesh.rank else None}
@@ -155,7 +155,7 @@ def test_means_of_one_number_in_any_form(mean):
         (sl.Mean(torch.ones((), dtype=torch.complex64), 3), "m total is a complex tensor"),
     ],
 )
-def test_means_of_what_is_not_one_number(mean, match):
+def test_means_of_values_that_are_not_single_numbers(mean, match):
     def run(mesh):
         told = {"m": mean if mesh.rank == 0 else sl.Mean(1, 1)}  # one rank's: all are told
         match_all = f"a sl.Mean is of real numbers, one total and one weight, and {match}"
@@ -170,7 +170,7 @@ def test_means_of_what_is_not_one_number(mean, match):
     sl.simulate(run, mesh={"data": 2})
 
 
-def test_what_the_refusal_of_a_vector_recommends():
+def test_the_remedy_for_a_vector_works():
     def loss_fn(params, batch):
         errors = (first(params["layers"][0], None, batch) > 0).double()
         return whole(params, batch), [sl.Mean(column.sum(), len(column)) for column in errors.unbind(1)]
@@ -213,7 +213,7 @@ TAKEN = {
 
 @STAGES
 @pytest.mark.parametrize("kind", TAKEN)
-def test_parameters_are_told_as_they_were_in_the_loss(stage, kind):
+def test_parameters_in_aux_have_the_values_of_the_loss(stage, kind):
     take = TAKEN[kind]
     wanted = take(BLOCKS[0]["weight"])
 
@@ -236,7 +236,7 @@ def test_parameters_are_told_as_they_were_in_the_loss(stage, kind):
     sl.simulate(run, mesh={"data": 2})
 
 
-def test_parameters_handed_out_by_a_pipeline():
+def test_parameters_returned_by_a_pipeline():
     def ends(p, x, batch):
         return last(p, x, batch), {"w": p["weight"], "row": p["weight"][1]}
 

@@ -1,4 +1,4 @@
-"""Ranks that must be given the same and are not: each kind is named, in the first step and in later ones."""
+"""Inputs that must be the same on several ranks and are not: each kind is named, in the first step and later."""
 
 from dataclasses import replace
 
@@ -98,7 +98,7 @@ def test_other_shapes_are_seen_in_any_step():
     assert "2: rank 0: float32 [2]; rank 1: float32 [3]" in refusals(run, {"model": 2})
 
 
-def test_every_group_is_told_and_groups_do_not_make_up_for_each_other():
+def test_every_group_that_differs_is_named():
     """Ranks 1 and 3 have each other's batch: differences of the two groups are the same but for the sign."""
     other = reordered(BATCH)
 
@@ -115,7 +115,7 @@ def test_every_group_is_told_and_groups_do_not_make_up_for_each_other():
     assert "choose it by mesh.coords['data'] alone" in told
 
 
-def test_stages_of_a_pipeline_with_batches_of_their_own():
+def test_stages_of_a_pipeline_with_different_batches():
     loss_fn, batches = gpt.make_sequential(TINY), token_batches(3)
 
     def run(mesh):
@@ -144,13 +144,13 @@ def test_stages_of_a_pipeline_with_batches_of_their_own():
         ),
     ],
 )
-def test_what_a_batch_is_to_be_chosen_by(shape, transform, told):
+def test_the_message_says_by_what_a_batch_is_chosen(shape, transform, told):
     assert told in refusals(
         lambda mesh: trained(mesh, transform, lambda number: (BATCH[0] + mesh.rank, BATCH[1]), 1), shape
     )
 
 
-def test_ranks_along_two_axes_work_on_one_batch():
+def test_ranks_along_two_axes_share_one_batch():
     config = replace(TINY, vocab=30)  # which two ranks share
     loss_fn, batches = gpt.make_sequential(config), token_batches(2)
 

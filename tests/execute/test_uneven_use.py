@@ -200,7 +200,7 @@ FEW_BITS = {
 @pytest.mark.parametrize(
     ("name", "stage"), [*((name, stage) for name in ("onebit", "int8") for stage in (0, 2, 3)), ("weights", 3)]
 )
-def test_what_travels_in_few_bits_and_what_that_leaves_out(name, stage):
+def test_compressed_exchanges_and_their_residuals(name, stage):
     """A step that is taken again leaves out what it would have: the same numbers as where all ranks use all units."""
     codec, dtype, tolerance = FEW_BITS[name]
     alike = [1 + (EXPERTS + 1) * 2] * 4
@@ -315,7 +315,7 @@ def test_torch_draws_the_same_when_a_step_is_taken_again():
     assert sl.simulate(run, codes, mesh={"data": 2}) == [pytest.approx(by_hand(codes), rel=1e-6)] * 2
 
 
-def test_zeros_that_a_users_code_refuses_stop_nobody():
+def test_zeros_that_a_users_code_refuses_stop_no_rank():
     """What a rank computes once it has strayed is thrown away: its errors too."""
 
     def strict(params, batch):
@@ -354,7 +354,7 @@ def planned(*units):
     return replace(plan, traces=(Trace((*units, *reversed(units[1:])), {}),)).payload()["data"]
 
 
-def test_ranks_that_are_alike_pay_nothing_and_others_what_they_gather():
+def test_equal_ranks_send_nothing_more():
     one, both = planned("first", "experts/0", "last"), planned("first", "experts/0", "experts/1", "last")
     assert one < both
     for told in sl.simulate(sent_in, [[1, 1]] * 3, mesh={"data": 2}):
@@ -380,7 +380,7 @@ def asked_in(mesh, fn, params, batch, transform):
 
 
 @pytest.mark.parametrize("name", [*TRANSFORMS, "gpipe", "zb-h1", "dualpipe-v"])
-def test_ranks_that_are_alike_agree_on_the_first_run_alone(name):
+def test_equal_ranks_agree_in_the_first_run(name):
     """Nor is what a run does taken for leaving the trace: accumulated gradients, recomputed blocks, split backwards."""
     fn, params = (loss_fn, parameters()) if name in TRANSFORMS else blocks(parameters())
     if name in TRANSFORMS:
@@ -391,7 +391,7 @@ def test_ranks_that_are_alike_agree_on_the_first_run_alone(name):
         assert first > 0 and later == [first] * 2
 
 
-def test_ranks_that_are_alike_again_stop_asking():
+def test_ranks_that_are_equal_again_stop_asking():
     codes = [[1, 1], [1, 2], *[[1, 1]] * 20]
     for told in sl.simulate(sent_in, codes, mesh={"data": 2}):
         agreed = [count for _, count in told]

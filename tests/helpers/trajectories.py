@@ -1,4 +1,4 @@
-"""Trajectories of optimizers that compress: what each rank holds after every step, and a small model to take them on."""
+"""Trajectories of optimizers that compress: the state of each rank after every step, on a small model."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What users give to the kernels' functions by mistake is refused by name, with a remedy that works."""
+"""Wrong arguments of kernels' functions are refused by name, with a remedy that works."""
 
 import numpy as np
 import pytest
@@ -57,7 +57,7 @@ FUNCTIONS = {
     ),
     lion.lion_: ({"param": x(), "grad": x(), "mu": x()}, {"factors": lion.factors_at(0.1, 0.9, 0.9, 0.1)}),
     frozen_adam.frozen_step_: ({"param": x(), "mu": x(), "nu": x()}, STEP | {"eps": 1e-8}),
-    frozen_adam.own_momentum_: ({"grad": x(), "mu": x()}, {"b1": 0.9}),
+    frozen_adam.local_momentum_: ({"grad": x(), "mu": x()}, {"b1": 0.9}),
 }  # fmt: skip
 WRONG = {
     "None": (lambda tensor: None, "is None; pass a tensor"),
@@ -97,7 +97,7 @@ def test_a_wrong_tensor_is_named(function, name, wrong):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=[function.__name__ for function in FUNCTIONS])
-def test_what_is_right_is_taken_strided_too(function):
+def test_strided_tensors_are_accepted(function):
     tensors, options = FUNCTIONS[function]
     whole = {name: tensor.clone() for name, tensor in tensors.items()}
     plain = function(**whole, **options)
@@ -124,7 +124,7 @@ def test_remedies_work():
 
 
 @pytest.mark.parametrize("function", [layer_norm, rms_norm])
-def test_what_has_no_rows_is_refused(function):
+def test_tensors_without_rows_are_refused(function):
     with pytest.raises(ValueError, match=r"x has no dimensions; pass \[\.\.\., columns\], such as x.reshape\(1\)"):
         function(torch.tensor(1.0), x(1))
     assert function(torch.tensor(1.0).reshape(1), x(1)).shape == (1,)
@@ -141,7 +141,7 @@ def test_an_output_layer_that_does_not_fit():
         assert function(x(0, 4), x(5, 4), targets[:0], reduction="sum") == 0
 
 
-def test_a_number_where_a_key_is_due():
+def test_a_number_in_place_of_a_key():
     told = r"key is 3, and no key; pass the rng that a loss function is given, or sl.Key\(3\), folded with the step"
     for call in (
         lambda key: sl.dropout(x(), 0.1, key),

@@ -1,4 +1,4 @@
-"""Packing of a layout's blocks into tiles: nothing lost, nothing twice, and as little work as the blocks allow."""
+"""Packing of a layout's blocks into tiles: every block once, and as little work as the blocks allow."""
 
 from itertools import pairwise
 
@@ -76,7 +76,7 @@ def pairs_of(packings, heads):
     group=st.sampled_from((1, 2, 4)),
     least=st.sampled_from((1, 16)),
 )
-def test_every_cell_is_worked_on_once(layout, rows, few, width, parts, causal, group, least):
+def test_every_cell_is_computed_once(layout, rows, few, width, parts, causal, group, least):
     cut = cells(blocks_of(layout), 32, 32 // parts, causal)
     dense = layout.to_dense().repeat_interleave(parts, 1).repeat_interleave(parts, 2)
     if causal:

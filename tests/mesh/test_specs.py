@@ -43,7 +43,7 @@ def test_a_spec_prints_as_it_is_written(spec, text):
     assert pickle.loads(pickle.dumps(spec)) == spec == copy.deepcopy(spec)
 
 
-def test_specs_differ_where_they_say_different_things():
+def test_different_specs_are_unequal():
     specs = [P(), P("data"), P(None, "data"), P.flat("data"), P(("data", "model")), P(("model", "data"))]
     specs.append(P("data", padded=True))
     assert len(set(specs)) == len(specs)

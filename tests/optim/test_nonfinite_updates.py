@@ -1,4 +1,4 @@
-"""NaN and infinity in a gradient come out of every optimizer, as in optax: none of them is taken for a number."""
+"""NaN and infinity in a gradient propagate through every optimizer, as in optax."""
 
 import math
 
@@ -66,7 +66,7 @@ STATELESS = ("sgd", "noise")
 @pytest.mark.parametrize("place", [(0, 0), (5, 7)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("at", [1, 4])
-def test_nan_is_handed_on_and_stays(name, place, at):
+def test_nan_propagates(name, place, at):
     """In update, whose state is the only trace of it, and in apply; ``at``: before and after variances are frozen."""
     params, grads = trees()
     tx, written = OPTIMIZERS[name](), optree.tree_map(torch.clone, params)
@@ -94,7 +94,7 @@ def test_infinity_is_no_step(name):
     assert not torch.isfinite(moves["w"][0, 0])
 
 
-def test_a_block_of_codes_is_spoiled_and_the_others_are_not():
+def test_only_the_block_of_a_nonfinite_gradient_becomes_nan():
     params, grads = trees()
     tx = opt.adamw8bit(0.1)
     _, state = tx.update(spoiled(grads, math.nan, (0, 3)), tx.init(params), params)

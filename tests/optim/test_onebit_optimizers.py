@@ -1,4 +1,4 @@
-"""Optimizers that compress: on every mesh, in place and pure, in plans and checkpoints, and what they send."""
+"""Optimizers that compress: on every mesh, in place and pure, in plans and checkpoints, and their payload."""
 
 import math
 
@@ -179,7 +179,7 @@ def test_update_needs_the_parameters():
 
 
 @COMPRESSING
-def test_by_hand_on_shards_errors_have_no_place(name):
+def test_update_on_shards_needs_a_state_for_residuals(name):
     def run(mesh):
         tx = MAKE[name]()
         sharded = sl.shard(model(), mesh, sl.zero(0))
@@ -378,7 +378,7 @@ def test_a_freeze_step_that_was_lowered_below_a_restored_states_freezes_the_next
 
 
 @pytest.mark.parametrize("name", ["lamb", "onebit_lamb"])
-def test_what_is_kept_for_each_parameter_stays_with_it_on_another_mesh(tmp_path, name):
+def test_states_of_parameters_move_with_them_to_another_mesh(tmp_path, name):
     """Buckets are others there: leaves that are split may be large enough for one of their own."""
 
     def train(mesh, stage, first, last):
@@ -404,7 +404,7 @@ def test_what_is_kept_for_each_parameter_stays_with_it_on_another_mesh(tmp_path,
         assert_close(got, wanted, 1e-10)
 
 
-def test_ranks_that_went_on_their_own_are_not_taken_back_before_the_freeze(tmp_path):
+def test_diverged_ranks_are_not_restored_before_the_freeze(tmp_path):
     def run(mesh):
         stepped(mesh, FREEZE["zero_one_adam"](3), 0, 6, saved=tmp_path)
         with pytest.raises(ValueError, match=r"zero_one_adam\(var_freeze_step=19\): .* frozen, after 6 steps"):
@@ -478,7 +478,7 @@ def test_two_in_one_chain():
         sl.optim.chain(sl.optim.onebit_adam(0.1, 5), sl.optim.onebit_lamb(0.1, 5))
 
 
-def test_what_brings_ranks_together_is_last_in_a_chain():
+def test_the_axis_owner_is_last_in_a_chain():
     clip, own = sl.optim.clip_by_global_norm(1.0), MAKE["zero_one_adam"]()
     sl.optim.chain(clip, sl.optim.chain(clip, own))
     for wrong in ((own, clip), (sl.optim.chain(clip, own), clip)):

@@ -1,4 +1,4 @@
-"""1-bit Adam, 1-bit LAMB, 0/1 Adam and LAMB: every step is the plain simulation's, on every mesh."""
+"""1-bit Adam, 1-bit LAMB, 0/1 Adam and LAMB: every step equals a plain simulation, on every mesh."""
 
 import pytest
 from helpers.trajectories import (

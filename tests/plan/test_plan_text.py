@@ -87,7 +87,7 @@ def test_a_chain_has_no_order(order):
     assert plan == small_plan() and str(plan) == str(small_plan())
 
 
-def test_plans_that_differ_compare_so():
+def test_different_plans_are_unequal():
     plans = [
         small_plan(),
         small_plan(sl.chain(sl.zero(2, axis="local", replicate="node"), *TRANSFORM.transforms[1:])),

@@ -1,10 +1,10 @@
-"""Whatever is drawn: gradients and parameters in few bits train as they must, and send and hold what the plan says."""
+"""Drawn cases of compression: gradients and parameters in few bits train as simulated, and send and hold what is planned."""
 
 import optree
 import pytest
 import torch
 from helpers import training
-from helpers.exact import Travelling
+from helpers.lossless_codec import Travelling
 from helpers.measure import SCALARS, count_payload, stored_bytes
 from helpers.models import mlp, regression_batch, share
 from helpers.trees import assert_close

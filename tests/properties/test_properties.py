@@ -1,12 +1,12 @@
-"""Whatever tree, mesh and chain is drawn: legal chains train like one device, others are refused."""
+"""Drawn trees, meshes and chains: legal chains train like one device, others are refused."""
 
 import optree
 import pytest
 import torch
 from helpers import training
-from helpers.drawn import MESHES, STAGE, chains, models
 from helpers.measure import SCALARS, count_payload, stored_bytes
 from helpers.models import share
+from helpers.strategies import MESHES, STAGE, chains, models
 from helpers.trees import assert_close, assert_same
 from hypothesis import assume, given, note, settings
 from hypothesis import strategies as st
@@ -169,7 +169,7 @@ def is_legal(mesh, transforms):
 
 
 @given(MESHES, st.lists(ANY_TRANSFORM, max_size=4))
-def test_what_does_not_compose_is_refused_and_nothing_else(mesh, transforms):
+def test_exactly_the_illegal_chains_are_refused(mesh, transforms):
     params = {"w": torch.zeros(3, 2), "b": torch.zeros(3)}
 
     def plan():

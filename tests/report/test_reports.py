@@ -1,4 +1,4 @@
-"""The n-gram bars against counting by hand, the plot and the progress line."""
+"""The n-gram losses against counting by hand, the plot and the progress line."""
 
 import io
 import math
@@ -85,7 +85,7 @@ def test_the_rate_at_which_the_loss_falls_fastest():
     assert propose_rate(10**exponents, noisy) == pytest.approx(1e-3, rel=0.6)
     with pytest.raises(ValueError, match="never fell"):
         propose_rate(10**exponents, np.linspace(2, 3, 101))
-    with pytest.raises(ValueError, match="of 9 steps tells nothing"):
+    with pytest.raises(ValueError, match="of 9 steps is too short"):
         propose_rate(10 ** exponents[:9], losses[:9])
 
 

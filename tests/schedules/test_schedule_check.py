@@ -147,7 +147,7 @@ def test_check_says_deadlock_exactly_when_there_is_one(schedule):
             assert cells.index(before) <= cells.index(wanted)
 
 
-def test_the_draws_above_hold_both_kinds():
+def test_drawn_schedules_are_of_both_kinds():
     found = set()
 
     @given(shuffled())
@@ -158,7 +158,7 @@ def test_the_draws_above_hold_both_kinds():
     assert found == {(False, False), (False, True), (True, True)}
 
 
-def test_a_deadlock_is_told_as_a_cycle_and_all_of_them_together():
+def test_deadlocks_are_reported_as_cycles_all_together():
     pair = ("{0}F0 {0}B0 {0}F1 {0}B1", "{1}F0 {1}F1 {1}B0 {1}B1")
     message = refused(from_orders(orders(*(row.format(0, 1) for row in pair), *(row.format(2, 3) for row in pair))))
     for a, b in ((0, 1), (2, 3)):
@@ -192,7 +192,7 @@ def test_what_cannot_run_is_named(rows, message):
     assert told.endswith("in orders in which no ranks wait for each other.")
 
 
-def test_all_that_is_wrong_is_listed():
+def test_all_failures_are_listed():
     rows = orders("0F0 0B0 0F7 2F0 0SEND_F0", "1B0 1F0")
     told = refused(Schedule("bad", 2, 2, 1, (0, 1), tuple(map(tuple, rows))))
     for problem in (
@@ -280,7 +280,7 @@ def test_messages_arrive_in_order_without_tags(schedule):
     assert all(0 <= number < 2 * (schedule.stages - 1) * schedule.microbatches for number in tags)
 
 
-def test_a_receive_stands_by_its_action_unless_another_would_overtake():
+def test_a_receive_is_next_to_its_action_unless_another_would_overtake():
     def early(schedule):
         found = 0
         for order in lower(schedule):
@@ -314,7 +314,7 @@ def torch_actions(rows) -> dict[int, list[_Action]]:
 
 
 @pytest.mark.parametrize("schedule", EVERY, ids=name)
-def test_torch_accepts_what_we_make(schedule):
+def test_torch_accepts_generated_tables(schedule):
     sizes = (schedule.ranks, schedule.stages, schedule.microbatches)
     owners = _validate_schedule(torch_actions(schedule.orders), *sizes)
     assert tuple(owners[stage] for stage in range(schedule.stages)) == schedule.rank_of

@@ -1,4 +1,4 @@
-"""Checksums tell tensors apart that have the same sum, and count nothing but the values."""
+"""Checksums distinguish tensors of the same sum, and depend on nothing but the values."""
 
 import numpy as np
 import pytest

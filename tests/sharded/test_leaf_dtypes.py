@@ -1,4 +1,4 @@
-"""Leaves that are no real floating numbers: trained by the remedy, held when frozen, and never silently left as they are."""
+"""Leaves that are complex or floats of 8 bits: trained by the remedy, held when frozen, and never silently left untrained."""
 
 import optree
 import pytest

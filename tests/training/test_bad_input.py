@@ -1,4 +1,4 @@
-"""Bad input is refused on every rank, with the leaf or argument, the sizes and a remedy; and changes nothing."""
+"""Bad input is refused on every rank, with the leaf or argument, the sizes and a remedy, and changes no state."""
 
 import os
 import re
@@ -65,7 +65,7 @@ def test_a_world_that_does_not_fit_the_mesh_in_real_processes(pool):
 
 
 @pytest.mark.parametrize("size", [0, -2, 1.5, "2"])
-def test_a_size_that_is_none(size):
+def test_an_invalid_size(size):
     with pytest.raises(MeshError, match="axis sizes must be positive integers: data="):
         sl.abstract_mesh(data=size)
 
@@ -145,7 +145,7 @@ PIPE, SLICES = sl.pipeline("1f1b", microbatches=2), sl.tensor_slicing({"*w": "co
         ),
     ],
 )
-def test_what_helps_against_an_unknown_axis(mesh, transforms, told, mended):
+def test_the_remedies_for_an_unknown_axis_work(mesh, transforms, told, mended):
     with pytest.raises(sl.errors.IllegalComposition, match=told) as raised:
         sl.make_plan(BLOCKS, sl.abstract_mesh(**mesh), sl.chain(*transforms))
     sl.make_plan(BLOCKS, sl.abstract_mesh(**mesh), sl.chain(*mended))
@@ -171,7 +171,7 @@ def test_all_unknown_axes_are_named_and_each_gets_one_of_its_own():
         lambda **axis: sl.optim.zero_one_adam(1e-3, var_freeze_step=2, **axis),
     ],
 )
-def test_what_helps_an_optimizer_to_an_axis(make):
+def test_the_remedy_for_an_optimizers_axis_works(make):
     with pytest.raises(sl.errors.IllegalComposition, match=r"which the mesh .dp. does not have; name 'dp' with axis="):
         sl.make_plan(BLOCKS, sl.abstract_mesh(dp=2), sl.zero(0, axis="dp"), optimizer=make())
     sl.make_plan(BLOCKS, sl.abstract_mesh(dp=2), sl.zero(0, axis="dp"), optimizer=make(axis="dp"))
@@ -201,7 +201,7 @@ def test_a_repeated_axis():
 
 
 @pytest.mark.parametrize("stage", [-1, 4, 1.5, "3", None, True])
-def test_a_stage_that_is_none(stage):
+def test_an_invalid_stage(stage):
     with pytest.raises(sl.errors.IllegalComposition, match=r"ZeRO stage .* is not one of 0, 1, 2, 3"):
         sl.zero(stage)
 
@@ -360,7 +360,7 @@ def test_a_loss_that_cannot_be_differentiated(stage, kind, parts):
 
 
 @STAGES
-def test_what_the_refusals_of_losses_recommend(stage):
+def test_the_remedies_for_losses_work(stage):
     def squares(params, batch):
         first, last = params["layers"]
         x = torch.tanh(torch.nn.functional.linear(batch[0], first["weight"], first["bias"]))
@@ -422,7 +422,7 @@ def test_skipping_what_is_not_finite(stage):
     assert sl.simulate(run, mesh={"data": 2}) == [True, True]
 
 
-def test_a_policy_that_is_none():
+def test_an_invalid_policy():
     with pytest.raises(ValueError, match="nonfinite='ignore': use 'raise' or 'skip'"):
         sl.make_train_step(LOSS, PARAMS, sl.optim.sgd(0.1), nonfinite="ignore")
 

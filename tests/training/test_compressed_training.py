@@ -141,7 +141,7 @@ def test_a_bad_gradient_is_refused_by_name_and_changes_nothing(stage):
     assert all(sl.simulate(run, mesh={"data": 2}))
 
 
-def test_old_states_keep_their_errors_without_donation():
+def test_old_states_keep_their_residuals_without_donation():
     def run(mesh):
         state, step = trained(mesh, sl.chain(sl.zero(0), sl.onebit()), donate=False)
         kept = {name: error.clone() for name, error in state.comm.items()}
@@ -154,7 +154,7 @@ def test_old_states_keep_their_errors_without_donation():
     assert all(sl.simulate(run, mesh={"data": 2}))
 
 
-def test_a_changed_loss_scale_changes_the_errors_with_it():
+def test_residuals_follow_a_changed_loss_scale():
     def run(mesh):
         transform = sl.chain(sl.zero(2), sl.precision("fp16"), sl.onebit())
         state, step = trained(mesh, transform)
@@ -275,7 +275,7 @@ def test_quantised_weights_are_what_every_rank_computes_with():
 
 @pytest.mark.parametrize("transform", [sl.onebit(), sl.onebit(scales=16), sl.quantize(gradients="int4", block=16)])
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_checkpoint_keeps_the_errors(tmp_path, stage, transform):
+def test_a_checkpoint_keeps_residuals(tmp_path, stage, transform):
     chained = sl.chain(sl.zero(stage), transform)
 
     def straight(mesh):
@@ -300,7 +300,7 @@ def test_a_checkpoint_keeps_the_errors(tmp_path, stage, transform):
 
 @pytest.mark.parametrize("stages", [(0, 0), (0, 3), (3, 0), (2, 3)])
 @pytest.mark.parametrize("ranks", [(3, 2), (2, 4), (4, 1)])
-def test_on_other_ranks_the_total_correction_is_kept(tmp_path, stages, ranks):
+def test_the_total_residual_is_kept_on_another_number_of_ranks(tmp_path, stages, ranks):
     """With gradients of zero, 1 bit hands on what was left: the ranks' errors add up to the same."""
 
     def total(mesh, state):
@@ -368,7 +368,7 @@ def test_values_out_of_range_are_refused():
         )
 
 
-def test_without_a_state_errors_have_no_place():
+def test_without_a_state_residuals_are_refused():
     def run(mesh):
         batch = batch_of(mesh.rank, 0, torch.float32)
         with pytest.raises(sl.errors.IllegalComposition, match=r"use sl\.make_train_step, or feedback=False"):
@@ -379,7 +379,7 @@ def test_without_a_state_errors_have_no_place():
     assert len(set(sl.simulate(run, mesh={"data": 2}))) == 1
 
 
-def test_the_plan_tells_what_is_compressed():
+def test_the_plan_prints_what_is_compressed():
     plan = sl.make_plan(params(torch.float32), sl.abstract_mesh(data=2), sl.chain(sl.zero(1), sl.onebit()))
     assert "gradients travel over axis 'data' in 1 bit, a scale per leaf" in str(plan)
     assert "residuals 512 B" in str(plan)
@@ -420,7 +420,7 @@ def zero_one(mesh, steps, axis="data"):
 
 
 @pytest.mark.parametrize(("shape", "axis"), [({"data": 3}, "data"), ({"node": 2, "local": 2}, "node")])
-def test_a_checkpoint_keeps_what_is_a_ranks_own(tmp_path, shape, axis):
+def test_a_checkpoint_keeps_rank_local_state(tmp_path, shape, axis):
     def straight(mesh):
         state, step = zero_one(mesh, 10, axis)
         checkpoint.save(tmp_path, state)
@@ -444,7 +444,7 @@ def test_a_checkpoint_keeps_what_is_a_ranks_own(tmp_path, shape, axis):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_on_other_ranks_all_go_on_from_the_mean(tmp_path, ranks):
+def test_on_another_number_of_ranks_all_resume_from_the_mean(tmp_path, ranks):
     def save(mesh):
         state, _ = zero_one(mesh, 10)
         checkpoint.save(tmp_path, state)
@@ -474,7 +474,7 @@ SPECS = {
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_specs_tell_which_ranks_errors_differ(name):
+def test_specs_say_over_which_axes_residuals_differ(name):
     transform, own = SPECS[name]
 
     def run(mesh):

@@ -97,7 +97,7 @@ def test_over_batches_through_a_pipeline():
 
 
 @STAGES
-def test_means_beside_the_loss_add_up_over_micro_batches(stage):
+def test_means_in_aux_add_up_over_micro_batches(stage):
     batch = regression_batch(8, 6, 4)
 
     def loss_fn(params, part):
@@ -124,7 +124,7 @@ def test_means_beside_the_loss_add_up_over_micro_batches(stage):
         (lambda p, b: {}, 2, r"nothing"),
     ],
 )
-def test_what_does_not_add_up_is_refused(fn, batches, message):
+def test_values_that_do_not_add_up_are_refused(fn, batches, message):
     with pytest.raises(LossError, match=message):
         sl.make_eval_step(fn, PARAMS).over(PARAMS, [regression_batch(8, 6, 4)] * batches)
 

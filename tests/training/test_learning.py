@@ -30,7 +30,7 @@ def test_a_short_run_ends_within_a_percent(method):
     assert loss(SHORT, method.name, 0) <= WITHIN * loss(SHORT, method.against, 0)
 
 
-def test_a_percent_tells_them_apart():
+def test_a_percent_separates_methods_from_ablations():
     assert loss(SHORT, "onebit(), stage 0", 0) > WITHIN * loss(SHORT, "Adam", 0)
 
 

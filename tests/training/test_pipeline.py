@@ -101,7 +101,7 @@ def test_a_users_table_with_both_kinds_of_backward():
         check({"data": 2, "pipe": 2}, sl.zero(stage), sl.pipeline(CSV, 4))
 
 
-def test_one_rank_alone_and_a_users_lists():
+def test_a_single_rank_and_a_users_lists():
     check({"data": 1, "pipe": 1}, sl.zero(3), sl.pipeline("interleaved-1f1b", 4, chunks=3))
     check({"data": 1, "pipe": 3}, sl.zero(1), sl.pipeline(schedules.gpipe(3, 2).orders, 2))
 

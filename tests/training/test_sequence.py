@@ -1,4 +1,4 @@
-"""Models whose sequences are cut over a mesh axis train like one device, whatever the kind; and say so when they cannot."""
+"""Models whose sequences are cut over a mesh axis train like one device, with every kind, or are refused."""
 
 import functools
 import math
@@ -205,7 +205,7 @@ def test_evaluation(kind):
 
 
 @pytest.mark.parametrize("kind", ["megatron", "ring"])
-def test_a_checkpoint_goes_on_without_the_axis(kind, tmp_path):
+def test_a_checkpoint_resumes_without_the_axis(kind, tmp_path):
     loss_fn, params = tiny_gpt(torch.float64, **SIZES)
     batches = token_batches(6, ROWS, CONFIG)
 
@@ -300,7 +300,7 @@ def test_causal_rings_share_the_work_evenly():
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("kind", ["ulysses", "ring", "megatron", "megatron, vocabulary"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_the_loss_of_uneven_parts(kind, reduction, smoothing):
+def test_the_loss_of_uneven_sequence_parts(kind, reduction, smoothing):
     """Ignored targets lie in one rank's part; the loss is still the mean of all that count."""
     kind, _, vocabulary = kind.partition(", ")
     generator = torch.Generator().manual_seed(0)
@@ -568,13 +568,13 @@ def test_chains_that_make_no_sense(transform, mesh, message):
 
 
 @pytest.mark.parametrize("kind", ["striped", Ring("seq"), None, str])
-def test_a_kind_that_is_not_known(kind):
+def test_an_unknown_kind(kind):
     told = re.escape(f"kind={kind!r}) is not one of 'megatron', 'ulysses', 'ring', and makes no")
     with pytest.raises(IllegalComposition, match=told):
         sl.sequence("seq", kind)
 
 
-def test_the_plan_says_so():
+def test_the_plan_prints_the_kind():
     plan = plan_of(cut("ring"), seq=2)
     assert "sequence(axis='seq', kind='ring'): sequence=ring over axis 'seq'" in str(plan)
     assert plan != plan_of(cut("ulysses"), seq=2) and plan == plan_of(cut("ring"), seq=2)
@@ -732,7 +732,7 @@ def test_keys_of_another_length():
             sl.simulate(run, *lengths, mesh={"seq": 2})
 
 
-def test_sampling_tells_to_pad():
+def test_sampling_recommends_padding():
     _, params = tiny_gpt(**SIZES)
 
     def run(mesh):

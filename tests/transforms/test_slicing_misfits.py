@@ -125,7 +125,7 @@ def test_a_rule_that_never_holds():
     trains(mlp(), {"*/up": "column", "layers/0/down": "row", "*/down": "row", "*/up/*": "column"})  # none is lost
 
 
-def test_a_glob_that_matches_what_cannot_take_the_style():
+def test_a_glob_that_matches_leaves_that_cannot_take_the_style():
     params = mlp() | {"scale": torch.tensor(2.0), "ids": torch.arange(4), "kernel": torch.ones(2, 4, 4)}
     rules = {"*/down": "row", "kernel": "vocab", "*": "column"}
     told = refused(params, rules)
@@ -165,7 +165,7 @@ def refused_again(params, rules):
 @pytest.mark.parametrize(
     ("style", "put"), [("colum", "column"), ("row_wise", "rowwise"), (None, None), (3, None), ([], None)]
 )
-def test_styles_that_are_none(style, put):
+def test_invalid_styles(style, put):
     with pytest.raises(IllegalComposition) as error:
         sl.tensor_slicing({"*/up": style, "*/down": "row"})
     told = str(error.value)
@@ -174,7 +174,7 @@ def test_styles_that_are_none(style, put):
         sl.tensor_slicing({"*/up": put, "*/down": "row"})
 
 
-def test_a_norm_that_a_glob_matches_is_told_at_its_use():
+def test_a_norm_that_a_glob_matches_is_refused_at_its_use():
     """No plan can tell its weight from a bias."""
     params = mlp() | {"norm": {"weight": torch.ones(4), "bias": torch.zeros(4)}}
     rules = {"*/down": "row", "*": "column"}

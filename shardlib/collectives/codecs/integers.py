@@ -185,7 +185,7 @@ class _LeafBits(PaddedWire):
 
     def _own_segments(self) -> Segments:
         first = self.rows.place * self.row
-        part = self._segments.part(first, first + self.row)
+        part = self._segments.between(first, first + self.row)
         if not self.rows.scattered:
             return part
         first = self.rows.place * 2 * self._leaves  # the other rows' segments are empty here

@@ -1,10 +1,10 @@
-"""The Triton kernels of a transformer layer's pieces, and how they are launched."""
+"""Cases for compiling the Triton kernels of a transformer layer for sm_90."""
 
 import importlib
 from collections.abc import Iterator
 from typing import Any
 
-from helpers.compiling import Case
+from helpers.gpu_compile import Case
 
 _DRAWN = {"scale": "fp32", "threshold": "i32", "seed_low": "i64", "seed_high": "i64", "start": "i64"}
 _ROWS = {"rows": "i64", "columns": "i32"}

@@ -1,4 +1,4 @@
-"""Rules for transformers' models: which train sliced as on one device, and what those that do not are told."""
+"""Slicing rules for transformers' models: supported models train as on one device, others are refused with a reason."""
 
 import functools
 import re
@@ -88,7 +88,7 @@ def test_trains_sliced_by_its_rules(kind):
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "olmoe", "phimoe", "deepseek_v2", "minicpm3"])
-def test_styles_that_are_not_there_are_refused_by_name(kind):
+def test_unknown_styles_are_refused_by_name(kind):
     config = CONFIG_MAPPING[kind]()
     rules = config.base_model_tp_plan
     with pytest.raises(IllegalComposition, match=r"packed_colwise|mla_kv_a_proj") as error:

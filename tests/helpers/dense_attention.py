@@ -1,4 +1,4 @@
-"""Sparse attention by its definition, with whole matrices of scores, and how far from that a kernel's results may lie."""
+"""Sparse attention by its definition, with whole matrices of scores in float64, and error bounds for kernels."""
 
 import math
 

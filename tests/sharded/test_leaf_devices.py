@@ -83,7 +83,7 @@ def test_tied_leaves_stay_tied():
     assert sl.simulate(run, mesh={"data": 2}) == [((0, 0, 1), 8)] * 2
 
 
-def test_values_must_be_somewhere():
+def test_leaves_on_the_meta_device_are_refused():
     far = {"near": torch.ones(2), "far": torch.ones(3, 2, device="meta")}
     told = r"1 parameters are on the meta device and have no values for cpu:\n.*far: shape \(3, 2\)\nPass sl.shard the func"
     for given in (far, lambda: {"near": torch.ones(2), "far": torch.ones(3, 2, device="meta")}):
