@@ -16,10 +16,10 @@ def check(schedule: Schedule) -> None:
     """Refuse a schedule that cannot run.
 
     Every stage needs, for every micro-batch, one ``F`` and then one ``B``, or one ``I`` and then one ``W``, on the
-    rank that owns the stage. The orders are run as processes whose sends never wait and whose receives do.
+    rank that owns the stage. Deadlocks are found by running the orders as processes that wait at receives only.
 
     Raises:
-        ScheduleError: lists every missing, foreign, repeated or misplaced action, and every cycle of ranks that
+        ScheduleError: lists every missing, unknown, repeated or misplaced action, and every cycle of ranks that
             wait for each other ("deadlock: rank 0 waits at 0B1 for 1B1, ...").
 
     >>> sl.schedules.check(sl.schedules.one_f_one_b(2, 4))
@@ -38,8 +38,8 @@ def check(schedule: Schedule) -> None:
 
 
 def _misplaced(schedule: Schedule, positions: Positions) -> Iterator[str]:
-    for action, found in positions.items():
-        rank = found[0][0]
+    for action, runs in positions.items():
+        rank = runs[0][0]
         if action.kind not in COMPUTE:
             yield f"rank {rank}: {action} is a message; orders hold compute actions, and lower() adds the messages"
         elif not (0 <= action.stage < schedule.stages and 0 <= action.microbatch < schedule.microbatches):
@@ -49,13 +49,13 @@ def _misplaced(schedule: Schedule, positions: Positions) -> Iterator[str]:
             )
         else:
             owner = schedule.rank_of[action.stage]
-            strangers = sorted({rank for rank, _ in found} - {owner})
+            strangers = sorted({rank for rank, _ in runs} - {owner})
             if strangers:
                 ranks = ", ".join(map(str, strangers))
                 yield f"rank {ranks} runs {action}, but stage {action.stage} is on rank {owner}"
-        if len(found) > 1:
-            spots = ", ".join(f"rank {rank} position {position}" for rank, position in found)
-            yield f"{action} is run {len(found)} times: {spots}"
+        if len(runs) > 1:
+            listed = ", ".join(f"rank {rank} position {position}" for rank, position in runs)
+            yield f"{action} is run {len(runs)} times: {listed}"
 
 
 def _incomplete(schedule: Schedule, positions: Positions) -> Iterator[str]:
@@ -101,7 +101,7 @@ def _deadlocks(schedule: Schedule) -> Iterator[str]:
         other, wanted = maker
         return f"rank {rank} waits at {action} for {wanted}, which rank {other} runs after {waits_for(other)[0]}"
 
-    # Every stuck rank waits for at most one other, so following them from each rank in turn finds every cycle.
+    # A stuck rank waits for at most one other rank. So a walk from each rank to the one it waits for finds every cycle.
     seen: set[int] = set()
     for start in stuck:
         path: list[int] = []
