@@ -27,7 +27,7 @@ class Verdict(NamedTuple):
     relative: float
     spreads: float
 
-    def told(self, ablation: bool) -> str:
+    def remark(self, ablation: bool) -> str:
         if not ablation:
             return "within 1 %" if self.relative <= WITHIN else "missed"
         return {True: "worse", False: ""}[self.spreads >= _SPREADS]
@@ -85,7 +85,7 @@ def text(task: Task, losses: Losses) -> str:
             cells += [""] * 4
         else:
             found = verdict(losses, method)
-            cells += [method.against, f"{found.relative:.4f}", f"{found.spreads:+.1f}", found.told(method.ablation)]
+            cells += [method.against, f"{found.relative:.4f}", f"{found.spreads:+.1f}", found.remark(method.ablation)]
         rows.append(cells)
     lines = tables.grid(["", "loss", "seed spread", "against", "ratio", "spreads", ""], rows)
     return tables.section("Final losses", about, lines)

@@ -144,7 +144,7 @@ def table(trials: Sequence[Trial]) -> str:
         f"the bytes of Python's standard library, as in `benchmarks.learning`: {TASK.steps} steps of {TASK.batch} rows on "
         f"{RANKS} simulated ranks, variances frozen after {TASK.freeze}, {len(SEEDS)} seeds. Every method is trained at peak "
         "rates that differ by factors of 2, and by √2 on both sides of its best one. A method's best rate is that of the "
-        "lowest mean loss on one half of the validation text; all losses told are of the other half. Ratios are of means "
+        "lowest mean loss on one half of the validation text; all losses shown are of the other half. Ratios are of means "
         "over the seeds."
     )
     rows = []

@@ -38,7 +38,7 @@ def test_an_ablation_is_worse_by_three_of_the_larger_spread():
     ablation = EVERY["1-bit Adam, no error feedback"]
 
     def told(*mine):
-        return verdict({ablation.against: [1.0, 1.2], ablation.name: list(mine)}, ablation).told(ablation=True)
+        return verdict({ablation.against: [1.0, 1.2], ablation.name: list(mine)}, ablation).remark(ablation=True)
 
     # The reference's mean is 1.1, its spread 0.1·√2: three of them above is 1.524.
     assert told(1.51, 1.53) == ""
