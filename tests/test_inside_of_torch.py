@@ -84,4 +84,4 @@ def test_private_names_of_torch_are_found(source):
 
 def test_only_one_file_uses_private_names_of_torch():
     found = {str(path.relative_to(ROOT)): list(inside_of_torch(path.read_text())) for path in SOURCES}
-    assert not {path: places for path, places in found.items() if places}
+    assert not {path: positions for path, positions in found.items() if positions}

@@ -82,8 +82,8 @@ def test_halves_of_the_validation_text_do_not_overlap(monkeypatch):
 
 
 def test_the_committed_table_is_made_from_the_committed_trials():
-    def told(text):
+    def recorded(text):
         return [line for line in text.splitlines() if line.startswith(("|", "Final"))]  # all but where it comes from
 
     assert not missing(read())
-    assert told((FOLDER / "learning_rates.md").read_text()) == told(table(read()))
+    assert recorded((FOLDER / "learning_rates.md").read_text()) == recorded(table(read()))

@@ -168,7 +168,7 @@ def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
 
 
 def test_parameters_in_a_bare_list(tmp_path):
-    """Their buckets are named by a number, as are the places of a chain's states."""
+    """Buckets are named by a number, as are the states of a chain."""
 
     def run(mesh):
         params = [torch.full((1 << 17,), 0.5), torch.ones(3)]  # the first is a bucket of its own, "0"
@@ -191,7 +191,7 @@ def test_parameters_in_a_bare_list(tmp_path):
 
 
 def test_files_of_an_interrupted_save_are_ignored(tmp_path):
-    """Of more ranks than save now: their pieces would be read as if they belonged to this state."""
+    """Files of more ranks than save now: their fragments would be read as if they belonged to this state."""
     partial = tmp_path / "step-00000000.partial"
     partial.mkdir()
     for stale in ("rank-00001.pt", "rank-00003.pt", "curves.pt"):

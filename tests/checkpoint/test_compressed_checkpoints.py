@@ -67,8 +67,8 @@ def saved_and_restored(folder, model, before, after):
     return summed(sl.simulate(save, *how, mesh=first)), summed(sl.simulate(load, *other, mesh=second))
 
 
-def assert_kept(told):
-    wanted, got = told
+def assert_kept(recorded):
+    wanted, got = recorded
     assert wanted and wanted.keys() == got.keys()
     for key, whole in wanted.items():
         assert whole.any()
@@ -135,7 +135,7 @@ def test_residuals_are_the_same_with_and_without_a_loss_scale(tmp_path, before, 
         transform = sl.chain(sl.zero(0), sl.onebit(), sl.precision(precision))
         return sl.make_train_step(fit, sl.shard(params, mesh, transform), adam())
 
-    def told(state):
+    def recorded(state):
         scale = state.scale.value if state.scale else 1
         return scale, {path: error / scale for (_, path), error in corrections(state).items()}
 
@@ -144,10 +144,10 @@ def test_residuals_are_the_same_with_and_without_a_loss_scale(tmp_path, before, 
         for _ in range(3):
             state, _ = step(state, share(batch, mesh.rank, 2))
         checkpoint.save(tmp_path, state)
-        return told(state)
+        return recorded(state)
 
     def load(mesh):
-        return told(checkpoint.restore(checkpoint.latest(tmp_path), fresh(mesh, after)[0]))
+        return recorded(checkpoint.restore(checkpoint.latest(tmp_path), fresh(mesh, after)[0]))
 
     for (_, wanted), (scale, got) in zip(*(sl.simulate(run, mesh={"data": 2}) for run in (save, load))):
         assert scale == (2.0**16 if after == "fp16" else 1)

@@ -33,12 +33,12 @@ def layouts(draw, scattered):
     """Ranks, elements and leaves of a buffer: some leaves empty, some padded, of odd sizes; at times no elements."""
     ranks = draw(st.integers(1, 8))
     sizes = draw(st.lists(st.tuples(st.integers(0, 21), st.integers(0, 3)), min_size=1, max_size=4))
-    filled, place = [], 0
+    filled, position = [], 0
     for _ in range(ranks if scattered else 1):
         for size, padding in sizes:
-            filled.append((place, place + size))
-            place += size + padding
-    return ranks, place, tuple(filled)
+            filled.append((position, position + size))
+            position += size + padding
+    return ranks, position, tuple(filled)
 
 
 def buffers(ranks, elements, filled, seed, dtype):
@@ -63,7 +63,7 @@ def exchange(mesh, axis, codec, rows, steps, scatter):
         "sent": torch.zeros(rows.ways * bound.row, dtype=rows.dtype),
         "row": torch.zeros(bound.row, dtype=rows.dtype),
     }
-    told = []
+    recorded = []
     for x in steps:
         before, after = {name: error.clone() for name, error in residuals.items()}, Residuals(residuals)
         item = Item(bound, bound.pad(x.clone()).clone(), ("sent",) if scatter else ("sent", "row"))
@@ -72,8 +72,8 @@ def exchange(mesh, axis, codec, rows, steps, scatter):
             "an exchange changes no old residual"
         )
         residuals = after.after
-        told.append((result, residuals["sent"], residuals["row"]))
-    return told
+        recorded.append((result, residuals["sent"], residuals["row"]))
+    return recorded
 
 
 @pytest.mark.parametrize("mean", [False, True])
@@ -118,8 +118,8 @@ def test_nothing_is_lost(name, layout, steps, seed):
 
     got = sl.simulate(run, mesh={"data": ranks})
     results = sum(result.double() for result, _, _ in got[0])
-    left = sum(told[-1][1][:elements].double() for told in got)
-    left += torch.cat([told[-1][2] for told in got])[:elements]
+    left = sum(recorded[-1][1][:elements].double() for recorded in got)
+    left += torch.cat([recorded[-1][2] for recorded in got])[:elements]
     true = sum(x.double() for step in xs for x in step)
     torch.testing.assert_close(results + left, true, rtol=0, atol=1e-5 * ranks * steps)
 
@@ -128,7 +128,7 @@ def test_nothing_is_lost(name, layout, steps, seed):
 @pytest.mark.parametrize(("elements", "leaves"), [(960, 1), (960, 7), (1024, 3)])
 def test_payload_equals_the_formula(ranks, elements, leaves):
     """2(n−1)/n·d/8 + 8(n−1)k bytes a rank, d padded to a multiple of 8n."""
-    edges = [elements * place // leaves for place in range(leaves + 1)]
+    edges = [elements * position // leaves for position in range(leaves + 1)]
     filled = tuple(pairwise(edges))
     padded = math.ceil(elements / (8 * ranks)) * 8 * ranks
 

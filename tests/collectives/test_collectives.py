@@ -110,8 +110,8 @@ def test_values_and_two_derivatives(how, name):
 @pytest.mark.parametrize("how", [by_autograd, by_func_grad])
 def test_values_and_two_derivatives_on_real_processes(pool, how):
     results = pool.run(lambda mesh: [how(mesh, name) for name in CASES], mesh={"data": N})
-    for place, name in enumerate(CASES):
-        for ours, theirs in zip(zip(*[result[place] for result in results]), oracle(name)):
+    for position, name in enumerate(CASES):
+        for ours, theirs in zip(zip(*[result[position] for result in results]), oracle(name)):
             for a, b in zip(ours, theirs):
                 torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
@@ -198,13 +198,13 @@ def test_traffic_is_counted_exactly(name, forward, backward):
         sent = count_payload(mesh)
         x = inputs()[mesh.rank].requires_grad_()
         loss = rank_loss(CASES[name](x), mesh.rank)
-        told = [(sent()["data"], dict(mesh.traffic.payload))]
+        recorded = [(sent()["data"], dict(mesh.traffic.payload))]
         mesh.traffic.reset()
         loss.backward()
-        return [*told, (sent()["data"], dict(mesh.traffic.payload))]
+        return [*recorded, (sent()["data"], dict(mesh.traffic.payload))]
 
-    for told in sl.simulate(run, mesh={"data": N}):
-        assert told == [(forward, {"data": forward}), (backward, {"data": backward})]
+    for recorded in sl.simulate(run, mesh={"data": N}):
+        assert recorded == [(forward, {"data": forward}), (backward, {"data": backward})]
 
 
 def test_traffic_of_point_to_point_is_counted_where_it_leaves():

@@ -124,7 +124,11 @@ def test_plan_and_train_in_stages(text, tmp_path, capsys):
 def test_a_schedule_by_torchs_name_or_from_a_file(tmp_path, capsys):
     table = tmp_path / "own.csv"
     table.write_text(sl.schedules.write_table(sl.schedules.one_f_one_b(2, 4)))
-    for given, told in (("DualPipeV", "dualpipe-v: 2 ranks"), ("looped_bfs", "looped-bfs: 2"), (table, "own: 2 ranks")):
+    for given, message in (
+        ("DualPipeV", "dualpipe-v: 2 ranks"),
+        ("looped_bfs", "looped-bfs: 2"),
+        (table, "own: 2 ranks"),
+    ):
         assert (
             cli.main(
                 [
@@ -142,7 +146,7 @@ def test_a_schedule_by_torchs_name_or_from_a_file(tmp_path, capsys):
             )
             == 0
         )
-        assert told in capsys.readouterr().out
+        assert message in capsys.readouterr().out
     with pytest.raises(SystemExit):
         cli.main(["plan", "--mesh", "pipe=2", "--schedule", "2f2b", *SIZES[:8]])
     assert f"'2f2b' is neither one of {', '.join(sl.schedules.NAMES)} nor a file" in capsys.readouterr().err

@@ -127,8 +127,8 @@ def test_numpys_numbers_multiply_tensors_from_either_side():
     def loss_fn(params, batch):
         return FIT(params, batch["xy"]) * batch["by"] + batch["by"] * params["layers"][0]["bias"].sum()
 
-    told = stepped(loss_fn, {"xy": BATCH, "by": np.float64(0.5)}, FOUR)
-    assert told == pytest.approx(stepped(loss_fn, {"xy": BATCH, "by": 0.5}), rel=1e-12)
+    recorded = stepped(loss_fn, {"xy": BATCH, "by": np.float64(0.5)}, FOUR)
+    assert recorded == pytest.approx(stepped(loss_fn, {"xy": BATCH, "by": 0.5}), rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -540,8 +540,8 @@ def test_without_donation_old_states_stay_valid(stage):
 
 
 @STAGES
-@pytest.mark.parametrize("place", ["before", "forward", "backward"])
-def test_an_interrupted_step_leaves_the_state_usable(stage, place):
+@pytest.mark.parametrize("position", ["before", "forward", "backward"])
+def test_an_interrupted_step_leaves_the_state_usable(stage, position):
     class Fail(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -553,10 +553,10 @@ def test_an_interrupted_step_leaves_the_state_usable(stage, place):
 
     def loss_fn(params, batch):
         x = batch[0]
-        if failing and place == "before":
+        if failing and position == "before":
             raise KeyboardInterrupt
         x = torch.tanh(layer(params["layers"][0], x))
-        if failing and place == "forward":
+        if failing and position == "forward":
             raise KeyboardInterrupt
         x = Fail.apply(x) if failing else x
         return (layer(params["layers"][1], x) - batch[1]).square().mean()

@@ -210,8 +210,8 @@ def count(schedule, *transforms):
             step(state, mine)
         return products.found, sent()["data"]
 
-    told = sl.simulate(run, mesh={"data": 2, "pipe": 2})
-    return sum((found for found, _ in told), Counter()), [sent for _, sent in told]
+    recorded = sl.simulate(run, mesh={"data": 2, "pipe": 2})
+    return sum((found for found, _ in recorded), Counter()), [sent for _, sent in recorded]
 
 
 @pytest.mark.parametrize("extra", [[], [sl.remat()], [sl.remat("dots")]], ids=["keep", "full", "dots"])
@@ -233,20 +233,20 @@ def test_both_halves_together_multiply_and_gather_as_often_as_one_backward(sched
 def test_the_second_half_is_one_product_for_each_weight(stage, extra, monkeypatch):
     loss_fn, params = blocks()
     second = Executor.weights_gradient
-    told = Counter()
+    recorded = Counter()
 
     def counted(self, *args):
         touched = len(self.touches)
         with CountProducts() as products:
             second(self, *args)
         assert len(self.touches) == touched, "gathered again"
-        told.update(str((self.mesh.rank, op)) for (op, _), n in products.found.items() for _ in range(n))
+        recorded.update(str((self.mesh.rank, op)) for (op, _), n in products.found.items() for _ in range(n))
 
     monkeypatch.setattr(Executor, "weights_gradient", counted)
     transform = sl.chain(sl.zero(stage), sl.pipeline("zb-h1", 2, partition="count"), *extra)
     training.simulate({"pipe": 4, "data": 1}, loss_fn, params, token_batches(1), transform, training.optimizer())
     # Two blocks a stage, of four weights each; the head has one. The first stage has no inputs, and so no halves.
-    assert told == {"(1, 'mm')": 2 * 8, "(2, 'mm')": 2 * 8, "(3, 'mm')": 2 * 5}
+    assert recorded == {"(1, 'mm')": 2 * 8, "(2, 'mm')": 2 * 8, "(3, 'mm')": 2 * 5}
 
 
 def test_only_factors_are_kept_between_the_halves():

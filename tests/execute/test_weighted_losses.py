@@ -208,8 +208,8 @@ def test_evaluation_without_weight():
 
     def run(mesh):
         params = sl.shard(PARAMS, mesh, stage=2)
-        told = sl.make_eval_step(scores, params)(params, NOTHING)
-        assert told["loss"].isnan() and told["rows"] == pytest.approx(X.mean().item() * 6, rel=1e-5)
+        result = sl.make_eval_step(scores, params)(params, NOTHING)
+        assert result["loss"].isnan() and result["rows"] == pytest.approx(X.mean().item() * 6, rel=1e-5)
         alone = sl.make_eval_step(masked, params)
         mine = [NOTHING, ALL if mesh.rank else NOTHING]
         assert alone.over(params, mine) == pytest.approx(oracle(PARAMS, ALL).item(), rel=1e-5)
@@ -343,7 +343,7 @@ def test_a_quotient_beyond_its_dtype():
 
 @STAGES
 def test_a_mean_over_nothing_times_its_number(stage):
-    """What torch's own mean makes of rows that are all masked, on one rank, in one micro-batch; and the sum it is told."""
+    """The mean of torch over rows that are all masked, on one rank or in one micro-batch, and the remedy, a sum."""
 
     def of_reduction(reduction):
         def loss_fn(params, batch):

@@ -38,8 +38,8 @@ def _case(
     warps = given.pop("num_warps", 4)
     kinds = {argument: f"*{dtype}" if kind == "x" else kind for argument, kind in types.items()}
     given |= {argument: None for argument in kernel.arg_names if argument not in kinds and argument not in given}
-    told = ", ".join(f"{key}={value}" for key, value in constants.items())
-    return f"{operation}{name}({told})", Case(kernel, kinds, given, warps, exact=exact)
+    settings = ", ".join(f"{key}={value}" for key, value in constants.items())
+    return f"{operation}{name}({settings})", Case(kernel, kinds, given, warps, exact=exact)
 
 
 def _gelu(dtype: str) -> Iterator[tuple[str, Case]]:

@@ -206,7 +206,7 @@ if __name__ == "__main__":
         check_direction("triton", 1500, None, seed=8, scale=None)
     if sys.argv[1] == "adamw8":
         for number, dtypes in enumerate(DTYPES):
-            if dtypes[0] == F32:  # states in bf16 differ by the interpreter's rounding, and grow apart
+            if dtypes[0] == F32:  # states in bf16 diverge by the interpreter's rounding
                 check_adamw8("triton", 1500, dtypes, seed=7 + number, scale=None if number % 2 else 0.3)
         check_adamw8("triton", 1500, DTYPES[0], seed=9, spoiled=True)
     if sys.argv[1] == "global_norm":

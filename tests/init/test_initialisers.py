@@ -67,7 +67,7 @@ def test_torchs_standard_deviations():
 def test_an_element_depends_on_the_key_and_its_index_alone():
     u = (random_bits(KEY, 12).numpy() + 0.5) / 2**24
     assert sl.init.uniform(KEY, (3, 4), dtype=torch.float64).flatten().tolist() == u.tolist()
-    large = sl.init.normal(KEY, (1 << 17,))  # drawn in pieces
+    large = sl.init.normal(KEY, (1 << 17,))  # drawn by chunks
     assert torch.equal(sl.init.normal(KEY, (1000,)), large[:1000]) and len(large.unique()) > 1 << 16
     assert torch.equal(sl.init.normal(KEY.at_slot(2), (5, 10)).flatten(), large[100:150])
     assert not torch.equal(sl.init.normal(KEY.fold_in("w"), (1000,)), large[:1000])

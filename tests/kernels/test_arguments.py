@@ -101,12 +101,12 @@ def test_strided_tensors_are_accepted(function):
     tensors, options = FUNCTIONS[function]
     whole = {name: tensor.clone() for name, tensor in tensors.items()}
     plain = function(**whole, **options)
-    apart = {name: torch.stack([tensor, tensor], -1)[..., 0] for name, tensor in tensors.items()}
-    assert not any(tensor.is_contiguous() for tensor in apart.values() if tensor.numel() > 1)
-    found = function(**apart, **options)
+    separate = {name: torch.stack([tensor, tensor], -1)[..., 0] for name, tensor in tensors.items()}
+    assert not any(tensor.is_contiguous() for tensor in separate.values() if tensor.numel() > 1)
+    found = function(**separate, **options)
     if found is not None:
         torch.testing.assert_close(found, plain)
-    torch.testing.assert_close(apart, whole)  # some are written to
+    torch.testing.assert_close(separate, whole)  # some are written to
 
 
 def test_remedies_work():
@@ -142,13 +142,13 @@ def test_an_output_layer_that_does_not_fit():
 
 
 def test_a_number_in_place_of_a_key():
-    told = r"key is 3, and no key; pass the rng that a loss function is given, or sl.Key\(3\), folded with the step"
+    result = r"key is 3, and no key; pass the rng that a loss function is given, or sl.Key\(3\), folded with the step"
     for call in (
         lambda key: sl.dropout(x(), 0.1, key),
         lambda key: sl.init.normal(key, (3,)),
         lambda key: sl.init.kaiming_uniform(key, (3, 3)),
     ):
-        with pytest.raises(TypeError, match=told):
+        with pytest.raises(TypeError, match=result):
             call(3)
         call(sl.Key(3).fold_in(0))
     with pytest.raises(TypeError, match="sparse_attention: rng is 3, and no key"):

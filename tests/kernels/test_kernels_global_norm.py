@@ -51,12 +51,12 @@ def test_triton_is_the_reference():
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("place", [0, 40, 99])
-def test_the_sum_is_nonfinite_only_if_an_element_is(name, place):
+@pytest.mark.parametrize("position", [0, 40, 99])
+def test_the_sum_is_nonfinite_only_if_an_element_is(name, position):
     x = torch.full((100,), 3e38)
     assert run(name, x).item() == pytest.approx(100 * float(x[0]) ** 2)  # too large for fp32
     for bad in (math.nan, math.inf, -math.inf):
-        assert not run(name, x.index_fill(0, torch.tensor(place), bad)).isfinite()
+        assert not run(name, x.index_fill(0, torch.tensor(position), bad)).isfinite()
 
 
 def test_strided_tensors_and_float64_use_plain_torch():

@@ -19,7 +19,7 @@ def drawn_segments(draw):
         block, elements = 8 * draw(st.integers(1, 40)), draw(st.integers(0, 3000))
         return Segments.blocks(block, elements, elements + padding)
     sizes = draw(st.lists(st.one_of(st.integers(0, 40), st.integers(0, 3000)), max_size=8))
-    offsets = [sum(sizes[:place]) for place in range(len(sizes) + 1)]
+    offsets = [sum(sizes[:position]) for position in range(len(sizes) + 1)]
     return Segments(offsets, offsets[-1] + padding)
 
 
@@ -35,7 +35,7 @@ def plainly(x, residual, segments):
         for i in range(a, b):
             bits[i] = int(c[i] >= 0)
             left[i] = c[i] - scale if bits[i] else c[i] + scale
-    packed = [sum(bits[8 * byte + place] << place for place in range(8)) for byte in range(segments.bytes)]
+    packed = [sum(bits[8 * byte + position] << position for position in range(8)) for byte in range(segments.bytes)]
     return torch.tensor(packed, dtype=torch.uint8), torch.tensor(scales), torch.tensor(left)
 
 
@@ -89,9 +89,9 @@ def test_nonfinite_elements_show_only_in_their_scale(name, segments, bad):
     x, residual = kernels.values(segments.length, 1), kernels.values(segments.length, 2)
     clean = residual.clone()
     scales = onebit.compress(x, clean, segments, using="reference")[1]
-    place = 4000
-    x[place] = residual[place] = bad  # 3e38 + 3e38 overflows
-    before, wrong = residual.clone(), int(torch.searchsorted(segments.offsets, place, right=True)) - 1
+    position = 4000
+    x[position] = residual[position] = bad  # 3e38 + 3e38 overflows
+    before, wrong = residual.clone(), int(torch.searchsorted(segments.offsets, position, right=True)) - 1
     with kernels.served_by(name) as using:
         found = onebit.compress(x, residual, segments, using=using)[1]
     assert not found[wrong].isfinite()

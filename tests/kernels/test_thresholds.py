@@ -47,7 +47,7 @@ def test_a_threshold_is_small_only_within():
 
 def test_no_other_large_size_decides_anything():
     """What a module compares a size with is a `Threshold`, which tests can set."""
-    # Bytes of a message's head and of a text's pieces, numbers of exchanges, pixels, a mask of bits; the size from which
+    # Bytes of a message's head and of a text's chunks, numbers of exchanges, pixels, a mask of bits; the size from which
     # moments are coded, which tests reach; what the C++ kernels' sums are cut by, and a checksum, which they reach too.
     known = {"_HEAD", "_CHUNK", "_EXCHANGES, _SIZES, _SINGLE", "_FIRST", "_PIXELS", "_MASK", "_SMALL", "_SPAN"}
     known |= {"_WORDS", "_ROWS_ELSEWHERE"}

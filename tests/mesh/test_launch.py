@@ -65,8 +65,8 @@ def test_a_rank_that_ends_without_a_value_is_named():
             os._exit(0)
         sl.collectives.all_gather(torch.ones(1), "data")
 
-    told = r"(?s)rank 1 ended before the function returned, with exit code 0 .*Its last output:\nthe last words"
-    with pytest.raises(RankFailure, match=told):
+    message = r"(?s)rank 1 ended before the function returned, with exit code 0 .*Its last output:\nthe last words"
+    with pytest.raises(RankFailure, match=message):
         sl.launch(run, mesh={"data": 2}, timeout=90)
 
 

@@ -213,7 +213,7 @@ def test_a_sparse_gpt_trains_like_one_device(name):
 
 
 @pytest.mark.parametrize(
-    ("transform", "layout", "told"),
+    ("transform", "layout", "message"),
     [
         (sl.sequence("m", kind="ring"), LAYOUT, "takes no key_mask and no layout"),
         (sl.sequence("m", kind="ulysses"), BY_HEAD, "the layout has 4 heads and q has 2"),
@@ -224,10 +224,10 @@ def test_a_sparse_gpt_trains_like_one_device(name):
         ),
     ],
 )
-def test_settings_that_exclude_a_layout_are_refused(transform, layout, told):
+def test_settings_that_exclude_a_layout_are_refused(transform, layout, message):
     config = gpt.GPTConfig(**SIZES, layout=layout)
     batch = {"tokens": tokens(), "targets": tokens()}
-    with pytest.raises((SpecError, ValueError), match=told):
+    with pytest.raises((SpecError, ValueError), match=message):
         training.simulate({"m": 2}, gpt.make_loss(config), gpt.init(config), [batch], transform, training.optimizer(1))
 
 

@@ -62,7 +62,7 @@ def mean_batch(step):
 
 
 def batch_of(mesh, step):
-    """This rank's: apart from the others', with the same mean on every mesh."""
+    """This rank's gradients: different on every rank, with the same mean on every mesh."""
     return [leaf * weight(mesh.rank, mesh.size) for leaf in mean_batch(step)]
 
 
@@ -81,7 +81,7 @@ def optimizer(decay=0.1):
 
 def moments(state):
     """This rank's shards of both, leaf by leaf, padding left out: ``{name: [leaf]}``."""
-    whole, told = unpacked(state), {}
+    whole, recorded = unpacked(state), {}
     plan, mesh = state.params.plan, state.params.mesh
     for name in ("mu", "nu"):
         found = {}
@@ -90,8 +90,8 @@ def moments(state):
             spans = bucket.filled(mesh.coords, bucket.levels)
             for path, part, (first, last) in zip(bucket.paths, cuts, spans):
                 found[path] = part[: last - first].clone()
-        told[name] = [found[path] for path in PATHS]
-    return told
+        recorded[name] = [found[path] for path in PATHS]
+    return recorded
 
 
 def parameters(state):
@@ -134,16 +134,16 @@ def simulated(owners, ranks):
 def test_every_step_is_the_plain_simulations(ranks, stage):
     def run(mesh):
         state, step = start(mesh, stage, optimizer())
-        told = []
+        recorded = []
         for number in range(STEPS):
             state, _ = step(state, batch_of(mesh, number))
-            told.append({"params": parameters(state)} | moments(state))
-        return told
+            recorded.append({"params": parameters(state)} | moments(state))
+        return recorded
 
     owners = ranks if stage else 1
     wanted = simulated(owners, ranks)
-    for rank, told in enumerate(sl.simulate(run, mesh={"data": ranks})):
-        for step, (ours, theirs) in enumerate(zip(told, wanted, strict=True)):
+    for rank, recorded in enumerate(sl.simulate(run, mesh={"data": ranks})):
+        for step, (ours, theirs) in enumerate(zip(recorded, wanted, strict=True)):
             for name, leaves in ours.items():
                 for i, leaf in enumerate(leaves):
                     whole = theirs[name][i]

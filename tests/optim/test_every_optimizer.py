@@ -197,7 +197,7 @@ def test_plans_count_what_it_holds_and_sends(name, mesh, stage, narrow):
     assert ("\noptimizer  " in str(planned)) == sends
 
 
-# Without those that also go by an element's path or place.
+# Without those that also depend on an element's path or position.
 ANYWHERE = [
     name
     for name, case in CASES.items()
@@ -208,7 +208,7 @@ ANYWHERE = [
 
 @pytest.mark.parametrize("name", ANYWHERE)
 def test_elementwise_ones_commute_with_cutting(name):
-    """Updates of pieces are pieces of the update."""
+    """The update of a slice is a slice of the update."""
     tx = CASES[name].make()
     generator = torch.Generator().manual_seed(2)
     whole = torch.randn(23, generator=generator, dtype=torch.float64)
@@ -241,8 +241,8 @@ def test_undeclared_reads_are_refused(name, case):
         with pytest.raises(sl.errors.IllegalComposition, match="declares no locality"):
             sl.make_train_step(fit, sharded, undeclared)
         state, step = sl.make_train_step(fit, sharded, GradientTransformation(tx._init, tx._update, narrower))
-        told = rf"declares Locality\.{narrower.name} asks for .*; declare Locality\.{case.locality.name}"
-        with pytest.raises(sl.errors.IllegalComposition, match=told):
+        message = rf"declares Locality\.{narrower.name} asks for .*; declare Locality\.{case.locality.name}"
+        with pytest.raises(sl.errors.IllegalComposition, match=message):
             step(state, batches(1)[0])
 
     sl.simulate(run, mesh={"data": 2})
@@ -275,7 +275,7 @@ def test_checkpoints_resume_on_other_meshes(name, tmp_path):
 
 
 def test_every_public_transformation_is_in_the_table():
-    """By its name, or in the case that is told here; but for those that sum gradients themselves, tested elsewhere."""
+    """Under its name or in the case listed here; those that sum gradients themselves are tested elsewhere."""
     inside = {"clip_by_global_norm": "named_chain", "chain": "ema", "add_decayed_weights": "masked"}
     others = {"onebit_adam", "onebit_lamb", "zero_one_adam", "apply_updates"}
     names = {name for name in sl.optim.__all__ if name.islower()} - others

@@ -146,7 +146,7 @@ def test_apply_is_update_and_add_to_the_last_bit(name, dtype, scale):
     generator = torch.Generator().manual_seed(3)
 
     def tree():
-        """One leaf is taken in several pieces, one is not contiguous."""
+        """One leaf is taken in several chunks, one is not contiguous."""
         big = torch.randn(70_000, generator=generator).to(dtype)
         return {"a": big, "b": torch.randn(4, 3, generator=generator).to(dtype).t()}
 
@@ -214,9 +214,9 @@ def test_it_evaluates_with_what_it_trains(name):
         evaluate = sl.make_eval_step(lambda params, batch: sl.Mean(loss_fn(params, batch), 1.0), sharded)
         state, step = sl.make_train_step(loss_fn, sharded, MAKE[name]())
         for number in range(3):
-            told = evaluate(state, batch_of(mesh.rank, number)).item()
+            result = evaluate(state, batch_of(mesh.rank, number)).item()
             state, metrics = step(state, batch_of(mesh.rank, number))
-            assert told == pytest.approx(metrics["loss"].item(), rel=1e-12)
+            assert result == pytest.approx(metrics["loss"].item(), rel=1e-12)
         return True
 
     assert all(sl.simulate(run, mesh={"data": 2}))
@@ -230,11 +230,11 @@ def sent_by_step(mesh, tx, transform, steps):
     sharded = sl.shard(model(), mesh, transform)
     state, step = sl.make_train_step(loss_fn, sharded, tx)
     sent = count_payload(mesh)
-    told = []
+    result = []
     for number in range(steps):
         state, _ = step(state, batch_of(mesh.rank, number))
-        told.append((sent()["data"], [leaf.clone() for leaf in optree.tree_leaves(state.params)]))
-    return told
+        result.append((sent()["data"], [leaf.clone() for leaf in optree.tree_leaves(state.params)]))
+    return result
 
 
 SIZES = [45, 55, 11, 33]  # of the leaves; three are one buffer
@@ -244,8 +244,8 @@ ONE_BIT = sum(2 * math.ceil(sum(group) / 16) * 16 // 2 // 8 + 2 * 8 * len(group)
 
 def test_onebit_adam_sends_the_formulas_bytes():
     """2(n−1)/n·d/8 and two scales of each parameter, here of 8 bytes; before, 2(n−1)/n·8d."""
-    for told in sl.simulate(lambda mesh: sent_by_step(mesh, MAKE["onebit_adam"](), sl.zero(0), 9), mesh={"data": 2}):
-        assert [sent for sent, _ in told] == [FULL] * 4 + [ONE_BIT] * 5
+    for result in sl.simulate(lambda mesh: sent_by_step(mesh, MAKE["onebit_adam"](), sl.zero(0), 9), mesh={"data": 2}):
+        assert [sent for sent, _ in result] == [FULL] * 4 + [ONE_BIT] * 5
 
 
 def test_zero_one_adam_sends_what_its_schedule_says_and_ranks_differ_between():
@@ -275,11 +275,11 @@ def test_where_the_learning_rate_is_zero_ranks_stay_together():
 
     def run(mesh):
         state, step = sl.make_train_step(loss_fn, sl.shard(model(), mesh, sl.zero(0)), tx)
-        told = []
+        result = []
         for number in range(9):
             state, _ = step(state, batch_of(mesh.rank, number))
-            told.append(copy_of(sl.unshard(state.params)))
-        return told
+            result.append(copy_of(sl.unshard(state.params)))
+        return result
 
     first, second = sl.simulate(run, mesh={"data": 2})
     assert_close(first[3], first[8], 1e-12)

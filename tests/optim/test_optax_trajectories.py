@@ -47,8 +47,8 @@ def test_as_optax(name, form):
     moved = {"update": updated, "apply": applied}[form]
     wanted = oracle.recorded(name)
     paths = oracle.MATRICES if RECORDED[name].matrices else tuple(oracle.SHAPES)
-    for place, params in enumerate(trajectory(name, paths, moved).values()):
-        assert_close(params, {path: _lift(values[place]) for path, values in wanted.items()}, TOLERANCE)
+    for position, params in enumerate(trajectory(name, paths, moved).values()):
+        assert_close(params, {path: _lift(values[position]) for path, values in wanted.items()}, TOLERANCE)
 
 
 def by_torch(make):

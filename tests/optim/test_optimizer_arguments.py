@@ -132,7 +132,7 @@ PARAMS = {"a": torch.ones(3), "b": torch.ones(2, 3)}
 
 @pytest.mark.parametrize("name", UPDATED)
 @pytest.mark.parametrize(
-    ("grads", "told"),
+    ("grads", "message"),
     [
         ({"a": torch.ones(1), "b": torch.ones(2, 3)}, r"a: updates of shape \(1,\), \w+ of shape \(3,\)"),
         ({"a": torch.ones(3), "b": torch.ones(3)}, r"b: updates of shape \(3,\), \w+ of shape \(2, 3\)"),
@@ -141,10 +141,10 @@ PARAMS = {"a": torch.ones(3), "b": torch.ones(2, 3)}
         ({**PARAMS, "c": torch.ones(3)}, r"c: in the updates alone"),
     ],
 )
-def test_gradients_of_another_shape_are_not_spread_over_parameters(name, grads, told):
+def test_gradients_of_another_shape_are_not_spread_over_parameters(name, grads, message):
     tx = UPDATED[name]()
     state = tx.init(PARAMS)
-    with pytest.raises(TreeError, match=told):
+    with pytest.raises(TreeError, match=message):
         tx.update(grads, state, PARAMS)
 
 
@@ -214,8 +214,8 @@ TAKING = {
     ("name", "where"), [pair for pair in itertools.product(WRONG, TAKING) if pair != ("None", "make_plan")]
 )
 def test_values_that_are_no_optimizers_are_refused_with_a_remedy(where, name):
-    make, told = WRONG[name]
-    with pytest.raises(TypeError, match=rf"^{where} takes gradient transformations.*{told}"):
+    make, message = WRONG[name]
+    with pytest.raises(TypeError, match=rf"^{where} takes gradient transformations.*{message}"):
         TAKING[where](make())
 
 

@@ -324,7 +324,7 @@ def test_nonfinite_values_on_one_rank_are_skipped_on_all():
     _, params = mlp([6, 9, 4])
 
     def run(mesh):
-        sharded, told = sl.shard(params, mesh, sl.zero(2)), []
+        sharded, message = sl.shard(params, mesh, sl.zero(2)), []
         tx = opt.skip_nonfinite(opt.adam(0.1), 2)
         state = tx.init(sharded)
         for bad in (False, True, True, False, True, True, True):
@@ -338,8 +338,8 @@ def test_nonfinite_values_on_one_rank_are_skipped_on_all():
             assert moves == used
             if not used:
                 assert_same(state.inner_state, before)
-            told.append((used, int(state.notfinite_count), bool(state.last_finite), int(state.total_notfinite)))
-        return told
+            message.append((used, int(state.notfinite_count), bool(state.last_finite), int(state.total_notfinite)))
+        return message
 
     wanted = [
         (True, 0, True, 0), (False, 1, False, 1), (False, 2, False, 2), (True, 0, True, 2),
@@ -463,8 +463,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_globs_that_match_no_parameter_are_refused(name):
-    make, told = REFUSED[name]
-    with pytest.raises(sl.errors.IllegalComposition, match=told):
+    make, message = REFUSED[name]
+    with pytest.raises(sl.errors.IllegalComposition, match=message):
         make()
 
 
@@ -485,7 +485,7 @@ def test_nothing_goes_around_optimizers_that_sum_gradients_themselves(make):
         make()
 
 
-@pytest.mark.parametrize(("make", "told"), [
+@pytest.mark.parametrize(("make", "message"), [
     (lambda: opt.partition({"x": SGD}, {"*": "y"}), "no transformation for label 'y'; there are 'x'"),
     (lambda: opt.named_chain(("a", SGD), ("a", SGD)), "'a' more than once"),
     (lambda: opt.named_chain(), "needs at least one"),
@@ -503,8 +503,8 @@ def test_nothing_goes_around_optimizers_that_sum_gradients_themselves(make):
     (lambda: opt.lookahead(SGD, 0, 0.5), r"lookahead\(sync_period=0\)"),
     (lambda: opt.add_decayed_weights(-0.1), r"weight_decay=-0.1"),
 ])  # fmt: skip
-def test_impossible_hyperparameters_are_refused(make, told):
-    with pytest.raises(ValueError, match=told):
+def test_impossible_hyperparameters_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
         make()
 
 

@@ -213,8 +213,8 @@ def test_as_deepspeeds_updates():
     test = sl.optim.lr_range_test_schedule(0.01, 4, 0.5)
     for update in range(20):
         last = update - 1  # what the last call of step() has set; before the first, the least rates are set by hand
-        place = (last + 1) % 10 / 10
-        height = place / 0.4 if place <= 0.4 else (1 - place) / 0.6
+        position = (last + 1) % 10 / 10
+        height = position / 0.4 if position <= 0.4 else (1 - position) / 0.6
         rate = 0.1 + 0.4 * height if last < 10 else 0.1 / (1 + 0.5 * (last - 10 + 1) / 3)
         assert at(cycle.lr, update) == pytest.approx(rate)
         if last < 10:

@@ -104,11 +104,11 @@ def test_bytes_held_and_sent_are_what_the_plan_says(case):
         plan = sl.make_plan(model.params, mesh, transform, loss_fn=model.loss_fn, batch=mine, optimizer=tx)
         state, step = sl.make_train_step(model.loss_fn, sharded, tx)
         sent = count_payload(mesh, scalars=0)
-        told = []
+        recorded = []
         for _ in range(2):
             state, _ = step(state, mine)
-            told.append(sent())
-        return told, plan.payload(), (stored_bytes(state.params), stored_bytes(state.opt, counters=True)), plan
+            recorded.append(sent())
+        return recorded, plan.payload(), (stored_bytes(state.params), stored_bytes(state.opt, counters=True)), plan
 
     for sent, planned, held, plan in sl.simulate(run, mesh=mesh):
         # Beside the payload every step sums some numbers of 8 bytes.

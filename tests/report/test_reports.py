@@ -103,7 +103,7 @@ def test_bits_per_byte_and_perplexity():
     # A model that knows nothing: 8 bits, one of 256.
     scores = byte_scores(math.log(256))
     assert scores == {"loss": math.log(256), "bits_per_byte": pytest.approx(8), "perplexity": pytest.approx(256)}
-    assert byte_scores(1e4)["perplexity"] == math.inf  # of a run that went wrong: told, not an OverflowError
+    assert byte_scores(1e4)["perplexity"] == math.inf  # a diverged run is reported, not an OverflowError
 
 
 class Terminal(io.StringIO):
@@ -147,7 +147,7 @@ def test_rate_and_time_left():
 
 
 def test_a_step_without_a_loss_shows_the_one_before():
-    """As any writer, it is told of steps that have other values alone."""
+    """As any writer, it also gets steps without a loss."""
     stream = io.StringIO()
     progress = Progress(100, 1000, every=0, stream=stream, clock=lambda: 1.0)
     for step, values in enumerate([{"lr": 0.5}, {"loss": 2.5}, {"validation/loss": 3.0}]):

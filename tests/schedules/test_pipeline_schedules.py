@@ -47,7 +47,7 @@ def table(text: str) -> tuple[tuple[Action, ...], ...]:
     return tuple(tuple(action(cell, rank) for cell in row) for rank, row in enumerate(rows))
 
 
-# Written down by hand from the papers' figures, apart from the code.
+# Written by hand from the papers' figures, independently of the code.
 TABLES = [
     (
         one_f_one_b(4, 8),
@@ -242,7 +242,7 @@ def test_dualpipe_v():
             continue
         assert simulate(schedule).makespan == 6 * m + p - 1, (p, m)
         for f, i, w in [*COSTS, (2, 2, 1), (4, 3, 3), (7, 3, 3)]:
-            # DeepSeek's table counts the pair as one piece; here a forward's result leaves before its pair's backward.
+            # DeepSeek's table counts the pair as one action; here a forward's result is sent before its pair's backward.
             bubble = simulate(schedule, Costs(f, i, w)).makespan - 2 * m * (f + i + w)
             assert bubble <= (p - 1) * (f + (i + w) + (i + w) - 3 * w), (p, m, f, i, w)
         # Where forwards take longest, nothing is gained by that: the published number itself.

@@ -106,7 +106,7 @@ def get_stuck(schedule: Schedule, along_the_stage: bool) -> bool:
 
 @st.composite
 def shuffled(draw) -> Schedule:
-    """A schedule in which a few actions have changed places within their rank."""
+    """A schedule with a few actions exchanged within their rank."""
     make = draw(st.sampled_from(MAKERS))
     schedule = make(draw(st.integers(1, 4)), draw(st.integers(1, 5)))
     rows = [list(order) for order in schedule.orders]
@@ -127,17 +127,17 @@ def test_check_says_deadlock_exactly_when_there_is_one(schedule):
     deadlock = get_stuck(schedule, along_the_stage=False)
     try:
         check(schedule)
-        told = ""
+        result = ""
     except ScheduleError as error:
-        told = str(error)
-    assert ("deadlock" in told) == deadlock
-    assert bool(told) == get_stuck(schedule, along_the_stage=True)
-    for line in told.splitlines():
+        result = str(error)
+    assert ("deadlock" in result) == deadlock
+    assert bool(result) == get_stuck(schedule, along_the_stage=True)
+    for line in result.splitlines():
         if "deadlock" not in line:
             continue
         links = LINK.findall(line)
         for (rank, at, wanted, other, before), following in zip(links, [*links[1:], links[0]]):
-            # The cycle closes, and every link is as told: `at` needs `wanted`, which comes after `before`.
+            # The cycle closes, and every link is right: `at` needs `wanted`, which comes after `before`.
             assert (other, before) == following[0:2]
             waiting, needed = parsed(at), parsed(wanted)
             assert waiting in schedule.orders[int(rank)]
@@ -187,21 +187,21 @@ def test_a_rank_can_wait_for_itself():
     ],
 )
 def test_what_cannot_run_is_named(rows, message):
-    told = refused(from_orders(orders(*rows)))
-    assert re.search(f"  - {message}", told), told
-    assert told.endswith("in orders in which no ranks wait for each other.")
+    result = refused(from_orders(orders(*rows)))
+    assert re.search(f"  - {message}", result), result
+    assert result.endswith("in orders in which no ranks wait for each other.")
 
 
 def test_all_failures_are_listed():
     rows = orders("0F0 0B0 0F7 2F0 0SEND_F0", "1B0 1F0")
-    told = refused(Schedule("bad", 2, 2, 1, (0, 1), tuple(map(tuple, rows))))
+    result = refused(Schedule("bad", 2, 2, 1, (0, 1), tuple(map(tuple, rows))))
     for problem in (
         "rank 0: 0F7 is outside the 2 stages and 1 micro-batches",
         "rank 0: 2F0 is outside",
         "rank 0: 0SEND_F0 is a message; orders hold compute actions",
         "rank 1 runs 1B0 (position 0) before 1F0 (position 1)",
     ):
-        assert problem in told
+        assert problem in result
 
 
 def test_a_whole_and_a_split_backward_may_meet():

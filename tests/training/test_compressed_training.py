@@ -55,12 +55,12 @@ def simulated(stage, form, dtype, ranks, steps, microbatches=1):
     sizes = [leaf.numel() for leaf in leaves]
     chunks = [-(-size // ranks) for size in sizes] if stage else sizes
     owners = ranks if stage else 1
-    filled, place = [], 0
+    filled, position = [], 0
     for owner in range(owners):
         for size, chunk in zip(sizes, chunks, strict=True):
-            filled.append((place, place + min(max(size - owner * chunk, 0), chunk)))
-            place += chunk
-    sums = FewBits(ranks, place, filled, form, scattered=stage > 0, mean=False, dtype=dtype)
+            filled.append((position, position + min(max(size - owner * chunk, 0), chunk)))
+            position += chunk
+    sums = FewBits(ranks, position, filled, form, scattered=stage > 0, mean=False, dtype=dtype)
 
     def pack(grads):
         rows = []
@@ -186,11 +186,11 @@ def gpt_run(mesh, transform, steps=2, rows=8):
     plan = sl.make_plan(tree, mesh, transform, loss_fn=loss, batch=share_of(mesh, token_batches(1, rows=rows)[0]))
     state, step = sl.make_train_step(loss, sl.shard(tree, mesh, transform), sl.optim.adamw(1e-3))
     sent = count_payload(mesh)
-    told = []
+    result = []
     for batch in token_batches(steps, rows=rows):
         state, metrics = step(state, share_of(mesh, batch))
-        told.append((metrics["loss"].item(), sent()))
-    return told, plan.payload(), optree.tree_leaves(sl.unshard(state.params))
+        result.append((metrics["loss"].item(), sent()))
+    return result, plan.payload(), optree.tree_leaves(sl.unshard(state.params))
 
 
 def share_of(mesh, batch):
@@ -203,14 +203,14 @@ def test_a_second_shard_changes_no_number_and_keeps_backward_inside_the_node(fro
     split = sl.chain(SPLIT, sl.freeze(frozen))
     plain = sl.simulate(gpt_run, split, mesh=INNER_FIRST)
     second = sl.simulate(gpt_run, sl.chain(split, sl.hierarchical("local")), mesh=INNER_FIRST)
-    for (told, payload, leaves), (told_second, planned, leaves_second) in zip(plain, second, strict=True):
-        torch.testing.assert_close([loss for loss, _ in told], [loss for loss, _ in told_second], rtol=1e-6, atol=0)
+    for (result, payload, leaves), (told_second, planned, leaves_second) in zip(plain, second, strict=True):
+        torch.testing.assert_close([loss for loss, _ in result], [loss for loss, _ in told_second], rtol=1e-6, atol=0)
         for one, other in zip(
             leaves, leaves_second, strict=True
         ):  # gradients are summed over the axes in another order
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
         assert told_second[1][1] == planned
-        assert told[1][1]["node"] > planned["node"]
+        assert result[1][1]["node"] > planned["node"]
         assert payload["local"] + payload["node"] > sum(planned.values())
 
 
@@ -232,7 +232,7 @@ def test_zero_plus_plus_between_nodes():
         step(state, x)
         return sent()["node"]
 
-    # Of two nodes each has half of what a rank's place in its node is of: that half of a unit goes to the other node.
+    # Each of two nodes has half of what a rank's index in its node stands for: the other half of a unit goes to the other node.
     half = numel // 4
     gathers = 2 * units - 1  # backward begins with the unit that forward ended with
     plain = (gathers + units) * 2 * half
@@ -438,7 +438,7 @@ def test_a_checkpoint_keeps_rank_local_state(tmp_path, shape, axis):
         return optree.tree_leaves((state.params, state.opt, state.comm))
 
     wanted = sl.simulate(straight, mesh=shape)
-    assert not torch.equal(wanted[0][0][0], wanted[-1][0][0]), "ranks are apart"
+    assert not torch.equal(wanted[0][0][0], wanted[-1][0][0]), "ranks have diverged"
     for (_, one), other in zip(wanted, sl.simulate(resumed, mesh=shape), strict=True):
         assert all(map(torch.equal, one, other))
 
@@ -484,13 +484,13 @@ def test_specs_say_over_which_axes_residuals_differ(name):
             state, _ = step(state, batch_of(mesh.rank, number, torch.float64))
         return mesh.coords, state.comm, state.params.plan
 
-    told = sl.simulate(run, mesh=NODES)
-    leaves = told[0][2].residuals
+    result = sl.simulate(run, mesh=NODES)
+    leaves = result[0][2].residuals
     assert leaves
     for leaf in leaves:
         axes = leaf.spec.axes
         found = {}
-        for coords, comm, _ in told:
+        for coords, comm, _ in result:
             found.setdefault(tuple(coords[axis] for axis in axes), []).append(comm[leaf.path])
         assert len(found) == leaf.shape[0]
         assert all(torch.equal(error, same[0]) for same in found.values() for error in same)

@@ -52,8 +52,8 @@ def simulated(rank, ranks, steps, microbatches=1):
     sums = [PowerSGD(ranks, tuple(leaf.shape), rank) for leaf in leaves]
     for step in range(steps):
         each = []
-        for place in range(ranks):
-            x, y = (part.chunk(microbatches) for part in batch_of(place, step))
+        for position in range(ranks):
+            x, y = (part.chunk(microbatches) for part in batch_of(position, step))
             loss = sum(map(loss_fn, [tree] * microbatches, zip(x, y, strict=True)))
             each.append(torch.autograd.grad(loss / microbatches / ranks, leaves))
         for leaf, total, grads in zip(leaves, sums, zip(*each, strict=True), strict=True):
@@ -248,7 +248,7 @@ def test_a_checkpoint_keeps_everything(tmp_path, name):
         assert all(map(torch.equal, wanted, got))
 
 
-def told(mesh, state):
+def result(mesh, state):
     """Σ over ranks of each leaf's errors, as they are saved; and the factors."""
     totals = {}
     for fragment in residual_fragments(state):
@@ -266,12 +266,12 @@ def test_the_total_residual_and_the_factors_are_kept_on_another_number_of_ranks(
     def save(mesh):
         state, _ = trained(mesh, sl.chain(sl.zero(0), sl.powersgd(2)), 3)
         checkpoint.save(tmp_path, state)
-        return told(mesh, state)
+        return result(mesh, state)
 
     def load(mesh):
         state, _ = trained(mesh, sl.chain(sl.zero(0), sl.powersgd(rank)), 0)
-        _, fresh = told(mesh, state)
-        return *told(mesh, checkpoint.restore(checkpoint.latest(tmp_path), state)), fresh
+        _, fresh = result(mesh, state)
+        return *result(mesh, checkpoint.restore(checkpoint.latest(tmp_path), state)), fresh
 
     before, after = sl.simulate(save, mesh={"data": ranks[0]}), sl.simulate(load, mesh={"data": ranks[1]})
     for path in ("net/a", "net/d"):
@@ -290,11 +290,11 @@ def test_factors_that_differ_between_nodes_are_taken_over_from_the_first(tmp_pat
         state, step = trained(mesh, transform, 0)
         state, _ = step(state, batch_of(mesh.rank, 0))
         checkpoint.save(tmp_path, state)
-        return told(mesh, state)[1]
+        return result(mesh, state)[1]
 
     def load(mesh):
         state, _ = trained(mesh, transform, 0)
-        return told(mesh, checkpoint.restore(checkpoint.latest(tmp_path), state))[1]
+        return result(mesh, checkpoint.restore(checkpoint.latest(tmp_path), state))[1]
 
     first, second, *_ = sl.simulate(save, mesh={"data": 2, "node": 2})
     after = sl.simulate(load, mesh={"data": 2, "node": 3})

@@ -243,8 +243,8 @@ def whole_of(parts, plan, dim):
     found = {}
     for rank, part in enumerate(parts):
         chunks = plan.chunks(rank, ranks, length)
-        pieces = part.split([size for _, size in chunks], dim)
-        found.update({start: piece for (start, _), piece in zip(chunks, pieces, strict=True)})
+        fragments = part.split([size for _, size in chunks], dim)
+        found.update({start: fragment for (start, _), fragment in zip(chunks, fragments, strict=True)})
     return torch.cat([found[start] for start in sorted(found)], dim)
 
 
@@ -569,8 +569,8 @@ def test_chains_that_make_no_sense(transform, mesh, message):
 
 @pytest.mark.parametrize("kind", ["striped", Ring("seq"), None, str])
 def test_an_unknown_kind(kind):
-    told = re.escape(f"kind={kind!r}) is not one of 'megatron', 'ulysses', 'ring', and makes no")
-    with pytest.raises(IllegalComposition, match=told):
+    result = re.escape(f"kind={kind!r}) is not one of 'megatron', 'ulysses', 'ring', and makes no")
+    with pytest.raises(IllegalComposition, match=result):
         sl.sequence("seq", kind)
 
 
@@ -588,13 +588,13 @@ def step_with(loss_fn, params, kind, batch, ways=2, rules=RULES):
 
 
 @pytest.mark.parametrize(
-    ("kind", "length", "pieces"),
+    ("kind", "length", "fragments"),
     [("megatron", 6, 4), ("ulysses", 7, 4), ("ring", 6, "4 .*two chunks a rank, 8 in all")],
 )
-def test_lengths_that_do_not_divide(kind, length, pieces):
+def test_lengths_that_do_not_divide(kind, length, fragments):
     loss_fn, params = tiny_gpt(**SIZES)
     batch = token_batches(1, 2, replace(CONFIG, sequence=length))[0]
-    with pytest.raises(SpecError, match=f"length {length} does not divide over axis 'seq' of size {pieces}"):
+    with pytest.raises(SpecError, match=f"length {length} does not divide over axis 'seq' of size {fragments}"):
         step_with(loss_fn, params, kind, batch, ways=4)
 
 
@@ -701,7 +701,7 @@ def own_mean(h):
     ],
 )
 def test_stages_that_would_train_wrongly(pool, mix, leave, message):
-    """The steps lie in several stages and the loss in one: every rank is told."""
+    """Steps lie in several stages and the loss in one: every rank raises."""
     for good, error in pool.outcomes(step_in_stages, mix, leave, mesh={"pipe": 2, "seq": 2}):
         assert not good and isinstance(error, LossError) and re.search(message, str(error)), error
     if leave is not own_mean:  # what is left out shows without ranks

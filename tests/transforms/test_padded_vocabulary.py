@@ -432,14 +432,14 @@ def test_bytes_held_and_sent_are_the_plans(stage, gathered):
         state, step = sl.make_train_step(loss_fn, sharded, tx)
         sent = count_payload(mesh)
         state, _ = step(state, mine)
-        told = sent()
+        message = sent()
         abstract = sl.abstract_mesh(**mesh.shape)
         plan = sl.make_plan(params, abstract, transform, loss_fn=loss_fn, batch=mine, optimizer=tx)
         held = {"param": stored_bytes(state.params), "optimizer": stored_bytes(state.opt, counters=True)}
-        return told, held, plan.payload(), {role: plan.bytes(role) for role in held}
+        return message, held, plan.payload(), {role: plan.bytes(role) for role in held}
 
-    for told, held, payload, planned in sl.simulate(run, mesh={"data": 2, "model": 4}):
-        assert told == payload
+    for message, held, payload, planned in sl.simulate(run, mesh={"data": 2, "model": 4}):
+        assert message == payload
         assert held == planned
 
 
