@@ -232,7 +232,7 @@ def test_zero_plus_plus_between_nodes():
         step(state, x)
         return sent()["node"]
 
-    # Each of two nodes has half of what a rank's index in its node stands for: the other half of a unit goes to the other node.
+    # Each of two nodes holds half of the unit; the other half is sent to the other node.
     half = numel // 4
     gathers = 2 * units - 1  # backward begins with the unit that forward ended with
     plain = (gathers + units) * 2 * half
