@@ -27,6 +27,7 @@ class SequenceParts:
         self._done = done
 
     def note(self, what: str) -> None:
+        """Note that the loss function took the step ``what``."""
         self._done.add(what)
 
     def shard(self, x: torch.Tensor, dim: int) -> torch.Tensor:

@@ -23,6 +23,8 @@ Partition = str | tuple[float, ...] | re.Pattern[str]
 
 @dataclass(frozen=True)
 class Pipelined(Transform):
+    """The transform that `pipeline` makes, with the arguments given there."""
+
     schedule: Spec
     microbatches: int
     axis: str

@@ -14,6 +14,8 @@ _SPLIT = {0: (), 1: ("optimizer",), 2: ("grad", "optimizer"), 3: ("param", "grad
 
 @dataclass(frozen=True)
 class Zero(Transform):
+    """The transform that `zero` makes, with the arguments given there."""
+
     stage: int
     axis: str
     replicate: str | None

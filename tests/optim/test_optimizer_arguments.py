@@ -188,7 +188,7 @@ WRONG = {
     ),
     "its class": (lambda: torch.optim.NAdam, r"from_torch\(torch\.optim\.NAdam, lr=\.\.\.\)"),
     "optax's": (lambda: OPTAX, r"GradientTransformationExtraArgs of .*sl\.optim has optax's"),
-    "a factory": (lambda: opt.adamw, r"the function adamw; call what makes one, as in adamw\(\.\.\.\)"),
+    "a factory": (lambda: opt.adamw, r"the function adamw; call it if it makes one, adamw\(\.\.\.\)"),
     "a function": (lambda: lambda grads, state: grads, r"the function <lambda>"),
     "a list": (lambda: [SGD, SGD], r"a list of them; give them one by one to sl\.optim\.chain"),
     "a string": (lambda: "adamw", r"sl\.optim\.adamw\(3e-4\), not 'adamw'"),

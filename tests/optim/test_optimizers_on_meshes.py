@@ -511,7 +511,7 @@ def test_impossible_hyperparameters_are_refused(make, message):
 def test_nothing_follows_lookahead():
     after = opt.chain(opt.clip_by_value(1.0), opt.lookahead(SGD, 2, 0.5))
     for make in (lambda: opt.chain(after, opt.clip_by_value(1.0)), lambda: opt.named_chain(("a", after), ("b", SGD))):
-        with pytest.raises(ValueError, match=r"lookahead brings parameters to its slow ones.*: put it last"):
+        with pytest.raises(ValueError, match=r"lookahead sets parameters to its slow ones.*: put it last"):
             make()
 
 

@@ -302,7 +302,7 @@ def test_a_users_function_trains_on_a_mesh(stage):
         (lambda: schedules.constant_schedule(1.0)(np.array("3")), r"not of a ndarray"),
         (
             lambda: schedules.as_schedule(lambda step: None)(3),
-            r"the schedule <lambda> gave None at step 3; it is to give a",
+            r"the schedule <lambda> gave None at step 3; it must return a",
         ),
         (lambda: schedules.as_schedule(lambda step: torch.ones(1))(0), r"gave a Tensor of shape \(1,\) at step 0"),
         (lambda: schedules.as_schedule(lambda step: True)(0), r"gave True at step 0"),
@@ -325,11 +325,11 @@ def test_larger_batches():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: sl.optim.warmup_cosine_decay_schedule(0.0, 1.0, 10, 10), r"of 10 steps 10 cannot be warm-up"),
-        (lambda: sl.optim.warmup_linear_decay_schedule(0.0, 1.0, -1, 10), r"of 10 steps -1 cannot be warm-up"),
+        (lambda: sl.optim.warmup_cosine_decay_schedule(0.0, 1.0, 10, 10), r"10 of 10 steps cannot be warm-up"),
+        (lambda: sl.optim.warmup_linear_decay_schedule(0.0, 1.0, -1, 10), r"-1 of 10 steps cannot be warm-up"),
         (lambda: sl.optim.warmup_cosine_decay_schedule(0.0, 0.0, 2, 10), r"a schedule that decays needs a peak"),
         (lambda: sl.optim.warmup_constant_schedule(0.0, 1.0, 2, warmup="square"), r"use 'linear' or 'log'"),
-        (lambda: sl.optim.warmup_constant_schedule(0.0, 1.0, 1, warmup="log"), r"it takes 2 or more"),
+        (lambda: sl.optim.warmup_constant_schedule(0.0, 1.0, 1, warmup="log"), r"use at least 2"),
         (lambda: sl.optim.linear_schedule(0.0, 1.0, 0), r"transition_steps=0"),
         (lambda: sl.optim.cosine_decay_schedule(1.0, 2.5), r"decay_steps=2.5"),
         (lambda: sl.optim.exponential_decay(1.0, 5, 0.0), r"decay_rate=0.0"),

@@ -347,7 +347,7 @@ def test_what_makes_no_sense_is_refused():
         sl.make_plan(params(), mesh, sl.chain(sl.zero(0), sl.onebit(), sl.powersgd()))
     with pytest.raises(sl.errors.IllegalComposition, match="nothing sums them there: add zero"):
         sl.make_plan(params(), sl.abstract_mesh(data=2, model=1), sl.chain(sl.zero(0), sl.powersgd(axis="model")))
-    with pytest.raises(sl.errors.IllegalComposition, match="already travel there in factors of rank 4; drop one"):
+    with pytest.raises(sl.errors.IllegalComposition, match="already sends them over it in factors of rank 4; drop one"):
         transform, tx = sl.chain(sl.zero(0), sl.powersgd()), sl.optim.onebit_adam(1e-3, 4)
         sl.make_plan(params(), mesh, transform, optimizer=tx)
 

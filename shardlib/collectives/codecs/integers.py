@@ -22,7 +22,7 @@ from shardlib.kernels.quantize import Blockwise
 
 
 class Packing(Protocol):
-    """How gathered values are encoded in few bits, without error feedback. Frozen and comparable."""
+    """An encoding of gathered values in few bits, without error feedback. Frozen and comparable."""
 
     @property
     def wide(self) -> bool: ...
