@@ -199,7 +199,7 @@ FIRST_AND_LAST = {  # the values at steps 0 and N
 
 
 @pytest.mark.parametrize("name", FIRST_AND_LAST)
-def test_all_count_alike(name):
+def test_all_schedules_count_steps_alike(name):
     """Step 0 has the first value, and what takes N steps has its last one at step N, and not before."""
     schedule, first, last = FIRST_AND_LAST[name]
     assert at(schedule, 0) == pytest.approx(first)
@@ -213,8 +213,8 @@ def test_as_deepspeeds_updates():
     test = sl.optim.lr_range_test_schedule(0.01, 4, 0.5)
     for update in range(20):
         last = update - 1  # what the last call of step() has set; before the first, the least rates are set by hand
-        place = (last + 1) % 10 / 10
-        height = place / 0.4 if place <= 0.4 else (1 - place) / 0.6
+        position = (last + 1) % 10 / 10
+        height = position / 0.4 if position <= 0.4 else (1 - position) / 0.6
         rate = 0.1 + 0.4 * height if last < 10 else 0.1 / (1 + 0.5 * (last - 10 + 1) / 3)
         assert at(cycle.lr, update) == pytest.approx(rate)
         if last < 10:
@@ -308,7 +308,7 @@ def test_a_users_function_trains_on_a_mesh(stage):
         (lambda: schedules.as_schedule(lambda step: True)(0), r"gave True at step 0"),
     ],
 )
-def test_what_is_no_number_is_refused(make, message):
+def test_schedules_must_return_numbers(make, message):
     with pytest.raises(TypeError, match=message):
         make()
 
@@ -359,7 +359,7 @@ def test_larger_batches():
         (lambda: sl.optim.linear_scaling(0.1, 2.5, 1), r"batches of 2.5 and 1 rows"),
     ],
 )
-def test_what_cannot_be_is_refused(make, message):
+def test_impossible_schedules_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 

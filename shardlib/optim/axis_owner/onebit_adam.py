@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from shardlib.collectives.codecs.integers import OneBit, check_scales
-from shardlib.kernels.frozen_adam import own_momentum_
+from shardlib.kernels.frozen_adam import local_momentum_
 from shardlib.optim.axis_owner.moments import adam_step, frozen_step
 from shardlib.optim.base import GradientTransformation, Owned
 from shardlib.optim.locality import Locality
@@ -102,7 +102,7 @@ def onebit_adam(
         size, mu = rate(state.count), state.mu
         after = state._replace(count=state.count + 1)
         if unreduced(state):
-            each_tensor(partial(own_momentum_, b1=b1, scale=scale), grads, mu)
+            each_tensor(partial(local_momentum_, b1=b1, scale=scale), grads, mu)
             mu = shards.compressed_mean(grads, out=mu)
             return after._replace(mu=mu), frozen_step(mu, state.nu, lr=size, eps=eps, weight_decay=weight_decay)
         options = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}

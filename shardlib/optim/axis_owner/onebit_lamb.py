@@ -9,7 +9,7 @@ import torch
 
 from shardlib.collectives.codecs.integers import OneBit, check_scales
 from shardlib.kernels.adamw import adam_direction_, direction_at
-from shardlib.kernels.frozen_adam import fresh_step_, own_momentum_
+from shardlib.kernels.frozen_adam import fresh_step_, local_momentum_
 from shardlib.kernels.global_norm import sum_of_squares
 from shardlib.optim.axis_owner.moments import root
 from shardlib.optim.base import GradientTransformation, Owned
@@ -131,7 +131,7 @@ def onebit_lamb(
 
     def compressed(params, grads, state, scale, shards):
         def send(number: int, g: torch.Tensor, m: torch.Tensor) -> None:
-            own_momentum_(g, m, b1=b1, scale=scale)
+            local_momentum_(g, m, b1=b1, scale=scale)
             g.mul_(state.spread[number])
 
         each_leaf(shards, send, grads, state.mu)
