@@ -32,7 +32,7 @@ def layer(p, x):
 
 
 def mean_of_shares(loss_fn):
-    """On one device: the mean of the losses of the ranks' shares, which a loss need not be linear for."""
+    """The mean of the losses of the ranks' shares, computed on one device; the loss need not be linear."""
 
     def mean(params, batch):
         return sum(loss_fn(params, share(batch, rank, RANKS)) for rank in range(RANKS)) / RANKS
@@ -165,7 +165,7 @@ def test_printing_a_parameter_on_one_rank_gathers_nothing():
 
 @STAGES
 def test_activations_written_to_after_they_were_saved_are_refused(stage):
-    """As torch does; it cannot look where tensors are saved through hooks, and gradients would be wrong."""
+    """Torch refuses them too, but cannot check tensors that are saved through hooks; gradients would be wrong."""
 
     def loss_fn(params, batch):
         first, last = params["layers"]
@@ -179,7 +179,7 @@ def test_activations_written_to_after_they_were_saved_are_refused(stage):
 
 @STAGES
 def test_activations_written_to_in_place(stage):
-    """Where backward needs them as they are then."""
+    """Writes are allowed if backward needs the new values."""
 
     def loss_fn(params, batch):
         first, last = params["layers"]
@@ -264,7 +264,7 @@ def test_a_compiled_loss_is_refused_at_stage_3_and_fine_below(pool):
 )
 @pytest.mark.parametrize("extra", [None, sl.remat()])
 def test_a_compiled_block(pool, backend, stage, extra):
-    """On real processes, as a user has it: compiling is global state, which simulated ranks would share."""
+    """Runs in real processes, as compilation is global state, which simulated ranks would share."""
 
     def run(mesh):
         block = sl.block(torch.compile(lambda p, x: torch.tanh(layer(p, x)), backend=backend))
@@ -390,7 +390,7 @@ def test_a_second_forward_in_one_step(stage):
 
 @STAGES
 def test_other_units_in_a_later_step(stage):
-    """Which units a step touches, and in what order, may change from step to step, alike on all ranks."""
+    """The units that a step touches, and their order, may change from step to step if they are the same on all ranks."""
 
     def loss_fn(params, batch):
         x = torch.tanh(layer(params["layers"][0], batch[0]))

@@ -233,7 +233,7 @@ EXAMPLES = re.split(r"^tx = ", SNIPPET, flags=re.M)[1:]
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
 def test_the_pages_optimizers_train_the_gpt(number):
-    """On shards as on one rank, and they get somewhere."""
+    """Training on shards equals training on one rank, and the loss falls."""
     tx = eval(EXAMPLES[number].strip(), {"o": opt, "torch": torch})
     loss_fn, params = tiny_gpt(torch.float64)
     batches = token_batches(1, rows=12) * 6
@@ -386,7 +386,7 @@ def test_hyperparameters_are_read_written_and_saved(tmp_path):
 
 
 def test_names_of_a_checkpoint_are_those_of_the_chain(tmp_path):
-    """So another transformation, without a state, does not get in the way."""
+    """Adding a transformation without a state does not change the names of the others."""
     loss_fn, params = mlp([6, 9, 4])
     batch = regression_batch(6, 6, 4)
     without = opt.named_chain(("adam", by_matrix(opt.adam(0.1), opt.sgd(0.1, momentum=0.9))))

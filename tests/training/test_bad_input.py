@@ -518,7 +518,7 @@ def test_a_rank_that_dies_under_launch_is_named():
 
 
 def test_survivors_name_the_rank_that_died():
-    """Without a launcher that stops them: each survivor's own collective fails, and says whose fault it is."""
+    """Without a launcher that stops them, each survivor's collective fails and names the rank that died."""
 
     def run(mesh):
         state, step = sl.make_train_step(LOSS, sl.shard(PARAMS, mesh, stage=2), sl.optim.sgd(0.1))
@@ -540,7 +540,7 @@ def test_survivors_name_the_rank_that_died():
 
 
 def test_a_rank_alone_with_a_bad_batch_does_not_hang_the_others():
-    """As under torchrun, where nobody stops the others at once."""
+    """With torchrun, nothing stops the other ranks at once."""
 
     def run(mesh):
         state, step = sl.make_train_step(LOSS, sl.shard(PARAMS, mesh, stage=3), sl.optim.sgd(0.1))

@@ -285,7 +285,7 @@ def test_attention_is_torchs(kind, ranks, batch, groups, queries, chunk, size, v
 
 
 def test_causal_rings_share_the_work_evenly():
-    """What each rank meets, in elements of score blocks: the same on every rank, and half of all but its own."""
+    """The elements of score blocks that each rank computes are equal on all ranks, and half of all except its own."""
 
     def work(mesh):
         trip, met = _Trip(mesh, "seq", True), 0
@@ -424,7 +424,7 @@ def test_payload_of_a_layer_is_the_papers(kind, ways):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_payload_of_a_whole_chain_is_as_planned(kind):
-    """With parameters gathered, activations recomputed (what was exchanged for them is exchanged again), micro-batches."""
+    """The chain gathers parameters, recomputes activations (and repeats their exchanges), and has micro-batches."""
     config = replace(CONFIG, dtype=torch.float64)
     params, batch = gpt.init(config), token_batches(1, 4, config)[0]
     transform = cut(kind, sl.zero(3), sl.remat("dots"), sl.accumulate(2))

@@ -180,7 +180,7 @@ def test_gradients_are_summed_in_the_dtype_asked_for(stage, name):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_leaves_of_several_dtypes_train(stage):
-    """As every leaf by itself does: masters in fp32, each rounded to its own dtype for the loss."""
+    """Each leaf trains as it does alone: fp32 masters, rounded to the leaf's dtype for the loss."""
     rules = {"layers/0/bias": "fp32", "layers/1/*": "fp16"}
     dtypes = {"layers/0/weight": torch.bfloat16, "layers/0/bias": torch.float32}
 
