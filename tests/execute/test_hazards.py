@@ -86,6 +86,17 @@ def test_an_own_autograd_function(stage):
     check(loss_fn, network(), stage)
 
 
+@pytest.mark.parametrize("sync", ["each", "last"])
+def test_an_own_autograd_function_in_several_micro_batches(sync):
+    """Nothing but the function uses the first unit: its gradients come late, and are summed all the same."""
+
+    def loss_fn(params, batch):
+        first, last = params["layers"]
+        return (layer(last, Linear.apply(batch[0], first["weight"]).tanh()) - batch[1]).square().mean()
+
+    check(loss_fn, network(), 3, extra=sl.accumulate(2, sync=sync))
+
+
 @STAGES
 def test_a_parameter_used_by_an_own_function_and_otherwise(stage):
     def loss_fn(params, batch):
