@@ -29,7 +29,7 @@ _CALLS = {
     "reduce start": (Reduction, "_launch"),
     "reduce wait": (Reduction, "wait"),
     "pack gradients": (Bucket, "pack"),
-    "owned part": (Bucket, "owned_part"),
+    "owner segment": (Bucket, "owner_segment"),
     "optimizer": (torch, "_fused_adamw_"),
     "squares": (torch.linalg, "vector_norm"),
     "all-reduce start": (primitives, "all_reduce"),

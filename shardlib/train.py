@@ -183,10 +183,10 @@ def make_train_step(
             new = Sharded(plan, mesh, "param", {name: buffer.clone() for name, buffer in new.buffers.items()})
             opt = tree_map(cloned, opt)
         if taken:
-            shards = MeshShards(plan, mesh, unreduced, own, evaluation.errors)
+            shards = MeshShards(plan, mesh, unreduced, own, evaluation.residuals)
             shards.remember(sum_of_squares, evaluation.grads, evaluation.squares)
             opt = _update(optimizer, new, opt, evaluation, shards)
-            comm = evaluation.errors.after
+            comm = evaluation.residuals.after
         if after is not None and after.value != scale:
             comm = rescaled(plan, comm, after.value / scale)
         kept = evaluation.buffers if taken else old_buffers

@@ -1,16 +1,15 @@
 """Settings for all tests: how many cases hypothesis draws, and how many threads torch takes."""
 
-import os
-
 import pytest
 import torch
 from helpers.pool import Pool
+from helpers.profile import NIGHTLY
 from hypothesis import settings
 
 # The same few cases on every commit, so that a failure is the commit's; `make nightly` draws many new ones.
 settings.register_profile("commit", max_examples=30, deadline=None, derandomize=True)
 settings.register_profile("nightly", max_examples=300, deadline=None, print_blob=True)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "commit"))
+settings.load_profile("nightly" if NIGHTLY else "commit")
 
 # pytest runs a process a core: more threads than one each would only take turns.
 torch.set_num_threads(1)
@@ -22,3 +21,11 @@ def pool():
     made = Pool(4)
     yield made
     made.stop()
+
+
+# Files whose tests take longest, half a minute each. Begun last, one of them would keep a core waiting for the other's end.
+_LONG = ("test_notebooks.py", "test_three_dimensions.py", "test_cli.py")
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name not in _LONG)

@@ -1,4 +1,4 @@
-"""Filling a piece of a state from the saved pieces that overlap it."""
+"""Filling a fragment of a state from the saved fragments that overlap it."""
 
 from __future__ import annotations
 
@@ -7,64 +7,56 @@ from collections.abc import Sequence
 
 import torch
 
-from shardlib.checkpoint.pieces import Piece
+from shardlib.checkpoint.fragments import Fragment
 
 
-def missing(piece: Piece, sources: Sequence[Piece]) -> str:
-    """Why the saved ranges do not cover ``piece``, or ""."""
+def missing(fragment: Fragment, sources: Sequence[Fragment]) -> str:
+    """Why the sources do not cover ``fragment``, or ""."""
     if not sources:
-        return f"{piece.name}: not in it"
-    gap = _first_gap(piece, _alike(piece, sources))
-    if gap is not None and any(source.window for source in (piece, *sources)):
-        lacking = (~_part(_assemble(piece, sources)[1], piece)).nonzero()
-        gap = piece.start + int(lacking[0]) if len(lacking) else None
-    stop = piece.start + piece.data.numel()
-    return "" if gap is None else f"{piece.name}: elements {gap} to {stop} are not in it"
+        return f"{fragment.name}: not in the checkpoint"
+    gap = _first_gap(fragment, _same_slice(fragment, sources))
+    if gap is not None and any(source.window for source in (fragment, *sources)):
+        absent = (~_assemble(fragment, sources)[1][fragment.indices()]).nonzero()
+        gap = fragment.start + int(absent[0]) if len(absent) else None
+    return "" if gap is None else f"{fragment.name}: elements {gap} to {fragment.stop} are not in the checkpoint"
 
 
-def fill(piece: Piece, sources: Sequence[Piece]) -> None:
-    """Copy what the sources hold of a piece that they cover."""
-    alike = _alike(piece, sources)
-    if _first_gap(piece, alike) is not None:
-        # Sliced over other ranks: put together leaf by leaf, so that no more than one is ever whole.
-        piece.data.copy_(_part(_assemble(piece, sources)[0], piece))
+def fill(fragment: Fragment, sources: Sequence[Fragment]) -> None:
+    """Copy a fragment's elements from the sources, which cover it."""
+    same_slice = _same_slice(fragment, sources)
+    if _first_gap(fragment, same_slice) is not None:
+        # The sources are other slices. Leaves are assembled one at a time, so no more than one is ever whole.
+        fragment.data.copy_(_assemble(fragment, sources)[0][fragment.indices()])
         return
-    for source in alike:
-        start = max(piece.start, source.start)
-        stop = min(piece.start + piece.data.numel(), source.start + source.data.numel())
+    for source in same_slice:
+        start, stop = max(fragment.start, source.start), min(fragment.stop, source.stop)
         if start < stop:
-            piece.data[start - piece.start : stop - piece.start].copy_(
+            fragment.data[start - fragment.start : stop - fragment.start].copy_(
                 source.data[start - source.start : stop - source.start]
             )
 
 
-def _alike(piece: Piece, sources: Sequence[Piece]) -> list[Piece]:
-    """The sources that are of the same slice of the leaf, or of all of it like the piece itself."""
-    return [source for source in sources if source.window == piece.window]
+def _same_slice(fragment: Fragment, sources: Sequence[Fragment]) -> list[Fragment]:
+    """The sources that hold elements of the slice that ``fragment`` lies in (both may be of the whole leaf)."""
+    return [source for source in sources if source.window == fragment.window]
 
 
-def _first_gap(piece: Piece, sources: Sequence[Piece]) -> int | None:
-    """The first element of a piece that no source holds."""
-    covered = piece.start
+def _first_gap(fragment: Fragment, sources: Sequence[Fragment]) -> int | None:
+    """The index of the first element of a fragment that no source holds; None when they hold all."""
+    covered = fragment.start
     for source in sorted(sources, key=lambda source: source.start):
         if source.start <= covered:
-            covered = max(covered, source.start + source.data.numel())
-    return None if covered >= piece.start + piece.data.numel() else covered
+            covered = max(covered, source.stop)
+    return None if covered >= fragment.stop else covered
 
 
-def _assemble(piece: Piece, sources: Sequence[Piece]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The flattened, whole leaf, and which of its elements the sources held."""
-    window = next(found.window for found in (piece, *sources) if found.window)
+def _assemble(fragment: Fragment, sources: Sequence[Fragment]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The flattened whole leaf from slices, and a mask of the elements that the sources hold."""
+    window = next(each.window for each in (fragment, *sources) if each.window)
     whole = torch.zeros(math.prod(window.shape), dtype=sources[0].data.dtype)
-    here = torch.zeros(whole.numel(), dtype=torch.bool)
+    held = torch.zeros(whole.numel(), dtype=torch.bool)
     for source in sources:
-        stop = source.start + source.data.numel()
-        places = source.window.places()[source.start : stop] if source.window else slice(source.start, stop)
-        whole[places] = source.data
-        here[places] = True
-    return whole, here
-
-
-def _part(whole: torch.Tensor, piece: Piece) -> torch.Tensor:
-    stop = piece.start + piece.data.numel()
-    return whole[piece.window.places()[piece.start : stop]] if piece.window else whole[piece.start : stop]
+        indices = source.indices()
+        whole[indices] = source.data
+        held[indices] = True
+    return whole, held

@@ -1,4 +1,4 @@
-"""States that optimizers keep in fewer bits (see `shardlib.optim.base.Packed`), as the tensors they stand for and back."""
+"""Conversion between packed optimizer states (see `shardlib.optim.base.Packed`) and the tensors that they encode."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from shardlib.optim.train_state import TrainState
 
 
 def unpacked(state: TrainState) -> TrainState:
-    """The same state with whole tensors in place of packed ones; all else is the same memory."""
+    """The same state with decoded tensors instead of packed ones. All other leaves share memory with ``state``."""
     opt: Any = state.opt
     opt = optree.tree_map(lambda node: node.unpacked() if _is_packed(node) else node, opt, is_leaf=_is_packed)
     return TrainState(state.step, state.params, opt, state.comm, state.buffers, state.scale, state.rng)
 
 
 def pack(state: TrainState, whole: TrainState) -> None:
-    """Bring the packed tensors of ``state`` to what they are in ``whole``, which is `unpacked` of it."""
+    """Encode the tensors of ``whole``, which came from ``unpacked(state)``, into the packed leaves of ``state``."""
     trees: list[Any] = [state.opt, whole.opt]
-    kept, tensors = (optree.tree_leaves(tree, is_leaf=_is_packed) for tree in trees)
-    for node, values in zip(kept, tensors, strict=True):
+    nodes, tensors = (optree.tree_leaves(tree, is_leaf=_is_packed) for tree in trees)
+    for node, values in zip(nodes, tensors, strict=True):
         if _is_packed(node):
             node.pack(values)
 

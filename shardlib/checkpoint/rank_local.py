@@ -1,6 +1,7 @@
-"""What ranks that share a batch hold each for itself at times, saved and restored: see `shardlib.optim.base.Apart`.
+"""Rank-local tensors (see `shardlib.optim.base.RankLocal`), saved and restored.
 
-On as many ranks each gets its own back. On others all get the mean, which is what they are brought to when they next meet.
+On as many ranks as saved them, every rank gets back what it had. On any other number, all ranks get the mean of the saved
+tensors, to which the optimizer brings them anyway when it next exchanges them.
 """
 
 from __future__ import annotations
@@ -11,59 +12,59 @@ from typing import Any
 import optree
 import torch
 
+from shardlib.checkpoint.fragments import MASTERS, PARAMS, Fragment, bucket_fragments, needed_fragments
 from shardlib.checkpoint.overlap import fill
-from shardlib.checkpoint.pieces import MASTERS, PARAMS, Piece, bucket_pieces, needed_pieces
 from shardlib.optim.train_state import TrainState
 from shardlib.tree import path_name
 
 
-def own_pieces(state: TrainState) -> Iterator[Piece]:
-    """Parameters and trees of the optimizer's state, where they are this rank's own."""
+def rank_local_fragments(state: TrainState) -> Iterator[Fragment]:
+    """Fragments of the parameters and of the trees of the optimizer's state that are rank-local now."""
     plan, mesh = state.params.plan, state.params.mesh
-    trees = _own_trees(state.opt)
+    trees = _rank_local_trees(state.opt)
     if plan.reductions.owner is None or not trees:
         return
-    mine = (PARAMS, MASTERS, *(f"opt/{path_name(path)}/" for path in trees))
+    prefixes = (PARAMS, MASTERS, *(f"opt/{path_name(path)}/" for path in trees))
     axis = plan.reductions.owner.axis
     for bucket in plan.buckets:
-        others = [mesh.coords[other] for other in plan.copies(bucket) if other != axis]
-        if plan.counts(bucket, mesh.coords) and not any(others):
-            for piece in bucket_pieces(state, bucket):
-                if piece.name.startswith(mine):
-                    yield piece._replace(name=_name(piece, mesh.coords[axis], mesh.shape[axis]))
+        copies = [mesh.coords[other] for other in plan.copies(bucket) if other != axis]
+        if plan.counts(bucket, mesh.coords) and not any(copies):
+            for fragment in bucket_fragments(state, bucket):
+                if fragment.name.startswith(prefixes):
+                    yield fragment._replace(name=_name(fragment, mesh.coords[axis], mesh.shape[axis]))
 
 
-def restore_own(state: TrainState, saved: Mapping[str, Sequence[Piece]]) -> None:
-    """Fill what was a rank's own."""
+def restore_rank_local(state: TrainState, saved: Mapping[str, Sequence[Fragment]]) -> None:
+    """Fill the tensors of ``state`` that were rank-local when they were saved."""
     plan, mesh = state.params.plan, state.params.mesh
-    one = next((name for name in saved if name.startswith("own ")), None)
-    if one is None:
+    first = next((name for name in saved if name.startswith("own ")), None)
+    if first is None:
         return
-    ways = int(one.partition("/")[0].rpartition(" of ")[2])
+    ways = int(first.partition("/")[0].rpartition(" of ")[2])
     axis = plan.reductions.owner.axis if plan.reductions.owner is not None else None
-    for piece in needed_pieces(state):
-        if _name(piece, 0, ways) not in saved:
+    for fragment in needed_fragments(state):
+        if _name(fragment, 0, ways) not in saved:
             continue
         if axis is not None and mesh.shape[axis] == ways:
-            fill(piece, saved[_name(piece, mesh.coords[axis], ways)])
+            fill(fragment, saved[_name(fragment, mesh.coords[axis], ways)])
             continue
-        total = torch.zeros_like(piece.data, dtype=torch.float64)
+        total = torch.zeros_like(fragment.data, dtype=torch.float64)
         for rank in range(ways):
-            theirs = piece._replace(data=torch.zeros_like(piece.data))
-            fill(theirs, saved[_name(piece, rank, ways)])
-            total += theirs.data
-        piece.data.copy_(total / ways)
+            held = fragment._replace(data=torch.zeros_like(fragment.data))
+            fill(held, saved[_name(fragment, rank, ways)])
+            total += held.data
+        fragment.data.copy_(total / ways)
 
 
-def _name(piece: Piece, rank: int, ways: int) -> str:
-    return f"own {rank} of {ways}/{piece.name}"
+def _name(fragment: Fragment, rank: int, ways: int) -> str:
+    return f"own {rank} of {ways}/{fragment.name}"
 
 
-def _own_trees(opt: Any) -> list[tuple[Any, ...]]:
-    """The places in the optimizer's state of trees that are this rank's own."""
-    found = []
-    paths, nodes, _ = optree.tree_flatten_with_path(opt, is_leaf=lambda node: hasattr(node, "own_trees"))
+def _rank_local_trees(opt: Any) -> list[tuple[Any, ...]]:
+    """The paths in the optimizer's state of the trees that are rank-local now."""
+    trees = []
+    paths, nodes, _ = optree.tree_flatten_with_path(opt, is_leaf=lambda node: hasattr(node, "rank_local"))
     for path, node in zip(paths, nodes, strict=True):
-        if hasattr(node, "own_trees"):
-            found += [(*path, node._fields.index(field)) for field in node.own_trees()]
-    return found
+        if hasattr(node, "rank_local"):
+            trees += [(*path, node._fields.index(field)) for field in node.rank_local()]
+    return trees

@@ -1,9 +1,10 @@
-"""What compressed exchanges keep, saved and restored.
+"""Residuals and factors of compressed exchanges, saved and restored.
 
-Where the same exchanges are made by as many ranks every rank gets its own errors back. Elsewhere what counts is the
-*total*: the sum of all ranks' errors of an element is what the next gradient has still to be given (of a mean, the ranks'
-mean). It is shared out evenly over the ranks' first errors, and the other errors start from zero. Factors are equal on all
-ranks of their axis, and are taken over by any number of them.
+When the restored plan makes the same exchanges between as many ranks, every rank gets its own residuals back. Otherwise only
+their *total* is restored: the sum over the ranks of an element's residuals, which the next gradients have still to be given
+(for an exchange that takes a mean, the mean over the ranks). The total is divided evenly between the ranks' residuals of the
+first exchange, and all other residuals start from zero. Factors are equal on all ranks of their axis, so any number of ranks
+can take them over.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import NamedTuple
 
 import torch
 
+from shardlib.checkpoint.fragments import Fragment, windows
 from shardlib.checkpoint.overlap import fill, missing
-from shardlib.checkpoint.pieces import Piece, windows
 from shardlib.collectives.codecs.base import Kept
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.specs import Window
@@ -27,225 +28,225 @@ from shardlib.plan.plan import Plan
 
 _log = logging.getLogger("shardlib.checkpoint")
 
-_ERRORS = ("sum", "mean")
+_RESIDUALS = ("sum", "mean")
 
 
-class Part(NamedTuple):
-    """One leaf's part of one kept tensor.
+class KeptLeaf(NamedTuple):
+    """One leaf's elements in a tensor that an exchange keeps: residuals, or a factor.
 
     Attributes:
-        kind: of errors "sum" or "mean", what the exchange gives; of factors "factors" and their shape.
-        what: the axis, and which of what is kept for its exchange.
-        holder, ranks: which it is of how many different ones of the same elements.
-        start: the first of the elements of the leaf (or slice, or factor) it holds, in order; ``data`` is a view of what
-            is kept, ``numel`` the elements of them all.
-        first: whether it takes a share of a total.
-        speaks: whether it is this rank's to save.
+        kind: for residuals "sum" or "mean", the result of the exchange; for factors "factors" and their shape.
+        exchange: the axis, and the `Kept.name` of the tensor.
+        holder, holders: the tensor's number among the different tensors that ranks keep for the same elements, and how many.
+        path: the leaf's.
+        start: the index of the first element in the flattened leaf (or slice, or factor).
+        data: the elements, in order: a view of the kept tensor.
+        numel: elements of the whole leaf (or slice, or factor).
+        window: the slice of the leaf; None for the whole leaf.
+        takes_total: whether a share of a restored total goes here.
+        saves: whether this rank saves it.
     """
 
     kind: str
-    what: str
+    exchange: str
     holder: int
-    ranks: int
+    holders: int
     path: str
     start: int
     data: torch.Tensor
     numel: int
     window: Window | None
-    first: bool
-    speaks: bool
+    takes_total: bool
+    saves: bool
 
     @property
     def name(self) -> str:
-        return f"comm/{self.kind}/{self.what}/{self.holder} of {self.ranks}/{self.path}"
+        return f"comm/{self.kind}/{self.exchange}/{self.holder} of {self.holders}/{self.path}"
 
-    def piece(self, data: torch.Tensor) -> Piece:
-        """``data``, flat and in order, without the padding."""
-        return Piece(self.name, self.start, data[: max(0, self.numel - self.start)], self.window)
+    def fragment(self, data: torch.Tensor) -> Fragment:
+        """The fragment of this name with the elements of ``data``, which is flat and in order, without the padding."""
+        return Fragment(self.name, self.start, data[: max(0, self.numel - self.start)], self.window)
 
 
 class Name(NamedTuple):
-    """What a part's name says of it."""
+    """A `KeptLeaf.name`, split into its fields."""
 
     kind: str
-    what: str
-    ranks: int
+    exchange: str
+    holders: int
     path: str
 
-    @property
-    def exchange(self) -> tuple[str, str, str]:
-        return self.kind, self.what, self.path
+
+def _parse(name: str) -> Name:
+    _, kind, exchange, holder, path = name.split("/", 4)
+    return Name(kind, exchange, int(holder.rpartition(" of ")[2]), path)
 
 
-def _read(name: str) -> Name:
-    _, kind, what, holder, path = name.split("/", 4)
-    return Name(kind, what, int(holder.rpartition(" of ")[2]), path)
-
-
-def error_pieces(state: TrainState) -> Iterator[Piece]:
-    """What this rank saves of what its exchanges keep."""
+def residual_fragments(state: TrainState) -> Iterator[Fragment]:
+    """This rank's fragments of the tensors that exchanges keep."""
     for channel in state.params.plan.channels:
-        for part in _parts(state, channel):
-            if part.speaks:
-                yield part.piece(part.data.reshape(-1))
+        for leaf in _kept_leaves(state, channel):
+            if leaf.saves:
+                yield leaf.fragment(leaf.data.reshape(-1))
 
 
-def restore_errors(state: TrainState, saved: Mapping[str, Sequence[Piece]]) -> None:
-    """Fill what the exchanges of ``state`` keep from a checkpoint's pieces."""
+def restore_residuals(state: TrainState, saved: Mapping[str, Sequence[Fragment]]) -> None:
+    """Fill the tensors that the exchanges of ``state`` keep from a checkpoint's fragments."""
     plan = state.params.plan
     trained = {path for bucket in plan.trained for path in bucket.paths}
-    kept = {name: pieces for name, pieces in saved.items() if name.startswith("comm/") and _read(name).path in trained}
-    found = [part for channel in plan.channels for part in _parts(state, channel)]
-    for part in found:
-        if part.kind not in _ERRORS:
-            _take_over(part, kept)
-    were, are = {_read(name).exchange for name in kept if _read(name).kind in _ERRORS}, set(_exchanges(plan))
-    lost = {kind for kind, *_ in were} - {kind for kind, *_ in are}
+    usable = {name: found for name, found in saved.items() if name.startswith("comm/") and _parse(name).path in trained}
+    leaves = [leaf for channel in plan.channels for leaf in _kept_leaves(state, channel)]
+    for leaf in leaves:
+        if leaf.kind not in _RESIDUALS:
+            _take_over(leaf, usable)
+    names = [name for name in map(_parse, usable) if name.kind in _RESIDUALS]
+    before, now = {(name.kind, name.exchange, name.path) for name in names}, set(_exchanges(plan))
+    lost = {kind for kind, *_ in before} - {kind for kind, *_ in now}
     if lost and state.params.mesh.rank == 0:
-        told = " and ".join({"sum": "gradients", "mean": "the optimizer's means"}[kind] for kind in sorted(lost))
+        summed = " and ".join({"sum": "gradients", "mean": "the optimizer's means"}[kind] for kind in sorted(lost))
         _log.warning(
-            "what compressed exchanges of %s left out is dropped: this plan has none with error feedback", told
+            "the residuals of compressed exchanges of %s are dropped: this plan has no such exchange with error feedback",
+            summed,
         )
-    parts = [part for part in found if part.kind in _ERRORS]
-    pieces = [part.piece(part.data.new_zeros(part.data.numel())) for part in parts]
-    same = were <= are and all(not missing(piece, kept.get(piece.name, ())) for piece in pieces if piece.data.numel())
-    for part, piece in zip(parts, pieces, strict=True):
+    leaves = [leaf for leaf in leaves if leaf.kind in _RESIDUALS]
+    fragments = [leaf.fragment(leaf.data.new_zeros(leaf.data.numel())) for leaf in leaves]
+    needed = [fragment for fragment in fragments if fragment.data.numel()]
+    same = before <= now and not any(missing(fragment, usable.get(fragment.name, ())) for fragment in needed)
+    for leaf, fragment in zip(leaves, fragments, strict=True):
         if same:
-            fill(piece, kept.get(piece.name, ()))
-        elif part.first:
-            total = _total(part, kept)
-            mine = total[part.window.places()] if part.window else total
-            share = mine[piece.start : piece.start + piece.data.numel()]
-            piece.data.copy_(share / (1 if part.kind == "mean" else part.ranks))
-        flat = torch.zeros(part.data.numel(), dtype=part.data.dtype)
-        flat[: piece.data.numel()] = piece.data
-        part.data.copy_(flat.view(part.data.shape))
+            fill(fragment, usable.get(fragment.name, ()))
+        elif leaf.takes_total:
+            total = _total(leaf, usable)[fragment.indices()]
+            fragment.data.copy_(total / (1 if leaf.kind == "mean" else leaf.holders))
+        flat = torch.zeros(leaf.data.numel(), dtype=leaf.data.dtype)
+        flat[: fragment.data.numel()] = fragment.data
+        leaf.data.copy_(flat.view(leaf.data.shape))
 
 
 def _exchanges(plan: Plan) -> Iterator[tuple[str, str, str]]:
-    """Kind, what is kept of it, and leaf, of all errors of a plan."""
+    """Kind, exchange and path (see `KeptLeaf`) of all residuals of a plan."""
     for channel in plan.channels:
         for kept in channel.keeps.values():
-            if not kept.shapes:
+            if kept.residual:
                 for path in channel.bucket.paths:
-                    yield _kind(channel), _what(channel, kept), path
+                    yield _kind(channel), _exchange(channel, kept), path
 
 
 def _kind(channel: Channel) -> str:
     return "mean" if channel.mean else "sum"
 
 
-def _what(channel: Channel, kept: Kept) -> str:
-    return f"{channel.axis} {kept.kind}"
+def _exchange(channel: Channel, kept: Kept) -> str:
+    return f"{channel.axis} {kept.name}"
 
 
-def _take_over(part: Part, saved: Mapping[str, Sequence[Piece]]) -> None:
-    """Factors as this rank's were saved, or else as any rank's were; they stay a first guess where none of the shape were."""
-    alike = [pieces for name, pieces in saved.items() if (_read(name).kind, _read(name).path) == (part.kind, part.path)]
-    for pieces in (saved[part.name],) if part.name in saved else alike[:1]:
-        fill(part.piece(part.data), pieces)
+def _take_over(leaf: KeptLeaf, saved: Mapping[str, Sequence[Fragment]]) -> None:
+    """Fill factors from this rank's saved ones, or else from any rank's; leave the drawn factors if none of the shape were
+    saved."""
+    names = [name for name in saved if (_parse(name).kind, _parse(name).path) == (leaf.kind, leaf.path)]
+    for name in (leaf.name,) if leaf.name in saved else names[:1]:
+        fill(leaf.fragment(leaf.data), saved[name])
 
 
-def _total(part: Part, saved: Mapping[str, Sequence[Piece]]) -> torch.Tensor:
-    """What all ranks' errors of a leaf come to."""
-    shape = part.window.shape if part.window else (part.numel,)
+def _total(leaf: KeptLeaf, saved: Mapping[str, Sequence[Fragment]]) -> torch.Tensor:
+    """The sum over all ranks (for a mean, the mean) of the residuals of a whole leaf, flat."""
+    shape = leaf.window.shape if leaf.window else (leaf.numel,)
     total = torch.zeros(math.prod(shape), dtype=torch.float64)
-    for name, pieces in saved.items():
-        about = _read(name)
-        if (about.kind, about.path) != (part.kind, part.path):
-            continue
-        weight = 1 / about.ranks if about.kind == "mean" else 1.0
-        for piece in pieces:
-            stop = piece.start + piece.data.numel()
-            places = piece.window.places()[piece.start : stop] if piece.window else slice(piece.start, stop)
-            total[places] += piece.data * weight
+    for name, fragments in saved.items():
+        kind, _, holders, path = _parse(name)
+        if (kind, path) == (leaf.kind, leaf.path):
+            for fragment in fragments:
+                total[fragment.indices()] += fragment.data * (1 / holders if kind == "mean" else 1.0)
     return total
 
 
-def _parts(state: TrainState, channel: Channel) -> Iterator[Part]:
-    """Each leaf's part of what a channel keeps on this rank."""
+def _kept_leaves(state: TrainState, channel: Channel) -> Iterator[KeptLeaf]:
+    """Each leaf's elements in the tensors that a channel keeps on this rank."""
     plan, mesh, bucket = state.params.plan, state.params.mesh, channel.bucket
-    cuts, coords = windows(plan, mesh, bucket), mesh.coords
-    alike = [other for other in plan.channels if other.bucket.name == bucket.name and other.mean == channel.mean]
-    first = channel is next((other for other in alike if _has_errors(other)), None)
+    slices, coords = windows(plan, mesh, bucket), mesh.coords
+    same_result = [other for other in plan.channels if other.bucket.name == bucket.name and other.mean == channel.mean]
+    first = channel is next((other for other in same_result if _has_residuals(other)), None)
     counts = not channel.mean or plan.counts(bucket, coords)
     for name, kept in channel.keeps.items():
-        what, (holder, ranks) = _what(channel, kept), _holder(plan, mesh, channel, kept)
-        speaks = counts and not any(coords[axis] for axis in _same(plan, channel, kept))
-        if kept.shapes:
+        exchange, (holder, holders) = _exchange(channel, kept), _holder(plan, mesh, channel, kept)
+        saves = counts and not any(coords[axis] for axis in _equal_over(plan, channel, kept))
+        if not kept.residual:
             for path, shape, data in _factors(bucket, kept, state.comm[name]):
-                yield Part(f"factors {shape}", what, holder, ranks, path, 0, data, data.numel(), None, False, speaks)
+                kind = f"factors {shape}"
+                yield KeptLeaf(kind, exchange, holder, holders, path, 0, data, data.numel(), None, False, saves)
             continue
-        kind, share = _kind(channel), first and kept.kind == "sent"
+        kind, takes = _kind(channel), first and not kept.by_row
         for path, numel, start, data in _views(channel, state.comm[name], kept, coords):
-            yield Part(kind, what, holder, ranks, path, start, data, numel, cuts.get(path), share, speaks)
+            yield KeptLeaf(kind, exchange, holder, holders, path, start, data, numel, slices.get(path), takes, saves)
 
 
 def _holder(plan: Plan, mesh: Mesh, channel: Channel, kept: Kept) -> tuple[int, int]:
-    """Which this rank is, of how many that hold different ones of the same elements."""
-    place, ranks, homes = 0, 1, channel.bucket.homes
+    """`KeptLeaf.holder` and `KeptLeaf.holders` of this rank."""
+    holder, holders, homes = 0, 1, channel.bucket.homes
     for axis in _differing(plan, channel, kept):
         if axis in plan.stages.axes:
-            at, size = homes.index(mesh.coords[axis]), len(homes)
+            index, size = homes.index(mesh.coords[axis]), len(homes)
         else:
-            at, size = mesh.coords[axis], mesh.shape[axis]
-        place, ranks = place * size + at, ranks * size
-    return place, ranks
+            index, size = mesh.coords[axis], mesh.shape[axis]
+        holder, holders = holder * size + index, holders * size
+    return holder, holders
 
 
-def _has_errors(channel: Channel) -> bool:
-    return any(not kept.shapes for kept in channel.keeps.values())
+def _has_residuals(channel: Channel) -> bool:
+    return any(kept.residual for kept in channel.keeps.values())
 
 
 def _factors(bucket: Bucket, kept: Kept, data: torch.Tensor) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Path, shape and view of each leaf's."""
-    parts = data.split([math.prod(shape) for _, shape in kept.shapes])
-    for (leaf, shape), part in zip(kept.shapes, parts, strict=True):
-        yield bucket.paths[leaf], "×".join(map(str, shape)), part
+    """Path, shape and flat view of each leaf's factor."""
+    factors = data.split([math.prod(shape) for _, shape in kept.shapes])
+    for (leaf, shape), factor in zip(kept.shapes, factors, strict=True):
+        yield bucket.paths[leaf], "×".join(map(str, shape)), factor
 
 
 def _views(
-    channel: Channel, error: torch.Tensor, kept: Kept, coords: Mapping[str, int]
+    channel: Channel, residual: torch.Tensor, kept: Kept, coords: Mapping[str, int]
 ) -> Iterator[tuple[str, int, int, torch.Tensor]]:
-    """Path, elements, first element, and view, of the leaves that an error is of."""
+    """Path, number of elements, index of the first held element, and view, of each leaf in a channel's residual."""
     bucket, level = channel.bucket, channel.level
     leaves = list(zip(bucket.paths, bucket.held(coords), bucket.chunks, strict=True))
+    first = 0  # element of the leaf's chunk in an owner's row
     if level is not None:
-        owners = bucket.parts(level)
-        rows = error.view(channel.ways, -1)[:, : channel.elements // channel.ways]
+        owners = bucket.owners(level)
+        rows = residual.view(channel.ways, -1)[:, : channel.elements // channel.ways]
         table = rows.unflatten(1, (-1, bucket.owned))
-        place = 0
         for path, numel, chunk in leaves:
             start = bucket.owner(coords, 0, level) * owners * chunk
-            yield path, numel, start, table[..., place : place + chunk]
-            place += chunk
+            yield path, numel, start, table[..., first : first + chunk]
+            first += chunk
         return
-    index, width = bucket.owner(coords, 0, bucket.levels), len(error)
-    begin = coords[channel.axis] * width if kept.kind == "row" else 0
-    place = 0
+    index, width = bucket.owner(coords, 0, bucket.levels), len(residual)
+    begin = coords[channel.axis] * width if kept.by_row else 0
     for path, numel, chunk in leaves:
-        low, high = max(place, begin), min(place + chunk, begin + width)
+        low, high = max(first, begin), min(first + chunk, begin + width)
         if low < high:
-            yield path, numel, index * chunk + low - place, error[low - begin : high - begin]
-        place += chunk
+            yield path, numel, index * chunk + low - first, residual[low - begin : high - begin]
+        first += chunk
 
 
 def _differing(plan: Plan, channel: Channel, kept: Kept) -> tuple[str, ...]:
-    """Axes whose ranks hold different ones of the same elements."""
+    """Axes whose ranks keep different tensors for the same elements."""
     bucket, level = channel.bucket, channel.level
-    # A tied leaf's homes sum their gradients before an optimizer sees them, and after they were reduced.
+    # The homes of a tied leaf sum their gradients after the reduction, so before the optimizer takes its means.
     homes = plan.stages.axes if len(bucket.homes) > 1 and not channel.mean else ()
     if level is not None:
         return (*homes, *bucket.axes[level:], *bucket.replicas)
-    own = {"sent": (channel.axis,), "row": (), "factors": bucket.slices}[kept.kind]
+    if not kept.residual:
+        axes = bucket.slices
+    else:
+        axes = () if kept.by_row else (channel.axis,)
     later = () if channel.mean else bucket.replicas[bucket.replicas.index(channel.axis) + 1 :]
-    return (*homes, *own, *later)
+    return (*homes, *axes, *later)
 
 
-def _same(plan: Plan, channel: Channel, kept: Kept) -> list[str]:
-    """Axes whose ranks hold the same."""
+def _equal_over(plan: Plan, channel: Channel, kept: Kept) -> list[str]:
+    """Axes whose ranks keep equal tensors."""
     bucket = channel.bucket
-    own = {*_differing(plan, channel, kept), *bucket.axes, *bucket.slices, *plan.stages.axes}
-    if kept.kind == "row":
-        own.add(channel.axis)
-    return [axis for axis, size in plan.sizes.items() if size > 1 and axis not in own]
+    different = {*_differing(plan, channel, kept), *bucket.axes, *bucket.slices, *plan.stages.axes}
+    if kept.by_row:
+        different.add(channel.axis)
+    return [axis for axis, size in plan.sizes.items() if size > 1 and axis not in different]

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: one folder per step, one file per rank, complete or not there at all."""
+"""Checkpoints on disk: one folder per step with one file per rank, which appears only when it is complete."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from shardlib.checkpoint.fragments import Fragment, needed_fragments, owned_fragments, sources_of
 from shardlib.checkpoint.overlap import fill, missing
 from shardlib.checkpoint.packed import pack, unpacked
-from shardlib.checkpoint.pieces import Piece, needed_pieces, owned_pieces, sources_of
-from shardlib.checkpoint.rank_local import own_pieces, restore_own
-from shardlib.checkpoint.residuals import error_pieces, restore_errors
+from shardlib.checkpoint.rank_local import rank_local_fragments, restore_rank_local
+from shardlib.checkpoint.residuals import residual_fragments, restore_residuals
 from shardlib.collectives import primitives
 from shardlib.errors import RankFailure, TreeError, listing
 from shardlib.mesh.mesh import Mesh
@@ -26,15 +26,16 @@ from shardlib.rng import Key
 
 
 def save(folder: str | Path, state: TrainState, keep: int = 2, extra: dict[str, Any] | None = None) -> Path:
-    """Write ``state`` under ``folder``; every rank calls it. Returns the new checkpoint's folder.
+    """Write ``state`` to a new checkpoint under ``folder`` and return the checkpoint's folder. Every rank must call it.
 
-    A checkpoint appears under its final name only when every rank has written its part. The newest ``keep`` are kept.
+    A checkpoint appears under its final name only when every rank has written its file. Only the newest ``keep`` checkpoints
+    are kept.
 
     Args:
-        extra: further files for rank 0 to write beside it: name -> anything that `torch.save` takes.
+        extra: further files for rank 0 to write into the checkpoint: name -> anything that `torch.save` takes.
 
     Raises:
-        RankFailure: another rank could not write its part; names it.
+        RankFailure: other ranks could not write their files; lists them.
 
     >>> state, _ = sl.make_train_step(lambda p, x: (p["w"] * x).sum(), {"w": torch.ones(2)}, sl.optim.adamw(1e-3))
     >>> sl.checkpoint.save("run", state).name
@@ -47,13 +48,13 @@ def save(folder: str | Path, state: TrainState, keep: int = 2, extra: dict[str, 
 
     def write() -> None:
         partial.mkdir(parents=True, exist_ok=True)
-        pieces: dict[str, tuple[Any, ...]] = {}
+        fragments: dict[str, tuple[Any, ...]] = {}
         whole = unpacked(state.settled())
-        for piece in (*owned_pieces(whole), *own_pieces(whole), *error_pieces(whole)):
-            if piece.data.numel():
-                window = tuple(piece.window) if piece.window else None
-                pieces[piece.name] = (piece.start, piece.data.detach().to("cpu", copy=True), window)
-        torch.save(pieces, partial / _file_of(mesh.rank))
+        for fragment in (*owned_fragments(whole), *rank_local_fragments(whole), *residual_fragments(whole)):
+            if fragment.data.numel():
+                window = tuple(fragment.window) if fragment.window else None
+                fragments[fragment.name] = (fragment.start, fragment.data.detach().to("cpu", copy=True), window)
+        torch.save(fragments, partial / _file_of(mesh.rank))
 
     def finish() -> None:
         scale = asdict(state.scale) if state.scale else None
@@ -61,9 +62,9 @@ def save(folder: str | Path, state: TrainState, keep: int = 2, extra: dict[str, 
         (partial / "state.json").write_text(json.dumps(facts))
         for name, value in extra.items():
             torch.save(value, partial / name)
-        # An earlier save to this folder, by more ranks perhaps, may have been interrupted.
-        ours = {"state.json", *extra, *map(_file_of, range(mesh.size))}
-        for stale in (file for file in partial.iterdir() if file.name not in ours):
+        # An earlier save to this folder, possibly by more ranks, may have been interrupted and have left files.
+        written = {"state.json", *extra, *map(_file_of, range(mesh.size))}
+        for stale in (file for file in partial.iterdir() if file.name not in written):
             stale.unlink()
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
@@ -76,18 +77,20 @@ def save(folder: str | Path, state: TrainState, keep: int = 2, extra: dict[str, 
 
 
 def _on_all_ranks(mesh: Mesh, work: Callable[[], None]) -> None:
-    """Run it here and wait for the others'. Where a rank's fails all raise, or they would wait for that one."""
+    """Run ``work`` and wait until every rank has. If it fails on one rank all raise, since they would wait for that rank."""
     failure: Exception | None = None
     try:
         work()
     except Exception as error:
         failure = error
-    told = f"rank {mesh.rank}: {type(failure).__name__}: {failure}" if failure else ""
-    problems = [problem for problem in primitives.all_gather_object(mesh, list(mesh.shape), told) if problem]
+    problem = f"rank {mesh.rank}: {type(failure).__name__}: {failure}" if failure else ""
+    problems = [problem for problem in primitives.all_gather_object(mesh, list(mesh.shape), problem) if problem]
     if failure is not None:
         raise failure
     if problems:
-        raise RankFailure(f"the checkpoint was not written:\n{listing(problems)}\nThose ranks' outputs tell more.")
+        raise RankFailure(
+            f"the checkpoint was not written:\n{listing(problems)}\nThe output of these ranks has the tracebacks."
+        )
 
 
 def _file_of(rank: int) -> str:
@@ -105,17 +108,17 @@ def latest(folder: str | Path) -> Path | None:
 
 
 def restore(checkpoint: str | Path, state: TrainState) -> TrainState:
-    """The saved state in the layout of ``state`` (a fresh one from `make_train_step`, whose memory is reused).
+    """Load a checkpoint in the layout of ``state`` (a fresh one from `make_train_step`, whose memory is reused).
 
-    The mesh, stage, number of ranks and 16-bit precision may differ from those it was saved on.
+    The mesh, stage, number of ranks and 16-bit precision may differ from those of the run that saved the checkpoint.
 
     Args:
-        checkpoint: a checkpoint's own folder, or the one that `save` was given: then the newest in it.
+        checkpoint: a checkpoint's folder, or the folder that `save` was given, for the newest checkpoint in it.
 
     Raises:
-        FileNotFoundError: neither.
-        TreeError: the checkpoint lacks a leaf, or part of one, or holds one of another size; lists them. ``state`` is
-            then unchanged.
+        FileNotFoundError: ``checkpoint`` is neither.
+        TreeError: the checkpoint lacks a leaf, or elements of one, or holds one of another shape; lists all of them.
+            ``state`` is then unchanged.
 
     >>> state, _ = sl.make_train_step(lambda p, x: (p["w"] * x).sum(), {"w": torch.ones(2)}, sl.optim.adamw(1e-3))
     >>> folder = sl.checkpoint.save("run", state)
@@ -125,28 +128,30 @@ def restore(checkpoint: str | Path, state: TrainState) -> TrainState:
     path = _checkpoint_at(Path(checkpoint))
     facts = json.loads((path / "state.json").read_text())
     failures = _differences(facts["shapes"], _shapes(state))
-    saved: dict[str, list[Piece]] = {}
+    saved: dict[str, list[Fragment]] = {}
     for file in sorted(path.glob("rank-*.pt")):
         for name, (start, data, window) in torch.load(file, map_location="cpu", mmap=True, weights_only=True).items():
-            saved.setdefault(name, []).append(Piece(name, start, data, Window(*window) if window else None))
+            saved.setdefault(name, []).append(Fragment(name, start, data, Window(*window) if window else None))
     whole = unpacked(state)
-    needed = list(needed_pieces(whole))
-    failures = failures or [problem for piece in needed if (problem := missing(piece, sources_of(piece.name, saved)))]
+    needed = list(needed_fragments(whole))
+    failures = failures or [
+        problem for fragment in needed if (problem := missing(fragment, sources_of(fragment.name, saved)))
+    ]
     if failures:
         raise TreeError(
             f"{path.name} does not fit this state:\n{listing(failures)}\nMake the state with the model and the optimizer it "
             "was saved from."
         )
     with torch.no_grad():
-        for piece in needed:
-            fill(piece, sources_of(piece.name, saved))
-        restore_own(whole, saved)
-        restore_errors(whole, saved)
+        for fragment in needed:
+            fill(fragment, sources_of(fragment.name, saved))
+        restore_rank_local(whole, saved)
+        restore_residuals(whole, saved)
         pack(state, whole)
-    was = LossScale(**facts["scale"]) if facts["scale"] else None
-    # Whether there is one, and by what rules, the plan says.
-    scale = state.scale.going_on(was) if state.scale and was else state.scale
-    factor = (scale.value if scale else 1.0) / (was.value if was else 1.0)
+    before = LossScale(**facts["scale"]) if facts["scale"] else None
+    # The new plan decides whether there is a loss scale and by which rules it changes; only its value is restored.
+    scale = state.scale.resumed(before) if state.scale and before else state.scale
+    factor = (scale.value if scale else 1.0) / (before.value if before else 1.0)
     comm = state.comm if factor == 1 else rescaled(state.params.plan, state.comm, factor)
     return TrainState(facts["step"], state.params, state.opt, comm, state.buffers, scale, Key(facts["seed"])).fitting()
 
@@ -164,10 +169,10 @@ def _checkpoint_at(path: Path) -> Path:
 
 
 def _complete(folder: str | Path) -> list[Path]:
-    """In the order of their steps."""
+    """The complete checkpoints in a folder, in the order of their steps."""
     named = [path for path in Path(folder).glob("step-*") if path.name.removeprefix("step-").isdigit()]
-    there = [path for path in named if (path / "state.json").exists()]
-    return sorted(there, key=lambda path: int(path.name.removeprefix("step-")))
+    complete = [path for path in named if (path / "state.json").exists()]
+    return sorted(complete, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def _shapes(state: TrainState) -> dict[str, list[int]]:
@@ -176,7 +181,7 @@ def _shapes(state: TrainState) -> dict[str, list[int]]:
 
 
 def _differences(saved: dict[str, list[int]], wanted: dict[str, list[int]]) -> list[str]:
-    """One line per parameter that only one side has, or that has another shape."""
+    """One line for each parameter that only one of ``saved`` and ``wanted`` has, or that has another shape in each."""
     return [
         f"{path}: saved {saved.get(path, '(absent)')}, wanted {wanted.get(path, '(absent)')}"
         for path in dict.fromkeys([*saved, *wanted])

@@ -86,7 +86,7 @@ def _sums(grads: Mapping[str, torch.Tensor], plan: Plan, axis: str) -> dict[str,
     for bucket in plan.trained:
         if axis in (*bucket.slices, *bucket.axes, *bucket.replicas):
             continue
-        for path, part in zip(bucket.paths, bucket.leaf_parts(grads[bucket.name], bucket.levels), strict=True):
+        for path, part in zip(bucket.paths, bucket.leaf_segments(grads[bucket.name], bucket.levels), strict=True):
             wide = part.double()
             found[path] = float(wide.square().sum()), float(wide.sum()), part.numel()
     return found

@@ -28,13 +28,13 @@ class Route:
 
     Attributes:
         lines: how values travel in few bits, and
-        errors: what that leaves out; written to.
+        residuals: what that leaves out; written to.
         unreduced: axes over which they are left unsummed, for an optimizer that does it itself.
         reached: takes the paths of leaves that a gradient reached; None where nobody asks.
     """
 
     lines: Lines
-    errors: Errors
+    residuals: Errors
     unreduced: tuple[str, ...] = ()
     reached: set[str] | None = None
 
@@ -225,7 +225,7 @@ class Gradients:
             self._land()
 
     def _reduction(self, sums: list[Sum], routes: Sequence[Sequence[Exchange]]) -> Reduction:
-        return Reduction(self._mesh, sums, routes, self._route.lines, self._route.errors)
+        return Reduction(self._mesh, sums, routes, self._route.lines, self._route.residuals)
 
     def _land(self) -> None:
         reduction, _ = self._flying.pop(0)

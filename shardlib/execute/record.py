@@ -60,7 +60,7 @@ class Record:
             return [word]
         with no_modes(), torch.inference_mode(False):
             words = torch.tensor([word], dtype=torch.int32, device=self._mesh.device)
-            for axis in self._plan.alike:
+            for axis in self._plan.uniform_axes:
                 if self._mesh.shape[axis] > 1:
                     everyone = words.new_empty(self._mesh.shape[axis] * len(words), len(word))
                     primitives.all_gather(self._mesh, axis, everyone, words, scalars=True).wait()
@@ -69,7 +69,7 @@ class Record:
 
     def settle(self, started: Sequence[str], touched: Iterable[str]) -> None:
         """Agree on the order of reductions, where the ranks' own differ: what is touched last comes first."""
-        lists = primitives.all_gather_object(self._mesh, self._plan.alike, list(dict.fromkeys(touched)))
+        lists = primitives.all_gather_object(self._mesh, self._plan.uniform_axes, list(dict.fromkeys(touched)))
         places: dict[str, list[float]] = {}
         for names in lists:
             for place, name in enumerate(names):
@@ -81,7 +81,7 @@ class Record:
 
     def unite(self, names: Iterable[str]) -> tuple[str, ...]:
         """The names that any rank gives. All ranks that run the same call it together."""
-        lists = primitives.all_gather_object(self._mesh, self._plan.alike, list(names))
+        lists = primitives.all_gather_object(self._mesh, self._plan.uniform_axes, list(names))
         return tuple(sorted({name for names in lists for name in names}))
 
     def note(self, runs: list[Entry], late: tuple[str, ...], apart: set[str] | None) -> None:
@@ -101,7 +101,7 @@ class Record:
     def meet(self) -> bool:
         """Whether any rank strayed; then the run is to be taken again, and the ranks agree on its exchanges."""
         strayed = torch.tensor([float(self.strayed)], device=self._mesh.device)
-        sum_over(self._mesh, self._plan.alike, strayed)
+        sum_over(self._mesh, self._plan.uniform_axes, strayed)
         if strayed.item():
             self.distrust()
         return bool(strayed.item())

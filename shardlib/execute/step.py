@@ -48,7 +48,7 @@ class Evaluation:
             the norms of the ranks' own.
         finite: whether the loss, its weight and every gradient are finite, on every rank, also once multiplied by ``scale``.
         squares: Σ of the squares of ``grads``, over all ranks, 0-d.
-        errors: what compressed exchanges have left out by now.
+        residuals: residuals of compressed exchanges, those of this step included.
     """
 
     loss: torch.Tensor
@@ -61,7 +61,7 @@ class Evaluation:
     norm: torch.Tensor
     finite: bool
     squares: torch.Tensor
-    errors: Errors
+    residuals: Errors
 
 
 class LossStep:
@@ -101,7 +101,7 @@ class LossStep:
         reached: set[str] | None = None,
         alike: Mapping[str, Any],
     ) -> Evaluation:
-        """``comm``: the errors of compressed exchanges. ``unreduced``, ``reached``: see `Route`.
+        """``comm``: the residuals of compressed exchanges. ``unreduced``, ``reached``: see `Route`.
 
         ``alike``: what must be equal on all ranks, by name.
         """
@@ -146,7 +146,7 @@ class LossStep:
             norm=norm,
             finite=finite,
             squares=sums.squares,
-            errors=route.errors,
+            residuals=route.residuals,
         )
 
     def _mean(self, sums: Sums, loss_scale: float, ranks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
@@ -175,7 +175,7 @@ def first_bad_leaf(evaluation: Evaluation, plan: Plan, mesh: Mesh) -> str:
     order = {placement.path: number for number, placement in enumerate(plan.placements)}
     bad = []
     for bucket in plan.trained:
-        parts = bucket.leaf_parts(evaluation.grads[bucket.name], bucket.levels)
+        parts = bucket.leaf_segments(evaluation.grads[bucket.name], bucket.levels)
         bad += [path for path, part in zip(bucket.paths, parts, strict=True) if not torch.isfinite(part).all()]
     everyone = [path for paths in primitives.all_gather_object(mesh, list(mesh.shape), bad) for path in paths]
     return min(everyone, key=order.__getitem__, default="")

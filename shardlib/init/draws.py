@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from shardlib.kernels.counter import signed
-from shardlib.mesh.index_map import Places
+from shardlib.mesh.index_map import IndexMap
 from shardlib.rng import Key, bits_at, require_key
 
 
@@ -35,10 +35,10 @@ class Draw:
         u = (bits_at(Key(self.seed), index + self.first).to(torch.float64) + 0.5) * 2.0**-24
         return _KINDS[self.kind](u, *self.args).to(self.dtype)
 
-    def fill(self, out: torch.Tensor, places: Places) -> None:
+    def fill(self, out: torch.Tensor, index_map: IndexMap) -> None:
         """Write to a contiguous tensor the elements that lie there."""
-        for piece, where in places.pieces(out):
-            piece.copy_(self.at(where.flat(len(piece), piece.device)))
+        for chunk, chunk_map in index_map.chunks(out):
+            chunk.copy_(self.at(chunk_map.flat(len(chunk), chunk.device)))
 
 
 def uniform(
@@ -209,7 +209,7 @@ def fresh(
     out = torch.empty(list(shape), dtype=dtype, device=device)
     if not out.is_meta:
         draw = Draw(kind, tuple(args), seed, first, tuple(shape), dtype)
-        draw.fill(out, Places.of_whole(draw.shape))
+        draw.fill(out, IndexMap.of_whole(draw.shape))
     return out
 
 

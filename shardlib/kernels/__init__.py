@@ -1,1 +1,1 @@
-"""One folder per operation: a plain reference, implementations, and the dispatch that chooses among them."""
+"""One folder per operation: its function, a reference in plain torch, and one file per compiled implementation."""

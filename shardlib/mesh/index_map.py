@@ -1,4 +1,4 @@
-"""Where a rank's elements of a parameter lie in it."""
+"""Which elements of a whole parameter a rank holds."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import NamedTuple
 
 import torch
 
-from shardlib.mesh.pieces import pieces
+from shardlib.mesh.chunks import chunks
+from shardlib.mesh.specs import Window
 
 
 class Box(NamedTuple):
-    """Whole rows (along dimension 0) of a slice of a parameter.
+    """Whole rows (along dimension 0) of a slice of a parameter, which hold some consecutive elements of the slice.
 
     Attributes:
-        shape: how many rows, and the slice's other sizes.
-        first: where it begins in each dimension of the parameter.
-        skip: elements of it that come before those it was made for.
+        shape: the number of rows, and the slice's sizes in the other dimensions.
+        first: the box's first index in each dimension of the parameter.
+        skip: elements of the box before the consecutive elements.
     """
 
     shape: tuple[int, ...]
@@ -26,58 +27,62 @@ class Box(NamedTuple):
     skip: int
 
     def without(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """The part (a view) of a tensor that has the parameter's dimensions but for ``dim``."""
-        dims = [place for place in range(len(self.shape)) if place != dim]
-        for place, own in enumerate(dims):
-            tensor = tensor.narrow(place, self.first[own], self.shape[own])
+        """The view of ``tensor`` that this box covers; ``tensor`` has the parameter's dimensions except ``dim``."""
+        kept = [param_dim for param_dim in range(len(self.shape)) if param_dim != dim]
+        for tensor_dim, param_dim in enumerate(kept):
+            tensor = tensor.narrow(tensor_dim, self.first[param_dim], self.shape[param_dim])
         return tensor
 
 
 @dataclass(frozen=True)
-class Places:
-    """Consecutive elements of a slice of a parameter, in row-major order.
+class IndexMap:
+    """Consecutive elements of a slice of a parameter, in row-major order, and their indices in the parameter.
 
     Attributes:
-        shape: of the parameter.
-        first, sizes: the slice: its first index and its size in each dimension.
-        start: the number in the slice of the first element.
+        window: the slice.
+        start: the index in the flattened slice of the first element.
     """
 
-    shape: tuple[int, ...]
-    first: tuple[int, ...]
-    sizes: tuple[int, ...]
+    window: Window
     start: int
 
     @classmethod
-    def of_whole(cls, shape: tuple[int, ...]) -> Places:
-        return cls(shape, (0,) * len(shape), shape, 0)
+    def of_whole(cls, shape: tuple[int, ...]) -> IndexMap:
+        """The map of all elements of a parameter that is not sliced."""
+        return cls(Window(shape, (0,) * len(shape), shape), 0)
 
-    def pieces(self, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, Places]]:
-        """A contiguous tensor of these elements as flat views of some thousands of them, each with its places."""
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The parameter's shape."""
+        return self.window.shape
+
+    def chunks(self, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, IndexMap]]:
+        """Flat views of a contiguous tensor that holds the mapped elements, a chunk each, with each chunk's own map."""
         done = 0
-        for (piece,) in pieces((tensor,)) if tensor.numel() else ():
-            yield piece.view(-1), self.after(done)
-            done += piece.numel()
+        for (chunk,) in chunks((tensor,)) if tensor.numel() else ():
+            yield chunk.view(-1), self.after(done)
+            done += chunk.numel()
 
     def box(self, count: int) -> Box:
         """The fewest rows that hold the first ``count`` elements."""
-        inner = math.prod(self.sizes[1:])
+        _, first, sizes = self.window
+        inner = math.prod(sizes[1:])
         row, skip = divmod(self.start, max(inner, 1))
         rows = -(-(skip + count) // max(inner, 1))
-        return Box((rows, *self.sizes[1:]), (self.first[0] + row, *self.first[1:]), skip)
+        return Box((rows, *sizes[1:]), (first[0] + row, *first[1:]), skip)
 
-    def after(self, count: int) -> Places:
-        """Those that follow the first ``count`` elements."""
+    def after(self, count: int) -> IndexMap:
+        """The map of the elements that follow the first ``count``."""
         return replace(self, start=self.start + count)
 
-    def flat(self, count: int, device: torch.device) -> torch.Tensor:
-        """The numbers of the first ``count`` elements in the flattened parameter, int64 ``[count]``."""
+    def flat(self, count: int, device: torch.device | None = None) -> torch.Tensor:
+        """Indices in the flattened parameter of the first ``count`` elements, int64 ``[count]``."""
         numbers = torch.arange(self.start, self.start + count, device=device)
-        if self.sizes == self.shape:
+        shape, first, sizes = self.window
+        if sizes == shape or not count:
             return numbers
-        found, stride = torch.zeros_like(numbers), math.prod(self.shape)
-        inner = math.prod(self.sizes)
-        for size, first, whole in zip(self.sizes, self.first, self.shape, strict=True):
+        indices, stride, inner = torch.zeros_like(numbers), math.prod(shape), math.prod(sizes)
+        for size, offset, whole in zip(sizes, first, shape, strict=True):
             stride, inner = stride // whole, inner // size
-            found += (numbers // inner % size + first) * stride
-        return found
+            indices += (numbers // inner % size + offset) * stride
+        return indices

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
@@ -111,6 +111,18 @@ class Mesh:
                 f"axis {axis!r} is not on {self}; use one of {', '.join(map(repr, self.shape)) or '(none)'}"
             )
         return self._groups[axis]
+
+    def with_transport(self, make: Callable[[str, Group], Group]) -> Mesh:
+        """The same ranks and axes, whose exchanges go through groups of the caller's own; ``traffic`` counts anew.
+
+        Args:
+            make: from an axis and its group, the group that stands in its place: see `shardlib.mesh.transport`. An axis
+                along which no other rank exists keeps its group.
+        """
+        groups = {
+            axis: group if isinstance(group, EchoGroup) else make(axis, group) for axis, group in self._groups.items()
+        }
+        return Mesh(self.shape, self.rank, groups, self.device, self.abstract)
 
     def __repr__(self) -> str:
         kind = "abstract_mesh" if self.abstract else "mesh"

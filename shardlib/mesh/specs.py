@@ -26,10 +26,6 @@ class Window(NamedTuple):
     def numel(self) -> int:
         return math.prod(self.sizes)
 
-    def places(self) -> torch.Tensor:
-        """Where the slice's elements, in order, lie in the flattened tensor."""
-        return self.of(torch.arange(math.prod(self.shape)).view(self.shape)).reshape(-1)
-
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The slice of a whole tensor: a view."""
         for dim, (first, size) in enumerate(zip(self.first, self.sizes, strict=True)):

@@ -29,32 +29,32 @@ from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, check_alike, check_trained, tree_map
 
 
-class Apart(Protocol):
-    """A state (a NamedTuple) of an optimizer whose ranks go apart at times: parameters are then each rank's own."""
+class RankLocal(Protocol):
+    """A state (a NamedTuple) of an optimizer whose ranks diverge at times: their parameters are then rank-local."""
 
-    def own_trees(self) -> tuple[str, ...]:
-        """The fields that are this rank's own now, along the axis that the optimizer owns; none while ranks are together."""
+    def rank_local(self) -> tuple[str, ...]:
+        """The fields that differ now between the ranks of the optimizer's axis; empty while parameters are equal."""
         ...
 
 
 class Holding(Protocol):
-    """A state (a NamedTuple) of an optimizer that brings parameters back to a copy of what they were."""
+    """A state (a NamedTuple) of an optimizer that keeps a copy of the parameters to return to."""
 
     def held_trees(self) -> tuple[str, ...]:
-        """The fields that are such copies now: what parameters are replaced by from outside replaces these too."""
+        """The fields that are such copies now. When a caller replaces the parameters, these are replaced too."""
         ...
 
 
 class Packed(abc.ABC):
-    """A node of an optimizer's state that holds one tensor in fewer bits; checkpoints hold the tensor."""
+    """A node of an optimizer's state that holds one tensor in fewer bits. Checkpoints hold the decoded tensor."""
 
     @abc.abstractmethod
     def unpacked(self) -> torch.Tensor:
-        """The tensor, in the shape of what it is kept for."""
+        """The decoded tensor, in the shape of its parameter (or shard)."""
 
     @abc.abstractmethod
     def pack(self, values: torch.Tensor) -> None:
-        """Hold this tensor from now on, in place. What `unpacked` gave is held again as it was."""
+        """Encode ``values`` in place. Encoding the result of `unpacked` changes no bit."""
 
 
 @dataclass(frozen=True)
@@ -224,11 +224,11 @@ def scaled(updates: Tree, scale: torch.Tensor | None) -> Tree:
 
 def write_copies(copies: Tree, params: Tree) -> None:
     """Fill ``copies``, as in `GradientTransformation.apply`, from ``params``."""
-    tree_map(lambda copy, param: copy if apart(copy, param) is None else copy.copy_(param), copies, params)
+    tree_map(lambda copy, param: copy if separate_copy(copy, param) is None else copy.copy_(param), copies, params)
 
 
-def apart(copy: torch.Tensor, param: torch.Tensor) -> torch.Tensor | None:
-    """A copy that is to be written beside the parameter, or None: for the same tensor, or the same part of one."""
+def separate_copy(copy: torch.Tensor, param: torch.Tensor) -> torch.Tensor | None:
+    """``copy``, or None when it is the parameter itself (the same elements of the same memory)."""
     return None if copy is param or copy.is_set_to(param) else copy
 
 

@@ -9,7 +9,7 @@ import optree
 import torch
 
 from shardlib.errors import IllegalComposition
-from shardlib.mesh.pieces import pieces
+from shardlib.mesh.chunks import chunks
 from shardlib.optim.storing import optimizer_shards
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree
@@ -28,12 +28,12 @@ def following_state(params: Sharded, masters: Mapping[str, torch.Tensor], state:
     """An optimizer's state whose `Holding` trees hold ``params``. Changes nothing in place.
 
     Raises:
-        IllegalComposition: ranks have gone apart.
+        IllegalComposition: ranks have diverged.
     """
     flat = optimizer_shards(params) | dict(masters)
 
     def held(name: str, old: torch.Tensor) -> torch.Tensor:
-        named = params.plan.numbering.part_named(name)
+        named = params.plan.numbering.run_named(name)
         assert named is not None, name  # of the parameters that the optimizer has, all or some
         bucket, start, stop = params.plan.numbering.span(named[1])
         return flat[bucket][start:stop].to(old.dtype, copy=True)
@@ -41,9 +41,9 @@ def following_state(params: Sharded, masters: Mapping[str, torch.Tensor], state:
     def node(found: Any) -> Any:
         if not _holds(found):
             return found
-        if getattr(found, "own_trees", tuple)():
+        if getattr(found, "rank_local", tuple)():
             raise IllegalComposition(
-                "parameters were replaced while ranks have each their own (the optimizer sent nothing in its last step); "
+                "parameters were replaced while they are rank-local (the optimizer sent nothing in its last step); "
                 "replace them after a step that sends: sl.optim.ZeroOneSteps(...).sent(state.step) is not Sent.NOTHING"
             )
         fresh = {field: {n: held(n, old) for n, old in getattr(found, field).items()} for field in found.held_trees()}
@@ -61,6 +61,6 @@ def _holds(node: Any) -> bool:
 
 def _following(param: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
     found = master.clone()
-    for p, m in pieces([param, found]):
+    for p, m in chunks([param, found]):
         m.copy_(torch.where(m.to(p.dtype) == p, m, p.to(m.dtype)))
     return found

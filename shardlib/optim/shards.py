@@ -12,9 +12,9 @@ import torch
 from shardlib.collectives.codecs.base import Errors
 from shardlib.collectives.primitives import sum_over
 from shardlib.errors import IllegalComposition
-from shardlib.mesh.index_map import Places
+from shardlib.mesh.chunks import chunks
+from shardlib.mesh.index_map import IndexMap
 from shardlib.mesh.mesh import Mesh
-from shardlib.mesh.pieces import pieces
 from shardlib.optim.axis_owner.own_exchange import OwnExchange
 from shardlib.optim.locality import Locality
 from shardlib.optim.whole import WholeLeaves
@@ -118,12 +118,12 @@ class Shards:
         for number, parts in enumerate(zip(*map(leaves_of, trees), strict=True)):
             yield number, list(parts)
 
-    def located(self, *trees: Tree) -> Iterator[tuple[int, Places, list[torch.Tensor]]]:
+    def located(self, *trees: Tree) -> Iterator[tuple[int, IndexMap, list[torch.Tensor]]]:
         """`leaves`, with where in the parameter the elements lie."""
         for number, parts in self.leaves(*trees):
-            yield number, Places.of_whole(tuple(parts[0].shape)), parts
+            yield number, IndexMap.of_whole(tuple(parts[0].shape)), parts
 
-    def shares(self, *trees: Tree) -> Iterator[tuple[int, Places, list[torch.Tensor]]]:
+    def shares(self, *trees: Tree) -> Iterator[tuple[int, IndexMap, list[torch.Tensor]]]:
         """`located`, as far as they are this rank's to work on: ranks that hold copies share the work."""
         return self.located(*trees)
 
@@ -155,9 +155,9 @@ class Shards:
         table = torch.full(shape, nothing, dtype=torch.float64, device=device_of(trees[0]))
         for number, _, parts in self.shares(*trees):
             if parts[0].numel():
-                for piece in pieces(parts):
+                for chunk in chunks(parts):
                     for row, fn in zip(table, fns, strict=True):
-                        row[number] = join(row[number], fn(*piece))
+                        row[number] = join(row[number], fn(*chunk))
         return table
 
     def compressed_mean(self, tree: Tree, out: Tree = None) -> Tree:
@@ -215,14 +215,14 @@ class MeshShards(Shards):
 
     def select(self, choice: Callable[[LeafInfo], bool], tree: Tree) -> Selection:
         plan = self._plan.select(choice)
-        places = {part.name: self._plan.numbering.span(part) for part in plan.buckets}
+        spans = {part.name: self._plan.numbering.span(part) for part in plan.buckets}
 
         def take(tree: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            return {name: tree[bucket][start:stop] for name, (bucket, start, stop) in places.items()}
+            return {name: tree[bucket][start:stop] for name, (bucket, start, stop) in spans.items()}
 
         def put(tree: dict[str, torch.Tensor], some: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            mixed = {bucket: tree[bucket].clone() for bucket, _, _ in places.values()}
-            for name, (bucket, start, stop) in places.items():
+            mixed = {bucket: tree[bucket].clone() for bucket, _, _ in spans.values()}
+            for name, (bucket, start, stop) in spans.items():
                 mixed[bucket][start:stop] = some[name]
             return tree | mixed
 
@@ -268,23 +268,23 @@ class MeshShards(Shards):
         for _, _, path, parts in self._by_bucket(trees):
             yield self._plan.numbering.numbers[path], parts
 
-    def located(self, *trees: Tree) -> Iterator[tuple[int, Places, list[torch.Tensor]]]:
+    def located(self, *trees: Tree) -> Iterator[tuple[int, IndexMap, list[torch.Tensor]]]:
         for bucket, owner, path, parts in self._by_bucket(trees):
-            yield self._plan.numbering.numbers[path], self._places(bucket, owner, path), parts
+            yield self._plan.numbering.numbers[path], self._index_map(bucket, owner, path), parts
 
-    def shares(self, *trees: Tree) -> Iterator[tuple[int, Places, list[torch.Tensor]]]:
+    def shares(self, *trees: Tree) -> Iterator[tuple[int, IndexMap, list[torch.Tensor]]]:
         for bucket, owner, path, parts in self._by_bucket(trees):
             mine = self._counting.share(bucket, parts[0])
             yield (
                 self._plan.numbering.numbers[path],
-                self._places(bucket, owner, path).after(mine.start),
+                self._index_map(bucket, owner, path).after(mine.start),
                 [part[mine] for part in parts],
             )
 
-    def _places(self, bucket: Bucket, owner: int, path: str) -> Places:
+    def _index_map(self, bucket: Bucket, owner: int, path: str) -> IndexMap:
         compute = self._plan.placement_of[path].compute
         window = compute.spec.window(compute.shape, self._plan.sizes, self._mesh.coords)
-        return Places(*window, owner * bucket.chunks[bucket.paths.index(path)])
+        return IndexMap(window, owner * bucket.chunks[bucket.paths.index(path)])
 
     def _by_bucket(self, trees: Sequence[Tree]) -> Iterator[tuple[Bucket, int, str, list[torch.Tensor]]]:
         """Without padding: it is zero, and among the largest of something that may be wrong."""

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from shardlib.mesh.pieces import pieces
-from shardlib.optim.base import GradientTransformation, Owned, apart, scaled, write_copies
+from shardlib.mesh.chunks import chunks
+from shardlib.optim.base import GradientTransformation, Owned, scaled, separate_copy, write_copies
 from shardlib.optim.locality import Locality
 from shardlib.optim.shards import Shards
 from shardlib.tree import Tree, leaves_of, tree_map
@@ -55,7 +55,7 @@ class Move:
         """Move ``params`` in place; ``copies`` as in `GradientTransformation.apply`."""
         if self.in_place is not None:
             for param, copy, *parts in zip(*map(leaves_of, (params, copies, *self.parts)), strict=True):
-                self.in_place(param, *parts, copy=apart(copy, param))
+                self.in_place(param, *parts, copy=separate_copy(copy, param))
             return
 
         def place(p: torch.Tensor, *parts: torch.Tensor) -> None:
@@ -120,12 +120,12 @@ def each_tensor(fn: Callable[..., Any], *trees: Tree) -> None:
 def each(fn: Callable[..., Any], *trees: Tree) -> None:
     """``fn(*tensors)`` of the trees, which writes to some of them; each element alone."""
     for tensors in zip(*map(leaves_of, trees), strict=True):
-        for parts in pieces(tensors):
+        for parts in chunks(tensors):
             fn(*parts)
 
 
 def each_leaf(shards: Shards, fn: Callable[..., Any], *trees: Tree) -> None:
     """``fn(number, *tensors)``, as `each`, with the parameter's number."""
     for number, tensors in shards.leaves(*trees):
-        for parts in pieces(tensors):
+        for parts in chunks(tensors):
             fn(number, *parts)

@@ -18,7 +18,7 @@ def optimizer_shards(params: Sharded) -> dict[str, torch.Tensor]:
     shards = {}
     for bucket in params.plan.trained:
         index = bucket.owner(params.mesh.coords, bucket.param_level, bucket.levels)
-        shards[bucket.name] = bucket.owned_part(params.buffers[bucket.name], bucket.param_level, index)
+        shards[bucket.name] = bucket.owner_segment(params.buffers[bucket.name], bucket.param_level, index)
     return shards
 
 
@@ -27,7 +27,7 @@ def store(params: Sharded, shards: dict[str, torch.Tensor]) -> None:
     gathers = []
     for bucket in params.plan.trained:
         shard, stored = shards[bucket.name], params.buffers[bucket.name]
-        if bucket.parts(bucket.param_level) > 1:
+        if bucket.owners(bucket.param_level) > 1:
             narrow = shard.to(bucket.dtype)
             gathers.append(Gather(params.mesh, params.plan.routes[bucket.name].restore, narrow, stored))
         elif shard is not stored:

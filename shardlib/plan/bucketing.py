@@ -1,4 +1,4 @@
-"""The leaves of one bucket: those of one unit that are stored, split, sliced and summed alike."""
+"""Grouping leaves into buckets: leaves of one unit that are stored, split, sliced and summed in the same way."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from shardlib.plan.stages import Stages
 
 
 class _Kind(NamedTuple):
-    """What the leaves of a bucket have in common."""
+    """The properties that all leaves of a bucket share."""
 
     unit: str
     dtype: torch.dtype
     trainable: bool
     master: torch.dtype | None
     axes: tuple[str, ...]
-    alone: str  # the path of a leaf that is a bucket of its own
+    alone: str  # the path of a leaf that is a bucket of its own, else ""
     slices: tuple[str, ...]
     sums: tuple[str, ...]
     varying: tuple[str, ...]
@@ -44,10 +44,10 @@ def buckets_of(
     stages: Stages,
     units: Mapping[str, int],
 ) -> tuple[Bucket, ...]:
-    """All leaves in buckets, in the order of units.
+    """The buckets of all leaves, in the order of units.
 
     Args:
-        units: name -> number.
+        units: name of a unit -> its position in the parameters' pytree.
     """
     groups: dict[_Kind, list[Placement]] = {}
     for placement in placements:
@@ -66,7 +66,7 @@ def _kind(placement: Placement, resolved: Resolved, splits: Splits) -> _Kind:
     sizes, use = resolved.sizes, resolved.use(placement.path)
     trainable = placement.grad is not None
     slices = tuple(axis for axis in placement.compute.spec.axes if sizes[axis] > 1)
-    # A leaf that is not trained has no optimizer state: it is split as its parameters are, and no further.
+    # A frozen leaf has no optimizer state: its bucket is split as the parameters are, and no further.
     axes = tuple(axis for axis in (splits.optimizer if trainable else splits.param) if axis not in slices)
     numel = math.prod(placement.compute.spec.local_shape(placement.compute.shape, sizes))
     alone = placement.path if stands_alone(numel, math.prod(sizes[axis] for axis in axes)) else ""
@@ -85,12 +85,12 @@ def _kind(placement: Placement, resolved: Resolved, splits: Splits) -> _Kind:
 
 
 def _sums(placement: Placement, use: Use, slices: tuple[str, ...], resolved: Resolved) -> tuple[str, ...]:
-    """Axes beside the batch's over which each rank's gradient is a part of the whole."""
+    """Axes, besides the batch axes, along which ranks compute partial gradients that must be summed."""
     sums = (placement.style.axis,) if placement.style and placement.style.sums else ()
     sequence = resolved.step.sequence
     if sequence is None or resolved.sizes[sequence.axis] == 1 or placement.grad is None:
         return sums
-    # Of what is whole along the sequence's axis each rank's gradient is that of its own positions.
+    # Of a leaf that is whole along the sequence's axis, a rank computes the gradient from its own positions only.
     return sums if sequence.axis in (*slices, *sums) else (*sums, sequence.axis)
 
 
@@ -149,10 +149,10 @@ def _short(
     computes = [member.compute for member in members]
     if not any(leaf.spec.padded for leaf in computes):
         return ()
-    found = []
-    for place in itertools.product(*(range(sizes[axis]) for axis in slices)):
-        coords = dict.fromkeys(sizes, 0) | dict(zip(slices, place, strict=True))
+    short = []
+    for indices in itertools.product(*(range(sizes[axis]) for axis in slices)):
+        coords = dict.fromkeys(sizes, 0) | dict(zip(slices, indices, strict=True))
         held = tuple(leaf.spec.window(leaf.shape, sizes, coords).numel for leaf in computes)
         if held != tuple(leaf.spec.local_numel(leaf.shape, sizes) for leaf in computes):
-            found.append((place, held))
-    return tuple(found)
+            short.append((indices, held))
+    return tuple(short)

@@ -1,14 +1,14 @@
 """Buckets: leaves of one unit that are gathered, reduced and updated as one flat buffer.
 
-Every leaf is flattened, padded to a multiple of N (the product of the bucket's axes) and cut into N chunks; rank
-number r along those axes owns chunk r of every leaf. A bucket at *level* k is split over its first k axes: level 0
-is whole, the last level is what one rank owns. Two orders of the same elements occur:
+Every leaf is flattened, padded to a multiple of N (the product of the sizes of the bucket's axes) and cut into N chunks;
+rank number r along those axes owns chunk r of every leaf. A bucket at *level* k is split over its first k axes: at level 0
+a rank holds all of it, at the last level a rank holds what it owns. A buffer's elements occur in two orders:
 
-    leaf-major  [leaf 0 | leaf 1 | ...]       each leaf's part contiguous: what is stored and computed with
-    rank-major  [owner 0 | owner 1 | ...]     each owner's part contiguous: what collectives exchange
+    leaf-major  [leaf 0 | leaf 1 | ...]       each leaf's elements contiguous: for storage and computation
+    rank-major  [owner 0 | owner 1 | ...]     each owner's elements contiguous: for collectives
 
-They coincide at the last level, on a mesh of one, and in a bucket of one leaf. Hence a large leaf is a bucket of
-its own: it is gathered, reduced and updated where it lies, while small leaves are packed into common messages.
+The two orders coincide at the last level, on a mesh of one, and in a bucket of one leaf. Hence a large leaf is a bucket
+of its own, which is gathered, reduced and updated without a copy, while small leaves are packed into common messages.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from shardlib._compat import add_to_each_, flatten_dense_tensors, unflatten_dens
 from shardlib.kernels.common.thresholds import Threshold
 from shardlib.mesh.specs import chunk_size
 
-# Elements that one rank owns of a leaf from which it is a bucket of its own. That saves copies of the leaf (two cores,
-# gloo: 22 ms per gathered 135 MB) and costs about 0.1 ms per message.
+# A leaf of which one rank owns at least this many elements is a bucket of its own. That saves copies of the leaf (two
+# cores, gloo: 22 ms per gathered 135 MB) and costs about 0.1 ms per message.
 _ALONE = Threshold(1 << 16)
 
 
 def stands_alone(numel: int, ways: int) -> bool:
     """Whether a leaf of ``numel`` elements, split over ``ways`` owners, is large enough for a bucket of its own.
 
-    Not where nothing is split: an all-reduce gains nothing by it, and costs more per message.
+    False where nothing is split: a bucket of its own saves an all-reduce nothing, and adds a message.
     """
     return ways > 1 and chunk_size(numel, ways) >= _ALONE()
 
@@ -51,27 +51,28 @@ DEVICE = Memory()
 
 @dataclass(frozen=True)
 class Bucket:
-    """Leaves laid out together.
+    """Leaves that are laid out in one flat buffer.
 
     Attributes:
         name: unique within the plan.
-        unit: name of the unit it belongs to.
-        paths: the leaves, in order.
-        shapes: their shapes where they are used (the compute shards).
-        dtype: as stored and used in the loss.
-        reduce_dtype: of gradients as they are summed and kept.
+        unit: name of the unit that the leaves belong to.
+        paths: paths of the leaves, in the order of the buffer.
+        shapes: shapes of the leaves in the loss (of their slices, under tensor slicing).
+        dtype: of the parameters, as stored and as used in the loss.
+        reduce_dtype: of the gradients, while they are summed and kept.
         master_dtype: of the optimizer's own copy of the parameters, or None.
-        trainable: whether gradients flow.
-        axes: mesh axes the optimizer state is split over, major to minor, with ``sizes``.
-        param_level: how many of them the stored parameters are split over.
-        grad_level: how many of them gradients are split over while they are accumulated.
+        trainable: whether the leaves have gradients.
+        axes: mesh axes that the optimizer state is split over, major to minor.
+        sizes: sizes of ``axes``.
+        param_level: how many of ``axes`` the stored parameters are split over.
+        grad_level: how many of ``axes`` gradients are split over while they are accumulated.
         replicas: axes over which the bucket is replicated and its gradients are all-reduced.
-        slices: axes that the leaves are slices over: other values, not copies, on their ranks.
-        short: coordinates along ``slices``, and how many elements of each leaf lie there: of slices that rows of zeros
-            pad (see `shardlib.mesh.specs.P`). Elsewhere ``shapes`` tell.
-        stages: those that use it.
-        homes: the coordinates along the stages' axis that hold it.
-        memory: where it lives, as stored, as gradient and in the optimizer's layout.
+        slices: axes of tensor slicing: the ranks along them hold different slices of the leaves, not copies.
+        short: for slices that are padded with rows of zeros (see `shardlib.mesh.specs.P`): pairs of coordinates along
+            ``slices`` and each leaf's number of elements there without padding. At other coordinates ``shapes`` hold.
+        stages: pipeline stages that use the bucket.
+        homes: coordinates along the stages' axis whose ranks hold the bucket.
+        memory: memory of the stored parameters, of the gradients and of the optimizer state.
     """
 
     name: str
@@ -103,7 +104,7 @@ class Bucket:
         return tuple(math.prod(shape) for shape in self.shapes)
 
     def held(self, coords: Mapping[str, int]) -> tuple[int, ...]:
-        """Elements of each leaf's slice at these coordinates, without what pads it."""
+        """Elements of each leaf's slice at these coordinates, without padding."""
         return self._short.get(tuple(coords[axis] for axis in self.slices), self.numels)
 
     @cached_property
@@ -131,82 +132,82 @@ class Bucket:
 
     @property
     def alone(self) -> bool:
-        """Whether it holds one leaf: then both orders of its elements are the same."""
+        """Whether the bucket holds one leaf, so that leaf-major and rank-major order are the same."""
         return len(self.paths) == 1
 
     @property
     def levels(self) -> int:
         return len(self.axes)
 
-    def parts(self, level: int) -> int:
-        """Owners that share one buffer at ``level``."""
+    def owners(self, level: int) -> int:
+        """Number of owners whose elements make up one buffer at ``level``."""
         return math.prod(self.sizes[level:])
 
     def size(self, level: int) -> int:
         """Elements of a buffer at ``level``."""
-        return self.parts(level) * self.owned
+        return self.owners(level) * self.owned
 
     def owner(self, coords: Mapping[str, int], start: int, stop: int) -> int:
-        """The number of the rank at ``coords`` among the owners that levels ``start`` to ``stop`` tell apart."""
+        """The index of the rank at ``coords`` along the axes that levels ``start`` to ``stop`` split over, as one number."""
         index = 0
         for axis, size in zip(self.axes[start:stop], self.sizes[start:stop]):
             index = index * size + coords[axis]
         return index
 
-    def part(self, first: int, stop: int) -> Bucket:
-        """Leaves ``first`` to ``stop`` as a bucket of their own; the bucket itself if these are all."""
+    def run(self, first: int, stop: int) -> Bucket:
+        """Leaves ``first`` to ``stop`` as a bucket of their own; the bucket itself if these are all its leaves."""
         if stop - first == len(self.paths):
             return self
         name = f"{self.name}[{first}:{stop}]"
-        short = tuple((place, held[first:stop]) for place, held in self.short)
+        short = tuple((coords, held[first:stop]) for coords, held in self.short)
         return replace(self, name=name, paths=self.paths[first:stop], shapes=self.shapes[first:stop], short=short)
 
-    def filled(self, coords: Mapping[str, int], start: int) -> tuple[tuple[int, int], ...]:
-        """From where to where each leaf's elements lie, padding left out, in the part of level ``start`` at ``coords``.
+    def filled(self, coords: Mapping[str, int], level: int) -> tuple[tuple[int, int], ...]:
+        """Start and stop of each leaf's elements, without padding, in the rank-major buffer at ``level`` of ``coords``.
 
-        The part is rank-major: what each of its owners owns, one after another.
+        One pair per owner and leaf, in the order of the buffer.
         """
-        owners = self.parts(start)
-        first = self.owner(coords, 0, start) * owners
-        spans, place, held = [], 0, self.held(coords)
+        owners = self.owners(level)
+        first = self.owner(coords, 0, level) * owners
+        spans, start, held = [], 0, self.held(coords)
         for owner in range(first, first + owners):
             for chunk, numel in zip(self.chunks, held, strict=True):
-                spans.append((place, place + min(max(numel - owner * chunk, 0), chunk)))
-                place += chunk
+                spans.append((start, start + min(max(numel - owner * chunk, 0), chunk)))
+                start += chunk
         return tuple(spans)
 
-    def leaf_parts(self, buffer: torch.Tensor, level: int) -> list[torch.Tensor]:
-        """Each leaf's flat part of a leaf-major buffer, padding included (views)."""
-        return list(torch.split_with_sizes(buffer, self.part_sizes(level)))
+    def leaf_segments(self, buffer: torch.Tensor, level: int) -> list[torch.Tensor]:
+        """Each leaf's flat segment of a leaf-major buffer at ``level``, padding included (views)."""
+        return list(torch.split_with_sizes(buffer, self.segment_sizes(level)))
 
-    def part_sizes(self, level: int) -> list[int]:
-        """Elements of each leaf's part of a leaf-major buffer."""
-        parts = self.parts(level)
-        return [chunk * parts for chunk in self.chunks]
+    def segment_sizes(self, level: int) -> list[int]:
+        """Elements of each leaf's segment of a leaf-major buffer at ``level``, padding included."""
+        owners = self.owners(level)
+        return [chunk * owners for chunk in self.chunks]
 
     def leaves(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The leaves of a whole (level 0), leaf-major buffer, in shape and without padding (views)."""
         if not self.padded:
             return list(unflatten_dense_tensors(buffer, self._templates))
-        parts = self.leaf_parts(buffer, 0)
-        return [part[:numel].view(shape) for part, numel, shape in zip(parts, self.numels, self.shapes, strict=True)]
+        segments = zip(self.leaf_segments(buffer, 0), self.numels, self.shapes, strict=True)
+        return [segment[:numel].view(shape) for segment, numel, shape in segments]
 
     @cached_property
     def _templates(self) -> list[torch.Tensor]:
-        """Tensors without memory that have the leaves' shapes."""
+        """Meta tensors of the leaves' shapes."""
         return [torch.empty(shape, device="meta") for shape in self.shapes]
 
-    def owned_part(self, buffer: torch.Tensor, level: int, index: int) -> torch.Tensor:
-        """Owner ``index``'s elements of a leaf-major buffer, contiguous; a view where one leaf is alone."""
-        parts = self.parts(level)
-        if parts == 1:
+    def owner_segment(self, buffer: torch.Tensor, level: int, index: int) -> torch.Tensor:
+        """Owner ``index``'s elements of a leaf-major buffer at ``level``, contiguous; a view in a bucket of one leaf."""
+        owners = self.owners(level)
+        if owners == 1:
             return buffer
         if self.alone:
-            return buffer.view(parts, -1)[index]
-        return torch.cat([part.view(parts, -1)[index] for part in self.leaf_parts(buffer, level)])
+            return buffer.view(owners, -1)[index]
+        return torch.cat([segment.view(owners, -1)[index] for segment in self.leaf_segments(buffer, level)])
 
     def unpack(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """The leaves of a whole, rank-major buffer, in shape and without padding: what `pack` was given."""
+        """The leaves of a whole, rank-major buffer, in shape and without padding: the inverse of `pack`."""
         columns = packed.view(self.ways, -1).split(self.chunks, dim=1)
         return [
             column.reshape(-1)[:numel].view(shape)
@@ -217,21 +218,21 @@ class Bucket:
         """Add whole leaves (None is zero) to a whole, rank-major buffer, in place."""
         columns = packed.view(self.ways, -1).split(self.chunks, dim=1)
         present = [(column, leaf) for column, leaf in zip(columns, leaves, strict=True) if leaf is not None]
-        parts = [self._cut(leaf, column.shape[1]).to(packed.dtype) for column, leaf in present]
-        add_to_each_([column for column, _ in present], parts)
+        addends = [self._cut(leaf, column.shape[1]).to(packed.dtype) for column, leaf in present]
+        add_to_each_([column for column, _ in present], addends)
 
     def _cut(self, leaf: torch.Tensor, chunk: int) -> torch.Tensor:
-        """A whole leaf as (owners, chunk), padded with zeros; a view where it can be."""
+        """A whole leaf as (owners, chunk), padded with zeros; a view where no copy is needed."""
         flat = leaf.to_dense().reshape(-1) if leaf.is_sparse else leaf.reshape(-1)
         if chunk * self.ways != leaf.numel():
             flat = torch.nn.functional.pad(flat, (0, chunk * self.ways - leaf.numel()))
         return flat.view(self.ways, chunk)
 
     def pack(self, leaves: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
-        """Whole leaves (None is zero) to one whole, rank-major buffer of ``dtype``, padded with zeros.
+        """One whole, rank-major buffer of ``dtype`` from whole leaves (None is zero), padded with zeros.
 
-        A leaf that is alone is not copied where it is right as it is. Differentiable, so that gradients of gradients
-        flow through the packing of a gradient.
+        In a bucket of one leaf the buffer is a view of the leaf where dtype and size allow. Differentiable, so that second
+        derivatives pass through the packing of a gradient.
         """
         present = [leaf for leaf in leaves if leaf is not None]
         if self.ways == 1 and len(present) == len(leaves) > 1 and all(_is_plain(leaf, dtype) for leaf in present):

@@ -24,14 +24,14 @@ from shardlib.tree import Tree, check_tensors, flatten, leaves_of, ties
 
 
 def build_plan(params: Tree, mesh: Mesh, transform: Transform, *, optimizer: Any = None) -> Plan:
-    """Decide every spec. Pure: reads shapes and dtypes alone, runs on meta tensors, moves no data.
+    """Decide every spec. Pure: reads shapes and dtypes only, runs on meta tensors, moves no data.
 
     Args:
         params: a pytree of tensors (or meta tensors).
-        optimizer: a gradient transformation; it is asked for the size of its state, and for what it sends.
+        optimizer: a gradient transformation, whose state and messages are counted.
 
     Raises:
-        TreeError: a leaf that is not a tensor, or of a dtype that is neither trained nor held alone.
+        TreeError: a leaf that is not a tensor, or a leaf to be trained whose dtype cannot be trained.
         IllegalComposition: claims that conflict, or that do not fit the mesh.
         SpecError: specs that do not fit the shapes.
     """
@@ -55,7 +55,7 @@ def build_plan(params: Tree, mesh: Mesh, transform: Transform, *, optimizer: Any
     units = unit_names(params)
     draft = [placed(info, units[index], resolved, splits) for info, index in zip(infos, aliases, strict=True)]
     check_dtypes(draft, resolved)
-    # What zero sums over the axis of a sequence are gradients of its parts, not of parts of the batch.
+    # Along the sequence's axis zero sums gradients of sequence parts; the ranks share one batch.
     shared = step.sequence.axis if step.sequence else None
     batch_axes = tuple(axis for axis in mesh.shape if resolved.varies_over(axis) and axis != shared)
     numbers = {unit: number for number, unit in enumerate(dict.fromkeys(units))}
@@ -63,10 +63,10 @@ def build_plan(params: Tree, mesh: Mesh, transform: Transform, *, optimizer: Any
     bucket_of = {path: bucket.name for bucket in buckets for path in bucket.paths}
     placements = tuple(replace(placement, bucket=bucket_of[placement.path]) for placement in draft)
     check_leaves([placement.compute for placement in placements], mesh.shape)
-    place_of = {index: place for place, index in enumerate(aliases)}
+    placement_of = {leaf: position for position, leaf in enumerate(aliases)}
     plan = Plan(
         sizes=dict(mesh.shape),
-        shape=Shape(treedef, tuple(paths), tuple(place_of[owner] for owner in owner_of)),
+        shape=Shape(treedef, tuple(paths), tuple(placement_of[owner] for owner in owner_of)),
         placements=placements,
         buckets=buckets,
         batch_axes=batch_axes,
@@ -79,7 +79,7 @@ def build_plan(params: Tree, mesh: Mesh, transform: Transform, *, optimizer: Any
 
 
 def _step(resolved: Resolved, splits: Splits) -> tuple[Splits, StepPlan, list[str]]:
-    """How the step is scheduled, all decided; what it changes of the splits; and notes for the log."""
+    """The splits, changed where the schedule keeps gradients whole; the schedule of the step; and notes for the log."""
     asked = resolved.step
     microbatches = asked.microbatches or 1
     sync = asked.sync or ("each" if splits.grad else "last")
@@ -99,20 +99,20 @@ def _step(resolved: Resolved, splits: Splits) -> tuple[Splits, StepPlan, list[st
 
 
 def _gathered_outputs(resolved: Resolved) -> list[str]:
-    """Lines for the log where what a layer shares out is made whole on every rank."""
-    found: dict[str, list[str]] = {}
+    """Lines for the log on sliced layers whose outputs are gathered on every rank."""
+    gathered: dict[str, list[str]] = {}
     for path, use in resolved.uses.items():
         if use.style and use.style.gathered and resolved.sizes.get(use.style.axis, 1) > 1:
-            found.setdefault(use.style.gathered, []).append(path)
-    texts = [text.format(paths=", ".join(sorted(paths))) for text, paths in sorted(found.items())]
+            gathered.setdefault(use.style.gathered, []).append(path)
+    texts = [text.format(paths=", ".join(sorted(paths))) for text, paths in sorted(gathered.items())]
     return [f"gathered on every rank: {text}" for text in texts]
 
 
 def with_owner(plan: Plan, optimizer: Any) -> Plan:
-    """The plan of a step whose optimizer may sum gradients over an axis itself; it says so by a claim.
+    """The plan with the optimizer's claim to sum gradients over an axis itself; the same plan if the optimizer has none.
 
     Raises:
-        IllegalComposition: it cannot: gradients are split over the axis, or already travel in few bits.
+        IllegalComposition: gradients are split over that axis, or already compressed on it.
     """
     owner = getattr(optimizer, "owns", None)
     if owner is None or plan.claims is None:
@@ -124,7 +124,7 @@ def with_owner(plan: Plan, optimizer: Any) -> Plan:
 
 
 def with_needs(plan: Plan, optimizer: Any) -> Plan:
-    """The plan with what an optimizer takes."""
+    """The plan with the bytes and messages of an optimizer."""
     needs = []
     for view in plan.views:
         state, payload = optimizer.planned(view)
@@ -133,7 +133,7 @@ def with_needs(plan: Plan, optimizer: Any) -> Plan:
 
 
 def _optimizer_bytes(plan: PlanValue, state: Tree) -> int:
-    """Bytes of masters and of an optimizer's (fake) state, but for its counters (0-d)."""
-    kept = sum(leaf.numel() * leaf.dtype.itemsize for leaf in leaves_of(state) if leaf.dim())
+    """Bytes of master weights and of an optimizer's (fake) state, without its counters (0-d)."""
+    inner = sum(leaf.numel() * leaf.dtype.itemsize for leaf in leaves_of(state) if leaf.dim())
     masters = sum(bucket.owned * bucket.master_dtype.itemsize for bucket in plan.trained if bucket.master_dtype)
-    return kept + masters
+    return inner + masters

@@ -1,4 +1,4 @@
-"""Where gradients are compressed on their way: one `Channel` for each bucket and axis, with what it keeps."""
+"""Compressed exchanges of gradients: one `Channel` for each bucket and axis, with the residuals that it keeps."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from shardlib.plan.buckets import Bucket
 
 @dataclass(frozen=True)
 class Channel:
-    """A bucket's exchange over one axis.
+    """The compressed exchange of one bucket over one axis.
 
     Attributes:
-        level: the level at which it is split over the axis; None where the axis is one of its replicas.
-        mean: whether it gives the mean over the axis, as an optimizer that owns the axis wants it; else the sum.
+        ways: size of the axis.
+        level: the level from which the exchange scatters the bucket over the axis; None where it is an all-reduce, over
+            one of the bucket's replicas.
+        mean: whether the result is the mean over the axis, for an optimizer that owns the axis; else the sum.
     """
 
     bucket: Bucket
@@ -32,35 +34,35 @@ class Channel:
 
     @property
     def elements(self) -> int:
-        """Of the buffer that is exchanged."""
+        """Elements of the buffer that is exchanged."""
         return self.bucket.size(self.bucket.levels if self.level is None else self.level)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what is exchanged and kept: fp32, or float64 where gradients are."""
+        """Dtype of the buffer that is exchanged and of the residuals: fp32, or float64 for gradients in float64."""
         return torch.float64 if self.bucket.reduce_dtype == torch.float64 else torch.float32
 
     @cached_property
     def keeps(self) -> dict[str, Kept]:
-        """What stays from one exchange to the next, by its name in ``TrainState.comm``."""
-        return {f"{self.bucket.name}@{self.axis}/{kept.kind}": kept for kept in self._any_line.keeps}
+        """Name in ``TrainState.comm`` -> tensor that stays from one exchange to the next."""
+        return {f"{self.bucket.name}@{self.axis}/{kept.name}": kept for kept in self._of_some_rank.keeps}
 
     @property
     def bytes(self) -> int:
-        """What one rank keeps."""
+        """Bytes that one rank keeps from one exchange to the next."""
         return self.dtype.itemsize * sum(kept.elements for kept in self.keeps.values())
 
     @property
     def payload(self) -> int:
         """Bytes one rank sends."""
-        return self._any_line.payload
+        return self._of_some_rank.payload
 
     def start(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """What is kept before the first exchange, by name."""
-        return dict(zip(self.keeps, self._any_line.start(device), strict=True))
+        """The kept tensors before the first exchange, by name."""
+        return dict(zip(self.keeps, self._of_some_rank.start(device), strict=True))
 
-    def line(self, coords: Mapping[str, int]) -> Line:
-        """For the rank at these coordinates."""
+    def bind(self, coords: Mapping[str, int]) -> Line:
+        """The codec bound to the buffer of the rank at these coordinates."""
         bucket, level = self.bucket, self.bucket.levels if self.level is None else self.level
         return self.codec.bind(
             Rows(
@@ -76,24 +78,25 @@ class Channel:
         )
 
     @cached_property
-    def _any_line(self) -> Line:
-        """Some rank's: their sizes are alike."""
-        return self.line(dict.fromkeys((*self.bucket.slices, *self.bucket.axes, self.axis), 0))
+    def _of_some_rank(self) -> Line:
+        """The codec bound to the buffer of the first rank: sizes are the same on all ranks."""
+        return self.bind(dict.fromkeys((*self.bucket.slices, *self.bucket.axes, self.axis), 0))
 
     def leaves(self, sizes: Mapping[str, int]) -> list[Leaf]:
-        """What all ranks keep: one row for each rank that has its own."""
-        found = []
+        """The kept tensors of all ranks, as leaves of the state: one row for each rank whose values differ."""
+        leaves = []
         for name, kept in self.keeps.items():
-            own = {*self.bucket.slices, *self.bucket.axes, *self._differing(kept)}
-            axes = tuple(axis for axis in sizes if axis in own)
+            differing = {*self.bucket.slices, *self.bucket.axes, *self._differing(kept)}
+            axes = tuple(axis for axis in sizes if axis in differing)
             rows = math.prod(sizes[axis] for axis in axes)
-            found.append(Leaf(name, (rows, kept.elements), self.dtype, P(axes)))
-        return found
+            leaves.append(Leaf(name, (rows, kept.elements), self.dtype, P(axes)))
+        return leaves
 
     def _differing(self, kept: Kept) -> tuple[str, ...]:
-        """Those of the axes that no leaf is split over whose ranks keep different ones."""
-        equal = kept.kind == "factors"  # on all ranks of this axis
-        if self.mean:  # of what was summed over all other axes
-            return () if equal else (self.axis,)
-        # Over the axes before this one what is exchanged is a sum already.
-        return self.bucket.replicas[self.bucket.replicas.index(self.axis) + equal if self.level is None else 0 :]
+        """Axes that no leaf is split over, and along which ranks keep different values."""
+        if self.mean:  # the buffers were summed over all other axes before
+            return (self.axis,) if kept.residual else ()
+        if self.level is not None:
+            return self.bucket.replicas
+        # The buffers were summed over the replicas before this axis.
+        return self.bucket.replicas[self.bucket.replicas.index(self.axis) + (not kept.residual) :]

@@ -1,4 +1,4 @@
-"""What the axes of a mesh are used for, and which uses go together on one axis."""
+"""Checks that every axis of a mesh is used, and for purposes that go together."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from shardlib.plan.resolved import Resolved
 
 
 def check_axes(resolved: Resolved, mesh: Mesh) -> None:
-    """Refuse axes that the mesh lacks, that are used twice, or that nothing uses.
+    """Refuse axes that the mesh does not have, axes with two uses that exclude each other, and axes without a use.
 
     Raises:
-        IllegalComposition: lists all of one kind, naming the transforms.
+        IllegalComposition: lists all failures of one kind, with the transforms' names.
     """
     _refuse_unknown(resolved, mesh)
     twice = [
@@ -43,30 +43,30 @@ def _refuse_unknown(resolved: Resolved, mesh: Mesh) -> None:
     for axis in sorted(set(resolved.axes) - set(mesh.shape)):
         uses = resolved.axes[axis]
         for use in _by_name(uses):
-            # Some belong on an axis that another transform uses; the others each want one of their own.
-            joined = [other for other in mesh.shape if any(u.name == use.beside for u in resolved.axes.get(other, ()))]
-            found = joined if use.joins else idle
-            other = found[0] if found else None
-            if found is idle and idle:
+            # A use that joins another transform's axis is offered such an axis; any other use is offered an idle axis.
+            shared = [other for other in mesh.shape if any(u.name == use.beside for u in resolved.axes.get(other, ()))]
+            candidates = shared if use.joins else idle
+            candidate = candidates[0] if candidates else None
+            if candidates is idle and idle:
                 idle.pop(0)
             failures.append(
-                f"{uses[use]} uses axis {axis!r}, which {mesh} does not have; {_instead(uses[use], axis, other)}"
+                f"{uses[use]} uses axis {axis!r}, which {mesh} does not have; {_remedy(uses[use], axis, candidate)}"
             )
     if failures:
         raise IllegalComposition("\n".join(failures))
 
 
 def _by_name(uses: Iterable[AxisUse]) -> list[AxisUse]:
-    """One use of each name; of several, one that wants an axis of its own."""
-    found: dict[str, AxisUse] = {}
+    """One use per name: if several uses have the same name, one that needs an axis of its own is taken."""
+    by_name: dict[str, AxisUse] = {}
     for use in uses:
-        if use.name not in found or not use.joins:
-            found[use.name] = use
-    return list(found.values())
+        if use.name not in by_name or not use.joins:
+            by_name[use.name] = use
+    return list(by_name.values())
 
 
-def _instead(name: str, axis: str, other: str | None) -> str:
-    """What helps a transform to an axis: the ``other`` one, or one more."""
-    if other is not None:
-        return f"use {other!r} in its place: {name.replace(repr(axis), repr(other))}"
+def _remedy(name: str, axis: str, candidate: str | None) -> str:
+    """The remedy for a transform whose axis the mesh does not have; ``candidate`` is an axis that it could use instead."""
+    if candidate is not None:
+        return f"use {candidate!r} instead: {name.replace(repr(axis), repr(candidate))}"
     return f"add {axis}=1 to the mesh, or leave {name.partition('(')[0]} out"

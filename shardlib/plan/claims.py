@@ -1,8 +1,8 @@
-"""What a transform can say, and nothing else: four kinds of claim, each on slots that one transform may hold.
+"""Claims: the four things a transform can say about a plan.
 
 `Use`: how a leaf is used in the loss. `Reduce`: how an axis is reduced. `Live`: where a leaf of the state lives.
-`Step`: how the step is scheduled. Claims carry no order, so `chain` commutes: two transforms that claim one
-slot are refused, and everything else is a union (see `shardlib.plan.resolve`).
+`Step`: how the step is scheduled. The fields of a claim are its slots. Claims carry no order, so `chain` commutes: two
+transforms that claim one slot are refused, and everything else is a union (see `shardlib.plan.resolve`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,13 @@ SECOND = "second"  # the role of a further copy of the parameters, kept from for
 
 @dataclass(frozen=True)
 class LeafInfo:
-    """What a transform sees of a parameter: its path, global shape and dtype; ``aliases`` are a tied leaf's other paths."""
+    """What a transform sees of a parameter.
+
+    Attributes:
+        path: the parameter's path; the first one of a tied leaf.
+        shape: the global shape.
+        aliases: the other paths of a tied leaf.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -36,19 +42,19 @@ class LeafInfo:
     aliases: tuple[str, ...] = ()
 
     def matches(self, globs: str | Sequence[str]) -> bool:
-        """Whether any of its paths matches one of the globs."""
+        """Whether any path of the leaf matches one of the globs."""
         return any(matches(path, globs) for path in (self.path, *self.aliases))
 
 
 @dataclass(frozen=True)
 class AxisUse:
-    """What an axis of the mesh is used for.
+    """A use of an axis of the mesh. Uses of one name go together on an axis; other uses exclude each other.
 
     Attributes:
-        name: two uses of one name go together; of different names they exclude each other, but for ``beside``.
-        does: what a transform does with the axis, for messages.
-        beside: the name of another use that may be made of the same axis.
-        joins: whether an axis with that other use is what it wants, and not one of its own.
+        name: the kind of use.
+        does: what a transform does with the axis, in the words of a message.
+        beside: the name of another kind of use that the same axis may have.
+        joins: whether the use belongs on an axis that has the use ``beside``, instead of on an axis of its own.
     """
 
     name: str
@@ -65,39 +71,47 @@ STAGES = AxisUse("stages", "lays out stages")
 
 
 class Claim(ABC):
-    """Something said about one subject; see the four kinds."""
+    """A statement about one subject: a leaf, an axis, a role of the state, or the step.
+
+    Attributes:
+        subject_field: the name of the field that holds the subject; "" for claims about the step.
+    """
 
     subject_field: ClassVar[str]
 
     @property
     def subject(self) -> str:
-        """What it is said of: a leaf's path, an axis, a role, or the step."""
+        """A leaf's path, an axis, or a role; "" for the step."""
         return getattr(self, self.subject_field) if self.subject_field else ""
 
     def slots(self) -> dict[str, Any]:
-        """What is said, by slot; two transforms may not fill the same slot of one subject."""
+        """Slot -> claimed value. Two transforms may not fill the same slot of one subject."""
         given = ((f.name, getattr(self, f.name)) for f in fields(self) if f.name != self.subject_field)  # type: ignore[arg-type]
         return {name: value for name, value in given if value is not None}
 
     def axes(self) -> Iterable[tuple[str, AxisUse]]:
-        """The axes that it makes use of."""
+        """The axes that the claim uses, each with its use."""
         return ()
 
     @staticmethod
     @abstractmethod
     def named(subject: str, slot: str) -> str:
-        """A slot in a message."""
+        """A slot of a subject, as messages name it."""
 
 
 @dataclass(frozen=True)
 class Use(Claim):
-    """How one leaf is used in the loss: its compute spec, how slices work together, its dtype, whether it is trained.
+    """How one leaf is used in the loss.
 
     Attributes:
+        spec: the compute spec: the slices that ranks compute with.
+        dtype: of the stored parameter, and in the loss.
+        trainable: whether the leaf is trained.
+        style: how the ranks that hold slices compute a layer together.
         master: dtype of the optimizer's own copy.
-        stages: those that use it.
-        varying: axes of ``spec`` over which the batch varies as well (experts): what a rank holds there is reached by every
-            rank's batch, so its gradient is complete and not summed over them.
+        stages: pipeline stages that use the leaf.
+        varying: axes of ``spec`` over which the batch varies too (experts). All ranks' batches reach every slice there, so a
+            slice's gradient is complete and is not summed over these axes.
     """
 
     subject_field = "path"
@@ -122,14 +136,14 @@ class Use(Claim):
 
 @dataclass(frozen=True)
 class Reduce(Claim):
-    """How gradients are summed: over which axis the batch varies, by which method, in which dtype.
-
-    ``axis="*"`` speaks of every axis.
+    """How gradients are reduced over one axis, or over every axis (``axis="*"``).
 
     Attributes:
-        codec: how gradients travel over the axis, where not as they are.
-        gathered: how the parameters travel that are split over it.
-        owner: the optimizer that sums over the axis itself, once it has got that far.
+        method: "sum" where the batch varies over the axis.
+        dtype: in which 16-bit gradients are summed.
+        codec: compresses gradients on the axis; None to send them uncompressed.
+        gathered: compresses parameters that are gathered over the axis; None to send them uncompressed.
+        owner: the optimizer that, from a step of its choice, sums over the axis itself.
     """
 
     subject_field = "axis"
@@ -151,7 +165,12 @@ class Reduce(Claim):
 
 @dataclass(frozen=True)
 class AxisOwner:
-    """The optimizer that sums gradients over ``axis`` itself, in few bits, once it has got that far; ``name`` is its own."""
+    """An optimizer that, from a step of its choice, sums gradients over an axis itself, compressed.
+
+    Attributes:
+        name: the optimizer's name, for messages.
+        codec: compresses the means that the optimizer sends.
+    """
 
     name: str
     axis: str
@@ -160,11 +179,11 @@ class AxisOwner:
 
 @dataclass(frozen=True)
 class Live(Claim):
-    """Where tensors of one role of the state live: split over an axis, or in another memory.
+    """Where the tensors of one role of the state live: split over an axis, or in another memory.
 
     Attributes:
-        role: "param", "grad" or "optimizer"; `SECOND` for a further copy of the parameters.
-        axis: over which they are split.
+        role: "param", "grad" or "optimizer"; `SECOND` for the copy of the parameters kept from forward to backward.
+        axis: an axis that the tensors are split over.
         memory: one of `shardlib.mesh.specs.MEMORIES`.
     """
 
@@ -195,14 +214,14 @@ class Step(Claim):
     """How the step is scheduled.
 
     Attributes:
-        microbatches: parts a rank's batch is cut into; gradients are summed over them.
+        microbatches: number of micro-batches per rank and step; gradients are summed over them.
         sync: "each" reduces gradients after every micro-batch, "last" only after the last.
         remat: activation recompute policy of blocks.
-        prefetch: whether the next unit is gathered while one computes.
-        loss_scale: what losses are multiplied by at first, and how that changes.
+        prefetch: whether a unit is gathered while the one before it computes.
+        loss_scale: initial loss scale, and how it changes.
         cast_batch: dtype that floating batch leaves are cast to.
-        stages: several, along an axis.
-        sequence: over which axis sequences are cut, and how.
+        stages: the pipeline's stages along an axis.
+        sequence: the axis along which sequences are cut into parts, and how the parts meet.
     """
 
     subject_field = ""

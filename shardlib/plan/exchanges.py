@@ -1,8 +1,8 @@
-"""What is sent of a bucket in a step, as data, stated once: executor, payload, prediction, print-out and residuals read it.
+"""The exchanges of a bucket in a step, as data. Executor, payload, prediction, print-out and checkpoints all read it.
 
-A bucket at level k is split over its first k axes (see `shardlib.plan.buckets`). A gather leads from level k + 1 to k, a
-scatter from k to k + 1, and a sum leaves the level as it is. Each is an `Exchange` over one axis, of values as they are or
-through a codec; `Routes` puts those of one bucket in order.
+A bucket at level k is split over its first k axes (see `shardlib.plan.buckets`). A gather takes a buffer from level k + 1 to
+level k, a scatter from k to k + 1, and a sum leaves the level unchanged. Each is an `Exchange` over one axis, compressed or
+not; `Routes` holds the exchanges of one bucket in order.
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ from shardlib.plan.reductions import Reductions
 
 
 class Op(Enum):
-    """What an exchange does with a bucket."""
+    """The collective of an exchange."""
 
-    GATHER = "gather"  # parts to a larger part, on every rank
-    SCATTER = "reduce-scatter"  # partial sums to a part of the sum
-    SUM = "all-reduce"  # partial sums to the sum, on every rank
+    GATHER = "gather"
+    SCATTER = "reduce-scatter"
+    SUM = "all-reduce"
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One bucket's message over one axis.
+    """One collective of one bucket over one axis.
 
     Attributes:
-        source, target: the levels that it leads from and to.
-        packing: how gathered parameters travel, where not as they are.
-        channel: how gradients travel, where not as they are.
+        ways: size of the axis.
+        source: level of the bucket's buffer before the exchange.
+        target: level of the bucket's buffer after the exchange.
+        packing: compresses gathered parameters; None if they are sent uncompressed.
+        channel: compresses gradients; None if they are sent uncompressed.
     """
 
     bucket: Bucket
@@ -47,7 +49,7 @@ class Exchange:
 
     @cached_property
     def payload(self) -> int:
-        """Bytes one rank sends, by the algorithms' own volume."""
+        """Bytes one rank sends in a bandwidth-optimal algorithm: (n−1)/n of the buffer, twice for an all-reduce."""
         bucket, ways = self.bucket, self.ways
         if self.channel is not None:
             return self.channel.payload
@@ -60,7 +62,7 @@ class Exchange:
 
     @property
     def form(self) -> str:
-        """How it travels, as printed."""
+        """The dtype or the codec in which values are sent, as printed."""
         if self.channel is not None:
             return str(self.channel.codec)
         dtype = self.bucket.dtype if self.op is Op.GATHER else self.bucket.reduce_dtype
@@ -69,15 +71,15 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Routes:
-    """What is sent of one bucket in a step, in order.
+    """The exchanges of one bucket in a step, in order.
 
     Attributes:
-        gather: before the first use in a micro-batch.
-        again: before later uses; shorter where a second shard is kept from the first on.
-        each: after a micro-batch, from the whole gradient to the level at which gradients are kept.
-        last: after the last micro-batch, from there to the optimizer's layout.
-        mean: what the optimizer makes itself of an axis it owns, in place of the sum in ``last``.
-        restore: after the update, from the optimizer's layout to what is stored.
+        gather: before the first use of the parameters in a micro-batch.
+        again: before later uses; shorter than ``gather`` where a second shard is kept from the first use on.
+        each: after each micro-batch, from the whole gradient to the level at which gradients are accumulated.
+        last: after the last micro-batch, from that level to the optimizer's layout.
+        mean: the compressed mean over the axis that the optimizer owns, instead of the sum in ``last``; None without one.
+        restore: after the update, from the optimizer's layout to the stored parameters.
     """
 
     gather: tuple[Exchange, ...]
@@ -89,12 +91,12 @@ class Routes:
 
     @property
     def reductions(self) -> tuple[Exchange, ...]:
-        """From a whole partial gradient to the optimizer's layout."""
+        """All exchanges from a whole, partial gradient to the optimizer's layout."""
         return (*self.each, *self.last)
 
 
 def routes_of(bucket: Bucket, reductions: Reductions, sizes: Mapping[str, int]) -> Routes:
-    """What is sent of a bucket whose sums and gathers travel so."""
+    """The exchanges of a bucket on a mesh with axes of these sizes."""
     second = reductions.second_level
     stop = bucket.param_level if second is None else min(second, bucket.param_level)
     reduced = tuple(_reduced(bucket, reductions, sizes)) if bucket.trainable else ()
@@ -109,7 +111,7 @@ def routes_of(bucket: Bucket, reductions: Reductions, sizes: Mapping[str, int]) 
 
 
 def gathers(bucket: Bucket, start: int, stop: int, packings: Mapping[str, Packing]) -> tuple[Exchange, ...]:
-    """From level ``stop`` to level ``start``."""
+    """The gathers of a bucket from level ``stop`` to level ``start``."""
     return tuple(
         Exchange(bucket, axis, ways, Op.GATHER, level + 1, level, packing)
         for level in reversed(range(start, stop))
@@ -119,17 +121,17 @@ def gathers(bucket: Bucket, start: int, stop: int, packings: Mapping[str, Packin
 
 
 def unowned(route: Sequence[Exchange], axes: Sequence[str]) -> tuple[Exchange, ...]:
-    """A route without its sums over ``axes``, which an optimizer makes itself."""
+    """A route without the sums over ``axes``: an optimizer makes those itself."""
     return tuple(exchange for exchange in route if exchange.op is not Op.SUM or exchange.axis not in axes)
 
 
 def tied_bytes(bucket: Bucket) -> int:
-    """What a home of a tied leaf sends of its gradient to one other home: stages that use it on other ranks."""
+    """Bytes of a tied leaf's gradient that one of the bucket's homes sends to another home."""
     return bucket.size(bucket.levels) * bucket.reduce_dtype.itemsize
 
 
 def share(whole: int, ways: int) -> int:
-    """What one rank sends of ``whole`` bytes that are gathered, or reduced and scattered, over ``ways`` ranks."""
+    """Bytes that one rank sends when ``whole`` bytes are all-gathered, or reduce-scattered, over ``ways`` ranks."""
     return whole * (ways - 1) // ways
 
 

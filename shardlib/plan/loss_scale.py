@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class LossScale:
-    """The loss is multiplied by ``value`` before backward.
+    """A factor, ``value``, by which the loss is multiplied before backward, and the rule by which the factor changes.
 
     After ``window`` finite steps in a row the scale grows by ``factor``. A step with non-finite gradients is
     skipped and uses up one of ``hysteresis`` tolerances; when none is left the scale shrinks by ``factor``, not
-    below ``minimum``. Growing brings the tolerances back. A factor of 1 is a static scale.
+    below ``minimum``. Growth restores all tolerances. A factor of 1 makes the scale static.
 
-    ``finite_steps`` and ``tolerance`` (0: as many as ``hysteresis``) are where it stands.
+    ``finite_steps`` counts the finite steps since the last change, and ``tolerance`` the tolerances left (0 at the start
+    stands for ``hysteresis``).
 
     Raises:
         ValueError: a value out of range.
@@ -37,7 +38,7 @@ class LossScale:
 
     @classmethod
     def static(cls, value: float) -> LossScale:
-        """A scale that stays as it is."""
+        """A scale that never changes."""
         return cls(value, factor=1.0, minimum=value)
 
     def after(self, finite: bool) -> LossScale:
@@ -54,15 +55,15 @@ class LossScale:
             return replace(self, finite_steps=0, tolerance=self.tolerance - 1)
         return replace(self, value=max(self.value / self.factor, self.minimum), finite_steps=0)
 
-    def going_on(self, was: LossScale) -> LossScale:
-        """By its own factor, window, hysteresis and minimum from where another scale stood; a static one as it is."""
+    def resumed(self, earlier: LossScale) -> LossScale:
+        """This scale's rule, going on from the value and counts of an ``earlier`` scale; a static scale is unchanged."""
         if self.factor == 1:
             return self
         return replace(
             self,
-            value=max(was.value, self.minimum),
-            finite_steps=min(was.finite_steps, self.window - 1),
-            tolerance=min(was.tolerance, self.hysteresis),
+            value=max(earlier.value, self.minimum),
+            finite_steps=min(earlier.finite_steps, self.window - 1),
+            tolerance=min(earlier.tolerance, self.hysteresis),
         )
 
     def __str__(self) -> str:

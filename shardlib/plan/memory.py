@@ -1,4 +1,4 @@
-"""What one rank holds under a plan: bytes of the state, and at most beside it."""
+"""Bytes that one rank holds under a plan: of the training state, and at the peak of a step in addition to it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from shardlib.schedules import peak_of_stages
 
 
 def held_bytes(plan: PlanValue, role: str) -> int:
-    """Bytes one rank holds of "param", "grad", "optimizer", "comm" or "buffers", padding included; or "total", of all.
+    """Bytes one rank holds of "param", "grad", "optimizer", "comm" or "buffers", padding included, or of all ("total").
 
-    "grad" is the buffer gradients are accumulated in: whole where they are reduced once at the end. Where ranks have other
-    stages, what the rank that holds most holds.
+    "grad" is the buffer in which gradients are accumulated: whole gradients where they are reduced once at the end. With
+    several pipeline stages, the maximum over ranks.
     """
     if len(plan.views) > 1:
         return max(held_bytes(view, role) for view in plan.views)
@@ -28,23 +28,22 @@ def held_bytes(plan: PlanValue, role: str) -> int:
         return sum(numel * dtype.itemsize for dtype, numel in plan.buffers)
     if role == "total":
         known = ROLES if plan.needs is not None else ROLES[:2]
-        return sum(held_bytes(plan, part) for part in (*known, "comm", "buffers"))
+        return sum(held_bytes(plan, summand) for summand in (*known, "comm", "buffers"))
     raise ValueError(f"role {role!r} is not one of {', '.join(ROLES)}, comm, buffers, total")
 
 
 def live_bytes(plan: PlanValue) -> int | None:
-    """Bytes that a rank holds at most beside `held_bytes`, of a micro-batch; None when not traced.
+    """Peak bytes that a rank holds in addition to `held_bytes` during a micro-batch; None when the plan was not traced.
 
-    That is what operations make, in the first step or a later one: activations and their gradients, passing results,
-    gathered parameters, gradients before they are split. It is that of the first of several micro-batches, and leaves
-    out what an operation needs only inside itself, what an optimizer does, and gradients that wait for the network.
-    With several stages it is a bound, of the rank that holds most: what all micro-batches keep that are on their way, and
-    what one that computes needs beyond.
+    Counts the outputs of operations: activations and their gradients, temporary tensors, gathered parameters, gradients
+    before they are split. Measured on the first micro-batch. Leaves out workspace inside an operation, the optimizer's
+    temporary tensors, and gradients that wait for the network. With several stages an upper bound for the rank that holds
+    most: what all micro-batches in flight keep, plus what one needs in addition while it computes.
     """
     if plan.traces is None:
         return None
     if len(plan.views) > 1:
         return max(live_bytes(view) or 0 for view in plan.views)
     in_flight, traces = peak_of_stages(plan.stages.schedule), plan.traces
-    kept = sum(in_flight[stage] * traces[stage].kept for stage in plan.own_stages)
-    return kept + max(traces[stage].live - traces[stage].kept for stage in plan.own_stages)
+    kept = sum(in_flight[stage] * traces[stage].kept for stage in plan.local_stages)
+    return kept + max(traces[stage].live - traces[stage].kept for stage in plan.local_stages)

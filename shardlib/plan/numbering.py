@@ -1,4 +1,4 @@
-"""The trained leaves of a plan by number, and the runs of them that lie side by side in buckets."""
+"""Numbers for the trained leaves of a plan, and the runs of leaves that lie side by side in buckets."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from shardlib.plan.placement import Placement
 
 
 class Numbering:
-    """Numbers that are the same on every mesh.
+    """Numbers of trained leaves, the same on every mesh.
 
     Args:
-        buckets: those of one part of a plan.
-        trained: the trained ones of all ranks.
-        placements: of all leaves, in the tree's order.
+        buckets: the buckets of a plan, or of one part of it.
+        trained: the trained buckets of all ranks.
+        placements: the placements of all leaves, in the tree's order.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class Numbering:
 
     @cached_property
     def infos(self) -> dict[str, LeafInfo]:
-        """Path -> what the leaf is as a whole; of the trained leaves of all ranks, in the tree's order."""
+        """Path -> global shape and dtype of the leaf, for the trained leaves of all ranks, in the tree's order."""
         trained = {path for bucket in self._everyones for path in bucket.paths}
         return {
             leaf.path: LeafInfo(leaf.path, leaf.compute.shape, leaf.compute.dtype, leaf.aliases)
@@ -37,34 +37,34 @@ class Numbering:
 
     @cached_property
     def numbers(self) -> dict[str, int]:
-        """Path -> number, of the trained leaves of all ranks."""
+        """Path -> number, for the trained leaves of all ranks."""
         return {path: number for number, path in enumerate(self.infos)}
 
     def runs(self, choice: Callable[[LeafInfo], bool]) -> tuple[Bucket, ...]:
-        """The trained leaves that are chosen: runs of them in their buckets, each a bucket of its own."""
-        return tuple(part for bucket in self._buckets if bucket.trainable for part in self._runs(bucket, choice))
+        """The runs of trained leaves that ``choice`` accepts, each as a bucket of its own."""
+        return tuple(run for bucket in self._buckets if bucket.trainable for run in self._runs(bucket, choice))
 
     def _runs(self, bucket: Bucket, choice: Callable[[LeafInfo], bool]) -> list[Bucket]:
         chosen = [choice(self.infos[path]) for path in bucket.paths]
         starts = [i for i, taken in enumerate(chosen) if taken and not (i and chosen[i - 1])]
         stops = [i + 1 for i, taken in enumerate(chosen) if taken and not (chosen[i + 1 :] or [False])[0]]
-        return [bucket.part(start, stop) for start, stop in zip(starts, stops, strict=True)]
+        return [bucket.run(start, stop) for start, stop in zip(starts, stops, strict=True)]
 
-    def part_named(self, name: object) -> tuple[str, Bucket] | None:
-        """The bucket that ``name`` is of, and what part of it, when it is the name of a bucket or of a run of its leaves."""
+    def run_named(self, name: object) -> tuple[str, Bucket] | None:
+        """The bucket and the run that ``name`` stands for; None when it is the name of neither a bucket nor a run."""
         if name in self._bucket_of:
             return str(name), self._bucket_of[str(name)]
         found = re.fullmatch(r"(.*)\[(\d+):(\d+)\]", name) if isinstance(name, str) else None
         if found is None or found[1] not in self._bucket_of:
             return None
-        return found[1], self._bucket_of[found[1]].part(int(found[2]), int(found[3]))
+        return found[1], self._bucket_of[found[1]].run(int(found[2]), int(found[3]))
 
-    def span(self, part: Bucket) -> tuple[str, int, int]:
-        """The bucket that ``part`` is a part of, and from where to where it lies in what one rank owns of that."""
-        bucket = self._bucket_with[part.paths[0]]
-        first = bucket.paths.index(part.paths[0])
+    def span(self, run: Bucket) -> tuple[str, int, int]:
+        """The name of the bucket that holds ``run``, and the run's start and stop in one rank's elements of that bucket."""
+        bucket = self._bucket_with[run.paths[0]]
+        first = bucket.paths.index(run.paths[0])
         start = sum(bucket.chunks[:first])
-        return bucket.name, start, start + part.owned
+        return bucket.name, start, start + run.owned
 
     @cached_property
     def _bucket_of(self) -> dict[str, Bucket]:

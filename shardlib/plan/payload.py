@@ -1,4 +1,4 @@
-"""What one rank sends in a step that follows a plan: every message, and payload bytes by the algorithms' own volume."""
+"""The messages that one rank sends in a step, and their payload bytes (see `shardlib.plan.exchanges.Exchange.payload`)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from shardlib.plan.value import PlanValue
 
 @dataclass(frozen=True)
 class Message:
-    """What one rank sends over an axis, as often as it does in a step.
+    """A message that one rank sends over an axis ``times`` times in a step.
 
     Attributes:
         what: "parameters", "gradients", "activations", "carries" between stages, "tied gradients" between homes,
             "optimizer" or "buffers".
-        when: in which part of the step.
-        form: how it travels: a dtype or a codec.
-        payload: bytes of one; ``times`` of them are sent.
+        when: the phase of the step, such as "each micro-batch".
+        form: the dtype or the codec in which values are sent.
+        payload: bytes of one message.
     """
 
     what: str
@@ -34,14 +34,13 @@ class Message:
 
 
 def payload(plan: PlanValue, *, owned: bool = False) -> dict[str, int]:
-    """Payload bytes one rank sends per step, by axis, scalars apart.
+    """Axis -> payload bytes one rank sends per step, without scalars.
 
-    With what the loss sends itself (activations) where the plan was traced, and what the optimizer does (whole leaves,
-    sums of rows) where it was made with one. Where ranks have other stages, by axis what the rank that sends most sends;
-    what passes between stages only when traced.
+    Activations and what passes between stages are counted if the plan was traced, the optimizer's messages (whole leaves,
+    sums of rows) if the plan was made with an optimizer. With several stages, the maximum over ranks for each axis.
 
     Args:
-        owned: of a step whose optimizer sums over its own axis itself (1-bit Adam, once its variance is frozen).
+        owned: counts a step whose optimizer sums over its axis itself (1-bit Adam, once its variance is frozen).
     """
     totals = []
     for view in plan.views:
@@ -54,10 +53,10 @@ def payload(plan: PlanValue, *, owned: bool = False) -> dict[str, int]:
 
 
 def messages(plan: PlanValue, *, owned: bool = False) -> Iterator[Message]:
-    """Every message of a step of one rank, ``plan`` being its part."""
-    for part in plan.parts:
-        yield from _gathers(part)
-        yield from _activations(part)
+    """Every message that one rank sends in a step; ``plan`` is that rank's part of the plan."""
+    for stage_plan in plan.stage_plans:
+        yield from _gathers(stage_plan)
+        yield from _activations(stage_plan)
     yield from _reductions(plan, owned)
     for bucket in plan.trained:
         for exchange in plan.routes[bucket.name].restore:
@@ -72,32 +71,32 @@ def messages(plan: PlanValue, *, owned: bool = False) -> Iterator[Message]:
                 yield Message("buffers", axis, "after the last micro-batch", _name(dtype), mean)
 
 
-def _gathers(part: PlanValue) -> Iterator[Message]:
+def _gathers(stage_plan: PlanValue) -> Iterator[Message]:
     seen: set[str] = set()
-    for unit in part.gathers:
-        for bucket in part.buckets_of[unit]:
-            routes = part.routes[bucket.name]
+    microbatches = stage_plan.stages.schedule.microbatches
+    for unit in stage_plan.gathers:
+        for bucket in stage_plan.buckets_of[unit]:
+            routes = stage_plan.routes[bucket.name]
             for exchange in routes.again if unit in seen else routes.gather:
-                yield _message("parameters", "each micro-batch", exchange, part.stages.schedule.microbatches)
+                yield _message("parameters", "each micro-batch", exchange, microbatches)
         seen.add(unit)
 
 
-def _activations(part: PlanValue) -> Iterator[Message]:
-    if part.traces is not None:
-        (stage,) = part.own_stages
-        for axis, sent in part.traces[stage].activations.items():
-            yield Message(
-                "activations", axis, "each micro-batch", "as computed", sent, part.stages.schedule.microbatches
-            )
+def _activations(stage_plan: PlanValue) -> Iterator[Message]:
+    if stage_plan.traces is not None:
+        (stage,) = stage_plan.local_stages
+        microbatches = stage_plan.stages.schedule.microbatches
+        for axis, sent in stage_plan.traces[stage].activations.items():
+            yield Message("activations", axis, "each micro-batch", "as computed", sent, microbatches)
 
 
 def _reductions(plan: PlanValue, owned: bool) -> Iterator[Message]:
-    """Each stage reduces what it has of a bucket; the optimizer makes one mean of it."""
+    """The reductions of every stage's gradients, and with ``owned`` the optimizer's means, one for each bucket."""
     owner = plan.reductions.owner if owned else None
     each = plan.stages.schedule.microbatches if plan.step.sync == "each" else 1
-    for part in plan.parts:
-        for bucket in part.trained:
-            routes = part.routes[bucket.name]
+    for stage_plan in plan.stage_plans:
+        for bucket in stage_plan.trained:
+            routes = stage_plan.routes[bucket.name]
             for exchange in routes.each:
                 yield _message("gradients", "each micro-batch", exchange, each)
             for exchange in unowned(routes.last, (owner.axis,) if owner else ()):
@@ -108,14 +107,14 @@ def _reductions(plan: PlanValue, owned: bool) -> Iterator[Message]:
 
 
 def _between_stages(plan: PlanValue) -> Iterator[Message]:
-    """Gradients of tied leaves to their other homes; and, where traced, carries and their gradients."""
+    """Gradients of tied leaves, sent to the leaves' other homes; and carries with their gradients, if traced."""
     rank_of, microbatches = plan.stages.schedule.rank_of, plan.stages.schedule.microbatches
     for axis in plan.stages.axes:
         for bucket in plan.trained:
             if times := len(bucket.homes) - 1:
                 form = _name(bucket.reduce_dtype)
                 yield Message("tied gradients", axis, "after the last micro-batch", form, tied_bytes(bucket), times)
-        for stage in plan.own_stages if plan.traces else ():
+        for stage in plan.local_stages if plan.traces else ():
             assert plan.traces is not None
             if stage + 1 < len(rank_of) and rank_of[stage + 1] != rank_of[stage]:
                 sent = plan.traces[stage].forward

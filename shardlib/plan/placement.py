@@ -1,4 +1,4 @@
-"""Where one parameter lives in each role."""
+"""Placements: how each parameter is placed on the mesh as a parameter, as a gradient and in the optimizer."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ from shardlib.tree import untrained
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one parameter lives in each role.
+    """How one parameter is placed in each role.
 
     Attributes:
-        path: its first path; ``aliases`` are further paths of a tied leaf.
-        unit, bucket: the unit and the bucket that hold it.
-        compute: as the loss sees it.
-        style: how its slices work together, or None.
-        param, grad, optimizer: as it is stored; grad and optimizer are None for a leaf that is not trained.
+        path: the parameter's path; the first one of a tied leaf.
+        aliases: the other paths of a tied leaf.
+        unit: name of the parameter's unit.
+        bucket: name of the parameter's bucket.
+        compute: shape, dtype and spec in the loss.
+        param: the stored parameter.
+        grad: the accumulated gradient; None for a frozen leaf.
+        optimizer: the layout of the optimizer's state; None for a frozen leaf.
+        style: how ranks that hold slices compute a layer together; None for an unsliced leaf.
     """
 
     path: str
@@ -36,7 +40,7 @@ class Placement:
 
 
 def check_dtypes(placements: Sequence[Placement], resolved: Resolved) -> None:
-    """Refuse leaves that could be meant to be trained and would not be, or not well: complex ones, and those of 8 bits."""
+    """Refuse leaves of dtypes that optimizers do not train (complex and 8-bit floats), unless they are frozen."""
     failures = [
         f"{placement.path}: {placement.compute.dtype}; {instead}"
         for placement in placements

@@ -1,4 +1,4 @@
-"""From what transforms said of each leaf to where it lives in each role."""
+"""Placement of leaves by resolved claims."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardlib.plan.value import ROLES
 
 @dataclass(frozen=True)
 class Splits:
-    """Over which axes each role is split, ordered so that each role's are the first few of the next one's."""
+    """The axes over which each role is split. A role's axes are the first axes of the next role."""
 
     param: tuple[str, ...]
     grad: tuple[str, ...]
@@ -28,37 +28,37 @@ class Splits:
 
 
 def splits_of(resolved: Resolved) -> Splits:
-    """The axes of size one are left out.
+    """The axes over which transforms split each role, axes of size one left out.
 
     Raises:
-        IllegalComposition: a role that is not split as the one before it is.
+        IllegalComposition: a role is not split over an axis of the role before it (param, grad, optimizer).
     """
-    found: dict[str, tuple[str, ...]] = {}
+    splits: dict[str, tuple[str, ...]] = {}
     before: tuple[str, ...] = ()
     second = resolved.home(SECOND).axes
     for role in ROLES:
-        mine = resolved.home(role).axes
-        missing = sorted(set(before) - mine)
+        claimed = resolved.home(role).axes
+        missing = sorted(set(before) - claimed)
         if missing:
             raise IllegalComposition(
                 f"the {role} state is not split over {axes_named(missing)}, and the one before it (param, "
                 "grad, optimizer) is; a higher ZeRO stage splits everything a lower one does"
             )
-        # What the second shard is split over comes first: it is the stage before the last of a gather.
-        new = [axis for axis in resolved.sizes if axis in mine and axis not in before]
+        # The second shard's axes come first (major), so that a gather passes through the second shard on its way.
+        new = [axis for axis in resolved.sizes if axis in claimed and axis not in before]
         before = (*before, *sorted(new, key=lambda axis: axis not in second))
-        found[role] = before
-    return Splits(**{role: tuple(axis for axis in axes if resolved.sizes[axis] > 1) for role, axes in found.items()})
+        splits[role] = before
+    return Splits(**{role: tuple(axis for axis in axes if resolved.sizes[axis] > 1) for role, axes in splits.items()})
 
 
 def second_level(resolved: Resolved, splits: Splits) -> int | None:
-    """The level at which gathered parameters are kept from forward to backward, or None."""
+    """The level of the second shard, which is kept from forward to backward; None without one."""
     kept = [axis for axis in splits.param if axis in resolved.home(SECOND).axes]
     return len(kept) if 0 < len(kept) < len(splits.param) else None
 
 
 def placed(info: LeafInfo, unit: str, resolved: Resolved, splits: Splits) -> Placement:
-    """Where one leaf lives; its bucket is still to be found."""
+    """The placement of one leaf, with no bucket yet."""
     use, dtype = resolved.use(info.path), resolved.dtype(info)
     compute = Leaf(info.path, info.shape, dtype, use.spec or P())
     trainable = dtype.is_floating_point and use.trainable is not False
@@ -82,7 +82,7 @@ def placed(info: LeafInfo, unit: str, resolved: Resolved, splits: Splits) -> Pla
 
 
 def reduce_dtype(dtype: torch.dtype, resolved: Resolved) -> torch.dtype:
-    """The dtype that gradients are summed in: as asked; else 16-bit ones in fp32 and wider ones as they are."""
+    """The dtype in which gradients of a leaf of ``dtype`` are summed: their own, or for 16 bits the claimed one or fp32."""
     if dtype.itemsize >= 4:
         return dtype
     everywhere = resolved.reductions.get("*")
@@ -90,12 +90,12 @@ def reduce_dtype(dtype: torch.dtype, resolved: Resolved) -> torch.dtype:
 
 
 def padded_slices(resolved: Resolved) -> list[str]:
-    """A line for the log where slices are padded with rows of zeros."""
-    found = []
+    """A line for the log on slices that are padded with rows of zeros."""
+    padded = []
     for info in resolved.leaves:
         spec = resolved.use(info.path).spec
         if spec is not None and spec.padded:
             ways = math.prod(resolved.sizes[axis] for axis in spec.entries[0])
             rows = spec.local_shape(info.shape, resolved.sizes)[0]
-            found.append(f"{info.path} ({info.shape[0]} as {ways} × {rows})")
-    return [f"padded with rows of zeros: {', '.join(found)}"] if found else []
+            padded.append(f"{info.path} ({info.shape[0]} as {ways} × {rows})")
+    return [f"padded with rows of zeros: {', '.join(padded)}"] if padded else []

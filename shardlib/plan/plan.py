@@ -1,4 +1,4 @@
-"""The plan as users have it: a value that prints itself and tells what a rank holds and sends."""
+"""The plan as users see it: a value that prints itself and counts what a rank holds and sends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Plan(PlanValue):
 
     @cached_property
     def live_bytes(self) -> int | None:
-        """Bytes that a rank holds at most beside `bytes`: see `shardlib.plan.memory.live_bytes`."""
+        """Peak bytes that a rank holds in addition to ``bytes("total")``: see `shardlib.plan.memory.live_bytes`."""
         return live_bytes(self)
 
     def payload(self, *, owned: bool = False) -> dict[str, int]:
@@ -33,7 +33,7 @@ class Plan(PlanValue):
         return payload(self, owned=owned)
 
     def messages(self, *, owned: bool = False) -> Iterator[Message]:
-        """Every message of a step, of one rank's part of a plan (`at`): see `shardlib.plan.payload.messages`."""
+        """Every message of a step; call it on one rank's part of a plan (`at`). See `shardlib.plan.payload.messages`."""
         return messages(self, owned=owned)
 
     def __str__(self) -> str:

@@ -110,7 +110,7 @@ class _Stage:
 
 def _stages(plan: PlanValue, forward: float | Mapping[str, float]) -> list[_Stage]:
     """A unit that several stages use (a tied leaf's) computes in each."""
-    parts = plan.parts
+    parts = plan.stage_plans
     if isinstance(forward, Mapping):
         return [_Stage(part, {unit: forward.get(unit, 0.0) for unit in part.units}) for part in parts]
     elements = [{unit: sum(b.size(0) for b in buckets) for unit, buckets in part.buckets_of.items()} for part in parts]
@@ -215,7 +215,7 @@ class _Rank:
         activations exchanged, as for all but weights' gradients.
         """
         units = list(seconds)
-        (stage,) = plan.own_stages
+        (stage,) = plan.local_stages
         sent = plan.traces[stage].activations if whole and plan.traces else {}
         for place, unit in enumerate(units):
             if whole:

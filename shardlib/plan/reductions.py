@@ -1,4 +1,4 @@
-"""How sums and gathers travel over the axes of a plan."""
+"""The compression of sums and gathers, axis by axis."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from shardlib.plan.claims import AxisOwner
 
 @dataclass(frozen=True)
 class Reductions:
-    """What a step's exchanges go by.
+    """What decides the exchanges of a step, besides the buckets.
 
     Attributes:
-        codecs: axis -> how gradients travel over it, where that is not as they are.
-        packings: axis -> in how many bits parameters travel when they are gathered.
-        second_level: the level at which gathered parameters are kept from forward to backward, or None.
+        codecs: axis -> codec of gradients, for axes on which they are compressed.
+        packings: axis -> codec of gathered parameters, for axes on which they are compressed.
+        second_level: the level of the second shard of the parameters, kept from forward to backward; None without one.
         owner: the optimizer that sums over an axis itself, or None.
     """
 

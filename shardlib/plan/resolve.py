@@ -1,4 +1,4 @@
-"""From the claims of transforms, in any order, to one record of what they say together."""
+"""Merging the claims of all transforms, in any order, into one record."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ def resolve(transform: Transform, sizes: Mapping[str, int], leaves: Sequence[Lea
 
 
 def joined(resolved: Resolved, transform: Transform) -> Resolved:
-    """With what one more transform says, which is then checked.
+    """``resolved`` with the claims of one more transform, whose check is run.
 
     Raises:
-        IllegalComposition: it claims what another did, or cannot do with what others said.
+        IllegalComposition: the transform claims a slot that another one claimed, or its check fails.
     """
-    found = _merged(resolved, [transform])
-    transform.check(found)
-    return found
+    merged = _merged(resolved, [transform])
+    transform.check(merged)
+    return merged
 
 
 def members_of(transform: Transform) -> tuple[Transform, ...]:
-    """The transforms that a chain is made of, by name."""
+    """The transforms of a chain, sorted by name."""
     members = transform.transforms if isinstance(transform, Chain) else (transform,)
     return tuple(sorted(members, key=lambda member: member.name))
 
 
 def _merged(before: Resolved, members: Sequence[Transform]) -> Resolved:
-    values = {slot: value for found in before.written.values() for slot, value in found}
-    writers = {slot: name for name, found in before.written.items() for slot, _ in found}
-    written = {name: list(found) for name, found in before.written.items()}
+    values = {slot: value for pairs in before.written.values() for slot, value in pairs}
+    writers = {slot: name for name, pairs in before.written.items() for slot, _ in pairs}
+    written = {name: list(pairs) for name, pairs in before.written.items()}
     axes = {axis: dict(uses) for axis, uses in before.axes.items()}
     conflicts: dict[tuple[str, str], list[str]] = {}
     for member in members:
@@ -70,19 +70,19 @@ def _merged(before: Resolved, members: Sequence[Transform]) -> Resolved:
         records[kind].setdefault(subject, {})[name] = value
     return replace(
         before,
-        uses={path: Use(path, **said) for path, said in records[Use].items()},
-        reductions={axis: Reduce(axis, **said) for axis, said in records[Reduce].items()},
-        homes={role: _home(role, said) for role, said in records[Live].items()},
+        uses={path: Use(path, **slots) for path, slots in records[Use].items()},
+        reductions={axis: Reduce(axis, **slots) for axis, slots in records[Reduce].items()},
+        homes={role: _home(role, slots) for role, slots in records[Live].items()},
         step=Step(**records[Step].get("", {})),
         axes=axes,
-        written={name: tuple(found) for name, found in written.items()},
+        written={name: tuple(pairs) for name, pairs in written.items()},
     )
 
 
-def _home(role: str, said: Mapping[str, str]) -> Home:
-    memory = said.get("memory", "device")
+def _home(role: str, slots: Mapping[str, str]) -> Home:
+    memory = slots.get("memory", "device")
     if memory not in MEMORIES:
         raise IllegalComposition(
             f"the {role} state is to live in memory {memory!r}, which is not one of {', '.join(map(repr, MEMORIES))}"
         )
-    return Home(frozenset(axis for slot, axis in said.items() if slot != "memory"), memory)
+    return Home(frozenset(axis for slot, axis in slots.items() if slot != "memory"), memory)

@@ -1,4 +1,4 @@
-"""What all transforms of a chain say together."""
+"""The resolved claims of all transforms of a chain."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class Home:
 
 @dataclass(frozen=True)
 class Resolved:
-    """What all transforms say together.
+    """The merged claims of all transforms of a chain.
 
     Attributes:
-        sizes: axis -> size of the mesh.
-        leaves: what they speak of.
-        uses: path -> everything that is said of a leaf.
-        reductions: axis -> everything that is said of it; "*" of every axis.
+        sizes: axis name -> size of the mesh.
+        leaves: the parameters.
+        uses: path -> claims on the leaf.
+        reductions: axis -> claims on the axis; "*" -> claims on every axis.
         homes: role -> where its tensors live.
-        step: everything that is said of the step.
-        axes: axis -> what it is used for, and by which transform.
-        written: the transforms' names, with the slots that each has filled.
-        notes: what came of it that a reader of the plan should know.
+        step: claims on the step.
+        axes: axis -> its uses, each with the name of the transform.
+        written: name of a transform -> the slots it filled, with their values.
+        notes: lines for the plan's log.
     """
 
     sizes: Mapping[str, int]
@@ -49,7 +49,7 @@ class Resolved:
     notes: tuple[str, ...] = ()
 
     def use(self, path: str) -> Use:
-        """What is said of a leaf."""
+        """The claims on a leaf."""
         return self.uses.get(path) or Use(path)
 
     def home(self, role: str) -> Home:
@@ -57,12 +57,12 @@ class Resolved:
         return self.homes.get(role) or Home()
 
     def dtype(self, leaf: LeafInfo) -> torch.dtype:
-        """The dtype that a leaf is stored and used in."""
+        """The dtype in which a leaf is stored and used."""
         return self.use(leaf.path).dtype or leaf.dtype
 
     @cached_property
     def sliced_axes(self) -> frozenset[str]:
-        """The axes over which leaves are slices where they are used."""
+        """The axes over which leaves are sliced in the loss."""
         return frozenset(axis for use in self.uses.values() if use.spec is not None for axis in use.spec.axes)
 
     def varies_over(self, axis: str) -> bool:
@@ -70,23 +70,23 @@ class Resolved:
         return axis in self.reductions and self.reductions[axis].method is not None
 
     def of_axes(self, name: str) -> dict[str, Any]:
-        """Axis -> one slot of what is said of it, of axes with several ranks."""
-        found = {axis: getattr(reduce, name) for axis, reduce in self.reductions.items() if axis != "*"}
-        return {axis: value for axis, value in found.items() if value is not None and self.sizes[axis] > 1}
+        """Axis -> the value of slot ``name``, for axes with several ranks on which it is claimed."""
+        values = {axis: getattr(reduce, name) for axis, reduce in self.reductions.items() if axis != "*"}
+        return {axis: value for axis, value in values.items() if value is not None and self.sizes[axis] > 1}
 
     @cached_property
     def log(self) -> tuple[str, ...]:
-        """A line for each transform that wrote anything, then the notes."""
-        return (*(f"{name}: {_summary(found)}" for name, found in sorted(self.written.items())), *self.notes)
+        """A line for each transform that filled a slot, then the notes."""
+        return (*(f"{name}: {_summary(slots)}" for name, slots in sorted(self.written.items())), *self.notes)
 
     def noting(self, notes: Iterable[str]) -> Resolved:
-        """The same with more notes."""
+        """A copy with more notes."""
         return replace(self, notes=(*self.notes, *notes))
 
 
 def show(value: Any) -> str:
     """A claimed value, as printed."""
-    # A function by its name: ranks compare this text, and an address is a process's own.
+    # A function is shown by its name: ranks compare this text, and a function's repr has an address of one process.
     return str(getattr(value, "__qualname__", value)).removeprefix("torch.")
 
 
@@ -99,15 +99,15 @@ _REDUCTIONS = {
 }
 
 
-def _summary(found: Sequence[tuple[Slot, Any]]) -> str:
-    """One line: claims on many leaves are counted, splits gathered by axis, the rest spelled out."""
+def _summary(slots: Sequence[tuple[Slot, Any]]) -> str:
+    """One line on the slots of one transform: claims on leaves are counted, splits are grouped by axis."""
     uses: dict[str, int] = {}
     splits: dict[str, list[str]] = {}
     lines = []
-    for (kind, subject, name), value in found:
+    for (kind, subject, name), value in slots:
         if kind is Use:
-            said = f"{name}={show(value)}"
-            uses[said] = uses.get(said, 0) + 1
+            text = f"{name}={show(value)}"
+            uses[text] = uses.get(text, 0) + 1
         elif kind is Live and name == "memory":
             lines.append(f"{subject} in {value} memory")
         elif kind is Live and subject == SECOND:
@@ -120,5 +120,5 @@ def _summary(found: Sequence[tuple[Slot, Any]]) -> str:
         else:
             lines.append(f"{name}={show(value)}")
     lines += [f"splits {', '.join(roles)} over axis {axis!r}" for axis, roles in splits.items()]
-    lines += [f"{said} on {count} leaves" for said, count in uses.items()]
+    lines += [f"{text} on {count} leaves" for text, count in uses.items()]
     return "; ".join(lines)

@@ -1,4 +1,4 @@
-"""The stages of a plan: one on every rank, or several along an axis, through which micro-batches pass by a schedule."""
+"""The stages of a plan: one that every rank runs, or several along an axis, which micro-batches pass by a schedule."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ NO_BLOCKS = (
 
 @dataclass(frozen=True)
 class Stages:
-    """Stage s holds blocks ``range(*spans[s])`` and runs on the ranks at ``schedule.rank_of[s]`` along ``axis``.
+    """The stages of a model. Stage s holds blocks ``range(*spans[s])``, on the ranks at ``schedule.rank_of[s]`` of ``axis``.
 
     Attributes:
-        axis: None for one stage, which all ranks run.
+        axis: the mesh axis along which stages lie; None for one stage, which all ranks run.
     """
 
     schedule: Schedule
@@ -31,12 +31,12 @@ class Stages:
 
     @classmethod
     def one(cls, microbatches: int) -> Stages:
-        """All of the model, one micro-batch after the other."""
+        """One stage with the whole model, which runs one micro-batch after the other."""
         return cls(one_f_one_b(1, microbatches), ((0, 1),))
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axis that stages lie along, if there is one: its ranks run other stages, and so other code."""
+        """The axis along which stages lie, as a tuple of at most one. Ranks along it run different code."""
         return () if self.axis is None else (self.axis,)
 
     @property
@@ -45,20 +45,20 @@ class Stages:
 
     @property
     def last(self) -> int:
-        """The coordinate whose ranks compute the loss."""
+        """The coordinate along the axis whose ranks compute the loss."""
         return self.schedule.rank_of[-1]
 
     @property
     def uneven(self) -> bool:
-        """Whether micro-batches may differ in size, so long as the loss weighs them."""
+        """Whether micro-batches may differ in size, provided that the loss is a `Mean`."""
         return self.axis is not None
 
     def home(self, coords: Mapping[str, int]) -> int:
-        """The coordinate along the axis."""
+        """The coordinate along the stages' axis."""
         return 0 if self.axis is None else coords[self.axis]
 
     def homes(self, stages: tuple[int, ...]) -> tuple[int, ...]:
-        """The coordinates along the axis that hold what these stages use, ascending."""
+        """The coordinates along the axis whose ranks run these stages, ascending."""
         return tuple(sorted({self.schedule.rank_of[stage] for stage in stages}))
 
     @cached_property
@@ -67,7 +67,9 @@ class Stages:
         return tuple(self.schedule.stages_of(home) for home in range(self.schedule.ranks))
 
     def over_blocks(self, treedef: TreeDef) -> Stages:
-        """With the last blocks in the last stage, if those have no parameters: transforms see leaves alone.
+        """The stages with all blocks of the pytree: blocks at the end without parameters go to the last stage.
+
+        (A transform that cuts blocks sees only leaves.)
 
         Raises:
             IllegalComposition: parameters that are not a list of blocks, or are fewer than the blocks that were cut.

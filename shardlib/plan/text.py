@@ -1,4 +1,4 @@
-"""A plan as text: who holds what, bytes, messages."""
+"""A plan as text: leaves with their specs, bytes, messages."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ def _by_axis(sent: Mapping[str, int]) -> str:
 
 
 def _messages(plan: PlanValue) -> str:
-    """One row for all messages of a kind; where ranks have other stages, of the rank that sends most of them."""
+    """One row for all messages of a kind; with several stages, the numbers of the rank that sends most of that kind."""
     most: dict[tuple[str, str, str, str], tuple[int, int]] = {}
     for view in plan.views:
-        found: dict[tuple[str, str, str, str], tuple[int, int]] = {}
+        totals: dict[tuple[str, str, str, str], tuple[int, int]] = {}
         for message in messages(view):
             if plan.sizes[message.axis] > 1 and message.bytes:
                 key = message.what, message.axis, message.when, message.form
-                times, sent = found.get(key, (0, 0))
-                found[key] = times + message.times, sent + message.bytes
-        for key, numbers in found.items():
+                times, sent = totals.get(key, (0, 0))
+                totals[key] = times + message.times, sent + message.bytes
+        for key, numbers in totals.items():
             most[key] = max(most.get(key, (0, 0)), numbers, key=lambda pair: pair[1])
     rows = [
         (what, axis, form, when, str(times), size(sent)) for (what, axis, when, form), (times, sent) in most.items()
@@ -68,7 +68,7 @@ def _messages(plan: PlanValue) -> str:
 
 
 def _unused(plan: PlanValue) -> str:
-    """A sentence on units that could be gathered, and that the traced batch did not use."""
+    """A sentence on sharded units that the traced batch did not use; "" if it used all."""
     sharded = {bucket.unit for bucket in plan.buckets if bucket.param_level}
     gathered = set(plan.gathers)
     idle = [unit for unit in plan.units if unit in sharded and unit not in gathered]
@@ -90,15 +90,15 @@ def _untraced(plan: PlanValue) -> str:
 
 
 def _stages(plan: PlanValue, axis: str) -> str:
-    """One row per coordinate along the stages' axis: its stages, and what its ranks hold."""
+    """A table with one row per coordinate along the stages' axis: stages, blocks and bytes."""
     schedule, spans, rows = plan.stages.schedule, plan.stages.spans, []
     in_flight = peak_in_flight(schedule)
     for home, view in enumerate(plan.everywhere.views):
-        blocks = [spans[stage] for stage in view.own_stages]
+        blocks = [spans[stage] for stage in view.local_stages]
         rows.append(
             (
                 f"{axis}={home}",
-                ", ".join(map(str, view.own_stages)),
+                ", ".join(map(str, view.local_stages)),
                 ", ".join(f"{start}…{stop - 1}" if stop - start > 1 else str(start) for start, stop in blocks),
                 count(sum(math.prod(shape) for bucket in view.buckets for shape in bucket.shapes)),
                 size(held_bytes(view, "param")),
@@ -122,7 +122,7 @@ def _memory(plan: PlanValue) -> list[str]:
 
 
 def _live(plan: PlanValue) -> str:
-    """What a micro-batch takes beside, and what that comes to."""
+    """A line on the memory of activations and gathered parameters, and the total with it."""
     live = live_bytes(plan) or 0
     return (
         f"Beside them, at most: activations of a micro-batch, and what is gathered for it, {size(live)}   "
@@ -135,22 +135,22 @@ def _leaf_rows(placements: Sequence[Placement]) -> list[tuple[str, ...]]:
     rows: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
     for placement in placements:
         pattern = re.sub(r"(?<=/)\d+(?=/|$)|^\d+(?=/)", "#", placement.path)
-        numbers = tuple(int(found) for found in re.findall(r"(?<=/)\d+(?=/|$)|^\d+(?=/)", placement.path))
+        numbers = tuple(int(digits) for digits in re.findall(r"(?<=/)\d+(?=/|$)|^\d+(?=/)", placement.path))
         shape = "×".join(map(str, placement.param.shape)) or "scalar"
         tied = f" (tied: {', '.join(placement.aliases)})" if placement.aliases else ""
         cells = (
             pattern + tied,
             shape,
             str(placement.param.dtype).removeprefix("torch."),
-            _lies(placement.param),
-            _lies(placement.grad) if placement.grad else "frozen",
-            _lies(placement.optimizer) if placement.optimizer else "-",
+            _spec(placement.param),
+            _spec(placement.grad) if placement.grad else "frozen",
+            _spec(placement.optimizer) if placement.optimizer else "-",
         )
         rows.setdefault(cells, []).append(numbers)
     return [(_merge(cells[0], numbers), *cells[1:]) for cells, numbers in rows.items()]
 
 
-def _lies(leaf: Leaf) -> str:
+def _spec(leaf: Leaf) -> str:
     spec = "whole" if repr(leaf.spec) == "P()" else repr(leaf.spec)
     return spec if leaf.memory == "device" else f"{spec} in {leaf.memory} memory"
 
@@ -166,7 +166,7 @@ def _merge(pattern: str, numbers: list[tuple[int, ...]]) -> str:
 
 
 def _unit_rows(plan: PlanValue) -> list[tuple[str, ...]]:
-    """One row per run of units that look alike."""
+    """One row per run of consecutive units with equal cells."""
     rows: list[tuple[list[str], tuple[str, ...]]] = []
     gathers = Counter(plan.gathers)
     for unit, buckets in plan.buckets_of.items():

@@ -11,10 +11,10 @@ from shardlib.plan.resolved import Resolved
 
 
 class Transform(ABC):
-    """A value that contributes to a plan: ``claims``, a pure function of the mesh's sizes and the leaves.
+    """A value that contributes claims to a plan.
 
     Attributes:
-        name: as a user writes it, such as "zero(stage=3, axis='data')"; stands in messages and in the plan's log.
+        name: the transform as a user writes it, such as "zero(stage=3, axis='data')", for messages and the plan's log.
     """
 
     @property
@@ -23,15 +23,15 @@ class Transform(ABC):
 
     @abstractmethod
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
-        """What it says about these leaves on a mesh of these sizes."""
+        """The claims on these leaves, for a mesh with axes of these sizes. Pure."""
 
-    def check(self, resolved: Resolved) -> None:  # noqa: B027  # most ask nothing of the others
-        """Refuse what other transforms said, or did not say, by `IllegalComposition`; called when all is resolved."""
+    def check(self, resolved: Resolved) -> None:  # noqa: B027  # most transforms depend on no other
+        """Raise `IllegalComposition` if the claims of all transforms together do not suit this one."""
 
 
 @dataclass(frozen=True)
 class Chain(Transform):
-    """Several transforms as one. Order-free: every permutation gives the same plan."""
+    """Several transforms as one. Every order of them gives the same plan."""
 
     transforms: tuple[Transform, ...]
 
@@ -45,11 +45,11 @@ class Chain(Transform):
 
 
 def chain(*transforms: Transform) -> Chain:
-    """Compose transforms. Nested chains flatten; the order does not matter.
+    """Compose transforms. Nested chains are flattened; the order does not matter.
 
-    >>> parts = sl.zero(2), sl.precision("bf16"), sl.accumulate(4)
-    >>> plan = sl.make_plan({"w": torch.ones(8, 8)}, sl.abstract_mesh(data=4), sl.chain(*parts))
-    >>> plan == sl.make_plan({"w": torch.ones(8, 8)}, sl.abstract_mesh(data=4), sl.chain(*reversed(parts)))
+    >>> transforms = sl.zero(2), sl.precision("bf16"), sl.accumulate(4)
+    >>> plan = sl.make_plan({"w": torch.ones(8, 8)}, sl.abstract_mesh(data=4), sl.chain(*transforms))
+    >>> plan == sl.make_plan({"w": torch.ones(8, 8)}, sl.abstract_mesh(data=4), sl.chain(*reversed(transforms)))
     True
     """
     flat: list[Transform] = []

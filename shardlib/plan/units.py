@@ -1,4 +1,4 @@
-"""Which leaves form a unit: found from the shape of the parameter pytree."""
+"""Units: the leaves that are gathered and reduced together, derived from the structure of the parameter pytree."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from shardlib.tree import Tree, path_name
 def unit_names(tree: Tree) -> list[str]:
     """The unit of each leaf, in flattening order.
 
-    Each element of a list is a unit (a list of bare tensors is not one of units); every other top-level subtree
-    is one; bare tensors at the top form one together, named "" .
+    Each element of a list is a unit, unless the list holds tensors only; every other top-level subtree is a unit; tensors
+    at the top form one unit together, named "".
     """
     names: list[str] = []
     _visit(tree, (), "", names)
@@ -29,5 +29,5 @@ def _visit(node: Any, path: tuple[Any, ...], unit: str, names: list[str]) -> Non
     units_here = isinstance(node, (list, tuple)) and any(containers)
     for child, entry, container in zip(children, entries, containers, strict=True):
         below = (*path, entry)
-        own = units_here or (not path and container)
-        _visit(child, below, path_name(below) if own else unit, names)
+        is_unit = units_here or (not path and container)
+        _visit(child, below, path_name(below) if is_unit else unit, names)

@@ -1,6 +1,6 @@
 """The plan as a value: where every tensor of the training state lives, and how a step runs. Frozen, device-free, comparable.
 
-`shardlib.plan.plan.Plan` is this with what is counted and printed of it.
+`shardlib.plan.plan.Plan` adds to it what users count and print.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Shape:
     """The shape of the parameters' pytree.
 
     Attributes:
-        treedef: its structure.
-        paths: the path of every leaf, tied ones included.
-        owners: for each of them the index of its placement.
+        treedef: the structure of the pytree.
+        paths: the path of every leaf, tied leaves included.
+        owners: for each path the index of the leaf's placement.
     """
 
     treedef: TreeDef
@@ -51,11 +51,12 @@ class Trace:
     """What one micro-batch does in one stage.
 
     Attributes:
-        touches: units in the order it gathers them, forward then backward.
-        activations: payload bytes that the loss sends itself, by axis.
-        live: bytes that it holds at most while it computes, gradients aside.
-        kept: bytes that it keeps of the micro-batch from its forward to its backward, the carry that came in included.
-        forward, backward: bytes of the carry it passes on, and of the gradient that comes back for it.
+        touches: units in the order they are gathered, forward then backward.
+        activations: axis -> payload bytes of the collectives inside the loss.
+        live: peak bytes while the micro-batch is computed, gradients of parameters left out.
+        kept: bytes held from the micro-batch's forward to its backward, the incoming carry included.
+        forward: bytes of the carry that is sent to the next stage.
+        backward: bytes of the gradient that comes back for that carry.
     """
 
     touches: tuple[str, ...]
@@ -68,7 +69,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """How the step is scheduled, all decided: see `shardlib.plan.claims.Step`."""
+    """How the step is scheduled, with every choice made. For the fields see `shardlib.plan.claims.Step`."""
 
     microbatches: int
     sync: str
@@ -81,21 +82,25 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class OptimizerNeeds:
-    """What an optimizer takes on the ranks at one coordinate along the stages' axis: bytes that it holds, masters included,
-    and payload bytes that it sends in a step, by axis."""
+    """What an optimizer needs on the ranks at one coordinate along the stages' axis.
+
+    Attributes:
+        bytes: bytes of its state, master weights included.
+        payload: axis -> payload bytes that one rank sends in the update.
+    """
 
     bytes: int
     payload: Mapping[str, int]
 
 
 @dataclass(frozen=True)
-class Part:
-    """What a part of a plan is a part of.
+class PlanPart:
+    """The subject of a partial plan: one stage, or the ranks at one coordinate along the stages' axis.
 
     Attributes:
         whole: the plan of all ranks.
-        stages: the stages that the part is of.
-        home: the coordinate along the stages' axis, where the part is of all stages there.
+        stages: the stages that the partial plan covers.
+        home: the coordinate along the stages' axis; None in the plan of one stage.
     """
 
     whole: PlanValue = field(compare=False, repr=False)
@@ -111,16 +116,16 @@ class PlanValue:
         sizes: axis name -> size of the mesh.
         shape: the parameters' pytree.
         placements: one per distinct parameter.
-        buckets: the flat buffers they lie in, in order of units.
+        buckets: the flat buffers that hold the parameters, in order of units.
         batch_axes: axes over which the batch varies.
-        step: micro-batches, when gradients are reduced, recompute, loss scale and the like, all decided.
+        step: micro-batches, when gradients are reduced, recompute, loss scale and the like.
         stages: which blocks run where, and in which order.
-        reductions: how sums and gathers travel.
-        traces: of each of the stages what one micro-batch does; None when not traced.
-        needs: of an optimizer, for each coordinate along the stages' axis; None when none was given.
-        buffers: dtype and number of elements of what the loss returns beside the loss (BatchNorm's statistics).
-        part: what this is a part of; None for the plan of all ranks.
-        claims: what the transforms said, all together.
+        reductions: codecs of sums and gathers, by axis.
+        traces: what one micro-batch does in each stage; None when the plan was not traced.
+        needs: what the optimizer needs at each coordinate along the stages' axis; None without an optimizer.
+        buffers: dtype and number of elements of each buffer that the loss returns (BatchNorm's statistics).
+        part: the subject of a partial plan; None for the plan of all ranks.
+        claims: the resolved claims of all transforms.
     """
 
     sizes: Mapping[str, int]
@@ -134,30 +139,30 @@ class PlanValue:
     traces: tuple[Trace, ...] | None = None
     needs: tuple[OptimizerNeeds, ...] | None = None
     buffers: tuple[tuple[torch.dtype, int], ...] = ()
-    part: Part | None = None
+    part: PlanPart | None = None
     claims: Resolved | None = field(default=None, compare=False, repr=False)
 
-    # Parts: what one rank holds, what one stage uses.
+    # Parts: plans of some of the ranks, or of one stage.
 
     @property
     def everywhere(self) -> Self:
-        """The plan of all ranks, from a rank's or a stage's part of it."""
+        """The plan of all ranks that this plan is, or is a part of."""
         return self if self.part is None else self.part.whole  # type: ignore[return-value]
 
     @cached_property
     def layout(self) -> Self:
-        """The plan as it is before an optimizer is known: what evaluation goes by."""
+        """The plan without what an optimizer adds to it, for evaluation."""
         return replace(self, needs=None, reductions=replace(self.reductions, owner=None))
 
     def at(self, coords: Mapping[str, int]) -> Self:
-        """What the rank at these coordinates works with: the buckets that live there alone."""
+        """The part of the plan for the rank at these coordinates: with the buckets that it holds, and no others."""
         if self.stages.axis is None:
             return self
         return self.everywhere._homes[self.stages.home(coords)]
 
     @cached_property
     def views(self) -> tuple[Self, ...]:
-        """The plan as each rank along the stages' axis has it; of one stage, or a part, the plan itself."""
+        """The part of the plan for each rank along the stages' axis; the plan itself if it has one stage or is a part."""
         return (self,) if self.stages.axis is None or self.part is not None else self._homes
 
     @cached_property
@@ -167,18 +172,18 @@ class PlanValue:
                 self,
                 buckets=tuple(bucket for bucket in self.buckets if home in bucket.homes),
                 needs=None if self.needs is None else self.needs[home : home + 1],
-                part=Part(self, stages, home),
+                part=PlanPart(self, stages, home),
             )
             for home, stages in enumerate(self.stages.local)
         )
 
     @cached_property
-    def parts(self) -> tuple[Self, ...]:
-        """What runs as one: each of the stages here."""
-        return tuple(self.of_stage(stage) for stage in self.own_stages)
+    def stage_plans(self) -> tuple[Self, ...]:
+        """The part of the plan for each of `local_stages`."""
+        return tuple(self.of_stage(stage) for stage in self.local_stages)
 
     def of_stage(self, stage: int) -> Self:
-        """The part of the plan that one stage uses."""
+        """The part of the plan for one stage: with the buckets that it uses, and no others."""
         return self if self.stages.axis is None else self.everywhere._stages[stage]
 
     @cached_property
@@ -187,41 +192,41 @@ class PlanValue:
             replace(
                 self,
                 buckets=tuple(bucket for bucket in self.buckets if stage in bucket.stages),
-                part=Part(self, (stage,)),
+                part=PlanPart(self, (stage,)),
             )
             for stage in range(self.stages.count)
         )
 
     @property
-    def own_stages(self) -> tuple[int, ...]:
-        """The stages that this part of the plan is of: all of them, of a plan of all ranks."""
+    def local_stages(self) -> tuple[int, ...]:
+        """The stages that this plan covers: all of them, unless it is a part."""
         return tuple(range(self.stages.count)) if self.part is None else self.part.stages
 
     # Axes.
 
     @property
     def loss_axes(self) -> tuple[str, ...]:
-        """Axes over which losses and weights are summed: those of the batch, and the stages' (one stage has them)."""
+        """Axes over which losses and weights are summed: the batch's, and the stages' (one stage computes the loss)."""
         return (*self.batch_axes, *self.stages.axes)
 
     @property
-    def alike(self) -> tuple[str, ...]:
-        """Axes along which all ranks run the same: not the stages'."""
+    def uniform_axes(self) -> tuple[str, ...]:
+        """Axes along which all ranks run the same code: all but the stages' axis."""
         return tuple(axis for axis in self.sizes if axis not in self.stages.axes)
 
     @cached_property
     def batch_ranks(self) -> int:
-        """Ranks that each bring their own share of the batch."""
+        """Number of ranks with different shares of the batch."""
         return math.prod(self.sizes[axis] for axis in self.batch_axes)
 
     def copies(self, bucket: Bucket) -> tuple[str, ...]:
         """Axes along which ranks hold the same elements of a bucket in the optimizer's layout."""
-        # What several stages hold is its first home's to count: see `counts`.
-        own = {*bucket.axes, *bucket.slices, *self.stages.axes}
-        return tuple(axis for axis, size in self.sizes.items() if size > 1 and axis not in own)
+        # Of a bucket that several homes hold, the first home's elements are counted: see `counts`.
+        differing = {*bucket.axes, *bucket.slices, *self.stages.axes}
+        return tuple(axis for axis, size in self.sizes.items() if size > 1 and axis not in differing)
 
     def counts(self, bucket: Bucket, coords: Mapping[str, int]) -> bool:
-        """Whether a rank speaks for its bucket's elements: of several homes along the stages' axis, the first."""
+        """Whether sums over all ranks count a rank's elements of a bucket: those of the bucket's first home do."""
         return self.stages.home(coords) == bucket.homes[0]
 
     # Buckets and leaves.
@@ -241,7 +246,7 @@ class PlanValue:
 
     @cached_property
     def trained_in(self) -> dict[str, tuple[Bucket, ...]]:
-        """Unit -> its trained buckets, where it has any."""
+        """Unit -> its trained buckets, for units that have any."""
         return _by_unit(self.trained)
 
     @cached_property
@@ -256,43 +261,43 @@ class PlanValue:
 
     @property
     def parameters(self) -> int:
-        """Number of distinct parameters, tied ones counted once."""
+        """Number of elements of all parameters, tied leaves counted once."""
         return sum(math.prod(placement.param.shape) for placement in self.placements)
 
     @cached_property
     def placement_of(self) -> dict[str, Placement]:
-        """Path -> placement; by the first path of a tied leaf."""
+        """Path -> placement; a tied leaf stands under its first path."""
         return {placement.path: placement for placement in self.placements}
 
     @cached_property
     def leaves(self) -> tuple[Placement, ...]:
-        """The placement of every leaf of the pytree, in its order."""
+        """The placement of every leaf of the pytree, in the pytree's order."""
         return tuple(self.placements[owner] for owner in self.shape.owners)
 
     @cached_property
     def styles(self) -> dict[str, Style]:
-        """Path -> style, of the leaves that have one."""
+        """Path -> style, for leaves that have a style."""
         return {placement.path: placement.style for placement in self.placements if placement.style}
 
     def local_shape(self, placement: Placement, role: str) -> tuple[int, ...]:
-        """The shape of one rank's shard in ``role`` ("param", or "grad" for the optimizer's layout)."""
+        """The shape of one rank's shard of a leaf in ``role`` ("param", or "grad" for the optimizer's layout)."""
         bucket = self.bucket_of[placement.bucket]
         leaf = placement.param if role == "param" else placement.optimizer or placement.param
         level = bucket.param_level if role == "param" else bucket.levels
         shape = leaf.spec.local_shape(leaf.shape, self.sizes)
-        part = bucket.chunk_of[placement.path] * bucket.parts(level)
-        # Split over several axes, padding is to a multiple of all of them; then the shard is a flat piece.
-        return shape if level == 0 or math.prod(shape) == part else (part,)
+        held = bucket.chunk_of[placement.path] * bucket.owners(level)
+        # A bucket over several axes is padded to a multiple of all their sizes; a shard with such padding is flat.
+        return shape if level == 0 or math.prod(shape) == held else (held,)
 
     @cached_property
     def numbering(self) -> Numbering:
-        """The trained leaves by number and by runs."""
+        """Numbers and runs of the trained leaves."""
         return Numbering(self.buckets, self.everywhere.trained, self.placements)
 
     def select(self, choice: Callable[[LeafInfo], bool]) -> Self:
-        """The plan of some of the trained leaves: their buckets, cut into runs of them.
+        """The plan of the trained leaves that ``choice`` accepts: each run of them in a bucket is a bucket.
 
-        Kept for the next time, so ``choice`` is hashable.
+        Results are cached by ``choice``, which must be hashable.
         """
         if choice not in self._selected:
             part = self.part and replace(self.part, whole=self.part.whole.select(choice))
@@ -307,27 +312,27 @@ class PlanValue:
 
     @cached_property
     def routes(self) -> dict[str, Routes]:
-        """Bucket name -> what is sent of it in a step."""
+        """Bucket name -> the exchanges of the bucket in a step."""
         return {bucket.name: routes_of(bucket, self.reductions, self.sizes) for bucket in self.buckets}
 
     @cached_property
     def gathers(self) -> tuple[str, ...]:
-        """Units in the order one micro-batch gathers them: as traced, or each once forward and once backward."""
+        """Units in the order in which one micro-batch gathers them: as traced, or once forward and once backward each."""
         if self.traces is not None:
-            return tuple(unit for stage in self.own_stages for unit in self.traces[stage].touches)
+            return tuple(unit for stage in self.local_stages for unit in self.traces[stage].touches)
         sharded = [unit for unit, buckets in self.buckets_of.items() if any(b.param_level for b in buckets)]
         return (*sharded, *(unit for unit in reversed(sharded) if unit in self.trained_in))
 
     @cached_property
     def channels(self) -> tuple[Channel, ...]:
-        """Where gradients are compressed, the optimizer's own channels last."""
+        """The compressed exchanges of gradients, with those that an optimizer makes itself last."""
         routes = [self.routes[bucket.name] for bucket in self.trained]
-        found = [exchange.channel for route in routes for exchange in route.reductions if exchange.channel]
-        return (*found, *(route.mean.channel for route in routes if route.mean and route.mean.channel))
+        sums = [exchange.channel for route in routes for exchange in route.reductions if exchange.channel]
+        return (*sums, *(route.mean.channel for route in routes if route.mean and route.mean.channel))
 
     @cached_property
     def residuals(self) -> tuple[Leaf, ...]:
-        """What compressed communication remembers: the leaves of ``TrainState.comm``."""
+        """The leaves of ``TrainState.comm``: what compressed exchanges keep from step to step."""
         return tuple(leaf for channel in self.channels for leaf in channel.leaves(self.sizes))
 
 

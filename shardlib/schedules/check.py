@@ -1,4 +1,4 @@
-"""Whether a schedule can run: every action there, once, in its place, and no ranks that wait for each other."""
+"""Whether a schedule can run: every action once, on the right rank, in a possible order, and without deadlock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardlib.errors import ScheduleError, listing
 from shardlib.schedules.actions import COMPUTE, Action, Schedule, gives, needs
 from shardlib.schedules.running import run
 
-Places = dict[Action, list[tuple[int, int]]]
+Positions = dict[Action, list[tuple[int, int]]]
 
 
 def check(schedule: Schedule) -> None:
@@ -24,11 +24,11 @@ def check(schedule: Schedule) -> None:
 
     >>> sl.schedules.check(sl.schedules.one_f_one_b(2, 4))
     """
-    places: Places = {}
+    positions: Positions = {}
     for rank, order in enumerate(schedule.orders):
         for position, action in enumerate(order):
-            places.setdefault(action, []).append((rank, position))
-    problems = [*_misplaced(schedule, places), *_incomplete(schedule, places), *_deadlocks(schedule)]
+            positions.setdefault(action, []).append((rank, position))
+    problems = [*_misplaced(schedule, positions), *_incomplete(schedule, positions), *_deadlocks(schedule)]
     if problems:
         raise ScheduleError(
             f"schedule {schedule.name!r} cannot run:\n{listing(problems)}\n"
@@ -37,8 +37,8 @@ def check(schedule: Schedule) -> None:
         )
 
 
-def _misplaced(schedule: Schedule, places: Places) -> Iterator[str]:
-    for action, found in places.items():
+def _misplaced(schedule: Schedule, positions: Positions) -> Iterator[str]:
+    for action, found in positions.items():
         rank = found[0][0]
         if action.kind not in COMPUTE:
             yield f"rank {rank}: {action} is a message; orders hold compute actions, and lower() adds the messages"
@@ -58,27 +58,27 @@ def _misplaced(schedule: Schedule, places: Places) -> Iterator[str]:
             yield f"{action} is run {len(found)} times: {spots}"
 
 
-def _incomplete(schedule: Schedule, places: Places) -> Iterator[str]:
+def _incomplete(schedule: Schedule, positions: Positions) -> Iterator[str]:
     for stage, rank in enumerate(schedule.rank_of):
         for microbatch in range(schedule.microbatches):
             forward, whole, inputs, weights = (Action(stage, kind, microbatch) for kind in COMPUTE)
-            split = inputs in places or weights in places
-            if split and whole in places:
-                half = inputs if inputs in places else weights
+            split = inputs in positions or weights in positions
+            if split and whole in positions:
+                half = inputs if inputs in positions else weights
                 yield f"rank {rank} runs both {whole} and {half}; a backward is whole (B) or split (I and W)"
             chain = [forward, inputs, weights] if split else [forward, whole]
-            yield from (f"rank {rank} never runs {action}" for action in chain if action not in places)
+            yield from (f"rank {rank} never runs {action}" for action in chain if action not in positions)
             for earlier, later in pairwise(chain):
-                if earlier in places and later in places:
-                    (where, first), (there, second) = places[earlier][0], places[later][0]
-                    if where == there and second < first:
-                        yield f"rank {where} runs {later} (position {second}) before {earlier} (position {first})"
+                if earlier in positions and later in positions:
+                    (rank_of_earlier, first), (rank_of_later, second) = positions[earlier][0], positions[later][0]
+                    if rank_of_earlier == rank_of_later and second < first:
+                        yield f"rank {rank_of_later} runs {later} (position {second}) before {earlier} (position {first})"
 
 
 def _deadlocks(schedule: Schedule) -> Iterator[str]:
     """One line for each cycle of ranks that wait for each other.
 
-    A rank that waits for what nobody runs is no cycle: the missing action is reported as such.
+    A rank that waits for an action that no rank runs is not in a cycle: `_incomplete` reports the missing action.
     """
     stopped = run(schedule)
     stuck = {rank: at for rank, at in enumerate(stopped) if at < len(schedule.orders[rank])}
@@ -95,7 +95,7 @@ def _deadlocks(schedule: Schedule) -> Iterator[str]:
         assert need is not None, "a rank only ever stops at an action that needs something"
         return action, makers.get(need)
 
-    def told(rank: int) -> str:
+    def message(rank: int) -> str:
         action, maker = waits_for(rank)
         assert maker is not None, "a rank in a cycle waits for another one"
         other, wanted = maker
@@ -115,4 +115,4 @@ def _deadlocks(schedule: Schedule) -> Iterator[str]:
             rank = maker[0]
         else:
             if rank in path:
-                yield "deadlock: " + "; ".join(told(rank) for rank in path[path.index(rank) :])
+                yield "deadlock: " + "; ".join(message(rank) for rank in path[path.index(rank) :])

@@ -58,7 +58,7 @@ class Gather:
                 packing.unpack(message, row)
             self._packed = None
         if not bucket.alone:
-            places = [place.view(ways, -1) for place in bucket.leaf_parts(self._buffer, self._under_way.target)]
+            places = [place.view(ways, -1) for place in bucket.leaf_segments(self._buffer, self._under_way.target)]
             widths = [place.shape[1] for place in places]
             torch.split_with_sizes_copy(self._gathered.view(ways, -1), widths, dim=1, out=places)
         del self._gathered

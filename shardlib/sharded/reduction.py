@@ -30,7 +30,7 @@ class Lines:
         """A buffer on its way through a channel; its memory is used up where it is the caller's own."""
         key = channel.bucket.name, channel.axis
         if key not in self._lines:
-            self._lines[key] = channel.line(self._mesh.coords)
+            self._lines[key] = channel.bind(self._mesh.coords)
         line = self._lines[key]
         return Item(line, _own(line.pad(buffer.to(channel.dtype)), buffer, channel.bucket), tuple(channel.keeps))
 

@@ -12,7 +12,7 @@ from shardlib.collectives import primitives
 from shardlib.errors import IllegalComposition, TreeError, listing
 from shardlib.init.deferred import Deferred, defer
 from shardlib.init.draws import Draw
-from shardlib.mesh.index_map import Places
+from shardlib.mesh.index_map import IndexMap
 from shardlib.mesh.mesh import Mesh, as_mesh
 from shardlib.mesh.specs import P, shard_of
 from shardlib.mesh.transport import EchoGroup
@@ -94,7 +94,7 @@ def _placed(plan: Plan, mesh: Mesh, tree: Tree, source: Deferred | None = None) 
     parts = {
         path: (bucket, part)
         for bucket in plan.buckets
-        for path, part in zip(bucket.paths, bucket.leaf_parts(buffers[bucket.name], bucket.param_level), strict=True)
+        for path, part in zip(bucket.paths, bucket.leaf_segments(buffers[bucket.name], bucket.param_level), strict=True)
     }
     paths, leaves, _ = flatten(tree)
     compute = {placement.path: placement.compute.spec for placement in plan.placements}
@@ -137,7 +137,7 @@ def _draw(part: torch.Tensor, draw: Draw, spec: P, mesh: Mesh, bucket: Bucket) -
     first = bucket.owner(mesh.coords, 0, bucket.param_level) * part.numel()
     window = spec.window(draw.shape, mesh.shape, mesh.coords)
     held = min(part.numel(), max(0, window.numel - first))
-    draw.fill(part[:held], Places(*window, first))
+    draw.fill(part[:held], IndexMap(window, first))
 
 
 def _check_values(paths: list[str], leaves: list[torch.Tensor], mesh: Mesh) -> None:

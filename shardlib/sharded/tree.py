@@ -85,7 +85,7 @@ class Sharded:
         shards: dict[str, torch.Tensor | None] = {}
         for bucket in self.buckets:
             level = self.level(bucket)
-            for path, part in zip(bucket.paths, bucket.leaf_parts(self.buffers[bucket.name], level), strict=True):
+            for path, part in zip(bucket.paths, bucket.leaf_segments(self.buffers[bucket.name], level), strict=True):
                 shape = self.plan.local_shape(self.plan.placement_of[path], self.role)
                 shards[path] = part[: math.prod(shape)].view(shape)
         return [shards.get(leaf.path) for leaf in self.plan.leaves]
@@ -105,7 +105,7 @@ class Sharded:
         for bucket in self.buckets:
             level = self.level(bucket)
             buffer = self.mesh.zeros(bucket.size(level), bucket.dtype, self.memory(bucket))
-            for path, part in zip(bucket.paths, bucket.leaf_parts(buffer, level), strict=True):
+            for path, part in zip(bucket.paths, bucket.leaf_segments(buffer, level), strict=True):
                 part[: found[path].numel()].copy_(found[path].detach().reshape(-1))
             buffers[bucket.name] = buffer
         return buffers

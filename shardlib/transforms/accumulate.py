@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from shardlib.errors import IllegalComposition
 from shardlib.plan.claims import Claim, LeafInfo, Step
+from shardlib.plan.conditions import require_split_gradients
 from shardlib.plan.resolved import Resolved
 from shardlib.plan.transform import Transform
-from shardlib.transforms.conditions import require_split_gradients
 
 
 @dataclass(frozen=True)

@@ -68,11 +68,11 @@ def matches_nothing(pattern: str, paths: Sequence[str], match: Callable[[str, st
     text = f"rule {pattern!r} matches no parameter"
     anywhere = f"*/{pattern}"
     if any(match(path, anywhere) for path in paths):
-        return Misfit(text, f"put {anywhere!r} in its place")
+        return Misfit(text, f"replace it with {anywhere!r}")
     layers = sorted({_glob(path.rpartition("/")[0] or path) for path in paths})
     names = [f"*/{layer.rpartition('/')[2]}" for layer in layers if "/" in layer]
     near = get_close_matches(pattern.replace(".", "/"), [*layers, *names, *map(_glob, paths)], 1)
-    return Misfit(text, f"put {near[0]!r} in its place, or take it out" if near else "take it out")
+    return Misfit(text, f"replace it with {near[0]!r}, or take it out" if near else "take it out")
 
 
 def with_remedies(misfits: Sequence[Misfit], held: Mapping[str, Sequence[str]]) -> list[Misfit]:
@@ -88,14 +88,14 @@ def with_remedies(misfits: Sequence[Misfit], held: Mapping[str, Sequence[str]]) 
         fine = [path for path in held[misfit.pattern] if path not in failing[misfit.pattern]]
         layers = {path.rpartition("/")[0] for path in failing[misfit.pattern]}
         if all(path.rpartition("/")[0] in layers for path in fine):  # biases, which stay with their weights
-            return "put 'replicated' in its place"
+            return "replace it with 'replicated'"
         glob = _glob(misfit.path)
         return f"put {(glob if all(_glob(path) != glob for path in fine) else misfit.path)!r}: 'replicated' before it"
 
     return [misfit if misfit.remedy else replace(misfit, remedy=remedy(misfit)) for misfit in misfits]
 
 
-def told(misfits: Sequence[Misfit], name: str, axis: str, sizes: Mapping[str, int], fitting: int) -> str:
+def message_of(misfits: Sequence[Misfit], name: str, axis: str, sizes: Mapping[str, int], fitting: int) -> str:
     """The message; ``fitting`` is the largest smaller size of the axis that all rules fit, or 1."""
     mesh = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
     lines = [f"{misfit.text}; {misfit.remedy}" for misfit in misfits]

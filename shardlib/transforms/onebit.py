@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from shardlib.collectives.codecs.integers import OneBit, check_scales
 from shardlib.plan.claims import Claim, LeafInfo, Reduce
+from shardlib.plan.conditions import require_no_float64, require_summed
 from shardlib.plan.resolved import Resolved
 from shardlib.plan.transform import Transform
-from shardlib.transforms.conditions import require_no_float64, require_summed
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from pathlib import Path
 from shardlib import schedules
 from shardlib.errors import IllegalComposition, listing
 from shardlib.plan.claims import Claim, LeafInfo, Step, Use
+from shardlib.plan.conditions import require_split_gradients
 from shardlib.plan.resolved import Resolved
 from shardlib.plan.stages import NO_BLOCKS, Stages
 from shardlib.plan.transform import Transform
 from shardlib.schedules.make import Spec
 from shardlib.schedules.partition import Spans
-from shardlib.transforms.conditions import require_split_gradients
 
 Partition = str | tuple[float, ...] | re.Pattern[str]
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from shardlib.collectives.codecs.low_rank import LowRank
 from shardlib.errors import IllegalComposition
 from shardlib.plan.claims import Claim, LeafInfo, Reduce
+from shardlib.plan.conditions import require_no_float64, require_summed, require_whole_leaves
 from shardlib.plan.resolved import Resolved
 from shardlib.plan.transform import Transform
-from shardlib.transforms.conditions import require_no_float64, require_summed, require_whole_leaves
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from shardlib.collectives.codecs.integers import Integers
 from shardlib.errors import IllegalComposition
 from shardlib.kernels.quantize import Blockwise
 from shardlib.plan.claims import Claim, LeafInfo, Reduce
+from shardlib.plan.conditions import require_no_float64, require_split_parameters, require_summed
 from shardlib.plan.resolved import Resolved
 from shardlib.plan.transform import Transform
-from shardlib.transforms.conditions import require_no_float64, require_split_parameters, require_summed
 
 _FORMS = ("int8", "int4", "fp8")
 

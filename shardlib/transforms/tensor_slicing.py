@@ -11,7 +11,15 @@ from shardlib.errors import IllegalComposition, listing
 from shardlib.mesh.specs import P
 from shardlib.plan.claims import Claim, LeafInfo, Use
 from shardlib.plan.transform import Transform
-from shardlib.transforms.misfits import Misfit, matches_nothing, misfits_of, never_first, tied, told, with_remedies
+from shardlib.transforms.misfits import (
+    Misfit,
+    matches_nothing,
+    message_of,
+    misfits_of,
+    never_first,
+    tied,
+    with_remedies,
+)
 from shardlib.tree import matches
 
 
@@ -83,7 +91,7 @@ class TensorSlicing(Transform):
                 for size in range(ways // 2, 1, -1)
                 if ways % size == 0 and not self._read({**sizes, self.axis: size}, leaves)[1]
             )
-            raise IllegalComposition(told(misfits, self.name, self.axis, sizes, next(fitting, 1)))
+            raise IllegalComposition(message_of(misfits, self.name, self.axis, sizes, next(fitting, 1)))
         return uses
 
     def _read(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> tuple[list[Claim], list[Misfit]]:
@@ -166,7 +174,7 @@ def tensor_slicing(rules: Mapping[str, str | Style], axis: str = "model") -> Ten
     """
     unknown = [
         f"{glob}: {style!r}"
-        + "".join(f"; put {near!r} in its place" for near in get_close_matches(str(style), STYLES, 1, 0.8))
+        + "".join(f"; replace it with {near!r}" for near in get_close_matches(str(style), STYLES, 1, 0.8))
         for glob, style in rules.items()
         if not isinstance(style, Style) and not (isinstance(style, str) and style in STYLES)
     ]

@@ -9,7 +9,7 @@ from helpers.models import TINY, mlp, regression_batch, share, tiny_gpt, token_b
 
 import shardlib as sl
 from shardlib import checkpoint
-from shardlib.checkpoint.residuals import error_pieces
+from shardlib.checkpoint.residuals import residual_fragments
 from shardlib.execute.batches import batch_index
 from shardlib.models import gpt
 
@@ -29,11 +29,11 @@ def adam():
 def corrections(state):
     """(kind, path) -> what this rank's errors still have to give."""
     found = {}
-    for piece in error_pieces(state):
-        _, kind, what, holder, path = piece.name.split("/", 4)
+    for fragment in residual_fragments(state):
+        _, kind, what, holder, path = fragment.name.split("/", 4)
         whole = found.setdefault((kind, path), torch.zeros(200, dtype=torch.float64))
         weight = int(holder.split()[-1]) if kind == "mean" and what.endswith("sent") else 1
-        whole[piece.start : piece.start + piece.data.numel()] += piece.data / weight
+        whole[fragment.start : fragment.stop] += fragment.data / weight
     return found
 
 
@@ -161,4 +161,7 @@ def test_what_is_dropped_is_told(tmp_path, after, caplog):
     before = {"data": 2}, sl.chain(sl.zero(0), sl.onebit()), adam
     with caplog.at_level(logging.WARNING, "shardlib.checkpoint"):
         saved_and_restored(tmp_path, (loss_fn, params, regression_batch(8, 6, 5)), before, ({"data": 2}, after, adam))
-    assert "exchanges of gradients left out is dropped: this plan has none with error feedback" in caplog.text
+    assert (
+        "compressed exchanges of gradients are dropped: this plan has no such exchange with error feedback"
+        in caplog.text
+    )

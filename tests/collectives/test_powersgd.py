@@ -33,7 +33,7 @@ def exchange(mesh, codec, buffers, steps, mean=False, dtype=torch.float64):
     """
     lines = [codec.bind(rows_of(mesh.shape["data"], mesh.rank, shapes, mean, dtype)) for shapes in buffers]
     kept = {
-        f"{number}/{what.kind}": value
+        f"{number}/{what.name}": value
         for number, line in enumerate(lines)
         for what, value in zip(line.keeps, line.start(torch.device("cpu")), strict=True)
     }

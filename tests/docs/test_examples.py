@@ -2,19 +2,20 @@
 
 import doctest
 import inspect
+from operator import attrgetter
 
 import pytest
 import torch
 
 import shardlib as sl
 
-ROOMS = ("nn", "collectives", "init", "sparse", "schedules", "report", "checkpoint", "optim")
+ROOMS = ("nn", "collectives", "init", "sparse", "schedules", "report", "checkpoint", "optim", "kernels.common")
 
 
 def public():
     """Name -> function or class, each under the first name by which a user meets it."""
     found, seen = {}, set()
-    for room, names in [("sl", sl), *((f"sl.{name}", getattr(sl, name)) for name in ROOMS)]:
+    for room, names in [("sl", sl), *((f"sl.{name}", attrgetter(name)(sl)) for name in ROOMS)]:
         for name in names.__all__:
             value = getattr(names, name)
             if callable(value) and id(value) not in seen:

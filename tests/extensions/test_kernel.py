@@ -1,13 +1,10 @@
 """A user's own operation with a kernel of its own, y = x·σ(s·x), in a loss at every ZeRO stage."""
 
-import pytest
 import torch
-from helpers.stages import in_halves, train_stages
-from helpers.trees import assert_close
-from oracle import one_device
+from helpers.stages import check_like_one_device
 
 import shardlib as sl
-from shardlib.kernels.common.operators import differentiable
+from shardlib.kernels.common import differentiable
 
 
 def forward(x: torch.Tensor, slope: float) -> list[torch.Tensor]:
@@ -24,7 +21,7 @@ def alike(x: torch.Tensor, *rest) -> list[torch.Tensor]:
 
 
 swish = differentiable(
-    "tests_swish",
+    "tests::swish",
     forward=forward,
     forward_fake=alike,
     backward=backward,
@@ -46,20 +43,8 @@ def model():
     return loss_fn, params, [torch.randn(8, 5, generator=generator, dtype=torch.float64) for _ in range(4)]
 
 
-TX = sl.optim.adamw(1e-3, eps=1e-5, weight_decay=0.01)
-
-
-def train(mesh, folder, half):
-    return train_stages(mesh, model, sl.chain(), TX, folder, half)
-
-
 def test_it_trains_like_one_device_and_sends_what_the_plan_says(tmp_path):
-    _, params, batches = model()
-    expected, _, final = one_device.train(loss_fn, params, batches)
-    for half, _, losses, trained in in_halves(train, model, sl.chain(), TX, tmp_path):
-        assert losses == pytest.approx(expected[2 * half :][:2], rel=1e-10)
-        if half == 1:
-            assert_close(trained, final, 1e-10)
+    check_like_one_device(model, sl.chain(), tmp_path)
 
 
 def test_all_derivatives_are_right():

@@ -3,9 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.measure import count_payload
-from helpers.trees import assert_close
-from oracle import one_device
+from helpers.stages import ADAMW, check_like_one_device, plan_of
 
 import shardlib as sl
 from shardlib.errors import IllegalComposition, SpecError
@@ -29,7 +27,6 @@ class Striped(sl.collectives.sequence.SequenceKind):
 
 
 CONFIG = sl.models.gpt.GPTConfig(vocab=19, layers=2, width=12, heads=3, sequence=8, dtype=torch.float64)
-TRANSFORM = sl.chain(sl.sequence("seq", kind=Striped), sl.zero(3, axis="seq"))
 
 
 def model():
@@ -39,33 +36,14 @@ def model():
     return sl.models.gpt.make_loss(CONFIG), sl.models.gpt.init(CONFIG), batches
 
 
-def adamw():
-    return sl.optim.adamw(1e-3, eps=1e-5, weight_decay=0.01)
+TRANSFORM = sl.sequence("seq", kind=Striped)
+MESHES = {"seq": 4}, {"seq": 2}
 
 
-def train(mesh):
-    """Losses, what the last step sent, and parameters."""
-    loss_fn, params, batches = model()
-    state, step = sl.make_train_step(loss_fn, sl.shard(params, mesh, TRANSFORM), adamw())
-    sent, losses = count_payload(mesh), []
-    for batch in batches:
-        sent()
-        state, metrics = step(state, batch)
-        losses.append(metrics["loss"].item())
-    return losses, sent(), sl.unshard(state.params)
-
-
-@pytest.mark.parametrize(("run", "ways"), [(sl.simulate, 4), (sl.launch, 2)])
-def test_it_trains_like_one_device_and_sends_what_the_plan_says(run, ways):
-    loss_fn, params, batches = model()
-    mesh = sl.abstract_mesh(seq=ways)
-    plan = sl.make_plan(params, mesh, TRANSFORM, loss_fn=loss_fn, optimizer=adamw(), batch=batches[0])
+def test_it_trains_like_one_device_and_sends_what_the_plan_says(tmp_path):
+    check_like_one_device(model, TRANSFORM, tmp_path, meshes=MESHES, axis="seq")
+    plan = plan_of(model, TRANSFORM, ADAMW, 2, MESHES[0], "seq")
     assert "sequence(axis='seq', kind='striped'): sequence=striped over axis 'seq'" in str(plan)
-    expected, _, final = one_device.train(loss_fn, params, batches)
-    for losses, sent, found in run(train, mesh={"seq": ways}):
-        assert losses == pytest.approx(expected, rel=1e-10)
-        assert_close(found, final, 1e-10)
-        assert sent == plan.payload() and sent["seq"] > 0
 
 
 def test_what_does_not_fit_is_refused_by_name():

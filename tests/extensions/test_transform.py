@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import optree
 import pytest
 import torch
-from helpers.stages import in_halves, plan_of, train_stages
+from helpers.stages import ADAMW, in_halves, plan_of
 from helpers.trees import assert_close, assert_same
 from oracle import one_device
 
@@ -43,19 +43,12 @@ def model():
     return sl.models.gpt.make_loss(CONFIG), sl.models.gpt.init(CONFIG), batches
 
 
-TX = sl.optim.adamw(1e-3, eps=1e-5, weight_decay=0.01)
-
-
-def train(mesh, folder, half):
-    return train_stages(mesh, model, OnlyVectors(), TX, folder, half)
-
-
 def test_it_trains_like_one_device_and_sends_what_the_plan_says(tmp_path):
     loss_fn, params, batches = model()
     paths, leaves, _ = optree.tree_flatten_with_path(params)
     matrices = [path for path, leaf in zip(paths, leaves) if leaf.dim() != 1]
     expected, _, final = one_device.train(loss_fn, params, batches, frozen=matrices)
-    for half, _, losses, trained in in_halves(train, model, OnlyVectors(), TX, tmp_path):
+    for half, _, losses, trained in in_halves(model, OnlyVectors(), ADAMW, tmp_path):
         assert losses == pytest.approx(expected[2 * half :][:2], rel=1e-10)
         assert_same(*(optree.tree_map(lambda p: p if p.dim() != 1 else None, tree) for tree in (trained, params)))
         if half == 1:
@@ -63,11 +56,11 @@ def test_it_trains_like_one_device_and_sends_what_the_plan_says(tmp_path):
 
 
 def test_the_plan_says_who_froze_what():
-    assert "only_vectors(keep=()): trainable=False on 11 leaves" in str(plan_of(model, OnlyVectors(), TX, 2, 4))
+    assert "only_vectors(keep=()): trainable=False on 11 leaves" in str(plan_of(model, OnlyVectors(), ADAMW, 2))
 
 
 def test_what_does_not_fit_is_refused_by_name():
     with pytest.raises(IllegalComposition, match=r"only_vectors\(keep=\('\*',\)\) leaves no parameter to train"):
-        plan_of(model, OnlyVectors(("*",)), TX, 2, 4)
+        plan_of(model, OnlyVectors(("*",)), ADAMW, 2)
     with pytest.raises(IllegalComposition, match=r"only_vectors.*freeze|freeze.*only_vectors"):
-        plan_of(model, sl.chain(OnlyVectors(), sl.freeze("*/mlp/*")), TX, 2, 4)
+        plan_of(model, sl.chain(OnlyVectors(), sl.freeze("*/mlp/*")), ADAMW, 2)

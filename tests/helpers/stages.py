@@ -1,21 +1,36 @@
-"""Training at every ZeRO stage, in two halves with a checkpoint between them, on meshes that may differ."""
+"""Training at every ZeRO stage, in two halves with a checkpoint between them, on meshes that differ."""
 
 import optree
+import pytest
 import torch
+from oracle import one_device
 
 import shardlib as sl
 from helpers.measure import count_payload
+from helpers.trees import assert_close
+
+MESHES = {"data": 4}, {"data": 2}
+ADAMW = sl.optim.adamw(1e-3, eps=1e-5, weight_decay=0.01)  # the oracle's
 
 
-def train_stages(mesh, model, transform, tx, folder, half):
+def check_like_one_device(model, transform, folder, **where):
+    """Losses and parameters are those of the whole batches on one device; see `in_halves`."""
+    expected, _, final = one_device.train(*model())
+    for half, _, losses, params in in_halves(model, transform, ADAMW, folder, **where):
+        assert losses == pytest.approx(expected[len(expected) // 2 * half :][: len(losses)], rel=1e-10)
+        if half == 1:
+            assert_close(params, final, 1e-10)
+
+
+def train_stages(mesh, model, transform, tx, folder, half, axis="data", count=count_payload):
     """Per stage: losses of a half of the batches, what the last step sent, and parameters. Goes on from ``folder``.
 
-    ``model() -> loss_fn, params, batches``.
+    ``model() -> loss_fn, params, batches``; ``count(mesh)()``: bytes sent since the last call, by axis.
     """
-    sent, found = count_payload(mesh), {}
+    sent, found = count(mesh), {}
     for stage in range(4):
         loss_fn, params, batches = model()
-        placed = sl.shard(params, mesh, sl.chain(sl.zero(stage), transform))
+        placed = sl.shard(params, mesh, sl.chain(sl.zero(stage, axis=axis), transform))
         state, step = sl.make_train_step(loss_fn, placed, tx)
         if half == 1:
             state = sl.checkpoint.restore(folder / str(stage), state)
@@ -26,18 +41,19 @@ def train_stages(mesh, model, transform, tx, folder, half):
             losses.append(metrics["loss"].item())
         found[stage] = losses, sent(), sl.unshard(state.params)
         sl.checkpoint.save(folder / str(stage), state)
-    return found
+    return mesh.coords, found
 
 
-def in_halves(train, model, transform, tx, folder, *args):
-    """Half, stage, losses and parameters of every rank: first on 4 simulated ones, then on 2 real ones.
+def in_halves(model, transform, tx, folder, meshes=MESHES, axis="data", train=train_stages):
+    """Half, stage, losses and parameters of every rank: first on simulated ones, then on real ones of another mesh.
 
-    ``train(mesh, folder, half, *args)`` calls `train_stages`. What ranks sent is what their plans say.
+    What each rank sent is what its plan says.
     """
-    for half, run, ways in [(0, sl.simulate, 4), (1, sl.launch, 2)]:
-        for found in run(train, folder, half, *args, mesh={"data": ways}):
+    for half, (run, shape) in enumerate(zip((sl.simulate, sl.launch), meshes)):
+        plans = [plan_of(model, transform, tx, stage, shape, axis) for stage in range(4)]
+        for coords, found in run(train, model, transform, tx, folder, half, axis, mesh=shape):
             for stage, (losses, sent, params) in found.items():
-                assert sent == plan_of(model, transform, tx, stage, ways).payload() and sent["data"] > 0
+                assert sent == plans[stage].at(coords).payload() and all(sent.values())
                 yield half, stage, losses, params
 
 
@@ -53,12 +69,12 @@ def _product(params, x):
     return (x * params["scale"] + x.flip(1) * params["shift"]).sum(1).mean()
 
 
-def plan_of(model, transform, tx, stage, ways):
+def plan_of(model, transform, tx, stage, shape=MESHES[0], axis="data"):
     loss_fn, params, batches = model()
-    mesh, transform = sl.abstract_mesh(data=ways), sl.chain(sl.zero(stage), transform)
+    mesh, transform = sl.abstract_mesh(**shape), sl.chain(sl.zero(stage, axis=axis), transform)
     return sl.make_plan(params, mesh, transform, loss_fn=loss_fn, optimizer=tx, batch=share(batches[0], mesh))
 
 
 def share(batch, mesh):
     """A rank's rows of a batch."""
-    return optree.tree_map(lambda leaf: leaf.chunk(mesh.shape["data"])[mesh.coords["data"]], batch)
+    return optree.tree_map(lambda leaf: leaf.chunk(mesh.shape.get("data", 1))[mesh.coords.get("data", 0)], batch)

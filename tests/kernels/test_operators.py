@@ -1,11 +1,11 @@
-"""Operators defined by `shardlib.kernels.common.operators`: every way to a gradient, on one small operation."""
+"""Every way to ask for a gradient of an operation made by `shardlib.kernels.common.differentiable`."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import shardlib as sl
-from shardlib.kernels.common import operators
+from shardlib.kernels.common import differentiable, opaque
 
 calls: list[str] = []
 
@@ -34,7 +34,7 @@ def reference(x, weight, index, power, lower, dy):
     return [dy * weight[index][:, None] * power * x ** (power - 1), dw]
 
 
-_scaled = operators.differentiable(
+_scaled = differentiable(
     "test_scaled_power",
     forward=scaled_square,
     forward_fake=lambda x, weight, index, power: [x.new_empty(x.shape), x.new_empty(x.shape)],
@@ -42,7 +42,7 @@ _scaled = operators.differentiable(
     backward_fake=lambda x, weight, *_: [v.new_empty(v.shape) for v in (x, weight) if v is not None],
     backward_reference=reference,
     keep=lambda inputs, outputs: (*inputs, outputs[-1]),
-    residuals=1,
+    backward_only=1,
 )
 
 
@@ -74,13 +74,17 @@ def test_autograd(inputs):
     x.requires_grad_(), weight.requires_grad_()
     assert torch.autograd.gradcheck(lambda x, w: op(x, w, index), (x, weight))
     assert torch.autograd.gradgradcheck(lambda x, w: op(x, w, index), (x, weight))
-    assert len(_scaled(x, weight, index, 3)) == 1  # what is for the backward alone is not returned
+    assert len(_scaled(x, weight, index, 3)) == 1  # the output for the backward alone is not returned
 
 
-def test_the_first_derivative_is_the_kernels(inputs):
+def test_the_first_derivative_runs_the_kernels(inputs):
     x, weight, index = inputs
     torch.func.grad(loss(op), (0, 1))(x, weight, index)
-    assert calls == ["forward", "backward", "reference"]  # the last is the backward's own
+    assert calls == [
+        "forward",
+        "backward",
+        "reference",
+    ]  # the reference, as torch.func.grad sets up a second derivative
 
 
 def test_func_grad(inputs):
@@ -117,8 +121,8 @@ def test_compiled_without_a_break(inputs, dynamic):
     close(found, wanted)
 
 
-def test_what_would_lose_the_gradient_is_refused(inputs):
-    """torch (2.13) leaves the autograd.Function out, and would return zeros."""
+def test_a_call_that_would_lose_the_gradient_is_refused(inputs):
+    """torch (2.13) drops the autograd.Function in a compiled torch.func.grad, and would return zeros."""
     compiled = torch.compile(torch.func.grad(loss(op)), fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match=r"compile the loss and differentiate it by torch\.autograd\.grad"):
         compiled(*inputs)
@@ -143,7 +147,7 @@ def test_missing_inputs_and_gradients_with_stride_zero(inputs):
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_handles_are_gathered_before_a_kernel_sees_them(stage):
-    """Stage 3 passes handles; an autograd.Function would take them for tensors."""
+    """Stage 3 passes handles, which an autograd.Function would take for tensors."""
     params = {"weight": torch.arange(1.0, 5), "up": torch.randn(3, 3)}
     params = {name: value.double() for name, value in params.items()}
     batch = torch.randn(4, 3, dtype=torch.float64)
@@ -162,7 +166,7 @@ def test_handles_are_gathered_before_a_kernel_sees_them(stage):
 
 
 def test_derivatives_without_grad_mode(inputs):
-    """Only autograd's are left out: torch.func's are right, and forward mode is refused, never zero."""
+    """Under no_grad, torch.func.grad is still right, and forward mode is refused, never zero."""
     x, weight, index = (value.detach() for value in inputs)
     wanted = torch.func.grad(loss(plain))(x, weight, index)
     with torch.no_grad():
@@ -170,3 +174,12 @@ def test_derivatives_without_grad_mode(inputs):
         torch.testing.assert_close(torch.func.grad(loss(op))(x, weight, index), wanted)
         with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="jvp"):
             op(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)), weight, index)
+
+
+def test_operators_of_a_user_have_a_namespace_of_their_own():
+    def half(x: torch.Tensor) -> list[torch.Tensor]:
+        return [x / 2]
+
+    opaque("tests::half", half, lambda x: [torch.empty_like(x)])
+    assert torch.ops.tests.half(torch.ones(1))[0].item() == 0.5
+    assert not hasattr(torch.ops.shardlib, "half")

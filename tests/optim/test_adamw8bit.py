@@ -86,7 +86,7 @@ def moments(state):
     for name in ("mu", "nu"):
         found = {}
         for bucket in plan.trained:
-            cuts = bucket.leaf_parts(getattr(whole.opt.inner, name)[bucket.name], bucket.levels)
+            cuts = bucket.leaf_segments(getattr(whole.opt.inner, name)[bucket.name], bucket.levels)
             spans = bucket.filled(mesh.coords, bucket.levels)
             for path, part, (first, last) in zip(bucket.paths, cuts, spans):
                 found[path] = part[: last - first].clone()

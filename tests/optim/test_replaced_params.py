@@ -166,7 +166,7 @@ def test_zero_one_adam_takes_them_up_where_ranks_are_together_and_refuses_where_
             sent = steps.sent(state.step)
             seen.add(sent)
             if sent is opt.Sent.NOTHING:
-                with pytest.raises(IllegalComposition, match="have each their own"):
+                with pytest.raises(IllegalComposition, match="while they are rank-local"):
                     sl.replace_params(state, optree.tree_map(other, state.params))
                 continue
             wanted = optree.tree_map(other, sl.unshard(state.params))

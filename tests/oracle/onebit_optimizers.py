@@ -69,7 +69,7 @@ def copies(leaves, ranks):
     return [[leaf.clone() for leaf in leaves] for _ in range(ranks)]
 
 
-def onebit_adam(params, grads, ranks, means, lr, freeze, b1=0.9, b2=0.999, eps=1e-8, decay=0.0, steps=200):
+def onebit_adam(params, grads, ranks, means, lr, freeze, b1=0.9, b2=0.999, eps=1e-8, decay=0.0, *, steps):
     """``freeze(step, v, v_before)``: whether the variance is frozen after this step; v before: after each step."""
     p, numbers = copies(params, ranks), range(len(params))
     m = [torch.zeros_like(leaf) for leaf in params]
@@ -92,7 +92,7 @@ def onebit_adam(params, grads, ranks, means, lr, freeze, b1=0.9, b2=0.999, eps=1
         yield {"params": copies(p[0], ranks), "mu": copies(m, ranks), "nu": copies(v, ranks)}
 
 
-def lamb(params, grads, ranks, lr, b1=0.9, b2=0.999, eps=1e-6, decay=0.0, steps=200, bounds=(0.01, 10.0)):
+def lamb(params, grads, ranks, lr, b1=0.9, b2=0.999, eps=1e-6, decay=0.0, bounds=(0.01, 10.0), *, steps):
     p = [leaf.clone() for leaf in params]
     m = [torch.zeros_like(leaf) for leaf in params]
     v = [torch.zeros_like(leaf) for leaf in params]
@@ -112,7 +112,7 @@ def trust(p, u, bounds):
 
 
 def onebit_lamb(
-    params, grads, ranks, means, lr, freeze_step, b1=0.9, b2=0.999, eps=1e-6, decay=0.0, steps=200,
+    params, grads, ranks, means, lr, freeze_step, b1=0.9, b2=0.999, eps=1e-6, decay=0.0, *, steps,
     bounds=(0.01, 10.0), coeff_beta=0.9, factors=(0.5, 4.0), threshold=0.1,
 ):  # fmt: skip
     numbers = range(len(params))
@@ -162,7 +162,7 @@ def onebit_lamb(
 
 
 def zero_one_adam(
-    params, grads, ranks, means, lr, freeze_step, b1=0.9, b2=0.999, eps=1e-8, decay=0.0, steps=200,
+    params, grads, ranks, means, lr, freeze_step, b1=0.9, b2=0.999, eps=1e-8, decay=0.0, *, steps,
     kappa=16, doubling=32678, longest=16,
 ):  # fmt: skip
     """Also yields ``sent``: "full", "1 bit" or "nothing"."""

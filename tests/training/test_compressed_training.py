@@ -12,7 +12,7 @@ from oracle.few_bits import FewBits
 
 import shardlib as sl
 from shardlib import checkpoint
-from shardlib.checkpoint.residuals import error_pieces
+from shardlib.checkpoint.residuals import residual_fragments
 from shardlib.errors import NonFiniteError
 from shardlib.models import gpt
 
@@ -306,10 +306,10 @@ def test_on_other_ranks_the_total_correction_is_kept(tmp_path, stages, ranks):
     def total(mesh, state):
         """Σ over ranks, leaf by leaf, through the plain gradient path: a step whose own gradients are zero."""
         found = {}
-        for piece in error_pieces(state):
-            key = piece.name.split("/", 4)[-1]
+        for fragment in residual_fragments(state):
+            key = fragment.name.split("/", 4)[-1]
             whole = found.setdefault(key, torch.zeros(100, dtype=torch.float64))
-            whole[piece.start : piece.start + piece.data.numel()] += piece.data
+            whole[fragment.start : fragment.stop] += fragment.data
         return found
 
     def save(mesh):

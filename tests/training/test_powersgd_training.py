@@ -12,7 +12,7 @@ from oracle.power_sgd import PowerSGD
 
 import shardlib as sl
 from shardlib import checkpoint
-from shardlib.checkpoint.residuals import error_pieces
+from shardlib.checkpoint.residuals import residual_fragments
 from shardlib.errors import NonFiniteError
 
 WIDE = torch.float64
@@ -251,10 +251,10 @@ def test_a_checkpoint_keeps_everything(tmp_path, name):
 def told(mesh, state):
     """Σ over ranks of each leaf's errors, as they are saved; and the factors."""
     totals = {}
-    for piece in error_pieces(state):
-        kind, _, _, path = piece.name.split("/", 4)[1:]
+    for fragment in residual_fragments(state):
+        kind, _, _, path = fragment.name.split("/", 4)[1:]
         if kind == "sum":
-            totals[path] = totals.get(path, 0) + piece.data.clone()
+            totals[path] = totals.get(path, 0) + fragment.data.clone()
     return totals, {name: value.clone() for name, value in state.comm.items() if name.endswith("/factors")}
 
 

@@ -7,7 +7,6 @@ the loss of the whole model.
 import functools
 import itertools
 import math
-import os
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from helpers import decoders, training
 from helpers.exact import Travelling
 from helpers.models import TINY, tiny_gpt, token_batches
 from helpers.pool import Pool
+from helpers.profile import NIGHTLY
 from helpers.trees import assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,7 +25,6 @@ from oracle import one_device
 import shardlib as sl
 from shardlib.models import gpt, huggingface
 
-NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 SIZES = {"vocab": 32, "layers": 6, "width": 8, "heads": 4, "sequence": 8, "dropout": 0.1}
 CONFIG = replace(TINY, **SIZES)
 MODELS = ["gpt", "llama"]
@@ -160,7 +159,7 @@ def check(case, run):
 
 @pytest.mark.timeout(3600 if NIGHTLY else 300)
 @pytest.mark.parametrize("model", MODELS)
-@settings(max_examples=100 if NIGHTLY else 20)
+@settings(max_examples=100 if NIGHTLY else 10)
 @given(data=st.data())
 def test_every_factorisation_trains_like_one_device(model, data):
     check(data.draw(cases(model)), sl.simulate)
@@ -168,7 +167,7 @@ def test_every_factorisation_trains_like_one_device(model, data):
 
 @pytest.mark.timeout(1200 if NIGHTLY else 300)
 @pytest.mark.parametrize("model", MODELS)
-@settings(max_examples=6)
+@settings(max_examples=6 if NIGHTLY else 4)
 @given(data=st.data())
 def test_the_same_on_real_processes(pool, model, data):
     check(data.draw(cases(model, ranks=4)), pool.run)

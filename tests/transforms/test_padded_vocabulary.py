@@ -249,7 +249,7 @@ def test_a_state_dict_has_the_true_shape():
 def spoil(sharded):
     """Put what would show into the rows that pad."""
     for bucket in sharded.plan.buckets:
-        parts = bucket.leaf_parts(sharded.buffers[bucket.name], bucket.param_level)
+        parts = bucket.leaf_segments(sharded.buffers[bucket.name], bucket.param_level)
         first = bucket.owner(sharded.mesh.coords, 0, bucket.param_level)
         for part, held in zip(parts, bucket.held(sharded.mesh.coords), strict=True):
             part[max(0, held - first * len(part)) :] = 1e3

@@ -1,4 +1,4 @@
-"""Rules of tensor slicing that do not fit: each is named with its leaf, and what is put in its place works."""
+"""Rules of tensor slicing that do not fit: each is named with its leaf, and the remedy works."""
 
 import re
 
@@ -48,11 +48,11 @@ def refused(params, rules, ways=2):
 def advised(message, rules):
     """The rules with every remedy of a message taken."""
     for line in message.splitlines():
-        if taken := re.search(r"by rule '([^']*)':.*; put 'replicated' in its place", line):
+        if taken := re.search(r"by rule '([^']*)':.*; replace it with 'replicated'", line):
             rules = rules | {taken[1]: "replicated"}
         elif taken := re.search(r"; put '([^']*)': 'replicated' before it", line):
             rules = {taken[1]: "replicated"} | rules
-        elif taken := re.search(r"rule '([^']*)' matches no parameter; put '([^']*)' in its place", line):
+        elif taken := re.search(r"rule '([^']*)' matches no parameter; replace it with '([^']*)'", line):
             rules = {(taken[2] if glob == taken[1] else glob): style for glob, style in rules.items()}
         elif taken := re.search(r"rule '([^']*)' matches no parameter; take it out", line):
             rules = {glob: style for glob, style in rules.items() if glob != taken[1]}
@@ -74,7 +74,7 @@ def test_widths_that_do_not_divide():
     for layer in (0, 1):
         assert (
             f"layers/{layer}/up/weight: shape (7, 4): dimension 0 of size 7 is not divisible by 2 (model=2), by rule '*/up': "
-            "sl.column(); put 'replicated' in its place"
+            "sl.column(); replace it with 'replicated'"
         ) in told
         assert f"layers/{layer}/down/weight: shape (4, 7): dimension 1 of size 7 is not divisible by 2" in told
     assert "(model=2)" in told and "rules fit" not in told
@@ -111,7 +111,7 @@ def test_outputs_that_are_no_whole_number_of_heads():
 def test_a_rule_that_matches_nothing(wrong, put):
     given = {wrong: "column", "*/down": "row"}
     told = refused(mlp(), given)
-    assert f"rule {wrong!r} matches no parameter; " + (f"put {put!r} in its place" if put else "take it out") in told
+    assert f"rule {wrong!r} matches no parameter; " + (f"replace it with {put!r}" if put else "take it out") in told
     rules = advised(told, given)
     trains(mlp(), rules if put else rules | {"*/down": sl.row(split=True)})
 
@@ -169,7 +169,7 @@ def test_styles_that_are_none(style, put):
     with pytest.raises(IllegalComposition) as error:
         sl.tensor_slicing({"*/up": style, "*/down": "row"})
     told = str(error.value)
-    assert f"*/up: {style!r}" + (f"; put {put!r} in its place\n" if put else "\n") in told
+    assert f"*/up: {style!r}" + (f"; replace it with {put!r}\n" if put else "\n") in told
     if put:
         sl.tensor_slicing({"*/up": put, "*/down": "row"})
 

@@ -10,6 +10,17 @@ A codec is a frozen dataclass with what `Codec` names, which a transform claims 
   buffer's sum: this rank's row where rows are scattered, else all of it.
 """
 
-from shardlib.collectives.codecs.base import Codec, Errors, Exchange, Item, Kept, Line, Rows
+from shardlib.collectives.codecs.base import (
+    Codec,
+    Errors,
+    Exchange,
+    Item,
+    Kept,
+    KeptFactors,
+    Line,
+    RowResidual,
+    Rows,
+    SentResidual,
+)
 
-__all__ = ["Codec", "Errors", "Exchange", "Item", "Kept", "Line", "Rows"]
+__all__ = ["Codec", "Errors", "Exchange", "Item", "Kept", "KeptFactors", "Line", "RowResidual", "Rows", "SentResidual"]

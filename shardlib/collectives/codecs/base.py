@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -69,18 +69,43 @@ class Rows:
 
 @dataclass(frozen=True)
 class Kept:
-    """A flat tensor that stays with a buffer from one exchange to the next, in ``TrainState.comm``.
+    """A flat tensor that stays with a buffer from one exchange to the next, in ``TrainState.comm``. Subclasses are its kinds.
 
     Attributes:
-        kind: "sent" for what this rank's own messages left out, laid out as the padded buffer; "row" for what the message
-            of its row of the sum left out; "factors" for matrices that are equal on all ranks of the axis.
-        elements: how many there are on one rank.
-        shapes: of factors, in order: the number of a leaf and the shape that its factor has.
+        name: the kind's name in the names of ``TrainState.comm``.
+        residual: whether the tensor holds, element by element of the buffer, what messages left out. If not, all ranks of
+            the axis hold equal values.
+        by_row: whether a rank holds the elements of its own row of the buffer. If not, a rank holds the whole buffer's.
+        elements: number of elements on one rank.
+        shapes: for `KeptFactors`: the index of each factor's leaf, and the factor's shape.
     """
 
-    kind: str
+    name: ClassVar[str]
+    residual: ClassVar[bool] = True
+    by_row: ClassVar[bool] = False
+
     elements: int
     shapes: tuple[tuple[int, tuple[int, int]], ...] = ()
+
+
+class SentResidual(Kept):
+    """What a rank's messages left out of its buffer, laid out as the padded buffer."""
+
+    name = "sent"
+
+
+class RowResidual(Kept):
+    """What the second message, of a rank's row of the sum, left out of that row."""
+
+    name = "row"
+    by_row = True
+
+
+class KeptFactors(Kept):
+    """Low-rank factors of the sum, from which the next exchange starts."""
+
+    name = "factors"
+    residual = False
 
 
 class Errors:

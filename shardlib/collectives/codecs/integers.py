@@ -12,7 +12,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from shardlib.collectives.codecs.base import Kept, Rows
+from shardlib.collectives.codecs.base import Kept, RowResidual, Rows, SentResidual
 from shardlib.collectives.codecs.two_phase import TwoPhase, Wire
 from shardlib.errors import IllegalComposition
 from shardlib.kernels import onebit, quantize
@@ -108,8 +108,8 @@ class PaddedWire:
     def keeps(self) -> tuple[Kept, ...]:
         if not self._feedback:
             return ()
-        sent = Kept("sent", self._length)
-        return (sent,) if self.rows.scattered else (sent, Kept("row", self.row))
+        sent = SentResidual(self._length)
+        return (sent,) if self.rows.scattered else (sent, RowResidual(self.row))
 
     @property
     def payload(self) -> int:

@@ -23,7 +23,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from shardlib.collectives import primitives
-from shardlib.collectives.codecs.base import Errors, Item, Kept, Rows
+from shardlib.collectives.codecs.base import Errors, Item, Kept, KeptFactors, Rows, SentResidual
 from shardlib.mesh.mesh import Mesh
 
 _SEED = 0
@@ -90,7 +90,7 @@ class Factors:
     @property
     def keeps(self) -> tuple[Kept, ...]:
         shapes = tuple((matrix.leaf, (matrix.m, self._rank)) for matrix in self._matrices)
-        return Kept("sent", self.rows.elements), Kept("factors", self._factors, shapes)
+        return SentResidual(self.rows.elements), KeptFactors(self._factors, shapes)
 
     @property
     def payload(self) -> int:

@@ -21,7 +21,7 @@ from shardlib.execute.stages.messages import (
     PARTS,
     IncomingTensors,
     IncomingTree,
-    Line,
+    Link,
     Sent,
     facts_of,
     finish,
@@ -81,7 +81,7 @@ class Stage:
 
 
 @dataclass
-class Place:
+class Position:
     """A rank's place among the stages.
 
     Attributes:
@@ -95,8 +95,8 @@ class Place:
     stages: dict[int, Stage]
     acknowledged: Mapping[Action, Sequence[Action]]
 
-    def line(self, other: int) -> Line:
-        return Line(self.mesh, self.axis, other)
+    def link(self, other: int) -> Link:
+        return Link(self.mesh, self.axis, other)
 
     def ends(self, stage: int) -> bool:
         """Whether it is the last stage, whose result is the loss."""
@@ -108,15 +108,15 @@ class Interpreter:
 
     def __init__(
         self,
-        place: Place,
+        position: Position,
         params: Sharded,
         compute: Compute,
         gradients: dict[int, Gradients] | None,
         seed: Callable[[int], float] | None,
     ) -> None:
-        self._place, self._params, self._compute = place, params, compute
+        self._position, self._params, self._compute = position, params, compute
         self._gradients, self._seed = gradients, seed
-        self._schedule = place.schedule
+        self._schedule = position.schedule
         # What a stage's forward or backward takes (or its message, still under way), and what is to be sent.
         self._carries: dict[tuple[int, int], Any] = {}
         self._cotangents: dict[tuple[int, int], Any] = {}
@@ -145,13 +145,13 @@ class Interpreter:
                 self._do[action.kind](action)
             self._let_go(list(self._sent))
         finally:
-            for stage in self._place.stages.values():
+            for stage in self._position.stages.values():
                 for microbatch in list(stage.runs):
                     stage.end(microbatch)
 
     def _forward(self, action: Action) -> None:
         number, _, microbatch = action
-        stage = self._place.stages[number]
+        stage = self._position.stages[number]
         run = stage.begin(microbatch)
         carry = self._carry(action)
         run.inputs = differentiable(carry)
@@ -170,7 +170,7 @@ class Interpreter:
 
     def _forward_only(self, action: Action) -> None:
         number, _, microbatch = action
-        stage = self._place.stages[number]
+        stage = self._position.stages[number]
         carry = self._carry(action)
         result = stage.begin(microbatch).executor.forward(
             self._params, lambda tree: materialise(self._compute(number, microbatch, tree, carry))
@@ -183,18 +183,18 @@ class Interpreter:
         if not isinstance(carry, IncomingTree):
             return carry
         carry = carry.wait()
-        self._let_go(self._place.acknowledged.get(Action(action.stage, Kind.RECV_F, action.microbatch), ()))
+        self._let_go(self._position.acknowledged.get(Action(action.stage, Kind.RECV_F, action.microbatch), ()))
         return carry
 
     def _pass_on(self, number: int, microbatch: int, result: Any) -> None:
-        if number + 1 in self._place.stages:
+        if number + 1 in self._position.stages:
             self._carries[number + 1, microbatch] = tree_map(fresh_leaf, result)
         elif number + 1 < self._schedule.stages:
             self._results[number, microbatch] = result
 
     def _send_carry(self, action: Action) -> None:
         result = self._results.pop((action.stage, action.microbatch))
-        self._sent[action] = send_tree(self._line(action), result, self._tag(action))
+        self._sent[action] = send_tree(self._link(action), result, self._tag(action))
 
     def _backward(self, action: Action) -> None:
         run = self._seeded(action)
@@ -212,29 +212,29 @@ class Interpreter:
             run.halved, run.outputs, run.seeds, run.inputs = True, [], [], []
 
     def _weights_gradient(self, action: Action) -> None:
-        run = self._place.stages[action.stage].runs[action.microbatch]
+        run = self._position.stages[action.stage].runs[action.microbatch]
         if not run.halved:
             self._differentiate(action, run, ())
             return
         run.executor.weights_gradient(*self._sums(action))
-        self._place.stages[action.stage].end(action.microbatch)
+        self._position.stages[action.stage].end(action.microbatch)
 
     def _seeded(self, action: Action) -> Run:
         """The run an action goes back through, with the gradients of its outputs."""
         key = action.stage, action.microbatch
-        run = self._place.stages[action.stage].runs[action.microbatch]
-        if self._place.ends(action.stage):
+        run = self._position.stages[action.stage].runs[action.microbatch]
+        if self._position.ends(action.stage):
             assert self._seed is not None
             run.seeds = [torch.full_like(output, self._seed(action.microbatch)) for output in run.outputs]
         else:
             given = self._cotangents.pop(key)
             run.seeds = given.wait() if isinstance(given, IncomingTensors) else given
-            self._let_go(self._place.acknowledged.get(Action(action.stage, Kind.RECV_B, action.microbatch), ()))
+            self._let_go(self._position.acknowledged.get(Action(action.stage, Kind.RECV_B, action.microbatch), ()))
         return run
 
     def _differentiate(self, action: Action, run: Run, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
         found = run.executor.differentiate(run.outputs, run.seeds, inputs, *self._sums(action))
-        self._place.stages[action.stage].end(action.microbatch)
+        self._position.stages[action.stage].end(action.microbatch)
         return found
 
     def _sums(self, action: Action) -> tuple[Gradients, bool]:
@@ -246,14 +246,14 @@ class Interpreter:
         """Keep the gradients of a run's inputs for the stage before; what was not used has the gradient zero."""
         number, _, microbatch = action
         whole = [torch.zeros_like(i) if grad is None else grad for grad, i in zip(found, run.inputs, strict=True)]
-        if number - 1 in self._place.stages:
+        if number - 1 in self._position.stages:
             self._cotangents[number - 1, microbatch] = whole
         elif number > 0:
             self._results[number, microbatch] = whole
 
     def _send_gradients(self, action: Action) -> None:
         found = self._results.pop((action.stage, action.microbatch))
-        self._sent[action] = send_tensors(self._line(action), found, self._tag(action))
+        self._sent[action] = send_tensors(self._link(action), found, self._tag(action))
 
     def _post_ahead(self, rest: Sequence[Action]) -> None:
         """Start the receives that stand before the next computation, in order, as far as they can be known."""
@@ -268,7 +268,7 @@ class Interpreter:
         if action.kind not in _RECEIVES:
             return True
         before = self._newest.get(peer(self._schedule, action))
-        forwarded = action.kind is Kind.RECV_F or action.microbatch in self._place.stages[action.stage].runs
+        forwarded = action.kind is Kind.RECV_F or action.microbatch in self._position.stages[action.stage].runs
         return forwarded and (before is None or before.opened)
 
     def _receive(self, action: Action) -> None:
@@ -276,14 +276,14 @@ class Interpreter:
         key = action.stage, action.microbatch
         if key in (self._carries if action.kind is Kind.RECV_F else self._cotangents):
             return
-        line = self._line(action)
+        line = self._link(action)
         before = self._newest.get(line.peer)
         if before is not None:
             before.open()
         if action.kind is Kind.RECV_F:
             self._carries[key] = self._newest[line.peer] = IncomingTree(line, self._tag(action))
         else:
-            outputs = self._place.stages[action.stage].runs[action.microbatch].outputs
+            outputs = self._position.stages[action.stage].runs[action.microbatch].outputs
             self._cotangents[key] = IncomingTensors(line, facts_of(outputs), self._tag(action))
 
     def _let_go(self, sends: Iterable[Action]) -> None:
@@ -291,8 +291,8 @@ class Interpreter:
         for action in sends:
             finish(self._sent.pop(action, ()))
 
-    def _line(self, message: Action) -> Line:
-        return self._place.line(peer(self._schedule, message))
+    def _link(self, message: Action) -> Link:
+        return self._position.link(peer(self._schedule, message))
 
     def _tag(self, message: Action) -> int:
         return tag(self._schedule, message) * PARTS

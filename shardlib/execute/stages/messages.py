@@ -32,7 +32,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Line:
+class Link:
     """The way to one rank along an axis, or from it."""
 
     mesh: Mesh
@@ -60,7 +60,7 @@ def finish(sent: Iterable[Sent]) -> None:
         message.work.wait()
 
 
-def send_tree(line: Line, tree: Tree, tag: int) -> list[Sent]:
+def send_tree(link: Link, tree: Tree, tag: int) -> list[Sent]:
     """Send any pytree; `IncomingTree` with the same ``tag`` receives it."""
     _, leaves, treedef = flatten(tree)
     described = [_facts(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -71,36 +71,36 @@ def send_tree(line: Line, tree: Tree, tag: int) -> list[Sent]:
             f"what passes between pipeline stages must be a pytree of tensors and picklable values ({error}); pass tensors, "
             "numbers, strings, and containers defined at the top of a module"
         ) from error
-    device = line.mesh.device
+    device = link.mesh.device
     framed = len(header).to_bytes(8, "little") + header
     head = torch.frombuffer(bytearray(framed.ljust(_HEAD, b"\0")), dtype=torch.uint8).to(device)
     sent = [
-        line.send(part, tag + number, scalars=True) for number, part in enumerate(head.split_with_sizes(_cut(head)))
+        link.send(part, tag + number, scalars=True) for number, part in enumerate(head.split_with_sizes(_cut(head)))
     ]
-    return sent + send_tensors(line, [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)], tag + 2)
+    return sent + send_tensors(link, [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)], tag + 2)
 
 
-def send_tensors(line: Line, tensors: Sequence[torch.Tensor], tag: int) -> list[Sent]:
+def send_tensors(link: Link, tensors: Sequence[torch.Tensor], tag: int) -> list[Sent]:
     """Send tensors whose facts the receiver knows (`IncomingTensors`): one message per dtype, no copy of one alone."""
     sent = []
     for number, group in enumerate(_by_dtype(tensors)):
         flat = [tensors[index].reshape(-1) for index in group]
         packed = flat[0] if len(flat) == 1 else torch.cat(flat)
         if packed.numel():
-            sent.append(line.send(packed, tag + number))
+            sent.append(link.send(packed, tag + number))
     return sent
 
 
 class IncomingTensors:
     """Tensors on their way from one rank; receiving starts at once."""
 
-    def __init__(self, line: Line, facts: Sequence[Facts], tag: int) -> None:
+    def __init__(self, link: Link, facts: Sequence[Facts], tag: int) -> None:
         self._facts = facts
         self._buffers: list[tuple[list[int], torch.Tensor, Work | None]] = []
         for number, group in enumerate(_by_dtype(facts)):
             numel = sum(facts[index].shape.numel() for index in group)
-            buffer = torch.empty(numel, dtype=facts[group[0]].dtype, device=line.mesh.device)
-            self._buffers.append((group, buffer, line.recv(buffer, tag + number) if numel else None))
+            buffer = torch.empty(numel, dtype=facts[group[0]].dtype, device=link.mesh.device)
+            self._buffers.append((group, buffer, link.recv(buffer, tag + number) if numel else None))
 
     def wait(self) -> list[torch.Tensor]:
         found: dict[int, torch.Tensor] = {}
@@ -116,10 +116,10 @@ class IncomingTensors:
 class IncomingTree:
     """A pytree on its way from one rank; its header is received at once, the rest when that is here."""
 
-    def __init__(self, line: Line, tag: int) -> None:
-        self._line, self._tag = line, tag
-        self._head = torch.empty(_HEAD, dtype=torch.uint8, device=line.mesh.device)
-        self._work = line.recv(self._head, tag)
+    def __init__(self, link: Link, tag: int) -> None:
+        self._link, self._tag = link, tag
+        self._head = torch.empty(_HEAD, dtype=torch.uint8, device=link.mesh.device)
+        self._work = link.recv(self._head, tag)
         self._tensors: IncomingTensors | None = None
 
     @property
@@ -135,13 +135,13 @@ class IncomingTree:
         framed = self._head.cpu().numpy().tobytes()
         size = int.from_bytes(framed[:8], "little")
         if size > _HEAD - 8:
-            more = torch.empty(size - (_HEAD - 8), dtype=torch.uint8, device=self._line.mesh.device)
-            self._line.recv(more, self._tag + 1).wait()
+            more = torch.empty(size - (_HEAD - 8), dtype=torch.uint8, device=self._link.mesh.device)
+            self._link.recv(more, self._tag + 1).wait()
             framed += more.cpu().numpy().tobytes()
         self._treedef: TreeDef
         self._treedef, self._described = pickle.loads(framed[8 : 8 + size])
         facts = [fact for fact in self._described if isinstance(fact, Facts)]
-        self._tensors = IncomingTensors(self._line, facts, self._tag + 2)
+        self._tensors = IncomingTensors(self._link, facts, self._tag + 2)
 
     def wait(self) -> Tree:
         """The tree; tensors that required gradients where they come from do so here, as leaves of a new graph."""

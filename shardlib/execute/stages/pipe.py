@@ -14,7 +14,7 @@ from shardlib.execute.gradients import Gradients, Route
 from shardlib.execute.losses import Outcome, read_loss, require_gradient
 from shardlib.execute.sequence import require_whole_loss
 from shardlib.execute.stages.base import Call, kept
-from shardlib.execute.stages.interpreter import Compute, Interpreter, Place, Stage
+from shardlib.execute.stages.interpreter import Compute, Interpreter, Position, Stage
 from shardlib.execute.stages.messages import (
     PARTS,
     IncomingTensors,
@@ -81,7 +81,7 @@ class Pipe:
             number: Stage(plan.of_stage(number), mesh, trained, [i for stage, i in halved if stage == number])
             for number in schedule.stages_of(self._home)
         }
-        self._place = Place(self._axis, mesh, schedule, stages, acknowledged(schedule, orders, self._home))
+        self._position = Position(self._axis, mesh, schedule, stages, acknowledged(schedule, orders, self._home))
         self.records = [record for stage in stages.values() for record in stage.records]
 
     def _computing(self, parts: Sequence[Tree], keys: Sequence[Key | None]) -> Compute:
@@ -101,7 +101,7 @@ class Pipe:
             key = call.keys[microbatch]
             with seeding_torch(key and key.fold_in(stage), self._mesh.device):
                 result = compute(stage, microbatch, tree, carry)
-            if not self._place.ends(stage):
+            if not self._position.ends(stage):
                 return result
             outcome = read_loss(result, False)
             require_gradient(outcome)
@@ -130,10 +130,12 @@ class Pipe:
 
         ``compute`` returns, in the last stage, what is to be differentiated, times ``seed(microbatch)``.
         """
-        gradients = {number: Gradients(stage.plan, self._mesh, route) for number, stage in self._place.stages.items()}
-        Interpreter(self._place, params, compute, gradients, seed).run(self._order)
+        gradients = {
+            number: Gradients(stage.plan, self._mesh, route) for number, stage in self._position.stages.items()
+        }
+        Interpreter(self._position, params, compute, gradients, seed).run(self._order)
         found: dict[str, torch.Tensor] = {}
-        for number in self._place.stages:
+        for number in self._position.stages:
             for name, part in gradients[number].result().items():
                 found[name] = found[name].add_(part) if name in found else part
         self._sum_over_homes(found)
@@ -141,39 +143,39 @@ class Pipe:
 
     def _executor(self, stage: int, microbatch: int) -> Executor:
         """What runs a micro-batch that is under way in a stage of this rank."""
-        return self._place.stages[stage].runs[microbatch].executor
+        return self._position.stages[stage].runs[microbatch].executor
 
     def evaluate(self, params: Sharded, *args: Any) -> Any:
         """A forward of the whole batch without gradients; the last stage's result on every rank."""
         batch, rng = _batch(*args)
         compute = self._computing([batch], [rng])
         order: list[Action] = []
-        for stage in self._place.stages:
+        for stage in self._position.stages:
             for kind, other in ((Kind.RECV_F, stage - 1), (Kind.F, None), (Kind.SEND_F, stage + 1)):
-                if other is None or (0 <= other < self._schedule.stages and other not in self._place.stages):
+                if other is None or (0 <= other < self._schedule.stages and other not in self._position.stages):
                     order.append(Action(stage, kind, 0))
         result: list[Any] = []
 
         def noted(stage: int, microbatch: int, tree: Tree, carry: Any) -> Any:
             value = compute(stage, microbatch, tree, carry)
-            if self._place.ends(stage):
+            if self._position.ends(stage):
                 result.append(self._executor(stage, microbatch).outside(value))
             return value
 
-        Interpreter(self._place, params, noted, None, None).run(order)
+        Interpreter(self._position, params, noted, None, None).run(order)
         return self._hand_out(result[0] if result else None)
 
     def _hand_out(self, value: Tree) -> Tree:
         """The last stage's ranks' ``value``, on every rank along the axis."""
         ranks, number = self._mesh.shape[self._axis], self._beyond() - 1
         if self._home != self._plan.stages.last:
-            arrived = IncomingTree(self._place.line(self._plan.stages.last), number * PARTS).wait()
+            arrived = IncomingTree(self._position.link(self._plan.stages.last), number * PARTS).wait()
             return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, arrived)
         sent = [
             message
             for other in range(ranks)
             if other != self._home
-            for message in send_tree(self._place.line(other), value, number * PARTS)
+            for message in send_tree(self._position.link(other), value, number * PARTS)
         ]
         finish(sent)
         return value
@@ -196,8 +198,8 @@ class Pipe:
             for other in bucket.homes:
                 if other != self._home:
                     place = (self._beyond() + number) * PARTS
-                    sent += send_tensors(self._place.line(other), [mine], place)
-                    coming[number, other] = IncomingTensors(self._place.line(other), facts_of([mine]), place)
+                    sent += send_tensors(self._position.link(other), [mine], place)
+                    coming[number, other] = IncomingTensors(self._position.link(other), facts_of([mine]), place)
         for number, bucket in shared:
             mine = grads[bucket.name]
             first, *others = (mine if home == self._home else coming[number, home].wait()[0] for home in bucket.homes)

@@ -1,7 +1,7 @@
-"""What the kernels' functions check first of what a user gives them: tensors, of a served dtype, on one device.
+"""Checks of the tensors that users pass to kernels: dense, of a supported dtype, on one device.
 
-Kernels read addresses by dtype and size, so what is neither must not reach one; and a message here names the argument and
-what to do, where torch's would come from the middle of an operation.
+A kernel reads memory by address, dtype and size, so an argument of another kind would make it read garbage. The messages
+name the argument and the remedy, where torch's own would come from the middle of an operation.
 """
 
 from __future__ import annotations
@@ -21,33 +21,40 @@ def check_tensors(
     optional: tuple[str, ...] = (),
     exactly: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> None:
-    """
+    """Refuses arguments that a kernel cannot read.
+
     Args:
-        tensors: by the argument's name.
-        optional: names of those that may be None.
-        exactly: the dtype of those that are no floating-point numbers; the others are in one of `FLOATS`.
+        function: its name, for messages.
+        tensors: argument name -> value.
+        optional: names of arguments that may be None.
+        exactly: argument name -> the one dtype that is allowed; other arguments may be fp32, bf16, fp16 or float64.
 
     Raises:
-        TypeError: what is no dense tensor of these dtypes; tells of all of them.
-        ValueError: tensors on several devices.
+        TypeError: an argument is no dense tensor of an allowed dtype; the message lists all such arguments.
+        ValueError: the tensors are on several devices.
+
+    >>> sl.kernels.common.check_tensors("swish", {"x": torch.tensor([1, 2])})
+    Traceback (most recent call last):
+    TypeError: swish: x is torch.int64; pass floating-point numbers: x.float()
     """
-    wrong, there = [], {}
-    for name, value in tensors.items():  # loops, which torch.compile follows
+    reasons, given = [], {}
+    for name, value in tensors.items():  # plain loops, as torch.compile traces them
         if value is None and name in optional:
             continue
-        there[name] = value
-        reason = _wrong(name, value, exactly.get(name))
+        given[name] = value
+        reason = _refusal(name, value, exactly.get(name))
         if reason is not None:
-            wrong.append(reason)
-    if wrong:
-        raise TypeError(f"{function}: {'; '.join(wrong)}")
-    one_device(there)
+            reasons.append(reason)
+    if reasons:
+        raise TypeError(f"{function}: {'; '.join(reasons)}")
+    one_device(given)
 
 
 def one_device(tensors: Mapping[str, Any]) -> None:
-    """
+    """Refuses tensors on several devices: a kernel cannot read another device's addresses.
+
     Raises:
-        ValueError: tensors on several devices; addresses mean nothing on another.
+        ValueError: the tensors are on several devices.
     """
     if len({tensor.device for tensor in tensors.values()}) > 1:
         where = ", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items())
@@ -55,16 +62,17 @@ def one_device(tensors: Mapping[str, Any]) -> None:
 
 
 def check_rows(function: str, x: torch.Tensor) -> None:
-    """
+    """Refuses a tensor without dimensions, which has no rows.
+
     Raises:
-        ValueError: a tensor without dimensions, which has no rows.
+        ValueError: ``x`` has no dimensions.
     """
     if x.dim() == 0:
         raise ValueError(f"{function}: x has no dimensions; pass [..., columns], such as x.reshape(1)")
 
 
-def _wrong(name: str, value: object, exactly: torch.dtype | None) -> str | None:
-    """What is wrong with an argument, and the remedy."""
+def _refusal(name: str, value: object, exactly: torch.dtype | None) -> str | None:
+    """The reason why a kernel cannot read an argument, with the remedy; None where it can."""
     if not isinstance(value, torch.Tensor):
         remedy = "pass a tensor" if value is None else f"pass a tensor: torch.as_tensor({name})"
         return f"{name} is {'None' if value is None else f'a {type(value).__name__}'}; {remedy}"

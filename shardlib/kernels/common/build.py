@@ -1,9 +1,9 @@
-"""Compile a kernel's sources once into a cache that processes share.
+"""Compilation of a kernel's sources, once, into a cache that processes share.
 
-A library's file name holds a hash of everything that goes into it (sources, flags, compiler and its version), so a
-file that is there is right. Who wants to build takes a lock that the system drops when its holder dies, looks again,
-builds in a folder of its own and renames the result into place: any number of processes may start at once, one
-builds, and an interrupted build leaves nothing that looks finished.
+A library's file name holds a hash of everything that goes into it (sources, flags, compiler and its version), so a file
+that exists is up to date. A process that builds takes a lock, which the system releases if the process dies, looks for the
+file again, builds in a temporary folder and renames the result into the cache: of any number of processes that start at
+once, one builds, and an interrupted build leaves nothing that looks finished.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _SECONDS = 600  # a compiler that takes longer hangs
 
 
 class BuildError(Exception):
-    """A kernel that cannot be compiled here; says why, and the remedy."""
+    """A kernel that cannot be compiled here; the message has the reason and the remedy."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One shared library.
+    """How one shared library is built.
 
     Attributes:
         name: of the library.
-        compiler: "g++" or "nvcc"; the variables CXX and NVCC name others.
-        units: what is compiled: a source file and its own flags each.
+        compiler: "g++" or "nvcc"; the environment variables CXX and NVCC name others.
+        units: translation units: a source file and its flags each.
         includes: files that the sources include.
-        flags: for all units, and for the linker.
+        flags: of all units, and of the linker.
     """
 
     name: str
@@ -49,12 +49,10 @@ class Recipe:
 
 
 def shared_library(recipe: Recipe) -> Path:
-    """The built library, from the cache or compiled now.
-
-    The cache is the folder SHARDLIB_CACHE, or "shardlib" in XDG_CACHE_HOME or ~/.cache.
+    """The path of the built library: from `cache_folder`, or compiled now.
 
     Raises:
-        BuildError: no compiler, one that fails, or a cache that cannot be written.
+        BuildError: the compiler is missing or fails, or the cache cannot be written.
     """
     command = find_compiler(recipe.compiler)
     folder = cache_folder()
@@ -66,22 +64,22 @@ def shared_library(recipe: Recipe) -> Path:
                 if not library.exists():
                     _compile(recipe, command, library)
     except OSError as failure:
-        reason = failure.strerror or failure  # without the file's name, which is another for every library
+        reason = failure.strerror or failure  # without the file's name, which differs between libraries
         raise BuildError(f"{folder} cannot be used ({reason}); set SHARDLIB_CACHE to a writable folder") from failure
     return library
 
 
 def cache_folder() -> Path:
-    """Where libraries are kept."""
-    own = os.environ.get("SHARDLIB_CACHE")
-    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardlib"
+    """The folder of built libraries: SHARDLIB_CACHE, or "shardlib" in XDG_CACHE_HOME or ~/.cache."""
+    folder = os.environ.get("SHARDLIB_CACHE")
+    return Path(folder) if folder else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardlib"
 
 
 def compiles(compiler: str, source: str, flags: tuple[str, ...]) -> bool:
-    """Whether a `Recipe`'s ``compiler`` takes these flags and translates the C++ ``source``; asked once.
+    """Whether a `Recipe`'s ``compiler`` accepts ``flags`` and compiles the C++ ``source``; tried once.
 
     Raises:
-        BuildError: no compiler.
+        BuildError: the compiler is missing.
     """
     return _compiles(find_compiler(compiler), source, flags)
 
@@ -96,10 +94,10 @@ def _compiles(command: str, source: str, flags: tuple[str, ...]) -> bool:
 
 
 def find_compiler(program: str) -> str:
-    """The path of a `Recipe`'s compiler, or of the one that its variable names.
+    """The path of a `Recipe`'s compiler, or of the one that CXX or NVCC names.
 
     Raises:
-        BuildError: it is not there.
+        BuildError: the compiler is missing.
     """
     variable = {"g++": "CXX", "nvcc": "NVCC"}[program]
     path = shutil.which(os.environ.get(variable) or program)
@@ -109,13 +107,13 @@ def find_compiler(program: str) -> str:
 
 
 def _key(recipe: Recipe, command: str) -> str:
-    parts: list[str | bytes] = [recipe.name, command, _version(command), platform.machine(), *recipe.flags]
+    ingredients: list[str | bytes] = [recipe.name, command, _version(command), platform.machine(), *recipe.flags]
     for source, flags in recipe.units:
-        parts += [*flags, source.read_bytes()]
-    parts += [file.read_bytes() for file in recipe.includes]
+        ingredients += [*flags, source.read_bytes()]
+    ingredients += [file.read_bytes() for file in recipe.includes]
     digest = hashlib.sha256()
-    for part in parts:
-        content = part if isinstance(part, bytes) else part.encode()
+    for ingredient in ingredients:
+        content = ingredient if isinstance(ingredient, bytes) else ingredient.encode()
         digest.update(len(content).to_bytes(8, "little") + content)
     return digest.hexdigest()[:20]
 
@@ -140,30 +138,34 @@ def _compile(recipe: Recipe, command: str, library: Path) -> None:
         lines = [
             f"flags = {' '.join(recipe.flags)}",
             "rule compile",
-            f"  command = {_quoted(command)} $flags $own -c $in -o $out",
+            f"  command = {_quoted(command)} $flags $unit_flags -c $in -o $out",
             "rule link",
             f"  command = {_quoted(command)} $flags -shared $in -o $out",
         ]
         for name, (source, flags) in zip(names, recipe.units, strict=True):
-            lines += [f"build {name}: compile {_escaped(source)}", f"  own = {' '.join(flags)}"]
+            lines += [f"build {name}: compile {_escaped(source)}", f"  unit_flags = {' '.join(flags)}"]
         lines += [f"build library.so: link {' '.join(names)}", ""]
         (Path(work) / "build.ninja").write_text("\n".join(lines))
         _run([find_ninja(), "-C", work], work)
         os.replace(Path(work) / "library.so", library)
 
 
-def _run(command: list[str], folder: str | None, given: str = "") -> str:
+def _run(command: list[str], folder: str | None, stdin: str = "") -> str:
     try:
-        done = subprocess.run(command, cwd=folder, input=given, capture_output=True, text=True, timeout=_SECONDS)
+        finished = subprocess.run(command, cwd=folder, input=stdin, capture_output=True, text=True, timeout=_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as failure:
         raise BuildError(f"{command[0]} does not run: {failure}") from failure
-    if done.returncode:
-        raise BuildError(f"{' '.join(command)} failed:\n{(done.stdout + done.stderr)[-2000:]}")
-    return done.stdout
+    if finished.returncode:
+        raise BuildError(f"{' '.join(command)} failed:\n{(finished.stdout + finished.stderr)[-2000:]}")
+    return finished.stdout
 
 
 def find_ninja() -> str:
-    """The one that came with this Python (pip's package puts it among the scripts), or the system's."""
+    """The path of the ninja that pip installed among this Python's scripts, or of the system's.
+
+    Raises:
+        BuildError: ninja is missing.
+    """
     path = shutil.which("ninja", path=sysconfig.get_path("scripts")) or shutil.which("ninja")
     if path is None:
         raise BuildError("ninja not found; pip install ninja")
@@ -171,10 +173,10 @@ def find_ninja() -> str:
 
 
 def _quoted(path: str) -> str:
-    """For the shell that ninja starts."""
+    """``path`` for the shell that ninja starts."""
     return "'" + path.replace("'", "'\\''").replace("$", "$$") + "'"
 
 
 def _escaped(path: Path) -> str:
-    """For a ninja build line; ninja quotes what it puts for $in itself."""
+    """``path`` for a ninja build line; ninja itself quotes the paths that it substitutes for $in."""
     return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")

@@ -1,11 +1,10 @@
-"""Which implementation of an operation serves a device; chosen once.
+"""The choice of the implementation of an operation for a device, made once.
 
-An implementation is a module of the operation's folder with the operation's functions, whose many arguments are records
-that the folder's `arguments` states once, and with `load`, which makes it ready and returns its name, or raises where it
-cannot be used here. The folder's `op` says which there are, in
-``IMPLEMENTATIONS``: the type of device -> modules, the preferred first. The module ``reference`` comes after all and
-serves everything; one named ``torch`` calls functions of torch that a kernel here would not beat. One that holds rows in
-registers says in ``WIDEST`` how many columns those may have.
+An implementation is a module in the operation's folder. It has the operation's functions, which take the records of the
+folder's `arguments`, and `load`, which prepares the implementation and returns its name, or raises where it cannot be used.
+``IMPLEMENTATIONS`` in the folder's `op` lists them: type of device -> modules, the preferred first. The module
+``reference``, plain torch, comes last and supports every input. An implementation that holds a row in registers states in
+``WIDEST`` how many columns fit.
 """
 
 from __future__ import annotations
@@ -26,11 +25,17 @@ from shardlib.kernels.common.build import BuildError
 
 _log = logging.getLogger("shardlib.kernels")
 _lock = threading.Lock()
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 class Choice(NamedTuple):
-    """An implementation that is ready, its name, and why those before it were passed over."""
+    """An implementation that is ready.
+
+    Attributes:
+        module: the implementation.
+        name: as users read it, such as "C++, avx2".
+        passed: why each implementation that is preferred to this one cannot be used.
+    """
 
     module: Any
     name: str
@@ -41,12 +46,12 @@ class Choice(NamedTuple):
 
 
 def operations() -> list[str]:
-    """The names of all operations: the folders of `shardlib.kernels` that have one."""
-    return sorted(found.parent.name for found in Path(__file__).parents[1].glob("*/op.py"))
+    """The names of all operations: the folders of `shardlib.kernels` that have an ``op.py``."""
+    return sorted(path.parent.name for path in Path(__file__).parents[1].glob("*/op.py"))
 
 
 def choose(operation: str, device: torch.device) -> Choice:
-    """What serves ``device``; logs it the first time, as a warning where only plain torch is left."""
+    """The preferred implementation on ``device``; logged the first time, as a warning where it is plain torch."""
     with _lock:
         return _choose(operation, device.type)
 
@@ -57,25 +62,25 @@ def load(operation: str, implementation: str, device: torch.device) -> Choice:
     return Choice(module, module.load(device), ())
 
 
-def serving(operation: str, computed: torch.Tensor, using: str | None = None) -> Any:
-    """The module that computes in the dtype, on the device and in the width of ``computed``.
+def serving(operation: str, x: torch.Tensor, using: str | None = None) -> Any:
+    """The module that computes in the dtype, on the device and with the row width of ``x``.
 
     Args:
-        using: the name of one, for tests and benchmarks; otherwise what `choose` prefers.
+        using: names an implementation, for tests and benchmarks; None takes what `choose` prefers.
 
     Raises:
-        TypeError: one was named, and it does not compute in float64: only the reference does.
-        ValueError: one was named, and its rows cannot be that wide.
+        TypeError: ``x`` is float64, and ``using`` names another implementation than the reference.
+        ValueError: the rows of ``x`` are too wide for the implementation that ``using`` names.
     """
-    if computed.dtype == torch.float64:
+    if x.dtype == torch.float64:
         if using not in (None, "reference"):
             raise TypeError(f"float64 is served by plain torch, not by {using}")
         return _module(operation, "reference")
-    choice = choose(operation, computed.device) if using is None else load(operation, using, computed.device)
+    choice = choose(operation, x.device) if using is None else load(operation, using, x.device)
     widest = getattr(choice.module, "WIDEST", None)
-    if widest is None or computed.shape[-1] <= widest:
+    if widest is None or x.shape[-1] <= widest:
         return choice.module
-    reason = f"{operation}: rows of {computed.shape[-1]}, and {choice.name} takes {widest} at most"
+    reason = f"{operation}: rows of {x.shape[-1]}, and {choice.name} takes {widest} at most"
     if using is not None:
         raise ValueError(f"{reason}; use 'reference'")
     _warn(operation, f"{reason}; plain torch serves, several times slower")
@@ -92,28 +97,28 @@ def _choose(operation: str, device: str) -> Choice:
             passed.append(f"not {implementation}: {reason}")
             continue
         choice = choice._replace(passed=tuple(passed))
-        _tell(operation, device, choice, implementation == "reference")
+        _log_choice(operation, device, choice, implementation == "reference")
         return choice
     raise AssertionError("the reference can always be used")
 
 
-def _tell(operation: str, device: str, choice: Choice, slow: bool) -> None:
+def _log_choice(operation: str, device: str, choice: Choice, slow: bool) -> None:
     _log.info("%s on %s: %s", operation, device, choice)
     reasons = "; ".join(choice.passed)
-    if slow and reasons:  # the other operations lack the same compiler, or the same folder
+    if slow and reasons:  # one warning per device: other operations fail for the same compiler or folder
         message = f"compiled kernels are not used on {device}, plain torch is, several times slower: {reasons}"
         _warn(device, f"{message}; `shardlib doctor` says which")
 
 
-def _warn(about: str, message: str) -> None:
-    """Once about a device or an operation, whatever differs from one time to the next; and not on every rank."""
-    if about not in _told and os.environ.get("RANK", "0") == "0":
-        _told.add(about)
+def _warn(subject: str, message: str) -> None:
+    """Logs one warning per subject (a device or an operation), on rank 0 alone."""
+    if subject not in _warned and os.environ.get("RANK", "0") == "0":
+        _warned.add(subject)
         _log.warning(message)
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Where kernels are launched for tensors of ``device``: on its GPU, even if another is the current one."""
+    """A context in which kernels are launched on the GPU ``device``, whichever GPU is current."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 

@@ -1,4 +1,4 @@
-"""What the operations on flat tensors of one shape have in common: their checks, and who serves them."""
+"""Checks and dispatch of the operations on flat tensors of one shape: the steps of optimizers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,17 @@ FLOATS = (torch.float32, *NARROW)
 def check(
     tensors: Mapping[str, torch.Tensor], like: str, scale: torch.Tensor | None = None, read: tuple[str, ...] = ()
 ) -> None:
-    """Kernels read and write by these sizes and dtypes: what does not have them must not reach one.
+    """Refuses tensors whose shapes or dtypes a kernel would read or write wrongly.
 
     Args:
-        tensors: all to have the shape of, and all but ``copy`` (in 16 bits) and what is ``read`` also the dtype of
-        like: the name of one of them.
-        scale: a factor; 0-d float64 on their device.
-        read: names of those that may be in any of `FLOATS` too.
+        tensors: argument name -> tensor, all of one shape.
+        like: the name of the tensor whose shape and dtype the others must have. The dtype of ``copy`` is bf16 or fp16.
+        scale: a factor, 0-d float64 on the tensors' device.
+        read: names of tensors that are only read, which may have any dtype of `FLOATS`.
+
+    Raises:
+        ValueError: shapes or devices differ.
+        TypeError: a dtype is not supported.
     """
     given = dict(tensors) if scale is None else {**tensors, "scale": scale}
     check_tensors("an optimizer's step", given)
@@ -47,11 +51,14 @@ def serving(
     dtypes: tuple[torch.dtype, ...],
     using: str | None,
 ) -> Any:
-    """The implementation for tensors that `check` has seen: plain torch for what the kernels do not take.
+    """The implementation for tensors that passed `check`: plain torch for dtypes and strides that kernels do not take.
 
     Args:
-        dtypes: in which kernels take what ``like`` names; they take contiguous tensors.
-        using: names one, or None for what serves the device best.
+        dtypes: those of the tensor ``like`` that kernels take.
+        using: names an implementation; None takes what `shardlib.kernels.common.dispatch.choose` prefers.
+
+    Raises:
+        TypeError: ``using`` names a kernel that does not take these tensors.
     """
     first = tensors[like]
     if first.dtype not in dtypes or not all(tensor.is_contiguous() for tensor in tensors.values()):

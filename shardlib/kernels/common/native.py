@@ -1,6 +1,6 @@
 """Compiled kernels as Python functions: C functions over raw pointers, called through ctypes.
 
-No header of torch is needed, so that a kernel compiles in seconds and one library serves every version of torch.
+They need no header of torch, so a kernel compiles in seconds and one library works with every version of torch.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _COMMON = Path(__file__).parent
 _OPERATIONS = _COMMON.parent
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float}
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
-# bf16 by AMX; compiled for kernels of small products alone, where the compiler and its assembler know what these need.
+# bf16 products by AMX, for the kernels in _WITH_AMX, if the compiler and its assembler compile this function.
 _AMX = ("-mavx512bf16", "-mamx-tile", "-mamx-bf16")
-_NEEDS_OF_AMX = """bool amx() {
+_AMX_SOURCE = """bool amx() {
     asm volatile("tilezero %tmm0");
     return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("amx-bf16");
 }
 """
 _WITH_AMX = ("sparse_attention",)
-# Sums are in the order written, and a product is rounded before it is added: the same bits everywhere.
+# Sums keep the order in which they are written, and products are rounded before they are added: the same bits everywhere.
 _EXACT = ("-ffp-contract=off", "-fno-math-errno")
-_loaded: dict[tuple[str, str | Path], Any] = {}  # by operation, and instruction set or library
+_loaded: dict[tuple[str, str | Path], Any] = {}  # (operation, instruction set or library) -> its functions
 
 
 def functions(path: Path, signatures: Mapping[str, str], suffix: str = "", checked: bool = False) -> Any:
@@ -39,13 +39,14 @@ def functions(path: Path, signatures: Mapping[str, str], suffix: str = "", check
 
     Args:
         path: the shared library.
-        signatures: function -> its parameters' types, a letter each: p a tensor (or None), i an int, l an int64, f a float.
-        suffix: what the library's names have after the functions'.
-        checked: they return an int, 0 where all went well; otherwise nothing.
+        signatures: function -> one letter per parameter: p a tensor (or None), i an int, l an int64, f a float.
+        suffix: of the functions' names in the library.
+        checked: whether the functions return an error code, 0 for success; otherwise they return nothing.
     """
     library = ctypes.CDLL(str(path))
-    made = {name: _callable(getattr(library, name + suffix), letters, checked) for name, letters in signatures.items()}
-    return SimpleNamespace(**made)
+    return SimpleNamespace(
+        **{name: _callable(getattr(library, name + suffix), letters, checked) for name, letters in signatures.items()}
+    )
 
 
 def _callable(function: Any, letters: str, checked: bool) -> Callable[..., None]:
@@ -61,13 +62,13 @@ def _callable(function: Any, letters: str, checked: bool) -> Callable[..., None]
 
 
 def cpp_recipe(name: str) -> Recipe:
-    """``<name>/<name>.cpp`` compiled for every instruction set of this kind of processor that the compiler knows."""
+    """``<name>/<name>.cpp``, compiled once per instruction set of this architecture that the compiler supports."""
     source = _OPERATIONS / name / f"{name}.cpp"
-    amx = _suits_amx(name) and _knows_amx()
+    amx = _can_use_amx(name) and _compiles_amx()
     chooses = ("-DISA=portable", "-DCHOOSES", *(("-DHAS_AMX",) if amx else ()))
     units: list[tuple[Path, tuple[str, ...]]] = [(source, chooses)]
     if platform.machine() in ("x86_64", "AMD64"):
-        # All processors with AVX2 convert halves, and multiply and add in one, too.
+        # All processors with AVX2 also have F16C and FMA.
         units += [(source, ("-DISA=avx2", "-mavx2", "-mf16c", "-mfma")), (source, ("-DISA=avx512", *_AVX512))]
     if amx:
         units.append((source, ("-DISA=amx", *_AVX512, *_AMX)))
@@ -76,59 +77,59 @@ def cpp_recipe(name: str) -> Recipe:
     return Recipe(name, "g++", tuple(units), headers, flags)
 
 
-def _suits_amx(name: str) -> bool:
+def _can_use_amx(name: str) -> bool:
     return name in _WITH_AMX and platform.system() == "Linux" and platform.machine() == "x86_64"
 
 
-def _knows_amx() -> bool:
-    return compiles("g++", _NEEDS_OF_AMX, _AMX)
+def _compiles_amx() -> bool:
+    return compiles("g++", _AMX_SOURCE, _AMX)
 
 
 @functools.cache
 def cpp_path(name: str) -> Path:
-    """The operation's library for the CPU, built on the first call.
+    """The path of the operation's library for the CPU, built on the first call.
 
     Raises:
-        BuildError: it cannot be built here.
+        BuildError: the library cannot be built here.
     """
     return shared_library(cpp_recipe(name))
 
 
 @functools.cache
 def instruction_set(name: str) -> str:
-    """The one of the library that suits this processor best: "amx", "avx512", "avx2" or "portable"."""
+    """The best instruction set that both the library and this processor have: "amx", "avx512", "avx2" or "portable"."""
     function = ctypes.CDLL(str(cpp_path(name))).instruction_set
     function.restype = ctypes.c_char_p
     return function().decode()
 
 
 def description(name: str) -> str:
-    """What `instruction_set` says, and what the compiler kept out of the library; for ``shardlib doctor``."""
-    lacks = _suits_amx(name) and not _knows_amx()
-    left_out = " (AMX left out, which the compiler does not know: GCC 11 and later do)" if lacks else ""
-    return f"C++, {instruction_set(name)}{left_out}"
+    """The instruction set in use, and whether the compiler left AMX out; for ``shardlib doctor``."""
+    without_amx = _can_use_amx(name) and not _compiles_amx()
+    remark = " (without AMX, which this compiler does not support; GCC 11 and later do)" if without_amx else ""
+    return f"C++, {instruction_set(name)}{remark}"
 
 
 def cpp_functions(name: str, signatures: Mapping[str, str]) -> Any:
-    """The operation's functions for this processor; see `functions`. ``signatures`` are the same at every call."""
+    """The operation's functions for this processor; see `functions`. ``signatures`` must be the same in every call."""
     chosen = instruction_set(name)
-    found = _loaded.get((name, chosen))
-    if found is None:
-        found = _loaded[name, chosen] = functions(cpp_path(name), signatures, "_" + chosen)
-    return found
+    loaded = _loaded.get((name, chosen))
+    if loaded is None:
+        loaded = _loaded[name, chosen] = functions(cpp_path(name), signatures, "_" + chosen)
+    return loaded
 
 
 def cuda_functions(name: str, signatures: Mapping[str, str]) -> Any:
-    """The operation's functions for the GPUs at hand, which tell whether they were launched; otherwise as `cpp_functions`."""
+    """The operation's functions for the GPUs of this machine; they raise where a launch fails. See `cpp_functions`."""
     path = cuda_path(name)
-    found = _loaded.get((name, path))
-    if found is None:
-        found = _loaded[name, path] = functions(path, signatures, checked=True)
-    return found
+    loaded = _loaded.get((name, path))
+    if loaded is None:
+        loaded = _loaded[name, path] = functions(path, signatures, checked=True)
+    return loaded
 
 
 def cuda_recipe(name: str, capability: tuple[int, int]) -> Recipe:
-    """``<name>/<name>.cu`` for GPUs of one compute capability, and by its PTX for later ones."""
+    """``<name>/<name>.cu`` for GPUs of one compute capability, and for later ones by its PTX."""
     flags = ("-O3", "-std=c++17", f"-arch=sm_{capability[0]}{capability[1]}", "-Xcompiler=-fPIC", "-fmad=false")
     includes = (_OPERATIONS / name / f"{name}.cuh", *sorted(_COMMON.glob("*.cuh")))
     return Recipe(f"{name}-cuda", "nvcc", ((_OPERATIONS / name / f"{name}.cu", ()),), includes, flags)
@@ -136,10 +137,10 @@ def cuda_recipe(name: str, capability: tuple[int, int]) -> Recipe:
 
 @functools.cache
 def cuda_path(name: str) -> Path:
-    """The operation's library for the GPUs at hand, built on the first call.
+    """The path of the operation's library for the GPUs of this machine, built on the first call.
 
     Raises:
-        BuildError: it cannot be built here, or there is no NVIDIA GPU.
+        BuildError: the library cannot be built here, or there is no NVIDIA GPU.
     """
     if not torch.cuda.is_available() or torch.version.cuda is None:
         raise BuildError("no NVIDIA GPU that this torch can use")
@@ -148,17 +149,17 @@ def cuda_path(name: str) -> Path:
 
 
 def stream(device: torch.device) -> int:
-    """The handle of the stream that torch runs on now."""
+    """The handle of torch's current stream on ``device``."""
     return torch.cuda.current_stream(device).cuda_stream
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:
-    """``x`` as the compiled kernels read it: contiguous fp32 or bf16; fp16 is cast first."""
+    """``x`` as compiled kernels read it: contiguous, fp32 or bf16; fp16 is cast to fp32."""
     return (x.float() if x.dtype == torch.float16 else x).contiguous()
 
 
 def floats(x: torch.Tensor | None) -> torch.Tensor | None:
-    """Small tensors, such as weights of a norm, which compiled kernels read in fp32."""
+    """``x`` in contiguous fp32: how compiled kernels read small tensors, such as a norm's weight."""
     return None if x is None else x.float().contiguous()
 
 
@@ -166,10 +167,10 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def copied(copy: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
-    """Where a step also writes the parameter, and in which of `DTYPES`; −1 for nowhere."""
+    """A step's copy of the parameter and its dtype's number in `DTYPES`, −1 without a copy."""
     return copy, -1 if copy is None else DTYPES[copy.dtype]
 
 
 def factor(scale: torch.Tensor | None) -> float:
-    """What a step on the CPU multiplies the gradient by."""
+    """The number by which a step on the CPU multiplies the gradient."""
     return 1.0 if scale is None else float(scale)

@@ -1,11 +1,12 @@
-"""How a differentiable operation is defined, so that every way of asking for its gradient gives the same answer.
+"""Definitions of differentiable operations whose gradients agree however they are asked for.
 
-Two opaque custom operators, forward and backward, of `torch.library`: `torch.compile` sees a node each and never looks
-inside, `torch.func.vmap` calls them once per element of the batch. Each stands under an autograd.Function of its own:
-the forward's backward enters the backward's, whose backward differentiates a plain-torch version of it. So first
-derivatives run kernels under `autograd.grad`, `torch.func.grad` and `torch.compile` alike, and further ones are right,
-at the speed of plain torch. (`torch.library.register_autograd` refuses `torch.func.grad`; `torch.func.grad` inside a
-compiled function is refused here, since the compiler then leaves out the autograd.Function.)
+An operation is two opaque custom operators of `torch.library`, forward and backward: `torch.compile` sees each as one node
+and never looks inside, `torch.func.vmap` calls them once per element of the batch. Each operator is called by an
+autograd.Function: the forward one's backward applies the backward one, whose own backward differentiates a plain-torch
+version of the backward pass. So first derivatives run kernels under `autograd.grad`, `torch.func.grad` and `torch.compile`
+alike, and higher ones are right, at the speed of plain torch. (`torch.library.register_autograd` does not support
+`torch.func.grad`. `torch.func.grad` inside a compiled function is refused here, since the compiler then drops the
+autograd.Function.)
 """
 
 from __future__ import annotations
@@ -22,30 +23,37 @@ from shardlib._compat import below_autograd, forward_level, no_autocast
 from shardlib.kernels.common.recompute import can_hook
 from shardlib.kernels.common.records import layout_of
 
-_NAMESPACE = "shardlib"
-
-# Tensors and constants in, tensors out.
+# A pass takes tensors and constants and returns tensors.
 Pass = Callable[..., list[torch.Tensor]]
 PerInput = Callable[[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]], Sequence[torch.Tensor | None]]
 Keep = Callable[[tuple[Any, ...], tuple[torch.Tensor, ...]], tuple[Any, ...]]
 
-# By name, since the compiler, inside a backward, knows such a class only where it finds it among the globals.
+# The autograd.Functions of backward operators, by name: inside a backward, the compiler finds such a class only in globals.
 _backwards: dict[str, type[torch.autograd.Function]] = {}
 
 
 def opaque(name: str, function: Pass, fake: Pass) -> Pass:
-    """``function`` as ``torch.ops.shardlib.<name>``.
+    """``function`` as an operator without gradients.
 
     Args:
-        function: annotated and without defaults, as the operator's schema is made from that. Returns new, contiguous
-            tensors, and changes nothing that it is given.
-        fake: what it returns, as empty tensors, from tensors without values.
+        name: ``"<namespace>::<operator>"`` becomes ``torch.ops.<namespace>.<operator>``; a name without ``::`` is in
+            shardlib's namespace.
+        function: annotated and without defaults, as the operator's schema is made from its signature. Returns new,
+            contiguous tensors, and changes none of its arguments.
+        fake: returns empty tensors of the shapes and dtypes that ``function`` returns, given tensors without values.
+
+    >>> def fused(x: torch.Tensor, factor: float) -> list[torch.Tensor]:
+    ...     return [x * factor]  # a kernel of your own
+    >>> scale = sl.kernels.common.opaque("mylib::scale", fused, lambda x, factor: [torch.empty_like(x)])
+    >>> scale(torch.ones(2), 3.0)
+    [tensor([3., 3.])]
     """
-    qualified = f"{_NAMESPACE}::{name}"
+    qualified = _qualified(name)
     torch.library.define(qualified, torch.library.infer_schema(function, mutates_args=()))
-    torch.library.impl(qualified, "CompositeExplicitAutograd")(_as_written(function))
+    torch.library.impl(qualified, "CompositeExplicitAutograd")(_without_autocast(function))
     torch.library.register_fake(qualified, fake)
-    operator = getattr(getattr(torch.ops, _NAMESPACE), name).default
+    namespace, operation = qualified.split("::")
+    operator = getattr(getattr(torch.ops, namespace), operation).default
     torch.library.register_vmap(qualified, _one_by_one(operator))
     torch.library.impl(qualified, "Autograd")(_refusing_gradients(name, operator))
     return operator
@@ -60,34 +68,51 @@ def differentiable(
     backward_fake: Pass,
     backward_reference: Pass,
     keep: Keep = lambda inputs, outputs: inputs,
-    residuals: int = 0,
-    per_input: PerInput = lambda found, incoming: found,
+    backward_only: int = 0,
+    per_input: PerInput = lambda computed, incoming: computed,
 ) -> Callable[..., tuple[torch.Tensor, ...]]:
     """A function of ``forward``'s arguments, by position, that returns its outputs as a tuple.
 
-    ``forward``, ``backward`` and what stands in for them may take records (`shardlib.kernels.common.records`); all else,
-    the function that is returned too, has the records' fields in their place.
+    ``forward``, ``backward``, the fakes and the reference may take records (`shardlib.kernels.common.records`). ``keep``,
+    ``per_input`` and callers of the returned function pass a record's fields instead, one by one.
 
     Args:
-        name: of the operator; the backward's is ``<name>_backward``.
+        name: of the forward operator, as in `opaque`; the backward operator is ``<name>_backward``.
         forward: ``forward(*inputs)``; see `opaque`.
-        backward: ``backward(*kept, *gradients)``, contiguous gradients of the outputs: returns one gradient for each
-            floating-point tensor among the inputs, in their order and of their shapes. Gradients that are not asked for
-            are computed too.
-        backward_reference: the same in plain torch, which further derivatives differentiate; so it must compute from
-            inputs and outputs alone, and leave residuals that it is given unused.
-        keep: from inputs and outputs, what the backward needs. Tensors may be inputs or outputs.
-        residuals: how many of the outputs, the last ones, are for the backward alone: they are kept without being
-            returned, and have no gradients.
-        per_input: from what the backward returned and the gradients that came in, the gradients of the inputs, where
-            those are not the former: as of a sum's two terms, whose gradients are one, or None for a constant.
+        forward_fake: the ``fake`` of `opaque` for ``forward``.
+        backward: ``backward(*kept, *gradients)``, with contiguous gradients of the outputs: returns one gradient for each
+            floating-point tensor among the inputs, in their order and of their shapes, asked for or not. The gradient of
+            an output that nothing used is zeros.
+        backward_fake: the ``fake`` of `opaque` for ``backward``.
+        backward_reference: ``backward`` in plain torch, which higher derivatives differentiate. It computes from inputs
+            and returned outputs alone, not from outputs that are ``backward_only``.
+        keep: the tensors and constants that the backward needs, from inputs and outputs.
+        backward_only: the number of outputs, the last ones, that are kept for the backward and not returned; they have no
+            gradients.
+        per_input: the gradients of the inputs, from what ``backward`` returned and the gradients that came in, where these
+            differ from the former: the two terms of a sum share one gradient, a constant has None.
 
-    A gradient of an output that nothing used comes in as zeros.
+    >>> def square(x: torch.Tensor) -> list[torch.Tensor]:
+    ...     return [x * x]  # a kernel of your own
+    >>> def slope(x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+    ...     return [2 * x * dy]  # another one
+    >>> def like(x, *_):
+    ...     return [torch.empty_like(x)]
+    >>> squared = sl.kernels.common.differentiable(
+    ...     "mylib::square",
+    ...     forward=square,
+    ...     forward_fake=like,
+    ...     backward=slope,
+    ...     backward_fake=like,
+    ...     backward_reference=slope,
+    ... )
+    >>> torch.func.grad(lambda x: squared(x)[0].sum())(torch.tensor([1.0, 2.0]))
+    tensor([2., 4.])
     """
-    given, left = layout_of(forward), layout_of(backward)
-    forward_pass = opaque(name, given.spread(forward), given.spread(forward_fake))
-    backward_pass = opaque(f"{name}_backward", left.spread(backward), left.spread(backward_fake))
-    further = left.spread(backward_reference)
+    inputs_layout, kept_layout = layout_of(forward), layout_of(backward)
+    forward_pass = opaque(name, inputs_layout.spread(forward), inputs_layout.spread(forward_fake))
+    backward_pass = opaque(f"{name}_backward", kept_layout.spread(backward), kept_layout.spread(backward_fake))
+    plain_backward = kept_layout.spread(backward_reference)
 
     class Backward(torch.autograd.Function):
         generate_vmap_rule = True
@@ -103,13 +128,13 @@ def differentiable(
         @staticmethod
         def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             kept = _saved(ctx)
-            where = _floats(kept)
+            positions = _floats(kept)
 
             def plain(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-                return tuple(further(*_filled(kept, where, values)))
+                return tuple(plain_backward(*_replaced(kept, positions, values)))
 
-            pull = torch.func.vjp(plain, *[kept[i] for i in where])[1]
-            return _filled((None,) * len(kept), where, pull(gradients))
+            pull = torch.func.vjp(plain, *[kept[i] for i in positions])[1]
+            return _replaced((None,) * len(kept), positions, pull(gradients))
 
     class Forward(torch.autograd.Function):
         generate_vmap_rule = True
@@ -120,41 +145,45 @@ def differentiable(
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-            if residuals:
-                ctx.mark_non_differentiable(*output[-residuals:])
-            ctx.count, ctx.where = len(inputs), _floats(inputs)
+            if backward_only:
+                ctx.mark_non_differentiable(*output[-backward_only:])
+            ctx.count, ctx.positions = len(inputs), _floats(inputs)
             _save(ctx, keep(inputs, output))
 
         @staticmethod
         def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-            gradients = gradients[: len(gradients) - residuals]
+            gradients = gradients[: len(gradients) - backward_only]
             gradients = tuple(gradient.contiguous() for gradient in gradients)
-            found = _backwards[name].apply(*_saved(ctx), *gradients)
-            return _filled((None,) * ctx.count, ctx.where, per_input(found, gradients))
+            computed = _backwards[name].apply(*_saved(ctx), *gradients)
+            return _replaced((None,) * ctx.count, ctx.positions, per_input(computed, gradients))
 
     _backwards[name] = Backward
-    # The compiler counts a forward's parameters to tell whether it takes a context.
-    for function, layout in ((Forward, given), (Backward, left)):
+    # The compiler counts a forward's parameters to decide whether it takes a context.
+    for function, layout in ((Forward, inputs_layout), (Backward, kept_layout)):
         function.forward.__signature__ = inspect.Signature(layout.parameters)  # type: ignore[attr-defined]
 
     def call(*inputs: Any) -> tuple[torch.Tensor, ...]:
         if has_torch_function(inputs):  # an autograd.Function does not ask handles for their tensors
             return handle_torch_function(call, inputs, *inputs)
-        # The Function costs as much as a small kernel.
+        # Applying the Function takes as long as a small kernel.
         outputs = _computed(forward_pass, inputs) if _without_derivatives() else Forward.apply(*inputs)
-        return outputs[: len(outputs) - residuals]
+        return outputs[: len(outputs) - backward_only]
 
-    call.__name__ = call.__qualname__ = name
+    call.__name__ = call.__qualname__ = name.split("::")[-1]
     return call
 
 
+def _qualified(name: str) -> str:
+    return name if "::" in name else f"shardlib::{name}"
+
+
 def _without_derivatives() -> bool:
-    """Whether no derivative of what is computed here can be asked for, of any kind, and no compiler looks on."""
+    """Whether nothing can differentiate what is computed now, in any mode, and no compiler traces it."""
     return not torch.is_grad_enabled() and can_hook() and forward_level() < 0
 
 
 def _computed(operator: Pass, values: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-    """What an operator returns. Where `_refusing_gradients` could refuse none it is passed by: it would cost microseconds."""
+    """The operator's outputs. Where no gradient can be lost, `_refusing_gradients`, which takes microseconds, is skipped."""
     if not _without_derivatives():
         return tuple(operator(*values))
     with below_autograd():
@@ -162,7 +191,7 @@ def _computed(operator: Pass, values: Sequence[Any]) -> tuple[torch.Tensor, ...]
 
 
 def autocast_as_a_product(*factors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The factors of a matrix product as `torch.autocast` would have them, for operators that multiply by themselves."""
+    """The factors of a matrix product in the dtype that `torch.autocast` gives them, for operators that contain products."""
     device = factors[0].device.type
     if not torch.is_autocast_enabled(device):
         return factors
@@ -170,8 +199,8 @@ def autocast_as_a_product(*factors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(factor if factor.dtype == torch.float64 else factor.to(dtype) for factor in factors)
 
 
-def _as_written(function: Pass) -> Pass:
-    """An operator's own operations in the dtypes that it chose: autocast stops at its inputs."""
+def _without_autocast(function: Pass) -> Pass:
+    """``function`` with autocast off: an operator computes in the dtypes that it chooses."""
 
     @functools.wraps(function)
     def kernel(*values: Any) -> list[torch.Tensor]:
@@ -182,7 +211,7 @@ def _as_written(function: Pass) -> Pass:
 
 
 def _refusing_gradients(name: str, operator: Pass) -> Pass:
-    """Gradients pass by an operator that no autograd.Function stands above, and torch would call them zero."""
+    """The operator for calls that did not come through its autograd.Function: torch would silently return zero gradients."""
 
     def kernel(*values: Any) -> list[torch.Tensor]:
         if torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in values):
@@ -197,7 +226,7 @@ def _refusing_gradients(name: str, operator: Pass) -> Pass:
 
 
 def _one_by_one(operator: Pass) -> Callable[..., tuple[list[torch.Tensor], list[int]]]:
-    """The batching rule that is right for every operator: reductions of gradients are not mixed up."""
+    """A batching rule that is right for every operator, as each call reduces gradients over one element of the batch."""
 
     def rule(info: Any, dims: tuple[int | None, ...], *values: Any) -> tuple[list[torch.Tensor], list[int]]:
         results = [
@@ -211,23 +240,24 @@ def _one_by_one(operator: Pass) -> Callable[..., tuple[list[torch.Tensor], list[
 
 
 def _floats(values: Sequence[Any]) -> list[int]:
-    """Where the tensors are that can have gradients."""
+    """Positions of the tensors that can have gradients."""
     return [i for i, value in enumerate(values) if isinstance(value, torch.Tensor) and value.is_floating_point()]
 
 
-def _filled(values: Sequence[Any], where: Sequence[int], new: Sequence[Any]) -> tuple[Any, ...]:
+def _replaced(values: Sequence[Any], positions: Sequence[int], new: Sequence[Any]) -> tuple[Any, ...]:
+    """``values`` with ``new`` ones at ``positions``."""
     result = list(values)
-    for i, value in zip(where, new, strict=True):
+    for i, value in zip(positions, new, strict=True):
         result[i] = value
     return tuple(result)
 
 
 def _save(ctx: Any, values: tuple[Any, ...]) -> None:
-    """Tensors by autograd, which then sees who changes them; constants beside them."""
+    """Saves tensors by autograd, which notices changes in place, and constants on ``ctx``."""
     tensors = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
     ctx.save_for_backward(*[values[i] for i in tensors])
-    ctx.tensors, ctx.constants = tensors, _filled(values, tensors, [None] * len(tensors))
+    ctx.tensors, ctx.constants = tensors, _replaced(values, tensors, [None] * len(tensors))
 
 
 def _saved(ctx: Any) -> tuple[Any, ...]:
-    return _filled(ctx.constants, ctx.tensors, ctx.saved_tensors)
+    return _replaced(ctx.constants, ctx.tensors, ctx.saved_tensors)

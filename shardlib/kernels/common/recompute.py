@@ -1,7 +1,7 @@
-"""Keep how a value is computed instead of the value, where its consumer's backward needs it.
+"""Recomputation of single values: autograd saves how a value is computed instead of the value.
 
-`torch.utils.checkpoint` computes a whole piece of a model again. Here one cheap value is, such as a GeLU's output, whose
-input is kept for its own backward anyway: no matrix product runs twice.
+`torch.utils.checkpoint` computes a whole segment of a model again. Here one cheap value is computed again, such as the
+output of a GeLU, whose input is saved for the GeLU's own backward anyway: no matrix product runs twice.
 """
 
 from __future__ import annotations
@@ -19,30 +19,32 @@ from shardlib._compat import func_transform, saving_hooks, storage_id
 def recomputed(
     value: torch.Tensor, function: Callable[..., torch.Tensor], *inputs: Any
 ) -> contextlib.AbstractContextManager[None]:
-    """Within, operations that keep ``value`` (or a view of it) for their backward keep a note instead.
+    """A context in which operations save, in place of ``value`` or a view of it, a note of how it is computed.
 
-    Backward then calls ``function(*inputs)``, which gave ``value``, once per operation that kept it. Inputs that are
-    tensors are kept, so they should be kept for another reason already. Other hooks on saved tensors go on as before.
+    Backward calls ``function(*inputs)``, which must return ``value``, once per operation that saved it. Tensors among
+    ``inputs`` are kept alive, which costs nothing where they are saved anyway. Other hooks on saved tensors still run.
 
-    Inside `torch.func`'s transforms, which allow no such hooks, and inside `torch.compile`, which decides itself what to
-    compute again, the value is kept.
+    The value itself is saved inside `torch.func`'s transforms, which allow no hooks, and inside `torch.compile`, which
+    chooses by itself what to recompute.
     """
-    return _noting(value, function, inputs) if can_hook() else contextlib.nullcontext()
+    return _saving_notes(value, function, inputs) if can_hook() else contextlib.nullcontext()
 
 
 def can_hook() -> bool:
-    """Whether saved tensors can have hooks here: not inside `torch.func`'s transforms, nor inside `torch.compile`."""
+    """Whether saved tensors can have hooks: not inside `torch.func`'s transforms, nor inside `torch.compile`."""
     return not torch.compiler.is_compiling() and func_transform() is None
 
 
 @contextlib.contextmanager
-def _noting(value: torch.Tensor, function: Callable[..., torch.Tensor], inputs: tuple[Any, ...]) -> Iterator[None]:
-    pack, unpack = saving_hooks() or (_same, _same)
+def _saving_notes(
+    value: torch.Tensor, function: Callable[..., torch.Tensor], inputs: tuple[Any, ...]
+) -> Iterator[None]:
+    pack, unpack = saving_hooks() or (_identity, _identity)
     storage = storage_id(value.untyped_storage())
     kept = [pack(each.detach()) if isinstance(each, torch.Tensor) else each for each in inputs]
     tensors = [isinstance(each, torch.Tensor) for each in inputs]
 
-    def again() -> torch.Tensor:
+    def recompute() -> torch.Tensor:
         values = [unpack(each) if tensor else each for each, tensor in zip(kept, tensors)]
         with torch.no_grad():
             return function(*values)
@@ -50,7 +52,7 @@ def _noting(value: torch.Tensor, function: Callable[..., torch.Tensor], inputs: 
     def save(tensor: torch.Tensor) -> Any:
         if storage_id(tensor.untyped_storage()) != storage:
             return pack(tensor)
-        return _Note(again, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        return _Note(recompute, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def restore(saved: Any) -> torch.Tensor:
         return saved.tensor() if isinstance(saved, _Note) else unpack(saved)
@@ -60,16 +62,16 @@ def _noting(value: torch.Tensor, function: Callable[..., torch.Tensor], inputs: 
 
 
 class _Note(NamedTuple):
-    """A view of a value that can be computed again."""
+    """A saved view of a value that is computed again in backward."""
 
-    again: Callable[[], torch.Tensor]
+    recompute: Callable[[], torch.Tensor]
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
 
     def tensor(self) -> torch.Tensor:
-        return self.again().as_strided(self.size, self.stride, self.offset)
+        return self.recompute().as_strided(self.size, self.stride, self.offset)
 
 
-def _same(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value

@@ -1,8 +1,8 @@
-"""Keep fp32 activations in bf16 for the backward pass, rounded at random so that gradients are right on average.
+"""fp32 activations saved in bf16 for the backward pass, stochastically rounded so that gradients are unbiased.
 
-A number between two neighbours in bf16 becomes the upper one with the probability of its distance to the lower one: its
-expectation is the number itself, where rounding to nearest would be off the same way at every step (stochastic rounding,
-as in arXiv 1502.02551, section 3).
+Stochastic rounding (arXiv 1502.02551, section 3) takes a number between two bf16 neighbours to the upper one with a
+probability proportional to its distance from the lower one. Its expectation is the number itself, whereas rounding to
+nearest would repeat the same error at every step.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from shardlib.kernels.common.recompute import can_hook
 
 
 def kept_in_bf16(parameters: Iterable[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
-    """Within, what operations keep of fp32 tensors for their backward is kept in bf16; not of ``parameters``.
+    """A context in which operations save fp32 tensors other than ``parameters`` in bf16 for their backward.
 
-    What several operations keep is rounded once. Other hooks on saved tensors go on as before. Where there can be no hooks
-    (`can_hook`) everything is kept as it is.
+    A tensor that several operations save is rounded once. Other hooks on saved tensors still run. Where saved tensors
+    cannot have hooks (`can_hook`), they are saved unchanged.
     """
-    return _rounding(parameters) if can_hook() else contextlib.nullcontext()
+    return _saving_in_bf16(parameters) if can_hook() else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _rounding(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    pack, unpack = saving_hooks() or (_same, _same)
-    # Views: what only stands for a parameter gives the tensor itself then. Held, as memory that is given back and taken
-    # again would make other tensors exempt.
+def _saving_in_bf16(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    pack, unpack = saving_hooks() or (_identity, _identity)
+    # Taking a view turns a handle into the tensor that it stands for. The views stay alive until the context ends: if their
+    # memory were freed and allocated again, other tensors would be exempt by its address.
     views = [parameter.view_as(parameter) for parameter in parameters]
     exempt = {storage_id(view.untyped_storage()) for view in views}
-    seen: dict[Any, tuple[torch.Tensor, Any]] = {}  # with the tensor, whose memory must not be used again meanwhile
+    seen: dict[Any, tuple[torch.Tensor, Any]] = {}  # holds each tensor, so that its address is not allocated again
 
     def save(tensor: torch.Tensor) -> Any:
         if tensor.dtype != torch.float32 or storage_id(tensor.untyped_storage()) in exempt:
             return pack(tensor)
-        # Views that cover the same numbers are one to keep, whatever their shapes.
+        # Dense views of the same numbers share one rounded copy, whatever their shapes.
         dense = torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
         flat = tensor.as_strided((tensor.numel(),), (1,)) if dense else tensor.flatten()
-        where = (tensor.data_ptr(), tensor.numel()) if dense else (tensor.data_ptr(), tensor.size(), tensor.stride())
-        if where not in seen:
-            seen[where] = (tensor, pack(stochastically_rounded(flat)))
+        key = (tensor.data_ptr(), tensor.numel()) if dense else (tensor.data_ptr(), tensor.size(), tensor.stride())
+        if key not in seen:
+            seen[key] = (tensor, pack(stochastically_rounded(flat)))
         stride = tensor.stride() if dense else tensor.new_empty(tensor.shape, device="meta").stride()
-        return _Rounded(seen[where][1], tensor.size(), stride)
+        return _Rounded(seen[key][1], tensor.size(), stride)
 
     def restore(saved: Any) -> torch.Tensor:
         return saved.tensor(unpack) if isinstance(saved, _Rounded) else unpack(saved)
@@ -57,26 +57,26 @@ def _rounding(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def stochastically_rounded(x: torch.Tensor) -> torch.Tensor:
-    """``x``, fp32 and contiguous, in bf16: one of its two neighbours there, and on average ``x``.
+    """``x``, contiguous fp32, as bf16: each number becomes one of its two neighbours, on average itself.
 
-    Drawn from torch's own generator. What is not finite stays so.
+    The random bits come from torch's default generator. Infinities and NaN are unchanged.
     """
     noise = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device)
     return round_to_bf16(x.detach(), noise).to(torch.bfloat16)
 
 
 def round_to_bf16(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """``x`` (fp32) up or down to a bf16 number, still fp32: by random ``bits`` below 2^16, up with odds of what is cut off.
+    """``x`` (fp32) with magnitudes rounded to bf16 numbers, still fp32, by uniform random integers ``bits`` in [0, 2^16).
 
-    In magnitude; what is not finite stays.
+    A magnitude is rounded up with a probability equal to the fraction that is cut off. Infinities and NaN are unchanged.
     """
-    # The lower 16 bits are what bf16 leaves out: noise of as many carries into the upper ones as often as it should.
+    # bf16 leaves out the lower 16 bits: adding 16 random bits carries into the upper ones with the right probability.
     cut = (x.view(torch.int32) + bits.to(torch.int32)) & -(1 << 16)
     return torch.where(x.isfinite(), cut.view(torch.float32), x)
 
 
 class _Rounded(NamedTuple):
-    """A view of numbers that are kept in bf16."""
+    """A saved view of numbers that are stored in bf16."""
 
     packed: Any
     size: torch.Size
@@ -86,5 +86,5 @@ class _Rounded(NamedTuple):
         return unpack(self.packed).float().as_strided(self.size, self.stride)
 
 
-def _same(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value

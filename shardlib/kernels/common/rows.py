@@ -1,19 +1,22 @@
-"""Tensors as rows of their last dimension, which is how the kernels of a transformer's layers go over them."""
+"""Tensors as rows along their last dimension, as the kernels of a transformer's layers read them."""
 
 from __future__ import annotations
 
 import torch
 
-PIECES = 32  # of the rows, which the compiled kernels sum on their own: as in rows.h
+RANGES = 32  # of rows, whose sums the compiled kernels compute before they add them up; as in rows.h
 
 
 def sizes(x: torch.Tensor) -> tuple[int, int]:
-    """How many rows ``x`` has, and of how many elements."""
+    """The number of rows of ``x``, and of elements of a row."""
     return x.shape[:-1].numel(), x.shape[-1]
 
 
 def strided(x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """``x`` as rows some elements apart, and how many; copied only where it cannot be read so. For parts of wider rows."""
+    """``x`` and the distance of its rows in elements; copied only where the distances differ or rows are not contiguous.
+
+    A slice of wider rows, such as one of ``x.chunk(2, -1)``, is not copied.
+    """
     if x.numel() and (x.stride(-1) == 1 or x.shape[-1] == 1):
         try:
             return x, x.view(-1, x.shape[-1]).stride(0)
@@ -22,13 +25,13 @@ def strided(x: torch.Tensor) -> tuple[torch.Tensor, int]:
     return x.contiguous(), x.shape[-1]
 
 
-def partial(columns: int) -> torch.Tensor:
-    """Room on the CPU for the sums over pieces of the rows."""
-    return torch.empty(PIECES, columns)
+def partial_sums(columns: int) -> torch.Tensor:
+    """An empty buffer on the CPU for the sums of columns over each range of rows."""
+    return torch.empty(RANGES, columns)
 
 
 def like(x: torch.Tensor) -> torch.Tensor:
-    """What kernels return for ``x``: of its shape and dtype, contiguous, not yet filled."""
+    """An empty contiguous tensor of the shape and dtype of ``x``, for a kernel's result."""
     return x.new_empty(x.shape)
 
 
@@ -38,15 +41,15 @@ def total(x: torch.Tensor) -> torch.Tensor:
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
-    """What sums and functions are computed in: fp32 at least."""
+    """``x`` in the dtype that kernels compute in: fp32, or float64 if it is float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def check_vector(name: str, vector: torch.Tensor | None, x: torch.Tensor) -> None:
-    """A weight or bias is one number per column.
+    """Refuses a weight or bias that does not have one number per column of ``x``.
 
     Raises:
-        ValueError: it is not.
+        ValueError: ``vector`` has another shape.
     """
     if vector is not None and vector.shape != x.shape[-1:]:
         raise ValueError(
@@ -55,10 +58,10 @@ def check_vector(name: str, vector: torch.Tensor | None, x: torch.Tensor) -> Non
 
 
 def check_like(name: str, tensor: torch.Tensor, of: str, x: torch.Tensor) -> None:
-    """Both have one shape and dtype.
+    """Refuses two tensors of different shapes or dtypes.
 
     Raises:
-        ValueError: they have not.
+        ValueError: the shapes or dtypes differ.
     """
     if tensor.shape != x.shape or tensor.dtype != x.dtype:
         raise ValueError(

@@ -1,6 +1,6 @@
-"""Sizes above which work is cut, or goes another way: named where they are asked, and small all at once for tests.
+"""Sizes from which code takes another path or splits its work. Tests make all of them small at once.
 
-What begins above a size is otherwise met by users alone, since tests are small.
+Tests use small tensors, so without this only users would reach the paths for large ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _largest: int | None = None
 
 
 class Threshold:
-    """A size that code compares with, or cuts by: ``LIMIT = Threshold(1 << 24)``, and then ``count > LIMIT()``."""
+    """A size that code compares with, or splits by: ``LIMIT = Threshold(1 << 24)``, then ``count > LIMIT()``."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -25,7 +25,7 @@ class Threshold:
 
 @contextlib.contextmanager
 def small(largest: int) -> Iterator[None]:
-    """Within, no threshold of the process is above ``largest``, and compiled kernels use all threads at any size."""
+    """A context in which no threshold of the process exceeds ``largest``, and compiled kernels use all threads."""
     global _largest
     before, _largest = _largest, largest
     try:
@@ -35,5 +35,5 @@ def small(largest: int) -> Iterator[None]:
 
 
 def threads() -> int:
-    """What compiled kernels are told of threads: torch's number, negative where small work is to be cut too."""
+    """The number of threads to pass to compiled kernels: torch's, negated to split work of any size."""
     return torch.get_num_threads() if _largest is None else -torch.get_num_threads()

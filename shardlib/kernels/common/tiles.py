@@ -1,4 +1,4 @@
-"""What the Triton kernels share."""
+"""Names, options and grid sizes that the Triton kernels share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton
 from shardlib.kernels.common.build import BuildError
 from shardlib.kernels.common.thresholds import Threshold
 
-# A product is rounded before it is added, as everywhere.
+# Products are rounded before they are added, as in the other implementations.
 EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 
 
@@ -18,7 +18,7 @@ def triton_name(device: torch.device) -> str:
     """The implementation's name on ``device``.
 
     Raises:
-        BuildError: Triton does not compile for it, and is not interpreting (TRITON_INTERPRET=1).
+        BuildError: Triton does not compile for ``device``, and does not interpret (TRITON_INTERPRET=1).
     """
     if triton.knobs.runtime.interpret:
         return f"Triton {triton.__version__}, interpreted"
@@ -31,5 +31,5 @@ _SUMS = Threshold(64)
 
 
 def rows_each(count: int, tile: int, programs: Threshold = _SUMS) -> int:
-    """How many rows, a multiple of ``tile``, a program sums, so that at most ``programs`` sums are left to add."""
+    """The number of rows that a program sums, a multiple of ``tile``, so that at most ``programs`` programs have rows."""
     return max(1, triton.cdiv(count, programs() * tile)) * tile

@@ -29,7 +29,7 @@ def forward(x: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor |
 def backward(bias: torch.Tensor | None, draw: Draw, dy: torch.Tensor) -> list[torch.Tensor]:
     dy = native.readable(dy)
     dx = rows.like(dy)
-    dbias, partial = (None, None) if bias is None else (torch.empty(bias.shape), rows.partial(len(bias)))
+    dbias, partial = (None, None) if bias is None else (torch.empty(bias.shape), rows.partial_sums(len(bias)))
     where = (*_drawn(draw), *rows.sizes(dy), dx, partial, dbias, threads())
     _library().dropout_backward(dy, native.DTYPES[dy.dtype], *where)
     return [dx] if dbias is None else [dx, dbias]

@@ -27,7 +27,7 @@ def forward(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool) -> torch.Ten
 def backward(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool, dy: torch.Tensor) -> list[torch.Tensor]:
     x, dy = native.readable(x), native.readable(dy)
     dx = rows.like(x)
-    dbias, partial = (None, None) if bias is None else (torch.empty(bias.shape), rows.partial(len(bias)))
+    dbias, partial = (None, None) if bias is None else (torch.empty(bias.shape), rows.partial_sums(len(bias)))
     where = (*rows.sizes(x), dx, partial, dbias, threads())
     _library().gelu_backward(x, native.DTYPES[x.dtype], native.floats(bias), tanh, dy, *where)
     return [dx] if dbias is None else [dx, dbias]

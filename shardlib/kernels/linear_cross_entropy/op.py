@@ -127,5 +127,5 @@ _total = differentiable(
     backward_fake=lambda x, weight, *_: [x.new_empty(x.shape), weight.new_empty(weight.shape)],
     backward_reference=_backward_reference,
     keep=lambda inputs, outputs: (*inputs[:5], *outputs[1:]),
-    residuals=2,
+    backward_only=2,
 )

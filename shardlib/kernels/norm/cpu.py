@@ -37,7 +37,7 @@ def backward(total: torch.Tensor, norm: Norm, dy: torch.Tensor, dtotal: torch.Te
     total, dy = native.readable(total), native.readable(dy)
     dtotal = None if dtotal is None else native.readable(dtotal)
     ds, sums = rows.like(total), torch.empty(2 * len(weight))
-    where = (*rows.sizes(total), dy, dtotal, ds, rows.partial(len(sums)), sums, threads())
+    where = (*rows.sizes(total), dy, dtotal, ds, rows.partial_sums(len(sums)), sums, threads())
     _library().norm_backward(total, native.DTYPES[total.dtype], native.floats(weight), eps, centred, *where)
     dweight, dbias = sums.view(2, -1).unbind()
     return [ds, dweight.clone()] if bias is None else [ds, dweight.clone(), dbias.clone()]

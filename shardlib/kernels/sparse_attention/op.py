@@ -80,5 +80,5 @@ attend = differentiable(
     backward_fake=_backward_fake,
     backward_reference=_backward_reference,
     keep=lambda inputs, outputs: (*inputs, *outputs),
-    residuals=1,
+    backward_only=1,
 )

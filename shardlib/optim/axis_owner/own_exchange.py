@@ -30,7 +30,7 @@ class OwnExchange:
         """By bucket. Made at the first exchange: their tables have values, which a step that is only traced must not."""
         means = [self._plan.routes[bucket.name].mean for bucket in self._plan.trained]
         channels = [mean.channel for mean in means if mean and mean.channel]
-        return {channel.bucket.name: (channel, channel.line(self._mesh.coords)) for channel in channels}
+        return {channel.bucket.name: (channel, channel.bind(self._mesh.coords)) for channel in channels}
 
     def mean(
         self, tree: dict[str, torch.Tensor], errors: Errors, out: dict[str, torch.Tensor] | None

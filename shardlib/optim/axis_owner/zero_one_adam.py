@@ -25,8 +25,8 @@ class ZeroOneAdamState(NamedTuple):
 
     ``count``: steps taken (0-d float); ``mu``, ``nu``: running means of g and g². From the first step with a frozen
     variance on: ``frozen``, 1 (0-d float); ``anchor``, the parameters that all ranks had last; ``moved``, how far this rank's
-    have gone since; ``elapsed``, the sum of learning rates since (0-d float64). ``apart``: 1 from a step that sends nothing
-    to the next that does (0-d float).
+    have gone since; ``elapsed``, the sum of learning rates since (0-d float64). ``diverged``: 1 from a step that sends
+    nothing to the next that does (0-d float).
     """
 
     count: torch.Tensor  # type: ignore[assignment]  # optax's name, though tuples have a method of it
@@ -36,11 +36,11 @@ class ZeroOneAdamState(NamedTuple):
     anchor: Tree
     moved: Tree
     elapsed: torch.Tensor
-    apart: torch.Tensor
+    diverged: torch.Tensor
 
-    def own_trees(self) -> tuple[str, ...]:
-        """See `shardlib.optim.base.Apart`."""
-        return ("mu", "moved") if self.apart else ()
+    def rank_local(self) -> tuple[str, ...]:
+        """See `shardlib.optim.base.RankLocal`."""
+        return ("mu", "moved") if self.diverged else ()
 
     def held_trees(self) -> tuple[str, ...]:
         """See `shardlib.optim.base.Holding`."""
@@ -102,8 +102,8 @@ def zero_one_adam(
 
     def init(params: Tree, _: Shards) -> ZeroOneAdamState:
         mu, nu, anchor, moved = (tree_map(torch.zeros_like, params) for _ in range(4))
-        elapsed, apart = torch.zeros((), dtype=torch.float64), torch.zeros(())
-        return ZeroOneAdamState(torch.zeros(()), mu, nu, torch.zeros(()), anchor, moved, elapsed, apart)
+        elapsed, diverged = torch.zeros((), dtype=torch.float64), torch.zeros(())
+        return ZeroOneAdamState(torch.zeros(()), mu, nu, torch.zeros(()), anchor, moved, elapsed, diverged)
 
     def step(
         params: Tree, grads: Tree, state: ZeroOneAdamState, scale: torch.Tensor | None, shards: Shards
@@ -137,7 +137,7 @@ def zero_one_adam(
         each_tensor(local, grads, state.mu, state.nu, state.moved)
         # Where the learning rate was 0 all the while, nobody went anywhere.
         if steps.sent(number) is Sent.NOTHING or elapsed == 0:
-            return state._replace(elapsed=elapsed, apart=torch.ones(())), Move(
+            return state._replace(elapsed=elapsed, diverged=torch.ones(())), Move(
                 lambda p, anchor, moved: anchor + moved, (state.anchor, state.moved), absolute=True
             )
 
@@ -155,7 +155,7 @@ def zero_one_adam(
         each(send, grads, state.nu, state.moved)
         mu = shards.compressed_mean(grads, out=state.mu)
         each(meet, mu, state.nu, state.anchor)
-        after = state._replace(mu=mu, elapsed=torch.zeros_like(elapsed), apart=torch.zeros(()))
+        after = state._replace(mu=mu, elapsed=torch.zeros_like(elapsed), diverged=torch.zeros(()))
         return after, Move(lambda p, anchor: anchor, (state.anchor,), absolute=True)
 
     def coming(state: ZeroOneAdamState) -> int:
@@ -171,7 +171,5 @@ def zero_one_adam(
         return steps.sent(coming(state)) is not Sent.FULL
 
     owns = Owned("zero_one_adam", axis, OneBit(scales), unreduced)
-    last = (
-        "zero_one_adam brings ranks together that went apart, and what follows it in the chain would change by how much"
-    )
+    last = "zero_one_adam brings ranks together that had diverged, and what follows it in the chain would change by how much"
     return stepping("zero_one_adam", init, step, Locality.GLOBAL, owns, last=last)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from shardlib.kernels.global_norm import sum_of_squares
-from shardlib.mesh.index_map import Places
+from shardlib.mesh.index_map import IndexMap
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.locality import Locality
 from shardlib.optim.ranges import check, is_integer, is_positive, is_share, is_size, is_step
@@ -138,9 +138,9 @@ def adafactor(
             g.mul_(v.rsqrt())
 
         each(direct, shards.select(unfactored, grads).take(grads), state.v)
-        for number, places, (g,) in shards.located(grads):
+        for number, index_map, (g,) in shards.located(grads):
             if not unfactored(infos[number]):
-                _divide(g, places, factors[infos[number].path])
+                _divide(g, index_map, factors[infos[number].path])
         factor = -size * _factor(infos, params, grads, shards)
         if weight_decay_rate is None and not carried:
             return AdafactorState(count, factors, state.v, ()), Move(lambda p, u: u, (grads,), factor)
@@ -162,11 +162,11 @@ def adafactor(
         sums = torch.zeros(sum(sizes), dtype=torch.float64, device=device_of(grads))
         parts = iter(sums.split(sizes))
         table = {path: Factors(next(parts), next(parts)) for path in before}
-        for number, places, (g,) in shards.shares(grads):
+        for number, index_map, (g,) in shards.shares(grads):
             info = infos[number]
             if not unfactored(info):
-                for piece, where in places.pieces(g):
-                    _add_sums(table[info.path], piece.square().add_(eps), where)
+                for chunk, chunk_map in index_map.chunks(g):
+                    _add_sums(table[info.path], chunk.square().add_(eps), chunk_map)
         shards.total(sums)
         found = {}
         for info in infos:
@@ -207,26 +207,26 @@ def _largest(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _without(shape: tuple[int, ...], dim: int) -> list[int]:
-    return [size for place, size in enumerate(shape) if place != dim]
+    return [size for other, size in enumerate(shape) if other != dim]
 
 
-def _add_sums(sums: Factors, squares: torch.Tensor, places: Places) -> None:
+def _add_sums(sums: Factors, squares: torch.Tensor, index_map: IndexMap) -> None:
     """Add to the parameter's flat sums along its two largest dimensions."""
-    box = places.box(len(squares))
+    box = index_map.box(len(squares))
     grid = squares.new_zeros(math.prod(box.shape))
     grid[box.skip : box.skip + len(squares)] = squares
-    for flat, dim in zip(sums, reversed(_largest(places.shape))):
-        mine = box.without(flat.view(_without(places.shape, dim)), dim)
+    for flat, dim in zip(sums, reversed(_largest(index_map.shape))):
+        mine = box.without(flat.view(_without(index_map.shape, dim)), dim)
         mine += grid.view(box.shape).sum(dim, dtype=mine.dtype)
 
 
-def _divide(g: torch.Tensor, places: Places, factors: Factors) -> None:
+def _divide(g: torch.Tensor, index_map: IndexMap, factors: Factors) -> None:
     """By the root of what the factors give, in place."""
-    d1, d0 = _largest(places.shape)
-    rows, columns = factors.row.view(_without(places.shape, d0)), factors.col.view(_without(places.shape, d1))
+    d1, d0 = _largest(index_map.shape)
+    rows, columns = factors.row.view(_without(index_map.shape, d0)), factors.col.view(_without(index_map.shape, d1))
     rows = (rows / rows.mean(dim=d1 - 1 if d1 > d0 else d1, keepdim=True)).rsqrt_()
     columns = columns.rsqrt()
-    for piece, where in places.pieces(g):
-        box = where.box(len(piece))
+    for chunk, chunk_map in index_map.chunks(g):
+        box = chunk_map.box(len(chunk))
         by = box.without(rows, d0).unsqueeze(d0) * box.without(columns, d1).unsqueeze(d1)
-        piece.mul_(by.reshape(-1)[box.skip : box.skip + len(piece)])
+        chunk.mul_(by.reshape(-1)[box.skip : box.skip + len(chunk)])

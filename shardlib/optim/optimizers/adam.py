@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from shardlib.kernels.adamw import adamw_, changes, factors_at
-from shardlib.optim.base import GradientTransformation, apart
+from shardlib.optim.base import GradientTransformation, separate_copy
 from shardlib.optim.locality import Locality
 from shardlib.optim.ranges import check_adam
 from shardlib.optim.schedules.base import Schedule, as_schedule
@@ -95,7 +95,7 @@ def _adam(
         factors = factors_at(float(after.count), float(rate(state.count)), b1, b2, eps, weight_decay)
         trees = (params, updates, state.mu, state.nu, copies)
         for p, g, m, v, copy in zip(*map(leaves_of, trees), strict=True):
-            adamw_(p, g, m, v, factors, scale=scale, copy=apart(copy, p))
+            adamw_(p, g, m, v, factors, scale=scale, copy=separate_copy(copy, p))
         return after
 
     return GradientTransformation(init, update, Locality.ELEMENTWISE, apply=apply)

@@ -9,7 +9,7 @@ import torch
 
 from shardlib.kernels.adamw import adamw_, factors_at
 from shardlib.kernels.adamw8 import SIGNED, UNSIGNED, adamw8_
-from shardlib.optim.base import GradientTransformation, apart
+from shardlib.optim.base import GradientTransformation, separate_copy
 from shardlib.optim.locality import Locality
 from shardlib.optim.optimizers.adam import AdamState
 from shardlib.optim.optimizers.coded import Coded, zero_moment
@@ -62,9 +62,9 @@ def adamw8bit(
         for p, g, copy, m, v in zip(*trees, strict=True):
             if isinstance(m, Coded):
                 coded = (m.codes, m.scales, v.codes, v.scales)
-                adamw8_(p, g, *coded, factors, scale=scale, copy=apart(copy, p))
+                adamw8_(p, g, *coded, factors, scale=scale, copy=separate_copy(copy, p))
             else:
-                adamw_(p, g, m, v, factors, scale=scale, copy=apart(copy, p))
+                adamw_(p, g, m, v, factors, scale=scale, copy=separate_copy(copy, p))
         return after
 
     return GradientTransformation(init, update, Locality.ELEMENTWISE, apply=apply)

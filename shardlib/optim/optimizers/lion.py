@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from shardlib.kernels.lion import changes, factors_at, lion_
-from shardlib.optim.base import GradientTransformation, apart
+from shardlib.optim.base import GradientTransformation, separate_copy
 from shardlib.optim.locality import Locality
 from shardlib.optim.ranges import check, is_share, is_size
 from shardlib.optim.schedules.base import Schedule, as_schedule
@@ -71,7 +71,7 @@ def lion(lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: 
     ) -> LionState:
         factors = factors_at(float(rate(state.count)), b1, b2, weight_decay)
         for p, g, m, copy in zip(*map(leaves_of, (params, updates, state.mu, copies)), strict=True):
-            lion_(p, g, m, factors, scale=scale, copy=apart(copy, p))
+            lion_(p, g, m, factors, scale=scale, copy=separate_copy(copy, p))
         return state._replace(count=state.count + 1)
 
     return GradientTransformation(init, update, Locality.ELEMENTWISE, apply=apply)

@@ -53,11 +53,11 @@ def add_noise(eta: float, gamma: float, key: Key | int) -> GradientTransformatio
         step, infos = int(state.count), shards.about(updates)
         spread = math.sqrt(eta / (1 + step) ** gamma)
         noisy = tree_map(lambda u: u.clone(memory_format=torch.contiguous_format), updates)
-        for number, places, (part,) in shards.located(noisy):
+        for number, index_map, (part,) in shards.located(noisy):
             own = root.fold_in(step).fold_in(infos[number].path)
             draw = Draw("normal", (0.0, spread), own.seed, 0, infos[number].shape, part.dtype)
-            for piece, where in places.pieces(part):
-                piece.add_(draw.at(where.flat(len(piece), piece.device)))
+            for chunk, chunk_map in index_map.chunks(part):
+                chunk.add_(draw.at(chunk_map.flat(len(chunk), chunk.device)))
         return noisy, NoiseState(state.count + 1)
 
     return GradientTransformation(init, update, Locality.ELEMENTWISE)

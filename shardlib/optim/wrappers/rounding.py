@@ -98,12 +98,12 @@ def _rounded(tree: Tree, like: Tree, key: Key, count: torch.Tensor, shards: Shar
     """A copy whose elements are bf16 numbers wherever ``like`` is bf16."""
     out = tree_map(lambda leaf: leaf.clone(memory_format=torch.contiguous_format), tree)
     infos = shards.about(tree)
-    for number, places, (part, old) in shards.located(out, like):
+    for number, index_map, (part, old) in shards.located(out, like):
         if old.dtype == torch.bfloat16:
             own = key.fold_in(infos[number].path)
-            for piece, where in places.pieces(part):
-                bits = bits_at(own, where.flat(len(piece), piece.device) + (count << _COUNTED)) >> 8
-                piece.copy_(round_to_bf16(piece.float(), bits))
+            for chunk, chunk_map in index_map.chunks(part):
+                bits = bits_at(own, chunk_map.flat(len(chunk), chunk.device) + (count << _COUNTED)) >> 8
+                chunk.copy_(round_to_bf16(chunk.float(), bits))
     return out
 
 

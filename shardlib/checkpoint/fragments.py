@@ -1,0 +1,143 @@
+"""A train state as named fragments: each a range of one flattened leaf (or slice of a leaf).
+
+Every rank owns a range of every parameter (the optimizer's layout). Parameters, fp32 masters and each tree of the optimizer's
+state are cut into these ranges. The names do not depend on the mesh or the ZeRO stage, so a state saved on one mesh is
+restored on another by copying the ranges that overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import optree
+import torch
+
+from shardlib.mesh.index_map import IndexMap
+from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.specs import Window
+from shardlib.optim.train_state import OptimizerState, TrainState
+from shardlib.plan.buckets import Bucket
+from shardlib.plan.plan import Plan
+from shardlib.tree import path_name
+
+PARAMS, MASTERS = "params/", f"opt/{OptimizerState._fields.index('masters')}/"
+
+
+class Fragment(NamedTuple):
+    """A run of elements of one tensor of the state.
+
+    Attributes:
+        name: the tensor's name, which all its fragments share.
+        start: the index of the first element in the flattened slice.
+        data: the elements, flat: a view of the state, or of a file.
+        window: the slice of the tensor; None for the whole tensor.
+    """
+
+    name: str
+    start: int
+    data: torch.Tensor
+    window: Window | None = None
+
+    @property
+    def stop(self) -> int:
+        """The index after the last element's in the flattened slice."""
+        return self.start + self.data.numel()
+
+    def indices(self) -> torch.Tensor | slice:
+        """Where the elements lie in the flattened whole tensor."""
+        if self.window is None:
+            return slice(self.start, self.stop)
+        return IndexMap(self.window, self.start).flat(self.data.numel())
+
+
+def owned_fragments(state: TrainState) -> Iterator[Fragment]:
+    """The fragments that this rank saves: the ranges it owns (the first rank's where ranks hold copies), and on rank 0 the
+    tensors that are not sharded."""
+    plan, mesh = state.params.plan, state.params.mesh
+    for bucket in plan.buckets:
+        if not plan.counts(bucket, mesh.coords) or any(mesh.coords[axis] for axis in plan.copies(bucket)):
+            continue
+        yield from bucket_fragments(state, bucket)
+    if mesh.rank == 0:
+        yield from common_fragments(state)
+
+
+def bucket_fragments(state: TrainState, bucket: Bucket) -> Iterator[Fragment]:
+    """The ranges of a bucket's parameters, and of the optimizer's trees for them, that this rank owns."""
+    plan, mesh = state.params.plan, state.params.mesh
+    index = bucket.owner(mesh.coords, bucket.param_level, bucket.levels)
+    mine = bucket.owner_segment(state.params.buffers[bucket.name], bucket.param_level, index)
+    yield from _cut(plan, mesh, bucket, PARAMS, mine, bucket.levels)
+    for prefix, subset, tensor in _flat_states(state, bucket):
+        yield from _cut(plan, mesh, subset, prefix, tensor, subset.levels)
+
+
+def needed_fragments(state: TrainState) -> Iterator[Fragment]:
+    """Every range that this rank holds, as views for a restore to fill."""
+    plan, mesh = state.params.plan, state.params.mesh
+    for bucket in plan.buckets:
+        yield from _cut(plan, mesh, bucket, PARAMS, state.params.buffers[bucket.name], bucket.param_level)
+        for prefix, subset, tensor in _flat_states(state, bucket):
+            yield from _cut(plan, mesh, subset, prefix, tensor, subset.levels)
+    yield from common_fragments(state)
+
+
+def sources_of(name: str, saved: Mapping[str, list[Fragment]]) -> list[Fragment]:
+    """The saved fragments that fill fragments called ``name``.
+
+    A parameter and its fp32 master stand for each other. The master is preferred, since it has more digits.
+    """
+    for prefix in (MASTERS, PARAMS):
+        if name.startswith(prefix):
+            path = name.removeprefix(prefix)
+            return saved.get(MASTERS + path) or saved.get(PARAMS + path) or []
+    return saved.get(name, [])
+
+
+def common_fragments(state: TrainState) -> Iterator[Fragment]:
+    """Fragments of the tensors that are equal on all ranks: the optimizer's counters and the model's buffers."""
+    plan = state.params.plan
+    for prefix, tree in (("opt", state.opt), ("buffers", state.buffers)):
+        for path, leaf in _leaves(tree):
+            if isinstance(leaf, torch.Tensor) and not (prefix == "opt" and plan.numbering.run_named(path[-1])):
+                yield Fragment(f"{prefix}/{path_name(path)}", 0, leaf.reshape(-1))
+
+
+def _flat_states(state: TrainState, bucket: Bucket) -> Iterator[tuple[str, Bucket, torch.Tensor]]:
+    """The optimizer's flat tensors for a bucket or a subset of its leaves: prefix of their names, bucket of these leaves,
+    tensor.
+
+    The prefix is the path in the optimizer's state of the tree that a tensor belongs to.
+    """
+    for path, leaf in _leaves(state.opt):
+        name, subset = state.params.plan.numbering.run_named(path[-1]) or (None, bucket)
+        if name == bucket.name and isinstance(leaf, torch.Tensor):
+            yield f"opt/{path_name(path[:-1])}/", subset, leaf
+
+
+def _leaves(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    paths, leaves, _ = optree.tree_flatten_with_path(tree)
+    return list(zip(paths, leaves, strict=True))
+
+
+def _cut(plan: Plan, mesh: Mesh, bucket: Bucket, prefix: str, buffer: torch.Tensor, level: int) -> Iterator[Fragment]:
+    """The fragment of each leaf that this rank's flat ``buffer`` of a bucket holds, without padding."""
+    index = bucket.owner(mesh.coords, 0, level)
+    slices = windows(plan, mesh, bucket)
+    held = bucket.held(mesh.coords)
+    for path, numel, shard in zip(bucket.paths, held, bucket.leaf_segments(buffer, level), strict=True):
+        start = index * shard.numel()
+        yield Fragment(prefix + path, start, shard[: max(0, min(shard.numel(), numel - start))], slices.get(path))
+
+
+def windows(plan: Plan, mesh: Mesh, bucket: Bucket) -> dict[str, Window]:
+    """Path -> window of each leaf of a bucket that this rank holds a slice of."""
+    if not bucket.slices:
+        return {}
+    found = {}
+    for placement in plan.placements:
+        if placement.path in bucket.paths:
+            compute = placement.compute
+            found[placement.path] = compute.spec.window(compute.shape, plan.sizes, mesh.coords)
+    return found
