@@ -41,7 +41,7 @@ DEFECTS = (
         "offset",
         "mesh/index_map.py",
         "a slice's elements are numbered as if it began where the parameter does",
-        "(numbers // inner % size + first) * stride",
+        "(numbers // inner % size + offset) * stride",
         "numbers // inner % size * stride",
         ("tests/init/test_initialisers.py::test_shards_are_drawn_equal_on_every_mesh",),
     ),

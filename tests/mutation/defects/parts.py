@@ -103,7 +103,7 @@ DEFECTS = (
         "with a mask of keys a causal query sees all positions",
         "device=q.device).tril(), False",
         "device=q.device), False",
-        ("tests/training/test_sequence.py::test_attention_is_torchs",),
+        ("tests/training/test_sequence.py::test_a_key_mask_goes_with_what_is_causal",),
     ),
     Defect(
         "positions that begin anew at every token",
@@ -137,8 +137,8 @@ DEFECTS = (
         "offset",
         "sharded/shard.py",
         "initial values of every shard are those of the first",
-        "draw.fill(part[:held], Places(*window, first))",
-        "draw.fill(part[:held], Places(*window, 0))",
+        "draw.fill(part[:held], IndexMap(window, first))",
+        "draw.fill(part[:held], IndexMap(window, 0))",
         ("tests/init/test_initialisers.py::test_shards_are_drawn_equal_on_every_mesh",),
     ),
     Defect(
@@ -191,8 +191,8 @@ DEFECTS = (
         "residual",
         "checkpoint/residuals.py",
         "on another number of ranks each gets the total of what was left out",
-        'piece.data.copy_(share / (1 if part.kind == "mean" else part.ranks))',
-        "piece.data.copy_(share)",
+        'copy_(total / (1 if leaf.kind == "mean" else leaf.holders))',
+        "copy_(total)",
         (f"{_COMPRESSED}::test_on_other_ranks_the_total_correction_is_kept",),
     ),
     Defect(
@@ -200,8 +200,8 @@ DEFECTS = (
         "residual",
         "checkpoint/rank_local.py",
         "a restored rank takes up what the first one held for itself",
-        "_name(piece, mesh.coords[axis], ways)])",
-        "_name(piece, 0, ways)])",
+        "_name(fragment, mesh.coords[axis], ways)])",
+        "_name(fragment, 0, ways)])",
         (f"{_COMPRESSED}::test_a_checkpoint_keeps_what_is_a_ranks_own",),
     ),
     Defect(
@@ -216,7 +216,7 @@ DEFECTS = (
     Defect(
         "masters from 16 bits",
         "stale",
-        "checkpoint/pieces.py",
+        "checkpoint/fragments.py",
         "a checkpoint's fp32 masters are taken from the rounded parameters",
         "saved.get(MASTERS + path) or saved.get(PARAMS + path) or []",
         "saved.get(PARAMS + path) or saved.get(MASTERS + path) or []",
