@@ -1,6 +1,13 @@
 """All defects, by the rooms they are planted in."""
 
 from ..planting import Defect
-from . import communication, optimizers, parts, steps
+from . import communication, keys, optimizers, parts, plans, steps
 
-DEFECTS: tuple[Defect, ...] = (*communication.DEFECTS, *steps.DEFECTS, *optimizers.DEFECTS, *parts.DEFECTS)
+DEFECTS: tuple[Defect, ...] = (
+    *communication.DEFECTS,
+    *plans.DEFECTS,
+    *steps.DEFECTS,
+    *keys.DEFECTS,
+    *optimizers.DEFECTS,
+    *parts.DEFECTS,
+)

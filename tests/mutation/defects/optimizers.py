@@ -185,7 +185,7 @@ DEFECTS = (
         (f"{_MESHES}::test_on_every_cut",),
     ),
     Defect(
-        "the mean of micro-batches' metrics of one rank",
+        "a metric of a rank's own batches",
         "reduction",
         "execute/means.py",
         "what a loss function hands out is averaged over a rank's own batches",
@@ -275,7 +275,7 @@ DEFECTS = (
         ("tests/training/test_evaluation.py::test_means_beside_the_loss_add_up_over_micro_batches",),
     ),
     Defect(
-        "twice as many steps in between",
+        "local steps that double one step early",
         "offset",
         "optim/axis_owner/zero_one_steps.py",
         "0/1 Adam's local steps double one step early",

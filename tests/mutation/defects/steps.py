@@ -1,99 +1,16 @@
-"""Defects of plans, of a step's execution, of pipeline stages and schedules, and of random keys."""
+"""Defects of a step's execution, of pipeline stages and of schedules."""
 
 from ..planting import Defect
 
 _SAME = "tests/training/test_same_training.py"
 _HYBRID = (f"{_SAME}::test_hybrid[0-1-True-dtype1]",)
 _SPLIT = f"{_SAME}::test_every_stage_and_number_of_ranks[2-2-4-True-dtype1]"
-_GATHERED = f"{_SAME}::test_every_stage_and_number_of_ranks[3-2-1-True-dtype1]"
 _PLAIN = f"{_SAME}::test_every_stage_and_number_of_ranks[0-2-4-True-dtype1]"
 _PIPELINE = "tests/training/test_pipeline.py"
 _SEQUENCE = "tests/training/test_sequence.py"
 _BYTES = "tests/training/test_bytes.py"
-_RNG = "tests/test_rng.py"
 
 DEFECTS = (
-    Defect(
-        "an all-reduce counted once",
-        "bytes",
-        "plan/exchanges.py",
-        "the plan tells half of what an all-reduce sends",
-        "times = 2 if self.op is Op.SUM else 1",
-        "times = 1",
-        (f"{_BYTES}::test_payload_where_each_unit_is_touched_once_is_the_papers",),
-    ),
-    Defect(
-        "one axis reduced twice",
-        "reduction",
-        "plan/exchanges.py",
-        "gradients are summed over the first axis of copies once for each, and over the others never",
-        "for axis in bucket.replicas:\n",
-        "for axis in bucket.replicas[:1] * len(bucket.replicas):\n",
-        _HYBRID,
-    ),
-    Defect(
-        "padding taken for elements",
-        "offset",
-        "plan/buckets.py",
-        "what pads a leaf's last chunk counts as the leaf's",
-        "min(max(numel - owner * chunk, 0), chunk)",
-        "chunk",
-        ("tests/optim/test_transformations_on_meshes.py::test_noise_leaves_padding_zero",),
-    ),
-    Defect(
-        "owners numbered from minor to major",
-        "order",
-        "plan/buckets.py",
-        "over two axes a rank works on another's chunk",
-        "in zip(self.axes[start:stop], self.sizes[start:stop]):",
-        "in zip(self.axes[start:stop][::-1], self.sizes[start:stop][::-1]):",
-        (f"{_SAME}::test_split_over_two_axes",),
-    ),
-    Defect(
-        "tied gradients planned whole",
-        "bytes",
-        "plan/exchanges.py",
-        "the plan tells the whole gradient for what homes of a tied leaf send",
-        "bucket.size(bucket.levels) * bucket.reduce_dtype",
-        "bucket.size(0) * bucket.reduce_dtype",
-        (f"{_PIPELINE}::test_bytes_held_and_sent_are_the_plans",),
-    ),
-    Defect(
-        "a link does several things at once",
-        "bytes",
-        "plan/predict.py",
-        "the predicted time of a step has messages over one link go beside each other",
-        "max(ready, self._free.get(axis, 0.0)) + seconds",
-        "ready + seconds",
-        ("tests/plan/test_step_time.py::test_a_slow_link_is_all_that_counts",),
-    ),
-    Defect(
-        "parts of a sequence are not summed",
-        "reduction",
-        "plan/bucketing.py",
-        "gradients are those of a rank's own positions",
-        "return sums if sequence.axis in (*slices, *sums) else (*sums, sequence.axis)",
-        "return sums",
-        (f"{_SEQUENCE}::test_every_stage[ulysses-0]",),
-    ),
-    Defect(
-        "experts are summed",
-        "reduction",
-        "plan/bucketing.py",
-        "gradients of what differs along an axis are summed over it",
-        "if axis not in (*kind.axes, *kind.varying)",
-        "if axis not in kind.axes",
-        ("tests/plan/test_claims.py::test_experts_train_like_one_device",),
-    ),
-    Defect(
-        "what slices share is not summed",
-        "reduction",
-        "plan/bucketing.py",
-        "the gradient of a leaf of the style 'shared' is a rank's own part",
-        "if placement.style and placement.style.sums else ()",
-        "if placement.style and not placement.style.sums else ()",
-        ("tests/transforms/test_tensor_slicing.py::test_a_leaf_that_slices_use_whole",),
-    ),
     Defect(
         "the second reduction left out",
         "reduction",
@@ -122,16 +39,7 @@ DEFECTS = (
         ("tests/execute/test_hazards.py::test_an_own_autograd_function_in_several_micro_batches",),
     ),
     Defect(
-        "sparse gradients are not added",
-        "accumulation",
-        "plan/buckets.py",
-        "later micro-batches add nothing to the leaves of a bucket",
-        "add_to_each_([column for column, _ in present]",
-        "add_to_each_([column.clone() for column, _ in present]",
-        (f"{_SAME}::test_micro_batches_after_the_first_are_summed_without_packing", _PLAIN),
-    ),
-    Defect(
-        "a mean over half the ranks",
+        "a mean over one rank",
         "factor",
         "execute/step.py",
         "the number of ranks that share the batch is left out of the mean",
@@ -251,15 +159,6 @@ DEFECTS = (
         (f"{_BYTES}::test_live_gathered_bytes_are_bounded",),
     ),
     Defect(
-        "a step taken again draws on",
-        "key",
-        "execute/step.py",
-        "torch's generators are not set back when a step is taken again",
-        "restore_generators(draws)",
-        "pass",
-        ("tests/execute/test_uneven_use.py::test_torch_draws_the_same_when_a_step_is_taken_again",),
-    ),
-    Defect(
         "targets of another micro-batch",
         "order",
         "execute/stages/pipe.py",
@@ -332,90 +231,6 @@ DEFECTS = (
         (f"{_SEQUENCE}::test_the_loss_of_uneven_parts",),
     ),
     Defect(
-        "positions that begin anew on every rank",
-        "key",
-        "execute/sequence.py",
-        "dropout draws the same for every part of a sequence",
-        "[torch.arange(start, start + length, device=x.device)",
-        "[torch.arange(0, length, device=x.device)",
-        (
-            f"{_SEQUENCE}::test_dropout_is_that_of_the_whole_sequence",
-            f"{_RNG}::test_the_mask_of_a_part_is_its_part_of_the_mask",
-        ),
-    ),
-    Defect(
-        "a key without the rank",
-        "key",
-        "execute/stages/base.py",
-        "all ranks drop out the same elements of their shares",
-        "first = batch_index(plan, mesh) * len(parts)",
-        "first = 0",
-        (f"{_RNG}::test_a_gpt_with_dropout_trains_the_same_on_every_mesh",),
-    ),
-    Defect(
-        "a key without the micro-batch",
-        "key",
-        "execute/stages/base.py",
-        "all micro-batches drop out the same elements",
-        "rng.at_slot(first + index)",
-        "rng.at_slot(first)",
-        (f"{_RNG}::test_a_gpt_with_dropout_trains_the_same_on_every_mesh",),
-    ),
-    Defect(
-        "a key without the step",
-        "key",
-        "train.py",
-        "all steps drop out the same elements",
-        "state.rng.fold_in(state.step)",
-        "state.rng",
-        (f"{_RNG}::test_each_step_draws_anew",),
-    ),
-    Defect(
-        "a key without the layer",
-        "key",
-        "models/gpt.py",
-        "all layers drop out the same elements",
-        "rng.fold_in(i) if rng is not None else None, cache",
-        "rng, cache",
-        ("tests/models/test_gpt.py::test_every_dropout_has_a_key_of_its_own",),
-    ),
-    Defect(
-        "a key without the block",
-        "key",
-        "nn/blocks.py",
-        "all blocks of a sequential draw the same",
-        "rng.fold_in(index) if rng is not None else None",
-        "rng",
-        (f"{_PIPELINE}::test_dropout_draws_what_one_device_draws",),
-    ),
-    Defect(
-        "torch's generators without the share",
-        "key",
-        "rng.py",
-        "torch's own dropout draws the same for every share of the batch",
-        'key.fold_in(f"torch at {key.slot}")',
-        'key.fold_in("torch")',
-        (f"{_RNG}::test_torchs_own_dropout_follows_the_key_and_the_share_of_the_batch",),
-    ),
-    Defect(
-        "a fraction of a slot draws as the first",
-        "key",
-        "rng.py",
-        "shares of unequal rows draw what others do",
-        'self.fold_in(f"slot {self.slot}").seed, 0',
-        "self.seed, 0",
-        (f"{_RNG}::test_shares_of_unequal_rows_draw_what_no_other_does",),
-    ),
-    Defect(
-        "unequal micro-batches with one key",
-        "key",
-        "execute/stages/base.py",
-        "micro-batches of different sizes begin at the same row",
-        "starts = [first + sum(rows[:index]) for index in range(len(rows))]",
-        "starts = [first for index in range(len(rows))]",
-        (f"{_PIPELINE}::test_dropout_draws_what_one_device_draws",),
-    ),
-    Defect(
         "a step that strayed is not taken again",
         "agreement",
         "execute/step.py",
@@ -432,15 +247,6 @@ DEFECTS = (
         "CheckpointPolicy.MUST_SAVE if op in _DOTS",
         "CheckpointPolicy.MUST_SAVE if op not in _DOTS",
         ("tests/execute/test_hazards.py::test_what_remat_computes_again",),
-    ),
-    Defect(
-        "gradients summed in 16 bits",
-        "numerics",
-        "plan/placing.py",
-        "gradients of 16-bit parameters are added up in 16 bits",
-        "(everywhere and everywhere.dtype) or torch.float32",
-        "(everywhere and everywhere.dtype) or dtype",
-        ("tests/transforms/test_mixed_precision.py::test_gradients_are_summed_in_the_dtype_asked_for",),
     ),
     Defect(
         "activations with all that went before",
