@@ -1,6 +1,6 @@
-"""What differs between the supported torch versions (2.11 and later), and all that is private to torch: in one place.
+"""Everything that differs between the supported torch versions (2.11 and later), and every use of torch's private parts.
 
-A hot path takes what is bound here once, at import, without a Python call in between.
+Names for hot paths are bound directly, at import, so that no Python call comes in between.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-# The operators of attention that keep no scores, for rules about what is computed again.
+# The attention operators that keep no scores, for recompute policies.
 FUSED_ATTENTIONS = {
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -44,7 +44,7 @@ flatten_dense_tensors, unflatten_dense_tensors = _flatten_dense_tensors, _unflat
 add_to_each_ = torch._foreach_add_
 writes: Callable[[Any], bool] = attrgetter("_schema.is_mutable")  # whether an operator writes to its arguments
 
-# What surrounds an operation: contexts, and what tells where one stands.
+# Contexts of operations, and queries about the present context.
 no_modes = _disable_current_modes
 no_torch_function = torch._C.DisableTorchFunctionSubclass
 no_autocast = partial(torch._C._ExcludeDispatchKeyGuard, _AUTOCAST)
@@ -59,14 +59,14 @@ default_store = dist.distributed_c10d._get_default_store
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_FIRST = 2**63  # above every sequence number autograd gives out
+_FIRST = 2**63  # above every sequence number that autograd assigns
 
 
 def run_first(tensor: torch.Tensor) -> torch.Tensor:
-    """Let backward run the node that made ``tensor`` as soon as its gradients are complete.
+    """Make backward run the node that made ``tensor`` as soon as its gradients are complete.
 
-    Autograd's queue prefers the node made last, so one made before the forward pass would wait for all the others.
-    Versions without the setter run it late: right, with less overlap.
+    Autograd's queue prefers the node made last, so a node made before the forward pass would wait for all the others.
+    Torch versions without the setter run the node late, which is correct, with less overlap.
     """
     set_number: Any = getattr(tensor.grad_fn, "_set_sequence_nr", None)
     if set_number is not None:
@@ -75,39 +75,39 @@ def run_first(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Counts writes to a tensor's memory; views share it. A function, which torch.compile follows."""
+    """The number of writes to a tensor's memory, which views share. A function, since torch.compile can trace it."""
     return tensor._version
 
 
 def own_parameters(module: torch.nn.Module) -> dict[str, Any]:
-    """A module's parameters, not its children's, to be read and replaced."""
+    """A module's own dictionary of parameters, without those of its children; entries may be replaced."""
     return module._parameters
 
 
 def own_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
-    """A module's buffers, not its children's, to be read and replaced."""
+    """A module's own dictionary of buffers, without those of its children; entries may be replaced."""
     return module._buffers
 
 
 def with_children_of_its_own(module: Any) -> Any:
-    """A shallow copy, whose children can be replaced without the module's being."""
+    """A shallow copy of a module, whose children can be replaced without changing the module."""
     made = copy.copy(module)
     made._modules = dict(module._modules)
     return made
 
 
 def pre_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
-    """What is called before a module's forward."""
+    """The hooks that are called before a module's forward."""
     return list(module._forward_pre_hooks.values())
 
 
 def is_compiled(fn: Callable[..., Any]) -> bool:
-    """Whether ``fn`` is what torch.compile returned."""
+    """Whether ``fn`` is a result of torch.compile."""
     return hasattr(fn, "_torchdynamo_orig_callable")
 
 
 def factor_of_product(node: Any) -> Any:
-    """What the graph node of a sum with a product (addmm and its kin) multiplies the product by."""
+    """The factor (alpha) by which a graph node of addmm or baddbmm multiplies its product; 1 for other nodes."""
     return getattr(node, "_saved_alpha", 1)
 
 
@@ -116,19 +116,19 @@ def grad(
     inputs: Sequence[torch.Tensor | GradientEdge],
     seeds: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor | None, ...]:
-    """`torch.autograd.grad` that never dispatches on the inputs' type: some are handles, meant as graph leaves."""
+    """`torch.autograd.grad` without dispatch on the type of inputs: handles among them stand for leaves of the graph."""
     return _engine_run_backward(
         tuple(outputs), tuple(seeds), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
     )
 
 
 def saving_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
-    """How a tensor saved now is packed and unpacked; None where it is kept as it is."""
+    """The present pack and unpack hooks for saved tensors; None without hooks."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def cpu_multiplies_bf16() -> bool:
-    """Whether the CPU has bf16 dot products; False where this torch cannot tell."""
+    """Whether the CPU has bf16 dot products; False if this version of torch cannot tell."""
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(capabilities.get("avx512_bf16"))
 
@@ -136,10 +136,10 @@ def cpu_multiplies_bf16() -> bool:
 def watch_checkpoints(
     lasting: Callable[[Callable[..., Any]], Callable[..., Any]], before_reentrant: Callable[[], None]
 ) -> None:
-    """Have `torch.utils.checkpoint` compute ``lasting(fn)`` again in place of ``fn``, for as long as the process lives.
+    """Make every `torch.utils.checkpoint` checkpoint ``lasting(fn)`` instead of ``fn``, for the rest of the process.
 
-    ``lasting`` is called where the checkpoint is, ``before_reentrant`` before one with ``use_reentrant=True``. (A
-    ``context_fn`` would do, if all who call `checkpoint` passed one on.)
+    ``lasting(fn)`` is called when a checkpoint is made, and ``before_reentrant()`` before a checkpoint with
+    ``use_reentrant=True``. (A ``context_fn`` would do if all callers of `checkpoint` accepted one.)
     """
     record, reentrant = checkpointing._checkpoint_without_reentrant_generator, checkpointing.CheckpointFunction.apply
 

@@ -1,14 +1,14 @@
-"""The exceptions shardlib raises.
+"""The exceptions that shardlib raises.
 
-Every message names what was found (a parameter's path, sizes, an axis and its size) and a remedy, and all
-failures of one kind come together in one message.
+Every message names what was found (a parameter's path, sizes, an axis and its size) and a remedy. All failures of one kind
+are in one message.
 """
 
 from collections.abc import Iterable
 
 
 class ShardlibError(Exception):
-    """Base of every error raised by shardlib itself."""
+    """Base class of all errors that shardlib raises."""
 
 
 class SpecError(ShardlibError, ValueError):
@@ -16,19 +16,19 @@ class SpecError(ShardlibError, ValueError):
 
 
 class MeshError(ShardlibError, ValueError):
-    """A mesh that does not fit the processes at hand, or an axis it does not have."""
+    """A mesh that does not fit the running processes, or an axis that a mesh does not have."""
 
 
 class IllegalComposition(ShardlibError, ValueError):
-    """Transforms that do not compose; names them, what each claimed, and the fix."""
+    """Transforms that do not compose; names the transforms, what each claimed, and the remedy."""
 
 
 class TreeError(ShardlibError, TypeError):
-    """A pytree with leaves that shardlib cannot shard, or that differs from the plan's."""
+    """A pytree with leaves that shardlib cannot shard, or with another structure than the plan's."""
 
 
 class BatchError(ShardlibError, ValueError):
-    """A batch that cannot be split as the plan asks."""
+    """A batch that does not fit the plan."""
 
 
 class ScheduleError(ShardlibError, ValueError):
@@ -40,7 +40,7 @@ class LossError(ShardlibError, ValueError):
 
 
 class HandleError(ShardlibError, RuntimeError):
-    """A use of a gathered parameter that stage 3 cannot honour; names the remedy."""
+    """A use of a gathered or sliced parameter that is not supported; names the remedy."""
 
 
 class NonFiniteError(ShardlibError, ArithmeticError):
@@ -67,13 +67,13 @@ REENTRANT = (
 
 
 def axes_named(axes: Iterable[str]) -> str:
-    """ "axis 'a'", or "axes 'a', 'b' and 'c'"."""
+    """The axes as text: "axis 'a'", or "axes 'a', 'b' and 'c'"."""
     *first, last = map(repr, axes)
     return f"axes {', '.join(first)} and {last}" if first else f"axis {last}"
 
 
 def listing(failures: list[str], limit: int = 20) -> str:
-    """Join failures one per line, telling how many were left out beyond ``limit``."""
+    """Failures, one per line; beyond ``limit`` only their number."""
     lines = [f"  - {failure}" for failure in failures[:limit]]
     if len(failures) > limit:
         lines.append(f"  ... and {len(failures) - limit} more")

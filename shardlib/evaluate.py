@@ -27,7 +27,7 @@ from shardlib.tree import path_name
 
 
 class EvalStep:
-    """A function bound to how parameters are sharded; see `make_eval_step`."""
+    """A function bound to a plan and a mesh; see `make_eval_step`."""
 
     def __init__(self, fn: Callable[..., Any], params: Any) -> None:
         require_function(fn, "what is evaluated", "params, ...")
@@ -38,11 +38,11 @@ class EvalStep:
         self._runner = runner_of(fn, lifted.plan, lifted.mesh, trained=False)
 
     def __call__(self, params: Any, *args: Any) -> Any:
-        """What the function returns for one batch, each `Mean` as a number over all ranks' batches.
+        """The function's result for one batch, with each `Mean` as a number over all ranks' batches.
 
         Raises:
-            LossError: means at other places than other ranks', or none that weighs.
-            RankMismatch: ranks along axes that do not share the batch out were given different arguments.
+            LossError: ranks have means at different paths, or all means have weight 0.
+            RankMismatch: ranks along axes over which the batch does not vary were given different arguments.
         """
         current, results = self._current(params), self._results()
         if self._inputs.axes:
@@ -51,26 +51,26 @@ class EvalStep:
         return self._reduced(results)
 
     def over(self, params: Any, batches: Iterable[Any]) -> Any:
-        """The same over several batches: sums and weights add up over them first, on the device, and over ranks once.
+        """The function's means over several batches. Totals and weights are summed over batches first, then over ranks once.
 
-        Each batch is the function's second argument. Where the function sends anything (parameters are gathered, sliced
-        or in stages, sequences are cut) the ranks that take part must take equally many, and tell each other before each
-        batch whether they have another. Elsewhere they may take unequally many, but each at least one.
+        Each batch is the function's second argument. Ranks that communicate inside the function (parameters are gathered,
+        sliced or in stages, sequences are cut) must have equally many batches, and agree before each batch whether there is
+        another. Other ranks may have different numbers of batches, at least one each.
 
         Raises:
-            LossError: no batches on a rank, or results that are not a `Mean`; lists them. Else as a call.
-            BatchError: ranks with more batches than others; names them, on all ranks.
-            RankMismatch: as a call.
+            LossError: a rank without batches, or results other than a `Mean`, which are listed; or as in a call.
+            BatchError: some ranks have more batches than others; names them, on all ranks.
+            RankMismatch: as in a call.
         """
         current, results = self._current(params), self._results()
         rest = iter(batches)
         for taken in itertools.count():
             if not self._agreed(batch := next(rest, _NONE), taken):
                 break
-            part = self._run(current, batch)
+            result = self._run(current, batch)
             if results.tree is None:
-                _require_means(part)
-            results.add(part)
+                _require_means(result)
+            results.add(result)
         if results.tree is None and not results.faults:
             results.faults.append("evaluation over no batches has no mean; give each rank at least one")
         return self._reduced(results)
@@ -79,56 +79,62 @@ class EvalStep:
         return Results(self._mesh.device, "batch", "the result")
 
     def _reduced(self, results: Results) -> Any:
-        """Over ranks; those that have no means to share wait for nobody."""
+        """The results with each `Mean` as a number over all ranks. Not collective if there are no means."""
         if not results.paths and not results.faults:
             return results.tree
         plan, mesh = self._plan, self._mesh
-        mine = Agreement(results.form if results.paths else None, tuple(results.faults))
-        told = torch.tensor(mine.numbers(), dtype=torch.float64, device=mesh.device)
-        sum_over(mesh, tuple(mesh.shape), told)
-        if not agree(told.tolist()):
-            mine.refuse(mesh, "Return the same sl.Mean on every rank, sl.Mean(0, 0) where there is nothing to count.")
+        agreement = Agreement(results.form if results.paths else None, tuple(results.faults))
+        sums = torch.tensor(agreement.numbers(), dtype=torch.float64, device=mesh.device)
+        sum_over(mesh, tuple(mesh.shape), sums)
+        if not agree(sums.tolist()):
+            agreement.refuse(
+                mesh, "Return the same sl.Mean on every rank, sl.Mean(0, 0) where there is nothing to count."
+            )
         summed = sum_means(results.tree, plan, mesh)
         if all(mean.weight == 0 for mean in means(summed).values()):
             raise LossError(
-                f"nothing weighs in {', '.join(map(repr, results.paths))} on any rank, so there is no mean; leave such "
+                f"{', '.join(map(repr, results.paths))}: weight 0 on all ranks, so there is no mean; leave such "
                 "batches out, or take several together by eval_step.over(params, batches)"
             )
         return quotients(summed)
 
     def _agreed(self, batch: Any, taken: int) -> bool:
-        """Whether there is another batch, as all ranks say that take the next one together."""
-        mesh, there = self._mesh, batch is not _NONE
+        """Whether there is another batch. Raises if only some of the ranks that take batches together have one."""
+        mesh, has_batch = self._mesh, batch is not _NONE
         if taken == 0:
-            few, more = self._divided(there, tuple(mesh.shape), 0.0)
-            if more:
+            without, having = self._divided(has_batch, tuple(mesh.shape), 0.0)
+            if having:
                 raise LossError(
-                    f"rank {few}: evaluation over no batches has no mean; give each rank at least one, as rank {more} has"
+                    f"rank {without}: evaluation over no batches has no mean; give each rank at least one, as rank {having} "
+                    "has"
                 )
-        few, more = self._divided(there, self._together, self._inputs.share(batch, {}) if there else 0.0)
-        if more:
+        without, having = self._divided(has_batch, self._together, self._inputs.share(batch, {}) if has_batch else 0.0)
+        if having:
             raise BatchError(
-                f"after {taken} batches rank {few} has no other to evaluate and rank {more} has: ranks along "
+                f"after {taken} batches rank {without} has no other to evaluate and rank {having} has: ranks along "
                 f"{axes_named(self._together)} take each batch together, so give them equally many"
             )
-        return there
+        return has_batch
 
-    def _divided(self, there: bool, axes: tuple[str, ...], share: float) -> tuple[str, str]:
-        """Where only some ranks along the axes have a batch, those that have none and those that have one; else nobody.
+    def _divided(self, has_batch: bool, axes: tuple[str, ...], share: float) -> tuple[str, str]:
+        """The ranks along ``axes`` without a batch and those with one, as text; two empty strings if all ranks are alike.
 
-        ``share``: as `Inputs.share` gives it; all ranks are told here if these do not agree.
+        Args:
+            share: `Inputs.share` of the batch. Raises on all ranks if the inputs do not agree.
         """
         mesh = self._mesh
         ranks = math.prod(mesh.shape[axis] for axis in axes)
         if ranks == 1:
             return "", ""
-        told = torch.tensor([there, share], dtype=torch.float64, device=mesh.device)
-        sum_over(mesh, axes, told)
-        count, differ = told.tolist()
+        sums = torch.tensor([has_batch, share], dtype=torch.float64, device=mesh.device)
+        sum_over(mesh, axes, sums)
+        count, differ = sums.tolist()
         if 0 < count < ranks:
-            everyone = primitives.all_gather_object(mesh, axes, (mesh.rank, there))
-            few, more = (", ".join(str(rank) for rank, found in everyone if found is had) for had in (False, True))
-            return few, more
+            everyone = primitives.all_gather_object(mesh, axes, (mesh.rank, has_batch))
+            without, having = (
+                ", ".join(str(rank) for rank, has in everyone if has is wanted) for wanted in (False, True)
+            )
+            return without, having
         if differ:
             self._inputs.explain()
         return "", ""
@@ -145,11 +151,11 @@ class EvalStep:
         return current
 
 
-_NONE = object()  # where there is no other batch; None may be one
+_NONE = object()  # stands for "no batch"; None may be a batch
 
 
 def _together(plan: Plan) -> tuple[str, ...]:
-    """The axes along which ranks evaluate each batch together: they share it, or gather parameters from each other."""
+    """The axes along which ranks take each batch together: they share the batch, or gather parameters from each other."""
     gathered = {axis for bucket in plan.everywhere.buckets for axis in bucket.axes[: bucket.param_level]}
     return tuple(
         axis for axis, size in plan.sizes.items() if size > 1 and (axis in gathered or axis not in plan.batch_axes)
@@ -157,15 +163,16 @@ def _together(plan: Plan) -> tuple[str, ...]:
 
 
 def make_eval_step(fn: Callable[..., Any], params: Any) -> EvalStep:
-    """``eval_step(params, *args)``: ``fn`` on sharded parameters, without gradients.
+    """Make ``eval_step(params, *args)``, which runs ``fn`` on sharded parameters without gradients.
 
-    Every `Mean` that ``fn`` returns, in a dictionary say, becomes one number over all ranks' batches (NaN where it weighs
-    nothing and others do); other results (samples, logits) are this rank's own, parameters among them whole copies.
-    ``eval_step.over(params, batches)`` gives means over several batches. ``params`` may also be a `TrainState`. NumPy's
-    arrays among the arguments become tensors, and under `sl.precision` floating tensors are cast, as in a batch.
+    Every `Mean` that ``fn`` returns, alone or in a pytree, becomes one number over all ranks' batches (NaN for a weight of 0,
+    unless all weights are 0, which is an error); other results (samples, logits) are this rank's, and parameters among them
+    are whole copies. ``eval_step.over(params, batches)`` gives means over several batches. ``params`` may also be a
+    `TrainState`. NumPy arrays among the arguments become tensors, and under `sl.precision` floating tensors are cast, as in
+    a batch.
 
-    Under a pipeline ``fn`` is an `sl.sequential`, called with one batch. That goes through in one piece, not in
-    micro-batches: each stage waits for the one before it. What the last block returns is handed to the ranks of all stages.
+    With several stages ``fn`` is an `sl.sequential`, called with one batch. The batch passes the stages as a whole, not in
+    micro-batches: each stage waits for the one before it. The ranks of all stages get the result of the last block.
 
     >>> params = {"w": torch.ones(4, 4)}
     >>> evaluate = sl.make_eval_step(lambda params, x: sl.Mean((x @ params["w"]).sum(), x.numel()), params)

@@ -1,4 +1,4 @@
-"""`make_plan`: what a training job will hold and send, before any rank runs."""
+"""`make_plan`: the plan of a training job, with the bytes that ranks will hold and send, before any rank runs."""
 
 from __future__ import annotations
 
@@ -41,19 +41,21 @@ def make_plan(
     """Plan without running: specs, bytes and messages per rank. Moves no data and needs no ranks.
 
     Args:
-        params: a pytree of tensors, real or on the meta device, or a function that makes one (it is not run).
+        params: a pytree of tensors, real or on the meta device, or a function that makes one (traced, without memory).
         mesh: any mesh, abstract ones included.
-        transform, stage: as for `shard`.
-        loss_fn, batch: with both (and ``buffers``, if it takes them), the loss and its backward are traced on fake
-            tensors to see which units are gathered and how often, what passes between a pipeline's stages, and how many
-            bytes activations take.
-            ``batch`` is one rank's share, on any device, the meta device too. Without them each unit is taken to be
-            gathered once forward and once backward, and what passes between stages is not counted.
-        optimizer: a gradient transformation; its state is then counted.
+        transform: as for `shard`.
+        stage: as for `shard`.
+        loss_fn: if given with ``batch`` (and ``buffers``, if the loss takes them), the loss and its backward are traced on
+            fake tensors, which shows the units that are gathered and how often, what passes between stages, and the bytes
+            of activations. Without a trace each unit counts as gathered once forward and once backward, and what passes
+            between stages is not counted.
+        batch: one rank's share of a batch, on any device, the meta device included.
+        optimizer: a gradient transformation, whose state and messages are counted.
+        buffers: the buffers that ``loss_fn`` takes, if any.
 
     Raises:
         TreeError, IllegalComposition, SpecError: as `shard`.
-        TypeError: an optimizer that is no gradient transformation.
+        TypeError: an optimizer that is not a gradient transformation.
 
     >>> params = {"w": torch.empty(1000, 1000, device="meta")}
     >>> plan = sl.make_plan(params, sl.abstract_mesh(data=8), sl.zero(2), optimizer=sl.optim.adamw(1e-3))
@@ -73,11 +75,11 @@ def make_plan(
     return _traced(plan, loss_fn, batch, buffers)
 
 
-_UNEVEN = "where values decide which units a rank uses, what any rank uses is gathered by all"
+_UNEVEN = "if values decide which units a rank uses, all ranks gather the units that any rank uses"
 
 
 def _traced(plan: Plan, loss_fn: Callable[..., Any], batch: Any, buffers: Any) -> Plan:
-    """The plan with its traces, from one micro-batch on fake tensors; says so in its log when that fails."""
+    """The plan with its traces, from one micro-batch on fake tensors. If tracing fails, a note in the log says so."""
     require_function(loss_fn, "the loss function", "params, batch" if buffers is None else "params, buffers, batch")
     device = torch.device("cpu")
     mesh = Mesh(plan.sizes, 0, {axis: EchoGroup(size) for axis, size in plan.sizes.items()}, device, abstract=True)
@@ -88,11 +90,11 @@ def _traced(plan: Plan, loss_fn: Callable[..., Any], batch: Any, buffers: Any) -
             return leaf
         if leaf.device == device or leaf.layout is not torch.strided:
             return fake.from_tensor(leaf)
-        with fake:  # of a GPU, or a shape alone: the trace runs on one device, whatever it is
+        with fake:  # a tensor of another device, or without memory: the trace runs on one device
             return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
 
     batch, buffers = tree_map(pretend, as_tensors(batch, device)), tree_map(pretend, buffers)
-    # Kernels do not run on tensors without values: everything travels as it is.
+    # Codecs' kernels do not run on tensors without values, so everything is sent uncompressed.
     plain = replace(plan, reductions=Reductions(second_level=plan.reductions.second_level))
     with fake:
         stored = {b.name: torch.empty(b.size(b.param_level), dtype=b.dtype, device=device) for b in plan.buckets}

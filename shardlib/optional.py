@@ -1,4 +1,4 @@
-"""Packages that some functions need and the library does not."""
+"""Optional packages, which only some functions need."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class MissingPackage(ShardlibError, ImportError):
 
 
 def require(module: str, purpose: str, package: str, extra: str) -> ModuleType:
-    """The imported ``module`` of ``package``, which the library's ``extra`` brings.
+    """Import ``module`` of ``package``, which the library's optional dependencies ``extra`` install.
 
     Raises:
-        MissingPackage: it cannot be imported; says what ``purpose`` needs.
+        MissingPackage: the module cannot be imported; says that ``purpose`` needs the package.
     """
     try:
         return importlib.import_module(module)
@@ -26,7 +26,7 @@ def require(module: str, purpose: str, package: str, extra: str) -> ModuleType:
 
 
 def figures() -> tuple[type, type]:
-    """matplotlib's ``Figure`` and ``FigureCanvasAgg``, for figures of one's own: no pyplot, nothing global, no display.
+    """matplotlib's ``Figure`` and ``FigureCanvasAgg``, for figures without pyplot, global state or a display.
 
     Raises:
         MissingPackage: matplotlib is not installed.

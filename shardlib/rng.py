@@ -1,6 +1,6 @@
 """Counter-based randomness: a key and a global index give the same bits on every mesh.
 
-The generator is a hash of (key, element index); see `shardlib.kernels.counter`.
+The generator is a hash of the key's seed and the element's index; see `shardlib.kernels.counter`.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from shardlib.kernels import counter
 
 @dataclass(frozen=True)
 class Key:
-    """A key for counter-based randomness. Keys of different seeds are independent, however near the seeds are.
+    """A key for counter-based randomness. Keys of different seeds are independent, however close the seeds are.
 
-    ``slot`` says which share of the global batch the caller holds (rank along the batch axes × micro-batches
-    + micro-batch): an activation whose leading dimension is the batch takes its random numbers at
-    ``slot * x.numel()`` onwards, so every mesh draws the same mask for the same sample. It is a fraction where shares
-    differ: the first row over the number of rows.
-
-    ``seed`` has 64 bits; a negative one is that plus 2^64, as in torch.
+    Attributes:
+        seed: 64 bits; a negative seed stands for itself plus 2^64, as in torch.
+        slot: which share of the global batch the caller holds (rank along the batch axes × micro-batches + micro-batch).
+            An activation whose leading dimension is the batch takes the random numbers from ``slot * x.numel()`` on, so
+            that every mesh draws the same mask for the same sample. A fraction if shares differ in size: the share's first
+            row over its number of rows.
 
     Raises:
-        TypeError: a seed that is no integer.
-        ValueError: a seed of more than 64 bits; a slot that is no integer or Fraction, or negative.
+        TypeError: a seed that is not an integer.
+        ValueError: a seed of more than 64 bits; a slot that is negative, or neither an integer nor a Fraction.
     """
 
     seed: int
@@ -53,7 +53,7 @@ class Key:
         object.__setattr__(self, "seed", seed % 2**64)
 
     def fold_in(self, data: int | str) -> Key:
-        """A new, independent key for ``data`` (a step, a layer's index or name); 1 and "1" give different ones.
+        """A new, independent key for ``data`` (a step, a layer's index or name); 1 and "1" give different keys.
 
         Raises:
             TypeError: ``data`` is neither a string nor an integer.
@@ -69,13 +69,14 @@ class Key:
         return replace(self, seed=int.from_bytes(digest, "little"))
 
     def at_slot(self, slot: int | Fraction) -> Key:
+        """The key of the same seed for another slot."""
         return replace(self, slot=slot)
 
     def stretch(self, count: int) -> tuple[int, int]:
-        """The seed of a tensor of ``count`` elements (or rows) of this slot, and the number of the first one.
+        """The seed for a tensor of ``count`` elements (or rows) of this slot, and the index of its first element.
 
-        Where the slot's first row is not at a whole number of elements the tensor has no rows of the batch, and what it
-        draws is this slot's own, not a part of what its neighbours draw.
+        If the slot is a fraction and ``slot * count`` is not an integer, the tensor has no rows of the batch. The seed is
+        then one of this slot's own, and the index 0.
         """
         first = self.slot * count
         if first == int(first):
@@ -84,9 +85,10 @@ class Key:
 
 
 def require_key(function: str, name: str, value: object) -> Key:
-    """
+    """Return ``value`` if it is a key; ``function`` and ``name`` are for the message.
+
     Raises:
-        TypeError: ``value`` is no key; an int would give the same mask at every step.
+        TypeError: ``value`` is not a key; an int, for example, would give the same mask at every step.
     """
     if isinstance(value, Key):
         return value
@@ -103,9 +105,9 @@ def random_bits(key: Key, count: int, device: torch.device | str = "cpu") -> tor
     return counter.random_bits(seed, torch.arange(start, start + count, dtype=torch.int64, device=device))
 
 
-def bits_at(key: Key, places: torch.Tensor) -> torch.Tensor:
-    """The 24-bit integers of the key's seed with the int64 numbers ``places``, as int64."""
-    return counter.random_bits(require_key("bits_at", "key", key).seed, places)
+def bits_at(key: Key, indices: torch.Tensor) -> torch.Tensor:
+    """The 24-bit integers of the key's seed at int64 ``indices``, as int64."""
+    return counter.random_bits(require_key("bits_at", "key", key).seed, indices)
 
 
 def uniform(
@@ -114,7 +116,7 @@ def uniform(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Uniform numbers in [0, 1) on a grid of 2^-24; of 2^-11 in fp16 and 2^-8 in bf16, where a finer one would reach 1."""
+    """Uniform numbers in [0, 1), multiples of 2^-24; of 2^-11 in fp16 and 2^-8 in bf16, as finer ones would round to 1."""
     digits = {torch.float16: 11, torch.bfloat16: 8}.get(dtype, 24)
     bits = random_bits(key, torch.Size(shape).numel(), device) >> (24 - digits)
     return (bits.to(torch.float32) * 2.0**-digits).to(dtype).reshape(shape)
@@ -122,9 +124,9 @@ def uniform(
 
 @contextmanager
 def seeding_torch(key: Key | None, device: torch.device) -> Iterator[None]:
-    """Let what draws from torch's own generators meanwhile draw by ``key`` and its slot; then they are as they were.
+    """A context in which torch's generators are seeded by ``key`` and its slot; their states are restored at the end.
 
-    For code that knows no keys: modules' own dropout. Without a key nothing is done.
+    For code without keys, such as modules' own dropout. Does nothing without a key.
     """
     if key is None:
         yield
@@ -139,7 +141,7 @@ def seeding_torch(key: Key | None, device: torch.device) -> Iterator[None]:
 
 
 def states_of_generators(device: torch.device) -> list[tuple[torch.Generator, torch.Tensor]]:
-    """Torch's own generators, of the CPU and of ``device``, each with its state."""
+    """Torch's default generators of the CPU and of ``device``, each with its state."""
     generators = [torch.default_generator]
     if device.type == "cuda":
         here = torch.cuda.current_device() if device.index is None else device.index
@@ -148,6 +150,6 @@ def states_of_generators(device: torch.device) -> list[tuple[torch.Generator, to
 
 
 def restore_generators(states: list[tuple[torch.Generator, torch.Tensor]]) -> None:
-    """Set generators back to what `states_of_generators` gave."""
+    """Restore generators to states from `states_of_generators`."""
     for generator, state in states:
         generator.set_state(state)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: int = 0) -> str:
-    """Aligned columns; the last ``right`` of them to the right."""
+    """A table with aligned columns, the last ``right`` of them aligned to the right."""
     lines = [tuple(header), *(tuple(row) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     left = len(header) - right
@@ -19,7 +19,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: int = 0) 
 
 
 def count(number: int) -> str:
-    """A number in decimal units, as the papers print it."""
+    """A number in decimal units, such as "1.5B"."""
     for scale, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
         if number >= scale:
             return f"{number / scale:.4g}{letter}"
@@ -27,7 +27,7 @@ def count(number: int) -> str:
 
 
 def size(number: int) -> str:
-    """Bytes in decimal units, as the papers print them."""
+    """Bytes in decimal units, such as "1.5 GB"."""
     for scale, letter in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if number >= scale:
             return f"{number / scale:.4g} {letter}"

@@ -12,7 +12,7 @@ from shardlib.collectives import primitives
 from shardlib.errors import IllegalComposition, TreeError
 from shardlib.execute.step import Evaluation, LossStep, require_usable
 from shardlib.kernels.global_norm import sum_of_squares
-from shardlib.optim.axis_owner.own_exchange import OwnExchange
+from shardlib.optim.axis_owner.owned_exchange import OwnedExchange
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.settings import injected, settings
 from shardlib.optim.shards import MeshShards
@@ -28,17 +28,17 @@ from shardlib.tree import Tree, tree_map
 
 
 def value_and_grad(loss_fn: Callable[..., Any]) -> Callable[..., tuple[Any, Tree]]:
-    """``grad_fn(params, batch, *, buffers=None, rng=None) -> (loss, grads)``.
+    """Make ``grad_fn(params, batch, *, buffers=None, rng=None) -> (loss, grads)``.
 
-    ``params`` is `Sharded`, or a plain pytree (one device). ``loss`` is the mean over the global batch, or ``(loss,
-    aux)``, with ``buffers`` given ``(loss, buffers)`` or ``((loss, aux), buffers)``, as the loss function returns. Where
-    nothing in the batch weighs (see `Mean`), loss and gradients are 0.
+    ``params`` is `Sharded`, or a plain pytree (one device). ``loss`` has the form that the loss function returns: the mean
+    over the global batch, ``(loss, aux)``, or with ``buffers`` ``(loss, buffers)`` or ``((loss, aux), buffers)``. If the
+    global batch has weight 0 (see `Mean`), loss and gradients are 0.
     ``grads`` are `Sharded` in the optimizer's layout, ready for ``tx.update``, or a plain pytree.
 
     Raises:
-        LossError: the loss is not a scalar, or depends on no parameter, or ranks' or micro-batches' losses do not go
-            together.
-        BatchError: the batch does not fit.
+        LossError: a loss that is not a scalar or depends on no parameter, or losses of ranks or micro-batches that differ
+            in form.
+        BatchError: a batch that does not fit the plan.
 
     >>> loss_fn = lambda params, batch: (params["w"] * batch).sum()
     >>> loss, grads = sl.value_and_grad(loss_fn)({"w": torch.ones(2)}, torch.tensor([3.0, 4.0]))
@@ -55,15 +55,15 @@ def value_and_grad(loss_fn: Callable[..., Any]) -> Callable[..., tuple[Any, Tree
             ]
         if lifted.plan.residuals:
             raise IllegalComposition(
-                "gradients are compressed with error feedback, whose errors live in a TrainState: use sl.make_train_step, or "
-                "feedback=False in onebit() and quantize()"
+                "gradients are compressed with error feedback, whose residuals are in a TrainState: use sl.make_train_step, "
+                "or feedback=False in onebit() and quantize()"
             )
-        evaluation = bound[0][1](lifted, batch, buffers, rng, comm={}, alike={"rng": rng})
+        evaluation = bound[0][1](lifted, batch, buffers, rng, comm={}, equal={"rng": rng})
         scale = evaluation.scale
         flat = evaluation.grads
         if scale is not None:
-            by = scale.item()  # a number, which 16-bit gradients are multiplied by unrounded
-            flat = {name: grad.mul_(by) if evaluation.weight else grad.zero_() for name, grad in flat.items()}
+            factor = scale.item()  # a number, so that it is not rounded to the dtype of 16-bit gradients
+            flat = {name: grad.mul_(factor) if evaluation.weight else grad.zero_() for name, grad in flat.items()}
         grads = Sharded(lifted.plan, lifted.mesh, "grad", flat)
         value: Any = evaluation.loss if evaluation.aux is None else (evaluation.loss, evaluation.aux)
         if buffers is not None:
@@ -83,37 +83,37 @@ def make_train_step(
     donate: bool = True,
     nonfinite: str | None = None,
 ) -> tuple[TrainState, Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]]:
-    """The initial state, and ``train_step(state, batch) -> (state, metrics)``.
+    """Make the initial state, and ``train_step(state, batch) -> (state, metrics)``.
 
-    ``metrics`` holds ``loss`` (mean over the global batch), ``grad_norm`` (global, before clipping; of gradients that a
-    compressing optimizer takes unreduced, the root mean square of the ranks' norms), ``finite``, and
-    ``aux`` when the loss function hands one out (a `Mean` in it is averaged over all ranks and micro-batches, NaN where
-    none of them weighs; other leaves are this rank's, of the last micro-batch; under a pipeline, of the rank with the last
-    stage; tensors are detached, and parameters whole and as they were in the loss).
+    ``metrics`` holds ``loss`` (mean over the global batch), ``grad_norm`` (global, before clipping; if the optimizer takes
+    gradients unreduced, the root mean square of the ranks' norms), ``finite``, and ``aux`` if the loss function returns it.
+    A `Mean` in ``aux`` is averaged over all ranks and micro-batches (NaN for a weight of 0). Other leaves are those of the
+    last micro-batch on this rank, or with several stages on the rank with the last stage. Tensors are detached; parameters
+    among them are whole, with the values that they had in the loss.
 
     Args:
-        loss_fn: ``loss_fn(params, batch)``, plain PyTorch; see docs/training.md for its forms. ``batch`` is a pytree: NumPy's
-            arrays come as tensors, other leaves than arrays and tensors as they are; tensors with dimensions have one row
-            per sample where they are cut into micro-batches.
-            At stage 3 it is called twice in a step in which ranks turn out to use other parameters than before, so it must
-            only compute.
+        loss_fn: ``loss_fn(params, batch)``, plain PyTorch; see docs/training.md for its forms. ``batch`` is a pytree: NumPy
+            arrays in it become tensors, and leaves other than arrays and tensors are not changed. If batches are cut into
+            micro-batches, tensors with dimensions must have one row per sample.
+            At ZeRO stage 3 the function is called twice in a step in which ranks turn out to use other parameters than
+            before, so it must not have side effects.
         params: from `shard`, or a plain pytree (one device).
-        buffers: a pytree the loss function takes second and returns beside the loss; brought to the mesh's device. (Batches
-            are not: a step refuses one that is elsewhere, as a copy in every step should be seen.)
-        rng: a key, or a seed for one, when ``loss_fn`` has a parameter ``rng``. What draws from torch's own generators in
-            it (``F.dropout``) draws by this key too, alike on all ranks that share a batch.
-        donate: let a step reuse the memory of the state it is given; that state may not be used again.
-        nonfinite: a loss or gradient that is not finite, or a batch in which nothing weighs (see `Mean`): "raise" (the
-            default), or "skip" the update (the default under dynamic loss scaling). The loss of such a batch is 0.
+        buffers: a pytree that the loss function takes second and returns besides the loss. Moved to the mesh's device.
+            (Batches are not moved: a batch on another device is refused, so that no step copies it unnoticed.)
+        rng: a key, or a seed for one, if ``loss_fn`` has a parameter ``rng``. Functions that draw from torch's own generators
+            (``F.dropout``) are seeded by this key too, equally on all ranks that share a batch.
+        donate: whether a step may reuse the memory of the state it is given; that state may not be used again.
+        nonfinite: what to do about a loss or gradient that is not finite, or a batch of weight 0 (see `Mean`), whose loss is
+            0: "raise" (the default), or "skip" the update (the default under dynamic loss scaling).
 
-    Ranks that share a batch must be given the same, and all ranks the same optimizer, buffers, rng and state: what they
-    make the step with is compared at once, step number, rng, loss scale, injected hyper-parameters and the shapes of
-    batches in every step, and batches' contents in the first step and every 16th.
+    Ranks that share a batch must be given the same batch, and all ranks the same optimizer, buffers, rng and state. The
+    arguments of `make_train_step` are compared at once; step number, rng, loss scale, injected hyper-parameters and the
+    shapes of batches in every step; contents of batches in the first step and every 16th.
 
     Raises:
-        TypeError: an optimizer that is no gradient transformation (see `optim.from_torch` for torch's).
+        TypeError: an optimizer that is not a gradient transformation (see `optim.from_torch` for torch's optimizers).
         IllegalComposition: an optimizer that declares no locality, on shards.
-        RankMismatch: the ranks were given what differs; names it and the ranks. The step raises it too.
+        RankMismatch: ranks were given different arguments; names them and the ranks. The step raises it too.
 
     >>> loss_fn = lambda params, batch: (batch @ params["w"]).square().mean()
     >>> state, train_step = sl.make_train_step(loss_fn, {"w": torch.ones(4, 4)}, sl.optim.sgd(0.1))
@@ -130,13 +130,13 @@ def make_train_step(
         raise ValueError(f"nonfinite={nonfinite!r}: use 'raise' or 'skip'")
     optimizer.require_locality(lifted)
     loss_step = LossStep(loss_fn, plan, mesh, buffers is not None)
-    own = OwnExchange(plan, mesh) if plan.reductions.owner else None
+    owned = OwnedExchange(plan, mesh) if plan.reductions.owner else None
     key = rng if isinstance(rng, Key) else Key(rng)
-    given = {f"buffers/{path}" if path else "buffers": told for path, told in checksums(buffers).items()}
+    sums = {f"buffers/{path}" if path else "buffers": checksum for path, checksum in checksums(buffers).items()}
     primitives.require_equal(
         mesh,
         "train steps",
-        settings(optimizer) | given | {"rng": key, "nonfinite": policy},
+        settings(optimizer) | sums | {"rng": key, "nonfinite": policy},
         "Call make_train_step with the same optimizer, buffers, rng and options on every rank.",
     )
 
@@ -160,7 +160,7 @@ def make_train_step(
             scale,
             comm=state.comm,
             unreduced=unreduced,
-            alike=injected(opt) | {"step": state.step, "rng": state.rng, "loss scale": repr(state.scale)},
+            equal=injected(opt) | {"step": state.step, "rng": state.rng, "loss scale": repr(state.scale)},
         )
         metrics = {"loss": evaluation.loss, "grad_norm": evaluation.norm, "finite": evaluation.finite}
         if evaluation.aux is not None:
@@ -170,7 +170,8 @@ def make_train_step(
         taken = evaluation.finite and evaluation.weight != 0
         comm, old_buffers = state.comm, state.buffers
         after = state.scale
-        if after is not None and math.isfinite(evaluation.weight) and evaluation.weight != 0:  # else it is no overflow
+        # A weight of 0, or one that is not finite, says nothing about overflow.
+        if after is not None and math.isfinite(evaluation.weight) and evaluation.weight != 0:
             after = after.after(evaluation.finite)
         new = Sharded(plan, mesh, "param", dict(params.buffers))
         step, state_rng = state.step + 1, state.rng
@@ -183,7 +184,7 @@ def make_train_step(
             new = Sharded(plan, mesh, "param", {name: buffer.clone() for name, buffer in new.buffers.items()})
             opt = tree_map(cloned, opt)
         if taken:
-            shards = MeshShards(plan, mesh, unreduced, own, evaluation.residuals)
+            shards = MeshShards(plan, mesh, unreduced, owned, evaluation.residuals)
             shards.remember(sum_of_squares, evaluation.grads, evaluation.squares)
             opt = _update(optimizer, new, opt, evaluation, shards)
             comm = evaluation.residuals.after
@@ -207,19 +208,19 @@ def make_train_step(
 def unused_params(
     loss_fn: Callable[..., Any], params: Any, batch: Any, *, buffers: Any = None, rng: Key | int = 0
 ) -> tuple[str, ...]:
-    """Paths of the trained parameters that the loss does not use: in torch their ``.grad`` stays None.
+    """Paths of the trained parameters that the loss does not use: parameters whose ``.grad`` would stay None in torch.
 
-    An optimizer of torch's leaves such parameters alone. Here, as in optax, their gradient is zero, and weight decay shrinks
-    them. For torch's way freeze them; that saves their optimizer state too::
+    Torch's optimizers do not change such parameters. Here, as in optax, their gradient is zero, and weight decay shrinks
+    them. To keep them unchanged, freeze them, which saves their optimizer state too::
 
         unused = sl.unused_params(loss_fn, sl.shard(params, mesh, parallel), batch)
         params = sl.shard(params, mesh, sl.chain(parallel, sl.freeze(unused)))
 
-    Computes the loss and its gradients once. A parameter counts as used if any rank uses it in any micro-batch; one that some
-    batches alone use is trained, with gradients of zero from the others.
+    Computes the loss and its gradients once. A parameter counts as used if any rank uses it in any micro-batch of ``batch``.
 
     Args:
-        params: as for `make_train_step`; sharded or whole. All other arguments are as there too.
+        loss_fn, params, buffers, rng: as for `make_train_step`.
+        batch: this rank's share of a batch.
 
     >>> params = {"w": torch.ones(2), "head": torch.ones(3)}
     >>> sl.unused_params(lambda params, batch: (params["w"] * batch).sum(), params, torch.ones(2))
@@ -227,11 +228,11 @@ def unused_params(
     """
     lifted = lift(params)
     plan, mesh = lifted.plan, lifted.mesh
-    kept = {name: error for channel in plan.channels for name, error in channel.start(mesh.device).items()}
+    comm = {name: kept for channel in plan.channels for name, kept in channel.start(mesh.device).items()}
     reached: set[str] = set()
     key = rng if isinstance(rng, Key) else Key(rng)
     LossStep(loss_fn, plan, mesh, buffers is not None)(
-        lifted, batch, buffers, key, comm=kept, reached=reached, alike={"rng": key}
+        lifted, batch, buffers, key, comm=comm, reached=reached, equal={"rng": key}
     )
     everyone = {path for paths in primitives.all_gather_object(mesh, list(mesh.shape), reached) for path in paths}
     return tuple(path for path in plan.numbering.infos if path not in everyone)

@@ -22,7 +22,7 @@ def path_name(path: Sequence[Any]) -> str:
 
 
 def flatten(tree: Tree) -> tuple[list[str], list[Any], TreeDef]:
-    """Paths, leaves and structure of a pytree, in optree's order (dictionaries sorted by key)."""
+    """The paths, leaves and structure of a pytree, in optree's order (dictionaries sorted by key)."""
     paths, leaves, treedef = optree.tree_flatten_with_path(tree)
     return [path_name(path) for path in paths], leaves, treedef
 
@@ -36,7 +36,7 @@ def tree_map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
 
 
 def tree_unzip(like: Tree, tree: Tree, count: int) -> tuple[Tree, ...]:
-    """The first, second, … of the ``count`` values that ``tree`` has for each leaf of ``like``, as a tree each."""
+    """Transpose a tree of ``count``-tuples, one for each leaf of ``like``, into ``count`` trees of that structure."""
     return tuple(optree.tree_map(lambda _, values, at=at: values[at], like, tree) for at in range(count))
 
 
@@ -45,7 +45,7 @@ def leaves_of(tree: Tree) -> list[Any]:
 
 
 def matches(path: str, globs: str | Sequence[str]) -> bool:
-    """Whether a leaf's path matches one of the globs (``*`` crosses ``/``)."""
+    """Whether a path matches one of the globs (``*`` crosses ``/``)."""
     patterns = (globs,) if isinstance(globs, str) else globs
     return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
 
@@ -63,7 +63,7 @@ def check_tensors(paths: Sequence[str], leaves: Sequence[Any], what: str = "para
 
 
 def untrained(dtype: torch.dtype) -> str | None:
-    """What to hold instead of a leaf that autograd takes and optimizers do not, complex or of 8 bits; None for others."""
+    """A remedy for leaves of a dtype that optimizers do not train, complex or 8-bit floats; None for other dtypes."""
     if dtype.is_complex:
         return (
             "hold torch.view_as_real(leaf) in the tree, and let the loss take torch.complex(leaf[..., 0], leaf[..., 1])"
@@ -74,39 +74,41 @@ def untrained(dtype: torch.dtype) -> str | None:
 
 
 def check_trained(tree: Tree) -> None:
-    """Raise one `TreeError` that lists every leaf of ``tree`` that optimizers do not take; see `untrained`."""
+    """Raise one `TreeError` that lists every leaf of ``tree`` of a dtype that optimizers do not train: see `untrained`."""
     paths, leaves, _ = flatten(tree)
-    found = [(path, leaf.dtype) for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
-    if failures := [f"{path}: {dtype}; {instead}" for path, dtype in found if (instead := untrained(dtype))]:
+    dtypes = [(path, leaf.dtype) for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
+    if failures := [f"{path}: {dtype}; {remedy}" for path, dtype in dtypes if (remedy := untrained(dtype))]:
         raise TreeError(f"{len(failures)} leaves of dtypes that are not trained:\n{listing(failures)}")
 
 
 def check_alike(what: str, tree: Tree, like: Tree, names: tuple[str, str]) -> None:
-    """Raise one `TreeError` listing the leaves of ``tree`` that ``like`` lacks, has beside, or has in another shape.
+    """Raise one `TreeError` that lists the paths and shapes in which two pytrees differ.
 
-    ``names`` of the two, for the message of ``what``.
+    Args:
+        what: the caller, for the message.
+        names: names of ``tree`` and ``like``, for the message.
     """
     paths, leaves, treedef = flatten(tree)
-    theirs, others, other_treedef = flatten(like)
-    mine, wanted = dict(zip(paths, leaves, strict=True)), dict(zip(theirs, others, strict=True))
-    one, other = names
-    failures = [f"{path}: in the {other} alone" for path in wanted.keys() - mine.keys()]
-    failures += [f"{path}: in the {one} alone" for path in mine.keys() - wanted.keys()]
-    for path, leaf in mine.items():
+    like_paths, like_leaves, like_treedef = flatten(like)
+    given, wanted = dict(zip(paths, leaves, strict=True)), dict(zip(like_paths, like_leaves, strict=True))
+    name, like_name = names
+    failures = [f"{path}: in the {like_name} alone" for path in wanted.keys() - given.keys()]
+    failures += [f"{path}: in the {name} alone" for path in given.keys() - wanted.keys()]
+    for path, leaf in given.items():
         if path in wanted and getattr(leaf, "shape", None) != wanted[path].shape:
             shape = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
-            failures.append(f"{path}: {one} of shape {shape}, {other} of shape {tuple(wanted[path].shape)}")
-    if not failures and treedef != other_treedef:
-        failures.append(f"the structures: {treedef} and {other_treedef}")
+            failures.append(f"{path}: {name} of shape {shape}, {like_name} of shape {tuple(wanted[path].shape)}")
+    if not failures and treedef != like_treedef:
+        failures.append(f"the structures: {treedef} and {like_treedef}")
     if failures:
-        raise TreeError(f"{what}: {one} and {other} are to be alike, and differ in\n{listing(sorted(failures))}")
+        raise TreeError(f"{what}: {name} and {like_name} must match, and differ in\n{listing(sorted(failures))}")
 
 
 def ties(leaves: Sequence[torch.Tensor]) -> list[int]:
     """For each leaf the index of the first leaf that is the same tensor.
 
-    Two leaves are tied when they are one object, or view the same memory with the same shape and stride
-    (``module.weight`` reached through two modules, say). Meta and fake tensors are tied only as one object.
+    Two leaves are tied if they are one object, or views of the same memory with the same shape and stride
+    (``module.weight`` of two modules, for example). Meta and fake tensors are tied only if they are one object.
     """
     first: dict[Any, int] = {}
     owners = []
@@ -123,7 +125,7 @@ def register_node(
 ) -> None:
     """Register a class as a pytree node with optree and with torch's own pytrees.
 
-    ``children(node)`` returns the children and the static part; ``build(static, children)`` inverts it.
+    ``children(node)`` returns the children and static data; ``build(static, children)`` makes the node again.
     """
     optree.register_pytree_node(
         cls,

@@ -1,5 +1,5 @@
-"""Collectives by axis name: counted primitives beneath, dual pairs that autograd crosses above; the codecs of
-gradients, the kinds of `sequence` and the styles of `tensor_slicing`."""
+"""Collectives by axis name: primitives that count what they send, and on top of these dual pairs that autograd crosses, the
+codecs of gradients, the kinds of `sequence` and the styles of `tensor_slicing`."""
 
 from shardlib.collectives import codecs, primitives, sequence, styles
 from shardlib.collectives.cross_entropy import vocab_cross_entropy

@@ -1,4 +1,4 @@
-"""Cross entropy over a vocabulary that is shared out over a mesh axis (Megatron-LM, arXiv 1909.08053, section 3)."""
+"""Cross entropy over a vocabulary that is split over a mesh axis (Megatron-LM, arXiv 1909.08053, section 3)."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ def vocab_cross_entropy(
     reduction: str = "mean",
     mesh: Mesh | None = None,
 ) -> torch.Tensor:
-    """``F.cross_entropy`` of scores whose last dimension is this rank's share of the vocabulary; never gathers them.
+    """``F.cross_entropy`` of scores whose last dimension is this rank's share of the vocabulary. Never gathers the scores.
 
-    Payload per token: one number gathered (the largest score), two summed, and a third with ``label_smoothing``.
+    Payload per token: one number gathered (the largest score), and two summed, or three with ``label_smoothing``.
 
     Args:
-        scores: (..., s), rank r holding those of words r·s to (r+1)·s.
+        scores: (..., s), where rank r holds the scores of words r·s to (r+1)·s.
         targets: (...), int64, equal on all ranks of ``axis``.
-        words: how many there are, where ranks do not divide them: s is then ⌈words / ranks⌉, and scores beyond the last
-            word count for nothing, or are left out.
-        label_smoothing: how much of the target is spread over all words, in [0, 1].
+        words: the size of the vocabulary, if the number of ranks does not divide it. s is then ⌈words / ranks⌉; scores beyond
+            the last word are ignored, and may be left out.
+        label_smoothing: the share of the target that is spread over all words, in [0, 1].
         reduction: "mean", "sum" or "none".
 
     Raises:
-        SpecError: ``scores`` that are not this rank's share of so many words.
-        ValueError: another reduction, a smoothing outside [0, 1], or targets that do not suit the scores.
+        SpecError: ``scores`` are not this rank's share of ``words`` words.
+        ValueError: another reduction, a smoothing outside [0, 1], or targets whose shape does not fit the scores.
         TypeError: targets that are not int64.
-        IndexError: on CPU, a target that is none of the words; on a GPU, which would have to wait, its loss is NaN.
+        IndexError: on the CPU, a target outside the vocabulary. On a GPU, which would have to wait, its loss is NaN instead.
 
     >>> def loss(mesh):
     ...     words = torch.zeros(3, 8).chunk(2, dim=1)[mesh.rank]  # of 8 words, this rank's 4
@@ -75,7 +75,7 @@ def vocab_cross_entropy(
 
 
 def _own_words(scores: torch.Tensor, words: int, mesh: Mesh, axis: str) -> tuple[torch.Tensor, int, int]:
-    """The scores of this rank's words, the first of these, and how many they are."""
+    """The scores of this rank's words, the first of these words, and their number."""
     share = chunk_size(words, mesh.shape[axis])
     first = min(share * mesh.coords[axis], words)
     held = min(share, words - first)
@@ -85,14 +85,14 @@ def _own_words(scores: torch.Tensor, words: int, mesh: Mesh, axis: str) -> tuple
             f"axis {axis!r} of size {mesh.shape[axis]}, which is {held}; pass words=, the size of the whole vocabulary, and "
             f"scores (..., {share}), or without those beyond the last word"
         )
-    if not held:  # one that no target is and that adds nothing, so that there is a largest
+    if not held:  # one score of −∞, of a word that is no target, so that there is a largest score
         return scores[..., :1].masked_fill(torch.ones_like(scores[..., :1], dtype=torch.bool), -torch.inf), first, held
     return scores[..., :held], first, held
 
 
 def _highest(scores: torch.Tensor, mesh: Mesh, axis: str) -> torch.Tensor:
-    """The largest score over the whole vocabulary, outside any graph: it cancels out of the loss."""
-    mine = scores.amax(-1)
-    everyone = mine.new_empty((mesh.shape[axis], *mine.shape))
-    exchange(primitives.all_gather, mesh, axis, everyone, mine.contiguous())
-    return everyone.amax(0)
+    """The largest score over the whole vocabulary, outside any graph, since it cancels out of the loss."""
+    local = scores.amax(-1)
+    gathered = local.new_empty((mesh.shape[axis], *local.shape))
+    exchange(primitives.all_gather, mesh, axis, gathered, local.contiguous())
+    return gathered.amax(0)

@@ -1,8 +1,8 @@
 """Collectives that autograd crosses, each with its dual.
 
-A tensor along an axis is Replicated (equal values; each rank uses its copy on its own, so cotangents differ and
-are summed), Varying (each rank its own values and cotangents), Partial (the true value is the sum over ranks) or
-Invariant (equal values and equal cotangents). Duals: R↔P, V↔V, I↔I. Hence
+Along an axis, a tensor is Replicated (values are equal; ranks use them differently, so cotangents differ and must be
+summed), Varying (values and cotangents differ), Partial (the true value is the sum over ranks) or Invariant (values and
+cotangents are equal). Duals: R↔P, V↔V, I↔I. Hence
 
     ====================  ==========  ======================
     forward               types       backward
@@ -19,8 +19,8 @@ Invariant (equal values and equal cotangents). Duals: R↔P, V↔V, I↔I. Hence
     broadcast             V -> V      sum to the source
     ====================  ==========  ======================
 
-Every backward re-enters a Function of this table, so the pairs are right under `torch.autograd.grad`, double
-backward and `torch.func.grad`. (Types after meta-pytorch/spmd_types; torch.func's needs measured.)
+Every backward applies a Function of this table, so the pairs are right under `torch.autograd.grad`, double backward and
+`torch.func.grad`. (The types are those of meta-pytorch/spmd_types.)
 """
 
 from __future__ import annotations
@@ -53,26 +53,30 @@ def all_reduce(
         rank 1: b ┘ all_reduce └ a+b
 
     Args:
-        dst: what follows. ``"invariant"``: every rank computes the same from the sum (one loss, not one per
-            rank), so the cotangent passes through. ``"varying"``: each rank goes its own way, so cotangents are
-            summed over the axis.
-        mesh: the mesh; by default the one of the train step, `launch` or `simulate` this runs in.
+        dst: how ranks use the sum. ``"invariant"``: every rank computes the same from it (one common loss), so the cotangent
+            passes through. ``"varying"``: ranks compute different things (one loss per rank), so cotangents are summed
+            over the axis.
+        mesh: the mesh; by default that of the surrounding train step, `launch` or `simulate`.
+
+    Raises:
+        ValueError: another ``dst``.
+        MeshError: no mesh, or a mesh without this axis.
 
     >>> total = lambda mesh: sl.collectives.all_reduce(torch.tensor(mesh.rank + 1.0), "data", dst="invariant")
     >>> sl.simulate(total, mesh=dict(data=2))
     [tensor(3.), tensor(3.)]
     """
     if dst not in _DST:
-        raise ValueError(f"dst={dst!r}: say 'invariant' (one common loss follows) or 'varying' (one per rank)")
+        raise ValueError(f"dst={dst!r}: pass 'invariant' (one common loss follows) or 'varying' (one loss per rank)")
     mesh = mesh_with(mesh, axis)
     function = _SumInvariant if dst == "invariant" else _SumVarying
     return function.apply(x, mesh, axis)
 
 
 def copy(x: torch.Tensor, axis: str, *, mesh: Mesh | None = None) -> torch.Tensor:
-    """``x`` as it is, equal on every rank; from here on each rank goes its own way, so cotangents are summed.
+    """``x``, which is equal on every rank, for ranks to compute different things from; backward sums their cotangents.
 
-    Where a column-sliced layer's input comes in (Megatron-LM's f, arXiv 1909.08053; `all_reduce` "invariant" is its g).
+    The input of a column-sliced layer (Megatron-LM's f, arXiv 1909.08053; its g is `all_reduce` "invariant").
 
     >>> sl.simulate(lambda mesh: sl.collectives.copy(torch.tensor(1.0), "model"), mesh=dict(model=2))
     [tensor(1.), tensor(1.)]
@@ -110,14 +114,17 @@ def all_gather(
         rank 1: [b] ┘ all_gather └ [a b]
 
     Args:
-        dst: what follows. ``"varying"``: each rank goes its own way, and backward reduce-scatters. ``"invariant"``:
-            every rank computes the same, so each takes its chunk of the common cotangent.
+        dst: how ranks use the result. ``"varying"``: ranks compute different things from it, and backward reduce-scatters.
+            ``"invariant"``: every rank computes the same, so each takes its chunk of the common cotangent.
+
+    Raises:
+        ValueError: another ``dst``.
 
     >>> sl.simulate(lambda mesh: sl.collectives.all_gather(torch.tensor([mesh.rank]), "data"), mesh=dict(data=2))
     [tensor([0, 1]), tensor([0, 1])]
     """
     if dst not in _DST:
-        raise ValueError(f"dst={dst!r}: say 'invariant' (all compute the same from here) or 'varying' (one by one)")
+        raise ValueError(f"dst={dst!r}: pass 'invariant' (ranks compute the same from it) or 'varying' (they do not)")
     function = _GatherInvariant if dst == "invariant" else _Gather
     return function.apply(x, mesh_with(mesh, axis), axis, _dim(x, dim))
 
@@ -144,7 +151,7 @@ def reduce_scatter(x: torch.Tensor, axis: str, *, dim: int = 0, mesh: Mesh | Non
 def all_to_all(
     x: torch.Tensor, axis: str, *, split_dim: int, concat_dim: int, mesh: Mesh | None = None
 ) -> torch.Tensor:
-    """Cut ``x`` along ``split_dim``, send chunk ``j`` to rank ``j``, concatenate what comes along ``concat_dim``.
+    """Cut ``x`` along ``split_dim``, send chunk ``j`` to rank ``j``, concatenate the received chunks along ``concat_dim``.
 
     ::
 
@@ -169,7 +176,7 @@ def permute(x: torch.Tensor, axis: str, pairs: Sequence[tuple[int, int]], *, mes
     """Send ``x`` along ``(source, destination)`` pairs; zeros where nothing arrives.
 
     Raises:
-        SpecError: a rank outside the axis, or one that sends or receives twice.
+        SpecError: a pair has a rank outside the axis, or a rank sends or receives twice.
 
     >>> shifted = lambda mesh: sl.collectives.permute(torch.tensor(mesh.rank), "data", [(0, 1), (1, 0)])
     >>> sl.simulate(shifted, mesh=dict(data=2))
@@ -189,7 +196,10 @@ def permute(x: torch.Tensor, axis: str, pairs: Sequence[tuple[int, int]], *, mes
 
 
 def broadcast(x: torch.Tensor, axis: str, *, source: int = 0, mesh: Mesh | None = None) -> torch.Tensor:
-    """Rank ``source``'s ``x`` on every rank; backward sums the cotangents to the source, zero elsewhere.
+    """Rank ``source``'s ``x`` on every rank; backward sums the cotangents on the source, and is zero elsewhere.
+
+    Raises:
+        SpecError: ``source`` is outside the axis.
 
     >>> sl.simulate(lambda mesh: sl.collectives.broadcast(torch.tensor(mesh.rank), "data", source=1), mesh=dict(data=2))
     [tensor(1), tensor(1)]
@@ -201,22 +211,24 @@ def broadcast(x: torch.Tensor, axis: str, *, source: int = 0, mesh: Mesh | None 
 
 
 def mesh_with(mesh: Any, axis: str) -> Mesh:
-    found = as_mesh(mesh) if mesh is not None else current_mesh.get()
-    if found is None:
+    """``mesh``, or the current mesh for None. Raises `MeshError` where there is none, or where it lacks ``axis``."""
+    mesh = as_mesh(mesh) if mesh is not None else current_mesh.get()
+    if mesh is None:
         raise MeshError(
             f"no mesh here for axis {axis!r}; pass mesh=, or call it inside a loss function of a train step"
         )
-    found.group(axis)  # raises for an unknown axis
-    return found
+    mesh.group(axis)  # raises for an unknown axis
+    return mesh
 
 
 def exchange(primitive: Callable[..., Work], mesh: Mesh, axis: str, *tensors: Any) -> None:
-    """One exchange of activations or their cotangents, from start to end."""
+    """Run one exchange of activations or their cotangents, and wait for it."""
     with mesh.traffic.by_the_loss():
         primitive(mesh, axis, *tensors).wait()
 
 
 def _dim(x: torch.Tensor, dim: int) -> int:
+    """``dim``, counted from 0. Raises `SpecError` where ``x`` lacks it."""
     if not -x.dim() <= dim < x.dim():
         raise SpecError(f"dimension {dim} is outside a tensor of shape {tuple(x.shape)}")
     return dim % x.dim()
@@ -231,11 +243,11 @@ def _divisible(x: torch.Tensor, dim: int, mesh: Mesh, axis: str, what: str) -> N
 
 
 class _Pair(torch.autograd.Function):
-    """Forward without autograd's context, as torch.func asks; subclasses keep what their dual needs."""
+    """A Function whose forward has no ctx, as torch.func requires. ``ctx.static`` has the arguments after the tensor."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls.forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]  # apply asks every time
+        cls.forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]  # else apply derives it in every call
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -246,7 +258,7 @@ class _SumVarying(_Pair):
     @staticmethod
     def forward(x: torch.Tensor, mesh: Mesh, axis: str) -> torch.Tensor:
         out = x.clone(memory_format=torch.contiguous_format)
-        # A number alone is a step's scalar (a loss), which is no payload.
+        # A 0-d tensor is one of a step's scalars (a loss), not payload.
         exchange(partial(primitives.all_reduce, scalars=x.dim() == 0), mesh, axis, out)
         return out
 

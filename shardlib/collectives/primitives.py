@@ -1,4 +1,4 @@
-"""Counted exchanges of flat buffers along one axis. Everything the library sends goes through here."""
+"""Exchanges of flat buffers along one axis, counted in `Mesh.traffic`. The library sends everything through them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardlib.mesh.transport import Work
 
 
 def all_gather(mesh: Mesh, axis: str, out: torch.Tensor, inp: torch.Tensor, *, scalars: bool = False) -> Work:
-    """``out = concat of every rank's inp``; payload per rank: (n−1)/n of ``out``. ``scalars`` are counted apart."""
+    """``out = concat of every rank's inp``; payload per rank: (n−1)/n of ``out``. ``scalars``: see `Traffic`."""
     _count(mesh, axis, out, 1, scalars)
     return mesh.group(axis).all_gather(out, inp)
 
@@ -26,19 +26,19 @@ def reduce_scatter(mesh: Mesh, axis: str, out: torch.Tensor, inp: torch.Tensor) 
 
 
 def all_reduce(mesh: Mesh, axis: str, tensor: torch.Tensor, *, scalars: bool = False) -> Work:
-    """Sum in place; payload per rank: 2·(n−1)/n of the tensor. ``scalars`` are counted apart."""
+    """Sum in place; payload per rank: 2·(n−1)/n of the tensor. ``scalars``: see `Traffic`."""
     _count(mesh, axis, tensor, 2, scalars)
     return mesh.group(axis).all_reduce(tensor)
 
 
 def all_to_all(mesh: Mesh, axis: str, out: torch.Tensor, inp: torch.Tensor) -> Work:
-    """Equal chunks to every rank; payload per rank: (n−1)/n of ``inp``."""
+    """Send chunk ``j`` of ``inp`` to rank ``j``; payload per rank: (n−1)/n of ``inp``."""
     _count(mesh, axis, inp, 1)
     return mesh.group(axis).all_to_all(out, inp)
 
 
 def broadcast(mesh: Mesh, axis: str, tensor: torch.Tensor, source: int) -> Work:
-    """Rank ``source``'s tensor to all; payload: (n−1) of the tensor, counted on the source."""
+    """Overwrite ``tensor`` with rank ``source``'s; payload: n−1 times the tensor, counted on the source."""
     group = mesh.group(axis)
     if group.rank == source:
         mesh.traffic.add(axis, (group.size - 1) * tensor.numel() * tensor.dtype.itemsize)
@@ -46,7 +46,7 @@ def broadcast(mesh: Mesh, axis: str, tensor: torch.Tensor, source: int) -> Work:
 
 
 def permute(mesh: Mesh, axis: str, out: torch.Tensor, inp: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> Work:
-    """Point to point along ``(source, destination)`` pairs; payload: the tensor per message to another rank."""
+    """Send ``inp`` along ``(source, destination)`` pairs; payload: the tensor for each message to another rank."""
     group = mesh.group(axis)
     messages = sum(1 for source, destination in pairs if source == group.rank != destination)
     if messages:
@@ -55,13 +55,14 @@ def permute(mesh: Mesh, axis: str, out: torch.Tensor, inp: torch.Tensor, pairs: 
 
 
 def send(mesh: Mesh, axis: str, tensor: torch.Tensor, peer: int, tag: int, *, scalars: bool = False) -> Work:
-    """To one rank along ``axis``; payload: the tensor, counted on the sender. ``scalars`` are counted apart."""
+    """Send ``tensor`` to rank ``peer`` of ``axis``; payload: the tensor, counted on the sender. ``scalars``: see
+    `Traffic`."""
     mesh.traffic.add(axis, tensor.numel() * tensor.dtype.itemsize, scalars)
     return mesh.group(axis).send(tensor, peer, tag)
 
 
 def recv(mesh: Mesh, axis: str, out: torch.Tensor, peer: int, tag: int) -> Work:
-    """From one rank along ``axis``, into ``out``; its sender counts it."""
+    """Receive from rank ``peer`` of ``axis`` into ``out``. The sender counts the payload."""
     return mesh.group(axis).recv(out, peer, tag)
 
 
@@ -73,12 +74,12 @@ def sum_over(mesh: Mesh, axes: tuple[str, ...], values: torch.Tensor, *, scalars
 
 
 def all_gather_object(mesh: Mesh, axes: Sequence[str], value: Any) -> list[Any]:
-    """The values of every rank along ``axes``, in row-major order. For set-up, not for steps: not counted."""
+    """The values of every rank along ``axes``, in row-major order. Not counted, since only set-up uses it."""
     values = [value]
     for axis in reversed(axes):
         if mesh.shape[axis] > 1:
             gathered = mesh.group(axis).all_gather_object(values)
-            values = [item for part in gathered for item in part]
+            values = [item for items in gathered for item in items]
     return values
 
 
@@ -91,10 +92,15 @@ def require_equal(
     *,
     absent: bool = False,
 ) -> None:
-    """Raise on every rank when ``items`` differ between ranks, naming each differing item and the ranks.
+    """Raise `RankMismatch` on every rank when ``items`` differ between ranks, naming each differing item and the ranks.
 
-    Every rank along ``axes`` (by default all) must call it. Costs one small exchange per axis. ``absent``: an item may be
-    missing on ranks.
+    Every rank along ``axes`` (by default all axes) must call it. Costs one small exchange per axis.
+
+    Args:
+        what: what the items are, for the message.
+        items: name -> value; compared as strings.
+        remedy: the end of the message.
+        absent: whether an item may be missing on some ranks.
     """
     problems = differences(mesh, items, axes, absent=absent)
     if problems:
@@ -104,27 +110,27 @@ def require_equal(
 def differences(
     mesh: Mesh, items: dict[str, Any], axes: Sequence[str] | None = None, *, absent: bool = False
 ) -> list[str]:
-    """One line per item that differs between ranks, with what each has; what `require_equal` raises for."""
+    """One line per item that differs between ranks, with each rank's value. Arguments as in `require_equal`."""
     axes = list(mesh.shape) if axes is None else axes
-    mine = {key: str(value) for key, value in items.items()}
-    digest = hashlib.blake2b(repr(sorted(mine.items())).encode()).digest()
+    texts = {key: str(value) for key, value in items.items()}
+    digest = hashlib.blake2b(repr(sorted(texts.items())).encode()).digest()
     if len(set(all_gather_object(mesh, axes, digest))) == 1:
         return []
-    everyone = all_gather_object(mesh, axes, (mesh.rank, mine))
+    gathered = all_gather_object(mesh, axes, (mesh.rank, texts))
     problems = []
-    for key in dict.fromkeys(key for _, theirs in everyone for key in theirs):
+    for key in dict.fromkeys(key for _, rank_texts in gathered for key in rank_texts):
         ranks_of: dict[str, list[int]] = {}
-        for rank, theirs in everyone:
-            if key in theirs or not absent:
-                ranks_of.setdefault(theirs.get(key, "(absent)"), []).append(rank)
+        for rank, rank_texts in gathered:
+            if key in rank_texts or not absent:
+                ranks_of.setdefault(rank_texts.get(key, "(absent)"), []).append(rank)
         if len(ranks_of) > 1:
-            told = "; ".join(f"rank {', '.join(map(str, ranks))}: {value}" for value, ranks in ranks_of.items())
-            problems.append(f"{key}: {told}")
+            values = "; ".join(f"rank {', '.join(map(str, ranks))}: {value}" for value, ranks in ranks_of.items())
+            problems.append(f"{key}: {values}")
     return problems
 
 
 def mismatch(what: str, problems: list[str], remedy: str) -> str:
-    """The message of a `RankMismatch`, from what `differences` found."""
+    """The message of a `RankMismatch` from the lines of `differences`; ``what`` and ``remedy`` as in `require_equal`."""
     return f"the ranks' {what} differ:\n{listing(problems, 10)}\n{remedy}"
 
 

@@ -1,1 +1,1 @@
-"""Text as bytes, and batches that depend on nothing but a seed and a step."""
+"""Text as bytes, and batches that depend only on a seed and a step."""

@@ -1,7 +1,7 @@
 """A text file or folder as one array of bytes, split and sampled without any state to save.
 
-A batch is a function of (seed, step) alone. So a run that is resumed at step s sees what the uninterrupted
-run would have seen, and any number of ranks share one and the same global batch.
+A batch is a function of (seed, step) alone. So a run that is resumed at step s gets the batches of the uninterrupted run, and
+any number of ranks share the same global batch.
 """
 
 import sysconfig
@@ -21,34 +21,37 @@ _CHUNK = 16 * 1024  # bytes: long against a training sequence, short against the
 def load_bytes(path: str | Path | None = None) -> np.ndarray:
     """The bytes of a file, or of all files below a folder in the order of their paths: (N,) uint8.
 
-    Without a path, the ``.py`` source of the Python standard library that is running, less its tests. Hidden
-    files and files that hold a zero byte (not text) are left out of a folder.
+    Without a path, the ``.py`` files of the running Python's standard library, without its tests. In a folder, hidden files
+    and files that contain a zero byte (not text) are left out.
 
-    Raises FileNotFoundError when there is no such path, ValueError when no text is found there.
+    Raises:
+        FileNotFoundError: there is no such path.
+        ValueError: there is no text at it.
     """
     if path is None:
         root, pattern = Path(sysconfig.get_path("stdlib")), "*.py"
     else:
         root, pattern = Path(path), "*"
     if root.is_file():
-        pieces = [root.read_bytes()]
+        contents = [root.read_bytes()]
     elif root.is_dir():
-        pieces = [piece for file in _files(root, pattern) if b"\0" not in (piece := file.read_bytes())]
+        contents = [content for file in _files(root, pattern) if b"\0" not in (content := file.read_bytes())]
     else:
         raise FileNotFoundError(f"no file or folder of text at {root}")
-    text = np.frombuffer(b"".join(pieces), dtype=np.uint8)
+    text = np.frombuffer(b"".join(contents), dtype=np.uint8)
     if not text.size:
         raise ValueError(f"no text in {root}")
     return text
 
 
 def split(data: np.ndarray, validation: float = 0.05) -> tuple[np.ndarray, np.ndarray]:
-    """Cut ``data`` (N,) into training and validation bytes, the same way every time.
+    """Split ``data`` (N,) into training and validation bytes, the same way every time.
 
-    Evenly spaced chunks of 16 KiB (shorter ones where the text is short) go to validation, so that both
-    parts hold something of every region of the text. ``validation`` is the share of chunks that go there.
+    Evenly spaced chunks of 16 KiB (shorter ones where the text is short) are for validation, so that both splits have text
+    from every region. ``validation`` is the share of these chunks.
 
-    Raises ValueError when ``validation`` lies outside (0, 0.5] or there is too little text to cut.
+    Raises:
+        ValueError: ``validation`` lies outside (0, 0.5], or the text is too short.
     """
     if not 0 < validation <= 0.5:
         raise ValueError(f"split: validation={validation}, but it must lie in (0, 0.5]")
@@ -65,10 +68,11 @@ def batch_at(
 ) -> dict[str, Tensor]:
     """This rank's rows of the global batch of one step, drawn at random from ``data`` (N,) uint8.
 
-    ``batch`` counts the rows of the global batch; rank r takes rows r·batch/ranks and on. Returns
-    ``{"tokens": (batch/ranks, sequence), "targets": same}`` int64, targets one byte ahead of tokens.
+    ``batch`` is the number of rows of the global batch; rank r gets rows r·batch/ranks to (r+1)·batch/ranks. Returns
+    ``{"tokens": (batch/ranks, sequence), "targets": same}`` int64, where targets are one byte ahead of tokens.
 
-    Raises ValueError when ``ranks`` does not divide ``batch`` or ``data`` is not longer than ``sequence``.
+    Raises:
+        ValueError: ``ranks`` does not divide ``batch``, or ``data`` is not longer than ``sequence``.
     """
     if batch % ranks:
         raise ValueError(
@@ -76,7 +80,7 @@ def batch_at(
             f"choose a multiple of {ranks}, for example {max(1, batch // ranks) * ranks}"
         )
     _check_length(data, sequence)
-    # Raw counter-based bits: unlike a generator's methods, they are promised never to change.
+    # Raw counter-based bits: NumPy promises that these never change, unlike the results of a generator's methods.
     bits = np.random.Philox(key=np.array([Key(seed).seed, step], dtype=np.uint64)).random_raw(batch)
     starts = (bits % np.uint64(len(data) - sequence)).astype(np.int64)
     rows = batch // ranks
@@ -100,12 +104,13 @@ def batches(
 
 
 def windows(data: np.ndarray, batch: int, sequence: int, *, limit: int) -> Iterator[dict[str, Tensor]]:
-    """At most ``limit`` batches of windows that do not overlap, evenly spaced over ``data``: to evaluate on.
+    """At most ``limit`` batches of windows that do not overlap, evenly spaced over ``data``, for evaluation.
 
-    Every batch is ``{"tokens": (batch, sequence), "targets": same}`` int64; windows too few to fill a last
-    batch are left out, so that the mean over batches is the mean over bytes.
+    Every batch is ``{"tokens": (batch, sequence), "targets": same}`` int64. All batches are full, so that the mean over
+    batches is the mean over bytes.
 
-    Raises ValueError when ``data`` does not fill one batch.
+    Raises:
+        ValueError: ``data`` does not fill one batch.
     """
     _check_length(data, sequence)
     available = (len(data) - 1) // sequence
@@ -122,8 +127,8 @@ def windows(data: np.ndarray, batch: int, sequence: int, *, limit: int) -> Itera
 
 def _files(root: Path, pattern: str) -> list[Path]:
     def wanted(file: Path) -> bool:
-        parts = file.relative_to(root).parts
-        return not _SKIPPED.intersection(parts) and not any(part.startswith(".") for part in parts)
+        names = file.relative_to(root).parts
+        return not _SKIPPED.intersection(names) and not any(name.startswith(".") for name in names)
 
     return sorted(file for file in root.rglob(pattern) if wanted(file) and file.is_file())
 

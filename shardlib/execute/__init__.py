@@ -1,4 +1,4 @@
-"""Running a loss function on sharded parameters: handles, lifetimes, and the reduction of gradients."""
+"""Running functions on sharded parameters: handles, lifetimes of gathered parameters, and the reduction of gradients."""
 
 from shardlib.execute.executor import Executor
 

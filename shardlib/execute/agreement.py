@@ -1,7 +1,8 @@
-"""Whether the results of all ranks have one form, told by a few numbers that the ranks sum.
+"""Agreement of all ranks on the form of their results, checked by summing a few numbers.
 
-Ranks' results are paired by their places: what differs in form would be paired wrongly, or wait for ever. Summing
-numbers tells every rank that something differs, along with what is summed anyhow; only then is it asked what.
+Ranks combine their results position by position, so results of different forms would be combined wrongly or deadlock.
+The numbers join a sum that the ranks make anyway, and show every rank whether forms differ; only then do the ranks exchange
+the forms themselves.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ _WORD = 20  # bits: sums of squares over up to 8,192 ranks are exact in float64
 
 @dataclass(frozen=True)
 class Agreement:
-    """What one rank tells of its results.
+    """The form of one rank's results.
 
     Attributes:
-        form: what they look like; None on a rank that has none, as one without a pipeline's last stage.
-        faults: what is wrong with them, whatever the other ranks' are, each with its remedy.
+        form: a description of the form; None on a rank without results, such as one that does not compute the loss.
+        faults: errors in this rank's results alone, each with its remedy.
     """
 
     form: str | None
     faults: tuple[str, ...] = ()
 
     def numbers(self) -> list[float]:
-        """What the ranks sum: whether there are faults, how many have results, and two words of a hash with squares."""
+        """The numbers to sum over ranks: 1 for faults, 1 for results, and two words of the form's hash with their squares."""
         if self.form is None:
             return [float(bool(self.faults)), 0, 0, 0, 0, 0]
         digest = int.from_bytes(hashlib.blake2b(self.form.encode(), digest_size=2 * _WORD // 8).digest(), "big")
@@ -40,7 +41,7 @@ class Agreement:
         return [float(bool(self.faults)), 1, first, first**2, second, second**2]
 
     def refuse(self, mesh: Mesh, remedy: str) -> NoReturn:
-        """Raise on every rank alike, with what each says. All ranks call it."""
+        """Raise the same error on every rank, with all ranks' faults or forms. Collective: all ranks call it."""
         everyone = primitives.all_gather_object(mesh, list(mesh.shape), (mesh.rank, self.form, self.faults))
         problems = [f"rank {rank}: {fault}" for rank, _, faults in everyone for fault in faults]
         if not problems:
@@ -54,9 +55,9 @@ class Agreement:
 
 
 def agree(sums: Sequence[float]) -> bool:
-    """Whether, by the sums of all ranks' numbers, there is one form and no fault.
+    """Whether all ranks have one form and no fault, given the sums of their `Agreement.numbers`.
 
-    n numbers are equal where n times the sum of their squares is the square of their sum.
+    n numbers are equal if and only if n times the sum of their squares is the square of their sum.
     """
     faults, ranks, *words = map(int, sums)
     return not faults and all(ranks * words[i + 1] == words[i] ** 2 for i in (0, 2))

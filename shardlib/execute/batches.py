@@ -1,4 +1,4 @@
-"""A batch on its way into a loss function: NumPy's arrays become tensors, floats are cast, rows go to micro-batches."""
+"""Preparing a batch for a loss function: NumPy arrays become tensors, floats are cast, rows are cut into micro-batches."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from shardlib.tree import Tree, flatten, path_name, tree_map, unflatten
 
 
 def as_tensors(tree: Tree, device: torch.device) -> Tree:
-    """NumPy's arrays in a pytree as tensors on ``device``, its numbers as Python's; other leaves as they are.
+    """Convert a pytree's NumPy arrays to tensors on ``device`` and NumPy scalars to Python numbers; keep other leaves.
 
-    On a CPU a tensor shares the array's memory, where that can be written to. Arrays of what no tensor holds (strings,
-    objects, dates) stay arrays.
+    On a CPU a tensor shares a writable array's memory. Arrays of dtypes without a torch counterpart (strings, objects,
+    dates) stay arrays.
     """
 
     def converted(leaf: Any) -> Any:
@@ -38,24 +38,24 @@ def as_tensors(tree: Tree, device: torch.device) -> Tree:
 
 
 def cast(leaf: Any, plan: Plan) -> Any:
-    """A leaf of a batch as the loss sees it: floats in the dtype that the plan says."""
+    """Cast a leaf of a batch to the plan's dtype for batches, if it is a floating tensor."""
     if plan.step.cast_batch is not None and isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
         return leaf.to(plan.step.cast_batch)
     return leaf
 
 
 def arriving(batch: Tree, plan: Plan, mesh: Mesh) -> Tree:
-    """A whole batch as a function sees it."""
+    """A whole batch, converted and cast, as a function is given it."""
     return tree_map(lambda leaf: cast(leaf, plan), as_tensors(batch, mesh.device))
 
 
 def split_batch(batch: Tree, plan: Plan, mesh: Mesh) -> list[Tree]:
-    """Micro-batches of what `as_tensors` gave: every tensor with dimensions cut along dimension 0; floats cast.
+    """Cut a batch from `as_tensors` into micro-batches: tensors along dimension 0, with floats cast.
 
-    Numbers, strings and tensors without dimensions go to every micro-batch as they are.
+    Numbers, strings and tensors without dimensions are given to every micro-batch unchanged.
 
     Raises:
-        BatchError: a leaf on another device, or that cannot be cut into rows; lists all.
+        BatchError: a leaf on another device, or one that cannot be cut into rows; lists all.
     """
     paths, leaves, treedef = flatten(batch)
     tensors = [(path, leaf) for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
@@ -78,22 +78,22 @@ def split_batch(batch: Tree, plan: Plan, mesh: Mesh) -> list[Tree]:
     if n > 1:
         _require_rows(batch, tensors, n, mesh)
 
-    def part(leaf: Any, index: int) -> Any:
+    def rows(leaf: Any, index: int) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         leaf = cast(leaf, plan)
         return leaf.tensor_split(n)[index] if leaf.dim() and n > 1 else leaf
 
-    return [unflatten(treedef, [part(leaf, index) for leaf in leaves]) for index in range(n)]
+    return [unflatten(treedef, [rows(leaf, index) for leaf in leaves]) for index in range(n)]
 
 
 def rows_of(batch: Tree) -> int:
-    """Dimension 0 of a batch: that of its first tensor with dimensions."""
+    """The number of rows of a batch: dimension 0 of its first tensor with dimensions, or 1 without any."""
     return next((leaf.shape[0] for leaf in flatten(batch)[1] if isinstance(leaf, torch.Tensor) and leaf.dim()), 1)
 
 
 def batch_index(plan: Plan, mesh: Mesh) -> int:
-    """This rank's number among the ranks that share the batch."""
+    """This rank's index among the ranks that have different shares of the batch."""
     index = 0
     for axis in plan.batch_axes:
         index = index * mesh.shape[axis] + mesh.coords[axis]
@@ -101,7 +101,7 @@ def batch_index(plan: Plan, mesh: Mesh) -> int:
 
 
 def _require_rows(batch: Tree, tensors: list[tuple[str, torch.Tensor]], n: int, mesh: Mesh) -> None:
-    """Refuse what would be cut where it has no rows, or would not be cut though it has."""
+    """Refuse tensors with other than the batch's number of rows, and leaves with rows that would not be cut."""
     rows = rows_of(batch)
     failures = [
         f"{path or 'batch'}: {leaf.shape[0]} rows (shape {tuple(leaf.shape)}) beside {rows}; give it as many, or close over "
@@ -143,7 +143,7 @@ def _is_plain_list(value: Any) -> bool:
 
 
 def _hides_tensors(leaf: Any) -> bool:
-    """Whether an object that is no pytree holds tensors or arrays."""
+    """Whether a leaf is a mapping, or an object with attributes, that holds tensors or arrays."""
     if isinstance(leaf, (torch.Tensor, np.ndarray, type)):
         return False
     held = leaf if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {})

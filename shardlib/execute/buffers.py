@@ -1,4 +1,4 @@
-"""What a loss function returns beside the loss for its next call: BatchNorm's running statistics, say."""
+"""Buffers: tensors that a loss function takes and returns changed, such as BatchNorm's running statistics."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from shardlib.tree import Tree, leaves_of, tree_map
 
 
 def average_buffers(buffers: Tree, plan: Plan, mesh: Mesh) -> Tree:
-    """Buffers after a step, equal on all ranks: floating and complex ones averaged over the batch axes, others kept.
+    """Buffers after a step. Floating and complex ones are averaged over the batch axes, in one all-reduce per dtype and axis.
 
-    One exchange per dtype.
+    Other buffers are this rank's.
     """
     if plan.batch_ranks == 1:
         return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, buffers)
@@ -25,26 +25,26 @@ def average_buffers(buffers: Tree, plan: Plan, mesh: Mesh) -> Tree:
             sums[dtype] = torch.cat([leaf.reshape(-1) for leaf in leaves]).div_(plan.batch_ranks)
             reals = torch.view_as_real(sums[dtype]) if dtype.is_complex else sums[dtype]
             sum_over(mesh, plan.batch_axes, reals, scalars=False)
-    pieces = {
+    averages = {
         dtype: iter(total.split([leaf.numel() for leaf in _by_dtype(buffers)[dtype]])) for dtype, total in sums.items()
     }
 
     def averaged(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        return next(pieces[leaf.dtype]).view(leaf.shape) if leaf.dtype in pieces else leaf.detach()
+        return next(averages[leaf.dtype]).view(leaf.shape) if leaf.dtype in averages else leaf.detach()
 
     return tree_map(averaged, buffers)
 
 
 def buffer_sizes(buffers: Tree) -> tuple[tuple[torch.dtype, int], ...]:
-    """Each dtype among the buffers with its number of elements."""
+    """The dtypes of the buffers, each with its number of elements."""
     return tuple((dtype, sum(leaf.numel() for leaf in leaves)) for dtype, leaves in _by_dtype(buffers).items())
 
 
 def _by_dtype(buffers: Tree) -> dict[torch.dtype, list[torch.Tensor]]:
-    found: dict[torch.dtype, list[torch.Tensor]] = {}
+    groups: dict[torch.dtype, list[torch.Tensor]] = {}
     for leaf in leaves_of(buffers):
         if isinstance(leaf, torch.Tensor):
-            found.setdefault(leaf.dtype, []).append(leaf.detach())
-    return found
+            groups.setdefault(leaf.dtype, []).append(leaf.detach())
+    return groups

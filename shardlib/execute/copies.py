@@ -1,4 +1,4 @@
-"""Whether ranks that share a batch found the same loss, and the same gradients for parameters that they hold copies of."""
+"""Checks that ranks that share a batch compute the same loss, and the same gradients for parameters that are not sliced."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from shardlib.errors import HandleError, listing
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.plan import Plan
 
-# By how much sums over the same numbers may differ; and the share of the whole gradient below which one is rounding, which
-# is also the difference of two losses that is.
-_ALIKE, _ROUNDING = 1e-3, 1e-6
+# _TOLERANCE: relative difference up to which two ranks' sums over the same numbers count as equal. _ROUNDING: a gradient with
+# a norm below this share of the whole gradient's is rounding error, and so is a difference of losses below it.
+_TOLERANCE, _ROUNDING = 1e-3, 1e-6
 _Losses = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 def require_alike(grads: Mapping[str, torch.Tensor], losses: _Losses, plan: Plan, mesh: Mesh) -> None:
-    """Refuse a loss of slices, and whole parameters that layers use on slices.
+    """Refuse losses that ranks compute from their slices, and whole parameters that layers apply to slices.
 
-    Each rank would train by a loss of its own, or parameters by its own part of their gradient.
+    Ranks would otherwise train on different losses, or with partial gradients of whole parameters.
 
     Args:
-        grads: bucket name -> this rank's shard, summed over the batch.
+        grads: bucket name -> this rank's shard of the gradient, summed over the batch.
         losses: total and weight of each micro-batch on this rank.
 
     Raises:
@@ -35,66 +35,66 @@ def require_alike(grads: Mapping[str, torch.Tensor], losses: _Losses, plan: Plan
     _require_one_loss(losses, [axis for axis in axes if axis not in plan.loss_axes], mesh)
     bad: list[str] = []
     for axis in axes:
-        mine = _sums(grads, plan, axis)
-        everyone = primitives.all_gather_object(mesh, [axis], mine)
-        smallest = _ROUNDING**2 * max(squares for theirs in everyone for squares, _, _ in theirs.values())
-        for path in mine:
-            if path and any(_differ(theirs[path], everyone[0][path], smallest) for theirs in everyone[1:]):
+        sums = _sums(grads, plan, axis)
+        of_ranks = primitives.all_gather_object(mesh, [axis], sums)
+        smallest = _ROUNDING**2 * max(squares for of_rank in of_ranks for squares, _, _ in of_rank.values())
+        for path in sums:
+            if path and any(_differ(of_rank[path], of_ranks[0][path], smallest) for of_rank in of_ranks[1:]):
                 bad.append(f"{path}: along axis {axis!r}")
-    if found := _by_any(mesh, bad):
+    if failures := _of_any_rank(mesh, bad):
         raise HandleError(
-            f"parameters that are whole on every rank got other gradients on each:\n{listing(found)}\n"
+            f"parameters that are whole on every rank got other gradients on each:\n{listing(failures)}\n"
             "So they, or what comes after them, are used on the slices that tensor_slicing's rules make of activations. Give "
-            "one that is used between a column and a row layer the style 'shared' (its gradient is then summed); and where a "
-            "layer stays whole beside sliced ones (a key beside queries), slice all of them, or none."
+            "a parameter between a column and a row layer the style 'shared' (its gradient is then summed). If a layer stays "
+            "whole beside sliced ones (a key beside queries), slice all of them, or none."
         )
 
 
 def _require_one_loss(losses: _Losses, axes: Sequence[str], mesh: Mesh) -> None:
-    mine = [float(number) for loss in losses for number in loss]
+    numbers = [float(number) for loss in losses for number in loss]
     bad: list[str] = []
     for axis in axes:
-        everyone = primitives.all_gather_object(mesh, [axis], mine)
-        columns = list(zip(*everyone, strict=False))
-        if any(_apart(one, other) for one, *others in columns for other in others):
+        of_ranks = primitives.all_gather_object(mesh, [axis], numbers)
+        columns = list(zip(*of_ranks, strict=False))
+        if any(_far(first, other) for first, *others in columns for other in others):
             bad.append(f"along axis {axis!r}: {', '.join(f'{total:g}' for total in columns[0])} (first micro-batch)")
-    if found := _by_any(mesh, bad):
+    if failures := _of_any_rank(mesh, bad):
         raise HandleError(
-            f"ranks of one batch found other losses:\n{listing(found)}\nSo the loss is made of the "
+            f"ranks of one batch found other losses:\n{listing(failures)}\nSo the loss is made of the "
             "slices that tensor_slicing's rules make of activations or parameters. Give a column layer whose outputs no row "
-            "layer takes up the style sl.column(gather=True), or leave what the loss reads whole ('replicated')."
+            "layer takes up the style sl.column(gather=True), or leave whole what the loss reads ('replicated')."
         )
 
 
-def _by_any(mesh: Mesh, found: list[str]) -> list[str]:
-    """What any rank found, once each. All ranks call it."""
-    everyone = primitives.all_gather_object(mesh, list(mesh.shape), found)
+def _of_any_rank(mesh: Mesh, failures: list[str]) -> list[str]:
+    """The failures of all ranks, without repetitions. Collective: all ranks call it."""
+    everyone = primitives.all_gather_object(mesh, list(mesh.shape), failures)
     return list(dict.fromkeys(one for theirs in everyone for one in theirs))
 
 
-def _apart(one: float, other: float) -> bool:
-    return abs(one - other) > max(_ALIKE * max(abs(one), abs(other)), _ROUNDING)
+def _far(a: float, b: float) -> bool:
+    return abs(a - b) > max(_TOLERANCE * max(abs(a), abs(b)), _ROUNDING)
 
 
 def _sums(grads: Mapping[str, torch.Tensor], plan: Plan, axis: str) -> dict[str, tuple[float, float, int]]:
-    """Path -> squares, sum and number of a gradient's elements, of those that ranks along the axis hold copies of.
+    """Path -> sum of squares, sum and number of the gradient's elements, for leaves that ranks along the axis hold copies of.
 
-    Under "" those of all.
+    The entry for "" has the sum of squares of this rank's gradients of all leaves.
     """
     whole = sum(float(grad.double().square().sum()) for grad in grads.values())
-    found = {"": (whole, 0.0, 1)}
+    sums = {"": (whole, 0.0, 1)}
     for bucket in plan.trained:
         if axis in (*bucket.slices, *bucket.axes, *bucket.replicas):
             continue
-        for path, part in zip(bucket.paths, bucket.leaf_segments(grads[bucket.name], bucket.levels), strict=True):
-            wide = part.double()
-            found[path] = float(wide.square().sum()), float(wide.sum()), part.numel()
-    return found
+        for path, grad in zip(bucket.paths, bucket.leaf_segments(grads[bucket.name], bucket.levels), strict=True):
+            wide = grad.double()
+            sums[path] = float(wide.square().sum()), float(wide.sum()), grad.numel()
+    return sums
 
 
-def _differ(one: tuple[float, float, int], other: tuple[float, float, int], smallest: float) -> bool:
-    """Not where something is not finite, which is told elsewhere."""
-    squares = max(one[0], other[0])
+def _differ(a: tuple[float, float, int], b: tuple[float, float, int], smallest: float) -> bool:
+    """Whether the sums of two ranks differ by more than rounding; False for sums that are not finite."""
+    squares = max(a[0], b[0])
     return squares > smallest and (
-        abs(one[0] - other[0]) > _ALIKE * squares or abs(one[1] - other[1]) > _ALIKE * (one[2] * squares) ** 0.5
+        abs(a[0] - b[0]) > _TOLERANCE * squares or abs(a[1] - b[1]) > _TOLERANCE * (a[2] * squares) ** 0.5
     )

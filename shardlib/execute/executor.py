@@ -36,14 +36,14 @@ T = TypeVar("T")
 
 
 class Executor:
-    """Everything about running one function on one plan that outlives a step: handles, and the record.
+    """Runs one function on one plan; keeps handles and the record from step to step.
 
-    It runs one micro-batch at a time. `backward` runs one forward and backward; a pipeline, which has several under
-    way, has an executor for each and calls `open`, `differentiate` and `close` itself.
+    An executor runs one micro-batch at a time. `backward` runs one forward and backward. With several micro-batches in flight
+    there is one executor for each, and the caller uses `open`, `differentiate` and `close`.
 
     Args:
         trained: whether gradients are wanted.
-        record: shared by executors that run the same function.
+        record: the record that executors of the same function share; a new one by default.
     """
 
     def __init__(self, plan: Plan, mesh: Mesh, trained: bool, record: Record | None = None) -> None:
@@ -66,7 +66,7 @@ class Executor:
         self._trained_handles: list[Handle] = []
         self._saved = SavedTensors(self._touch)
         self._halves: Halves | None = None
-        self._held: Iterable[torch.Tensor] = ()  # the memory of all of this rank's parameters
+        self._held: Iterable[torch.Tensor] = ()  # the buffers of all of this rank's parameters
 
     @property
     def gathers(self) -> bool:
@@ -75,15 +75,15 @@ class Executor:
 
     @property
     def touches(self) -> tuple[str, ...]:
-        """Units in the order the last micro-batch gathered them."""
+        """Units in the order in which the last micro-batch gathered them."""
         return tuple(self._gathering.fetched)
 
     def gradients(self, route: Route) -> Gradients:
-        """What the micro-batches of one step hand their gradients to."""
+        """The sums of one step's gradients, for its micro-batches to add to."""
         return Gradients(self.plan, self.mesh, route)
 
     def forward(self, params: Sharded, fn: Callable[[Tree], Any]) -> Any:
-        """``fn(parameters)`` without gradients, as `outside` gives it. Called again where ranks turn out to differ."""
+        """``outside(fn(parameters))`` without gradients. Calls ``fn`` again if ranks turn out to use different parameters."""
         while True:
             trusted, draws = not self.record.agreeing, states_of_generators(self.mesh.device)
             try:
@@ -93,7 +93,7 @@ class Executor:
                 self._gathering.finish()
             finally:
                 self.close()
-            if not (self.gathers and trusted and self.record.meet()):
+            if not (self.gathers and trusted and self.record.any_strayed()):
                 return result
             restore_generators(draws)
 
@@ -105,32 +105,34 @@ class Executor:
         fn: Callable[[Tree], tuple[torch.Tensor, Any]],
         seed: torch.Tensor,
     ) -> Any:
-        """One micro-batch: ``total, rest = fn(parameters)``, then the gradient of ``total`` × ``seed``.
+        """Run one micro-batch: ``total, rest = fn(parameters)``, and add ``total``'s gradient × ``seed`` to ``gradients``.
 
-        Returns ``rest``, or None where the step will be taken again; the gradients go to ``gradients``.
+        Returns ``rest``, or None if the step will be repeated because this rank left the trace.
         """
         try:
             total, rest = self._attempt(lambda: self.open(params, gradients, fn)) or (None, None)
             if total is not None and self.record.order is None:
                 refuse_reentrant_checkpoints(total)
             self._gathering.turn()
-            outputs = [] if total is None or not total.requires_grad else [total]  # one micro-batch's may be a constant
+            outputs = (
+                [] if total is None or not total.requires_grad else [total]
+            )  # a micro-batch's loss may be a constant
             self.differentiate(outputs, [seed.to(output.dtype) for output in outputs], (), gradients, last)
             return rest
         finally:
             self.close()
 
     def open(self, params: Sharded, gradients: Gradients, fn: Callable[[Tree], Any]) -> Any:
-        """``fn(parameters)``; the graph is kept until `close`."""
+        """``fn(parameters)`` with a graph, which is kept until `close`."""
         self._bind(params, gradients)
         with self._running(), torch.enable_grad(), self._saved.hooks() if self.gathers else nullcontext():
             return self._call(fn)
 
     def outside(self, tree: Tree) -> Tree:
-        """What a running function gives, to be kept when it is over: values of now, outside the graph.
+        """The results of a function, detached, with values that later steps do not change.
 
-        What lies in a parameter's memory is copied, since that is written to by the optimizer, or held only for a while.
-        Handles are gathered, on every rank; a slice is refused.
+        Tensors in the memory of parameters are copied, since the optimizer writes to that memory or it is released. Handles
+        are gathered, on every rank; handles of slices are refused.
         """
         held = {storage_id(buffer.untyped_storage()) for buffer in self._held}
 
@@ -143,25 +145,25 @@ class Executor:
                 leaf = leaf.detach()
                 if leaf.layout is not torch.strided:
                     return leaf
-                lies_in = storage_id(leaf.untyped_storage()) in held or self._saved.place(leaf) is not None
-                return leaf.clone() if lies_in else leaf
+                shares = storage_id(leaf.untyped_storage()) in held or self._saved.bucket_with(leaf) is not None
+                return leaf.clone() if shares else leaf
 
         return tree_map(kept, tree) if tree is not None else None
 
     def rest(self) -> None:
-        """Hold no gathered parameters until the backward comes."""
+        """Release all gathered parameters until the backward starts."""
         self._gathering.rest()
 
     def inputs_gradient(
         self, outputs: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor | None, ...]:
-        """The first half of a backward from ``outputs``: the gradients of ``inputs``. `weights_gradient` is the other."""
+        """The first half of a backward from ``outputs``: the gradients of ``inputs``. `weights_gradient` runs the second."""
         with self._running():
             self._halves = Halves(outputs, seeds, inputs)
         return self._halves.inputs
 
     def weights_gradient(self, gradients: Gradients, last: bool) -> None:
-        """The second half: parameters' gradients go to ``gradients``. ``last`` as in `differentiate`."""
+        """The second half of a backward: adds parameters' gradients to ``gradients``. ``last`` as in `differentiate`."""
         assert self._halves is not None
         with self._summing(gradients, last) as reached:
             self._halves.weights_gradient()
@@ -175,9 +177,10 @@ class Executor:
         gradients: Gradients,
         last: bool,
     ) -> tuple[torch.Tensor | None, ...]:
-        """Backward from ``outputs``: parameters' gradients go to ``gradients``, those of ``inputs`` are returned.
+        """A backward from ``outputs``: adds parameters' gradients to ``gradients`` and returns the gradients of ``inputs``.
 
-        ``last`` when it is the step's last with these gradients.
+        Args:
+            last: whether this is the last backward of the step that adds to ``gradients``.
         """
         handles = self._trained_handles
         anchors = [state.anchor for state in self._buckets if state.anchor is not None]
@@ -193,7 +196,7 @@ class Executor:
 
     @contextmanager
     def _summing(self, gradients: Gradients, last: bool) -> Iterator[dict[str, torch.Tensor]]:
-        """While parameters' gradients come; what reaches handles themselves is to be put, by path, into the dict."""
+        """A context that sums parameters' gradients. Yields a dict, path -> gradient, for those that arrive at handles."""
         gradients.begin(last, self._gathering)
         for state in self._buckets:
             state.summing = gradients
@@ -204,7 +207,7 @@ class Executor:
             gradients.finish(self._late(reached))
 
     def _attempt(self, run: Callable[[], T]) -> T | None:
-        """What ``run`` gives; None where it fails on the zeros that a run which left the trace is given."""
+        """``run()``; None if it fails after this rank left the trace, since it then computes with zeros."""
         try:
             return run()
         except Exception:
@@ -213,7 +216,7 @@ class Executor:
             return None
 
     def close(self) -> None:
-        """Let go of the graph and of everything that was gathered."""
+        """Free the graph and all gathered parameters."""
         self._halves = None
         self._gathering.end()
         for unit in self._units.values():
@@ -223,7 +226,7 @@ class Executor:
         self._held = ()
 
     def _call(self, fn: Callable[[Tree], Any]) -> Any:
-        """``fn(parameters)``. Raises `HandleError` where it does with them what cannot be honoured."""
+        """``fn(parameters)``. Raises `HandleError` for uses of parameters that are not supported."""
         try:
             result = fn(self._tree())
             self._require_unwritten()
@@ -241,9 +244,9 @@ class Executor:
             raise
 
     def _require_unwritten(self, error: Exception | None = None) -> None:
-        """Refuse functions that have written to parameters in place, whatever ``error`` came of it."""
+        """Refuse functions that have written to parameters in place; ``error`` is what the function raised, if anything."""
         for state in self._buckets:
-            state.look()
+            state.note_writes()
         written = [path for state in self._buckets if state.written for path in state.bucket.paths]
         if written and not isinstance(error, HandleError):
             whole = "" if self.gathers else " This state holds what was written: go on from another."
@@ -264,7 +267,7 @@ class Executor:
         return unflatten(self.plan.shape.treedef, [leaves.get(leaf.path) for leaf in self.plan.leaves])
 
     def _bind(self, params: Sharded, gradients: Gradients | None) -> None:
-        """Take this step's parameters."""
+        """Bind this step's parameters and gradients to the buckets."""
         self._held = params.buffers.values()
         for state in self._buckets:
             state.bind(params.buffers[state.bucket.name], gradients)
@@ -272,18 +275,18 @@ class Executor:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """While the user's code runs, forward or again in backward."""
-        minds_blocks = self.gathers or self.plan.step.remat or self.plan.styles
-        runner = block_runner.set(self._run_block if minds_blocks else None)
+        """The context of the user's code, in forward and in recomputation during backward."""
+        wraps_blocks = self.gathers or self.plan.step.remat or self.plan.styles
+        runner = block_runner.set(self._run_block if wraps_blocks else None)
         try:
-            with self._here():
+            with self._surroundings():
                 yield
         finally:
             block_runner.reset(runner)
 
     @contextmanager
-    def _here(self) -> Iterator[None]:
-        """What functions of a model find their surroundings by."""
+    def _surroundings(self) -> Iterator[None]:
+        """The context in which a model's functions find the mesh and their sequence parts."""
         mesh, parts = current_mesh.set(self.mesh), current_parts.set(self._parts)
         try:
             yield
@@ -305,13 +308,13 @@ class Executor:
                 f"autocast is on while unit {unit.name!r} is gathered (ZeRO stage 3); its casts would keep whole parameters "
                 "alive. Use sl.precision('bf16') in the plan instead, with keep=[...] for what must stay in fp32"
             )
-        with torch.inference_mode(False):  # the first touch may lie in inference_mode, and a later one not
+        with torch.inference_mode(False):  # the first touch may be in inference_mode and a later one outside
             self._gathering.touch(unit)
-        self._saved.arrived(unit)
+        self._saved.note_gathered(unit)
 
     def _run_block(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            # Gathering is no part of the block: a recompute policy must neither see nor keep its operations.
+            # Gathering does not belong to the block: a recompute policy must neither see nor keep its operations.
             with no_modes():
                 args, kwargs = gathered((args, kwargs))
             if self.plan.styles and is_compiled(fn):
@@ -321,15 +324,15 @@ class Executor:
         if self.plan.step.remat is None or not self._trained:
             return call(*args, **kwargs)
 
-        # The surroundings travel with the call: recompute may run in a thread of autograd's.
-        def again(*args: Any, **kwargs: Any) -> Any:
-            with self._here(), readable_twice() if self._splits else nullcontext():
+        # The surroundings are part of the checkpointed function: recomputation may run in a thread of autograd.
+        def checkpointed(*args: Any, **kwargs: Any) -> Any:
+            with self._surroundings(), readable_twice() if self._splits else nullcontext():
                 return call(*args, **kwargs)
 
-        return checkpoint(again, *args, use_reentrant=False, **_policy(self.plan.step.remat), **kwargs)
+        return checkpoint(checkpointed, *args, use_reentrant=False, **_policy(self.plan.step.remat), **kwargs)
 
     def _late(self, reached: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What reached handles themselves, packed per bucket."""
+        """Bucket name -> packed gradients of leaves that arrived at handles."""
         late = {}
         for state in self._buckets:
             leaves = [reached.get(path) for path in state.bucket.paths]

@@ -1,12 +1,12 @@
-"""When units are gathered and when they are released.
+"""Decisions on when units are gathered and when they are released.
 
-The touches of a step form a sequence of runs (consecutive touches of one unit). While the ranks agree on each gather,
-the unit in use and the one before it are kept. A run that was alike on all ranks is then the trace: from the next one
-on, at the first touch of a unit those that are neither in use nor next are released, and the next one is sent for, so
-that at most two neighbouring units are alive. Both rules gather equally often.
+Consecutive touches of one unit form a visit, and the visits of a micro-batch form a run. At first the ranks agree on each
+gather before it is made, and keep the unit in use and the one before it. A run that was the same on all ranks becomes the
+trace of the runs after it: at the first touch of a unit, all units but this one and the trace's next one are released, and
+the gather of the next one is started, so that at most two neighbouring units are alive. Both rules gather equally often.
 
-A rank whose touches leave the trace goes on with it for the others' sake, and gets zeros for what it touches: what it
-computes is thrown away. See `shardlib.execute.record`.
+A rank whose touches leave the trace still makes the trace's gathers, since the other ranks wait for them, and computes with
+zeros: its results will be discarded. See `shardlib.execute.record`.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from shardlib.execute.record import Entry, Record
 
 
 class Gatherable(Protocol):
-    """A unit whose parameters come and go."""
+    """A unit whose parameters are gathered and released."""
 
     name: str
 
     @property
     def gathers(self) -> bool:
-        """Whether its parameters come and go at all: some may be here all the time."""
+        """Whether the parameters must be gathered for use; if not, the rank holds them all the time."""
         ...
 
     def fetch(self) -> None:
-        """Send for the whole parameters; does nothing when they are here or on their way."""
+        """Start to gather the parameters, unless they are gathered or under way."""
         ...
 
     def arrive(self) -> None:
-        """Return once the whole parameters are here."""
+        """Wait until the parameters are gathered."""
         ...
 
     def release(self) -> None:
-        """Let go of the whole parameters."""
+        """Free the gathered parameters."""
         ...
 
     def serve(self) -> None:
-        """Take part in a gather for other ranks; what is here stays as it is."""
+        """Take part in a gather that other ranks need, without keeping its result."""
         ...
 
     def stand_in(self) -> None:
-        """Put zeros where the whole parameters would be."""
+        """Use zeros as the gathered parameters."""
         ...
 
 
@@ -56,33 +56,33 @@ class Reductions(Protocol):
     def started(self) -> Sequence[str]: ...
 
     def ready(self) -> int:
-        """How many have started or could."""
+        """The number of reductions that have started or could start."""
         ...
 
     def advance(self) -> None:
-        """Start those that can and may."""
+        """Start the reductions that can start, up to `Gathering.limit`."""
         ...
 
     def skip_to(self, count: int) -> None:
-        """Start reductions until this many have, with zeros for what has not come."""
+        """Start reductions until ``count`` have started, with zeros for gradients that are not there."""
         ...
 
 
 class Gathering:
-    """Decides, touch by touch, what to fetch and what to release.
+    """Decides, touch by touch, which units to gather and which to release.
 
     Attributes:
         record: what earlier runs showed.
-        current: the unit of the present run; touching it again needs no decision.
+        current: the unit of the present visit; touching it again needs no decision.
         fetched: the units gathered since `begin`, in order.
         touched: the units used since `begin`.
-        reductions: while gradients come, what reduces them.
+        reductions: the reductions of the backward, while it runs; else None.
         strayed: whether this rank has left the trace since `begin`.
     """
 
     def __init__(self, units: dict[str, Gatherable], record: Record, prefetch: bool) -> None:
         self._units, self.record, self._prefetch = units, record, prefetch
-        # Where none is there is nothing to agree on but the first reductions.
+        # If no unit gathers, the ranks only have to agree on the order of the first reductions.
         self._gathers = any(unit.gathers for unit in units.values())
         self._names = list(units)
         self._here: dict[str, Gatherable] = {}
@@ -94,7 +94,7 @@ class Gathering:
         self._runs: list[Entry] = []
         self._sum = 0  # a checksum of the runs
         self._allowed = 0
-        self._apart: set[str] | None = None  # units that ranks used otherwise; None while they are alike
+        self._differing: set[str] | None = None  # units that ranks used differently; None while there is no difference
         self._late = False
         self.fetched: list[str] = []
         self.touched: set[str] = set()
@@ -107,7 +107,7 @@ class Gathering:
 
     @property
     def limit(self) -> int | None:
-        """How many reductions may have been started by now, so that all ranks start them between the same gathers."""
+        """The number of reductions that may have started by now, so that all ranks start them between the same gathers."""
         if not self._gathers:
             return None
         if self._trace is None:
@@ -115,7 +115,7 @@ class Gathering:
         return self._trace[len(self._runs)][1] if len(self._runs) < len(self._trace) else None
 
     def touch(self, unit: Gatherable) -> None:
-        """Make ``unit`` the current one, its parameters here."""
+        """Make ``unit`` the current one, with its parameters gathered."""
         previous = self.current.name if self.current else None
         self.touched.add(unit.name)
         if self._trace is not None and not self._at(unit.name):
@@ -136,21 +136,25 @@ class Gathering:
             self._agree(self._names.index(unit.name))
 
     def turn(self) -> None:
-        """Forward is over. Everything is released, and what backward needs first is sent for."""
+        """End the forward: release every unit, and start to gather the one that backward needs first."""
         self.rest()
         if self._trace is not None and self._prefetch and (upcoming := self._upcoming()):
             self._fetch(self._units[upcoming])
 
     def rest(self) -> None:
-        """Other micro-batches come first. Everything is released, and nothing is sent for until this one goes on."""
+        """Release every unit, and gather none until this micro-batch goes on; other micro-batches run meanwhile."""
         self.strayed |= self._trace is not None and not self._at(None)
         self._pause()
         self._note(None)
 
     def finish(self, late: Sequence[str] = ()) -> tuple[str, ...]:
-        """The run is over, on this rank and then on all.
+        """End the run; returns once it is over on all ranks.
 
-        Returns those of ``late``, of all ranks together, whose gradients are to be reduced once more.
+        Args:
+            late: buckets with gradients that came after the bucket's reduction had started.
+
+        Returns:
+            The late buckets of all ranks, which are reduced once more.
         """
         if self._trace is not None:
             self.strayed |= len(self._runs) < len(self._trace) or tuple(late) != self.record.late
@@ -158,41 +162,44 @@ class Gathering:
             self.record.strayed |= self.strayed
             return self.record.late
         self._pause(bool(late))
-        found = self.record.unite(late) if self._late else ()
-        self.record.note(self._runs, found, self._apart if self._gathers else None)
-        return found
+        all_late = self.record.unite(late) if self._late else ()
+        self.record.note(self._runs, all_late, self._differing if self._gathers else None)
+        return all_late
 
     def end(self) -> None:
-        """Backward is over, or failed. Everything is released."""
+        """Release every unit: backward is over, or failed."""
         self._keep(set())
         self.current = None
 
     def begin_reductions(self, reductions: Reductions) -> None:
-        """Gradients are about to come."""
+        """Start a backward, whose gradients ``reductions`` reduces."""
         self.reductions = reductions
         self._settle()
 
     def agree_to_reduce(self, unit: str) -> None:
-        """In the first backward: settle the order of reductions, unless this unit's is what is next on every rank."""
+        """In the first backward: settle the order of reductions, unless this unit's reduction is next on every rank."""
         self._agree(len(self._names) + self._names.index(unit))
 
     def unused(self, unit: str) -> bool:
-        """Whether no gradient can come for a unit: it is gathered for use, and has not been used."""
+        """Whether a unit cannot have a gradient: it must be gathered for use, and has not been used."""
         return self._units[unit].gathers and unit not in self.touched
 
     def _agree(self, what: int, late: bool = False) -> bool:
-        """Tell the other ranks what is next on this one, and take part in all they gather; whether it is the same for all.
+        """Exchange with all ranks what each does next, and make all their gathers; returns whether all do the same.
 
-        ``what``: a unit to be gathered, by number; one to be reduced, by number + units; or ``_END``.
+        Args:
+            what: the number of the unit that this rank gathers next; that number plus the number of units if it reduces the
+                unit; or ``_END``.
+            late: whether this rank has late gradients (see `finish`).
         """
         ready = self.reductions.ready() if self.reductions is not None else 0
         words = self.record.compare(what, self._sum, ready, late)
         nexts, checksums, counts, lates = zip(*words, strict=True)
         self._late = any(lates)
-        alike = len(set(nexts)) == 1
-        if not alike or len(set(checksums)) > 1:
-            named = {self._names[number % len(self._names)] for number in nexts if number != _END}
-            self._apart = (self._apart or set()) | named
+        same = len(set(nexts)) == 1
+        if not same or len(set(checksums)) > 1:
+            units = {self._names[number % len(self._names)] for number in nexts if number != _END}
+            self._differing = (self._differing or set()) | units
             self._settle()
         self._allowed = min(counts)
         if self.reductions is not None:
@@ -206,15 +213,15 @@ class Gathering:
                 unit.arrive()
             else:
                 unit.serve()
-        return alike
+        return same
 
     def _settle(self) -> None:
-        if self._apart is not None and self.reductions is not None and self.record.order is None:
+        if self._differing is not None and self.reductions is not None and self.record.order is None:
             touched = [name for name, _ in self._runs if name is not None]
             self.record.settle(self.reductions.started, touched)
 
     def _pause(self, late: bool = False) -> None:
-        """Nothing more comes for now: serve the ranks for which something does, then release everything."""
+        """Take part in the other ranks' gathers until no rank gathers any more for now; then release every unit."""
         if self._trace is not None:
             self._go_on()
         elif self._gathers or self.reductions is not None:
@@ -223,13 +230,13 @@ class Gathering:
         self.end()
 
     def _at(self, name: str | None) -> bool:
-        """Whether this is what the trace says is next."""
+        """Whether ``name`` is the trace's next unit, with as many reductions started; True on a rank that has strayed."""
         assert self._trace is not None
-        place = len(self._runs)
-        return self._trace[place : place + 1] == [(name, self._count())] or self.strayed
+        position = len(self._runs)
+        return self._trace[position : position + 1] == [(name, self._count())] or self.strayed
 
     def _go_on(self) -> None:
-        """On a rank that has strayed: make what is left of the trace's exchanges, as far as the others do by themselves."""
+        """On a rank that has strayed: make the trace's remaining gathers up to its next pause, as the other ranks do."""
         if not self.strayed or self._trace is None or self._upcoming() is None:
             return
         while (name := self._upcoming()) is not None:
@@ -249,9 +256,9 @@ class Gathering:
             self._fetch(self._units[upcoming])
 
     def _upcoming(self) -> str | None:
-        """The trace's next unit."""
-        place = len(self._runs)
-        return self._trace[place][0] if self._trace is not None and place < len(self._trace) else None
+        """The trace's next unit; None at its end, or without a trace."""
+        position = len(self._runs)
+        return self._trace[position][0] if self._trace is not None and position < len(self._trace) else None
 
     def _note(self, name: str | None) -> None:
         entry = name, self._count()

@@ -1,57 +1,56 @@
-"""Gradients on their way from backward to the optimizer's layout.
+"""The reduction of gradients, from backward to the optimizer's layout.
 
-Each bucket's gradient arrives whole, once per micro-batch, as soon as it is complete, and when all of a unit's have
-come their exchanges start, while backward goes on. The first micro-batch sends units as they come, as long as the ranks
-are alike; that order then holds: a rank whose branch leaves a parameter unused sends zeros in its turn.
+Backward hands over each bucket's whole gradient once per micro-batch, as soon as it is complete. When all buckets of a unit
+are complete the unit's exchanges start, while backward goes on. The first micro-batch sends units in the order in which they
+are complete, as long as that order is the same on all ranks. Later micro-batches keep the order, and a rank that does not
+use a parameter sends zeros at that unit's turn.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from shardlib.collectives.codecs.base import Errors
+from shardlib.collectives.codecs.base import Residuals
 from shardlib.execute.gathering import Gathering
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.exchanges import Exchange, unowned
 from shardlib.plan.plan import Plan
-from shardlib.sharded.reduction import Lines, Reduction, Sum
+from shardlib.sharded.reduction import BoundCodecs, Reduction, Sum
 
 
 @dataclass(frozen=True)
 class Route:
-    """What a step's gradients meet on their way.
+    """The options of one step's reductions.
 
     Attributes:
-        lines: how values travel in few bits, and
-        residuals: what that leaves out; written to.
-        unreduced: axes over which they are left unsummed, for an optimizer that does it itself.
-        reached: takes the paths of leaves that a gradient reached; None where nobody asks.
+        codecs: the bound codecs of compressed exchanges.
+        residuals: residuals of compressed exchanges; written to.
+        unreduced: axes over which gradients are not summed, for an optimizer that sums over them itself.
+        reached: a set to which the paths of leaves with a gradient are added; None if they are not needed.
     """
 
-    lines: Lines
-    residuals: Errors
+    codecs: BoundCodecs
+    residuals: Residuals
     unreduced: tuple[str, ...] = ()
     reached: set[str] | None = None
 
 
 def plain_route(mesh: Mesh) -> Route:
-    """Gradients are summed over all axes, and nothing is left out of earlier ones."""
-    return Route(Lines(mesh), Errors({}))
+    """The route of gradients that are summed over all axes, without residuals of earlier steps."""
+    return Route(BoundCodecs(mesh), Residuals({}))
 
 
 class Gradients:
-    """Sums gradients over micro-batches and ranks.
-
-    Args:
-        route: see `Route`.
+    """The sums of one step's gradients over micro-batches and ranks.
 
     Attributes:
-        started: units whose exchanges this micro-batch started, in order.
+        started: units whose exchanges the present micro-batch started, in order.
     """
 
     def __init__(self, plan: Plan, mesh: Mesh, route: Route) -> None:
@@ -59,24 +58,30 @@ class Gradients:
         self._held: dict[str, torch.Tensor] = {}
 
     def begin(self, last: bool, gathering: Gathering) -> None:
-        """Start a micro-batch, whose gathers these reductions stand between; ``last`` when it is the step's last."""
+        """Start a micro-batch.
+
+        Args:
+            last: whether it is the step's last one.
+            gathering: the micro-batch's gathers, with which the reductions must be ordered.
+        """
         self._last, self._gathering, self._record = last, gathering, gathering.record
         self.started: list[str] = []
         self._ready: dict[str, dict[str, torch.Tensor | None]] = {unit: {} for unit in self._plan.trained_in}
         self._complete: set[str] = set()
         self._added: set[str] = set()
         self._late: dict[str, torch.Tensor] = {}
-        self._closed = False  # whether backward is over: what has not come by now has the gradient zero
-        self._flying: list[tuple[Reduction, int]] = []
+        self._closed = False  # whether backward is over, so that gradients that are not there are zero
+        self._flying: deque[tuple[Reduction, int]] = deque()
+        self._to_free = 0  # elements of the whole gradients that are freed when the reductions under way have ended
         gathering.begin_reductions(self)
 
     def note(self, paths: Iterable[str], grads: Iterable[torch.Tensor | None]) -> None:
-        """Gradients of leaves come, None where there is none."""
+        """Note the leaves that have a gradient (not None)."""
         if self._route.reached is not None:
             self._route.reached.update(path for path, grad in zip(paths, grads) if grad is not None)
 
     def add_leaves(self, bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> bool:
-        """Add leaves' gradients to the bucket's sum over micro-batches, if one is kept whole; packing is then saved."""
+        """Add leaves' gradients to a bucket's sum over micro-batches without packing; False if no whole sum is held yet."""
         held = self._held.get(bucket.name) if bucket.grad_level == 0 else None
         if held is None:
             return False
@@ -85,14 +90,17 @@ class Gradients:
         return True
 
     def added(self, bucket: Bucket) -> bool:
-        """Whether `add_leaves` took gradients of this micro-batch."""
+        """Whether `add_leaves` has added gradients of this micro-batch."""
         return bucket.name in self._added
 
     def add(self, bucket: Bucket, whole: torch.Tensor | None) -> None:
-        """A bucket's complete gradient of this micro-batch: whole, rank-major; None where `add_leaves` took it.
+        """Take a bucket's complete gradient of this micro-batch.
 
-        A unit starts when all of its have come. Starting each as it comes would cost more: on gloo a send waits while
-        others of its pair are received.
+        The unit's exchanges start when all of its buckets are complete. Starting each bucket's at once would cost more: on
+        gloo a send waits while messages of the same pair of ranks are received.
+
+        Args:
+            whole: the whole gradient, rank-major; None if `add_leaves` has added it.
         """
         unit = bucket.unit
         if self._gathering.strayed:
@@ -103,25 +111,25 @@ class Gradients:
         self._complete.add(unit)
         if self._record.order is None:
             self._gathering.agree_to_reduce(unit)
-        if self._record.order is None:  # still: this unit is next on every rank
+        if self._record.order is None:  # no order was settled, so this unit is next on every rank
             self._start(unit)
         else:
             self.advance()
 
     def ready(self) -> int:
-        """How many units have started or could, in their order."""
+        """The number of units whose exchanges have started or could start, in the settled order."""
         order, count = self._record.order, len(self.started)
         while order is not None and count < len(order) and self._settled(order[count]):
             count += 1
         return count
 
     def advance(self) -> None:
-        """Start the units that can and may."""
+        """Start the exchanges of units that are ready, up to the limit that `Gathering` sets."""
         limit = self._gathering.limit
         self.skip_to(self.ready() if limit is None else min(limit, self.ready()))
 
     def skip_to(self, count: int) -> None:
-        """Start units until this many have, with zeros for what has not come."""
+        """Start exchanges until those of ``count`` units have started, with zeros for gradients that are not there."""
         while self._record.order is not None and len(self.started) < count:
             self._start(self._record.order[len(self.started)])
 
@@ -129,29 +137,34 @@ class Gradients:
         return self._closed or unit in self._complete or self._gathering.unused(unit)
 
     def finish(self, late: dict[str, torch.Tensor]) -> None:
-        """End a micro-batch: zeros for what was not used, and what reached handles themselves (``late``)."""
-        come = {name for ready in self._ready.values() for name in ready}
-        come |= {bucket.name for unit in self.started for bucket in self._plan.trained_in[unit]}
-        again = {name: late[name] for name in sorted(late) if name in come}
-        self._late = {name: whole for name, whole in late.items() if name not in come}
+        """End a micro-batch. Unused buckets get zero gradients.
+
+        Args:
+            late: bucket name -> gradients that arrived at handles, packed. If the bucket's gradient had been complete before,
+                they are reduced on their own.
+        """
+        complete = {name for ready in self._ready.values() for name in ready}
+        complete |= {bucket.name for unit in self.started for bucket in self._plan.trained_in[unit]}
+        again = {name: late[name] for name in sorted(late) if name in complete}
+        self._late = {name: whole for name, whole in late.items() if name not in complete}
         self._closed = True
         self.advance()
-        everyones = self._gathering.finish(list(again))
+        again_on_any_rank = self._gathering.finish(list(again))
         if self._record.order is None:
             self._record.order = [*self.started, *(u for u in self._plan.trained_in if u not in self.started)]
         self.skip_to(len(self._record.order))
         while self._flying:
             self._land()
-        for name in everyones:
+        for name in again_on_any_rank:
             bucket = self._plan.bucket_of[name]
             each, last = self._routes(bucket)
             whole = again[name] if name in again else self._zeros(bucket)
-            for part in self._reduction([Sum(bucket, whole)], [(*each, *last) if self._last else each]).wait():
-                self._held[name].add_(part.buffer)
+            for reduced in self._reduction([Sum(bucket, whole)], [(*each, *last) if self._last else each]).wait():
+                self._held[name].add_(reduced.buffer)
 
     @property
     def held(self) -> list[torch.Tensor]:
-        """What is kept from one micro-batch to the next."""
+        """The buffers that are kept from one micro-batch to the next."""
         return list(self._held.values())
 
     def result(self) -> dict[str, torch.Tensor]:
@@ -168,21 +181,21 @@ class Gradients:
             if bucket.name not in ready:
                 whole = self._late.pop(bucket.name, None)
                 ready[bucket.name] = self._zeros(bucket) if whole is None else whole
-        together: dict[tuple[Any, ...], list[Bucket]] = {}
+        groups: dict[tuple[Any, ...], list[Bucket]] = {}
         for bucket in self._plan.trained_in[unit]:
             each, last = self._routes(bucket)
-            alike = len(each), *((exchange.op, exchange.axis) for exchange in (*each, *last))
-            together.setdefault(alike, []).append(bucket)
-        for buckets in together.values():
+            collectives = len(each), *((exchange.op, exchange.axis) for exchange in (*each, *last))
+            groups.setdefault(collectives, []).append(bucket)
+        for buckets in groups.values():
             self._reduce(buckets, [ready.pop(bucket.name) for bucket in buckets])
 
     def _routes(self, bucket: Bucket) -> tuple[tuple[Exchange, ...], tuple[Exchange, ...]]:
-        """What is sent after each micro-batch, and after the last."""
+        """A bucket's exchanges after each micro-batch, and after the last one."""
         routes = self._plan.routes[bucket.name]
         return routes.each, unowned(routes.last, self._route.unreduced)
 
     def _reduce(self, buckets: list[Bucket], wholes: list[torch.Tensor | None]) -> None:
-        """Start the exchanges of buckets with the same route."""
+        """Start the exchanges of buckets whose routes have the same collectives."""
         each, last = (list(routes) for routes in zip(*map(self._routes, buckets), strict=True))
         if not each[0]:
             sums = [self._sum(bucket, whole) for bucket, whole in zip(buckets, wholes, strict=True)]
@@ -195,40 +208,42 @@ class Gradients:
         elif buckets[0].name not in self._held:
             self._fly(sums, [(*early, *late) for early, late in zip(each, last)])
         else:
-            for part in self._reduction(sums, each).wait():
-                part.buffer.add_(self._held.pop(part.bucket.name))
+            for reduced in self._reduction(sums, each).wait():
+                reduced.buffer.add_(self._held.pop(reduced.bucket.name))
             self._fly(sums, last)
 
     def _sum(self, bucket: Bucket, whole: torch.Tensor | None) -> Sum:
-        """A gradient that is kept whole until the last micro-batch."""
+        """The sum over micro-batches of a gradient that is kept whole until the last one."""
         held = self._held.pop(bucket.name, None)
         if held is not None:
             whole = held if whole is None else held.add_(whole)
         assert whole is not None
         if held is None and bucket.alone and not (self._last and bucket.levels):
-            whole = whole.clone()  # it may be somebody's tensor: never packed, and now to be written to
+            whole = whole.clone()  # the gradient of a single leaf was not packed, so it may be a tensor of the user's
         if not self._last:
             self._held[bucket.name] = whole
             return Sum(bucket, whole)
         if held is not None or not bucket.levels:
             return Sum(bucket, whole, whole)
         if self._plan.routes[bucket.name].last[0].channel is not None:
-            return Sum(bucket, whole)  # it is decoded elsewhere
-        # What the sum is written into is as large as what was planned for: the whole gradient.
+            return Sum(bucket, whole)  # a compressed sum is decoded into memory of its own
+        # The plan counts a whole gradient in this role, so the result may stay in a buffer of that size.
         return Sum(bucket, whole, torch.empty_like(whole))
 
     def _fly(self, sums: list[Sum], routes: Sequence[Sequence[Exchange]]) -> None:
-        freed = sum(part.bucket.size(0) for part in sums if part.within is not part.buffer)
+        freed = sum(each.bucket.size(0) for each in sums if each.within is not each.buffer)
         self._flying.append((self._reduction(sums, routes), freed))
-        # Whole gradients that are not what is kept must not pile up behind a slow network.
-        while sum(freed for _, freed in self._flying) > 2 * self._plan.largest_unit:
+        self._to_free += freed
+        # Whole gradients that are freed after their exchange must not pile up behind a slow network.
+        while self._to_free > 2 * self._plan.largest_unit:
             self._land()
 
     def _reduction(self, sums: list[Sum], routes: Sequence[Sequence[Exchange]]) -> Reduction:
-        return Reduction(self._mesh, sums, routes, self._route.lines, self._route.residuals)
+        return Reduction(self._mesh, sums, routes, self._route.codecs, self._route.residuals)
 
     def _land(self) -> None:
-        reduction, _ = self._flying.pop(0)
-        for part in reduction.wait():
-            held = self._held.get(part.bucket.name)
-            self._held[part.bucket.name] = part.buffer if held is None else held.add_(part.buffer)
+        reduction, freed = self._flying.popleft()
+        self._to_free -= freed
+        for reduced in reduction.wait():
+            held = self._held.get(reduced.bucket.name)
+            self._held[reduced.bucket.name] = reduced.buffer if held is None else held.add_(reduced.buffer)

@@ -1,13 +1,12 @@
-"""A backward in two halves: first the inputs' gradients, which another stage waits for, later the matmuls' weights'.
+"""A backward in two halves: first the gradients of inputs, which another stage waits for, later those of matmuls' weights.
 
-The first half is the whole backward but for the products that give the gradients of weights: of each it keeps the two
-factors (a layer's input and the gradient of its output), and autograd lets go of the rest. The second half multiplies
-them. Neither walks where the other has been, so together they compute what one backward does (arXiv 2401.10241).
+The first half runs the whole backward except the products that give weights' gradients. It keeps the two factors of each
+product (a layer's input and the gradient of its output), and autograd frees the rest of the graph. The second half computes
+the products. No node of the graph runs in both halves, so together they compute the same as one backward
+(arXiv 2401.10241). Under remat the factors are kept between the halves as well, instead of being recomputed.
 
-Under remat too the factors are kept meanwhile, instead of computed twice.
-
-What is no plain matmul by a parameter belongs to the first half: biases and norms, whose gradients cost little; a
-compiled block, or a function with its own backward; and matmuls in a checkpoint that is not the plan's.
+Gradients of other parameters belong to the first half: biases and norms, which cost little; parameters of a compiled block
+or of a function with its own backward; and matmuls in a checkpoint that is not the plan's.
 """
 
 from __future__ import annotations
@@ -20,29 +19,29 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from shardlib._compat import grad
-from shardlib.execute.products import Product, edge, handle_of, part
+from shardlib.execute.products import Product, divide, edge, handle_of
 from shardlib.execute.units import BucketState
 
 
 class Halves:
-    """The backward of one micro-batch in one stage, between its first half and its second.
+    """The backward of one micro-batch in one stage. The constructor runs the first half.
 
     Attributes:
         inputs: the gradients of the stage's inputs.
-        reached: those that reached handles themselves, by path.
+        reached: path -> gradient that arrived at the leaf's handle.
     """
 
     def __init__(
         self, outputs: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> None:
-        self._parts: list[_Part] = []
+        self._gradients: list[_Gradient] = []
         self.reached: dict[str, torch.Tensor] = {}
-        now, later = part(outputs, inputs)
+        now, later = divide(outputs, inputs)
         hooks = [product.node.register_prehook(partial(self._keep, product)) for product in later]
         try:
             found = grad(outputs, [*inputs, *(GradientEdge(leaf, 0) for leaf in now)], seeds)
         finally:
-            for hook in hooks:  # they hold the nodes that hold them
+            for hook in hooks:  # a hook and its node keep each other alive
                 hook.remove()
         self.inputs = found[: len(inputs)]
         for leaf, value in zip(now, found[len(inputs) :], strict=True):
@@ -50,26 +49,26 @@ class Halves:
                 self.reached[handle._path] = value
             elif value is not None:
                 attach, number = leaf.next_functions[0]
-                self._parts.append(_Part(edge(attach, number, leaf), frozenset([attach.state]), value, None))
+                self._gradients.append(_Gradient(edge(attach, number, leaf), frozenset([attach.state]), value, None))
 
     def _keep(self, product: Product, grads: tuple[torch.Tensor | None, ...]) -> None:
         if grads[0] is not None:
-            self._parts.append(_Part(product.edge, product.states(), grads[0], _Factor(product)))
+            self._gradients.append(_Gradient(product.edge, product.states(), grads[0], _Factor(product)))
 
     def weights_gradient(self) -> None:
-        """The second half, bucket by bucket, in the order of backward."""
-        groups = _by_bucket(self._parts)
-        self._parts = []
+        """Run the second half, bucket by bucket, in the order of backward."""
+        groups = _by_bucket(self._gradients)
+        self._gradients = []
         while groups:
-            states, parts = groups.pop(0)
-            edges, grads = [one.edge for one in parts], []
-            while parts:  # the factors go as their products come
-                grads.append(parts.pop(0).gradient())
+            states, gradients = groups.pop(0)
+            edges, grads = [gradient.edge for gradient in gradients], []
+            while gradients:  # each product frees its factors
+                grads.append(gradients.pop(0).value())
             grad(edges, [state.anchor for state in states if state.anchor is not None], grads)
 
 
 class _Factor:
-    """What a gradient is to be multiplied by: of y = a @ b, that of a is g @ bᴴ, that of b is aᴴ @ g."""
+    """The factor by which an output's gradient g is multiplied: for y = a @ b, g @ bᴴ is a's gradient, and aᴴ @ g b's."""
 
     def __init__(self, product: Product) -> None:
         self._value, self._side, self._by_columns = product.factor(), product.side, product.by_columns
@@ -81,24 +80,34 @@ class _Factor:
         return (grad.mT @ other.conj()).mT if self._by_columns else other.mH @ grad
 
 
-class _Part(NamedTuple):
-    """A gradient on its way to buckets: itself, or the factors of which it is the product."""
+class _Gradient(NamedTuple):
+    """A gradient for the second half, or the two factors of one.
+
+    Attributes:
+        edge: the edge of the graph at which backward goes on with the gradient.
+        states: the buckets that the gradient reaches.
+        grad: the gradient, or one of its factors.
+        factor: the other factor; None if ``grad`` is the gradient.
+    """
 
     edge: GradientEdge
     states: frozenset[BucketState]
     grad: torch.Tensor
     factor: _Factor | None
 
-    def gradient(self) -> torch.Tensor:
+    def value(self) -> torch.Tensor:
         return self.grad if self.factor is None else self.factor.times(self.grad)
 
 
-def _by_bucket(parts: Iterable[_Part]) -> list[tuple[frozenset[BucketState], list[_Part]]]:
-    """Each bucket's parts together, for its gradient is handed on once; in the order of their last products."""
-    groups: list[tuple[frozenset[BucketState], list[_Part]]] = []
-    for one in sorted(parts, key=lambda one: one.factor is not None):
-        joined = [group for group in groups if not group[0].isdisjoint(one.states)]
-        groups = [group for group in groups if group[0].isdisjoint(one.states)]
-        states = one.states.union(*(group[0] for group in joined))
-        groups.append((states, [*(other for group in joined for other in group[1]), one]))
+def _by_bucket(gradients: Iterable[_Gradient]) -> list[tuple[frozenset[BucketState], list[_Gradient]]]:
+    """The gradients in groups that share no bucket, since a bucket's gradient is handed over once, when it is complete.
+
+    Groups are in the order of their last products.
+    """
+    groups: list[tuple[frozenset[BucketState], list[_Gradient]]] = []
+    for gradient in sorted(gradients, key=lambda gradient: gradient.factor is not None):
+        joined = [group for group in groups if not group[0].isdisjoint(gradient.states)]
+        groups = [group for group in groups if group[0].isdisjoint(gradient.states)]
+        states = gradient.states.union(*(group[0] for group in joined))
+        groups.append((states, [*(other for group in joined for other in group[1]), gradient]))
     return groups

@@ -1,8 +1,8 @@
-"""What stands for a parameter inside a loss function while it is not gathered.
+"""Handles, which stand for parameters inside a loss function while the parameters are not gathered.
 
-A handle is a tensor without memory. Its metadata answer at once; any other function of it first asks for the real
-tensor. Code that reaches a handle below `__torch_function__` (a user's autograd.Function, C++) is served by
-`__torch_dispatch__`, and the gradient that then arrives at the handle itself is picked up after backward.
+A handle is a tensor without memory. Its metadata can be read without a gather; any other function of a handle is computed on
+the gathered parameter. Code below `__torch_function__` (a user's autograd.Function, C++) gets the parameter through
+`__torch_dispatch__`; its gradient then arrives at the handle, and is added to the unit's after backward.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shardlib.errors import HandleError
 
 
 class Source(Protocol):
-    """Where a handle gets its tensor from."""
+    """The source of handles' parameters: a unit."""
 
     def leaf(self, index: int) -> torch.Tensor:
         """The parameter, gathered, connected to the graph."""
@@ -27,12 +27,12 @@ class Source(Protocol):
         ...
 
     def root_gradient(self, index: int) -> tuple[torch.Tensor, Any]:
-        """For gradients inside the loss: the graph node that stands for the leaf, and how to read its gradient."""
+        """For gradients inside the loss: the tensor to differentiate to, and a function from its gradient to the leaf's."""
         ...
 
 
 class Handle(torch.Tensor):
-    """Stands for one parameter leaf; see the module's docstring."""
+    """A tensor without memory that stands for one parameter; see the module's docstring."""
 
     _source: Source
     _index: int
@@ -51,19 +51,18 @@ class Handle(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # The look-up in place, "operation" first, and flat: this runs for every use of a parameter.
+        # This runs for every use of a parameter: hence the inlined look-up, the order of cases, and the flat code.
         kind = _KINDS.get(func) or kind_of(func)
         if kind == "operation" and not kwargs:
-            return func(
-                *[
-                    value._source.leaf(value._index)
-                    if isinstance(value, Handle)
-                    else materialise(value)
-                    if type(value) in _CONTAINERS
-                    else value
-                    for value in args
-                ]
-            )
+            real: list[Any] = []
+            for value in args:
+                if type(value) is _T:
+                    real.append(value)
+                elif isinstance(value, Handle):
+                    real.append(value._source.leaf(value._index))
+                else:
+                    real.append(materialise(value) if type(value) in _CONTAINERS else value)
+            return func(*real)
         if kind == "metadata":
             with no_torch_function():
                 return func(*args, **(kwargs or {}))
@@ -94,14 +93,14 @@ class Handle(torch.Tensor):
 
 
 def materialise(value: Any) -> Any:
-    """Every handle in a pytree replaced by its gathered tensor."""
-    if isinstance(value, torch.Tensor):  # most often, and a pytree of one leaf costs more than what is done with it
+    """Replace every handle in a pytree by its gathered parameter."""
+    if isinstance(value, torch.Tensor):  # the most frequent case, and flattening a pytree costs more than all the rest
         return value._source.leaf(value._index) if isinstance(value, Handle) else value
     return pytree.tree_map_only(Handle, lambda handle: handle._source.leaf(handle._index), value)
 
 
 def refuse_max_norm(*values: Any) -> NoReturn:
-    """Raise for a look-up in one of ``values``, a parameter, that would write to it first."""
+    """Raise for a look-up with ``max_norm``, which would write to the parameter among ``values``."""
     paths = [value._path for value in values if isinstance(value, Handle)]
     raise HandleError(
         f"max_norm= writes to parameter {', '.join(paths)} inside the loss; parameters are inputs of a pure function. "
@@ -109,30 +108,30 @@ def refuse_max_norm(*values: Any) -> NoReturn:
     )
 
 
-# What to do instead, in torch's own words for it.
+# The remedy for max_norm.
 MAX_NORM = (
-    "In place of an embedding's max_norm scale what is looked up: "
+    "Instead of using an embedding's max_norm, scale what is looked up: "
     "rows * (max_norm / rows.norm(dim=-1, keepdim=True).clamp(min=max_norm)).detach()."
 )
 _LOOK_UPS = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag)
 
 
 def _describe(handle: Any, *_: Any, **__: Any) -> str:
-    """Printing must not gather: it may happen on one rank alone."""
+    """A handle as text, without a gather, since one rank may print a handle that others do not."""
     with no_torch_function():
         shape, dtype = tuple(handle.shape), handle.dtype
     return f"Handle({handle._path}, shape={shape}, dtype={dtype}, sharded; p.clone() gathers it on every rank)"
 
 
 def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """torch.autograd.grad with respect to handles, inside the loss: differentiate to their units' roots."""
-    given = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
-    found = [
-        value._source.root_gradient(value._index) if isinstance(value, Handle) else (value, None) for value in given
+    """torch.autograd.grad with respect to handles, inside the loss: differentiates to the roots of the handles' units."""
+    wanted = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    roots = [
+        value._source.root_gradient(value._index) if isinstance(value, Handle) else (value, None) for value in wanted
     ]
-    grads = torch.autograd.grad(materialise(outputs), [node for node, _ in found], *args, **kwargs)
+    grads = torch.autograd.grad(materialise(outputs), [root for root, _ in roots], *args, **kwargs)
     return tuple(
-        grad if read is None or grad is None else read(grad) for grad, (_, read) in zip(grads, found, strict=True)
+        grad if read is None or grad is None else read(grad) for grad, (_, read) in zip(grads, roots, strict=True)
     )
 
 
@@ -158,7 +157,7 @@ _IN_PLACE_DUNDERS = {"__setitem__", "__set__"}
 
 
 def kind_of(func: Any) -> str:
-    """What a function is to a handle: "metadata", "special", "in-place" or "operation"."""
+    """How a handle treats a function: as "metadata", "special", "in-place" or "operation"."""
     kind = _KINDS.get(func)
     if kind is None:
         kind = _KINDS[func] = _classify(func)

@@ -1,9 +1,9 @@
-"""Whether ranks that must be given the same are given the same, step after step.
+"""Checks, in every step, that ranks which must be given the same inputs are given the same.
 
-In the first step they tell each other before anything runs. After that each puts a number into a sum that the step makes
-anyway. The numbers are made so that they add up to zero exactly where the ranks agree: of ranks that must agree, one puts
-in its digest, as an integer, as often as there are others, and each of these takes its own away. Where digests differ the
-sum is zero with a probability below 2^-35 (for 4,096 ranks), and what differs is looked up by another exchange.
+In the first step the ranks compare digests before anything runs. In later steps each rank adds an integer to a sum that the
+step makes anyway. Of n ranks that must agree, the first adds n−1 times its digest and each other subtracts its own, so that
+the sum is zero if all agree. If digests differ the sum is zero with a probability below 2^-35 (for 4,096 ranks). If the sum
+is not zero, the ranks make another exchange to find what differs.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ EVERY = 16  # steps between two comparisons of batches' contents: reading them c
 
 
 class Inputs:
-    """The ranks of one plan, and what they were given last.
+    """Compares the inputs of the ranks of one plan.
 
-    Batches must be equal along the axes that do not share the batch out; their dtypes and shapes are compared in every
-    step, their contents in the first and in every 16th. Whatever else is given must be equal on all ranks in every step.
+    Batches must be equal along the axes over which the batch does not vary: dtypes and shapes are compared in every step,
+    contents in the first and in every 16th. Other inputs must be equal on all ranks and are compared in every step.
 
     Args:
-        together: axes along which ranks take every step together, those that do not share the batch out among them; by
-            default all.
+        together: axes along which ranks take every step together, among them all axes over which the batch does not vary; by
+            default all axes.
 
     Attributes:
-        axes: those along which batches must be equal.
+        axes: the axes along which batches must be equal.
     """
 
     def __init__(self, plan: Plan, mesh: Mesh, together: tuple[str, ...] | None = None) -> None:
@@ -42,41 +42,42 @@ class Inputs:
         self.axes = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in plan.batch_axes]
         self._calls = 0
         self._batch: dict[str, str] = {}
-        self._alike: dict[str, str] = {}
+        self._equal: dict[str, str] = {}
 
-    def share(self, batch: Tree, alike: Mapping[str, Any]) -> float:
-        """This rank's number, an integer. Summed in float64 it is zero, or `explain` is due on all ranks that take part.
+    def share(self, batch: Tree, equal: Mapping[str, Any]) -> float:
+        """This rank's number, an integer. If the sum over ranks, in float64, is not zero, all of them must call `explain`.
 
         Args:
-            alike: what must be equal on all ranks, by name; compared as text. Without any, the sum may be over the ranks
-                that take steps together alone.
+            equal: name -> value that must be equal on all ranks; compared as text. If empty, the sum may be over only the
+                ranks that take steps together.
 
         Raises:
             RankMismatch: in the first call, as `explain`.
         """
         if self._mesh.alone:
             return 0.0
-        self._alike = {name: str(value) for name, value in alike.items()}
+        self._equal = {name: str(value) for name, value in equal.items()}
         if self.axes:
-            self._batch = {path or "batch": told for path, told in checksums(batch, self._calls % EVERY == 0).items()}
+            sums = checksums(batch, self._calls % EVERY == 0)
+            self._batch = {path or "batch": checksum for path, checksum in sums.items()}
         self._calls += 1
         if self._calls == 1:
             self.explain()
         mesh, ranks = self._mesh, self._mesh.size
-        place, others, group = 0, 1, []
+        index, sharing, group = 0, 1, []
         for axis, size in mesh.shape.items():
             if axis in self.axes:
-                place, others = place * size + mesh.coords[axis], others * size
+                index, sharing = index * size + mesh.coords[axis], sharing * size
             else:
                 group.append(mesh.coords[axis])
-        # The group goes into the digest, or two groups that differ the other way round would make up for each other.
-        sums = self._number((group, self._batch)) * (others * (place == 0) - 1)
-        if alike:
-            sums += self._number(self._alike) * (ranks * (mesh.rank == 0) - 1)
-        return float(sums)
+        # The digest covers the group's coordinates; without them opposite differences in two groups would cancel.
+        number = self._number((group, self._batch)) * (sharing * (index == 0) - 1)
+        if equal:
+            number += self._number(self._equal) * (ranks * (mesh.rank == 0) - 1)
+        return float(number)
 
     def explain(self) -> None:
-        """Hold together what the ranks were last given. Every rank that takes part calls it.
+        """Compare the inputs of the last call of `share`. Collective: all ranks that take steps together call it.
 
         Raises:
             RankMismatch: on all ranks, where any differ; names the leaves and the ranks.
@@ -86,20 +87,20 @@ class Inputs:
             "Step all ranks from one state: made with the same arguments, restored from the same checkpoint, and with "
         )
         remedy += "the same hyper-parameters written to it."
-        if self._alike:
-            primitives.require_equal(mesh, "steps", self._alike, remedy, self._together)
+        if self._equal:
+            primitives.require_equal(mesh, "steps", self._equal, remedy, self._together)
         if not self.axes:
             return
-        mine = primitives.differences(mesh, self._batch, self.axes)
-        everyone = primitives.all_gather_object(mesh, self._together, mine)
-        problems = list(dict.fromkeys(problem for theirs in everyone for problem in theirs))
+        differences = primitives.differences(mesh, self._batch, self.axes)
+        of_ranks = primitives.all_gather_object(mesh, self._together, differences)
+        problems = list(dict.fromkeys(problem for of_rank in of_ranks for problem in of_rank))
         if problems:
             chosen = " and ".join(f"mesh.coords[{axis!r}]" for axis in batch_axes)
             remedy = f"choose it by {chosen} alone" if chosen else "pass all ranks the same"
-            told = f"Ranks along {axes_named(self.axes)} work on one batch: {remedy}."
-            raise RankMismatch(primitives.mismatch("batches", problems, told))
+            remedy = f"Ranks along {axes_named(self.axes)} work on one batch: {remedy}."
+            raise RankMismatch(primitives.mismatch("batches", problems, remedy))
 
     def _number(self, value: Any) -> int:
-        """A digest, of so few bits that sums over all ranks stay below 2^53, where float64 has every integer."""
+        """A digest as an integer with so few bits that sums over all ranks stay below 2^53, where float64 is exact."""
         digest = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> (64 - (50 - self._mesh.size.bit_length()))

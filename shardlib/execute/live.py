@@ -1,4 +1,4 @@
-"""Bytes of the tensors that operations make, while they are alive."""
+"""Counting the bytes of live tensors that operations make."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from shardlib._compat import TorchDispatchMode, pytree, storage_id
 
 
 class LiveBytes(TorchDispatchMode):
-    """Follows the storages that operations within make, fake ones too, until they are freed; it may be entered again.
+    """A mode that counts the storages that operations make, fake ones included, until they are freed. Re-entrant.
 
-    What was there before, and what an operation needs only inside itself, is not seen.
+    Storages that existed before, and an operation's internal workspace, are not counted.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._numbers: dict[int, int] = {}  # of the storages that are alive, by identity; −1 for those from elsewhere
-        self._changes: list[tuple[int, int]] = []  # a storage's number, and the bytes that came or went with it
+        self._numbers: dict[int, int] = {}  # identity of a live storage -> its number; −1 if it is not counted
+        self._changes: list[
+            tuple[int, int]
+        ] = []  # number of a storage, and its bytes: positive if made, negative if freed
         self._count = itertools.count()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -34,14 +36,14 @@ class LiveBytes(TorchDispatchMode):
 
     @property
     def now(self) -> int:
-        """Bytes that are alive."""
+        """Bytes of all counted storages that are alive."""
         return sum(change for _, change in self._changes)
 
     def peak(self, without: Iterable[torch.Tensor] = ()) -> int:
-        """Most bytes that were alive at once, those aside of the storages behind some tensors."""
-        aside = {self._numbers.get(storage_id(tensor.untyped_storage())) for tensor in without}
+        """The most bytes that were alive at once, not counting the storages of the tensors in ``without``."""
+        ignored = {self._numbers.get(storage_id(tensor.untyped_storage())) for tensor in without}
         return max(
-            itertools.accumulate(0 if number in aside else change for number, change in self._changes), default=0
+            itertools.accumulate(0 if number in ignored else change for number, change in self._changes), default=0
         )
 
     def _meet(self, value: Any, made: bool) -> None:

@@ -1,4 +1,4 @@
-"""What a loss function takes and what comes out of it."""
+"""Loss functions: the checks of their arguments and results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from shardlib.nn.functional import Mean
 
 
 class Outcome(NamedTuple):
-    """What one call of a loss function gave: ``weighted`` tells a `Mean` from a plain scalar."""
+    """The result of one call of a loss function.
+
+    Attributes:
+        total: the loss, or the total of a `Mean`; 0-d.
+        weight: the weight of a `Mean`; 1 for a scalar loss.
+        weighted: whether the loss is a `Mean`.
+        aux: what the function returned besides the loss, or None.
+        buffers: the returned buffers, or None.
+    """
 
     total: torch.Tensor
     weight: torch.Tensor
@@ -24,10 +32,10 @@ class Outcome(NamedTuple):
 
 
 def require_function(fn: Any, what: str, parameters: str) -> None:
-    """Refuse, for a function of ``parameters``, what is none.
+    """Refuse anything but a pure function. ``what`` and ``parameters`` name it and its parameters in messages.
 
     Raises:
-        LossError: not callable, or a module with parameters of its own, which nothing would shard or train.
+        LossError: not callable, or a module with parameters, which would be neither sharded nor trained.
     """
     if isinstance(fn, torch.nn.Module) and any(True for _ in fn.parameters()):
         raise LossError(
@@ -57,10 +65,10 @@ def _parameter(fn: Callable[..., Any], name: str) -> inspect.Parameter | None:
 
 
 def read_loss(value: Any, with_buffers: bool) -> Outcome:
-    """Take apart ``loss``, ``(loss, aux)``, ``(loss, buffers)`` or ``((loss, aux), buffers)``.
+    """Unpack ``loss``, ``(loss, aux)``, ``(loss, buffers)`` or ``((loss, aux), buffers)``.
 
     Raises:
-        LossError: not a real scalar, not of this form, or a weight that depends on parameters.
+        LossError: a result of another form, a loss that is not a real scalar, or a weight that depends on parameters.
     """
     buffers = None
     if with_buffers:
@@ -91,7 +99,7 @@ def read_loss(value: Any, with_buffers: bool) -> Outcome:
 def _require_scalar(name: str, value: Any) -> None:
     if isinstance(value, torch.Tensor) and value.is_complex():
         raise LossError(
-            f"the {name} is complex, and only real ones can be made small; take .real, .abs() or .abs().square() of it"
+            f"the {name} is complex, and only a real one can be minimised; take .real, .abs() or .abs().square() of it"
         )
     if not is_number(value) or not isinstance(value, torch.Tensor):
         raise LossError(
@@ -101,7 +109,7 @@ def _require_scalar(name: str, value: Any) -> None:
 
 
 def require_gradient(outcome: Outcome) -> None:
-    """Refuse a loss without one, but for a `Mean` to which this batch adds nothing: total and weight of 0, say."""
+    """Refuse a loss without a gradient, except a `Mean` of weight 0, to which the batch adds nothing."""
     if not outcome.total.requires_grad and not (outcome.weighted and outcome.weight == 0):
         raise LossError(
             "the loss does not depend on any trained parameter, so it has no gradient; check for .detach(), .item() or "
@@ -110,7 +118,7 @@ def require_gradient(outcome: Outcome) -> None:
 
 
 def refuse_reentrant_checkpoints(total: torch.Tensor) -> None:
-    """Raise where backward would run a backward of its own: gradients of parameters in there would be lost."""
+    """Raise if the graph has a reentrant checkpoint: its inner backward would lose gradients of parameters."""
     seen, todo = set(), [total.grad_fn]
     while todo:
         node = todo.pop()

@@ -1,4 +1,4 @@
-"""Results of a function that is called several times: what is a `Mean` in them adds up over calls, and over ranks."""
+"""Combining the results of several calls, and of all ranks: every `Mean` in them is summed."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def is_mean(value: Any) -> bool:
 
 
 class Results:
-    """The last call's result, but every `Mean` in it is the sum of all calls'. Means are paired by their paths.
+    """The combined results of several calls: the last call's result, with every `Mean` in it summed over all calls.
 
     Args:
-        device: where sums are kept, float64.
-        call: what one call is to the user: "micro-batch" or "batch".
-        name: what a result is to the user.
+        device: device of the sums, which are float64.
+        call: how messages name one call: "micro-batch" or "batch".
+        name: how messages name a result.
 
     Attributes:
-        tree: that result; None before the first call.
-        paths: of the means in it.
-        faults: what keeps results from adding up; what is faulty is left out.
+        tree: the combined result; None before the first call.
+        paths: paths of the means in it. They must be the same in all calls.
+        faults: errors, with remedies, in results that could not be added; these results are left out.
     """
 
     def __init__(self, device: torch.device, call: str, name: str) -> None:
@@ -44,11 +44,11 @@ class Results:
 
     def add(self, result: Tree) -> None:
         number, self._calls = self._calls, self._calls + 1
-        found = means(result)
+        by_path = means(result)
         wrong = [
-            f"{name} {part} is {described(value)}"
-            for name, mean in found.items()
-            for part, value in zip(Mean._fields, mean)
+            f"{path} {field} is {described(value)}"
+            for path, mean in by_path.items()
+            for field, value in zip(Mean._fields, mean)
             if not is_number(value)
         ]
         if wrong:
@@ -57,7 +57,7 @@ class Results:
                 "with .sum(), or return a sl.Mean for each number (.real and .imag of a complex one)"
             )
             return
-        paths = tuple(found)
+        paths = tuple(by_path)
         if number and paths != self.paths:
             self.faults.append(
                 f"{self._call} {number} has sl.Mean at {_listed(paths)} of {self._name} and the one before at "
@@ -65,8 +65,8 @@ class Results:
             )
             return
         self.tree, self.paths = result, paths
-        if found:
-            values = torch.stack([as_number(value, self._device) for mean in found.values() for value in mean])
+        if by_path:
+            values = torch.stack([as_number(value, self._device) for mean in by_path.values() for value in mean])
             self._sums = values if self._sums is None else self._sums + values
             self.tree = _with_means(result, (Mean(*pair.unbind()) for pair in self._sums.view(-1, 2)))
 
@@ -76,36 +76,36 @@ class Results:
 
 
 def sum_means(tree: Tree, plan: Plan, mesh: Mesh) -> Tree:
-    """Every `Mean` of a pytree summed over all ranks' batches. All ranks have means at the same paths."""
-    found = means(tree)
-    if not found:
+    """A pytree with every `Mean` summed over all ranks' batches. All ranks must have means at the same paths."""
+    by_path = means(tree)
+    if not by_path:
         return tree
-    values = torch.stack([as_number(value, mesh.device) for mean in found.values() for value in mean])
+    values = torch.stack([as_number(value, mesh.device) for mean in by_path.values() for value in mean])
     sum_over(mesh, plan.batch_axes, values)
     return _with_means(tree, (Mean(*pair.unbind()) for pair in values.view(-1, 2)))
 
 
 def quotients(tree: Tree) -> Tree:
-    """Every `Mean` that `sum_means` gave as a number, NaN where it weighs nothing; other leaves as they are."""
+    """A pytree with every `Mean` divided: total over weight, NaN for a weight of 0. Other leaves are unchanged."""
     values = (torch.where(weight == 0, torch.nan, total / weight) for total, weight in means(tree).values())
     return _with_means(tree, values)
 
 
 def means(tree: Tree) -> dict[str, Mean]:
-    """By path, in the tree's order."""
+    """Path -> `Mean`, for the means of a pytree, in its order."""
     paths, leaves, _ = optree.tree_flatten_with_path(tree, is_leaf=is_mean)
     return {path_name(path): leaf for path, leaf in zip(paths, leaves) if is_mean(leaf)}
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is one real number: Python's, NumPy's, or a tensor of one element."""
+    """Whether a value is one real number: of Python, of NumPy, or a tensor of one element."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and not value.is_complex()
     return isinstance(value, Real)
 
 
 def as_number(value: Any, device: torch.device) -> torch.Tensor:
-    """A value as float64, 0-d, detached."""
+    """A number as a detached 0-d tensor in float64."""
     if isinstance(value, torch.Tensor):
         return value.detach().reshape(()).to(device, torch.float64)
     return torch.tensor(float(value), dtype=torch.float64, device=device)
@@ -122,4 +122,4 @@ def _with_means(tree: Tree, values: Iterator[Any]) -> Tree:
 
 
 def _listed(paths: tuple[str, ...]) -> str:
-    return ", ".join(repr(path) if path else "its top" for path in paths) or "no place"
+    return ", ".join(repr(path) if path else "its top" for path in paths) or "no path"

@@ -1,4 +1,4 @@
-"""What of a stage's graph the first half of its backward can leave for the second: matmuls by parameters."""
+"""The matmuls by parameters in a stage's graph, which the first half of its backward leaves for the second."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from shardlib._compat import factor_of_product, saving_hooks
 from shardlib.execute.handles import Handle
-from shardlib.execute.saving import Kept
+from shardlib.execute.saving import Saved
 from shardlib.execute.units import BucketState, attached
 
 _Nexts = tuple[tuple[Any, int], ...]
 _Leaves = frozenset[Any] | None
 _NONE: frozenset[Any] = frozenset()
-# Name of a node -> the names of its two factors, and the place of the first among the node's inputs.
+# Name of a node -> the names of its two factors, and the position of the first among the node's inputs.
 _PRODUCTS: dict[str, tuple[tuple[str, str], int]] = {
     "MmBackward0": (("self", "mat2"), 0),
     "BmmBackward0": (("self", "mat2"), 0),
@@ -30,14 +30,15 @@ _PRODUCTS: dict[str, tuple[tuple[str, str], int]] = {
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """A matmul of the graph, whose gradient towards a weight is left for later.
+    """A matmul of the graph, whose gradient of a weight is left for the second half.
 
     Attributes:
-        edge: where that gradient goes.
-        leaves: the nodes of the parameters that it reaches.
-        other: the other factor's name in the node.
-        side: the weight's place in the product, 0 or 1.
-        by_columns: whether the weight lies in memory column by column, as its gradient then should.
+        node: the matmul's node.
+        edge: the edge from the node towards the weight.
+        leaves: the nodes of the parameters that the weight's gradient reaches.
+        other: the name, in the node, of the factor that is not the weight.
+        side: the weight's position in the product, 0 or 1.
+        by_columns: whether the weight lies in memory column by column, as its gradient then should, too.
     """
 
     node: Any
@@ -48,26 +49,27 @@ class Product:
     by_columns: bool
 
     def factor(self) -> torch.Tensor:
-        """The other factor. To be asked for once, while autograd is about to run the node."""
+        """The factor that is not the weight. May be called once, in a hook that runs right before the node."""
         return getattr(self.node, f"_saved_{self.other}").detach()
 
     def states(self) -> frozenset[BucketState]:
         return frozenset(leaf.next_functions[0][0].state for leaf in self.leaves)
 
 
-class Parting(NamedTuple):
-    """Attributes:
+class Division(NamedTuple):
+    """The work of the two halves of a backward.
 
-    now: nodes of the parameters whose gradients the first half finds, in an order that is the same on every rank.
-    later: what is left for the second.
+    Attributes:
+        now: nodes of the parameters whose gradients the first half computes, in an order that is the same on every rank.
+        later: the products that are left for the second half.
     """
 
     now: list[Any]
     later: list[Product]
 
 
-def part(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Parting:
-    """Part the graph of ``outputs`` whose leaves are ``inputs`` and parameters."""
+def divide(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Division:
+    """Divide the graph of ``outputs``, whose leaves are ``inputs`` and parameters, between the halves of its backward."""
     roots = [output.grad_fn for output in outputs if output.grad_fn is not None]
     after, below = _walk(roots, {id(leaf) for leaf in inputs})
     now = {leaf for root in roots for leaf in below[root] or ()}
@@ -75,36 +77,42 @@ def part(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Par
     for node, nexts in after.items():
         if below[node] is not None:
             continue
-        for place, (child, number) in enumerate(nexts):
-            if leaves := below[child]:  # from here on the way leads to parameters alone
-                product = _product(node, place, edge(child, number, node), leaves)
+        for position, (child, number) in enumerate(nexts):
+            if leaves := below[child]:  # below this child are parameters only, and no input
+                product = _product(node, position, edge(child, number, node), leaves)
                 if product is None:
                     now |= leaves
                 else:
                     later.append(product)
     now |= {leaf for product in later for leaf in product.leaves if handle_of(leaf) is not None}
-    # Autograd goes wherever something wanted can be reached: a product that leads to it cannot wait.
+    # Autograd runs every node from which a wanted leaf can be reached. A product above such a leaf cannot wait.
     while early := [product for product in later if not now.isdisjoint(product.leaves)]:
         now.update(*(product.leaves for product in early))
         later = [product for product in later if product not in early]
-    return Parting([node for node in after if node in now], later)
+    return Division([node for node in after if node in now], later)
 
 
 def edge(node: Any, number: int, owner: Any) -> GradientEdge:
-    """An edge that outlives the graph above it: a node made in Python lives only as long as one that leads to it."""
+    """An edge that stays valid when the graph above it is freed: it keeps ``owner`` alive, which leads to ``node``.
+
+    Autograd keeps nodes of C++ alive by itself; a node made in Python lives only as long as a node that leads to it.
+    """
     return GradientEdge(node, number, owner if isinstance(node, BackwardCFunction) else None)
 
 
 def handle_of(node: Any) -> Handle | None:
-    """The handle whose own gradient a node is."""
+    """The handle whose gradient a node accumulates; None for other nodes."""
     variable = None if node.next_functions else getattr(node, "variable", None)
     return variable if isinstance(variable, Handle) else None
 
 
 def _walk(roots: list[Any], inputs: set[int]) -> tuple[dict[Any, _Nexts], dict[Any, _Leaves]]:
-    """Node -> the nodes it leads to, each after those; and node -> the parameters' nodes among all it leads to.
+    """The graph below ``roots``: node -> next nodes, in topological order, leaves first; and node -> parameters below it.
 
-    A parameter leads no further. What leads to an input (they are given by identity) has None.
+    Parameters have no next nodes. A node above an input has None instead of the parameters below it.
+
+    Args:
+        inputs: identities of the inputs.
     """
     nexts: dict[Any, _Nexts] = {}
     after: dict[Any, _Nexts] = {}
@@ -133,33 +141,33 @@ def _walk(roots: list[Any], inputs: set[int]) -> tuple[dict[Any, _Nexts], dict[A
 
 
 def _union(sets: list[_Leaves]) -> _Leaves:
-    whole = _NONE
-    for one in sets:
-        if one is None:
+    union = _NONE
+    for leaves in sets:
+        if leaves is None:
             return None
-        if one is not whole:
-            whole = whole | one if whole else one
-    return whole
+        if leaves is not union:
+            union = union | leaves if union else leaves
+    return union
 
 
-def _product(node: Any, place: int, towards: GradientEdge, leaves: frozenset[Any]) -> Product | None:
-    """The product whose input ``place`` is a weight; None where it is none, or not one that can be left for later."""
+def _product(node: Any, position: int, towards: GradientEdge, leaves: frozenset[Any]) -> Product | None:
+    """The product at ``node`` with a weight at input ``position``; None if the node cannot be left for the second half."""
     if node.name() not in _PRODUCTS:
         return None
     factors, first = _PRODUCTS[node.name()]
-    side = place - first
+    side = position - first
     if side < 0 or factor_of_product(node) != 1:
         return None
     weight, other = factors[side], factors[1 - side]
-    # Foreign hooks, such as those of a user's own checkpoint, may hand a tensor out only once.
-    if not isinstance(getattr(node, f"_raw_saved_{other}").data, (torch.Tensor, Kept, _Twice)):
+    # Other hooks for saved tensors, such as those of a user's own checkpoint, may allow only one read.
+    if not isinstance(getattr(node, f"_raw_saved_{other}").data, (torch.Tensor, Saved, _Twice)):
         return None
     by_columns = getattr(node, f"_saved_{weight}_sym_strides", (0,))[0] == 1
     return Product(node, towards, leaves, other, side, by_columns)
 
 
 class _Twice:
-    """A saved tensor, packed, that the hooks below hand out once: whoever asks first leaves it for the next."""
+    """A packed saved tensor, for hooks that unpack a tensor only once. The first read keeps the result for the second."""
 
     def __init__(self, packed: Any, unpack: Callable[[Any], torch.Tensor]) -> None:
         self._packed, self._unpack = packed, unpack
@@ -172,7 +180,7 @@ class _Twice:
 
 
 def readable_twice() -> AbstractContextManager[Any]:
-    """What is saved meanwhile can be asked for by `Product.factor` and then by its node, under torch's checkpoint too."""
+    """A context in which saved tensors can be read twice, by `Product.factor` and by the node, also in torch's checkpoint."""
     hooks = saving_hooks()
     if hooks is None:
         return nullcontext()

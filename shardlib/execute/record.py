@@ -1,10 +1,10 @@
-"""What the runs of one function showed so far, and how the ranks agree on what comes next.
+"""The record of a function's runs, by which ranks agree on the order of their exchanges.
 
-Exchanges are paired by their order alone, and a rank cannot know what another one's batch makes it use. So the ranks
-agree on each exchange of the first run. Where all did the same, later runs do as that one did without asking. A rank
-that leaves this trace still makes the trace's exchanges, and computes nonsense meanwhile; when the step is over all
-hear of it, throw the step's numbers away, and take it again, agreeing on each exchange. They go on so until runs have
-been alike for a while.
+Ranks pair their exchanges by order alone, and a rank cannot know which units another rank's batch makes it use. So the ranks
+agree on each exchange of the first run before they make it. If all ranks did the same, that run is the trace, and later runs
+follow it without agreeing. A rank that leaves the trace still makes the trace's exchanges, with meaningless values; at the
+end of the step all ranks learn of it, discard the step's numbers, and take the step again, agreeing on each exchange. They
+go on agreeing until a number of runs in a row were the same.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _log = logging.getLogger("shardlib.execute")
 # A unit that was touched (None: the end of a forward, or of half a backward), and how many reductions had been started.
 Entry = tuple[str | None, int]
 
-_CALM = 8  # runs that must be alike before the ranks, which had been apart, trust the trace again
+_CALM = 8  # equal runs in a row after which ranks that had differed trust the trace again
 
 
 class Record:
-    """Shared by the executors that run the same function.
+    """The record of one function's runs, shared by the executors that run the function.
 
     Attributes:
-        trace: what the last run that was alike on all ranks did; None before the first.
-        order: trained units in the order their reductions start; None before the first backward.
-        late: of that run, the buckets whose gradient reached handles themselves after their reduction had started.
+        trace: the last run that was the same on all ranks; None before the first.
+        order: trained units in the order in which their reductions start; None before the first backward.
+        late: buckets of which, in the trace, a gradient arrived at handles after the bucket's reduction had started.
         strayed: whether this rank left the trace in the present step.
         done: the steps of `shardlib.execute.sequence` that the function took.
     """
@@ -46,17 +46,17 @@ class Record:
         self.late: tuple[str, ...] = ()
         self.strayed = False
         self.done: set[str] = set()
-        self._alike, self._needed = 0, 1  # runs that were alike in a row, and how many it takes to trust their trace
-        self._told: set[str] = set()
+        self._equal_runs, self._needed = 0, 1  # equal runs in a row, and how many it takes to trust the trace
+        self._warned: set[str] = set()  # units of which the log says that ranks use them differently
 
     @property
     def agreeing(self) -> bool:
         """Whether the ranks agree on each exchange of a run that begins now."""
-        return self.trace is None or self._alike < self._needed
+        return self.trace is None or self._equal_runs < self._needed
 
     def compare(self, *word: int) -> list[tuple[int, ...]]:
-        """Every rank's ``word``, numbers of 31 bits. All ranks that run the same call it together."""
-        if self._mesh.abstract:  # one rank alone, on tensors without values
+        """The ``word`` (31-bit numbers) of every rank that runs the same code. Collective over those ranks."""
+        if self._mesh.abstract:  # a single rank, on tensors without values
             return [word]
         with no_modes(), torch.inference_mode(False):
             words = torch.tensor([word], dtype=torch.int32, device=self._mesh.device)
@@ -68,38 +68,42 @@ class Record:
         return [tuple(row) for row in words.tolist()]
 
     def settle(self, started: Sequence[str], touched: Iterable[str]) -> None:
-        """Agree on the order of reductions, where the ranks' own differ: what is touched last comes first."""
+        """Agree on one order of reductions if ranks touch units in different orders: the unit touched last comes first."""
         lists = primitives.all_gather_object(self._mesh, self._plan.uniform_axes, list(dict.fromkeys(touched)))
-        places: dict[str, list[float]] = {}
+        positions: dict[str, list[float]] = {}
         for names in lists:
-            for place, name in enumerate(names):
-                places.setdefault(name, []).append(place / len(names))
-        means = {name: sum(found) / len(found) for name, found in places.items()}
+            for position, name in enumerate(names):
+                positions.setdefault(name, []).append(position / len(names))
+        means = {name: sum(of_ranks) / len(of_ranks) for name, of_ranks in positions.items()}
         units = list(self._plan.trained_in)
         rest = sorted(units, key=lambda unit: (means.get(unit, 1.0), units.index(unit)), reverse=True)
         self.order = [*started, *(unit for unit in rest if unit not in started)]
 
     def unite(self, names: Iterable[str]) -> tuple[str, ...]:
-        """The names that any rank gives. All ranks that run the same call it together."""
+        """The names that any rank gives. Collective over the ranks that run the same code."""
         lists = primitives.all_gather_object(self._mesh, self._plan.uniform_axes, list(names))
         return tuple(sorted({name for names in lists for name in names}))
 
-    def note(self, runs: list[Entry], late: tuple[str, ...], apart: set[str] | None) -> None:
-        """A run that the ranks agreed on is over; ``apart``: units that they used otherwise, None where alike."""
-        if apart is None:
-            self._alike = self._alike + 1 if runs == self.trace else 1
+    def note(self, runs: list[Entry], late: tuple[str, ...], differing: set[str] | None) -> None:
+        """Record a run in which the ranks agreed on each exchange.
+
+        Args:
+            differing: units that the ranks used differently; None if all ranks did the same.
+        """
+        if differing is None:
+            self._equal_runs = self._equal_runs + 1 if runs == self.trace else 1
             self.trace, self.late = list(runs), late
             return
-        self._alike, self._needed = 0, max(self._needed, _CALM)
-        if apart - self._told:
-            self._told |= apart
+        self._equal_runs, self._needed = 0, max(self._needed, _CALM)
+        if differing - self._warned:
+            self._warned |= differing
             _log.warning(
                 "the ranks differ in whether or when they use %s: what one uses all gather, and they agree on each gather",
-                ", ".join(sorted(self._told)),
+                ", ".join(sorted(self._warned)),
             )
 
-    def meet(self) -> bool:
-        """Whether any rank strayed; then the run is to be taken again, and the ranks agree on its exchanges."""
+    def any_strayed(self) -> bool:
+        """Whether any rank strayed, so that the run is repeated with agreement on its exchanges. Collective."""
         strayed = torch.tensor([float(self.strayed)], device=self._mesh.device)
         sum_over(self._mesh, self._plan.uniform_axes, strayed)
         if strayed.item():
@@ -107,6 +111,6 @@ class Record:
         return bool(strayed.item())
 
     def distrust(self) -> None:
-        """A rank left the trace. Each time it takes more runs until a trace is trusted again."""
+        """Agree on each exchange again, as a rank left the trace. Each time trust takes more equal runs."""
         self.strayed = False
-        self._alike, self._needed = 0, max(2 * self._needed, _CALM)
+        self._equal_runs, self._needed = 0, max(2 * self._needed, _CALM)

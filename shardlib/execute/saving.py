@@ -1,4 +1,4 @@
-"""What autograd saves while parameters are gathered: a tensor in gathered storage is kept as a note of where it lies."""
+"""Autograd's saved tensors while parameters are gathered: a tensor in gathered storage is saved as a note of its position."""
 
 from __future__ import annotations
 
@@ -14,82 +14,84 @@ from shardlib.execute.handles import Handle
 from shardlib.execute.units import BucketState, UnitState
 
 
-class Kept(NamedTuple):
-    """A saved tensor as it is. Torch does not look whether those that were saved through hooks were written to since."""
+class Saved(NamedTuple):
+    """A saved tensor with its version. Torch does not check the version of tensors that are saved through hooks."""
 
     tensor: torch.Tensor
     version: int
 
-    def value(self) -> torch.Tensor:
-        """What backward needs.
-
-        Raises:
-            RuntimeError: it was written to since, as torch has it for its own.
-        """
-        if version_of(self.tensor) != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
-                f"shape {tuple(self.tensor.shape)}, {self.tensor.dtype}, is at version {version_of(self.tensor)}; expected "
-                f"version {self.version} instead. Write to a copy: x = x.clone() before the operation that changes x in place"
-            )
-        return self.tensor
+    def changed(self) -> RuntimeError:
+        """Torch's error for a tensor of its own that was written to after it was saved."""
+        return RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
+            f"shape {tuple(self.tensor.shape)}, {self.tensor.dtype}, is at version {version_of(self.tensor)}; expected "
+            f"version {self.version} instead. Write to a copy: x = x.clone() before the operation that changes x in place"
+        )
 
 
 class SavedTensors:
     """Saved tensors of one micro-batch.
 
     Args:
-        touch: gathers a unit, in backward.
+        touch: gathers a unit when backward needs its parameters.
     """
 
     def __init__(self, touch: Callable[[UnitState], None]) -> None:
         self._touch = touch
-        # Identity of a gathered storage -> whether it is alive, its unit and bucket. It may outlive its unit's release,
-        # in an operation that uses two units.
+        # Identity of a gathered storage -> a weak reference to it, its unit and bucket. A storage may outlive its unit's
+        # release, in an operation that uses two units.
         self._gathered: dict[int, tuple[Callable[[], Any], UnitState, BucketState]] = {}
 
     def hooks(self) -> saved_tensors_hooks:
-        """While it lasts, what lies in gathered storage is saved as a note, and gathered again in backward."""
+        """A context in which tensors in gathered storage are saved as notes, and gathered again in backward."""
         return saved_tensors_hooks(self._note, self._recall)
 
-    def arrived(self, unit: UnitState) -> None:
-        """The unit is here, gathered."""
+    def note_gathered(self, unit: UnitState) -> None:
+        """Remember the storages of a unit that has been gathered."""
         for state in unit.buckets:
             if state.gathers and state.whole is not None:
                 storage = state.whole.untyped_storage()
                 self._gathered[storage_id(storage)] = weakref.ref(storage), unit, state
 
-    def place(self, tensor: torch.Tensor) -> tuple[UnitState, BucketState] | None:
-        """The gathered bucket that a tensor lies in."""
-        found = self._gathered.get(storage_id(tensor.untyped_storage()))
-        if found is None or found[0]() is None:  # the storage may have the identity of one that is gone
+    def bucket_with(self, tensor: torch.Tensor) -> tuple[UnitState, BucketState] | None:
+        """The unit and the gathered bucket in whose storage a tensor lies; None for other tensors."""
+        entry = self._gathered.get(storage_id(tensor.untyped_storage()))
+        if entry is None or entry[0]() is None:  # a new storage may have the identity of one that was freed
             return None
-        return found[1], found[2]
+        return entry[1], entry[2]
 
     def clear(self) -> None:
         self._gathered.clear()
 
     def _note(self, tensor: torch.Tensor) -> Any:
-        if isinstance(tensor, Handle):
+        # These two functions run for every saved tensor: they ask first for what most of them are.
+        if type(tensor) is not torch.Tensor and isinstance(tensor, Handle):
             return tensor
-        # Gathered leaves are views of their buffer: this sorts most activations out at once.
+        # Gathered leaves are views of their buffer. Most activations are no views, and need no look-up.
         if is_view(tensor) and tensor.layout is torch.strided and tensor.numel():
-            place = self.place(tensor)
-            if place is not None and place[1].bucket.dtype is tensor.dtype:
-                leaf = place[1].leaf_at(tensor)
+            source = self.bucket_with(tensor)
+            if source is not None and source[1].bucket.dtype is tensor.dtype:
+                leaf = source[1].leaf_at(tensor)
                 if leaf is not None:
-                    return *place, leaf
-                return *place, tensor.size(), tensor.stride(), tensor.storage_offset()
-        return _new(Kept, (tensor, version_of(tensor)))  # at half the cost of `Kept(...)`, for every activation
+                    return source[0], source[1].first + leaf
+                return *source, tensor.size(), tensor.stride(), tensor.storage_offset()
+        return _new(Saved, (tensor, version_of(tensor)))  # at half the cost of `Saved(...)`, for every activation
 
     def _recall(self, note: Any) -> torch.Tensor:
-        if type(note) is Kept:
-            return note.value()
-        if type(note) is not tuple:
+        kind = type(note)
+        if kind is Saved:
+            tensor, version = note
+            if version_of(tensor) != version:
+                raise note.changed()
+            return tensor
+        if kind is not tuple:
             return note
-        unit, state, *where = note
-        self._touch(unit)
-        return state.view(*where) if len(where) == 1 else state.whole.as_strided(*where)
+        self._touch(note[0])
+        if len(note) == 2:
+            unit, index = note
+            return unit.saved(index)
+        _, state, *layout = note
+        return state.whole.as_strided(*layout)
 
 
 _new = tuple.__new__

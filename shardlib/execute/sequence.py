@@ -1,4 +1,4 @@
-"""What the functions of `shardlib.nn.sequence` do under a sequence plan."""
+"""The functions of `shardlib.nn.sequence` under a plan that cuts sequences."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from shardlib.nn.attention import plain_attention
 
 
 class SequenceParts:
-    """The parts of sequences on one rank of a mesh.
+    """One rank's sequence parts.
 
     Args:
-        done: where the steps ("enter", "mix", "leave") go that a loss function takes, and without which it is wrong.
+        done: a set to which the steps ("enter", "mix", "leave") that a loss function takes are added. A loss function that
+            leaves one out is wrong: see `require_whole_loss`.
     """
 
     def __init__(self, kind: SequenceKind, mesh: Mesh, done: set[str]) -> None:
@@ -42,8 +43,8 @@ class SequenceParts:
         chunks = [chunk for rank in range(self._size) for chunk in self.kind.chunks(rank, self._size, whole.shape[dim])]
         if chunks == sorted(chunks):
             return whole
-        pieces = whole.split([length for _, length in chunks], dim)
-        return torch.cat([piece for _, piece in sorted(zip(chunks, pieces), key=lambda pair: pair[0])], dim)
+        tensors = whole.split([length for _, length in chunks], dim)
+        return torch.cat([tensor for _, tensor in sorted(zip(chunks, tensors), key=lambda pair: pair[0])], dim)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         self.note("leave")
@@ -61,7 +62,11 @@ class SequenceParts:
         ignore_index: int,
         reduction: str,
     ) -> torch.Tensor:
-        """The loss of all positions from ``part(targets, reduction)``, that of this rank's: equal on all ranks."""
+        """The loss of all positions, equal on all ranks.
+
+        Args:
+            part: ``part(targets, reduction)`` gives the loss of this rank's positions.
+        """
         if targets.dim() < 2 or x.shape[:-1] != (targets.shape[0], targets.shape[1] // self._size, *targets.shape[2:]):
             raise SpecError(
                 f"linear_cross_entropy under {self.kind}: targets of shape {tuple(targets.shape)} must be whole and have "
@@ -75,7 +80,7 @@ class SequenceParts:
         return total if reduction == "sum" else total / (targets != ignore_index).sum()
 
     def positions(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Where in the whole sequence each element of dimension 1 of ``x`` lies, and the whole length."""
+        """The position in the whole sequence of each element of dimension 1 of ``x``, and the whole sequence's length."""
         whole = x.shape[1] * self._size
         return torch.cat(
             [torch.arange(start, start + length, device=x.device) for start, length in self.chunks(whole)]
@@ -89,24 +94,24 @@ def require_whole_loss(
     loss: tuple[torch.Tensor, torch.Tensor] | None,
     along: Sequence[str] = (),
 ) -> None:
-    """Refuse what would train wrongly without a sign: after the first call of a loss function, on every rank alike.
+    """Refuse a loss function that would train wrongly without a sign. Collective; called after the function's first call.
 
     Args:
-        done: the steps taken on this rank.
-        loss: its total and weight, 0-d, where this rank has them.
-        along: axes whose other ranks took other steps of the same call: a pipeline's.
+        done: the steps that the function took on this rank.
+        loss: total and weight of the loss, 0-d; None on a rank that does not compute it.
+        along: axes along which ranks run different code, and so take different steps of the same call.
 
     Raises:
         LossError: a step that is left out, or a loss that differs between the ranks that share a batch.
     """
-    values = None
+    numbers = None
     if loss is not None and not mesh.abstract:
-        values = torch.stack([number.detach().double().to(mesh.device) for number in loss]).tolist()
-    everyone = primitives.all_gather_object(mesh, [*along, kind.axis], (set(done), values))
+        numbers = torch.stack([number.detach().double().to(mesh.device) for number in loss]).tolist()
+    everyone = primitives.all_gather_object(mesh, [*along, kind.axis], (set(done), numbers))
     taken = {step for theirs, _ in everyone for step in theirs}
     if not kind.needs_attention:
         taken.add("mix")
-    missing = [told for name, told in _STEPS.items() if name not in taken]
+    missing = [functions for name, functions in _STEPS.items() if name not in taken]
     if missing:
         raise LossError(
             f"the plan cuts sequences ({kind}) and the loss function never calls\n{listing(missing)}\nso its "
@@ -114,11 +119,11 @@ def require_whole_loss(
             "sequence(...) out of the plan."
         )
     losses = [theirs for _, theirs in everyone if theirs is not None]
-    # The same numbers in the same order: what differs beyond rounding is each rank's own part.
+    # Equal losses are sums of the same numbers in the same order. A difference beyond rounding means partial losses.
     if any(abs(a - b) > 1e-6 * abs(b) for theirs in losses for a, b in zip(theirs, losses[0])):
-        told = ", ".join(f"rank {rank}: {total:g} (weight {w:g})" for rank, (total, w) in enumerate(losses))
+        values = ", ".join(f"rank {rank}: {total:g} (weight {w:g})" for rank, (total, w) in enumerate(losses))
         raise LossError(
-            f"the loss differs along axis {kind.axis!r}, whose ranks share one batch ({kind}): {told}. A loss must "
+            f"the loss differs along axis {kind.axis!r}, whose ranks share one batch ({kind}): {values}. A loss must "
             "be that of the whole sequence: use sl.nn.linear_cross_entropy, or sum what each rank has by sl.nn.sum_sequence"
         )
 

@@ -1,8 +1,8 @@
-"""Handles of sliced leaves: their styles go in where a leaf is consumed, so that a model needs no parallel code.
+"""Handles of sliced leaves, through which layers run in parallel, so that a model needs no parallel code.
 
-A layer's function (``F.linear``, ``F.embedding``, ``x @ weight``) finds the slice's style, which does this rank's share
-between the pair that it asks for. Any other function of a sliced weight is refused: it would silently compute with a part
-of it.
+A layer's function (``F.linear``, ``F.embedding``, ``x @ weight``) of such a handle calls the slice's style, which computes
+this rank's share of the layer between the two collectives of a pair. Any other function of a sliced weight is refused, since
+its result would be that of a slice.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from shardlib.collectives.styles.slices import Slice, Slices
 from shardlib.errors import HandleError
 from shardlib.execute.handles import Handle, Source, kind_of, materialise, refuse_max_norm
 from shardlib.mesh.specs import Window
-from shardlib.nn.functional import embedding, linear_cross_entropy, own_slice, slice_of
+from shardlib.nn.functional import embedding, linear_cross_entropy, local_slice, slice_of
 from shardlib.nn.sequence import current_parts, shard_sequence
 
 
 class SlicedHandle(Handle):
-    """Stands for this rank's slice of a leaf with a style; rows that pad it included."""
+    """A handle that stands for this rank's slice of a leaf, padding included."""
 
     _style: Style
     _slices: Slices
@@ -44,7 +44,7 @@ class SlicedHandle(Handle):
         layer = _LAYERS.get(func)
         if layer is not None:
             return layer(*args, **(kwargs or {}))
-        # A parameter that is written to itself is refused by every handle.
+        # Handle refuses writes to the parameter itself.
         if kind_of(func) == "operation" or (kind_of(func) == "in-place" and not isinstance(args[0], Handle)):
             values = [*args, *(kwargs or {}).values()]
             if func not in _ADDITIONS or not _adds_bias(*values[:2]):
@@ -53,7 +53,7 @@ class SlicedHandle(Handle):
 
 
 def gathered(value: Any) -> Any:
-    """What a block gets: plain tensors for whole leaves; slices keep their handles, their unit being here."""
+    """The arguments of a block, gathered: plain tensors instead of handles of whole leaves; handles of slices stay."""
 
     def arrive(handle: Handle) -> Any:
         tensor = handle._source.leaf(handle._index)
@@ -63,7 +63,7 @@ def gathered(value: Any) -> Any:
 
 
 def refuse_slices(value: Any) -> None:
-    """Raise where a compiled block is given sliced parameters: its pairs go in call by call, which compiling skips."""
+    """Raise if a compiled block is given sliced parameters: their collectives are added at each call, unseen by compile."""
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, SlicedHandle) and not leaf._style.sums:
             raise HandleError(
@@ -73,11 +73,11 @@ def refuse_slices(value: Any) -> None:
 
 
 def _held(value: Any) -> Any:
-    """What a layer computes with: a tensor as it is, of a slice this rank's part without the rows that pad it.
+    """The tensor that a layer computes with: a slice's rows without padding, or any other tensor unchanged.
 
-    So these are never multiplied, and their gradient is zero. Of a slice that is padding alone one row stays: every rank
-    uses the same parameters. What it gives is cut off, or masked. Backward passes the cut at once: a gradient is to be
-    complete where it is on ranks whose slice is not padded, before or after the same exchanges.
+    Padding is thus never multiplied, and its gradient is zero. A slice of only padding keeps one row, so that every rank uses
+    the same parameters; the row's results are cut off or masked. Backward runs the cut's node as early as possible, so that a
+    gradient is complete at the same point, relative to other exchanges, as on ranks whose slice has no padding.
     """
     local = materialise(value)
     if isinstance(value, SlicedHandle) and value.dim() and value._window.sizes[0] < len(local):
@@ -105,7 +105,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
 
 
 def _layer(compute: Compute, transposed: bool, x: Any, weight: Any, bias: Any) -> torch.Tensor:
-    """``compute(x, weight, bias)`` by this rank's slice of ``weight``."""
+    """``compute(x, weight, bias)``, or this rank's share of it if ``weight`` is sliced."""
     _refuse("a layer as its input", [x])
     style = _style(weight)
     if style is None or style.sums:
@@ -130,7 +130,7 @@ def _embedding(
     if scale_grad_by_freq:
         raise HandleError(f"{weight._path}: scale_grad_by_freq needs the whole embedding; do not slice it")
     parts = current_parts.get()
-    if parts is not None and _cuts_sequence(weight):  # ``ids`` are whole, what is found is this rank's part
+    if parts is not None and _cuts_sequence(weight):  # ``ids`` are whole, the result is this rank's sequence part
         parts.note("enter")
         parts.chunks(ids.shape[1])
     return weight._style.embedding(_slice(weight), ids, padding_idx, sparse)
@@ -145,7 +145,7 @@ def _cross_entropy(x: Any, weight: Any, targets: torch.Tensor, *, reduction: str
     losses = weight._style.cross_entropy(_slice(weight), x, **options)
     if parts is None:
         return losses(targets, reduction)
-    if _cuts_sequence(weight):  # all positions are here again
+    if _cuts_sequence(weight):  # the layer has gathered all positions
         parts.note("leave")
         return losses(targets, reduction)
     return parts.loss(losses, x, targets, options["ignore_index"], reduction)
@@ -164,37 +164,37 @@ def _slice(weight: SlicedHandle) -> Slice:
 
 
 def _cuts_sequence(weight: SlicedHandle) -> bool:
-    """Whether activations outside the layer are parts of the sequence, of which it sees the whole."""
+    """Whether activations are sequence parts outside the layer and whole sequences inside."""
     return weight._slices.cuts_sequence(weight._style.axis)
 
 
 def _require_whole_layer(weight: Any, bias: Any) -> None:
     style = _style(bias)
     if style is not None and not style.sums:
-        told = getattr(weight, "_path", "a tensor that is not sliced")
-        raise HandleError(f"{bias._path} is sliced and its weight ({told}) is not; give both the same rule")
+        name = getattr(weight, "_path", "a tensor that is not sliced")
+        raise HandleError(f"{bias._path} is sliced and its weight ({name}) is not; give both the same rule")
 
 
 def _refuse(func: Any, values: list[Any]) -> None:
     for handle in pytree.tree_leaves(values):
         if isinstance(handle, SlicedHandle) and not handle._style.sums:
-            told, style = getattr(func, "__name__", None) or func, handle._style
+            name, style = getattr(func, "__name__", None) or func, handle._style
             raise HandleError(
-                f"{told} uses {handle._path}, of which this rank holds a slice ({style} over axis {style.axis!r}): the "
+                f"{name} uses {handle._path}, of which this rank holds a slice ({style} over axis {style.axis!r}): the "
                 "result would be wrong. Consume it by F.linear, F.embedding, x @ weight or sl.nn.linear_cross_entropy, or "
                 f"leave its layer whole: put {_layer_of(handle._path)!r}: 'replicated' before its rule"
             )
 
 
-def _adds_bias(one: Any, other: Any) -> bool:
-    """Whether what is sliced of two values can be a bias: of one dimension, or of fewer than the outputs it is added to."""
+def _adds_bias(a: Any, b: Any) -> bool:
+    """Whether each sliced summand can be a bias: it has one dimension, or fewer than the tensor to which it is added."""
 
     def bias(value: Any, outputs: Any) -> bool:
         if not isinstance(value, SlicedHandle) or value.dim() < 2:
             return True
         return isinstance(outputs, torch.Tensor) and not isinstance(outputs, Handle) and outputs.dim() > value.dim()
 
-    return bias(one, other) and bias(other, one)
+    return bias(a, b) and bias(b, a)
 
 
 def _layer_of(path: str) -> str:
@@ -210,10 +210,10 @@ _LAYERS: dict[Any, Callable[..., Any]] = {
     torch.addmm: _addmm,
     linear_cross_entropy: _cross_entropy,
     embedding: _embedding_of_part,
-    own_slice: _held,
+    local_slice: _held,
     slice_of: _slice_of,
 }
-# A bias that is added by itself: its slice belongs to the slice it is added to.
+# Additions of a bias outside F.linear: the bias' slice is added to a slice of outputs.
 _ADDITIONS = {
     torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__, torch.Tensor.add_, torch.Tensor.__iadd__,
 }  # fmt: skip

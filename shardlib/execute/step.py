@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardlib.collectives import primitives
-from shardlib.collectives.codecs.base import Errors
+from shardlib.collectives.codecs.base import Residuals
 from shardlib.errors import LossError, NonFiniteError, TreeError
 from shardlib.execute.batches import as_tensors, split_batch
 from shardlib.execute.buffers import average_buffers
@@ -27,7 +27,7 @@ from shardlib.mesh.mesh import Mesh
 from shardlib.plan.plan import Plan
 from shardlib.rng import Key, restore_generators, states_of_generators
 from shardlib.sharded.counting import Counting
-from shardlib.sharded.reduction import Lines
+from shardlib.sharded.reduction import BoundCodecs
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree
 
@@ -37,16 +37,16 @@ class Evaluation:
     """A loss and its gradients.
 
     Attributes:
-        loss: the mean over the global batch, 0-d; 0 where nothing in it weighs.
-        weight: what the loss was divided by, on the host: 0 where nothing weighs, and then the gradient is 0 as well.
+        loss: the mean over the global batch, 0-d; 0 if the batch has weight 0.
+        weight: the weight by which the loss was divided, a number on the host. If it is 0 the gradient is 0 as well.
         losses: total and weight of each micro-batch on this rank.
-        aux: what the loss function handed out beside it, or None.
-        buffers: the buffers it returned, or None.
-        grads: bucket name -> this rank's shard of the summed gradient, still to be multiplied by ``scale``.
-        scale: what makes the sum the gradient of the mean loss (also undoes the loss scale); None for 1.
-        norm: the gradient's global norm, 0-d, after ``scale``. Of gradients that are left unreduced, the root mean square of
-            the norms of the ranks' own.
-        finite: whether the loss, its weight and every gradient are finite, on every rank, also once multiplied by ``scale``.
+        aux: what the loss function returned besides the loss, or None.
+        buffers: the returned buffers, or None.
+        grads: bucket name -> this rank's shard of the summed gradient, not yet multiplied by ``scale``.
+        scale: the factor from the sum to the gradient of the mean loss, without the loss scale; None for 1.
+        norm: the gradient's global norm, 0-d, after ``scale``. If gradients are left unreduced, the root mean square of
+            the norms of the ranks' gradients.
+        finite: whether the loss, its weight and every gradient, before and after ``scale``, are finite on every rank.
         squares: Σ of the squares of ``grads``, over all ranks, 0-d.
         residuals: residuals of compressed exchanges, those of this step included.
     """
@@ -61,7 +61,7 @@ class Evaluation:
     norm: torch.Tensor
     finite: bool
     squares: torch.Tensor
-    residuals: Errors
+    residuals: Residuals
 
 
 class LossStep:
@@ -75,13 +75,15 @@ class LossStep:
     def __init__(self, loss_fn: Callable[..., Any], plan: Plan, mesh: Mesh, with_buffers: bool) -> None:
         require_function(loss_fn, "the loss function", "params, buffers, batch" if with_buffers else "params, batch")
         self._loss_fn, self._plan, self._mesh = loss_fn, plan, mesh
-        self._lines = Lines(mesh)
+        self._codecs = BoundCodecs(mesh)
         self._runner = runner_of(loss_fn, plan, mesh, trained=True, with_buffers=with_buffers)
         self._inputs = Inputs(plan, mesh)
-        self._compared = False  # whether ranks with copies of a parameter have compared its gradients, as they do once
-        # A scalar's share of the mean is taken before backward, by a power of two, which 16-bit losses do not round; the
-        # rest when the sum is complete. What compression leaves out is kept as it is of the mean's gradient: for any number
-        # of ranks.
+        self._compared = (
+            False  # whether ranks with copies of parameters have compared their gradients: done in one step only
+        )
+        # A scalar loss is divided by a power of two before backward, since that does not round 16-bit losses, and by the rest
+        # when the sum is complete. With codecs it is divided by the exact number of shares before backward, so that residuals
+        # are of the mean's gradient and remain valid for any number of ranks.
         shares = plan.batch_ranks * plan.step.microbatches
         power = shares if plan.reductions.codecs else 2 ** math.ceil(math.log2(shares))
         self._share, self._rest = 1 / power, power / shares
@@ -99,31 +101,35 @@ class LossStep:
         comm: dict[str, torch.Tensor],
         unreduced: tuple[str, ...] = (),
         reached: set[str] | None = None,
-        alike: Mapping[str, Any],
+        equal: Mapping[str, Any],
     ) -> Evaluation:
-        """``comm``: the residuals of compressed exchanges. ``unreduced``, ``reached``: see `Route`.
+        """Evaluate the loss and its gradients. Collective.
 
-        ``alike``: what must be equal on all ranks, by name.
+        Args:
+            comm: residuals of compressed exchanges.
+            unreduced: see `Route`.
+            reached: see `Route`.
+            equal: name -> value that must be equal on all ranks.
         """
         plan, mesh = self._plan, self._mesh
         if rng is None and needs(self._loss_fn, "rng"):
             raise TreeError("the loss function has a parameter rng and none was given; pass rng=sl.Key(seed)")
         batch = as_tensors(batch, mesh.device)
-        parts = split_batch(batch, plan, mesh)
-        share = self._inputs.share(batch, alike)
+        microbatches = split_batch(batch, plan, mesh)
+        share = self._inputs.share(batch, equal)
         records = self._runner.records
-        call = Call(params, parts, keys_of(plan, mesh, parts, rng), buffers, loss_scale, self._share)
+        call = Call(params, microbatches, keys_of(plan, mesh, microbatches, rng), buffers, loss_scale, self._share)
         draws = states_of_generators(mesh.device)
         while True:
-            # What an exchange leaves out is put beside what earlier ones did: a step can be taken again.
-            route, totals = Route(self._lines, Errors(comm), unreduced, reached), Totals(plan, mesh)
+            # New residuals are kept beside those in `comm`, so that the step can be repeated.
+            route, totals = Route(self._codecs, Residuals(comm), unreduced, reached), Totals(plan, mesh)
             grads = self._runner.train(call, totals, route)
             strayed = any(record.strayed for record in records)
             sums = totals.over_ranks(Counting(plan, mesh, unreduced).local_sum(sum_of_squares, grads), share + strayed)
             if not sums.differ:
                 break
             self._inputs.explain()
-            share = 0.0  # they agree: a rank left the trace
+            share = 0.0  # the inputs agree, so a rank left the trace
             for record in records:
                 record.distrust()
             restore_generators(draws)
@@ -150,9 +156,10 @@ class LossStep:
         )
 
     def _mean(self, sums: Sums, loss_scale: float, ranks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
-        """The loss, what makes the summed gradient that of the loss, its norm, and whether all of it is finite.
+        """The loss, the gradients' scale, the gradient's norm, and whether all are finite: see `Evaluation`.
 
-        ``ranks`` have gradients of their own, of which the mean is to be the gradient.
+        Args:
+            ranks: number of ranks whose gradients are left unreduced, to be averaged by the optimizer.
         """
         total, weight, squares = sums.numbers
         if weight == 0:
@@ -171,22 +178,22 @@ class LossStep:
 
 
 def first_bad_leaf(evaluation: Evaluation, plan: Plan, mesh: Mesh) -> str:
-    """The path of the first leaf (in the plan's order, over all ranks) whose gradient is not finite, or ""."""
+    """The path of the first leaf, in the plan's order, whose gradient is not finite on any rank; "" if all are finite."""
     order = {placement.path: number for number, placement in enumerate(plan.placements)}
     bad = []
     for bucket in plan.trained:
-        parts = bucket.leaf_segments(evaluation.grads[bucket.name], bucket.levels)
-        bad += [path for path, part in zip(bucket.paths, parts, strict=True) if not torch.isfinite(part).all()]
+        grads = bucket.leaf_segments(evaluation.grads[bucket.name], bucket.levels)
+        bad += [path for path, grad in zip(bucket.paths, grads, strict=True) if not torch.isfinite(grad).all()]
     everyone = [path for paths in primitives.all_gather_object(mesh, list(mesh.shape), bad) for path in paths]
     return min(everyone, key=order.__getitem__, default="")
 
 
 def require_usable(evaluation: Evaluation, plan: Plan, mesh: Mesh, step: int) -> None:
-    """Hold an evaluation to what an update can be made of, on every rank alike.
+    """Refuse an evaluation from which no update can be made. Collective.
 
     Raises:
         NonFiniteError: loss, weight or gradient are not finite; names the step and the first leaf.
-        LossError: nothing in the batch weighs.
+        LossError: the batch has weight 0.
     """
     if not evaluation.finite:
         path = first_bad_leaf(evaluation, plan, mesh)

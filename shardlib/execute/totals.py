@@ -1,4 +1,4 @@
-"""What a step sums beside gradients, by name, in one exchange: the loss and its weight, and what every rank must know."""
+"""The numbers that a step sums over ranks besides gradients, in one exchange: loss, weight, squares and agreement."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from shardlib.plan.plan import Plan
 from shardlib.tree import Tree, flatten
 
 _SUMS = ("total", "weight", "squares", "strays", "weighted", "aux")
-_LOSSES = 2  # of these are summed where losses differ, the others over all ranks
+_LOSSES = 2  # the first two are summed over ranks with different losses, the others over all ranks
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Over all ranks.
+    """The sums over all ranks and micro-batches of a step.
 
     Attributes:
-        total, weight: of the loss, over micro-batches too; 0-d.
-        squares: of the gradients' elements; 0-d.
-        differ: whether a rank left the trace of the runs before (see `shardlib.execute.record`), or the ranks were given
-            what differs.
+        total: the losses' totals; 0-d.
+        weight: the losses' weights; 0-d.
+        squares: the squares of the gradients' elements; 0-d.
+        differ: whether a rank left the trace (see `shardlib.execute.record`), or ranks were given different inputs.
         weighted: whether the loss is a `Mean`.
         with_aux: whether any rank has aux.
-        numbers: of total, weight and squares, on the host.
+        numbers: total, weight and squares as numbers on the host.
     """
 
     total: torch.Tensor
@@ -43,13 +43,13 @@ class Sums:
 
 
 class Totals:
-    """What one rank finds, micro-batch by micro-batch, and then all ranks together.
+    """Sums a step's losses and aux over the micro-batches of one rank, and then over ranks.
 
     Attributes:
-        aux: the last micro-batch's, each `Mean` in it summed over all of them.
-        buffers: the last micro-batch's.
+        aux: the last micro-batch's aux, with each `Mean` summed over micro-batches.
+        buffers: the last micro-batch's buffers.
         losses: total and weight of each micro-batch on this rank.
-        faults: what is wrong with them; every rank will be told.
+        faults: errors in the losses, with remedies; `require_agreement` raises them on every rank.
     """
 
     def __init__(self, plan: Plan, mesh: Mesh) -> None:
@@ -63,7 +63,7 @@ class Totals:
         self.faults: list[str] = []
 
     def add(self, outcome: Outcome) -> None:
-        """One micro-batch's, detached."""
+        """Add the detached outcome of one micro-batch."""
         if self._weighted not in (None, outcome.weighted):
             kinds = f"{_loss(self._weighted)} in one micro-batch and {_loss(outcome.weighted)} in another"
             self.faults.append(f"{kinds}. {_ALIKE}")
@@ -81,9 +81,11 @@ class Totals:
         return self._aux.tree
 
     def over_ranks(self, squares: torch.Tensor, strays: float) -> Sums:
-        """The sums. Raises nothing yet: see `require_agreement`.
+        """The sums over all ranks. Collective. Errors are raised by `require_agreement` later.
 
-        ``strays``: 1 if this rank strayed, and its share of `Inputs`; over all ranks 0 where none did and inputs agree.
+        Args:
+            squares: this rank's sum of squares of gradients.
+            strays: `Inputs.share`, plus 1 if this rank strayed. Its sum is 0 if no rank did and inputs are equal.
         """
         mine = self._mine()
         first = len(_SUMS)
@@ -101,10 +103,10 @@ class Totals:
         return Sums(total, weight, squares, strays != 0, weighted > 0, aux > 0, tuple(numbers[:3]))
 
     def require_agreement(self) -> None:
-        """After `over_ranks`, on every rank alike.
+        """Raise the errors of any rank on all ranks; called after `over_ranks`.
 
         Raises:
-            LossError: losses of two kinds, other means in aux, or a negative weight, on any rank or micro-batch.
+            LossError: losses of two kinds, different means in aux, or a negative weight, on any rank or micro-batch.
         """
         if self._agree:
             return
@@ -118,13 +120,13 @@ class Totals:
         form = _loss(self._weighted)
         if self._aux.paths:
             form += f", {self._aux.form}"
-        if self.buffers is not None and self._plan.batch_ranks > 1:  # they will be averaged
-            told = (
+        if self.buffers is not None and self._plan.batch_ranks > 1:  # buffers will be averaged over ranks
+            shapes = (
                 f"{path} {tuple(t.shape)} {t.dtype}"
                 for path, t in zip(*flatten(self.buffers)[:2])
                 if torch.is_tensor(t)
             )
-            form += f", buffers {', '.join(told)}"
+            form += f", buffers {', '.join(shapes)}"
         return Agreement(form, (*self.faults, *self._aux.faults))
 
 

@@ -1,14 +1,15 @@
-"""A unit at run time: its buckets, their place in the graph, and the whole parameters while they are here.
+"""A unit at run time: its buckets, their nodes in the graph, and the whole parameters while they are gathered.
 
 Two autograd functions make up a unit's pair. `_Root` makes, once per micro-batch, a tensor without memory that
 stands for the bucket's whole gradient; its backward hands the complete gradient to `Gradients`, which reduces it.
 `_Attach` connects gathered data to that root, each time the bucket is gathered; its backward packs the leaves'
-gradients. Autograd itself sums over several gathers and knows when the sum is complete.
+gradients. Autograd sums the gradients of several gathers, and runs the root's backward when the sum is complete.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -58,10 +59,7 @@ class _Attach(torch.autograd.Function):
 
 
 def attached(nexts: tuple[tuple[Any, int], ...]) -> bool:
-    """Whether a node that leads to these is a leaf's own, whose gradient goes next to where the leaf was attached.
-
-    Leaves have such nodes where they are ``apart``: see `BucketState`.
-    """
+    """Whether a node with these next nodes is a leaf's own node, right above `_Attach`: see `BucketState`'s ``separate``."""
     return len(nexts) == 1 and type(nexts[0][0]) is _Attach._backward_cls
 
 
@@ -69,18 +67,20 @@ class BucketState:
     """One bucket at run time.
 
     Args:
-        routes: what is sent of it. Where later gathers of a micro-batch are shorter than the first, what that passed is kept.
-        apart: whether each leaf has a node of its own in the graph, so that autograd can be asked for some leaves'
-            gradients without the others'.
+        routes: the bucket's exchanges. If later gathers of a micro-batch are shorter than the first, the second shard, which
+            the first gather passes, is kept for them.
+        separate: whether each leaf has a node of its own in the graph, so that autograd can compute some leaves' gradients
+            without the others'.
 
     Attributes:
-        gathers: whether the parameters come and go.
+        gathers: whether the parameters must be gathered for use.
+        first: the number of the bucket's first leaf among its unit's.
         stored: this rank's buffer, as stored.
-        whole: the whole, leaf-major buffer while it is here.
-        anchor: the graph input of its root; what `torch.autograd.grad` differentiates to.
-        summing: set for the backward proper: gradients may go straight to their sums. (One that the loss itself takes
-            must stay in the graph.)
-        written: whether the function has written to the parameters in place, as far as it is known.
+        whole: the whole, leaf-major buffer while it is gathered.
+        anchor: the graph input of the root, with respect to which backward differentiates.
+        summing: set during the step's backward: gradients may be added to these sums directly. In a gradient that the loss
+            function takes itself it is None, so that the gradient stays in the graph.
+        written: whether the function is known to have written to the parameters in place.
     """
 
     def __init__(
@@ -88,13 +88,13 @@ class BucketState:
         bucket: Bucket,
         mesh: Mesh,
         routes: Routes,
-        apart: bool = False,
+        separate: bool = False,
     ) -> None:
-        self.bucket, self.gathers = bucket, bucket.param_level > 0
-        self._mesh, self._routes, self._apart = mesh, routes, apart
+        self.bucket, self.gathers, self.first = bucket, bucket.param_level > 0, 0
+        self._mesh, self._routes, self._separate = mesh, routes, separate
         self._keeps_second = len(routes.again) < len(routes.gather)
         self._second: torch.Tensor | None = None
-        self._keeps = False  # whether a backward comes that will ask for them again
+        self._differentiated = False  # whether a backward follows, which gathers the parameters again
         self.stored: torch.Tensor = torch.empty(0)
         self.whole: torch.Tensor | None = None
         self.anchor: torch.Tensor | None = None
@@ -111,13 +111,13 @@ class BucketState:
         self.written = False
         self._hold(None if self.gathers else stored)
         self.anchor = self.root = self.summing = None
-        self._keeps = gradients is not None
+        self._differentiated = gradients is not None
         if gradients is not None and self.bucket.trainable:
             self.anchor = torch.zeros((), requires_grad=True, device=stored.device)
             self.root = run_first(_Root.apply(self.anchor, self.bucket, gradients))
 
     def unbind(self) -> None:
-        """Drop the graph and the parameters of a micro-batch that is over."""
+        """Free the graph and the parameters of a finished micro-batch."""
         self.stored = torch.empty(0)
         self.whole = self.anchor = self.root = self.summing = self._coming = self._second = self._views = None
 
@@ -131,12 +131,12 @@ class BucketState:
             self._coming = None
 
     def serve(self) -> None:
-        """Take part in a gather that other ranks need; what is here stays as it is."""
+        """Take part in a gather that other ranks need, without keeping its result."""
         if self.gathers:
             self._land(self._gather())
 
     def stand_in(self) -> None:
-        """Zeros in place of what is not gathered."""
+        """Use zeros as the gathered parameters."""
         if self.gathers:
             self._hold(self.stored.new_zeros(self.bucket.size(0)))
 
@@ -147,20 +147,20 @@ class BucketState:
 
     def _land(self, coming: Gather) -> torch.Tensor:
         whole = coming.wait()
-        if self._keeps and self._keeps_second and self._second is None:
+        if self._differentiated and self._keeps_second and self._second is None:
             self._second = coming.passed[len(self._routes.again)]
         return whole
 
     def release(self) -> None:
         if self._coming is not None:
-            self._coming.wait()  # an exchange under way writes to memory that must outlive it
+            self._coming.wait()  # its memory must not be freed while the exchange writes to it
             self._coming = None
         if self.gathers:
-            self.look()
+            self.note_writes()
             self.whole = self._views = None
 
-    def look(self) -> None:
-        """Note whether the parameters that are here have been written to since they came."""
+    def note_writes(self) -> None:
+        """Set ``written`` if the gathered parameters have been written to since they were gathered."""
         if self.whole is not None and _version(self.whole) != self._version:
             self.written = True
 
@@ -174,33 +174,33 @@ class BucketState:
         assert self.whole is not None
         leaves = self.bucket.leaves(self.whole)
         if not self._starts:
-            self._starts = {leaf.storage_offset(): place for place, leaf in enumerate(leaves)}
+            self._starts = {leaf.storage_offset(): position for position, leaf in enumerate(leaves)}
         return leaves
 
     def leaf_at(self, tensor: torch.Tensor) -> int | None:
-        """The leaf that a tensor in the whole buffer's storage is, as it is; None where it is none."""
-        place = self._starts.get(tensor.storage_offset())
-        same = place is not None and tensor.size() == self.bucket.shapes[place] and tensor.is_contiguous()
-        return place if same else None
+        """The position of the leaf that equals a view of the whole buffer; None if the view is no leaf."""
+        position = self._starts.get(tensor.storage_offset())
+        same = position is not None and tensor.size() == self.bucket.shapes[position] and tensor.is_contiguous()
+        return position if same else None
 
-    def view(self, place: int) -> torch.Tensor:
-        """A whole leaf, outside the graph. All are cut at once, which is faster than one by one."""
+    def view(self, position: int) -> torch.Tensor:
+        """A whole leaf, outside the graph. All leaves are cut at once, which is faster than one by one."""
         if self._views is None:
             self._views = self.cut()
-        return self._views[place]
+        return self._views[position]
 
     def leaves(self) -> list[torch.Tensor]:
-        """The whole leaves, connected to the root when there is one."""
+        """The whole leaves, connected to the root if gradients are wanted."""
         assert self.whole is not None
         if self.root is None:
             return self.cut()
         leaves = list(_Attach.apply(self.root, self))
         run_first(leaves[0])
-        return [leaf.view_as(leaf) for leaf in leaves] if self._apart else leaves
+        return [leaf.view_as(leaf) for leaf in leaves] if self._separate else leaves
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """Counts writes to its memory; views share it."""
+    """The number of writes to a tensor's memory; 0 for tensors of inference_mode, which do not count them."""
     return 0 if tensor.is_inference() else version_of(tensor)
 
 
@@ -218,7 +218,9 @@ class UnitState:
         self.name = name
         self.buckets = buckets
         self._touch, self._placements, self._slices = touch, placements, slices
-        self._where = [(state, place) for state in buckets for place in range(len(state.bucket.paths))]
+        self._positions = [(state, position) for state in buckets for position in range(len(state.bucket.paths))]
+        for state, following in pairwise(buckets):
+            following.first = state.first + len(state.bucket.paths)
         self._leaves: list[torch.Tensor] | None = None
         self.gathers = any(state.gathers for state in buckets)
 
@@ -248,7 +250,7 @@ class UnitState:
             state.stand_in()
 
     def attached(self) -> list[torch.Tensor]:
-        """All leaves, whole, connected to the graph: also when first touched under no_grad or inference_mode."""
+        """All leaves, whole and connected to the graph, even if the first touch is under no_grad or inference_mode."""
         if self._leaves is None:
             with torch.inference_mode(False), torch.enable_grad():
                 self._leaves = [leaf for state in self.buckets for leaf in state.leaves()]
@@ -263,33 +265,42 @@ class UnitState:
     def data(self, index: int) -> torch.Tensor:
         if self.gathers:
             self._touch(self)
-        state, place = self._where[index]
-        return state.view(place)
+        state, position = self._positions[index]
+        return state.view(position)
+
+    def saved(self, index: int) -> torch.Tensor:
+        """The parameter, gathered, for a backward that saved it; autograd connects it to the graph itself."""
+        if self._leaves is not None:  # not released since the forward: these need not be cut again
+            return self._leaves[index]
+        state, position = self._positions[index]
+        return state.view(position)
 
     def root_gradient(self, index: int) -> tuple[torch.Tensor, Any]:
-        state, place = self._where[index]
+        state, position = self._positions[index]
         assert state.root is not None
 
         def read(whole: torch.Tensor) -> torch.Tensor:
-            return state.bucket.unpack(whole)[place].to(state.bucket.dtype)
+            return state.bucket.unpack(whole)[position].to(state.bucket.dtype)
 
         return state.root, read
 
     def handles(self, trained: bool) -> dict[str, Handle]:
-        """Path -> handle, of the leaves that need one: all where the unit is gathered, else those with a style."""
+        """Path -> handle, for the leaves that need one: all leaves if the unit is gathered, else leaves with a style."""
         made: dict[str, Handle] = {}
-        for index, (path, (state, place)) in enumerate(zip(self.paths, self._where, strict=True)):
+        for index, (path, (state, position)) in enumerate(zip(self.paths, self._positions, strict=True)):
             style, compute = self._placements[path].style, self._placements[path].compute
-            about = (self, index, path, state.bucket.shapes[place], state.stored, trained and state.bucket.trainable)
+            shape, wants_gradient = state.bucket.shapes[position], trained and state.bucket.trainable
             if style is not None:
                 window = compute.spec.window(compute.shape, self._slices.mesh.shape, self._slices.mesh.coords)
-                made[path] = SlicedHandle.make(*about, style, window, self._slices)
+                made[path] = SlicedHandle.make(
+                    self, index, path, shape, state.stored, wants_gradient, style, window, self._slices
+                )
             elif self.gathers:
-                made[path] = Handle(*about)
+                made[path] = Handle(self, index, path, shape, state.stored, wants_gradient)
         return made
 
     def forget(self) -> None:
-        """Drop the graph and the parameters of a micro-batch that is over."""
+        """Free the graph and the parameters of a finished micro-batch."""
         self._leaves = None
         for state in self.buckets:
             state.unbind()

@@ -1,4 +1,4 @@
-"""Initialisers, and initialising piece by piece."""
+"""Initialisers by counter-based keys, and the deferred initialisation of a model leaf by leaf."""
 
 from shardlib.init.draws import (
     kaiming_normal,

@@ -1,9 +1,9 @@
-"""Initialise piece by piece: record what an initialiser does on fake tensors, then replay it leaf by leaf.
+"""Deferred initialisation: records an initialiser on fake tensors, then replays it leaf by leaf.
 
-The recording runs on fake tensors and costs no memory. The replay runs the same operations in the same order on
-real tensors, so random numbers come out as they would have, and drops each tensor after its last use: what is
-alive at any time is one leaf and the intermediates it needs. A leaf that an initialiser of `shardlib.init` returned is not
-made at all: how it is drawn is handed on, so that a rank draws its own part.
+The recording costs no memory. The replay runs the same operations in the same order on real tensors, so random numbers are
+the same, and drops each tensor after its last use, so that at any time only one leaf and its intermediates are alive. A leaf
+that an initialiser of `shardlib.init` returned is not made at all: the replay hands on its `Draw`, from which a rank draws
+its shard.
 """
 
 from __future__ import annotations
@@ -30,30 +30,40 @@ from shardlib.tree import Tree, flatten
 
 @dataclass(frozen=True)
 class _Ref:
-    """Stands for a recorded tensor in the arguments of a recorded call."""
+    """A reference to a recorded tensor in the arguments of a recorded call."""
 
     number: int
 
 
 @dataclass
 class _Call:
+    """A recorded operation.
+
+    Attributes:
+        op: the operation.
+        arguments: args and kwargs, flattened; tensors as `_Ref`s.
+        structure: the tree structure of the arguments.
+        results: numbers of the tensors that it returned.
+        generators: states to set the default generators to first; None to go on from their present states.
+    """
+
     op: Any
     arguments: list[Any]
     structure: Any
     results: list[int]
-    generators: list[torch.Tensor] | None  # states of the default generators to start from, when they were set
+    generators: list[torch.Tensor] | None
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes every operation on (or creation of) fake tensors."""
+    """Records every operation on (or creation of) fake tensors, and numbers the tensors and their storages."""
 
     def __init__(self, fake: FakeTensorMode) -> None:
         super().__init__()
         self.calls: list[_Call] = []
         self.number_of: dict[int, int] = {}
         self.storage_of: list[int] = []
-        self.made: list[torch.Tensor] = []  # by number; ids stay unique while the tensors live,
-        self._keep: list[Any] = []  # and their storages'
+        self.made: list[torch.Tensor] = []  # by number. Tensors, and their storages, are kept so that ids stay unique.
+        self._keep: list[Any] = []
         self._storages: dict[int, int] = {}
         self._states: list[torch.Tensor] | None = None
         self._fake = fake
@@ -63,16 +73,16 @@ class _Recorder(TorchDispatchMode):
         arguments = [self._reference(value) if isinstance(value, torch.Tensor) else value for value in flat]
         with self._fake:
             out = op(*args, **(kwargs or {}))
-        if op is torch.ops.prim.device.default:  # a question that reads no values
+        if op is torch.ops.prim.device.default:  # reads no values
             return out
         results = [self._number(value) for value in pytree.tree_flatten(out)[0] if isinstance(value, torch.Tensor)]
         self.calls.append(_Call(op, arguments, structure, results, self._seeded(op)))
         return out
 
     def _seeded(self, op: Any) -> list[torch.Tensor] | None:
-        """The default generators' states before a random operation, if the initialiser has set them since the last.
+        """The default generators' states before a random operation, if the initialiser has set them since the previous one.
 
-        Fake operations do not advance a generator, so a state that differs was set: by torch.manual_seed, say.
+        Fake operations do not advance a generator, so a state that differs was set, by torch.manual_seed for example.
         """
         if torch.Tag.nondeterministic_seeded not in op.tags:
             return None
@@ -83,7 +93,7 @@ class _Recorder(TorchDispatchMode):
         return states
 
     def _reference(self, value: torch.Tensor) -> Any:
-        # A real tensor made outside the initialiser is a constant, passed along as it is.
+        # A real tensor was made outside the initialiser, and is a constant.
         return _Ref(self._number(value)) if isinstance(value, FakeTensor) else value
 
     def _number(self, value: torch.Tensor) -> int:
@@ -97,19 +107,19 @@ class _Recorder(TorchDispatchMode):
 
 
 class Deferred:
-    """A recorded initialiser. ``tree`` holds fake leaves of the right shapes; `replay` makes the real ones."""
+    """A recorded initialiser. ``tree`` has fake leaves of the right shapes; `replay` makes the real leaves."""
 
     def __init__(self, tree: Tree, recorder: _Recorder) -> None:
         self.tree = tree
         self._recorder = recorder
 
-    def replay(self, paths: Mapping[int, str], place: Callable[[str, torch.Tensor | Draw], None]) -> None:
-        """Run the recording; call ``place(path, leaf)`` as soon as nothing more writes to a leaf's memory.
-
-        A leaf that is drawn and then left alone comes as its `Draw`.
+    def replay(self, paths: Mapping[int, str], take: Callable[[str, torch.Tensor | Draw], None]) -> None:
+        """Run the recording.
 
         Args:
             paths: number of a leaf in flattening order -> its path.
+            take: called with each leaf's path and value after the last write to the leaf's memory. The value is a `Draw` for
+                a leaf that was drawn and not changed later.
         """
         recorder = self._recorder
         last_use: dict[int, int] = {}
@@ -119,14 +129,14 @@ class Deferred:
         wanted: dict[int, list[tuple[str, int]]] = {}
         for index, leaf in enumerate(flatten(self.tree)[1]):
             if not isinstance(leaf, FakeTensor):
-                place(paths[index], leaf.detach())  # made outside the initialiser
+                take(paths[index], leaf.detach())  # made outside the initialiser
                 continue
             number = recorder.number_of[id(leaf)]
             wanted.setdefault(recorder.storage_of[number], []).append((paths[index], number))
         drawn = self._drawn()
         for storage in drawn.keys() & wanted.keys():
             for path, _ in wanted[storage]:
-                place(path, drawn[storage])
+                take(path, drawn[storage])
         ending: dict[int, list[int]] = {}
         for storage, step in last_use.items():
             ending.setdefault(step, []).append(storage)
@@ -138,15 +148,16 @@ class Deferred:
                 self._run(call, live)
                 for storage in ending.get(step, ()):
                     for path, number in wanted.get(storage, ()) if storage in live else ():
-                        place(path, live[storage][number])
+                        take(path, live[storage][number])
                     live.pop(storage, None)
 
     def _drawn(self) -> dict[int, Draw]:
-        """The storages that hold what one call of an initialiser drew, or all of a copy of it, and nothing else touches."""
+        """Storage -> draw, of storages that hold just the result of one draw, or a copy of it, and that no other call
+        uses."""
         storage_of, calls = self._recorder.storage_of, self._recorder.calls
-        found: dict[int, Draw] = {}
-        copies: list[tuple[int, int]] = []  # a storage that a drawn one was copied to, and that one
-        used_up: set[int] = set()  # what other calls read or write
+        draws: dict[int, Draw] = {}
+        copies: list[tuple[int, int]] = []  # (target, source) storages of copies of draws
+        needed: set[int] = set()  # storages that other calls read or write
         for call in calls:
             used = [storage_of[a.number] for a in call.arguments if isinstance(a, _Ref)]
             results = [storage_of[number] for number in call.results]
@@ -154,18 +165,18 @@ class Deferred:
                 args, kwargs = pytree.tree_unflatten(call.arguments, call.structure)
                 kind, numbers, seed, first, shape = args
                 draw = Draw(kind, tuple(numbers), seed, first, tuple(shape), kwargs["dtype"])
-                found[results[0]] = draw
-            elif call.op is torch.ops.aten.copy_.default and len(used) == 2 and self._copies(call, found.get(used[1])):
-                found[used[0]] = found[used[1]]
+                draws[results[0]] = draw
+            elif call.op is torch.ops.aten.copy_.default and len(used) == 2 and self._copies(call, draws.get(used[1])):
+                draws[used[0]] = draws[used[1]]
                 copies.append((used[0], used[1]))
             elif used and call.op is not torch.ops.aten.detach.default:
-                used_up |= {*results, *used}
-        # What is needed in full needs what was copied to it in full.
-        used_up |= {source for target, source in copies if target in used_up}
-        return {storage: draw for storage, draw in found.items() if storage not in used_up}
+                needed |= {*results, *used}
+        # To make the target of a copy for real, its source must be made for real too.
+        needed |= {source for target, source in copies if target in needed}
+        return {storage: draw for storage, draw in draws.items() if storage not in needed}
 
     def _copies(self, call: _Call, draw: Draw | None) -> bool:
-        """Whether a copy fills a whole storage with what was drawn, as it was drawn."""
+        """Whether a copy fills a whole storage with ``draw``, in the same dtype, shape and order."""
         if draw is None:
             return False
         out = self._recorder.made[call.results[0]]
@@ -203,7 +214,7 @@ def _set_generator_states(states: list[torch.Tensor]) -> None:
 
 
 def defer(init_fn: Callable[[], Tree]) -> Deferred:
-    """Record ``init_fn`` without running it for real.
+    """Record ``init_fn`` on fake tensors.
 
     Raises:
         TreeError: the initialiser reads values of the tensors it makes (``.item()``, a branch on data); or it is a module,
@@ -217,10 +228,10 @@ def defer(init_fn: Callable[[], Tree]) -> Deferred:
             tree = init_fn()
     except DataDependentOutputException as error:
         raise TreeError(
-            f"the initialiser reads a value it has not computed yet ({error}), so it cannot run piece by piece; make the "
+            f"the initialiser reads a value it has not computed yet ({error}), so it cannot run leaf by leaf; make the "
             "parameters first and pass the pytree to sl.shard"
         ) from error
-    # Leaves such as nn.Parameter are made without an operation; find the tensor they wrap.
+    # Some leaves, such as nn.Parameter, are made without an operation: take the tensors that they wrap.
     return Deferred(pytree.tree_map(lambda leaf: _plain(leaf, recorder), tree), recorder)
 
 
@@ -241,8 +252,8 @@ def _require_initialiser(init_fn: Any) -> None:
         inspect.signature(init_fn).bind()
     except TypeError as error:
         raise TreeError(
-            f"{getattr(init_fn, '__name__', init_fn)} stands for parameters and is to make them when called without "
-            f"arguments, but {error}; pass a pytree of tensors, or lambda: ... of such a call"
+            f"{getattr(init_fn, '__name__', init_fn)} was passed for parameters and must make them when called without "
+            f"arguments, but {error}; pass a pytree of tensors, or a lambda that makes the call with arguments"
         ) from None
     except ValueError:
-        return  # a function that does not tell its arguments
+        return  # a function without a signature

@@ -1,9 +1,9 @@
-"""Initialisers: counter-based, so that a value depends on the key and the element's index in the whole tensor alone.
+"""Counter-based initialisers: an element depends only on the key and its index in the whole tensor.
 
 Give each parameter a key of its own, by its path: ``init.normal(key.fold_in("head/weight"), (V, W), std=0.02)``. In a
-function that is passed to `shardlib.shard` a rank then makes its own part of a parameter, and no other; so long as the
-parameter is what an initialiser returned, not something computed from it. Shapes are (out, in, ...) as torch's layers have
-them. Each element is the inverse of a distribution function at a uniform number on a grid of 2^-24.
+function that is passed to `shardlib.shard`, a rank then draws only its shard of a parameter, provided the parameter is the
+unchanged result of an initialiser. Shapes are (out, in, ...) as in torch's layers. Each element is an inverse distribution
+function of a uniform number on a grid of 2^-24.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ from shardlib.rng import Key, bits_at, require_key
 
 @dataclass(frozen=True)
 class Draw:
-    """How the elements of one tensor are drawn; ``first`` is the number of its first element."""
+    """How the elements of one tensor are drawn.
+
+    Attributes:
+        kind, args: the distribution and its parameters.
+        seed, first: of the counter: the tensor's first element has number ``first``.
+        shape, dtype: of the tensor.
+    """
 
     kind: str
     args: tuple[float, ...]
@@ -31,12 +37,12 @@ class Draw:
     dtype: torch.dtype
 
     def at(self, index: torch.Tensor) -> torch.Tensor:
-        """The elements at these indices of the flattened tensor (int64), on the device these are on."""
+        """The elements at the indices ``index`` (int64) of the flattened tensor, on the device of ``index``."""
         u = (bits_at(Key(self.seed), index + self.first).to(torch.float64) + 0.5) * 2.0**-24
         return _KINDS[self.kind](u, *self.args).to(self.dtype)
 
     def fill(self, out: torch.Tensor, index_map: IndexMap) -> None:
-        """Write to a contiguous tensor the elements that lie there."""
+        """Fill ``out``, contiguous, with the elements that ``index_map`` maps."""
         for chunk, chunk_map in index_map.chunks(out):
             chunk.copy_(self.at(chunk_map.flat(len(chunk), chunk.device)))
 
@@ -162,7 +168,7 @@ def kaiming_normal(
 
 
 def _fans(shape: Sequence[int]) -> tuple[int, int]:
-    """Inputs and outputs that an element takes part in."""
+    """The numbers of inputs and of outputs (fan-in and fan-out) of a weight."""
     if len(shape) < 2:
         raise ValueError(f"a tensor of shape {tuple(shape)} has no inputs and outputs; use init.normal or init.uniform")
     out, into, *field = shape
@@ -205,7 +211,7 @@ def fresh(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """One operation, so that a recording of an initialiser (see `shardlib.init.deferred`) shows what was drawn."""
+    """A drawn tensor, as one operation that `shardlib.init.deferred` can recognise in a recording."""
     out = torch.empty(list(shape), dtype=dtype, device=device)
     if not out.is_meta:
         draw = Draw(kind, tuple(args), seed, first, tuple(shape), dtype)

@@ -1,1 +1,1 @@
-"""Meshes of ranks, what lies where on them, and the transports beneath."""
+"""Meshes of ranks, the specs of tensors on them, and the transports between ranks."""

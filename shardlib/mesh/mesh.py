@@ -18,27 +18,32 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardlib.errors import MeshError
 from shardlib.mesh.transport import EchoGroup, Group, ProcessGroup, SimulatedGroup, Simulation
 
-# The mesh that collectives by axis name use; the executor and `launch` set it.
+# The mesh of collectives that are called with an axis name alone. The executor, `launch` and `simulate` set it.
 current_mesh: ContextVar[Mesh | None] = ContextVar("current_mesh", default=None)
 
 
 class Traffic:
     """Payload bytes a rank sent, per axis, by the algorithm's own volume.
 
-    A gather or reduce-scatter of a whole of W bytes over n ranks counts W·(n−1)/n, an all-reduce twice that.
-    What a backend moves beyond (headers, retries, a less frugal algorithm) is not counted. A step's own scalars
-    (losses, norms, flags) are kept apart.
+    An all-gather or reduce-scatter whose gathered tensor has W bytes counts W·(n−1)/n over n ranks, an all-reduce twice that.
+    What a backend sends beyond this (headers, retries, a less frugal algorithm) is not counted.
+
+    Attributes:
+        payload: axis -> bytes.
+        scalars: axis -> bytes of a step's own scalars (losses, norms, flags), which the payload excludes.
+        activations: axis -> bytes of the payload that the loss function sent.
+        calls: axis -> number of exchanges.
     """
 
     def __init__(self) -> None:
         self.payload: dict[str, int] = {}
         self.scalars: dict[str, int] = {}
-        self.activations: dict[str, int] = {}  # the part of the payload that the loss function sent
+        self.activations: dict[str, int] = {}
         self.calls: dict[str, int] = {}
 
     @contextmanager
     def by_the_loss(self) -> Iterator[None]:
-        """Count what is sent meanwhile among the activations too."""
+        """Count the payload of the enclosed code among the activations too."""
         before = dict(self.payload)
         try:
             yield
@@ -67,8 +72,8 @@ class Mesh:
         shape: axis name -> size, in row-major order of ranks.
         coords: axis name -> this rank's coordinate.
         device: where this rank's tensors live.
-        abstract: True when there are no ranks behind it.
-        traffic: payload bytes this rank sent so far.
+        abstract: whether the mesh has no ranks, and serves for plans alone.
+        traffic: payload bytes this rank has sent so far.
     """
 
     def __init__(
@@ -93,7 +98,7 @@ class Mesh:
 
     @property
     def alone(self) -> bool:
-        """Whether no other rank exists: on a mesh of one, and where all peers are echoes of this one."""
+        """Whether no other rank exists: on a mesh of one, and on an abstract mesh."""
         return all(isinstance(group, EchoGroup) for group in self._groups.values())
 
     def zeros(self, numel: int, dtype: torch.dtype, memory: str) -> torch.Tensor:
@@ -113,11 +118,11 @@ class Mesh:
         return self._groups[axis]
 
     def with_transport(self, make: Callable[[str, Group], Group]) -> Mesh:
-        """The same ranks and axes, whose exchanges go through groups of the caller's own; ``traffic`` counts anew.
+        """A mesh of the same ranks and axes with other transports. Its ``traffic`` starts from zero.
 
         Args:
-            make: from an axis and its group, the group that stands in its place: see `shardlib.mesh.transport`. An axis
-                along which no other rank exists keeps its group.
+            make: ``make(axis, group)`` returns the transport for an axis instead of ``group``: see `shardlib.mesh.transport`.
+                Axes along which no other rank exists keep their groups.
         """
         groups = {
             axis: group if isinstance(group, EchoGroup) else make(axis, group) for axis, group in self._groups.items()
@@ -138,16 +143,17 @@ def coordinates(shape: Mapping[str, int], rank: int) -> dict[str, int]:
 
 
 def axis_groups(shape: Mapping[str, int], axis: str) -> list[list[int]]:
-    """The groups of global ranks along ``axis``: ranks that differ in that coordinate alone."""
+    """The groups of global ranks along ``axis``. The ranks of a group differ in this coordinate alone."""
     others = [name for name in shape if name != axis]
-    found = []
+    groups = []
     for fixed in itertools.product(*(range(shape[name]) for name in others)):
         base = dict(zip(others, fixed, strict=True))
-        found.append([rank_of(shape, base | {axis: place}) for place in range(shape[axis])])
-    return found
+        groups.append([rank_of(shape, base | {axis: index}) for index in range(shape[axis])])
+    return groups
 
 
 def rank_of(shape: Mapping[str, int], coords: Mapping[str, int]) -> int:
+    """The rank at ``coords``: the inverse of `coordinates`."""
     rank = 0
     for axis, size in shape.items():
         rank = rank * size + coords[axis]
@@ -155,7 +161,7 @@ def rank_of(shape: Mapping[str, int], coords: Mapping[str, int]) -> int:
 
 
 def check_shape(shape: Mapping[str, int]) -> dict[str, int]:
-    """Refuse axes whose size is not a positive integer."""
+    """``shape`` as a dictionary. Raises `MeshError` for sizes that are not positive integers."""
     bad = [f"{axis}={size!r}" for axis, size in shape.items() if not isinstance(size, int) or size < 1]
     if bad:
         raise MeshError(f"axis sizes must be positive integers: {', '.join(bad)}")
@@ -163,7 +169,10 @@ def check_shape(shape: Mapping[str, int]) -> dict[str, int]:
 
 
 def abstract_mesh(**shape: int) -> Mesh:
-    """A mesh to plan on, with no ranks behind it: ``abstract_mesh(data=512, model=8)``.
+    """A mesh without ranks, to plan on: ``abstract_mesh(data=512, model=8)``.
+
+    Raises:
+        MeshError: a size is not a positive integer.
 
     >>> mesh = sl.abstract_mesh(data=512, model=8)
     >>> mesh.size
@@ -175,18 +184,18 @@ def abstract_mesh(**shape: int) -> Mesh:
 
 
 def make_mesh(device: str | torch.device | None = None, timeout: float = 600.0, **shape: int) -> Mesh:
-    """The mesh of the processes torchrun (or `launch`) started.
+    """The mesh of the processes that torchrun (or `launch`) started.
 
     ``make_mesh()`` puts every rank on one axis "data"; one process alone is a mesh of one. ``make_mesh(data=2,
-    model=4)`` names and sizes the axes, the last varying fastest over ranks. Starts torch.distributed when the
-    environment names a world and it is not started (gloo on CPU, NCCL on CUDA).
+    model=4)`` names and sizes the axes, the last varying fastest over ranks. Starts torch.distributed (gloo on CPU, NCCL on
+    CUDA) if the environment names a world of several processes and nothing has started it.
 
     Args:
         device: where this rank's tensors live; by default its CUDA device when there is one, else the CPU.
-        timeout: seconds after which a collective that others did not join fails.
+        timeout: seconds after which a collective fails that other ranks have not joined.
 
     Raises:
-        MeshError: the sizes' product is not the number of processes.
+        MeshError: a size is not a positive integer, or the sizes' product is not the number of processes.
 
     >>> mesh = sl.make_mesh()  # one process: a mesh of one
     >>> mesh.shape, mesh.rank
@@ -216,7 +225,7 @@ def as_mesh(mesh: Any) -> Mesh:
     """A `Mesh`, from itself or from a torch `DeviceMesh` with named dimensions.
 
     Raises:
-        MeshError: neither, or a DeviceMesh without names.
+        MeshError: ``mesh`` is neither, or is a DeviceMesh without names or without this rank.
     """
     if isinstance(mesh, Mesh):
         return mesh
@@ -237,7 +246,7 @@ def as_mesh(mesh: Any) -> Mesh:
 
 
 def simulated_mesh(shape: Mapping[str, int], rank: int, simulation: Simulation, exchanges: dict[Any, Any]) -> Mesh:
-    """Rank ``rank``'s view of a mesh whose ranks share ``simulation``; ``exchanges`` is their common record."""
+    """Rank ``rank``'s view of a mesh whose ranks share ``simulation``; ``exchanges`` is the record that they share."""
     groups: dict[str, Group] = {}
     for axis in shape:
         members: Sequence[int] = next(group for group in axis_groups(shape, axis) if rank in group)
@@ -255,7 +264,7 @@ def _process_groups(shape: Mapping[str, int], rank: int, timeout: float) -> dict
             assert dist.group.WORLD is not None
             groups[axis] = ProcessGroup(dist.group.WORLD, axis)
         else:
-            # Every rank makes every group, in the same order, as torch requires.
+            # torch requires that every rank makes every group, in the same order.
             for members in axis_groups(shape, axis):
                 made = dist.new_group(members, timeout=timedelta(seconds=timeout))
                 if rank in members:

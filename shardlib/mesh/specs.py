@@ -16,7 +16,8 @@ Sizes = Mapping[str, int]
 
 
 class Window(NamedTuple):
-    """The part of a tensor that a slice is: the tensor's shape, and first index and size in each dimension."""
+    """Which elements of a tensor a slice holds: the tensor's shape, and the slice's first index and size in each
+    dimension."""
 
     shape: tuple[int, ...]
     first: tuple[int, ...]
@@ -39,15 +40,15 @@ class P:
     ``P("data", None, ("model", "expert"))`` has one entry per dimension: an axis, none, or several axes major
     to minor. Missing trailing entries mean none. ``P.flat("data")`` is the flattened tensor, padded with
     zeros to a multiple of the axis and cut into equal chunks, for sizes that do not divide. Entries and flat
-    axes combine: the entries slice first, what is left is flattened (``P(None, "model", flat=("data",))``).
+    axes combine: the entries slice the tensor first, then the slice is flattened (``P(None, "model", flat=("data",))``).
 
-    ``P("model", padded=True)`` pads dimension 0 likewise: rows of zeros follow the tensor's own, up to a multiple of the
-    ranks, and every slice has as many rows. A tensor's shape is its true one everywhere; `local_shape` is that of what a
-    rank holds, padding included, and `window` says which of the true elements these are. Dimension 0 alone can be padded:
-    what pads a slice then comes after all of its elements in memory, as what pads a flat chunk does.
+    ``P("model", padded=True)`` pads dimension 0 with rows of zeros to a multiple of the number of ranks, so that every slice
+    has equally many rows. A tensor's shape never includes padding. `local_shape`, the shape of what a rank holds, does;
+    `window` says which of the tensor's elements a rank holds. Only dimension 0 can be padded, since a slice's padding then
+    follows all of its elements in memory, as a flat chunk's does.
 
     Raises:
-        SpecError: an axis twice, an entry that is not an axis name, a tuple of names, or None, or ``padded`` without an
+        SpecError: an axis twice, an entry that is not an axis name, a tuple of names or None, or ``padded`` without an
             entry for dimension 0.
     """
 
@@ -82,10 +83,10 @@ class P:
         return tuple(axis for entry in self.entries for axis in entry) + self.flat_axes
 
     def split(self, axes: Sequence[str], shape: Sequence[int], sizes: Sizes) -> P:
-        """This spec with ``axes`` added: on dimension 0 where it divides, else on the flattened tensor.
+        """This spec with ``axes`` added: on dimension 0 where its size divides, else on the flattened tensor.
 
-        Both lay memory out alike (a chunk of a contiguous tensor whose dimension 0 divides is its shard), so
-        the choice is one of description. ``shape`` is the global shape. Axes of size one are left out.
+        Where dimension 0 divides both give the same memory layout (a chunk of the contiguous tensor is its shard), so the
+        choice is only one of description. ``shape`` is the global shape. Axes of size one are left out.
         """
         axes = tuple(axis for axis in axes if sizes[axis] > 1)
         if not axes:
@@ -126,7 +127,7 @@ class P:
         return (chunk_size(math.prod(local), math.prod(sizes[axis] for axis in self.flat_axes)),)
 
     def window(self, shape: Sequence[int], sizes: Sizes, coords: Mapping[str, int]) -> Window:
-        """The slice of the rank at ``coords``, without what pads it (flat axes not applied)."""
+        """The slice of the rank at ``coords``, without padding. Flat axes are not applied."""
         first, steps = [0] * len(shape), list(self._whole(shape, sizes))
         for dim, entry in enumerate(self.entries):
             for axis in entry:
@@ -188,7 +189,7 @@ def _entry(entry: Entry) -> tuple[str, ...]:
 
 
 def chunk_size(numel: int, ways: int) -> int:
-    """Elements per chunk when ``numel`` elements are padded and cut ``ways`` ways."""
+    """Elements per chunk when ``numel`` elements are padded and cut into ``ways`` equal chunks."""
     return -(-numel // ways)
 
 
@@ -199,7 +200,7 @@ MEMORIES = ("device",)  # where a tensor of the state may live
 
 @dataclass(frozen=True)
 class Leaf:
-    """Shape (global), dtype, spec and memory of one tensor of the training state."""
+    """The path, global shape, dtype, spec and memory of one tensor of the training state."""
 
     path: str
     shape: tuple[int, ...]
@@ -228,5 +229,5 @@ def check_leaves(leaves: Sequence[Leaf], sizes: Sizes) -> None:
 
 
 def shard_of(tensor: torch.Tensor, spec: P, sizes: Sizes, coords: Mapping[str, int]) -> torch.Tensor:
-    """The slice of a whole tensor that ``spec``'s entries give the rank at ``coords``: `P.window`, a view."""
+    """The view of a whole tensor that `P.window` describes: the slice of the rank at ``coords``, without padding."""
     return spec.window(tensor.shape, sizes, coords).of(tensor)

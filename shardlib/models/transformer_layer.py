@@ -37,7 +37,7 @@ from shardlib.kernels.softmax import softmax
 from shardlib.models.layers import Params, layer_rules
 from shardlib.nn.attention import attention
 from shardlib.nn.dropout import dropout
-from shardlib.nn.functional import own_slice, slice_of
+from shardlib.nn.functional import local_slice, slice_of
 from shardlib.nn.sequence import current_parts
 from shardlib.rng import Key
 from shardlib.tree import leaves_of
@@ -142,7 +142,7 @@ def transformer_layer(
     """
     if (config.dropout or config.attention_dropout) and rng is None:
         raise ValueError("LayerConfig has dropout, but no rng was given to draw it from")
-    with kept_in_bf16(map(own_slice, leaves_of(params))) if config.stochastic else contextlib.nullcontext():
+    with kept_in_bf16(map(local_slice, leaves_of(params))) if config.stochastic else contextlib.nullcontext():
         return _layer(config, params, x, rng, lengths)
 
 
@@ -174,7 +174,7 @@ def _norm(config: LayerConfig, params: Params, x: Tensor) -> tuple[Tensor, Keep]
 def _mlp(config: LayerConfig, params: Params, x: Tensor, keep: Keep, residual: Tensor, rng: Key | None) -> Tensor:
     with keep:
         z = F.linear(x, params["up"]["weight"])
-    bias = own_slice(params["up"]["bias"])
+    bias = local_slice(params["up"]["bias"])
     h = gelu(z, bias, approximate=config.approximate)
     with _recomputed(config, "gelu", h, lambda *v: gelu(*v, approximate=config.approximate), z, bias):
         return _add(config, params["down"], h, residual, rng, "mlp")

@@ -1,6 +1,6 @@
-"""What losses are made of: attention, parts of sequences, losses, dropout, blocks, and the fused operations.
+"""Functions that losses are made of: attention, sequence parts, losses, dropout, blocks, and fused operations.
 
-All of it is plain PyTorch on one device; on a mesh the same calls know what a sliced parameter or a part of a sequence is.
+On one device all of them are plain PyTorch. On a mesh the same calls handle sliced parameters and sequence parts.
 """
 
 from shardlib.kernels.gelu import gelu

@@ -1,4 +1,4 @@
-"""Attention for models whose activations may be parts of a sequence, dense or over the blocks of a layout."""
+"""Attention, dense or over the blocks of a layout, for models whose activations may be sequence parts."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def attention(
     key_mask: torch.Tensor | None = None,
     layout: Layout | None = None,
 ) -> torch.Tensor:
-    """``F.scaled_dot_product_attention`` over the whole sequence, whatever part of it is here.
+    """``F.scaled_dot_product_attention`` over the whole sequence, also where this rank holds only a part of it.
 
     Args:
-        q: (batch, heads, sequence, size).
-        k, v: the same, with as many heads or a divisor of their number (grouped queries).
-        causal: a position sees itself and those before it; by default as the layout says, and without one False.
+        q: (batch, heads, sequence, size); under a sequence plan of this rank's part.
+        k, v: as q, with as many heads or a divisor of their number (grouped queries).
+        causal: whether a position sees no later ones; by default as the layout says, and False without a layout.
         scale: of the scores; by default 1/√size.
-        key_mask: bool (batch, sequence), whole on every rank: False where a position is padding, which none sees.
-        layout: of the whole sequence: the blocks that are computed, by `shardlib.nn.sparse_attention`.
+        key_mask: bool (batch, sequence), of the whole sequence on every rank: False for padding, which no position sees.
+        layout: the blocks of the whole sequence to compute, by `shardlib.nn.sparse_attention`; None for all.
 
     Raises:
         SpecError: kind="ulysses", and heads that do not divide over its axis; kind="ring", and ``key_mask`` or ``layout``.
-        ValueError: a layout of another length, or of more heads than there are here: where heads are shared out among
-            ranks it must be one for all of them; a causal layout and ``causal=False``.
+        ValueError: a layout of another length; a layout of several heads that is not of this rank's number of heads (where
+            heads are split over ranks, use a layout of one head); a causal layout and ``causal=False``.
 
     >>> q, k, v = torch.randn(3, 2, 4, 16, 8)
     >>> sl.nn.attention(q, k, v, causal=True).shape
@@ -46,7 +46,7 @@ def attention(
 
 
 def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: Attention) -> torch.Tensor:
-    """`attention` where q, k and v are of the whole sequence."""
+    """`attention` on a rank whose q, k and v have all positions."""
     if how.layout is not None:
         layout = how.layout.to(q.device)
         return sparse_attention(q, k, v, layout, causal=how.causal, scale=how.scale, key_mask=how.key_mask)

@@ -1,6 +1,6 @@
 """`block`, the one optional marker in a model, and `sequential`, a loss made of blocks.
 
-A block is the unit that is gathered, recomputed and compiled. Outside a train step it is a plain call.
+A block is the unit that is gathered, recomputed and compiled. Outside a train step a block is a plain function call.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from shardlib.rng import Key
 
 Runner = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
-# Set by the executor for the duration of a loss; it decides how a block is called.
+# How blocks are called. The executor sets it for the duration of a loss.
 block_runner: ContextVar[Runner | None] = ContextVar("block_runner", default=None)
 
 
 def block(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Mark ``fn`` as a block: ``fn(params, *inputs) -> outputs`` over pytrees of tensors.
 
-    Under `remat` a block's activations are recomputed in backward; under ZeRO-3 its parameters are gathered
-    once, before it runs, and reach it as plain tensors, so ``sl.block(torch.compile(fn))`` compiles.
+    Under `remat` a block's activations are recomputed in backward. Under ZeRO-3 its parameters are gathered once, before it
+    runs, and ``fn`` gets them as plain tensors, so that ``sl.block(torch.compile(fn))`` compiles.
 
     >>> mlp = sl.block(lambda params, x: (x @ params["up"]).relu() @ params["down"])
     >>> mlp({"up": torch.ones(4, 8), "down": torch.ones(8, 4)}, torch.ones(2, 4)).shape
@@ -38,13 +38,13 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Not part of `block`, so that a marked function can be sent to other processes: a context variable cannot."""
+    """Call a block. At the top level, since a marked function must be picklable, and a context variable is not."""
     runner = block_runner.get()
     return fn(*args, **kwargs) if runner is None else runner(fn, args, kwargs)
 
 
 class Sequential:
-    """A loss function made of blocks; see `sequential`."""
+    """A loss function made of blocks: see `sequential`."""
 
     def __init__(self, blocks: Sequence[Callable[..., Any]]) -> None:
         self.blocks = [block(fn) for fn in blocks]
@@ -52,9 +52,9 @@ class Sequential:
         self._wants_rng = [rng is not None for rng in rngs]
         names = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("params", "batch")]
         if any(self._wants_rng):
-            # The loss needs a key when one of its blocks does.
-            needed = any(rng is not None and rng.default is inspect.Parameter.empty for rng in rngs)
-            default = inspect.Parameter.empty if needed else None
+            # The loss requires a key if one of its blocks requires one.
+            required = any(rng is not None and rng.default is inspect.Parameter.empty for rng in rngs)
+            default = inspect.Parameter.empty if required else None
             names.append(inspect.Parameter("rng", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default))
         self.__signature__ = inspect.Signature(names)
 
@@ -67,7 +67,7 @@ class Sequential:
         return self.run(params, None, batch, 0, len(self), rng)
 
     def run(self, params: Sequence[Any], carry: Any, batch: Any, start: int, stop: int, rng: Key | None = None) -> Any:
-        """What blocks ``start`` to ``stop - 1`` make of ``carry``."""
+        """The carry after blocks ``start`` to ``stop - 1``, which are called in order from ``carry``."""
         for index in range(start, stop):
             extra = {"rng": rng.fold_in(index) if rng is not None else None} if self._wants_rng[index] else {}
             carry = self.blocks[index](params[index], carry, batch, **extra)
@@ -78,11 +78,11 @@ def sequential(blocks: Sequence[Callable[..., Any]]) -> Sequential:
     """A loss function from blocks ``fn(params_i, carry, batch) -> carry``; the last returns the loss.
 
     The result is ``loss_fn(params, batch)`` over a list of parameter trees, one per block. The first block's
-    carry is None; a carry is any pytree (skips, auxiliary losses). A block with a parameter ``rng`` is given a key of
-    its own, and ``loss_fn`` then takes ``rng`` too. `shardlib.pipeline` cuts it into stages.
+    carry is None; a carry is any pytree (skips, auxiliary losses). A block with a parameter ``rng`` gets a key of
+    its own, and ``loss_fn`` then takes ``rng`` too. `shardlib.pipeline` cuts the list of blocks into stages.
 
     Raises:
-        ValueError: when called with another number of parameter trees than blocks.
+        ValueError: in a call of ``loss_fn``, if the number of parameter trees is not the number of blocks.
 
     >>> loss_fn = sl.sequential([lambda p, carry, batch: batch * p["w"], lambda p, carry, batch: (carry * p["w"]).sum()])
     >>> loss_fn([{"w": torch.ones(2)}, {"w": torch.ones(2)}], torch.tensor([1.0, 2.0]))
@@ -92,6 +92,7 @@ def sequential(blocks: Sequence[Callable[..., Any]]) -> Sequential:
 
 
 def _rng_of(fn: Callable[..., Any]) -> inspect.Parameter | None:
+    """The parameter ``rng`` of a function, if it has one."""
     try:
         return inspect.signature(fn).parameters.get("rng")
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Dropout by counter-based keys: the same mask on every mesh, drawn again in backward."""
+"""Dropout by counter-based keys, with the same mask on every mesh, which backward draws again."""
 
 from __future__ import annotations
 
@@ -25,18 +25,22 @@ def dropout(
 ) -> torch.Tensor:
     """Zero each element with probability ``p`` and scale the rest by ``1 / (1 - p)``.
 
-    The mask depends on the key and the element's index in the global batch alone (dimension 0 of ``x`` is the
-    batch, or a multiple of it), so it is equal on every mesh and under recompute; backward draws it again, and nothing
-    is kept. Under a sequence plan, dimension 1 of an ``x`` that has one is this rank's part of the sequence.
+    The mask depends only on the key and the element's index in the global batch (dimension 0 of ``x`` is the batch, or a
+    multiple of it), so it is equal on every mesh and under recompute. Backward draws the mask again; nothing is kept. Under a
+    sequence plan, dimension 1 of an ``x`` that has one is this rank's sequence part, unless ``heads`` is given.
 
     Args:
-        bias: ``[x.shape[-1]]``, is added to ``x`` first.
-        residual: like ``x``, is added to the result, all in one pass.
-        heads: dimension 1 of ``x`` is heads: the first of them that is here, and how many there are on all ranks.
+        x: floating-point, at least one dimension.
+        p: in [0, 1).
+        key: the key that the mask is drawn from.
+        bias: ``[x.shape[-1]]``, added to ``x`` first.
+        residual: like ``x``, added to the result in the same pass.
+        heads: where dimension 1 of ``x`` is heads: the index of the first head that this rank holds, and the number of heads
+            on all ranks together.
 
     Raises:
         ValueError: ``p`` outside [0, 1), or shapes that do not fit.
-        TypeError: what are no floating-point tensors, or a key that is none.
+        TypeError: an argument that is not a floating-point tensor, or a key that is not a `Key`.
 
     >>> x = sl.dropout(torch.ones(2, 1000), 0.25, sl.Key(0))
     >>> bool((x == 0).float().mean() < 0.3), float(x.max())
@@ -64,18 +68,18 @@ def _is_probability(p: Any) -> bool:
 
 
 def _draw(x: torch.Tensor, p: float, key: Key, heads: tuple[int, int] | None) -> Draw:
-    """The index of each element of ``x`` is that in the whole tensor of all batches and heads and, under a sequence plan,
-    all positions."""
+    """The draw of ``x``'s mask: each element's index is its index in the tensor of all ranks' batches, heads and, under a
+    sequence plan, positions."""
     parts = current_parts.get()
     if heads is not None and heads[1] != x.shape[1]:
-        places, length = torch.arange(heads[0], heads[0] + x.shape[1], device=x.device), heads[1]
+        positions, length = torch.arange(heads[0], heads[0] + x.shape[1], device=x.device), heads[1]
     elif heads is None and parts is not None and x.dim() > 1:
-        places, length = parts.positions(x)
+        positions, length = parts.positions(x)
     else:
         return Draw(p, *key.stretch(x.numel()))
     batch, rest = x.shape[0], x.shape[2:].numel()
     seed, first = key.stretch(batch)
-    starts = (torch.arange(first, first + batch, device=x.device)[:, None] * length + places) * rest
+    starts = (torch.arange(first, first + batch, device=x.device)[:, None] * length + positions) * rest
     return Draw(
         p, seed, 0, starts[..., None] + torch.arange(0, rest, max(1, x.shape[2:][-1:].numel()), device=x.device)
     )

@@ -1,6 +1,5 @@
-"""What loss functions are made of: functions that know what to do with a sliced parameter and are plain PyTorch with a
-whole one, and the mean that a loss may be given as.
-"""
+"""Functions that handle sliced parameters, and are plain PyTorch for whole ones; and `Mean`, as which a loss may be
+returned."""
 
 from __future__ import annotations
 
@@ -16,17 +15,22 @@ from shardlib.kernels.linear_cross_entropy import linear_cross_entropy as chunke
 from shardlib.kernels.linear_cross_entropy.options import check_layer, check_options, check_targets, widened
 from shardlib.nn.sequence import current_parts, shard_sequence
 
-# Logits, from which on they are not kept: below, plain operations are as fast, and a zero-bubble backward can be split.
+# The number of logits from which they are computed in chunks and not kept. Below it plain operations are as fast, and their
+# backward can be split for zero-bubble schedules.
 _MANY = Threshold(1 << 24)
 
 
 class Mean(NamedTuple):
-    """A mean given as a sum and a weight, both scalars; sums and weights add up over micro-batches and ranks.
+    """A mean as a total and a weight, both scalars. Totals and weights are summed over micro-batches and ranks.
 
-    ``sl.Mean(losses.sum(), mask.sum())`` is the right loss for masked tokens. Weights are at least 0, and of a loss they
-    depend on no parameter (detach them). Some ranks or micro-batches may weigh nothing, with ``sl.Mean(0, 0)`` where a
-    metric has nothing to count. Where none of them weighs there is no mean: a train step refuses the batch or skips it
-    (``nonfinite``), `value_and_grad` gives a loss and gradients of 0, a metric beside others that weigh is NaN.
+    ``sl.Mean(losses.sum(), mask.sum())`` is the right loss for masked tokens. Weights are at least 0, and a loss's weight may
+    not depend on parameters (detach it). The weight may be 0 on some ranks or micro-batches: ``sl.Mean(0, 0)`` where a metric
+    has nothing to count. Where all weights are 0 there is no mean: a train step refuses the batch or skips it
+    (``nonfinite``), `value_and_grad` returns a loss and gradients of 0, and a metric is NaN if others have a weight.
+
+    >>> loss = sl.Mean(torch.tensor([1.0, 2.0, 0.0]).sum(), torch.tensor([1.0, 1.0, 0.0]).sum())
+    >>> float(loss.total / loss.weight)
+    1.5
     """
 
     total: Any
@@ -45,19 +49,19 @@ def linear_cross_entropy(
     """The cross entropy of an output layer: ``F.cross_entropy(F.linear(x, weight), targets)``, summed in fp32 or wider.
 
     Where `tensor_slicing` gives ``weight`` the style "vocab", each rank scores its own words and the logits are never
-    gathered: two all-reduces of two numbers and one number per token take their place.
+    gathered. Instead, three numbers per token are exchanged: the largest score is gathered and two sums are all-reduced.
 
     Args:
-        x: (..., width). Under a sequence plan (batch, part of the sequence, ..., width); the loss is still that of the
-            whole sequence, on every rank.
+        x: (..., width). Under a sequence plan (batch, sequence part, ..., width); the loss is still that of the whole
+            sequence, on every rank.
         weight: (vocabulary, width).
-        targets: (...), int64, whole; ``ignore_index`` counts for nothing.
-        label_smoothing: how much of the target is spread over all words, in [0, 1]; as in ``F.cross_entropy``.
-        reduction: "mean" over the targets that count, "sum", or "none" ((...), zero where ignored).
+        targets: (...), int64, of the whole sequence; targets equal to ``ignore_index`` are left out.
+        label_smoothing: the share of the target that is spread over all words, in [0, 1]; as in ``F.cross_entropy``.
+        reduction: "mean" over the targets that are not ignored, "sum", or "none" ((...), zero where ignored).
 
     Raises:
         ValueError: another reduction, a smoothing outside [0, 1], or shapes that do not fit.
-        TypeError: what are no tensors, or not of dtypes that are served.
+        TypeError: arguments that are not tensors, or of unsupported dtypes.
 
     >>> x, weight, targets = torch.zeros(2, 5, 8), torch.ones(16, 8), torch.zeros(2, 5, dtype=torch.int64)
     >>> sl.nn.linear_cross_entropy(x, weight, targets)  # ln 16
@@ -77,8 +81,8 @@ def linear_cross_entropy(
         if reduction != "none" and targets.numel() * len(weight) > _MANY():
             return chunked_cross_entropy(x, weight, targets, **options, reduction=reduction)
         scores = widened(F.linear(x, weight)).flatten(0, -2)
-        found = F.cross_entropy(scores, targets.flatten(), **options, reduction=reduction)
-        return found.view(targets.shape) if reduction == "none" else found
+        result = F.cross_entropy(scores, targets.flatten(), **options, reduction=reduction)
+        return result.view(targets.shape) if reduction == "none" else result
 
     parts = current_parts.get()
     if parts is None:
@@ -88,10 +92,10 @@ def linear_cross_entropy(
 
 
 def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``F.embedding(ids, weight)``; under a sequence plan this rank's part of it, along dimension 1.
+    """``F.embedding(ids, weight)``; under a sequence plan the embeddings of this rank's sequence part, along dimension 1.
 
-    ``ids`` (batch, sequence) are whole. Where `tensor_slicing` cuts the vocabulary over the axis of the sequence, all
-    ids are looked up and what is found is reduce-scattered; otherwise each rank looks up its own part.
+    ``ids`` (batch, sequence) are of the whole sequence. Where `tensor_slicing` cuts the vocabulary over the sequence's axis,
+    each rank looks up all ids in its rows, and the results are reduce-scattered; otherwise each rank looks up its part's ids.
 
     >>> sl.nn.embedding(torch.tensor([[1, 0, 1]]), torch.ones(2, 4)).shape
     torch.Size([1, 3, 4])
@@ -101,13 +105,14 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.embedding(shard_sequence(ids), weight)
 
 
-def own_slice(weight: torch.Tensor) -> torch.Tensor:
-    """What is here of ``weight``, which `tensor_slicing` may have cut, for what works on slices of activations too."""
-    return handle_torch_function(own_slice, (weight,), weight) if has_torch_function((weight,)) else weight
+def local_slice(weight: torch.Tensor) -> torch.Tensor:
+    """This rank's slice of ``weight`` (all of it unless `tensor_slicing` cut it), for code that runs on sliced
+    activations."""
+    return handle_torch_function(local_slice, (weight,), weight) if has_torch_function((weight,)) else weight
 
 
 def slice_of(weight: torch.Tensor, dim: int = 0) -> tuple[int, int]:
-    """Where what is here of ``weight`` begins along ``dim``, and how long all of it is: 0 and its length unless sliced."""
+    """The index along ``dim`` at which this rank's slice of ``weight`` begins, and the whole weight's size along ``dim``."""
     if has_torch_function((weight,)):
         return handle_torch_function(slice_of, (weight,), weight, dim)
     return 0, weight.shape[dim]

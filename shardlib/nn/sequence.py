@@ -1,8 +1,8 @@
-"""Functions for models whose activations may be parts of a sequence: plain PyTorch where there is no sequence plan.
+"""Functions for models whose activations may be sequence parts: plain PyTorch where there is no sequence plan.
 
 Under `shardlib.sequence` every activation outside a sliced layer holds this rank's part of the sequence, along
-dimension 1 (batch, sequence, ...), and batches stay whole. A model enters by `shard_sequence` (or `embedding`), mixes
-positions by `attention` alone, and leaves by `linear_cross_entropy`, `sum_sequence` or `gather_sequence`.
+dimension 1 (batch, sequence, ...), whereas batches have the whole sequence. A model takes its part by `shard_sequence` (or
+`embedding`), mixes positions only by `attention`, and ends with `linear_cross_entropy`, `sum_sequence` or `gather_sequence`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardlib.collectives.sequence.base import Attention
 
 
 class Parts(Protocol):
-    """What a run under a sequence plan does in place of the plain functions here."""
+    """The implementation of this file's functions, and of `attention` and losses, for a run under a sequence plan."""
 
     def shard(self, x: torch.Tensor, dim: int) -> torch.Tensor: ...
 
@@ -43,15 +43,17 @@ class Parts(Protocol):
     def note(self, what: str) -> None: ...
 
 
-# Set by the executor for the duration of a run, and where a block is recomputed.
+# None without a sequence plan. The executor sets it for the duration of a run, and of a block's recomputation.
 current_parts: ContextVar[Parts | None] = ContextVar("current_parts", default=None)
 
 
 def shard_sequence(x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-    """This rank's part, along ``dim``, of an ``x`` that is whole on every rank; ``x`` itself without a sequence plan.
+    """This rank's sequence part, along ``dim``, of an ``x`` that is whole on every rank; ``x`` itself without a sequence
+    plan.
 
-    The part may be several chunks: under kind="ring" two, one from either end of the sequence. Backward fills zeros
-    in for the other ranks' parts: gradients of parameters are partial sums, and are summed over the axis once.
+    The part may be several chunks: under kind="ring" two, equally far from either end of the sequence. Backward fills in
+        zeros
+    for the other ranks' parts, since gradients of parameters are partial sums that are summed over the axis once.
 
     Raises:
         SpecError: the length does not divide over the axis.
@@ -65,10 +67,10 @@ def shard_sequence(x: torch.Tensor, dim: int = 1) -> torch.Tensor:
 
 
 def gather_sequence(x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-    """The whole of which every rank holds its part along ``dim``, in order; ``x`` itself without a sequence plan.
+    """The whole sequence from every rank's part ``x`` along ``dim``, in order; ``x`` itself without a sequence plan.
 
-    All ranks must compute the same from it, and no trained parameter may be applied to it: every rank would count its
-    gradient. For logits to look at, and for losses without parameters.
+    For logits to look at, and for losses without parameters. All ranks must compute the same from the result, and may not
+    apply a trained parameter to it, whose gradient every rank would then count.
 
     >>> x = torch.ones(2, 8)
     >>> sl.nn.gather_sequence(x) is x
@@ -79,7 +81,7 @@ def gather_sequence(x: torch.Tensor, dim: int = 1) -> torch.Tensor:
 
 
 def sum_sequence(x: torch.Tensor) -> torch.Tensor:
-    """The sum of the ranks' ``x`` over their parts of the sequence, equal on all; ``x`` itself without a sequence plan.
+    """The sum of the ranks' ``x`` over their sequence parts, equal on all ranks; ``x`` itself without a sequence plan.
 
     For losses of one's own: ``sum_sequence(losses.sum()) / sum_sequence(mask.sum())``.
 

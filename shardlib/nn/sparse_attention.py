@@ -1,4 +1,4 @@
-"""Attention over the blocks of a layout: `shardlib.kernels.sparse_attention` tells what is computed."""
+"""Attention over the blocks of a layout. `shardlib.kernels.sparse_attention` has the formulas."""
 
 from __future__ import annotations
 
@@ -25,30 +25,31 @@ def sparse_attention(
     rng: Key | None = None,
     using: str | None = None,
 ) -> torch.Tensor:
-    """Attention where each query sees the keys of its blocks alone: (batch, heads, sequence, size), of q's dtype.
+    """Attention in which each query sees only the keys of its blocks: (batch, heads, sequence, size), of q's dtype.
 
     Args:
         q: (batch, heads, sequence, size): fp32, bf16, fp16 or float64; size 256 at most.
-        k, v: the same, with as many heads or a divisor of their number (grouped queries).
-        layout: of ⌈sequence / block⌉ blocks a side, for one head (all have the same blocks) or for each; on q's device.
-            The sequence need not be a multiple of the block.
-        causal: a position sees itself and those before it, also inside a block; by default as the layout says.
+        k, v: as q, with as many heads or a divisor of their number (grouped queries).
+        layout: ⌈sequence / block⌉ blocks a side, for one head (all heads have the same blocks) or for each head; on q's
+            device. The sequence need not be a multiple of the block.
+        causal: whether a position sees no later ones, also inside a block; by default as the layout says.
         scale: of the scores; by default 1/√size.
-        key_mask: bool (batch, sequence): False for keys that no query sees, as padding. They must be finite, and so must
-            their values: as in ``F.scaled_dot_product_attention`` with a mask, infinity and NaN there reach every query
-            whose row has the key's block. (On the CPU nothing reaches a query whose row does not have the block. Under
-            ``causal`` a later key is not looked at, but its value may reach queries of its block.)
-        bias: (heads, 2 · sequence − 1), or (1, …) for all heads, fp32 (float64 with a float64 q): what is added to a
-            score, by the position of the key minus that of the query, plus sequence − 1.
-        dropout: the probability with which a weight is dropped; the mask depends on ``rng``, sample, head, query and
-            key alone.
-        rng: the key of dropout, which needs one.
-        using: names one implementation ("cpu", "triton", "reference"), for tests.
+        key_mask: bool (batch, sequence): False for keys that no query sees, such as padding. Masked keys and their values
+            must be finite: as in ``F.scaled_dot_product_attention`` with a mask, their infinities and NaNs reach every query
+                whose
+            row has the key's block. (On the CPU they reach no other query. Under ``causal``, later keys are not read, but
+            their values may reach queries of the same block.)
+        bias: (heads, 2 · sequence − 1), or (1, 2 · sequence − 1) for all heads; fp32 (float64 with a float64 q). Entry
+            key position − query position + sequence − 1 is added to a score.
+        dropout: the probability with which a weight is dropped. The mask depends only on ``rng``, sample, head, query and
+            key.
+        rng: the key of dropout; required with dropout.
+        using: the implementation ("cpu", "triton", "reference"), for tests; by default the fastest that serves q's device.
 
     Raises:
         ValueError: shapes that do not fit each other or the layout; a dropout outside [0, 1), or without a key; a causal
             layout and ``causal=False``.
-        TypeError: dtypes that are not the above, or what is no `Layout`.
+        TypeError: other dtypes, or a layout that is not a `Layout`.
 
     >>> layout = sl.sparse.sliding_window(length=64, window=3, causal=True)
     >>> q, k, v = torch.randn(3, 2, 4, 64, 8)
@@ -77,7 +78,7 @@ def _check(
     key_mask: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> None:
-    """Kernels read by these sizes: what does not have them must not reach one."""
+    """Refuse tensors of other shapes and dtypes than the kernels read, which do not check them."""
     given = {"q": q, "k": k, "v": v, "layout": layout.columns, "key_mask": key_mask, "bias": bias}
     exactly = {"layout": layout.columns.dtype, "key_mask": torch.bool}
     check_tensors("sparse_attention", given, ("key_mask", "bias"), exactly)
@@ -87,7 +88,7 @@ def _check(
     for name, x in (("k", k), ("v", v)):
         if x.dim() != 4 or x.shape[0] != batch or x.shape[2:] != q.shape[2:]:
             wanted = f"({batch}, heads, {length}, {size})"
-            raise ValueError(f"{name} has shape {tuple(x.shape)}, and q's {tuple(q.shape)} asks for {wanted}")
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, and q's shape {tuple(q.shape)} requires {wanted}")
         if x.dtype != q.dtype:
             raise TypeError(f"q is {q.dtype} and {name} is {x.dtype}: cast one")
     if k.shape[1] != v.shape[1] or not k.shape[1] or heads % k.shape[1]:

@@ -1,10 +1,16 @@
-"""Gradient transformations in optax's shape, and schedules."""
+"""Gradient transformations in optax's shape, and learning-rate schedules.
+
+An optimizer of one's own is ``GradientTransformation(init, update, locality)``, two pure functions as in optax that also take
+``shards``: ``init(params, shards) -> state`` and ``update(updates, state, params, shards=...) -> (updates, state)``. A train
+step calls them with trees of this rank's flat shards. `Locality` declares what is read beyond the element that is written,
+and a method of `Shards` reads it: sums over all elements, sums over each parameter, or whole parameters.
+"""
 
 from shardlib.optim.axis_owner.onebit_adam import onebit_adam
 from shardlib.optim.axis_owner.onebit_lamb import onebit_lamb
 from shardlib.optim.axis_owner.zero_one_adam import zero_one_adam
 from shardlib.optim.axis_owner.zero_one_steps import Sent, ZeroOneSteps
-from shardlib.optim.base import GradientTransformation
+from shardlib.optim.base import GradientTransformation, Owned
 from shardlib.optim.combine import chain, named_chain
 from shardlib.optim.locality import Locality
 from shardlib.optim.optimizers.adafactor import adafactor
@@ -59,6 +65,7 @@ __all__ = [
     "GradientTransformation",
     "Locality",
     "OneCycle",
+    "Owned",
     "Schedule",
     "Sent",
     "Shards",

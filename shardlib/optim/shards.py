@@ -9,13 +9,13 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from shardlib.collectives.codecs.base import Errors
+from shardlib.collectives.codecs.base import Residuals
 from shardlib.collectives.primitives import sum_over
 from shardlib.errors import IllegalComposition
 from shardlib.mesh.chunks import chunks
 from shardlib.mesh.index_map import IndexMap
 from shardlib.mesh.mesh import Mesh
-from shardlib.optim.axis_owner.own_exchange import OwnExchange
+from shardlib.optim.axis_owner.owned_exchange import OwnedExchange
 from shardlib.optim.locality import Locality
 from shardlib.optim.whole import WholeLeaves
 from shardlib.plan.buckets import Bucket
@@ -168,8 +168,8 @@ class Shards:
         """
         return tree
 
-    def reset_errors(self) -> None:
-        """Forget what compressed means left out."""
+    def reset_residuals(self) -> None:
+        """Replace the residuals of `compressed_mean` by zeros."""
 
 
 WHOLE = Shards()
@@ -180,8 +180,8 @@ class MeshShards(Shards):
 
     Args:
         unreduced: axes along which the trees that are summed over differ: sums are then the means over these ranks'.
-        own: exchanges over the axis that the transformation owns; None where it owns none.
-        errors: what they left out; written to.
+        owned: exchanges over the axis that the transformation owns; None if it owns none.
+        residuals: the tensors that these keep, which they replace.
     """
 
     def __init__(
@@ -189,26 +189,26 @@ class MeshShards(Shards):
         plan: Plan,
         mesh: Mesh,
         unreduced: tuple[str, ...] = (),
-        own: OwnExchange | None = None,
-        errors: Errors | None = None,
+        owned: OwnedExchange | None = None,
+        residuals: Residuals | None = None,
     ) -> None:
         self._plan, self._mesh, self._unreduced = plan, mesh, unreduced
-        self._own, self._errors = own, errors
+        self._owned, self._residuals = owned, residuals
         self._counting = Counting(plan, mesh, unreduced)
         self._known: list[tuple[Any, Any, torch.Tensor]] = []
 
     def compressed_mean(
         self, tree: dict[str, torch.Tensor], out: dict[str, torch.Tensor] | None = None
     ) -> dict[str, torch.Tensor]:
-        if self._own is None or self._errors is None:
+        if self._owned is None or self._residuals is None:
             raise IllegalComposition(
-                "this transformation reduces gradients itself, with errors that live in a TrainState: use sl.make_train_step"
+                "this transformation reduces gradients itself, and its residuals live in a TrainState: use sl.make_train_step"
             )
-        return self._own.mean(tree, self._errors, out)
+        return self._owned.mean(tree, self._residuals, out)
 
-    def reset_errors(self) -> None:
-        if self._own is not None and self._errors is not None:
-            self._own.reset(self._errors)
+    def reset_residuals(self) -> None:
+        if self._owned is not None and self._residuals is not None:
+            self._owned.reset(self._residuals)
 
     def about(self, tree: Tree) -> list[LeafInfo]:
         return list(self._plan.numbering.infos.values())

@@ -32,7 +32,7 @@ class TrainState:
         step: steps taken, skipped ones included.
         params: `Sharded` parameters.
         opt: `OptimizerState`, over this rank's flat shards.
-        comm: what compressed exchanges keep, such as what they left out so far, by name (see ``Plan.errors``).
+        comm: the residuals and factors of compressed exchanges, by name (see ``Plan.residuals``).
         buffers: what the loss function returns beside the loss (BatchNorm's statistics), or None.
         scale: `LossScale`, or None.
         rng: the `Key` that per-step keys are folded from.

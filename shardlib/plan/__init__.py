@@ -7,12 +7,28 @@ To write a transform, derive a frozen dataclass from `Transform` and define
   says how a leaf is used, `Reduce` how gradients travel over an axis, `Live` where state lives, `Step` how the step is
   scheduled; there are no other claims. When two transforms make the same claim, the plan is refused, naming both;
 - ``check(resolved)``, optional: raises `shardlib.errors.IllegalComposition` if the other transforms in the chain do not
-  claim what this one depends on.
+  claim what this one depends on. `conditions` has the checks that several transforms share.
 """
 
 from shardlib.plan import conditions
-from shardlib.plan.claims import Claim, LeafInfo, Live, Reduce, Step, Use
+from shardlib.plan.claims import SECOND, AxisOwner, Claim, LeafInfo, Live, Reduce, Step, Use
 from shardlib.plan.resolved import Resolved
+from shardlib.plan.stages import Stages
 from shardlib.plan.transform import Transform
 
-__all__ = ["Claim", "LeafInfo", "Live", "Reduce", "Resolved", "Step", "Transform", "Use", "conditions"]
+__all__ = [
+    # what a transform says
+    "Transform",
+    "Claim",
+    "Use",
+    "Reduce",
+    "Live",
+    "Step",
+    # what it says it with, and of
+    "AxisOwner",
+    "LeafInfo",
+    "Resolved",
+    "SECOND",
+    "Stages",
+    "conditions",
+]

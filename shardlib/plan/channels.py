@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 
-from shardlib.collectives.codecs.base import Codec, Kept, Line, Rows
+from shardlib.collectives.codecs.base import BoundCodec, Codec, Kept, Rows
 from shardlib.mesh.specs import Leaf, P
 from shardlib.plan.buckets import Bucket
 
@@ -61,13 +61,13 @@ class Channel:
         """The kept tensors before the first exchange, by name."""
         return dict(zip(self.keeps, self._of_some_rank.start(device), strict=True))
 
-    def bind(self, coords: Mapping[str, int]) -> Line:
+    def bind(self, coords: Mapping[str, int]) -> BoundCodec:
         """The codec bound to the buffer of the rank at these coordinates."""
         bucket, level = self.bucket, self.bucket.levels if self.level is None else self.level
         return self.codec.bind(
             Rows(
                 ways=self.ways,
-                place=coords[self.axis],
+                index=coords[self.axis],
                 elements=self.elements,
                 filled=bucket.filled(coords, level),
                 scattered=self.level is not None,
@@ -78,7 +78,7 @@ class Channel:
         )
 
     @cached_property
-    def _of_some_rank(self) -> Line:
+    def _of_some_rank(self) -> BoundCodec:
         """The codec bound to the buffer of the first rank: sizes are the same on all ranks."""
         return self.bind(dict.fromkeys((*self.bucket.slices, *self.bucket.axes, self.axis), 0))
 

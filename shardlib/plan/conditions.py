@@ -1,4 +1,4 @@
-"""What several transforms ask of the others in their chain."""
+"""Conditions that several transforms put on the other transforms in their chain."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from shardlib.plan.value import ROLES
 
 
 class Narrow(Protocol):
-    """A codec or a packing."""
+    """A codec of gradients or of gathered parameters."""
 
     @property
     def wide(self) -> bool: ...
 
 
 def require_summed(resolved: Resolved, axis: str, codec: object) -> None:
-    """Gradients must be summed over an axis to travel over it in few bits."""
+    """Refuse compressed gradients on an axis over which no gradients are summed."""
     if not resolved.varies_over(axis):
         raise IllegalComposition(
             f"gradients are to travel over axis {axis!r} in {codec}, and nothing sums them there: add "
-            f"zero(axis={axis!r}), or name the axis that it shares the batch over"
+            f"zero(axis={axis!r}), or name the axis over which zero shares the batch"
         )
 
 
 def require_split_parameters(resolved: Resolved, axis: str, packing: object) -> None:
-    """Parameters must be split over an axis to be gathered over it."""
+    """Refuse compressed gathers on an axis over which no parameters are split."""
     if axis not in resolved.home("param").axes:
         raise IllegalComposition(
             f"parameters are to travel over axis {axis!r} in {packing}, and none are split over it: add zero(stage=3, "
-            f"axis={axis!r}); at lower stages they are not gathered to be used"
+            f"axis={axis!r}); at lower stages parameters are not gathered for use"
         )
 
 
 def require_whole_leaves(resolved: Resolved, axis: str, codec: object) -> None:
-    """Nothing may be split where whole leaves are compressed."""
+    """Refuse a codec that compresses whole leaves if any role of the state is split."""
     split = sorted({axis for role in ROLES for axis in resolved.home(role).axes})
     if split:
         raise IllegalComposition(
             f"gradients are to travel over axis {axis!r} in {codec}, which are made of whole leaves, and zero splits the "
-            f"state over {axes_named(split)}: use zero(stage=0), or sl.onebit() or sl.quantize() to compress shards"
+            f"state over {axes_named(split)}: use zero(stage=0), or compress shards by sl.onebit() or sl.quantize()"
         )
 
 
 def require_no_float64(resolved: Resolved, codec: Narrow) -> None:
-    """Codecs that hold no float64 need narrower parameters."""
+    """Refuse float64 parameters with a codec that cannot represent float64."""
     wide = [leaf.path for leaf in resolved.leaves if resolved.dtype(leaf) == torch.float64]
     if wide and not codec.wide:
         raise IllegalComposition(
@@ -57,7 +57,7 @@ def require_no_float64(resolved: Resolved, codec: Narrow) -> None:
 
 
 def require_split_gradients(resolved: Resolved) -> None:
-    """Gradients must be split to be reduced after every micro-batch, where a transform asks for that."""
+    """Refuse ``sync="each"`` if gradients are not split."""
     if resolved.step.sync == "each" and not resolved.home("grad").axes:
         raise IllegalComposition(
             "sync='each' reduces gradients after every micro-batch into their shards, and at ZeRO stages 0 and "

@@ -1,9 +1,9 @@
-"""How long a step will take: the plan's exchanges and given compute times on a virtual clock.
+"""The time of a step: the plan's exchanges, with given compute times, on a virtual clock.
 
-A rank has one processor, and one link for every mesh axis; each does one thing at a time. What runs beside what is what
-the executor does: the next unit is gathered while one computes, a unit's gradients are reduced while backward goes
-on, activations are waited for, messages between stages are not, and the update starts when every rank has every
-gradient (the global norm needs them). Ranks differ along the stages' axis alone.
+A rank has one processor, and one link for every mesh axis; each does one thing at a time. Work overlaps as in the executor:
+the next unit is gathered while one computes, a unit's gradients are reduced while backward goes on, a rank waits for its
+activations' collectives and not for its messages to other stages, and the update starts when every rank has every gradient
+(the global norm needs all of them). Ranks differ along the stages' axis only.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from shardlib.schedules.running import run
 
 @dataclass(frozen=True)
 class StepTime:
-    """A predicted step, in seconds.
+    """The predicted time of a step, in seconds.
 
     Attributes:
-        total: from the batch to the next parameters.
-        ranks: what each rank along the stages' axis computes of it; of one stage, one number.
-        links: axis -> seconds its link is busy, on the rank where it is busiest.
+        total: time from the batch to the next parameters.
+        ranks: time each rank along the stages' axis computes; one number for one stage.
+        links: axis -> time its link is busy, on the rank where it is busiest.
     """
 
     total: float
@@ -34,17 +34,17 @@ class StepTime:
 
     @property
     def compute(self) -> float:
-        """What a rank computes; where they differ, the one that computes most."""
+        """Time that the rank which computes most computes."""
         return max(self.ranks)
 
     @property
     def exposed(self) -> float:
-        """What that rank waits for links and for other stages."""
+        """Time that the rank which computes most waits, for links and for other stages."""
         return self.total - self.compute
 
     @property
     def bubble(self) -> float:
-        """Waiting over computing, all ranks together, as of `shardlib.schedules.Timeline`."""
+        """Waiting time over computing time, all ranks together, as in `shardlib.schedules.Timeline`."""
         return self.total * len(self.ranks) / sum(self.ranks) - 1
 
     def __str__(self) -> str:
@@ -62,24 +62,25 @@ def predict_step(
     update: float = 0.0,
     owned: bool = False,
 ) -> StepTime:
-    """The time of one step of a plan.
+    """The predicted time of one step of a plan.
 
-    What passes between stages counts where the plan was traced (``make_plan(..., loss_fn=, batch=)``). A
-    backward that a schedule splits takes half its time for the inputs' gradients and half for the weights'.
+    Messages between stages take time only if the plan was traced (``make_plan(..., loss_fn=, batch=)``). A
+    backward that the schedule splits takes half its time for input gradients and half for weight gradients.
 
     Args:
-        forward: seconds of one micro-batch's forward, through all stages (shared out by elements) or unit by unit.
-        bandwidth: axis -> bytes per second that one rank sends; an axis left out takes no time.
-        backward: seconds of backward for each of forward.
+        forward: seconds of one micro-batch's forward: of all units together (divided in proportion to their elements), or
+            unit by unit.
+        bandwidth: axis -> bytes per second that one rank sends; axes that are left out take no time.
+        backward: seconds of backward per second of forward.
         update: seconds of the optimizer, on each rank.
-        owned: a step whose optimizer sums over its own axis itself, after backward (1-bit Adam, once it is frozen).
+        owned: predicts a step whose optimizer sums over its axis itself, after backward (1-bit Adam, once frozen).
 
     Raises:
         MeshError: an axis or a unit that the plan does not have, or ``owned`` where no optimizer owns an axis.
 
     >>> plan = sl.make_plan({"w": torch.ones(1000, 1000)}, sl.abstract_mesh(data=2), sl.zero(1))
-    >>> took = sl.report.predict_step(plan, forward=0.001, bandwidth={"data": 1e9})
-    >>> round(took.total, 3)
+    >>> predicted = sl.report.predict_step(plan, forward=0.001, bandwidth={"data": 1e9})
+    >>> round(predicted.total, 3)
     0.007
     """
     plan = plan.everywhere
@@ -98,7 +99,7 @@ def predict_step(
 
 @dataclass(frozen=True)
 class _Stage:
-    """What runs as one: the part of the plan, and seconds of forward by unit, in order."""
+    """A stage's part of the plan, and seconds of forward by unit, in the order of forward."""
 
     plan: PlanValue
     forward: Mapping[str, float]
@@ -109,15 +110,17 @@ class _Stage:
 
 
 def _stages(plan: PlanValue, forward: float | Mapping[str, float]) -> list[_Stage]:
-    """A unit that several stages use (a tied leaf's) computes in each."""
-    parts = plan.stage_plans
+    """The stages with their units' times. A unit that several stages use (of a tied leaf) computes in each of them."""
+    plans = plan.stage_plans
     if isinstance(forward, Mapping):
-        return [_Stage(part, {unit: forward.get(unit, 0.0) for unit in part.units}) for part in parts]
-    elements = [{unit: sum(b.size(0) for b in buckets) for unit, buckets in part.buckets_of.items()} for part in parts]
+        return [_Stage(stage, {unit: forward.get(unit, 0.0) for unit in stage.units}) for stage in plans]
+    elements = [
+        {unit: sum(b.size(0) for b in buckets) for unit, buckets in stage.buckets_of.items()} for stage in plans
+    ]
     whole = sum(sum(counts.values()) for counts in elements) or 1
     return [
-        _Stage(part, {unit: forward * count / whole for unit, count in counts.items()})
-        for part, counts in zip(parts, elements)
+        _Stage(stage, {unit: forward * count / whole for unit, count in counts.items()})
+        for stage, counts in zip(plans, elements)
     ]
 
 
@@ -129,15 +132,17 @@ def _run(
     update: float,
     owned: bool,
 ) -> list[_Rank]:
-    """The ranks along the stages' axis, at the end of the step."""
+    """The ranks along the stages' axis, as they are at the end of the step."""
     schedule, owner = plan.stages.schedule, plan.reductions.owner
     ranks = [_Rank(bandwidth, owner.axis if owned and owner else None) for _ in range(schedule.ranks)]
     last = {a.stage: a.microbatch for order in schedule.orders for a in order if a.kind in (Kind.B, Kind.W)}
-    ready: dict[Action | None, float] = {None: 0.0}  # an action's result -> when it is where it is needed
+    ready: dict[Action | None, float] = {
+        None: 0.0
+    }  # an action -> when its result has arrived on the rank that needs it
 
-    def visit(number: int, action: Action, need: Action | None) -> None:
-        (place, kind, microbatch), rank = action, ranks[number]
-        stage, final = stages[place], last[place] == microbatch
+    def visit(rank_number: int, action: Action, need: Action | None) -> None:
+        (number, kind, microbatch), rank = action, ranks[rank_number]
+        stage, final = stages[number], last[number] == microbatch
         rank.now = max(rank.now, ready[need])
         if kind is Kind.F:
             rank.walk(stage.plan, stage.forward, 1.0, first=True)
@@ -148,7 +153,8 @@ def _run(
         else:
             rank.walk(stage.plan, stage.backward, backward, final)
         if kind is not Kind.W:
-            ready[Action(place, Kind.B if kind is Kind.I else kind, microbatch)] = pass_on(rank, place, kind is Kind.F)
+            result = Action(number, Kind.B if kind is Kind.I else kind, microbatch)
+            ready[result] = pass_on(rank, number, kind is Kind.F)
 
     def pass_on(rank: _Rank, stage: int, forwards: bool) -> float:
         other = stage + 1 if forwards else stage - 1
@@ -168,7 +174,7 @@ def _run(
 
 
 def _update(plan: PlanValue, ranks: Sequence[_Rank], update: float) -> None:
-    """The update, once every gradient is there; then what must be whole again."""
+    """The update, which starts when every rank has its gradients, and the gathers after it."""
     for rank in ranks:
         rank.now = max(rank.now, rank.reduced)
     for axis in plan.stages.axes:
@@ -191,13 +197,24 @@ def _update(plan: PlanValue, ranks: Sequence[_Rank], update: float) -> None:
 
 @dataclass
 class _Rank:
+    """The clocks of one rank.
+
+    Attributes:
+        bandwidth: axis -> bytes per second.
+        owned: the axis that the optimizer sums over itself, or None.
+        now: the time on the processor.
+        computed: seconds that the processor has computed.
+        reduced: when the last reduction of gradients is done.
+        busy: axis -> seconds that the link was busy.
+    """
+
     bandwidth: Mapping[str, float]
-    owned: str | None = None  # the axis that the optimizer sums over
-    now: float = 0.0  # of the processor
+    owned: str | None = None
+    now: float = 0.0
     computed: float = 0.0
-    reduced: float = 0.0  # when the last of the gradients' reductions is done
+    reduced: float = 0.0
     busy: dict[str, float] = field(default_factory=dict)
-    _free: dict[str, float] = field(default_factory=dict)  # when a link is done with what it was given
+    _free: dict[str, float] = field(default_factory=dict)  # axis -> when the link's last message is through
     _arrival: dict[str, float] = field(default_factory=dict)  # unit -> when its gather is done
 
     def walk(
@@ -209,20 +226,22 @@ class _Rank:
         whole: bool = True,
         first: bool = False,
     ) -> None:
-        """Through units in this order. ``last`` is None where no gradients come, else whether they are the step's last.
+        """Compute ``factor * seconds`` of each unit in turn, with the unit's gathers, activations and reductions.
 
-        ``first``: whether it is the micro-batch's first walk. ``whole``: whether whole parameters are needed and
-        activations exchanged, as for all but weights' gradients.
+        Args:
+            last: None in a walk without gradients; else whether its gradients are the step's last.
+            whole: whether parameters are gathered and activations exchanged; not so for weight gradients alone.
+            first: whether this is the micro-batch's first walk.
         """
         units = list(seconds)
         (stage,) = plan.local_stages
         sent = plan.traces[stage].activations if whole and plan.traces else {}
-        for place, unit in enumerate(units):
+        for position, unit in enumerate(units):
             if whole:
                 self._gather(plan, unit, first)
                 self.now = max(self.now, self._arrival[unit])
-                if place + 1 < len(units) and plan.step.prefetch:
-                    self._gather(plan, units[place + 1], first)
+                if position + 1 < len(units) and plan.step.prefetch:
+                    self._gather(plan, units[position + 1], first)
             self.compute(factor * seconds[unit])
             for axis, count in sent.items():
                 self.now = self.send(axis, count / 2 / len(units), self.now)
@@ -235,7 +254,7 @@ class _Rank:
         self.computed += seconds
 
     def send(self, axis: str, count: float, ready: float) -> float:
-        """When ``count`` bytes that are ready at a time have gone over a link."""
+        """The time at which ``count`` bytes, ready at time ``ready``, have gone over an axis' link."""
         if axis not in self.bandwidth or not count:
             return ready
         seconds = count / self.bandwidth[axis]
@@ -244,7 +263,7 @@ class _Rank:
         return self._free[axis]
 
     def along(self, route: Sequence[Exchange]) -> float:
-        """When what is ready now has gone a bucket's route; the sums that the optimizer makes itself take no time."""
+        """The time at which a bucket's exchanges are done, if they start now; the optimizer's own sums take no time."""
         ready = self.now
         for exchange in route:
             owned = exchange.op is Op.SUM and exchange.axis == self.owned

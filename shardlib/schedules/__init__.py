@@ -1,4 +1,10 @@
-"""Pipeline schedules as data: made by pure functions, checked, put on a virtual clock, lowered to messages."""
+"""Pipeline schedules as data: made by pure functions, checked, simulated on a virtual clock, lowered to messages.
+
+A schedule is a list of actions for each rank, in the order in which the rank runs them. An `Action` is ``(stage, kind,
+micro-batch)``, and its `Kind` a forward ``F``, a backward ``B``, or a backward split into ``I`` (the input's gradient) and
+``W`` (the weights'). Pass your own lists to ``sl.pipeline(lists, microbatches=...)``, which adds the messages. Orders that
+cannot run are refused when the plan is made, with all that is missing.
+"""
 
 from shardlib.schedules.actions import Action, Kind, Schedule, from_orders
 from shardlib.schedules.check import check

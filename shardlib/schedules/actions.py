@@ -1,4 +1,4 @@
-"""What a pipeline schedule is made of: actions, and one order of them per rank."""
+"""Actions, and the schedule: one order of actions per rank."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from shardlib.errors import ScheduleError, listing
 
 
 class Kind(StrEnum):
-    """What an action does for one stage and one micro-batch.
+    """The kind of an action: computation or message of one stage for one micro-batch.
 
     A backward is whole (``B``) or split: ``I`` computes the gradient of the stage's input, which the stage before
-    waits for, and ``W`` the gradients of its weights, which nobody waits for. The four messages stand only in
-    orders that went through `lower`; a message is named by the stage on whose rank it is run.
+    waits for, and ``W`` the gradients of its weights, which no stage waits for. The four kinds of message occur only in
+    orders that `lower` made; the stage of a message is the stage whose rank sends or receives it.
     """
 
     F = "F"
@@ -43,9 +43,9 @@ class Action(NamedTuple):
 
 
 def gives(action: Action) -> Action | None:
-    """What others may wait for once ``action`` has run: an activation ``sFm`` or an input gradient ``sBm``.
+    """The result of ``action`` that other stages wait for: an activation ``sFm`` or an input gradient ``sBm``, or None.
 
-    ``I`` gives the same gradient as ``B``, so that a whole and a split backward may meet; ``W`` gives nothing.
+    ``I`` gives the same result as ``B``, so that neighbouring stages may mix whole and split backwards.
     """
     if action.kind is Kind.F:
         return action
@@ -55,7 +55,7 @@ def gives(action: Action) -> Action | None:
 
 
 def needs(action: Action, stages: int) -> Action | None:
-    """What ``action`` takes from the neighbouring stage, in the words of `gives`; None when nothing."""
+    """The result of a neighbouring stage (see `gives`) that ``action`` waits for, or None."""
     stage, kind, microbatch = action
     if kind is Kind.F:
         return Action(stage - 1, Kind.F, microbatch) if stage else None
@@ -66,11 +66,16 @@ def needs(action: Action, stages: int) -> Action | None:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Who computes what in which order: a value, made by a pure function and interpreted by an executor.
+    """The actions of every rank, in order: a value, made by a pure function and interpreted by an executor.
 
-    ``ranks`` p, ``stages`` p·v where every rank has v, ``microbatches`` m; ``rank_of[stage]`` is the rank that
-    owns the stage and ``orders[rank]`` its compute actions (``F``, ``B``, ``I``, ``W``). That the orders can run
-    is `check`'s to say, not the constructor's.
+    The constructor does not check that the orders can run; `check` does.
+
+    Attributes:
+        ranks: p.
+        stages: p·v, where every rank has v stages.
+        microbatches: m.
+        rank_of: the rank of each stage.
+        orders: the compute actions (``F``, ``B``, ``I``, ``W``) of each rank.
 
     Raises:
         ScheduleError: sizes that contradict each other, or a rank without a stage; lists all of them.
@@ -116,7 +121,7 @@ class Schedule:
         return any(action.kind is Kind.I or action.kind is Kind.W for order in self.orders for action in order)
 
     def __str__(self) -> str:
-        """A table, one row per rank; actions leave their stage out where a rank has but the stage of its number."""
+        """A table, one row per rank. Actions are shown without their stage if stage r is the only one of every rank r."""
         one_each = self.rank_of == tuple(range(self.ranks))
         chunks = "" if one_each else f" stages={self.stages}"
         rows = [f"{self.name} p={self.ranks} m={self.microbatches}{chunks}"]
@@ -127,9 +132,9 @@ class Schedule:
 
 
 def from_orders(orders: Iterable[Sequence[Action]], name: str = "custom") -> Schedule:
-    """The schedule of the user's own ``orders``, one list of compute actions per rank.
+    """A schedule from ``orders``, one list of compute actions per rank.
 
-    The numbers of stages and micro-batches are the largest that occur, and a stage belongs to the rank that runs
+    The numbers of stages and micro-batches follow from the largest that occur, and a stage belongs to the rank that runs
     its first forward.
 
     Raises:

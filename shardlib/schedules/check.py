@@ -16,10 +16,10 @@ def check(schedule: Schedule) -> None:
     """Refuse a schedule that cannot run.
 
     Every stage needs, for every micro-batch, one ``F`` and then one ``B``, or one ``I`` and then one ``W``, on the
-    rank that owns the stage. The orders are run as processes whose sends never wait and whose receives do.
+    rank that owns the stage. Deadlocks are found by running the orders as processes that wait at receives only.
 
     Raises:
-        ScheduleError: lists every missing, foreign, repeated or misplaced action, and every cycle of ranks that
+        ScheduleError: lists every missing, unknown, repeated or misplaced action, and every cycle of ranks that
             wait for each other ("deadlock: rank 0 waits at 0B1 for 1B1, ...").
 
     >>> sl.schedules.check(sl.schedules.one_f_one_b(2, 4))
@@ -101,7 +101,7 @@ def _deadlocks(schedule: Schedule) -> Iterator[str]:
         other, wanted = maker
         return f"rank {rank} waits at {action} for {wanted}, which rank {other} runs after {waits_for(other)[0]}"
 
-    # Every stuck rank waits for at most one other, so following them from each rank in turn finds every cycle.
+    # A stuck rank waits for at most one other rank. So a walk from each rank to the one it waits for finds every cycle.
     seen: set[int] = set()
     for start in stuck:
         path: list[int] = []

@@ -1,4 +1,4 @@
-"""A schedule on a virtual clock: when each action starts and ends, what idles, and what is held in memory."""
+"""A schedule on a virtual clock: when each action starts and ends, how long ranks idle, how much they hold in memory."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Cost = float | Sequence[float]
 
 @dataclass(frozen=True)
 class Costs:
-    """Durations, in any unit of time: one number for all stages, or one per stage.
+    """Durations of actions, in any unit of time: one number for all stages, or one per stage.
 
-    ``B`` takes ``input_gradient + weight_gradient``. ``message`` is what passes between the end of an action and
-    the moment its result is on another rank, by the stage that sends; it keeps no rank busy, and a result is on
-    its own rank at once. Whole numbers and fractions stay exact.
+    ``B`` takes ``input_gradient + weight_gradient``. ``message``, given for the stage that sends, is the time from the end
+    of an action until its result has arrived on another rank; a message keeps no rank busy. A result is available on the
+    rank that computed it at once. Integers and fractions stay exact.
     """
 
     forward: Cost = 1
@@ -30,7 +30,7 @@ class Costs:
 
 
 class Event(NamedTuple):
-    """An action and when it ran."""
+    """An action with its start and end time."""
 
     action: Action
     start: float
@@ -39,14 +39,14 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What `simulate` found: per rank, the events in the order they ran. Time starts at 0."""
+    """The result of `simulate`: for each rank its events, in the order they ran. Time starts at 0."""
 
     schedule: Schedule
     events: tuple[tuple[Event, ...], ...]
 
     @property
     def makespan(self) -> float:
-        """When the last action ends."""
+        """The time at which the last action ends."""
         return max(events[-1].end for events in self.events if events)
 
     @property
@@ -64,18 +64,18 @@ class Timeline:
         """Idle time over busy time, all ranks together.
 
         With equal ranks this is (makespan − ideal) / ideal, the convention of arXiv 2104.04473: (p−1)/m for 1F1B.
-        As a share of the makespan it is bubble / (1 + bubble).
+        The idle share of the makespan is bubble / (1 + bubble).
         """
         return sum(self.idle) / sum(self.busy)
 
     @property
     def peak_in_flight(self) -> tuple[int, ...]:
-        """Per rank, the most activations held at once: see `in_flight`."""
+        """Per rank, the most activations held at once: see `shardlib.schedules.peak_in_flight`."""
         return peak_in_flight(self.schedule)
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Run a schedule on a virtual clock; every action starts as soon as its rank and its inputs allow.
+    """Run a schedule on a virtual clock. Every action starts as soon as its rank is free and its inputs have arrived.
 
     Raises:
         ScheduleError: a schedule that cannot run (see `check`), or costs that are negative, all zero, or not
@@ -109,9 +109,9 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
     """Per rank, the most activations (of one stage for one micro-batch) that are held at once.
 
-    ``F`` adds one. It is freed when nothing needs it any more: after ``B``, or after ``W`` where the backward is
-    split, since weight gradients need the stage's saved inputs. That is the convention in which ZB-H1 holds p
-    on every rank and ZB-V 2p halves (arXiv 2401.10241). Divide by the stages per rank for micro-batches' worth.
+    ``F`` adds one. ``B`` frees it, or ``W`` where the backward is split, since weight gradients need the stage's saved
+    inputs. In this convention ZB-H1 holds p on every rank, and ZB-V 2p halves (arXiv 2401.10241). Divide by the number
+    of stages per rank to count in whole micro-batches.
 
     >>> sl.schedules.peak_in_flight(sl.schedules.one_f_one_b(4, 8))
     (4, 3, 2, 1)
@@ -120,7 +120,7 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 
 def peak_of_stages(schedule: Schedule) -> tuple[int, ...]:
-    """Per stage, the most micro-batches whose activations it holds at once; freed as in `peak_in_flight`.
+    """Per stage, the most micro-batches whose activations are held at once, counted as in `peak_in_flight`.
 
     >>> sl.schedules.peak_of_stages(sl.schedules.gpipe(2, 4))
     (4, 4)
@@ -143,7 +143,7 @@ def _peak(order: Sequence[Action]) -> int:
 
 
 def _per_stage(costs: Costs, stages: int) -> dict[str, Sequence[float]]:
-    """Durations by kind of action (and of messages), one per stage."""
+    """Kind of action, or "message" -> durations, one per stage."""
     lists: dict[str, Sequence[float]] = {}
     problems = []
     for name in (field.name for field in fields(costs)):

@@ -1,7 +1,7 @@
 """The published schedules, as pure functions of the numbers of ranks p, micro-batches m and chunks v.
 
-Costs are those of a whole rank's share of the model: a forward F, an input gradient I, a weight gradient W, and
-B = I + W; a chunk costs a v-th of each.
+Times are for one rank's share of the model: a forward F, an input gradient I, a weight gradient W, and B = I + W; a chunk
+takes a v-th of each.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def gpipe(p: int, m: int) -> Schedule:
 
 
 def one_f_one_b(p: int, m: int) -> Schedule:
-    """One forward, one backward in turn after a warm-up of min(p−1−r, m) forwards ("1f1b").
+    """Forwards and backwards in turn, after a warm-up of min(p−1−r, m) forwards ("1f1b").
 
-    The non-interleaved schedule of arXiv 2104.04473, section 2.2.1. The bubble is (p−1)(F+B), as GPipe's, but
+    The non-interleaved schedule of arXiv 2104.04473, section 2.2.1. The bubble is (p−1)(F+B), as in GPipe, but
     rank r holds only min(p−r, m) micro-batches.
 
     >>> print(sl.schedules.write_table(sl.schedules.one_f_one_b(2, 3)))
@@ -46,11 +46,11 @@ def one_f_one_b(p: int, m: int) -> Schedule:
 def interleaved_1f1b(p: int, m: int, v: int = 2) -> Schedule:
     """1F1B over v chunks per rank, stage = chunk·p + r (arXiv 2104.04473, section 2.2.2).
 
-    Micro-batches go through in rounds, all chunks of one round before the next. For m ≥ p the bubble is
-    (p−1)(F+B)/v; rank 0 holds up to p + (p−1)/v micro-batches where p divides m. Where it does not, there are
-    ⌊m/p⌋ rounds, none shorter than p and the longer ones first: no larger bubble, some more micro-batches held.
-    For m < p the one round is too short to hide the way around, and the makespan is (pv+m−1)(F+B)/v.
-    One chunk is plain 1F1B.
+    Micro-batches pass in rounds: a round passes all chunks before the next round starts. For m ≥ p the bubble is
+    (p−1)(F+B)/v; rank 0 holds up to p + (p−1)/v micro-batches where p divides m. Where p does not divide m there are
+    ⌊m/p⌋ rounds, none shorter than p and the longer ones first: the bubble is no larger, some ranks hold more.
+    For m < p the single round is too short to keep all ranks busy, and the makespan is (pv+m−1)(F+B)/v.
+    With one chunk this is plain 1F1B.
 
     >>> sl.schedules.interleaved_1f1b(2, 4).rank_of
     (0, 1, 0, 1)
@@ -59,10 +59,11 @@ def interleaved_1f1b(p: int, m: int, v: int = 2) -> Schedule:
 
 
 def looped_bfs(p: int, m: int, v: int = 2) -> Schedule:
-    """All micro-batches through one chunk before the next, then all back ("looped-bfs"), over v chunks per rank.
+    """All forwards of a rank's first chunk, then of its next chunk, and so on; then all backwards ("looped-bfs").
 
-    Breadth-first (arXiv 2211.05953, section 4), with stage = chunk·p + r. The last micro-batch is the first to go back.
-    For m ≥ p the bubble is (p−1)(F+B)/v, and every rank holds m micro-batches at its peak, as GPipe's.
+    Breadth-first over v chunks per rank (arXiv 2211.05953, section 4), with stage = chunk·p + r. Backwards run in reverse
+    order: last chunk and last micro-batch first. For m ≥ p the bubble is (p−1)(F+B)/v, and every rank holds m micro-batches
+    at its peak, as in GPipe.
 
     >>> print(sl.schedules.write_table(sl.schedules.looped_bfs(2, 2)))
     0F0,0F1,2F0,2F1,2B1,2B0,0B1,0B0
@@ -84,8 +85,8 @@ def looped_bfs(p: int, m: int, v: int = 2) -> Schedule:
 def zero_bubble_h1(p: int, m: int) -> Schedule:
     """1F1B with a split backward whose weight gradients fill the bubble ("zb-h1"; arXiv 2401.10241).
 
-    Rank r puts its weight gradients off by r micro-batches, so that every rank holds p micro-batches at its peak
-    (until their weight gradients are done), as 1F1B's rank 0 does. For m ≥ p the bubble is
+    Rank r delays its weight gradients by r micro-batches, so that every rank holds p micro-batches at its peak
+    (until their weight gradients are done), as rank 0 does in 1F1B. For m ≥ p the bubble is
     (p−1)(F+I−W) where W ≤ min(F, I), and (p−1)·max(F, I) where W is longer.
 
     >>> sl.schedules.zero_bubble_h1(2, 4).name
@@ -97,7 +98,7 @@ def zero_bubble_h1(p: int, m: int) -> Schedule:
 def interleaved_zero_bubble(p: int, m: int, v: int = 2) -> Schedule:
     """ZB-H1 over v chunks per rank ("interleaved-zb"), in the rounds of `interleaved_1f1b`.
 
-    After arXiv 2401.10241 and 2104.04473. For m ≥ p the bubble is ZB-H1's by v: (p−1)(F+I−W)/v where
+    After arXiv 2401.10241 and 2104.04473. For m ≥ p the bubble is that of ZB-H1 divided by v: (p−1)(F+I−W)/v where
     W ≤ min(F, I).
 
     >>> sl.schedules.interleaved_zero_bubble(2, 4).stages
@@ -109,37 +110,38 @@ def interleaved_zero_bubble(p: int, m: int, v: int = 2) -> Schedule:
 def zbv(p: int, m: int) -> Schedule:
     """ZB-V (arXiv 2401.10241, section 6): rank r has stages r and 2p−1−r, so that the last stage sits on rank 0.
 
-    For m ≥ 2p−1 and F = I = W no rank idles between its first and its last action, and the bubble is the
-    stagger alone, (p−1)F/2; for fewer micro-batches it is max(p−1, 4(p−1) − 2(m−1))·F/2. No rank holds more
+    For m ≥ 2p−1 and F = I = W no rank idles between its first and its last action, and the bubble, (p−1)F/2, is the
+    ranks' staggered start; for fewer micro-batches it is max(p−1, 4(p−1) − 2(m−1))·F/2. No rank holds more
     than p micro-batches (2p halves) at its peak.
 
     >>> sl.schedules.zbv(2, 4).rank_of
     (0, 1, 1, 0)
     """
     at_least_one(p=p, m=m)
-    # The pattern needs 2p−1 micro-batches to close up. Fewer are what is left of it when the others are taken
-    # out, which breaks nothing: dependencies are within one micro-batch.
+    # The pattern needs 2p−1 micro-batches. For fewer, the others are taken out of it. That keeps the order valid, since
+    # actions depend only on actions of the same micro-batch.
     whole = max(m, 2 * p - 1)
     f0, i0, w0 = ((0, kind) for kind in (Kind.F, Kind.I, Kind.W))
     f1, i1, w1 = ((1, kind) for kind in (Kind.F, Kind.I, Kind.W))
     orders = []
     for rank in range(p):
-        # Down the V until the first micro-batch comes back up, then up and down in turn until its backward comes.
+        # Forwards down the V until the first micro-batch comes back up; then both chunks' forwards in turn until its
+        # backward arrives.
         steps: list[Step] = [f0] * (2 * (p - rank) - 1) + [f1, f0] * rank + [f1, i1, w1] * (p - rank)
         steps += [f0, i0, w0, f1, i1, w1] * (whole - (2 * p - 1 - rank))
         steps += [i0, w0, f1, i1, w1] * (p - 1 - rank)
-        # Backwards only: input gradients as long as other ranks wait for them, weight gradients in what is left.
+        # Backwards only: input gradients while other ranks wait for them, weight gradients in the time left.
         steps += [i0, i1] * rank + [i0, w0] * (p - rank) + [w1] * rank + [w0] * rank
         orders.append([a for a in _numbered(steps, (rank, 2 * p - 1 - rank)) if a.microbatch < m])
     return schedule_of("zb-v", m, (*range(p), *reversed(range(p))), orders)
 
 
 def _in_rounds(name: str, p: int, m: int, chunks: int, hop: int, split: bool = False) -> Schedule:
-    """Warm up, then one forward and one backward in turn, then the backwards that are left.
+    """A schedule of warm-up forwards, then forwards and backwards in turn, then the remaining backwards.
 
-    Every rank runs the same sequence of (chunk, micro-batch) forwards and the same sequence of backwards; a rank
-    starts its backwards ``hop`` forwards later than the next one. With ``split`` rank r runs each weight gradient
-    r input gradients later than its own.
+    Every rank runs the same sequence of (chunk, micro-batch) forwards and the same sequence of backwards. Rank r starts
+    its backwards ``hop`` forwards later than rank r + 1. With ``split`` rank r runs the weight gradient of a micro-batch
+    r input gradients after that micro-batch's input gradient.
     """
     at_least_one(p=p, m=m, v=chunks)
     rounds = _rounds(p, m)
@@ -147,7 +149,7 @@ def _in_rounds(name: str, p: int, m: int, chunks: int, hop: int, split: bool = F
     backwards = [(chunk, i) for members in rounds for chunk in reversed(range(chunks)) for i in members]
     orders = []
     for rank in range(p):
-        # The last rank has to see the whole first round through all chunks but the last one.
+        # The last rank must run the whole first round of all chunks but the last one.
         warmup = min((chunks - 1) * len(rounds[0]) + hop * (p - 1 - rank), len(forwards))
         order = [Action(chunk * p + rank, Kind.F, i) for chunk, i in forwards[:warmup]]
         for k, (chunk, i) in enumerate(backwards):
@@ -165,9 +167,9 @@ def _in_rounds(name: str, p: int, m: int, chunks: int, hop: int, split: bool = F
 
 
 def _rounds(p: int, m: int) -> list[range]:
-    """Micro-batches in rounds of p or a little more; of m where there are fewer.
+    """Micro-batches in rounds of at least p; in one round if m < p.
 
-    Longer rounds come first: the warm-up covers the first round, and a longer one after it would run dry.
+    Longer rounds come first: the warm-up covers the first round, and a longer round after it would leave ranks idle.
     """
     count = max(m // p, 1)
     short, extra = divmod(m, count)
@@ -176,7 +178,7 @@ def _rounds(p: int, m: int) -> list[range]:
 
 
 def _numbered(steps: Iterable[Step], stages: Sequence[int]) -> list[Action]:
-    """Actions from steps: each (chunk, kind) takes the micro-batches in turn."""
+    """Actions from steps. The steps of one (chunk, kind) take the micro-batches in turn."""
     following: dict[Step, int] = {}
     actions = []
     for chunk, kind in steps:

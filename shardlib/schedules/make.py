@@ -1,4 +1,4 @@
-"""One entry for every way to say which schedule is meant."""
+"""`make_schedule`: a schedule from a name, orders, a table or a file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardlib.schedules.table import is_table, read_cells, read_table
 
 Spec = str | Path | Schedule | Sequence[Sequence[Action]] | Mapping[int, Sequence[Any]]
 
-# Schedules with a fixed number of chunks per rank, and those that take it.
+# Schedules with a fixed number of chunks per rank, and schedules that take it as an argument.
 _FIXED: dict[str, tuple[Callable[[int, int], Schedule], int]] = {
     "gpipe": (gpipe, 1),
     "1f1b": (one_f_one_b, 1),
@@ -44,7 +44,7 @@ def _key(name: str) -> str:
     return re.sub("[-_ ]", "", name.lower()).removeprefix("schedule")
 
 
-# Torch's names (torch.distributed.pipelining.get_schedule_class) are these, or ours but for hyphens and capitals.
+# Torch's names (torch.distributed.pipelining.get_schedule_class) are those of `NAMES` up to hyphens and capitals, or these.
 _BY_KEY = {_key(name): name for name in NAMES} | {
     "interleavedzerobubble": "interleaved-zb",
     "zbvzerobubble": "zb-v",
@@ -52,7 +52,7 @@ _BY_KEY = {_key(name): name for name in NAMES} | {
 
 
 def named_schedule(spec: object) -> str | None:
-    """The one of `NAMES` that is meant, in torch's spelling or ours; None for what is no name.
+    """The entry of `NAMES` for a schedule's name in torch's or this library's spelling; None for anything else.
 
     >>> sl.schedules.named_schedule("Interleaved1F1B")
     'interleaved-1f1b'
@@ -63,10 +63,12 @@ def named_schedule(spec: object) -> str | None:
 def make_schedule(spec: Spec, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
     """A checked schedule for ``ranks`` and ``microbatches``.
 
-    ``spec`` is one of `NAMES`, torch's name of one (``"Interleaved1F1B"``, ``"ZBVZeroBubble"``, …; capitals and hyphens
-    do not matter), a `Schedule`, a list of compute actions per rank, torch's ``pipeline_order``, or text as `read_table`
-    takes it (or the path of a file of it). ``chunks``, the stages per rank, is a choice for the interleaved schedules
-    (2 by default); elsewhere it may be given to be compared.
+    Args:
+        spec: one of `NAMES`, or torch's name for it (``"Interleaved1F1B"``, ``"ZBVZeroBubble"``, …; capitals and hyphens
+            do not matter); a `Schedule`; a list of compute actions per rank; torch's ``pipeline_order``; or text that
+            `read_table` reads, or the path of a file with such text.
+        chunks: stages per rank. Interleaved schedules are made with this number (2 by default); any other schedule must
+            have it.
 
     Raises:
         ScheduleError: an unknown name, a schedule made for other sizes, or one that cannot run (see `check`).
@@ -79,8 +81,8 @@ def make_schedule(spec: Spec, ranks: int, microbatches: int, chunks: int | None 
     wanted = [("ranks", schedule.ranks, ranks), ("micro-batches", schedule.microbatches, microbatches)]
     if chunks is not None:
         per_rank = {len(schedule.stages_of(rank)) for rank in range(schedule.ranks)}
-        wanted += [("stages per rank", found, chunks) for found in sorted(per_rank)]
-    problems = [f"it has {found} {what}, and {want} are wanted" for what, found, want in wanted if found != want]
+        wanted += [("stages per rank", count, chunks) for count in sorted(per_rank)]
+    problems = [f"it has {given} {what}, and {want} are wanted" for what, given, want in wanted if given != want]
     if problems:
         raise ScheduleError(
             f"schedule {schedule.name!r} is made for other sizes:\n{listing(problems)}\n"
@@ -115,6 +117,7 @@ def _given(spec: Spec) -> Schedule:
             "text; take one of the names, or give your own lists of actions"
         )
     orders = [spec[rank] for rank in sorted(spec)] if isinstance(spec, Mapping) else spec
-    if any(entry is None or hasattr(entry, "computation_type") for order in orders for entry in order):  # torch's own
+    # Entries of torch's pipeline_order have a computation_type, or are None.
+    if any(entry is None or hasattr(entry, "computation_type") for order in orders for entry in order):
         return read_cells([["" if entry is None else str(entry) for entry in order] for order in orders], "custom")
     return from_orders(orders)

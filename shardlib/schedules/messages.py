@@ -1,4 +1,4 @@
-"""From compute actions to what a rank executes: where messages are sent and received, and how they are told apart."""
+"""Messages: where in the orders of a schedule they are sent and received, and by which tags they are distinguished."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _FORWARD = (Kind.SEND_F, Kind.RECV_F)
 
 
 def lower(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
-    """The orders of a schedule with their messages, one per rank.
+    """The orders of a schedule with messages added, one order per rank.
 
     ``sSEND_Fm`` follows the forward of stage s whose activation it sends to stage s+1, and ``sRECV_Fm`` precedes
-    the forward of stage s that needs it; ``sSEND_Bm`` and ``sRECV_Bm`` carry input gradients from s to s−1 and
-    from s+1 to s. There are none between stages on one rank.
+    the forward of stage s that needs the activation; ``sSEND_Bm`` and ``sRECV_Bm`` carry input gradients from s to s−1
+    and from s+1 to s. Stages on one rank exchange no messages.
 
     Between two ranks, in one direction, messages are received in the order in which they are sent, so a transport
-    without tags will do. A receive therefore stands right before the action that needs it, or earlier where the
-    same sender's next message is needed before it; that delays nobody, as what is sent earlier arrives earlier.
-    It also holds that no ranks wait for each other while sends do not block.
+    needs no tags. A receive therefore stands right before the action that needs the message, or earlier where a later
+    message of the same sender is needed first; that causes no delay, since the earlier message arrives earlier. If sends
+    do not block, the lowered orders run without deadlock.
 
     Raises:
         ScheduleError: a schedule that cannot run, see `check`.
@@ -35,15 +35,15 @@ def lower(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     """
     check(schedule)
     lowered: list[list[Action]] = [[] for _ in range(schedule.ranks)]
-    # What each rank (second) has been sent by another (first) and has not received yet, oldest first.
+    # (sender, receiver) -> the receives of messages that are sent and not yet received, oldest first.
     under_way: dict[tuple[int, int], deque[Action]] = {}
 
     def visit(rank: int, action: Action, need: Action | None) -> None:
         if need is not None and schedule.rank_of[need.stage] != rank:
-            line = under_way[schedule.rank_of[need.stage], rank]
+            queue = under_way[schedule.rank_of[need.stage], rank]
             receive = Action(action.stage, RECEIVES[need.kind], action.microbatch)
-            if receive in line:
-                while (first := line.popleft()) != receive:
+            if receive in queue:
+                while (first := queue.popleft()) != receive:
                     lowered[rank].append(first)
                 lowered[rank].append(receive)
         lowered[rank].append(action)
@@ -53,27 +53,30 @@ def lower(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
         stage = action.stage + 1 if result.kind is Kind.F else action.stage - 1
         if 0 <= stage < schedule.stages and schedule.rank_of[stage] != rank:
             lowered[rank].append(Action(action.stage, SENDS[result.kind], action.microbatch))
-            line = under_way.setdefault((rank, schedule.rank_of[stage]), deque())
-            line.append(Action(stage, RECEIVES[result.kind], action.microbatch))
+            queue = under_way.setdefault((rank, schedule.rank_of[stage]), deque())
+            queue.append(Action(stage, RECEIVES[result.kind], action.microbatch))
 
     run(schedule, visit)
     return tuple(map(tuple, lowered))
 
 
 def acknowledged(schedule: Schedule, orders: Sequence[Sequence[Action]], rank: int) -> dict[Action, list[Action]]:
-    """For each receive of ``rank``, those of its sends that are sure to have been received once that has come.
+    """For each receive of ``rank``, the sends of ``rank`` that must have arrived by the time the receive completes.
 
-    ``orders`` are the lowered ones. A message that another rank sends after it has used one of this rank's says that
-    it has it; the memory of that one is then free.
+    A message that another rank sends after it has used one of this rank's messages proves that this message arrived, so
+    that its memory may be freed.
+
+    Args:
+        orders: the schedule's lowered orders.
 
     >>> schedule = sl.schedules.one_f_one_b(2, 2)
     >>> sent = sl.schedules.acknowledged(schedule, sl.schedules.lower(schedule), 0)
     >>> sorted((str(receive), [str(send) for send in sends]) for receive, sends in sent.items())
     [('0RECV_B0', ['0SEND_F0']), ('0RECV_B1', ['0SEND_F1'])]
     """
-    found: dict[Action, list[Action]] = {}
+    acknowledgements: dict[Action, list[Action]] = {}
     for order in orders:
-        following: Action | None = None  # this rank's receive of the next message that the other one sends it
+        following: Action | None = None  # this rank's receive of the next message that the order's rank sends to it
         for action in reversed(order):
             if action.kind in SENDS.values():
                 stage, to = _stages(action)
@@ -83,12 +86,13 @@ def acknowledged(schedule: Schedule, orders: Sequence[Sequence[Action]], rank: i
                 continue
             need = needs(action, schedule.stages) if action.kind in COMPUTE else None
             if following and need and schedule.rank_of[need.stage] == rank != schedule.rank_of[action.stage]:
-                found.setdefault(following, []).append(Action(need.stage, SENDS[need.kind], need.microbatch))
-    return found
+                send = Action(need.stage, SENDS[need.kind], need.microbatch)
+                acknowledgements.setdefault(following, []).append(send)
+    return acknowledgements
 
 
 def peer(schedule: Schedule, message: Action) -> int:
-    """The rank a send goes to, or a receive comes from.
+    """The rank that a send goes to, or that a receive comes from.
 
     >>> schedule = sl.schedules.gpipe(2, 1)
     >>> message = next(action for action in sl.schedules.lower(schedule)[0] if "SEND" in str(action))
@@ -99,9 +103,9 @@ def peer(schedule: Schedule, message: Action) -> int:
 
 
 def tag(schedule: Schedule, message: Action) -> int:
-    """A number for a message, the same for its send and its receive and for no other message of the schedule.
+    """The tag of a message: a number that its send and its receive share, and no other message of the schedule has.
 
-    Between 0 and 2·(stages−1)·microbatches − 1.
+    Tags lie between 0 and 2·(stages−1)·microbatches − 1.
 
     >>> schedule = sl.schedules.gpipe(2, 1)
     >>> sends = [a for order in sl.schedules.lower(schedule) for a in order if "SEND" in str(a)]
@@ -113,7 +117,7 @@ def tag(schedule: Schedule, message: Action) -> int:
 
 
 def _stages(message: Action) -> tuple[int, int]:
-    """The stages a message goes from and to."""
+    """The stages that a message goes from and to."""
     stage, kind, _ = message
     if kind in SENDS.values():
         return stage, stage + 1 if kind is Kind.SEND_F else stage - 1

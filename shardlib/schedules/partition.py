@@ -1,4 +1,4 @@
-"""Cutting a sequence of blocks into contiguous stages."""
+"""Cutting a sequence of blocks into stages of consecutive blocks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Spans = tuple[tuple[int, int], ...]  # (start, stop) of each stage, as in range
 
 
 def by_count(n: int, k: int) -> Spans:
-    """``n`` blocks in ``k`` stages whose sizes differ by one at most.
+    """Cut ``n`` blocks into ``k`` stages whose sizes differ by at most one.
 
-    The larger stages come last: later stages hold fewer micro-batches, so a block costs less memory there.
+    The larger stages come last: later stages hold fewer micro-batches, so that a block takes less memory there.
 
     Raises:
         ScheduleError: more stages than blocks, or no stages.
@@ -30,11 +30,11 @@ def by_count(n: int, k: int) -> Spans:
 
 
 def by_cost(costs: Sequence[float], k: int) -> Spans:
-    """Blocks with these costs in ``k`` stages, none empty, so that the costliest stage costs the least possible.
+    """Cut blocks with these costs into ``k`` non-empty stages such that the costliest stage costs as little as possible.
 
-    Exact, in whole numbers. Among the cuts that reach the optimum, one with the smallest sum of squared stage
-    costs is taken (the stages most alike), and of several the one whose later stages are larger. For n blocks
-    the time is n·k times the number of blocks that fit into the costliest stage.
+    Exact, in integers. Among optimal cuts the one with the smallest sum of squared stage costs is taken (the most even
+    one), and among several of these the one with larger later stages. For n blocks the time is n·k times the number of
+    blocks that fit into the costliest stage.
 
     Raises:
         ScheduleError: more stages than blocks, no stages, or costs that are negative or not finite (all listed).
@@ -48,12 +48,12 @@ def by_cost(costs: Sequence[float], k: int) -> Spans:
         raise ScheduleError(
             f"blocks cannot be weighed:\n{listing(wrong)}\nGive costs that are finite and not negative."
         )
-    # Every float is a fraction, and a common denominator makes them whole: no rounding decides a tie.
+    # Floats are exact fractions. With a common denominator they become integers, so that no rounding decides a tie.
     exact = [Fraction(cost) for cost in costs]
     unit = math.lcm(*(cost.denominator for cost in exact))
     sums = [0, *accumulate(int(cost * unit) for cost in exact)]
     limit = _smallest_limit(sums, k)
-    # squares[i]: least sum of squares when the first i blocks make the stages so far, none above the limit.
+    # squares[i]: least sum of squared costs over cuts of the first i blocks into the stages so far, none above the limit.
     squares: list[int | None] = [0] + [None] * len(costs)
     cuts: list[list[int]] = []
     for _ in range(k):
@@ -65,7 +65,7 @@ def by_cost(costs: Sequence[float], k: int) -> Spans:
                 if cost > limit:
                     break
                 before, best = squares[start], following[stop]
-                # Not `<`: the earliest start among equals makes the later stage the larger one.
+                # `<=`, so that among equal sums the earliest start, and with it the larger later stage, is taken.
                 if before is not None and (best is None or before + cost * cost <= best):
                     following[stop], cut[stop] = before + cost * cost, start
         squares = following
@@ -77,13 +77,13 @@ def by_cost(costs: Sequence[float], k: int) -> Spans:
 
 
 def by_regex(names: Sequence[str], pattern: str | re.Pattern[str], k: int) -> Spans:
-    """``k`` stages with equally many blocks whose name matches ``pattern`` (found anywhere in it).
+    """Cut blocks into ``k`` stages with equally many blocks whose name contains a match of ``pattern``.
 
-    Every stage but the first starts at a matching block. Blocks that do not match stay with the matching one
-    before them, those before the first match with the first stage.
+    Every stage but the first starts at a matching block. A block that does not match belongs to the stage of the matching
+    block before it, or to the first stage if there is none.
 
     Raises:
-        ScheduleError: a pattern that is none, or that matches fewer blocks than there are stages.
+        ScheduleError: an invalid regular expression, or one that matches fewer blocks than there are stages.
 
     >>> sl.schedules.by_regex(["embed", "layer0", "layer1", "head"], "layer", 2)
     ((0, 2), (2, 4))
@@ -110,7 +110,7 @@ def _refuse_empty(n: int, k: int) -> None:
 
 
 def _smallest_limit(sums: Sequence[int], k: int) -> int:
-    """The least cost that k stages can keep within, by bisection; filling greedily tells whether a limit will do."""
+    """The least limit that k stages can stay within, by bisection. A limit is tested by filling stages greedily."""
 
     def stages_within(limit: int) -> int:
         stages, start = 1, 0

@@ -8,12 +8,11 @@ Visit = Callable[[int, Action, Action | None], None]
 
 
 def run(schedule: Schedule, visit: Visit | None = None) -> list[int]:
-    """Run every rank until it ends or waits for good; the position at which each rank stopped.
+    """Run every rank until it ends or waits for ever; returns the position in its order at which each rank stopped.
 
-    A rank that got through stops at the length of its order. ``visit(rank, action, need)`` is called for every
-    action in an order that respects the dependencies between stages, ``need`` being what `needs` says. Which of
-    several possible orders that is does not matter: waiting is the only interaction, so all of them end alike.
-    Takes time linear in the number of actions.
+    A rank that finishes stops at the length of its order. ``visit(rank, action, needs(action))`` is called for every
+    action that runs, after the actions that it depends on. The result does not depend on how ranks are interleaved, since
+    ranks interact only by waiting. Takes time linear in the number of actions.
     """
     at = [0] * schedule.ranks
     made: set[Action] = set()

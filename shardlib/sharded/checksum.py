@@ -1,9 +1,9 @@
-"""Checksums of tensors, by which ranks hold together what each of them holds whole.
+"""Checksums of tensors, by which ranks compare copies.
 
-The sum over 32-bit words x_i of x_i·w_i modulo 2^64, with random weights (multilinear hashing; Carter and Wegman, 1981,
-section 2; Lemire and Kaser, arXiv 1202.4961): two tensors that differ in their words agree with a probability below 2^-32.
-Since every place has a weight of its own, it sees what leaves a plain sum alone: another order, signs flipped in pairs.
-Integers add up exactly in any order, so that the parts may be summed anyhow.
+The sum over 32-bit words x_i of x_i·w_i modulo 2^64, with random weights w_i (multilinear hashing; Carter and Wegman, 1981,
+section 2; Lemire and Kaser, arXiv 1202.4961). Two different tensors have the same sum with a probability below 2^-32. Since
+every position has its own weight, the sum depends on the order of the words, and sees signs that are flipped in pairs, which
+a plain sum does not. Integer sums are exact in any order.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import torch
 from shardlib.rng import Key
 from shardlib.tree import Tree, flatten
 
-_WORDS = 1 << 12  # of a row: each has a weight, and each row a sum
+_WORDS = 1 << 12  # words of a row: each has a weight, and each row a sum
 _BYTES = 4 * _WORDS
 _ROWS = {"cpu": 16}  # rows at a time, so that products stay in the cache
 _ROWS_ELSEWHERE = 1 << 10
 
 
 def checksum(value: torch.Tensor) -> str:
-    """A checksum of the bits in row-major order, with dtype and shape; in one pass and with small temporaries."""
+    """A checksum of a tensor's bits in row-major order, with its dtype and shape; in one pass and with small temporaries."""
     flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    if flat.storage_offset() % 4:  # else it cannot be read as words
+    if flat.storage_offset() % 4:  # torch cannot view it as words
         flat = flat.clone()
     whole = flat.numel() // _BYTES * _BYTES
     sums = [_row_sums(flat[:whole].view(torch.int32).view(-1, _WORDS))]
@@ -42,20 +42,20 @@ def checksum(value: torch.Tensor) -> str:
 
 
 def checksums(tree: Tree, bits: bool = True) -> dict[str, str]:
-    """Path -> what tells a leaf from another: a tensor's checksum (without ``bits`` its dtype and shape), a number's value.
+    """Path -> text by which a leaf is compared: a tensor's checksum (without ``bits`` its dtype and shape), a number's value.
 
     Leaves of other kinds are left out.
     """
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     paths, leaves, _ = flatten(tree)
     for path, leaf in zip(paths, leaves, strict=True):
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
             leaf = torch.from_numpy(np.ascontiguousarray(leaf))
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-            found[path] = checksum(leaf) if bits else _kind(leaf)
+            texts[path] = checksum(leaf) if bits else _kind(leaf)
         elif isinstance(leaf, (Number, str, Key)):
-            found[path] = repr(leaf)
-    return found
+            texts[path] = repr(leaf)
+    return texts
 
 
 def _kind(value: torch.Tensor) -> str:
@@ -63,7 +63,7 @@ def _kind(value: torch.Tensor) -> str:
 
 
 def _row_sums(words: torch.Tensor) -> torch.Tensor:
-    """For each row of ``[rows, _WORDS]`` int32 the weighted sum modulo 2^64, as int64."""
+    """The weighted sum modulo 2^64 of each row of ``[rows, _WORDS]`` int32, as int64 ``[rows]``."""
     rows = min(len(words), _ROWS.get(words.device.type, _ROWS_ELSEWHERE))
     weights = _weights(words.device)
     products = torch.empty((rows, _WORDS), dtype=torch.int64, device=words.device)
@@ -76,6 +76,6 @@ def _row_sums(words: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _weights(device: torch.device) -> torch.Tensor:
-    """The same on every rank and in every version of torch."""
+    """The weights, int64 ``[_WORDS]``, equal on every rank and in every version of torch."""
     drawn = hashlib.shake_128(b"shardlib checksum").digest(8 * _WORDS)
     return torch.frombuffer(bytearray(drawn), dtype=torch.int64).to(device)

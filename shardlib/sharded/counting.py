@@ -13,10 +13,10 @@ from shardlib.plan.plan import Plan
 
 
 class Counting:
-    """Which elements of shards in the optimizer's layout are this rank's to count.
+    """The elements of shards in the optimizer's layout that this rank counts.
 
     Args:
-        unreduced: axes along which the trees that are summed over differ: sums are then the means over these ranks'.
+        unreduced: axes along which the summed trees differ between ranks. The mean of their sums is then taken.
     """
 
     def __init__(self, plan: Plan, mesh: Mesh, unreduced: tuple[str, ...] = ()) -> None:
@@ -24,24 +24,24 @@ class Counting:
 
     @property
     def differing(self) -> int:
-        """The number of ranks whose trees differ though they are of the same elements."""
+        """The number of ranks that hold different trees of the same elements."""
         return math.prod(self._mesh.shape[axis] for axis in self._unreduced)
 
     def share(self, bucket: Bucket, leaf: torch.Tensor) -> slice:
-        """This rank's share of the work on elements that others hold copies of."""
+        """The elements of ``leaf`` that this rank works on, where ranks that hold copies divide the work."""
         start, stop = 0, len(leaf) if self._plan.counts(bucket, self._mesh.coords) else 0
         for axis in self._plan.copies(bucket):
             if axis not in self._unreduced:
-                size, mine, count = self._mesh.shape[axis], self._mesh.coords[axis], stop - start
-                start, stop = start + count * mine // size, start + count * (mine + 1) // size
+                size, index, count = self._mesh.shape[axis], self._mesh.coords[axis], stop - start
+                start, stop = start + count * index // size, start + count * (index + 1) // size
         return slice(start, stop)
 
     def local_sum(self, fn: Callable[[torch.Tensor], torch.Tensor], tree: dict[str, torch.Tensor]) -> torch.Tensor:
-        """This rank's part of Σ fn(leaf), 0-d, of a function that gives 0 of padding."""
+        """This rank's summand of Σ fn(leaf), 0-d; ``fn`` of padding must be 0."""
         return self.added(fn(leaf[self.share(self._plan.bucket_of[name], leaf)]) for name, leaf in tree.items())
 
-    def added(self, parts: Iterable[torch.Tensor]) -> torch.Tensor:
-        """The sum of 0-d tensors, a share of it where ranks' trees differ; float64 zero of none."""
-        found = list(parts)
-        total = torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float64, device=self._mesh.device)
-        return total / self.differing
+    def added(self, values: Iterable[torch.Tensor]) -> torch.Tensor:
+        """This rank's summand from 0-d tensors: their sum over `differing`; a float64 zero for no tensors."""
+        summands = list(values)
+        none = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        return (torch.stack(summands).sum() if summands else none) / self.differing

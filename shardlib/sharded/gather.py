@@ -1,6 +1,6 @@
-"""A bucket on its way towards whole, along a route of gathers.
+"""The gathering of a bucket, along a route of all-gathers.
 
-The first exchange starts at once, and is under way while the caller goes on; the others follow when it is waited for.
+The first exchange starts at once and runs while the caller computes. The others follow when the caller waits.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ class Gather:
     """A leaf-major buffer that is being gathered.
 
     Args:
-        route: the gathers, one at least; a rank's own values come out of a packing as the others' do.
-        buffer: at the level that the route begins at.
-        out: is filled, when given.
+        route: the gathers, at least one. Where values are packed, a rank's own values are decoded as the other ranks' are.
+        buffer: this rank's buffer at the level at which the route begins.
+        out: the buffer for the result; None for new memory.
 
     Attributes:
-        passed: level -> the buffer at that level, of those on the way that `wait` was through.
+        passed: level -> the buffer at that level, for the levels that `wait` has reached.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Gather:
         self._launch()
 
     def _launch(self) -> None:
-        """Send for the next level; what comes in rank by rank is put leaf by leaf, except where one leaf is alone."""
+        """Start the gather of the next level. Where several leaves share the bucket it is rank-major, to be reordered."""
         self._under_way = exchange = self._todo.pop(0)
         bucket, ways = exchange.bucket, exchange.ways
         out = None if self._todo else self._out
@@ -51,6 +51,7 @@ class Gather:
         self._buffer = whole
 
     def _land(self) -> None:
+        """Wait for the gather that is under way, decode it, and bring it in leaf-major order."""
         self._work.wait()
         bucket, ways, packing = self._under_way.bucket, self._under_way.ways, self._under_way.packing
         if self._packed is not None and packing is not None:
@@ -58,14 +59,14 @@ class Gather:
                 packing.unpack(message, row)
             self._packed = None
         if not bucket.alone:
-            places = [place.view(ways, -1) for place in bucket.leaf_segments(self._buffer, self._under_way.target)]
-            widths = [place.shape[1] for place in places]
-            torch.split_with_sizes_copy(self._gathered.view(ways, -1), widths, dim=1, out=places)
+            leaves = [leaf.view(ways, -1) for leaf in bucket.leaf_segments(self._buffer, self._under_way.target)]
+            widths = [leaf.shape[1] for leaf in leaves]
+            torch.split_with_sizes_copy(self._gathered.view(ways, -1), widths, dim=1, out=leaves)
         del self._gathered
         self.passed[self._under_way.target] = self._buffer
 
     def wait(self) -> torch.Tensor:
-        """The gathered, leaf-major buffer (``out``, when given)."""
+        """The gathered, leaf-major buffer (``out``, if given)."""
         self._land()
         while self._todo:
             self._launch()

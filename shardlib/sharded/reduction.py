@@ -1,6 +1,6 @@
-"""Buckets' partial sums on their way to what one rank owns, along a route of scatters and sums.
+"""The reduction of buckets' partial sums to what one rank owns, along a route of reduce-scatters and all-reduces.
 
-The first exchange starts at once, and is under way while the caller goes on; the others follow when it is waited for.
+The first exchange starts at once and runs while the caller computes. The others follow when the caller waits.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from shardlib.collectives import primitives
-from shardlib.collectives.codecs.base import Errors, Item, Line
+from shardlib.collectives.codecs.base import BoundCodec, Item, Residuals
 from shardlib.collectives.codecs.base import Exchange as CompressedSum
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.buckets import Bucket
@@ -19,40 +19,44 @@ from shardlib.plan.channels import Channel
 from shardlib.plan.exchanges import Exchange, Op
 
 
-class Lines:
-    """One rank's lines: its channels' codecs, each bound to this rank's part of a bucket."""
+class BoundCodecs:
+    """This rank's codecs: one for each channel, bound at its first exchange."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._lines: dict[tuple[str, str], Line] = {}
+        self._bound: dict[tuple[str, str], BoundCodec] = {}
 
-    def item(self, channel: Channel, buffer: torch.Tensor) -> Item[Line]:
-        """A buffer on its way through a channel; its memory is used up where it is the caller's own."""
+    def item(self, channel: Channel, buffer: torch.Tensor) -> Item[BoundCodec]:
+        """The item of a channel's exchange that sums ``buffer``, whose memory may be used up (see `Bucket.alone`)."""
         key = channel.bucket.name, channel.axis
-        if key not in self._lines:
-            self._lines[key] = channel.bind(self._mesh.coords)
-        line = self._lines[key]
-        return Item(line, _own(line.pad(buffer.to(channel.dtype)), buffer, channel.bucket), tuple(channel.keeps))
+        if key not in self._bound:
+            self._bound[key] = channel.bind(self._mesh.coords)
+        bound = self._bound[key]
+        return Item(bound, _writable(bound.pad(buffer.to(channel.dtype)), buffer, channel.bucket), tuple(channel.keeps))
 
 
-def _own(padded: torch.Tensor, buffer: torch.Tensor, bucket: Bucket) -> torch.Tensor:
-    """Memory that may be used up, and that a residual may be kept in."""
+def _writable(padded: torch.Tensor, buffer: torch.Tensor, bucket: Bucket) -> torch.Tensor:
+    """``padded``, in memory that an exchange may overwrite and keep a residual in."""
     if padded.data_ptr() != buffer.data_ptr():
         return padded
-    # A gradient that was not packed may be somebody's tensor.
+    # A gradient that was not packed may be a tensor that the user holds.
     return padded.clone() if bucket.alone else compact(padded)
 
 
 def compact(tensor: torch.Tensor) -> torch.Tensor:
-    """What may be kept: a part of something larger, all of which it would keep, is copied."""
+    """``tensor``, or a copy if it is a view of a larger storage, so that keeping it keeps no more memory than its own."""
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 @dataclass
 class Sum:
-    """A bucket's rank-major buffer of partial sums; ``within``: leave each result in this rank's part of this buffer.
+    """A bucket's partial sums.
 
-    ``within`` may be the buffer itself. It serves up to the first exchange in few bits.
+    Attributes:
+        bucket: the bucket.
+        buffer: the partial sums, rank-major; after each exchange of the route its result.
+        within: a buffer in whose range for this rank each result is left, up to the first compressed exchange; may be
+            ``buffer`` itself. None for new memory.
     """
 
     bucket: Bucket
@@ -61,19 +65,24 @@ class Sum:
 
 
 class Reduction:
-    """Buckets' partial sums on their way: a unit's, which start together.
+    """The reduction of a unit's buckets, which start together.
 
     Args:
-        sums: all split and summed over the same axes.
-        routes: of each of them.
-        lines: how channels' values travel, and
-        errors: what that left out; written to.
+        sums: the buckets' partial sums, all split and summed over the same axes.
+        routes: the exchanges of each of them.
+        codecs: the codecs of this rank's channels.
+        residuals: the tensors that these keep, which the exchanges replace.
     """
 
     def __init__(
-        self, mesh: Mesh, sums: Sequence[Sum], routes: Sequence[Sequence[Exchange]], lines: Lines, errors: Errors
+        self,
+        mesh: Mesh,
+        sums: Sequence[Sum],
+        routes: Sequence[Sequence[Exchange]],
+        codecs: BoundCodecs,
+        residuals: Residuals,
     ) -> None:
-        self._mesh, self._lines, self._errors = mesh, lines, errors
+        self._mesh, self._codecs, self._residuals = mesh, codecs, residuals
         self.sums = sums
         self._todo = list(zip(*routes, strict=True))
         self._launch()
@@ -88,12 +97,10 @@ class Reduction:
         first, axis = exchanges[0], exchanges[0].axis
         if first.channel is not None:
             channels = [exchange.channel for exchange in exchanges if exchange.channel]
-            items = [self._lines.item(channel, part.buffer) for channel, part in zip(channels, self.sums, strict=True)]
-            self._compressed = first.channel.codec.exchange(self._mesh, axis, items, self._errors)
+            items = [self._codecs.item(channel, part.buffer) for channel, part in zip(channels, self.sums, strict=True)]
+            self._compressed = first.channel.codec.exchange(self._mesh, axis, items, self._residuals)
             for part in self.sums:
-                part.within = (
-                    None  # what comes in is decoded into memory of its own, and this may hold a residual by now
-                )
+                part.within = None  # messages are decoded into new memory, and this may hold a residual by now
         elif first.op is Op.SCATTER:
             self._works = [self._scatter(axis, part) for part in self.sums]
         else:
@@ -108,7 +115,7 @@ class Reduction:
         return primitives.reduce_scatter(self._mesh, axis, part.buffer, inp)
 
     def wait(self) -> Sequence[Sum]:
-        """The sums, their buffers now at the end of their routes."""
+        """The sums, each ``buffer`` now the result of its whole route."""
         while self._under_way:
             for work in self._works:
                 work.wait()

@@ -1,4 +1,4 @@
-"""Sharding a pytree: each rank keeps its own part of every leaf."""
+"""`shard`: splits a pytree, so that each rank keeps its shard of every leaf."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from shardlib.tree import Tree, check_tensors, flatten, leaves_of
 
 
 def default_transform(transform: Transform | None, stage: int | None) -> Transform:
-    """``stage=n`` is short for `zero`\\ (n); with neither, plain data parallelism."""
+    """``transform`` with `zero`\\ (stage) added, if a stage is given; plain data parallelism for neither."""
     if stage is None:
         return transform if transform is not None else zero(0)
     return zero(stage) if transform is None else chain(transform, zero(stage))
@@ -39,13 +39,13 @@ def shard(
 ) -> Sharded:
     """Split a parameter pytree over a mesh; returns this rank's shards, with their specs.
 
-    Integers and booleans are held and not trained; so are complex leaves and floats of 8 bits under `freeze`, without which
-    they are refused.
+    Integer and boolean leaves are held and not trained. Complex leaves and 8-bit floats are refused unless `freeze` covers
+    them.
 
     Args:
-        params: any pytree of tensors, the same values on every rank; or a function without arguments that makes
-            one, which is then run piece by piece, so that no rank ever holds the whole model. Tensors may be on any
-            devices: leaf by leaf, what this rank holds of each is copied to the mesh's, and no more.
+        params: any pytree of tensors, with the same values on every rank; or a function without arguments that makes
+            one, which is then run leaf by leaf, so that no rank ever holds the whole model. Tensors may be on any
+            devices: only this rank's shard of each leaf is copied to the mesh's device, leaf by leaf.
         mesh: a `Mesh`, or a torch DeviceMesh with named dimensions.
         transform: how to shard; by default plain data parallelism over axis "data".
         stage: short for ``zero(stage)``, added to ``transform``.
@@ -72,7 +72,7 @@ def shard(
 
 
 def shard_alike(params: Tree, like: Sharded) -> Sharded:
-    """A whole pytree, the same values on every rank, cut as ``like`` is.
+    """Shard a whole pytree, with the same values on every rank, under the plan of ``like``.
 
     Raises:
         TreeError: leaves that are missing, new or of another shape; lists them.
@@ -86,36 +86,36 @@ def shard_alike(params: Tree, like: Sharded) -> Sharded:
 
 
 def _placed(plan: Plan, mesh: Mesh, tree: Tree, source: Deferred | None = None) -> Sharded:
-    """This rank's shards of the values in ``tree``, or of those that ``source`` makes."""
+    """This rank's shards of the values in ``tree``, or of the values that ``source`` makes."""
     buffers = {
         bucket.name: mesh.zeros(bucket.size(bucket.param_level), bucket.dtype, bucket.memory.param)
         for bucket in plan.buckets
     }
-    parts = {
-        path: (bucket, part)
+    shards = {
+        path: (bucket, flat)
         for bucket in plan.buckets
-        for path, part in zip(bucket.paths, bucket.leaf_segments(buffers[bucket.name], bucket.param_level), strict=True)
+        for path, flat in zip(bucket.paths, bucket.leaf_segments(buffers[bucket.name], bucket.param_level), strict=True)
     }
     paths, leaves, _ = flatten(tree)
     compute = {placement.path: placement.compute.spec for placement in plan.placements}
     sums: dict[str, str] = {}
 
-    def place(path: str, value: torch.Tensor | Draw) -> None:
+    def take(path: str, value: torch.Tensor | Draw) -> None:
         if mesh.size > 1 and path in compute:
             sums[path] = str(value) if isinstance(value, Draw) else checksum(value)
-        if path in parts:
-            bucket, part = parts[path]
+        if path in shards:
+            bucket, flat = shards[path]
             if isinstance(value, Draw):
-                _draw(part, value, compute[path], mesh, bucket)
+                _draw(flat, value, compute[path], mesh, bucket)
             else:
-                _fill(part, shard_of(value, compute[path], mesh.shape, mesh.coords), mesh, bucket)
+                _fill(flat, shard_of(value, compute[path], mesh.shape, mesh.coords), mesh, bucket)
 
     _check_values(paths, leaves, mesh)
     if source:
-        source.replay(dict(enumerate(paths)), place)
+        source.replay(dict(enumerate(paths)), take)
     else:
         for path, leaf in zip(paths, leaves, strict=True):
-            place(path, leaf.detach())
+            take(path, leaf.detach())
     primitives.require_equal(
         mesh,
         "initial values",
@@ -125,23 +125,23 @@ def _placed(plan: Plan, mesh: Mesh, tree: Tree, source: Deferred | None = None) 
     return Sharded(plan, mesh, "param", buffers)
 
 
-def _fill(part: torch.Tensor, value: torch.Tensor, mesh: Mesh, bucket: Bucket) -> None:
-    """Copy this rank's piece of a whole leaf; what the padding covers stays zero."""
-    start = bucket.owner(mesh.coords, 0, bucket.param_level) * part.numel()
-    flat = value.reshape(-1)[start : start + part.numel()]
-    part[: flat.numel()].copy_(flat)
+def _fill(out: torch.Tensor, value: torch.Tensor, mesh: Mesh, bucket: Bucket) -> None:
+    """Copy this rank's shard of the slice ``value`` of a leaf to ``out``, flat; padding stays zero."""
+    start = bucket.owner(mesh.coords, 0, bucket.param_level) * out.numel()
+    shard = value.reshape(-1)[start : start + out.numel()]
+    out[: shard.numel()].copy_(shard)
 
 
-def _draw(part: torch.Tensor, draw: Draw, spec: P, mesh: Mesh, bucket: Bucket) -> None:
-    """Draw this rank's piece of a leaf, and no more of it; what the padding covers stays zero."""
-    first = bucket.owner(mesh.coords, 0, bucket.param_level) * part.numel()
+def _draw(out: torch.Tensor, draw: Draw, spec: P, mesh: Mesh, bucket: Bucket) -> None:
+    """Draw this rank's shard of a leaf, and no more of the leaf, to ``out``, flat; padding stays zero."""
+    first = bucket.owner(mesh.coords, 0, bucket.param_level) * out.numel()
     window = spec.window(draw.shape, mesh.shape, mesh.coords)
-    held = min(part.numel(), max(0, window.numel - first))
-    draw.fill(part[:held], IndexMap(window, first))
+    held = min(out.numel(), max(0, window.numel - first))
+    draw.fill(out[:held], IndexMap(window, first))
 
 
 def _check_values(paths: list[str], leaves: list[torch.Tensor], mesh: Mesh) -> None:
-    """Refuse leaves without values, unless the mesh's device has none either."""
+    """Refuse leaves on the meta device, which have no values, unless the mesh is on the meta device too."""
     hollow = [
         f"{path}: shape {tuple(leaf.shape)}"
         for path, leaf in zip(paths, leaves, strict=True)
@@ -150,8 +150,8 @@ def _check_values(paths: list[str], leaves: list[torch.Tensor], mesh: Mesh) -> N
     if hollow:
         raise TreeError(
             f"{len(hollow)} parameters are on the meta device and have no values for {mesh.device}:\n{listing(hollow)}\n"
-            "Pass sl.shard the function that makes the model; for a module on the meta device that is what "
-            "sl.from_module(module) returns as params."
+            "Pass sl.shard the function that makes the model; for a module on the meta device, sl.from_module(module) "
+            "returns such a function as params."
         )
 
 
@@ -166,40 +166,40 @@ def _check_ranks_agree(plan: Plan, mesh: Mesh) -> None:
     items["blocks of stages"] = plan.stages.spans
     for placement in plan.placements:
         items[placement.path] = (placement.compute.shape, str(placement.compute.dtype), placement.aliases)
-        lies = {role: leaf and leaf.spec for role in ("compute", *ROLES) for leaf in (getattr(placement, role),)}
-        items[f"{placement.path} lies"] = f"{lies}, style {placement.style!r}"
+        specs = {role: leaf and leaf.spec for role in ("compute", *ROLES) for leaf in (getattr(placement, role),)}
+        items[f"{placement.path} specs"] = f"{specs}, style {placement.style!r}"
     primitives.require_equal(mesh, "parameter trees or plans", items, "Build the same model and plan on every rank.")
 
 
 def require_same_copies(params: Sharded) -> None:
-    """Refuse parameters that ranks hold copies of with different values; every rank calls it.
+    """Refuse parameters whose copies differ between ranks. Every rank must call it.
 
     Raises:
-        RankMismatch: names the buckets and the ranks.
+        RankMismatch: copies differ; names the buckets and the ranks.
     """
     mesh = params.mesh
     sums: dict[str, str] = {}
     for bucket in params.buckets:
-        apart = {*bucket.axes[: params.level(bucket)], *bucket.slices}
-        at = [f"{axis}={mesh.coords[axis]}" for axis in mesh.shape if axis in apart]
-        sums[" ".join([bucket.name, *at])] = checksum(params.buffers[bucket.name])
-    remedy = "Compute them alike on every rank: from the same seed, file or collective."
+        split = {*bucket.axes[: params.level(bucket)], *bucket.slices}
+        coords = [f"{axis}={mesh.coords[axis]}" for axis in mesh.shape if axis in split]
+        sums[" ".join([bucket.name, *coords])] = checksum(params.buffers[bucket.name])
+    remedy = "Compute the same values on every rank: from the same seed, file or collective."
     primitives.require_equal(mesh, "parameters", sums, remedy, absent=True)
 
 
 def lift(params: Any) -> Sharded:
-    """`Sharded` as it is; a plain pytree becomes one on a mesh of one, on the device that its leaves are on.
+    """``params`` if they are `Sharded`; else a plain pytree sharded on a mesh of one, on its leaves' device.
 
     Raises:
-        TreeError: they are on several.
+        TreeError: the leaves are on several devices.
     """
     if isinstance(params, Sharded):
         return params
     devices = {leaf.device: None for leaf in leaves_of(params) if isinstance(leaf, torch.Tensor)}
     if len(devices) > 1:
         raise TreeError(
-            f"a plain pytree is trained on the device it is on, and this one is on {', '.join(map(str, devices))}: move all "
-            "of it to one, or pass sl.shard(params, sl.make_mesh()), which brings every leaf to the mesh's device"
+            f"a plain pytree is trained on the device of its leaves, and these are on {', '.join(map(str, devices))}: move "
+            "all of them to one device, or pass sl.shard(params, sl.make_mesh()), which moves them to the mesh's device"
         )
     device = next(iter(devices), torch.device("cpu"))
     return shard(params, Mesh({"data": 1}, 0, {"data": EchoGroup(1)}, device))

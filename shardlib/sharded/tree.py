@@ -18,14 +18,14 @@ from shardlib.tree import Tree, flatten, register_node, unflatten
 class Sharded:
     """This rank's shards of a parameter pytree (role "param") or of its gradients (role "grad").
 
-    A pytree: ``tree_map`` over it yields another `Sharded`; indexing reads the tree. Underneath, the shards lie in
-    one flat buffer per bucket; leaves are views. A tree that a ``tree_map`` made is packed into buffers when they
-    are next asked for.
+    A pytree: ``tree_map`` over it returns another `Sharded`; indexing reads the tree. The shards lie in one flat buffer per
+    bucket, and leaves are views of the buffers. The result of a ``tree_map`` is packed into new buffers when they are next
+    read.
 
     Attributes:
-        plan: where every tensor lives; of several stages, the part of it that concerns this rank (``plan.everywhere`` is
-            all of it); other stages' leaves are None.
-        mesh: the mesh it is sharded over.
+        plan: the plan; with several stages its part for this rank, in which other stages' leaves are None
+            (``plan.everywhere`` is the whole plan).
+        mesh: the mesh that the tree is sharded over.
         role: "param", or "grad" for anything in the layout of the optimizer (gradients, updates).
         tree: the nested tree of shards, in the local shape of their spec.
     """
@@ -55,24 +55,27 @@ class Sharded:
         return self._buffers
 
     def memory(self, bucket: Bucket) -> str:
-        """Where a bucket's buffer lives: one of `shardlib.mesh.specs.MEMORIES`."""
+        """The memory of a bucket's buffer: one of `shardlib.mesh.specs.MEMORIES`."""
         return bucket.memory.param if self.role == "param" else bucket.memory.optimizer
 
     def level(self, bucket: Bucket) -> int:
+        """The level at which a bucket's buffer is split."""
         return bucket.param_level if self.role == "param" else bucket.levels
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
+        """The buckets that have a buffer."""
         return self.plan.buckets if self.role == "param" else self.plan.trained
 
     def under(self, plan: Plan) -> Sharded:
-        """The same memory under a plan with the same layout; used up together with it."""
+        """This tree under another plan with the same layout. Shares its memory; taking one takes both."""
         other = Sharded(plan, self.mesh, self.role, self.buffers)
         other._origin = self
         return other
 
     def take(self, why: str) -> None:
-        """Mark this value as used up: its memory now belongs to a later state."""
+        """Mark this tree as used up, because its memory belongs to a later state now. Later reads raise an error with
+        ``why``."""
         self._taken = why
         if self._origin is not None:
             self._origin.take(why)
@@ -92,21 +95,21 @@ class Sharded:
 
     def _pack(self) -> dict[str, torch.Tensor]:
         paths, leaves, _ = flatten(self._tree)
-        found = dict(zip(paths, leaves, strict=True))
+        by_path = dict(zip(paths, leaves, strict=True))
         if self.role == "param":
             wrong = [
-                f"{path}: {type(leaf).__name__}" for path, leaf in found.items() if not isinstance(leaf, torch.Tensor)
+                f"{path}: {type(leaf).__name__}" for path, leaf in by_path.items() if not isinstance(leaf, torch.Tensor)
             ]
             if wrong:
                 raise TreeError(f"leaves of a sharded tree must be tensors:\n{listing(wrong)}")
             check_same_tree(self.plan, paths, [tuple(leaf.shape) for leaf in leaves], "parameters")
-            check_ties(self.plan, found)
+            check_ties(self.plan, by_path)
         buffers = {}
         for bucket in self.buckets:
             level = self.level(bucket)
             buffer = self.mesh.zeros(bucket.size(level), bucket.dtype, self.memory(bucket))
             for path, part in zip(bucket.paths, bucket.leaf_segments(buffer, level), strict=True):
-                part[: found[path].numel()].copy_(found[path].detach().reshape(-1))
+                part[: by_path[path].numel()].copy_(by_path[path].detach().reshape(-1))
             buffers[bucket.name] = buffer
         return buffers
 
@@ -137,32 +140,32 @@ register_node(Sharded, _children, _build)
 
 
 def check_ties(plan: Plan, leaves: Mapping[str, torch.Tensor]) -> None:
-    """Refuse leaves that are one parameter in the plan and have come to differ: one of them would be lost."""
-    apart = [
+    """Refuse tied leaves, which are one parameter in the plan, whose values differ."""
+    differing = [
         f"{placement.path} and {alias}"
         for placement in plan.placements
         for alias in placement.aliases
         if alias in leaves and not _same(leaves[placement.path], leaves[alias])
     ]
-    if apart:
+    if differing:
         raise TreeError(
-            f"leaves that are one parameter, tied when it was sharded, hold different values:\n{listing(apart)}\nGive both "
-            "the same values, or shard a tree in which they are not tied anew with sl.shard."
+            f"leaves that were tied when the tree was sharded, and are one parameter, hold different values:\n"
+            f"{listing(differing)}\nGive both the same values, or shard a tree in which they are not tied with sl.shard."
         )
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one is other or torch.allclose(one, other.to(one.dtype), rtol=0, atol=0, equal_nan=True)
+def _same(leaf: torch.Tensor, alias: torch.Tensor) -> bool:
+    return leaf is alias or torch.allclose(leaf, alias.to(leaf.dtype), rtol=0, atol=0, equal_nan=True)
 
 
 def check_same_tree(
     plan: Plan, paths: Sequence[str], shapes: Sequence[tuple[int, ...]], what: str, *, whole: bool = False
 ) -> None:
-    """Raise `TreeError` listing each leaf of ``what`` that is missing, new, or of another shape than the plan's.
+    """Raise `TreeError` listing each leaf of ``what`` that is missing, new, or of another shape than in the plan.
 
-    Shapes are of this rank's shards, or of ``whole`` leaves.
+    ``shapes`` are of this rank's shards, or with ``whole`` of whole leaves.
     """
-    # Other stages' leaves are None in a rank's tree.
+    # In a rank's tree the leaves of other stages are None.
     wanted = {
         path: leaf for path, leaf in zip(plan.shape.paths, plan.leaves, strict=True) if leaf.bucket in plan.bucket_of
     }

@@ -1,4 +1,4 @@
-"""The full pytree back from its shards."""
+"""`unshard`: the full pytree from its shards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def unshard(params: Sharded) -> Tree:
 
 
 def _whole_buffers(params: Sharded) -> Iterator[tuple[Bucket, torch.Tensor]]:
-    """Every bucket gathered; other stages' come from the first rank along their axis that has them."""
+    """Every bucket with its gathered buffer. Buckets of other stages are broadcast by the first rank that holds them."""
     plan, mesh, buffers = params.plan, params.mesh, params.buffers
     axes = [axis for axis in plan.stages.axes if mesh.shape[axis] > 1]
     if not axes:
@@ -41,13 +41,13 @@ def _whole_buffers(params: Sharded) -> Iterator[tuple[Bucket, torch.Tensor]]:
             yield bucket, _gathered(params, bucket)
         return
     (axis,) = axes
-    mine = {name: buffer.dtype for name, buffer in buffers.items()}
-    dtypes = {name: dtype for held in primitives.all_gather_object(mesh, [axis], mine) for name, dtype in held.items()}
+    local = {name: buffer.dtype for name, buffer in buffers.items()}
+    dtypes = {name: dtype for held in primitives.all_gather_object(mesh, [axis], local) for name, dtype in held.items()}
     for bucket in plan.everywhere.buckets:
         if bucket.name not in dtypes:
             continue
         if bucket.name in buffers:
-            buffer = _gathered(params, bucket).clone()  # a broadcast writes, and this may be the stored one
+            buffer = _gathered(params, bucket).clone()  # a broadcast writes, and this may be the stored buffer
         else:
             buffer = torch.empty(bucket.size(0), dtype=dtypes[bucket.name], device=mesh.device)
         primitives.broadcast(mesh, axis, buffer, bucket.homes[0]).wait()
@@ -59,10 +59,11 @@ def _gathered(params: Sharded, bucket: Bucket) -> torch.Tensor:
     return Gather(params.mesh, gathers(bucket, 0, level, {}), buffer).wait() if level else buffer
 
 
-def _gather_slices(part: torch.Tensor, leaf: Leaf, mesh: Mesh) -> torch.Tensor:
+def _gather_slices(local: torch.Tensor, leaf: Leaf, mesh: Mesh) -> torch.Tensor:
+    """The whole leaf from this rank's slice."""
     for dim, entry in enumerate(leaf.spec.entries):
         for axis in reversed(entry):
-            out = part.new_empty((mesh.shape[axis], *part.shape))
-            primitives.all_gather(mesh, axis, out, part.contiguous()).wait()
-            part = out.movedim(0, dim).flatten(dim, dim + 1)
-    return part[: leaf.shape[0]] if leaf.spec.padded else part
+            out = local.new_empty((mesh.shape[axis], *local.shape))
+            primitives.all_gather(mesh, axis, out, local.contiguous()).wait()
+            local = out.movedim(0, dim).flatten(dim, dim + 1)
+    return local[: leaf.shape[0]] if leaf.spec.padded else local

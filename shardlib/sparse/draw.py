@@ -1,4 +1,4 @@
-"""Pictures of layouts: rows are queries, columns keys."""
+"""Pictures of layouts, in which rows are queries and columns are keys."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ _PIXELS = 1024
 
 
 def draw(layout: Layout, head: int = 0, width: int = 64) -> str:
-    """One head as text, two characters a block; where there are more than ``width`` blocks a side, one cell stands for
-    several, the darker the more of them are computed. (Those on the diagonal count whole, in a causal layout too.)
+    """One head as text, two characters per block.
+
+    With more than ``width`` blocks a side one cell stands for several blocks, and is the darker the more of them are
+    computed. (Blocks on the diagonal count as whole, also in a causal layout.)
 
     Raises:
         ValueError: a head that the layout does not have, or a width below 1.
@@ -33,9 +35,10 @@ def draw(layout: Layout, head: int = 0, width: int = 64) -> str:
 
 
 def plot(path: str | Path, layout: Layout, title: str | None = None) -> None:
-    """Write a PNG with a panel for each head. Folders on the way are made.
+    """Write a PNG with a panel for each head, making its folder if needed.
 
-    Raises MissingPackage (an ImportError), naming what to install, where matplotlib is missing.
+    Raises:
+        MissingPackage: matplotlib is not installed; names what to install. An ImportError.
 
     >>> sl.sparse.plot("layout.png", sl.sparse.bigbird(1024))
     """
@@ -54,13 +57,13 @@ def plot(path: str | Path, layout: Layout, title: str | None = None) -> None:
 
 
 def coverage(layout: Layout, head: int, width: int) -> torch.Tensor:
-    """The share of computed blocks in each of ``width`` × ``width`` cells, or of fewer where there are fewer blocks."""
+    """The share of computed blocks in each of at most ``width`` × ``width`` cells, fp32 ``[cells, cells]``."""
     if not 0 <= head < layout.heads or width < 1:
         raise ValueError(f"head={head} and width={width}: heads are 0 to {layout.heads - 1}, and a width is at least 1")
     step = max(1, -(-layout.size // width))
     cells = -(-layout.size // step)
     rows, columns = layout.pairs(head)
-    found = (rows // step * cells + columns // step).bincount(minlength=cells**2).view(cells, cells)
+    counts = (rows // step * cells + columns // step).bincount(minlength=cells**2).view(cells, cells)
     # The last cells of a row or column may hold fewer blocks.
     sizes = (layout.size - step * torch.arange(cells)).clamp(max=step)
-    return (found.cpu() / (sizes[:, None] * sizes)).float()
+    return (counts.cpu() / (sizes[:, None] * sizes)).float()

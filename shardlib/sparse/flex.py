@@ -1,4 +1,4 @@
-"""Layouts from, and for, FlexAttention (torch.nn.attention.flex_attention)."""
+"""Conversion between layouts and the `BlockMask` of FlexAttention (torch.nn.attention.flex_attention)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from shardlib.sparse.layout import Layout
 # (sample, head, query, key) -> whether the query sees the key.
 MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-_BLOCKS = Threshold(1 << 10)  # whose masks are looked at together
+_BLOCKS = Threshold(1 << 10)  # blocks whose masks are checked at a time
 
 
 def to_block_mask(layout: Layout, length: int, *, causal: bool | None = None) -> BlockMask:
-    """The same attention as a `BlockMask`.
+    """The layout as a `BlockMask`.
 
-    It has the block lists, which compiled FlexAttention goes by, and a ``mask_mod``, which the eager one goes by alone.
-    The lists take 16 bytes for every block that there is, computed or not: FlexAttention is made for blocks of 128.
+    The mask has the block lists, which compiled FlexAttention uses, and a ``mask_mod``, which is all that eager FlexAttention
+    uses. The lists take 16 bytes for every block, computed or not: FlexAttention is meant for blocks of 128.
 
     Args:
         length: of the sequence.
-        causal: also masks inside the blocks on the diagonal, and leaves out those above; by default as the layout says.
+        causal: whether to mask inside the blocks on the diagonal and leave out those above; by default as the layout says.
 
     Raises:
         ValueError: a layout of another length, or a causal one and ``causal=False``.
@@ -42,8 +42,8 @@ def to_block_mask(layout: Layout, length: int, *, causal: bool | None = None) ->
         blocks = seen[head % len(seen), query // block, key // block]
         return blocks & (key <= query) if causal else blocks
 
-    places = torch.arange(layout.size, device=seen.device)
-    below, diagonal = places[:, None] > places, places[:, None] == places
+    numbers = torch.arange(layout.size, device=seen.device)
+    below, diagonal = numbers[:, None] > numbers, numbers[:, None] == numbers
     partial, full = (seen & diagonal, seen & below) if causal else (torch.zeros_like(seen), seen)
     return BlockMask.from_kv_blocks(
         *_lists(partial), *_lists(full), BLOCK_SIZE=block, mask_mod=mask_mod, seq_lengths=(length, length)
@@ -51,13 +51,13 @@ def to_block_mask(layout: Layout, length: int, *, causal: bool | None = None) ->
 
 
 def from_block_mask(mask: BlockMask, *, causal: bool = False) -> Layout:
-    """The blocks of a `BlockMask`.
+    """The layout that has the blocks of a `BlockMask`.
 
     Args:
-        causal: whether a position sees itself and those before it alone, as the layout then has it too.
+        causal: whether in ``mask`` a position sees no later ones; the layout is then causal too.
 
     Raises:
-        ValueError: what the layout cannot say: another mask for each sample, blocks that are not square, or a
+        ValueError: a mask that no layout expresses: one for each sample, one with blocks that are not square, or a
             ``mask_mod`` that hides other pairs inside a block than ``causal`` does.
 
     >>> from torch.nn.attention.flex_attention import create_block_mask
@@ -83,22 +83,22 @@ def from_block_mask(mask: BlockMask, *, causal: bool = False) -> Layout:
 
 
 def _lists(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Number of blocks (1, heads, size), and columns (1, heads, size, size) of which the first so many count."""
+    """The number of blocks of each row (1, heads, size), and columns (1, heads, size, size), the row's blocks first."""
     order = dense.int().argsort(dim=-1, descending=True, stable=True).int()
     return dense.sum(dim=-1).int()[None], order[None].contiguous()
 
 
 def _dense(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """bool (heads, size, size)"""
+    """The blocks of these lists as bool (heads, size, size): the inverse of `_lists`."""
     size = counts.shape[-1]
     first = torch.arange(indices.shape[-1], device=counts.device) < counts[0, :, :, None]
     dense = torch.zeros(*counts.shape[1:], size + 1, dtype=torch.bool, device=counts.device)
-    columns = indices[0].long().where(first, size)  # what does not count goes to a column that is cut off
+    columns = indices[0].long().where(first, size)  # the rest goes to a column that is cut off
     return dense.scatter_(2, columns, True)[..., :size]
 
 
 def _check(kind: str, blocks: torch.Tensor, mask_mod: MaskMod | None, block: int, length: int, causal: bool) -> None:
-    """Inside these blocks, the mask must hide what ``causal`` hides, and nothing else."""
+    """Raise `ValueError` unless ``mask_mod`` hides exactly what ``causal`` hides inside ``blocks``."""
     inside = torch.arange(block, device=blocks.device)
     zero = torch.zeros((), dtype=torch.int64, device=blocks.device)
     for head, row, column in (some.unbind(1) for some in blocks.nonzero().split(_BLOCKS())):

@@ -1,4 +1,4 @@
-"""Which blocks of the attention scores are computed, as compressed rows of blocks."""
+"""`Layout`: which blocks of the attention scores are computed, as compressed rows of blocks."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The blocks of a ``[length, length]`` matrix of scores that are computed, for all heads or for each.
+    """The blocks of a ``[length, length]`` matrix of scores that are computed, for all heads or for each head.
 
-    Memory is 4 bytes per block: heads that have the same blocks point to the same list.
+    Memory is 4 bytes per computed block. Heads that have the same blocks share one list.
 
     Attributes:
-        block: queries, and keys, per block: a power of two, 16 or more.
+        block: queries per block, and keys per block: a power of two, 16 or more.
         row_offsets: int32 ``[heads, size + 1]``; the blocks of row i of head h are
             ``columns[row_offsets[h, i] : row_offsets[h, i + 1]]``. One head stands for all heads.
         columns: int32 ``[stored blocks]``, ascending in every row.
-        causal: a position sees itself and those before it, also inside the blocks on the diagonal; none lies above.
+        causal: whether a position sees no later ones, also inside the blocks on the diagonal. A causal layout has no block
+            above the diagonal.
     """
 
     block: int
@@ -32,7 +33,7 @@ class Layout:
     def __post_init__(self) -> None:
         if not isinstance(self.causal, bool):
             raise TypeError(f"causal={self.causal!r}: True or False")
-        object.__setattr__(self, "block", operator.index(self.block))  # also of numpy's
+        object.__setattr__(self, "block", operator.index(self.block))  # NumPy's integers too
         if self.block < 16 or self.block & (self.block - 1):
             raise ValueError(f"a block of {self.block} positions: use a power of two, 16 or more")
         if self.row_offsets.dim() != 2 or self.columns.dim() != 1:
@@ -42,7 +43,7 @@ class Layout:
             raise TypeError(f"row_offsets and columns are {self.row_offsets.dtype} and {self.columns.dtype}, not int32")
         if not self.row_offsets.is_contiguous() or not self.columns.is_contiguous():
             raise ValueError("row_offsets and columns must be contiguous: call .contiguous()")
-        # Kernels take addresses from these numbers.
+        # Kernels compute addresses from these numbers.
         first, last = (0, 0) if not self.row_offsets.numel() else self.row_offsets.aminmax()
         if first < 0 or last > len(self.columns) or (self.row_offsets.diff() < 0).any():
             raise ValueError(f"row_offsets must ascend, from 0 at least to the {len(self.columns)} columns at most")
@@ -56,7 +57,7 @@ class Layout:
             self._check_below()
 
     def _check_below(self) -> None:
-        """No row of a causal layout has a block above the diagonal: its last one tells."""
+        """Raise `ValueError` where the last block of a row lies above the diagonal."""
         ends = self.row_offsets[:, 1:]
         filled = ends > self.row_offsets[:, :-1]
         rows = torch.arange(self.size, device=self.columns.device).expand_as(ends)[filled]
@@ -74,7 +75,7 @@ class Layout:
         heads: Sequence[int],
         causal: bool = False,
     ) -> Layout:
-        """From compressed rows: (offsets ``[size + 1]``, columns) of each pattern, and the pattern of each head."""
+        """A layout from compressed rows: (offsets ``[size + 1]``, columns) of each pattern, and the pattern of each head."""
         starts = torch.tensor([0] + [len(columns) for _, columns in patterns]).cumsum(0)
         if starts[-1] >= 2**31:
             raise ValueError(f"{starts[-1]} blocks do not fit int32: use larger blocks, or fewer patterns")
@@ -83,9 +84,12 @@ class Layout:
 
     @classmethod
     def from_dense(cls, dense: torch.Tensor, block: int, *, causal: bool = False) -> Layout:
-        """From the blocks that are not zero: ``[size, size]`` for all heads, or ``[heads, size, size]``.
+        """A layout of the blocks that are not zero in ``dense``: ``[size, size]`` for all heads, or ``[heads, size, size]``.
 
-        With ``causal`` none of them may lie above the diagonal.
+        With ``causal`` no block may lie above the diagonal.
+
+        Raises:
+            ValueError: another shape, or blocks above the diagonal of a causal layout.
         """
         if dense.dim() not in (2, 3) or dense.shape[-1] != dense.shape[-2]:
             raise ValueError(f"a layout of shape {tuple(dense.shape)}: use (size, size) or (heads, size, size)")
@@ -95,7 +99,7 @@ class Layout:
         return cls.from_rows(block, patterns, heads.tolist(), causal)
 
     def to_dense(self) -> torch.Tensor:
-        """bool ``[heads, size, size]``: for small ones."""
+        """The computed blocks as bool ``[heads, size, size]``, for small layouts."""
         dense = torch.zeros(self.heads, self.size, self.size, dtype=torch.bool, device=self.columns.device)
         for head in range(self.heads):
             rows, columns = self.pairs(head)
@@ -103,36 +107,37 @@ class Layout:
         return dense
 
     def pairs(self, head: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Row and column of each of a head's blocks, row by row."""
+        """The row and the column of each block of a head, row by row."""
         offsets = self.row_offsets[head]
         rows = torch.arange(self.size, device=offsets.device).repeat_interleave(offsets.diff())
         return rows, self.columns[int(offsets[0]) : int(offsets[-1])]
 
     def row(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """One row's columns that any head has, int64 ``[n]``, ascending, and which head has them, bool ``[heads, n]``."""
+        """The columns of one row's blocks in any head, int64 ``[n]``, ascending; and which heads have them, bool ``[heads,
+        n]``."""
         held = torch.zeros(self.heads, self.size, dtype=torch.bool, device=self.columns.device)
         for head, (first, last) in enumerate(self.row_offsets[:, number : number + 2].tolist()):
             held[head, self.columns[first:last].long()] = True
         columns = held.any(0).nonzero().flatten()
         return columns, held[:, columns]
 
-    def causal_for(self, asked: bool | None) -> bool:
-        """Whether attention is causal that was asked to be, or not to be, or (None) as the layout says.
+    def causal_for(self, causal: bool | None) -> bool:
+        """Whether attention over this layout is causal, given the ``causal`` of its call (None for as the layout says).
 
         Raises:
-            ValueError: the layout is causal, and it was asked not to be.
+            ValueError: the layout is causal, and ``causal`` is False.
         """
-        if self.causal and asked is False:
+        if self.causal and causal is False:
             raise ValueError(
                 "causal=False, and the layout is causal: make it with causal=False, or leave causal out of the call"
             )
-        return self.causal or bool(asked)
+        return self.causal or bool(causal)
 
     def leading(self, length: int) -> Layout:
-        """The blocks of the first ``length`` positions among themselves.
+        """The layout of the first ``length`` positions: the blocks that lie in their rows and columns.
 
         Raises:
-            ValueError: the layout is of fewer, or ``length`` is below 1.
+            ValueError: the layout has fewer positions, or ``length`` is below 1.
         """
         if length < 1:
             raise ValueError(f"length={length} must be at least 1")
@@ -154,7 +159,7 @@ class Layout:
 
     @property
     def heads(self) -> int:
-        """1: the same blocks for however many heads there are."""
+        """The number of heads; 1 for a layout that serves any number of heads."""
         return len(self.row_offsets)
 
     @property
@@ -164,16 +169,16 @@ class Layout:
 
     @cached_property
     def blocks(self) -> int:
-        """Blocks that are computed, over all of `heads`."""
+        """The number of computed blocks, summed over `heads`."""
         return int((self.row_offsets[:, -1] - self.row_offsets[:, 0]).sum(dtype=torch.int64))
 
     @property
     def density(self) -> float:
-        """Blocks that are computed, over all there are."""
+        """The share of blocks that are computed."""
         return self.blocks / (self.heads * self.size**2) if self.size else 0.0
 
     def to(self, device: torch.device | str) -> Layout:
-        """The same on another device, where it stays."""
+        """This layout on another device; copied once per device, and kept."""
         device = torch.device(device)
         if device == self.columns.device:
             return self
@@ -188,7 +193,7 @@ class Layout:
         return {}
 
     def __deepcopy__(self, memo: object) -> Layout:
-        """Itself, which never changes: a copied module has it too."""
+        """This layout itself, which is immutable, so that copied modules share it."""
         return self
 
     def __repr__(self) -> str:
@@ -198,15 +203,15 @@ class Layout:
 
 
 def offsets_of(counts: torch.Tensor) -> torch.Tensor:
-    """int64 ``[n + 1]``: where each of n lists of these lengths begins, and where the last ends."""
+    """The offsets of n consecutive lists of these lengths, int64 ``[n + 1]``: where each begins, and where the last ends."""
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
 
 
 def check_layout(layout: object) -> Layout:
-    """Itself.
+    """``layout``, which must be a `Layout`.
 
     Raises:
-        TypeError: it is no `Layout`.
+        TypeError: ``layout`` is something else.
     """
     if not isinstance(layout, Layout):
         raise TypeError(

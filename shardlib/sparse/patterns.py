@@ -1,16 +1,16 @@
 """The usual patterns of block-sparse attention, made row by row in compressed form.
 
-A row's blocks are a union of intervals of columns. Rows are taken some thousand at a time, so that making a pattern
-needs little more memory than the result.
+A row's blocks are a union of intervals of columns. Some thousand rows are made at a time, so that making a pattern needs
+little more memory than the result.
 
 Sources: sparse transformers (Child et al., arXiv 1904.10509), BigBird (Zaheer et al., arXiv 2007.14062) and Longformer
 (Beltagy et al., arXiv 2004.05150), in the block forms that DeepSpeed made common, with the same defaults. Lengths are in
-positions, everything else in blocks. With ``causal`` no block lies above the diagonal; inside the blocks on it
-attention masks, as the layout is causal then. ``heads`` is the number of heads that the layout is for; 1 does for any
-number. Windows around the diagonal have an odd number of blocks, as many to either side; what of a window lies beyond the
-sequence does not count.
+positions, all other sizes in blocks. With ``causal`` the layout is causal: no block lies above the diagonal, and attention
+masks inside the blocks on the diagonal. ``heads`` is the number of heads of the layout; a layout of 1 head serves any number.
+Windows around the diagonal have an odd number of blocks, equally many on either side, and are cut off at the ends of the
+sequence.
 
-Every pattern raises ValueError for sizes that make no sense, and TypeError for what is no integer.
+Every pattern raises ValueError for sizes out of range, and TypeError for sizes that are not integers.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from shardlib.kernels.counter import random_bits
 from shardlib.rng import Key
 from shardlib.sparse.layout import Layout, offsets_of
 
-_COLUMNS = Threshold(1 << 22)  # of intervals that are written out at a time
+_COLUMNS = Threshold(1 << 22)  # columns of intervals that are written out at a time
 
-# The rows, and the first and last + 1 column of each.
+# Rows, and for each an interval of columns: the first, and the last + 1.
 Intervals = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-# Rows -> what each sees, by several families of intervals.
+# Rows -> several families of intervals, whose union each row sees.
 Pattern = Callable[[torch.Tensor], Iterator[Intervals]]
 
 
 def dense(length: int, *, block: int = 16, causal: bool = False) -> Layout:
-    """Every block.
+    """All blocks.
 
     >>> sl.sparse.dense(256).density
     1.0
@@ -58,14 +58,15 @@ def fixed(
     patterns: int = 1,
     horizontal: bool = False,
 ) -> Layout:
-    """Windows of ``local`` blocks side by side, and of each window ``global_blocks`` blocks that every row sees.
+    """Windows of ``local`` blocks side by side, and ``global_blocks`` columns of each window that all rows see.
 
     Args:
-        local: blocks of a window: a multiple of ``global_blocks``.
-        global_blocks: columns of each window that all rows see: its last ones, or for head h as many that come
-            h % patterns times as many before the end. A shorter last window has them there too, or at its end.
-        patterns: different choices of global columns among the heads.
-        horizontal: the rows of global blocks see everything, too; not with ``causal``.
+        local: blocks per window: a multiple of ``global_blocks``.
+        global_blocks: global columns per window. For head h they end (h % patterns) · global_blocks blocks before the
+            window's end. A shorter last window has them at the same offset from its start, or at its end where it is too
+            short.
+        patterns: the number of different choices of global columns among the heads.
+        horizontal: whether the rows of global blocks also see everything; not with ``causal``.
 
     >>> sl.sparse.fixed(256, local=4, causal=True).size
     16
@@ -77,9 +78,9 @@ def fixed(
     if patterns > local // global_blocks:
         raise ValueError(f"patterns={patterns}: from 1 to local // global_blocks = {local // global_blocks}")
     if patterns > 1 and heads < patterns:
-        raise ValueError(f"patterns={patterns} needs as many heads, and there are heads={heads}: pass heads")
+        raise ValueError(f"patterns={patterns} needs at least as many heads, and heads={heads}: pass heads")
     if horizontal and causal:
-        raise ValueError("horizontal=True lets rows see what comes after them: leave causal out, or horizontal")
+        raise ValueError("horizontal=True lets rows see later columns: leave causal out, or horizontal")
 
     def of(number: int) -> Pattern:
         first, whole = local - (1 + number) * global_blocks, size - size % local
@@ -112,14 +113,15 @@ def variable(
     horizontal: bool = False,
     seed: int = 0,
 ) -> Layout:
-    """Windows of several sizes, global blocks that are named, and random ones.
+    """Windows of several sizes, given global blocks, and random blocks.
 
     Args:
-        random: blocks that every row sees besides, drawn by ``seed``, for each head anew.
-        windows: sizes of the windows, one after the other; the last repeats.
-        global_blocks: columns that all rows see. Those beyond the sequence are left out.
-        global_ends: where the global columns end that begin at ``global_blocks``; by default each is one column.
-        horizontal: the rows of global blocks see everything, too; not with ``causal``.
+        random: further blocks of every row, drawn by ``seed``, anew for each head.
+        windows: the sizes of consecutive windows; the last repeats.
+        global_blocks: the first columns of runs that all rows see. Columns beyond the sequence are left out.
+        global_ends: the last + 1 column of each of these runs; by default each run is one column.
+        horizontal: whether the rows of global blocks also see everything; not with ``causal``.
+        seed: of the random blocks.
 
     >>> sl.sparse.variable(256, windows=(2, 4), random=1).size
     16
@@ -127,10 +129,10 @@ def variable(
     size = _size(length, block)
     _check(heads=(heads, 1), random=(random, 0))
     if isinstance(windows, int) or not windows:
-        raise ValueError(f"windows={windows!r}: a list of sizes, one at least, such as (4,)")
+        raise ValueError(f"windows={windows!r}: pass a list of at least one size, such as (4,)")
     _check(**{f"windows[{number}]": (window, 1) for number, window in enumerate(windows)})
     if horizontal and causal:
-        raise ValueError("horizontal=True lets rows see what comes after them: leave causal out, or horizontal")
+        raise ValueError("horizontal=True lets rows see later columns: leave causal out, or horizontal")
     low, high = _spans(global_blocks, global_ends)
     borders = torch.tensor([0, *windows]).cumsum(0)
 
@@ -162,14 +164,14 @@ def bigbird(
     global_blocks: int = 1,
     seed: int = 0,
 ) -> Layout:
-    """A sliding window, the first blocks' rows and columns, and random blocks.
+    """A sliding window, the rows and columns of the first blocks, and random blocks.
 
     Args:
-        random: blocks that every row sees besides, drawn by ``seed``, for each head anew; with ``causal`` among those up
-            to the diagonal.
-        window: blocks around the diagonal, an odd number: window // 2 to either side.
-        global_blocks: how many rows see everything, from the first, and how many columns everything sees: with ``causal``
-            the columns alone matter.
+        random: further blocks of every row, drawn by ``seed``, anew for each head; with ``causal`` up to the diagonal.
+        window: blocks around the diagonal, an odd number: window // 2 on either side.
+        global_blocks: the number of first rows that see everything, and of first columns that all rows see. With ``causal``
+            only the columns matter.
+        seed: of the random blocks.
 
     >>> sl.sparse.bigbird(1024, causal=True).density < 0.1
     True
@@ -178,7 +180,7 @@ def bigbird(
     _check(heads=(heads, 1), random=(random, 0), global_blocks=(global_blocks, 0))
     _check_window(window)
     if global_blocks > size:
-        raise ValueError(f"global_blocks={global_blocks} of {size} blocks a side (length={length}): use fewer")
+        raise ValueError(f"global_blocks={global_blocks}, and length={length} has {size} blocks a side: use fewer")
     starts = torch.zeros(1, dtype=torch.int64)
 
     def of(head: int) -> Pattern:
@@ -202,12 +204,13 @@ def longformer(
     global_blocks: Sequence[int] = (0,),
     global_ends: Sequence[int] | None = None,
 ) -> Layout:
-    """A sliding window, and global blocks whose rows and columns are whole.
+    """A sliding window, and the whole rows and columns of global blocks.
 
     Args:
-        window: blocks around the diagonal, an odd number: window // 2 to either side.
-        global_blocks: blocks that see everything and that everything sees. Those beyond the sequence are left out.
-        global_ends: where they end; by default each is one block.
+        window: blocks around the diagonal, an odd number: window // 2 on either side.
+        global_blocks: the first blocks of runs that see everything and that all rows see. Blocks beyond the sequence are left
+            out.
+        global_ends: the last + 1 block of each of these runs; by default each run is one block.
 
     >>> sl.sparse.longformer(256).size
     16
@@ -225,7 +228,7 @@ def longformer(
 
 
 def sliding_window(length: int, *, block: int = 16, causal: bool = True, window: int = 3) -> Layout:
-    """Blocks around the diagonal: ``window``, an odd number, // 2 to either side, or before it alone with ``causal``.
+    """Blocks around the diagonal: window // 2 on either side, or with ``causal`` only before it; ``window`` must be odd.
 
     >>> layout = sl.sparse.sliding_window(64, window=3)
     >>> print(sl.sparse.draw(layout))
@@ -244,7 +247,7 @@ def _size(length: int, block: int) -> int:
 
 
 def _check(**given: tuple[int, int]) -> None:
-    """Every number is an integer, and at least so much."""
+    """Refuse numbers that are not integers, or below their least value: name -> (number, least)."""
     for name, (number, least) in given.items():
         try:
             operator.index(number)
@@ -263,14 +266,16 @@ def _check_window(window: int) -> None:
 
 
 def _spans(starts: Sequence[int], ends: Sequence[int] | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """First and last + 1 of the global blocks that are named."""
+    """The first and the last + 1 block of each run of global blocks."""
     for name, numbers in (("global_blocks", starts), ("global_ends", ends)):
         if isinstance(numbers, int):
-            raise TypeError(f"{name}={numbers}: a list of blocks, such as ({numbers},)")
-        _check(**{f"{name}[{place}]": (number, 0) for place, number in enumerate(numbers or ())})
+            raise TypeError(f"{name}={numbers}: pass a list of blocks, such as ({numbers},)")
+        _check(**{f"{name}[{index}]": (number, 0) for index, number in enumerate(numbers or ())})
     ends = [start + 1 for start in starts] if ends is None else ends
     if len(ends) != len(starts) or any(start >= end for start, end in zip(starts, ends)):
-        raise ValueError(f"global_blocks={tuple(starts)} and global_ends={tuple(ends)}: an end after each start")
+        raise ValueError(
+            f"global_blocks={tuple(starts)} and global_ends={tuple(ends)}: pass one end for each start, after it"
+        )
     return torch.tensor(starts, dtype=torch.int64), torch.tensor(ends, dtype=torch.int64)
 
 
@@ -288,14 +293,14 @@ def _crossed(rows: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> Inter
 
 
 def _inside(rows: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """The rows that lie in one of the intervals."""
+    """The rows that lie in any of the intervals."""
     return rows[((rows[:, None] >= low) & (rows[:, None] < high)).any(dim=1)]
 
 
 def _drawn(rows: torch.Tensor, count: int, size: int, causal: bool, seed: int, head: int) -> Intervals:
-    """``count`` different columns in every row, or all there are: Floyd's sampling, a number after the other."""
+    """``count`` different random columns in every row, or all columns where there are fewer; by Floyd's sampling."""
     if count > size:
-        raise ValueError(f"random={count} different blocks of a row that has {size}: use fewer")
+        raise ValueError(f"random={count} different blocks, and a row has {size}: use fewer")
     key = Key(seed).fold_in("random blocks").fold_in(head)
     available = rows + 1 if causal else torch.full_like(rows, size)
     drawn = torch.full((len(rows), count), -1)
@@ -304,31 +309,31 @@ def _drawn(rows: torch.Tensor, count: int, size: int, causal: bool, seed: int, h
         column = random_bits(key.seed, rows * count + number) * (largest + 1) >> 24
         again = (drawn == column[:, None]).any(dim=1)
         drawn[:, number] = torch.where(again, largest, column).where(largest >= 0, -1)
-    found = drawn >= 0
-    columns = drawn[found]
-    return rows[:, None].expand_as(drawn)[found], columns, columns + 1
+    valid = drawn >= 0
+    columns = drawn[valid]
+    return rows[:, None].expand_as(drawn)[valid], columns, columns + 1
 
 
 def _layout(size: int, block: int, causal: bool, patterns: Sequence[Pattern], heads: int = 1) -> Layout:
-    """Head h has pattern h % len(patterns)."""
-    made = [_compressed(size, causal, pattern) for pattern in patterns]
-    return Layout.from_rows(block, made, [head % len(patterns) for head in range(heads)], causal)
+    """The layout in which head h has pattern h % len(patterns)."""
+    compressed = [_compressed(size, causal, pattern) for pattern in patterns]
+    return Layout.from_rows(block, compressed, [head % len(patterns) for head in range(heads)], causal)
 
 
 def _compressed(size: int, causal: bool, pattern: Pattern) -> tuple[torch.Tensor, torch.Tensor]:
-    """Offsets and columns."""
+    """A pattern's offsets and columns, as `Layout.from_rows` takes them."""
     counts, columns = [], []
     for rows in torch.arange(size).split(max(1, _COLUMNS() // size)):
-        places = []
+        blocks = []  # row * size + column, of some blocks several times
         for row, low, high in pattern(rows):
             low, high = low.clamp(min=0), high.clamp(max=size)
             if causal:
                 high = torch.minimum(high, row + 1)
             widths = (high - low).clamp(min=0)
-            into = offsets_of(widths)
-            inside = torch.arange(int(into[-1])) - into[:-1].repeat_interleave(widths)
-            places.append((row * size + low).repeat_interleave(widths) + inside)
-        found = torch.unique(torch.cat(places))
-        counts.append((found // size - rows[0]).bincount(minlength=len(rows)))
-        columns.append((found % size).int())
+            offsets = offsets_of(widths)
+            inside = torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(widths)
+            blocks.append((row * size + low).repeat_interleave(widths) + inside)
+        distinct = torch.unique(torch.cat(blocks))
+        counts.append((distinct // size - rows[0]).bincount(minlength=len(rows)))
+        columns.append((distinct % size).int())
     return offsets_of(torch.cat(counts)), torch.cat(columns)

@@ -1,4 +1,4 @@
-"""One file per transform: values that claim how a step is sharded, reduced and scheduled."""
+"""Transforms, one file each: values that claim how a step is sharded, reduced and scheduled."""
 
 from shardlib.transforms.accumulate import accumulate
 from shardlib.transforms.freeze import freeze

@@ -1,4 +1,4 @@
-"""Gradient accumulation: a rank's batch in several micro-batches."""
+"""Gradient accumulation: each rank's batch is cut into several micro-batches."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ def accumulate(n: int, sync: str | None = None) -> Accumulate:
 
     Args:
         n: number of micro-batches, at least 1.
-        sync: when gradients are reduced over ranks. "each": after every micro-batch, into their shards (stages
-            2 and 3: least memory). "last": once, after the last; they are kept whole until then (least
+        sync: when gradients are reduced over ranks. "each": after every micro-batch, into their shards (ZeRO stages
+            2 and 3: least memory). "last": once, after the last micro-batch; gradients are kept whole until then (least
             traffic). By default "each" where gradients are split and "last" where they are whole.
 
     Raises:
-        IllegalComposition: ``n`` or ``sync`` out of range.
+        IllegalComposition: ``n`` or ``sync`` out of range; when a plan is made, ``sync="each"`` with gradients that are
+            not split.
 
     >>> parallel = sl.chain(sl.zero(2), sl.accumulate(4))
     >>> sl.make_plan({"w": torch.ones(8, 8)}, sl.abstract_mesh(data=4), parallel).step.microbatches

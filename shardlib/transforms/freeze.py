@@ -1,4 +1,4 @@
-"""Leaves that are used and not trained."""
+"""Frozen leaves: used in the loss, and not trained."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def _short(globs: tuple[str, ...]) -> str:
 
 
 def freeze(globs: str | Sequence[str], *, exclude: str | Sequence[str] = ()) -> Freeze:
-    """Do not train the leaves whose path matches: no gradient, no optimizer state. They are still sharded.
+    """Do not train the leaves whose paths match. Frozen leaves are sharded, and have no gradient and no optimizer state.
 
     Args:
-        globs: one or several patterns over paths such as ``"blocks/0/*"`` (``*`` crosses ``/``); what
-            ``shardlib.from_module(module, frozen=True)`` returns last is such a list.
-        exclude: patterns of what is trained all the same: ``freeze("*", exclude="*lora_*")``.
+        globs: one or several globs over paths, such as ``"blocks/0/*"`` (``*`` crosses ``/``). The last value that
+            ``shardlib.from_module(module, frozen=True)`` returns is a list of such globs.
+        exclude: globs of leaves that are trained nevertheless: ``freeze("*", exclude="*lora_*")``.
 
     Raises:
-        IllegalComposition: when the plan is made, a pattern that matches no parameter.
+        IllegalComposition: when a plan is made, a glob that matches no parameter.
 
     >>> parallel = sl.chain(sl.zero(1), sl.freeze("base/*"))
     >>> params = {"base": {"w": torch.ones(8, 8)}, "lora": torch.ones(8, 2)}

@@ -31,20 +31,20 @@ class Hierarchical(Transform):
             )
         if second == stored:
             raise IllegalComposition(
-                f"a second shard is to be kept over {axes_named(sorted(second))}, and parameters are split over "
-                "no other: it would be what is stored. Add zero(stage=3) over the axis between nodes, or drop hierarchical"
+                f"a second shard is to be kept over {axes_named(sorted(second))}, and parameters are split over no other "
+                "axis: it would equal the stored shard. Add zero(stage=3) over the axis between nodes, or drop hierarchical"
             )
 
 
 def hierarchical(axis: str = "local") -> Hierarchical:
-    """Keep a second shard of the parameters, split over ``axis`` alone, from a micro-batch's forward to its backward.
+    """Keep a second shard of the parameters, split over ``axis`` only, from a micro-batch's forward to its backward.
 
-    For parameters that are split over the axis between nodes and over ``axis`` inside one: ``chain(zero(3, axis="node"),
-    zero(3, axis="local"), hierarchical("local"))``. Forward gathers across nodes first, what arrives is kept, and backward
-    gathers inside the node alone. Costs the unit's parameters divided by the axis' size, for every unit, meanwhile.
+    For parameters that are split over the axis between nodes and over ``axis`` inside a node: ``chain(zero(3, axis="node"),
+    zero(3, axis="local"), hierarchical("local"))``. Forward gathers across nodes first and keeps the result, and backward
+    gathers inside the node only. Until then a rank holds all parameters divided by the size of ``axis`` in addition.
 
     Raises:
-        IllegalComposition: when a plan is made: parameters are not split over ``axis``, or over no other.
+        IllegalComposition: when a plan is made, parameters that are not split over ``axis``, or only over ``axis``.
 
     >>> two = sl.chain(sl.zero(3, axis="node"), sl.zero(3, axis="local"), sl.hierarchical("local"))
     >>> sl.make_plan({"w": torch.ones(8, 8)}, sl.abstract_mesh(node=2, local=4), two).payload()

@@ -1,4 +1,4 @@
-"""What is wrong with the rules of a tensor slicing, and what to put in their place."""
+"""Misfits: the rules of a tensor slicing that do not fit the parameters or the mesh, with remedies."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from shardlib.plan.claims import LeafInfo
 
 @dataclass(frozen=True)
 class Misfit:
-    """One thing that is wrong.
+    """One failure of a rule.
 
     Attributes:
-        text: what, with the leaf's path and shape, and the rule.
-        remedy: what to put in the rule's place; "" where that is to leave the leaf whole.
-        pattern, path: the rule, and the leaf that is to be left whole.
+        text: the failure, with the leaf's path and shape, and the rule.
+        remedy: the remedy; "" if it is to leave the leaf whole, which `with_remedies` spells out.
+        pattern: the rule's glob, or "".
+        path: the path of the leaf to leave whole, or "".
     """
 
     text: str
@@ -32,23 +33,23 @@ class Misfit:
 def misfits_of(
     leaf: LeafInfo, pattern: str, style: Style, spec: P, axis: str, sizes: Mapping[str, int]
 ) -> list[Misfit]:
-    """Why one leaf cannot be sliced by a rule over this mesh."""
-    found, remedy = [], ""
+    """The reasons for which a rule cannot slice a leaf over this mesh."""
+    reasons, remedy = [], ""
     if not leaf.dtype.is_floating_point:
-        found.append(f"{leaf.dtype} is no layer's weight or bias")
+        reasons.append(f"{leaf.dtype} is no layer's weight or bias")
     elif spec.axes and not leaf.shape:
-        found.append("a single number has no dimension to slice")
+        reasons.append("a single number has no dimension to slice")
     elif spec.axes:
-        found += spec.problems(leaf.shape, sizes)
-        if wrong := style.misfit(leaf.shape, sizes[axis]):
-            found.append(wrong[0])
-            remedy = wrong[1]
-    about = f"{leaf.path}: shape {leaf.shape}"
-    return [Misfit(f"{about}: {text}, by rule {pattern!r}: {style.rule}", remedy, pattern, leaf.path) for text in found]
+        reasons += spec.problems(leaf.shape, sizes)
+        if misfit := style.misfit(leaf.shape, sizes[axis]):
+            reasons.append(misfit[0])
+            remedy = misfit[1]
+    shape, rule = f"{leaf.path}: shape {leaf.shape}", f"by rule {pattern!r}: {style.rule}"
+    return [Misfit(f"{shape}: {reason}, {rule}", remedy, pattern, leaf.path) for reason in reasons]
 
 
 def tied(leaf: LeafInfo, patterns: Sequence[str]) -> Misfit:
-    """Rules that do not agree on one leaf."""
+    """A tied leaf to whose paths rules give different styles."""
     return Misfit(
         f"{' = '.join((leaf.path, *leaf.aliases))}: one tied leaf of shape {leaf.shape} with several styles, by the rules "
         f"{', '.join(map(repr, patterns))}",
@@ -57,7 +58,7 @@ def tied(leaf: LeafInfo, patterns: Sequence[str]) -> Misfit:
 
 
 def never_first(pattern: str, first: str, path: str) -> Misfit:
-    """A rule that others come before, wherever it matches."""
+    """A rule that never holds, since an earlier rule matches every parameter that it matches."""
     return Misfit(
         f"rule {pattern!r} never holds: {first!r} matches {path} too, and comes before it",
         f"put it before {first!r}, or take it out",
@@ -65,6 +66,7 @@ def never_first(pattern: str, first: str, path: str) -> Misfit:
 
 
 def matches_nothing(pattern: str, paths: Sequence[str], match: Callable[[str, str], bool]) -> Misfit:
+    """A rule that matches no parameter; the remedy is the most similar glob that does."""
     text = f"rule {pattern!r} matches no parameter"
     anywhere = f"*/{pattern}"
     if any(match(path, anywhere) for path in paths):
@@ -76,9 +78,10 @@ def matches_nothing(pattern: str, paths: Sequence[str], match: Callable[[str, st
 
 
 def with_remedies(misfits: Sequence[Misfit], held: Mapping[str, Sequence[str]]) -> list[Misfit]:
-    """With what leaves the others whole: the rule as a whole, or a rule before it where it suits other leaves.
+    """The misfits, with the missing remedies: replace the rule, or put a rule before it if it suits other leaves.
 
-    ``held``: rule -> the paths that it holds for.
+    Args:
+        held: glob of a rule -> the paths for which it is the first match.
     """
     failing: dict[str, set[str]] = {}
     for misfit in misfits:
@@ -87,7 +90,7 @@ def with_remedies(misfits: Sequence[Misfit], held: Mapping[str, Sequence[str]]) 
     def remedy(misfit: Misfit) -> str:
         fine = [path for path in held[misfit.pattern] if path not in failing[misfit.pattern]]
         layers = {path.rpartition("/")[0] for path in failing[misfit.pattern]}
-        if all(path.rpartition("/")[0] in layers for path in fine):  # biases, which stay with their weights
+        if all(path.rpartition("/")[0] in layers for path in fine):  # only biases fit, and they belong to their weights
             return "replace it with 'replicated'"
         glob = _glob(misfit.path)
         return f"put {(glob if all(_glob(path) != glob for path in fine) else misfit.path)!r}: 'replicated' before it"
@@ -96,14 +99,14 @@ def with_remedies(misfits: Sequence[Misfit], held: Mapping[str, Sequence[str]]) 
 
 
 def message_of(misfits: Sequence[Misfit], name: str, axis: str, sizes: Mapping[str, int], fitting: int) -> str:
-    """The message; ``fitting`` is the largest smaller size of the axis that all rules fit, or 1."""
+    """The message on all misfits. ``fitting`` is the largest smaller size of the axis that suits all rules, or 1."""
     mesh = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
     lines = [f"{misfit.text}; {misfit.remedy}" for misfit in misfits]
     advice = [f"With {axis}={fitting} all rules fit."] if fitting > 1 else []
     if any(misfit.pattern for misfit in misfits):
         advice.append(
-            "A layer that stays whole gives whole outputs: what they went into by sl.row() takes them by sl.row(split=True), "
-            "or stays whole too."
+            "A layer that stays whole gives whole outputs: change the layer after it from sl.row() to sl.row(split=True), or "
+            "leave that layer whole too."
         )
     advice.append(
         "(A rule matches a parameter's path or its layer's, such as 'blocks/*/mlp/up'; the first that matches holds.)"
@@ -112,5 +115,5 @@ def message_of(misfits: Sequence[Misfit], name: str, axis: str, sizes: Mapping[s
 
 
 def _glob(path: str) -> str:
-    """For all layers of a list at once: numbers become ``*``."""
+    """A glob for the same leaf of all layers of a list: numbers in the path become ``*``."""
     return re.sub(r"(^|/)\d+(?=/|$)", r"\1*", path)

@@ -32,18 +32,20 @@ class OneBitGradients(Transform):
 def onebit(axis: str = "data", scales: str | int = "leaf", *, feedback: bool = True) -> OneBitGradients:
     """Reduce gradients over ``axis`` in one bit per element, at any ZeRO stage.
 
-    Where gradients are split over the axis (stages 1 to 3) each rank's signs and scales go to the owner, who adds them up
-    in full precision; where they are not, the sum is compressed once more and gathered. What is left out is added to the
-    next step's gradients: fp32 errors, the size of the whole gradient, in ``TrainState.comm`` (and as much again during a
-    step, so that one that does not count leaves them alone). Adam's variance suffers from such gradients
-    (less with blocks of 128); `shardlib.optim.axis_owner.onebit_adam` freezes it.
+    Where gradients are split over the axis (ZeRO stages 1 to 3) each rank sends signs and scales to the owner, which sums
+    them in full precision; where gradients are whole, the sum is compressed once more and gathered. What compression leaves
+    out is added to the next step's gradients: residuals in fp32, of the size of the whole gradient, in ``TrainState.comm``
+    (and as much memory again during a step, so that a skipped step leaves the residuals unchanged). Adam's estimate of the
+    variance suffers from such gradients (less with blocks of 128); `shardlib.optim.axis_owner.onebit_adam` freezes it.
 
     Args:
+        axis: mesh axis over which gradients are summed.
         scales: "leaf" for one scale per parameter and rank, or elements per block, a multiple of 8.
-        feedback: False to forget what is left out; for comparison.
+        feedback: False drops what compression leaves out, without residuals; for comparison.
 
     Raises:
-        IllegalComposition: ``scales`` is neither.
+        IllegalComposition: ``scales`` is neither "leaf" nor a multiple of 8; when a plan is made, gradients that are not
+            summed over ``axis``, or parameters in float64.
 
     >>> mesh, params = sl.abstract_mesh(data=4), {"w": torch.ones(256, 256)}
     >>> sl.make_plan(params, mesh, sl.zero(2)).payload()

@@ -37,7 +37,7 @@ class Pipelined(Transform):
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         if self.axis not in sizes:
-            # For the message that the mesh has no such axis: whatever the schedule is made for, it is not that.
+            # `check_axes` refuses the axis. Until then any schedule will do: there is no size to make the right one for.
             yield Step(stages=Stages(schedules.gpipe(1, 1), ((0, 1),), self.axis))
             return
         schedule = schedules.make_schedule(self.schedule, sizes[self.axis], self.microbatches, self.chunks)
@@ -63,7 +63,7 @@ class Pipelined(Transform):
         require_split_gradients(resolved)
 
     def _cut(self, blocks: list[tuple[LeafInfo, set[int]]], stages: int) -> Spans:
-        """Blocks per stage. A tied leaf weighs in every block that uses it: each of their stages computes with it."""
+        """The blocks of each stage. A tied leaf counts in every block that uses it, as every such block computes with it."""
         count = 1 + max(block for _, found in blocks for block in found)
         if self.partition == "count":
             return schedules.by_count(count, stages)
@@ -99,27 +99,28 @@ def pipeline(
     partition: str | Sequence[float] | re.Pattern[str] = "parameters",
     sync: str | None = None,
 ) -> Pipelined:
-    """Cut the blocks of an `sl.sequential` into stages over ``axis`` and pass micro-batches through them.
+    """Cut the blocks of an `sl.sequential` into stages over ``axis`` and pass micro-batches through the stages.
 
     The parameters are a list of trees, one per block. Every rank along the axis is given the same batch.
 
     Args:
         schedule: "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "interleaved-zb", "zb-v", "dualpipe-v", or
-            torch's name of one of them; or your own, as `shardlib.schedules.make_schedule` takes it: a Schedule, lists of
-            actions, CSV text or a file of it.
-        microbatches: parts a rank's batch is cut into along dimension 0. Where they cannot be equal, the loss must be
-            an `sl.Mean`.
-        chunks: stages per rank, of the interleaved schedules (2 by default).
+            torch's name for one of these; or anything else that `shardlib.schedules.make_schedule` takes: a Schedule, lists
+            of actions, CSV text or a file of it.
+        microbatches: number of micro-batches that a rank's batch is cut into along dimension 0. If their sizes differ, the
+            loss must be an `sl.Mean`.
+        axis: mesh axis along which the stages lie.
+        chunks: stages per rank of the interleaved schedules (2 by default).
         partition: how blocks become stages: "parameters" (the largest stage as small as possible), "count" (equally
             many blocks), one cost per block (`shardlib.report.measure_blocks` measures them), or a compiled regular
             expression (equally many blocks with a parameter whose path matches).
         sync: as for `accumulate`: gradients are reduced after "each" micro-batch (the default where they are split,
-            stages 2 and 3: least memory) or once, after the "last" (least traffic).
+            ZeRO stages 2 and 3: least memory) or once, after the "last" (least traffic).
 
     Raises:
-        IllegalComposition: arguments out of range; while planning, parameters that are not a list of blocks, or a
-            stage that has none.
-        ScheduleError: while planning, more stages than blocks, or a schedule that cannot run on these sizes.
+        IllegalComposition: arguments out of range; when a plan is made, parameters that are not a list of blocks, or a
+            stage without parameters.
+        ScheduleError: when a plan is made, more stages than blocks, or a schedule that cannot run on these sizes.
 
     >>> parallel = sl.pipeline("1f1b", microbatches=4)
     >>> blocks = [{"w": torch.ones(8, 8)} for _ in range(4)]

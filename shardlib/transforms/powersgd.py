@@ -34,16 +34,18 @@ class PowerSGD(Transform):
 def powersgd(rank: int = 4, axis: str = "data") -> PowerSGD:
     """Sum gradients over ``axis`` as products of two factors, at ZeRO stage 0.
 
-    A leaf of two or more dimensions is a matrix ``[n, m]``, of its first dimension and the others; (n + m)·rank numbers of
-    it are sent in place of n·m. Others, and matrices of which that is no fewer, are sent as they are. What is left out is
-    added to the next step's gradients: fp32 errors, the size of the whole gradient, in ``TrainState.comm``, beside the
-    factors ``[m, rank]`` that the next step starts from.
+    A leaf of two or more dimensions is treated as a matrix ``[n, m]`` of its first dimension and all others, for which
+    (n + m)·rank numbers are sent instead of n·m. Other leaves, and matrices for which that saves nothing, are sent
+    uncompressed. What compression leaves out is added to the next step's gradients: residuals in fp32, of the size of the
+    whole gradient, in ``TrainState.comm``, together with the factors ``[m, rank]`` that the next step starts from.
 
     Args:
-        rank: of the factors, 1 or more; the paper's are 1 to 4.
+        rank: rank of the factors, at least 1; the paper uses 1 to 4.
+        axis: mesh axis over which gradients are summed.
 
     Raises:
-        IllegalComposition: ``rank`` is not such a number. When a plan is made, too: gradients are split over any axis.
+        IllegalComposition: ``rank`` is not an integer of at least 1; when a plan is made, gradients that are not summed
+            over ``axis``, a state that is split over any axis, or parameters in float64.
 
     >>> parallel = sl.chain(sl.zero(0), sl.powersgd(rank=2))
     >>> sl.make_plan({"w": torch.ones(256, 256)}, sl.abstract_mesh(data=4), parallel).payload()

@@ -39,8 +39,8 @@ class Precision(Transform):
         unused = [f"{glob!r}: {name!r}" for glob, name in self.leaves if glob not in used]
         if unused:
             raise IllegalComposition(
-                f"{self.name}: of leaves= nothing is matched by\n{listing(unused)}\nA glob matches a floating parameter's "
-                "path, such as 'blocks/*/ln1/*'."
+                f"{self.name}: these globs of leaves= match no parameter:\n{listing(unused)}\nA glob matches a floating "
+                "parameter's path, such as 'blocks/*/ln1/*'."
             )
         yield Reduce("*", dtype=_DTYPES[self.reduce_dtype])
         yield Step(cast_batch=_DTYPES[self.compute], loss_scale=self.loss_scale)
@@ -57,21 +57,21 @@ def precision(
 ) -> Precision:
     """Store, gather and compute parameters in ``compute``; update fp32 master weights.
 
-    Floating leaves of the batch are cast too. With "fp16" the loss is scaled, and a step with non-finite gradients is
-    skipped.
+    Floating leaves of the batch are cast to ``compute`` as well. With "fp16" the loss is scaled, and a step with non-finite
+    gradients is skipped.
 
     Args:
         compute: "bf16", "fp16" or "fp32".
         reduce_dtype: dtype in which 16-bit gradients are summed over ranks and micro-batches.
-        keep: globs of parameters that keep their own dtype (norms, say).
-        leaves: glob -> dtype of parameters that take another than ``compute``; the first match holds.
-        master: whether 16-bit parameters have fp32 masters. Without, updates are rounded into the parameters themselves;
+        keep: globs of parameters that keep their own dtype (norms, for example).
+        leaves: glob -> dtype, for parameters with another dtype than ``compute``; the first match holds.
+        master: whether 16-bit parameters have fp32 master weights. Without them updates are rounded into the parameters;
             see `optim.stochastic_rounding`.
-        loss_scale: by default ``LossScale()``, dynamic, where there is fp16; a number is a static scale.
+        loss_scale: a `LossScale`, or a number for a static scale; with fp16 the dynamic ``LossScale()`` by default.
 
     Raises:
-        IllegalComposition: an unknown dtype, or a loss scale without fp16; while planning, globs of ``leaves`` that match
-            nothing.
+        IllegalComposition: an unknown dtype, or a loss scale without fp16; when a plan is made, globs of ``leaves`` that
+            match no parameter.
 
     >>> parallel = sl.chain(sl.zero(1), sl.precision("bf16"))
     >>> sl.make_plan({"w": torch.ones(256, 256)}, sl.abstract_mesh(data=4), parallel).bytes("param")

@@ -45,12 +45,12 @@ class Quantize(Transform):
 
     @property
     def _codec(self) -> Float8 | Integers | None:
-        """How gradients travel."""
+        """The codec of gradients."""
         return _made(self.gradients, self.block, self.feedback) if self.gradients else None
 
     @property
     def _packing(self) -> Float8 | Integers | None:
-        """How parameters travel."""
+        """The codec of gathered parameters."""
         return _made(self.weights, self.block, False) if self.weights else None
 
 
@@ -68,26 +68,30 @@ def quantize(
 ) -> Quantize:
     """Send parameters and gradients over ``axis`` as integers or 8-bit floats, with an fp32 scale per block.
 
-    ``weights`` concerns gathers of parameters that are split over the axis (stage 3): all ranks, the owner too, compute
-    with what arrives; what is stored and updated stays exact. ``gradients`` concerns reductions at any stage: split
-    gradients are added up in fp32 by their owner, on two axes after requantising in between (two hops); others are summed,
-    quantised again and gathered. What is left out of gradients is added to the next step's, from fp32 errors in
-    ``TrainState.comm``.
+    ``weights`` quantises gathers of parameters that are split over the axis (ZeRO stage 3): all ranks, the owner included,
+    compute with the quantised values; the stored parameters stay exact. ``gradients`` quantises reductions at any stage:
+    split gradients are summed in fp32 by their owner (over two axes they are quantised again before the second sum: two
+    hops); whole gradients are summed, quantised again and gathered. What quantisation leaves out of gradients is added to
+    the next step's gradients: residuals in fp32, in ``TrainState.comm``.
 
     Args:
-        weights, gradients: "int8", "int4" or "fp8" (e4m3; made in plain PyTorch, fast where the GPU has it).
+        weights: "int8", "int4" or "fp8" (e4m3, by plain PyTorch operations; fast on GPUs that support it), or None.
+        gradients: as for ``weights``.
+        axis: mesh axis whose messages are quantised.
         block: elements per scale, a power of two from 16 to 4096.
-        feedback: False to forget what is left out of gradients, as ZeRO++ does; saves the errors' memory.
+        feedback: False drops what quantisation leaves out of gradients, as ZeRO++ does; saves the residuals' memory.
 
     Raises:
-        IllegalComposition: neither is given, or not one of these.
+        IllegalComposition: neither ``weights`` nor ``gradients`` is given, or an argument is out of range; when a plan is
+            made, gradients that are not summed over ``axis``, parameters that are not split over it, or parameters in
+            float64.
 
     >>> parallel = sl.chain(sl.zero(2), sl.quantize(gradients="int8"))
     >>> sl.make_plan({"w": torch.ones(256, 256)}, sl.abstract_mesh(data=4), parallel).payload()
     {'data': 247296}
     """
     if weights is None and gradients is None:
-        raise IllegalComposition("quantize() is given nothing to do: give weights='int8', gradients='int4', or both")
+        raise IllegalComposition("quantize() has nothing to quantise: give weights='int8', gradients='int4', or both")
     for name, value in (("weights", weights), ("gradients", gradients)):
         if value is not None and value not in _FORMS:
             raise IllegalComposition(f"quantize({name}={value!r}) is not one of {', '.join(map(repr, _FORMS))}")

@@ -29,7 +29,7 @@ def remat(policy: str | Callable[..., Any] = "full") -> Remat:
     """Recompute the activations of every `shardlib.block` in backward instead of keeping them.
 
     Args:
-        policy: "full" keeps a block's inputs alone; "dots" also keeps the results of matrix products and
+        policy: "full" keeps only a block's inputs; "dots" also keeps the results of matrix products and
             attention; or a policy function ``(context, op, *args, **kwargs) -> CheckpointPolicy`` of
             torch.utils.checkpoint.
 

@@ -1,4 +1,4 @@
-"""Sequence parallelism: activations cut along the sequence over a mesh axis."""
+"""Sequence parallelism: activations are cut along the sequence over a mesh axis."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ class SequenceParallel(Transform):
 
 
 def sequence(axis: str, kind: str | Callable[[str], SequenceKind] = "ulysses") -> SequenceParallel:
-    """Cut activations along the sequence (dimension 1) over ``axis``. The ranks along it share one batch.
+    """Cut activations along the sequence (dimension 1) over ``axis``. The ranks along the axis share one batch.
 
     ========  =================================================================================================
     kind      how positions meet
     ========  =================================================================================================
     megatron  ``axis`` is also that of `tensor_slicing`: sliced layers gather the sequence before them and
-              reduce-scatter it after them, in place of all-reduces (Korthikanti et al., arXiv 2205.05198)
+              reduce-scatter it after them, instead of all-reduces (Korthikanti et al., arXiv 2205.05198)
     ulysses   all-to-all before attention, from parts of the sequence to shares of the heads, and back after
               it (arXiv 2309.14509)
     ring      keys and values travel around the ring of ranks, and no rank ever holds all of them (arXiv
               2310.01889); each rank has one chunk from either end of the sequence, so that causal work is even
     ========  =================================================================================================
 
-    For a kind of your own give a subclass of `shardlib.collectives.sequence.SequenceKind`.
+    For another kind pass a subclass of `shardlib.collectives.sequence.SequenceKind`.
 
     The model calls `shard_sequence` (or `embedding`), `attention` and `linear_cross_entropy`, which are plain PyTorch
-    without this transform; dropout draws the whole sequence's mask. Every parameter that is not sliced over ``axis``
-    is whole there and its gradient is summed. With "ulysses" and "ring" ``zero(stage, axis=axis)`` splits the training
-    state over it too.
+    without this transform; dropout draws the whole sequence's mask. A parameter that is not sliced over ``axis``
+    is whole on every rank along it, and its gradient is summed. With "ulysses" and "ring", ``zero(stage, axis=axis)`` also
+    splits the training state over the axis.
 
     Raises:
-        IllegalComposition: an unknown kind; while planning, "megatron" without `tensor_slicing` over the axis, or
-            with `zero` over it, the other kinds with it.
+        IllegalComposition: an unknown kind; when a plan is made, "megatron" without `tensor_slicing` over the axis or
+            with `zero` over it, and another kind with `tensor_slicing` over the axis.
 
     >>> mesh, parallel = sl.abstract_mesh(data=2, seq=4), sl.chain(sl.sequence("seq", "ring"), sl.zero(1))
     >>> plan = sl.make_plan({"w": torch.ones(8, 8)}, mesh, parallel)

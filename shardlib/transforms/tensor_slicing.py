@@ -1,4 +1,4 @@
-"""Tensor slicing: layers cut over a mesh axis (Megatron-LM, arXiv 1909.08053, section 3)."""
+"""Tensor slicing: layers are cut into slices over a mesh axis (Megatron-LM, arXiv 1909.08053, section 3)."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from shardlib.tree import matches
 
 
 def column(*, heads: int = 0, transposed: bool = False, gather: bool = False) -> Style:
-    """A layer whose outputs are shared out, its bias with them.
+    """The style of a layer whose outputs, and with them its bias, are divided over the ranks.
 
     Args:
-        heads: the outputs are this many heads, which must not be cut.
-        transposed: the weight is stored (in, out), as ``x @ weight`` and transformers' Conv1D have it.
-        gather: every rank gets all outputs.
+        heads: number of heads that the outputs consist of, if heads must not be cut.
+        transposed: whether the weight is stored as (in, out), as for ``x @ weight`` and transformers' Conv1D.
+        gather: whether outputs are gathered, so that every rank gets all of them.
 
     >>> rules = {"*/attn/qkv": sl.column(heads=2), "*/up": sl.column()}
     >>> params = {"block": {"up": {"weight": torch.ones(32, 8)}, "attn": {"qkv": {"weight": torch.ones(24, 8)}}}}
@@ -40,12 +40,12 @@ def column(*, heads: int = 0, transposed: bool = False, gather: bool = False) ->
 
 
 def row(*, heads: int = 0, transposed: bool = False, split: bool = False) -> Style:
-    """A layer whose inputs are shared out: the outputs are all-reduced, and the bias, whole, is added once.
+    """The style of a layer whose inputs are divided over the ranks. Outputs are all-reduced; the whole bias is added once.
 
     Args:
-        heads: the inputs are this many heads, which must not be cut.
+        heads: number of heads that the inputs consist of, if heads must not be cut.
         transposed: as for `column`.
-        split: the input comes whole, and each rank takes its share.
+        split: whether the input arrives whole, so that each rank takes its share of it.
 
     >>> rules = {"*/attn/out": sl.row(heads=2)}
     >>> params = {"block": {"attn": {"out": {"weight": torch.ones(8, 8)}}}}
@@ -55,7 +55,7 @@ def row(*, heads: int = 0, transposed: bool = False, split: bool = False) -> Sty
     return Row(heads, transposed, split)
 
 
-# The styles of transformers' base_model_tp_plan have their own names for these.
+# Name -> style. The last seven names are those of transformers' base_model_tp_plan.
 STYLES: dict[str, Style | None] = {
     "column": column(),
     "row": row(),
@@ -95,7 +95,7 @@ class TensorSlicing(Transform):
         return uses
 
     def _read(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> tuple[list[Claim], list[Misfit]]:
-        """What the rules claim, and what is wrong with them."""
+        """The claims of the rules, and the rules that do not fit."""
         uses: list[Claim] = []
         misfits: list[Misfit] = []
         held: dict[str, list[str]] = {pattern: [] for pattern, _ in self.rules}
@@ -122,25 +122,25 @@ class TensorSlicing(Transform):
     def _rules_for(
         self, leaf: LeafInfo, held: dict[str, list[str]], before: dict[str, tuple[str, str]]
     ) -> dict[str, Style | None]:
-        """The first rule that matches each path of a (tied) leaf.
+        """Glob -> style of the first rule that matches each path of a (tied) leaf.
 
-        Adds the path to what that rule is ``held`` by. Of rules that hold nowhere, and differ, notes in ``before`` which
-        one comes first, and where.
+        Adds the path to that rule's entry in ``held``. For a later rule that matches too, has another style and has held
+        for no path, ``before`` gets the first rule's glob and the path.
         """
-        found: dict[str, Style | None] = {}
+        first_rules: dict[str, Style | None] = {}
         for path in (leaf.path, *leaf.aliases):
             matching = [(pattern, style) for pattern, style in self.rules if matches_rule(path, pattern)]
-            found.update(matching[:1])
+            first_rules.update(matching[:1])
             for pattern, _ in matching[:1]:
                 held[pattern].append(path)
                 before.pop(pattern, None)
             for pattern, style in matching[1:]:
                 if not held[pattern] and style != matching[0][1]:
                     before.setdefault(pattern, (matching[0][0], path))
-        return found
+        return first_rules
 
     def _placed(self, style: Style | None, leaf: LeafInfo, sizes: Mapping[str, int]) -> tuple[P, Style] | None:
-        """The spec and style of one leaf of a layer: its weight, or its bias. None where it stays whole."""
+        """The spec and style of a layer's weight or bias; None for a leaf that stays whole."""
         if style is None:
             return None
         style = replace(style, axis=self.axis)
@@ -149,23 +149,24 @@ class TensorSlicing(Transform):
 
 
 def tensor_slicing(rules: Mapping[str, str | Style], axis: str = "model") -> TensorSlicing:
-    """Slice layers over ``axis``. The ranks along it share one batch and one model.
+    """Slice layers over ``axis``. The ranks along the axis share one batch and one model.
 
     Args:
-        rules: glob -> style, the first match holds. A glob matches a parameter's path ("blocks/0/mlp/up/weight") or
-            its layer's ("blocks/*/mlp/up"). transformers' ``config.base_model_tp_plan`` is accepted as it is: in a
-            glob with dots these stand for "/", and any prefix may come before it. A style is `column`, `row`, or
+        rules: glob -> style; the first match holds. A glob matches a parameter's path ("blocks/0/mlp/up/weight") or
+            its layer's ("blocks/*/mlp/up"). transformers' ``config.base_model_tp_plan`` is accepted unchanged: dots in a
+            glob stand for "/", and any prefix may come before such a glob. A style is `column`, `row`, or
             "column", "row", "vocab" (embedding, output layer or both: logits that the model computes itself are
             gathered; `linear_cross_entropy` never gathers them), "shared" (whole, but used on slices: its gradient
-            is summed), "replicated", or one of your own (see `shardlib.collectives.styles.Style`).
+            is summed), "replicated", or a user's own `shardlib.collectives.styles.Style`.
+        axis: mesh axis over which layers are sliced.
 
-    A vocabulary ("vocab", or outputs that every rank gets whole: ``column(gather=True)``) may have any size: where the axis
-    does not divide it each rank holds as many rows, the last ones rows of zeros besides, which count for nothing and appear
-    nowhere: logits, gradients, checkpoints and `unshard` have the true size. All other sizes must divide.
+    A vocabulary ("vocab", or outputs that every rank gathers: ``column(gather=True)``) may have any size. If the axis does
+    not divide it, slices are padded with rows of zeros to equal sizes. Padding affects no result: logits, gradients,
+    checkpoints and `unshard` have the true size. All other sizes must be divisible.
 
     Raises:
-        IllegalComposition: a style that is not supported; while planning, rules that match nothing, and heads or
-            widths that do not divide (all of them are listed).
+        IllegalComposition: a style that is not supported; when a plan is made, rules that match nothing, and heads or
+            widths that are not divisible (all of them are listed).
 
     >>> parallel = sl.tensor_slicing({"*/up": "column", "*/down": "row"})
     >>> params = {"mlp": {"up": {"weight": torch.ones(32, 8)}, "down": {"weight": torch.ones(8, 32)}}}
@@ -180,8 +181,8 @@ def tensor_slicing(rules: Mapping[str, str | Style], axis: str = "model") -> Ten
     ]
     if unknown:
         raise IllegalComposition(
-            f"tensor_slicing does not know these styles:\n{listing(unknown)}\nIt knows {', '.join(STYLES)}; leave the "
-            "others' layers whole by taking their rules out, and those of the layers that take slices from them."
+            f"tensor_slicing does not know these styles:\n{listing(unknown)}\nIt knows {', '.join(STYLES)}. Leave layers of "
+            "other styles whole: take out their rules, and the rules of layers that take slices from them."
         )
     return TensorSlicing(
         tuple((glob, style if isinstance(style, Style) else STYLES[style]) for glob, style in rules.items()), axis

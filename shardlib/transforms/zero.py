@@ -48,13 +48,13 @@ def zero(stage: int = 0, axis: str = "data", replicate: str | None = None, *, pr
 
     Args:
         stage: 0 to 3.
-        axis: mesh axis that shares the batch and holds the shards.
-        replicate: a second mesh axis that shares the batch and holds copies (hybrid sharding: split inside a
-            node, replicate across).
-        prefetch: gather the next unit while one computes (stage 3).
+        axis: mesh axis over which the batch is divided and the state is split.
+        replicate: a second mesh axis, over which the batch is divided and the state is replicated (hybrid sharding: split
+            inside a node, replicate across nodes).
+        prefetch: whether the next unit is gathered while one computes (stage 3).
 
     Raises:
-        IllegalComposition: a stage outside 0 to 3, or one axis for both purposes.
+        IllegalComposition: a stage outside 0 to 3, or one axis as both ``axis`` and ``replicate``.
 
     >>> mesh, params = sl.abstract_mesh(data=4), {"w": torch.ones(256, 256)}
     >>> [sl.make_plan(params, mesh, sl.zero(stage)).bytes("param") for stage in range(4)]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from oracle.few_bits import FewBits
 
 import shardlib as sl
-from shardlib.collectives.codecs.base import Errors, Item, Rows
+from shardlib.collectives.codecs.base import Item, Residuals, Rows
 from shardlib.collectives.codecs.float8 import Float8
 from shardlib.collectives.codecs.integers import Integers, OneBit
 from shardlib.collectives.codecs.two_phase import CompressedSum
@@ -57,20 +57,22 @@ def buffers(ranks, elements, filled, seed, dtype):
 
 
 def exchange(mesh, axis, codec, rows, steps, scatter):
-    """Results and errors of each step on one rank."""
-    wire = codec.bind(rows)
-    errors = {
-        "sent": torch.zeros(rows.ways * wire.row, dtype=rows.dtype),
-        "row": torch.zeros(wire.row, dtype=rows.dtype),
+    """Results and residuals of each step on one rank."""
+    bound = codec.bind(rows)
+    residuals = {
+        "sent": torch.zeros(rows.ways * bound.row, dtype=rows.dtype),
+        "row": torch.zeros(bound.row, dtype=rows.dtype),
     }
     told = []
     for x in steps:
-        before, after = {name: error.clone() for name, error in errors.items()}, Errors(errors)
-        item = Item(wire, wire.pad(x.clone()).clone(), ("sent",) if scatter else ("sent", "row"))
+        before, after = {name: error.clone() for name, error in residuals.items()}, Residuals(residuals)
+        item = Item(bound, bound.pad(x.clone()).clone(), ("sent",) if scatter else ("sent", "row"))
         (result,) = CompressedSum(mesh, axis, [item], after).wait()
-        assert all(torch.equal(errors[name], before[name]) for name in errors), "old errors stay until the step counts"
-        errors = after.after
-        told.append((result, errors["sent"], errors["row"]))
+        assert all(torch.equal(residuals[name], before[name]) for name in residuals), (
+            "an exchange changes no old residual"
+        )
+        residuals = after.after
+        told.append((result, residuals["sent"], residuals["row"]))
     return told
 
 
@@ -105,7 +107,7 @@ def test_each_step_is_the_simulations(name, scattered, mean, data):
 @settings(max_examples=10)
 @given(layout=layouts(False), steps=st.integers(1, 6), seed=st.integers(0, 10**6))
 def test_nothing_is_lost(name, layout, steps, seed):
-    """Σ sent + errors = Σ true."""
+    """Σ sent + residuals = Σ true."""
     codec, _ = CODECS[name]
     ranks, elements, filled = layout
     xs = [buffers(ranks, elements, filled, seed + 100 * step, torch.float32) for step in range(steps)]
@@ -144,15 +146,15 @@ def test_payload_is_the_formulas(ranks, elements, leaves):
 def test_several_buffers_are_one_message():
     def run(mesh):
         rows = [Rows(2, mesh.rank, size, ((0, size),), False, True, torch.float32) for size in (5, 64, 17)]
-        wires = [OneBit().bind(row) for row in rows]
-        errors = Errors(
-            {f"{i}{k}": torch.zeros(n) for i, w in enumerate(wires) for k, n in ((0, 2 * w.row), (1, w.row))}
+        codecs = [OneBit().bind(row) for row in rows]
+        residuals = Residuals(
+            {f"{i}{k}": torch.zeros(n) for i, w in enumerate(codecs) for k, n in ((0, 2 * w.row), (1, w.row))}
         )
         items = [
-            Item(wire, wire.pad(torch.arange(1.0, row.elements + 1)).clone(), (f"{i}0", f"{i}1"))
-            for i, (wire, row) in enumerate(zip(wires, rows, strict=True))
+            Item(bound, bound.pad(torch.arange(1.0, row.elements + 1)).clone(), (f"{i}0", f"{i}1"))
+            for i, (bound, row) in enumerate(zip(codecs, rows, strict=True))
         ]
-        results = CompressedSum(mesh, "data", items, errors).wait()
+        results = CompressedSum(mesh, "data", items, residuals).wait()
         return mesh.traffic.calls["data"], [len(result) for result in results]
 
     assert sl.simulate(run, mesh={"data": 2}) == [(2, [5, 64, 17])] * 2

@@ -288,7 +288,7 @@ def test_inside_the_loss_of_a_train_step(stage):
             lambda x: collectives.broadcast(x, "data", source=4),
             r"broadcast source 4 is outside axis 'data' of size 4",
         ),
-        (lambda x: collectives.all_reduce(x, "data", dst="replicated"), r"dst='replicated': say 'invariant'"),
+        (lambda x: collectives.all_reduce(x, "data", dst="replicated"), r"dst='replicated': pass 'invariant'"),
     ],
 )
 def test_a_call_that_cannot_be_is_refused(call, message):

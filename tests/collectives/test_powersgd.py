@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from oracle.power_sgd import PowerSGD
 
 import shardlib as sl
-from shardlib.collectives.codecs.base import Errors, Item, Rows
+from shardlib.collectives.codecs.base import Item, Residuals, Rows
 from shardlib.collectives.codecs.low_rank import LowRank
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
@@ -25,28 +25,28 @@ def rows_of(ranks, place, shapes, mean=False, dtype=torch.float64):
 
 
 def exchange(mesh, codec, buffers, steps, mean=False, dtype=torch.float64):
-    """What each step gives on one rank: results, errors and factors, buffer by buffer.
+    """What each step gives on one rank: results, residuals and factors, buffer by buffer.
 
     Args:
         buffers: for each the shapes of its leaves.
         steps: for each step and buffer its leaves.
     """
-    lines = [codec.bind(rows_of(mesh.shape["data"], mesh.rank, shapes, mean, dtype)) for shapes in buffers]
+    codecs = [codec.bind(rows_of(mesh.shape["data"], mesh.rank, shapes, mean, dtype)) for shapes in buffers]
     kept = {
         f"{number}/{what.name}": value
-        for number, line in enumerate(lines)
-        for what, value in zip(line.keeps, line.start(torch.device("cpu")), strict=True)
+        for number, bound in enumerate(codecs)
+        for what, value in zip(bound.keeps, bound.start(torch.device("cpu")), strict=True)
     }
     told = []
     for step in steps:
-        before, errors = {name: value.clone() for name, value in kept.items()}, Errors(kept)
+        before, residuals = {name: value.clone() for name, value in kept.items()}, Residuals(kept)
         items = [
-            Item(line, torch.cat([leaf.reshape(-1) for leaf in leaves]), (f"{number}/sent", f"{number}/factors"))
-            for number, (line, leaves) in enumerate(zip(lines, step, strict=True))
+            Item(bound, torch.cat([leaf.reshape(-1) for leaf in leaves]), (f"{number}/sent", f"{number}/factors"))
+            for number, (bound, leaves) in enumerate(zip(codecs, step, strict=True))
         ]
-        results = codec.exchange(mesh, "data", items, errors).wait()
+        results = codec.exchange(mesh, "data", items, residuals).wait()
         assert all(torch.equal(kept[name], before[name]) for name in kept), "what was kept stays until the step counts"
-        kept = errors.after
+        kept = residuals.after
         told.append((results, kept))
     return told
 
@@ -95,9 +95,9 @@ def test_each_step_is_the_simulations_and_nothing_is_lost(ranks, rank, mean, buf
             qs = [oracle.q for oracle in oracles if oracle.q is not None]
             for place in range(ranks):
                 results, kept = got[place][step]
-                errors = flat([oracle.errors[place] for oracle in oracles])
+                residuals = flat([oracle.residuals[place] for oracle in oracles])
                 torch.testing.assert_close(results[b], flat(wanted), **EXACT)
-                torch.testing.assert_close(kept[f"{b}/sent"], errors, **EXACT)
+                torch.testing.assert_close(kept[f"{b}/sent"], residuals, **EXACT)
                 factors = kept[f"{b}/factors"].split([q.numel() for q in qs]) if qs else ()
                 for factor, q in zip(factors, qs, strict=True):
                     torch.testing.assert_close(squares(factor.view(-1, rank)), squares(q), **EXACT)
@@ -130,12 +130,12 @@ def test_a_buffer_is_cut_as_the_formula_says():
         sent = count_payload(mesh, scalars=0)
         items, kept, payload = [], {}, 0
         for number, (shapes, dtype) in enumerate(zip(buffers, dtypes, strict=True)):
-            line = LowRank(2).bind(rows_of(4, mesh.rank, shapes, dtype=dtype))
+            bound = LowRank(2).bind(rows_of(4, mesh.rank, shapes, dtype=dtype))
             names = (f"{number}/sent", f"{number}/factors")
-            kept |= dict(zip(names, line.start(torch.device("cpu")), strict=True))
-            items.append(Item(line, flat([normal(shape, 1, dtype=dtype) for shape in shapes]), names))
-            payload += line.payload
-        LowRank(2).exchange(mesh, "data", items, Errors(kept)).wait()
+            kept |= dict(zip(names, bound.start(torch.device("cpu")), strict=True))
+            items.append(Item(bound, flat([normal(shape, 1, dtype=dtype) for shape in shapes]), names))
+            payload += bound.payload
+        LowRank(2).exchange(mesh, "data", items, Residuals(kept)).wait()
         return sent()["data"], payload, mesh.traffic.calls["data"]
 
     def told(buffers, dtypes):

@@ -121,14 +121,14 @@ def model(way):
 def test_whatever_a_layer_makes_of_its_weights(name, stage, monkeypatch):
     way, later = WAYS[name]
     loss_fn, params, batches = model(way)
-    found, real = [], halves.part
+    found, real = [], halves.divide
 
-    def part(outputs, inputs):
-        parted = real(outputs, inputs)
-        found.append(len(parted.later))
-        return parted
+    def divide(outputs, inputs):
+        division = real(outputs, inputs)
+        found.append(len(division.later))
+        return division
 
-    monkeypatch.setattr(halves, "part", part)
+    monkeypatch.setattr(halves, "divide", divide)
     transform = sl.chain(sl.zero(stage), sl.pipeline("zb-h1", 2, partition="count"))
     got = training.simulate({"pipe": 3, "data": 2}, loss_fn, params, batches, transform, training.optimizer())
 

@@ -283,7 +283,7 @@ def test_rules_that_slice_other_leaves():
     def run(mesh):
         sl.shard(params, mesh, sl.tensor_slicing({"ab"[mesh.rank]: sl.column(gather=True)}))
 
-    assert "a lies: rank 0: " in refusals(run, {"model": 2})
+    assert "a specs: rank 0: " in refusals(run, {"model": 2})
 
 
 def test_a_policy_function_is_no_difference(pool):

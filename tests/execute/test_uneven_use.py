@@ -411,7 +411,7 @@ def test_a_plan_names_units_that_the_traced_batch_does_not_use():
     whole = str(sl.make_plan(parameters(), sl.abstract_mesh(data=2), stage=3))
     assert "Not used" not in whole
     values = str(sl.make_plan(parameters(), sl.abstract_mesh(data=2), stage=3, loss_fn=loss_fn, batch=batch_of([1, 2])))
-    assert "what any rank uses is gathered by all" in values
+    assert "all ranks gather the units that any rank uses" in values
 
 
 def test_units_that_ranks_do_not_share_are_logged_once(caplog):

@@ -18,8 +18,8 @@ class TopK:
     def bind(self, rows):
         return Sparse(rows, self.k)
 
-    def exchange(self, mesh, axis, items, errors):
-        return Sums([(item.line, *item.line.send(mesh, axis, item, errors.after)) for item in items])
+    def exchange(self, mesh, axis, items, residuals):
+        return Sums([(item.codec, *item.codec.send(mesh, axis, item, residuals.after)) for item in items])
 
 
 class Sparse:  # for one buffer: a message to a rank is k values and their positions (exact below 2**24)
@@ -37,9 +37,9 @@ class Sparse:  # for one buffer: a message to a rank is k values and their posit
 
     def send(self, mesh, axis, item, kept):
         left = (item.buffer + kept[item.kept[0]]).view(-1, self.row)
-        places = left.abs().topk(self.k).indices
-        message = torch.stack([left.gather(1, places), places.to(left.dtype)], dim=1)
-        kept[item.kept[0]] = left.scatter(1, places, 0).view(-1)
+        positions = left.abs().topk(self.k).indices
+        message = torch.stack([left.gather(1, positions), positions.to(left.dtype)], dim=1)
+        kept[item.kept[0]] = left.scatter(1, positions, 0).view(-1)
         exchange = sl.collectives.primitives.all_to_all if self.rows.scattered else sl.collectives.primitives.all_gather
         arrived = message.new_empty(self.rows.ways, self.wanted, 2, self.k)
         return arrived, exchange(mesh, axis, arrived.view(-1), message.view(-1))
@@ -49,12 +49,12 @@ class Sums(list):
     def wait(self, out=None):
         return [self._sum(*sent) for sent in self]
 
-    def _sum(self, line, arrived, work):
+    def _sum(self, bound, arrived, work):
         work.wait()
-        total = arrived.new_zeros(line.wanted, line.row)
-        for values, places in zip(*arrived.unbind(2)):
-            total.scatter_add_(1, places.long(), values)
-        return line.rows.unpadded(total[0]) if line.rows.scattered else total.view(-1)[: line.rows.elements]
+        total = arrived.new_zeros(bound.wanted, bound.row)
+        for values, positions in zip(*arrived.unbind(2)):
+            total.scatter_add_(1, positions.long(), values)
+        return bound.rows.unpadded(total[0]) if bound.rows.scattered else total.view(-1)[: bound.rows.elements]
 
 
 @dataclass(frozen=True)

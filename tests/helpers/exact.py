@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardlib.collectives.codecs.integers import PaddedWire
+from shardlib.collectives.codecs.integers import BoundPadded
 from shardlib.collectives.codecs.two_phase import TwoPhase
 from shardlib.plan.claims import Reduce
 from shardlib.plan.transform import Transform
@@ -31,7 +31,7 @@ class Exact(TwoPhase):
         out.copy_(message.clone().view(out.dtype))  # the rows of no elements begin at a byte each
 
 
-class ExactWire(PaddedWire):
+class ExactWire(BoundPadded):
     """Rows padded to a multiple of 3; errors are zero."""
 
     def __init__(self, rows, feedback):

@@ -6,7 +6,7 @@ import torch
 from oracle import one_device
 
 import shardlib as sl
-from helpers.measure import count_payload
+from helpers.measure import count_payload, stored_bytes
 from helpers.trees import assert_close
 
 MESHES = {"data": 4}, {"data": 2}
@@ -23,9 +23,10 @@ def check_like_one_device(model, transform, folder, **where):
 
 
 def train_stages(mesh, model, transform, tx, folder, half, axis="data", count=count_payload):
-    """Per stage: losses of a half of the batches, what the last step sent, and parameters. Goes on from ``folder``.
+    """Per stage: losses of a half of the batches, bytes that the last step sent and that are held, and parameters.
 
-    ``model() -> loss_fn, params, batches``; ``count(mesh)()``: bytes sent since the last call, by axis.
+    The second half goes on from the checkpoints in ``folder``. ``model() -> loss_fn, params, batches``; ``count(mesh)()``
+    gives the bytes sent since its last call, by axis.
     """
     sent, found = count(mesh), {}
     for stage in range(4):
@@ -39,7 +40,9 @@ def train_stages(mesh, model, transform, tx, folder, half, axis="data", count=co
             sent()
             state, metrics = step(state, share(batch, mesh))
             losses.append(metrics["loss"].item())
-        found[stage] = losses, sent(), sl.unshard(state.params)
+        held = {"param": stored_bytes(state.params), "comm": stored_bytes(state.comm)}
+        held["optimizer"] = stored_bytes(state.opt, counters=True)
+        found[stage] = losses, sent(), held, sl.unshard(state.params)
         sl.checkpoint.save(folder / str(stage), state)
     return mesh.coords, found
 
@@ -47,13 +50,15 @@ def train_stages(mesh, model, transform, tx, folder, half, axis="data", count=co
 def in_halves(model, transform, tx, folder, meshes=MESHES, axis="data", train=train_stages):
     """Half, stage, losses and parameters of every rank: first on simulated ones, then on real ones of another mesh.
 
-    What each rank sent is what its plan says.
+    What each rank sent and held is what its plan says.
     """
     for half, (run, shape) in enumerate(zip((sl.simulate, sl.launch), meshes)):
         plans = [plan_of(model, transform, tx, stage, shape, axis) for stage in range(4)]
         for coords, found in run(train, model, transform, tx, folder, half, axis, mesh=shape):
-            for stage, (losses, sent, params) in found.items():
-                assert sent == plans[stage].at(coords).payload() and all(sent.values())
+            for stage, (losses, sent, held, params) in found.items():
+                plan = plans[stage].at(coords)
+                assert sent == plan.payload() and all(sent.values())
+                assert held == {role: plan.bytes(role) for role in held}
                 yield half, stage, losses, params
 
 

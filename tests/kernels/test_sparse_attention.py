@@ -311,7 +311,7 @@ def test_wrong_arguments_reach_no_kernel():
 
     refused(ValueError, r"q has shape \(4, 40, 8\)", q=q[0])
     refused(ValueError, r"q has shape \(2, 4, 40, 512\)", q=q.repeat(1, 1, 1, 64))
-    refused(ValueError, r"v has shape \(2, 4, 39, 8\).*asks for \(2, heads, 40, 8\)", v=q[:, :, 1:])
+    refused(ValueError, r"v has shape \(2, 4, 39, 8\).*requires \(2, heads, 40, 8\)", v=q[:, :, 1:])
     refused(TypeError, "q is torch.float32 and k is torch.bfloat16: cast one", k=q.bfloat16())
     refused(TypeError, "q is torch.int32", q=q.int(), k=q.int(), v=q.int())
     refused(ValueError, "4 heads of q, 3 of k and 3 of v", k=q[:, 1:], v=q[:, 1:])

@@ -177,3 +177,23 @@ def test_ranks_whose_branches_use_other_parameters(stage, together):
                 # Each step multiplies a leaf by 1 - 0.2 × (the share of ranks that use it).
                 share = 1.0 if any(name == n and leaf in leaves for n, leaves in used[1]) else 0.5
                 torch.testing.assert_close(final[name][leaf], start[name][leaf] * 0.8 * (1 - 0.2 * share) ** 2)
+
+
+@pytest.mark.parametrize("mesh", [sl.abstract_mesh(data=4, model=2), sl.make_mesh(data=1)], ids=repr)
+def test_where_no_other_rank_exists_there_is_nothing_to_transport(mesh):
+    asked = []
+    other = mesh.with_transport(lambda axis, group: asked.append(axis))
+    assert not asked and other.alone
+    for what in ("shape", "coords", "device", "abstract"):
+        assert getattr(other, what) == getattr(mesh, what)
+
+
+def test_a_mesh_with_other_transports_leaves_the_first_as_it_was():
+    def run(mesh):
+        group, made = mesh.group("data"), []
+        other = mesh.with_transport(lambda axis, group: made.append((axis, group)) or group)
+        sl.collectives.all_reduce(torch.ones(4), "data", dst="invariant", mesh=other)
+        assert made == [("data", group)] and mesh.group("data") is group
+        return mesh.traffic.payload, other.traffic.payload
+
+    assert sl.simulate(run, mesh={"data": 2, "model": 1}) == [({}, {"data": 16})] * 2

@@ -20,13 +20,13 @@ class PowerSGD:
     """The sum (or mean) of one leaf over ranks.
 
     Attributes:
-        errors: each rank's, in the leaf's shape.
+        residuals: each rank's, in the leaf's shape.
         q: the factor that the next step starts from; None for a leaf that is sent as it is.
     """
 
     def __init__(self, ranks, shape, rank, *, mean=False, dtype=torch.float64):
         self.ranks, self.shape, self.mean = ranks, shape, mean
-        self.errors = [torch.zeros(shape, dtype=dtype) for _ in range(ranks)]
+        self.residuals = [torch.zeros(shape, dtype=dtype) for _ in range(ranks)]
         self.q = None
         if len(shape) >= 2:
             n, m = shape[0], math.prod(shape[1:])
@@ -38,9 +38,9 @@ class PowerSGD:
         weight = 1 / self.ranks if self.mean else 1.0
         if self.q is None:
             return sum(grads) * weight
-        matrices = [(grad + error).flatten(1) for grad, error in zip(grads, self.errors, strict=True)]
+        matrices = [(grad + error).flatten(1) for grad, error in zip(grads, self.residuals, strict=True)]
         p = orthonormal(sum(matrix @ self.q for matrix in matrices))
         factors = [matrix.T @ p for matrix in matrices]
-        self.errors = [(x - p @ f.T).view(self.shape) for x, f in zip(matrices, factors, strict=True)]
+        self.residuals = [(x - p @ f.T).view(self.shape) for x, f in zip(matrices, factors, strict=True)]
         self.q = sum(factors) * weight
         return (p @ self.q.T).view(self.shape)

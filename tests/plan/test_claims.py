@@ -11,8 +11,7 @@ import shardlib as sl
 from shardlib import collectives
 from shardlib.errors import IllegalComposition
 from shardlib.mesh.specs import P
-from shardlib.plan.claims import Live, Reduce, Use
-from shardlib.plan.transform import Transform
+from shardlib.plan import Live, Reduce, Transform, Use
 
 
 @dataclass(frozen=True)

@@ -398,7 +398,7 @@ def test_every_cell_that_cannot_be_read_is_named():
         read_table("0F0,0X1,0B\n1F0,hello,(0F0;1Y0)OVERLAP_F_B\n")
     for problem in (
         "rank 0, cell 1: '0X1' has the unknown word 'X'",
-        "rank 0, cell 2: '0B' lacks its micro-batch",
+        "rank 0, cell 2: '0B' has no micro-batch",
         "rank 1, cell 1: 'hello' is not an action",
         "rank 1, cell 2: '1Y0' has the unknown word 'Y'",
         "leave it empty.",

@@ -205,9 +205,9 @@ def test_what_does_not_fit_is_refused():
     for pattern in (sparse.fixed, sparse.variable):
         with pytest.raises(ValueError, match="leave causal out"):
             pattern(512, causal=True, horizontal=True)
-    with pytest.raises(ValueError, match="an end after each start"):
+    with pytest.raises(ValueError, match="one end for each start, after it"):
         sparse.longformer(512, global_blocks=[3], global_ends=[3])
-    with pytest.raises(ValueError, match="of a row that has 2: use fewer"):
+    with pytest.raises(ValueError, match="and a row has 2: use fewer"):
         sparse.bigbird(32, random=3)
     with pytest.raises(ValueError, match="length=0"):
         sparse.dense(0)
@@ -228,19 +228,19 @@ LONGFORMER, WINDOW = sparse.longformer, sparse.sliding_window
         (BIGBIRD, {"window": 4}, ValueError, "use 3 or 5"),
         (BIGBIRD, {"window": -1}, ValueError, "window=-1 must be at least 1"),
         (BIGBIRD, {"random": -1}, ValueError, "random=-1 must be at least 0"),
-        (BIGBIRD, {"random": 9}, ValueError, "of a row that has 8: use fewer"),
+        (BIGBIRD, {"random": 9}, ValueError, "and a row has 8: use fewer"),
         (BIGBIRD, {"global_blocks": -2}, ValueError, "global_blocks=-2 must be at least 0"),
-        (BIGBIRD, {"global_blocks": 9}, ValueError, r"global_blocks=9 of 8 blocks a side \(length=128\): use fewer"),
+        (BIGBIRD, {"global_blocks": 9}, ValueError, r"global_blocks=9, and length=128 has 8 blocks a side: use fewer"),
         (BIGBIRD, {"global_blocks": (0,)}, TypeError, r"global_blocks=\(0,\) is a tuple"),
         (BIGBIRD, {"heads": 0}, ValueError, "heads=0 must be at least 1"),
         (BIGBIRD, {"seed": 0.5}, TypeError, "a seed is an integer"),
         (LONGFORMER, {"window": 6}, ValueError, "use 5 or 7"),
         (LONGFORMER, {"global_blocks": [-1]}, ValueError, r"global_blocks\[0\]=-1 must be at least 0"),
-        (LONGFORMER, {"global_blocks": 1}, TypeError, r"global_blocks=1: a list of blocks, such as \(1,\)"),
-        (LONGFORMER, {"global_blocks": [0], "global_ends": [1, 2]}, ValueError, "an end after each start"),
+        (LONGFORMER, {"global_blocks": 1}, TypeError, r"global_blocks=1: pass a list of blocks, such as \(1,\)"),
+        (LONGFORMER, {"global_blocks": [0], "global_ends": [1, 2]}, ValueError, "one end for each start, after it"),
         (LONGFORMER, {"global_blocks": [0], "global_ends": [1.5]}, TypeError, r"global_ends\[0\]=1.5 is a float"),
-        (VARIABLE, {"windows": 4}, ValueError, r"windows=4: a list of sizes, one at least, such as \(4,\)"),
-        (VARIABLE, {"windows": []}, ValueError, "one at least"),
+        (VARIABLE, {"windows": 4}, ValueError, r"windows=4: pass a list of at least one size, such as \(4,\)"),
+        (VARIABLE, {"windows": []}, ValueError, "at least one size"),
         (VARIABLE, {"windows": [2, -1]}, ValueError, r"windows\[1\]=-1 must be at least 1"),
         (VARIABLE, {"random": -1}, ValueError, "random=-1 must be at least 0"),
         (VARIABLE, {"heads": -1}, ValueError, "heads=-1 must be at least 1"),

@@ -1,26 +1,42 @@
-"""Sums and gathers in few bits: one file per codec, and what a codec of one's own is.
+"""Compressed sums and gathers: one file per codec, and the interface of a codec of one's own.
 
-A codec is a frozen dataclass with what `Codec` names, which a transform claims by ``Reduce(axis, codec=...)``:
+A codec is a frozen dataclass with the attributes and methods of `Codec`. A transform claims it by ``Reduce(axis,
+codec=...)``:
 
-- ``wide``: whether it sends float64, and ``whole``: whether it needs whole leaves;
-- ``bind(rows)``: a `Line`, the codec for one buffer that is laid out as `Rows` says: what stays from one exchange to the next
-  (`Kept`), the bytes a rank sends, how the buffer is padded, and what is kept before the first exchange;
-- ``exchange(mesh, axis, items, errors)``: starts the sum of several buffers, an `Item` each, by `shardlib.collectives`'
-  primitives; reads and replaces what is kept in ``errors`` (`Errors`). ``wait`` of the `Exchange` that it returns gives each
-  buffer's sum: this rank's row where rows are scattered, else all of it.
+- ``wide``: whether it sends float64, and ``whole``: whether buffers must hold whole leaves;
+- ``bind(rows)``: the `BoundCodec` for one buffer that is laid out as `Rows` says. It states the tensors that stay from one
+  exchange to the next (`Kept`) and their initial values, the bytes that a rank sends, and how the buffer is padded;
+- ``exchange(mesh, axis, items, residuals)``: starts the sum of several buffers, one `Item` each, by the primitives of
+  `shardlib.collectives`. It reads and replaces the kept tensors in ``residuals`` (`Residuals`). It returns an `Exchange`,
+  whose ``wait`` returns each buffer's sum: this rank's row of it where rows are scattered, else the whole buffer.
+
+Parameters are gathered in fewer bytes by a `Packing`, which a transform claims by ``Reduce(axis, gathered=...)``.
 """
 
 from shardlib.collectives.codecs.base import (
+    BoundCodec,
     Codec,
-    Errors,
     Exchange,
     Item,
     Kept,
     KeptFactors,
-    Line,
+    Residuals,
     RowResidual,
     Rows,
     SentResidual,
 )
+from shardlib.collectives.codecs.integers import Packing
 
-__all__ = ["Codec", "Errors", "Exchange", "Item", "Kept", "KeptFactors", "Line", "RowResidual", "Rows", "SentResidual"]
+__all__ = [
+    "BoundCodec",
+    "Codec",
+    "Exchange",
+    "Item",
+    "Kept",
+    "KeptFactors",
+    "Packing",
+    "Residuals",
+    "RowResidual",
+    "Rows",
+    "SentResidual",
+]

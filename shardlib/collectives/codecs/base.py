@@ -1,7 +1,8 @@
-"""What compressed sums over one axis have in common, however they travel.
+"""The interface of compressed sums over one axis.
 
-A `Codec` says how; a `Line` is a codec bound to one buffer, and says what is kept from one exchange to the next and what is
-sent. An `Exchange` is the sum of several buffers under way.
+A `Codec` says how values are encoded. A `BoundCodec` is a codec bound to one buffer: it states which tensors are kept from
+one exchange to the next, and how many bytes are sent. An `Exchange` is the sum of several buffers, started and not yet waited
+for.
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ class Rows:
     """The layout of a buffer that is summed over an axis.
 
     Attributes:
-        ways: ranks that exchange it; this one is number ``place``.
-        elements: of the buffer.
-        filled: from where to where each leaf's elements lie; what is between is padding, zero at all times.
-        scattered: whether rank r's row is the r-th of ``ways`` equal parts of the buffer, with equally many leaves in
-            each; else all ranks get the whole sum, and rows are only how the work is shared.
+        ways: the number of ranks that exchange the buffer.
+        index: this rank's index among them.
+        elements: the buffer's length.
+        filled: the start and stop of each leaf's elements. Elements between are padding, always zero.
+        scattered: whether rank r gets only row r of the sum, where the rows are ``ways`` equal ranges of the buffer with
+            equally many leaves in each. Otherwise all ranks get the whole sum, and rows only divide the work.
         mean: whether the result is the mean over the ranks; else the sum.
-        dtype: of the buffer, of what is kept and of the result.
-        shapes: the leaves', where the buffer holds them whole; else empty.
+        dtype: of the buffer, of the kept tensors and of the result.
+        shapes: the leaves' shapes, where the buffer holds whole leaves; else empty.
     """
 
     ways: int
-    place: int
+    index: int
     elements: int
     filled: tuple[tuple[int, int], ...]
     scattered: bool
@@ -45,7 +47,7 @@ class Rows:
         return -(-self.elements // (self.ways * grain)) * grain
 
     def pad(self, x: torch.Tensor, grain: int) -> torch.Tensor:
-        """The buffer as ``[ways * row]``; ``x`` itself where that is the same."""
+        """The buffer padded to ``[ways * row]``; ``x`` itself where it has that length."""
         row = self.row(grain)
         if self.ways * row == self.elements:
             return x
@@ -55,7 +57,7 @@ class Rows:
         return F.pad(x, (0, self.ways * row - self.elements))
 
     def spans(self, grain: int) -> list[tuple[int, int]]:
-        """``filled``, in the padded buffer."""
+        """The start and stop of each leaf's elements in the padded buffer."""
         if not self.scattered:
             return list(self.filled)
         leaves, shift = len(self.filled) // self.ways, self.row(grain) - self.elements // self.ways
@@ -73,10 +75,10 @@ class Kept:
 
     Attributes:
         name: the kind's name in the names of ``TrainState.comm``.
-        residual: whether the tensor holds, element by element of the buffer, what messages left out. If not, all ranks of
-            the axis hold equal values.
+        residual: whether the tensor is a residual, element by element of the buffer. If not, all ranks of the axis hold equal
+            values.
         by_row: whether a rank holds the elements of its own row of the buffer. If not, a rank holds the whole buffer's.
-        elements: number of elements on one rank.
+        elements: the tensor's length on one rank.
         shapes: for `KeptFactors`: the index of each factor's leaf, and the factor's shape.
     """
 
@@ -89,13 +91,13 @@ class Kept:
 
 
 class SentResidual(Kept):
-    """What a rank's messages left out of its buffer, laid out as the padded buffer."""
+    """The residual of the messages of a rank's buffer, laid out as the padded buffer."""
 
     name = "sent"
 
 
 class RowResidual(Kept):
-    """What the second message, of a rank's row of the sum, left out of that row."""
+    """The residual of the second message, of a rank's row of the sum."""
 
     name = "row"
     by_row = True
@@ -108,30 +110,35 @@ class KeptFactors(Kept):
     residual = False
 
 
-class Errors:
-    """What is kept of earlier exchanges, by name; what was before stays as it is until `after` replaces it.
+class Residuals:
+    """The kept tensors of a step's exchanges, by name.
+
+    An exchange never changes the tensors of ``before``, so that a step which is dropped can be taken back.
 
     Args:
-        before: name -> flat tensor.
+        before: name -> flat tensor, before the exchanges.
+
+    Attributes:
+        after: name -> flat tensor, after the exchanges so far.
     """
 
     def __init__(self, before: dict[str, torch.Tensor]) -> None:
         self._before = before
         self.after = dict(before)
 
-    def own(self, name: str) -> torch.Tensor:
-        """An error that may be written to."""
+    def writable(self, name: str) -> torch.Tensor:
+        """The tensor of ``after``, made a copy of the one of ``before`` at the first call, so that it may be written to."""
         if self.after[name] is self._before.get(name):
             self.after[name] = self.after[name].clone()
         return self.after[name]
 
 
-class Line(Protocol):
+class BoundCodec(Protocol):
     """A codec bound to one buffer.
 
     Attributes:
-        keeps: what stays from one exchange to the next.
-        payload: bytes one rank sends.
+        keeps: the tensors that stay from one exchange to the next.
+        payload: bytes that one rank sends in an exchange.
     """
 
     @property
@@ -141,46 +148,46 @@ class Line(Protocol):
     def payload(self) -> int: ...
 
     def pad(self, x: torch.Tensor) -> torch.Tensor:
-        """A buffer as an exchange takes it; itself where it needs no padding."""
+        """A buffer padded for an exchange; ``x`` itself where it needs no padding."""
         ...
 
     def start(self, device: torch.device) -> list[torch.Tensor]:
-        """What ``keeps`` is before the first exchange."""
+        """The initial values of the tensors in ``keeps``."""
         ...
 
 
-L = TypeVar("L", bound=Line, covariant=True)
+B = TypeVar("B", bound=BoundCodec, covariant=True)
 
 
 @dataclass(frozen=True)
-class Item(Generic[L]):
+class Item(Generic[B]):
     """One buffer of an exchange.
 
     Attributes:
-        line: how it travels.
-        buffer: padded as the line asks; used up.
-        kept: names of what the line keeps.
+        codec: the codec bound to the buffer.
+        buffer: padded by ``codec.pad``. The exchange may overwrite it and keep it.
+        kept: names of the tensors in ``codec.keeps``.
     """
 
-    line: L
+    codec: B
     buffer: torch.Tensor
     kept: tuple[str, ...]
 
 
 class Exchange(Protocol):
-    """Buffers on their way to their sum (or mean)."""
+    """The sums (or means) of some buffers, under way."""
 
     def wait(self, out: Sequence[torch.Tensor | None] | None = None) -> list[torch.Tensor]:
-        """Each item's row, where rows are scattered; else whole buffer, in ``out`` where given."""
+        """Each item's sum: this rank's row where rows are scattered; else the whole buffer, in ``out`` where given."""
         ...
 
 
 class Codec(Protocol):
-    """How sums travel in fewer bytes. Frozen and comparable: part of a plan.
+    """How summed values are encoded in fewer bytes. Frozen and comparable, since it is stored in plans.
 
     Attributes:
-        wide: whether float64 can be sent.
-        whole: whether it works on whole leaves, and buffers must hold them.
+        wide: whether it can send float64.
+        whole: whether buffers must hold whole leaves.
     """
 
     @property
@@ -189,8 +196,11 @@ class Codec(Protocol):
     @property
     def whole(self) -> bool: ...
 
-    def bind(self, rows: Rows) -> Line: ...
+    def bind(self, rows: Rows) -> BoundCodec: ...
 
-    def exchange(self, mesh: Mesh, axis: str, items: Sequence[Item[Any]], errors: Errors) -> Exchange:
-        """Start to sum buffers, all of lines of this codec. ``errors``: of all items; written to."""
+    def exchange(self, mesh: Mesh, axis: str, items: Sequence[Item[Any]], residuals: Residuals) -> Exchange:
+        """Start to sum buffers that are bound to this codec.
+
+        ``residuals`` holds the kept tensors of all items. The exchange replaces them.
+        """
         ...

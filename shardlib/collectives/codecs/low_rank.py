@@ -1,16 +1,16 @@
 """Sums of matrices as products of two thin factors, with error feedback (PowerSGD, arXiv 1905.13727, algorithms 1 and 2).
 
-A leaf of two or more dimensions is a matrix M ``[n, m]``: its first dimension, and the others. With an error E on each rank:
+A leaf of two or more dimensions is a matrix M ``[n, m]``: its first dimension by all others. With a residual E on each rank:
 
 1. P = (M + E) Q is summed over the ranks and made orthonormal;
 2. F = (M + E)ᵀ P is summed over the ranks, and is the next step's Q;
-3. the sum is P Qᵀ, of which P Fᵀ is a rank's own share; E is what that lacks of M + E.
+3. the sum is P Qᵀ with this Q. A rank contributed P Fᵀ to it, with its F from before the sum; its next E is M + E − P Fᵀ.
 
-So the sums and the errors add up to the gradients. Warm starts make steps one power iteration, as long as gradients are
-alike. Leaves of fewer dimensions, and matrices whose factors are no smaller than they are, travel as they are.
+So the sums and the residuals add up to the gradients. Since Q is kept, each step continues one power iteration while
+gradients change slowly. Leaves of fewer dimensions, and matrices whose factors would be no smaller, are sent unencoded.
 
-There are two all-reduces for all the buffers of an exchange: of the Ps; and of the Fs and of what travels as it is. Each
-buffer's part of either is padded to a multiple of the ranks.
+All buffers of an exchange share two all-reduces: one of the Ps; one of the Fs and the unencoded leaves. Each buffer's message
+is padded to a multiple of the number of ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from shardlib.collectives import primitives
-from shardlib.collectives.codecs.base import Errors, Item, Kept, KeptFactors, Rows, SentResidual
+from shardlib.collectives.codecs.base import Item, Kept, KeptFactors, Residuals, Rows, SentResidual
 from shardlib.mesh.mesh import Mesh
 
 _SEED = 0
@@ -41,18 +41,18 @@ class LowRank:
     wide: ClassVar[bool] = True
     whole: ClassVar[bool] = True
 
-    def bind(self, rows: Rows) -> Factors:
-        return Factors(rows, self.rank)
+    def bind(self, rows: Rows) -> BoundLowRank:
+        return BoundLowRank(rows, self.rank)
 
-    def exchange(self, mesh: Mesh, axis: str, items: Sequence[Item[Factors]], errors: Errors) -> LowRankSum:
-        return LowRankSum(mesh, axis, items, errors)
+    def exchange(self, mesh: Mesh, axis: str, items: Sequence[Item[BoundLowRank]], residuals: Residuals) -> LowRankSum:
+        return LowRankSum(mesh, axis, items, residuals)
 
     def __str__(self) -> str:
         return f"factors of rank {self.rank}"
 
 
 class _Matrix(NamedTuple):
-    """A leaf that travels as factors: its number, the elements before it in the buffer, and its shape as a matrix."""
+    """A leaf that is sent as factors: its number, the index of its first element in the buffer, and its shape as a matrix."""
 
     leaf: int
     first: int
@@ -60,23 +60,25 @@ class _Matrix(NamedTuple):
     m: int
 
 
-class Factors:
-    """A buffer some of whose leaves travel as factors. It needs no padding.
+class BoundLowRank:
+    """The codec bound to a buffer, which needs no padding.
 
     Attributes:
-        elements: of the two messages, padding included.
+        elements: lengths of the two messages, padding included.
     """
 
     def __init__(self, rows: Rows, rank: int) -> None:
         self.rows, self._rank = rows, rank
         self._matrices: list[_Matrix] = []
-        self._spans: list[tuple[int, int]] = []  # of what travels as it is
+        self._spans: list[tuple[int, int]] = []  # of the unencoded leaves
         for leaf, ((start, _), shape) in enumerate(zip(rows.filled, rows.shapes, strict=True)):
             n, m = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (0, 0)
             if (n + m) * rank < n * m:
                 self._matrices.append(_Matrix(leaf, start, n, m))
             else:
-                self._spans.append((start, start + math.prod(shape)))  # with what pads a slice: its ranks send as much
+                self._spans.append(
+                    (start, start + math.prod(shape))
+                )  # with the padding, so that all slices are equally long
         self._factors = sum(matrix.m for matrix in self._matrices) * rank
         second = self._factors + sum(stop - start for start, stop in self._spans)
         self.elements = (
@@ -101,11 +103,11 @@ class Factors:
         return x
 
     def start(self, device: torch.device) -> list[torch.Tensor]:
-        """Errors of 0, and factors as they are drawn."""
+        """A residual of zeros, and drawn factors."""
         return [torch.zeros(self.rows.elements, dtype=self.rows.dtype, device=device), self._drawn(device)]
 
     def _drawn(self, device: torch.device) -> torch.Tensor:
-        """Factors of normal numbers, the same for all leaves of a width, whatever lies beside them."""
+        """Factors of normal numbers, the same for all leaves of one width, whatever other leaves the buffer holds."""
         drawn = [torch.zeros(0, dtype=torch.float64)]
         for matrix in self._matrices:
             generator = torch.Generator().manual_seed(_SEED)
@@ -113,7 +115,7 @@ class Factors:
         return torch.cat(drawn).to(device, self.rows.dtype)
 
     def revive(self, factors: torch.Tensor) -> torch.Tensor:
-        """Draw columns of zeros anew, in place: a step without gradients leaves them, and P would see nothing later."""
+        """Draw columns of zeros anew, in place. A step without gradients leaves such columns, and M Q would stay zero."""
         columns = self.right(factors)
         if columns and not torch.stack([q.any(dim=0) for q in columns]).all():
             for q, drawn in zip(columns, self.right(self._drawn(factors.device)), strict=True):
@@ -121,93 +123,93 @@ class Factors:
         return factors
 
     def matrices(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Views ``[n, m]`` of a buffer."""
+        """Views ``[n, m]`` of the leaves of ``buffer`` that are sent as factors."""
         return [buffer[first : first + n * m].view(n, m) for _, first, n, m in self._matrices]
 
     def rest(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Flat views of what travels as it is."""
+        """Flat views of the unencoded leaves."""
         return [buffer[start:stop] for start, stop in self._spans]
 
     def left(self, message: torch.Tensor) -> list[torch.Tensor]:
-        """Views ``[n, rank]`` of the first message."""
+        """The Ps: views ``[n, rank]`` of the first message."""
         return self._cut(message, [matrix.n for matrix in self._matrices])
 
     def right(self, message: torch.Tensor) -> list[torch.Tensor]:
-        """Views ``[m, rank]`` of the second message, or of the factors that are kept."""
+        """The Fs or Qs: views ``[m, rank]`` of the second message, or of the kept factors."""
         return self._cut(message, [matrix.m for matrix in self._matrices])
 
     def _cut(self, message: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
         sizes = [length * self._rank for length in lengths]
-        return [part.view(-1, self._rank) for part in message[: sum(sizes)].split(sizes)] if sizes else []
+        return [factor.view(-1, self._rank) for factor in message[: sum(sizes)].split(sizes)] if sizes else []
 
     def unpacked(self, message: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The second message as its factors and what travelled as it is, flat."""
+        """The second message's factors, flat, and its unencoded leaves, flat."""
         sizes = [stop - start for start, stop in self._spans]
         rest = message[self._factors : self._factors + sum(sizes)]
         return message[: self._factors], list(rest.split(sizes)) if sizes else []
 
 
 class LowRankSum:
-    """Buffers of whole leaves on their way to their sum (or mean) over ``axis``.
+    """The sums (or means) over ``axis`` of buffers of whole leaves, under way.
 
     Args:
-        errors: of all items; written to.
+        residuals: the kept tensors of all items, which the exchange replaces.
     """
 
-    def __init__(self, mesh: Mesh, axis: str, items: Sequence[Item[Factors]], errors: Errors) -> None:
-        self._mesh, self._axis, self._items, self._errors = mesh, axis, items, errors
+    def __init__(self, mesh: Mesh, axis: str, items: Sequence[Item[BoundLowRank]], residuals: Residuals) -> None:
+        self._mesh, self._axis, self._items, self._residuals = mesh, axis, items, residuals
         self._first = _Sums(mesh, axis, [self._project(item) for item in items])
 
-    def _project(self, item: Item[Factors]) -> torch.Tensor:
-        error, factors = (self._errors.after[name] for name in item.kept)
-        pairs = zip(item.line.matrices(item.buffer.add_(error)), item.line.right(factors), strict=True)
-        return _joined([matrix @ q for matrix, q in pairs], item.buffer, item.line.elements[0])
+    def _project(self, item: Item[BoundLowRank]) -> torch.Tensor:
+        residual, factors = (self._residuals.after[name] for name in item.kept)
+        pairs = zip(item.codec.matrices(item.buffer.add_(residual)), item.codec.right(factors), strict=True)
+        return _joined([matrix @ q for matrix, q in pairs], item.buffer, item.codec.elements[0])
 
     def wait(self, out: Sequence[torch.Tensor | None] | None = None) -> list[torch.Tensor]:
-        """Each item's whole buffer, in ``out`` where given."""
-        arrived = zip(self._items, self._first.wait(), strict=True)
-        bases = [[torch.linalg.qr(p).Q for p in item.line.left(message)] for item, message in arrived]
-        answers = [self._answer(item, own) for item, own in zip(self._items, bases, strict=True)]
-        messages = _Sums(self._mesh, self._axis, answers).wait()
-        places = [None] * len(messages) if out is None else out
-        return [self._result(*each) for each in zip(self._items, bases, messages, places, strict=True)]
+        """Each item's sum: see `Exchange.wait`."""
+        summed = zip(self._items, self._first.wait(), strict=True)
+        bases = [[torch.linalg.qr(p).Q for p in item.codec.left(message)] for item, message in summed]
+        seconds = [self._second(item, base) for item, base in zip(self._items, bases, strict=True)]
+        messages = _Sums(self._mesh, self._axis, seconds).wait()
+        outs = [None] * len(messages) if out is None else out
+        return [self._result(*each) for each in zip(self._items, bases, messages, outs, strict=True)]
 
-    def _answer(self, item: Item[Factors], bases: list[torch.Tensor]) -> torch.Tensor:
-        """The second message; what it leaves out is written over the buffer."""
-        matrices, rest = item.line.matrices(item.buffer), item.line.rest(item.buffer)
+    def _second(self, item: Item[BoundLowRank], bases: list[torch.Tensor]) -> torch.Tensor:
+        """The second message. Writes the residual over the buffer."""
+        matrices, rest = item.codec.matrices(item.buffer), item.codec.rest(item.buffer)
         factors = [matrix.T @ basis for matrix, basis in zip(matrices, bases, strict=True)]
-        message = _joined([*factors, *rest], item.buffer, item.line.elements[1])
+        message = _joined([*factors, *rest], item.buffer, item.codec.elements[1])
         for matrix, basis, factor in zip(matrices, bases, factors, strict=True):
             matrix.addmm_(basis, factor.T, alpha=-1)
-        for part in rest:
-            part.zero_()
-        self._errors.after[item.kept[0]] = item.buffer
+        for leaf in rest:
+            leaf.zero_()
+        self._residuals.after[item.kept[0]] = item.buffer
         return message
 
     def _result(
-        self, item: Item[Factors], bases: list[torch.Tensor], message: torch.Tensor, out: torch.Tensor | None
+        self, item: Item[BoundLowRank], bases: list[torch.Tensor], message: torch.Tensor, out: torch.Tensor | None
     ) -> torch.Tensor:
-        line = item.line
-        if line.rows.mean:
-            message = message / line.rows.ways
-        factors, rest = line.unpacked(message)
-        self._errors.after[item.kept[1]] = line.revive(factors.clone())
+        codec = item.codec
+        if codec.rows.mean:
+            message = message / codec.rows.ways
+        factors, rest = codec.unpacked(message)
+        self._residuals.after[item.kept[1]] = codec.revive(factors.clone())
         result = torch.empty_like(item.buffer)
-        for matrix, basis, factor in zip(line.matrices(result), bases, line.right(factors), strict=True):
+        for matrix, basis, factor in zip(codec.matrices(result), bases, codec.right(factors), strict=True):
             torch.mm(basis, factor.T, out=matrix)
-        for place, part in zip(line.rest(result), rest, strict=True):
-            place.copy_(part)
+        for leaf, summed in zip(codec.rest(result), rest, strict=True):
+            leaf.copy_(summed)
         return result if out is None else out.copy_(result)
 
 
 class _Sums:
-    """Flat tensors on their way to their sums, all of a dtype in one message."""
+    """The sums over ``axis`` of some flat tensors, under way: one message per dtype."""
 
-    def __init__(self, mesh: Mesh, axis: str, parts: list[torch.Tensor]) -> None:
-        self._parts = parts
+    def __init__(self, mesh: Mesh, axis: str, tensors: list[torch.Tensor]) -> None:
+        self._tensors = tensors
         self._messages = {
-            dtype: torch.cat([part for part in parts if part.dtype == dtype])
-            for dtype in dict.fromkeys(part.dtype for part in parts)
+            dtype: torch.cat([tensor for tensor in tensors if tensor.dtype == dtype])
+            for dtype in dict.fromkeys(tensor.dtype for tensor in tensors)
         }
         sent = [message for message in self._messages.values() if message.numel()]
         self._works = [primitives.all_reduce(mesh, axis, message) for message in sent]
@@ -215,14 +217,14 @@ class _Sums:
     def wait(self) -> list[torch.Tensor]:
         for work in self._works:
             work.wait()
-        cut = {
-            dtype: iter(message.split([len(part) for part in self._parts if part.dtype == dtype]))
+        sums = {
+            dtype: iter(message.split([len(tensor) for tensor in self._tensors if tensor.dtype == dtype]))
             for dtype, message in self._messages.items()
         }
-        return [next(cut[part.dtype]) for part in self._parts]
+        return [next(sums[tensor.dtype]) for tensor in self._tensors]
 
 
-def _joined(parts: list[torch.Tensor], like: torch.Tensor, length: int) -> torch.Tensor:
-    """Tensors one after another, flat, and zeros up to a length."""
-    filled = sum(part.numel() for part in parts)
-    return torch.cat([*(part.reshape(-1) for part in parts), like.new_zeros(length - filled)])
+def _joined(tensors: list[torch.Tensor], like: torch.Tensor, length: int) -> torch.Tensor:
+    """The tensors flat, one after another, padded with zeros to ``length``."""
+    filled = sum(tensor.numel() for tensor in tensors)
+    return torch.cat([*(tensor.reshape(-1) for tensor in tensors), like.new_zeros(length - filled)])

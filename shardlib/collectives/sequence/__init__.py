@@ -1,4 +1,4 @@
-"""How positions of a sequence that is cut over a mesh axis meet: one file per kind, and what a kind of one's own is."""
+"""Attention between positions of a sequence that is cut over a mesh axis: one file per kind, and the base of new kinds."""
 
 from shardlib.collectives.sequence.base import Attend, Attention, SequenceKind
 from shardlib.collectives.sequence.megatron import Megatron

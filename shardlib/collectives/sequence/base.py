@@ -1,4 +1,4 @@
-"""What every sequence kind is: how the positions of sequences meet that are cut over a mesh axis."""
+"""The base of sequence kinds, each of which is a way of attention over a sequence that is cut over a mesh axis."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from shardlib.mesh.mesh import Mesh
 
 @dataclass(frozen=True)
 class Attention:
-    """What `shardlib.nn.attention` was asked for beside its tensors.
+    """The arguments of `shardlib.nn.attention` beside q, k and v.
 
     Attributes:
+        causal: whether a position sees no later ones.
+        scale: of the scores; None for 1/√size.
         key_mask: (batch, whole sequence), or None.
         layout: the `shardlib.sparse.Layout` of the whole sequence, or None.
     """
@@ -28,22 +30,23 @@ class Attention:
     layout: Any = None
 
 
-# Attention of q, k and v, (batch, heads, sequence, size), where all positions are.
+# Attention of q, k and v, (batch, heads, sequence, size), on a rank that holds all positions.
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Attention], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class SequenceKind(ABC):
-    """How the positions of sequences meet that are cut over ``axis``: for a kind of your own, give ``attention``.
+    """A way of attention over sequences that are cut over ``axis``. A new kind is a subclass with ``attention``.
 
     A kind is a frozen value, equal to another of the same class and options. `shardlib.sequence` takes a subclass for its
-    ``kind``, or whatever else makes a kind of an axis (``functools.partial(Kind, option=...)``).
+    ``kind``, or any other function from an axis to a kind (``functools.partial(Kind, option=...)``).
 
     Attributes:
-        name: what it is called in a plan's print-out and in messages.
-        gathers_for_slices: layers that are sliced over ``axis`` gather the sequence before them and reduce-scatter it after
-            them, so that the axis is shared with `tensor_slicing`; other kinds share theirs with `zero`.
-        needs_attention: a loss function that never calls `shardlib.nn.attention` is refused: positions would never meet.
+        name: the kind's name in a plan's print-out and in messages.
+        gathers_for_slices: whether layers that are sliced over ``axis`` gather the sequence before them and reduce-scatter it
+            after them, so that `tensor_slicing` uses the same axis. The axis of other kinds may be one of `zero`.
+        needs_attention: whether to refuse a loss function that never calls `shardlib.nn.attention`, in which positions would
+            never see each other.
     """
 
     axis: str
@@ -56,10 +59,13 @@ class SequenceKind(ABC):
         return f"{self.name} over axis {self.axis!r}"
 
     def check(self, sliced: Collection[str]) -> None:  # noqa: B027  # most kinds fit every plan
-        """Refuse a plan that the kind does not fit, by raising `IllegalComposition`; ``sliced`` are the axes of slices."""
+        """Raise `IllegalComposition` for a plan that the kind does not fit. ``sliced``: the axes that leaves are sliced
+        over."""
 
     def chunks(self, rank: int, size: int, length: int) -> list[tuple[int, int]]:
-        """Where the part of ``rank`` of ``size`` lies: (start, length) of each chunk, in order. All parts are as long.
+        """The part of the sequence that rank ``rank`` of ``size`` holds: (start, length) of each chunk, in order.
+
+        All ranks' parts have the same length.
 
         Raises:
             SpecError: the length does not divide.
@@ -71,23 +77,24 @@ class SequenceKind(ABC):
     def attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: Attention, attend: Attend, mesh: Mesh
     ) -> torch.Tensor:
-        """Attention of the whole sequence for this rank's part of it, of which q, k and v are: what `chunks` says.
+        """Attention over the whole sequence for the queries of this rank's part.
 
         Args:
-            q: (batch, heads, sequence / ranks, size); k and v with as many heads or a divisor of their number.
-            attend: computes ``attend(q, k, v, how)`` where all positions are.
+            q, k, v: of this rank's part (see `chunks`): q (batch, heads, sequence / ranks, size); k and v with as many heads
+                or a divisor of their number.
+            attend: ``attend(q, k, v, how)`` computes attention where q, k and v have all positions.
         """
 
-    def step(self, length: int, size: int, pieces: int, why: str = "") -> int:
-        """How long one of ``pieces`` of a sequence is; a message says ``why`` there are as many.
+    def step(self, length: int, size: int, chunks: int, why: str = "") -> int:
+        """The length of one chunk when a sequence is cut into ``chunks``; ``why`` explains their number in the message.
 
         Raises:
             SpecError: the length does not divide.
         """
-        if length % pieces or not length:
+        if length % chunks or not length:
             raise SpecError(
                 f"a sequence of length {length} does not divide over axis {self.axis!r} of size {size} "
-                f"(sequence, kind={self.name!r}{why}); pad it to a multiple of {pieces}, with ignore_index as the "
+                f"(sequence, kind={self.name!r}{why}); pad it to a multiple of {chunks}, with ignore_index as the "
                 "targets of the padding"
             )
-        return length // pieces
+        return length // chunks

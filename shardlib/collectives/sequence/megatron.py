@@ -1,4 +1,4 @@
-"""Sequences that are whole inside sliced layers (Korthikanti et al., arXiv 2205.05198)."""
+"""Sequences that are cut outside sliced layers and whole inside them (Korthikanti et al., arXiv 2205.05198)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from shardlib.mesh.mesh import Mesh
 
 
 class Megatron(SequenceKind):
-    """Sliced layers gather the sequence before them and reduce-scatter it after them, in place of all-reduces."""
+    """A kind in which sliced layers gather the sequence before them and reduce-scatter it after them, instead of the
+    all-reduces of tensor slicing."""
 
     name: ClassVar[str] = "megatron"
     gathers_for_slices: ClassVar[bool] = True
-    needs_attention: ClassVar[bool] = False  # whatever lies between sliced layers sees all positions
+    needs_attention: ClassVar[bool] = False  # code between sliced layers sees all positions
 
     def check(self, sliced: Collection[str]) -> None:
         if self.axis not in sliced:
@@ -30,4 +31,4 @@ class Megatron(SequenceKind):
     def attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: Attention, attend: Attend, mesh: Mesh
     ) -> torch.Tensor:
-        return attend(q, k, v, how)  # a column-sliced layer gave all positions of this rank's heads
+        return attend(q, k, v, how)  # the outputs of a column-sliced layer are all positions of this rank's heads

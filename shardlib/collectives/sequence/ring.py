@@ -1,13 +1,14 @@
 """Attention whose keys and values travel around a ring of ranks (Liu, Zaharia, Abbeel, arXiv 2310.01889).
 
-Each rank keeps its queries. In P steps it meets the keys and values of every rank, and combines what it finds by the
+Each rank keeps its queries. In P steps it receives the keys and values of every rank, and combines the blocks' results by the
 online softmax: with scores s of one block, L' = log(e^L + Σe^s) and O' = O·e^(L−L') + Σe^(s−L')·v, in fp32 or wider.
-Backward meets them once more, computes p = e^(s−L) anew, and sends the gradients of keys and values along with them:
+In backward keys and values travel once more, p = e^(s−L) is computed anew, and the gradients of keys and values travel with
+them:
 
     dV = pᵀ dO        dS = p ∘ (dO Vᵀ − rowsum(dO ∘ O))        dQ = dS K        dK = dSᵀ Q
 
-A rank holds chunks r and 2P−1−r of 2P (zig-zag). Under a causal mask it meets every other rank with half a block
-then, so that no rank waits for one that has more to do.
+Rank r holds chunks r and 2P−1−r of 2P (zig-zag). Under a causal mask it then computes half a block with every other rank, so
+that no rank waits for another with more work.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ from shardlib.mesh.transport import Work
 
 
 class Ring(SequenceKind):
-    """Keys and values travel around the ring of ranks, each of which holds two chunks of the sequence (zig-zag).
+    """A kind in which keys and values travel around the ring of ranks, each of which holds two chunks of the sequence.
 
-    Memory: one other rank's keys and values (with the next ones coming), and the scores of one block. Payload per rank:
-    (P−1) times its keys and values forward; the same and as many gradients (in fp32 or wider) backward.
+    Memory: two other ranks' keys and values (one in use, one arriving), and the scores of one block. Payload per rank: P−1
+        times
+    its keys and values in forward; in backward the same again, and as many gradients (in fp32 or wider).
     """
 
     name: ClassVar[str] = "ring"
 
     def chunks(self, rank: int, size: int, length: int) -> list[tuple[int, int]]:
-        """Two chunks, one from either end.
+        """Two chunks, equally far from either end of the sequence.
 
-        Under a causal mask the first positions have few keys and the last have many, so that every rank then has the same
-        work.
+        Under a causal mask early positions see few keys and late ones many, so this gives every rank the same work.
         """
-        pieces = 2 * size
-        step = self.step(length, size, pieces, f": two chunks a rank, {pieces} in all")
-        return [(chunk * step, step) for chunk in (rank, pieces - 1 - rank)]
+        chunks = 2 * size
+        step = self.step(length, size, chunks, f": two chunks a rank, {chunks} in all")
+        return [(chunk * step, step) for chunk in (rank, chunks - 1 - rank)]
 
     def attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: Attention, attend: Attend, mesh: Mesh
@@ -49,12 +50,12 @@ class Ring(SequenceKind):
         """See `SequenceKind.attention`.
 
         Raises:
-            SpecError: keys of another length than the queries, or an odd one; a key mask or a layout.
-            LossError: a second derivative.
+            SpecError: keys and queries of different lengths, or of an odd length; a key mask or a layout.
+            LossError: in backward, where a second derivative is asked for.
         """
         if k.shape[2] != q.shape[2] or q.shape[2] % 2:
             raise SpecError(
-                f"ring attention over axis {self.axis!r} takes as many keys as queries, in two chunks a rank, and gets "
+                f"ring attention over axis {self.axis!r} takes as many keys as queries, in two chunks a rank, and got "
                 f"{k.shape[2]} keys and {q.shape[2]} queries on each; pad both to one even number, or use kind='ulysses'"
             )
         if how.key_mask is not None or how.layout is not None:
@@ -71,7 +72,7 @@ class _Ring(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mesh: Mesh, axis: str, causal: bool, scale: float
     ) -> torch.Tensor:
-        # A recompute policy must not keep the products of blocks: together they are the scores of the whole sequence.
+        # Hidden from recompute policies, which would keep the products of all blocks: the scores of the whole sequence.
         with no_modes():
             out, total = _forward(q, k, v, _Trip(mesh, axis, causal), scale)
         ctx.save_for_backward(q, k, v, out, total)
@@ -90,7 +91,7 @@ class _Ring(torch.autograd.Function):
 
 
 class _Trip:
-    """One way around the ring: whom a rank meets at each step, and what of both it looks at."""
+    """One way around the ring: which queries and keys a rank combines at each step, and the sends to the next rank."""
 
     def __init__(self, mesh: Mesh, axis: str, causal: bool) -> None:
         self._mesh, self._axis, self._causal = mesh, axis, causal
@@ -98,16 +99,17 @@ class _Trip:
         self._pairs = tuple((rank, (rank + 1) % self.size) for rank in range(self.size))
 
     def block(self, step: int, length: int) -> tuple[slice, slice, bool]:
-        """Rows of queries, columns of keys, and whether the mask cuts through them."""
+        """The rows of queries and columns of keys at ``step``, and whether the causal mask cuts through this block."""
         everything, half = slice(0, length), length // 2
         source = (self._rank - step) % self.size
         if not self._causal or source == self._rank:
             return everything, everything, self._causal
-        # A lower rank's first chunk lies before both of ours and its second behind; a higher rank's lie between them.
+        # A lower rank's first chunk lies before both of this rank's chunks and its second behind them; a higher rank's two
+        # lie between them.
         return (everything, slice(0, half), False) if source < self._rank else (slice(half, length), everything, False)
 
     def send_on(self, x: torch.Tensor) -> tuple[torch.Tensor, Work]:
-        """Start to send ``x`` to the next rank; what comes from the one before, once waited for."""
+        """Start to send ``x`` to the next rank; returns the previous rank's ``x``, to be used after waiting for the work."""
         x = x.contiguous()
         coming = torch.empty_like(x)
         with self._mesh.traffic.by_the_loss():
@@ -130,12 +132,12 @@ def _forward(
         block = scores.logsumexp(-1, keepdim=True)
         before = total[..., rows, :]
         after = torch.logaddexp(before, block)
-        found = (scores - after).exp() @ values[..., columns, :]
-        out[..., rows, :] = out[..., rows, :] * (before - after).exp() + found
+        weighted = (scores - after).exp() @ values[..., columns, :]
+        out[..., rows, :] = out[..., rows, :] * (before - after).exp() + weighted
         total[..., rows, :] = after
         work.wait()
         held = coming
-    # Laid out as (batch, length, heads, size), which is what the layer after it reads: one copy then serves both.
+    # Laid out as (batch, length, heads, size), as the next layer reads it, so that this is the only copy.
     return out.flatten(1, 2).transpose(1, 2).to(q.dtype).contiguous().transpose(1, 2), total
 
 
@@ -154,7 +156,8 @@ def _backward(
     into_queries = torch.zeros_like(queries)
     sizes = [k.shape[-1], v.shape[-1]]
     held = torch.cat([k, v], -1)
-    # Gradients of what this rank holds, from the ranks that held it before. Its own it keeps: they start at step 1.
+    # `home`: this rank's own gradients of its keys and values, from step 0. `gathered`: the gradients of the keys and values
+    # held now, from the ranks that held them before; these start at step 1.
     gathered = home = torch.zeros_like(_wide(held)[:, :, 0])
     arrival = Work()
     for step in range(trip.size):
@@ -165,11 +168,11 @@ def _backward(
         p = (_scores(queries[..., rows, :], keys, masked) - total[..., rows, :]).exp()
         into_scores = p * (given @ values.mT - inner[..., rows, :])
         into_queries[..., rows, :] += into_scores @ keys
-        found = torch.cat([into_scores.mT @ queries[..., rows, :], p.mT @ given], -1).sum(2)
+        added = torch.cat([into_scores.mT @ queries[..., rows, :], p.mT @ given], -1).sum(2)
         arrival.wait()
         if step == 1:
             gathered = torch.zeros_like(home)
-        gathered[:, :, columns] += found
+        gathered[:, :, columns] += added
         if step:
             gathered, arrival = trip.send_on(gathered)
         work.wait()
@@ -192,5 +195,5 @@ def _grouped(x: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """Keys or values for `_grouped` queries: one head for a whole group."""
+    """Keys or values for `_grouped` queries: one head per group."""
     return _grouped(x, x.shape[1])

@@ -13,7 +13,7 @@ from shardlib.mesh.mesh import Mesh
 
 
 class Ulysses(SequenceKind):
-    """Each rank attends with its share of the heads, over the whole sequence.
+    """A kind in which each rank computes attention for its share of the heads, over the whole sequence.
 
     Payload per rank, forward: (P−1)/P of its q, k, v and output, which is 4(P−1)/P · N·h/P elements.
     """
@@ -26,7 +26,7 @@ class Ulysses(SequenceKind):
         """See `SequenceKind.attention`.
 
         Raises:
-            SpecError: heads that do not divide over the axis.
+            SpecError: the heads do not divide over the axis.
         """
         axis, ways = self.axis, mesh.shape[self.axis]
         failures = [

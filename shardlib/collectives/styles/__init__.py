@@ -1,4 +1,4 @@
-"""How sliced layers work together: one file per style, and what a style of one's own is."""
+"""Styles, by which the slices of a layer work together: one file per style, and the base of new styles."""
 
 from shardlib.collectives.styles.base import Compute, Losses, Style
 from shardlib.collectives.styles.column import Column

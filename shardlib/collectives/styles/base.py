@@ -1,4 +1,4 @@
-"""What every style is: how a parameter that is sliced over a mesh axis is cut, and consumed by the layer it belongs to."""
+"""The base of styles. A style says how a parameter is cut over a mesh axis, and how its layer computes with the slices."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ Losses = Callable[[torch.Tensor, str], torch.Tensor]
 
 @dataclass(frozen=True)
 class Style(ABC):
-    """How the slices of one layer's leaves work together (Megatron-LM, arXiv 1909.08053): subclass it for one of your own.
+    """How the slices of one layer's leaves work together (Megatron-LM, arXiv 1909.08053). A new style is a subclass.
 
-    A style is a frozen value, equal to another of the same class, options and axis; the rules of `shardlib.tensor_slicing`
-    take it as it is. Give ``name`` and ``spec``, and what a model consumes the leaf by: ``linear`` for ``F.linear``,
-    ``x @ weight`` and ``torch.addmm``, ``embedding`` for ``F.embedding`` and ``sl.nn.embedding``, ``cross_entropy`` for
-    ``sl.nn.linear_cross_entropy``. Each works with this rank's `Slice`, between the pairs that this offers. What is not
-    given is refused where a model asks for it, and so is any other function of a slice.
+    A style is a frozen value, equal to another of the same class, options and axis. The rules of `shardlib.tensor_slicing`
+    take styles. A subclass gives ``name`` and ``spec``, and one method for each way in which models use such leaves:
+    ``linear`` for ``F.linear``, ``x @ weight`` and ``torch.addmm``, ``embedding`` for ``F.embedding`` and
+    ``sl.nn.embedding``, ``cross_entropy`` for ``sl.nn.linear_cross_entropy``. Each method computes with this rank's `Slice`,
+    and exchanges activations by the slice's methods. Uses without a method, and all other functions of a slice, are refused.
 
     Attributes:
-        axis: what the leaves are sliced over; `tensor_slicing` fills it in.
-        name: what it is called in a plan's print-out and in messages.
-        sums: every rank holds all of the leaf, any function may use it, on slices of activations, and its gradient is summed
-            over the axis.
-        gathered: what of a layer every rank gets whole, "{paths}" standing for its leaves: a line of the plan's log.
+        axis: the mesh axis that the leaves are sliced over; `tensor_slicing` sets it.
+        name: the style's name in a plan's print-out and in messages.
+        sums: whether every rank holds the whole leaf, for any function to use on slices of activations, with a gradient that
+            is summed over the axis.
+        gathered: the activations that every rank gets whole, for the plan's log; "{paths}" stands for the layer's leaves.
     """
 
     axis: str = field(default="", kw_only=True)
@@ -47,12 +47,12 @@ class Style(ABC):
 
     @property
     def rule(self) -> str:
-        """How a rule gives it, for messages."""
+        """The style as it is written in a rule, for messages."""
         return f"{type(self).__name__}({self.options})"
 
     @property
     def options(self) -> str:
-        """The options that differ from their defaults, as they are passed."""
+        """The options that differ from their defaults, as they are written in a call."""
         given = {option.name: (getattr(self, option.name), option.default) for option in fields(self)}
         return ", ".join(
             f"{name}={value!r}" for name, (value, usual) in given.items() if name != "axis" and value != usual
@@ -64,15 +64,15 @@ class Style(ABC):
 
     @abstractmethod
     def spec(self, shape: tuple[int, ...], ways: int) -> P | None:
-        """How a leaf of the layer (its weight, or its bias of one dimension) is cut ``ways`` ways over the axis.
+        """The spec of a leaf of the layer (its weight, or its bias of one dimension) over an axis of size ``ways``.
 
-        None leaves it whole, its gradient the same on every rank.
+        None leaves the leaf whole, with the same gradient on every rank.
         """
 
     def misfit(self, shape: tuple[int, ...], ways: int) -> tuple[str, str] | None:
-        """What is wrong with slicing a leaf of this shape, and what to put in the rule's place ("": leave the leaf whole).
+        """Why a leaf of this shape cannot be sliced, and what to put in the rule's place ("" for leaving the leaf whole).
 
-        That its ``spec`` divides is checked besides.
+        Sizes that ``spec`` does not divide are refused without this method.
         """
         if len(shape) > 2:
             return f"{self.rule} is for a layer's weight, of 2 dimensions, and its bias", ""
@@ -84,11 +84,11 @@ class Style(ABC):
         """A layer's outputs.
 
         Args:
-            weight: this rank's slice.
+            weight: this rank's slice of the weight.
             x: the layer's input.
-            bias: what is here of the bias, or None.
-            compute: the layer's own function.
-            transposed: it takes the weight as (in, out).
+            bias: this rank's slice of the bias (the whole bias where ``spec`` leaves it whole), or None.
+            compute: the layer's function.
+            transposed: whether ``compute`` takes the weight as (in, out).
         """
         raise HandleError(f"{weight.path} is a layer's weight and has the style {self}; give its layer another style")
 
@@ -97,5 +97,5 @@ class Style(ABC):
         raise HandleError(f"{weight.path} is looked up and has the style {self}; give its layer the style 'vocab'")
 
     def cross_entropy(self, weight: Slice, x: torch.Tensor, *, ignore_index: int, label_smoothing: float) -> Losses:
-        """Losses of an output layer whose input is ``x``, equal on all ranks of the axis."""
+        """The losses of an output layer with input ``x``, as a function of the targets; equal on all ranks of the axis."""
         raise HandleError(f"{weight.path} is an output layer with the style {self}; give it the style 'vocab'")

@@ -1,4 +1,4 @@
-"""Layers whose outputs are shared out."""
+"""Linear layers whose outputs are split over the ranks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from shardlib.mesh.specs import P
 
 @dataclass(frozen=True)
 class Column(LayerStyle):
-    """A rank computes its share of the outputs from the whole input; its bias is cut along.
+    """A style in which each rank computes its share of the outputs from the whole input. The bias is cut like the outputs.
 
     Attributes:
-        gather: every rank gets all outputs. Their number need not divide then: rows of zeros pad the last slices.
+        gather: whether every rank gets all outputs. Their number need not divide then: rows of zeros pad the last slices.
     """
 
     gather: bool = False
@@ -39,12 +39,12 @@ class Column(LayerStyle):
 
     def spec(self, shape: tuple[int, ...], ways: int) -> P:
         dim = self.dim(shape)
-        # No part of the model sees one rank's outputs where all are gathered.
+        # The model never sees one rank's share of the outputs where all are gathered.
         pads = self.gather and not self.heads and dim == 0 and shape != ()
         return P(*([None] * dim), self.axis, padded=pads and shape[0] % ways > 0)
 
     def misfit(self, shape: tuple[int, ...], ways: int) -> tuple[str, str] | None:
-        # A weight (out, in, ...) is cut along its first dimension, however many follow.
+        # A weight (out, in, ...) is cut along its first dimension, whatever dimensions follow.
         return super().misfit(shape if self.transposed else shape[:2], ways)
 
     def linear(

@@ -1,4 +1,4 @@
-"""What the two styles of a linear layer have in common."""
+"""The base of `Column` and `Row`, the two styles of a linear layer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from shardlib.errors import HandleError
 
 @dataclass(frozen=True)
 class LayerStyle(Style):
-    """A linear layer's weight, cut along its inputs or its outputs.
+    """A style that cuts a linear layer's weight along its inputs or its outputs.
 
     Attributes:
-        heads: these are so many heads, which must not be cut; 0 for any cut.
-        transposed: the weight is stored (in, out), as ``x @ weight`` has it, not (out, in) as ``F.linear``.
-        cut: what is shared out, "inputs" or "outputs".
-        whole: they come, or are given, whole.
+        heads: the number of heads that the inputs or outputs consist of, none of which may be cut; 0 for any cut.
+        transposed: whether the weight is stored (in, out), for ``x @ weight``, not (out, in) as for ``F.linear``.
+        cut: which are split over the ranks, "inputs" or "outputs".
+        whole: whether the inputs arrive whole, or the outputs are returned whole.
     """
 
     heads: int = 0
@@ -33,7 +33,7 @@ class LayerStyle(Style):
 
     @abstractmethod
     def dim(self, shape: tuple[int, ...]) -> int:
-        """The dimension of a leaf that is cut."""
+        """The dimension along which a leaf of this shape is cut."""
 
     def __str__(self) -> str:
         return self.name + "ᵀ" * self.transposed + " (whole)" * self.whole
@@ -55,6 +55,7 @@ class LayerStyle(Style):
         return None
 
     def check_order(self, weight: Slice, transposed: bool) -> None:
+        """Raise `HandleError` where the layer takes the weight in another order than ``transposed`` of this style."""
         if self.transposed != transposed:
             order = "(in, out)" if transposed else "(out, in)"
             raise HandleError(

@@ -1,4 +1,4 @@
-"""Layers whose inputs are shared out."""
+"""Linear layers whose inputs are split over the ranks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from shardlib.mesh.specs import P
 
 @dataclass(frozen=True)
 class Row(LayerStyle):
-    """A rank computes a partial sum of all outputs from its share of the inputs; these are then all-reduced.
+    """A style in which each rank computes partial sums of all outputs from its share of the inputs, which are all-reduced.
 
     Attributes:
-        split: the input comes whole, and each rank takes its share.
+        split: whether the input arrives whole, so that each rank takes its share of it.
     """
 
     split: bool = False
@@ -42,7 +42,7 @@ class Row(LayerStyle):
     ) -> torch.Tensor:
         self.check_order(weight, transposed)
         if self.split:
-            x = weight.own_inputs(x)
+            x = weight.input_share(x)
         inputs = weight.local.shape[self.dim(weight.local.shape)]
         if x.shape[-1] != inputs:
             raise HandleError(
@@ -50,5 +50,5 @@ class Row(LayerStyle):
                 "must come from column-sliced layers; use sl.row(split=True) where it comes whole"
             )
         y = weight.leave(compute(x, weight.local, None))
-        # The bias is whole, and added once: after the sum.
+        # The bias is whole, and added once, after the sum.
         return y if bias is None else y + bias

@@ -14,7 +14,8 @@ from shardlib.mesh.specs import P
 
 @dataclass(frozen=True)
 class Shared(Style):
-    """A rank holds all of the leaf and uses it on its slices, so that its gradient is a partial sum over the axis."""
+    """A style in which each rank holds the whole leaf and uses it on its slices of activations, so that the leaf's gradient
+    is a partial sum over the axis."""
 
     name: ClassVar[str] = "shared"
     sums: ClassVar[bool] = True

@@ -1,7 +1,7 @@
-"""What a style computes with: this rank's slice of a leaf, and the dual pairs around what slices do.
+"""This rank's slice of a leaf, and the dual pairs before and after a sliced layer, from which styles are made.
 
-The pairs are those of Megatron-LM: a copy before and an all-reduce after the slices; or, where sequences are cut over the
-same axis (arXiv 2205.05198), a gather and a reduce-scatter along the sequence, which together send as much.
+The pairs are those of Megatron-LM: a copy before the layer and an all-reduce after it. Where sequences are cut over the same
+axis (arXiv 2205.05198) they are a gather and a reduce-scatter along the sequence, which together send as many bytes.
 """
 
 from __future__ import annotations
@@ -22,23 +22,26 @@ from shardlib.mesh.specs import Window, chunk_size
 
 
 class Slices:
-    """What the sliced leaves of one run share: the mesh, and the pair of the input that was last consumed.
+    """The state that all sliced leaves share in one run of the loss function.
 
     Args:
-        sequence: how sequences are cut, where they are.
+        mesh: the mesh.
+        sequence: the kind by which sequences are cut; None if they are not.
     """
 
     def __init__(self, mesh: Mesh, sequence: SequenceKind | None) -> None:
         self.mesh, self._sequence = mesh, sequence
+        # Axis -> the input that `enter` was last called with, its version and whether it had a gradient, and the result.
         self._last: dict[str, tuple[weakref.ref[torch.Tensor], tuple[int, bool], torch.Tensor]] = {}
-        self._shares: dict[str, str] = {}  # of outputs that no sum has taken up yet: by the layer's path
+        # Path -> description of the share of a layer's outputs, of layers since the last `leave`.
+        self._shares: dict[str, str] = {}
 
     def cuts_sequence(self, axis: str) -> bool:
         """Whether activations outside the slices over ``axis`` are parts of the sequence."""
         return self._sequence is not None and self._sequence.gathers_for_slices and self._sequence.axis == axis
 
     def enter(self, x: torch.Tensor, axis: str) -> torch.Tensor:
-        """One pair per input: several layers that read it (query, key, value) then share one exchange each way."""
+        """See `Slice.enter`. Layers that read the same input (query, key, value) get the same result, of one exchange."""
         grad = x.requires_grad and torch.is_grad_enabled()
         if not grad and not self.cuts_sequence(axis):
             return x
@@ -59,7 +62,7 @@ class Slices:
         return pairs.all_reduce(y, axis, dst="invariant", mesh=self.mesh)
 
     def whole_outputs(self, y: torch.Tensor, axis: str, outputs: int) -> torch.Tensor:
-        """Shares that are shorter than others travel padded."""
+        """See `Slice.whole_outputs`. Shares that are shorter than others are sent padded."""
         share = chunk_size(outputs, self.mesh.shape[axis])
         if y.shape[-1] < share:
             y = F.pad(y, (0, share - y.shape[-1]))
@@ -69,7 +72,7 @@ class Slices:
             whole = pairs.all_gather(y, axis, dim=-1, dst="invariant", mesh=self.mesh)
         return whole if whole.shape[-1] == outputs else whole[..., :outputs].contiguous()
 
-    def own_inputs(self, x: torch.Tensor, axis: str) -> torch.Tensor:
+    def input_share(self, x: torch.Tensor, axis: str) -> torch.Tensor:
         if self.cuts_sequence(axis):
             return pairs.all_to_all(self._with_sequence(x), axis, split_dim=-1, concat_dim=1, mesh=self.mesh)
         return pairs.split(x, axis, dim=-1, mesh=self.mesh)
@@ -78,17 +81,18 @@ class Slices:
         self._shares[path] = f"{share} of {outputs} outputs (axis {axis!r} of size {self.mesh.shape[axis]})"
 
     def explain(self, error: Exception) -> HandleError | None:
-        """What shares of outputs have to do with a shape that does not fit, where there are any."""
+        """An error to raise for ``error``, if it is about a shape that may not fit because layers returned shares of
+        outputs."""
         if isinstance(error, HandleError) or not self._shares or not re.search("shape|size|dimension", str(error)):
             return None
         shares = listing([f"{path}: {share}" for path, share in self._shares.items()])
         return HandleError(
-            f"a shape does not fit ({error}) where layers gave this rank's share of their outputs:\n{shares}\nWhat follows "
-            "must take sizes from what it is given (view(..., -1, head_size)), and a share must be whole heads: say how many "
-            "there are, sl.column(heads=...), and the plan refuses an axis that cuts one; use an axis of a size that divides "
-            "them. shardlib.models.huggingface.slicing_rules(model) says it for transformers' models, and sliceable(model) "
-            "takes GPT-2's hard-coded sizes out. Or leave these layers whole ('replicated'), and put sl.row(split=True) in "
-            "the place of the rules of those after them."
+            f"a shape does not fit ({error}) after layers that returned this rank's share of their outputs:\n{shares}\n"
+            "The code after them must take sizes from its input (view(..., -1, head_size)), and a share must be whole heads: "
+            "give their number, sl.column(heads=...), and the plan refuses an axis that cuts a head; use an axis whose size "
+            "divides it. shardlib.models.huggingface.slicing_rules(model) has the numbers for transformers' models, and "
+            "sliceable(model) removes GPT-2's hard-coded sizes. Or leave these layers whole ('replicated'), and put "
+            "sl.row(split=True) in the place of the rules of the layers after them."
         )
 
     def clear(self) -> None:
@@ -99,23 +103,23 @@ class Slices:
         if x.dim() < 3:
             raise SpecError(
                 f"a sliced layer where sequences are cut ({self._sequence}) takes activations (batch, sequence, width) and "
-                f"gets shape {tuple(x.shape)}; keep the three dimensions, or leave the layer whole"
+                f"got shape {tuple(x.shape)}; keep the three dimensions, or leave the layer whole"
             )
         return x
 
 
 @dataclass(frozen=True)
 class Slice:
-    """This rank's slice of a leaf, where a layer consumes it.
+    """This rank's slice of a leaf, as a layer uses it.
 
-    Activations outside sliced layers are whole on every rank, or under kind="megatron" of `shardlib.sequence` over the same
-    axis parts of the sequence (batch, part, width): `enter`, `leave`, `whole_outputs` and `own_inputs` know which.
+    Activations outside sliced layers are whole on every rank; or, under kind="megatron" of `shardlib.sequence` over the same
+    axis, sequence parts (batch, part, width). `enter`, `leave`, `whole_outputs` and `input_share` take care of either.
 
     Attributes:
-        path: the leaf's.
-        axis: what it is sliced over.
-        window: which part of the whole leaf it is.
-        local: its values, without what pads it; of a slice that is padding alone one row of zeros.
+        path: the leaf's path.
+        axis: the axis that the leaf is sliced over.
+        window: the slice's elements in the whole leaf.
+        local: the slice's values, without padding; one row of zeros for a slice that is only padding.
     """
 
     path: str
@@ -129,25 +133,25 @@ class Slice:
         return self._run.mesh
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` as slices read it, all of it on every rank: backward sums the slices' gradients.
+        """The layer's whole input on every rank. Backward sums the gradients that the slices give it.
 
-        Layers that read the same tensor one after the other share one exchange each way.
+        Consecutive layers that read the same tensor share one exchange each way.
         """
         return self._run.enter(x, self.axis)
 
     def leave(self, y: torch.Tensor) -> torch.Tensor:
-        """The sum of the slices' partial results."""
+        """The sum over the ranks of the partial results ``y``."""
         return self._run.leave(y, self.axis)
 
     def whole_outputs(self, y: torch.Tensor, outputs: int) -> torch.Tensor:
-        """Every rank's share of so many outputs (the last dimension), put together."""
+        """All ``outputs`` outputs (the last dimension), from every rank's share ``y``."""
         return self._run.whole_outputs(y, self.axis, outputs)
 
-    def own_inputs(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's share of inputs (the last dimension) that come whole; of all positions."""
-        return self._run.own_inputs(x, self.axis)
+    def input_share(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's share of the inputs (the last dimension) from the whole inputs ``x``, for all positions."""
+        return self._run.input_share(x, self.axis)
 
     def share(self, y: torch.Tensor, outputs: int) -> torch.Tensor:
-        """``y``, noted as this rank's share of so many outputs: what to say of a shape that then does not fit."""
+        """``y``, recorded as this rank's share of ``outputs`` outputs, to explain a shape that does not fit later."""
         self._run.note_share(self.path, self.axis, y.shape[-1], outputs)
         return y

@@ -1,4 +1,4 @@
-"""Embeddings and output layers whose vocabulary is shared out."""
+"""Embeddings and output layers whose vocabulary is split over the ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardlib.mesh.specs import P
 
 @dataclass(frozen=True)
 class Vocab(Style):
-    """A rank holds its share of the vocabulary: it looks up its own rows, or scores its own words.
+    """A style in which each rank holds the rows of its share of the vocabulary, and looks up or scores these words.
 
     The number of words need not divide: rows of zeros pad the last slices.
     """
@@ -47,11 +47,11 @@ class Vocab(Style):
         if padding is not None:
             padding = padding % words - first
             padding = padding if 0 <= padding < held else None
-        # What is no word at all is left to F.embedding to refuse, on every rank.
-        found = F.embedding(
+        # -1 for an id outside the vocabulary, which F.embedding refuses, on every rank.
+        rows = F.embedding(
             (ids - first).where(mine, 0).where((ids >= 0) & (ids < words), -1), weight.local, padding, sparse=sparse
         )
-        return weight.leave(found.masked_fill(~mine[..., None], 0))
+        return weight.leave(rows.masked_fill(~mine[..., None], 0))
 
     def cross_entropy(self, weight: Slice, x: torch.Tensor, *, ignore_index: int, label_smoothing: float) -> Losses:
         scores = widened(F.linear(weight.enter(x), weight.local))

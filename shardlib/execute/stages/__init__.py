@@ -1,1 +1,1 @@
-"""Micro-batches through the stages of a schedule."""
+"""Running the micro-batches of a step through one stage, or through many by a schedule."""

@@ -1,4 +1,4 @@
-"""What runs the micro-batches of a step: one interface, whether they pass through one stage or many."""
+"""The interface of runners, which run the micro-batches of a step through one stage or many."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from shardlib.tree import Tree
 
 @dataclass(frozen=True)
 class Call:
-    """What one step is computed from.
+    """The inputs of one step.
 
     Attributes:
-        parts: the rank's micro-batches.
-        keys: each one's key, or None.
-        share: of a scalar loss in the mean, as far as it is taken before backward.
+        microbatches: the rank's micro-batches.
+        keys: each micro-batch's key, or None.
+        share: factor by which a scalar loss is multiplied before backward, for the mean over ranks and micro-batches.
     """
 
     params: Sharded
-    parts: Sequence[Tree]
+    microbatches: Sequence[Tree]
     keys: Sequence[Key | None]
     buffers: Any
     loss_scale: float
     share: float
 
     def seed(self, outcome: Outcome) -> float:
-        """What backward starts from: a `Mean`'s weight is known only afterwards, a scalar's beforehand."""
+        """The gradient of the total from which backward starts. The weight of a `Mean` is divided out after backward."""
         return self.loss_scale * (1.0 if outcome.weighted else self.share)
 
 
@@ -48,40 +48,40 @@ class Runner(Protocol):
     """Runs a function on one plan and mesh.
 
     Attributes:
-        records: what its executors know of the runs before.
+        records: the records of its executors.
     """
 
     @property
     def records(self) -> Sequence[Record]: ...
 
     def train(self, call: Call, totals: Totals, route: Route) -> dict[str, torch.Tensor]:
-        """Forward and backward of all micro-batches: gradients by bucket. What else was found goes to ``totals``."""
+        """Run forward and backward of all micro-batches: bucket name -> gradient. Outcomes are added to ``totals``."""
         ...
 
     def shared_aux(self, call: Call, aux: Tree, sums: Sums) -> Tree:
-        """The ``aux`` of a step on every rank that took part; refuses losses that the micro-batches do not fit."""
+        """The step's ``aux`` on every rank; refuses a loss that does not suit micro-batches of different sizes."""
         ...
 
     def evaluate(self, params: Sharded, *args: Any) -> Any:
-        """A forward without gradients: the function's result."""
+        """The function's result, from a forward without gradients."""
         ...
 
 
-def keys_of(plan: Plan, mesh: Mesh, parts: Sequence[Tree], rng: Key | None) -> list[Key | None]:
-    """Each micro-batch's key. Its slot is its first row in the global batch, in units of its own rows."""
+def keys_of(plan: Plan, mesh: Mesh, microbatches: Sequence[Tree], rng: Key | None) -> list[Key | None]:
+    """The key of each micro-batch. Its slot is the micro-batch's first row in the global batch over its number of rows."""
     if rng is None:
-        return [None] * len(parts)
-    rows = [rows_of(part) for part in parts]
+        return [None] * len(microbatches)
+    rows = [rows_of(microbatch) for microbatch in microbatches]
     if len(set(rows)) == 1:
-        first = batch_index(plan, mesh) * len(parts)
-        return [rng.at_slot(first + index) for index in range(len(parts))]
+        first = batch_index(plan, mesh) * len(microbatches)
+        return [rng.at_slot(first + index) for index in range(len(microbatches))]
     first = batch_index(plan, mesh) * sum(rows)
     starts = [first + sum(rows[:index]) for index in range(len(rows))]
     return [rng.at_slot(Fraction(start, max(count, 1))) for start, count in zip(starts, rows)]
 
 
-def kept(outcome: Outcome, executor: Executor) -> Outcome:
-    """What of an outcome outlives its micro-batch."""
+def detached(outcome: Outcome, executor: Executor) -> Outcome:
+    """An outcome that outlives its micro-batch: detached, and outside the memory of parameters."""
     return outcome._replace(
         total=outcome.total.detach(), aux=executor.outside(outcome.aux), buffers=executor.outside(outcome.buffers)
     )

@@ -1,7 +1,7 @@
-"""Interprets a pipeline schedule: one rank's list of actions, one after the other.
+"""The interpreter of a pipeline schedule: runs one rank's list of actions, one after the other.
 
-Sends never wait, and a receive is posted one computation before its turn, so that what travels meanwhile is here
-when it is needed. Within a rank stages hand their results over without a message.
+Sends never wait, and a receive is posted one computation before its turn, so that messages overlap with computation. Stages
+on one rank pass results on without a message.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardlib.execute.handles import materialise
 from shardlib.execute.losses import refuse_reentrant_checkpoints
 from shardlib.execute.record import Record
 from shardlib.execute.stages.messages import (
-    PARTS,
+    TAGS,
     IncomingTensors,
     IncomingTree,
     Link,
@@ -34,7 +34,7 @@ from shardlib.schedules import Action, Kind, Schedule, peer, tag
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, leaves_of, tree_map
 
-# What a stage makes of a micro-batch: stage number, micro-batch, parameters, carry -> carry.
+# The computation of a stage: (stage number, micro-batch, parameters, carry) -> carry.
 Compute = Callable[[int, int, Tree, Any], Any]
 
 
@@ -43,7 +43,10 @@ class Run:
     """One micro-batch in one stage, between its forward and the end of its backward.
 
     Attributes:
-        halved: whether the first half of its backward is done; the rest is then empty.
+        inputs: differentiable tensors of the incoming carry.
+        outputs: differentiable tensors of the result.
+        seeds: gradients of the outputs.
+        halved: whether the first half of a split backward is done; inputs, outputs and seeds are then empty.
     """
 
     executor: Executor
@@ -54,16 +57,17 @@ class Run:
 
 
 class Stage:
-    """One of this rank's stages: executors, one for each micro-batch that is under way at once.
+    """One of this rank's stages, with an executor for each micro-batch in flight.
 
     Args:
-        halved: micro-batches whose backward goes in two halves; they make other exchanges than those whose does not.
+        halved: micro-batches whose backward is split in two halves. Their exchanges differ from those of other
+            micro-batches, so the two have separate records.
     """
 
     def __init__(self, plan: Plan, mesh: Mesh, trained: bool, halved: Iterable[int] = ()) -> None:
         self.plan, self._mesh, self._trained = plan, mesh, trained
         self._halved = frozenset(halved)
-        self.records = Record(plan, mesh), Record(plan, mesh)  # of whole backwards, and of halved ones
+        self.records = Record(plan, mesh), Record(plan, mesh)  # of whole backwards, and of split ones
         self._idle: tuple[list[Executor], list[Executor]] = [], []
         self.runs: dict[int, Run] = {}
 
@@ -82,11 +86,12 @@ class Stage:
 
 @dataclass
 class Position:
-    """A rank's place among the stages.
+    """A rank's position in the pipeline.
 
     Attributes:
-        stages: those on this rank.
-        acknowledged: for each receive the sends that are then known to have arrived.
+        axis: the stages' axis.
+        stages: number -> stage, for the stages on this rank.
+        acknowledged: receive -> sends of this rank that must have arrived when it completes.
     """
 
     axis: str
@@ -98,13 +103,13 @@ class Position:
     def link(self, other: int) -> Link:
         return Link(self.mesh, self.axis, other)
 
-    def ends(self, stage: int) -> bool:
-        """Whether it is the last stage, whose result is the loss."""
+    def is_last(self, stage: int) -> bool:
+        """Whether a stage is the last one, whose result is the loss."""
         return stage == self.schedule.stages - 1
 
 
 class Interpreter:
-    """One step's state. Keys are (stage, micro-batch)."""
+    """The state of one step. Keys of its dictionaries are (stage, micro-batch)."""
 
     def __init__(
         self,
@@ -117,11 +122,11 @@ class Interpreter:
         self._position, self._params, self._compute = position, params, compute
         self._gradients, self._seed = gradients, seed
         self._schedule = position.schedule
-        # What a stage's forward or backward takes (or its message, still under way), and what is to be sent.
+        # Inputs of forwards and of backwards (values, or messages under way), and results to be sent.
         self._carries: dict[tuple[int, int], Any] = {}
         self._cotangents: dict[tuple[int, int], Any] = {}
         self._results: dict[tuple[int, int], Any] = {}
-        self._newest: dict[int, IncomingTree] = {}  # by rank: the carry whose receive was posted last
+        self._newest: dict[int, IncomingTree] = {}  # rank -> the carry from it whose receive was posted last
         self._sent: dict[Action, list[Sent]] = {}
         self._do: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._forward if gradients is not None else self._forward_only,
@@ -139,9 +144,9 @@ class Interpreter:
             action.stage: action.microbatch for action in order if action.kind is Kind.B or action.kind is Kind.W
         }
         try:
-            for place, action in enumerate(order):
+            for position, action in enumerate(order):
                 if action.kind in _COMPUTE:
-                    self._post_ahead(order[place + 1 :])
+                    self._post_ahead(order[position + 1 :])
                 self._do[action.kind](action)
             self._let_go(list(self._sent))
         finally:
@@ -201,14 +206,14 @@ class Interpreter:
         self._return(action, run, self._differentiate(action, run, run.inputs))
 
     def _inputs_gradient(self, action: Action) -> None:
-        """The half of a backward that the stage before waits for. A stage without inputs does all of it in the other."""
+        """Run the first half of a backward. A stage without inputs runs the whole backward in the second half."""
         run = self._seeded(action)
-        found: Sequence[torch.Tensor | None] = ()
+        grads: Sequence[torch.Tensor | None] = ()
         if run.inputs and run.outputs:
-            found = run.executor.inputs_gradient(run.outputs, run.seeds, run.inputs)
+            grads = run.executor.inputs_gradient(run.outputs, run.seeds, run.inputs)
             run.executor.rest()
-        self._return(action, run, found or [None] * len(run.inputs))
-        if found:
+        self._return(action, run, grads or [None] * len(run.inputs))
+        if grads:
             run.halved, run.outputs, run.seeds, run.inputs = True, [], [], []
 
     def _weights_gradient(self, action: Action) -> None:
@@ -220,10 +225,10 @@ class Interpreter:
         self._position.stages[action.stage].end(action.microbatch)
 
     def _seeded(self, action: Action) -> Run:
-        """The run an action goes back through, with the gradients of its outputs."""
+        """The run of a backward action, with its seeds."""
         key = action.stage, action.microbatch
         run = self._position.stages[action.stage].runs[action.microbatch]
-        if self._position.ends(action.stage):
+        if self._position.is_last(action.stage):
             assert self._seed is not None
             run.seeds = [torch.full_like(output, self._seed(action.microbatch)) for output in run.outputs]
         else:
@@ -233,30 +238,30 @@ class Interpreter:
         return run
 
     def _differentiate(self, action: Action, run: Run, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        found = run.executor.differentiate(run.outputs, run.seeds, inputs, *self._sums(action))
+        grads = run.executor.differentiate(run.outputs, run.seeds, inputs, *self._sums(action))
         self._position.stages[action.stage].end(action.microbatch)
-        return found
+        return grads
 
     def _sums(self, action: Action) -> tuple[Gradients, bool]:
-        """Where a stage's gradients are summed, and whether these are the last."""
+        """The sums of a stage's gradients, and whether this action is the last to add to them."""
         assert self._gradients is not None
         return self._gradients[action.stage], self._last[action.stage] == action.microbatch
 
-    def _return(self, action: Action, run: Run, found: Sequence[torch.Tensor | None]) -> None:
-        """Keep the gradients of a run's inputs for the stage before; what was not used has the gradient zero."""
+    def _return(self, action: Action, run: Run, grads: Sequence[torch.Tensor | None]) -> None:
+        """Keep the gradients of a run's inputs for the stage before; zeros for unused inputs."""
         number, _, microbatch = action
-        whole = [torch.zeros_like(i) if grad is None else grad for grad, i in zip(found, run.inputs, strict=True)]
+        filled = [torch.zeros_like(i) if grad is None else grad for grad, i in zip(grads, run.inputs, strict=True)]
         if number - 1 in self._position.stages:
-            self._cotangents[number - 1, microbatch] = whole
+            self._cotangents[number - 1, microbatch] = filled
         elif number > 0:
-            self._results[number, microbatch] = whole
+            self._results[number, microbatch] = filled
 
     def _send_gradients(self, action: Action) -> None:
-        found = self._results.pop((action.stage, action.microbatch))
-        self._sent[action] = send_tensors(self._link(action), found, self._tag(action))
+        grads = self._results.pop((action.stage, action.microbatch))
+        self._sent[action] = send_tensors(self._link(action), grads, self._tag(action))
 
     def _post_ahead(self, rest: Sequence[Action]) -> None:
-        """Start the receives that stand before the next computation, in order, as far as they can be known."""
+        """Post the receives that stand before the next computation, in order, up to one that would have to wait."""
         for action in rest:
             if action.kind in _COMPUTE or not self._postable(action):
                 return
@@ -264,7 +269,7 @@ class Interpreter:
                 self._receive(action)
 
     def _postable(self, action: Action) -> bool:
-        """Whether a receive would not have to wait: for the header before it, or for the forward it belongs to."""
+        """Whether a receive can be posted without waiting for an earlier carry's header, or for its own stage's forward."""
         if action.kind not in _RECEIVES:
             return True
         before = self._newest.get(peer(self._schedule, action))
@@ -272,22 +277,22 @@ class Interpreter:
         return forwarded and (before is None or before.opened)
 
     def _receive(self, action: Action) -> None:
-        """Post a receive, unless it is posted. Between two ranks they are posted in order: not every transport has tags."""
+        """Post a receive, once. Receives from one rank are posted in order, since not every transport has tags."""
         key = action.stage, action.microbatch
         if key in (self._carries if action.kind is Kind.RECV_F else self._cotangents):
             return
-        line = self._link(action)
-        before = self._newest.get(line.peer)
+        link = self._link(action)
+        before = self._newest.get(link.peer)
         if before is not None:
             before.open()
         if action.kind is Kind.RECV_F:
-            self._carries[key] = self._newest[line.peer] = IncomingTree(line, self._tag(action))
+            self._carries[key] = self._newest[link.peer] = IncomingTree(link, self._tag(action))
         else:
             outputs = self._position.stages[action.stage].runs[action.microbatch].outputs
-            self._cotangents[key] = IncomingTensors(line, facts_of(outputs), self._tag(action))
+            self._cotangents[key] = IncomingTensors(link, facts_of(outputs), self._tag(action))
 
     def _let_go(self, sends: Iterable[Action]) -> None:
-        """Free the memory of messages that have been received; of those that may not have been, once they are."""
+        """Free the memory of sent messages; waits for those that have not been received."""
         for action in sends:
             finish(self._sent.pop(action, ()))
 
@@ -295,7 +300,7 @@ class Interpreter:
         return self._position.link(peer(self._schedule, message))
 
     def _tag(self, message: Action) -> int:
-        return tag(self._schedule, message) * PARTS
+        return tag(self._schedule, message) * TAGS
 
 
 _COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W)
@@ -307,5 +312,5 @@ def differentiable(tree: Tree) -> list[torch.Tensor]:
 
 
 def fresh_leaf(leaf: Any) -> Any:
-    """What a stage on the same rank starts from: the same data, in a graph of its own."""
+    """A leaf of a carry for the next stage on the same rank: the same data, as a leaf of a new graph."""
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf

@@ -1,7 +1,7 @@
-"""Pytrees sent from rank to rank: a header says what they are made of, then comes one message per dtype.
+"""Pytrees sent from rank to rank: a header with the structure, then one message per dtype.
 
-The header travels each time, so a carry may change its shapes and structure from micro-batch to micro-batch, and
-may hold integers, skips or auxiliary losses. Gradients go the way back without one: they look as the carry did.
+A header is sent every time, so a carry may change its shapes and structure from micro-batch to micro-batch, and
+may hold integers, skips or auxiliary losses. Gradients are sent back without a header: they have the carry's structure.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport import Work
 from shardlib.tree import Tree, TreeDef, flatten, unflatten
 
-PARTS = 16  # tags per tree: the header's two parts, and one per dtype
-_HEAD = 1024  # bytes of a header that are sent at once: its length, and all of most headers
+TAGS = 16  # tags per tree: two for the header's messages, and one per dtype
+_HEAD = 1024  # bytes of a header's first message: its length, and all of most headers
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a receiver must know of a tensor."""
+    """What the receiver of a tensor must know."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -33,7 +33,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Link:
-    """The way to one rank along an axis, or from it."""
+    """A connection to one other rank along an axis, in both directions."""
 
     mesh: Mesh
     axis: str
@@ -48,14 +48,14 @@ class Link:
 
 @dataclass
 class Sent:
-    """A message under way, with the memory that must outlive it."""
+    """A message under way, with its memory, which must not be freed before the message is received."""
 
     work: Work
     buffer: torch.Tensor
 
 
 def finish(sent: Iterable[Sent]) -> None:
-    """Return once the memory of these messages may be used again."""
+    """Wait until the memory of these messages may be used again."""
     for message in sent:
         message.work.wait()
 
@@ -75,13 +75,14 @@ def send_tree(link: Link, tree: Tree, tag: int) -> list[Sent]:
     framed = len(header).to_bytes(8, "little") + header
     head = torch.frombuffer(bytearray(framed.ljust(_HEAD, b"\0")), dtype=torch.uint8).to(device)
     sent = [
-        link.send(part, tag + number, scalars=True) for number, part in enumerate(head.split_with_sizes(_cut(head)))
+        link.send(message, tag + number, scalars=True)
+        for number, message in enumerate(head.split_with_sizes(_cut(head)))
     ]
     return sent + send_tensors(link, [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)], tag + 2)
 
 
 def send_tensors(link: Link, tensors: Sequence[torch.Tensor], tag: int) -> list[Sent]:
-    """Send tensors whose facts the receiver knows (`IncomingTensors`): one message per dtype, no copy of one alone."""
+    """Send tensors whose `Facts` the receiver knows, for `IncomingTensors`: one message per dtype. Copies unless single."""
     sent = []
     for number, group in enumerate(_by_dtype(tensors)):
         flat = [tensors[index].reshape(-1) for index in group]
@@ -92,7 +93,7 @@ def send_tensors(link: Link, tensors: Sequence[torch.Tensor], tag: int) -> list[
 
 
 class IncomingTensors:
-    """Tensors on their way from one rank; receiving starts at once."""
+    """Tensors that are being received; the constructor posts the receives."""
 
     def __init__(self, link: Link, facts: Sequence[Facts], tag: int) -> None:
         self._facts = facts
@@ -103,18 +104,18 @@ class IncomingTensors:
             self._buffers.append((group, buffer, link.recv(buffer, tag + number) if numel else None))
 
     def wait(self) -> list[torch.Tensor]:
-        found: dict[int, torch.Tensor] = {}
+        tensors: dict[int, torch.Tensor] = {}
         for group, buffer, work in self._buffers:
             if work is not None:
                 work.wait()
             shapes = [self._facts[index].shape for index in group]
-            parts = buffer.split_with_sizes([shape.numel() for shape in shapes])
-            found.update((index, part.view(shape)) for index, part, shape in zip(group, parts, shapes))
-        return [found[index] for index in range(len(found))]
+            flat = buffer.split_with_sizes([shape.numel() for shape in shapes])
+            tensors.update((index, tensor.view(shape)) for index, tensor, shape in zip(group, flat, shapes))
+        return [tensors[index] for index in range(len(tensors))]
 
 
 class IncomingTree:
-    """A pytree on its way from one rank; its header is received at once, the rest when that is here."""
+    """A pytree that is being received; the constructor posts the receive of its header, `open` those of its tensors."""
 
     def __init__(self, link: Link, tag: int) -> None:
         self._link, self._tag = link, tag
@@ -124,7 +125,7 @@ class IncomingTree:
 
     @property
     def opened(self) -> bool:
-        """Whether the receives of all its parts are posted."""
+        """Whether the receives of the tensors are posted."""
         return self._tensors is not None
 
     def open(self) -> None:
@@ -144,7 +145,7 @@ class IncomingTree:
         self._tensors = IncomingTensors(self._link, facts, self._tag + 2)
 
     def wait(self) -> Tree:
-        """The tree; tensors that required gradients where they come from do so here, as leaves of a new graph."""
+        """The tree. Tensors that required gradients on the sender do so here, as leaves of a new graph."""
         self.open()
         assert self._tensors is not None
         arrived = iter(self._tensors.wait())

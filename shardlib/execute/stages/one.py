@@ -1,4 +1,4 @@
-"""One stage: micro-batches one after the other, each forward and then backward."""
+"""The runner of one stage: micro-batches one after the other, each forward and then backward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardlib.execute.gradients import Gradients, Route
 from shardlib.execute.losses import Outcome, read_loss, require_gradient, wants
 from shardlib.execute.record import Record
 from shardlib.execute.sequence import require_whole_loss
-from shardlib.execute.stages.base import Call, kept
+from shardlib.execute.stages.base import Call, detached
 from shardlib.execute.totals import Sums, Totals
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.plan import Plan
@@ -24,11 +24,11 @@ from shardlib.tree import Tree
 
 
 class OneStage:
-    """Runs any function.
+    """Runs any function on a plan with one stage.
 
     Args:
-        trained: whether it is a loss function to be differentiated.
-        with_buffers: whether it takes and returns buffers.
+        trained: whether the function is a loss function to be differentiated.
+        with_buffers: whether the function takes and returns buffers.
 
     Raises:
         HandleError: a compiled loss function with a plan that gathers or slices parameters.
@@ -50,7 +50,7 @@ class OneStage:
     def train(self, call: Call, totals: Totals, route: Route) -> dict[str, torch.Tensor]:
         gradients = self.executor.gradients(route)
         buffers = call.buffers
-        for index in range(len(call.parts)):
+        for index in range(len(call.microbatches)):
             outcome = self.microbatch(call, index, buffers, gradients)
             if outcome is not None:
                 buffers = outcome.buffers
@@ -58,8 +58,8 @@ class OneStage:
         return gradients.result()
 
     def microbatch(self, call: Call, index: int, buffers: Any, gradients: Gradients) -> Outcome | None:
-        """Forward and backward of one; None where the step will be taken again."""
-        batch, key = call.parts[index], call.keys[index]
+        """Run forward and backward of one micro-batch; None if the step will be repeated."""
+        batch, key = call.microbatches[index], call.keys[index]
         extra: dict[str, Any] = {"rng": key} if self._wants_rng and key is not None else {}
 
         def run(tree: Tree) -> tuple[torch.Tensor, Outcome]:
@@ -71,10 +71,10 @@ class OneStage:
             if sequence and record.order is None:
                 require_whole_loss(sequence, self._mesh, record.done, (outcome.total, outcome.weight))
             seed.fill_(call.seed(outcome))
-            return outcome.total, kept(outcome, self.executor)
+            return outcome.total, detached(outcome, self.executor)
 
         seed = torch.ones((), dtype=torch.float64, device=self._mesh.device)
-        return self.executor.backward(call.params, gradients, index == len(call.parts) - 1, run, seed)
+        return self.executor.backward(call.params, gradients, index == len(call.microbatches) - 1, run, seed)
 
     def shared_aux(self, call: Call, aux: Tree, sums: Sums) -> Tree:
         return aux

@@ -1,4 +1,4 @@
-"""A loss made of blocks, cut into the stages of a pipeline: one step, one evaluation, and what all ranks must know."""
+"""The runner of a pipeline: a loss made of blocks, cut into stages that run by a schedule."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Gradients, Route
 from shardlib.execute.losses import Outcome, read_loss, require_gradient
 from shardlib.execute.sequence import require_whole_loss
-from shardlib.execute.stages.base import Call, kept
+from shardlib.execute.stages.base import Call, detached
 from shardlib.execute.stages.interpreter import Compute, Interpreter, Position, Stage
 from shardlib.execute.stages.messages import (
-    PARTS,
+    TAGS,
     IncomingTensors,
     IncomingTree,
     Sent,
@@ -36,11 +36,11 @@ from shardlib.tree import Tree, tree_map
 
 
 def require_blocks(loss_fn: Any, plan: Plan) -> Sequential:
-    """The loss function, if it can be cut into the plan's stages.
+    """Check that a loss function can be cut into the plan's stages, and return it.
 
     Raises:
         IllegalComposition: a loss function that is not made of blocks.
-        TreeError: another number of blocks than parameter trees.
+        TreeError: the numbers of blocks and of parameter trees differ.
     """
     if not isinstance(loss_fn, Sequential):
         raise IllegalComposition(
@@ -58,10 +58,11 @@ def require_blocks(loss_fn: Any, plan: Plan) -> Sequential:
 
 
 class Pipe:
-    """A rank's stages and its way to the ranks of other stages. Raises what `require_blocks` raises, and
+    """Runs a rank's stages of an `sl.sequential`.
 
     Raises:
-        IllegalComposition: buffers.
+        IllegalComposition: a function that is not made of blocks, or one with buffers.
+        TreeError: the numbers of blocks and of parameter trees differ.
     """
 
     def __init__(self, loss_fn: Any, plan: Plan, mesh: Mesh, trained: bool, with_buffers: bool = False) -> None:
@@ -84,33 +85,33 @@ class Pipe:
         self._position = Position(self._axis, mesh, schedule, stages, acknowledged(schedule, orders, self._home))
         self.records = [record for stage in stages.values() for record in stage.records]
 
-    def _computing(self, parts: Sequence[Tree], keys: Sequence[Key | None]) -> Compute:
-        """What each stage does with these micro-batches: run its blocks."""
+    def _computing(self, microbatches: Sequence[Tree], keys: Sequence[Key | None]) -> Compute:
+        """A function that runs the blocks of a stage on one of these micro-batches."""
 
         def compute(stage: int, microbatch: int, tree: Tree, carry: Any) -> Any:
             start, stop = self._plan.stages.spans[stage]
-            return self._blocks.run(tree, carry, parts[microbatch], start, stop, keys[microbatch])
+            return self._blocks.run(tree, carry, microbatches[microbatch], start, stop, keys[microbatch])
 
         return compute
 
     def train(self, call: Call, totals: Totals, route: Route) -> dict[str, torch.Tensor]:
-        compute = self._computing(call.parts, call.keys)
+        compute = self._computing(call.microbatches, call.keys)
         outcomes: dict[int, Outcome] = {}
 
         def run(stage: int, microbatch: int, tree: Tree, carry: Any) -> Any:
             key = call.keys[microbatch]
             with seeding_torch(key and key.fold_in(stage), self._mesh.device):
                 result = compute(stage, microbatch, tree, carry)
-            if not self._position.ends(stage):
+            if not self._position.is_last(stage):
                 return result
             outcome = read_loss(result, False)
             require_gradient(outcome)
-            outcomes[microbatch] = kept(outcome, self._executor(stage, microbatch))
+            outcomes[microbatch] = detached(outcome, self._executor(stage, microbatch))
             return outcome.total
 
         first, sequence = all(record.order is None for record in self.records), self._plan.step.sequence
         grads = self._gradients(call.params, run, lambda microbatch: call.seed(outcomes[microbatch]), route)
-        if sequence and first:  # after the schedule: now every stage may wait for the others
+        if sequence and first:  # collective over all stages, so it comes after the schedule
             done = {step for record in self.records for step in record.done}
             loss = (outcomes[0].total, outcomes[0].weight) if outcomes else None
             require_whole_loss(sequence, self._mesh, done, loss, [self._axis])
@@ -120,33 +121,33 @@ class Pipe:
 
     def shared_aux(self, call: Call, aux: Tree, sums: Sums) -> Tree:
         if not sums.weighted:
-            _require_even(call.parts)
-        return self._hand_out(aux) if sums.with_aux else None
+            _require_even(call.microbatches)
+        return self._broadcast(aux) if sums.with_aux else None
 
     def _gradients(
         self, params: Sharded, compute: Compute, seed: Callable[[int], float], route: Route
     ) -> dict[str, torch.Tensor]:
         """The gradients of this rank's buckets, in the optimizer's layout, summed over micro-batches.
 
-        ``compute`` returns, in the last stage, what is to be differentiated, times ``seed(microbatch)``.
+        The last stage's result is differentiated, with ``seed(microbatch)`` as its gradient.
         """
         gradients = {
             number: Gradients(stage.plan, self._mesh, route) for number, stage in self._position.stages.items()
         }
         Interpreter(self._position, params, compute, gradients, seed).run(self._order)
-        found: dict[str, torch.Tensor] = {}
+        sums: dict[str, torch.Tensor] = {}
         for number in self._position.stages:
-            for name, part in gradients[number].result().items():
-                found[name] = found[name].add_(part) if name in found else part
-        self._sum_over_homes(found)
-        return {bucket.name: found[bucket.name] for bucket in self._plan.trained}
+            for name, grad in gradients[number].result().items():
+                sums[name] = sums[name].add_(grad) if name in sums else grad
+        self._sum_over_homes(sums)
+        return {bucket.name: sums[bucket.name] for bucket in self._plan.trained}
 
     def _executor(self, stage: int, microbatch: int) -> Executor:
-        """What runs a micro-batch that is under way in a stage of this rank."""
+        """The executor of a micro-batch in flight in a stage of this rank."""
         return self._position.stages[stage].runs[microbatch].executor
 
     def evaluate(self, params: Sharded, *args: Any) -> Any:
-        """A forward of the whole batch without gradients; the last stage's result on every rank."""
+        """The last stage's result, on every rank, from a forward of the whole batch without gradients."""
         batch, rng = _batch(*args)
         compute = self._computing([batch], [rng])
         order: list[Action] = []
@@ -158,34 +159,34 @@ class Pipe:
 
         def noted(stage: int, microbatch: int, tree: Tree, carry: Any) -> Any:
             value = compute(stage, microbatch, tree, carry)
-            if self._position.ends(stage):
+            if self._position.is_last(stage):
                 result.append(self._executor(stage, microbatch).outside(value))
             return value
 
         Interpreter(self._position, params, noted, None, None).run(order)
-        return self._hand_out(result[0] if result else None)
+        return self._broadcast(result[0] if result else None)
 
-    def _hand_out(self, value: Tree) -> Tree:
-        """The last stage's ranks' ``value``, on every rank along the axis."""
-        ranks, number = self._mesh.shape[self._axis], self._beyond() - 1
+    def _broadcast(self, value: Tree) -> Tree:
+        """The ``value`` of the last stage's rank, on every rank along the axis."""
+        ranks, number = self._mesh.shape[self._axis], self._free_number() - 1
         if self._home != self._plan.stages.last:
-            arrived = IncomingTree(self._position.link(self._plan.stages.last), number * PARTS).wait()
+            arrived = IncomingTree(self._position.link(self._plan.stages.last), number * TAGS).wait()
             return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, arrived)
         sent = [
             message
             for other in range(ranks)
             if other != self._home
-            for message in send_tree(self._position.link(other), value, number * PARTS)
+            for message in send_tree(self._position.link(other), value, number * TAGS)
         ]
         finish(sent)
         return value
 
-    def _beyond(self) -> int:
-        """The first number of a message that no schedule's and no result's message has."""
+    def _free_number(self) -> int:
+        """The first message number that neither a message of the schedule nor `_broadcast` uses."""
         return 2 * self._schedule.stages * self._schedule.microbatches + 1
 
     def _sum_over_homes(self, grads: dict[str, torch.Tensor]) -> None:
-        """A tied leaf that several ranks' stages use: the sum of all their gradients, the same to the last bit."""
+        """Sum the gradients of buckets that several homes hold (tied leaves). All homes get bitwise equal sums."""
         shared = [
             (number, bucket)
             for number, bucket in enumerate(self._plan.everywhere.trained)
@@ -195,11 +196,11 @@ class Pipe:
         coming = {}
         for number, bucket in shared:
             mine = grads[bucket.name]
+            tag = (self._free_number() + number) * TAGS
             for other in bucket.homes:
                 if other != self._home:
-                    place = (self._beyond() + number) * PARTS
-                    sent += send_tensors(self._position.link(other), [mine], place)
-                    coming[number, other] = IncomingTensors(self._position.link(other), facts_of([mine]), place)
+                    sent += send_tensors(self._position.link(other), [mine], tag)
+                    coming[number, other] = IncomingTensors(self._position.link(other), facts_of([mine]), tag)
         for number, bucket in shared:
             mine = grads[bucket.name]
             first, *others = (mine if home == self._home else coming[number, home].wait()[0] for home in bucket.homes)
@@ -207,9 +208,9 @@ class Pipe:
         finish(sent)
 
 
-def _require_even(parts: Sequence[Tree]) -> None:
-    """Refuse micro-batches that a mean over each would weigh alike; where the ranks of all stages know what the loss is."""
-    rows = [rows_of(part) for part in parts]
+def _require_even(microbatches: Sequence[Tree]) -> None:
+    """Refuse micro-batches of different sizes, for a scalar loss, whose mean would give them equal weights."""
+    rows = [rows_of(microbatch) for microbatch in microbatches]
     if len(set(rows)) > 1:
         raise BatchError(
             f"the batch's {sum(rows)} rows make {len(rows)} micro-batches of different sizes, and the loss is a mean over "
@@ -218,5 +219,5 @@ def _require_even(parts: Sequence[Tree]) -> None:
 
 
 def _batch(batch: Tree, rng: Key | None = None) -> tuple[Tree, Key | None]:
-    """What blocks are evaluated on."""
+    """The arguments with which blocks are evaluated."""
     return batch, rng

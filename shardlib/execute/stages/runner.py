@@ -1,4 +1,4 @@
-"""The choice of the runner that serves a plan."""
+"""The choice of a runner for a plan."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ from shardlib.plan.plan import Plan
 
 
 def runner_of(fn: Any, plan: Plan, mesh: Mesh, trained: bool, with_buffers: bool = False) -> Runner:
-    """Runs ``fn`` on the plan; raises what `OneStage` and `Pipe` raise."""
-    kind = Pipe if plan.stages.axes else OneStage
-    return kind(fn, plan, mesh, trained, with_buffers)
+    """The runner of ``fn`` on a plan. Raises what `OneStage` and `Pipe` raise."""
+    runner = Pipe if plan.stages.axes else OneStage
+    return runner(fn, plan, mesh, trained, with_buffers)

@@ -1,4 +1,4 @@
-"""A plan traced without ranks: one micro-batch through all stages in turn, on fake tensors."""
+"""Tracing a plan without ranks: one micro-batch runs through all stages in turn, on fake tensors."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from shardlib.tree import Tree, leaves_of, tree_map
 def trace(
     loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, buffers: Tree, rng: Key
 ) -> tuple[Trace, ...]:
-    """What each stage does for the first of a rank's micro-batches. ``params`` holds all stages' buckets."""
+    """The trace of each stage, from the first of a rank's micro-batches. ``params`` holds the buckets of all stages."""
     if plan.stages.axes:
         return _trace_stages(loss_fn, plan, mesh, params, split_batch(batch, plan, mesh)[0], rng)
     runner = OneStage(loss_fn, plan, mesh, trained=True, with_buffers=buffers is not None)
 
     def live_bytes() -> int:
-        """The most that a micro-batch holds at once, what is cast of the batch too, its gradients aside."""
+        """Peak bytes of a micro-batch, with the cast batch, without the sums of gradients."""
         live = LiveBytes()
         with live:
-            parts = split_batch(batch, plan, mesh)
-            call = Call(params, parts, keys_of(plan, mesh, parts, rng), buffers, 1.0, 1.0)
+            microbatches = split_batch(batch, plan, mesh)
+            call = Call(params, microbatches, keys_of(plan, mesh, microbatches, rng), buffers, 1.0, 1.0)
             gradients = runner.executor.gradients(plain_route(mesh))
             runner.microbatch(call, 0, buffers, gradients)
         return live.peak(without=gradients.held)
 
     live, activations = live_bytes(), dict(mesh.traffic.activations)
-    if runner.executor.gathers:  # again: the order is known now, and the next unit on its way while one computes
+    if runner.executor.gathers:  # the second run follows the first one's trace, and gathers the next unit ahead
         live = max(live, live_bytes())
     return (Trace(runner.executor.touches, activations, live),)
 
@@ -58,7 +58,7 @@ def _trace_stages(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: 
     passed: list[tuple[int, int]] = []
     sent: list[dict[str, int]] = [{} for _ in spans]
     live = [LiveBytes() for _ in spans]
-    memory: list[tuple[int, int]] = []  # what a stage keeps of its own, and what came in
+    memory: list[tuple[int, int]] = []  # bytes that a stage keeps of its own, and bytes of the incoming carry
     gradients: list[Gradients] = []
     for stage, (start, stop) in enumerate(spans):
 
@@ -79,26 +79,26 @@ def _trace_stages(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: 
         carry = tree_map(fresh_leaf, result)
     if plan.step.sequence:
         require_whole_loss(plan.step.sequence, mesh, {step for run in runs for step in run.executor.record.done}, None)
-    for run, kept, counts, alive in zip(reversed(runs), reversed(gradients), reversed(sent), reversed(live)):
+    for run, grads, counts, alive in zip(reversed(runs), reversed(gradients), reversed(sent), reversed(live)):
         seeds = [torch.ones_like(output) for output in run.outputs]
         with _counting(mesh, counts), alive:
             if plan.stages.schedule.splits and run.inputs and run.outputs:
                 run.executor.inputs_gradient(run.outputs, seeds, run.inputs)
                 run.executor.rest()
-                run.executor.weights_gradient(kept, last=False)
+                run.executor.weights_gradient(grads, last=False)
             else:
-                run.executor.differentiate(run.outputs, seeds, run.inputs, kept, last=False)
+                run.executor.differentiate(run.outputs, seeds, run.inputs, grads, last=False)
         run.executor.close()
-    peaks = [alive.peak(without=kept.held) for alive, kept in zip(live, gradients)]
+    peaks = [alive.peak(without=grads.held) for alive, grads in zip(live, gradients)]
     return tuple(
-        Trace(run.executor.touches, counts, peak + arrived, own + arrived, *sizes)
-        for run, sizes, counts, (own, arrived), peak in zip(runs, passed, sent, memory, peaks)
+        Trace(run.executor.touches, counts, peak + carry_bytes, kept + carry_bytes, *sizes)
+        for run, sizes, counts, (kept, carry_bytes), peak in zip(runs, passed, sent, memory, peaks)
     )
 
 
 @contextmanager
 def _counting(mesh: Mesh, counts: dict[str, int]) -> Iterator[None]:
-    """Add what the blocks send meanwhile, by axis."""
+    """Add the payload bytes of activations sent in this context to ``counts``, by axis."""
     before = dict(mesh.traffic.activations)
     yield
     for axis, sent in mesh.traffic.activations.items():

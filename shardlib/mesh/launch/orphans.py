@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them, however that ends: nobody else would stop them."""
+"""Ends a rank's process when its parent ends, in whichever way the parent ends."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent, of this process id, ends; without Linux, look every second."""
+    """End this process when its parent, of process id ``parent``, ends: by the kernel on Linux, elsewhere by a thread that
+    looks every second."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     else:
         threading.Thread(target=_look, args=(parent,), daemon=True).start()
-    if os.getppid() != parent:  # it ended before it could be noticed
+    if os.getppid() != parent:  # the parent ended before either could notice
         os._exit(1)
 
 

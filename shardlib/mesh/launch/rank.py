@@ -1,4 +1,4 @@
-"""One rank of `launch`, in a process of its own."""
+"""The process of one rank of `launch`."""
 
 from __future__ import annotations
 
@@ -16,20 +16,25 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from shardlib.mesh.launch.line import Line
+from shardlib.mesh.launch.connection import Connection
 from shardlib.mesh.launch.orphans import end_with
 from shardlib.mesh.mesh import current_mesh, make_mesh
 from shardlib.mesh.transport.process import waiting
 
-_NOT_THE_USERS = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
+_LIBRARIES = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
 
 
-def main(job: int, line: int, parent: int) -> None:
-    """Run the pickled function of file ``job`` and tell ``parent`` over the socket ``line`` what came of it."""
+def main(job: int, end: int, parent: int) -> None:
+    """Run the pickled function in file ``job`` and send its value, or its traceback, over the socket ``end``.
+
+    Args:
+        job, end: file descriptors.
+        parent: process id of `launch`'s process.
+    """
     end_with(parent)
-    told = Line(socket.socket(fileno=line))
+    connection = Connection(socket.socket(fileno=end))
     done = threading.Event()
-    threading.Thread(target=_answer, args=(told, done), daemon=True).start()
+    threading.Thread(target=_answer, args=(connection, done), daemon=True).start()
     try:
         with mmap.mmap(job, 0, access=mmap.ACCESS_READ) as pickled:
             fn, args, shape, timeout = cloudpickle.loads(pickled)
@@ -38,32 +43,33 @@ def main(job: int, line: int, parent: int) -> None:
         value = cloudpickle.dumps(fn(mesh, *args))
     except BaseException:
         sys.stdout.flush()
-        told.send(raised=traceback.format_exc(), at=time.time())
+        connection.send(raised=traceback.format_exc(), at=time.time())
         # Skip torch's tear-down: it may wait for peers that will never answer.
         os._exit(1)
     sys.stdout.flush()
-    told.send(returned=value)
-    done.wait()  # until all have: a peer may still receive what this one sent
+    connection.send(returned=value)
+    done.wait()  # until all ranks have returned: a peer may still receive what this rank sent
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _answer(line: Line, done: threading.Event) -> None:
-    """Tell the parent what this rank does, whenever it asks, until it says that all are done."""
-    while (messages := line.receive()) is not None:
+def _answer(connection: Connection, done: threading.Event) -> None:
+    """Answer the parent's questions what this rank does, and set ``done`` when the parent says that all ranks have
+    returned."""
+    while (messages := connection.receive()) is not None:
         for message in messages:
             if "done" in message:
                 done.set()
             else:
-                line.send(does=_what_it_does(), wait=waiting[-1] if waiting else None)
+                connection.send(activity=_activity(), wait=waiting[-1] if waiting else None)
 
 
-def _what_it_does() -> str:
-    """What the main thread waits in, and where the user's code called it."""
+def _activity() -> str:
+    """The call that the main thread waits in, and the line of the user's code that made it."""
     what = f"waits in {waiting[-1][1]}" if waiting else "runs"
     frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back
     if frame is None or frame.f_code.co_filename == "<string>":
-        return f"{what}, outside of the function that it was to run"
+        return f"{what}, outside the launched function"
     return f"{what}\n{traceback.format_stack(frame, 1)[0].rstrip()}"

@@ -14,13 +14,13 @@ from shardlib.mesh.transport import Simulation
 def simulate(fn: Callable[..., Any], *args: Any, mesh: Mapping[str, int]) -> list[Any]:
     """Run ``fn(mesh, *args)`` on every rank of ``mesh`` in this process; returns the ranks' values.
 
-    Ranks are threads that run one at a time and switch only where a collective waits, so a run is
-    deterministic; each draws from torch's generator as if it had one of its own. CPU only. A failure on one rank
-    stops all and is raised here, naming the rank; ranks that call different collectives, or wait for each other for
-    ever, are reported at once. ``args`` are shared by the ranks: make models inside ``fn``.
+    Ranks are threads that run one at a time and switch only where a collective waits, so a run is deterministic. Each rank
+    draws from torch's generator as a process would. CPU only. A failure on one rank stops all ranks and is raised here, with
+    the rank's number. Ranks that call different collectives, or wait for each other for ever, are reported at once. ``args``
+    are shared by the ranks: make models inside ``fn``.
 
-    Ctrl-C (a notebook's stop button) ends the ranks at their next collective, or two seconds later wherever they are,
-    and then raises KeyboardInterrupt. A rank inside one long operation ends after it; a note on the error names it.
+    Ctrl-C (a notebook's stop button) ends the ranks at their next collective, or after two seconds wherever they are, and
+    then raises KeyboardInterrupt. A rank inside one long operation ends after it, and a note on the error names the rank.
 
     >>> sl.simulate(lambda mesh, n: n * mesh.coords["data"], 10, mesh=dict(data=4))
     [0, 10, 20, 30]

@@ -1,4 +1,4 @@
-"""What every transport offers. Buffers are contiguous; a call returns at once with a `Work` to wait on."""
+"""The interface of a transport. Buffers are contiguous; a call returns at once with a `Work` to wait on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Work:
-    """An exchange under way. `wait` returns once the output may be used; waiting again does nothing."""
+    """An exchange under way. `wait` returns once the output may be used; a second `wait` does nothing."""
 
     def __init__(self, finish: Callable[[], None] | None = None) -> None:
         self._finish = finish
@@ -23,8 +23,8 @@ class Work:
 class Group(Protocol):
     """The ranks along one mesh axis (or several, flattened), numbered 0 to ``size - 1``.
 
-    Inputs must not change, and outputs must not be read, until the returned work was waited for. All ranks of
-    a group make the same calls in the same order, `send` and `recv` apart.
+    Inputs must not change, and outputs must not be read, until the caller has waited for the returned work. All ranks of a
+    group make the same calls in the same order, except `send` and `recv`.
     """
 
     size: int
@@ -39,7 +39,7 @@ class Group(Protocol):
         ...
 
     def reduce_scatter(self, out: torch.Tensor, inp: torch.Tensor) -> Work:
-        """``out = sum over ranks of their inp's chunk number rank``; ``inp`` has ``size`` × the elements."""
+        """``out = sum over ranks of chunk self.rank of their inp``; ``inp`` has ``size`` × the elements of ``out``."""
         ...
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor) -> Work:
@@ -47,7 +47,7 @@ class Group(Protocol):
         ...
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
-        """Overwrite ``tensor`` with rank ``source``'s, in place."""
+        """Overwrite ``tensor`` with rank ``source``'s tensor."""
         ...
 
     def permute(self, out: torch.Tensor, inp: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> Work:
@@ -55,17 +55,18 @@ class Group(Protocol):
         ...
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
-        """Send ``tensor`` to rank ``peer``. Never waits for it; only the two ranks take part.
+        """Send ``tensor`` to rank ``peer``, without waiting for the peer. Only the two ranks take part.
 
-        Between two ranks, in one direction, receives are posted in the order of the sends. ``tag``, at least 0,
-        tells messages apart where the transport can.
+        Between two ranks, in one direction, receives are posted in the order of the sends. ``tag``, at least 0, distinguishes
+        messages where the transport can.
         """
         ...
 
     def recv(self, out: torch.Tensor, peer: int, tag: int) -> Work:
-        """Overwrite ``out`` with what rank ``peer`` sends under ``tag``: as many elements, of the same dtype."""
+        """Overwrite ``out`` with the tensor that rank ``peer`` sends under ``tag``, of as many elements and the same
+        dtype."""
         ...
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order. Blocking, for small picklable values."""
+        """Every rank's value, in rank order. Blocks until all have arrived. For small picklable values."""
         ...

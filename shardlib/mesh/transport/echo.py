@@ -1,4 +1,7 @@
-"""A rank alone: with size one, exact; with more, its peers are echoes of itself. Planning runs on it."""
+"""A transport without other ranks: exact with size one; with a larger size, as if every peer held the same tensors.
+
+Planning uses it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from shardlib.mesh.transport.base import Work
 
 
 class EchoGroup:
-    """Stands for ``size`` ranks of which only this one exists; every peer is taken to hold what it holds."""
+    """A group of ``size`` ranks of which only this one exists. Every peer is taken to hold the same tensors."""
 
     def __init__(self, size: int, rank: int = 0) -> None:
         self.size = size
@@ -26,7 +29,7 @@ class EchoGroup:
 
     def all_gather(self, out: torch.Tensor, inp: torch.Tensor) -> Work:
         if storage_id(inp.untyped_storage()) == storage_id(out.untyped_storage()):
-            inp = inp.clone()  # a gather in place: the input is this rank's part of the output
+            inp = inp.clone()  # a gather in place: the input is this rank's chunk of the output
         out.view(self.size, -1).copy_(inp.reshape(1, -1))
         return Work()
 

@@ -1,4 +1,4 @@
-"""Who is gone: after a failed collective the survivors sign a list in the rendezvous store."""
+"""Detection of lost ranks: after a failed collective every surviving rank signs a list in the rendezvous store."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _GRACE = 3.0  # seconds the survivors wait for each other's signature
 
 
 def silent_ranks() -> list[int]:
-    """Global ranks that do not sign within a few seconds.
+    """The global ranks that do not sign within a few seconds.
 
-    Every survivor of a failed collective calls this; a rank that died, or is stuck elsewhere, does not. When the
-    store itself is gone, so is the rank that hosts it: rank 0.
+    Every rank on which the collective failed calls this. A rank that died, or is stuck elsewhere, does not. When the store
+    cannot be reached, rank 0, which hosts it, is lost.
     """
     try:
         store = default_store()

@@ -1,9 +1,10 @@
-"""Real processes: torch.distributed, with the fastest algorithm known for each backend.
+"""The transport between real processes: torch.distributed, with the fastest algorithm known for each backend.
 
-On gloo (CPU) the single-tensor all-gather and reduce-scatter are several times slower than the messages they
-stand for (64 MB, 2 ranks, 2 cores: all-gather 67 ms against 24 ms as sends and receives; reduce-scatter 80 ms
-against 48 ms as an all-to-all and a sum), so both are made of tagged point-to-point messages there. The sum runs
-in rank order, so its result does not depend on timing. Other backends (NCCL) use their own.
+gloo's (CPU) own single-tensor all-gather and reduce-scatter are several times slower than the messages that they need (64 MB,
+2 ranks, 2 cores: all-gather 67 ms, as sends and receives 24 ms; reduce-scatter 80 ms, as an all-to-all and a sum 48 ms). So
+on gloo
+both are made of tagged point-to-point messages. The sum runs in rank order, so its result does not depend on timing. Other
+backends (NCCL) use their own collectives.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from shardlib.errors import RankFailure
 from shardlib.mesh.transport.base import Work
 from shardlib.mesh.transport.failure import silent_ranks
 
-# A tag has 31 bits: those of single messages have the highest set; those of exchanges number the exchange (numbers are
-# reused after this many) and, above that, tell its size.
+# A tag has 31 bits. The tags of single messages have the highest bit set. The tag of an exchange is its number (numbers are
+# reused after _EXCHANGES) and, in the bits above, a hash of its size.
 _EXCHANGES, _SIZES, _SINGLE = 1 << 20, 1021, 1 << 30
 
-# The calls that this process waits in, for reports: each with its number, and the inner one last.
+# The calls that this process waits in, for reports: each with its number, the innermost last.
 waiting: list[tuple[int, str]] = []
 _numbers = itertools.count()
 
@@ -44,7 +45,7 @@ class ProcessGroup:
 
     Args:
         group: a torch process group this rank belongs to.
-        axis: the mesh axis it stands for, for messages.
+        axis: the mesh axis of these ranks, for messages.
     """
 
     def __init__(self, group: dist.ProcessGroup, axis: str) -> None:
@@ -85,20 +86,20 @@ class ProcessGroup:
                 lambda: [_compat.reduce_scatter_single(out, inp, group=self._group, async_op=True)],
                 inp,
             )
-        mine = inp.view(self.size, -1)
-        parts = {peer: torch.empty_like(mine[peer]) for peer in self._peers}
+        chunks = inp.view(self.size, -1)
+        received = {peer: torch.empty_like(chunks[peer]) for peer in self._peers}
 
         def start() -> list[Any]:
-            return self._messages({peer: mine[peer] for peer in self._peers}, parts)
+            return self._messages({peer: chunks[peer] for peer in self._peers}, received)
 
         def total() -> None:
-            ordered = [parts.get(rank, mine[self.rank]) for rank in range(self.size)]
+            ordered = [received.get(rank, chunks[self.rank]) for rank in range(self.size)]
             if out.dtype.itemsize >= 4:
-                # ``out`` may be this rank's part of ``inp``, so nothing is written there before that was read.
+                # ``out`` may be this rank's chunk of ``inp``, so nothing is written to it before the chunk was read.
                 *first, last = ordered
                 so_far = first[0]
-                for part in first[1:]:
-                    so_far = torch.add(so_far, part, out=first[0] if self.rank else first[1])
+                for chunk in first[1:]:
+                    so_far = torch.add(so_far, chunk, out=first[0] if self.rank else first[1])
                 torch.add(so_far, last, out=out.view(-1))
             else:
                 # torch.sum accumulates 16-bit floats in fp32; repeated additions would round each time.
@@ -155,14 +156,16 @@ class ProcessGroup:
 
     @property
     def _peers(self) -> list[int]:
-        """The other ranks, nearest first, so that not everyone sends to rank 0 at once."""
+        """The other ranks, from the next one on, so that not all ranks send to rank 0 at once."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def _messages(self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> list[Any]:
-        """Start every message at once. Tags keep different calls, and calls of different sizes, from being paired.
+        """Start all messages of a call at once.
 
-        (A message that is longer than its receive would end the process; one that is never received ends in a timeout,
-        which names the call.)
+        Tags keep the messages of different calls, and of calls of different sizes, from being paired: gloo ends the process
+            on a
+        message that is longer than its receive, whereas a message that is never received ends in a timeout, which names the
+        call.
         """
         self._number = (self._number + 1) % _EXCHANGES
         if not self._gloo:
@@ -182,10 +185,11 @@ class ProcessGroup:
     def _lane(self, upwards: bool) -> dist.ProcessGroup:
         """The torch group for single messages to higher ranks, or to lower ones.
 
-        gloo goes by tags. NCCL runs the messages of two ranks one after the other, in the order of the calls, and two
-        ranks that both send first would wait for each other: there each direction has a communicator of its own.
-        Its members alone make it, at their first message. (torch names such a group by how many groups a process is in
-        already, so the members must be in equally many, as the axes of a mesh leave them.)
+        gloo pairs messages by their tags, and needs one group. NCCL runs the messages between two ranks one after another in
+        the order of the calls, and two ranks that both send first would wait for each other. So on NCCL each direction has a
+        communicator of its own, which its members make at their first message. (torch names such a group by the number of
+        groups that a process is in already, so this number must be the same on all members, as it is along the axes of a
+        mesh.)
         """
         if self._gloo:
             return self._group

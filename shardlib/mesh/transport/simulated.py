@@ -1,6 +1,6 @@
-"""Collectives between the ranks of a `Simulation`: the last rank to call one computes it for all.
+"""Collectives between the ranks of a `Simulation`, computed for all ranks by the last one to call.
 
-Since the simulator sees every rank, two ranks that call different collectives are an error at once, naming both.
+Since the simulator sees every rank, two ranks that call different collectives raise at once an error that names both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardlib.mesh.transport.simulation import Simulation
 
 @dataclass
 class _Round:
-    """One collective of a group: what was called, and what each member brought."""
+    """One collective of a group: the call's signature, the first rank to call, and each member's tensors."""
 
     signature: str
     first: int
@@ -33,7 +33,7 @@ class _Exchange:
 
     def __init__(self) -> None:
         self.rounds: dict[int, _Round] = {}
-        # Messages that were sent and not yet received, oldest first, by (source, destination, tag).
+        # (source, destination, tag) -> messages that were sent and not yet received, oldest first.
         self.boxes: dict[tuple[int, int, int], deque[torch.Tensor]] = {}
 
 
@@ -44,7 +44,7 @@ class SimulatedGroup:
         simulation: the scheduler all ranks share.
         exchange: the group's shared record of calls, from `SimulatedGroup.exchange`.
         members: global ranks of the group, in group order.
-        rank: this rank's place among them.
+        rank: this rank's index among them.
         axis: the mesh axis, for messages.
     """
 
@@ -108,7 +108,7 @@ class SimulatedGroup:
             if sent.numel() != target.numel() or sent.dtype is not target.dtype:
                 error = RankMismatch(
                     f"rank {me} waits in {what}, and {sent.numel()} × {str(sent.dtype).removeprefix('torch.')} were sent. "
-                    "Send and receive the same number of elements of the same dtype."
+                    "Send and receive the same number of elements, of the same dtype."
                 )
                 self._simulation.fail(me, error)
                 raise error
@@ -138,10 +138,10 @@ class SimulatedGroup:
         signature = f"{name}({inp.numel()} × {str(inp.dtype).removeprefix('torch.')})"
 
         def finish(members: dict[int, Any]) -> None:
-            # The rank that comes last computes for all: its own modes (a recompute policy) must not see that.
+            # The last rank to call computes for all ranks, which its dispatch modes (a recompute policy) must not see.
             with torch.no_grad(), no_modes():
                 inputs = [members[rank][0].reshape(-1) for rank in range(self.size)]
-                # Every result before any write: all_reduce and broadcast write over their inputs.
+                # All results are computed before any is written: all_reduce and broadcast write over their inputs.
                 results = [result(inputs, rank) for rank in range(self.size)]
                 for rank, value in enumerate(results):
                     members[rank][1].copy_(value.view_as(members[rank][1]))

@@ -1,8 +1,8 @@
-"""Every rank in this process: one thread per rank, one of them running at a time.
+"""The scheduler of simulated ranks: one thread per rank in this process, one of them running at a time.
 
-A rank runs until it must wait for a collective, then hands over to the next rank that can go on, in rank order:
-a simulation is deterministic. Since the simulator sees every rank, ranks that wait for each other for ever are an
-error at once.
+A rank runs until it must wait for a collective, then hands over to the next rank that can go on, in rank order. So a
+simulation is deterministic. Since the simulator sees every rank, ranks that wait for each other for ever raise an error at
+once.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ import torch
 
 from shardlib.errors import RankMismatch
 
-_PATIENCE = 2.0  # seconds that interrupted ranks are given to reach a collective, and then to be stopped elsewhere
-_GLANCE = 0.1  # seconds; a signal that comes just before a wait begins does not end it
+_PATIENCE = 2.0  # seconds that interrupted ranks have to reach a collective, and then again to be stopped elsewhere
+_GLANCE = 0.1  # longest wait in seconds, since a signal that comes just before a wait begins does not end the wait
 
 
 class Stopped(BaseException):
-    """Ends a rank whose simulation is over. Not an `Exception`: a rank that tries again after errors must end too."""
+    """Ends a rank whose simulation is over. Not an `Exception`, so that a rank which catches exceptions ends too."""
 
 
 class _Rank(threading.Thread):
-    """The thread of one rank; a simulation that is started in it finds the one around it."""
+    """The thread of one rank. ``simulation`` lets a simulation that the rank starts find the outer one."""
 
     def __init__(self, simulation: Simulation, target: Callable[[int], None], rank: int) -> None:
         super().__init__(target=target, args=(rank,), name=f"simulated rank {rank}", daemon=True)
         self.simulation, self.rank = simulation, rank
-        self.ended = threading.Event()  # `join` and `is_alive` are wrong once an interrupt came while joining
+        self.ended = threading.Event()  # `join` and `is_alive` are wrong after an interrupt during `join`
 
     def run(self) -> None:
         try:
@@ -45,8 +45,9 @@ class _Rank(threading.Thread):
 class Simulation:
     """Runs ``ranks`` threads by turns and detects deadlock.
 
-    Torch's default generator is one for all threads. So that each rank draws as a process of its own would, it starts
-    from the state at hand, and finds its own again when it goes on; what comes after goes on from rank 0's.
+    All threads share torch's default generator. So that each rank draws as a process would, every rank starts from the
+    generator's present state, and gets its own state back whenever it goes on. After the run the generator has rank 0's
+    state.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -61,7 +62,7 @@ class Simulation:
     def run(self, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run one body per rank to the end; returns their values, or raises the first failure.
 
-        When this thread is interrupted (Ctrl-C, a notebook's stop button) the ranks are stopped first: see `_interrupt`.
+        An interrupt of this thread (Ctrl-C, a notebook's stop button) stops the ranks before it is raised: see `_interrupt`.
         """
         results: list[Any] = [None] * self.ranks
         state = torch.default_generator.get_state()
@@ -72,7 +73,7 @@ class Simulation:
             torch.default_generator.set_state(state)
             try:
                 if self.failure is None:
-                    # Backward then runs in this thread, so that a collective in it blocks this rank alone.
+                    # Backward then runs in this thread, so that a collective in a backward blocks this rank alone.
                     with torch.autograd.set_multithreading_enabled(False):
                         results[rank] = bodies[rank]()
             except BaseException as error:
@@ -108,12 +109,12 @@ class Simulation:
         return results
 
     def fail(self, rank: int | None, error: BaseException) -> None:
-        """Record the first failure, of a rank or (None) from outside; every other rank stops when it next runs."""
+        """Record the first failure, of a rank or (None) from outside. Every other rank stops when it next runs."""
         if self.failure is None:
             self.failure, self.failed_rank = error, rank
 
     def block(self, rank: int, ready: Callable[[], bool], what: str) -> None:
-        """Return once ``ready()`` holds, letting the other ranks run meanwhile."""
+        """Return once ``ready()`` is true; other ranks run meanwhile. ``what`` names the call, for messages."""
         if not self._over():
             if ready():
                 return
@@ -127,7 +128,7 @@ class Simulation:
             raise Stopped(f"rank {rank} stopped in {what}, because {why}")
 
     def _over(self) -> bool:
-        """Whether this simulation has failed, or one that it runs inside of."""
+        """Whether this simulation, or one that it runs inside, has failed."""
         if self.failure is None and self._around is not None and self._around._over():
             self.fail(None, Stopped("the simulation around this one is over"))
         return self.failure is not None
@@ -162,13 +163,13 @@ class Simulation:
         return True
 
     def _interrupt(self, threads: Sequence[_Rank], error: BaseException) -> None:
-        """Wait for the ranks to end after an interrupt; a second one ends the waiting.
+        """Wait for the ranks to end after an interrupt. A second interrupt ends the waiting.
 
-        A rank stops at its next collective. One that comes to none for two seconds is stopped between two of Python's
-        instructions, as Ctrl-C would. What it is left in may be one long call of an operation: then it goes on, and
-        ends afterwards, which a note on ``error`` says.
+        A rank stops at its next collective. A rank that reaches none within two seconds is stopped between two Python
+        instructions, as by Ctrl-C. A rank inside one long operation goes on until the operation ends; a note on ``error``
+        names it.
         """
-        started = [thread for thread in threads if thread.ident is not None]  # the interrupt may come before all are
+        started = [thread for thread in threads if thread.ident is not None]  # an interrupt may come before all have
         try:
             _await(started)
             for thread in self._computing(started):
@@ -177,7 +178,7 @@ class Simulation:
         except KeyboardInterrupt:
             pass
         busy = self._computing(started)
-        for rank in list(self._waiting):  # nobody will hand over to them
+        for rank in list(self._waiting):  # no rank will hand over to them
             del self._waiting[rank]
             self._wake[rank].release()
         _await([thread for thread in started if thread not in busy])
@@ -185,16 +186,16 @@ class Simulation:
             frame = sys._current_frames().get(thread.ident or 0)
             where = "".join(traceback.format_stack(frame, 1) if frame else []).strip()
             error.add_note(
-                f"{thread.name} still computes, and ends at its next collective, or with the process:\n{where}"
+                f"{thread.name} still computes, and ends at its next collective or with the process:\n{where}"
             )
 
     def _computing(self, threads: Sequence[_Rank]) -> list[_Rank]:
-        """Ranks that have not ended and wait for nobody."""
+        """The ranks that have not ended and do not wait."""
         return [thread for thread in threads if not thread.ended.is_set() and thread.rank not in self._waiting]
 
 
 def _await(threads: Sequence[_Rank]) -> None:
-    """Wait for threads to end, for as long as interrupted ranks are given."""
+    """Wait for threads to end, at most `_PATIENCE` seconds."""
     deadline = time.monotonic() + _PATIENCE
     for thread in threads:
         while not thread.ended.wait(_GLANCE) and time.monotonic() < deadline:

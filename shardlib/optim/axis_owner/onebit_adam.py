@@ -51,7 +51,7 @@ def onebit_adam(
 
     Update ``−lr·(m/(√v + eps) + weight_decay·p)``, without bias correction. For the first ``freeze_step`` steps gradients
     are averaged in full precision. Then v stays as it is; each rank adds its own gradient to m, and m is averaged by the
-    two-phase 1-bit all-reduce with error feedback (errors in ``TrainState.comm``). Elements whose v is 0 then, such as
+    two-phase 1-bit all-reduce with error feedback (residuals in ``TrainState.comm``). Elements whose v is 0 then, such as
     embeddings of tokens that were never met, stay where they are (but for weight decay). Where gradients are rounding alone,
     as a key's bias under softmax has them, v is hardly more and signs are sent all the same: an ``eps`` well above √v there
     (1e-5, say) keeps their steps small.

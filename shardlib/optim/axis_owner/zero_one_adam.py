@@ -128,7 +128,7 @@ def zero_one_adam(
     def alone(params, grads, state, scale, shards, number):
         if not state.frozen:
             each(lambda anchor, p: anchor.copy_(p), state.anchor, params)
-            shards.reset_errors()  # they are of gradients; what follows is momentum
+            shards.reset_residuals()  # they are of gradients; what follows is momentum
             state = state._replace(frozen=torch.ones(()))
         size = rate(state.count)
         elapsed = state.elapsed + size

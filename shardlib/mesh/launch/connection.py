@@ -1,4 +1,4 @@
-"""What `launch` and its ranks tell each other, over a socket per rank: pickled dictionaries, each behind its length."""
+"""Messages between `launch` and its ranks: pickled dictionaries over one socket per rank, each preceded by its length."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 _LENGTH = struct.Struct("q")
 
 
-class Line:
-    """One end of it."""
+class Connection:
+    """One end of the connection between `launch` and a rank."""
 
     def __init__(self, end: socket.socket) -> None:
         self.socket = end
@@ -20,13 +20,13 @@ class Line:
         self._sending = threading.Lock()
 
     def send(self, **message: Any) -> None:
-        """Send one message, waiting until it is gone. Threads may send at the same time."""
+        """Send one message; returns once the socket has taken it. Threads may send at the same time."""
         packed = pickle.dumps(message)
         with self._sending:
             self.socket.sendall(_LENGTH.pack(len(packed)) + packed)
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """Wait for bytes, unless the socket does not block, and return the messages they complete; None at the end."""
+        """Wait for bytes (on a blocking socket) and return the messages that they complete; None when the peer has closed."""
         try:
             arrived = self.socket.recv(1 << 20)
         except BlockingIOError:

@@ -1,0 +1,97 @@
+"""What planning, printing and a step cost in Python grows as the model does, and not with the number of ranks.
+
+Calls are counted, those that the package makes: unlike seconds they are the same on every machine.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardlib as sl
+
+PACKAGE = str(Path(sl.__file__).parent)
+ADAMW = sl.optim.adamw(1e-3)
+CHAINS = {
+    "stage 1": sl.zero(1),
+    "stage 3": sl.zero(3),
+    "stage 3, int8": sl.chain(sl.zero(3), sl.quantize(weights="int8", gradients="int8")),
+    "stage 2, micro-batches": sl.chain(sl.zero(2), sl.accumulate(2)),
+}
+UNITS = (12, 24, 36)
+EVERY_CHAIN = pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
+
+
+def model(units, device="cpu"):
+    return [{"w": torch.eye(4, device=device), "b": torch.zeros(4, device=device)} for _ in range(units)]
+
+
+def loss_fn(params, x):
+    for layer in params:
+        x = torch.tanh(x @ layer["w"] + layer["b"])
+    return x.square().mean()
+
+
+def calls(run):
+    """How many functions the package enters and calls in ``run()``, C's functions too."""
+    count = 0
+
+    def note(frame, event, _):
+        nonlocal count
+        count += event in ("call", "c_call") and frame.f_code.co_filename.startswith(PACKAGE)
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def assert_linear(cost):
+    """The third dozen of units costs what the second did."""
+    few, more, most = (cost(units) for units in UNITS)
+    assert most - more == pytest.approx(more - few, rel=0.01), (few, more, most)
+
+
+def plan(units, chain, ranks=8):
+    mesh, shapes, x = sl.abstract_mesh(data=ranks), model(units, "meta"), torch.zeros(4, 4)
+    return sl.make_plan(shapes, mesh, chain, loss_fn=loss_fn, batch=x, optimizer=ADAMW)
+
+
+@EVERY_CHAIN
+def test_planning(chain):
+    plan(2, chain)  # what is looked up once
+    assert_linear(lambda units: calls(lambda: plan(units, chain)))
+
+
+@EVERY_CHAIN
+def test_printing(chain):
+    str(plan(2, chain))
+    plans = {units: plan(units, chain) for units in UNITS}
+    assert_linear(lambda units: calls(lambda: str(plans[units])))
+
+
+@EVERY_CHAIN
+def test_more_ranks_cost_nothing(chain):
+    def cost(ranks):
+        return calls(lambda: str(plan(16, chain, ranks)))
+
+    assert cost(4096) == pytest.approx(cost(8), rel=0.1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@EVERY_CHAIN
+def test_a_step(chain, ranks):
+    def cost(mesh, units):
+        state, step = sl.make_train_step(loss_fn, sl.shard(model(units), mesh, chain), ADAMW)
+        x = torch.ones(2, 4)
+
+        def run():
+            nonlocal state
+            state, _ = step(state, x)
+
+        return [calls(run) for _ in range(3)][-1]  # the first traces
+
+    assert_linear(lambda units: sl.simulate(cost, units, mesh={"data": ranks})[0])
