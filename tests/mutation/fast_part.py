@@ -1,6 +1,6 @@
 """A plugin of pytest for a run with a defect: it runs the fast part of the tests, on the copy, and checks that it is that.
 
-The fast part is what `make test` runs in pytest's own process: no notebook, no command, no other process.
+The fast part is what `make test` runs without a notebook, a command, or ranks in processes of their own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _STARTS = re.compile(r"\b(launch|Popen|subprocess\.run)\(")
 
 
 def is_fast(item: pytest.Item) -> bool:
-    """Whether a test stays in this process."""
+    """Whether a test needs no process of its own. (Triton's interpreter may have one: it has to be on from the start.)"""
     if item.nodeid.startswith(IGNORED) or not isinstance(item, pytest.Function) or "pool" in item.fixturenames:
         return False
     given = item.callspec.params.values() if hasattr(item, "callspec") else ()

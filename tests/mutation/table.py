@@ -13,9 +13,9 @@ PAGE = ROOT / "docs" / "mutation.md"
 
 _HEAD = """# Defects that the tests notice
 
-The tests are tested: `tests/mutation/` holds {count} defects of the kind that matter here, each one expression of the
-package that is replaced by a wrong one with which everything still runs. They are planted one at a time in a copy of the
-project, and the fast part of `make test` (what needs no other process, no command and no notebook) must fail. `make
+The tests are tested. `tests/mutation/` holds {count} defects of the kind that matter here: each replaces one expression of
+the package by a wrong one, with which everything still imports and runs. They are planted one at a time in a copy of the
+project, and the fast part of `make test` must fail: no notebook, no command, no ranks in processes of their own. `make
 nightly` plants them all; `python -m tests.mutation` does so by hand, and writes this page with `--write`.
 
 Noticed: {noticed} of {count}.
