@@ -28,10 +28,12 @@ def flatten(tree: Tree) -> tuple[list[str], list[Any], TreeDef]:
 
 
 def unflatten(treedef: TreeDef, leaves: Iterable[Any]) -> Tree:
+    """The pytree of a structure and its leaves; the inverse of `flatten`."""
     return optree.tree_unflatten(treedef, leaves)
 
 
 def tree_map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
+    """Apply ``fn`` to the leaves of pytrees of one structure; the results are a pytree of that structure."""
     return optree.tree_map(fn, tree, *rest)
 
 
@@ -41,6 +43,7 @@ def tree_unzip(like: Tree, tree: Tree, count: int) -> tuple[Tree, ...]:
 
 
 def leaves_of(tree: Tree) -> list[Any]:
+    """The leaves of a pytree, in the order of `flatten`."""
     return optree.tree_leaves(tree)
 
 

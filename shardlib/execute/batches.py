@@ -104,8 +104,8 @@ def _require_rows(batch: Tree, tensors: list[tuple[str, torch.Tensor]], n: int, 
     """Refuse tensors with other than the batch's number of rows, and leaves with rows that would not be cut."""
     rows = rows_of(batch)
     failures = [
-        f"{path or 'batch'}: {leaf.shape[0]} rows (shape {tuple(leaf.shape)}) beside {rows}; give it as many, or close over "
-        "it in the loss function if it has none"
+        f"{path or 'batch'}: {leaf.shape[0]} rows (shape {tuple(leaf.shape)}) in a batch of {rows} rows; give it {rows}, or "
+        "close over it in the loss function if its dimension 0 is not rows"
         for path, leaf in tensors
         if leaf.dim() and leaf.shape[0] != rows
     ]
@@ -129,7 +129,7 @@ def _require_rows(batch: Tree, tensors: list[tuple[str, torch.Tensor]], n: int, 
             )
         elif _hides_tensors(leaf):
             failures.append(
-                f"{_named(path)}: {type(leaf).__name__} is no pytree, so the tensors in it cannot be cut; pass "
+                f"{_named(path)}: {type(leaf).__name__} is not a pytree, so the tensors in it cannot be cut; pass "
                 f"{'dict(...)' if isinstance(leaf, Mapping) else 'vars(...)'} of it"
             )
     if failures:

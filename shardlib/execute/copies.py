@@ -69,7 +69,7 @@ def _require_one_loss(losses: _Losses, axes: Sequence[str], mesh: Mesh) -> None:
 def _of_any_rank(mesh: Mesh, failures: list[str]) -> list[str]:
     """The failures of all ranks, without repetitions. Collective: all ranks call it."""
     everyone = primitives.all_gather_object(mesh, list(mesh.shape), failures)
-    return list(dict.fromkeys(one for theirs in everyone for one in theirs))
+    return list(dict.fromkeys(failure for of_rank in everyone for failure in of_rank))
 
 
 def _far(a: float, b: float) -> bool:

@@ -114,9 +114,8 @@ class Executor:
             if total is not None and self.record.order is None:
                 refuse_reentrant_checkpoints(total)
             self._gathering.turn()
-            outputs = (
-                [] if total is None or not total.requires_grad else [total]
-            )  # a micro-batch's loss may be a constant
+            # The loss of one micro-batch may be a constant.
+            outputs = [] if total is None or not total.requires_grad else [total]
             self.differentiate(outputs, [seed.to(output.dtype) for output in outputs], (), gradients, last)
             return rest
         finally:
@@ -187,12 +186,12 @@ class Executor:
         wanted = [*anchors, *handles, *inputs]
         nothing = (None,) * len(wanted)
         with self._summing(gradients, last) as reached:
-            found = self._attempt(lambda: grad(outputs, wanted, seeds)) if outputs and wanted else nothing
-            found = found or nothing
-            for handle, value in zip(handles, found[len(anchors) :]):
+            grads = self._attempt(lambda: grad(outputs, wanted, seeds)) if outputs and wanted else nothing
+            grads = grads or nothing
+            for handle, value in zip(handles, grads[len(anchors) :]):
                 if value is not None:
                     reached[handle._path] = value
-        return found[len(wanted) - len(inputs) :]
+        return grads[len(wanted) - len(inputs) :]
 
     @contextmanager
     def _summing(self, gradients: Gradients, last: bool) -> Iterator[dict[str, torch.Tensor]]:

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Protocol
 
-from shardlib.execute.record import Entry, Record
+from shardlib.execute.record import Record, Visit
 
 
 class Gatherable(Protocol):
@@ -89,10 +89,10 @@ class Gathering:
         self.current: Gatherable | None = None
         self._reset(None)
 
-    def _reset(self, trace: list[Entry] | None) -> None:
+    def _reset(self, trace: list[Visit] | None) -> None:
         self._trace = trace  # None while the ranks agree on each gather
-        self._runs: list[Entry] = []
-        self._sum = 0  # a checksum of the runs
+        self._visits: list[Visit] = []
+        self._sum = 0  # a checksum of the visits
         self._allowed = 0
         self._differing: set[str] | None = None  # units that ranks used differently; None while there is no difference
         self._late = False
@@ -112,7 +112,7 @@ class Gathering:
             return None
         if self._trace is None:
             return self._allowed
-        return self._trace[len(self._runs)][1] if len(self._runs) < len(self._trace) else None
+        return self._trace[len(self._visits)][1] if len(self._visits) < len(self._trace) else None
 
     def touch(self, unit: Gatherable) -> None:
         """Make ``unit`` the current one, with its parameters gathered."""
@@ -157,13 +157,13 @@ class Gathering:
             The late buckets of all ranks, which are reduced once more.
         """
         if self._trace is not None:
-            self.strayed |= len(self._runs) < len(self._trace) or tuple(late) != self.record.late
+            self.strayed |= len(self._visits) < len(self._trace) or tuple(late) != self.record.late
             self._pause()
             self.record.strayed |= self.strayed
             return self.record.late
         self._pause(bool(late))
         all_late = self.record.unite(late) if self._late else ()
-        self.record.note(self._runs, all_late, self._differing if self._gathers else None)
+        self.record.note(self._visits, all_late, self._differing if self._gathers else None)
         return all_late
 
     def end(self) -> None:
@@ -217,7 +217,7 @@ class Gathering:
 
     def _settle(self) -> None:
         if self._differing is not None and self.reductions is not None and self.record.order is None:
-            touched = [name for name, _ in self._runs if name is not None]
+            touched = [name for name, _ in self._visits if name is not None]
             self.record.settle(self.reductions.started, touched)
 
     def _pause(self, late: bool = False) -> None:
@@ -232,7 +232,7 @@ class Gathering:
     def _at(self, name: str | None) -> bool:
         """Whether ``name`` is the trace's next unit, with as many reductions started; True on a rank that has strayed."""
         assert self._trace is not None
-        position = len(self._runs)
+        position = len(self._visits)
         return self._trace[position : position + 1] == [(name, self._count())] or self.strayed
 
     def _go_on(self) -> None:
@@ -241,7 +241,7 @@ class Gathering:
             return
         while (name := self._upcoming()) is not None:
             if self.reductions is not None:
-                self.reductions.skip_to(self._trace[len(self._runs)][1])
+                self.reductions.skip_to(self._trace[len(self._visits)][1])
             self._follow(self._units[name])
         self.end()
 
@@ -257,14 +257,14 @@ class Gathering:
 
     def _upcoming(self) -> str | None:
         """The trace's next unit; None at its end, or without a trace."""
-        position = len(self._runs)
+        position = len(self._visits)
         return self._trace[position][0] if self._trace is not None and position < len(self._trace) else None
 
     def _note(self, name: str | None) -> None:
-        entry = name, self._count()
-        self._runs.append(entry)
+        visit = name, self._count()
+        self._visits.append(visit)
         if self._trace is None:
-            self._sum = zlib.crc32(repr(entry).encode(), self._sum) >> 1
+            self._sum = zlib.crc32(repr(visit).encode(), self._sum) >> 1
 
     def _count(self) -> int:
         return len(self.reductions.started) if self.reductions is not None else 0

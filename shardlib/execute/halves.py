@@ -39,12 +39,12 @@ class Halves:
         now, later = divide(outputs, inputs)
         hooks = [product.node.register_prehook(partial(self._keep, product)) for product in later]
         try:
-            found = grad(outputs, [*inputs, *(GradientEdge(leaf, 0) for leaf in now)], seeds)
+            grads = grad(outputs, [*inputs, *(GradientEdge(leaf, 0) for leaf in now)], seeds)
         finally:
             for hook in hooks:  # a hook and its node keep each other alive
                 hook.remove()
-        self.inputs = found[: len(inputs)]
-        for leaf, value in zip(now, found[len(inputs) :], strict=True):
+        self.inputs = grads[: len(inputs)]
+        for leaf, value in zip(now, grads[len(inputs) :], strict=True):
             if value is not None and (handle := handle_of(leaf)) is not None:
                 self.reached[handle._path] = value
             elif value is not None:

@@ -21,9 +21,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._numbers: dict[int, int] = {}  # identity of a live storage -> its number; −1 if it is not counted
-        self._changes: list[
-            tuple[int, int]
-        ] = []  # number of a storage, and its bytes: positive if made, negative if freed
+        self._changes: list[tuple[int, int]] = []  # number of a storage, and its bytes; negative if it was freed
         self._count = itertools.count()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -43,7 +43,7 @@ def require_function(fn: Any, what: str, parameters: str) -> None:
             f"apply, params = sl.from_module(module), and a function of ({parameters}) that calls apply(params, ...)"
         )
     if not callable(fn):
-        raise LossError(f"{what} is to be a function of ({parameters}) and is {described(fn)}")
+        raise LossError(f"{what} must be a function of ({parameters}) and is {described(fn)}")
 
 
 def wants(fn: Callable[..., Any], name: str) -> bool:
@@ -73,7 +73,9 @@ def read_loss(value: Any, with_buffers: bool) -> Outcome:
     buffers = None
     if with_buffers:
         if not _is_pair(value):
-            raise LossError(f"a loss function with buffers returns (loss, buffers) and gave {described(value)}")
+            raise LossError(
+                f"a loss function with buffers must return (loss, buffers), and returned {described(value)}"
+            )
         value, buffers = value
     aux = None
     if _is_pair(value):
@@ -104,7 +106,7 @@ def _require_scalar(name: str, value: Any) -> None:
     if not is_number(value) or not isinstance(value, torch.Tensor):
         raise LossError(
             f"the {name} must be a scalar tensor and is {described(value)}; reduce it with .mean(), or return "
-            "sl.Mean(total, weight), or (loss, aux) to hand out more"
+            "sl.Mean(total, weight), or (loss, aux) to return more"
         )
 
 

@@ -17,6 +17,7 @@ from shardlib.tree import Tree, path_name
 
 
 def is_mean(value: Any) -> bool:
+    """Whether a value is a `Mean`; for pytree functions, which would otherwise flatten it."""
     return isinstance(value, Mean)
 
 
@@ -112,6 +113,7 @@ def as_number(value: Any, device: torch.device) -> torch.Tensor:
 
 
 def described(value: Any) -> str:
+    """A value by its type, and for a tensor its shape, in the words of a message."""
     if isinstance(value, torch.Tensor):
         return f"a {'complex ' if value.is_complex() else ''}tensor of shape {tuple(value.shape)}"
     return type(value).__name__

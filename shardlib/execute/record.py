@@ -23,7 +23,7 @@ from shardlib.plan.plan import Plan
 _log = logging.getLogger("shardlib.execute")
 
 # A unit that was touched (None: the end of a forward, or of half a backward), and how many reductions had been started.
-Entry = tuple[str | None, int]
+Visit = tuple[str | None, int]
 
 _CALM = 8  # equal runs in a row after which ranks that had differed trust the trace again
 
@@ -41,7 +41,7 @@ class Record:
 
     def __init__(self, plan: Plan, mesh: Mesh) -> None:
         self._plan, self._mesh = plan, mesh
-        self.trace: list[Entry] | None = None
+        self.trace: list[Visit] | None = None
         self.order: list[str] | None = None
         self.late: tuple[str, ...] = ()
         self.strayed = False
@@ -84,15 +84,15 @@ class Record:
         lists = primitives.all_gather_object(self._mesh, self._plan.uniform_axes, list(names))
         return tuple(sorted({name for names in lists for name in names}))
 
-    def note(self, runs: list[Entry], late: tuple[str, ...], differing: set[str] | None) -> None:
+    def note(self, visits: list[Visit], late: tuple[str, ...], differing: set[str] | None) -> None:
         """Record a run in which the ranks agreed on each exchange.
 
         Args:
             differing: units that the ranks used differently; None if all ranks did the same.
         """
         if differing is None:
-            self._equal_runs = self._equal_runs + 1 if runs == self.trace else 1
-            self.trace, self.late = list(runs), late
+            self._equal_runs = self._equal_runs + 1 if visits == self.trace else 1
+            self.trace, self.late = list(visits), late
             return
         self._equal_runs, self._needed = 0, max(self._needed, _CALM)
         if differing - self._warned:

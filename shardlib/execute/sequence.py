@@ -27,6 +27,7 @@ class SequenceParts:
         self._done = done
 
     def note(self, what: str) -> None:
+        """Note that the loss function took the step ``what``."""
         self._done.add(what)
 
     def shard(self, x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -73,10 +74,10 @@ class SequenceParts:
                 f"dimensions (batch, sequence), and x of shape {tuple(x.shape)} this rank's part of the sequence, 1 of "
                 f"{self._size}; pass targets that are not sharded, and x as (batch, sequence, width)"
             )
-        mine = self.shard(targets, 1)
+        local_targets = self.shard(targets, 1)
         if reduction == "none":
-            return self.gather(part(mine, "none"), 1)
-        total = self.sum(part(mine, "sum"))
+            return self.gather(part(local_targets, "none"), 1)
+        total = self.sum(part(local_targets, "sum"))
         return total if reduction == "sum" else total / (targets != ignore_index).sum()
 
     def positions(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -108,7 +109,7 @@ def require_whole_loss(
     if loss is not None and not mesh.abstract:
         numbers = torch.stack([number.detach().double().to(mesh.device) for number in loss]).tolist()
     everyone = primitives.all_gather_object(mesh, [*along, kind.axis], (set(done), numbers))
-    taken = {step for theirs, _ in everyone for step in theirs}
+    taken = {step for steps, _ in everyone for step in steps}
     if not kind.needs_attention:
         taken.add("mix")
     missing = [functions for name, functions in _STEPS.items() if name not in taken]
@@ -118,9 +119,9 @@ def require_whole_loss(
             "gradients would be wrong. Build the model of these functions (see shardlib.models.gpt), or take "
             "sequence(...) out of the plan."
         )
-    losses = [theirs for _, theirs in everyone if theirs is not None]
+    losses = [of_rank for _, of_rank in everyone if of_rank is not None]
     # Equal losses are sums of the same numbers in the same order. A difference beyond rounding means partial losses.
-    if any(abs(a - b) > 1e-6 * abs(b) for theirs in losses for a, b in zip(theirs, losses[0])):
+    if any(abs(a - b) > 1e-6 * abs(b) for of_rank in losses for a, b in zip(of_rank, losses[0])):
         values = ", ".join(f"rank {rank}: {total:g} (weight {w:g})" for rank, (total, w) in enumerate(losses))
         raise LossError(
             f"the loss differs along axis {kind.axis!r}, whose ranks share one batch ({kind}): {values}. A loss must "

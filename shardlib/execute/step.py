@@ -78,9 +78,7 @@ class LossStep:
         self._codecs = BoundCodecs(mesh)
         self._runner = runner_of(loss_fn, plan, mesh, trained=True, with_buffers=with_buffers)
         self._inputs = Inputs(plan, mesh)
-        self._compared = (
-            False  # whether ranks with copies of parameters have compared their gradients: done in one step only
-        )
+        self._compared = False  # whether ranks with copies of parameters have compared gradients, as they do once
         # A scalar loss is divided by a power of two before backward, since that does not round 16-bit losses, and by the rest
         # when the sum is complete. With codecs it is divided by the exact number of shares before backward, so that residuals
         # are of the mean's gradient and remain valid for any number of ranks.

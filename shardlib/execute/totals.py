@@ -66,7 +66,7 @@ class Totals:
         """Add the detached outcome of one micro-batch."""
         if self._weighted not in (None, outcome.weighted):
             kinds = f"{_loss(self._weighted)} in one micro-batch and {_loss(outcome.weighted)} in another"
-            self.faults.append(f"{kinds}. {_ALIKE}")
+            self.faults.append(f"{kinds}. {_REMEDY}")
         self._weighted = outcome.weighted
         self.losses.append((outcome.total, outcome.weight))
         self._values[0] += outcome.total
@@ -87,9 +87,8 @@ class Totals:
             squares: this rank's sum of squares of gradients.
             strays: `Inputs.share`, plus 1 if this rank strayed. Its sum is 0 if no rank did and inputs are equal.
         """
-        mine = self._mine()
         first = len(_SUMS)
-        facts = [strays, float(bool(self._weighted)), float(self.aux is not None), *mine.numbers()]
+        facts = [strays, float(bool(self._weighted)), float(self.aux is not None), *self._agreement().numbers()]
         self._values[2] = squares
         self._values[3:] = torch.tensor(facts, dtype=torch.float64, device=self._mesh.device)
         self._values[first] += self._negative
@@ -112,9 +111,9 @@ class Totals:
             return
         if self._negative:
             self.faults.append("a negative weight of sl.Mean; weights are counts or other numbers of at least 0")
-        self._mine().refuse(self._mesh, _ALIKE)
+        self._agreement().refuse(self._mesh, _REMEDY)
 
-    def _mine(self) -> Agreement:
+    def _agreement(self) -> Agreement:
         if self._weighted is None:
             return Agreement(None, tuple(self.faults))
         form = _loss(self._weighted)
@@ -134,7 +133,7 @@ def _loss(weighted: bool | None) -> str:
     return "sl.Mean as the loss" if weighted else "a scalar as the loss"
 
 
-_ALIKE = (
+_REMEDY = (
     "The loss function returns the same kind of loss, with the same sl.Mean in aux, on every rank and for every micro-batch: "
     "sl.Mean(total, weight) throughout where weights differ"
 )

@@ -124,9 +124,10 @@ class Mesh:
             make: ``make(axis, group)`` returns the transport for an axis instead of ``group``: see `shardlib.mesh.transport`.
                 Axes along which no other rank exists keep their groups.
         """
-        groups = {
-            axis: group if isinstance(group, EchoGroup) else make(axis, group) for axis, group in self._groups.items()
-        }
+        groups = dict(self._groups)
+        for axis, group in self._groups.items():
+            if group.size > 1 and not isinstance(group, EchoGroup):
+                groups[axis] = make(axis, group)
         return Mesh(self.shape, self.rank, groups, self.device, self.abstract)
 
     def __repr__(self) -> str:

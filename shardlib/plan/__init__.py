@@ -17,14 +17,14 @@ from shardlib.plan.stages import Stages
 from shardlib.plan.transform import Transform
 
 __all__ = [
-    # what a transform says
+    # transforms and claims
     "Transform",
     "Claim",
     "Use",
     "Reduce",
     "Live",
     "Step",
-    # what it says it with, and of
+    # values of claims, and checks
     "AxisOwner",
     "LeafInfo",
     "Resolved",

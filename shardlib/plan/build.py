@@ -90,7 +90,7 @@ def _step(resolved: Resolved, splits: Splits) -> tuple[Splits, StepPlan, list[st
     if asked.stages and sync == "each" and microbatches > 1:
         notes.append(
             f"gradients are reduced after each of {microbatches} micro-batches, into their shards; pipeline(sync='last') "
-            f"sends 1/{microbatches} of that and keeps them whole meanwhile"
+            f"sends 1/{microbatches} of that, and keeps gradients whole until the last micro-batch"
         )
     sequence = asked.sequence if asked.sequence and resolved.sizes[asked.sequence.axis] > 1 else None
     prefetch = asked.prefetch is not False

@@ -33,7 +33,7 @@ def check_axes(resolved: Resolved, mesh: Mesh) -> None:
     if idle:
         raise IllegalComposition(
             f"no transform uses axis {', '.join(idle)} of {mesh}: its ranks would all do the same work. Add a transform "
-            "for it (zero(..., replicate=axis) shares the batch over it), or leave it out of the mesh"
+            "for it (zero(..., replicate=axis) divides the batch over it), or leave it out of the mesh"
         )
 
 

@@ -63,10 +63,10 @@ class AxisUse:
     joins: bool = False
 
 
-BATCH = AxisUse("batch", "shares the batch out")
-OF_BATCH = AxisUse("batch", "shares the batch out", "batch", joins=True)
+BATCH = AxisUse("batch", "divides the batch")
+OF_BATCH = AxisUse("batch", "divides the batch", "batch", joins=True)
 SLICES = AxisUse("slices", "slices layers")
-EXPERTS = AxisUse("experts", "shares experts out", "batch", joins=True)
+EXPERTS = AxisUse("experts", "divides experts", "batch", joins=True)
 STAGES = AxisUse("stages", "lays out stages")
 
 
@@ -109,7 +109,7 @@ class Use(Claim):
         trainable: whether the leaf is trained.
         style: how the ranks that hold slices compute a layer together.
         master: dtype of the optimizer's own copy.
-        stages: pipeline stages that use the leaf.
+        stages: the stages that use the leaf.
         varying: axes of ``spec`` over which the batch varies too (experts). All ranks' batches reach every slice there, so a
             slice's gradient is complete and is not summed over these axes.
     """
@@ -220,7 +220,7 @@ class Step(Claim):
         prefetch: whether a unit is gathered while the one before it computes.
         loss_scale: initial loss scale, and how it changes.
         cast_batch: dtype that floating batch leaves are cast to.
-        stages: the pipeline's stages along an axis.
+        stages: the stages along an axis.
         sequence: the axis along which sequences are cut into parts, and how the parts meet.
     """
 

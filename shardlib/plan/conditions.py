@@ -23,7 +23,7 @@ def require_summed(resolved: Resolved, axis: str, codec: object) -> None:
     if not resolved.varies_over(axis):
         raise IllegalComposition(
             f"gradients are to travel over axis {axis!r} in {codec}, and nothing sums them there: add "
-            f"zero(axis={axis!r}), or name the axis over which zero shares the batch"
+            f"zero(axis={axis!r}), or name the axis over which zero divides the batch"
         )
 
 

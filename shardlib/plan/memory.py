@@ -10,7 +10,7 @@ def held_bytes(plan: PlanValue, role: str) -> int:
     """Bytes one rank holds of "param", "grad", "optimizer", "comm" or "buffers", padding included, or of all ("total").
 
     "grad" is the buffer in which gradients are accumulated: whole gradients where they are reduced once at the end. With
-    several pipeline stages, the maximum over ranks.
+    several stages, the maximum over ranks.
     """
     if len(plan.views) > 1:
         return max(held_bytes(view, role) for view in plan.views)

@@ -54,10 +54,10 @@ class Numbering:
         """The bucket and the run that ``name`` stands for; None when it is the name of neither a bucket nor a run."""
         if name in self._bucket_of:
             return str(name), self._bucket_of[str(name)]
-        found = re.fullmatch(r"(.*)\[(\d+):(\d+)\]", name) if isinstance(name, str) else None
-        if found is None or found[1] not in self._bucket_of:
+        match = re.fullmatch(r"(.*)\[(\d+):(\d+)\]", name) if isinstance(name, str) else None
+        if match is None or match[1] not in self._bucket_of:
             return None
-        return found[1], self._bucket_of[found[1]].run(int(found[2]), int(found[3]))
+        return match[1], self._bucket_of[match[1]].run(int(match[2]), int(match[3]))
 
     def span(self, run: Bucket) -> tuple[str, int, int]:
         """The name of the bucket that holds ``run``, and the run's start and stop in one rank's elements of that bucket."""

@@ -136,9 +136,7 @@ def _run(
     schedule, owner = plan.stages.schedule, plan.reductions.owner
     ranks = [_Rank(bandwidth, owner.axis if owned and owner else None) for _ in range(schedule.ranks)]
     last = {a.stage: a.microbatch for order in schedule.orders for a in order if a.kind in (Kind.B, Kind.W)}
-    ready: dict[Action | None, float] = {
-        None: 0.0
-    }  # an action -> when its result has arrived on the rank that needs it
+    ready: dict[Action | None, float] = {None: 0.0}  # an action -> when its result has arrived where it is needed
 
     def visit(rank_number: int, action: Action, need: Action | None) -> None:
         (number, kind, microbatch), rank = action, ranks[rank_number]

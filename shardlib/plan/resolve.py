@@ -83,6 +83,6 @@ def _home(role: str, slots: Mapping[str, str]) -> Home:
     memory = slots.get("memory", "device")
     if memory not in MEMORIES:
         raise IllegalComposition(
-            f"the {role} state is to live in memory {memory!r}, which is not one of {', '.join(map(repr, MEMORIES))}"
+            f"the {role} state cannot live in memory {memory!r}; use one of {', '.join(map(repr, MEMORIES))}"
         )
     return Home(frozenset(axis for slot, axis in slots.items() if slot != "memory"), memory)

@@ -21,7 +21,7 @@ def describe(plan: PlanValue) -> str:
     mesh = " × ".join(f"{axis}={size}" for axis, size in plan.sizes.items()) or "one device"
     microbatches = plan.step.microbatches
     reduced = f" (reduced at {'the last' if plan.step.sync == 'last' else 'each'})" if microbatches > 1 else ""
-    parts = [
+    paragraphs = [
         f"{_title(plan)} on {mesh}: {count(plan.parameters)} parameters, {len(plan.units)} units, "
         f"{microbatches} micro-batch{'es' * (microbatches > 1)} per step{reduced}",
         table(("parameter", "shape", "dtype", "stored", "gradient", "optimizer"), _leaf_rows(plan.placements)),
@@ -32,17 +32,19 @@ def describe(plan: PlanValue) -> str:
         f"Payload per step{_untraced(plan)}: " + _by_axis(payload(plan)),
     ]
     if sent := _messages(plan):
-        parts.append(sent)
+        paragraphs.append(sent)
     if plan.reductions.owner:
-        parts.append(f"Once {plan.reductions.owner.name} sums by itself: {_by_axis(payload(plan, owned=True))}")
+        paragraphs.append(
+            f"Once {plan.reductions.owner.name} sums gradients itself: {_by_axis(payload(plan, owned=True))}"
+        )
     if plan.gathers:
-        how = "as traced" if plan.traces is not None else "taking each unit once forward and once backward"
-        parts.append(f"Gathers per micro-batch: {len(plan.gathers)} ({how})")
+        how = "as traced" if plan.traces is not None else "assuming each unit once forward and once backward"
+        paragraphs.append(f"Gathers per micro-batch: {len(plan.gathers)} ({how})")
         if unused := _unused(plan):
-            parts.append(unused)
+            paragraphs.append(unused)
     if plan.claims and plan.claims.log:
-        parts.append("\n".join(plan.claims.log))
-    return "\n\n".join(parts)
+        paragraphs.append("\n".join(plan.claims.log))
+    return "\n\n".join(paragraphs)
 
 
 def _by_axis(sent: Mapping[str, int]) -> str:
@@ -86,7 +88,7 @@ def _title(plan: PlanValue) -> str:
 
 
 def _untraced(plan: PlanValue) -> str:
-    return " (what passes between stages not traced)" if plan.stages.axes and plan.traces is None else ""
+    return " (messages between stages are not traced)" if plan.stages.axes and plan.traces is None else ""
 
 
 def _stages(plan: PlanValue, axis: str) -> str:
@@ -118,15 +120,15 @@ def _memory(plan: PlanValue) -> list[str]:
     shown.append(f"optimizer {size(held_bytes(plan, 'optimizer'))}" if known else "optimizer (not given)")
     shown += [f"residuals {size(held_bytes(plan, 'comm'))}"] if plan.residuals else []
     shown += [f"buffers {size(held_bytes(plan, 'buffers'))}"] if plan.buffers else []
-    return [*shown, f"in all {size(held_bytes(plan, 'total'))}"]
+    return [*shown, f"total {size(held_bytes(plan, 'total'))}"]
 
 
 def _live(plan: PlanValue) -> str:
     """A line on the memory of activations and gathered parameters, and the total with it."""
     live = live_bytes(plan) or 0
     return (
-        f"Beside them, at most: activations of a micro-batch, and what is gathered for it, {size(live)}   "
-        f"with these {size(held_bytes(plan, 'total') + live)}"
+        f"In addition, at most: activations of a micro-batch and gathered parameters {size(live)}   "
+        f"total {size(held_bytes(plan, 'total') + live)}"
     )
 
 

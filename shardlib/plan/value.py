@@ -337,7 +337,7 @@ class PlanValue:
 
 
 def _by_unit(buckets: tuple[Bucket, ...]) -> dict[str, tuple[Bucket, ...]]:
-    found: dict[str, list[Bucket]] = {}
+    units: dict[str, list[Bucket]] = {}
     for bucket in buckets:
-        found.setdefault(bucket.unit, []).append(bucket)
-    return {unit: tuple(members) for unit, members in found.items()}
+        units.setdefault(bucket.unit, []).append(bucket)
+    return {unit: tuple(members) for unit, members in units.items()}

@@ -38,8 +38,8 @@ def check(schedule: Schedule) -> None:
 
 
 def _misplaced(schedule: Schedule, positions: Positions) -> Iterator[str]:
-    for action, found in positions.items():
-        rank = found[0][0]
+    for action, runs in positions.items():
+        rank = runs[0][0]
         if action.kind not in COMPUTE:
             yield f"rank {rank}: {action} is a message; orders hold compute actions, and lower() adds the messages"
         elif not (0 <= action.stage < schedule.stages and 0 <= action.microbatch < schedule.microbatches):
@@ -49,13 +49,13 @@ def _misplaced(schedule: Schedule, positions: Positions) -> Iterator[str]:
             )
         else:
             owner = schedule.rank_of[action.stage]
-            strangers = sorted({rank for rank, _ in found} - {owner})
+            strangers = sorted({rank for rank, _ in runs} - {owner})
             if strangers:
                 ranks = ", ".join(map(str, strangers))
                 yield f"rank {ranks} runs {action}, but stage {action.stage} is on rank {owner}"
-        if len(found) > 1:
-            spots = ", ".join(f"rank {rank} position {position}" for rank, position in found)
-            yield f"{action} is run {len(found)} times: {spots}"
+        if len(runs) > 1:
+            listed = ", ".join(f"rank {rank} position {position}" for rank, position in runs)
+            yield f"{action} is run {len(runs)} times: {listed}"
 
 
 def _incomplete(schedule: Schedule, positions: Positions) -> Iterator[str]:

@@ -189,10 +189,12 @@ def _numbered(steps: Iterable[Step], stages: Sequence[int]) -> list[Action]:
 
 
 def schedule_of(name: str, m: int, rank_of: tuple[int, ...], orders: list[list[Action]]) -> Schedule:
+    """A schedule of ``orders``, with the numbers of ranks and stages taken from the lists' lengths."""
     return Schedule(name, len(orders), len(rank_of), m, rank_of, tuple(map(tuple, orders)))
 
 
 def at_least_one(**sizes: int) -> None:
+    """Refuse numbers of ranks (p), micro-batches (m) or chunks (v) below 1."""
     words = {"p": "ranks", "m": "micro-batches", "v": "chunks per rank"}
     wrong = [f"{words[name]} {name}={size}" for name, size in sizes.items() if size < 1]
     if wrong:

@@ -14,6 +14,8 @@ from shardlib.plan.transform import Transform
 
 @dataclass(frozen=True)
 class Accumulate(Transform):
+    """The transform that `accumulate` makes, with the arguments given there."""
+
     microbatches: int
     sync: str | None
 

@@ -14,6 +14,8 @@ _SHOWN = 3  # patterns in a plan's print-out
 
 @dataclass(frozen=True)
 class Freeze(Transform):
+    """The transform that `freeze` makes, with the arguments given there."""
+
     globs: tuple[str, ...]
     exclude: tuple[str, ...] = ()
 

@@ -13,6 +13,8 @@ from shardlib.plan.transform import Transform
 
 @dataclass(frozen=True)
 class Hierarchical(Transform):
+    """The transform that `hierarchical` makes, with the arguments given there."""
+
     axis: str
 
     @property

@@ -14,6 +14,8 @@ from shardlib.plan.transform import Transform
 
 @dataclass(frozen=True)
 class OneBitGradients(Transform):
+    """The transform that `onebit` makes, with the arguments given there."""
+
     axis: str
     codec: OneBit
 

@@ -23,6 +23,8 @@ Partition = str | tuple[float, ...] | re.Pattern[str]
 
 @dataclass(frozen=True)
 class Pipelined(Transform):
+    """The transform that `pipeline` makes, with the arguments given there."""
+
     schedule: Spec
     microbatches: int
     axis: str
@@ -48,7 +50,7 @@ class Pipelined(Transform):
         blocks = [(leaf, {_block(path) for path in (leaf.path, *leaf.aliases)}) for leaf in leaves]
         spans = self._cut(blocks, schedule.stages)
         stage_of = {block: stage for stage, span in enumerate(spans) for block in range(*span)}
-        used = [(leaf, tuple(sorted({stage_of[block] for block in found}))) for leaf, found in blocks]
+        used = [(leaf, tuple(sorted({stage_of[number] for number in numbers}))) for leaf, numbers in blocks]
         empty = set(range(schedule.stages)).difference(*(stages for _, stages in used))
         if empty:
             idle = [f"stage {s} (blocks {spans[s][0]} to {spans[s][1] - 1})" for s in sorted(empty)]
@@ -64,7 +66,7 @@ class Pipelined(Transform):
 
     def _cut(self, blocks: list[tuple[LeafInfo, set[int]]], stages: int) -> Spans:
         """The blocks of each stage. A tied leaf counts in every block that uses it, as every such block computes with it."""
-        count = 1 + max(block for _, found in blocks for block in found)
+        count = 1 + max(number for _, numbers in blocks for number in numbers)
         if self.partition == "count":
             return schedules.by_count(count, stages)
         if isinstance(self.partition, re.Pattern):
@@ -81,9 +83,9 @@ class Pipelined(Transform):
                 )
             costs = list(self.partition)
         else:
-            for leaf, found in blocks:
-                for block in found:
-                    costs[block] += math.prod(leaf.shape)
+            for leaf, numbers in blocks:
+                for number in numbers:
+                    costs[number] += math.prod(leaf.shape)
         return schedules.by_cost(costs, stages)
 
 

@@ -15,6 +15,8 @@ from shardlib.plan.transform import Transform
 
 @dataclass(frozen=True)
 class PowerSGD(Transform):
+    """The transform that `powersgd` makes, with the arguments given there."""
+
     axis: str
     codec: LowRank
 

@@ -17,6 +17,8 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Precision(Transform):
+    """The transform that `precision` makes, with the arguments given there."""
+
     compute: str
     reduce_dtype: str
     keep: tuple[str, ...]

@@ -19,6 +19,8 @@ _FORMS = ("int8", "int4", "fp8")
 
 @dataclass(frozen=True)
 class Quantize(Transform):
+    """The transform that `quantize` makes, with the arguments given there."""
+
     weights: str | None
     gradients: str | None
     axis: str

@@ -13,6 +13,8 @@ from shardlib.plan.transform import Transform
 
 @dataclass(frozen=True)
 class Remat(Transform):
+    """The transform that `remat` makes, with the arguments given there."""
+
     policy: str | Callable[..., Any]
 
     @property

@@ -14,6 +14,8 @@ from shardlib.plan.transform import Transform
 
 @dataclass(frozen=True)
 class SequenceParallel(Transform):
+    """The transform that `sequence` makes, with the arguments given there."""
+
     kind: SequenceKind
 
     @property

@@ -75,6 +75,8 @@ STYLES: dict[str, Style | None] = {
 
 @dataclass(frozen=True)
 class TensorSlicing(Transform):
+    """The transform that `tensor_slicing` makes, with the arguments given there."""
+
     rules: tuple[tuple[str, Style | None], ...]
     axis: str
 

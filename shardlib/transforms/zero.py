@@ -14,6 +14,8 @@ _SPLIT = {0: (), 1: ("optimizer",), 2: ("grad", "optimizer"), 3: ("param", "grad
 
 @dataclass(frozen=True)
 class Zero(Transform):
+    """The transform that `zero` makes, with the arguments given there."""
+
     stage: int
     axis: str
     replicate: str | None
@@ -35,7 +37,7 @@ class Zero(Transform):
 
 
 def zero(stage: int = 0, axis: str = "data", replicate: str | None = None, *, prefetch: bool = True) -> Zero:
-    """Share the batch over ``axis`` and split the training state over it.
+    """Divide the batch over ``axis``, and split the training state over it.
 
     ======  ============================================
     stage   split over ``axis``

@@ -175,7 +175,7 @@ class Sample:
 UNCUT = {
     "other rows": (
         {"xy": BATCH, "table": torch.ones(12, 2)},
-        r"xy/1|table: 12 rows \(shape \(12, 2\)\) beside 8.* close over",
+        r"xy/1|table: 12 rows \(shape \(12, 2\)\) in a batch of 8 rows.* close over",
     ),
     "numbers": ({"xy": BATCH, "labels": [0, 1] * 4}, r"labels: a list with int for each of 8 rows; make it a tensor"),
     "numpy's numbers": ({"xy": BATCH, "labels": list(np.arange(8))}, r"labels: a list with int for each of 8 rows"),
@@ -188,8 +188,8 @@ UNCUT = {
         r"names: a NumPy array of <U1, which no tensor",
     ),
     "sparse": ({"xy": BATCH, "s": torch.eye(8).to_sparse()}, r"s: layout torch.sparse_coo, .*call .to_dense\(\)"),
-    "user's mapping": (collections.UserDict(x=BATCH[0]), r"batch: UserDict is no pytree, .*pass dict\(...\) of it"),
-    "user's class": ([Sample(*BATCH)], r"0: Sample is no pytree, .*pass vars\(...\) of it"),
+    "user's mapping": (collections.UserDict(x=BATCH[0]), r"batch: UserDict is not a pytree, .*pass dict\(...\) of it"),
+    "user's class": ([Sample(*BATCH)], r"0: Sample is not a pytree, .*pass vars\(...\) of it"),
 }
 
 

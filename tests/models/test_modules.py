@@ -466,5 +466,5 @@ def test_a_module_in_place_of_parameters_or_of_a_function():
             take()
     with pytest.raises(TreeError, match=r"<lambda> was passed for parameters .* missing a required argument: 'params'"):
         sl.make_train_step(params, loss, sl.optim.sgd(0.1))
-    with pytest.raises(LossError, match=r"the loss function is to be a function of \(params, batch\) and is dict"):
+    with pytest.raises(LossError, match=r"the loss function must be a function of \(params, batch\) and is dict"):
         sl.make_train_step(params, params, sl.optim.sgd(0.1))

@@ -93,7 +93,7 @@ def test_experts_are_neither_split_nor_summed_over_their_axis():
 
 
 def test_an_axis_of_experts_is_one_of_the_batch():
-    with pytest.raises(IllegalComposition, match=r"shares experts out, and .* slices layers"):
+    with pytest.raises(IllegalComposition, match=r"divides experts, and .* slices layers"):
         slices = sl.tensor_slicing({"before": "column"}, axis="data")
         sl.make_plan(parameters(), sl.abstract_mesh(data=2), sl.chain(Experts("data"), slices))
 
@@ -114,9 +114,7 @@ def test_a_role_lives_in_one_memory():
     plan = sl.make_plan(parameters(), sl.abstract_mesh(data=2), sl.chain(Elsewhere("device"), sl.zero(1)))
     assert {bucket.memory for bucket in plan.buckets} == {("device", "device", "device")}
     assert "elsewhere('device'): optimizer in device memory" in str(plan)
-    with pytest.raises(
-        IllegalComposition, match="the optimizer state is to live in memory 'tape', which is not one of"
-    ):
+    with pytest.raises(IllegalComposition, match="the optimizer state cannot live in memory 'tape'; use one of"):
         sl.make_plan(parameters(), sl.abstract_mesh(data=2), sl.chain(Elsewhere("tape"), sl.zero(1)))
     with pytest.raises(
         IllegalComposition, match=r"both claim\n  - the memory of the optimizer state: device against tape"

@@ -53,7 +53,7 @@ unit                        leaves  elements  param  grad  gathered
 head                             1         1    4 B   4 B   2 × 8 B
 layers/0 … layers/1 (each)       2        37   38 B  64 B  2 × 76 B
 
-Per rank: parameters 120 B   gradients 180 B   optimizer 536 B   in all 836 B
+Per rank: parameters 120 B   gradients 180 B   optimizer 536 B   total 836 B
 
 Payload per step: node 180 B   local 840 B
 
@@ -65,7 +65,7 @@ parameters  local  float32   each micro-batch                   4   16 B
 gradients   local  float32   each micro-batch                   8  360 B
 gradients   node   float32   after the last micro-batch         4  180 B
 
-Gathers per micro-batch: 8 (taking each unit once forward and once backward)
+Gathers per micro-batch: 8 (assuming each unit once forward and once backward)
 
 accumulate(2): microbatches=2
 freeze('*/b'): trainable=False on 2 leaves
@@ -170,7 +170,7 @@ def test_touches_are_traced():
     assert plan.gathers == ("embed", "blocks/0", "blocks/1", "head", "head", "blocks/1", "blocks/0")
     guess = sl.make_plan(params, sl.abstract_mesh(data=4), stage=3)
     assert sorted(guess.gathers) == sorted([*plan.units, *plan.units])
-    assert "(as traced)" in str(plan) and "(taking each unit once forward and once backward)" in str(guess)
+    assert "(as traced)" in str(plan) and "(assuming each unit once forward and once backward)" in str(guess)
     tied = tiny_gpt(tie=True)
     plan = sl.make_plan(tied[1], sl.abstract_mesh(data=4), stage=3, loss_fn=tied[0], batch=batch)
     assert plan.gathers.count("embed") >= 2

@@ -613,11 +613,11 @@ def plan(transform, params=None, **mesh):
         ),
         (
             lambda: plan(sl.chain(sl.pipeline(axis="data"), sl.zero()), data=2), IllegalComposition,
-            r"'data': zero\(.*\) shares the batch out, and pipeline\(.*\) lays out stages\nGive each an axis of its own",
+            r"'data': zero\(.*\) divides the batch, and pipeline\(.*\) lays out stages\nGive each an axis of its own",
         ),
         (
             lambda: plan(sl.chain(sl.pipeline(), sl.zero(3, replicate="pipe")), pipe=2, data=2), IllegalComposition,
-            r"zero\(.*\) shares the batch out, and pipeline\(",
+            r"zero\(.*\) divides the batch, and pipeline\(",
         ),
         (
             lambda: plan(sl.chain(sl.pipeline(), sl.tensor_slicing({"*/qkv": "column"}, axis="pipe"))),

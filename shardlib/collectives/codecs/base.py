@@ -36,7 +36,7 @@ class Rows:
     ways: int
     index: int
     elements: int
-    filled: tuple[tuple[int, int], ...]
+    filled: Sequence[tuple[int, int]]
     scattered: bool
     mean: bool
     dtype: torch.dtype

@@ -8,6 +8,7 @@ stays unchanged, in case the step is dropped.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Protocol
 
 import torch
@@ -153,10 +154,7 @@ class _LeafBits(BoundPadded):
 
     def __init__(self, rows: Rows, feedback: bool) -> None:
         super().__init__(rows, feedback, 8)
-        edges = [edge for span in rows.spans(8) for edge in span]
-        self._segments = Segments([0, *edges], self._length)
         self._leaves = len(rows.filled) // (rows.ways if rows.scattered else 1)
-        self._row_segments, self._split = self._segments_of_row(), self._segments.split(rows.ways)
         width = self._leaves * rows.dtype.itemsize + self.row // 8
         self.widths = (width, width)
 
@@ -191,7 +189,17 @@ class _LeafBits(BoundPadded):
         """Scales that make the kernels, which average, return the sum where a sum is due."""
         return scales if self.rows.mean else scales * self.rows.ways
 
-    def _segments_of_row(self) -> Segments:
+    # As many as there are ranks: found when values are exchanged, not for a plan.
+    @cached_property
+    def _segments(self) -> Segments:
+        return Segments([0, *(edge for span in self.rows.spans(8) for edge in span)], self._length)
+
+    @cached_property
+    def _split(self) -> Segments:
+        return self._segments.split(self.rows.ways)
+
+    @cached_property
+    def _row_segments(self) -> Segments:
         """The segments in this rank's row."""
         first = self.rows.index * self.row
         segments = self._segments.part(first, first + self.row)
@@ -209,10 +217,6 @@ class _BlockBits(BoundPadded):
         self._block = block
         self._blocks = Segments.blocks(block, self._length)
         self._row_blocks = Segments.blocks(block, self.row)
-        self._gaps = _gaps(rows.spans(block), self._length)
-        first, stop = rows.index * self.row, (rows.index + 1) * self.row
-        clipped = [(max(start, first) - first, min(end, stop) - first) for start, end in self._gaps]
-        self._row_gaps = [(start, end) for start, end in clipped if start < end]
         width = self._row_blocks.count * rows.dtype.itemsize + self.row // 8
         self.widths = (width, width)
 
@@ -236,6 +240,17 @@ class _BlockBits(BoundPadded):
         scales, bits = split(messages, self._row_blocks.count, self.rows.dtype)
         whole = onebit.decompress(bits.reshape(-1), scales.reshape(-1), self._blocks, out=self._whole(out))
         return self.unpadded(_clear(whole, self._gaps), out)
+
+    @cached_property
+    def _gaps(self) -> list[tuple[int, int]]:
+        return _gaps(self.rows.spans(self._block), self._length)
+
+    @cached_property
+    def _row_gaps(self) -> list[tuple[int, int]]:
+        """The gaps in this rank's row."""
+        first, stop = self.rows.index * self.row, (self.rows.index + 1) * self.row
+        clipped = [(max(start, first) - first, min(end, stop) - first) for start, end in self._gaps]
+        return [(start, end) for start, end in clipped if start < end]
 
     def _read(self, messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scales, bits = split(messages, self._row_blocks.count, self.rows.dtype)

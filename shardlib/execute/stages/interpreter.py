@@ -308,6 +308,7 @@ _RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 
 
 def differentiable(tree: Tree) -> list[torch.Tensor]:
+    """The tensors of a pytree that require gradients."""
     return [leaf for leaf in leaves_of(tree) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
 

@@ -161,6 +161,7 @@ def _facts(tensor: torch.Tensor) -> Facts:
 
 
 def facts_of(tensors: Sequence[torch.Tensor]) -> list[Facts]:
+    """The `Facts` of tensors, for `IncomingTensors`."""
     return [_facts(tensor) for tensor in tensors]
 
 

@@ -195,15 +195,15 @@ class Pipe:
         sent: list[Sent] = []
         coming = {}
         for number, bucket in shared:
-            mine = grads[bucket.name]
+            local = grads[bucket.name]
             tag = (self._free_number() + number) * TAGS
             for other in bucket.homes:
                 if other != self._home:
-                    sent += send_tensors(self._position.link(other), [mine], tag)
-                    coming[number, other] = IncomingTensors(self._position.link(other), facts_of([mine]), tag)
+                    sent += send_tensors(self._position.link(other), [local], tag)
+                    coming[number, other] = IncomingTensors(self._position.link(other), facts_of([local]), tag)
         for number, bucket in shared:
-            mine = grads[bucket.name]
-            first, *others = (mine if home == self._home else coming[number, home].wait()[0] for home in bucket.homes)
+            local = grads[bucket.name]
+            first, *others = (local if home == self._home else coming[number, home].wait()[0] for home in bucket.homes)
             grads[bucket.name] = sum(others, start=first)
         finish(sent)
 
