@@ -211,7 +211,7 @@ DEFECTS = (
         "a restored run draws by the fresh state's key",
         'Key(facts["seed"])).fitting()',
         "state.rng).fitting()",
-        ("tests/checkpoint/test_checkpoint.py::test_resharding_on_resume",),
+        ("tests/checkpoint/test_checkpoint.py::test_the_saved_runs_key_is_taken_up",),
     ),
     Defect(
         "masters from 16 bits",
