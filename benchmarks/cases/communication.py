@@ -1,4 +1,4 @@
-"""The kernels of compressed communication: against plain torch, and against the bandwidth for the bytes they must move."""
+"""Kernels of compressed communication, against plain torch and against the memory bandwidth for the bytes that they move."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness import rates, tables
-from benchmarks.harness.case import CPU, CUDA, Case, Checks, Part, Setting
+from benchmarks.harness.case import CPU, CUDA, Case, Checks, Result, Setting
 from benchmarks.harness.timing import medians, one_thread
 from shardlib.kernels import onebit, quantize
 from shardlib.kernels.common import dispatch
@@ -30,7 +30,7 @@ _INT8, _INT4 = Blockwise(8), Blockwise(4)
 
 
 class _Kernel(NamedTuple):
-    """An operation by one implementation, or by what serves the device; on a CPU with what it is held against."""
+    """An operation by one implementation, or by the one chosen for the device; on a CPU with a reference to compare with."""
 
     bytes: float  # that it must move, per element
     run: Callable[[str | None], Any]
@@ -39,7 +39,7 @@ class _Kernel(NamedTuple):
 
 
 class _Buffers:
-    """What the operations work on."""
+    """The inputs of the operations."""
 
     def __init__(self, elements: int, device: torch.device) -> None:
         self.elements = elements
@@ -89,12 +89,12 @@ class _Buffers:
         }
 
 
-def measure(setting: Setting) -> Part:
+def measure(setting: Setting) -> Result:
     buffers = _Buffers(1 << 16 if setting.small else _ELEMENTS[setting.kind], setting.device)
     return _implementations(buffers, setting) if setting.kind == CUDA else _on_one_core(buffers, setting)
 
 
-def _on_one_core(buffers: _Buffers, setting: Setting) -> Part:
+def _on_one_core(buffers: _Buffers, setting: Setting) -> Result:
     kernels, x, error = buffers.kernels(), buffers.x, buffers.error
     buffer = x.clone()  # DeepSpeed leaves the signs in it
     calls: dict[str, Callable[[int], Any]] = {
@@ -125,7 +125,7 @@ def _on_one_core(buffers: _Buffers, setting: Setting) -> Part:
     return tables.compared("Kernels of compressed communication", about, rows, times)
 
 
-def _implementations(buffers: _Buffers, setting: Setting) -> Part:
+def _implementations(buffers: _Buffers, setting: Setting) -> Result:
     calls: dict[tuple[str, str], rates.Moving] = {rates.COPY: (8, lambda: buffers.out.copy_(buffers.x))}
     for name, kernel in buffers.kernels().items():
         for using in (*rates.implementations(setting.device), "reference"):
@@ -134,7 +134,7 @@ def _implementations(buffers: _Buffers, setting: Setting) -> Part:
 
 
 def eager_onebit(buffer: torch.Tensor, error: torch.Tensor) -> tuple[np.ndarray, torch.Tensor]:
-    """The operations of DeepSpeed's compressed all-reduce, one by one; numpy packs, as torch cannot."""
+    """The operations of DeepSpeed's compressed all-reduce, one by one; numpy packs bits, which torch cannot."""
     buffer.add_(error)
     scale = torch.linalg.vector_norm(buffer) / len(buffer) ** 0.5
     error.copy_(buffer - scale * buffer.sign().add_(1).bool().float().add_(-0.5).mul_(2))
@@ -142,7 +142,7 @@ def eager_onebit(buffer: torch.Tensor, error: torch.Tensor) -> tuple[np.ndarray,
 
 
 def lean_onebit(x: torch.Tensor, error: torch.Tensor) -> tuple[np.ndarray, torch.Tensor]:
-    """The same in as few operations as torch allows."""
+    """1-bit compression in as few operations of torch as possible."""
     c = x + error
     scale = torch.linalg.vector_norm(c) / len(c) ** 0.5
     positive = c >= 0

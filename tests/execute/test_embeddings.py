@@ -1,4 +1,4 @@
-"""Every option of torch's embeddings, at every stage: it means what it means on one device, or is refused by name."""
+"""Every option of torch's embeddings works at every stage as on one device, or is refused by name."""
 
 import pytest
 import torch
@@ -102,7 +102,7 @@ def test_a_sliced_vocabulary(name, stage):
         ),
     ],
 )
-def test_what_needs_the_whole_vocabulary(stage, name, match):
+def test_options_that_need_the_whole_vocabulary(stage, name, match):
     def run(mesh):
         sharded = sl.shard(PARAMS, mesh, sl.chain(sl.zero(stage), sl.tensor_slicing({"*/table": "vocab"})))
         make, options = LOSSES[name]
@@ -132,7 +132,7 @@ def test_max_norm_is_refused_by_name(stage, make, ranks):
     sl.simulate(run, mesh={"data": ranks})
 
 
-def test_max_norm_of_a_slice_is_refused_by_name():
+def test_max_norm_on_a_slice_is_refused_by_name():
     def run(mesh):
         sharded = sl.shard(PARAMS, mesh, sl.chain(sl.zero(1), sl.tensor_slicing({"*/table": "vocab"})))
         with pytest.raises(HandleError, match=r"max_norm= writes to parameter embed/table .*Instead of"):
@@ -149,7 +149,7 @@ def scaled(params, ids, max_norm=1.0):
 
 
 @pytest.mark.parametrize("transform", [*map(sl.zero, range(4)), sl.tensor_slicing({"*/table": "vocab"})], ids=str)
-def test_what_the_refusal_recommends_looks_up_the_same(transform):
+def test_the_remedy_looks_up_the_same_rows(transform):
     """The loss is that of torch's max_norm, which adds 1e-7 to norms, on any plan."""
     table = PARAMS["embed"]["table"].clone()
     rows = F.embedding(IDS[0], table, max_norm=1.0)

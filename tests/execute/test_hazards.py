@@ -1,4 +1,4 @@
-"""What user code may do with parameters inside a loss: each hazard of sharding by handles, at every stage."""
+"""Everything that user code may do with parameters inside a loss: each hazard of handles, at every stage."""
 
 import functools
 from collections import Counter
@@ -80,7 +80,7 @@ class Linear(torch.autograd.Function):
 
 
 @STAGES
-def test_an_own_autograd_function(stage):
+def test_a_users_autograd_function(stage):
     def loss_fn(params, batch):
         first, last = params["layers"]
         return (layer(last, Linear.apply(batch[0], first["weight"]).tanh()) - batch[1]).square().mean()
@@ -100,7 +100,7 @@ def test_an_own_autograd_function_in_several_micro_batches(sync):
 
 
 @STAGES
-def test_a_parameter_used_by_an_own_function_and_otherwise(stage):
+def test_a_parameter_used_by_a_users_function_and_otherwise(stage):
     def loss_fn(params, batch):
         first, last = params["layers"]
         x = Linear.apply(batch[0], first["weight"]) + layer(first, batch[0])
@@ -546,7 +546,7 @@ def test_buffers_that_change(stage):
 
 
 @STAGES
-def test_a_donated_state_says_so(stage):
+def test_using_a_donated_state_is_an_error(stage):
     def run(mesh):
         params = sl.shard(network(), mesh, stage=stage)
         old, step = sl.make_train_step(mlp([6, 9, 4])[0], params, sl.optim.sgd(0.1))
@@ -566,7 +566,7 @@ def test_a_donated_state_says_so(stage):
 
 
 @STAGES
-def test_without_donation_old_states_stay_as_they_were(stage):
+def test_without_donation_old_states_stay_valid(stage):
     def run(mesh):
         params = sl.shard(network(), mesh, stage=stage)
         first, step = sl.make_train_step(mlp([6, 9, 4])[0], params, training.optimizer(), donate=False)
@@ -585,8 +585,8 @@ def test_without_donation_old_states_stay_as_they_were(stage):
 
 
 @STAGES
-@pytest.mark.parametrize("place", ["before", "forward", "backward"])
-def test_an_interrupted_step_leaves_the_state_usable(stage, place):
+@pytest.mark.parametrize("position", ["before", "forward", "backward"])
+def test_an_interrupted_step_leaves_the_state_usable(stage, position):
     class Fail(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -598,10 +598,10 @@ def test_an_interrupted_step_leaves_the_state_usable(stage, place):
 
     def loss_fn(params, batch):
         x = batch[0]
-        if failing and place == "before":
+        if failing and position == "before":
             raise KeyboardInterrupt
         x = torch.tanh(layer(params["layers"][0], x))
-        if failing and place == "forward":
+        if failing and position == "forward":
             raise KeyboardInterrupt
         x = Fail.apply(x) if failing else x
         return (layer(params["layers"][1], x) - batch[1]).square().mean()
@@ -676,7 +676,7 @@ def test_leaves_of_every_kind(stage):
 
 
 @STAGES
-def test_frozen_leaves_stay_and_have_no_state(stage):
+def test_frozen_leaves_do_not_change_and_have_no_state(stage):
     params = odd_tree()
     params["narrow"] = params["narrow"].double()
     frozen = {("blocks", 0, "w"), ("blocks", 0, "deep", "s"), ("scalar",)}

@@ -1,4 +1,4 @@
-"""Implementations of the communication kernels, and what each must agree on with its reference.
+"""Implementations of kernels, and comparison of the communication kernels with their references.
 
 As a script, `python kernels.py onebit|quantize`, it holds the Triton kernels to that under Triton's interpreter, which has
 to be on before a kernel is decorated.

@@ -30,7 +30,7 @@ class CountingGroup:
         self._group, self._scalars = group, scalars
         self.size, self.rank = group.size, group.rank
         self.sent = 0
-        self.agreed = 0  # times that ranks told each other what is next
+        self.agreed = 0  # how often ranks agreed on the next unit
         self.gathered = []  # weak references to the storages that gathers wrote to
 
     def all_reduce(self, tensor):
@@ -86,10 +86,10 @@ def count_payload(mesh, scalars=SCALARS):
     mesh._groups.update(counters)
 
     def sent():
-        told = {axis: counter.sent for axis, counter in counters.items()}
+        recorded = {axis: counter.sent for axis, counter in counters.items()}
         for counter in counters.values():
             counter.sent = 0
-        return told
+        return recorded
 
     return sent
 

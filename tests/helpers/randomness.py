@@ -1,4 +1,4 @@
-"""Tests of random bits: each gives p-values, uniform on [0, 1] where the bits are fair and independent.
+"""Statistical tests of random bits: each returns p-values, uniform on [0, 1] if the bits are fair and independent.
 
 ``draws`` are 24-bit integers as int64, (keys, numbers): a row is what one key draws at following indices. Statistics and
 their distributions: NIST SP 800-22 (monobit, runs, serial), Marsaglia and Tsang, "Some difficult-to-pass tests of

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from helpers import kernels, optimizer_kernels
-from helpers.optimizer_kernels import BF16, DTYPES, F32, F64
+from helpers import kernels, step_kernels
+from helpers.step_kernels import BF16, DTYPES, F32, F64
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -98,7 +98,7 @@ def test_an_example_by_hand():
 @ON_CPU
 def test_every_implementation_is_the_reference(name, dtypes):
     with kernels.served_by(name) as using:
-        optimizer_kernels.check_adamw8(using, 5003, dtypes, seed=3)
+        step_kernels.check_adamw8(using, 5003, dtypes, seed=3)
 
 
 @ON_CPU
@@ -109,16 +109,16 @@ def test_every_implementation_is_the_reference(name, dtypes):
 )  # fmt: skip
 def test_drawn_buffers(name, elements, dtypes, seed, offset, scale, spoiled):
     with kernels.served_by(name) as using:
-        optimizer_kernels.check_adamw8(using, elements, dtypes, seed, offset, scale, spoiled)
+        step_kernels.check_adamw8(using, elements, dtypes, seed, offset, scale, spoiled)
 
 
 def test_triton_is_the_reference():
-    kernels.interpret("adamw8", optimizer_kernels.__file__)
+    kernels.interpret("adamw8", step_kernels.__file__)
 
 
 def test_threads_change_nothing():
     elements = 2**18 + 77
-    grad, start = (optimizer_kernels.buffer(elements, F32, seed, 3) for seed in range(2))
+    grad, start = (step_kernels.buffer(elements, F32, seed, 3) for seed in range(2))
     results = []
     for threads in (1, 3):
         param, state = start.clone(), [*SIGNED.encode(start), *UNSIGNED.encode(start.abs())]

@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import attention, kernels
-from helpers.attention import Case, check_padding, make
-from helpers.attention_in_float64 import dense_attention
+from helpers import kernels, sparse_cases
+from helpers.dense_attention import dense_attention
+from helpers.sparse_cases import Case, check_padding, make
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -27,7 +27,7 @@ def served_by(name):
 
 def check(case, name):
     with served_by(name) as using:
-        attention.check(case, using)
+        sparse_cases.check(case, using)
 
 
 cases = st.fixed_dictionaries(
@@ -114,7 +114,7 @@ def test_masked_keys_that_are_not_finite_are_as_in_torch(name):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("block", [16, 64])
-def test_a_causal_layout_needs_no_word_at_the_call(name, block):
+def test_a_causal_layout_needs_no_argument_in_the_call(name, block):
     """No query sees a later key: what these are changes nothing, in the blocks on the diagonal too."""
     case = make(length=100, layout=sl.sparse.dense(100, block=block, causal=True))
     check(case, name)
@@ -335,4 +335,4 @@ def test_wrong_arguments_reach_no_kernel():
 
 
 def test_triton_is_dense_masked_attention():
-    kernels.interpret("sparse_attention", attention.__file__)
+    kernels.interpret("sparse_attention", sparse_cases.__file__)

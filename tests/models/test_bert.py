@@ -1,4 +1,4 @@
-"""The BERT against transformers' BERT given the same weights, and its training on meshes against one device."""
+"""The BERT against transformers' BERT with the same weights, and its training on meshes against one device."""
 
 import dataclasses
 

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from .defects import DEFECTS
+from .fast_part import IGNORED
 from .planting import ROOT
 from .running import control, project, run
 from .table import PAGE, read, written
@@ -27,6 +28,10 @@ def test_a_defect_can_be_planted(defect):
     for test in defect.tests:
         path, _, function = test.partition("[")[0].partition("::")
         assert re.search(rf"^def {function}\(", (ROOT / path).read_text(), re.M), test
+
+
+def test_what_the_fast_part_leaves_out_is_there():
+    assert [path for path in IGNORED if not (ROOT / path).exists()] == []
 
 
 def test_the_page_tells_of_all_of_them():

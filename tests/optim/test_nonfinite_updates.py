@@ -1,4 +1,4 @@
-"""NaN and infinity in a gradient come out of every optimizer, as in optax: none of them is taken for a number."""
+"""NaN and infinity in a gradient propagate through every optimizer, as in optax."""
 
 import math
 
@@ -54,33 +54,33 @@ def trees():
     return params, grads
 
 
-def spoiled(grads, value, place):
+def spoiled(grads, value, position):
     grads = optree.tree_map(torch.clone, grads)
-    grads["w"][place] = value
+    grads["w"][position] = value
     return grads
 
 
 STATELESS = ("sgd", "noise")
 
 
-@pytest.mark.parametrize("place", [(0, 0), (5, 7)])
+@pytest.mark.parametrize("position", [(0, 0), (5, 7)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("at", [1, 4])
-def test_nan_is_handed_on_and_stays(name, place, at):
+def test_nan_propagates(name, position, at):
     """In update, whose state is the only trace of it, and in apply; ``at``: before and after variances are frozen."""
     params, grads = trees()
     tx, written = OPTIMIZERS[name](), optree.tree_map(torch.clone, params)
     state, mine = tx.init(params), tx.init(written)
     for number in range(at + 3):
-        now = spoiled(grads, math.nan, place) if number == at else grads
+        now = spoiled(grads, math.nan, position) if number == at else grads
         moves, state = tx.update(now, state, params)
         mine = tx.apply(written, optree.tree_map(torch.clone, now), mine)
         if number < at:
             assert all(torch.isfinite(leaf).all() for leaf in optree.tree_leaves((moves, written)))
             continue
-        assert not torch.isfinite(written["w"][place])
+        assert not torch.isfinite(written["w"][position])
         if number == at or name not in STATELESS:
-            assert not torch.isfinite(moves["w"][place]), f"swallowed {number - at} steps later"
+            assert not torch.isfinite(moves["w"][position]), f"swallowed {number - at} steps later"
 
 
 SIGNS = ("lion", "lion without decay", "lookahead", "stochastic rounding", "masked", "injected", "decayed", "averaged")
@@ -94,7 +94,7 @@ def test_infinity_is_no_step(name):
     assert not torch.isfinite(moves["w"][0, 0])
 
 
-def test_a_block_of_codes_is_spoiled_and_the_others_are_not():
+def test_only_the_block_of_a_nonfinite_gradient_becomes_nan():
     params, grads = trees()
     tx = opt.adamw8bit(0.1)
     _, state = tx.update(spoiled(grads, math.nan, (0, 3)), tx.init(params), params)

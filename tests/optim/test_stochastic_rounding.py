@@ -1,4 +1,4 @@
-"""States in bf16, rounded at random."""
+"""States in bf16 with stochastic rounding."""
 
 import optree
 import pytest
@@ -174,6 +174,6 @@ def test_other_optimizers_are_rounded_too(name):
         assert sum(different) <= 1  # a norm's last bit may tip one element over
 
 
-def test_what_reduces_gradients_itself_is_refused():
+def test_optimizers_that_reduce_gradients_are_refused():
     with pytest.raises(IllegalComposition, match=r"stochastic_rounding around onebit_adam, which reduces gradients"):
         sl.optim.stochastic_rounding(sl.optim.onebit_adam(1e-3, freeze_step=5))

@@ -100,7 +100,7 @@ def test_the_statistics_notice_worse_generators():
     assert {"correlation", "equal pairs", "equal bits"} <= refused(randomness.alike(repeated)).keys()
 
 
-def test_what_is_drawn_for_other_purposes_is_other_numbers():
+def test_draws_for_different_purposes_differ():
     """By one and the same seed: a loss function's dropout, gradient noise, rounding, random blocks."""
     tx = sl.optim.add_noise(1.0, 0.0, 0)
     state, grads = tx.init({"w": torch.zeros(COUNT)}), {"w": torch.zeros(COUNT)}

@@ -1,4 +1,4 @@
-"""Checksums tell tensors apart that have the same sum, and count nothing but the values."""
+"""Checksums distinguish tensors of the same sum, and depend on nothing but the values."""
 
 import numpy as np
 import pytest
@@ -31,10 +31,10 @@ def swapped(x, i, j):
     return y
 
 
-def signs_flipped(x, *places):
+def signs_flipped(x, *positions):
     y = x.clone()
-    for place in places:
-        y[place] = -y[place]
+    for position in positions:
+        y[position] = -y[position]
     return y
 
 
@@ -63,9 +63,9 @@ def test_signs_flipped_in_pairs_are_seen(dtype):
 def test_a_bit_anywhere_is_seen():
     x = torch.zeros(5000, dtype=torch.uint8)
     seen = {checksum(x)}
-    for place in range(0, 5000, 7):
+    for position in range(0, 5000, 7):
         y = x.clone()
-        y[place] = 128
+        y[position] = 128
         seen.add(checksum(y))
     assert len(seen) == 1 + len(range(0, 5000, 7))
 

@@ -75,7 +75,7 @@ ALONE = [
 
 
 @pytest.mark.parametrize(("mesh", "transform"), ALONE)
-def test_leaves_that_travel_alone(mesh, transform):
+def test_large_leaves_are_sent_alone(mesh, transform):
     """Large leaves are messages of their own; here nearly all count as large, and the smallest go together."""
     with thresholds.small(8):
         check(torch.float64, mesh, transform)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from helpers import decoders, training
-from helpers.exact import Travelling
+from helpers.lossless_codec import Travelling
 from helpers.models import TINY, tiny_gpt, token_batches
 from helpers.pool import Pool
 from helpers.profile import NIGHTLY

@@ -108,7 +108,7 @@ RESUMED = [
 
 
 @pytest.mark.parametrize(("planned", "resumed"), RESUMED)
-def test_a_run_that_goes_on_scales_by_the_rules_it_is_given(tmp_path, planned, resumed):
+def test_a_resumed_run_scales_by_its_own_rules(tmp_path, planned, resumed):
     def start(scale):
         params = sl.shard(PARAMS, sl.make_mesh(), sl.precision("fp16", loss_scale=scale))
         return sl.make_train_step(FIT, params, sl.optim.sgd(0.1))[0]
@@ -146,7 +146,7 @@ def test_dtypes_by_leaf():
         ),
     ],
 )
-def test_dtypes_that_cannot_be_are_refused(make, message):
+def test_impossible_dtypes_are_refused(make, message):
     with pytest.raises(IllegalComposition, match=message):
         make()
 

@@ -52,7 +52,7 @@ DEFECTS = (
         "what is gone over in pieces is numbered as the first piece is",
         "start=self.start + count",
         "start=self.start",
-        ("tests/kernels/test_thresholds.py::test_initial_values_of_large_leaves_are_drawn_in_pieces",),
+        ("tests/kernels/test_thresholds.py::test_initial_values_of_large_leaves_are_drawn_by_chunks",),
     ),
     Defect(
         "broadcast from rank 0",
@@ -122,8 +122,8 @@ DEFECTS = (
         "offset",
         "collectives/cross_entropy.py",
         "targets that are the first word of a rank's share are not found",
-        "mine = (targets >= first)",
-        "mine = (targets > first)",
+        "(targets >= first)",
+        "(targets > first)",
         (f"{_SLICING}::test_vocab_cross_entropy",),
     ),
     Defect(
@@ -169,7 +169,7 @@ DEFECTS = (
         "sums in one bit are too small by the number of ranks",
         "average_compress(bits, self._weighed(scales)",
         "average_compress(bits, scales",
-        (f"{_CODECS}::test_each_step_is_the_simulations",),
+        (f"{_CODECS}::test_each_step_equals_the_simulation",),
     ),
     Defect(
         "the scale of the first block for all",
@@ -178,7 +178,7 @@ DEFECTS = (
         "values of 8 bits are multiplied by another block's scale",
         "(blocks * scales[..., None])",
         "(blocks * scales[..., :1, None])",
-        (f"{_CODECS}::test_each_step_is_the_simulations",),
+        (f"{_CODECS}::test_each_step_equals_the_simulation",),
     ),
     Defect(
         "factors leave all of the matrix behind",
@@ -187,7 +187,7 @@ DEFECTS = (
         "what was sent stays in the residual and is sent again",
         "matrix.addmm_(basis, factor.T, alpha=-1)",
         "matrix.addmm_(basis, factor.T, alpha=0)",
-        ("tests/collectives/test_powersgd.py::test_each_step_is_the_simulations_and_nothing_is_lost",),
+        ("tests/collectives/test_powersgd.py::test_each_step_equals_the_simulation_and_nothing_is_lost",),
     ),
     Defect(
         "padding keeps a residual",
@@ -196,7 +196,7 @@ DEFECTS = (
         "what pads leaves takes on values that are sent for ever",
         "_clear(x, self._gaps)",
         "_clear(x, [])",
-        (f"{_CODECS}::test_each_step_is_the_simulations",),
+        (f"{_CODECS}::test_each_step_equals_the_simulation",),
     ),
     Defect(
         "the ring's mask of the wrong side",
@@ -275,7 +275,7 @@ DEFECTS = (
         "mask",
         "collectives/styles/vocab.py",
         "words of other ranks add a rank's first row to what is found",
-        ".masked_fill(~mine[..., None], 0)",
+        ".masked_fill(~local[..., None], 0)",
         "",
         (f"{_SLICING}::test_every_stage[0-dtype1]",),
     ),

@@ -25,7 +25,7 @@ DEFECTS = (
         "[torch.arange(0, length, device=x.device)",
         (
             f"{_SEQUENCE}::test_dropout_is_that_of_the_whole_sequence",
-            f"{_RNG}::test_the_mask_of_a_part_is_its_part_of_the_mask",
+            f"{_RNG}::test_the_mask_of_a_sequence_part_is_a_part_of_the_mask",
         ),
     ),
     Defect(
@@ -89,7 +89,7 @@ DEFECTS = (
         "shares of unequal rows draw what others do",
         'self.fold_in(f"slot {self.slot}").seed, 0',
         "self.seed, 0",
-        (f"{_RNG}::test_shares_of_unequal_rows_draw_what_no_other_does",),
+        (f"{_RNG}::test_shares_of_unequal_rows_draw_different_numbers",),
     ),
     Defect(
         "unequal micro-batches with one key",

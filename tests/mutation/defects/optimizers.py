@@ -2,8 +2,8 @@
 
 from ..planting import Defect
 
-_MESHES = "tests/optim/test_transformations_on_meshes.py"
-_OPTIM = "tests/optim/test_optim.py"
+_MESHES = "tests/optim/test_optimizers_on_meshes.py"
+_OPTIM = "tests/optim/test_optimizers_on_one_device.py"
 _COMPRESSED = "tests/training/test_compressed_training.py"
 _MICRO = "tests/training/test_same_training.py::test_every_stage_and_number_of_ranks[2-2-1-True-dtype1]"
 _STEP = (f"{_OPTIM}::test_update_and_add_is_torchs_step",)
@@ -56,16 +56,16 @@ DEFECTS = (
         "each rank skips what is not finite in its own shard",
         "shards.sum(_nonfinite, updates)",
         "Shards.sum(shards, _nonfinite, updates)",
-        (f"{_MESHES}::test_what_is_not_finite_on_one_rank_is_skipped_on_all",),
+        (f"{_MESHES}::test_nonfinite_values_on_one_rank_are_skipped_on_all",),
     ),
     Defect(
         "shares of the work that all begin at the first element",
         "offset",
         "optim/shards.py",
         "ranks that hold copies take one another's elements for the first ones",
-        "self._index_map(bucket, owner, path).after(mine.start)",
+        "self._index_map(bucket, owner, path).after(counted.start)",
         "self._index_map(bucket, owner, path)",
-        (f"{_MESHES}::test_on_every_cut",),
+        (f"{_MESHES}::test_every_way_to_cut_parameters",),
     ),
     Defect(
         "moments of the step before",
@@ -164,7 +164,7 @@ DEFECTS = (
         "what compression left out stays as it was when the loss scale changes",
         "comm = rescaled(plan, comm, after.value / scale)",
         "comm = rescaled(plan, comm, 1.0)",
-        (f"{_COMPRESSED}::test_a_changed_loss_scale_changes_the_errors_with_it",),
+        (f"{_COMPRESSED}::test_residuals_follow_a_changed_loss_scale",),
     ),
     Defect(
         "a loss scale that grows one step late",
@@ -182,7 +182,7 @@ DEFECTS = (
         "of matrices that several ranks compute each gets back another rank's",
         "back[member.computer, member.span]",
         "back[-1 - member.computer, member.span]",
-        (f"{_MESHES}::test_on_every_cut",),
+        (f"{_MESHES}::test_every_way_to_cut_parameters",),
     ),
     Defect(
         "a metric of a rank's own batches",
@@ -254,7 +254,7 @@ DEFECTS = (
         "parameters that are replaced come back from their fp32 masters",
         "torch.where(m.to(p.dtype) == p, m, p.to(m.dtype))",
         "torch.where(m.to(p.dtype) == p, m, m)",
-        ("tests/optim/test_replaced_params.py::test_a_step_goes_on_from_what_was_put_there",),
+        ("tests/optim/test_replaced_params.py::test_a_step_continues_from_replaced_parameters",),
     ),
     Defect(
         "the old state's moments written over",
@@ -263,7 +263,7 @@ DEFECTS = (
         "without donation the old state's optimizer moves on with the new one",
         "opt = tree_map(cloned, opt)",
         "pass",
-        ("tests/execute/test_hazards.py::test_without_donation_old_states_stay_as_they_were",),
+        ("tests/execute/test_hazards.py::test_without_donation_old_states_stay_valid",),
     ),
     Defect(
         "the last call's mean",
@@ -272,7 +272,7 @@ DEFECTS = (
         "of means beside the loss the last micro-batch's is kept",
         "values if self._sums is None else self._sums + values",
         "values",
-        ("tests/training/test_evaluation.py::test_means_beside_the_loss_add_up_over_micro_batches",),
+        ("tests/training/test_evaluation.py::test_means_in_aux_add_up_over_micro_batches",),
     ),
     Defect(
         "local steps that double one step early",

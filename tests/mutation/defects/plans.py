@@ -17,7 +17,7 @@ DEFECTS = (
         "the plan tells half of what an all-reduce sends",
         "times = 2 if self.op is Op.SUM else 1",
         "times = 1",
-        (f"{_BYTES}::test_payload_where_each_unit_is_touched_once_is_the_papers",),
+        (f"{_BYTES}::test_payload_of_units_touched_once_equals_the_papers",),
     ),
     Defect(
         "one axis reduced twice",
@@ -35,7 +35,7 @@ DEFECTS = (
         "what pads a leaf's last chunk counts as the leaf's",
         "min(max(numel - owner * chunk, 0), chunk)",
         "chunk",
-        ("tests/optim/test_transformations_on_meshes.py::test_noise_leaves_padding_zero",),
+        ("tests/optim/test_optimizers_on_meshes.py::test_noise_leaves_padding_zero",),
     ),
     Defect(
         "owners numbered from minor to major",
@@ -62,7 +62,7 @@ DEFECTS = (
         "the predicted time of a step has messages over one link go beside each other",
         "max(ready, self._free.get(axis, 0.0)) + seconds",
         "ready + seconds",
-        ("tests/plan/test_step_time.py::test_a_slow_link_is_all_that_counts",),
+        ("tests/plan/test_step_time.py::test_a_slow_link_dominates",),
     ),
     Defect(
         "parts of a sequence are not summed",

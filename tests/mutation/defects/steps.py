@@ -63,7 +63,7 @@ DEFECTS = (
         "gradients are not divided by the loss scale",
         "torch.full_like(sums.total, self._rest / loss_scale)",
         "torch.full_like(sums.total, self._rest)",
-        ("tests/optim/test_optim.py::test_mixed_precision_is_the_textbooks",),
+        ("tests/optim/test_optimizers_on_one_device.py::test_mixed_precision_is_the_textbooks",),
     ),
     Defect(
         "squares of a rank's own slices",
@@ -201,7 +201,7 @@ DEFECTS = (
         "the second half of a backward multiplies every product twice",
         "_by_bucket(self._gradients)",
         "_by_bucket(self._gradients * 2)",
-        ("tests/execute/test_halves.py::test_whatever_a_layer_makes_of_its_weights",),
+        ("tests/execute/test_split_backward.py::test_every_use_of_a_weight",),
     ),
     Defect(
         "one forward more before the first backward",
@@ -228,7 +228,7 @@ DEFECTS = (
         "the loss of a whole sequence is divided by the targets of one part",
         "total / (targets != ignore_index).sum()",
         "total / (mine != ignore_index).sum()",
-        (f"{_SEQUENCE}::test_the_loss_of_uneven_parts",),
+        (f"{_SEQUENCE}::test_the_loss_of_uneven_sequence_parts",),
     ),
     Defect(
         "a step that strayed is not taken again",
@@ -273,7 +273,7 @@ DEFECTS = (
         "a whole parameter that is used on slices trains by each rank's own part",
         "for of_rank in of_ranks[1:])",
         "for of_rank in of_ranks[:1])",
-        ("tests/models/test_slicing_transformers.py::test_whole_parameters_that_are_used_on_slices",),
+        ("tests/models/test_huggingface_slicing.py::test_whole_parameters_that_are_used_on_slices",),
     ),
     Defect(
         "ranks that start apart",

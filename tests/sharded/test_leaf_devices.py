@@ -83,11 +83,11 @@ def test_tied_leaves_stay_tied():
     assert sl.simulate(run, mesh={"data": 2}) == [((0, 0, 1), 8)] * 2
 
 
-def test_values_must_be_somewhere():
+def test_leaves_on_the_meta_device_are_refused():
     far = {"near": torch.ones(2), "far": torch.ones(3, 2, device="meta")}
-    told = r"1 parameters are on the meta device and have no values for cpu:\n.*far: shape \(3, 2\)\nPass sl.shard the func"
+    text = r"1 parameters are on the meta device and have no values for cpu:\n.*far: shape \(3, 2\)\nPass sl.shard the func"
     for given in (far, lambda: {"near": torch.ones(2), "far": torch.ones(3, 2, device="meta")}):
-        with pytest.raises(TreeError, match=told):
+        with pytest.raises(TreeError, match=text):
             sl.simulate(lambda mesh, given=given: sl.shard(given, mesh, stage=3), mesh={"data": 2})
     with torch.device("meta"):
         module = torch.nn.Linear(3, 2)
@@ -189,10 +189,10 @@ def test_transformers_models_run_where_their_parameters_are():
     sizes = {"intermediate_size": 32, "num_key_value_heads": 2, "hidden_size": 16, "num_hidden_layers": 1}
     config = transformers.LlamaConfig(vocab_size=32, num_attention_heads=2, **sizes)
     apply, whole = sl.from_module(transformers.LlamaForCausalLM(config).eval())
-    places = {"input_ids": torch.zeros(2, 8, dtype=torch.long), "position_ids": torch.arange(8).expand(2, 8)}
+    positions = {"input_ids": torch.zeros(2, 8, dtype=torch.long), "position_ids": torch.arange(8).expand(2, 8)}
 
     def run(mesh):
-        given = {name: x.to("meta") for name, x in places.items()}
+        given = {name: x.to("meta") for name, x in positions.items()}
         mask = torch.zeros(2, 1, 8, 8, device="meta")
         return apply(sl.shard(whole, hollow(mesh)).tree, **given, attention_mask=mask, use_cache=False).logits
 

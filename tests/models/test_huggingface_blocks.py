@@ -148,7 +148,7 @@ def test_sequences_stay_whole(kind):
         sl.simulate(run, mesh={axis: 2})
 
 
-def test_models_that_are_not_known():
+def test_unknown_models_are_refused():
     for module in (nn.Linear(2, 2), decoder("llama").model):
         for refused in (huggingface.decoder_blocks, partial(huggingface.slicing_rules, blocks=True)):
             with pytest.raises(TreeError, match=r"decoder_blocks cuts .* llama.*got (Linear|LlamaModel)"):
@@ -162,7 +162,7 @@ def test_batches_that_hold_something_else(batch):
         loss_fn(params, batch)
 
 
-def test_a_whole_model_under_a_pipeline_is_told_of_blocks():
+def test_a_whole_model_in_a_pipeline_is_refused_with_a_remedy():
     apply, params = sl.from_module(decoder("llama"))
 
     def loss_fn(params, batch):

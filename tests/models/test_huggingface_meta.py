@@ -1,4 +1,4 @@
-"""transformers' models on the meta device: they start from what they say, and no rank ever holds one."""
+"""transformers' models on the meta device get their own initial values, and no rank ever holds a whole one."""
 
 import optree
 import pytest
@@ -18,7 +18,7 @@ def on_meta(kind, **changes):
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_what_the_model_itself_starts_from(kind):
+def test_initial_values_are_the_models(kind):
     """Leaf by leaf the constants and the deviations of transformers' own start; buffers; ties."""
     torch.manual_seed(0)
     own = build(kind)

@@ -1,4 +1,4 @@
-"""Means as losses: nothing that weighs, weights that are wrong, and ranks whose losses differ in kind."""
+"""Weighted means as losses: no weight, wrong weights, and ranks whose losses differ in kind."""
 
 import math
 
@@ -87,26 +87,26 @@ def leaves_alone(mesh, transform, tx, loss_fn=masked, params=PARAMS):
 
 
 @pytest.mark.parametrize("transform", PLANS, ids=str)
-def test_a_batch_in_which_nothing_weighs_changes_nothing(transform):
+def test_a_batch_without_weight_changes_nothing(transform):
     sl.simulate(leaves_alone, transform, sl.optim.adamw(1e-2), mesh={"data": 2})
 
 
-def test_an_optimizer_that_sums_over_its_own_axis_is_left_alone():
+def test_an_optimizer_that_owns_an_axis_handles_a_batch_without_weight():
     for freeze in (1, 5):  # the batch without weight comes in the compressed phase, and before it
         sl.simulate(leaves_alone, sl.zero(0), sl.optim.onebit_adam(1e-2, freeze_step=freeze), mesh={"data": 2})
 
 
-def test_an_optimizer_that_skips_what_is_not_finite_itself_is_left_alone():
+def test_an_optimizer_that_skips_nonfinite_gradients_handles_a_batch_without_weight():
     sl.simulate(leaves_alone, sl.zero(1), sl.optim.skip_nonfinite(sl.optim.adamw(1e-2), 3), mesh={"data": 2})
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_a_pipeline_is_left_alone(schedule):
+def test_a_pipeline_without_weight_changes_nothing(schedule):
     transform = sl.chain(sl.zero(2), sl.pipeline(schedule, 2))
     sl.simulate(leaves_alone, transform, sl.optim.adamw(1e-2), PIPED, BLOCKS, mesh={"data": 2, "pipe": 2})
 
 
-def test_of_no_rows():
+def test_a_mean_over_no_rows():
     none = tuple(t[:0] for t in ALL)
 
     def run(mesh):
@@ -120,7 +120,7 @@ def test_of_no_rows():
 
 
 @STAGES
-def test_gradients_of_what_does_not_weigh_are_zero(stage):
+def test_gradients_of_rows_without_weight_are_zero(stage):
     def run(mesh):
         params = sl.shard(PARAMS, mesh, stage=stage)
         loss, grads = sl.value_and_grad(masked)(params, NOTHING)
@@ -159,7 +159,7 @@ def oracle(params, batch):
 
 @STAGES
 @pytest.mark.parametrize("extra", [None, sl.accumulate(2)], ids=str)
-def test_ranks_and_micro_batches_that_weigh_nothing_beside_others(stage, extra):
+def test_ranks_and_micro_batches_without_weight_beside_others(stage, extra):
     batches = [
         batch_of([1, 1, 0, 1, 0, 0, 0, 0]),
         batch_of([0, 0, 1, 1, 0, 0, 1, 1]),
@@ -178,7 +178,7 @@ def constant_where_empty(params, batch):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_constant_may_stand_for_what_weighs_nothing(stage):
+def test_a_constant_may_be_returned_for_no_weight(stage):
     """Without a gradient: where nothing is gathered, once the ranks have agreed on an order."""
     batches = [ALL, batch_of([1, 1, 0, 1, 0, 0, 0, 0]), batch_of([0, 0, 0, 0, 0, 0, 1, 1])]
     got = training.simulate({"data": 2}, constant_where_empty, PARAMS, batches, sl.zero(stage), training.optimizer(0.5))
@@ -202,14 +202,14 @@ def test_a_constant_in_the_last_stage_of_a_pipeline():
     assert_close(got[2], wanted[2], 1e-5)
 
 
-def test_evaluation_of_what_does_not_weigh():
+def test_evaluation_without_weight():
     def scores(params, batch):
         return {"loss": masked(params, batch), "rows": sl.Mean(batch[0].sum(), len(batch[0])), "x": batch[0]}
 
     def run(mesh):
         params = sl.shard(PARAMS, mesh, stage=2)
-        told = sl.make_eval_step(scores, params)(params, NOTHING)
-        assert told["loss"].isnan() and told["rows"] == pytest.approx(X.mean().item() * 6, rel=1e-5)
+        result = sl.make_eval_step(scores, params)(params, NOTHING)
+        assert result["loss"].isnan() and result["rows"] == pytest.approx(X.mean().item() * 6, rel=1e-5)
         alone = sl.make_eval_step(masked, params)
         mine = [NOTHING, ALL if mesh.rank else NOTHING]
         assert alone.over(params, mine) == pytest.approx(oracle(PARAMS, ALL).item(), rel=1e-5)
@@ -221,7 +221,7 @@ def test_evaluation_of_what_does_not_weigh():
     sl.simulate(run, mesh={"data": 2})
 
 
-def test_a_mean_beside_the_loss_that_weighs_nothing_is_nan():
+def test_a_mean_without_weight_beside_the_loss_is_nan():
     def loss_fn(params, batch):
         return F.mse_loss(first(params["layers"][0], None, batch), torch.zeros(len(batch[0]), 9)), {
             "none": sl.Mean(3.0, 0),
@@ -343,7 +343,7 @@ def test_a_quotient_beyond_its_dtype():
 
 @STAGES
 def test_a_mean_over_nothing_times_its_number(stage):
-    """What torch's own mean makes of rows that are all masked, on one rank, in one micro-batch; and the sum it is told."""
+    """The mean of torch over rows that are all masked, on one rank or in one micro-batch, and the remedy, a sum."""
 
     def of_reduction(reduction):
         def loss_fn(params, batch):
@@ -385,7 +385,7 @@ def test_a_weight_that_depends_on_parameters(stage, ranks):
 
 
 @STAGES
-def test_what_the_refusal_of_a_learned_weight_recommends(stage):
+def test_the_remedy_for_a_learned_weight_works(stage):
     def weight(params):
         return params["layers"][1]["bias"].exp().sum()
 
@@ -444,7 +444,7 @@ def test_a_mean_in_one_micro_batch_and_a_scalar_in_another(stage):
     )  # fmt: skip
 
 
-def test_kinds_that_differ_in_a_pipeline():
+def test_kinds_of_losses_that_differ_in_a_pipeline():
     def ends(p, x, batch):
         mean = last(p, x, batch)
         return mean if mean.weight == batch[2].numel() else mean.total / mean.weight
@@ -467,6 +467,6 @@ def kinds_in_a_process(mesh, stage):
     step(state, ALL)
 
 
-def test_kinds_that_differ_in_real_processes(pool):
+def test_kinds_of_losses_that_differ_in_real_processes(pool):
     for outcome in pool.outcomes(kinds_in_a_process, 2, mesh={"data": 2}):
         assert isinstance(outcome[1], LossError) and "rank 1: a scalar as the loss" in str(outcome[1])

@@ -1,4 +1,4 @@
-"""torch.utils.checkpoint inside a module under from_module: what is computed again is what was computed."""
+"""torch.utils.checkpoint inside a module of from_module: recomputed values equal the first ones."""
 
 import gc
 import threading
@@ -230,7 +230,7 @@ def test_on_every_stage(stage):
     assert_close(found[1], found[0], 1e-12)
 
 
-def test_re_entrant_ones_are_refused_with_what_to_do():
+def test_reentrant_checkpoints_are_refused_with_a_remedy():
     class Reentrant(nn.Linear):
         def forward(self, x, use_reentrant=True):
             return checkpoint(super().forward, x, use_reentrant=use_reentrant)

@@ -1,10 +1,10 @@
-"""The Triton kernels of a transformer layer's pieces, and how they are launched."""
+"""Cases for compiling the Triton kernels of a transformer layer for sm_90."""
 
 import importlib
 from collections.abc import Iterator
 from typing import Any
 
-from helpers.compiling import Case
+from helpers.gpu_compile import Case
 
 _DRAWN = {"scale": "fp32", "threshold": "i32", "seed_low": "i64", "seed_high": "i64", "start": "i64"}
 _ROWS = {"rows": "i64", "columns": "i32"}
@@ -38,8 +38,8 @@ def _case(
     warps = given.pop("num_warps", 4)
     kinds = {argument: f"*{dtype}" if kind == "x" else kind for argument, kind in types.items()}
     given |= {argument: None for argument in kernel.arg_names if argument not in kinds and argument not in given}
-    told = ", ".join(f"{key}={value}" for key, value in constants.items())
-    return f"{operation}{name}({told})", Case(kernel, kinds, given, warps, exact=exact)
+    settings = ", ".join(f"{key}={value}" for key, value in constants.items())
+    return f"{operation}{name}({settings})", Case(kernel, kinds, given, warps, exact=exact)
 
 
 def _gelu(dtype: str) -> Iterator[tuple[str, Case]]:

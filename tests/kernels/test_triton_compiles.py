@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for sm_90, without a GPU, and holds what it works on in registers and shared memory."""
+"""Every Triton kernel compiles for sm_90, without a GPU, and does not spill registers."""
 
 import importlib
 import pkgutil
@@ -8,25 +8,25 @@ from dataclasses import replace
 import pytest
 
 pytest.importorskip("triton")
-from helpers import compiled
-from helpers.compiling import check
+from helpers import gpu_cases
+from helpers.gpu_compile import check
 from triton.runtime.jit import JITFunction
 
 
-@pytest.mark.parametrize("name", compiled.CASES)
+@pytest.mark.parametrize("name", gpu_cases.CASES)
 def test_a_kernel_fits(name, tmp_path):
-    check(compiled.CASES[name], tmp_path)
+    check(gpu_cases.CASES[name], tmp_path)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", compiled.MORE)
+@pytest.mark.parametrize("name", gpu_cases.MORE)
 def test_a_kernel_fits_in_every_shape(name, tmp_path):
-    check(compiled.MORE[name], tmp_path)
+    check(gpu_cases.MORE[name], tmp_path)
 
 
 def test_no_kernel_is_left_out():
     """Of the operations that have cases. Functions that no other one calls are kernels."""
-    listed = {case.kernel for case in compiled.CASES.values()}
+    listed = {case.kernel for case in gpu_cases.CASES.values()}
     functions = {}
     for operation in {kernel.fn.__module__.rpartition(".")[0] for kernel in listed}:
         for found in pkgutil.iter_modules(importlib.import_module(operation).__path__, f"{operation}."):
@@ -43,8 +43,8 @@ def test_no_kernel_is_left_out():
     assert kernels == listed
 
 
-def test_what_is_spilled_is_noticed(tmp_path):
+def test_spilled_registers_are_noticed(tmp_path):
     """128 numbers of each of three tensors a thread."""
-    case = compiled.CASES["quantize 8 by 4096, sent 0, feedback=True"]
+    case = gpu_cases.CASES["quantize 8 by 4096, sent 0, feedback=True"]
     with pytest.raises(AssertionError, match="STACK"):
         check(replace(case, warps=1), tmp_path)

@@ -1,4 +1,4 @@
-"""A Triton kernel compiled for sm_90 without a GPU: what it is given, and what it may take."""
+"""Compilation of a Triton kernel for sm_90 without a GPU, and limits of the registers and memory it may use."""
 
 import re
 import subprocess

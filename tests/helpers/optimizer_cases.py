@@ -1,4 +1,4 @@
-"""Every gradient transformation there is, by name, for the tests that all of them must pass."""
+"""Every gradient transformation by name, for the tests that all of them must pass."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Sparse attention drawn and checked: inputs of every kind, and a dense masked softmax in float64.
+"""Drawn cases of sparse attention, and checks of implementations against a dense masked softmax in float64.
 
 As a script it holds the Triton kernels to that under Triton's interpreter, which has to be on before a kernel is
 decorated.
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import shardlib as sl
-from helpers.attention_in_float64 import bounds, dense_attention
+from helpers.dense_attention import bounds, dense_attention
 from shardlib.kernels.common import native
 from shardlib.sparse import Layout
 

@@ -1,4 +1,4 @@
-"""A backward in two halves: together they do what one backward does, once, whatever a layer makes of its weights."""
+"""A backward split into input and weight gradients computes what one backward does, once, for every use of a weight."""
 
 from collections import Counter
 from dataclasses import replace
@@ -118,7 +118,7 @@ def model(way):
 
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("stage", [0, 3])
-def test_whatever_a_layer_makes_of_its_weights(name, stage, monkeypatch):
+def test_every_use_of_a_weight(name, stage, monkeypatch):
     way, later = WAYS[name]
     loss_fn, params, batches = model(way)
     found, real = [], halves.divide
@@ -210,8 +210,8 @@ def count(schedule, *transforms):
             step(state, mine)
         return products.found, sent()["data"]
 
-    told = sl.simulate(run, mesh={"data": 2, "pipe": 2})
-    return sum((found for found, _ in told), Counter()), [sent for _, sent in told]
+    recorded = sl.simulate(run, mesh={"data": 2, "pipe": 2})
+    return sum((found for found, _ in recorded), Counter()), [sent for _, sent in recorded]
 
 
 @pytest.mark.parametrize("extra", [[], [sl.remat()], [sl.remat("dots")]], ids=["keep", "full", "dots"])
@@ -219,7 +219,7 @@ def count(schedule, *transforms):
 @pytest.mark.parametrize(
     ("schedule", "split"), [("1f1b", "zb-h1"), ("interleaved-1f1b", "interleaved-zb"), ("interleaved-1f1b", "zb-v")]
 )
-def test_both_halves_multiply_and_gather_what_one_backward_does(schedule, split, stage, extra):
+def test_both_halves_together_multiply_and_gather_as_often_as_one_backward(schedule, split, stage, extra):
     (wanted, sent), (found, split_sent) = (count(name, sl.zero(stage), *extra) for name in (schedule, split))
     assert found == wanted and found.total() > 500
     if split != "zb-v":  # which has its stages on other ranks
@@ -233,23 +233,23 @@ def test_both_halves_multiply_and_gather_what_one_backward_does(schedule, split,
 def test_the_second_half_is_one_product_for_each_weight(stage, extra, monkeypatch):
     loss_fn, params = blocks()
     second = Executor.weights_gradient
-    told = Counter()
+    recorded = Counter()
 
     def counted(self, *args):
         touched = len(self.touches)
         with CountProducts() as products:
             second(self, *args)
         assert len(self.touches) == touched, "gathered again"
-        told.update(str((self.mesh.rank, op)) for (op, _), n in products.found.items() for _ in range(n))
+        recorded.update(str((self.mesh.rank, op)) for (op, _), n in products.found.items() for _ in range(n))
 
     monkeypatch.setattr(Executor, "weights_gradient", counted)
     transform = sl.chain(sl.zero(stage), sl.pipeline("zb-h1", 2, partition="count"), *extra)
     training.simulate({"pipe": 4, "data": 1}, loss_fn, params, token_batches(1), transform, training.optimizer())
     # Two blocks a stage, of four weights each; the head has one. The first stage has no inputs, and so no halves.
-    assert told == {"(1, 'mm')": 2 * 8, "(2, 'mm')": 2 * 8, "(3, 'mm')": 2 * 5}
+    assert recorded == {"(1, 'mm')": 2 * 8, "(2, 'mm')": 2 * 8, "(3, 'mm')": 2 * 5}
 
 
-def test_between_the_halves_only_factors_are_kept():
+def test_only_factors_are_kept_between_the_halves():
     """And the small gradients of biases and norms: of a layer, per token 7 widths of inputs and 9 of outputs' gradients."""
     loss_fn, params = blocks()
     width, rows, layers = TINY.width, 16, (4, 7)

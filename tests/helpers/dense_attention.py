@@ -1,4 +1,4 @@
-"""Sparse attention by its definition, with whole matrices of scores, and how far from that a kernel's results may lie."""
+"""Sparse attention by its definition, with whole matrices of scores in float64, and error bounds for kernels."""
 
 import math
 
@@ -73,8 +73,8 @@ def _of_every_head(x, q):
 
 
 def _places(length):
-    place = torch.arange(length)
-    return place - place[:, None] + length - 1
+    position = torch.arange(length)
+    return position - position[:, None] + length - 1
 
 
 def _by_distance(bias, length):

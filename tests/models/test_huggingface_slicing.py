@@ -1,4 +1,4 @@
-"""Rules for transformers' models: which train sliced as on one device, and what those that do not are told."""
+"""Slicing rules for transformers' models: supported models train as on one device, others are refused with a reason."""
 
 import functools
 import re
@@ -88,7 +88,7 @@ def test_trains_sliced_by_its_rules(kind):
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "olmoe", "phimoe", "deepseek_v2", "minicpm3"])
-def test_styles_that_are_not_there_are_refused_by_name(kind):
+def test_unknown_styles_are_refused_by_name(kind):
     config = CONFIG_MAPPING[kind]()
     rules = config.base_model_tp_plan
     with pytest.raises(IllegalComposition, match=r"packed_colwise|mla_kv_a_proj") as error:
@@ -130,8 +130,8 @@ def test_heads_come_from_the_configuration():
     )
     model = GPTNeoXForCausalLM(config)
     rules = huggingface.slicing_rules(model)
-    told = r"query_key_value/weight: shape \(48, 16\): 2 heads do not divide over model=4"
-    with pytest.raises(IllegalComposition, match=told):
+    message = r"query_key_value/weight: shape \(48, 16\): 2 heads do not divide over model=4"
+    with pytest.raises(IllegalComposition, match=message):
         sl.make_plan(sl.from_module(model)[1], sl.abstract_mesh(model=4), sl.tensor_slicing(rules))
 
 
@@ -140,13 +140,13 @@ def test_heads_that_a_raw_plan_cuts_are_explained():
     model = made("llama")
     with pytest.raises(HandleError) as error:
         trains(model, model.config.base_model_tp_plan, ways=4)
-    for told in (
+    for message in (
         "invalid for input of size",
         "model/layers/0/self_attn/k_proj/weight: 4 of 16 outputs (axis 'model' of size 4)",
         "sl.column(heads=...)",
         "huggingface.slicing_rules(model)",
     ):
-        assert told in str(error.value)
+        assert message in str(error.value)
     rules = huggingface.slicing_rules(model)
     with pytest.raises(
         IllegalComposition,
@@ -171,7 +171,7 @@ def test_whole_parameters_that_are_used_on_slices():
     """Apertus' plan has no word of its activation's parameters; each rank would train its own."""
     model = made("apertus")
     raw = {glob: style for glob, style in huggingface.slicing_rules(model).items() if "act_fn" not in glob}
-    told = r"(?s)got other gradients.*layers/0/mlp/act_fn/alpha_n: along axis 'model'.*the style 'shared'"
-    with pytest.raises(HandleError, match=told):
+    message = r"(?s)got other gradients.*layers/0/mlp/act_fn/alpha_n: along axis 'model'.*the style 'shared'"
+    with pytest.raises(HandleError, match=message):
         trains(model, raw)
     trains(model, raw | {"*/act_fn": "shared"})

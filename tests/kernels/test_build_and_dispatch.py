@@ -69,7 +69,7 @@ def test_a_library_is_built_once_and_called(cache, compiler, tmp_path):
     assert sorted(file.suffix for file in cache.iterdir()) == [".lock", ".so"]
 
 
-def test_what_goes_in_names_the_library(cache, compiler, tmp_path):
+def test_the_file_name_depends_on_every_ingredient(cache, compiler, tmp_path):
     first = shared_library(recipe(tmp_path))
     assert shared_library(recipe(tmp_path, factor=3)) != first
     changed = recipe(tmp_path)
@@ -102,7 +102,7 @@ def test_four_processes_at_once_build_once(cache, compiler):
     assert len(list(cache.glob("*.so"))) == 1
 
 
-def test_a_builder_that_is_killed_holds_up_nobody(cache, compiler):
+def test_a_killed_builder_does_not_block_others(cache, compiler):
     first = start(PROGRAM)
     deadline = time.monotonic() + 60
     while not compiler.read_text() and time.monotonic() < deadline:
@@ -132,7 +132,7 @@ print(dispatch.choose("onebit", torch.device("cpu")))
     "found, said",
     [("no-such-compiler", "no-such-compiler not found; install it or set CXX"), ("false", "false --version")],
 )
-def test_without_a_compiler_plain_torch_serves_and_says_so_once(cache, found, said):
+def test_without_a_compiler_plain_torch_is_used_with_one_warning(cache, found, said):
     out, errors = start(FALLBACK, CXX=found).communicate(timeout=60)
     assert out.startswith("reference (not cpu: ") and said in out, out + errors
     assert errors.count("logged: ") == 1 and said in errors, errors
@@ -151,7 +151,7 @@ for operation in dispatch.operations():
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="there is no /proc")
 @pytest.mark.parametrize("broken", ["cache", "compiler"])
-def test_what_all_kernels_lack_is_said_once(tmp_path, broken):
+def test_a_reason_that_all_kernels_share_is_logged_once(tmp_path, broken):
     """Messages differ from kernel to kernel by the names of files."""
     compiler = tmp_path / "compiler"
     compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && echo 1.0 && exit\necho "no $@"; exit 1\n')
@@ -167,16 +167,16 @@ WITHOUT_AMX = """
 import sys
 sys.path.insert(0, "tests")
 import torch
-from helpers import attention
+from helpers import sparse_cases
 from shardlib.kernels.common import dispatch
 for dtype in (torch.float32, torch.bfloat16):
-    attention.check(attention.make(length=200, dtype=dtype, bias_heads=4, causal=True), "cpu")
+    sparse_cases.check(sparse_cases.make(length=200, dtype=dtype, bias_heads=4, causal=True), "cpu")
 print(dispatch.choose("sparse_attention", torch.device("cpu")))
 """
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64" or platform.system() != "Linux", reason="AMX is compiled for x86-64")
-def test_what_the_compiler_does_not_know_is_left_out(cache, old_compiler):
+def test_instruction_sets_that_the_compiler_lacks_are_left_out(cache, old_compiler):
     assert not any("-DISA=amx" in flags for _, flags in native.cpp_recipe("sparse_attention").units)
     out, errors = start(WITHOUT_AMX).communicate(timeout=240)
     described = (
@@ -200,7 +200,7 @@ def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
         shared_library(recipe(tmp_path))
 
 
-def test_where_libraries_are_kept(monkeypatch):
+def test_the_cache_folder(monkeypatch):
     monkeypatch.delenv("SHARDLIB_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert build.cache_folder() == Path("/somewhere/shardlib")
@@ -219,7 +219,7 @@ def test_one_implementation_is_chosen_and_logged(caplog):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_an_implementation_that_cannot_run_here_is_not_served_silently():
+def test_an_implementation_that_cannot_run_here_raises():
     x, segments = torch.zeros(8), onebit.Segments([0, 8])
     with pytest.raises(BuildError, match="no NVIDIA GPU"):
         onebit.compress(x, x.clone(), segments, using="cuda")

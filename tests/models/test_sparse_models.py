@@ -1,4 +1,4 @@
-"""Layouts in models: shardlib's own and transformers', against dense attention under the layout's mask."""
+"""Sparse attention in models of shardlib and transformers, against dense attention with the layout's mask."""
 
 import pytest
 import torch
@@ -137,8 +137,8 @@ def test_a_gpt_of_a_causal_layout_is_that_of_its_blocks():
     assert torch.equal(gpt.generate(config, params, prompt, 60, seed=3), wanted)
 
 
-def test_models_that_look_both_ways_refuse_causal_layouts():
-    with pytest.raises(ValueError, match="BERT looks both ways, and the layout is causal: make it with causal=False"):
+def test_encoders_refuse_causal_layouts():
+    with pytest.raises(ValueError, match="the layout is causal, and BERT is not: make the layout with causal=False"):
         bert.BERTConfig(**SIZES, layout=CAUSAL)
     for config in (bert.BERTConfig, gpt.GPTConfig):
         with pytest.raises(ValueError, match="the layout has 4 heads and the model heads=2"):
@@ -148,7 +148,7 @@ def test_models_that_look_both_ways_refuse_causal_layouts():
     for name in ("bert", "roberta"):
         model = made(name)
         before = model.config._attn_implementation
-        with pytest.raises(ValueError, match="ForMaskedLM looks both ways, and the layout is causal"):
+        with pytest.raises(ValueError, match=r"the layout is causal, and \w+ForMaskedLM is not"):
             long.with_sparse_attention(model, CAUSAL)
         assert model.config._attn_implementation == before
 
@@ -213,7 +213,7 @@ def test_a_sparse_gpt_trains_like_one_device(name):
 
 
 @pytest.mark.parametrize(
-    ("transform", "layout", "told"),
+    ("transform", "layout", "message"),
     [
         (sl.sequence("m", kind="ring"), LAYOUT, "takes no key_mask and no layout"),
         (sl.sequence("m", kind="ulysses"), BY_HEAD, "the layout has 4 heads and q has 2"),
@@ -224,10 +224,10 @@ def test_a_sparse_gpt_trains_like_one_device(name):
         ),
     ],
 )
-def test_what_a_layout_does_not_go_with_is_refused(transform, layout, told):
+def test_settings_that_exclude_a_layout_are_refused(transform, layout, message):
     config = gpt.GPTConfig(**SIZES, layout=layout)
     batch = {"tokens": tokens(), "targets": tokens()}
-    with pytest.raises((SpecError, ValueError), match=told):
+    with pytest.raises((SpecError, ValueError), match=message):
         training.simulate({"m": 2}, gpt.make_loss(config), gpt.init(config), [batch], transform, training.optimizer(1))
 
 
@@ -293,7 +293,7 @@ def local(length):
     return Layout.from_dense(torch.eye(length // BLOCK), BLOCK)
 
 
-def test_own_positions_are_repeated():
+def test_positions_of_shardlibs_models_are_repeated():
     positions = torch.randn(3, 2)
     assert torch.equal(long.extended(positions, 7), positions[[0, 1, 2, 0, 1, 2, 0]])
 
@@ -309,7 +309,7 @@ def test_sequences_are_padded_to_a_multiple():
         long.pad_to_multiple(batch, 16, {"labels": -100})
 
 
-def test_other_models_are_told_what_to_do():
+def test_other_models_are_refused_with_a_remedy():
     with pytest.raises(TreeError, match=r"sl\.nn\.attention\(q, k, v, layout="):
         long.with_sparse_attention(torch.nn.Linear(2, 2), LAYOUT)
     model = long.with_sparse_attention(made("gpt2"), local(48))

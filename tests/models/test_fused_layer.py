@@ -1,4 +1,4 @@
-"""The fused transformer layer: equal to a plain one in float64, and keeping what its options promise."""
+"""The fused transformer layer: equal to a plain one in float64, with the memory that its options promise."""
 
 import dataclasses
 
@@ -113,7 +113,7 @@ FREED = {"gelu": TOKENS * INNER * 8, "dropout": TOKENS * HEADS * SEQUENCE * 8}
 
 
 @pytest.mark.parametrize("norm, norms", [("pre", 2), ("post", 1)])
-def test_each_option_keeps_so_much_less(norm, norms):
+def test_each_option_saves_the_memory_it_promises(norm, norms):
     config, params, x = make(norm=norm, dropout=0.3, attention_dropout=0.2)
     everything = kept(config, params, x)
     freed = FREED | {"norm": norms * TOKENS * WIDTH * 8}
@@ -163,7 +163,7 @@ def test_stochastic_gradients_are_right_on_average():
         assert (draws[0][index] - exact).norm() < 0.02 * exact.norm()
 
 
-def test_masks_are_not_kept():
+def test_masks_are_not_saved():
     config, params, x = make()
     without = kept(config, params, x)
     assert kept(dataclasses.replace(config, dropout=0.3), params, x) == without
@@ -296,7 +296,7 @@ def test_under_torch_func_and_the_compiler():
     torch.testing.assert_close(torch.autograd.grad(compiled(params, x), x)[0], wanted)
 
 
-def test_what_is_refused():
+def test_refusals():
     with pytest.raises(ValueError, match="heads=5 does not divide width=12"):
         LayerConfig(12, 5)
     with pytest.raises(ValueError, match=r"recompute names \['everything'\]"):

@@ -32,8 +32,8 @@ class Model:
     def loss_fn(self, params, batch):
         leaves = optree.tree_leaves(params)
         h = batch
-        for places, as_block in self.program:
-            used = [leaves[place % len(leaves)] for place in places]
+        for positions, as_block in self.program:
+            used = [leaves[position % len(leaves)] for position in positions]
             h = (BLOCK if as_block else fold)(used, h)
         return (h * fold(params["base"], batch)).mean()
 

@@ -1,4 +1,4 @@
-"""A codec that loses nothing: what travels through it must come out as if it were not there."""
+"""A codec that loses nothing: training with it must equal training without one."""
 
 from dataclasses import dataclass
 

@@ -1,6 +1,6 @@
-"""What implementations of the optimizers' kernels must agree on with their references.
+"""Comparison of the kernels of optimizers' steps with their references.
 
-As a script, `python optimizer_kernels.py adamw`, it holds the Triton kernels to that under Triton's interpreter.
+As a script, `python step_kernels.py adamw`, it holds the Triton kernels to that under Triton's interpreter.
 """
 
 import contextlib
@@ -181,7 +181,7 @@ def check_frozen_adam(
         with flushed(using) if name == "reference" else contextlib.nullcontext():
             frozen_adam.frozen_step_(param, mu, nu, lr=lr, eps=1e-8, weight_decay=0.1, copy=copy, using=name)
             sent = grad.clone()
-            frozen_adam.own_momentum_(sent, mu, b1=0.9, scale=factor, using=name)
+            frozen_adam.local_momentum_(sent, mu, b1=0.9, scale=factor, using=name)
             frozen_adam.local_step_(grad, own, nu, moved, lr=lr, b1=0.9, eps=1e-8, scale=factor, using=name)
             came, before, fresh = param.clone(), grad.clone(), moved.abs()
             spread = torch.tensor(1.3, dtype=F64)
@@ -206,7 +206,7 @@ if __name__ == "__main__":
         check_direction("triton", 1500, None, seed=8, scale=None)
     if sys.argv[1] == "adamw8":
         for number, dtypes in enumerate(DTYPES):
-            if dtypes[0] == F32:  # states in bf16 differ by the interpreter's rounding, and grow apart
+            if dtypes[0] == F32:  # states in bf16 diverge by the interpreter's rounding
                 check_adamw8("triton", 1500, dtypes, seed=7 + number, scale=None if number % 2 else 0.3)
         check_adamw8("triton", 1500, DTYPES[0], seed=9, spoiled=True)
     if sys.argv[1] == "global_norm":

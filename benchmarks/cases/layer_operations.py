@@ -1,4 +1,4 @@
-"""The pieces of a transformer's layer, each by our kernel and beside it the same in plain torch."""
+"""The operations of a transformer's layer, each by the library's kernel and in plain torch."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Function = Callable[..., Any]
 
 
 class Sizes(NamedTuple):
-    """Of a layer, and of the output layer that ends in a loss.
+    """Sizes of a layer, and of the output layer with its loss.
 
     Attributes:
         tokens: rows of all tensors; whole sequences of ``sequence``.
         inner: an MLP's width.
         scores: heads whose attention scores a softmax takes.
-        padded: positions at a sequence's end that a softmax leaves out.
+        padded: positions at the end of a sequence that a softmax leaves out.
         loss: tokens, width and words of the output layer.
     """
 
@@ -46,24 +46,24 @@ class Sizes(NamedTuple):
     dropout: float
 
 
-class Piece(NamedTuple):
-    """One operation, by our kernel and in plain torch.
+class Operation(NamedTuple):
+    """One operation, by the library's kernel and in plain torch.
 
     Attributes:
-        inputs: what both are called with; floating ones have gradients.
+        inputs: of both functions; floating-point ones have gradients.
         ours: takes ``using`` too, but where ``moved`` is None.
         moved: how many tensors like the first input must be moved at least, forward and backward; None where products
             bind it, not memory.
     """
 
     inputs: tuple[torch.Tensor, ...]
-    ours: Function
+    kernel: Function
     plain: Function
     moved: tuple[int, int] | None
 
 
-def pieces(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> dict[str, Piece]:
-    """All of them; the same values on every device."""
+def operations(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> dict[str, Operation]:
+    """All operations by name, with the same values on every device."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> torch.Tensor:
@@ -93,44 +93,44 @@ def pieces(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> dict[str, 
 
     def plain_rotary(x: torch.Tensor) -> torch.Tensor:
         first, second = x.chunk(2, -1)
-        c, s = (torch.cat([part, part], -1).to(x.dtype) for part in (cos, sin))
+        c, s = (torch.cat([half, half], -1).to(x.dtype) for half in (cos, sin))
         return x * c + torch.cat([-second, first], -1) * s
 
     def plain_softmax(x: torch.Tensor) -> torch.Tensor:
         return torch.softmax((x * 0.125).masked_fill(hidden, -torch.inf), -1)
 
     return {
-        "LayerNorm": Piece((x, w, b), layer_norm, norm, (2, 3)),
-        "RMSNorm": Piece((x, w), rms_norm, root, (2, 3)),
-        "residual + LayerNorm": Piece((x, residual, w, b), add_layer_norm, partial(sum_then, norm), (4, 4)),
-        "residual + RMSNorm": Piece((x, residual, w), add_rms_norm, partial(sum_then, root), (4, 4)),
-        "bias + GeLU": Piece((inner, drawn(sizes.inner)), gelu, lambda x, b: F.gelu(x + b), (2, 3)),
-        "bias + GeLU, tanh": Piece(
+        "LayerNorm": Operation((x, w, b), layer_norm, norm, (2, 3)),
+        "RMSNorm": Operation((x, w), rms_norm, root, (2, 3)),
+        "residual + LayerNorm": Operation((x, residual, w, b), add_layer_norm, partial(sum_then, norm), (4, 4)),
+        "residual + RMSNorm": Operation((x, residual, w), add_rms_norm, partial(sum_then, root), (4, 4)),
+        "bias + GeLU": Operation((inner, drawn(sizes.inner)), gelu, lambda x, b: F.gelu(x + b), (2, 3)),
+        "bias + GeLU, tanh": Operation(
             (inner, drawn(sizes.inner)),
             partial(gelu, approximate="tanh"),
             lambda x, b: F.gelu(x + b, approximate="tanh"),
             (2, 3),
         ),
-        "SwiGLU": Piece((inner, gate), swiglu, lambda g, u: F.silu(g) * u, (3, 5)),
-        "bias + dropout + residual": Piece(
+        "SwiGLU": Operation((inner, gate), swiglu, lambda g, u: F.silu(g) * u, (3, 5)),
+        "bias + dropout + residual": Operation(
             (x, b, residual),
             lambda x, b, r, **using: dropout(x, draw, bias=b, residual=r, **using),
             lambda x, b, r: r + F.dropout(x + b, sizes.dropout),
             (3, 2),
         ),
-        f"softmax, causal{', padded' * bool(sizes.padded)}": Piece(
+        f"softmax, causal{', padded' * bool(sizes.padded)}": Operation(
             (drawn(batch, sizes.scores, length, length),),
             partial(softmax, lengths=lengths, causal=True, scale=0.125),
             plain_softmax,
             (2, 3),
         ),
-        "rotary": Piece(
+        "rotary": Operation(
             (drawn(batch, sizes.heads, length, sizes.width // sizes.heads),),
             lambda x, **using: rotary(x, cos, sin, **using),
             plain_rotary,
             (2, 2),
         ),
-        "linear cross-entropy": Piece(
+        "linear cross-entropy": Operation(
             (drawn(tokens, width), drawn(words, width) * 0.02),
             lambda x, w: linear_cross_entropy(x, w, targets),
             lambda x, w: F.cross_entropy(F.linear(x, w).float(), targets),
@@ -139,8 +139,8 @@ def pieces(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> dict[str, 
     }
 
 
-def layer(sizes: Sizes, dtype: torch.dtype) -> Piece:
-    """A whole layer of BERT, on the CPU, on sequences a quarter as long."""
+def layer(sizes: Sizes, dtype: torch.dtype) -> Operation:
+    """A whole layer of BERT on the CPU, with sequences a quarter as long."""
     config = LayerConfig(
         sizes.width, sizes.heads, norm="post", dropout=sizes.dropout, attention_dropout=sizes.dropout, dtype=dtype
     )
@@ -167,4 +167,4 @@ def layer(sizes: Sizes, dtype: torch.dtype) -> Piece:
         x = norm(p["ln1"], x + drop(linear(p["attn"]["out"], (seen @ v).transpose(1, 2).flatten(2))))
         return norm(p["ln2"], x + drop(linear(p["mlp"]["down"], F.gelu(linear(p["mlp"]["up"], x)))))
 
-    return Piece((x, *leaves), ours, plain, None)
+    return Operation((x, *leaves), ours, plain, None)

@@ -1,4 +1,4 @@
-"""Kernels compiled for sm_90 without a GPU: what each is given, and what it takes of registers and shared memory.
+"""Cases for compiling Triton kernels for sm_90 without a GPU: each kernel with the types of its arguments.
 
 `CASES` holds every Triton kernel of these operations; more shapes of them, too many for every commit, are in `MORE`.
 """
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from helpers import compiled_dense
-from helpers.compiling import Case
+from helpers import gpu_cases_layer
+from helpers.gpu_compile import Case
 from shardlib.kernels.adamw import triton as adamw
 from shardlib.kernels.adamw8 import BLOCK
 from shardlib.kernels.adamw8 import triton as adamw8
@@ -24,12 +24,12 @@ from shardlib.kernels.sparse_attention import shapes, triton_backward, triton_bi
 
 
 def _onebit() -> dict[str, Case]:
-    types = {"x": "*fp32", "error": "*fp32", "bits": "*u8", "scales": "*fp32", "ranks": "i32"}
+    types = {"x": "*fp32", "residual": "*fp32", "bits": "*u8", "scales": "*fp32", "ranks": "i32"}
     types |= {"offsets": "*i64", "first": "*i64", "count": "i64", "elements": "i64", "length": "i64"}
     types |= {"out_bits": "*u8", "out_scales": "*fp32", "out": "*fp32", "partial": "*fp64"}
     made = {}
     for mean in (False, True):
-        for name, block in (("_signs", 0), ("_errors", 0), ("_blocks", 128), ("_average", 0), ("_scales", 0)):
+        for name, block in (("_signs", 0), ("_residuals", 0), ("_blocks", 128), ("_average", 0), ("_scales", 0)):
             constants = {"TILE": onebit.TILE, "STEP": 1024, "BLOCK": block, "MEAN": mean}
             if not mean:
                 constants["ranks"] = 1  # the value 1 is compiled in
@@ -40,7 +40,7 @@ def _onebit() -> dict[str, Case]:
 def _quantize() -> dict[str, Case]:
     types = {"x": "*fp32", "sent_values": "*i8", "sent_scales": "*fp32", "ranks": "i32", "sent_size": "i64"}
     types |= {"values": "*i8", "scales": "*fp32", "size": "i64", "count": "i64", "elements": "i64"}
-    types |= {"error": "*fp32", "out": "*bf16"}
+    types |= {"residual": "*fp32", "out": "*bf16"}
     made = {}
     for bits in (4, 8):
         shape = quantize._shape(Blockwise(bits))
@@ -50,7 +50,7 @@ def _quantize() -> dict[str, Case]:
             shape = quantize._shape(Blockwise(bits, block))
             warps = shape.pop("num_warps")
             for sent in (0, 4, 8):
-                for feedback in ({"FEEDBACK": True}, {"FEEDBACK": False, "error": None}):
+                for feedback in ({"FEEDBACK": True}, {"FEEDBACK": False, "residual": None}):
                     constants = shape | {"BITS": bits, "SENT_BITS": sent} | feedback
                     name = f"quantize {bits} by {block}, sent {sent}, feedback={feedback['FEEDBACK']}"
                     made[name] = Case(quantize._quantize_blocks, types, constants, warps)
@@ -77,7 +77,7 @@ def _optimizers() -> dict[str, Case]:
     types = dict.fromkeys(("param", "grad", "mu", "nu", "moved", "before", "fresh"), "*fp32")
     types |= {"copy": "*bf16", "scale": "*fp64", "spread": "*fp64", "count": "i64"}
     types |= dict.fromkeys(("size", "eps", "weight_decay", "b1", "rest1", "b2", "rest2"), "fp32")
-    for name in ("_own_momentum", "_frozen_step", "_local_step", "_fresh_step"):
+    for name in ("_local_momentum", "_frozen_step", "_local_step", "_fresh_step"):
         kernel = getattr(frozen_adam, name)
         made[f"frozen Adam{name}"] = Case(kernel, types, {"TILE": frozen_adam.TILE})
     for dtype in ("fp32", "bf16"):
@@ -123,7 +123,7 @@ def _sparse(name: str, shape: shapes.Shape, size: int, dtype: torch.dtype, rich:
     )
     types = {name: kind for kind, names in kinds for name in names.split()}
     constants = {
-        "D": size, "HEAD": shapes.head_of(size), "PIECE": shape.piece, "CELL": shape.cell, "TILE": 64,
+        "D": size, "HEAD": shapes.head_of(size), "CHUNK": shape.chunk, "CELL": shape.cell, "TILE": 64,
         "ROWS": shape.rows // shape.cell, "WIDTH": shape.step // shape.cell, "TYPE": of_products,
         "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
         "SHARED": True, "WHOLE": False, "CAUSAL": True, "DROPOUT": rich,
@@ -146,7 +146,7 @@ def _choices(
 
 
 _BOTH = (False, True)
-CASES = _onebit() | _quantize() | _optimizers() | _counter() | compiled_dense.cases()
+CASES = _onebit() | _quantize() | _optimizers() | _counter() | gpu_cases_layer.cases()
 for _name in ("forward", "query", "key"):
     for _rich in _BOTH:
         CASES |= _choices(_name, 64, torch.bfloat16, _rich) | _choices(_name, 128, torch.bfloat16, _rich, lone=False)

@@ -1,11 +1,11 @@
-"""What every gradient transformation must do: the same on every mesh, in place and pure, in plans and checkpoints."""
+"""Tests that every gradient transformation must pass: on every mesh, in place and pure, in plans and checkpoints."""
 
 import optree
 import pytest
 import torch
 from helpers import training
 from helpers.measure import stored_bytes
-from helpers.transformations import CASES, VECTORS, batches, model
+from helpers.optimizer_cases import CASES, VECTORS, batches, model
 from helpers.trees import assert_close, assert_same, copy_of
 
 import shardlib as sl
@@ -116,7 +116,7 @@ IN_PARTS = ["adamw", "lion", "masked clip", "masked last", "partition", "inject_
 
 
 @pytest.mark.parametrize("name", IN_PARTS)
-def test_what_keeps_its_dtype_has_no_copy(name):
+def test_parameters_that_keep_their_dtype_have_no_copy(name):
     """In the same tree as what has one, of which a transformation may see a part."""
     fit, params = model()
     params = optree.tree_map(torch.Tensor.float, params)
@@ -164,7 +164,7 @@ def _wide(tree):
 @BY_NAME
 @pytest.mark.parametrize("narrow", [False, True], ids=["", "bf16"])
 @pytest.mark.parametrize(("mesh", "stage"), [({"data": 3}, 0), ({"data": 3}, 1), ({"data": 2, "other": 2}, 3)])
-def test_plans_tell_what_it_holds_and_sends(name, mesh, stage, narrow):
+def test_plans_count_what_it_holds_and_sends(name, mesh, stage, narrow):
     """With no ranks, from shapes alone; and the state's structure stays. In 16 bits it is the masters' state.
 
     Then parameters are the masters rounded, whoever writes them.
@@ -197,7 +197,7 @@ def test_plans_tell_what_it_holds_and_sends(name, mesh, stage, narrow):
     assert ("\noptimizer  " in str(planned)) == sends
 
 
-# Without those that also go by an element's path or place.
+# Without those that also depend on an element's path or position.
 ANYWHERE = [
     name
     for name, case in CASES.items()
@@ -208,7 +208,7 @@ ANYWHERE = [
 
 @pytest.mark.parametrize("name", ANYWHERE)
 def test_elementwise_ones_commute_with_cutting(name):
-    """Updates of pieces are pieces of the update."""
+    """The update of a slice is a slice of the update."""
     tx = CASES[name].make()
     generator = torch.Generator().manual_seed(2)
     whole = torch.randn(23, generator=generator, dtype=torch.float64)
@@ -228,7 +228,7 @@ NEEDS = [(name, case) for name, case in CASES.items() if case.locality is not Lo
 
 
 @pytest.mark.parametrize(("name", "case"), NEEDS, ids=[name for name, _ in NEEDS])
-def test_what_is_not_declared_is_refused(name, case):
+def test_undeclared_reads_are_refused(name, case):
     """The same functions under the next narrower locality, and under none."""
     fit, params = model()
     tx = case.make()
@@ -241,15 +241,15 @@ def test_what_is_not_declared_is_refused(name, case):
         with pytest.raises(sl.errors.IllegalComposition, match="declares no locality"):
             sl.make_train_step(fit, sharded, undeclared)
         state, step = sl.make_train_step(fit, sharded, GradientTransformation(tx._init, tx._update, narrower))
-        told = rf"declares Locality\.{narrower.name} asks for .*; declare Locality\.{case.locality.name}"
-        with pytest.raises(sl.errors.IllegalComposition, match=told):
+        message = rf"declares Locality\.{narrower.name} asks for .*; declare Locality\.{case.locality.name}"
+        with pytest.raises(sl.errors.IllegalComposition, match=message):
             step(state, batches(1)[0])
 
     sl.simulate(run, mesh={"data": 2})
 
 
 @BY_NAME
-def test_checkpoints_go_on_elsewhere(name, tmp_path):
+def test_checkpoints_resume_on_other_meshes(name, tmp_path):
     """Saved on two ranks at stage 1, restored on three at stage 3: the same trajectory."""
     fit, params = model()
 
@@ -275,11 +275,11 @@ def test_checkpoints_go_on_elsewhere(name, tmp_path):
 
 
 def test_every_public_transformation_is_in_the_table():
-    """By its name, or in the case that is told here; but for those that sum gradients themselves, tested elsewhere."""
+    """Under its name or in the case listed here; those that sum gradients themselves are tested elsewhere."""
     inside = {"clip_by_global_norm": "named_chain", "chain": "ema", "add_decayed_weights": "masked"}
     others = {"onebit_adam", "onebit_lamb", "zero_one_adam", "apply_updates"}
     names = {name for name in sl.optim.__all__ if name.islower()} - others
     rates = "shardlib.optim.schedules."
     names = {name for name in names if not getattr(sl.optim, name).__module__.startswith(rates)}
     missing = sorted(name for name in names if inside.get(name, name) not in CASES)
-    assert not missing, f"{missing} are not in tests/helpers/transformations.py"
+    assert not missing, f"{missing} are not in tests/helpers/optimizer_cases.py"

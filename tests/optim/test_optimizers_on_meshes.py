@@ -1,4 +1,4 @@
-"""Transformations that go by whole parameters, places or paths: on every cut, with tied, frozen and replicated leaves."""
+"""Optimizers that depend on whole parameters, positions or paths: however leaves are cut, tied, frozen or replicated."""
 
 import math
 import re
@@ -9,10 +9,10 @@ import pytest
 import torch
 from helpers import training
 from helpers.cuts import CUTS, tiny_blocks
-from helpers.drawn import MESHES, chains, models
 from helpers.measure import count_payload
 from helpers.models import mlp, regression_batch, share, tiny_gpt, token_batches
-from helpers.transformations import by_matrix
+from helpers.optimizer_cases import by_matrix
+from helpers.strategies import MESHES, chains, models
 from helpers.trees import assert_close, assert_same, copy_of
 from hypothesis import given, note
 from hypothesis import strategies as st
@@ -63,7 +63,7 @@ def test_muon_leaves_empty_matrices_alone(stage):
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("name", ON_CUTS)
-def test_on_every_cut(name, cut, tie):
+def test_every_way_to_cut_parameters(name, cut, tie):
     """Gradients are the parameters, so nothing but the transformation is at work."""
     shape, transform = CUTS[cut]
     _, params = tiny_blocks(vocab=30, tie=tie)
@@ -321,11 +321,11 @@ def test_noise_leaves_padding_zero():
 # --- updates that are not finite --------------------------------------------------------------------------------------
 
 
-def test_what_is_not_finite_on_one_rank_is_skipped_on_all():
+def test_nonfinite_values_on_one_rank_are_skipped_on_all():
     _, params = mlp([6, 9, 4])
 
     def run(mesh):
-        sharded, told = sl.shard(params, mesh, sl.zero(2)), []
+        sharded, message = sl.shard(params, mesh, sl.zero(2)), []
         tx = opt.skip_nonfinite(opt.adam(0.1), 2)
         state = tx.init(sharded)
         for bad in (False, True, True, False, True, True, True):
@@ -339,8 +339,8 @@ def test_what_is_not_finite_on_one_rank_is_skipped_on_all():
             assert moves == used
             if not used:
                 assert_same(state.inner_state, before)
-            told.append((used, int(state.notfinite_count), bool(state.last_finite), int(state.total_notfinite)))
-        return told
+            message.append((used, int(state.notfinite_count), bool(state.last_finite), int(state.total_notfinite)))
+        return message
 
     wanted = [
         (True, 0, True, 0), (False, 1, False, 1), (False, 2, False, 2), (True, 0, True, 2),
@@ -410,7 +410,7 @@ def test_names_of_a_checkpoint_are_those_of_the_chain(tmp_path):
     assert not any("[" in name for name in names)
 
 
-def test_numbers_of_torchs_go_on_where_no_parameter_is(tmp_path):
+def test_torchs_counters_advance_on_ranks_without_parameters(tmp_path):
     """NAdam's, of the last stage alone: the first stage's rank saves them."""
     loss_fn, params = tiny_blocks()
     last = f"{len(params) - 1}/"
@@ -463,9 +463,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_fits_no_parameter_is_refused(name):
-    make, told = REFUSED[name]
-    with pytest.raises(sl.errors.IllegalComposition, match=told):
+def test_globs_that_match_no_parameter_are_refused(name):
+    make, message = REFUSED[name]
+    with pytest.raises(sl.errors.IllegalComposition, match=message):
         make()
 
 
@@ -486,7 +486,7 @@ def test_nothing_goes_around_optimizers_that_sum_gradients_themselves(make):
         make()
 
 
-@pytest.mark.parametrize(("make", "told"), [
+@pytest.mark.parametrize(("make", "message"), [
     (lambda: opt.partition({"x": SGD}, {"*": "y"}), "no transformation for label 'y'; there are 'x'"),
     (lambda: opt.named_chain(("a", SGD), ("a", SGD)), "'a' more than once"),
     (lambda: opt.named_chain(), "needs at least one"),
@@ -504,15 +504,15 @@ def test_nothing_goes_around_optimizers_that_sum_gradients_themselves(make):
     (lambda: opt.lookahead(SGD, 0, 0.5), r"lookahead\(sync_period=0\)"),
     (lambda: opt.add_decayed_weights(-0.1), r"weight_decay=-0.1"),
 ])  # fmt: skip
-def test_hyperparameters_that_cannot_be_meant_are_refused(make, told):
-    with pytest.raises(ValueError, match=told):
+def test_impossible_hyperparameters_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
         make()
 
 
 def test_nothing_follows_lookahead():
     after = opt.chain(opt.clip_by_value(1.0), opt.lookahead(SGD, 2, 0.5))
     for make in (lambda: opt.chain(after, opt.clip_by_value(1.0)), lambda: opt.named_chain(("a", after), ("b", SGD))):
-        with pytest.raises(ValueError, match=r"lookahead brings parameters to its slow ones.*: put it last"):
+        with pytest.raises(ValueError, match=r"lookahead sets parameters to its slow ones.*: put it last"):
             make()
 
 

@@ -1,8 +1,8 @@
-"""The pieces of a dense transformer layer: every implementation against float64, and every way to a gradient."""
+"""The operations of a dense transformer layer: every implementation against float64, and every way to a gradient."""
 
 import pytest
 import torch
-from helpers import dense, kernels
+from helpers import kernels, layer_kernels
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,57 +20,64 @@ shapes = st.tuples(
 ).map(lambda both: (*both[0], both[1]))
 
 
-@pytest.mark.parametrize("name", dense.CASES)
+@pytest.mark.parametrize("name", layer_kernels.CASES)
 @pytest.mark.parametrize("by", ["reference", *kernels.ON_CPU])
-@given(shape=shapes, dtype=st.sampled_from(DTYPES), layout=st.sampled_from(dense.LAYOUTS), seed=st.integers(0, 2**30))
+@given(
+    shape=shapes,
+    dtype=st.sampled_from(DTYPES),
+    layout=st.sampled_from(layer_kernels.LAYOUTS),
+    seed=st.integers(0, 2**30),
+)
 def test_drawn(by, name, shape, dtype, layout, seed):
     if by == "reference":
-        dense.check(name, by, shape, dtype, layout, seed)
+        layer_kernels.check(name, by, shape, dtype, layout, seed)
         return
     with kernels.served_by(by) as using:
-        dense.check(name, using, shape, dtype, layout, seed)
+        layer_kernels.check(name, using, shape, dtype, layout, seed)
 
 
 @pytest.mark.parametrize("by", kernels.ON_CPU)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_sum_is_normed_as_it_is_returned(by, dtype):
     """Rounded first: where columns nearly agree, what rounding takes off is much of what is left of their mean."""
-    x, residual, weight = dense.inputs(dense.CASES["rms norm of a sum"], (50, 2), dtype, "contiguous", 4)
+    x, residual, weight = layer_kernels.inputs(
+        layer_kernels.CASES["rms norm of a sum"], (50, 2), dtype, "contiguous", 4
+    )
     with kernels.served_by(by) as using:
         y, total = norm.add_rms_norm(x, residual, weight, using=using)
         assert torch.equal(total, x + residual)
         assert torch.equal(y, norm.rms_norm(total, weight, using=using))
-        dense.check("layer norm of a sum", using, (4, 4, 2), dtype, "transposed", seed=4)
+        layer_kernels.check("layer norm of a sum", using, (4, 4, 2), dtype, "transposed", seed=4)
 
 
-@pytest.mark.parametrize("name", dense.CASES)
+@pytest.mark.parametrize("name", layer_kernels.CASES)
 def test_float64(name):
-    dense.check(name, None, (3, 4, 33), torch.float64)
+    layer_kernels.check(name, None, (3, 4, 33), torch.float64)
 
 
 @pytest.mark.parametrize("operation", ["gelu", "layer norm", "rms norm", "swiglu", "dropout", "softmax", "rotary"])
 def test_triton(operation):
-    kernels.interpret(operation, dense.__file__)
+    kernels.interpret(operation, layer_kernels.__file__)
 
 
-@pytest.mark.parametrize("name", dense.CASES)
+@pytest.mark.parametrize("name", layer_kernels.CASES)
 def test_threads_change_nothing(name):
-    values = dense.inputs(dense.CASES[name], (301, 517), torch.float32, "contiguous", 1)
+    values = layer_kernels.inputs(layer_kernels.CASES[name], (301, 517), torch.float32, "contiguous", 1)
     results = []
-    run = lambda *v: dense.CASES[name].kernel(*v, using="cpu")  # noqa: E731
+    run = lambda *v: layer_kernels.CASES[name].kernel(*v, using="cpu")  # noqa: E731
     for threads in (1, 2, 3):
         with kernels.threads(threads):
-            results.append(dense.outputs_and_gradients(run, values, torch.float32, 1))
+            results.append(layer_kernels.outputs_and_gradients(run, values, torch.float32, 1))
     with kernels.threads(70), thresholds.small(1):  # more than a call starts
-        results.append(dense.outputs_and_gradients(run, values, torch.float32, 1))
+        results.append(layer_kernels.outputs_and_gradients(run, values, torch.float32, 1))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other))
 
 
-@pytest.mark.parametrize("name", dense.CASES)
+@pytest.mark.parametrize("name", layer_kernels.CASES)
 def test_second_derivatives(name):
-    values = dense.inputs(dense.CASES[name], (2, 5), torch.float64, "contiguous", 3)
-    assert torch.autograd.gradgradcheck(dense.CASES[name].kernel, [v.requires_grad_() for v in values])
+    values = layer_kernels.inputs(layer_kernels.CASES[name], (2, 5), torch.float64, "contiguous", 3)
+    assert torch.autograd.gradgradcheck(layer_kernels.CASES[name].kernel, [v.requires_grad_() for v in values])
 
 
 def scalar(function):
@@ -81,11 +88,11 @@ def scalar(function):
     return loss
 
 
-@pytest.mark.parametrize("name", dense.CASES)
+@pytest.mark.parametrize("name", layer_kernels.CASES)
 def test_every_way_to_a_gradient_is_the_same(name):
-    values = dense.inputs(dense.CASES[name], (3, 21), torch.float32, "contiguous", 4)
+    values = layer_kernels.inputs(layer_kernels.CASES[name], (3, 21), torch.float32, "contiguous", 4)
     torch._dynamo.reset()  # the loss is one function to the compiler, whatever it closes over
-    loss, everything = scalar(dense.CASES[name].kernel), tuple(range(len(values)))
+    loss, everything = scalar(layer_kernels.CASES[name].kernel), tuple(range(len(values)))
     leaves = [value.clone().requires_grad_() for value in values]
     wanted = torch.autograd.grad(loss(*leaves), leaves)
     torch.testing.assert_close(torch.func.grad(loss, everything)(*values), wanted, rtol=0, atol=0)
@@ -99,10 +106,10 @@ def test_every_way_to_a_gradient_is_the_same(name):
         assert not any(torch.equal(mine[0], mine[1]) for mine in found)
 
 
-@pytest.mark.parametrize("name", dense.CASES)
+@pytest.mark.parametrize("name", layer_kernels.CASES)
 def test_opcheck(name):
     """What the operator says of itself, as it is called here, is true."""
-    case = dense.CASES[name]
+    case = layer_kernels.CASES[name]
     seen = []
 
     class Record(torch.utils._python_dispatch.TorchDispatchMode):
@@ -111,9 +118,9 @@ def test_opcheck(name):
                 seen.append((func, args))
             return func(*args, **(kwargs or {}))
 
-    values = dense.inputs(case, (3, 21), torch.float32, "contiguous", 5)
+    values = layer_kernels.inputs(case, (3, 21), torch.float32, "contiguous", 5)
     with Record():
-        dense.outputs_and_gradients(case.kernel, values, torch.float32, 5)
+        layer_kernels.outputs_and_gradients(case.kernel, values, torch.float32, 5)
     assert len(seen) == 2
     for operator, arguments in seen:
         plain = [v.detach() if isinstance(v, torch.Tensor) else v for v in arguments]
@@ -148,7 +155,7 @@ def test_wrong_arguments_reach_no_kernel():
         gelu(x, v.to("meta"))  # torch would hand tensors of meta to the fake version
 
 
-def test_rows_too_wide_for_a_kernel_are_served_by_plain_torch_and_that_is_said_once(monkeypatch, caplog):
+def test_rows_too_wide_for_a_kernel_use_plain_torch_with_one_warning(monkeypatch, caplog):
     from shardlib.kernels.softmax import cpu, reference
 
     x = torch.randn(1, 1, 2, 11)

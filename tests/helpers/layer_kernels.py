@@ -1,6 +1,6 @@
-"""The pieces of a dense transformer layer: what each must be, in float64 and plain torch, and how they are compared.
+"""The operations of a dense transformer layer in plain torch, and comparison of kernels with them in float64.
 
-As a script, `python dense.py CASE...` holds the Triton kernels to that under Triton's interpreter.
+As a script, `python layer_kernels.py CASE...` holds the Triton kernels to that under Triton's interpreter.
 """
 
 import sys

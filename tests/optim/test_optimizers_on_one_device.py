@@ -160,7 +160,7 @@ def test_clipping_is_torchs(max_norm):
     )
 
 
-def test_centred_rmsprop_stands_a_gradient_that_stays_the_same():
+def test_centred_rmsprop_with_a_constant_gradient_stays_finite():
     """Then the variance is 0, which rounding may bring below."""
     tx = sl.optim.rmsprop(1e-3, centered=True)
     params = {"a": torch.zeros(4)}
