@@ -1,6 +1,7 @@
 """Everything that user code may do with parameters inside a loss: each hazard of handles, at every stage."""
 
 import functools
+from collections import Counter
 
 import optree
 import pytest
@@ -12,6 +13,7 @@ from helpers.models import mlp, regression_batch, share
 from helpers.trees import assert_close, assert_same, copy_of
 from oracle import one_device
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
@@ -84,6 +86,17 @@ def test_a_users_autograd_function(stage):
         return (layer(last, Linear.apply(batch[0], first["weight"]).tanh()) - batch[1]).square().mean()
 
     check(loss_fn, network(), stage)
+
+
+@pytest.mark.parametrize("sync", ["each", "last"])
+def test_an_own_autograd_function_in_several_micro_batches(sync):
+    """Nothing but the function uses the first unit: its gradients come late, and are summed all the same."""
+
+    def loss_fn(params, batch):
+        first, last = params["layers"]
+        return (layer(last, Linear.apply(batch[0], first["weight"]).tanh()) - batch[1]).square().mean()
+
+    check(loss_fn, network(), 3, extra=sl.accumulate(2, sync=sync))
 
 
 @STAGES
@@ -353,6 +366,38 @@ def test_remat_of_blocks(stage, policy):
         return (x - y).square().mean()
 
     check(loss_fn, network(), stage, extra=sl.remat(policy))
+
+
+class Counted(TorchDispatchMode):
+    """How often each operation is called meanwhile."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_remat_computes_again():
+    """Everything, or all but matrix products."""
+    block = sl.block(lambda w, x: torch.tanh(x @ w))
+
+    def loss_fn(params, x):
+        for w in params:
+            x = block(w, x)
+        return x.square().mean()
+
+    found = {}
+    for policy in (None, "full", "dots"):
+        transform = sl.zero(0) if policy is None else sl.remat(policy)
+        sharded = sl.shard([torch.eye(4)] * 3, sl.make_mesh(), transform)
+        with Counted() as counted:
+            sl.value_and_grad(loss_fn)(sharded, torch.ones(2, 4))
+        found[policy] = [counted.calls[op] for op in (torch.ops.aten.mm.default, torch.ops.aten.tanh.default)]
+    products, others = found[None]
+    assert others == 3 and found == {None: [products, 3], "full": [products + 3, 6], "dots": [products, 6]}
 
 
 @STAGES

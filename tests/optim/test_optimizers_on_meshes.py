@@ -173,7 +173,7 @@ def test_orthogonalising_brings_singular_values_near_one(shape):
 
 @given(st.data())
 def test_norms_counts_and_masks_of_drawn_trees(data):
-    """A tied leaf counts once and is masked by any of its paths, a frozen one not at all, copies once."""
+    """A tied leaf counts once and is masked by any of its paths, a frozen one not at all, copies once, padding never."""
     mesh = data.draw(MESHES)
     transforms, _, _ = data.draw(chains(mesh))
     model = data.draw(models())
@@ -202,7 +202,8 @@ def test_norms_counts_and_masks_of_drawn_trees(data):
         shards = MeshShards(sharded.plan, mesh)
         flat = optimizer_shards(sharded)
         norm = shards.sum(sum_of_squares, flat).sqrt()
-        return norm.item(), shards.leaf_count(flat), distinct_parts(updates)
+        elements = shards.sum(lambda part: torch.tensor(part.numel(), dtype=torch.float64), flat)
+        return norm.item(), (shards.leaf_count(flat), elements.item()), distinct_parts(updates)
 
     norm = math.sqrt(sum(leaf.square().sum().item() for leaf, _ in trained.values()))
     inside = math.sqrt(sum(trained[path][0].square().sum().item() for path in masked))
@@ -212,7 +213,7 @@ def test_norms_counts_and_masks_of_drawn_trees(data):
         wanted[path] = update * min(1, 1 / max(update.norm().item(), 1e-30))
     for found, count, updates in sl.simulate(run, mesh=mesh):
         assert found == pytest.approx(norm, rel=1e-12)
-        assert count == len(trained)
+        assert count == (len(trained), sum(leaf.numel() for leaf, _ in trained.values()))
         assert_close({path: updates[path] for path in wanted}, wanted, 1e-10)
 
 

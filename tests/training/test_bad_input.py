@@ -422,6 +422,22 @@ def test_skipping_what_is_not_finite(stage):
     assert sl.simulate(run, mesh={"data": 2}) == [True, True]
 
 
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_skipped_step_leaves_buffers_as_they_were(donate):
+    def loss_fn(params, buffers, batch):
+        return (params["w"] * batch).sum(), {"mean": batch.mean(), "calls": buffers["calls"] + 1}
+
+    buffers = {"mean": torch.ones(()), "calls": torch.zeros((), dtype=torch.int64)}
+    state, step = sl.make_train_step(
+        loss_fn, {"w": torch.ones(2)}, sl.optim.sgd(0.1), buffers=buffers, donate=donate, nonfinite="skip"
+    )
+    state, metrics = step(state, torch.tensor([1.0, float("inf")]))
+    assert not metrics["finite"] and state.step == 1
+    assert_same(state.buffers, buffers)
+    state, _ = step(state, torch.tensor([1.0, 3.0]))
+    assert_same(state.buffers, {"mean": torch.tensor(2.0), "calls": torch.tensor(1)})
+
+
 def test_an_invalid_policy():
     with pytest.raises(ValueError, match="nonfinite='ignore': use 'raise' or 'skip'"):
         sl.make_train_step(LOSS, PARAMS, sl.optim.sgd(0.1), nonfinite="ignore")

@@ -26,7 +26,7 @@ from shardlib.optim.schedules.base import (
 def warmup_constant_schedule(
     init_value: float, peak_value: float, warmup_steps: int, *, warmup: str = "linear"
 ) -> Schedule:
-    """From ``init_value`` to ``peak_value`` in ``warmup_steps``, then constant. DeepSpeed's WarmupLR has 1000 steps of "log".
+    """Warm-up from ``init_value`` to ``peak_value``, then constant. DeepSpeed's WarmupLR has 1000 steps of "log".
 
     Raises:
         ValueError: an argument out of range.
