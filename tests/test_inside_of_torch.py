@@ -32,7 +32,7 @@ OTHERS = {"_fields", "_path", "_tp_plan", "_init_weights"}  # of named tuples, h
 
 
 def inside_of_torch(source: str) -> Iterator[str]:
-    """Where a source reaches for private parts of torch: by import, from a module, of an object, or by a string."""
+    """Uses of torch's private names in a source: by import, from a module, of an object, or by a string."""
     tree = ast.parse(source)
     modules = {"torch"}
     for node in ast.walk(tree):

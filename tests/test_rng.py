@@ -172,7 +172,7 @@ def test_dropout_keeps_the_mean_and_refuses_what_is_no_probability():
 
 
 def torch_masks(mesh, microbatches, key):
-    """What torch's own dropout keeps in each of this rank's micro-batches."""
+    """The masks of torch's dropout in each of this rank's micro-batches."""
     kept = []
 
     def loss_fn(params, batch):

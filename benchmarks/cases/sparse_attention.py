@@ -35,19 +35,19 @@ _LAYOUTS: dict[str, Callable[[int], Layout]] = {
     "BSLongformer": sl.sparse.longformer,
     "LocalSlidingWindow": partial(sl.sparse.sliding_window, causal=False),
 }
-_SHORT = 8192  # what takes seconds has one round only for longer sequences
-_DENSEST = "Fixed"  # a quarter of the blocks, so it takes seconds
-# Bytes that autograd may keep of gathered blocks; where it would be more, heads come one after another. (Fixed is a
-# quarter of all blocks: of 32,768 tokens in fp32, 11 GB a head.)
+_SHORT = 8192  # for longer sequences, calls that take seconds have one round
+_DENSEST = "Fixed"  # with a quarter of all blocks it takes seconds
+# Bytes of gathered blocks that autograd may save; if it would be more, heads are computed one after another. (Fixed has a
+# quarter of all blocks: with 32,768 tokens in fp32, 11 GB per head.)
 _KEPT = 8 << 30
 _TARGET = 3.0  # times as fast as gathered blocks
 _ON_A_GPU = ("Fixed", "BigBird")
 _FLASH, _FLEX, _OURS = "flash, dense", "FlexAttention", "shardlib"
-# Times as fast as the other, forward and backward together; the second where a layout's density is below 5 %.
+# Speed-ups over the peer, forward and backward together; that over flash for layouts with a density below 5 %.
 _TARGETS = {_FLEX: 2.0, _FLASH: 6.0}
-# Operations on a head of one number for a pair of positions; backward computes the scores again.
+# Operations per pair of positions and number of a head; backward computes the scores again.
 _PASSES = {_FORWARD: 4, _BOTH: 14}
-# Of the largest number, for results and gradients: some roundings of the dtype.
+# Errors of results and gradients over the largest number: some roundings of the dtype.
 _TOLERANCES = {torch.float32: 2**-17, torch.float16: 2**-9, torch.bfloat16: 2**-6}
 
 

@@ -13,9 +13,9 @@ from benchmarks.harness.case import CUDA, WRONG, Result, Setting
 from benchmarks.harness.timing import medians
 from shardlib.kernels.common.build import BuildError
 
-Moving = tuple[float, Callable[[], Any]]  # bytes per element, and what moves them
+Moving = tuple[float, Callable[[], Any]]  # bytes moved per element, and the operation
 COPY = ("copy", "torch")
-GPU_ROUNDS, GPU_WARM = 10, 4  # and before them
+GPU_ROUNDS, GPU_WARM = 10, 4  # rounds that are counted, and rounds before them
 
 
 def implementations(device: torch.device) -> tuple[str, ...]:
@@ -29,7 +29,7 @@ def outcome(good: bool, detail: str = "") -> str:
 
 
 def tried(check: Callable[[], str]) -> str:
-    """``check`` as a function that returns a text if a kernel cannot be built here."""
+    """The text that ``check`` returns, or why its kernel cannot be built here."""
     try:
         return check()
     except (BuildError, ImportError) as reason:

@@ -105,5 +105,5 @@ def _keep(table: Table, outcomes: Mapping[str, Outcome], source: Mapping[str, st
     if reasons := [f"{name}: {reason}" for name, outcome in outcomes.items() for reason in outcome.reasons]:
         print(f"{table.name} is not written, as it was not measured in full:", *reasons, sep="\n  ", flush=True)
         return
-    results = [outcome.result for outcome in outcomes.values() if outcome.result is not None]
-    print(f"written: {results.write(table, results, source, folder)}", flush=True)
+    of_cases = [outcome.result for outcome in outcomes.values() if outcome.result is not None]
+    print(f"written: {results.write(table, of_cases, source, folder)}", flush=True)

@@ -21,7 +21,7 @@ from shardlib.models.gpt import GPTConfig
 from shardlib.optim import GradientTransformation
 
 CONFIG = GPTConfig(vocab=256, layers=2, width=64, heads=4, sequence=32)
-ROWS = 8192  # that every run sees, whatever its batch
+ROWS = 8192  # of a run, for every batch size
 SEEDS = range(3)
 _TUNED_ON = 3  # the seed of the grid
 _TIMES = 8

@@ -12,9 +12,9 @@ from benchmarks.peers.provider import ADAMW
 from benchmarks.peers.shardlib import step_of
 
 ADAM, ONEBIT = "Adam", "1-bit Adam, compressed"
-_NEVER = 1 << 20  # steps that no run takes
+_NEVER = 1 << 20  # more steps than any run has
 _LOCAL = 4  # 0/1 Adam's steps from one exchange to the next
-_LR = 1e-6  # the variance is frozen long before it is good for more
+_LR = 1e-6  # small, as the variance is frozen long before it has settled
 _FEW_BITS: dict[str, Any] = {"weights": "int8", "gradients": "int4"}
 
 

@@ -34,7 +34,7 @@ def kept(folder):
 
 
 def tried(folder, cases, names=(), kind="cpu", **setting):
-    """Whether it went well, and what is in the folder, whose table "one" stood there before."""
+    """Whether the run succeeded, and the files of its folder, which had a table "one" before."""
     for suffix in ("md", "csv"):
         (folder / f"one.{suffix}").write_text("as it was")
     given = {"rounds": 0, **setting}

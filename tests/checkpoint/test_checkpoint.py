@@ -69,6 +69,25 @@ def test_resharding_on_resume(tmp_path, ranks, stage):
         torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
 
 
+def test_the_saved_runs_key_is_taken_up(tmp_path):
+    """A resumed run draws what the saved one draws next, whatever key the fresh state was made with."""
+    batch = torch.randn(64, generator=torch.Generator().manual_seed(1))
+
+    def start(rng):
+        def loss_fn(params, batch, rng):
+            return sl.dropout(params["w"] * batch, 0.5, rng).sum()
+
+        return sl.make_train_step(loss_fn, {"w": torch.ones(64)}, sl.optim.sgd(0.1), rng=rng)
+
+    state, step = start(5)
+    state, _ = step(state, batch)
+    checkpoint.save(tmp_path, state)
+    _, wanted = step(state, batch)
+    state, step = start(0)
+    _, found = step(checkpoint.restore(tmp_path, state), batch)
+    assert found["loss"] == wanted["loss"]
+
+
 def test_masters_are_kept(tmp_path):
     straight = sl.simulate(_save_midway, tmp_path, 2, "bf16", mesh={"data": 2})[0]
     resumed = sl.simulate(_resume, tmp_path, 2, "bf16", mesh={"data": 2})[0]

@@ -60,7 +60,7 @@ def inputs():
 
 
 def rank_loss(y, rank):
-    """Not linear, and different on every rank."""
+    """A nonlinear loss that differs on every rank."""
     weight = torch.linspace(0.5, 1.5, y.numel(), dtype=y.dtype).view(y.shape) + rank
     return (torch.sin(y) * weight).sum()
 

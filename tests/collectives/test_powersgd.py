@@ -25,7 +25,7 @@ def rows_of(ranks, position, shapes, mean=False, dtype=torch.float64):
 
 
 def exchange(mesh, codec, buffers, steps, mean=False, dtype=torch.float64):
-    """What each step gives on one rank: results, residuals and factors, buffer by buffer.
+    """The results, residuals and factors of each step on one rank, buffer by buffer.
 
     Args:
         buffers: for each the shapes of its leaves.
@@ -66,7 +66,7 @@ def flat(leaves):
 
 
 def squares(q):
-    """What is the same whatever signs a basis gave its columns."""
+    """A function of factors that does not depend on the signs of a basis' columns."""
     return q @ q.T
 
 
@@ -109,7 +109,7 @@ def test_each_step_equals_the_simulation_and_nothing_is_lost(ranks, rank, mean, 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_gradient_of_low_rank_is_exact(ranks):
-    """Where all ranks have the same, of rank 3 or less; also with a step of zeros before it."""
+    """A gradient of rank 3 or less that all ranks share, also after a step of zeros."""
     shapes = [(12, 15), (10, 4, 5)]
     lower = [normal((12, 3), 1) @ normal((3, 15), 2), (normal((10, 2), 3) @ normal((2, 20), 4)).view(10, 4, 5)]
     steps = [[[torch.zeros(shape, dtype=torch.float64) for shape in shapes]], [lower]]

@@ -72,7 +72,7 @@ def test_arrays_at_every_other_entrance():
 
 
 def seen_by(batch):
-    """What a loss function is given."""
+    """The batch that a loss function gets."""
     seen = []
 
     def loss_fn(params, batch):

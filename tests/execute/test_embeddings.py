@@ -142,7 +142,7 @@ def test_max_norm_on_a_slice_is_refused_by_name():
 
 
 def scaled(params, ids, max_norm=1.0):
-    """As the refusal recommends."""
+    """The remedy that the refusal recommends."""
     rows = F.embedding(ids, params["embed"]["table"])
     rows = rows * (max_norm / rows.norm(dim=-1, keepdim=True).clamp(min=max_norm)).detach()
     return F.linear(rows.sum(1), params["head"]["w"]).square().mean()
@@ -184,7 +184,7 @@ def test_modules_with_max_norm():
 @STAGES
 @pytest.mark.parametrize("write", ["through a view", "of itself"])
 def test_writes_to_a_parameter_are_noticed_at_every_stage(stage, write):
-    """Under no_grad autograd has no objection, and below stage 3 every rank would go on with other parameters."""
+    """Autograd allows such writes under no_grad; below stage 3 ranks would continue with different parameters."""
 
     def loss_fn(params, ids):
         loss = looked_up()(params, ids)

@@ -20,7 +20,7 @@ SLICED = sl.tensor_slicing(RULES)
 
 
 def refusals(fn, mesh, pool=None):
-    """What each rank raises; where one is missed the others' would hang, so all must."""
+    """The messages of all ranks; each must raise, as the others would wait for it."""
 
     def run(mesh):
         try:
@@ -87,7 +87,7 @@ def test_other_batches_from_some_step_on(first, pool):
 
 
 def test_other_shapes_are_seen_in_any_step():
-    """Where a shape does not show in a collective: a leaf that the loss only counts."""
+    """A leaf whose shape changes no collective, as the loss only counts its rows."""
 
     def loss_fn(params, batch):
         return LOSS(params, batch[:2]) * batch[2].numel()
@@ -216,7 +216,7 @@ def test_other_buffers():
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_states_of_other_steps(stage):
-    """As of ranks that restored different checkpoints."""
+    """Ranks have restored different checkpoints."""
 
     def run(mesh):
         params = sl.shard(PARAMS, mesh, stage=stage)
@@ -279,7 +279,7 @@ def test_parameters_permuted_on_one_rank(stage):
 
 
 def test_rules_that_slice_other_leaves():
-    """As many leaves of the same style, but others: the plans print alike."""
+    """The rules slice different leaves, in the same number and style, so that the plans print the same."""
     params = {"a": torch.ones(4, 4), "b": torch.ones(4, 4)}
 
     def run(mesh):
@@ -289,7 +289,7 @@ def test_rules_that_slice_other_leaves():
 
 
 def test_a_policy_function_is_no_difference(pool):
-    """Each process has it at another address."""
+    """A policy function has another address in each process."""
 
     def run(mesh):
         def policy(context, op, *args, **kwargs):

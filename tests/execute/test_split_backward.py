@@ -250,7 +250,7 @@ def test_the_second_half_is_one_product_for_each_weight(stage, extra, monkeypatc
 
 
 def test_only_factors_are_kept_between_the_halves():
-    """And the small gradients of biases and norms: of a layer, per token 7 widths of inputs and 9 of outputs' gradients."""
+    """Factors and the small gradients of biases and norms: per layer and token, inputs of 7 widths and gradients of 9."""
     loss_fn, params = blocks()
     width, rows, layers = TINY.width, 16, (4, 7)
 

@@ -109,7 +109,7 @@ TRANSFORMS = {
 
 @st.composite
 def routes(draw, rows, steps=4):
-    """Each row's code in each step; in some steps all rows have the same."""
+    """The code of each row in each step; in some steps all rows have the same code."""
     codes = st.integers(0, (EXPERTS + 1) ** 2 - 1)
     alike = codes.map(lambda code: [code] * rows)
     return draw(st.lists(alike | st.lists(codes, min_size=rows, max_size=rows), min_size=steps, max_size=steps))
@@ -272,7 +272,7 @@ def test_a_users_own_function_of_an_expert_that_one_rank_uses(stage):
 
 
 def test_a_gradient_that_comes_on_one_rank_alone():
-    """Both ranks use the same units, and one takes no gradient through an expert: reductions stand elsewhere on it."""
+    """Both ranks use the same units, but one takes no gradient through an expert, so that its reductions come elsewhere."""
 
     def loss(params, batch):
         x = batch["x"] @ params["first"]["w"]
@@ -316,7 +316,7 @@ def test_torch_draws_the_same_when_a_step_is_taken_again():
 
 
 def test_zeros_that_a_users_code_refuses_stop_no_rank():
-    """What a rank computes once it has strayed is thrown away: its errors too."""
+    """The results of a rank that has left the common order are discarded, and its errors too."""
 
     def strict(params, batch):
         if batch["code"][0] == 2:
@@ -381,7 +381,7 @@ def asked_in(mesh, fn, params, batch, transform):
 
 @pytest.mark.parametrize("name", [*TRANSFORMS, "gpipe", "zb-h1", "dualpipe-v"])
 def test_equal_ranks_agree_in_the_first_run(name):
-    """Nor is what a run does taken for leaving the trace: accumulated gradients, recomputed blocks, split backwards."""
+    """Accumulated gradients, recomputed blocks and split backwards do not count as leaving the trace."""
     fn, params = (loss_fn, parameters()) if name in TRANSFORMS else blocks(parameters())
     if name in TRANSFORMS:
         mesh, transform = TRANSFORMS[name]

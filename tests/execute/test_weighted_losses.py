@@ -65,7 +65,7 @@ def of(state):
 
 
 def leaves_alone(mesh, transform, tx, loss_fn=masked, params=PARAMS):
-    """Both policies, after a step that leaves momentum and residuals; a batch that weighs trains on."""
+    """Checks both policies after a step that leaves momentum and residuals; a later batch with weight trains."""
     state, step = trained(mesh, transform, tx, loss_fn, params, nonfinite="raise", donate=False)
     state, _ = step(state, ALL)
     before = of(state)
@@ -179,7 +179,7 @@ def constant_where_empty(params, batch):
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_constant_may_be_returned_for_no_weight(stage):
-    """Without a gradient: where nothing is gathered, once the ranks have agreed on an order."""
+    """A constant has no gradient; it works where nothing is gathered, once the ranks have agreed on an order."""
     batches = [ALL, batch_of([1, 1, 0, 1, 0, 0, 0, 0]), batch_of([0, 0, 0, 0, 0, 0, 1, 1])]
     got = training.simulate({"data": 2}, constant_where_empty, PARAMS, batches, sl.zero(stage), training.optimizer(0.5))
     wanted = one_device.train(oracle, PARAMS, batches, max_norm=0.5)
@@ -323,7 +323,7 @@ def test_a_weight_too_small_to_divide_by(stage):
 
 
 def test_a_small_weight_that_can_be_divided_by():
-    """As the refusal says: both multiplied by one number."""
+    """The remedy of the refusal multiplies both by one number."""
 
     def run(mesh):
         plain, _ = sl.value_and_grad(weighing(lambda batch: 8))(sl.shard(PARAMS, mesh, stage=1), ALL)

@@ -69,7 +69,7 @@ def cut(module):
 
 
 def whole_loss(module):
-    """What `cut` must compute: the loss of the whole model, called on the same list of trees."""
+    """The loss of the whole model as a function of the same list of trees, which `cut` must equal."""
 
     def loss_fn(params, batch):
         named = names(params)

@@ -98,7 +98,7 @@ def _softmax(scores, layout, causal, key_mask):
 
 
 def _kept(weights, dropout, key):
-    """What dropout multiplies weights by: of the numbers of a tensor of all scores; see shardlib.rng."""
+    """Dropout's factors of weights, drawn by the index of a score in the tensor of all scores; see shardlib.rng."""
     if not dropout:
         return torch.ones(())
     kept = rng.uniform(key, weights.shape, dtype=torch.float64) >= int(dropout * 2**24) / 2**24

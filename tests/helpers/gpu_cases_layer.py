@@ -11,7 +11,7 @@ _ROWS = {"rows": "i64", "columns": "i32"}
 
 
 def cases() -> dict[str, Case]:
-    """By name: operation, kernel, and what is special."""
+    """Name -> case; the name has the operation, the kernel and the constants."""
     return {
         f"{name}, {dtype}": case
         for make in (_gelu, _norm, _swiglu, _dropout, _softmax, _rotary, _linear_cross_entropy)

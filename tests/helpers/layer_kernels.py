@@ -212,7 +212,7 @@ def inputs(case: Case, shape: tuple[int, ...], dtype: torch.dtype, layout: str, 
 
 
 def outputs_and_gradients(function: Callable, values: Tensors, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
-    """Of ``function``, with cotangents drawn in ``dtype``."""
+    """The outputs and gradients of ``function``, with cotangents drawn in ``dtype``."""
     values = [value.detach().requires_grad_() for value in values]
     found = function(*values)
     found = [found] if isinstance(found, torch.Tensor) else list(found)

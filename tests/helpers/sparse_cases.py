@@ -27,7 +27,7 @@ class Case:
     settings: dict
 
     def cotangent(self):
-        """Of the output, which is of q's shape."""
+        """A cotangent of the output, which has the shape of q."""
         q = self.tensors["q"]
         drawn = torch.randn(q.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         return drawn.to(q.dtype)
@@ -108,7 +108,7 @@ def _narrow(using, dtype):
 
 
 def check_padding(using):
-    """What is not finite in masked keys and values is where torch's attention under a mask has it, under a causal mask at
+    """Values in masked keys and values that are not finite show as in torch's attention with a mask, with a causal mask at
     least in the queries that would see them; and later keys are not looked at.
     """
     for masked, causal, value in itertools.product("kv", (False, True), (math.nan, math.inf)):
@@ -128,7 +128,7 @@ def check_padding(using):
 
 
 def _cases():
-    """What the Triton kernels are tried on; and again with long lists in parts."""
+    """Cases for the Triton kernels, and again with long lists split into items."""
     yield make(length=130, heads=2, batch=1)
     yield make(length=1)
     yield make(length=50, causal=True, masked=True, bias_heads=4, dropout=0.3, rng=sl.Key(2**64 - 3, 2**20 + 7))

@@ -169,7 +169,7 @@ def check_frozen_adam(
     scale: float | None = 0.3,
     spoiled: bool = False,
 ) -> None:
-    """Both steps against the reference, bit by bit."""
+    """Checks all steps against the reference, bit by bit."""
     start = [buffer(elements, F32, seed + k, offset, spoiled and k != 2) for k in range(5)]
     start[2].abs_()
     results = []

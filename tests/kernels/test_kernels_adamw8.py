@@ -22,7 +22,7 @@ def numbers(coding):
 
 
 def described(bits):
-    """What is coded after the paper: a decimal exponent, and a linear fraction of as many bits as are left."""
+    """The numbers of all codes by the paper: a decimal exponent, and a linear fraction in the remaining bits."""
     found = [0.0]
     for exponent in range(bits - 1, -1, -1):
         fractions = 2 ** (bits - 1 - exponent)
@@ -43,7 +43,7 @@ def test_the_map_is_the_papers(coding):
 
 @MAPS
 def test_the_nearest_number_is_taken(coding):
-    """Of as many as fill whole blocks, whose largest is 1."""
+    """Numbers fill whole blocks, whose largest magnitude is 1."""
     generator = torch.Generator().manual_seed(3)
     x = torch.rand(64, BLOCK, generator=generator).pow(torch.randint(1, 12, (64, 1), generator=generator))
     x[:, 0] = 1.0
@@ -130,7 +130,7 @@ def test_threads_change_nothing():
 
 
 def test_a_small_variance_beside_a_large_one_is_not_lost():
-    """Where it became zero, the next step without a gradient would be a momentum over eps."""
+    """If it became zero, the next step without a gradient would divide the momentum by eps."""
     state = [*SIGNED.encode(torch.tensor([1.0, 1e-5])), *UNSIGNED.encode(torch.tensor([1.0, 1e-10]))]
     param = torch.zeros(2)
     adamw8.adamw8_(param, torch.zeros(2), *state, FACTORS)

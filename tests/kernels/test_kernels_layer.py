@@ -108,7 +108,7 @@ def test_every_way_to_a_gradient_is_the_same(name):
 
 @pytest.mark.parametrize("name", layer_kernels.CASES)
 def test_opcheck(name):
-    """What the operator says of itself, as it is called here, is true."""
+    """The operator's schema, fake and batching rule agree with its results."""
     case = layer_kernels.CASES[name]
     seen = []
 

@@ -78,7 +78,7 @@ def test_sizes_and_dtypes(name, size, dtype):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("key", [sl.Key(7), sl.Key(2**64 - 3, 5), sl.Key(2**40 + 1, 2**22 + 3)])
 def test_dropout_is_that_of_the_generator(name, key):
-    """Also where the number of a score takes more than 32 bits: slots count whole tensors of scores."""
+    """Indices of scores may take more than 32 bits, as slots count whole tensors of scores."""
     check(make(dropout=0.25, rng=key, bias_heads=4, masked=True, causal=True), name)
 
 
@@ -94,7 +94,7 @@ def test_queries_that_see_nothing(name):
 @pytest.mark.parametrize("name", kernels.WITH_AMX)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_keys_outside_the_blocks_are_not_touched(name, dtype):
-    """What is not finite reaches those who see it, and nobody else."""
+    """Values that are not finite reach exactly the queries that see them."""
     layout = Layout.from_dense(torch.tensor([[1, 0, 0], [0, 1, 1], [0, 0, 1]]), 16)
     case = make(length=48, layout=layout, dtype=dtype)
     case.tensors["k"][:, :, 16:32] = math.nan

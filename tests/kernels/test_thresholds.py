@@ -46,7 +46,7 @@ def test_a_threshold_is_small_only_within():
 
 
 def test_no_other_large_size_decides_anything():
-    """What a module compares a size with is a `Threshold`, which tests can set."""
+    """Sizes with which modules compare are `Threshold`s, which tests can set."""
     # Bytes of a message's head and of a text's chunks, numbers of exchanges, pixels, a mask of bits; the size from which
     # moments are coded, which tests reach; what the C++ kernels' sums are cut by, and a checksum, which they reach too.
     known = {"_HEAD", "_CHUNK", "_EXCHANGES, _SIZES, _SINGLE", "_FIRST", "_PIXELS", "_MASK", "_SMALL", "_SPAN"}
@@ -64,7 +64,7 @@ def test_no_other_large_size_decides_anything():
 
 @pytest.mark.parametrize("name", sorted(CASES.keys() - MATRICES_ALONE))
 def test_optimizers_take_large_leaves_by_chunks(name):
-    """Which begin and end anywhere in a row; and each leaf is a message of its own."""
+    """Chunks begin and end anywhere in a row, and each leaf is sent alone."""
     wanted = trained(CASES[name].make, {"data": 2}, sl.zero(2))
     with thresholds.small(4):
         assert_close(trained(CASES[name].make, {"data": 2}, sl.zero(2)), wanted, 1e-9)

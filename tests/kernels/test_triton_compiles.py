@@ -25,7 +25,7 @@ def test_a_kernel_fits_in_every_shape(name, tmp_path):
 
 
 def test_no_kernel_is_left_out():
-    """Of the operations that have cases. Functions that no other one calls are kernels."""
+    """Every kernel of the operations has a case. Functions that no other function calls are kernels."""
     listed = {case.kernel for case in gpu_cases.CASES.values()}
     functions = {}
     for operation in {kernel.fn.__module__.rpartition(".")[0] for kernel in listed}:

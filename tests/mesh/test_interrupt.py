@@ -22,7 +22,7 @@ def press_ctrl_c():
 
 
 def interrupted(run, shape):
-    """What a simulation that is interrupted raises, once it has ended."""
+    """The exception of an interrupted simulation, once it has ended."""
     before = ranks()
     with pytest.raises(KeyboardInterrupt) as caught:
         sl.simulate(run, mesh=shape)

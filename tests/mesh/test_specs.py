@@ -131,6 +131,17 @@ def test_shards_partition_the_tensor(axes, factors, cut):
     assert torch.equal(torch.cat(seen).sort().values, whole.reshape(-1))
 
 
+@pytest.mark.parametrize("axes", [("data", "model"), ("model", "data")])
+@pytest.mark.parametrize("padded", [False, True])
+def test_axes_of_a_dimension_go_from_major_to_minor(axes, padded):
+    """The first axis cuts into the largest parts, as ranks are numbered."""
+    whole, (major, minor) = torch.arange(12), axes
+    for first, second in itertools.product(range(SIZES[major]), range(SIZES[minor])):
+        place = 2 * (first * SIZES[minor] + second)
+        found = shard_of(whole, P(axes, padded=padded), SIZES, {major: first, minor: second})
+        assert found.tolist() == [place, place + 1]
+
+
 @given(AXES, st.integers(0, 40), st.integers(1, 2), st.integers(0, 3), st.booleans())
 def test_padded_shards_partition_the_tensor(axes, rows, columns, cut, split):
     """Equal shards on all ranks, of which the windows are the tensor, each element once and in order."""

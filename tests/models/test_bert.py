@@ -135,6 +135,18 @@ def test_a_ring_refuses_padding():
         )
 
 
+def test_every_dropout_has_a_key_of_its_own(monkeypatch):
+    config, keys = dataclasses.replace(CONFIG, dropout=0.3), []
+
+    def noting(p, x, rng, name):
+        keys.append(rng.fold_in(name))
+        return x
+
+    monkeypatch.setattr(bert, "drop", noting)
+    bert.make_loss(config)(random_params(config), random_batch(config), Key(1))
+    assert len(keys) == len(set(keys)) == 1 + 2 * config.layers
+
+
 def test_masking_has_the_papers_shares():
     config = dataclasses.replace(CONFIG, vocab=1000)
     tokens = torch.randint(999, (200, 500), generator=torch.Generator().manual_seed(0))

@@ -137,7 +137,7 @@ def single(config, params, x):
 @pytest.mark.parametrize("norm", ["pre", "post"])
 @pytest.mark.parametrize("attention_dropout", [0.0, 0.2])
 def test_stochastic_keeps_half(attention_dropout, norm):
-    """And the layer's input as well, which otherwise is kept as it is."""
+    """Half of all, including the layer's input, which is otherwise saved unchanged."""
     config, params, x = single(*make(norm=norm, dropout=0.3, attention_dropout=attention_dropout))
     for recompute in ((), ("norm", "gelu", "dropout")):
         config = dataclasses.replace(config, recompute=recompute)
@@ -147,7 +147,7 @@ def test_stochastic_keeps_half(attention_dropout, norm):
 
 
 def test_stochastic_gradients_are_right_on_average():
-    """Those of the last weight are linear in what is kept; all are near."""
+    """The gradient of the last weight is linear in the saved activations; all gradients are near."""
     config, params, x = single(*make(norm="pre", dropout=0.3))
     rounded = dataclasses.replace(config, stochastic=True)
     wanted = gradients(lambda p, x: transformer_layer(config, p, x, KEY), params, x)
@@ -262,7 +262,7 @@ def test_sliced_in_real_processes(pool, norm):
 
 
 def test_sliced_stochastic():
-    """What is kept is rounded, no parameter is: gradients are near, and not the same."""
+    """Saved activations are rounded and parameters are not: gradients are near, but not equal."""
     config, params, x = single(*make())
     config = dataclasses.replace(config, heads=2, stochastic=True)
 
@@ -280,7 +280,7 @@ def test_sliced_stochastic():
 
 
 def test_under_torch_func_and_the_compiler():
-    """Which allow no hooks: everything is kept, and the values are the same."""
+    """Neither allows hooks: everything is saved, and the values are the same."""
     config, params, x = make(dropout=0.3, recompute=("norm", "gelu"))
 
     def loss(params, x):

@@ -146,6 +146,22 @@ def test_dropout_follows_its_key():
         loss(params, batch)
 
 
+def test_every_dropout_has_a_key_of_its_own(monkeypatch):
+    """One after the embedding and two in each layer; in blocks too."""
+    config, keys = dataclasses.replace(CONFIG, dropout=0.3), []
+
+    def noting(p, x, rng, name):
+        keys.append(rng.fold_in(name))
+        return x
+
+    monkeypatch.setattr(gpt, "drop", noting)
+    params, batch = random_params(config), random_batch(config)
+    for loss, given in ((gpt.make_loss(config), params), (gpt.make_sequential(config), gpt.to_blocks(params))):
+        keys.clear()
+        loss(given, batch, Key(1))
+        assert len(keys) == len(set(keys)) == 1 + 2 * config.layers
+
+
 def test_sampling_continues_the_prompt():
     params = random_params(CONFIG)
     prompt = random_batch(CONFIG, rows=2, length=5)["tokens"]

@@ -245,7 +245,7 @@ def test_rebound_buffers_train(stage):
 
 
 def test_statistics_over_ranks_and_micro_batches():
-    """From micro-batch to micro-batch on a rank, then the mean over ranks; whole numbers are each rank's own."""
+    """Statistics pass from micro-batch to micro-batch, then are averaged over ranks; integers are rank-local."""
     apply, params, buffers = sl.from_module(nn.BatchNorm1d(3, dtype=torch.float64), buffers=True)
     x = torch.randn(2, 12, 3, dtype=torch.float64) * torch.arange(1.0, 3.0).view(2, 1, 1)
 
@@ -269,7 +269,7 @@ def test_statistics_over_ranks_and_micro_batches():
 
 
 def test_a_thread_may_come_while_another_is_in_a_call():
-    """As ranks of a simulation do: what it copies must not be the module with the other's weights in it."""
+    """Ranks of a simulation do so: a thread must not copy the module while it holds another call's weights."""
 
     class Meeting(nn.Linear):
         def forward(self, x):

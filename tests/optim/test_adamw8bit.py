@@ -49,7 +49,7 @@ def loss_fn(params, batch):
 
 
 def mean_batch(step):
-    """Of every size, and zero where rows are rarely met; sums of a few are exact."""
+    """Gradients of every size, and zero for rare rows; sums of a few are exact."""
     generator = torch.Generator().manual_seed(step)
     found = []
     for leaf in optree.tree_leaves(model()):
@@ -278,7 +278,7 @@ def test_a_checkpoint_keeps_every_code_if_shards_are_equal(tmp_path, ranks, stag
 
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 3), (3, 1), (4, 2)])
 def test_moments_are_coded_again_on_another_mesh(tmp_path, ranks, stage):
-    """So each is within half the widest gap of its new block, whose largest number is one that was saved."""
+    """Each moment is within half the widest gap of its new block, whose largest number was saved."""
 
     def save(mesh):
         state, _ = trained(mesh, 2, optimizer(), 5)

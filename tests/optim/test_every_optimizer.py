@@ -92,7 +92,7 @@ def test_update_is_pure_and_apply_does_the_same_in_place(name):
 
 @BY_NAME
 def test_copies_are_the_parameters_rounded(name):
-    """Of some leaves; the others' are the very parameters. With an update that is left out too."""
+    """Some leaves have copies, others are the parameters themselves; also with a skipped update."""
     _, params = model()
     whole = {"/".join(p): leaf.float() for p, leaf in zip(optree.tree_paths(params), optree.tree_leaves(params))}
     kept = {path: leaf for path, leaf in whole.items() if not CASES[name].matrices or leaf.dim() > 1}
@@ -117,7 +117,7 @@ IN_PARTS = ["adamw", "lion", "masked clip", "masked last", "partition", "inject_
 
 @pytest.mark.parametrize("name", IN_PARTS)
 def test_parameters_that_keep_their_dtype_have_no_copy(name):
-    """In the same tree as what has one, of which a transformation may see a part."""
+    """Leaves with and without copies are in one tree, of which a transformation may see a subset."""
     fit, params = model()
     params = optree.tree_map(torch.Tensor.float, params)
     transform = sl.chain(transform_of(name, 1), sl.precision("bf16", keep=("*bias", "*tall")))
@@ -165,7 +165,7 @@ def _wide(tree):
 @pytest.mark.parametrize("narrow", [False, True], ids=["", "bf16"])
 @pytest.mark.parametrize(("mesh", "stage"), [({"data": 3}, 0), ({"data": 3}, 1), ({"data": 2, "other": 2}, 3)])
 def test_plans_count_what_it_holds_and_sends(name, mesh, stage, narrow):
-    """With no ranks, from shapes alone; and the state's structure stays. In 16 bits it is the masters' state.
+    """Plans need no ranks, only shapes, and the state's structure does not change. In 16 bits the state is that of masters.
 
     Then parameters are the masters rounded, whoever writes them.
     """

@@ -67,7 +67,7 @@ STATELESS = ("sgd", "noise")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("at", [1, 4])
 def test_nan_propagates(name, position, at):
-    """In update, whose state is the only trace of it, and in apply; ``at``: before and after variances are frozen."""
+    """NaN shows in the state after update and in parameters after apply; ``at``: before and after variances are frozen."""
     params, grads = trees()
     tx, written = OPTIMIZERS[name](), optree.tree_map(torch.clone, params)
     state, mine = tx.init(params), tx.init(written)
@@ -105,7 +105,7 @@ def test_only_the_block_of_a_nonfinite_gradient_becomes_nan():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_gradient_of_zero_makes_no_nan_in_16_bits(dtype):
-    """Where Adam's eps is 0."""
+    """Adam has eps=0 here."""
     params = {"w": torch.ones(8, dtype=dtype)}
     tx = opt.adamw(0.1, weight_decay=0.0)
     moves, _ = tx.update({"w": torch.zeros(8, dtype=dtype)}, tx.init(params), params)
@@ -114,7 +114,7 @@ def test_a_gradient_of_zero_makes_no_nan_in_16_bits(dtype):
 
 @pytest.mark.parametrize("scale", [math.inf, math.nan])
 def test_skipping_looks_at_what_gradients_are_multiplied_by(scale):
-    """As in a train step, where they are unscaled and averaged while they are applied."""
+    """In a train step gradients are unscaled and averaged while they are applied."""
     tx = opt.skip_nonfinite(opt.adam(0.1), 3)
     params = {"w": torch.ones(4)}
     state = tx.init(params)
@@ -124,7 +124,7 @@ def test_skipping_looks_at_what_gradients_are_multiplied_by(scale):
 
 @pytest.mark.parametrize("name", ["lamb", "1-bit LAMB"])
 def test_a_trust_ratio_of_nan_is_not_taken_for_one(name):
-    """As in optax: a step of the whole parameter goes by its norm."""
+    """As in optax, the norm of a parameter scales its whole step."""
     params, grads = trees()
     tx = OPTIMIZERS[name]()
     moves, _ = tx.update(spoiled(grads, math.nan, (0, 0)), tx.init(params), params)

@@ -300,7 +300,7 @@ def test_a_plan_that_knows_the_optimizer_is_traced_all_the_same(name):
 @pytest.mark.parametrize("stage", [0, 1])
 @BY_NAME
 def test_state_bytes_are_the_plans(name, stage, ranks):
-    """At first and after every step."""
+    """State bytes equal the plan's at first and after every step."""
     transform, how = sl.zero(stage, axis="local", replicate="data"), {} if name == "lamb" else {"scales": 64}
 
     def run(mesh):

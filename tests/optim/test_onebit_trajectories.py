@@ -41,7 +41,7 @@ def test_onebit_adam_is_the_papers(ranks, scales):
 
 @pytest.mark.parametrize(("warmup", "expected"), [(20, [50]), (60, [75]), (80, [])])
 def test_onebit_adam_freezes_when_the_variance_has_settled(warmup, expected):
-    """And not before the learning rate has stopped rising; the last time it has not settled again by step 100."""
+    """The variance is not frozen before the rate has stopped rising; in the last case it has not settled by step 100."""
     b2, every = 0.96, 25
     rise = sl.optim.warmup_constant_schedule(0.0, PEAK, warmup)
     frozen = []

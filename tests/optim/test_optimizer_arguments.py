@@ -173,7 +173,7 @@ def test_updates_of_another_shape_are_not_spread_over_parameters():
 
 
 class GradientTransformationExtraArgs(NamedTuple):
-    """As optax's objects are."""
+    """An object like those of optax."""
 
     init: object
     update: object

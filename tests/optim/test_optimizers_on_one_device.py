@@ -128,7 +128,7 @@ def test_update_maps_over_a_batch_and_has_derivatives(make):
 
 @pytest.mark.parametrize("make", [*(make for make, _ in OPTIMIZERS.values()), lambda: sl.optim.lamb(0.1)])
 def test_apply_writes_copies_too(make):
-    """What 16-bit parameters with fp32 masters are; one leaf has no copy."""
+    """Copies are the 16-bit parameters of fp32 masters; one leaf has no copy."""
     params, all_grads = params_and_grads(torch.float32)
     tx = sl.optim.chain(sl.optim.clip_by_global_norm(2.0), make())
     alone, with_copies = copy_of(params), copy_of(params)
@@ -354,7 +354,7 @@ def test_mixed_precision_is_the_textbooks(stage, name, dtype, scale):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("make", [sl.optim.adamw, sl.optim.lion, sl.optim.lamb])
 def test_a_large_leafs_parameters_are_its_masters_rounded(stage, make):
-    """It is a bucket of its own, whose shard is a view of what is stored."""
+    """The leaf is a bucket of its own, whose shard is a view of the stored parameter."""
     start = torch.randn(512, 300, generator=torch.Generator().manual_seed(1)) * 0.05
 
     def loss_fn(params, batch):

@@ -10,6 +10,7 @@ from helpers.trees import assert_same
 import shardlib as sl
 from shardlib.errors import IllegalComposition
 from shardlib.kernels.common.rounding import round_to_bf16
+from shardlib.optim.wrappers import rounding
 
 FIT, PARAMS = mlp([6, 9, 4], torch.float32)
 BARE = sl.precision("bf16", master=False)
@@ -50,6 +51,16 @@ def test_states_are_kept_in_bf16_and_planned_so(stage):
 
     for losses in sl.simulate(run, mesh={"data": 2}):
         assert losses[-1] < 0.8 * losses[0]
+
+
+def test_every_tree_is_rounded_by_bits_of_its_own(monkeypatch):
+    """Parameters and both moments, leaf by leaf: what is rounded up in one of them says nothing of the others."""
+    keys, bits_at = [], rounding.bits_at
+    monkeypatch.setattr(rounding, "bits_at", lambda key, places: keys.append(key) or bits_at(key, places))
+    params = {name: torch.ones(3, dtype=torch.bfloat16) for name in "ab"}
+    tx = rounded_adamw()
+    tx.update(params, tx.init(params), params)
+    assert len(keys) == len(set(keys)) == 3 * 2
 
 
 def given_gradients(params, batch):

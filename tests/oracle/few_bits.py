@@ -96,7 +96,7 @@ class FewBits:
         return floats(block, len(c))(c) if largest == "fp8" else integers(block, largest, len(c))(c)
 
     def __call__(self, xs):
-        """Each rank's result."""
+        """The result of each rank."""
         messages = []
         for rank, x in enumerate(xs):
             c = torch.zeros_like(self.sent[rank])

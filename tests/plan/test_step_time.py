@@ -44,7 +44,7 @@ def test_a_step_waits_for_what_the_optimizer_sends():
 
 
 def test_stage_0_hides_all_but_the_last_reduction():
-    """Each reduction takes as long as a unit's backward: the last one alone is waited for."""
+    """Each reduction takes as long as a unit's backward, so that a step waits only for the last one."""
     seconds = 1.0
     found = predicted(sl.zero(0), UNITS * seconds, 2 * SHARE / (2 * seconds))
     assert found.total == pytest.approx(UNITS * 3 * seconds + 2 * seconds)

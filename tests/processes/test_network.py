@@ -42,7 +42,7 @@ def namespaces():
 
 
 def seconds(hosts, sender, receiver):
-    """How long it takes to send ``BYTES`` from one host to another."""
+    """Seconds to send ``BYTES`` from one host to another."""
     python, where = [sys.executable, "-c"], [hosts.address(receiver), str(BYTES)]
     server = hosts.start(receiver, [*python, SERVER, *where], stdout=subprocess.PIPE)
     assert server.stdout.readline() == "ready\n"

@@ -266,7 +266,7 @@ def test_looped_bfs(v):
     ],
 )  # fmt: skip
 def test_torchs_names(theirs, ours):
-    """What get_schedule_class takes, its classes' own names, and what is nearly ours."""
+    """Names that get_schedule_class takes, the names of its classes, and names similar to shardlib's."""
     for spelling in (
         theirs,
         theirs.upper(),

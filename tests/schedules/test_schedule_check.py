@@ -293,6 +293,21 @@ def test_a_receive_is_next_to_its_action_unless_another_would_overtake():
     assert early(interleaved_zero_bubble(2, 4, 2)) > 0
 
 
+@pytest.mark.parametrize("schedule", EVERY, ids=name)
+def test_a_tag_is_that_of_one_message(schedule):
+    """Its send and its receive have it, between the same two ranks, and nothing else has."""
+    ends: dict[int, list[tuple[int, int, bool]]] = {}
+    for rank, order in enumerate(lower(schedule)):
+        for action in order:
+            if action.kind.value.startswith(("SEND", "RECV")):
+                sends, other = action.kind.value.startswith("SEND"), peer(schedule, action)
+                ends.setdefault(tag(schedule, action), []).append((rank, other, sends))
+    for found in ends.values():
+        (sender, receiver, _), (one, other, _) = sorted(found, key=lambda end: not end[2])
+        assert (sender, receiver) == (other, one) and [sends for *_, sends in found].count(True) == 1
+    assert set(ends) <= set(range(2 * (schedule.stages - 1) * schedule.microbatches))
+
+
 def test_only_messages_have_a_peer_and_a_tag():
     for ask in (peer, tag):
         with pytest.raises(ScheduleError, match="0F0 is not a message"):

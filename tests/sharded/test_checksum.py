@@ -96,7 +96,7 @@ def test_how_many_rows_are_summed_at_a_time_does_not_count(monkeypatch):
 
 
 def test_it_is_the_weighted_sum_of_its_description():
-    """By Python's integers, so that another implementation, or platform, is held to the same numbers."""
+    """The oracle uses Python's integers, so that other implementations and platforms must give the same numbers."""
     x = drawn(torch.int32, 9)
     weights = [w % 2**64 for w in module._weights(torch.device("cpu"))[:9].tolist()]
     wanted = sum(int(value) * weight for value, weight in zip(x, weights)) % 2**64

@@ -158,7 +158,7 @@ def test_a_checkpoint_comes_back_to_another_device(tmp_path):
 
 
 def test_a_modules_buffers_go_where_its_parameters_are():
-    """They stay with the function, which a sharded model's parameters do not."""
+    """Buffers belong to the function, unlike the parameters of a sharded model."""
 
     class Shifted(torch.nn.Module):
         def __init__(self):

@@ -163,7 +163,7 @@ def test_complex_batches_are_cut_and_left_complex():
 @pytest.mark.parametrize("make", [sl.optim.sgd, sl.optim.adamw, sl.optim.lion, sl.optim.lamb])
 @pytest.mark.parametrize("dtype", [C64, E4M3])
 def test_optimizers_by_themselves_refuse_them_too(make, dtype):
-    """Of complex numbers g² is no size, and moments in 8 bits would keep nothing."""
+    """For complex numbers g² is no magnitude, and for floats of 8 bits moments would lose everything."""
     params = optree.tree_map(lambda leaf: leaf.to(dtype), {"weight": WEIGHT[..., 0]})
     with pytest.raises(TreeError, match="weight: "):
         make(0.1).init(params)

@@ -422,6 +422,22 @@ def test_skipping_what_is_not_finite(stage):
     assert sl.simulate(run, mesh={"data": 2}) == [True, True]
 
 
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_skipped_step_leaves_buffers_as_they_were(donate):
+    def loss_fn(params, buffers, batch):
+        return (params["w"] * batch).sum(), {"mean": batch.mean(), "calls": buffers["calls"] + 1}
+
+    buffers = {"mean": torch.ones(()), "calls": torch.zeros((), dtype=torch.int64)}
+    state, step = sl.make_train_step(
+        loss_fn, {"w": torch.ones(2)}, sl.optim.sgd(0.1), buffers=buffers, donate=donate, nonfinite="skip"
+    )
+    state, metrics = step(state, torch.tensor([1.0, float("inf")]))
+    assert not metrics["finite"] and state.step == 1
+    assert_same(state.buffers, buffers)
+    state, _ = step(state, torch.tensor([1.0, 3.0]))
+    assert_same(state.buffers, {"mean": torch.tensor(2.0), "calls": torch.tensor(1)})
+
+
 def test_an_invalid_policy():
     with pytest.raises(ValueError, match="nonfinite='ignore': use 'raise' or 'skip'"):
         sl.make_train_step(LOSS, PARAMS, sl.optim.sgd(0.1), nonfinite="ignore")
@@ -518,7 +534,7 @@ def test_a_rank_that_dies_under_launch_is_named():
 
 
 def test_survivors_name_the_rank_that_died():
-    """Without a launcher that stops them: each survivor's own collective fails, and says whose fault it is."""
+    """Without a launcher that stops them, each survivor's collective fails and names the rank that died."""
 
     def run(mesh):
         state, step = sl.make_train_step(LOSS, sl.shard(PARAMS, mesh, stage=2), sl.optim.sgd(0.1))
@@ -540,7 +556,7 @@ def test_survivors_name_the_rank_that_died():
 
 
 def test_a_rank_alone_with_a_bad_batch_does_not_hang_the_others():
-    """As under torchrun, where nobody stops the others at once."""
+    """With torchrun, nothing stops the other ranks at once."""
 
     def run(mesh):
         state, step = sl.make_train_step(LOSS, sl.shard(PARAMS, mesh, stage=3), sl.optim.sgd(0.1))

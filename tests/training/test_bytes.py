@@ -193,7 +193,7 @@ LIVE = {
 @pytest.mark.parametrize("name", LIVE)
 @pytest.mark.parametrize("model", ["gpt", "mlp"])
 def test_live_bytes_of_a_micro_batch_are_the_plans(model, name, ranks):
-    """In the first step and in the second, which gathers ahead, as a dispatch mode sees the storages on a CPU."""
+    """Measured by a dispatch mode over storages on the CPU, in the first step and in the second, which gathers ahead."""
     if model == "gpt":
         (loss_fn, params), batch = tiny_gpt(torch.float32), token_batches(1, rows=4)[0]
     else:

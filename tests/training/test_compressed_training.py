@@ -301,7 +301,7 @@ def test_a_checkpoint_keeps_residuals(tmp_path, stage, transform):
 @pytest.mark.parametrize("stages", [(0, 0), (0, 3), (3, 0), (2, 3)])
 @pytest.mark.parametrize("ranks", [(3, 2), (2, 4), (4, 1)])
 def test_the_total_residual_is_kept_on_another_number_of_ranks(tmp_path, stages, ranks):
-    """With gradients of zero, 1 bit hands on what was left: the ranks' errors add up to the same."""
+    """With gradients of zero, 1-bit compression sends residuals: over ranks they add up to the same total."""
 
     def total(mesh, state):
         """Σ over ranks, leaf by leaf, through the plain gradient path: a step whose own gradients are zero."""

@@ -133,7 +133,7 @@ SLICED, RULES = mlp([6, 8, 4])[1], {"layers/0/*": "column", "layers/1/weight": "
 
 
 def refused(run, shape, pool, kind):
-    """What all ranks say, simulated and real, without waiting for each other."""
+    """The message that all ranks raise, simulated and real, without waiting for each other."""
 
     def caught(mesh):
         with pytest.raises(kind) as error:

@@ -24,7 +24,7 @@ from benchmarks.learning.large_batch import (
 
 @functools.cache
 def losses(name):
-    """By seed, at the rate that the committed grid found."""
+    """Losses by seed, at the rate of the committed grid."""
     return [large_batch.train(name, rate_of(name, read()), seed) for seed in SEEDS]
 
 

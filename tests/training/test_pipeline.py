@@ -533,7 +533,7 @@ def test_bytes_held_and_sent_are_the_plans(stage, schedule, tie, sync):
 
 @pytest.mark.parametrize("schedule", schedules.NAMES)
 def test_messages_are_freed_when_they_are_known_to_have_arrived(schedule):
-    """Each at most once; and under 1F1B no rank ever keeps more than a few, however many micro-batches."""
+    """Each is freed at most once, and with 1F1B no rank keeps more than a few, for any number of micro-batches."""
     made = schedules.make_schedule(schedule, 4, 16)
     orders = schedules.lower(made)
     for rank, order in enumerate(orders):
@@ -763,7 +763,7 @@ def test_on_real_processes(pool, mesh, schedule, stage, tie):
 
 
 def test_messages_of_both_directions_where_a_transport_has_no_tags():
-    """Each direction then has a communicator of its own. In fresh processes: see `ProcessGroup._lane`."""
+    """Each direction then has its own communicator. Runs in fresh processes: see `ProcessGroup._lane`."""
 
     def both_ways(mesh):
         group = mesh.group("pipe")

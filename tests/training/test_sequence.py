@@ -284,8 +284,18 @@ def test_attention_is_torchs(kind, ranks, batch, groups, queries, chunk, size, v
         torch.testing.assert_close(whole_of(found, plan, 2), whole.detach(), rtol=1e-10, atol=1e-12)
 
 
+def test_a_key_mask_goes_with_what_is_causal():
+    """A query sees the keys that are neither padding nor behind it."""
+    q, k, v = torch.randn(3, 2, 4, 8, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    mask = torch.arange(8) < torch.tensor([[8], [5]])
+    seen = mask[:, None, None, :] & torch.ones(8, 8, dtype=torch.bool).tril()
+    for causal, wanted in ((True, seen), (False, mask[:, None, None, :])):
+        found = sl.nn.attention(q, k, v, causal=causal, key_mask=mask)
+        assert torch.equal(found, F.scaled_dot_product_attention(q, k, v, wanted))
+
+
 def test_causal_rings_share_the_work_evenly():
-    """What each rank meets, in elements of score blocks: the same on every rank, and half of all but its own."""
+    """The elements of score blocks that each rank computes are equal on all ranks, and half of all except its own."""
 
     def work(mesh):
         trip, met = _Trip(mesh, "seq", True), 0
@@ -424,7 +434,7 @@ def test_payload_of_a_layer_is_the_papers(kind, ways):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_payload_of_a_whole_chain_is_as_planned(kind):
-    """With parameters gathered, activations recomputed (what was exchanged for them is exchanged again), micro-batches."""
+    """The chain gathers parameters, recomputes activations (and repeats their exchanges), and has micro-batches."""
     config = replace(CONFIG, dtype=torch.float64)
     params, batch = gpt.init(config), token_batches(1, 4, config)[0]
     transform = cut(kind, sl.zero(3), sl.remat("dots"), sl.accumulate(2))

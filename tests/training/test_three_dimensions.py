@@ -36,7 +36,7 @@ SCHEDULES = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "interleaved-zb", "zb
 
 @dataclass(frozen=True)
 class Case:
-    """What is drawn: a model, a mesh and what its axes are for."""
+    """A drawn case: a model, a mesh and the uses of its axes."""
 
     model: str
     tie: bool

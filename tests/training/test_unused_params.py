@@ -14,7 +14,7 @@ BATCH = regression_batch(8, 6, 4)
 
 
 class Model(nn.Module):
-    """With a branch and a norm that nothing goes through, and a bias that reaches the loss times zero."""
+    """A model with an unused branch and norm, and a bias that reaches the loss times zero."""
 
     def __init__(self):
         super().__init__()

@@ -444,7 +444,7 @@ def test_bytes_held_and_sent_are_the_plans(stage, gathered):
 
 
 def test_a_padded_vocabulary_costs_the_rows_that_pad_it():
-    """By hand: 31 words over 4 ranks are 8 rows each; the logits of 32 are gathered, and 31 come out."""
+    """Computed by hand: 31 words over 4 ranks are 8 rows each; logits of 32 words are gathered, and 31 returned."""
     params = {"t": torch.zeros(31, 6, dtype=torch.float64)}
     x = torch.ones(5, 6, dtype=torch.float64)
 
@@ -504,7 +504,7 @@ def test_logits_of_a_wrong_width_are_refused():
 
 @pytest.mark.parametrize("word", [7, 8, -1])
 def test_targets_outside_the_vocabulary_are_refused_as_by_torch(word):
-    """Also where a row of padding would stand for it."""
+    """A target that is the index of a padding row is refused too."""
     params, ids = {"t": torch.ones(7, 3)}, torch.tensor([1, word])
     uses = {
         "looked up": lambda p, ids: F.embedding(ids, p["t"]).sum(),

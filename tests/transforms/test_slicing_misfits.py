@@ -30,7 +30,7 @@ RULES = {"*/up": "column", "*/down": "row"}
 
 
 def trains(params, rules, loss_fn=loss_fn, ways=2):
-    """As on one device."""
+    """Trains sliced and on one device, and compares."""
     batch = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
     *_, wanted = one_device.train(loss_fn, params, [batch])
     *_, found = training.simulate(
@@ -157,7 +157,7 @@ def test_all_misfits_come_together():
 
 
 def refused_again(params, rules):
-    """What the plan says then, if anything."""
+    """The message of the next refusal, if there is one."""
     try:
         sl.make_plan(params, sl.abstract_mesh(model=2), sl.tensor_slicing(rules))
     except IllegalComposition as error:
@@ -211,7 +211,7 @@ def down(params):
     ],
 )
 def test_a_sliced_weight_that_something_else_uses_first_is_refused(changed):
-    """What comes of it no layer would take for a slice."""
+    """No layer would recognise the result as a slice."""
 
     def loss_fn(params, x):
         return F.linear(F.linear(x, changed(up(params))).tanh(), changed(down(params))).square().mean()
@@ -223,7 +223,7 @@ def test_a_sliced_weight_that_something_else_uses_first_is_refused(changed):
 
 
 def test_a_sliced_bias_of_heads_is_added_to_outputs():
-    """Of several dimensions, and by whatever addition."""
+    """The bias has several dimensions, and is added in several ways."""
     params = {"up": {"weight": mlp()["layers"][0]["up"]["weight"], "bias": torch.linspace(0, 1, 8).view(4, 2)}}
     params["down"] = mlp()["layers"][0]["down"]
 
