@@ -1,4 +1,4 @@
-"""Every benchmark.
+"""The command line of all benchmarks.
 
     python -m benchmarks                                          lists cases and tables
     python -m benchmarks run [names …] [--device cpu|cuda] …      measures some, or all of a kind of device
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
 
 
 def listing() -> None:
-    """Print every table with its cases."""
+    """Prints every table with its cases."""
     for kind in (CPU, CUDA):
         for table in tables(kind):
             print(f"{table.name}: {table.title} (--device {kind})")

@@ -1,8 +1,8 @@
-"""Where the time of shardlib's step goes: ``python -m benchmarks.profile_step [--steps 8]``, two gloo ranks.
+"""A profile of shardlib's step: ``python -m benchmarks.profile_step [--steps 8]``, two gloo ranks.
 
-Milliseconds per step of rank 0, wall clock and processor time, inside the calls that are not the model's own
-computing. What is left is forward, backward and the host's overhead. Processor time of the whole process counts
-gloo's threads too, and does not grow when something else runs on the machine.
+Prints milliseconds per step of rank 0, wall clock and processor time, in the calls that do not compute the model. The rest is
+forward, backward and the host's overhead. Processor time of the whole process includes gloo's threads, and does not grow when
+something else runs on the machine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CALLS = {
 
 
 def profile(mesh: sl.Mesh, stage: int, steps: int) -> dict[str, tuple[float, float]]:
-    """Name of a call -> wall and processor seconds per step."""
+    """Name of a call -> (wall seconds, processor seconds) per step."""
     torch.set_num_threads(1)
     config = Config()
     step = shardlib_stage(stage).make(config)

@@ -1,4 +1,4 @@
-"""Which cases are written together, and into which file of ``results/``."""
+"""The tables: which cases are written together, and to which file of ``results/``."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _OF_A_GPU = (
 
 
 def tables(kind: str) -> tuple[Table, ...]:
-    """All of a kind of device; a GPU has one, which is called by its name."""
+    """The tables of a kind of device; those of a GPU have the GPU's name."""
     if kind == CPU:
         return _OF_THE_CPU
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "a GPU"

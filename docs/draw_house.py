@@ -1,4 +1,4 @@
-"""Draws the house from its imports: `python docs/draw_house.py` writes docs/house.svg and docs/house.txt.
+"""Drawings of the rooms and their imports: `python docs/draw_house.py` writes docs/house.svg and docs/house.txt.
 
 The floors are those of pyproject.toml's [tool.importlinter], from the top down; a room is a folder or a file in shardlib/.
 """
@@ -21,7 +21,7 @@ def floors() -> list[list[str]]:
 
 
 def imports() -> dict[str, set[str]]:
-    """Room -> the rooms that its files import from, those for type checkers included."""
+    """Room -> the rooms that its files import from, including imports for type checkers."""
     rooms = {path.stem for path in PACKAGE.iterdir() if path.stem.strip("_") and path.name != "__init__.py"}
     found: dict[str, set[str]] = {}
     for path in PACKAGE.rglob("*.py"):
@@ -42,7 +42,7 @@ def _imported(tree: ast.Module, rooms: set[str]) -> set[str]:
 
 
 def text() -> str:
-    """A line for each room, floor by floor: what it imports from."""
+    """A line for each room, floor by floor, with the rooms that it imports from."""
     uses = imports()
     lines = []
     for number, rooms in zip(range(len(floors()), 0, -1), floors()):
@@ -57,8 +57,8 @@ def svg() -> str:
     left = {}  # room -> its box: left edge, top, width
     for number, rooms in enumerate(storeys):
         width = (WIDTH - MARGIN * (len(rooms) + 1)) / len(rooms)
-        for place, room in enumerate(rooms):
-            left[room] = MARGIN + place * (width + MARGIN), MARGIN + number * HEIGHT, width
+        for index, room in enumerate(rooms):
+            left[room] = MARGIN + index * (width + MARGIN), MARGIN + number * HEIGHT, width
     lines = [
         f'<line x1="{_middle(left[room]):.0f}" y1="{left[room][1] + ROOM}" x2="{_middle(left[used]):.0f}" '
         f'y2="{left[used][1]}" stroke="#4878a8" stroke-opacity="0.25"/>'

@@ -62,6 +62,35 @@ def test_no_circle_among_files():
     assert circles() == []
 
 
+# A member of each kind -> the files, beside its own, that import it: those that have to be edited when it is added.
+ADDITIONS = {
+    "codec": ("collectives.codecs.float8", ["transforms.quantize"]),
+    "style of slicing": ("collectives.styles.vocab", ["collectives.styles"]),
+    "sequence kind": ("collectives.sequence.ring", ["collectives.sequence"]),
+    "optimizer": ("optim.optimizers.lion", ["optim"]),
+    "optimizer that reduces an axis itself": ("optim.axis_owner.onebit_adam", ["optim"]),
+    "wrapper of optimizers": ("optim.wrappers.masked", ["optim"]),
+    "pipeline schedule": ("schedules.dualpipe", ["schedules", "schedules.make"]),
+    "operation with a kernel": ("kernels.rotary", ["nn"]),
+    "transform": ("transforms.hierarchical", ["", "transforms"]),
+    "transport": ("mesh.transport.echo", ["mesh.transport"]),
+    "command": ("commands.plan", ["commands.__main__"]),
+}
+
+
+@pytest.mark.parametrize("kind", ADDITIONS)
+def test_a_new_member_of_a_kind_needs_few_edits(kind):
+    graph = grimp.build_graph("shardlib", cache_dir=None)
+    member, edited = f"shardlib.{ADDITIONS[kind][0]}", [f"shardlib.{name}".rstrip(".") for name in ADDITIONS[kind][1]]
+    own = {module for module in graph.modules if module == member or module.startswith(f"{member}.")}
+    assert sorted(set().union(*map(graph.find_modules_that_directly_import, own)) - own) == edited
+    assert len(edited) <= 5
+    row = next(
+        line for line in (ROOT / "docs" / "architecture.md").read_text().splitlines() if line.startswith(f"| {kind} |")
+    )
+    assert row.endswith(f"| {len(edited)} |"), "docs/architecture.md counts other edits"
+
+
 @pytest.mark.parametrize("name", ["house.txt", "house.svg"])
 def test_the_drawing_is_true(name):
     spec = importlib.util.spec_from_file_location("draw_house", ROOT / "docs" / "draw_house.py")

@@ -1,4 +1,4 @@
-"""One file alone, `shardlib/_compat.py`, reaches into what is private to torch."""
+"""Only one file, `shardlib/_compat.py`, uses private names of torch."""
 
 import ast
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ OTHERS = {"_fields", "_path", "_tp_plan", "_init_weights"}  # of named tuples, h
 
 
 def inside_of_torch(source: str) -> Iterator[str]:
-    """Where a source reaches for private parts of torch: by import, from a module, of an object, or by a string."""
+    """Uses of torch's private names in a source: by import, from a module, of an object, or by a string."""
     tree = ast.parse(source)
     modules = {"torch"}
     for node in ast.walk(tree):
@@ -78,10 +78,10 @@ def inside_of_torch(source: str) -> Iterator[str]:
         "class Owner:\n    def buffers(self):\n        return self.module._buffers",
     ],
 )
-def test_what_reaches_into_torch_is_found(source):
+def test_private_names_of_torch_are_found(source):
     assert list(inside_of_torch(source))
 
 
-def test_one_file_alone_reaches_into_torch():
+def test_only_one_file_uses_private_names_of_torch():
     found = {str(path.relative_to(ROOT)): list(inside_of_torch(path.read_text())) for path in SOURCES}
-    assert not {path: places for path, places in found.items() if places}
+    assert not {path: positions for path, positions in found.items() if positions}

@@ -100,7 +100,7 @@ class Part:
 
 
 @pytest.mark.parametrize("shape", [(4, 8), (4, 8, 3), (4, 8, 3, 5)])
-def test_the_mask_of_a_part_is_its_part_of_the_mask(shape):
+def test_the_mask_of_a_sequence_part_is_a_part_of_the_mask(shape):
     key = KEY.at_slot(1)
     x, residual = torch.randn(shape), torch.randn(shape)
     whole = sl.dropout(x, 0.4, key, residual=residual)[:, Part.kept]
@@ -114,7 +114,7 @@ def test_the_mask_of_a_part_is_its_part_of_the_mask(shape):
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (4, 6, 3), (4, 6, 3, 5)])
-def test_the_mask_of_some_heads_is_theirs_of_all(shape):
+def test_the_mask_of_some_heads_is_a_slice_of_the_mask(shape):
     key, x = KEY.at_slot(1), torch.randn(shape)
     whole = sl.dropout(x, 0.4, key)
     assert torch.equal(sl.dropout(x, 0.4, key, heads=(0, 6)), whole)
@@ -172,7 +172,7 @@ def test_dropout_keeps_the_mean_and_refuses_what_is_no_probability():
 
 
 def torch_masks(mesh, microbatches, key):
-    """What torch's own dropout keeps in each of this rank's micro-batches."""
+    """The masks of torch's dropout in each of this rank's micro-batches."""
     kept = []
 
     def loss_fn(params, batch):
@@ -226,7 +226,7 @@ def test_torchs_own_dropout_is_replayed_under_recompute(stage, extra):
         assert torch.equal(kept, second) and torch.equal(kept, replayed)
 
 
-def test_what_is_folded_in_is_told_apart():
+def test_different_folds_give_different_keys():
     """Numbers and names, neighbours in a chain, and seeds of the same digits."""
     folds = [KEY.fold_in(data) for data in (1, "1", -1, "-1", 2**70, "", "/1", "1/1", ":1", 11)]
     folds += [KEY.fold_in(1).fold_in(1), KEY.fold_in("1").fold_in("1"), sl.Key(1).fold_in("1"), sl.Key(11).fold_in("")]
@@ -262,7 +262,7 @@ def test_a_seed_has_64_bits():
         sl.make_train_step(lambda p, b: p["w"].sum(), {"w": torch.ones(2)}, sl.optim.sgd(0.1), rng=0.5)
 
 
-def test_shares_of_unequal_rows_draw_what_no_other_does():
+def test_shares_of_unequal_rows_draw_different_numbers():
     """Rows 0 to 2 and 2 to 5 of a batch: what has rows draws its part, and what has none draws its own."""
     first, second = KEY.at_slot(Fraction(0, 2)), KEY.at_slot(Fraction(2, 3))
     whole = random_bits(KEY, 5 * 7)

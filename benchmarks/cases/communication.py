@@ -1,4 +1,4 @@
-"""The kernels of compressed communication: against plain torch, and against the bandwidth for the bytes they must move."""
+"""Kernels of compressed communication, against plain torch and against the memory bandwidth for the bytes that they move."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness import rates, tables
-from benchmarks.harness.case import CPU, CUDA, Case, Checks, Part, Setting
+from benchmarks.harness.case import CPU, CUDA, Case, Checks, Result, Setting
 from benchmarks.harness.timing import medians, one_thread
 from shardlib.kernels import onebit, quantize
 from shardlib.kernels.common import dispatch
@@ -18,8 +18,8 @@ from shardlib.kernels.quantize import Blockwise
 
 _ELEMENTS = {CPU: 1 << 25, CUDA: 1 << 28}
 _ODD = 1_000_003  # elements in the checks
-# What the bandwidth is measured by, with its bytes per element: in place, as the kernels with errors work, or not, where
-# the processor reads what it is about to overwrite.
+# The operations by which the bandwidth is measured, with their bytes per element: in place, as kernels with residuals work,
+# or a copy, for which the processor also reads the lines that it overwrites.
 _IN_PLACE, _COPY = ("error += x", 12), ("copy", 8)
 _EAGER_ONEBIT, _LEAN_ONEBIT = "1-bit, DeepSpeed's operations in torch", "1-bit, fewest operations in torch"
 _EAGER_QUANTIZE = "int8, eager torch"
@@ -30,16 +30,16 @@ _INT8, _INT4 = Blockwise(8), Blockwise(4)
 
 
 class _Kernel(NamedTuple):
-    """An operation by one implementation, or by what serves the device; on a CPU with what it is held against."""
+    """An operation by one implementation, or by the one chosen for the device; on a CPU with a reference to compare with."""
 
-    bytes: float  # that it must move, per element
+    bytes: float  # the least that must be moved, per element
     run: Callable[[str | None], Any]
     like: tuple[str, int] = _COPY
-    eager: Mapping[str, float | None] = {}  # against which others, and the ratio aimed for
+    eager: Mapping[str, float | None] = {}  # operation to compare with -> the ratio aimed for
 
 
 class _Buffers:
-    """What the operations work on."""
+    """The inputs of the operations."""
 
     def __init__(self, elements: int, device: torch.device) -> None:
         self.elements = elements
@@ -52,7 +52,7 @@ class _Buffers:
         whole, blocks = Segments([0, elements]), Segments.blocks(128, elements)
         if x.is_cuda:
             many, moved, tensors = "a scale per 16384", 20.125, Segments.blocks(1 << 14, elements)
-        else:  # which reads a tensor from its cache the second time
+        else:  # the second pass of the CPU's kernel reads a tensor from the cache
             each = 1 << 20
             ends = torch.arange(0, elements + each, each).clamp(max=elements)
             many, moved, tensors = "tensors of 2^20", 12.125, Segments(ends)
@@ -89,12 +89,12 @@ class _Buffers:
         }
 
 
-def measure(setting: Setting) -> Part:
+def measure(setting: Setting) -> Result:
     buffers = _Buffers(1 << 16 if setting.small else _ELEMENTS[setting.kind], setting.device)
     return _implementations(buffers, setting) if setting.kind == CUDA else _on_one_core(buffers, setting)
 
 
-def _on_one_core(buffers: _Buffers, setting: Setting) -> Part:
+def _on_one_core(buffers: _Buffers, setting: Setting) -> Result:
     kernels, x, error = buffers.kernels(), buffers.x, buffers.error
     buffer = x.clone()  # DeepSpeed leaves the signs in it
     calls: dict[str, Callable[[int], Any]] = {
@@ -125,7 +125,7 @@ def _on_one_core(buffers: _Buffers, setting: Setting) -> Part:
     return tables.compared("Kernels of compressed communication", about, rows, times)
 
 
-def _implementations(buffers: _Buffers, setting: Setting) -> Part:
+def _implementations(buffers: _Buffers, setting: Setting) -> Result:
     calls: dict[tuple[str, str], rates.Moving] = {rates.COPY: (8, lambda: buffers.out.copy_(buffers.x))}
     for name, kernel in buffers.kernels().items():
         for using in (*rates.implementations(setting.device), "reference"):
@@ -134,7 +134,7 @@ def _implementations(buffers: _Buffers, setting: Setting) -> Part:
 
 
 def eager_onebit(buffer: torch.Tensor, error: torch.Tensor) -> tuple[np.ndarray, torch.Tensor]:
-    """The operations of DeepSpeed's compressed all-reduce, one by one; numpy packs, as torch cannot."""
+    """The operations of DeepSpeed's compressed all-reduce, one by one; numpy packs bits, which torch cannot."""
     buffer.add_(error)
     scale = torch.linalg.vector_norm(buffer) / len(buffer) ** 0.5
     error.copy_(buffer - scale * buffer.sign().add_(1).bool().float().add_(-0.5).mul_(2))
@@ -142,7 +142,7 @@ def eager_onebit(buffer: torch.Tensor, error: torch.Tensor) -> tuple[np.ndarray,
 
 
 def lean_onebit(x: torch.Tensor, error: torch.Tensor) -> tuple[np.ndarray, torch.Tensor]:
-    """The same in as few operations as torch allows."""
+    """1-bit compression in as few operations of torch as possible."""
     c = x + error
     scale = torch.linalg.vector_norm(c) / len(c) ** 0.5
     positive = c >= 0
@@ -157,7 +157,7 @@ def eager_quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check(device: torch.device) -> Checks:
-    """Bits, values and errors must be the reference's on the CPU, scales of 1-bit within one unit in the last place."""
+    """Checks that bits, values and residuals equal the reference's on the CPU, and 1-bit scales within one unit."""
     checks: dict[str, Callable[[str], bool]] = {
         "1-bit, tensors": lambda u: _check_onebit(u, device, Segments([0, 5, 5, 70_001, _ODD - 9], _ODD)),
         "1-bit, blocks": lambda u: _check_onebit(u, device, Segments.blocks(128, _ODD - 9, _ODD)),
@@ -177,19 +177,19 @@ def _check_onebit(using: str, device: torch.device, segments: Segments) -> bool:
     bits, scales = onebit.compress(x.to(device), left, segments, using=using)
     expected = onebit.compress(x, error, segments, using="reference")
     same = torch.equal(bits.cpu(), expected[0]) and torch.allclose(scales.cpu(), expected[1], rtol=1.2e-7, atol=0)
-    # Errors follow from the scales that came with them, bit by bit.
+    # Residuals must follow from the implementation's scales, bit by bit.
     spread = segments.spread(scales.cpu())
-    own = torch.where(c >= 0, c - spread, c + spread)
-    own[segments.elements :] = 0
+    residual = torch.where(c >= 0, c - spread, c + spread)
+    residual[segments.elements :] = 0
     both = bits.repeat(3, 1), scales * torch.rand(3, 1, device=device)
     mean = onebit.average(both[0].cpu(), both[1].cpu(), segments, using="reference")
     return (
         same
-        and torch.equal(left.cpu(), own)
+        and torch.equal(left.cpu(), residual)
         and torch.equal(onebit.average(*both, segments, using=using).cpu(), mean)
         and torch.equal(
             onebit.average_compress(*both, left, segments, using=using)[0].cpu(),
-            onebit.average_compress(both[0].cpu(), both[1].cpu(), own, segments, using="reference")[0],
+            onebit.average_compress(both[0].cpu(), both[1].cpu(), residual, segments, using="reference")[0],
         )
     )
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import shardlib as sl
 from benchmarks.harness import rates, tables
-from benchmarks.harness.case import CUDA, Case, Part, Setting
+from benchmarks.harness.case import CUDA, Case, Result, Setting
 from benchmarks.harness.timing import medians
 from benchmarks.peers import fsdp
 from benchmarks.peers.gpt import GPT, SMALL, Config, make_loss, params_of
@@ -26,8 +26,8 @@ _LARGE = Config(vocab=50304, layers=24, width=1792, heads=14, sequence=1024, bat
 _ADAMW = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-4}
 
 
-def measure(setting: Setting) -> Part:
-    """Seconds, tokens/s and MFU of a step, providers taking turns; and the loss that each ends at, from the same start.
+def measure(setting: Setting) -> Result:
+    """Seconds, tokens/s and MFU of a step of each provider, in turns, and the final loss of each from the same start.
 
     MFU counts 6 floating-point operations for each parameter and token, and 6·layers·width·sequence for each token's
     causal attention, against the rate of a bf16 product of 8192 × 8192 matrices measured here.
@@ -128,7 +128,7 @@ _PROVIDERS: dict[str, Callable[..., Step]] = {
 
 @contextmanager
 def _alone(device: torch.device) -> Iterator[None]:
-    """A process group of one, for fully_shard."""
+    """A process group of one rank, for fully_shard."""
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
@@ -138,7 +138,7 @@ def _alone(device: torch.device) -> Iterator[None]:
 
 @functools.cache
 def _start(config: Config) -> GPT:
-    """What all train from, on the CPU: a generator of one device fills no memory of another."""
+    """The initial parameters of all providers, on the CPU, as a generator draws on one device only."""
     return GPT(config)
 
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.cases.layer_pieces import Function, Piece, Sizes, layer, pieces
+from benchmarks.cases.layer_operations import Function, Operation, Sizes, layer, operations
 from benchmarks.harness import rates, tables
-from benchmarks.harness.case import CPU, CUDA, Case, Checks, Part, Setting
+from benchmarks.harness.case import CPU, CUDA, Case, Checks, Result, Setting
 from benchmarks.harness.timing import Times, medians, one_thread
 
 _SIZES = {
     CPU: Sizes(2048, 1024, 4096, 16, 512, 16, 51, (2048, 1024, 8192), 0.1),
-    # Nothing is dropped, as torch's masks are its own.
+    # No dropout, as torch draws other masks.
     CUDA: Sizes(16384, 4096, 4096, 32, 4096, 1, 0, (8192, 2048, 50304), 0.0),
 }
 SMALL = Sizes(64, 32, 128, 4, 32, 4, 3, (64, 32, 50), 0.0)
@@ -24,24 +24,24 @@ _EAGER, _COMPILED, _COPY = "eager torch", "torch, compiled", "copy"
 _FORWARD, _BACKWARD, _BOTH = "forward", "backward", "forward and backward"
 
 
-def measure(setting: Setting) -> Part:
+def measure(setting: Setting) -> Result:
     sizes = SMALL if setting.small else _SIZES[setting.kind]
     return _on_a_gpu(sizes, setting) if setting.kind == CUDA else _on_one_core(sizes, setting)
 
 
-def _on_one_core(sizes: Sizes, setting: Setting) -> Part:
-    """Each forward, and forward and backward."""
+def _on_one_core(sizes: Sizes, setting: Setting) -> Result:
+    """Times of forward, and of forward and backward together, of each operation."""
     rows, times = [], {}
     with one_thread():
         for dtype in (torch.float32, torch.bfloat16):
-            every = {**pieces(sizes, dtype, setting.device), "a BERT layer with dropout": layer(sizes, dtype)}
-            for name, piece in every.items():
+            every = {**operations(sizes, dtype, setting.device), "a BERT layer with dropout": layer(sizes, dtype)}
+            for name, operation in every.items():
                 what = f"{name}, {str(dtype)[6:]}"
                 times |= setting.time(
                     {
                         f"{what}, {whose}{which}": call
-                        for whose, function in (("", piece.ours), ("eager, ", piece.plain))
-                        for which, call in _passes(function, piece).items()
+                        for whose, function in (("", operation.kernel), ("eager, ", operation.plain))
+                        for which, call in _passes(function, operation).items()
                     }
                 )
                 rows += [
@@ -56,8 +56,8 @@ def _on_one_core(sizes: Sizes, setting: Setting) -> Part:
     return tables.compared("Kernels of a dense layer", about, rows, times)
 
 
-def _passes(function: Function, piece: Piece) -> dict[str, Callable[[int], Any]]:
-    leaves = [value.requires_grad_() for value in piece.inputs]
+def _passes(function: Function, operation: Operation) -> dict[str, Callable[[int], Any]]:
+    leaves = [value.requires_grad_() for value in operation.inputs]
     with torch.no_grad():
         cotangents = [torch.randn_like(y) for y in _tuple(function(*leaves))]
 
@@ -71,8 +71,8 @@ def _passes(function: Function, piece: Piece) -> dict[str, Callable[[int], Any]]
     }
 
 
-def _on_a_gpu(sizes: Sizes, setting: Setting) -> Part:
-    """Forward, and backward alone, in bf16; GB/s count what must be moved at least."""
+def _on_a_gpu(sizes: Sizes, setting: Setting) -> Result:
+    """Times of forward and of backward in bf16; GB/s count the least bytes that must be moved."""
     device, all_times = setting.device, Times()
     using = {"using": rates.implementations(device)[-1]}
 
@@ -84,18 +84,20 @@ def _on_a_gpu(sizes: Sizes, setting: Setting) -> Part:
     source, into = (torch.randn(sizes.tokens, sizes.width, device=device, dtype=torch.bfloat16) for _ in range(2))
     copied = 4 * source.numel() / timed(_COPY, {"torch": lambda _: into.copy_(source)})["torch"]
     cells = []
-    for name, piece in pieces(sizes, torch.bfloat16, device).items():
-        leaves = [x.requires_grad_() for x in piece.inputs]
+    for name, operation in operations(sizes, torch.bfloat16, device).items():
+        leaves = [x.requires_grad_() for x in operation.inputs]
         functions = {
-            "ours": (lambda *given, piece=piece: piece.ours(*given, **using)) if piece.moved else piece.ours,
-            _EAGER: piece.plain,
-            _COMPILED: torch.compile(piece.plain, backend="eager" if setting.small else "inductor"),
+            "ours": (lambda *given, operation=operation: operation.kernel(*given, **using))
+            if operation.moved
+            else operation.kernel,
+            _EAGER: operation.plain,
+            _COMPILED: torch.compile(operation.plain, backend="eager" if setting.small else "inductor"),
         }
         calls: dict[str, Callable[[int], Any]] = {}
         for whose, function in functions.items():
-            calls |= {f"{whose}, {which}": call for which, call in _halves(function, leaves, piece).items()}
+            calls |= {f"{whose}, {which}": call for which, call in _halves(function, leaves, operation).items()}
         taken = timed(name, calls)
-        ways = zip((_FORWARD, _BACKWARD), piece.moved) if piece.moved else ((_BOTH, 0),)
+        ways = zip((_FORWARD, _BACKWARD), operation.moved) if operation.moved else ((_BOTH, 0),)
         for way, tensors in ways:
             mine = taken[f"ours, {way}"]
             rate = tensors * 2 * leaves[0].numel() / mine
@@ -104,13 +106,13 @@ def _on_a_gpu(sizes: Sizes, setting: Setting) -> Part:
                 + ([f"{rate / 1e9:.0f}", f"{rate / copied:.0%}"] if tensors else ["", ""])
                 + [f"{taken[f'{whose}, {way}'] / mine:.2f}" for whose in (_EAGER, _COMPILED)]
             )
-    columns = ["piece", "", "ms", "GB/s", "of a copy's", f"{_EAGER} / ours", f"{_COMPILED} / ours"]
+    columns = ["operation", "", "ms", "GB/s", "of a copy's", f"{_EAGER} / ours", f"{_COMPILED} / ours"]
     about = f"{sizes.tokens:,} rows of {sizes.width} in bf16, {setting.rounds} rounds; GB/s count what must be moved."
     return tables.listed("Kernels of a dense layer", about, columns, cells, all_times)
 
 
-def _halves(function: Function, leaves: list[torch.Tensor], piece: Piece) -> dict[str, Callable[[int], Any]]:
-    if piece.moved is None:
+def _halves(function: Function, leaves: list[torch.Tensor], operation: Operation) -> dict[str, Callable[[int], Any]]:
+    if operation.moved is None:
         return {_BOTH: lambda _: torch.autograd.grad(function(*leaves), leaves)}
     outputs = _tuple(function(*leaves))
     grads = [torch.ones_like(y) for y in outputs]
@@ -121,19 +123,19 @@ def _halves(function: Function, leaves: list[torch.Tensor], piece: Piece) -> dic
 
 
 def check(device: torch.device) -> Checks:
-    """Outputs and gradients, of fp32 and bf16, against plain torch in float64 on the CPU."""
+    """Checks of outputs and gradients in fp32 and bf16 against plain torch in float64 on the CPU."""
     using, checks = rates.implementations(device)[-1], []
-    exact = pieces(_CHECKED, torch.float64, torch.device(CPU))
+    exact = operations(_CHECKED, torch.float64, torch.device(CPU))
     for dtype, tolerance in _TOLERANCE.items():
-        for name, piece in pieces(_CHECKED, dtype, device).items():
-            if piece.moved is None:
+        for name, operation in operations(_CHECKED, dtype, device).items():
+            if operation.moved is None:
                 continue
 
             def compare(
-                name: str = name, piece: Piece = piece, dtype: Any = dtype, tolerance: float = tolerance
+                name: str = name, operation: Operation = operation, dtype: Any = dtype, tolerance: float = tolerance
             ) -> str:
-                wanted = _results(exact[name].plain, [x.cpu().double() for x in piece.inputs], dtype)
-                found = _results(piece.ours, piece.inputs, dtype, using=using)
+                wanted = _results(exact[name].plain, [x.cpu().double() for x in operation.inputs], dtype)
+                found = _results(operation.kernel, operation.inputs, dtype, using=using)
                 error = max(
                     float((a.detach().double().cpu() - b.detach()).norm() / b.detach().norm().clamp(min=1e-9))
                     for a, b in zip(found, wanted, strict=True)
@@ -145,7 +147,7 @@ def check(device: torch.device) -> Checks:
 
 
 def _results(function: Function, inputs: Any, dtype: torch.dtype, **options: str) -> list[torch.Tensor]:
-    """Outputs, and what the inputs' gradients are when the outputs' are random numbers, the same each time, of ``dtype``."""
+    """Outputs, and the gradients of the inputs for fixed random gradients of the outputs, rounded to ``dtype``."""
     inputs = [x.clone().requires_grad_() for x in inputs]
     outputs = _tuple(function(*inputs, **options))
     generator = torch.Generator().manual_seed(0)

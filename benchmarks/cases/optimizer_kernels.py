@@ -1,4 +1,4 @@
-"""The optimizers' kernels: against what torch offers for the same work, and by their bandwidth."""
+"""Kernels of optimizers' steps, against torch's functions for the same work and by their bandwidth."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.harness import rates, tables
-from benchmarks.harness.case import CPU, CUDA, Case, Checks, Part, Setting
+from benchmarks.harness.case import CPU, CUDA, Case, Checks, Result, Setting
 from benchmarks.harness.timing import one_thread
 from shardlib.kernels import adamw, adamw8, frozen_adam, global_norm, lion
 from shardlib.kernels.common import dispatch
@@ -27,7 +27,7 @@ Operation = Callable[[str | None], Any]  # by one implementation, or by what ser
 
 
 class _Buffers:
-    """What the operations work on: an fp32 state, gradients and a copy; ``scaled``: gradients are scaled on the way."""
+    """The inputs of the operations: an fp32 state, gradients and a copy. ``scaled``: steps also scale the gradient."""
 
     def __init__(self, elements: int, device: torch.device, scaled: bool) -> None:
         generator = torch.Generator(device).manual_seed(0)
@@ -46,7 +46,7 @@ class _Buffers:
         return self.param, self.mu, self.grad, self.nu, self.moved, self.copy, *self.coded
 
     def operations(self) -> dict[str, tuple[float, Operation]]:
-        """Name -> bytes per element, and the operation."""
+        """Name -> (bytes per element, operation)."""
         b = self
         folded = {"scale": b.scale}
         into = {"copy": b.copy, **folded}
@@ -66,7 +66,7 @@ class _Buffers:
             _NORMS["bf16"]: (2, lambda u: global_norm.sum_of_squares(b.narrow, using=u)),
             "1-bit Adam's momentum": (
                 12,
-                lambda u: frozen_adam.own_momentum_(b.grad, b.mu, b1=0.9, using=u, **folded),
+                lambda u: frozen_adam.local_momentum_(b.grad, b.mu, b1=0.9, using=u, **folded),
             ),
             _FROZEN: (20, lambda u: frozen_adam.frozen_step_(b.param, b.mu, b.nu, lr=_RATE, using=u, **_HYPER)),
             "0/1 Adam's local step": (
@@ -87,12 +87,12 @@ class _Buffers:
         torch._fused_adamw_([self.param], [grad], [self.mu], [self.nu], [], [self.count], **options)
 
     def three_passes(self) -> None:
-        """The same with a cast before and one after."""
+        """AdamW by torch's fused kernel, with a cast before and one after."""
         self.fused(self.wide.copy_(self.narrow))
         self.copy.copy_(self.param)
 
     def frozen(self) -> None:
-        """1-bit Adam's frozen step, operation by operation."""
+        """1-bit Adam's step with a frozen variance, in operations of torch."""
         self.mu.mul_(self.nu.sign())
         self.param.add_((self.mu / self.nu.sqrt().add_(1e-8)).add_(self.param, alpha=0.1), alpha=-1e-5)
 
@@ -103,13 +103,13 @@ class _Rival(NamedTuple):
     target: float | None
 
 
-def measure(setting: Setting) -> Part:
+def measure(setting: Setting) -> Result:
     elements = 1 << 16 if setting.small else _ELEMENTS[setting.kind]
     buffers = _Buffers(elements, setting.device, scaled=setting.kind == CUDA)
     return _implementations(buffers, elements, setting) if setting.kind == CUDA else _on_one_core(buffers, setting)
 
 
-def _on_one_core(b: _Buffers, setting: Setting) -> Part:
+def _on_one_core(b: _Buffers, setting: Setting) -> Result:
     rivals: Mapping[str, list[_Rival]] = {
         _BF16: [_Rival("torch's cast, fused step, cast", b.three_passes, 0.55)],
         _FP32: [_Rival("torch's fused step", lambda: b.fused(b.grad), 1.03)],
@@ -144,7 +144,7 @@ def _norms(x: torch.Tensor) -> list[_Rival]:
     ]
 
 
-def _implementations(b: _Buffers, elements: int, setting: Setting) -> Part:
+def _implementations(b: _Buffers, elements: int, setting: Setting) -> Result:
     calls: dict[tuple[str, str], rates.Moving] = {
         rates.COPY: (8, lambda: b.wide.copy_(b.param)),
         (_BF16, "torch's cast, fused, cast"): (28, b.three_passes),

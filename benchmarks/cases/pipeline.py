@@ -1,4 +1,4 @@
-"""Pipeline stages against torch.distributed.pipelining: the same blocks, cut alike, under 1F1B in the same two processes."""
+"""Pipeline stages against torch.distributed.pipelining: the same blocks and cuts, with 1F1B in the same two processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import shardlib as sl
 from benchmarks.cases.ranks import AGREE, WARM, Side, versus
 from benchmarks.harness import tables
-from benchmarks.harness.case import CPU, Case, Part, Setting
+from benchmarks.harness.case import CPU, Case, Result, Setting
 from benchmarks.peers import torch_pipeline
 from benchmarks.peers.gpt import GPT, SMALL, Config, blocks_of, make_blocks, params_of
 from benchmarks.peers.provider import Step
@@ -26,7 +26,7 @@ _OURS = Side("shardlib pipeline 1F1B", "defaults", _staged)
 _THEIRS = Side("Schedule1F1B", "defaults", torch_pipeline.make)
 
 
-def measure(setting: Setting) -> Part:
+def measure(setting: Setting) -> Result:
     """Two ranks, one stage each."""
     config = SMALL if setting.small else Config()
     widths = (config.width,) if setting.small else _WIDTHS

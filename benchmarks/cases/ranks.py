@@ -1,4 +1,4 @@
-"""Training steps on two ranks of one thread each: what is compared lives in the same two processes and takes turns."""
+"""Training steps on two ranks of one thread each; the compared sides take turns in the same two processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WARM = 3  # steps before the clock runs, in which all must train alike
 
 
 class Side(NamedTuple):
-    """One of two that are compared, and its setting in words."""
+    """One side of a comparison, and its setting in words."""
 
     name: str
     setting: str
@@ -29,20 +29,20 @@ class Side(NamedTuple):
 
 
 def on_two_ranks(fn: Callable[..., Any], *arguments: Any, axis: str) -> list[Any]:
-    """What ``fn(mesh, *arguments)`` returns on each."""
+    """The results of ``fn(mesh, *arguments)`` on each rank."""
     os.environ["OMP_NUM_THREADS"] = "1"
     return sl.launch(fn, *arguments, mesh={axis: 2}, timeout=1800)
 
 
 def versus(
-    ours: Side, theirs: Side, axis: str, targets: Mapping[Config, float], rounds: int
+    first: Side, second: Side, axis: str, targets: Mapping[Config, float], rounds: int
 ) -> tuple[list[Row], Times]:
-    """Two sides' steps with each configuration, which differ in width."""
+    """Times of two sides' steps at each configuration; configurations differ in width."""
     rows, times = [], Times()
     for config, target in targets.items():
-        found = on_two_ranks(_rank, (ours, theirs), config, rounds, axis=axis)[0]
-        names = [f"{side.name}, width {config.width}" for side in (ours, theirs)]
-        times |= dict(zip(names, found))
+        measured = on_two_ranks(_rank, (first, second), config, rounds, axis=axis)[0]
+        names = [f"{side.name}, width {config.width}" for side in (first, second)]
+        times |= dict(zip(names, measured))
         rows.append(tables.row(times, *names, target))
     return rows, times
 
@@ -51,10 +51,10 @@ def _rank(mesh: sl.Mesh, sides: tuple[Side, Side], config: Config, rounds: int) 
     torch.set_num_threads(1)
     steps = [side.make(config, mesh) for side in sides]
     for number in range(WARM):
-        ours, theirs = (step(random_batch(config, number)) for step in steps)
-        # The last rank has the loss, of a pipeline too.
-        if mesh.rank == mesh.size - 1 and abs(ours - theirs) > AGREE:
-            raise AssertionError(f"the two train differently: losses {ours} and {theirs} in step {number}")
+        first, second = (step(random_batch(config, number)) for step in steps)
+        # The last rank has the loss, also with a pipeline.
+        if mesh.rank == mesh.size - 1 and abs(first - second) > AGREE:
+            raise AssertionError(f"the two train differently: losses {first} and {second} in step {number}")
     calls = {
         side.name: lambda number, step=step: step(random_batch(config, WARM + number))
         for side, step in zip(sides, steps)

@@ -8,7 +8,7 @@ from typing import Any
 import shardlib as sl
 from benchmarks.cases.ranks import AGREE, WARM, Side, versus
 from benchmarks.harness import tables
-from benchmarks.harness.case import CPU, Case, Part, Setting
+from benchmarks.harness.case import CPU, Case, Result, Setting
 from benchmarks.peers import tensor_parallel
 from benchmarks.peers.gpt import SMALL, Config
 from benchmarks.peers.provider import Step
@@ -37,7 +37,7 @@ _THEIRS = Side(
 )
 
 
-def measure(setting: Setting) -> Part:
+def measure(setting: Setting) -> Result:
     """Two ranks at each width."""
     config = SMALL if setting.small else Config()
     widths = {config.width: 1.0} if setting.small else _WIDTHS

@@ -9,7 +9,7 @@ import torch
 
 import shardlib as sl
 from benchmarks.harness import rates, tables
-from benchmarks.harness.case import CPU, CUDA, Case, Checks, Part, Setting
+from benchmarks.harness.case import CPU, CUDA, Case, Checks, Result, Setting
 from benchmarks.harness.timing import medians
 from benchmarks.peers.shardlib import echo_mesh
 from shardlib.mesh.mesh import Mesh
@@ -19,7 +19,7 @@ _BY_HAND = "hand-written loop"
 
 
 def check(device: torch.device) -> Checks:
-    """Train a few steps in every mode; the result of each against one plain loop in float64 on the CPU."""
+    """Checks a few steps in every mode of sharding against a plain loop in float64 on the CPU."""
     modes: dict[str, sl.claims.Transform] = {f"zero({stage})": sl.zero(stage) for stage in range(4)}
     modes["zero(3) + accumulate(2)"] = sl.chain(sl.zero(3), sl.accumulate(2))
     modes["zero(3) + remat()"] = sl.chain(sl.zero(3), sl.remat())
@@ -39,8 +39,8 @@ def check(device: torch.device) -> Checks:
 def _trained(device: torch.device, transform: sl.claims.Transform, ranks: int) -> list[torch.Tensor]:
     """Four steps of a small model in float64.
 
-    An echo repeats this rank's shard, so it is exact only where both halves are equal: the weights' quarters are, and
-    stay so.
+    An echo repeats this rank's shard, so it is exact only if both halves of a leaf are equal: here the quarters of all
+    weights are, and stay so.
     """
     mesh = echo_mesh(ranks, device)
     generator = torch.Generator().manual_seed(0)
@@ -65,7 +65,7 @@ def _trained(device: torch.device, transform: sl.claims.Transform, ranks: int) -
     return optree.tree_leaves(sl.unshard(state.params))
 
 
-def measure(setting: Setting) -> Part:
+def measure(setting: Setting) -> Result:
     """A GPT in bf16 with fp32 masters."""
     device, rows = setting.device, 2 if setting.small else 16
     config = gpt.GPTConfig(vocab=32768, layers=24, width=1024, heads=16, sequence=1024)
@@ -106,7 +106,7 @@ def _by_shardlib(
 
 
 def _by_hand(config: gpt.GPTConfig, batch: dict[str, torch.Tensor], device: torch.device) -> Callable[[], None]:
-    """bf16 copies of fp32 masters, torch's fused AdamW: what one would write for one GPU."""
+    """A hand-written step for one GPU: bf16 copies of fp32 masters, torch's fused AdamW."""
     masters = optree.tree_map(lambda leaf: leaf.requires_grad_(), gpt.init(config, device=device))
     leaves = optree.tree_leaves(masters)
     optimizer = torch.optim.AdamW(leaves, lr=1e-4, weight_decay=1e-4, fused=True)

@@ -10,7 +10,7 @@ import torch
 
 import shardlib as sl
 from benchmarks.harness import tables
-from benchmarks.harness.case import CPU, Case, Part, Setting
+from benchmarks.harness.case import CPU, Case, Result, Setting
 from benchmarks.harness.timing import one_thread
 from benchmarks.peers.provider import ADAMW, Step
 from benchmarks.peers.shardlib import echo_mesh, step_of
@@ -28,7 +28,7 @@ _TARGETS = {_PLAIN: 1.1, _HANDLES: 1.3, _ECHO: None}
 Params = dict[str, torch.Tensor]
 
 
-def measure(setting: Setting) -> Part:
+def measure(setting: Setting) -> Result:
     tensors = 20 if setting.small else _TENSORS
     x = torch.randn(8, _WIDTH, generator=torch.Generator().manual_seed(1))
     alone, echo = (echo_mesh(ranks, setting.device) for ranks in (1, 2))
@@ -57,7 +57,7 @@ def _params(tensors: int) -> Params:
     def weight() -> torch.Tensor:
         return torch.eye(_WIDTH) + 0.01 * torch.randn(_WIDTH, _WIDTH, generator=generator)
 
-    return {f"w{place:04d}": weight() for place in range(tensors)}
+    return {f"w{index:04d}": weight() for index in range(tensors)}
 
 
 def _loss(params: Params, x: torch.Tensor) -> torch.Tensor:
@@ -81,7 +81,7 @@ def _hand_written(params: Params) -> Step:
 
 
 def _with_handles(params: sl.Sharded) -> sl.Sharded:
-    """The same on a mesh of one, declared to be split over its one rank, so that leaves become handles."""
+    """The step on a mesh of one, with leaves declared as split over its one rank, so that they become handles."""
     buckets = tuple(
         replace(bucket, axes=("data",), sizes=(1,), param_level=1, grad_level=1) for bucket in params.plan.buckets
     )
@@ -89,7 +89,7 @@ def _with_handles(params: sl.Sharded) -> sl.Sharded:
 
 
 class _GatherNothing:
-    """Stands for a gather of one rank: what goes in comes out."""
+    """A gather on one rank, which returns its input."""
 
     def __init__(self, mesh: sl.Mesh, bucket: Any, buffer: torch.Tensor, *_: Any, **__: Any) -> None:
         self._buffer = buffer
@@ -99,7 +99,7 @@ class _GatherNothing:
 
 
 class _ReduceNothing:
-    """The same for reductions."""
+    """A reduction on one rank, which returns its input."""
 
     def __init__(self, mesh: sl.Mesh, sums: Any, *_: Any) -> None:
         self._sums = sums

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 import shardlib as sl
 from benchmarks.harness import rates, tables
-from benchmarks.harness.case import CPU, CUDA, Case, Checks, Part, Setting
+from benchmarks.harness.case import CPU, CUDA, Case, Checks, Result, Setting
 from benchmarks.harness.timing import Calls, Times, interleave, medians, one_thread, processor, ratio
 from benchmarks.peers.sparse_attention import Attention, Gathered, flash, flex
 from shardlib.kernels.common.dispatch import choose
@@ -35,24 +35,24 @@ _LAYOUTS: dict[str, Callable[[int], Layout]] = {
     "BSLongformer": sl.sparse.longformer,
     "LocalSlidingWindow": partial(sl.sparse.sliding_window, causal=False),
 }
-_SHORT = 8192  # what takes seconds has one round only for longer sequences
-_DENSEST = "Fixed"  # a quarter of the blocks, so it takes seconds
-# Bytes that autograd may keep of gathered blocks; where it would be more, heads come one after another. (Fixed is a
-# quarter of all blocks: of 32,768 tokens in fp32, 11 GB a head.)
+_SHORT = 8192  # for longer sequences, calls that take seconds have one round
+_DENSEST = "Fixed"  # with a quarter of all blocks it takes seconds
+# Bytes of gathered blocks that autograd may save; if it would be more, heads are computed one after another. (Fixed has a
+# quarter of all blocks: with 32,768 tokens in fp32, 11 GB per head.)
 _KEPT = 8 << 30
 _TARGET = 3.0  # times as fast as gathered blocks
 _ON_A_GPU = ("Fixed", "BigBird")
 _FLASH, _FLEX, _OURS = "flash, dense", "FlexAttention", "shardlib"
-# Times as fast as the other, forward and backward together; the second where a layout's density is below 5 %.
+# Speed-ups over the peer, forward and backward together; that over flash for layouts with a density below 5 %.
 _TARGETS = {_FLEX: 2.0, _FLASH: 6.0}
-# Operations on a head of one number for a pair of positions; backward computes the scores again.
+# Operations per pair of positions and number of a head; backward computes the scores again.
 _PASSES = {_FORWARD: 4, _BOTH: 14}
-# Of the largest number, for results and gradients: some roundings of the dtype.
+# Errors of results and gradients over the largest number: some roundings of the dtype.
 _TOLERANCES = {torch.float32: 2**-17, torch.float16: 2**-9, torch.bfloat16: 2**-6}
 
 
 class Name(NamedTuple):
-    """What was timed; ``layout`` is empty for dense attention."""
+    """One timed call; ``layout`` is empty for dense attention."""
 
     length: int
     dtype: str
@@ -64,12 +64,12 @@ class Name(NamedTuple):
         return ",".join(map(str, self))
 
 
-def measure(setting: Setting) -> Part:
+def measure(setting: Setting) -> Result:
     lengths = (512,) if setting.small else _LENGTHS[setting.kind]
     return _on_a_gpu(lengths, setting) if setting.kind == CUDA else _on_one_core(lengths, setting)
 
 
-def _on_one_core(lengths: tuple[int, ...], setting: Setting) -> Part:
+def _on_one_core(lengths: tuple[int, ...], setting: Setting) -> Result:
     times: Times = {}
     with one_thread():
         for length in lengths:
@@ -94,7 +94,7 @@ def _on_one_core(lengths: tuple[int, ...], setting: Setting) -> Part:
 
 
 def _calls(length: int, dtype: str) -> tuple[Calls, Calls]:
-    """Of sparse and gathered attention; and those that take long: of dense attention, and by the densest layout."""
+    """Calls of sparse and gathered attention, and the slow ones: dense attention, and those with the densest layout."""
     generator = torch.Generator().manual_seed(0)
     heads = _HEADS[CPU]
     shape = 1, heads, length, _SIZE
@@ -148,8 +148,8 @@ def _cells(times: Times) -> list[list[str]]:
     return rows
 
 
-def _on_a_gpu(lengths: tuple[int, ...], setting: Setting) -> Part:
-    """Milliseconds, and operations on the layout's own blocks per second; of dense attention, on all."""
+def _on_a_gpu(lengths: tuple[int, ...], setting: Setting) -> Result:
+    """Milliseconds, and operations per second, counted on the layout's blocks (for dense attention on all)."""
     rows, all_times, device, heads = [], Times(), setting.device, _HEADS[CUDA]
     ceiling = rates.product_rate(setting)
     for length in lengths:
@@ -177,7 +177,7 @@ def _on_a_gpu(lengths: tuple[int, ...], setting: Setting) -> Part:
 
 
 def verdict(provider: str, which: str, density: float, over: float) -> str:
-    """Whether a peer takes so many times as long as it should."""
+    """Whether a peer's time over the library's reaches the target."""
     target = _TARGETS.get(provider)
     if target is None or which == _FORWARD or (provider == _FLASH and density >= 0.05):
         return ""
@@ -187,7 +187,7 @@ def verdict(provider: str, which: str, density: float, over: float) -> str:
 def _providers(
     layout: Layout, inputs: list[torch.Tensor], grad: torch.Tensor
 ) -> dict[tuple[str, str], Callable[[int], Any]]:
-    """By provider and pass. Ours and FlexAttention's are seen to agree first."""
+    """Calls by provider and pass, after a check that shardlib and FlexAttention agree."""
     device, constants = inputs[0].device, [x.detach() for x in inputs]
     functions: dict[str, Attention] = {
         _OURS: lambda q, k, v: sl.nn.sparse_attention(q, k, v, layout, using=rates.implementations(device)[-1]),
@@ -204,7 +204,7 @@ def _providers(
 
 
 def check(device: torch.device) -> Checks:
-    """Output and gradients against plain torch in float64, and the same bits twice."""
+    """Checks of output and gradients against plain torch in float64, and of equal bits in two runs."""
     checks = []
     for dtype, tolerance in _TOLERANCES.items():
         for size in (16, 64, 80, 128, 256) if device.type == CUDA else (16, 64):
@@ -218,7 +218,7 @@ def check(device: torch.device) -> Checks:
 
 def _compare(device: torch.device, dtype: torch.dtype, size: int, options: str) -> tuple[float, bool]:
     """The largest error over the largest number, and whether two runs agree bit by bit."""
-    length = 1100  # not a multiple of the block, and rows and columns long enough to be cut into parts
+    length = 1100  # not a multiple of the block, and rows and columns long enough to be split into items
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import shardlib as sl
 from benchmarks.cases.ranks import AGREE, on_two_ranks
 from benchmarks.harness import tables
-from benchmarks.harness.case import CPU, Case, Part, Setting
+from benchmarks.harness.case import CPU, Case, Result, Setting
 from benchmarks.harness.timing import Times, interleave
 from benchmarks.peers.gpt import SMALL, Config, random_batch
 from benchmarks.peers.provider import Batch
@@ -31,7 +31,7 @@ _TARGETS = [
 _WARM = 4  # steps before the clock runs, in which all must train alike
 
 
-def measure(setting: Setting) -> Part:
+def measure(setting: Setting) -> Result:
     """Two ranks, one thread each."""
     config = SMALL if setting.small else Config()
     results = on_two_ranks(_rank, config, setting.rounds, axis="data")
@@ -65,7 +65,7 @@ def _batch(config: Config, mesh: sl.Mesh, number: int) -> Batch:
 
 
 def _check_losses(ranks: list[dict[str, list[float]]]) -> None:
-    """Means over ranks (peers report their own rank's loss) must be the same for everyone."""
+    """Raises unless the losses of all providers agree, as means over ranks (peers report one rank's loss)."""
     means = {name: [statistics.fmean(step) for step in zip(*(losses[name] for losses in ranks))] for name in ranks[0]}
     expected = means["DDP"]
     for name, found in means.items():

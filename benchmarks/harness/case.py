@@ -1,4 +1,4 @@
-"""What a benchmark is: a case that takes a setting, and the tables that cases are written to."""
+"""Benchmarks: cases that are measured in a setting, and tables that their results are written to."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Setting:
     """How a case is measured.
 
     Attributes:
-        kind: "cpu" or "cuda", whose rows are measured.
-        device: what computes; with ``small`` it may be the CPU for "cuda" too.
-        rounds: rounds that count.
-        small: sizes that mean nothing, to see that the case runs.
-        processes: how many runs are trained side by side, where a case trains many; None is one a core.
+        kind: "cpu" or "cuda": the kind of device whose rows are measured.
+        device: the device that computes; with ``small`` it may be the CPU for "cuda" too.
+        rounds: the number of rounds that are counted.
+        small: whether sizes are tiny, only to see that the case runs.
+        processes: how many runs train at once, in a case that trains many; None is one per core.
     """
 
     kind: str
@@ -35,14 +35,14 @@ class Setting:
     processes: int | None = None
 
     def time(self, calls: Calls, *, warm: int = 1) -> Times:
-        """Seconds of each on the device, taking turns."""
+        """Seconds of each call on the device; calls take turns."""
         return interleave(calls, self.rounds, warm=warm, stopwatch=events if self.device.type == CUDA else wall)
 
 
 class Row(NamedTuple):
-    """One comparison; ``ratio`` and ``seconds`` (of both) are None where it was not measured.
+    """One comparison; ``ratio`` and ``seconds`` (of both sides) are None if it was not measured.
 
-    ``target`` is the largest ratio aimed for, ``lowest`` the smallest: a control must not come out faster either.
+    ``target`` is the largest ratio aimed for, ``lowest`` the smallest, as a control must not be faster either.
     """
 
     name: str
@@ -66,15 +66,15 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
-    """What a case found.
+class Result:
+    """The result of a case.
 
     Attributes:
         text: Markdown.
-        header: what each of ``samples`` is made of; the same for all cases of a table.
+        header: the names of the fields of ``samples``; the same for all cases of a table.
         samples: rows of the CSV file.
-        rows: what is compared, for a plot.
-        missing: what could not be measured here.
+        rows: comparisons, for a plot.
+        missing: names of what could not be measured here.
     """
 
     text: str
@@ -88,21 +88,21 @@ class Case(NamedTuple):
     """One benchmark.
 
     Attributes:
-        rounds: kind of device -> how many rounds a full measurement has.
-        check: on a device, before anything is measured on it.
+        rounds: kind of device -> the number of rounds of a full measurement.
+        check: makes checks for a device, which run before anything is measured on it.
     """
 
     name: str
     about: str
     rounds: Mapping[str, int]
-    measure: Callable[[Setting], Part]
+    measure: Callable[[Setting], Result]
     check: Callable[[torch.device], Checks] | None = None
 
 
 class Table(NamedTuple):
-    """``results/name.md`` and ``.csv`` (and ``.png``, where there is a ``plot``): what its cases found, in their order."""
+    """The results of some cases, in order, as ``results/name.md``, ``.csv`` and, with a ``plot``, ``.png``."""
 
     name: str
     title: str
     cases: tuple[Case, ...]
-    plot: Callable[[Path, list[Part]], None] | None = None
+    plot: Callable[[Path, list[Result]], None] | None = None

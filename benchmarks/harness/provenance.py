@@ -1,4 +1,4 @@
-"""Where a table comes from: the command, the commit, torch, the machine and the day."""
+"""The provenance of a table: the command, the commit, torch, the machine and the day."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 def provenance(arguments: Sequence[str], device: torch.device) -> dict[str, str]:
-    """Of what is measured now: taken before, as a table that is written changes the tree."""
+    """The provenance of a measurement; taken before it, as writing a table changes the working tree."""
     return {
         "command": f"`{shlex.join(['python', '-m', 'benchmarks', *arguments])}`",
         "commit": commit(),
@@ -26,7 +26,7 @@ def provenance(arguments: Sequence[str], device: torch.device) -> dict[str, str]
 
 
 def commit() -> str:
-    """The commit that is checked out, "with changes" where files differ from it."""
+    """The checked-out commit, "with changes" if files differ from it."""
     try:
         name, changes = (_git(*words) for words in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain")))
     except (OSError, subprocess.CalledProcessError):
@@ -35,16 +35,16 @@ def commit() -> str:
 
 
 def machine(device: torch.device) -> str:
-    """Processor, cores, memory; and the GPU, where it is the device."""
+    """Processor, cores and memory, and the GPU if it is the device."""
     processors = _values("/proc/cpuinfo", "model name")
     model = processors[0] if processors else platform.processor() or platform.machine()
-    parts = [model, f"{len(processors) or '?'} cores"]
+    facts = [model, f"{len(processors) or '?'} cores"]
     if memory := _values("/proc/meminfo", "MemTotal"):
-        parts.append(f"{int(memory[0].split()[0]) / 2**20:.0f} GiB of memory")
+        facts.append(f"{int(memory[0].split()[0]) / 2**20:.0f} GiB of memory")
     if device.type == "cuda":
         held = torch.cuda.get_device_properties(device).total_memory / 2**30
-        parts.append(f"{torch.cuda.get_device_name(device)} with {held:.0f} GiB")
-    return ", ".join(parts)
+        facts.append(f"{torch.cuda.get_device_name(device)} with {held:.0f} GiB")
+    return ", ".join(facts)
 
 
 def _git(*words: str) -> str:

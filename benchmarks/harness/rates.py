@@ -1,4 +1,4 @@
-"""What a device can do, and what share of it a kernel reaches."""
+"""Peak rates of a device, and the share that a kernel reaches."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from typing import Any
 import torch
 
 from benchmarks.harness import tables
-from benchmarks.harness.case import CUDA, WRONG, Part, Setting
+from benchmarks.harness.case import CUDA, WRONG, Result, Setting
 from benchmarks.harness.timing import medians
 from shardlib.kernels.common.build import BuildError
 
-Moving = tuple[float, Callable[[], Any]]  # bytes per element, and what moves them
+Moving = tuple[float, Callable[[], Any]]  # bytes moved per element, and the operation
 COPY = ("copy", "torch")
-GPU_ROUNDS, GPU_WARM = 10, 4  # and before them
+GPU_ROUNDS, GPU_WARM = 10, 4  # rounds that are counted, and rounds before them
 
 
 def implementations(device: torch.device) -> tuple[str, ...]:
-    """A kernel's, on that device; not all can be built everywhere."""
+    """The names of a kernel's implementations on a device; some may not build there."""
     return ("cuda", "triton") if device.type == CUDA else ("cpu",)
 
 
 def outcome(good: bool, detail: str = "") -> str:
-    """Of a check."""
+    """The text of a check's outcome."""
     return f"{'ok' if good else WRONG}{detail and f' ({detail})'}"
 
 
 def tried(check: Callable[[], str]) -> str:
-    """What ``check`` says, or that what it checks cannot be built here."""
+    """The text that ``check`` returns, or why its kernel cannot be built here."""
     try:
         return check()
     except (BuildError, ImportError) as reason:
         return f"not available: {reason}"
 
 
-def bandwidths(title: str, calls: dict[tuple[str, str], Moving], elements: int, setting: Setting) -> Part:
+def bandwidths(title: str, calls: dict[tuple[str, str], Moving], elements: int, setting: Setting) -> Result:
     """Bytes per second of (kernel, implementation), taking turns; one of them is `COPY`.
 
     Those that cannot be built here are left out: the checks say why.
@@ -61,7 +61,7 @@ def bandwidths(title: str, calls: dict[tuple[str, str], Moving], elements: int, 
 
 
 def product_rate(setting: Setting) -> float:
-    """Operations per second of a large product of matrices in bf16: what the processor can do."""
+    """Operations per second of a large product of bf16 matrices: the device's peak."""
     side = 256 if setting.small else 8192
     a, b = (torch.randn(side, side, device=setting.device, dtype=torch.bfloat16) for _ in range(2))
     return 2 * side**3 / medians(setting.time({"product": lambda _: a @ b}, warm=GPU_WARM))["product"]

@@ -1,4 +1,4 @@
-"""Cases run one after the other; a table is written where all of it was measured in full, and left alone otherwise."""
+"""Runs cases one after the other, and writes the tables all of whose cases were measured in full."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.harness import results, tables
-from benchmarks.harness.case import CUDA, WRONG, Case, Part, Setting, Table
+from benchmarks.harness.case import CUDA, WRONG, Case, Result, Setting, Table
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a case or of the checks; ``reasons``: why it is not a full measurement, none where it is one."""
+    """The outcome of a case or of the checks; ``reasons`` why it is no full measurement are empty if it is one."""
 
-    part: Part | None
+    result: Result | None
     reasons: tuple[str, ...] = ()
     failed: bool = False
 
 
 def chosen(known: Sequence[Table], names: Sequence[str]) -> list[Case]:
-    """The cases called so, or of the tables called so; without names all.
+    """The cases with these names or in tables with these names; without names all.
 
     Raises:
-        ValueError: a name is neither's.
+        ValueError: a name is that of no case and no table.
     """
     cases = [case for table in known for case in table.cases]
     members = {case.name: {case.name} for case in cases}
@@ -42,7 +42,7 @@ def run(
     source: Mapping[str, str],
     folder: Path = results.FOLDER,
 ) -> bool:
-    """Measure cases, print what they find, and write into ``folder`` the tables that are measured in full.
+    """Measures cases, prints their results, and writes to ``folder`` the tables that were measured in full.
 
     On a GPU everything is checked before anything is measured.
 
@@ -78,10 +78,10 @@ def _checked(cases: Sequence[Case], setting: Setting) -> Outcome:
         except Exception as error:
             traceback.print_exc()
             rows.append((case.name, f"{WRONG}: {error}"))
-    part = tables.listed("Checks", "", ["check", "result"], rows, {})
-    print(part.text, flush=True)
+    result = tables.listed("Checks", "", ["check", "result"], rows, {})
+    print(result.text, flush=True)
     wrong = tuple(f"{what}: {result}" for what, result in rows if result.startswith(WRONG))
-    return Outcome(part, wrong, bool(wrong))
+    return Outcome(result, wrong, bool(wrong))
 
 
 def _measured(case: Case, setting: Setting) -> Outcome:
@@ -89,21 +89,21 @@ def _measured(case: Case, setting: Setting) -> Outcome:
     full = case.rounds[setting.kind]
     setting = replace(setting, rounds=setting.rounds or full)
     try:
-        part = case.measure(setting)
+        result = case.measure(setting)
     except Exception as error:
         traceback.print_exc()
         return Outcome(None, (f"failed: {error!r}",), True)
-    print(part.text, flush=True)
+    print(result.text, flush=True)
     reasons = ["at a small size"] * setting.small
     if setting.rounds < full:
         reasons.append(f"{setting.rounds} of {full} rounds")
-    return Outcome(part, (*reasons, *(f"{what} is missing" for what in part.missing)))
+    return Outcome(result, (*reasons, *(f"{what} is missing" for what in result.missing)))
 
 
 def _keep(table: Table, outcomes: Mapping[str, Outcome], source: Mapping[str, str], folder: Path) -> None:
-    """Write a table, or say why not."""
+    """Writes a table, or prints why it is not written."""
     if reasons := [f"{name}: {reason}" for name, outcome in outcomes.items() for reason in outcome.reasons]:
         print(f"{table.name} is not written, as it was not measured in full:", *reasons, sep="\n  ", flush=True)
         return
-    parts = [outcome.part for outcome in outcomes.values() if outcome.part is not None]
-    print(f"written: {results.write(table, parts, source, folder)}", flush=True)
+    of_cases = [outcome.result for outcome in outcomes.values() if outcome.result is not None]
+    print(f"written: {results.write(table, of_cases, source, folder)}", flush=True)

@@ -1,4 +1,4 @@
-"""What cases find, as Markdown."""
+"""Results of cases as Markdown."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.harness.case import Part, Row
+from benchmarks.harness.case import Result, Row
 from benchmarks.harness.timing import Times, ratio
 
 _HEADER = ("section", "what", "round", "seconds")
@@ -28,7 +28,7 @@ def row(
     against: str = "",
     lowest: float | None = None,
 ) -> Row:
-    """``name`` against ``reference``, which is called ``against``; not measured where either is missing."""
+    """The comparison of ``name`` with ``reference``, which is printed as ``against``; not measured if one is missing."""
     if not {name, reference} <= times.keys():
         return Row(name, against or reference, target, None, None, lowest)
     return paired(name, times[name], against or reference, times[reference], target, lowest)
@@ -37,13 +37,15 @@ def row(
 def paired(
     name: str, mine: list[float], reference: str, theirs: list[float], target: float | None, lowest: float | None = None
 ) -> Row:
-    """One list of seconds against another, round by round."""
+    """The comparison of two lists of seconds, round by round."""
     seconds = statistics.median(mine), statistics.median(theirs)
     return Row(name, reference, target, ratio(mine, theirs), seconds, lowest)
 
 
-def compared(title: str, about: str, rows: list[Row], times: Times, settings: Mapping[str, str] | None = None) -> Part:
-    """Ratios with their intervals and targets; ``settings``: provider -> how it is set."""
+def compared(
+    title: str, about: str, rows: list[Row], times: Times, settings: Mapping[str, str] | None = None
+) -> Result:
+    """A table of ratios with their intervals and targets; ``settings``: provider -> its setting."""
     cells = []
     for one in rows:
         if one.ratio is None or one.seconds is None:
@@ -60,8 +62,8 @@ def compared(title: str, about: str, rows: list[Row], times: Times, settings: Ma
     return _part(title, about, lines, times, rows, missing)
 
 
-def listed(title: str, about: str, columns: Sequence[str], cells: Iterable[Sequence[Any]], times: Times) -> Part:
-    """Whatever a case has to say of each."""
+def listed(title: str, about: str, columns: Sequence[str], cells: Iterable[Sequence[Any]], times: Times) -> Result:
+    """A table with the columns that a case gives."""
     return _part(title, about, grid(columns, cells), times)
 
 
@@ -71,6 +73,6 @@ def section(title: str, about: str, lines: Iterable[str]) -> str:
 
 def _part(
     title: str, about: str, lines: list[str], times: Times, rows: Sequence[Row] = (), missing: Sequence[str] = ()
-) -> Part:
+) -> Result:
     samples = [(title, what, n, f"{t:.9f}") for what, seconds in times.items() for n, t in enumerate(seconds)]
-    return Part(section(title, about, lines), _HEADER, samples, list(rows), list(missing))
+    return Result(section(title, about, lines), _HEADER, samples, list(rows), list(missing))

@@ -1,4 +1,4 @@
-"""Interleaved timing on either kind of device, and what paired samples say about a ratio."""
+"""Interleaved timing on CPUs and GPUs, and statistics of paired samples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def wall(call: Callable[[], Any]) -> float:
 
 
 def processor(call: Callable[[], Any]) -> float:
-    """Seconds of processor time: for what is of one thread, time that others had the processor does not count."""
+    """Seconds of processor time of one thread; time in which others had the processor does not count."""
     start = time.process_time()
     call()
     return time.process_time() - start
@@ -48,9 +48,9 @@ def interleave(
     barrier: Callable[[], Any] = lambda: None,
     stopwatch: Stopwatch = wall,
 ) -> Times:
-    """Call each once per round, in an order that rotates, between barriers; ``warm`` rounds before the first are not kept.
+    """Times every call once per round, in an order that rotates, between barriers; ``warm`` rounds at first are not kept.
 
-    Whatever else the machine does in a round it does to all of them, so ratios within a round are comparable.
+    Other load of the machine in a round affects all calls, so ratios within a round are comparable.
     """
     names = list(calls)
     times: Times = {name: [] for name in names}
@@ -68,7 +68,7 @@ def interleave(
 
 
 def medians(times: Times) -> dict[str, float]:
-    """The median of each."""
+    """Name -> median of its seconds."""
     return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
@@ -90,7 +90,7 @@ def ratio(times: list[float], reference: list[float], draws: int = 2000) -> Rati
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Torch computes with one thread."""
+    """A context in which torch computes with one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""A GPT on the bytes of Python's standard library: what a run of so many steps ends at, and many runs side by side."""
+"""A GPT on the bytes of Python's standard library: the final loss of a run, and many runs in parallel."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Run(NamedTuple):
     ranks: int = 1
 
     def train(self, seed: int) -> float:
-        """Final validation loss, in nats per byte; model and order of the text are the seed's."""
+        """The final validation loss in nats per byte; the seed determines the initial model and the order of the text."""
         return self._losses(seed, halves=False)[0]
 
     def train_on_halves(self, seed: int) -> tuple[float, float]:
-        """As `train`, on each of two halves of the validation text: one to choose a rate by, one to report."""
+        """The final losses of `train` on two halves of the validation text: one to choose a rate by, one to report."""
         chosen_by, reported = self._losses(seed, halves=True)
         return chosen_by, reported
 
@@ -52,8 +52,8 @@ class Run(NamedTuple):
             state, _ = step(state, batch)
         evaluate = sl.make_eval_step(loss_fn, state.params)
         return [
-            statistics.fmean(float(evaluate(state, batch)) for batch in windows(part, 64, config.sequence, limit=16))
-            for part in (split(validation, 0.5) if halves else [validation])
+            statistics.fmean(float(evaluate(state, batch)) for batch in windows(text, 64, config.sequence, limit=16))
+            for text in (split(validation, 0.5) if halves else [validation])
         ]
 
 
@@ -65,7 +65,7 @@ def _text() -> tuple[np.ndarray, np.ndarray]:
 def side_by_side(
     job: Callable[..., Any], arguments: Iterable[tuple[Any, ...]], processes: int | None = None
 ) -> Iterator[Any]:
-    """``job(*each)`` of ``arguments``, in order and each as soon as it is known; in one process a core by default."""
+    """Yields ``job(*each)`` for each of ``arguments``, in order; jobs run in as many processes as cores by default."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes or os.cpu_count(), spawn, torch.set_num_threads, (1,)) as pool:
         yield from pool.map(job, *zip(*arguments))

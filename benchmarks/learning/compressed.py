@@ -1,4 +1,4 @@
-"""What compressed communication learns.
+"""Losses of training with compressed communication.
 
 The byte-level GPT on the source of Python's standard library, a fixed model and number of steps, every rank simulated; the
 final validation loss of each method, and of ablations, over several seeds.
@@ -11,7 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 from benchmarks.harness import tables
-from benchmarks.harness.case import CPU, Case, Part, Setting
+from benchmarks.harness.case import CPU, Case, Result, Setting
 from benchmarks.learning import byte_gpt
 from benchmarks.learning.methods import RANKS, SMALL, TASK, Method, Task, methods
 
@@ -22,25 +22,25 @@ Losses = dict[str, list[float]]  # method -> final validation loss by seed
 
 
 class Verdict(NamedTuple):
-    """``relative`` is mean over the reference's mean, ``spreads`` the difference of means in seed spreads."""
+    """``relative`` is the mean over the reference's mean, ``spreads`` the difference of means in seed spreads."""
 
     relative: float
     spreads: float
 
-    def told(self, ablation: bool) -> str:
+    def remark(self, ablation: bool) -> str:
         if not ablation:
             return "within 1 %" if self.relative <= WITHIN else "missed"
         return {True: "worse", False: ""}[self.spreads >= _SPREADS]
 
 
 def train(task: Task, method: Method, seed: int) -> float:
-    """Final validation loss, in nats per byte; model and order of the text are the seed's."""
+    """The final validation loss in nats per byte; the seed determines the initial model and the order of the text."""
     how = (method.optimizer(task), method.transform, RANKS)
     return byte_gpt.Run(task.config, task.batch, task.steps, *how).train(seed)
 
 
 def verdict(losses: Losses, method: Method) -> Verdict:
-    """A method against what it is compared with. The seed spread is the larger one of the two standard deviations."""
+    """The comparison of a method with its reference. The seed spread is the larger of the two standard deviations."""
     assert method.against is not None
     mine, theirs = losses[method.name], losses[method.against]
     difference = statistics.fmean(mine) - statistics.fmean(theirs)
@@ -48,15 +48,15 @@ def verdict(losses: Losses, method: Method) -> Verdict:
     return Verdict(statistics.fmean(mine) / statistics.fmean(theirs), difference / spread)
 
 
-def measure(setting: Setting) -> Part:
-    """Every method with as many seeds as rounds, and two at least, for a spread."""
+def measure(setting: Setting) -> Result:
+    """Trains every method with as many seeds as rounds, at least two, as a spread needs two."""
     task = SMALL if setting.small else TASK
     jobs = [(method.name, seed) for method in methods() for seed in range(max(2, setting.rounds))]
     losses: Losses = {}
     for (name, _), loss in zip(jobs, byte_gpt.side_by_side(partial(_job, task), jobs, setting.processes)):
         losses.setdefault(name, []).append(loss)
     samples = [(name, seed, f"{loss:.6f}") for name, values in losses.items() for seed, loss in enumerate(values)]
-    return Part(text(task, losses), ("method", "seed", "loss"), samples)
+    return Result(text(task, losses), ("method", "seed", "loss"), samples)
 
 
 def _job(task: Task, name: str, seed: int) -> float:
@@ -66,7 +66,7 @@ def _job(task: Task, name: str, seed: int) -> float:
 
 
 def text(task: Task, losses: Losses) -> str:
-    """Markdown."""
+    """The results as Markdown."""
     config, seeds = task.config, len(next(iter(losses.values())))
     about = (
         f"Final validation loss (nats per byte) of a GPT ({config.layers} layers, width {config.width}, sequence "
@@ -85,7 +85,7 @@ def text(task: Task, losses: Losses) -> str:
             cells += [""] * 4
         else:
             found = verdict(losses, method)
-            cells += [method.against, f"{found.relative:.4f}", f"{found.spreads:+.1f}", found.told(method.ablation)]
+            cells += [method.against, f"{found.relative:.4f}", f"{found.spreads:+.1f}", found.remark(method.ablation)]
         rows.append(cells)
     lines = tables.grid(["", "loss", "seed spread", "against", "ratio", "spreads", ""], rows)
     return tables.section("Final losses", about, lines)

@@ -1,7 +1,7 @@
-"""What a larger batch costs in what is learned.
+"""The effect of a larger batch on the final loss.
 
-The byte-level GPT on a fixed number of samples: AdamW at a small batch, and at eight times that batch LAMB, and AdamW
-at its rate times √8. AdamW and LAMB are tuned alike: the same number of rates, on a seed that is not compared.
+The byte-level GPT on a fixed number of samples: AdamW at a small batch, and at eight times that batch LAMB, and AdamW at its
+rate times √8. AdamW and LAMB are tuned in the same way: the same number of rates, on a seed that is not compared.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 import shardlib as sl
 from benchmarks.harness import tables
-from benchmarks.harness.case import CPU, Case, Part, Setting
+from benchmarks.harness.case import CPU, Case, Result, Setting
 from benchmarks.harness.results import FOLDER, read_rows
 from benchmarks.learning import byte_gpt
 from shardlib.models.gpt import GPTConfig
 from shardlib.optim import GradientTransformation
 
 CONFIG = GPTConfig(vocab=256, layers=2, width=64, heads=4, sequence=32)
-ROWS = 8192  # that every run sees, whatever its batch
+ROWS = 8192  # of a run, for every batch size
 SEEDS = range(3)
 _TUNED_ON = 3  # the seed of the grid
 _TIMES = 8
@@ -30,7 +30,7 @@ _LABELS = {"*bias": "free", "*/ln?/*": "free", "*/norm/*": "free", "*": "decayed
 
 
 class Method(NamedTuple):
-    """``rates``: the grid of peak learning rates; empty where the rate is another method's, scaled to this batch."""
+    """``rates`` is the grid of peak learning rates; it is empty if the rate is that of another method, scaled."""
 
     optimizer: Callable[..., GradientTransformation]
     batch: int
@@ -38,8 +38,8 @@ class Method(NamedTuple):
 
 
 ADAMW, SCALED, LAMB = "AdamW", "AdamW, 8 times the batch", "LAMB, 8 times the batch"
-# A row a step, for at larger batches LAMB does not reach AdamW in so few steps: with 16 and 32 rows it ended 2 and 4 % above
-# AdamW with 2 and 4 (one seed, a few rates).
+# AdamW has one row per step, as LAMB does not reach AdamW at larger batches in so few steps: with 16 and 32 rows LAMB ended 2
+# and 4 % above AdamW with 2 and 4 (one seed, a few rates).
 METHODS = {
     ADAMW: Method(sl.optim.adamw, 1, (1e-3, 1.4e-3, 2e-3, 2.8e-3)),
     SCALED: Method(sl.optim.adamw, _TIMES),
@@ -48,7 +48,7 @@ METHODS = {
 
 
 class Trial(NamedTuple):
-    """``loss`` is on validation text, in nats per byte."""
+    """One run; ``loss`` is on validation text, in nats per byte."""
 
     method: str
     rate: float
@@ -57,20 +57,20 @@ class Trial(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """``difference`` of two means over the seeds, and its standard error by the spreads of both."""
+    """``difference`` of two means over seeds, and its standard error from the spreads of both."""
 
     difference: float
     error: float
 
 
 def train(name: str, rate: float, seed: int, rows: int = ROWS) -> float:
-    """Final validation loss of a method at a peak rate, in nats per byte."""
+    """The final validation loss of a method at a peak rate, in nats per byte."""
     method = METHODS[name]
     steps = rows // method.batch
     schedule = sl.optim.warmup_cosine_decay_schedule(0.0, rate, steps // 10, steps)
-    parts = {"decayed": _DECAY, "free": 0.0}
+    decays = {"decayed": _DECAY, "free": 0.0}
     tx = sl.optim.partition(
-        {part: method.optimizer(schedule, weight_decay=decay) for part, decay in parts.items()}, _LABELS
+        {label: method.optimizer(schedule, weight_decay=decay) for label, decay in decays.items()}, _LABELS
     )
     loss = byte_gpt.Run(CONFIG, method.batch, steps, tx).train(seed)
     print(f"{name}, rate {rate:.3g}, seed {seed}: {loss:.4f}", flush=True)
@@ -78,25 +78,25 @@ def train(name: str, rate: float, seed: int, rows: int = ROWS) -> float:
 
 
 def rate_of(name: str, trials: list[Trial]) -> float:
-    """The best one of a method's grid, or AdamW's best by the square-root rule."""
+    """The best rate of a method's grid, or AdamW's best rate scaled by the square-root rule."""
     if not METHODS[name].rates:
         return sl.optim.sqrt_scaling(rate_of(ADAMW, trials), METHODS[name].batch, METHODS[ADAMW].batch)
     return min((trial.loss, trial.rate) for trial in trials if trial.method == name and trial.seed == _TUNED_ON)[1]
 
 
 def losses_of(name: str, trials: list[Trial]) -> list[float]:
-    """By seed, of those compared."""
+    """Losses by seed, of the seeds that are compared."""
     return [trial.loss for seed in SEEDS for trial in trials if (trial.method, trial.seed) == (name, seed)]
 
 
 def gap(mine: list[float], theirs: list[float]) -> Gap:
-    """How much larger the mean of ``mine`` is."""
+    """The mean of ``mine`` minus the other mean, with its error."""
     error = math.sqrt(statistics.variance(mine) / len(mine) + statistics.variance(theirs) / len(theirs))
     return Gap(statistics.fmean(mine) - statistics.fmean(theirs), error)
 
 
-def measure(setting: Setting) -> Part:
-    """The grids, then every method at its rate with as many seeds as rounds, and two at least, for a spread."""
+def measure(setting: Setting) -> Result:
+    """Runs the grids, then every method at its rate with as many seeds as rounds, at least two, as a spread needs two."""
 
     def trained(jobs: list[tuple[str, float, int]]) -> list[Trial]:
         job = partial(train, rows=16 * _TIMES if setting.small else ROWS)
@@ -105,11 +105,11 @@ def measure(setting: Setting) -> Part:
     seeds = range(min(len(SEEDS), max(2, setting.rounds)))
     trials = trained([(name, rate, _TUNED_ON) for name, method in METHODS.items() for rate in method.rates])
     trials += trained([(name, rate_of(name, trials), seed) for name in METHODS for seed in seeds])
-    return Part(table(trials), Trial._fields, [(*trial[:-1], f"{trial.loss:.6f}") for trial in trials])
+    return Result(table(trials), Trial._fields, [(*trial[:-1], f"{trial.loss:.6f}") for trial in trials])
 
 
 def table(trials: list[Trial]) -> str:
-    """Markdown: the comparison, and the grids."""
+    """The comparison and the grids as Markdown."""
     about = (
         f"Final validation loss (nats per byte) of a GPT ({CONFIG.layers} layers, width {CONFIG.width}, sequence "
         f"{CONFIG.sequence}) on the bytes of Python's standard library, after {ROWS:,} rows in every run: "

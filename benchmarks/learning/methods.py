@@ -1,4 +1,4 @@
-"""What is compared by what it learns: optimizers and compressed exchanges, and what is left of them without a part."""
+"""The methods whose final losses are compared: optimizers and compressed exchanges, and ablations of them."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class Task:
         return sl.optim.warmup_cosine_decay_schedule(0.0, peak, self.steps // 10, self.steps)
 
 
-# At LAMB's rate it ends lowest itself, of 0.01, 0.015, 0.02 and 0.03; at 0.03 1-bit LAMB diverges with two of three seeds.
+# Of 0.01, 0.015, 0.02 and 0.03, this is the best rate of LAMB; at 0.03 1-bit LAMB diverges with two of three seeds.
 TASK = Task(GPTConfig(vocab=256, layers=2, width=64, heads=4, sequence=32), batch=16, steps=500, adam=1.5e-3, lamb=0.02)
 SMALL = Task(GPTConfig(vocab=256, layers=1, width=8, heads=2, sequence=4), batch=2, steps=8, adam=1.5e-3, lamb=0.02)
 RANKS = 2
 
 
 class Method(NamedTuple):
-    """``against`` names what it is compared with, None for a reference; an ablation lacks a part of that."""
+    """``against`` names the method to compare with, None for a reference; an ablation leaves something out of it."""
 
     name: str
     against: str | None
@@ -111,7 +111,7 @@ def _onebit_lamb(task: Task) -> GradientTransformation:
 
 
 def _zero_one_adam(task: Task, var_update_scaler: int | None = None) -> GradientTransformation:
-    """By default with intervals in the paper's proportion to the run, but of the variance: that fits thousands of steps."""
+    """0/1 Adam, by default with the paper's intervals in proportion to the run, except those of the variance."""
     return sl.optim.zero_one_adam(
         task.rate(task.adam),
         task.freeze,
@@ -124,7 +124,7 @@ def _zero_one_adam(task: Task, var_update_scaler: int | None = None) -> Gradient
 
 
 def _without_feedback(task: Task) -> GradientTransformation:
-    """1-bit Adam that forgets what a message leaves out."""
+    """1-bit Adam without error feedback."""
     whole = _onebit_adam(task)
     assert whole.owns is not None
     whole.owns = dataclasses.replace(whole.owns, codec=OneBit(feedback=False))
@@ -138,7 +138,7 @@ class _Moments(NamedTuple):
 
 
 def _unfrozen(task: Task) -> GradientTransformation:
-    """1-bit Adam whose gradients travel in one bit after the warm-up, with error feedback, and move both moments."""
+    """1-bit Adam that sends gradients in one bit after the warm-up, with error feedback, and updates both moments."""
     rate = task.rate(task.adam)
 
     def init(params: Any, _: sl.optim.Shards) -> _Moments:

@@ -2,7 +2,7 @@
 
 The task of `benchmarks.learning`. A rate is chosen by the loss on one half of the validation text, averaged over the seeds;
 losses are reported on the other. Rates differ by factors of two, and by √2 on both sides of the best one.
-Finished runs are noted at once, so that an interrupted sweep goes on where it was, on the same commit.
+Finished runs are written down at once, so that an interrupted sweep resumes on the same commit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.harness import tables
-from benchmarks.harness.case import CPU, Case, Part, Setting
+from benchmarks.harness.case import CPU, Case, Result, Setting
 from benchmarks.harness.provenance import commit
 from benchmarks.harness.results import FOLDER, read_rows
 from benchmarks.learning import byte_gpt
@@ -44,7 +44,7 @@ class Trial(NamedTuple):
 
 
 def train(task: Task, name: str, rate: float, seed: int) -> Trial:
-    """One run."""
+    """The losses of one run."""
     task = dataclasses.replace(task, adam=rate, lamb=rate)
     method = next(method for method in methods() if method.name == name)
     run = byte_gpt.Run(task.config, task.batch, task.steps, method.optimizer(task), method.transform, RANKS)
@@ -56,7 +56,7 @@ def train(task: Task, name: str, rate: float, seed: int) -> Trial:
 
 
 def missing(trials: Sequence[Trial]) -> list[Job]:
-    """What is to be run next; nothing once every best rate has neighbours, and every method its reference's best rate."""
+    """The next trials; none once every best rate has neighbours, and every method has its reference's best rate."""
     if first := _left(trials, [(name, step) for name in METHODS for step in _FIRST]):
         return first
     best = {name: _step(name, best_rate(name, trials)) for name in METHODS}
@@ -65,7 +65,7 @@ def missing(trials: Sequence[Trial]) -> list[Job]:
 
 
 def rate_at(name: str, step: int) -> float:
-    """So many steps of √2 from the rate of `benchmarks.learning`, to three digits."""
+    """The rate at a number of steps of √2 from the rate of `benchmarks.learning`, to three digits."""
     return float(f"{_MIDDLE[METHODS[name]] * 2 ** (step / 2):.3g}")
 
 
@@ -80,13 +80,13 @@ def _left(trials: Sequence[Trial], wanted: Iterable[tuple[str, int]]) -> list[Jo
 
 
 def rates_of(name: str, trials: Sequence[Trial]) -> list[float]:
-    """That a method was tried at with every seed."""
+    """The rates at which a method was tried with every seed."""
     found = sorted({trial.rate for trial in trials if trial.method == name})
     return [rate for rate in found if len(_at(name, rate, trials)) == len(SEEDS)]
 
 
 def best_rate(name: str, trials: Sequence[Trial]) -> float:
-    """By the mean over the seeds of the loss that rates are chosen by."""
+    """The rate with the least mean over seeds of the loss that rates are chosen by."""
     return min(rates_of(name, trials), key=lambda rate: statistics.fmean(t.chosen_by for t in _at(name, rate, trials)))
 
 
@@ -108,7 +108,7 @@ def read(path: Path = FOLDER / "learning_rates.csv") -> list[Trial]:
 
 
 def sweep(notes: Path, processes: int | None = None) -> list[Trial]:
-    """Run what is missing in ``notes``, where every finished run is written down; all trials."""
+    """Runs the trials that are missing in the file ``notes``, adds them to it, and returns all trials."""
     if not notes.exists():
         notes.write_text(",".join(Trial._fields) + "\n")
     trials = read(notes)
@@ -121,15 +121,15 @@ def sweep(notes: Path, processes: int | None = None) -> list[Trial]:
     return trials
 
 
-def measure(setting: Setting) -> Part:
-    """The whole sweep; a small one ends with the first grid."""
+def measure(setting: Setting) -> Result:
+    """Runs the whole sweep; a small one ends after the first grid."""
     if setting.small:
         trials = list(byte_gpt.side_by_side(partial(train, SMALL), missing([]), setting.processes))
     else:
         notes = FOLDER / f"learning_rates.unfinished.{commit().replace(' ', '-')}.csv"
         trials = sweep(notes, setting.processes)
         notes.unlink()
-    return Part(table(trials), Trial._fields, [_sample(trial) for trial in trials])
+    return Result(table(trials), Trial._fields, [_sample(trial) for trial in trials])
 
 
 def _sample(trial: Trial) -> tuple[str | float, ...]:
@@ -137,14 +137,14 @@ def _sample(trial: Trial) -> tuple[str | float, ...]:
 
 
 def table(trials: Sequence[Trial]) -> str:
-    """Markdown: both comparisons, and the grids."""
+    """Both comparisons and the grids as Markdown."""
     config = TASK.config
     about = (
         f"Final loss (nats per byte) of a GPT ({config.layers} layers, width {config.width}, sequence {config.sequence}) on "
         f"the bytes of Python's standard library, as in `benchmarks.learning`: {TASK.steps} steps of {TASK.batch} rows on "
         f"{RANKS} simulated ranks, variances frozen after {TASK.freeze}, {len(SEEDS)} seeds. Every method is trained at peak "
         "rates that differ by factors of 2, and by √2 on both sides of its best one. A method's best rate is that of the "
-        "lowest mean loss on one half of the validation text; all losses told are of the other half. Ratios are of means "
+        "lowest mean loss on one half of the validation text; all losses shown are of the other half. Ratios are of means "
         "over the seeds."
     )
     rows = []

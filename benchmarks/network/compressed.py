@@ -1,4 +1,4 @@
-"""What compressed communication saves on slow networks, with every link at 100 Mbit/s, at 1 Gbit/s and without a limit.
+"""Step times of compressed communication on slow networks, with every link at 100 Mbit/s, at 1 Gbit/s and unlimited.
 
 Two hosts on one link, four on a bridge. Needs root and iproute2.
 """
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import shardlib as sl
-from benchmarks.harness.case import CPU, Case, Part, Setting
+from benchmarks.harness.case import CPU, Case, Result, Setting
 from benchmarks.harness.timing import interleave
 from benchmarks.network import report
 from benchmarks.network.methods import Run, methods
@@ -34,15 +34,15 @@ _PROBES = {"unlimited": 32 << 20, "1gbit": 32 << 20, "100mbit": 8 << 20}  # byte
 _WARM = 2
 
 
-def measure(ranks: int, setting: Setting) -> Part:
-    """All methods' steps on so many hosts."""
+def measure(ranks: int, setting: Setting) -> Result:
+    """Times of all methods' steps on ``ranks`` hosts."""
     small = ["small"] * setting.small
     try:
         with network(ranks) as hosts:
             answer = hosts.run(__name__, hosts.name, str(ranks), str(setting.rounds), *small, timeout=900)
     except NoNetwork as error:
-        return Part(f"Not measured: {error}.\n", Sample._fields, [], missing=["a network"])
-    return report.part([Sample(*fields) for fields in json.loads(answer)])
+        return Result(f"Not measured: {error}.\n", Sample._fields, [], missing=["a network"])
+    return report.result([Sample(*fields) for fields in json.loads(answer)])
 
 
 def _rank(hosts: Network, most: int, small: bool) -> list[Sample]:

@@ -1,6 +1,6 @@
 """Steps over a 1 Gbit/s link, one rank on each of two hosts of a network.
 
-A step should take little longer than the larger of what it computes and what it sends.
+A step should take little longer than the larger of its times for computing and for sending.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import shardlib as sl
 from benchmarks.harness import tables
-from benchmarks.harness.case import CPU, Case, Part, Row, Setting
+from benchmarks.harness.case import CPU, Case, Result, Row, Setting
 from benchmarks.harness.timing import interleave
 from benchmarks.network.namespaces import NoNetwork, network
 from benchmarks.network.transfers import transfers
@@ -37,7 +37,7 @@ def providers() -> list[Provider]:
     return [*(shardlib_stage(stage) for stage in range(4)), ddp.plain(), fsdp.sharded(True)]
 
 
-def measure(setting: Setting) -> Part:
+def measure(setting: Setting) -> Result:
     """Per provider: step against max(compute, wire)."""
     try:
         with network(2) as hosts:
@@ -82,7 +82,7 @@ def _rank(rounds: int, small: bool) -> dict[str, Any]:
 
 
 def _payload(config: Config, stage: int) -> int:
-    """Bytes one rank sends per step, as planned."""
+    """The planned bytes that one rank sends per step."""
     params, batch = params_of(GPT(config)), random_batch(config, 0)
     mesh = sl.abstract_mesh(data=2)
     return sl.make_plan(params, mesh, sl.zero(stage), loss_fn=make_loss(config), batch=batch).payload()["data"]

@@ -1,4 +1,4 @@
-"""What is compared over slow links: ways to train the same GPT that differ in what they send."""
+"""The methods that are compared on slow links: ways to train the same GPT that send different messages."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from benchmarks.peers.provider import ADAMW
 from benchmarks.peers.shardlib import step_of
 
 ADAM, ONEBIT = "Adam", "1-bit Adam, compressed"
-_NEVER = 1 << 20  # steps that no run takes
+_NEVER = 1 << 20  # more steps than any run has
 _LOCAL = 4  # 0/1 Adam's steps from one exchange to the next
-_LR = 1e-6  # the variance is frozen long before it is good for more
+_LR = 1e-6  # small, as the variance is frozen long before it has settled
 _FEW_BITS: dict[str, Any] = {"weights": "int8", "gradients": "int4"}
 
 
 @dataclass(frozen=True)
 class Method:
-    """``transform`` and mesh ``shape`` from the number of ranks; a call is a cycle of ``steps``, whose mean counts."""
+    """``transform`` and mesh ``shape`` depend on the number of ranks; a cycle of ``steps`` is timed, and its mean taken."""
 
     name: str
     setting: str
@@ -49,7 +49,7 @@ def methods() -> list[Method]:
 
 
 class Run:
-    """A method at work on this rank: calling it trains for one cycle."""
+    """A method on this rank; calling it trains for one cycle."""
 
     def __init__(self, method: Method, config: Config, ranks: int) -> None:
         self._steps, self._config, self._taken = method.steps, config, 0
@@ -63,7 +63,7 @@ class Run:
             self._taken += 1
 
     def sent(self) -> int:
-        """Payload bytes that this rank has sent since it was last asked, on all axes."""
+        """Payload bytes that this rank has sent since the last call, on all axes."""
         payload = sum(self._mesh.traffic.payload.values())
         self._mesh.traffic.reset()
         return payload
@@ -84,5 +84,7 @@ def _nodes(ranks: int) -> dict[str, int]:
 
 def _zeropp(ranks: int) -> Any:
     axes = list(_nodes(ranks))
-    parts = [part for axis in axes for part in (sl.zero(3, axis=axis), sl.quantize(axis=axis, **_FEW_BITS))]
-    return sl.chain(*parts, *([sl.hierarchical(axes[1])] if len(axes) > 1 else []))
+    transforms = [
+        transform for axis in axes for transform in (sl.zero(3, axis=axis), sl.quantize(axis=axis, **_FEW_BITS))
+    ]
+    return sl.chain(*transforms, *([sl.hierarchical(axes[1])] if len(axes) > 1 else []))

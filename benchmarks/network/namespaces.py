@@ -1,6 +1,6 @@
-"""Hosts in network namespaces of our own, joined by links whose speed can be set. Needs root and iproute2.
+"""Hosts in network namespaces, joined by links of adjustable speed. Needs root and iproute2.
 
-Two hosts are joined by a veth pair, more by a bridge in a namespace of its own: nothing is made outside of them.
+Two hosts are joined by a veth pair, more hosts by a bridge in its own namespace: nothing is created outside of namespaces.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _WIRE = "wire"  # a host's interface
 
 
 class NoNetwork(Exception):
-    """Namespaces cannot be made here."""
+    """Network namespaces cannot be made here."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """Hosts 0 to ``hosts`` − 1; made again from the same fields, it is the same network."""
+    """Hosts 0 to ``hosts`` − 1; objects with equal fields stand for the same network."""
 
     name: str
     hosts: int
@@ -37,15 +37,15 @@ class Network:
         return f"192.168.211.{host + 1}"
 
     def limit(self, rate: str | None) -> None:
-        """Shape both directions of every link to ``rate``, in tc's words ("100mbit"); None lifts the limit."""
+        """Limits both directions of every link to ``rate``, in tc's notation ("100mbit"); None lifts the limit."""
         shape = ("tbf", "rate", rate, "burst", "256kb", "latency", "50ms") if rate else ("noqueue",)
         for space, device in self._ends():
             _run("tc", "-n", space, "qdisc", "replace", "dev", device, "root", *shape)
 
     def start(self, host: int, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-        """Run ``command`` on a host, with gloo told which interface to use; it is killed when the network is removed.
+        """Starts ``command`` on a host, with the host's interface set for gloo; it is killed when the network is removed.
 
-        Options are Popen's; of ``env`` only what is to be added.
+        Options are those of Popen; ``env`` is added to the environment.
         """
         variables = os.environ | {"GLOO_SOCKET_IFNAME": _WIRE, "OMP_NUM_THREADS": "1"} | options.pop("env", {})
         return subprocess.Popen(
@@ -111,16 +111,16 @@ class Network:
         return f"{self.name}-switch"
 
     def _ends(self) -> list[tuple[str, str]]:
-        """Every link's two ends; what leaves an end is what its shape slows down."""
+        """The two ends of every link; a limit applies to the packets that leave an end."""
         hosts = [(self._space(host), _WIRE) for host in range(self.hosts)]
         return hosts if self.hosts == 2 else hosts + [(self._switch, f"port{host}") for host in range(self.hosts)]
 
 
 @contextmanager
 def network(hosts: int) -> Iterator[Network]:
-    """A network of at least two hosts; gone afterwards with all that runs on it, whatever happens.
+    """A context with a network of at least two hosts; it is removed afterwards with all that runs on it, even on errors.
 
-    What a killed process has left of its own is removed first.
+    Networks that killed processes have left behind are removed first.
 
     Raises:
         NoNetwork: this needs root and iproute2.
@@ -138,12 +138,12 @@ def network(hosts: int) -> Iterator[Network]:
             _remove(lambda owner: owner == os.getpid())
 
 
-def _remove(ours: Callable[[int], bool]) -> None:
-    """Remove the namespaces whose maker's process id ``ours`` accepts, and kill what runs in them."""
+def _remove(accepts: Callable[[int], bool]) -> None:
+    """Removes the namespaces for whose maker's process id ``accepts`` is true, and kills what runs in them."""
     for line in _run("ip", "netns", "list").splitlines():
         space = line.split()[0] if line.strip() else ""
         owner = space.removeprefix(_PREFIX).split("-")[0]
-        if not space.startswith(_PREFIX) or not owner.isdigit() or not ours(int(owner)):
+        if not space.startswith(_PREFIX) or not owner.isdigit() or not accepts(int(owner)):
             continue
         for process in _run("ip", "netns", "pids", space).split():
             with suppress(ProcessLookupError):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.harness import tables
-from benchmarks.harness.case import Part
+from benchmarks.harness.case import Result
 from benchmarks.harness.plots import figure
 from benchmarks.harness.timing import Ratio, ratio
 from benchmarks.network.methods import ADAM, ONEBIT, methods
@@ -25,7 +25,7 @@ _RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "unlimited": "no limit"}
 
 
 class Sample(NamedTuple):
-    """One round: seconds and payload bytes per step, of a rank."""
+    """One round of a method: seconds and payload bytes per step of one rank."""
 
     ranks: int
     rate: str
@@ -36,7 +36,7 @@ class Sample(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """One method on one network: medians in seconds per step, ratios of them round by round.
+    """One method on one network: medians of seconds per step, and ratios round by round.
 
     ``serial`` is compute + payload / rate, with the step on a mesh of one and a raw transfer's rate.
     """
@@ -59,7 +59,7 @@ class Target(NamedTuple):
 
 
 def evaluate(samples: list[Sample]) -> Cells:
-    """Each method on each network it was measured on."""
+    """The cells of all methods and networks that were measured."""
     found: dict[tuple[int, str, str], list[Sample]] = {}
     for sample in samples:
         found.setdefault((sample.ranks, sample.rate, sample.method), []).append(sample)
@@ -77,7 +77,7 @@ def evaluate(samples: list[Sample]) -> Cells:
 
 
 def targets(cells: Cells) -> list[Target]:
-    """What the compressed phase of 1-bit Adam is held to, on every number of ranks that was measured."""
+    """The targets of the compressed phase of 1-bit Adam, for every number of ranks that was measured."""
     found = []
     for ranks in sorted({ranks for ranks, _, method in cells if method == ONEBIT}):
         slow, fast = cells[ranks, "100mbit", ONEBIT], cells[ranks, "unlimited", ONEBIT]
@@ -100,8 +100,8 @@ def _rate(transfers: list[Sample]) -> float:
     return statistics.median(sample.payload / sample.seconds for sample in transfers)
 
 
-def part(samples: list[Sample]) -> Part:
-    """What the samples of one network say."""
+def result(samples: list[Sample]) -> Result:
+    """The result for the samples of one number of ranks."""
     cells = evaluate(samples)
     sizes = sorted({ranks for ranks, _, _ in cells})
     names = [f"{name}: {column}" for name in _RATES.values() for column in ("s", "sum", "Adam / this")]
@@ -120,11 +120,11 @@ def part(samples: list[Sample]) -> Part:
     lines += [*tables.grid(["target", "aim", "found", ""], verdicts), ""]
     lines += tables.grid(["method", "setting"], [[method.name, method.setting] for method in methods()])
     title = f"{' and '.join(map(str, sizes))} hosts"
-    return Part(tables.section(title, _ABOUT, lines), Sample._fields, [tuple(sample) for sample in samples])
+    return Result(tables.section(title, _ABOUT, lines), Sample._fields, [tuple(sample) for sample in samples])
 
 
 def _networks(samples: list[Sample]) -> list[str]:
-    """What the links carried, and how often each method took its turn."""
+    """A line on the measured rates of the links, and on the number of rounds."""
     lines = []
     for ranks in sorted({sample.ranks for sample in samples}):
         for rate, name in _RATES.items():
@@ -139,9 +139,9 @@ def _networks(samples: list[Sample]) -> list[str]:
     return lines
 
 
-def plot(path: Path, parts: list[Part]) -> None:
-    """A panel for every number of ranks."""
-    cells = evaluate([Sample(*row) for part in parts for row in part.samples])
+def plot(path: Path, results: list[Result]) -> None:
+    """Draws a panel for every number of ranks."""
+    cells = evaluate([Sample(*row) for result in results for row in result.samples])
     sizes = sorted({ranks for ranks, _, _ in cells})
     rates = [rate for rate in _RATES if any(rate == known for _, known, _ in cells)]
     names = [method.name for method in methods() if any(name == method.name for _, _, name in cells)]
@@ -149,10 +149,10 @@ def plot(path: Path, parts: list[Part]) -> None:
     panels = made.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
     width = 0.8 / len(names)
     for axes, ranks in zip(panels, sizes):
-        for place, name in enumerate(names):
+        for index, name in enumerate(names):
             row = [cells[ranks, rate, name] for rate in rates]
-            middles = [group + (place - (len(names) - 1) / 2) * width for group in range(len(rates))]
-            axes.bar(middles, [cell.seconds for cell in row], 0.92 * width, label=name, color=f"C{place}")
+            middles = [group + (index - (len(names) - 1) / 2) * width for group in range(len(rates))]
+            axes.bar(middles, [cell.seconds for cell in row], 0.92 * width, label=name, color=f"C{index}")
             edges = [middle - width / 2 for middle in middles], [middle + width / 2 for middle in middles]
             axes.hlines([cell.serial for cell in row], *edges, color="black", linewidth=1.2)
         axes.set(title=f"{ranks} ranks", yscale="log")

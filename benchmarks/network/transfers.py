@@ -1,4 +1,4 @@
-"""What a network carries."""
+"""Raw transfers, which measure the speed of a network."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.harness.timing import wall
 
 
 def transfers(payload: int, rounds: int) -> list[float]:
-    """Seconds that each of ``rounds`` raw transfers takes: every rank sends ``payload`` bytes to the next one at once."""
+    """Seconds of each of ``rounds`` raw transfers, in which all ranks send ``payload`` bytes to the next rank at once."""
     rank, size = dist.get_rank(), dist.get_world_size()
     out, into = torch.ones(payload // 4), torch.empty(payload // 4)
 

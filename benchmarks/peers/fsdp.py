@@ -14,12 +14,12 @@ from benchmarks.peers.provider import ADAMW, Provider, Step, loop
 
 
 def units(model: GPT) -> list[nn.Module]:
-    """What is gathered together: the embedding, each block, the head."""
+    """The modules that are wrapped: the embedding, each block, the head."""
     return [model.embed, *model.blocks, model.head]
 
 
 def shard(model: GPT, device: str, **options: Any) -> GPT:
-    """The model, over all ranks."""
+    """The model, sharded over all ranks."""
     mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
     for unit in (*units(model), model):
         fully_shard(unit, mesh=mesh, **options)

@@ -1,7 +1,7 @@
 """The GPT of the benchmarks, 33.7M parameters, in two forms with the same values and the same mathematics.
 
-The module is what peers train. The pure function is what shardlib trains; its pytree has the module's names, and one
-unit for the embedding, one per block, one for the head, as peers are told to wrap the module.
+Peers train the module, shardlib the pure function. The pytree has the module's names, and one unit for the embedding, one per
+block and one for the head, which are also the modules that peers wrap.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def params_of(module: GPT) -> Params:
 
 
 def make_loss(config: Config) -> Any:
-    """``loss_fn(params, (tokens, targets))``: `GPT`'s forward as a pure function of the pytree."""
+    """``loss_fn(params, (tokens, targets))``: the forward of `GPT` as a pure function of the pytree."""
 
     def loss_fn(params: Params, batch: tuple[Tensor, Tensor]) -> Tensor:
         tokens, targets = batch
@@ -124,7 +124,7 @@ def make_blocks(config: Config) -> list[Any]:
 
 
 def blocks_of(params: Params) -> list[Params]:
-    """A tree for each of `make_blocks`."""
+    """The pytree as a list with one tree for each block of `make_blocks`."""
     return [params["embed"], *params["blocks"], params["head"]]
 
 

@@ -1,4 +1,4 @@
-"""What is compared: a name, its setting in words, and how to make its step."""
+"""Providers of training steps to compare: a name, a setting in words, and a function that makes the step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Provider(NamedTuple):
 
 
 def loop(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    """The usual training loop's step."""
+    """The step of a usual training loop."""
 
     def step(batch: Batch) -> float:
         optimizer.zero_grad()

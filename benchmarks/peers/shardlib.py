@@ -14,12 +14,12 @@ from shardlib.mesh.transport import EchoGroup
 
 
 def adamw() -> sl.optim.GradientTransformation:
-    """With every provider's hyper-parameters."""
+    """AdamW with the hyper-parameters of all providers."""
     return sl.optim.adamw(ADAMW["lr"], *ADAMW["betas"], ADAMW["eps"], ADAMW["weight_decay"])
 
 
 def step_of(loss_fn: Any, params: Any, optimizer: sl.optim.GradientTransformation | None = None) -> Step:
-    """Shardlib's step on plain or sharded parameters, by default with AdamW."""
+    """A shardlib step on plain or sharded parameters, by default with AdamW."""
     state, train_step = sl.make_train_step(loss_fn, params, optimizer or adamw())
 
     def step(batch: Any) -> float:
@@ -38,16 +38,16 @@ def shardlib_stage(stage: int) -> Provider:
 
 
 def shardlib_alone() -> Provider:
-    """What a rank computes: the step on a mesh of one, nothing exchanged."""
+    """The step on a mesh of one: computation without communication."""
     return Provider("compute alone", "defaults", lambda config: step_of(make_loss(config), params_of(GPT(config))))
 
 
 def all_providers() -> list[Provider]:
-    """Shardlib's four stages and every peer that is installed."""
+    """The four stages of shardlib, and every peer that is installed."""
     stages = [shardlib_stage(stage) for stage in range(4)]
     return [*stages, *ddp.providers(), *fsdp.providers(), *deepspeed.providers()]
 
 
 def echo_mesh(ranks: int, device: torch.device) -> sl.Mesh:
-    """Ranks of which one exists and the others hold the same: gathers and reductions are copies, nothing is sent."""
+    """A mesh of one rank and echoes of it, so that gathers and reductions are copies, and nothing is sent."""
     return sl.Mesh({"data": ranks}, 0, {"data": EchoGroup(ranks)}, device)

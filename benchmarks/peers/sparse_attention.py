@@ -1,4 +1,4 @@
-"""Sparse attention without our kernels: blocks gathered in plain torch, FlexAttention, and all blocks densely."""
+"""Sparse attention without shardlib's kernels: gathered blocks in plain torch, FlexAttention, and dense attention."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def flex(layout: Layout, length: int, device: torch.device) -> Attention:
 
 
 def coarse_mask(layout: Layout, length: int) -> BlockMask:
-    """The layout in blocks of 128, which a mask cuts down to its own; those that it fills are not masked."""
+    """The layout in blocks of 128, with a mask in the blocks that the layout does not fill."""
     seen, block = layout.to_dense(), layout.block
     side = _FLEX_BLOCK // block
-    parts = seen.view(layout.heads, layout.size // side, side, layout.size // side, side)
-    full = parts.all(4).all(2)
-    partial = parts.any(4).any(2) & ~full
+    cells = seen.view(layout.heads, layout.size // side, side, layout.size // side, side)
+    full = cells.all(4).all(2)
+    partial = cells.any(4).any(2) & ~full
 
     def mask_mod(sample: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return seen[head % len(seen), query // block, key // block]
@@ -59,29 +59,28 @@ def coarse_mask(layout: Layout, length: int) -> BlockMask:
 class Gathered:
     """Attention over the blocks of a layout that all heads share, not causal; the sequence is a multiple of the block.
 
-    Key blocks are gathered side by side, and autograd does the rest.
-
-    Rows with equally many blocks make a batch of small dense attentions. (Batches of `F.scaled_dot_product_attention`
-    took 1.6 times as long in fp32 here, and 15 times in bf16.)
+    Key blocks are gathered; rows with the same number of blocks form a batch of small dense attentions; autograd
+    differentiates them. (Batches of `F.scaled_dot_product_attention` took 1.6 times as long in fp32 here, and 15 times in
+    bf16.)
     """
 
     def __init__(self, layout: Layout) -> None:
         self.block, self.size = layout.block, layout.size
         offsets = layout.row_offsets[0].long()
         counts = offsets.diff()
-        self.parts = []
+        self.groups = []
         for count in counts.unique().tolist():
             rows = (counts == count).nonzero().flatten()
             for some in rows.split(max(1, _SCORES // max(1, count * self.block**2))):
-                places = offsets[some].unsqueeze(1) + torch.arange(count)
-                self.parts.append((some, layout.columns[places].flatten().long()))
-        self.order = torch.cat([rows for rows, _ in self.parts]).argsort()
+                indices = offsets[some].unsqueeze(1) + torch.arange(count)
+                self.groups.append((some, layout.columns[indices].flatten().long()))
+        self.order = torch.cat([rows for rows, _ in self.groups]).argsort()
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """(batch, heads, sequence, size)"""
         queries, keys, values = (x.unflatten(2, (self.size, self.block)) for x in (q, k, v))
         found = []
-        for rows, columns in self.parts:
+        for rows, columns in self.groups:
             near, of = (x.index_select(2, columns).unflatten(2, (len(rows), -1)).flatten(3, 4) for x in (keys, values))
             scores = queries.index_select(2, rows) * q.shape[-1] ** -0.5 @ near.mT
             found.append(scores.softmax(dim=-1) @ of)

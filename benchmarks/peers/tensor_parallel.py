@@ -1,4 +1,4 @@
-"""``parallelize_module``: a GPT whose attention does not know how many heads it has, sliced over all ranks."""
+"""``parallelize_module``: a GPT whose attention works with any number of heads, sliced over all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.peers.provider import ADAMW, Step, loop
 
 
 class Block(nn.Module):
-    """The benchmarks' block with query, key and value apart; it does not know how many heads it has."""
+    """The benchmarks' block with separate query, key and value, which reads the number of heads from its inputs."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()

@@ -15,9 +15,9 @@ from benchmarks.peers.provider import ADAMW, Step
 def make(config: Config, mesh: sl.Mesh) -> Step:
     """A micro-batch is one row of the batch."""
     model, rank = GPT(config), mesh.rank
-    parts = [model.embed, *model.blocks, model.head]
-    half = len(parts) // 2
-    module = nn.Sequential(*(parts[:half] if rank == 0 else parts[half:]))
+    modules = [model.embed, *model.blocks, model.head]
+    half = len(modules) // 2
+    module = nn.Sequential(*(modules[:half] if rank == 0 else modules[half:]))
     stage = PipelineStage(module, rank, 2, torch.device("cpu"))
     schedule = Schedule1F1B(
         stage, config.batch, loss_fn=lambda scores, targets: F.cross_entropy(scores.flatten(0, 1), targets.flatten())

@@ -45,7 +45,7 @@ class Fragment(NamedTuple):
         return self.start + self.data.numel()
 
     def indices(self) -> torch.Tensor | slice:
-        """Where the elements lie in the flattened whole tensor."""
+        """The elements' indices in the flattened whole tensor."""
         if self.window is None:
             return slice(self.start, self.stop)
         return IndexMap(self.window, self.start).flat(self.data.numel())
@@ -67,8 +67,8 @@ def bucket_fragments(state: TrainState, bucket: Bucket) -> Iterator[Fragment]:
     """The ranges of a bucket's parameters, and of the optimizer's trees for them, that this rank owns."""
     plan, mesh = state.params.plan, state.params.mesh
     index = bucket.owner(mesh.coords, bucket.param_level, bucket.levels)
-    mine = bucket.owner_segment(state.params.buffers[bucket.name], bucket.param_level, index)
-    yield from _cut(plan, mesh, bucket, PARAMS, mine, bucket.levels)
+    owned = bucket.owner_segment(state.params.buffers[bucket.name], bucket.param_level, index)
+    yield from _cut(plan, mesh, bucket, PARAMS, owned, bucket.levels)
     for prefix, subset, tensor in _flat_states(state, bucket):
         yield from _cut(plan, mesh, subset, prefix, tensor, subset.levels)
 
@@ -135,9 +135,9 @@ def windows(plan: Plan, mesh: Mesh, bucket: Bucket) -> dict[str, Window]:
     """Path -> window of each leaf of a bucket that this rank holds a slice of."""
     if not bucket.slices:
         return {}
-    found = {}
+    slices = {}
     for placement in plan.placements:
         if placement.path in bucket.paths:
             compute = placement.compute
-            found[placement.path] = compute.spec.window(compute.shape, plan.sizes, mesh.coords)
-    return found
+            slices[placement.path] = compute.spec.window(compute.shape, plan.sizes, mesh.coords)
+    return slices

@@ -94,7 +94,7 @@ def restore_residuals(state: TrainState, saved: Mapping[str, Sequence[Fragment]]
     """Fill the tensors that the exchanges of ``state`` keep from a checkpoint's fragments."""
     plan = state.params.plan
     trained = {path for bucket in plan.trained for path in bucket.paths}
-    usable = {name: found for name, found in saved.items() if name.startswith("comm/") and _parse(name).path in trained}
+    usable = {name: each for name, each in saved.items() if name.startswith("comm/") and _parse(name).path in trained}
     leaves = [leaf for channel in plan.channels for leaf in _kept_leaves(state, channel)]
     for leaf in leaves:
         if leaf.kind not in _RESIDUALS:

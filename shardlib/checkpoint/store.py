@@ -103,8 +103,8 @@ def latest(folder: str | Path) -> Path | None:
     >>> print(sl.checkpoint.latest("nothing-there"))
     None
     """
-    found = _complete(folder)
-    return found[-1] if found else None
+    complete = _complete(folder)
+    return complete[-1] if complete else None
 
 
 def restore(checkpoint: str | Path, state: TrainState) -> TrainState:
@@ -159,13 +159,13 @@ def restore(checkpoint: str | Path, state: TrainState) -> TrainState:
 def _checkpoint_at(path: Path) -> Path:
     if (path / "state.json").exists() and not path.suffix:
         return path
-    found = latest(path)
-    if found is None:
+    newest = latest(path)
+    if newest is None:
         raise FileNotFoundError(
             f"{path} is no complete checkpoint and holds none: give restore the folder that save was given, or one of the "
             "step-... folders in it"
         )
-    return found
+    return newest
 
 
 def _complete(folder: str | Path) -> list[Path]:

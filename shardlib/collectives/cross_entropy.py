@@ -58,8 +58,8 @@ def vocab_cross_entropy(
     scores, first, held = _own_words(scores, words, mesh, axis)
     highest = _highest(scores.detach(), mesh, axis)
     shifted = scores - highest[..., None]
-    mine = (targets >= first) & (targets < first + held)
-    wanted = shifted.gather(-1, (targets - first).where(mine, 0)[..., None])[..., 0].where(mine, 0)
+    local = (targets >= first) & (targets < first + held)
+    wanted = shifted.gather(-1, (targets - first).where(local, 0)[..., None])[..., 0].where(local, 0)
     sums = [shifted.exp().sum(-1), wanted]
     if label_smoothing:
         sums.append(shifted.sum(-1) if held else torch.zeros_like(wanted))

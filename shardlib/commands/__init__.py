@@ -1,1 +1,1 @@
-"""One file per command: its arguments, and what it does."""
+"""The command line: one file per command, with its arguments and its ``run``."""

@@ -12,7 +12,7 @@ from shardlib.optional import MissingPackage
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Of all commands: each puts its ``run`` and its arguments into what is parsed."""
+    """The parser of all commands; the parsed arguments have the chosen command's function as ``run``."""
     parser = argparse.ArgumentParser(prog="shardlib", description="Functional sharding on PyTorch.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, module in (("train", train), ("lr-range-test", lr_range_test), ("plan", plan), ("doctor", doctor)):
@@ -26,14 +26,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Runs one command and returns the exit status."""
     args = make_parser().parse_args(argv)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with(os.getppid())  # else a torchrun that is killed leaves its ranks running
+        end_with(os.getppid())  # otherwise ranks keep running when their torchrun is killed
     try:
         return args.run(args)
     except MissingPackage as missing:
-        # Every rank finds it missing, and one says so.
+        # The package is missing on every rank; rank 0 prints the message.
         raise SystemExit(1 if os.environ.get("RANK", "0") != "0" else f"shardlib {args.command}: {missing}") from None
 
 

@@ -76,15 +76,15 @@ def _compilers() -> list[tuple[str, str]]:
         except build.BuildError as reason:
             rows.append((name, f"{reason}; until then kernels fall back to the next implementation"))
             continue
-        said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
-        rows.append((name, version_line(said) or path))
+        output = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+        rows.append((name, version_line(output) or path))
     return rows
 
 
-def version_line(said: str) -> str | None:
-    """Of what a compiler says of itself, the line with its version: not of its copyright, nor the date it was built."""
+def version_line(output: str) -> str | None:
+    """The line of ``--version`` that has a compiler's version, not its copyright or the date on which it was built."""
     return next(
-        (line for line in said.splitlines() if re.search(r"\d+\.\d+", line) and "(c)" not in line.lower()), None
+        (line for line in output.splitlines() if re.search(r"\d+\.\d+", line) and "(c)" not in line.lower()), None
     )
 
 

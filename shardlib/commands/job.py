@@ -1,4 +1,4 @@
-"""The main job: a byte-level GPT on text. Its arguments, and the pieces that the commands which train it share."""
+"""The main job, a byte-level GPT on text: its arguments, and the steps that the commands that train it share."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from shardlib.train import make_train_step
 
 
 def add_arguments(parser: argparse.ArgumentParser, out: str) -> None:
-    """Those of `Job`, and ``--out`` with this default."""
+    """Adds the arguments of `Job`, and ``--out`` with the default ``out``."""
     parser.add_argument("--mesh", help="axes and sizes, such as data=2,model=2; by default every rank on axis data")
     parser.add_argument("--data", help="a text file or folder; by default the source of Python's standard library")
     parser.add_argument("--out", type=Path, default=Path(out), help="folder for what the command writes")
@@ -43,13 +43,13 @@ class Job:
     """The main job, made from its arguments.
 
     Args:
-        rate: the learning rate's schedule.
-        nonfinite: as of `make_train_step`.
+        rate: the schedule of the learning rate.
+        nonfinite: an argument of `make_train_step`.
 
     Attributes:
-        train, validation: the text's two parts, bytes.
-        plan: what each rank holds and sends.
-        state: to start from.
+        train, validation: bytes of the text.
+        plan: the plan of a training step.
+        state: the initial state.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Job:
     ) -> None:
         self._args, self._mesh = args, mesh
         self._share, self._shares = mesh.coords["data"], mesh.shape["data"]
-        # Evaluated without dropout: its own config, since a key to draw masks from is for training alone.
+        # Evaluation has no dropout, so its configuration differs from that of training.
         self.config = replace(model.config(args), dropout=0.0)
         self.train, self.validation = split(load_bytes(args.data))
         optimizer = optim.chain(
@@ -79,22 +79,22 @@ class Job:
         self._evaluate = make_eval_step(_scored(model.loss(self.config, mesh.shape)), params)
 
     def step(self, state: TrainState) -> tuple[TrainState, dict[str, Any]]:
-        """Train on the batch of this step."""
+        """Trains on the batch of the step ``state.step``."""
         return self._step(state, self._batch(state.step))
 
     def validate(self, state: TrainState) -> dict[str, float]:
-        """The loss over validation windows, in nats per byte, and what follows from it; the ranks share the windows."""
+        """The scores of `byte_scores` over validation windows, which the ranks share."""
         mesh, args = self._mesh, self._args
         rows = max(1, args.batch // self._shares)
-        # Evaluation is collective, so every rank takes as many batches as the one that has fewest.
-        there = (len(self.validation) - 1) // args.sequence // rows // self._shares
-        found = windows(self.validation, rows, args.sequence, limit=max(1, min(16, there)) * self._shares)
-        mine = (batch for index, batch in enumerate(found) if index % self._shares == self._share)
-        batches = ({name: tensor.to(mesh.device) for name, tensor in batch.items()} for batch in mine)
+        # Evaluation is collective, so every rank takes the same number of batches.
+        available = (len(self.validation) - 1) // args.sequence // rows // self._shares
+        all_ranks = windows(self.validation, rows, args.sequence, limit=max(1, min(16, available)) * self._shares)
+        this_rank = (batch for index, batch in enumerate(all_ranks) if index % self._shares == self._share)
+        batches = ({name: tensor.to(mesh.device) for name, tensor in batch.items()} for batch in this_rank)
         return byte_scores(float(self._evaluate.over(state, batches)["loss"]))
 
     def sample(self, state: TrainState, prompt: bytes, length: int) -> str:
-        """The prompt and ``length`` bytes that the model adds; every rank takes part."""
+        """The prompt followed by ``length`` sampled bytes; every rank must call this."""
         tokens = torch.tensor([list(prompt)], device=self._mesh.device)
 
         def generate(params: Any) -> torch.Tensor:
@@ -102,7 +102,7 @@ class Job:
 
         if not self.plan.stages.axes:
             text = make_eval_step(generate, state.params)(state)
-        else:  # tokens come one after the other: stages would take turns
+        else:  # with one token at a time stages would only wait for each other
             text = generate(gpt.from_blocks(unshard(state.params)))
         return bytes(text[0].tolist()).decode("utf-8", errors="replace")
 
@@ -115,7 +115,7 @@ class Job:
 
 
 def _scored(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The loss as a mean over tokens, to be added up over batches."""
+    """``loss_fn`` as a function that returns ``{"loss": Mean}`` over tokens, for evaluation over several batches."""
 
     def scores(*args: Any) -> dict[str, Mean]:
         count = args[-1]["targets"].numel()

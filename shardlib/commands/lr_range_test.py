@@ -32,7 +32,8 @@ def run(args: argparse.Namespace) -> int:
     shape: dict[str, Any] = model.parse_mesh(args.mesh) if args.mesh else {}
     mesh = make_mesh(**shape)
     say: Callable[[str], None] = print if mesh.rank == 0 else lambda text: None
-    # By equal factors and not by equal steps, as optim.lr_range_test_schedule does: good rates span orders of magnitude.
+    # Equal factors from step to step, not equal differences as in optim.lr_range_test_schedule: good rates differ by orders
+    # of magnitude.
     rate = optim.exponential_decay(args.min_lr, args.steps - 1, args.max_lr / args.min_lr)
     work = job.Job(args, mesh, rate, nonfinite="skip")
     state = work.state
@@ -41,9 +42,9 @@ def run(args: argparse.Namespace) -> int:
     with Log(*([CsvWriter(args.out / "range_test.csv")] if mesh.rank == 0 else [])) as log:
         for step in range(args.steps):
             state, metrics = work.step(state)
-            losses.append(float(metrics["loss"]))  # alike on all ranks, so they stop together
+            losses.append(float(metrics["loss"]))  # the same on all ranks, so that they stop together
             if state.scale is not None and not metrics["finite"] and math.isfinite(losses[-1]):
-                losses.pop()  # fp16's loss scale was too large: a skipped step, for which the rate does not rise
+                losses.pop()  # fp16's loss scale was too large: the step was skipped, and the rate does not rise
                 continue
             if not metrics["finite"] or has_diverged(losses):
                 say(f"step {step + 1}: diverged at a rate of {rates[-1] if rates else args.min_lr:.2e}")

@@ -1,4 +1,4 @@
-"""The arguments that describe a GPT and how it is sharded, shared by the commands."""
+"""Arguments for a GPT and its sharding, which the commands share."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="1f1b",
         type=_schedule,
         metavar="NAME",
-        help=f"of an axis pipe: {', '.join(schedules.NAMES)}, torch's name of one, or a file of CSV",
+        help=f"schedule of an axis pipe: {', '.join(schedules.NAMES)}, torch's name of a schedule, or a CSV file",
     )
     sharding.add_argument("--microbatches", type=int, default=1, help="micro-batches per rank and step")
     sharding.add_argument("--remat", action="store_true", help="recompute activations block by block")
     sharding.add_argument("--precision", default="auto", choices=("auto", "bf16", "fp16", "fp32"))
 
 
-def _schedule(given: str) -> str:
-    name = schedules.named_schedule(given) or (given if Path(given).is_file() else None)
+def _schedule(text: str) -> str:
+    name = schedules.named_schedule(text) or (text if Path(text).is_file() else None)
     if name is None:
-        raise argparse.ArgumentTypeError(f"{given!r} is neither one of {', '.join(schedules.NAMES)} nor a file")
+        raise argparse.ArgumentTypeError(f"{text!r} is neither one of {', '.join(schedules.NAMES)} nor a file")
     return name
 
 
@@ -60,7 +60,10 @@ def config(args: argparse.Namespace) -> GPTConfig:
 
 
 def transform(args: argparse.Namespace, axes: Mapping[str, int]) -> Chain:
-    """What the arguments ask for on a mesh: "data" shares the batch, "pipe" holds stages, "model" slices layers."""
+    """The transform that the arguments describe, for a mesh of ``axes``.
+
+    Ranks along "data" share the batch, those along "pipe" hold stages, those along "model" hold slices of layers.
+    """
     chosen = best_precision() if args.precision == "auto" else args.precision
     return chain(
         zero(args.stage),
@@ -78,24 +81,24 @@ def _microbatches(args: argparse.Namespace, axes: Mapping[str, int]) -> list[Tra
 
 
 def loss(config: GPTConfig, axes: Mapping[str, int]) -> Callable[..., Any]:
-    """The loss function, made of blocks where the mesh has stages."""
+    """The loss function; with an axis "pipe" it consists of blocks."""
     return (gpt.make_sequential if "pipe" in axes else gpt.make_loss)(config)
 
 
 def init(args: argparse.Namespace, axes: Mapping[str, int], **options: Any) -> Any:
-    """The parameters that `loss` takes."""
+    """The parameters for `loss`."""
     params = gpt.init(config(args), **options)
     return gpt.to_blocks(params) if "pipe" in axes else params
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """``"data=4,model=2"`` -> ``{"data": 4, "model": 2}``; an axis "data" of one where there is none.
+    """``"data=4,model=2"`` -> ``{"data": 4, "model": 2}``; an axis "data" of size 1 is added if there is none.
 
     Raises:
-        SystemExit: not of that form, or an axis that the commands have no use for.
+        SystemExit: ``text`` has another form, or an axis that is not in `AXES`.
     """
     try:
-        shape = {name.strip(): int(size) for name, size in (part.split("=") for part in text.split(","))}
+        shape = {name.strip(): int(size) for name, size in (axis.split("=") for axis in text.split(","))}
     except ValueError:
         raise SystemExit(f"--mesh {text!r}: write axes and sizes, such as data=4 or data=4,model=2") from None
     unknown = sorted(set(shape) - set(AXES))
@@ -105,7 +108,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def best_precision() -> str:
-    """bf16 where the GPU, or without one the CPU, multiplies it natively; else fp32."""
+    """ "bf16" if the GPU, or without a GPU the CPU, multiplies it natively; otherwise "fp32"."""
     if torch.cuda.is_available():
         native = torch.cuda.is_bf16_supported(including_emulation=False)
     else:

@@ -1,4 +1,4 @@
-"""The pictures that commands leave beside their results."""
+"""Pictures that commands write beside their results."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from shardlib.optional import MissingPackage
 
 
 def draw(say: Callable[[str], None], name: str, path: Path, drawn: Callable[[], None]) -> None:
-    """Say where a picture is that ``drawn`` writes to ``path``; or, in a line, what is missing to draw it.
+    """Calls ``drawn``, which writes a picture to ``path``, and prints the path, or which package is missing.
 
-    The results are there by then, and no reason to fail.
+    A missing package is no error here: the command has its results by then.
     """
     try:
         drawn()

@@ -1,4 +1,4 @@
-"""Print what a GPT would hold and send on a mesh, without running it."""
+"""Print the plan of a GPT on a mesh, without running it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardlib.report.timeline import draw_timeline, timeline_text
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mesh", default="data=8", help="axes and sizes, such as data=4,model=2")
     parser.add_argument("--batch", type=int, default=8, help="rows per rank")
-    parser.add_argument("--timeline", type=Path, help="a PNG to draw the pipeline's schedule to")
+    parser.add_argument("--timeline", type=Path, help="PNG file for a drawing of the pipeline's schedule")
     model.add_arguments(parser)
 
 

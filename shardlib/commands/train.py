@@ -1,4 +1,4 @@
-"""Train a byte-level GPT on text, on every rank torchrun started."""
+"""Train a byte-level GPT on text, on every rank that torchrun started."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ WRITERS: dict[str, Callable[[Path, int], Writer]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    # About a minute on two cores, after which the model is below the bars of order 2.
+    # About a minute on two cores, after which the loss is below that of the 2-gram model.
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate; see shardlib lr-range-test")
     parser.add_argument("--warmup", type=int, default=50, help="steps of warm-up")
     parser.add_argument("--validate-every", type=int, default=100, help="steps between validations")
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
-    parser.add_argument("--fresh", action="store_true", help="do not go on from a checkpoint")
-    parser.add_argument("--metrics", nargs="*", default=["csv"], choices=WRITERS, help="where metrics go too")
+    parser.add_argument("--fresh", action="store_true", help="do not resume from a checkpoint")
+    parser.add_argument("--metrics", nargs="*", default=["csv"], choices=WRITERS, help="further outputs of metrics")
     job.add_arguments(parser, "runs/train")
 
 
@@ -72,25 +72,25 @@ def run(args: argparse.Namespace) -> int:
         picture = args.out / "loss.png"
         shown = (curves.train, curves.validation, bars)
         pictures.draw(say, "loss plot", picture, lambda: plot_losses(picture, *shown, title="Byte-level GPT"))
-    say(f"\nTo train on, to step {2 * args.steps}:\n{_longer(mesh.size, sys.argv[1:], args.steps)}")
+    say(f"\nTo continue training to step {2 * args.steps}:\n{_longer(mesh.size, sys.argv[1:], args.steps)}")
     if dist.is_initialized():
         dist.destroy_process_group()
     return 0
 
 
-def _longer(ranks: int, given: Sequence[str], steps: int) -> str:
-    """A line for a shell: this run for twice as many steps, which goes on from its last checkpoint (on one host)."""
+def _longer(ranks: int, words: Sequence[str], steps: int) -> str:
+    """A shell command that resumes this run from its last checkpoint, for twice as many steps (on one host)."""
     kept = [
         word
-        for word, before in zip(given, ("", *given))
-        if word != "--fresh" and before != "--steps" and not word.startswith("--steps")
+        for word, previous in zip(words, ("", *words))
+        if word != "--fresh" and previous != "--steps" and not word.startswith("--steps")
     ]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     return shlex.join([sys.executable, *launcher, "-m", "shardlib.commands", *kept, "--steps", str(2 * steps)])
 
 
 class Curves:
-    """A writer that keeps the losses, to be plotted and to go on with from a checkpoint: (step, nats per byte)."""
+    """A writer that collects losses as (step, nats per byte), for the plot and for checkpoints."""
 
     def __init__(self, train: list[tuple[int, float]], validation: list[tuple[int, float]]) -> None:
         self.train, self.validation = train, validation
@@ -101,24 +101,24 @@ class Curves:
             self.validation.append((step, values["validation/loss"]))
 
     def close(self) -> None:
-        """They are kept."""
+        """Does nothing: the losses stay in memory."""
 
 
 def _resume(args: argparse.Namespace, state: TrainState, say: Callable[[str], None]) -> tuple[TrainState, Curves]:
-    """The state to start from, and the losses so far: of an interrupted run if there is one."""
-    found = None if args.fresh else checkpoint.latest(args.out)
-    if found is None:
+    """The state and the losses so far: those of an interrupted run if there is one, otherwise ``state`` and none."""
+    latest = None if args.fresh else checkpoint.latest(args.out)
+    if latest is None:
         return state, Curves([], [])
-    if int(found.name.removeprefix("step-")) >= args.steps:
-        say(f"{found} is of a finished run; starting a new one")
+    if int(latest.name.removeprefix("step-")) >= args.steps:
+        say(f"{latest} belongs to a finished run; starting a new one")
         return state, Curves([], [])
-    state = checkpoint.restore(found, state)
-    say(f"going on from {found}")
-    return state, Curves(**torch.load(found / "curves.pt"))
+    state = checkpoint.restore(latest, state)
+    say(f"resuming from {latest}")
+    return state, Curves(**torch.load(latest / "curves.pt"))
 
 
 def _train(args: argparse.Namespace, mesh: Mesh, work: job.Job, state: TrainState, curves: Curves) -> TrainState:
-    """From ``state`` to the last step."""
+    """Trains from ``state`` to the last step and returns the last state."""
     first = state.step
     progress = Progress(args.steps, args.batch * args.sequence, start=first, rank=mesh.rank)
     files = [WRITERS[name](args.out, first) for name in args.metrics] if mesh.rank == 0 else []
@@ -132,8 +132,8 @@ def _train(args: argparse.Namespace, mesh: Mesh, work: job.Job, state: TrainStat
             if step % args.validate_every == 0 or step == args.steps:
                 scores = work.validate(state)
                 log.write(step, {"validation": scores})
-                told = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in scores.items())
-                progress.note(f"step {step}: validation {told}")
+                text = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in scores.items())
+                progress.note(f"step {step}: validation {text}")
             if step % args.save_every == 0 or step == args.steps:
                 log.flush()
                 checkpoint.save(args.out, state, extra={"curves.pt": vars(curves)})
@@ -141,19 +141,19 @@ def _train(args: argparse.Namespace, mesh: Mesh, work: job.Job, state: TrainStat
 
 
 def _measured(work: job.Job, mesh: Mesh, state: TrainState) -> str:
-    """Predicted against measured bytes of this rank, after a step that followed a traced one."""
+    """A table of predicted and measured bytes of this rank, after the second step (the first one is traced)."""
     plan, traffic = work.plan, mesh.traffic
     rows = [
         ("parameters", plan.bytes("param"), _held(state.params.buffers)),
         ("optimizer", plan.bytes("optimizer"), _held(state.opt)),
         *((f"sent on {axis}", sent, traffic.payload.get(axis, 0)) for axis, sent in plan.payload().items()),
     ]
-    told = [(name, size(planned), size(measured)) for name, planned, measured in rows]
-    return "\n" + table(("rank 0", "predicted", "measured"), told, right=2) + "\n"
+    cells = [(name, size(planned), size(measured)) for name, planned, measured in rows]
+    return "\n" + table(("rank 0", "predicted", "measured"), cells, right=2) + "\n"
 
 
 def _held(tree: Any) -> int:
-    """Bytes of the distinct storages behind a pytree's tensors, counters aside."""
+    """Bytes of the distinct storages of a pytree's tensors, without 0-d ones (counters)."""
     storages = {
         storage_id(leaf.untyped_storage()): leaf.untyped_storage().nbytes()
         for leaf in leaves_of(tree)

@@ -21,7 +21,7 @@ from shardlib.rng import Key, bits_at, require_key
 
 @dataclass(frozen=True)
 class Draw:
-    """How the elements of one tensor are drawn.
+    """The random elements of one tensor, from which any of them can be drawn.
 
     Attributes:
         kind, args: the distribution and its parameters.
@@ -56,7 +56,7 @@ def uniform(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> torch.Tensor:
-    """Uniform between ``low`` and ``high``.
+    """Draw uniformly between ``low`` and ``high``.
 
     >>> sl.init.uniform(sl.Key(0), (64, 32), -1.0, 1.0).shape
     torch.Size([64, 32])
@@ -73,7 +73,7 @@ def normal(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> torch.Tensor:
-    """From N(mean, std²), which on this grid ends at 5.5 standard deviations.
+    """Draw from N(mean, std²), which on this grid ends at 5.5 standard deviations.
 
     >>> weight = sl.init.normal(sl.Key(0).fold_in("head"), (64, 32), std=0.02)
     >>> torch.equal(weight, sl.init.normal(sl.Key(0).fold_in("head"), (64, 32), std=0.02))
@@ -93,7 +93,7 @@ def truncated_normal(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> torch.Tensor:
-    """From N(mean, std²) between ``mean + low·std`` and ``mean + high·std``.
+    """Draw from N(mean, std²) between ``mean + low·std`` and ``mean + high·std``.
 
     >>> bool(sl.init.truncated_normal(sl.Key(0), (64, 32), std=0.02).abs().max() <= 0.04)
     True
@@ -109,7 +109,7 @@ def xavier_uniform(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> torch.Tensor:
-    """Uniform within ±gain·√(6/(in + out)) (Glorot and Bengio, 2010).
+    """Draw uniformly within ±gain·√(6/(in + out)) (Glorot and Bengio, 2010).
 
     >>> bool(sl.init.xavier_uniform(sl.Key(0), (64, 32)).abs().max() <= (6 / 96) ** 0.5)
     True
@@ -126,7 +126,7 @@ def xavier_normal(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> torch.Tensor:
-    """From N(0, gain²·2/(in + out)) (Glorot and Bengio, 2010).
+    """Draw from N(0, gain²·2/(in + out)) (Glorot and Bengio, 2010).
 
     >>> sl.init.xavier_normal(sl.Key(0), (64, 32)).shape
     torch.Size([64, 32])
@@ -142,7 +142,7 @@ def kaiming_uniform(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> torch.Tensor:
-    """Uniform within ±gain·√(3/in); the gain is for ReLU (He et al., arXiv 1502.01852).
+    """Draw uniformly within ±gain·√(3/in); the gain is for ReLU (He et al., arXiv 1502.01852).
 
     >>> bool(sl.init.kaiming_uniform(sl.Key(0), (64, 32)).abs().max() <= (6 / 32) ** 0.5)
     True
@@ -159,7 +159,7 @@ def kaiming_normal(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> torch.Tensor:
-    """From N(0, gain²/in); the gain is for ReLU (He et al., arXiv 1502.01852).
+    """Draw from N(0, gain²/in); the gain is for ReLU (He et al., arXiv 1502.01852).
 
     >>> sl.init.kaiming_normal(sl.Key(0), (64, 32)).shape
     torch.Size([64, 32])

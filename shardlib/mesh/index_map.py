@@ -1,4 +1,4 @@
-"""Which elements of a whole parameter a rank holds."""
+"""`IndexMap`: the elements of a whole parameter that a rank holds."""
 
 from __future__ import annotations
 

@@ -16,8 +16,7 @@ Sizes = Mapping[str, int]
 
 
 class Window(NamedTuple):
-    """Which elements of a tensor a slice holds: the tensor's shape, and the slice's first index and size in each
-    dimension."""
+    """The elements of a tensor that a slice holds: the tensor's shape, and the slice's first index and size per dimension."""
 
     shape: tuple[int, ...]
     first: tuple[int, ...]
@@ -100,21 +99,21 @@ class P:
 
     def problems(self, shape: Sequence[int], sizes: Sizes) -> list[str]:
         """Why this spec does not fit ``shape`` on a mesh of these ``sizes``; empty when it does."""
-        found = [
+        problems = [
             f"axis {axis!r} is not on the mesh (axes: {', '.join(map(repr, sizes)) or 'none'})"
             for axis in self.axes
             if axis not in sizes
         ]
         if len(self.entries) > len(shape):
-            found.append(f"{self!r} has {len(self.entries)} entries for {len(shape)} dimensions")
-        if found:
-            return found
+            problems.append(f"{self!r} has {len(self.entries)} entries for {len(shape)} dimensions")
+        if problems:
+            return problems
         for dim, (entry, size) in enumerate(zip(self.entries, self._whole(shape, sizes), strict=False)):
             ways = math.prod(sizes[axis] for axis in entry)
             if ways and size % ways:
                 names = " × ".join(f"{axis}={sizes[axis]}" for axis in entry)
-                found.append(f"dimension {dim} of size {size} is not divisible by {ways} ({names})")
-        return found
+                problems.append(f"dimension {dim} of size {size} is not divisible by {ways} ({names})")
+        return problems
 
     def local_shape(self, shape: Sequence[int], sizes: Sizes) -> tuple[int, ...]:
         """The shape of one rank's shard, padding included; one-dimensional under flat axes."""
@@ -166,12 +165,12 @@ class P:
     def __repr__(self) -> str:
         if self.flat_axes and not self.entries:
             return f"P.flat({', '.join(map(repr, self.flat_axes))})"
-        parts = [repr(entry[0] if len(entry) == 1 else entry or None) for entry in self.entries]
+        arguments = [repr(entry[0] if len(entry) == 1 else entry or None) for entry in self.entries]
         if self.flat_axes:
-            parts.append(f"flat={self.flat_axes!r}")
+            arguments.append(f"flat={self.flat_axes!r}")
         if self.padded:
-            parts.append("padded=True")
-        return f"P({', '.join(parts)})"
+            arguments.append("padded=True")
+        return f"P({', '.join(arguments)})"
 
 
 def _rebuild(entries: tuple[tuple[str, ...], ...], flat_axes: tuple[str, ...], padded: bool) -> P:

@@ -1,7 +1,7 @@
 """A BERT as pure functions of a parameter pytree (Devlin et al. 2018, arXiv 1810.04805), trained on masked tokens.
 
-Post-norm as in the paper, or pre-norm. As in `shardlib.models.gpt`, nothing here knows of ranks, meshes or shards. The
-output layer is the token embedding, without a bias of its own; there is no next-sentence loss.
+Post-norm as in the paper, or pre-norm. As in `shardlib.models.gpt`, there is no parallel code. The output layer is the token
+embedding, without a bias; there is no next-sentence loss.
 """
 
 from __future__ import annotations
@@ -23,20 +23,23 @@ from shardlib.nn.sequence import gather_sequence, shard_sequence
 from shardlib.rng import Key, uniform
 from shardlib.sparse import Layout
 
-IGNORED = -100  # as a target: the position does not count
+IGNORED = -100  # the target of positions that are left out of the loss
 
 
 @dataclass(frozen=True)
 class BERTConfig:
     """Sizes of a BERT.
 
-    ``sequence`` is the longest input in tokens; ``segments`` how many kinds of them there are (the paper: the first and
-    the second sentence); ``dropout`` the probability of zeroing an element of the embedding and of each residual branch;
-    ``pre_norm`` normalises what goes into a branch, and once more at the end, instead of the sum after it; with a
-    ``layout`` (`shardlib.sparse`, for the length of the batches) attention computes its blocks alone.
+    Attributes:
+        sequence: the longest input, in tokens.
+        segments: the number of segments of a text (in the paper two: the first and the second sentence).
+        dropout: the probability of zeroing an element of the embedding and of each residual branch.
+        pre_norm: whether the input of each branch is normalised, and the last output, instead of the sum after a branch.
+        layout: attention computes only the blocks of this `shardlib.sparse` layout, made for the length of the batches.
 
-    Raises ValueError when ``heads`` does not divide ``width``, a size is below 1, ``dropout`` lies outside [0, 1), or the
-    layout is causal or of other heads.
+    Raises:
+        ValueError: ``heads`` does not divide ``width``, a size is below 1, ``dropout`` lies outside [0, 1), or the layout
+            is causal or has another number of heads.
     """
 
     vocab: int = 256
@@ -53,16 +56,16 @@ class BERTConfig:
     def __post_init__(self) -> None:
         check_sizes(self, "vocab", "layers", "width", "heads", "sequence", "segments")
         if self.layout is not None and self.layout.causal:
-            raise ValueError("BERTConfig: BERT looks both ways, and the layout is causal: make it with causal=False")
+            raise ValueError("BERTConfig: the layout is causal, and BERT is not: make the layout with causal=False")
 
 
 def init(config: BERTConfig, seed: int = 0, device: str | torch.device = "cpu") -> Params:
-    """Fresh parameters: weights from N(0, 0.02²), biases 0, gains 1. Values depend on ``seed`` alone, not on ``device``.
+    """Initial parameters: weights from N(0, 0.02²), biases 0, gains 1. Values depend on ``seed`` alone, not on ``device``.
 
     Returns ``{"embed": {"tokens": (V, W), "positions": (S, W), "segments": (T, W), "norm"}, "blocks": [...],
-    "head": {"dense", "norm", "weight": (V, W)}}``; head's weight is the token embedding itself, and ``pre_norm`` adds
-    ``"last"`` to it. A block is ``{"attn": {"qkv", "out"}, "ln1", "mlp": {"up", "down"}, "ln2"}``, each (and the norms
-    and "dense") a ``{"weight", "bias"}``. The rows of qkv are (heads, 3, size).
+    "head": {"dense", "norm", "weight": (V, W)}}``. The weight of "head" is the token embedding itself; ``pre_norm`` adds a
+    norm ``"last"`` to "head". A block is ``{"attn": {"qkv", "out"}, "ln1", "mlp": {"up", "down"}, "ln2"}``. Linear layers
+    and norms are ``{"weight", "bias"}``. The rows of qkv are (heads, 3, size).
     """
     fresh, width = Fresh(config.dtype, device, seed), config.width
 
@@ -89,7 +92,7 @@ def init(config: BERTConfig, seed: int = 0, device: str | torch.device = "cpu") 
 
 
 def _block(config: BERTConfig, params: Params, x: Tensor, key_mask: Tensor | None, rng: Key | None) -> Tensor:
-    """One transformer block: (B, S, W) -> (B, S, W). ``rng`` is used, and may not be None, under dropout."""
+    """One transformer block: (B, S, W) -> (B, S, W). Dropout needs ``rng``."""
 
     def attend(x: Tensor) -> Tensor:
         size = config.width // config.heads
@@ -113,11 +116,11 @@ block = mark_block(_block)
 
 
 def hidden(config: BERTConfig, params: Params, batch: dict[str, Tensor], rng: Key | None = None) -> Tensor:
-    """What the last block gives: (B, S, W).
+    """The output of the last block, (B, S, W).
 
     Args:
-        batch: ``{"tokens": (B, S) int64}``; with ``"mask"`` (B, S) bool, which of them are not padding; with
-            ``"segments"`` (B, S) int64, which segment each belongs to, by default 0.
+        batch: ``{"tokens": (B, S) int64}``; optionally ``"mask"`` (B, S) bool, False for padding, and ``"segments"`` (B, S)
+            int64, the segment of each token, by default 0.
 
     Raises:
         ValueError: S is longer than ``config.sequence``.
@@ -136,20 +139,20 @@ def hidden(config: BERTConfig, params: Params, batch: dict[str, Tensor], rng: Ke
 
 
 def logits(config: BERTConfig, params: Params, batch: dict[str, Tensor], rng: Key | None = None) -> Tensor:
-    """Scores of the token at every position: (B, S, V)."""
-    x = _scored(params["head"], hidden(config, params, batch, rng))
+    """Logits of the token at every position, (B, S, V)."""
+    x = _output_input(params["head"], hidden(config, params, batch, rng))
     return gather_sequence(F.linear(x, params["head"]["weight"]))
 
 
 def make_loss(config: BERTConfig) -> Callable[..., Mean]:
-    """The training loss ``loss(params, batch, rng=None)``, in nats per token that counts, as a `Mean`.
+    """The training loss ``loss(params, batch, rng=None)``, in nats per token with a target, as a `Mean`.
 
-    ``batch`` is as `hidden` takes it, with ``"targets"`` (B, S) int64: the token at each position that counts, and
-    -100 at the others. ``rng`` is a ``Key``, needed only under dropout.
+    ``batch`` is that of `hidden` with ``"targets"`` (B, S) int64: a token, or -100 for positions that are left out of the
+    loss. Dropout needs ``rng``, a `Key`.
     """
 
     def loss(params: Params, batch: dict[str, Tensor], rng: Key | None = None) -> Mean:
-        x = _scored(params["head"], hidden(config, params, batch, rng))
+        x = _output_input(params["head"], hidden(config, params, batch, rng))
         total = linear_cross_entropy(x, params["head"]["weight"], batch["targets"], reduction="sum")
         return Mean(total, (batch["targets"] != IGNORED).sum())
 
@@ -159,25 +162,25 @@ def make_loss(config: BERTConfig) -> Callable[..., Mean]:
 def mask_tokens(
     config: BERTConfig, tokens: Tensor, mask_token: int, rng: Key, share: float = 0.15
 ) -> dict[str, Tensor]:
-    """A batch for `make_loss` of whole ``tokens`` (B, S) int64: the paper's masking, section 3.1.
+    """A batch for `make_loss` from unmasked ``tokens`` (B, S) int64, by the masking of the paper, section 3.1.
 
-    ``share`` of the positions count; of those 80 % become ``mask_token``, 10 % a random token, and 10 % stay.
+    A ``share`` of the positions get targets; of these 80 % become ``mask_token``, 10 % a random token, and 10 % stay.
     """
-    chosen, what = (uniform(rng.fold_in(name), tokens.shape, tokens.device) for name in ("chosen", "what"))
-    other = (uniform(rng.fold_in("other"), tokens.shape, tokens.device) * config.vocab).long()
-    counts = chosen < share
-    shown = torch.where(counts & (what < 0.8), mask_token, tokens)
-    shown = torch.where(counts & (what >= 0.9), other, shown)
-    return {"tokens": shown, "targets": torch.where(counts, tokens, IGNORED)}
+    chosen, action = (uniform(rng.fold_in(name), tokens.shape, tokens.device) for name in ("chosen", "what"))
+    random = (uniform(rng.fold_in("other"), tokens.shape, tokens.device) * config.vocab).long()
+    has_target = chosen < share
+    masked = torch.where(has_target & (action < 0.8), mask_token, tokens)
+    masked = torch.where(has_target & (action >= 0.9), random, masked)
+    return {"tokens": masked, "targets": torch.where(has_target, tokens, IGNORED)}
 
 
 def slicing_rules(config: BERTConfig) -> dict[str, Any]:
-    """Rules for `shardlib.tensor_slicing`: attention by heads, the MLP by its inner width, the embedding by words."""
+    """Rules for `shardlib.tensor_slicing`: attention by heads, the MLP by its inner width, the embedding by tokens."""
     return layer_rules("blocks/*/", config.heads) | {"embed/tokens": "vocab", "head/weight": "vocab"}
 
 
-def _scored(head: Params, x: Tensor) -> Tensor:
-    """What the output layer scores."""
+def _output_input(head: Params, x: Tensor) -> Tensor:
+    """The input of the output layer, from that of the head."""
     return _norm(head["norm"], F.gelu(linear(head["dense"], x)))
 
 

@@ -23,44 +23,44 @@ from shardlib.tree import Tree
 def from_module(
     module: nn.Module, buffers: bool = False, blocks: Sequence[nn.Module] | None = None, frozen: bool = False
 ) -> tuple[Any, ...]:
-    """Turn a module into ``(apply, params)``, or with ``buffers=True`` into ``(apply, params, buffers)``.
+    """A module as ``(apply, params)``, or with ``buffers=True`` as ``(apply, params, buffers)``.
 
     ``apply(params, *args, **kwargs)`` calls the module; with buffers ``apply(params, buffers, *args, **kwargs)``
-    returns ``(output, buffers)``. ``params`` is a nested dictionary by module path in which a ModuleList or
-    Sequential is a list; its tensors are the module's own. Tied parameters stay tied. ``apply`` keeps the module's
-    structure and mode (train or eval) as they are now. What the module writes to its buffers in a call, in place or by
-    assignment, is in the returned ``buffers`` and nowhere else; other attributes that it changes (``self.calls += 1``)
-    are not state: each thread's copy of the module has its own, and no checkpoint keeps them. `torch.utils.checkpoint` in
-    the module works with ``use_reentrant=False``: backward sees what the call saw, and writes to no buffer again.
+    returns ``(output, buffers)``. ``params`` is a nested dictionary by module path in which a ModuleList or Sequential is a
+    list; it shares the module's tensors. Tied parameters stay tied. ``apply`` keeps the structure and mode (train or eval)
+    that the module has now. Writes of the module to its buffers in a call, in place or by assignment, appear in the returned
+    ``buffers`` only. Other attributes that it changes (``self.calls += 1``) are not state: each thread has its own copy of
+    the module, and checkpoints do not store them. `torch.utils.checkpoint` in the module works with
+    ``use_reentrant=False``: backward recomputes from what the call read, and does not write to buffers again.
 
     With ``blocks`` the result is ``(loss_fn, params)``: an `shardlib.sequential`, which `shardlib.pipeline` can cut into
-    stages, and a list of trees, one per block. A block is a module of the module's own submodules, called as
-    ``block(carry, batch) -> carry``; the first carry is None and the last block returns the loss (the module's own
-    ``forward`` is not called). `shardlib.models.huggingface.decoder_blocks` makes them for transformers' decoders.
+    stages, and a list of trees, one per block. A block is a module made of submodules of ``module``, called as
+    ``block(carry, batch) -> carry``; the first carry is None and the last block returns the loss (the ``forward`` of
+    ``module`` is not called). `shardlib.models.huggingface.decoder_blocks` makes blocks of transformers' decoders.
 
-    With ``frozen=True`` one more value comes last, the paths of parameters with ``requires_grad=False`` for
+    With ``frozen=True`` the last value is the list of paths of parameters with ``requires_grad=False``, for
     `shardlib.freeze`: ``apply, params, frozen = from_module(model, frozen=True)`` and ``sl.freeze(frozen)`` in the plan. So
-    a model of peft trains its adapters as it comes.
+    a model of peft trains its adapters without further changes.
 
-    BatchNorm normalises each rank's share (and micro-batch) by itself, as in DistributedDataParallel. Its running
-    statistics pass from micro-batch to micro-batch; after a step `shardlib.make_train_step` makes them, as all floating
-    buffers, the mean over the ranks that share the batch out: of variances too, which is not the variance of the whole
-    batch. Integers (``num_batches_tracked``) are each rank's own.
+    BatchNorm normalises each rank's share of the batch (and each micro-batch) separately, as in DistributedDataParallel. Its
+    running statistics pass from micro-batch to micro-batch. After a step `shardlib.make_train_step` averages them, as all
+    floating-point buffers, over the ranks that share the batch; the mean of variances is not the variance of the whole
+    batch. Integer buffers (``num_batches_tracked``) are rank-local.
 
-    A module on the meta device has no values yet: then ``params`` is a function that makes them, to be passed to
-    `shardlib.shard`, which runs it leaf by leaf. It calls each submodule's ``reset_parameters``, and then the
-    ``_init_weights`` of the model that the submodule is in (so transformers' models say what they start from). Normal and
-    uniform numbers are drawn by the seed that `torch.manual_seed` set, the same on every mesh, and each rank draws only
-    its own; ``lambda: params(rng=key)`` draws by a key, another for a second model.
+    A module on the meta device has no values yet. Then ``params`` is a function that initialises them, to be passed to
+    `shardlib.shard`, which runs it leaf by leaf. It calls each submodule's ``reset_parameters``, then the ``_init_weights``
+    of the model that contains the submodule (which is how transformers' models initialise). Normal and uniform numbers are
+    drawn by the seed of `torch.manual_seed`, the same on every mesh, and each rank draws only its shards;
+    ``lambda: params(rng=key)`` draws by a key, such as another one for a second model.
 
-    Parameters that the loss does not use (a head that is not asked for) are decayed by `shardlib.optim.adamw`, and not by
-    torch's: freeze those that `shardlib.unused_params` names.
+    Weight decay of `shardlib.optim.adamw` also shrinks parameters that the loss does not use (such as an unused head),
+    unlike torch's: freeze those that `shardlib.unused_params` names.
 
     Raises:
-        TreeError: not a module, or one that cannot be copied; parameters with ``requires_grad=False`` and not
-            ``frozen=True``, on the meta device without a way to initialise them, or in none of the blocks; an embedding
-            with ``max_norm``; blocks together with ``buffers=True``. From ``apply`` and ``loss_fn``: a tree of other
-            parameters, or a buffer changed and ``buffers=True`` was not given.
+        TreeError: ``module`` is no module or cannot be copied; a parameter has ``requires_grad=False`` without
+            ``frozen=True``, is on the meta device without a way to initialise it, or is in none of the blocks; an embedding
+            has ``max_norm``; blocks are given together with ``buffers=True``. From ``apply`` and ``loss_fn``: the tree has
+            other parameters, or the module changed a buffer without ``buffers=True``.
 
     >>> apply, params = sl.from_module(torch.nn.Linear(4, 2))
     >>> apply(params, torch.ones(3, 4)).shape
@@ -70,7 +70,7 @@ def from_module(
     if blocks is not None:
         if buffers:
             raise TreeError(
-                "a loss made of blocks hands no buffers on; use from_module without buffers=True, or blocks="
+                "a loss made of blocks returns no buffers; use from_module without buffers=True, or without blocks="
             )
         require_all_used(module, blocks)
         module = Blocks(blocks)
@@ -84,8 +84,8 @@ def from_module(
     on_meta = any(parameter.is_meta for parameter in module.parameters())
     params: Any = partial(_initialise, hollow(module)) if on_meta else _tree(module)
 
-    still = [_glob(n) for n, leaf in module.named_parameters(remove_duplicate=False) if not leaf.requires_grad]
-    last = (still,) if frozen else ()
+    untrained = [_glob(n) for n, leaf in module.named_parameters(remove_duplicate=False) if not leaf.requires_grad]
+    last = (untrained,) if frozen else ()
 
     if isinstance(module, Blocks):
         return _in_sequence(module, skeletons), params, *last
@@ -107,11 +107,11 @@ def from_module(
 
 
 class Blocks(nn.ModuleList):
-    """Modules that are called one after the other, each with a tree of its own."""
+    """Modules that are called one after the other, each with its own tree of parameters."""
 
 
 def _in_sequence(blocks: Blocks, skeletons: Skeletons) -> Sequential:
-    def one(index: int, module: nn.Module) -> Callable[..., Any]:
+    def block_function(index: int, module: nn.Module) -> Callable[..., Any]:
         def run(params: Tree, carry: Any, batch: Any, **rng: Any) -> Any:
             given = flat(params)
             return skeletons.beside(given, (carry, batch), str(index))(given, (carry, batch), rng)
@@ -119,10 +119,10 @@ def _in_sequence(blocks: Blocks, skeletons: Skeletons) -> Sequential:
         run.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]  # whether it takes rng
         return run
 
-    return sequential([one(index, module) for index, module in enumerate(blocks)])
+    return sequential([block_function(index, module) for index, module in enumerate(blocks)])
 
 
-def _own_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
+def _named_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
     """Dotted name -> parameter, detached; a tied parameter is one tensor under several names."""
     detached: dict[int, torch.Tensor] = {}
     return {
@@ -133,15 +133,15 @@ def _own_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def _tree(module: nn.Module) -> Tree:
     """A module's parameters as nested dictionaries and lists."""
-    named = _own_parameters(module)
+    named = _named_parameters(module)
     if not isinstance(module, Blocks):
         return _nest(named)
-    # Not `_nest` of all: a block without parameters has a tree too.
-    parts: list[dict[str, torch.Tensor]] = [{} for _ in module]
+    # Block by block: `_nest` of all would leave out a block without parameters, which has an empty tree.
+    by_block: list[dict[str, torch.Tensor]] = [{} for _ in module]
     for name, tensor in named.items():
         block, _, rest = name.partition(".")
-        parts[int(block)][rest] = tensor
-    return [_nest(part) for part in parts]
+        by_block[int(block)][rest] = tensor
+    return [_nest(of_block) for of_block in by_block]
 
 
 def _nest(named: dict[str, torch.Tensor]) -> Tree:
@@ -166,14 +166,14 @@ def _lists(node: Any) -> Any:
 
 
 def flat(tree: Tree, prefix: str = "") -> dict[str, torch.Tensor]:
-    """The inverse of `_nest`."""
+    """Dotted name -> tensor, for nested dictionaries and lists; the inverse of `_nest`."""
     if isinstance(tree, torch.Tensor):
         return {prefix: tree}
     items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    found: dict[str, torch.Tensor] = {}
+    named: dict[str, torch.Tensor] = {}
     for key, value in items:
-        found |= flat(value, f"{prefix}.{key}" if prefix else str(key))
-    return found
+        named |= flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return named
 
 
 def _initialise(hollow: nn.Module, rng: Key | None = None) -> Tree:
@@ -181,5 +181,5 @@ def _initialise(hollow: nn.Module, rng: Key | None = None) -> Tree:
 
 
 def _glob(name: str) -> str:
-    """A pattern that matches the parameter of this dotted name alone."""
+    """A glob pattern that matches only the parameter of this dotted name."""
     return glob.escape(name.replace(".", "/"))

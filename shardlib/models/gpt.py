@@ -1,8 +1,8 @@
 """A GPT as pure functions of a parameter pytree (pre-norm, learned positions; Radford et al. 2019, GPT-2).
 
-Nothing here knows of ranks, meshes or shards; where S stands for a sequence of activations, it is this rank's part
-under `shardlib.sequence`, but logits and losses are those of the whole. Weights are (out, in) as ``F.linear`` wants
-them, and all computing is done in the dtype the parameters come in.
+There is no parallel code. With `shardlib.sequence`, activations hold this rank's part of the S positions, whereas logits and
+losses are those of the whole sequence. Weights are (out, in), as in ``F.linear``, and everything is computed in the dtype of
+the parameters.
 """
 
 import math
@@ -32,12 +32,15 @@ Cache = list[Seen]  # one per layer
 class GPTConfig:
     """Sizes of a GPT.
 
-    ``sequence`` is the longest context in tokens; ``dropout`` the probability of zeroing an element of the
-    embedding and of each residual branch; ``tie`` uses the token embedding as the output layer too; with a ``layout``
-    (`shardlib.sparse`, for the length of the batches) attention computes its blocks alone.
+    Attributes:
+        sequence: the longest context, in tokens.
+        dropout: the probability of zeroing an element of the embedding and of each residual branch.
+        tie: whether the token embedding is also the output layer.
+        layout: attention computes only the blocks of this `shardlib.sparse` layout, made for the length of the batches.
 
-    Raises ValueError when ``heads`` does not divide ``width``, a size is below 1, ``dropout`` lies outside [0, 1), or the
-    layout is of other heads.
+    Raises:
+        ValueError: ``heads`` does not divide ``width``, a size is below 1, ``dropout`` lies outside [0, 1), or the layout
+            has another number of heads.
     """
 
     vocab: int = 256
@@ -55,14 +58,14 @@ class GPTConfig:
 
 
 def init(config: GPTConfig, seed: int = 0, device: str | torch.device = "cpu") -> Params:
-    """Fresh parameters: weights from N(0, 0.02²), biases 0, gains 1.
+    """Initial parameters: weights from N(0, 0.02²), biases 0, gains 1.
 
-    The two weights that write into the residual stream are scaled by 1/√(2·layers), so that the stream's
+    The two weights of a block that write to the residual stream are scaled by 1/√(2·layers), so that the stream's
     variance does not grow with depth. Values depend on ``seed`` alone, not on ``device``.
 
-    Returns ``{"embed": {"tokens": (V, W), "positions": (S, W)}, "blocks": [...], "head": {"norm", "weight": (V, W)}}``;
-    under ``config.tie`` head's weight is the token embedding itself. A block is ``{"ln1", "attn": {"qkv", "out"},
-    "ln2", "mlp": {"up", "down"}}``, each (and "norm") a ``{"weight", "bias"}``. The rows of qkv are (heads, 3, size).
+    Returns ``{"embed": {"tokens": (V, W), "positions": (S, W)}, "blocks": [...], "head": {"norm", "weight": (V, W)}}``.
+    With ``config.tie`` the weight of "head" is the token embedding itself. A block is ``{"ln1", "attn": {"qkv", "out"},
+    "ln2", "mlp": {"up", "down"}}``. Linear layers and norms are ``{"weight", "bias"}``. The rows of qkv are (heads, 3, size).
     """
     fresh = Fresh(config.dtype, device, seed)
     width, residual_std = config.width, 0.02 / math.sqrt(2 * config.layers)
@@ -84,7 +87,7 @@ def init(config: GPTConfig, seed: int = 0, device: str | torch.device = "cpu") -
 
 
 def _block(config: GPTConfig, params: Params, x: Tensor, rng: Key | None, seen: Seen | None = None) -> Tensor:
-    """One transformer block: (B, S, W) -> (B, S, W). ``rng`` is used, and may not be None, under dropout."""
+    """One transformer block: (B, S, W) -> (B, S, W). Dropout needs ``rng``."""
     size = config.width // config.heads
     attend = partial(attention, causal=True) if seen is None else seen.attend
     a = self_attention(params["attn"], layer_norm(params["ln1"], x), size, partial(attend, layout=config.layout))
@@ -99,7 +102,8 @@ block = mark_block(_block)
 def embed(config: GPTConfig, params: Params, tokens: Tensor, rng: Key | None = None, start: int = 0) -> Tensor:
     """The residual stream before the first block: tokens (B, S) int64, the first at position ``start`` -> (B, S, W).
 
-    Raises ValueError when they reach beyond ``config.sequence``.
+    Raises:
+        ValueError: positions reach beyond ``config.sequence``.
     """
     stop = start + tokens.shape[1]
     if stop > config.sequence:
@@ -111,7 +115,7 @@ def embed(config: GPTConfig, params: Params, tokens: Tensor, rng: Key | None = N
 def hidden(
     config: GPTConfig, params: Params, tokens: Tensor, rng: Key | None = None, cache: Cache | None = None
 ) -> Tensor:
-    """What the output layer scores: tokens (B, S) int64 -> (B, S, W). With a ``cache`` they follow those it has seen."""
+    """The input of the output layer: tokens (B, S) int64 -> (B, S, W). Tokens continue those in ``cache``, if given."""
     x = embed(config, params, tokens, rng, cache[0].length if cache else 0)
     for i, params_i in enumerate(params["blocks"]):
         x = block(config, params_i, x, rng.fold_in(i) if rng is not None else None, cache[i] if cache else None)
@@ -121,15 +125,15 @@ def hidden(
 def logits(
     config: GPTConfig, params: Params, tokens: Tensor, rng: Key | None = None, cache: Cache | None = None
 ) -> Tensor:
-    """Scores of the next token at every position: tokens (B, S) int64 -> (B, S, V). ``cache`` as in `hidden`."""
+    """Logits of the next token at every position: tokens (B, S) int64 -> (B, S, V). ``cache`` as in `hidden`."""
     return gather_sequence(F.linear(hidden(config, params, tokens, rng, cache), params["head"]["weight"]))
 
 
 def make_loss(config: GPTConfig) -> Callable[..., Tensor]:
     """The training loss ``loss(params, batch, rng=None) -> ()``, in nats per token.
 
-    ``batch`` is ``{"tokens": (B, S), "targets": (B, S)}``, both int64; the loss is the cross entropy of the
-    targets, averaged over B·S. ``rng`` is a ``Key``, needed only under dropout.
+    ``batch`` is ``{"tokens": (B, S), "targets": (B, S)}``, both int64; the loss is the cross entropy of the targets,
+    averaged over B·S. Dropout needs ``rng``, a `Key`.
     """
 
     def loss(params: Params, batch: dict[str, Tensor], rng: Key | None = None) -> Tensor:
@@ -140,7 +144,7 @@ def make_loss(config: GPTConfig) -> Callable[..., Tensor]:
 
 
 def to_blocks(params: Params) -> list[Params]:
-    """The same parameters as `make_sequential` takes them: embedding, one tree per layer, head."""
+    """The parameters of `init` as a list for `make_sequential`: embedding, one tree per layer, head."""
     return [params["embed"], *params["blocks"], params["head"]]
 
 
@@ -165,18 +169,20 @@ def make_sequential(config: GPTConfig) -> Sequential:
 
 
 def slicing_rules(config: GPTConfig, blocks: bool = False) -> dict[str, Any]:
-    """Rules for `shardlib.tensor_slicing`: attention by heads, the MLP by its inner width, both embeddings by words.
+    """Rules for `shardlib.tensor_slicing`: attention by heads, the MLP by its inner width, both embeddings by tokens.
 
-    ``blocks``: for the parameters that `to_blocks` makes.
+    Args:
+        blocks: whether the rules are for parameters that `to_blocks` made.
     """
     first, layers, last = ("0", "*", config.layers + 1) if blocks else ("embed", "blocks/*", "head")
     return layer_rules(f"{layers}/", config.heads) | {f"{first}/tokens": "vocab", f"{last}/weight": "vocab"}
 
 
 def new_cache(config: GPTConfig) -> Cache:
-    """For `logits` of one sequence token by token: empty, with room for ``config.sequence`` tokens.
+    """An empty cache for `logits` of a sequence token by token, with room for ``config.sequence`` tokens.
 
-    Raises ValueError when ``config.layout`` is for fewer.
+    Raises:
+        ValueError: ``config.layout`` is for fewer tokens.
     """
     layout = config.layout
     if layout is not None and layout.size * layout.block < config.sequence:
@@ -190,11 +196,14 @@ def new_cache(config: GPTConfig) -> Cache:
 def generate(
     config: GPTConfig, params: Params, prompt: Tensor, length: int, temperature: float = 1.0, seed: int = 0
 ) -> Tensor:
-    """Append ``length`` sampled tokens to ``prompt``: (B, S₀) int64, S₀ ≥ 1 -> (B, S₀ + length).
+    """Appends ``length`` sampled tokens to ``prompt``: (B, S₀) int64, S₀ ≥ 1 -> (B, S₀ + length).
 
-    The model sees the last ``config.sequence`` tokens, of these with a ``layout`` what each token's row has, without
-    dropout. ``temperature`` divides the scores; at 0 the likeliest token is taken. The same seed gives the same text on
-    every rank, in `make_eval_step` from sharded parameters too.
+    The context is the last ``config.sequence`` tokens, with a ``layout`` those in each token's row; there is no dropout.
+    ``temperature`` divides the logits; at 0 the most likely token is taken. The same seed gives the same text on every rank,
+    also from sharded parameters in `make_eval_step`.
+
+    Raises:
+        ValueError: ``temperature`` is negative, or ``config.layout`` is for fewer tokens than ``config.sequence``.
     """
     if temperature < 0:
         raise ValueError(f"generate: temperature={temperature}, but it must not be negative")
@@ -205,7 +214,7 @@ def generate(
         for _ in range(length):
             new = tokens[:, cache[0].length :]
             if tokens.shape[1] > config.sequence:
-                # Positions are absolute: when the window moves on, every token has another, and nothing kept holds.
+                # Positions are absolute: when the window moves, every token's position changes, and the cache is invalid.
                 new, cache = tokens[:, -config.sequence :], new_cache(config)
             scores = logits(config, params, new, cache=cache)[:, -1]
             if temperature == 0:
@@ -218,7 +227,7 @@ def generate(
 
 
 def parameters_count(config: GPTConfig) -> int:
-    """How many numbers ``init(config)`` holds."""
+    """The number of elements of ``init(config)``; tied embeddings count once."""
     w = config.width
     per_block = 12 * w * w + 13 * w  # qkv 3, out 1, up 4, down 4 squares; their biases 9 and two norms 4
     embeddings = (config.vocab * (1 if config.tie else 2) + config.sequence) * w

@@ -1,4 +1,4 @@
-"""The key-value cache of one attention layer: what sampling keeps of the tokens so far."""
+"""The key-value cache of one attention layer, for sampling token by token."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from shardlib.sparse import Layout
 
 
 class Seen:
-    """Keys and values of the tokens a layer has seen, as many heads of them as this rank computes.
+    """Keys and values of the tokens that a layer has seen, of the heads that this rank computes.
 
     Attributes:
-        length: tokens seen.
+        length: the number of tokens seen.
     """
 
     def __init__(self, room: int) -> None:
@@ -23,13 +23,13 @@ class Seen:
         self.length = 0
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout | None = None) -> Tensor:
-        """Causal attention of new tokens over those so far and themselves, (B, heads, S, size); keeps ``k`` and ``v``.
+        """Causal attention of new tokens over all tokens so far, (B, heads, S, size); stores ``k`` and ``v``.
 
         Args:
-            layout: for at least as many tokens as the cache has room for: each sees what its row has.
+            layout: for at least as many tokens as the cache has room for; a token sees the blocks of its row.
 
         Raises:
-            ValueError: no room for them, or several tokens after others: attention would have to mask some of them.
+            ValueError: the cache is full, or several tokens follow earlier ones, which would need a mask.
         """
         first = self.length == 0
         k, v = self._extend(k, v)
@@ -38,7 +38,7 @@ class Seen:
         return attention(q, k, v) if layout is None else _last(q, k, v, layout.to(q.device))
 
     def _extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Those of all tokens so far, views of the cache."""
+        """The keys and values of all tokens so far, as views of the cache, after storing the new ones."""
         start, stop = self.length, self.length + k.shape[2]
         if stop > self._room or (start and k.shape[2] > 1):
             raise ValueError(
@@ -48,19 +48,19 @@ class Seen:
         if self._kept is None:
             self._kept = tuple(new.new_empty(*new.shape[:2], self._room, new.shape[3]) for new in (k, v))  # type: ignore[assignment]
         assert self._kept is not None
-        for kept, new in zip(self._kept, (k, v)):
-            kept[:, :, start:stop] = new
+        for buffer, new in zip(self._kept, (k, v)):
+            buffer[:, :, start:stop] = new
         self.length = stop
-        keys, values = (kept[:, :, :stop] for kept in self._kept)
+        keys, values = (buffer[:, :, :stop] for buffer in self._kept)
         return keys, values
 
 
 def _last(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-    """Attention of the last token, over the keys of its row's blocks alone; 0 where there is none."""
+    """Attention of the last token over the keys in the blocks of its row; 0 if there are none."""
     length, block = k.shape[2], layout.block
     columns, held = layout.row((length - 1) // block)
-    places = (columns[:, None] * block + torch.arange(block, device=q.device)).flatten()
-    before = places < length
-    near, of = (x.index_select(2, places[before]) for x in (k, v))
-    mask = held.repeat_interleave(block, 1)[:, before].unsqueeze(1)
-    return F.scaled_dot_product_attention(q, near, of, mask)
+    positions = (columns[:, None] * block + torch.arange(block, device=q.device)).flatten()
+    past = positions < length
+    keys, values = (x.index_select(2, positions[past]) for x in (k, v))
+    mask = held.repeat_interleave(block, 1)[:, past].unsqueeze(1)
+    return F.scaled_dot_product_attention(q, keys, values, mask)

@@ -1,6 +1,4 @@
-"""What longer sequences need: more positions, lengths that suit the blocks of a layout, and sparse attention in
-transformers' models.
-"""
+"""Longer sequences: more learned positions, padding to whole blocks, and sparse attention in transformers' models."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from shardlib.rng import Key
 from shardlib.sparse.layout import Layout, check_layout
 
 _NAME = "shardlib_sparse"
-# Where a model's learned positions are, and how many rows come before the first; Llama's are computed.
+# The name of a model's learned positions (Llama computes its own), and the number of rows before the first position.
 _POSITIONS = {
     "bert": ("embeddings.position_embeddings", 0),
     "roberta": ("embeddings.position_embeddings", 2),
@@ -34,14 +32,14 @@ _ATTENTION = {
 
 
 def with_sparse_attention(module: nn.Module, layout: Layout) -> nn.Module:
-    """Let every self-attention of a transformers BERT, RoBERTa, GPT-2 or Llama compute the layout's blocks alone.
+    """Makes every self-attention of a transformers BERT, RoBERTa, GPT-2 or Llama compute only the blocks of ``layout``.
 
-    In place; returns the module. Call it before `shardlib.from_module`. Decoders stay causal. A padding mask
-    (batch, sequence) is honoured. Weights, their names and their gradients' are as before.
+    The module is changed in place and returned. Call this before `shardlib.from_module`. Decoders stay causal, and a padding
+    mask (batch, sequence) still applies. Parameters and their names do not change.
 
     Raises:
-        TreeError: another model, or one that attends in some other way (GPT-2's ``reorder_and_upcast_attn``).
-        ValueError: a causal layout for an encoder.
+        TreeError: the model is another one, or computes attention in another way (GPT-2's ``reorder_and_upcast_attn``).
+        ValueError: the layout is causal and the model an encoder.
     """
     check_layout(layout)
     config = _config(module, _ATTENTION)
@@ -52,8 +50,8 @@ def with_sparse_attention(module: nn.Module, layout: Layout) -> nn.Module:
     for layer in layers:
         if layout.causal and not layer.is_causal:
             raise ValueError(
-                f"{type(module).__name__} looks both ways, and the layout is causal: make it with causal=False, or the "
-                "model with is_decoder=True in its config"
+                f"the layout is causal, and {type(module).__name__} is not: make the layout with causal=False, or the model "
+                "with is_decoder=True in its config"
             )
     for layer in layers:
         layer.sparse_layout = layout
@@ -63,14 +61,14 @@ def with_sparse_attention(module: nn.Module, layout: Layout) -> nn.Module:
 
 
 def extend_positions(module: nn.Module, length: int) -> nn.Module:
-    """Learned positions for ``length`` tokens, those that are there repeated (Longformer, arXiv 2004.05150, section 5).
+    """Extends learned positions to ``length`` tokens by repetition (Longformer, arXiv 2004.05150, section 5).
 
-    In place; returns the module: a transformers BERT, RoBERTa, GPT-2 or Llama (which computes positions, and only takes
-    note of the length).
+    The module is changed in place and returned: a transformers BERT, RoBERTa, GPT-2 or Llama (which computes positions: only
+    its configuration changes).
 
     Raises:
-        TreeError: another model.
-        ValueError: fewer tokens than it takes already.
+        TreeError: the model is another one.
+        ValueError: the model already takes more than ``length`` tokens.
     """
     config = _config(module, _POSITIONS)
     name, first = _POSITIONS[config.model_type]
@@ -93,21 +91,21 @@ def extend_positions(module: nn.Module, length: int) -> nn.Module:
 
 
 def extended(positions: torch.Tensor, length: int) -> torch.Tensor:
-    """``positions`` (S, W) for ``length`` tokens, repeated: (length, W). For the models of shardlib."""
+    """``positions`` (S, W) repeated to (length, W), for the models of shardlib."""
     return positions.repeat(math.ceil(length / len(positions)), 1)[:length]
 
 
 def pad_to_multiple(
     batch: Mapping[str, torch.Tensor], multiple: int, fill: Mapping[str, float]
 ) -> dict[str, torch.Tensor]:
-    """A batch whose sequences (dimension 1) are as long as the next multiple of a layout's block, or of ranks.
+    """A batch whose sequences (dimension 1) are padded to a multiple, of a layout's block or of the number of ranks.
 
     Args:
-        fill: what each of the batch's tensors is filled up with: a token, -100 for targets, 0 for a mask. Those that it
-            does not name stay as they are.
+        fill: name of a tensor -> the value to pad it with: a token, -100 for targets, 0 for a mask. Other tensors are
+            unchanged.
 
     Raises:
-        BatchError: a name the batch does not have, or tensors of different lengths.
+        BatchError: the batch lacks a name in ``fill``, or tensors differ in length.
     """
     lengths = {name: batch[name].shape[1] for name in fill if name in batch and batch[name].dim() > 1}
     if len(lengths) < len(fill) or len({*lengths.values()}) > 1:
@@ -136,7 +134,7 @@ def _config(module: nn.Module, known: Mapping[str, Any]) -> Any:
 
 
 def _register() -> None:
-    """Tell transformers of the function, by name: again where it was done before, to the same end."""
+    """Registers the attention function with transformers, by name; repeating it changes nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(_NAME, _attend)
@@ -153,10 +151,10 @@ def _attend(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """As transformers calls it: heads come in as dimension 1, and go out as dimension 2."""
+    """Sparse attention as transformers calls it: heads are dimension 1 of the inputs and dimension 2 of the output."""
     if key.shape[2] != query.shape[2]:
         raise BatchError(
-            f"sparse attention of {query.shape[2]} queries and {key.shape[2]} keys: a layout is of one whole sequence; "
+            f"sparse attention of {query.shape[2]} queries and {key.shape[2]} keys: a layout is for one whole sequence; "
             "pass use_cache=False, and no encoder's states"
         )
     layout: Any = module.sparse_layout
@@ -169,12 +167,12 @@ def _attend(
         scale=scaling,
         key_mask=attention_mask,
         dropout=dropout,
-        # From torch's own generator, as the module's other dropout is.
+        # Drawn from torch's generator, as the module's other dropout.
         rng=Key(int(torch.randint(2**62, ()))) if dropout else None,
     )
     return out.transpose(1, 2).contiguous(), None
 
 
 def _padding(attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:
-    """The mask that goes to `_attend`: of padding alone, bool (batch, sequence)."""
+    """The mask that transformers passes to `_attend`: the padding mask, bool (batch, sequence)."""
     return None if attention_mask is None else attention_mask.bool()

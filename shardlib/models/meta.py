@@ -1,6 +1,6 @@
-"""Values for a module on the meta device, by its submodules' own ``reset_parameters`` and a model's ``_init_weights``.
+"""Initial values of a module on the meta device, by its submodules' ``reset_parameters`` and a model's ``_init_weights``.
 
-``_init_weights(module)`` is how models of transformers say what each of their submodules starts from.
+``_init_weights(module)`` is the method by which a model of transformers initialises each of its submodules.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _REMEDY = (
 
 
 def initialised(hollow: nn.Module, key: Key) -> nn.Module:
-    """A copy of a meta module with parameters, made by each submodule's own ``reset_parameters`` and ``_init_weights``.
+    """A copy of a meta module with values, set by each submodule's ``reset_parameters`` and by ``_init_weights``.
 
     Raises:
-        TreeError: parameters that neither writes; lists all.
+        TreeError: neither of them writes some parameters; lists all of these.
     """
-    with no_modes():  # a recording has nothing to do with it
+    with no_modes():  # the copy is not to be recorded
         module = copy.deepcopy(hollow)
     made: dict[int, Any] = {}
     with torch.no_grad(), _Counted(key) as counted:
@@ -44,10 +44,10 @@ def reset_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """Real values for a meta module's buffers, submodule by submodule.
 
     Raises:
-        TreeError: buffers that neither ``reset_parameters`` nor ``_init_weights`` writes; lists all.
+        TreeError: neither ``reset_parameters`` nor ``_init_weights`` writes some buffers; lists all of these.
     """
     starts = {id(owner): start for owner, start in _owners(module)}
-    found = {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False) if not buffer.is_meta}
+    values = {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False) if not buffer.is_meta}
     failures = []
     for prefix, owner in module.named_modules(remove_duplicate=False):
         if not any(buffer.is_meta for buffer in owner.buffers(recurse=False)):
@@ -57,7 +57,7 @@ def reset_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
             _begin(real, starts[id(owner)])
         for name, buffer in real.named_buffers(recurse=False):
             path = f"{prefix}.{name}" if prefix else name
-            found[path] = buffer
+            values[path] = buffer
             if not counted.wrote(buffer):
                 failures.append(f"{path}: {type(owner).__name__}")
     if failures:
@@ -65,14 +65,14 @@ def reset_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
             f"buffers on the meta device that neither reset_parameters() nor a model's _init_weights() writes:\n"
             f"{listing(failures)}\n{_REMEDY}"
         )
-    return found
+    return values
 
 
 Start = Callable[[nn.Module], Any] | None
 
 
 def _owners(module: nn.Module, start: Start = None) -> Iterator[tuple[nn.Module, Start]]:
-    """Every submodule, children first, with the ``_init_weights`` of the nearest model that it is in."""
+    """Every submodule, children first, with the ``_init_weights`` of the innermost model that contains it."""
     start = getattr(module, "_init_weights", start)
     for child in module.children():
         yield from _owners(child, start)
@@ -87,7 +87,7 @@ def _begin(owner: nn.Module, start: Start) -> None:
 
 
 def _empty(owner: nn.Module, made: dict[int, Any]) -> None:
-    """Memory for a meta submodule's own tensors, tied ones still tied. (Module.to_empty cannot while being recorded.)"""
+    """Allocates a meta submodule's tensors; tied ones stay tied. (Module.to_empty does not work while recorded.)"""
     for name, old in owner.named_parameters(recurse=False, remove_duplicate=False):
         if old.is_meta:
             if id(old) not in made:
@@ -113,10 +113,10 @@ def _require_written(module: nn.Module, leaves: Any, counted: _Counted, what: st
 
 
 class _Counted(TorchDispatchMode):
-    """Draws by counter-based keys what is drawn in place from a normal or a uniform distribution.
+    """A mode in which in-place draws from normal and uniform distributions use counter-based keys.
 
-    So a rank that records an initialiser (see `shardlib.init.deferred`) draws its own part of a parameter alone. Notes
-    what is written to.
+    So a rank that records an initialiser (see `shardlib.init.deferred`) draws only its shard of a parameter. The mode also
+    notes which tensors are written to.
     """
 
     def __init__(self, key: Key) -> None:
@@ -130,7 +130,7 @@ class _Counted(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if writes(op) and args and isinstance(args[0], torch.Tensor):
             storage = args[0].untyped_storage()
-            self._written[storage_id(storage)] = storage  # kept, so that no other takes its place
+            self._written[storage_id(storage)] = storage  # kept alive, so that its id is not used again
         draw = _DRAWS.get(op)
         if draw is None or (kwargs or {}).get("generator") is not None or not args[0].is_floating_point():
             return op(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""What `from_module` cannot take, each with what to do instead."""
+"""Checks for modules that `from_module` cannot take; the messages say what to do instead."""
 
 from __future__ import annotations
 
@@ -15,52 +15,63 @@ from shardlib._compat import pre_hooks
 from shardlib.errors import TreeError, listing
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-_OLD_NORMS = {"WeightNorm": "weight_norm", "SpectralNorm": "spectral_norm"}  # a hook's class -> what put it there
+_OLD_NORMS = {
+    "WeightNorm": "weight_norm",
+    "SpectralNorm": "spectral_norm",
+}  # a hook's class -> the function that adds it
 
 
 def require_module(module: Any) -> None:
-    """Raises TreeError: not a module that can be copied and called with parameters of another's making."""
+    """Refuses what is no module, and modules that cannot be called with other parameters; lists all submodules at fault.
+
+    Raises:
+        TreeError: see above.
+    """
     if not isinstance(module, nn.Module):
         raise TreeError(
             f"from_module takes a torch.nn.Module and got {type(module).__name__}; a function of parameters is passed as "
             "it is: sl.make_train_step(loss_fn, params, ...)"
         )
-    wrong = []
+    failures = []
     for path, owner in module.named_modules():
         name = path or "(top)"
         if isinstance(owner, _WRAPPERS):
-            wrong.append(f"{name}: {type(owner).__name__}; pass what it wraps, .module")
+            failures.append(f"{name}: {type(owner).__name__}; pass the wrapped module, .module")
         elif isinstance(owner, torch.jit.ScriptModule):
-            wrong.append(f"{name}: scripted; pass the module that it was made from")
+            failures.append(f"{name}: scripted; pass the module that it was made from")
         for leaf, parameter in owner.named_parameters(recurse=False):
             if isinstance(parameter, UninitializedParameter):
-                wrong.append(f"{name}.{leaf}: has no shape yet; call the module once on a batch, then from_module")
+                failures.append(f"{name}.{leaf}: has no shape yet; call the module once on a batch, then from_module")
             elif isinstance(parameter, DTensor):
-                wrong.append(f"{name}.{leaf}: a DTensor; pass the module from before fully_shard or parallelize_module")
-    if wrong:
-        raise TreeError(f"modules that from_module cannot take:\n{listing(wrong)}")
+                failures.append(f"{name}.{leaf}: a DTensor; pass the module before fully_shard or parallelize_module")
+    if failures:
+        raise TreeError(f"modules that from_module cannot take:\n{listing(failures)}")
 
 
 def require_copies(module: nn.Module) -> None:
-    """Raises TreeError: attributes that cannot be copied; lists all."""
-    wrong = []
-    parts = {id(part): part for part in (*module.modules(), *module.parameters(), *module.buffers())}
+    """Refuses modules with attributes that cannot be copied; lists all of these.
+
+    Raises:
+        TreeError: see above.
+    """
+    failures = []
+    memo = {id(known): known for known in (*module.modules(), *module.parameters(), *module.buffers())}
     for path, owner in module.named_modules():
         for name, value in vars(owner).items():
             try:
-                copy.deepcopy(value, dict(parts))
+                copy.deepcopy(value, dict(memo))
             except Exception as error:
                 why = f"{type(error).__name__}: {error}" if not isinstance(value, torch.Tensor) else _computed(owner)
-                wrong.append(f"{path}.{name}: {why}" if path else f"{name}: {why}")
-    if wrong:
+                failures.append(f"{path}.{name}: {why}" if path else f"{name}: {why}")
+    if failures:
         raise TreeError(
             f"from_module calls copies of the module, one per thread, and these attributes cannot be copied:\n"
-            f"{listing(wrong)}\nWithout a remedy here: set them in forward, or give their class a __deepcopy__"
+            f"{listing(failures)}\nIf no remedy is given: set them in forward, or give their class a __deepcopy__"
         )
 
 
 def _computed(owner: nn.Module) -> str:
-    """What to do about a tensor that was computed from parameters and then put into their module."""
+    """The remedy for an attribute of ``owner`` that is a tensor computed from parameters."""
     for hook in pre_hooks(owner):
         kind = type(hook)
         if kind.__name__ in _OLD_NORMS and kind.__module__.startswith("torch.nn.utils."):
@@ -72,7 +83,11 @@ def _computed(owner: nn.Module) -> str:
 
 
 def require_all_used(module: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Raises TreeError: parameters of a module that none of its blocks has."""
+    """Refuses blocks that leave out parameters of their module; lists these.
+
+    Raises:
+        TreeError: see above.
+    """
     used = {id(parameter) for block in blocks for parameter in block.parameters()}
     missing = [name for name, parameter in module.named_parameters() if id(parameter) not in used]
     if missing:
@@ -83,7 +98,11 @@ def require_all_used(module: nn.Module, blocks: Sequence[nn.Module]) -> None:
 
 
 def require_trained(module: nn.Module) -> None:
-    """Raises TreeError: parameters with ``requires_grad=False``, of which nobody would hear."""
+    """Refuses parameters with ``requires_grad=False``, which would be trained without notice.
+
+    Raises:
+        TreeError: see above.
+    """
     frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
     if frozen:
         raise TreeError(
@@ -94,11 +113,15 @@ def require_trained(module: nn.Module) -> None:
 
 
 def require_no_renorm(module: nn.Module) -> None:
-    """Raises TreeError: an embedding that renorms its own rows, and so writes to its parameter."""
+    """Refuses embeddings that renormalise their rows on look-up, which writes to the parameter.
+
+    Raises:
+        TreeError: see above.
+    """
     renormed = [
         name or "the module itself"
-        for name, part in module.named_modules()
-        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None
+        for name, child in module.named_modules()
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.max_norm is not None
     ]
     if renormed:
         raise TreeError(

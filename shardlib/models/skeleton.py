@@ -1,7 +1,7 @@
-"""A module without weights, called with parameters and buffers that are put into it for the call.
+"""A module without weights, into which a call puts parameters and buffers.
 
-What a call put in is put in again when backward computes a part of it anew: `torch.utils.checkpoint` runs a function that
-reads the module, long after the call is over and while another may be under way.
+When backward recomputes a segment of a call, the call's parameters and buffers are put in again: `torch.utils.checkpoint`
+runs a function that reads the module, long after the call and possibly during another one.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from shardlib.tree import leaves_of
 Named = Mapping[str, torch.Tensor]
 Buffers = Mapping[str, torch.Tensor | None]
 
-_calls = threading.local()  # ``under_way``: the calls that this thread is in, outermost first
+_calls = threading.local()  # ``under_way``: the running calls of this thread, outermost first
 
 
 class Skeletons:
-    """One copy of a skeleton per thread and device: a call puts tensors into the module itself."""
+    """Copies of a skeleton, one per thread and device, as a call puts tensors into the module itself."""
 
     def __init__(self, module: nn.Module, buffers: Buffers) -> None:
-        self._pattern = hollow(module)  # never called: a thread may come to copy it while another is in a call
+        self._pattern = hollow(module)  # never called, so that a thread can copy it while another one is in a call
         self._local = threading.local()
         for name, buffer in buffers.items():
             owner, _, leaf = name.rpartition(".")
             own_buffers(self._pattern.get_submodule(owner))[leaf] = None if buffer is None else buffer.detach().clone()
 
     def beside(self, parameters: Named, args: Any, name: str = "") -> Skeleton:
-        """This thread's, of the submodule of this name, its buffers where these parameters (or else these arguments) are."""
+        """This thread's skeleton of the submodule ``name``, with buffers on the device of ``parameters`` or ``args``."""
         if not hasattr(self._local, "made"):
             self._local.made = {}
         made: dict[tuple[str, torch.device | None], Skeleton] = self._local.made
         held = parameters.values() or leaves_of(args)
         device = next((value.device for value in held if isinstance(value, torch.Tensor)), None)
         if (name, device) not in made:
-            # Not a part of what it is called in: a trace on fake tensors, a recomputed block, inference.
+            # Made outside of whatever surrounds the call: a trace on fake tensors, a recomputed block, inference mode.
             with no_modes(), torch.inference_mode(False):
                 if ("", device) not in made:
                     pattern = _moved(self._pattern, device)
@@ -55,7 +55,7 @@ class Skeletons:
 
 
 def _moved(module: nn.Module, device: torch.device | None) -> nn.Module:
-    """A copy whose buffers are on this device; itself where they are. (Parameters are on the meta device.)"""
+    """A copy of a hollow module with buffers on ``device``; the module itself if they are there already."""
     buffers = list(module.buffers())
     if device is None or all(buffer.device == device for buffer in buffers):
         return module
@@ -67,7 +67,7 @@ def hollow(module: nn.Module) -> nn.Module:
     """A copy whose parameters are on the meta device, tied ones still tied.
 
     Raises:
-        TreeError: attributes that cannot be copied.
+        TreeError: the module has attributes that cannot be copied.
     """
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()}
     try:
@@ -78,7 +78,7 @@ def hollow(module: nn.Module) -> nn.Module:
 
 
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Every buffer by its name, those that are None yet as well."""
+    """Dotted name -> buffer, with buffers that are None."""
     return {
         f"{prefix}.{leaf}" if prefix else leaf: buffer
         for prefix, owner in module.named_modules(remove_duplicate=False)
@@ -87,10 +87,10 @@ def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 class Skeleton:
-    """One thread's module.
+    """A module of one thread, to be called with any parameters and buffers.
 
     Args:
-        pattern: what its buffers are taken from again when a call has written to them.
+        pattern: an equal module, from which buffers are restored when a call has written to them.
     """
 
     def __init__(self, module: nn.Module, pattern: nn.Module) -> None:
@@ -104,10 +104,10 @@ class Skeleton:
         }
 
     def __call__(self, parameters: Named, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module called with these parameters and its own buffers.
+        """The module's output with ``parameters`` and the buffers it has.
 
         Raises:
-            TreeError: the call changed a buffer (which is undone) or a parameter; parameters of other names.
+            TreeError: the call changed a buffer (which is restored) or a parameter, or the parameters have other names.
         """
         call = _Call(self, parameters, buffers_of(self.module))
         try:
@@ -125,14 +125,14 @@ class Skeleton:
     def with_buffers(
         self, parameters: Named, buffers: Buffers, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, torch.Tensor | None]]:
-        """The module called with these parameters and copies of these buffers; what it returns, and its buffers then."""
+        """The module's output with ``parameters`` and copies of ``buffers``, and the buffers after the call."""
         call = _Call(self, parameters, buffers, fresh=True)
         out = call.run(args, kwargs)
         return out, call.after
 
     @contextmanager
     def holding(self, parameters: Named, buffers: Buffers) -> Iterator[None]:
-        """While it lasts the module holds these; afterwards what it held before, whatever happened meanwhile.
+        """A context in which the module holds these tensors; afterwards it holds the previous ones, even after an error.
 
         Raises:
             TreeError: a parameter was replaced.
@@ -155,10 +155,10 @@ class Skeleton:
         finally:
             for owner, leaf, parameter in reversed(before):
                 own_parameters(owner)[leaf] = parameter
-            for owner, own in kept:
-                if own_buffers(owner) or own:
+            for owner, previous in kept:
+                if own_buffers(owner) or previous:
                     own_buffers(owner).clear()
-                    own_buffers(owner).update(own)
+                    own_buffers(owner).update(previous)
         if replaced:
             raise TreeError(
                 f"the module replaced its parameters, which are inputs of a pure function:\n{listing(replaced)}\nMake what "
@@ -166,39 +166,42 @@ class Skeleton:
             )
 
     def _renew(self) -> None:
-        """Take all buffers from the pattern again: those that batch_norm writes to do not show it."""
+        """Restores all buffers from the pattern, as writes of batch_norm do not change a buffer's version."""
         with no_modes(), torch.inference_mode(False):
-            own = {id(buffer): buffer for buffer in self.pattern.buffers()}
-            fresh = {number: buffer.clone() for number, buffer in own.items()}
+            fresh = {id(buffer): buffer.clone() for buffer in self.pattern.buffers()}
             for name, owner in self.pattern.named_modules(remove_duplicate=False):
                 for leaf, buffer in own_buffers(owner).items():
                     own_buffers(self._modules[name])[leaf] = None if buffer is None else fresh[id(buffer)]
 
     def require_names(self, parameters: Named, buffers: Buffers) -> None:
-        """Raises: TreeError."""
+        """Refuses parameters and buffers of other names than the module's.
+
+        Raises:
+            TreeError: see above.
+        """
         if parameters.keys() != self._parameters.keys():
-            wrong = [f"{name}: missing" for name in self._parameters if name not in parameters]
-            wrong += [
+            failures = [f"{name}: missing" for name in self._parameters if name not in parameters]
+            failures += [
                 f"{name}: the module has no such parameter" for name in parameters if name not in self._parameters
             ]
             raise TreeError(
-                f"these are not the parameters of {type(self.module).__name__}:\n{listing(wrong)}\nPass the tree that "
+                f"these are not the parameters of {type(self.module).__name__}:\n{listing(failures)}\nPass the tree that "
                 "sl.from_module returned, or one of its structure"
             )
-        wrong = [f"{name}: no such module" for name in buffers if name.rpartition(".")[0] not in self._modules]
-        if wrong:
-            raise TreeError(f"these are not the buffers of {type(self.module).__name__}:\n{listing(wrong)}")
+        failures = [f"{name}: no such module" for name in buffers if name.rpartition(".")[0] not in self._modules]
+        if failures:
+            raise TreeError(f"these are not the buffers of {type(self.module).__name__}:\n{listing(failures)}")
 
 
 class _Call:
-    """One call of a skeleton: what the module held when it began, and what its buffers are once it is over.
+    """One call of a skeleton.
 
     Args:
-        fresh: run it on copies of the buffers.
+        fresh: whether the call runs on copies of the buffers.
 
     Attributes:
-        after: the buffers when it was over.
-        changed: names of those that it wrote to, replaced or made.
+        after: the module's buffers after the call.
+        changed: the names of buffers that the call wrote to, replaced or added.
     """
 
     def __init__(self, skeleton: Skeleton, parameters: Named, buffers: Buffers, fresh: bool = False) -> None:
@@ -206,7 +209,7 @@ class _Call:
         self._skeleton, self._parameters, self._given = skeleton, parameters, buffers
         self._fresh = fresh
         self._held = {name: _copied(buffer) for name, buffer in buffers.items()} if fresh else dict(buffers)
-        # Copies made in inference mode or in what is compiled have no versions.
+        # Tensors made in inference mode or in compiled functions have no versions.
         self._versioned = not fresh or (torch.is_grad_enabled() and not torch.compiler.is_compiling())
         self._versions = {name: version_of(b) for name, b in self._held.items() if b is not None and self._versioned}
         self.after: dict[str, torch.Tensor | None] = {}
@@ -239,13 +242,13 @@ class _Call:
         return changed | {name for name, buffer in buffers.items() if buffer is not None and buffer.is_floating_point()}
 
     def remember(self) -> Callable[[], Any]:
-        """What a part of the call that begins now needs when it is computed again: a context to run it in."""
+        """A context to recompute in, for a checkpointed segment of the call that begins now."""
         now = buffers_of(self._skeleton.module)
         seen = {name: _copied(now[name]) for name in self._written(now, self._changed(now))}
 
         @contextmanager
         def again() -> Iterator[None]:
-            # The same writes will come again: they must not reach what the call was given or what it returned.
+            # Recomputing repeats the segment's writes, which must not reach the call's inputs or outputs.
             buffers = dict(self._given) | seen
             written = self._written(buffers, self.changed) if self._over else set(buffers)
             buffers |= {name: _copied(buffers[name]) for name in written & buffers.keys()}
@@ -269,7 +272,7 @@ def _copied(buffer: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _lasting(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn``, a part of the calls under way, to be called again when they are over."""
+    """``fn``, a checkpointed segment of the running calls, such that it can run again after the calls are over."""
     calls = getattr(_calls, "under_way", ())
     if not calls:
         return fn

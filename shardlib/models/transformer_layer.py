@@ -1,20 +1,19 @@
-"""One layer of a transformer as a pure function, out of the fused kernels, with a choice of what its backward keeps.
+"""One layer of a transformer as a pure function, made of fused kernels, with a choice of what backward recomputes.
 
-Encoder or decoder, pre- or post-norm (arXiv 1706.03762; pre-norm 2002.04745). Each kernel keeps what its own backward
-reads. What weights and products keep beside that can be computed again from it, without another matrix product; in numbers
-per token, of width w, inner width f and h heads over s keys:
+Encoder or decoder, pre- or post-norm (arXiv 1706.03762; pre-norm 2002.04745). Each kernel saves the inputs of its backward.
+Matrix products save their inputs too, which can be recomputed from those, without another matrix product. In numbers per
+token, with width w, inner width f and h heads over s keys, the choices are:
 
-- "norm": 2w, the norms' outputs (post-norm: w, the first one's; the second's belongs to the next layer);
-- "gelu": f, GeLU's output;
-- "dropout": h·s, attention after dropout, where that is not 0.
+- "norm": 2w, the outputs of the norms (post-norm: w, the output of the first; that of the second belongs to the next layer);
+- "gelu": f, the output of GeLU;
+- "dropout": h·s, attention after dropout, if there is dropout.
 
-Masks of dropout are never kept: backward draws them again from the counter (`shardlib.rng`).
+Masks of dropout are never saved: backward draws them again from the counter (`shardlib.rng`).
 
-``stochastic`` halves what is left, in fp32: activations are kept in bf16, rounded at random (see
-`shardlib.kernels.common.rounding`).
-The outputs are the same. What it gives up: gradients are those of activations that are each off by up to one part in 128,
-right on average over the draws as far as they are linear in what is kept (those of weights are; those that pass through a
-norm, a GeLU or a softmax to second order), and no longer the same on every mesh.
+``stochastic`` halves the remaining fp32 memory: activations are saved in bf16, rounded stochastically (see
+`shardlib.kernels.common.rounding`). The outputs do not change. Gradients do: they are computed from activations with relative
+errors of up to 1/128. They are unbiased as far as they are linear in the saved activations (exactly for those of weights, to
+second order for those through a norm, a GeLU or a softmax), and no longer the same on every mesh.
 """
 
 from __future__ import annotations
@@ -50,17 +49,18 @@ class LayerConfig:
     """Sizes and choices of a layer.
 
     Attributes:
-        inner: the width of the MLP; 4 · width where not given.
-        norm: "pre", of what goes into attention and the MLP, or "post", of what comes out of either and its residual.
-        causal: a position sees itself and those before it.
-        approximate: the GeLU's, "none" or "tanh".
-        dropout: of what attention and the MLP add to the stream.
-        attention_dropout: of the attention itself, whose scores then are all in memory.
-        recompute: which of `RECOMPUTE` backward computes again; see the module's docstring. Values stay the same.
-        stochastic: keeps activations for the backward in bf16; see there what that gives up.
+        inner: the width of the MLP; 4 · width by default.
+        norm: "pre": the inputs of attention and of the MLP are normalised; "post": the sums of their outputs and residuals.
+        causal: whether a position sees only itself and earlier ones.
+        approximate: of GeLU: "none" or "tanh".
+        dropout: the probability, for the outputs of attention and of the MLP.
+        attention_dropout: the probability, for attention weights, which are then all in memory.
+        recompute: the names in `RECOMPUTE` that backward recomputes; see the module's docstring. Results do not change.
+        stochastic: saves activations for backward in bf16; see the module's docstring for the effect on gradients.
 
-    Raises ValueError when ``heads`` does not divide ``width``, a probability lies outside [0, 1), a name is unknown or
-    ``stochastic`` has nothing to halve.
+    Raises:
+        ValueError: ``heads`` does not divide ``width``, a probability lies outside [0, 1), a name is unknown, or
+            ``stochastic`` is given with another dtype than fp32.
     """
 
     width: int
@@ -95,7 +95,7 @@ class LayerConfig:
 
 
 def init(config: LayerConfig, seed: int = 0) -> Params:
-    """Fresh parameters: weights from N(0, 0.02²), biases 0, gains 1.
+    """Initial parameters: weights from N(0, 0.02²), biases 0, gains 1.
 
     Returns ``{"ln1", "attn": {"qkv", "out"}, "ln2", "mlp": {"up", "down"}}``, each a ``{"weight", "bias"}``, as a block of
     `shardlib.models.gpt`. Weights are (out, in); the rows of qkv are (heads, 3, size).
@@ -121,7 +121,8 @@ def init(config: LayerConfig, seed: int = 0) -> Params:
 def slicing_rules(config: LayerConfig, prefix: str = "*") -> Params:
     """Rules for `shardlib.tensor_slicing`: attention by heads, the MLP by its inner width.
 
-    ``prefix`` is a glob that the paths of the layers' parameters begin with.
+    Args:
+        prefix: a glob with which the paths of the layers' parameters begin.
     """
     return layer_rules(prefix, config.heads)
 
@@ -129,16 +130,16 @@ def slicing_rules(config: LayerConfig, prefix: str = "*") -> Params:
 def transformer_layer(
     config: LayerConfig, params: Params, x: Tensor, rng: Key | None = None, lengths: Tensor | None = None
 ) -> Tensor:
-    """The layer of ``x``, (batch, sequence, width) -> the same.
+    """The layer's output for ``x``, both (batch, sequence, width).
 
     Args:
-        params: as `init` makes them.
-        rng: for dropout, and needed only there.
-        lengths: (batch,), int64: how many positions each sequence has; those after them are padding, which no other
-            position sees. Scores are then all in memory.
+        params: as `init` returns them.
+        rng: the key of dropout.
+        lengths: (batch,), int64: the number of positions of each sequence; further positions are padding, which no other
+            position sees. All scores are then in memory.
 
     Raises:
-        ValueError: dropout without ``rng``; ``lengths`` or attention dropout under `shardlib.sequence`.
+        ValueError: there is dropout without ``rng``, or ``lengths`` or attention dropout with `shardlib.sequence`.
     """
     if (config.dropout or config.attention_dropout) and rng is None:
         raise ValueError("LayerConfig has dropout, but no rng was given to draw it from")
@@ -165,7 +166,7 @@ Keep = contextlib.AbstractContextManager[None]
 
 
 def _norm(config: LayerConfig, params: Params, x: Tensor) -> tuple[Tensor, Keep]:
-    """Also within what a weight may be applied to it."""
+    """The norm of ``x``, and a context in which a product saves a note of it, if it is to be recomputed."""
     weight, bias = params["weight"], params["bias"]
     normed = layer_norm(x, weight, bias, eps=config.eps)
     return normed, _recomputed(config, "norm", normed, lambda *v: layer_norm(*v, eps=config.eps), x, weight, bias)
@@ -189,13 +190,13 @@ def _add(config: LayerConfig, params: Params, x: Tensor, residual: Tensor, rng: 
 
 
 def _attention(config: LayerConfig, params: Params, qkv: Tensor, rng: Key | None, lengths: Tensor | None) -> Tensor:
-    """Of whole heads, as many as a slice of qkv holds."""
+    """Attention of the heads in ``qkv``, which may be a slice of them."""
     q, k, v = qkv.unflatten(-1, (-1, 3, config.width // config.heads)).permute(3, 0, 2, 1, 4)
     if lengths is None and config.attention_dropout == 0:
         return attention(q, k, v, causal=config.causal).transpose(1, 2).flatten(2)
     if current_parts.get() is not None:
         raise ValueError(
-            "transformer_layer: lengths and attention dropout see whole sequences; leave shardlib.sequence out"
+            "transformer_layer: lengths and attention dropout need whole sequences; leave shardlib.sequence out"
         )
     scale = 1 / math.sqrt(q.shape[-1])
     seen = softmax(q @ k.transpose(-1, -2), lengths=lengths, causal=config.causal, scale=scale)

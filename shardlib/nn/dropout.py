@@ -57,7 +57,7 @@ def dropout(
         return x if residual is None else x + residual
     draw = _draw(x, p, require_key("dropout", "key", key), heads)
     if x.dim() < 2 + (draw.starts is not None):
-        # Each element is a row of its own: positions of a part do not follow one another.
+        # As a column, since the positions of a sequence part need not be consecutive.
         x, residual = x if bias is None else x + bias, None if residual is None else residual[..., None]
         return dropout_kernel(x[..., None], draw, residual=residual)[..., 0]
     return dropout_kernel(x, draw, bias=bias, residual=residual)

@@ -29,7 +29,7 @@ class Parts(Protocol):
 
     def loss(
         self,
-        part: Callable[[torch.Tensor, str], torch.Tensor],
+        losses: Callable[[torch.Tensor, str], torch.Tensor],
         x: torch.Tensor,
         targets: torch.Tensor,
         ignore_index: int,

@@ -59,14 +59,14 @@ class Packed(abc.ABC):
 
 @dataclass(frozen=True)
 class Owned(Transform):
-    """The axis over which a transformation reduces gradients itself, in few bits: a claim like a transform's.
+    """The claim of a gradient transformation that reduces gradients over an axis itself, in few bits.
 
     Attributes:
         label: the transformation's name, for messages.
         axis: a mesh axis that shares the batch and splits nothing.
-        codec: how what it sends travels.
-        unreduced: whether the coming update, from this state, takes each rank's own gradients, whose mean over the axis is
-            the gradient; else they are averaged as for any other. Must be the same on all ranks.
+        codec: the codec of its exchanges.
+        unreduced: ``unreduced(state)``: whether the next update takes the gradients of each rank, whose mean over the axis is
+            the gradient. Otherwise it takes averaged gradients like any transformation. Must be the same on all ranks.
     """
 
     label: str
@@ -85,22 +85,22 @@ class Owned(Transform):
         axis, sizes = self.axis, resolved.sizes
         split = {other for role in ROLES for other in resolved.location(role).axes}
         if axis not in sizes:
-            unsplit = [one for one in sizes if resolved.varies_over(one) and one not in split]
+            unsplit = [other for other in sizes if resolved.varies_over(other) and other not in split]
             remedy = f"name {unsplit[0]!r} with axis=" if unsplit else f"add {axis}=1 to the mesh"
             raise IllegalComposition(
                 f"{self.name} sums gradients over axis {axis!r}, which the mesh ({', '.join(sizes)}) does not have; {remedy}"
             )
         if axis in split or (sizes[axis] > 1 and not resolved.varies_over(axis)):
-            does = "zero splits the state over it" if axis in split else "the batch is not shared over it"
+            problem = "zero splits the state over it" if axis in split else "the batch is not shared over it"
             raise IllegalComposition(
-                f"{self.name} sums gradients over axis {axis!r} itself, and {does}. Split over another axis of the mesh, and "
-                f"replicate over this one: zero(stage, axis='local', replicate={axis!r})"
+                f"{self.name} sums gradients over axis {axis!r} itself, and {problem}. Split over another axis of the mesh, "
+                f"and replicate over this one: zero(stage, axis='local', replicate={axis!r})"
             )
         codec = resolved.reductions[axis].codec
         if codec is not None and sizes[axis] > 1:
             raise IllegalComposition(
-                f"{self.name} sums gradients over axis {axis!r} in few bits itself, and they already travel there in "
-                f"{codec}; drop one of the two"
+                f"{self.name} sums gradients over axis {axis!r} in few bits itself, and a transform already sends them over "
+                f"it in {codec}; drop one of the two"
             )
 
 
@@ -108,18 +108,19 @@ class GradientTransformation:
     """A pair of pure functions with their locality.
 
     Args:
-        init: ``init(params, shards) -> state`` when it has a locality; plain optax form ``init(params)`` otherwise.
-        update: ``update(updates, state, params, shards=...) -> (updates, state)``, or ``update(updates, state, params)``.
-        locality: what it reads of other elements. Without one it is refused on shards.
+        init: ``init(params, shards) -> state`` with a locality; without one the plain optax form ``init(params) -> state``.
+        update: ``update(updates, state, params, shards=...) -> (updates, state)``; without a locality
+            ``update(updates, state, params) -> (updates, state)``.
+        locality: what the update of an element reads beyond the element. None is refused on shards.
         factor: for a transformation that multiplies every element by one number: ``factor(updates, scale, shards)``
             returns the number for ``updates * scale``. A chain folds it into its next pass over memory.
-        apply: with a locality, the same as updating and adding, in one pass in place: ``apply(params, updates, state,
-            scale, shards, copies) -> state`` for ``updates * scale``; may use up the memory of ``updates`` and ``state``.
-            ``copies`` as in the method.
-        owns: an axis that it reduces over itself, through ``shards.compressed_mean``.
-        sends: ``sends(shards) -> {axis: bytes}``: what one rank sends in a step through ``shards.whole`` and
+        apply: with a locality, ``update`` and the addition in one pass, in place: ``apply(params, updates, state, scale,
+            shards, copies) -> state`` for ``updates * scale``. It may use up the memory of ``updates`` and ``state``.
+            ``copies`` are as in the method `apply`.
+        owns: the axis over which the transformation reduces gradients itself, through ``shards.compressed_mean``.
+        sends: ``sends(shards) -> {axis: bytes}``: the bytes that one rank sends in a step through ``shards.whole`` and
             ``shards.total``; none by default.
-        last: why nothing may follow it in a chain, where its updates tell where parameters go and not by how much.
+        last: why no transformation may follow in a chain, for updates that state new values of parameters, not changes.
     """
 
     def __init__(
@@ -144,20 +145,21 @@ class GradientTransformation:
         return self._init(params) if self.locality is None else self._init(params, shards.allowing(self.locality))
 
     def sends(self, shards: Shards) -> Mapping[str, int]:
-        """Payload bytes of a step by axis, beside scalars."""
+        """Axis -> payload bytes of a step, without scalars."""
         return self._sends(shards) if self._sends else {}
 
     def planned(self, plan: Plan) -> tuple[Tree, Mapping[str, int]]:
-        """The state of a rank of ``plan`` as fake tensors, and what it `sends`. Moves no data and needs no ranks."""
+        """The state of a rank of ``plan`` as meta tensors, and the bytes that it `sends`. Moves no data and needs no
+        ranks."""
         groups = {axis: EchoGroup(size) for axis, size in plan.sizes.items()}
         shards = MeshShards(plan, Mesh(plan.sizes, 0, groups, torch.device("cpu"), abstract=True))
         flat = {b.name: torch.empty(b.owned, dtype=b.master_dtype or b.dtype, device="meta") for b in plan.trained}
         return self.init(flat, shards=shards), self.sends(shards)
 
     def update(self, updates: Tree, state: Tree, params: Tree = None, *, shards: Shards = WHOLE) -> tuple[Tree, Tree]:
-        """Transform ``updates`` (gradients, at first); returns them with the new state, changing nothing in place.
+        """The transformed ``updates`` (at first gradients) and the new state. Changes nothing in place.
 
-        ``updates`` may be `Sharded` parameters too, which an average is taken of: that comes back as parameters.
+        ``updates`` may also be `Sharded` parameters, to average them; the result is then `Sharded` parameters.
         """
         if isinstance(updates, Sharded):
             shards = MeshShards(updates.plan, updates.mesh)
@@ -181,10 +183,13 @@ class GradientTransformation:
         shards: Shards = WHOLE,
         copies: Tree = None,
     ) -> Tree:
-        """Write ``params`` in place from ``updates * scale``; returns the new state. May use up all it is given.
+        """Update ``params`` in place from ``updates * scale``; returns the new state.
 
-        ``copies``: where the new parameters are to be written too, in dtypes of their own (what 16-bit parameters have
-        fp32 masters for): a tree like ``params``, with the same tensor where there is no copy; None for no copies.
+        May use up the memory of ``updates`` and ``state``.
+
+        Args:
+            copies: tensors to write the new parameters to as well, in other dtypes (16-bit parameters, where ``params`` are
+                their fp32 masters): a tree like ``params``, with the same tensor where there is no copy; None for no copies.
         """
         copies = params if copies is None else copies
         if self._apply is not None and self.locality is not None:
@@ -201,7 +206,7 @@ class GradientTransformation:
         return params.buffers if params.role == "grad" else optimizer_shards(params)
 
     def require_locality(self, params: Sharded) -> None:
-        """Refuse shards when no locality is declared."""
+        """Raise `IllegalComposition` for shards if no locality is declared."""
         if self.locality is None and params.mesh.size > 1:
             raise IllegalComposition(
                 f"this gradient transformation declares no locality, so it may be wrong on shards ({params.mesh}); "
@@ -211,7 +216,7 @@ class GradientTransformation:
 
 
 def scaled(updates: Tree, scale: torch.Tensor | None) -> Tree:
-    """``updates * scale``, those of 16 bits as fp32: what undoes a loss scale brings them below what fp16 can hold."""
+    """``updates * scale``, where 16-bit updates become fp32, since fp16 cannot hold gradients without their loss scale."""
     if scale is None:
         return updates
 
@@ -223,7 +228,7 @@ def scaled(updates: Tree, scale: torch.Tensor | None) -> Tree:
 
 
 def write_copies(copies: Tree, params: Tree) -> None:
-    """Fill ``copies``, as in `GradientTransformation.apply`, from ``params``."""
+    """Write ``params`` to ``copies``, which are as in `GradientTransformation.apply`."""
     tree_map(lambda copy, param: copy if separate_copy(copy, param) is None else copy.copy_(param), copies, params)
 
 

@@ -14,13 +14,14 @@ from shardlib.tree import Tree
 
 
 def chain(*transformations: GradientTransformation) -> GradientTransformation:
-    """Apply transformations in turn, each to the updates the one before it returned.
+    """Apply transformations in turn, each to the updates that the previous one returned.
 
-    The state is a tuple of their states. Unlike transforms of the plan, these do not commute.
+    The state is the tuple of their states. Unlike the transforms of a plan, gradient transformations do not commute.
 
     Raises:
-        TypeError: something else than a gradient transformation.
-        ValueError: no transformations; two that reduce gradients themselves; `zero_one_adam` or `lookahead`, and not last.
+        TypeError: an argument that is not a gradient transformation.
+        ValueError: no transformations; two that reduce gradients themselves; `zero_one_adam` or `lookahead` in any but
+            the last position.
 
     >>> p, g = {"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([0.6, -0.8])}
     >>> tx = sl.optim.chain(sl.optim.clip_by_global_norm(0.5), sl.optim.sgd(1.0))
@@ -34,11 +35,11 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
 def named_chain(*transformations: tuple[str, GradientTransformation]) -> GradientTransformation:
     """A `chain` of ``(name, transformation)`` whose state is a dictionary by name.
 
-    A checkpoint then goes by the names: transformations without a state may come and go between the others.
+    Checkpoints then store the states by name, so that transformations without a state may be added and removed.
 
     Raises:
-        TypeError: something else than pairs of a name and a gradient transformation.
-        ValueError: no transformations, or a name twice.
+        TypeError: an argument that is not a pair of a name and a gradient transformation.
+        ValueError: no transformations, a name twice, or as `chain`.
 
     >>> p, g = {"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([0.6, -0.8])}
     >>> tx = sl.optim.named_chain(("clip", sl.optim.clip_by_value(0.7)), ("step", sl.optim.sgd(1.0)))
@@ -68,7 +69,7 @@ def _in_turn(
     pack: Callable[[Iterable[Tree]], Tree],
     unpack: Callable[[Tree], tuple[Tree, ...]],
 ) -> GradientTransformation:
-    """``pack`` makes one state of theirs, ``unpack`` undoes it."""
+    """The chain of ``transformations``. ``pack`` makes one state of their states, and ``unpack`` is its inverse."""
     if not transformations:
         raise ValueError(f"{what}() needs at least one gradient transformation")
     require_transformations(what, *transformations)
@@ -91,7 +92,7 @@ def _in_turn(
         states, new_state = unpack(state), []
         for tx, tx_state in zip(first, states, strict=False):
             if tx.factor is not None:
-                # One number for all elements: left to the last transformation, which reads every element anyway.
+                # One factor for all elements is left to the last transformation, which reads every element anyway.
                 factor = tx.factor(updates, scale, shards)
                 scale = factor if scale is None else scale * factor
             else:
@@ -101,14 +102,14 @@ def _in_turn(
         new_state.append(last.apply(params, updates, states[-1], scale=scale, shards=shards, copies=copies))
         return pack(new_state)
 
-    owners = [(place, tx.owns) for place, tx in enumerate(transformations) if tx.owns is not None]
+    owners = [(index, tx.owns) for index, tx in enumerate(transformations) if tx.owns is not None]
     if len(owners) > 1:
         names = " and ".join(owned.name for _, owned in owners)
         raise ValueError(f"{names} in one chain: each reduces gradients itself; keep one")
     owns = None
     if owners:
-        place, owned = owners[0]
-        owns = replace(owned, unreduced=lambda state: owned.unreduced(unpack(state)[place]))
+        index, owned = owners[0]
+        owns = replace(owned, unreduced=lambda state: owned.unreduced(unpack(state)[index]))
 
     locality = widest(*(tx.locality for tx in transformations))
     if locality is None:
@@ -121,7 +122,7 @@ def _in_turn(
 
 
 def added(payloads: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """What several transformations send, by axis."""
+    """The sum of several payloads by axis."""
     total: dict[str, int] = {}
     for payload in payloads:
         for axis, sent in payload.items():

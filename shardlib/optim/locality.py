@@ -1,4 +1,4 @@
-"""What a gradient transformation reads beyond the element it writes."""
+"""`Locality`: what a gradient transformation reads beyond the element that it writes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import enum
 
 
 class Locality(enum.Enum):
-    """What a transformation reads beyond the element it writes. Each includes those before it."""
+    """The elements that a transformation reads beyond the element that it writes. Each locality includes the ones above
+    it."""
 
-    ELEMENTWISE = "elementwise"  # nothing: each element alone (Adam, SGD)
+    ELEMENTWISE = "elementwise"  # nothing (Adam, SGD)
     GLOBAL = "global"  # sums over all elements, through ``shards.sum`` (the global norm)
     LEAF = "leaf"  # sums over the same parameter, through ``shards.leaf_sums`` or ``shards.total`` (LAMB, Adafactor)
     WHOLE = "whole"  # the whole parameter, gathered on one rank, through ``shards.whole`` (Muon)
@@ -19,7 +20,7 @@ class Locality(enum.Enum):
 
 
 def widest(*localities: Locality | None) -> Locality | None:
-    """What several transformations need together; None if one of them declares nothing."""
+    """The locality of several transformations together; None if one of them declares none."""
     if None in localities:
         return None
     return next(kind for kind in reversed(Locality) if kind in localities)

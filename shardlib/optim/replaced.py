@@ -1,4 +1,4 @@
-"""What an optimizer keeps of parameters, brought along when these are replaced from outside."""
+"""The optimizer's copies of parameters (masters, slow parameters), made to follow when a caller replaces the parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardlib.tree import Tree
 
 
 def following_masters(params: Sharded, masters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Masters that round to ``params``: those that do already stay, digits and all; the others become the parameters.
+    """Masters that round to ``params``. Elements of ``masters`` that do so already stay; the others become the parameters.
 
     Changes nothing in place.
     """
@@ -34,23 +34,23 @@ def following_state(params: Sharded, masters: Mapping[str, torch.Tensor], state:
 
     def held(name: str, old: torch.Tensor) -> torch.Tensor:
         named = params.plan.numbering.run_named(name)
-        assert named is not None, name  # of the parameters that the optimizer has, all or some
+        assert named is not None, name  # names of a bucket or a run of its leaves
         bucket, start, stop = params.plan.numbering.span(named[1])
         return flat[bucket][start:stop].to(old.dtype, copy=True)
 
-    def node(found: Any) -> Any:
-        if not _holds(found):
-            return found
-        if getattr(found, "rank_local", tuple)():
+    def followed(node: Any) -> Any:
+        if not _holds(node):
+            return node
+        if getattr(node, "rank_local", tuple)():
             raise IllegalComposition(
                 "parameters were replaced while they are rank-local (the optimizer sent nothing in its last step); "
                 "replace them after a step that sends: sl.optim.ZeroOneSteps(...).sent(state.step) is not Sent.NOTHING"
             )
-        fresh = {field: {n: held(n, old) for n, old in getattr(found, field).items()} for field in found.held_trees()}
-        return type(found)(*(fresh.get(field, walk(part)) for field, part in zip(found._fields, found, strict=True)))
+        fresh = {field: {n: held(n, old) for n, old in getattr(node, field).items()} for field in node.held_trees()}
+        return type(node)(*(fresh.get(field, walk(tree)) for field, tree in zip(node._fields, node, strict=True)))
 
     def walk(tree: Tree) -> Tree:
-        return optree.tree_map(node, tree, is_leaf=_holds)
+        return optree.tree_map(followed, tree, is_leaf=_holds)
 
     return walk(state)
 
@@ -60,7 +60,7 @@ def _holds(node: Any) -> bool:
 
 
 def _following(param: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
-    found = master.clone()
-    for p, m in chunks([param, found]):
+    result = master.clone()
+    for p, m in chunks([param, result]):
         m.copy_(torch.where(m.to(p.dtype) == p, m, p.to(m.dtype)))
-    return found
+    return result

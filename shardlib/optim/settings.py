@@ -1,4 +1,4 @@
-"""What a gradient transformation was made with: the numbers that its functions, or its state, hold, by name."""
+"""The hyper-parameters of a gradient transformation, found in its functions or its state, for ranks to compare."""
 
 from __future__ import annotations
 
@@ -18,38 +18,40 @@ from shardlib.tree import Tree
 
 
 def settings(optimizer: GradientTransformation) -> dict[str, str]:
-    """Name -> value, of rates, decays and whatever else its functions, and the functions in these, have closed over.
+    """Name -> value of the rates, decays and other values that the optimizer's functions close over, also indirectly.
 
-    Of functions from outside the library only floats (rates that a schedule was made with): another number may well be a
-    rank's own.
+    Of functions from outside the library only floats (such as the rates of a schedule), since other values may rightly differ
+    between ranks.
     """
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for name, value in _settings("optimizer", optimizer, set(), True):
-        found.setdefault(name, value)
-    return found
+        values.setdefault(name, value)
+    return values
 
 
 def injected(state: Tree) -> dict[str, str]:
-    """Name -> value of the hyper-parameters that lie in the state, and may be written there between steps."""
+    """Name -> value of the hyper-parameters in an optimizer's state, where a user may change them between steps."""
     nodes = optree.tree_leaves(state, is_leaf=lambda node: isinstance(node, InjectState))
     held = enumerate(node.hyperparams for node in nodes if isinstance(node, InjectState))
     return {f"{name} ({number})": repr(value.item()) for number, values in held for name, value in values.items()}
 
 
-def _settings(name: str, value: Any, met: set[int], ours: bool) -> Iterator[tuple[str, str]]:
-    if isinstance(value, float) or (ours and isinstance(value, (int, str, complex, torch.dtype))):
-        yield name, re.sub(r" at 0x[0-9a-f]+", "", repr(value))  # an address is a process's own
+def _settings(name: str, value: Any, met: set[int], internal: bool) -> Iterator[tuple[str, str]]:
+    """The settings in ``value``. ``internal``: whether it belongs to a function of this library; ``met``: ids of values
+    met."""
+    if isinstance(value, float) or (internal and isinstance(value, (int, str, complex, torch.dtype))):
+        yield name, re.sub(r" at 0x[0-9a-f]+", "", repr(value))  # addresses differ between processes
         return
     if id(value) in met:
         return
     met.add(id(value))
-    for part, held in _parts(value):
-        inside = value.__module__.startswith("shardlib.") if isinstance(value, FunctionType) else ours
-        yield from _settings(f"{name}/{part}", held, met, inside)
+    for key, held in _contents(value):
+        inside = value.__module__.startswith("shardlib.") if isinstance(value, FunctionType) else internal
+        yield from _settings(f"{name}/{key}", held, met, inside)
 
 
-def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
-    """What a value is made of, as far as it is known to be made of values."""
+def _contents(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Names and values that a value of a known type consists of."""
     if isinstance(value, FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or ()):
             try:

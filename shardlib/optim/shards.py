@@ -1,4 +1,4 @@
-"""Parameters in the optimizer's layout: what each rank owns, sums over all of it, and writing it back."""
+"""Questions that gradient transformations ask about the elements of all ranks: `Shards` and `MeshShards`."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ class Selection(NamedTuple):
     """Some of the parameters.
 
     Attributes:
-        shards: what may be asked about them.
-        take: a tree of all parameters -> what it holds of these (views).
-        put: such a tree, and one of these -> the first with the second in it, neither written to.
+        shards: the `Shards` of the selected parameters.
+        take: ``take(tree)``: the selected leaves of a tree of all parameters, as views.
+        put: ``put(tree, some)``: a tree of all parameters with the leaves of ``some`` in place of the selected ones. Writes
+            to neither.
     """
 
     shards: Shards
@@ -41,15 +42,17 @@ class Selection(NamedTuple):
 
 
 class Shards:
-    """What a transformation may ask about all elements of a tree, on every rank of a mesh.
+    """Sums and other facts over all elements of a tree, also where ranks of a mesh hold shards of it.
 
-    This one is for whole trees; `MeshShards` for shards. What a transformation's locality does not include is refused.
+    This class is for whole trees, `MeshShards` for shards. Methods that a transformation's locality does not include raise
+    `IllegalComposition`.
     """
 
     _allowed = Locality.WHOLE
 
     def allowing(self, locality: Locality) -> Self:
-        """The same, for a transformation that declares ``locality``; no more than one around it has declared."""
+        """These shards for a transformation that declares ``locality``, or the locality allowed so far if that is
+        narrower."""
         narrow = copy.copy(self)
         narrow._allowed = locality if self._allowed.includes(locality) else self._allowed
         return narrow
@@ -62,12 +65,12 @@ class Shards:
             )
 
     def about(self, tree: Tree) -> list[LeafInfo]:
-        """What each parameter of all ranks is as a whole, by number."""
+        """The path, shape and dtype of each whole parameter of all ranks, by number."""
         paths, leaves, _ = flatten(tree)
         return [LeafInfo(path, tuple(leaf.shape), leaf.dtype) for path, leaf in zip(paths, leaves, strict=True)]
 
     def select(self, choice: Callable[[LeafInfo], bool], tree: Tree) -> Selection:
-        """The parameters that ``choice`` (hashable) takes of those of ``tree``."""
+        """The parameters of ``tree`` for which ``choice``, hashable, is true."""
         chosen = [choice(info) for info in self.about(tree)]
 
         def take(tree: Tree) -> Tree:
@@ -82,65 +85,66 @@ class Shards:
         return Selection(self, take, put)
 
     def sum(self, fn: Callable[[torch.Tensor], torch.Tensor], tree: Tree) -> torch.Tensor:
-        """Σ fn(leaf) over the leaves, as a 0-d tensor; ``fn`` returns the sum over the elements it is given."""
+        """Σ fn(leaf) over the leaves, as a 0-d tensor; ``fn`` returns a sum over the elements of its argument."""
         self._require(Locality.GLOBAL, "a sum over all elements")
-        parts = [fn(leaf) for leaf in leaves_of(tree)]
-        return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
+        values = [fn(leaf) for leaf in leaves_of(tree)]
+        return torch.stack(values).sum() if values else torch.zeros((), dtype=torch.float64)
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """A vector summed in place over all ranks, each of which has put in its `shares`."""
+        """``values`` summed in place over all ranks; each rank's values are of the elements that `shares` gives it."""
         self._require(Locality.LEAF, "sums that ranks have shares of")
         return values
 
     def total_sends(self, elements: int) -> Mapping[str, int]:
-        """Payload bytes by axis of `total` of so many float64."""
+        """Axis -> payload bytes of `total` of ``elements`` float64 values."""
         return {}
 
     def whole(self, fn: Callable[[int, torch.Tensor], torch.Tensor], tree: Tree) -> Tree:
-        """``fn(number, leaf)`` of every parameter, which it gets whole, in its shape; a new tree of what it returns.
+        """A new tree of ``fn(number, leaf)`` for every parameter, which ``fn`` gets whole, in its shape.
 
-        On a mesh each is computed on one of the ranks that share it, and every rank keeps its own part of the result.
+        On a mesh each parameter is computed on one of the ranks that it is split over, and every rank gets its shard of the
+        result.
         """
         self._require(Locality.WHOLE, "whole parameters")
         _, leaves, treedef = flatten(tree)
         return unflatten(treedef, [fn(number, leaf) for number, leaf in enumerate(leaves)])
 
     def whole_sends(self) -> Mapping[str, int]:
-        """Payload bytes by axis of `whole`."""
+        """Axis -> payload bytes of `whole`."""
         return {}
 
     def leaf_count(self, tree: Tree) -> int:
-        """How many parameters there are, on all ranks together."""
+        """The number of parameters on all ranks together."""
         return len(leaves_of(tree))
 
     def leaves(self, *trees: Tree) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """For each parameter its number, below `leaf_count`, and what this rank holds of it in each tree: views."""
-        for number, parts in enumerate(zip(*map(leaves_of, trees), strict=True)):
-            yield number, list(parts)
+        """Each parameter's number, below `leaf_count`, and views of this rank's elements of it in each tree."""
+        for number, views in enumerate(zip(*map(leaves_of, trees), strict=True)):
+            yield number, list(views)
 
     def located(self, *trees: Tree) -> Iterator[tuple[int, IndexMap, list[torch.Tensor]]]:
-        """`leaves`, with where in the parameter the elements lie."""
-        for number, parts in self.leaves(*trees):
-            yield number, IndexMap.of_whole(tuple(parts[0].shape)), parts
+        """`leaves`, with the `IndexMap` of the elements."""
+        for number, views in self.leaves(*trees):
+            yield number, IndexMap.of_whole(tuple(views[0].shape)), views
 
     def shares(self, *trees: Tree) -> Iterator[tuple[int, IndexMap, list[torch.Tensor]]]:
-        """`located`, as far as they are this rank's to work on: ranks that hold copies share the work."""
+        """`located`, restricted to the elements that this rank works on, since ranks that hold copies divide the work."""
         return self.located(*trees)
 
     def leaf_sums(self, fns: Sequence[Callable[..., torch.Tensor]], *trees: Tree) -> torch.Tensor:
-        """For each of ``fns`` and each parameter Σ fn(its elements in each tree), float64 ``[len(fns), leaf_count]``.
+        """Σ fn(elements in each tree) for each of ``fns`` and each parameter, float64 ``[len(fns), leaf_count]``.
 
-        A function gets as many flat tensors as there are trees, and returns the sum over their elements, 0-d.
+        A function gets as many flat tensors as there are trees, and returns a sum over their elements, 0-d.
         """
         self._require(Locality.LEAF, "sums over each parameter")
         return self._leaf_table(fns, trees, 0.0, torch.add)
 
     def leaf_max(self, fn: Callable[..., torch.Tensor], *trees: Tree) -> torch.Tensor:
-        """For each parameter the largest fn(its elements in each tree), float64 ``[leaf_count]``.
+        """The largest fn(elements in each tree) for each parameter, float64 ``[leaf_count]``.
 
-        The function returns the largest over the elements it is given, 0-d. −∞ for a parameter without elements.
+        The function returns a maximum over the elements of its arguments, 0-d. −∞ for a parameter without elements.
         """
-        self._require(Locality.LEAF, "the largest of each parameter")
+        self._require(Locality.LEAF, "a maximum over each parameter")
         return self._leaf_table([fn], trees, -math.inf, torch.maximum)[0]
 
     def _leaf_table(
@@ -150,21 +154,21 @@ class Shards:
         nothing: float,
         join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """``[len(fns), leaf_count]`` from the elements whose share of the work is this rank's; ``nothing`` elsewhere."""
+        """``[len(fns), leaf_count]``: ``join`` over this rank's `shares`, from ``nothing``."""
         shape = (len(fns), self.leaf_count(trees[0]))
         table = torch.full(shape, nothing, dtype=torch.float64, device=device_of(trees[0]))
-        for number, _, parts in self.shares(*trees):
-            if parts[0].numel():
-                for chunk in chunks(parts):
+        for number, _, views in self.shares(*trees):
+            if views[0].numel():
+                for chunk in chunks(views):
                     for row, fn in zip(table, fns, strict=True):
                         row[number] = join(row[number], fn(*chunk))
         return table
 
     def compressed_mean(self, tree: Tree, out: Tree = None) -> Tree:
-        """The mean over the axis that the transformation owns, in its codec's bits and with error feedback.
+        """The mean of ``tree`` over the axis that the transformation owns, by its codec and with error feedback.
 
-        May use up the memory of ``tree``, and of ``out`` (of the same shapes) for the result. The same tree where there is
-        nobody to share with.
+        May use up the memory of ``tree``, and the memory of ``out`` (of the same shapes) for the result. ``tree`` itself
+        where there is no other rank.
         """
         return tree
 
@@ -176,10 +180,10 @@ WHOLE = Shards()
 
 
 class MeshShards(Shards):
-    """For flat shards on a mesh. In sums each element counts once, however many ranks hold it.
+    """`Shards` of flat shards on a mesh. In sums each element counts once, however many ranks hold it.
 
     Args:
-        unreduced: axes along which the trees that are summed over differ: sums are then the means over these ranks'.
+        unreduced: axes along which the summed trees differ between ranks. The mean of their sums is then taken.
         owned: exchanges over the axis that the transformation owns; None if it owns none.
         residuals: the tensors that these keep, which they replace.
     """
@@ -215,7 +219,7 @@ class MeshShards(Shards):
 
     def select(self, choice: Callable[[LeafInfo], bool], tree: Tree) -> Selection:
         plan = self._plan.select(choice)
-        spans = {part.name: self._plan.numbering.span(part) for part in plan.buckets}
+        spans = {run.name: self._plan.numbering.span(run) for run in plan.buckets}
 
         def take(tree: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             return {name: tree[bucket][start:stop] for name, (bucket, start, stop) in spans.items()}
@@ -248,37 +252,37 @@ class MeshShards(Shards):
         for known_fn, known_tree, value in self._known:
             if known_fn is fn and known_tree is tree:
                 return value
-        local = self._counting.added(fn(part) for part in self._unpadded(tree)).reshape(1)
+        local = self._counting.added(fn(view) for view in self._unpadded(tree)).reshape(1)
         sum_over(self._mesh, tuple(self._mesh.shape), local)
         return local[0]
 
     def _unpadded(self, tree: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
-        """The elements whose share of the work is this rank's, without padding, in few pieces."""
+        """The elements that this rank works on, without padding, in as few views as possible."""
         for name, leaf in tree.items():
             bucket = self._plan.bucket_of[name]
-            mine = self._counting.share(bucket, leaf)
+            counted = self._counting.share(bucket, leaf)
             for start, stop in _joined(bucket.filled(self._mesh.coords, bucket.levels)):
-                start = max(start, mine.start)
-                yield leaf[start : max(start, min(stop, mine.stop))]
+                start = max(start, counted.start)
+                yield leaf[start : max(start, min(stop, counted.stop))]
 
     def leaf_count(self, tree: Tree) -> int:
         return len(self._plan.numbering.numbers)
 
     def leaves(self, *trees: Tree) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        for _, _, path, parts in self._by_bucket(trees):
-            yield self._plan.numbering.numbers[path], parts
+        for _, _, path, views in self._by_bucket(trees):
+            yield self._plan.numbering.numbers[path], views
 
     def located(self, *trees: Tree) -> Iterator[tuple[int, IndexMap, list[torch.Tensor]]]:
-        for bucket, owner, path, parts in self._by_bucket(trees):
-            yield self._plan.numbering.numbers[path], self._index_map(bucket, owner, path), parts
+        for bucket, owner, path, views in self._by_bucket(trees):
+            yield self._plan.numbering.numbers[path], self._index_map(bucket, owner, path), views
 
     def shares(self, *trees: Tree) -> Iterator[tuple[int, IndexMap, list[torch.Tensor]]]:
-        for bucket, owner, path, parts in self._by_bucket(trees):
-            mine = self._counting.share(bucket, parts[0])
+        for bucket, owner, path, views in self._by_bucket(trees):
+            counted = self._counting.share(bucket, views[0])
             yield (
                 self._plan.numbering.numbers[path],
-                self._index_map(bucket, owner, path).after(mine.start),
-                [part[mine] for part in parts],
+                self._index_map(bucket, owner, path).after(counted.start),
+                [view[counted] for view in views],
             )
 
     def _index_map(self, bucket: Bucket, owner: int, path: str) -> IndexMap:
@@ -287,7 +291,7 @@ class MeshShards(Shards):
         return IndexMap(window, owner * bucket.chunks[bucket.paths.index(path)])
 
     def _by_bucket(self, trees: Sequence[Tree]) -> Iterator[tuple[Bucket, int, str, list[torch.Tensor]]]:
-        """Without padding: it is zero, and among the largest of something that may be wrong."""
+        """Bucket, owner, path, and views in each tree, of this rank's elements of each parameter, without padding."""
         for name in trees[0]:
             bucket = self._plan.bucket_of[name]
             owner = bucket.owner(self._mesh.coords, 0, bucket.levels)
@@ -302,7 +306,7 @@ class MeshShards(Shards):
     def leaf_max(self, fn: Callable[..., torch.Tensor], *trees: Tree) -> torch.Tensor:
         largest = super().leaf_max(fn, *trees)
         for axis, size in self._mesh.shape.items():
-            # As a sum over rows of which each rank fills one.
+            # The maximum by a sum of rows, of which each rank fills one.
             rows = largest.new_zeros((size, len(largest)))
             rows[self._mesh.coords[axis]] = largest
             sum_over(self._mesh, (axis,), rows)
@@ -310,21 +314,21 @@ class MeshShards(Shards):
         return largest
 
     def remember(self, fn: Callable[[torch.Tensor], torch.Tensor], tree: Tree, value: torch.Tensor) -> None:
-        """Note a sum that was computed along with something else, so that asking again costs nothing."""
+        """Store a sum that was computed along with something else, for `sum` to return."""
         self._known.append((fn, tree, value))
 
 
 def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Spans in order, one for each run of them that lie side by side; one that is empty where all are."""
-    found = [(0, 0)]
+    """One span for each run of adjacent spans, in order; one empty span if all are empty."""
+    joined = [(0, 0)]
     for start, stop in spans:
-        if start == found[-1][1]:
-            found[-1] = found[-1][0], stop
+        if start == joined[-1][1]:
+            joined[-1] = joined[-1][0], stop
         elif start < stop:
-            found.append((start, stop))
-    return found[1:] if len(found) > 1 and found[0] == (0, 0) else found
+            joined.append((start, stop))
+    return joined[1:] if len(joined) > 1 and joined[0] == (0, 0) else joined
 
 
 def device_of(tree: Tree) -> torch.device | None:
-    """Where a tree's first tensor is; None for a tree without."""
+    """The device of a tree's first tensor; None for a tree without tensors."""
     return next((leaf.device for leaf in leaves_of(tree)), None)

@@ -1,8 +1,8 @@
 """One algorithm as both a pure ``update`` and an ``apply`` in place.
 
-The algorithm is a *step*, ``step(params, grads, state, scale, shards) -> (state, Move)``: it may use up the memory of its
-gradients and of its state, and leaves parameters as they are; where they go is told by the `Move`. ``update`` runs it on
-copies. The elements go through the same operations in both, so both give the same bits.
+The algorithm is a *step*, ``step(params, grads, state, scale, shards) -> (state, Move)``. It may use up the memory of its
+gradients and state, and does not change parameters: the `Move` says how they change. ``update`` runs the step on copies. Both
+apply the same operations to each element, so both give the same bits.
 """
 
 from __future__ import annotations
@@ -23,54 +23,54 @@ from shardlib.tree import Tree, leaves_of, tree_map
 
 @dataclass(frozen=True)
 class Move:
-    """Where parameters go.
+    """The change of parameters in a step.
 
     Attributes:
-        fn: ``fn(param, *parts)``, of each element alone: by how much it moves, in memory that may be written to. May also
-            finish ``parts`` in place.
-        parts: trees like the parameters.
-        factors: for each parameter what ``fn`` gives is to be multiplied by, ``[leaf_count]``; None for 1.
-        absolute: whether ``fn`` gives where it goes instead.
-        in_place: ``in_place(param, *parts, copy=copy)``: moves a parameter by what ``fn`` gives, to the last bit, and writes
-            to its copy in another dtype, or None, as well. Where it is given, ``fn`` serves ``update`` alone.
+        fn: ``fn(param, *tensors)``, elementwise: the change of a parameter, in memory that may be written to. May also write
+            to ``tensors`` (of the state) in place.
+        trees: the trees, like the parameters, whose tensors ``fn`` gets.
+        factors: one factor of the change for each parameter, ``[leaf_count]``; None for 1.
+        absolute: whether ``fn`` returns the new parameter instead of its change.
+        in_place: ``in_place(param, *tensors, copy=copy)``: changes a parameter by what ``fn`` returns, to the last bit, and
+            writes it to ``copy`` (in another dtype, or None) too. If given, only ``update`` uses ``fn``.
     """
 
     fn: Callable[..., torch.Tensor]
-    parts: Sequence[Tree] = field(default=())
+    trees: Sequence[Tree] = field(default=())
     factors: torch.Tensor | None = None
     absolute: bool = False
     in_place: Callable[..., None] | None = None
 
     def updates(self, params: Tree, shards: Shards) -> Tree:
-        """By how much, as a tree of its own."""
-        found = tree_map(self.fn, params, *self.parts)
+        """The changes of ``params``, as a new tree."""
+        changes = tree_map(self.fn, params, *self.trees)
         if self.absolute:
-            return tree_map(torch.sub, found, params)
+            return tree_map(torch.sub, changes, params)
         if self.factors is not None:
-            for number, (part,) in shards.leaves(found):
-                part.mul_(self.factors[number])
-        return found
+            for number, (change,) in shards.leaves(changes):
+                change.mul_(self.factors[number])
+        return changes
 
     def write(self, params: Tree, copies: Tree, shards: Shards) -> None:
-        """Move ``params`` in place; ``copies`` as in `GradientTransformation.apply`."""
+        """Change ``params`` in place, and write them to ``copies``, which are as in `GradientTransformation.apply`."""
         if self.in_place is not None:
-            for param, copy, *parts in zip(*map(leaves_of, (params, copies, *self.parts)), strict=True):
-                self.in_place(param, *parts, copy=separate_copy(copy, param))
+            for param, copy, *tensors in zip(*map(leaves_of, (params, copies, *self.trees)), strict=True):
+                self.in_place(param, *tensors, copy=separate_copy(copy, param))
             return
 
-        def place(p: torch.Tensor, *parts: torch.Tensor) -> None:
-            p.copy_(self.fn(p, *parts))
+        def replace(p: torch.Tensor, *tensors: torch.Tensor) -> None:
+            p.copy_(self.fn(p, *tensors))
 
-        def add(p: torch.Tensor, *parts: torch.Tensor) -> None:
-            p.add_(self.fn(p, *parts))
+        def add(p: torch.Tensor, *tensors: torch.Tensor) -> None:
+            p.add_(self.fn(p, *tensors))
 
-        def add_leaf(factors: torch.Tensor, number: int, p: torch.Tensor, *parts: torch.Tensor) -> None:
-            p.add_(self.fn(p, *parts).mul_(factors[number]))
+        def add_leaf(factors: torch.Tensor, number: int, p: torch.Tensor, *tensors: torch.Tensor) -> None:
+            p.add_(self.fn(p, *tensors).mul_(factors[number]))
 
         if self.factors is not None:
-            each_leaf(shards, partial(add_leaf, self.factors), params, *self.parts)
+            each_leaf(shards, partial(add_leaf, self.factors), params, *self.trees)
         else:
-            each(place if self.absolute else add, params, *self.parts)
+            each(replace if self.absolute else add, params, *self.trees)
         write_copies(copies, params)
 
 
@@ -86,11 +86,11 @@ def stepping(
     sends: Callable[[Shards], Mapping[str, int]] | None = None,
     last: str | None = None,
 ) -> GradientTransformation:
-    """The gradient transformation whose one step this is."""
+    """The gradient transformation that runs ``step``. Other arguments are as in `GradientTransformation`."""
 
     def update(updates: Tree, state: Tree, params: Tree, *, shards: Shards) -> tuple[Tree, Tree]:
         if params is None:
-            raise ValueError(f"{name} needs the parameters it moves: update(updates, state, params)")
+            raise ValueError(f"{name} needs the parameters: update(updates, state, params)")
         grads = tree_map(lambda g, p: g.to(p.dtype, copy=True), updates, params)
         state, move = step(params, grads, tree_map(torch.clone, state), None, shards)
         return move.updates(params, shards), state
@@ -101,7 +101,7 @@ def stepping(
         if scale is not None and any(
             g.dtype.itemsize > p.dtype.itemsize for g, p in zip(leaves_of(updates), leaves_of(params))
         ):
-            # First: the parameter's dtype may not hold what is still multiplied by a loss scale.
+            # Before the cast: the parameter's dtype may not hold gradients that still have their loss scale.
             updates, scale = scaled(updates, scale), None
         grads = tree_map(lambda g, p: g.to(p.dtype), updates, params)
         state, move = step(params, grads, state, scale, shards)
@@ -112,20 +112,20 @@ def stepping(
 
 
 def each_tensor(fn: Callable[..., Any], *trees: Tree) -> None:
-    """``fn(*tensors)`` of the trees, which passes over memory once by itself."""
+    """Call ``fn(*tensors)`` for each leaf's tensors in the trees. For kernels, which read memory once."""
     for tensors in zip(*map(leaves_of, trees), strict=True):
         fn(*tensors)
 
 
 def each(fn: Callable[..., Any], *trees: Tree) -> None:
-    """``fn(*tensors)`` of the trees, which writes to some of them; each element alone."""
+    """Call ``fn(*tensors)``, elementwise and in place, for each leaf's tensors in the trees, a chunk at a time."""
     for tensors in zip(*map(leaves_of, trees), strict=True):
-        for parts in chunks(tensors):
-            fn(*parts)
+        for chunk in chunks(tensors):
+            fn(*chunk)
 
 
 def each_leaf(shards: Shards, fn: Callable[..., Any], *trees: Tree) -> None:
-    """``fn(number, *tensors)``, as `each`, with the parameter's number."""
+    """Call ``fn(number, *tensors)`` as `each` does, with the parameter's number."""
     for number, tensors in shards.leaves(*trees):
-        for parts in chunks(tensors):
-            fn(number, *parts)
+        for chunk in chunks(tensors):
+            fn(number, *chunk)

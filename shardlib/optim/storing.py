@@ -1,4 +1,4 @@
-"""Parameters between two layouts: as they are stored, and as the optimizer has them."""
+"""Conversion of parameters between the layout in which they are stored and the optimizer's layout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardlib.tree import Tree, check_alike, tree_map
 def optimizer_shards(params: Sharded) -> dict[str, torch.Tensor]:
     """This rank's flat shards of the trained parameters in the optimizer's layout.
 
-    Where parameters are stored in that layout these are the stored buffers themselves, not copies.
+    Where parameters are stored in this layout, the shards are the stored buffers themselves, not copies.
     """
     shards = {}
     for bucket in params.plan.trained:
@@ -23,7 +23,7 @@ def optimizer_shards(params: Sharded) -> dict[str, torch.Tensor]:
 
 
 def store(params: Sharded, shards: dict[str, torch.Tensor]) -> None:
-    """Write the optimizer's shards into the stored parameters in place, gathering what must be whole again."""
+    """Write the optimizer's shards into the stored parameters in place, and gather parameters that are stored whole."""
     gathers = []
     for bucket in params.plan.trained:
         shard, stored = shards[bucket.name], params.buffers[bucket.name]
@@ -37,12 +37,12 @@ def store(params: Sharded, shards: dict[str, torch.Tensor]) -> None:
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
-    """``params + updates``, leaf by leaf, in the wider dtype and then rounded to the parameter's; changes nothing in place.
+    """``params + updates``, leaf by leaf, in the wider dtype and rounded to the parameter's. Changes nothing in place.
 
-    `Sharded` or plain pytrees.
+    Both are `Sharded`, or both are plain pytrees.
 
     Raises:
-        TreeError: one of either kind, or leaves that differ in number or shape.
+        TreeError: only one of them is `Sharded`, or leaves differ in number or shape.
 
     >>> sl.optim.apply_updates({"w": torch.ones(2)}, {"w": torch.tensor([0.5, -0.5])})["w"]
     tensor([1.5000, 0.5000])
@@ -61,7 +61,7 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
 
 
 def stored(params: Sharded, shards: dict[str, torch.Tensor]) -> Sharded:
-    """Parameters that are ``params`` but for the optimizer's shards; `store`, without writing to what is given."""
+    """New parameters with the optimizer's ``shards``, and the other values of ``params``. Changes nothing in place."""
     result = Sharded(params.plan, params.mesh, "param", {name: b.clone() for name, b in params.buffers.items()})
     store(result, shards)
     return result

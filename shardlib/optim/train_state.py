@@ -1,4 +1,4 @@
-"""What a train step reads and writes."""
+"""`TrainState`, which a train step takes and returns, and the replacement of its parameters."""
 
 from __future__ import annotations
 
@@ -19,21 +19,26 @@ from shardlib.tree import register_node, tree_map
 
 
 class OptimizerState(NamedTuple):
-    """``masters``: bucket name -> fp32 master weights (under `precision`); ``inner``: the optimizer's own state."""
+    """The state of masters and optimizer.
+
+    Attributes:
+        masters: bucket name -> fp32 master weights (under `precision`).
+        inner: the state of the gradient transformation.
+    """
 
     masters: dict[str, torch.Tensor]
     inner: Any
 
 
 class TrainState:
-    """All that a step reads and writes. A pytree.
+    """Everything that a step reads and writes. A pytree.
 
     Attributes:
-        step: steps taken, skipped ones included.
+        step: steps taken, skipped steps included.
         params: `Sharded` parameters.
-        opt: `OptimizerState`, over this rank's flat shards.
+        opt: the `OptimizerState` of this rank's flat shards.
         comm: the residuals and factors of compressed exchanges, by name (see ``Plan.residuals``).
-        buffers: what the loss function returns beside the loss (BatchNorm's statistics), or None.
+        buffers: the buffers that the loss function returns beside the loss (BatchNorm's statistics), or None.
         scale: `LossScale`, or None.
         rng: the `Key` that per-step keys are folded from.
     """
@@ -61,15 +66,14 @@ class TrainState:
         self._fits: tuple[Sharded, dict[str, int]] | None = None
 
     def fitting(self) -> TrainState:
-        """Note that what the optimizer keeps of parameters fits them as they are now; returns the state."""
+        """This state, with a record that the optimizer's copies of parameters fit the parameters' present values."""
         self._fits = self.params, _versions(self.params)
         return self
 
     def settled(self) -> TrainState:
-        """This state, or the one that follows from it where parameters were replaced: see `replace_params`.
+        """This state; if its parameters were replaced since `fitting`, with copies that follow them: see `replace_params`.
 
-        A state of which nothing is known, such as what ``tree_map`` over a whole one gives, gets masters that round to its
-        parameters.
+        A state without such a record, such as the result of a ``tree_map``, gets masters that round to its parameters.
 
         Raises:
             TreeError: the parameters are no longer `Sharded`.
@@ -90,7 +94,8 @@ class TrainState:
         return TrainState(self.step, params, opt, self.comm, self.buffers, self.scale, self.rng).fitting()
 
     def take(self, by: str, remedy: str) -> None:
-        """Mark this state as used up, by what follows it."""
+        """Mark this state as used up, because ``by`` has taken over its memory; ``remedy`` ends the message of later
+        reads."""
         why = f"this state (step {self.step}) was donated: {by} has taken over its memory. Go on with {remedy}"
         self.params.take(why)
         self.__dict__.clear()
@@ -114,7 +119,7 @@ def _rebuild(static: tuple[int, LossScale | None, Key], children: Iterable[Any])
 
 
 def _versions(params: Sharded) -> dict[str, int]:
-    """What writing to a parameter in place changes."""
+    """The version of each buffer, which changes when one of its parameters is written to in place."""
     return {name: version_of(buffer) for name, buffer in params.buffers.items()}
 
 
@@ -126,25 +131,25 @@ register_node(
 
 
 def replace_params(state: TrainState, params: Any, *, donate: bool = True) -> TrainState:
-    """``state`` with other parameters: an average's, say, or those of a file::
+    """``state`` with other parameters, such as an average, or parameters from a file::
 
         averaged, kept = average.update(state.params, kept)
         state = sl.replace_params(state, averaged)
 
-    fp32 masters follow; where a parameter is what its master rounds to, the master keeps its digits. So does what an
-    optimizer brings parameters back to (`lookahead`'s slow ones, 0/1 Adam's last common ones). Moments, counters and what
-    compressed exchanges left out stay. Assigning to ``state.params``, or writing to its tensors in place, comes to the same
-    in the next step; what is written through ``tensor.data`` goes unnoticed.
+    fp32 masters follow the parameters; where a parameter is what its master rounds to, the master stays unchanged. The
+    parameters that an optimizer returns to (`lookahead`'s slow parameters, 0/1 Adam's last common ones) follow too. Moments,
+    counters and residuals stay. Assigning to ``state.params``, or writing to its tensors in place, has the same effect at the
+    next step; writes through ``tensor.data`` go unnoticed.
 
     Args:
-        params: `Sharded` as the state's are (a ``tree_map`` over ``state.params``), or a whole pytree, the same values on
-            every rank. Other dtypes are cast to the state's.
-        donate: let the new state take over the memory of ``state``, which may not be used again.
+        params: `Sharded` by the state's plan (a ``tree_map`` over ``state.params``), or a whole pytree with the same values
+            on every rank. Other dtypes are cast to the state's.
+        donate: whether the new state takes over the memory of ``state``, which may then not be used again.
 
     Raises:
         TreeError: a tree of other leaves or shapes, or sharded by another plan.
         RankMismatch: ranks that hold copies were given different values.
-        IllegalComposition: 0/1 Adam's ranks have each their own parameters at this step.
+        IllegalComposition: 0/1 Adam's ranks have diverged at this step.
 
     >>> state, _ = sl.make_train_step(lambda p, x: (p["w"] * x).sum(), {"w": torch.ones(2)}, sl.optim.sgd(0.1))
     >>> state = sl.replace_params(state, {"w": torch.zeros(2)})
@@ -174,11 +179,14 @@ def _following(params: Sharded, opt: OptimizerState) -> OptimizerState:
 
 
 def cloned(leaf: Any) -> Any:
-    """A leaf of a state with memory of its own."""
+    """A copy of a leaf of a state, with its own memory; values that are not tensors are returned as they are."""
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def rescaled(plan: Plan, comm: dict[str, torch.Tensor], factor: float) -> dict[str, torch.Tensor]:
-    """Errors of scaled gradients, under another loss scale. (An optimizer's own are of what is no longer scaled.)"""
+    """The tensors of ``TrainState.comm`` under a loss scale that changed by ``factor``.
+
+    Residuals of gradients have the loss scale. Those of an optimizer's own means do not.
+    """
     scaled = {name for channel in plan.channels if not channel.mean for name in channel.keeps}
-    return {name: error * factor if name in scaled else error for name, error in comm.items()}
+    return {name: kept * factor if name in scaled else kept for name, kept in comm.items()}

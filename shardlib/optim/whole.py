@@ -1,14 +1,14 @@
-"""Whole parameters, each on one of the ranks that share it: gathered, computed with, and sent back.
+"""Functions of whole parameters, each computed on one of the ranks that the parameter is split over.
 
-The parameters that are split over the same axes are dealt out among the ranks along these, the largest first and each to the
-rank that has least. One exchange brings every rank the pieces of its own, a second one takes the results back; both are an
-all-to-all along each of the axes in turn. A message has as many elements for every rank as for the one that got most:
+The parameters that are split over the same axes are assigned to the ranks along these axes, the largest first, each to the
+rank with the least work so far. One exchange brings every rank the shards of its parameters, a second one sends the results
+back. An exchange is an all-to-all along each of the axes in turn. All its messages are as long as the longest:
 
     rank            holds                   after the first exchange
     0               a0 b0 c0                a0 a1           (computes a)
     1               a1 b1 c1                b0 b1  c0 c1    (computes b and c, which are smaller)
 
-Over axes along which ranks hold copies nothing is sent: each computes for itself.
+Nothing is sent along axes whose ranks hold copies: each of them computes all of its parameters.
 """
 
 from __future__ import annotations
@@ -31,13 +31,20 @@ from shardlib.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter of a group: which of its bucket it is, the rank that computes it, and where it lies in a message."""
+    """One parameter of a group.
+
+    Attributes:
+        path: the parameter's path.
+        bucket, index: its bucket, and its index among the bucket's leaves.
+        computer: the rank (along the group's axes) that computes it.
+        start: the index of its first element in a message to or from this rank.
+    """
 
     path: str
     bucket: Bucket
     index: int
     computer: int
-    place: int
+    start: int
 
     @property
     def chunk(self) -> int:
@@ -45,20 +52,23 @@ class Member:
 
     @property
     def span(self) -> slice:
-        return slice(self.place, self.place + self.chunk)
+        """The parameter's elements in a message."""
+        return slice(self.start, self.start + self.chunk)
 
     def of(self, tree: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """What this rank holds of it, padding included: a view."""
+        """The view of this rank's shard in a tree of flat buffers, padding included."""
         start = sum(self.bucket.chunks[: self.index])
         return tree[self.bucket.name][start : start + self.chunk]
 
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters of one dtype that are split over the same axes, of which ``slices`` are the major ones.
+    """Parameters of one dtype that are split over the same axes.
 
     Attributes:
-        width: elements of a message for each rank.
+        slices: the axes of tensor slicing, major to the others.
+        axes: the other axes that the parameters are split over.
+        width: elements of a message between two ranks.
     """
 
     slices: tuple[str, ...]
@@ -69,7 +79,7 @@ class Group:
 
 
 class WholeLeaves:
-    """The trained parameters of a plan as whole ones."""
+    """Functions of the trained parameters of a plan, as whole tensors."""
 
     def __init__(self, plan: Plan, mesh: Mesh) -> None:
         self._plan, self._mesh = plan, mesh
@@ -77,8 +87,8 @@ class WholeLeaves:
     def map(
         self, fn: Callable[[int, torch.Tensor], torch.Tensor], tree: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """``fn(number, parameter)`` of each, in its shape; returns what this rank holds of the results."""
-        found = {name: torch.zeros_like(flat) for name, flat in tree.items()}
+        """This rank's shards of ``fn(number, parameter)`` for each parameter, which ``fn`` gets in its shape."""
+        shards = {name: torch.zeros_like(flat) for name, flat in tree.items()}
         for group in self._groups():
             ways, owners = self._ways(group.slices), self._ways(group.axes)
             sent = torch.zeros((ways * owners, group.width), dtype=group.dtype, device=self._mesh.device)
@@ -86,7 +96,7 @@ class WholeLeaves:
                 sent[member.computer, member.span] = member.of(tree)
             held = self._exchange(group, sent)
             results = torch.zeros_like(held)
-            rows, result_rows = (part.view(ways, owners, group.width) for part in (held, results))
+            rows, result_rows = (message.view(ways, owners, group.width) for message in (held, results))
             for member in group.members:
                 if member.computer == self._rank(group):
                     whole = self._assembled(member, group, rows[:, :, member.span])
@@ -98,11 +108,11 @@ class WholeLeaves:
                     )
             back = self._exchange(group, results)
             for member in group.members:
-                member.of(found).copy_(back[member.computer, member.span])
-        return found
+                member.of(shards).copy_(back[member.computer, member.span])
+        return shards
 
     def sends(self) -> dict[str, int]:
-        """Payload bytes of `map` by axis, equal on all ranks."""
+        """Axis -> payload bytes of `map`, equal on all ranks."""
         total: dict[str, int] = {}
         for group in self._groups():
             axes = (*group.slices, *group.axes)
@@ -137,7 +147,8 @@ class WholeLeaves:
         return rank
 
     def _exchange(self, group: Group, message: torch.Tensor) -> torch.Tensor:
-        """``[rank, width]`` for each rank -> ``[rank, width]`` from each rank."""
+        """Exchange ``message``, ``[rank, width]`` with a row for each rank; returns ``[rank, width]`` with a row from
+        each."""
         axes = (*group.slices, *group.axes)
         message = message.view(*(self._mesh.shape[axis] for axis in axes), group.width)
         for dim, axis in enumerate(axes):
@@ -148,24 +159,24 @@ class WholeLeaves:
         return message.reshape(self._ways(axes), group.width)
 
     def _coords(self, group: Group) -> Iterator[dict[str, int]]:
-        """Of the slices, in order."""
-        for place in itertools.product(*(range(self._mesh.shape[axis]) for axis in group.slices)):
-            yield dict.fromkeys(self._mesh.shape, 0) | dict(zip(group.slices, place, strict=True))
+        """The coordinates of each slice of a group, in order."""
+        for indices in itertools.product(*(range(self._mesh.shape[axis]) for axis in group.slices)):
+            yield dict.fromkeys(self._mesh.shape, 0) | dict(zip(group.slices, indices, strict=True))
 
     def _assembled(self, member: Member, group: Group, rows: torch.Tensor) -> torch.Tensor:
-        """``rows[slice, owner]``: the pieces."""
+        """The whole parameter from its shards ``rows[slice, owner]``."""
         compute, shape = self._plan.placement_of[member.path].compute, member.bucket.shapes[member.index]
         local = [row.reshape(-1)[: math.prod(shape)].view(shape) for row in rows]
         if not group.slices:
             return local[0]
         whole = rows.new_empty(compute.shape)
-        for piece, coords in zip(local, self._coords(group), strict=True):
-            mine = shard_of(whole, compute.spec, self._mesh.shape, coords)
-            mine.copy_(piece[: mine.shape[0]])  # without the rows that pad it
+        for padded, coords in zip(local, self._coords(group), strict=True):
+            view = shard_of(whole, compute.spec, self._mesh.shape, coords)
+            view.copy_(padded[: view.shape[0]])
         return whole
 
     def _cut(self, whole: torch.Tensor, member: Member, group: Group, rows: torch.Tensor) -> None:
-        """Into pieces ``rows[slice, owner]``; what pads them stays zero."""
+        """Copy a whole parameter to its shards ``rows[slice, owner]``; padding is zero."""
         spec = self._plan.placement_of[member.path].compute.spec
         for row, coords in zip(rows, self._coords(group), strict=True):
             local = shard_of(whole, spec, self._mesh.shape, coords).reshape(-1)

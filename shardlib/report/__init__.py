@@ -1,4 +1,4 @@
-"""What a run reports: its progress, metrics, plots, predicted and measured times, and the byte models it has to get below."""
+"""Reports of a run: progress, metrics, plots, predicted and measured times, and losses of n-gram models to compare with."""
 
 from shardlib.plan.predict import StepTime, predict_step
 from shardlib.report.log import Log, Writer

@@ -1,4 +1,4 @@
-"""`Log`: a step's metrics to writers, without waiting for the device at every step."""
+"""`Log`: metrics of steps for writers, without waiting for the device in every step."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from shardlib.tree import flatten
 
 
 class Writer(Protocol):
-    """Where metrics go: a file, a screen, a service."""
+    """A destination of metrics: a file, a screen, a service."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """``values`` of one step; steps rise from call to call, and not every step has every value."""
+        """Writes ``values`` of one step; steps rise from call to call, and steps may have different values."""
         ...
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """Ends writing; `write` is not called again."""
         ...
 
 
 class Log:
-    """Hands metrics to writers; to be used in a ``with`` statement, which closes them.
+    """Passes metrics to writers; a ``with`` statement closes them.
 
-    Tensors are kept where they are and read together, in one copy from the device, once ``every`` seconds have passed: a step
-    does not wait for the one before it. Without writers (on other ranks than 0, say) nothing is kept or read.
+    Tensors stay on their device and are read together, in one copy, once ``every`` seconds have passed, so that a step does
+    not wait for the one before. Without writers (such as on other ranks than 0) nothing is stored or read.
     """
 
     def __init__(self, *writers: Writer, every: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -37,20 +37,20 @@ class Log:
         self._read = clock()
 
     def write(self, step: int, metrics: Any) -> None:
-        """Note a pytree of 0-d tensors and numbers, each under its path ("aux/accuracy"). One step may have several.
+        """Adds a pytree of 0-d tensors and numbers, each under its path ("aux/accuracy"), to the values of ``step``.
 
         Raises:
-            ValueError: something that is not one number; lists them.
+            ValueError: some leaves are not single numbers; lists them.
         """
         if not self._writers:
             return
         paths, leaves, _ = flatten(metrics)
-        # Copies: what is given may be written to before it is read, as a state's hyper-parameters may.
+        # Copied, as the caller may change tensors before they are read, such as hyper-parameters in a state.
         values = {path: _copy(leaf) for path, leaf in zip(paths, leaves, strict=True)}
-        wrong = [f"{path}: {_told(value)}" for path, value in values.items() if not _is_number(value)]
-        if wrong:
+        failures = [f"{path}: {_kind(value)}" for path, value in values.items() if not _is_number(value)]
+        if failures:
             raise ValueError(
-                f"metrics of step {step} are not numbers: {', '.join(wrong)}; reduce them, or leave them out"
+                f"metrics of step {step} are not numbers: {', '.join(failures)}; reduce them, or leave them out"
             )
         if self._pending and self._pending[-1][0] == step:
             self._pending[-1][1].update(values)
@@ -60,7 +60,7 @@ class Log:
         self._pending.append((step, values))
 
     def flush(self) -> None:
-        """Read what is pending and hand it to the writers."""
+        """Reads the pending metrics and passes them to the writers."""
         pending, self._pending = _read(self._pending), []
         self._read = self._clock()
         for step, values in pending:
@@ -88,12 +88,12 @@ def _is_number(value: Any) -> bool:
     return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, (int, float))
 
 
-def _told(value: Any) -> str:
+def _kind(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def _read(pending: list[tuple[int, dict[str, Any]]]) -> list[tuple[int, dict[str, float]]]:
-    """All values as numbers, by one copy from each device."""
+    """The pending values as numbers, with one copy from each device."""
     tensors = [value for _, values in pending for value in values.values() if isinstance(value, torch.Tensor)]
     devices = dict.fromkeys(tensor.device for tensor in tensors)
     copies = {

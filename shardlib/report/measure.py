@@ -1,4 +1,4 @@
-"""How long the blocks of a loss take, for cutting them into stages."""
+"""Measured times of the blocks of a loss, for cutting them into stages."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ def measure_blocks(
     rounds: int = 5,
     mesh: Any = None,
 ) -> tuple[float, ...]:
-    """Seconds of each block's forward and backward: what ``pipeline(partition=...)`` cuts into stages.
+    """Seconds of each block's forward and backward, for ``pipeline(partition=...)``.
 
-    Runs on the device of ``microbatch``, one block after the other; every block's median of ``rounds``, after one that
-    is not counted. Embedding and head are blocks like the others, and so weigh what they take.
+    Blocks run one after the other on the device of ``microbatch``. The result is the median over ``rounds`` for each block,
+    after a first round that is not counted.
 
     Args:
         loss_fn: an `sl.sequential`.
-        params: one tree per block. Leaves on the meta device are given random values while their block runs, so that a
-            model of which only a block fits can be measured.
-        microbatch: as the loss is given it in a step: a rank's batch cut into micro-batches.
+        params: one tree per block. Leaves on the meta device get random values while their block runs, so that a model
+            can be measured of which only one block fits in memory.
+        microbatch: one micro-batch of a rank's batch.
         rng: a key, for a loss that takes one.
-        mesh: all its ranks measure, and each is given the mean: stages must be cut alike everywhere.
+        mesh: if given, all its ranks measure, and the result is the mean over ranks, so that all cut the same stages.
 
     Raises:
-        ValueError: another number of trees than blocks, or no rounds.
+        ValueError: the numbers of trees and blocks differ, or ``rounds`` is below 1.
 
     >>> loss_fn = sl.sequential([lambda p, carry, x: x @ p, lambda p, carry, x: (carry @ p).sum()])
     >>> seconds = sl.report.measure_blocks(loss_fn, [torch.ones(4, 4), torch.ones(4, 4)], torch.ones(2, 4), rounds=1)
@@ -54,13 +54,13 @@ def measure_blocks(
             f"measure_blocks: {len(loss_fn)} blocks, {len(params)} parameter trees, rounds={rounds}; give one tree per "
             "block and at least one round"
         )
-    found = [_round(loss_fn, params, microbatch, rng) for _ in range(rounds + 1)][1:]
-    mine = [statistics.median(times) for times in zip(*found, strict=True)]
+    measured = [_round(loss_fn, params, microbatch, rng) for _ in range(rounds + 1)][1:]
+    medians = [statistics.median(times) for times in zip(*measured, strict=True)]
     if mesh is None:
-        return tuple(mine)
+        return tuple(medians)
     mesh = as_mesh(mesh)
-    everyone = primitives.all_gather_object(mesh, list(mesh.shape), mine)
-    return tuple(statistics.fmean(times) for times in zip(*everyone, strict=True))
+    of_all_ranks = primitives.all_gather_object(mesh, list(mesh.shape), medians)
+    return tuple(statistics.fmean(times) for times in zip(*of_all_ranks, strict=True))
 
 
 def _round(loss_fn: Sequential, params: Sequence[Tree], microbatch: Any, rng: Key | None) -> list[float]:
@@ -86,7 +86,7 @@ def _round(loss_fn: Sequential, params: Sequence[Tree], microbatch: Any, rng: Ke
 
 
 def _leaf(leaf: Any, device: torch.device) -> Any:
-    """A parameter to be differentiated to."""
+    """A parameter on ``device`` that requires a gradient."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if leaf.is_meta:

@@ -1,4 +1,4 @@
-"""Models of a text that look back at 0, 1 or 2 bytes: the bars that a trained model has to clear."""
+"""n-gram models of a text's bytes, whose losses a trained model should beat."""
 
 import numpy as np
 
@@ -6,17 +6,19 @@ _SYMBOLS = 256
 
 
 def ngram_losses(train: np.ndarray, validation: np.ndarray, highest: int = 2) -> list[float]:
-    """Loss of the models of order 0 … ``highest``, in nats per byte of ``validation``.
+    """Losses of the models of order 0 … ``highest``, in nats per byte of ``validation``.
 
-    ``train`` and ``validation`` are (N,) uint8. A model of order k counts, over ``train``, what follows each
-    k bytes, and blends that with the model of order k-1 by Witten and Bell's rule (1991): with c the counts
-    in a context, n their sum and d how many different bytes were seen there,
+    ``train`` and ``validation`` are (N,) uint8. A model of order k counts which bytes follow each sequence of k bytes in
+    ``train``, and blends the counts with the model of order k-1 by the rule of Witten and Bell (1991): with c the counts
+    after a context, n their sum and d the number of different bytes after it,
 
         p_k(x | context) = (c(x) + d · p_{k-1}(x | shorter context)) / (n + d),   p_{-1} = 1/256.
 
-    The first ``highest`` bytes of ``validation`` are context only, for every order, so that all are measured
-    on the same bytes. Raises ValueError for an order outside 0 … 2 (the table of order 3 would take 16 GB)
-    or where a text is not longer than that order.
+    The first ``highest`` bytes of ``validation`` are only context, for every order, so that all orders are measured on the
+    same bytes.
+
+    Raises:
+        ValueError: ``highest`` is not in 0 … 2 (the table of order 3 would take 16 GB), or a text is not longer than it.
     """
     if not 0 <= highest <= 2:
         raise ValueError(f"ngram_losses: highest={highest}, but only the orders 0, 1 and 2 are counted")
@@ -30,7 +32,7 @@ def ngram_losses(train: np.ndarray, validation: np.ndarray, highest: int = 2) ->
         total, different = followed.sum(1), (followed > 0).sum(1)
         code = _codes(validation, order)[highest - order :]
         n, d = total[code // _SYMBOLS], different[code // _SYMBOLS]
-        # A context that never occurred says nothing: the shorter one stands as it is.
+        # For a context that never occurred, the model of the shorter context is used.
         blended = (counts[code] + d * probability) / np.maximum(n + d, 1)
         probability = np.where(n > 0, blended, probability)
         losses.append(float(-np.log(probability).mean()))
@@ -38,7 +40,7 @@ def ngram_losses(train: np.ndarray, validation: np.ndarray, highest: int = 2) ->
 
 
 def _codes(text: np.ndarray, order: int) -> np.ndarray:
-    """Each byte together with the ``order`` bytes before it, as one number in base 256."""
+    """For each byte, the number in base 256 formed by the ``order`` bytes before it and itself."""
     code = np.zeros(len(text) - order, dtype=np.int64)
     for offset in range(order + 1):
         code = code * _SYMBOLS + text[offset : len(text) - order + offset]

@@ -1,4 +1,4 @@
-"""Pictures of training runs: losses and the byte models they have to get below, and learning-rate range tests."""
+"""Plots of training runs, with the losses of n-gram models, and of learning-rate range tests."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from shardlib.report.smoothing import running_mean
 Curve = Sequence[tuple[int, float]]
 
 _TRAIN, _VALIDATION, _LEVEL = "#3b6ea8", "#c8553d", "#8a8a8a"
-_BESIDE: dict[str, Any] = {"textcoords": "offset points", "ha": "right"}
+_LABEL: dict[str, Any] = {"textcoords": "offset points", "ha": "right"}
 
 
 def plot_losses(
@@ -21,13 +21,15 @@ def plot_losses(
     ngrams: Sequence[float] = (),
     title: str = "Loss",
 ) -> None:
-    """Write a PNG with the training loss (a line, and its running mean), the validation loss (points) and
-    one level per n-gram model.
+    """Writes a PNG with the training loss, its running mean, the validation loss, and a line per n-gram model.
 
-    ``train`` and ``validation`` are (step, nats per byte) pairs in the order of their steps; ``ngrams`` the
-    losses of the models of order 0, 1, …, as ``ngram_losses`` gives them. Folders on the way are made.
+    Args:
+        path: the file; missing folders are created.
+        train, validation: (step, nats per byte) pairs in the order of their steps.
+        ngrams: the losses of `ngram_losses`.
 
-    Raises MissingPackage (an ImportError), naming what to install, where matplotlib is missing.
+    Raises:
+        MissingPackage: matplotlib is not installed; the message says what to install.
     """
     figure, axes = _figure()
     steps = [step for step, _ in train]
@@ -37,19 +39,20 @@ def plot_losses(
     if validation:
         points = [step for step, _ in validation], [loss for _, loss in validation]
         axes.plot(*points, color=_VALIDATION, marker="o", markersize=4, linewidth=1.2, label="validation")
-        axes.annotate(f"{validation[-1][1]:.3f}", validation[-1], (0, -14), color=_VALIDATION, **_BESIDE)
+        axes.annotate(f"{validation[-1][1]:.3f}", validation[-1], (0, -14), color=_VALIDATION, **_LABEL)
     for order, level in enumerate(ngrams):
         axes.axhline(level, color=_LEVEL, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
-        at_the_right = {"xycoords": axes.get_yaxis_transform(), "fontsize": 8, **_BESIDE}
-        axes.annotate(f"order {order}: {level:.2f}", (1, level), (-4, 3), color=_LEVEL, **at_the_right)
+        at_right_edge = {"xycoords": axes.get_yaxis_transform(), "fontsize": 8, **_LABEL}
+        axes.annotate(f"order {order}: {level:.2f}", (1, level), (-4, 3), color=_LEVEL, **at_right_edge)
     axes.set(xlabel="step", ylabel="nats per byte", title=title)
     _save(figure, axes, path)
 
 
 def plot_range_test(path: str | Path, rates: Sequence[float], losses: Sequence[float], proposed: float) -> None:
-    """Write a PNG with the loss against the learning rate, and the rate that is proposed.
+    """Writes a PNG with the loss against the learning rate, and the proposed rate.
 
-    Raises MissingPackage as `plot_losses` does.
+    Raises:
+        MissingPackage: matplotlib is not installed; the message says what to install.
     """
     figure, axes = _figure()
     axes.plot(rates, losses, color=_TRAIN, alpha=0.3, linewidth=0.8, label="loss")

@@ -1,4 +1,4 @@
-"""The live line of a training run: step, loss, tokens per second, time left."""
+"""The progress of a training run in a terminal: step, loss, tokens per second, time left."""
 
 import sys
 import time
@@ -14,11 +14,14 @@ _WINDOW = 10.0  # seconds over which the rate is averaged
 
 
 class Progress:
-    """Shows how a run of ``steps`` steps gets on: a writer of a `Log`, which closes it.
+    """A writer for `Log` that shows the progress of a run of ``steps`` steps; the `Log` closes it.
 
-    On a terminal one line is redrawn in place; anywhere else a plain line is printed every ``every`` seconds
-    and after the last step. Ranks other than 0 print nothing. ``tokens_per_step`` counts those of all ranks,
-    ``start`` is the number of steps done before (in a run that was resumed).
+    On a terminal one line is redrawn in place; elsewhere a plain line is printed every ``every`` seconds and after the last
+    step. Ranks other than 0 print nothing.
+
+    Args:
+        tokens_per_step: over all ranks.
+        start: the number of steps done before, in a resumed run.
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class Progress:
             self._bar.stop()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Tell that ``step`` steps are done; ``values["loss"]`` is the last one's (nats per token), if it has one."""
+        """Shows that ``step`` steps are done; ``values["loss"]``, if there, is the loss of the last one (nats per token)."""
         self._loss, now = values.get("loss", self._loss), self._clock()
         self._seen.append((now, step))
         while len(self._seen) > 2 and now - self._seen[0][0] > _WINDOW:
@@ -65,7 +68,7 @@ class Progress:
             print(self._line(step), file=self._stream, flush=True)
 
     def note(self, text: str) -> None:
-        """Print a line that stays, above the live one."""
+        """Prints a line that stays above the progress line."""
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False)
         elif not self._silent:

@@ -1,4 +1,4 @@
-"""A curve without its noise."""
+"""Smoothing of noisy curves."""
 
 from collections.abc import Sequence
 
@@ -6,9 +6,9 @@ import numpy as np
 
 
 def running_mean(values: Sequence[float], share: float) -> np.ndarray:
-    """The mean over a ``share`` of all values around each of them: centred, so that it does not trail a fall."""
+    """For each value, the mean over a ``share`` of all values around it; centred, so that it does not lag behind."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     at = np.arange(len(values))
-    # Narrower towards both ends, to stay centred there too.
+    # The window is narrower near both ends, so that it is centred there too.
     reach = np.minimum(int(len(values) * share / 2), np.minimum(at, len(values) - 1 - at))
     return (sums[at + reach + 1] - sums[at - reach]) / (2 * reach + 1)

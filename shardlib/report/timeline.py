@@ -1,4 +1,4 @@
-"""Pipeline schedules drawn over time: a picture, or text for a terminal."""
+"""Timelines of schedules, as a picture or as text for a terminal."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from shardlib.schedules import Action, Kind, Timeline
 
 _COLOURS = {Kind.F: "#3b6ea8", Kind.B: "#c8553d", Kind.I: "#d9902f", Kind.W: "#4f8a55"}
 _NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
-_PALE = 0.55  # how far a rank's first stage is blended with white; its last stage has the full colour
+_PALE = 0.55  # the share of white in the colour of a rank's first stage; its last stage has the full colour
 
 
 def draw_timeline(timelines: Timeline | Sequence[Timeline], path: str | Path) -> None:
-    """Write a PNG with one row per rank and one box per action, several timelines stacked on one time axis.
+    """Writes a PNG with one row per rank and one box per action; several timelines are stacked over one time axis.
 
-    A box holds its micro-batch's number and is coloured by kind, in a deeper tone for a rank's later stages.
-    Folders on the way are made.
+    A box shows the number of its micro-batch. Its colour is that of the kind of action, darker for a rank's later stages.
+    Missing folders are created.
 
-    Raises MissingPackage (an ImportError), naming what to install, where matplotlib is missing.
+    Raises:
+        MissingPackage: matplotlib is not installed; the message says what to install.
+        ValueError: there are no timelines.
     """
     Figure, FigureCanvasAgg = figures()
     from matplotlib.colors import to_rgb
@@ -68,16 +70,16 @@ def draw_timeline(timelines: Timeline | Sequence[Timeline], path: str | Path) ->
 def timeline_text(timeline: Timeline, width: int = 120) -> str:
     """The timeline as text, one line per rank, at most ``width`` characters wide after the rank's name.
 
-    An action fills its time with its name, then ``-``; idle time is ``.``. Where names do not fit they lose the
-    stage (``4F0``, then ``F0``; it is left out anyway where a rank has but one), then the micro-batch, and the
-    letter is repeated. Actions that take no time are not shown.
+    An action is its name followed by ``-``; idle time is ``.``. If names do not fit, the stage is left out (``4F0`` becomes
+    ``F0``; with one stage per rank it always is), then the micro-batch, and the letter is repeated. Actions that take no
+    time are not shown.
     """
     spellings: list[Callable[[Action], str]] = [lambda action: f"{action.kind}{action.microbatch}"]
     if timeline.schedule.stages > timeline.schedule.ranks:
         spellings.insert(0, str)
     lasting = [event for events in timeline.events for event in events if event.end > event.start]
     for spell in spellings:
-        # Characters per unit of time at which the tightest name fits.
+        # The least number of characters per unit of time at which every name fits.
         scale = max(len(spell(action)) / (end - start) for action, start, end in lasting)
         if scale * timeline.makespan <= width:
             break
@@ -100,7 +102,7 @@ def _letter(action: Action) -> str:
 
 
 def _column(time: float, scale: float) -> int:
-    """The column of a time, rounded half up: `round` goes to even, and equal boxes would differ in width."""
+    """The column of a time, rounded half up; with `round`, which rounds to even, equal boxes would differ in width."""
     return math.floor(time * scale + 0.5)
 
 

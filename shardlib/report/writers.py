@@ -13,11 +13,11 @@ from shardlib.optional import require
 
 
 class CsvWriter:
-    """A table with a row per step; a value that comes up later than others gets a column of its own then.
+    """A writer of a CSV table with a row per step; a value that first appears in a later step adds a column.
 
     Args:
-        path: the file; folders on the way are made.
-        start: the number of steps done before: rows up to it are kept, later ones (of an interrupted run) dropped.
+        path: the file; missing folders are created.
+        start: the number of steps done before; rows of later steps, from an interrupted run, are removed.
     """
 
     def __init__(self, path: str | Path, *, start: int = 0) -> None:
@@ -47,7 +47,11 @@ class CsvWriter:
 
 
 class JsonlWriter:
-    """A JSON object per step and line, null for what is not finite. Arguments as `CsvWriter`'s."""
+    """A writer of one JSON object per step and line, with null for values that are not finite.
+
+    Args:
+        path, start: as for `CsvWriter`.
+    """
 
     def __init__(self, path: str | Path, *, start: int = 0) -> None:
         kept = [line for line in (_complete_lines(Path(path)) if start else []) if json.loads(line)["step"] <= start]
@@ -55,22 +59,23 @@ class JsonlWriter:
         self._file.writelines(kept)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        told = {name: value if math.isfinite(value) else None for name, value in values.items()}  # JSON knows no others
-        self._file.write(json.dumps({"step": step, **told}) + "\n")
+        # JSON has neither NaN nor infinity.
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._file.write(json.dumps({"step": step, **finite}) + "\n")
 
     def close(self) -> None:
         self._file.close()
 
 
 class TensorBoardWriter:
-    """Scalars for TensorBoard.
+    """A writer of scalars for TensorBoard.
 
     Args:
-        folder: of its event files.
-        start: the number of steps done before: what an interrupted run wrote of later ones is hidden.
+        folder: of the event files.
+        start: the number of steps done before; events of later steps, from an interrupted run, are hidden.
 
     Raises:
-        MissingPackage: TensorBoard is not installed; tells what to install.
+        MissingPackage: TensorBoard is not installed; the message says what to install.
     """
 
     def __init__(self, folder: str | Path, *, start: int = 0) -> None:
@@ -85,13 +90,13 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """A run of Weights & Biases.
+    """A writer to a run of Weights & Biases.
 
     Args:
-        options: of ``wandb.init``: project, name, config, or id and resume to go on with a run.
+        options: arguments of ``wandb.init``: project, name, config, or id and resume to continue a run.
 
     Raises:
-        MissingPackage: wandb is not installed; tells what to install.
+        MissingPackage: wandb is not installed; the message says what to install.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -108,19 +113,19 @@ _MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
 
 
 def require_packages(kind: str) -> Any:
-    """The module that a kind of writer ("csv", "jsonl", "tensorboard", "wandb") works by; None where it needs none.
+    """The module that a kind of writer ("csv", "jsonl", "tensorboard", "wandb") needs, or None.
 
-    To be asked before the work whose metrics are to be written, by every rank alike.
+    Call this on every rank before a run, so that a missing package is found before the work is done.
 
     Raises:
-        MissingPackage: it is not installed.
+        MissingPackage: the module is not installed.
     """
     module = _MODULES.get(kind)
     return None if module is None else require(module, f"a writer for {kind}", kind, "logging")
 
 
 def _open(path: Path) -> Any:
-    """To write, line by line: what an interrupted run leaves is whole lines but for the last."""
+    """Opens a file with line buffering: an interrupted run leaves complete lines, except for the last."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return path.open("w", buffering=1, newline="")
 

@@ -97,22 +97,24 @@ class Reduction:
         first, axis = exchanges[0], exchanges[0].axis
         if first.channel is not None:
             channels = [exchange.channel for exchange in exchanges if exchange.channel]
-            items = [self._codecs.item(channel, part.buffer) for channel, part in zip(channels, self.sums, strict=True)]
+            items = [
+                self._codecs.item(channel, partial.buffer) for channel, partial in zip(channels, self.sums, strict=True)
+            ]
             self._compressed = first.channel.codec.exchange(self._mesh, axis, items, self._residuals)
-            for part in self.sums:
-                part.within = None  # messages are decoded into new memory, and this may hold a residual by now
+            for partial in self.sums:
+                partial.within = None  # messages are decoded into new memory, and this may hold a residual by now
         elif first.op is Op.SCATTER:
-            self._works = [self._scatter(axis, part) for part in self.sums]
+            self._works = [self._scatter(axis, partial) for partial in self.sums]
         else:
-            self._works = [primitives.all_reduce(self._mesh, axis, part.buffer) for part in self.sums]
+            self._works = [primitives.all_reduce(self._mesh, axis, partial.buffer) for partial in self.sums]
 
-    def _scatter(self, axis: str, part: Sum) -> primitives.Work:
-        inp, size = part.buffer, self._mesh.shape[axis]
-        if part.within is None:
-            part.buffer = inp.new_empty(inp.numel() // size)
+    def _scatter(self, axis: str, partial: Sum) -> primitives.Work:
+        inp, size = partial.buffer, self._mesh.shape[axis]
+        if partial.within is None:
+            partial.buffer = inp.new_empty(inp.numel() // size)
         else:
-            part.buffer = part.within = part.within.view(size, -1)[self._mesh.coords[axis]]
-        return primitives.reduce_scatter(self._mesh, axis, part.buffer, inp)
+            partial.buffer = partial.within = partial.within.view(size, -1)[self._mesh.coords[axis]]
+        return primitives.reduce_scatter(self._mesh, axis, partial.buffer, inp)
 
     def wait(self) -> Sequence[Sum]:
         """The sums, each ``buffer`` now the result of its whole route."""
@@ -120,7 +122,7 @@ class Reduction:
             for work in self._works:
                 work.wait()
             if self._compressed is not None:
-                for part, result in zip(self.sums, self._compressed.wait(), strict=True):
-                    part.buffer = result.to(part.bucket.reduce_dtype)
+                for partial, result in zip(self.sums, self._compressed.wait(), strict=True):
+                    partial.buffer = result.to(partial.bucket.reduce_dtype)
             self._launch()
         return self.sums

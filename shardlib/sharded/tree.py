@@ -88,9 +88,9 @@ class Sharded:
         shards: dict[str, torch.Tensor | None] = {}
         for bucket in self.buckets:
             level = self.level(bucket)
-            for path, part in zip(bucket.paths, bucket.leaf_segments(self.buffers[bucket.name], level), strict=True):
+            for path, flat in zip(bucket.paths, bucket.leaf_segments(self.buffers[bucket.name], level), strict=True):
                 shape = self.plan.local_shape(self.plan.placement_of[path], self.role)
-                shards[path] = part[: math.prod(shape)].view(shape)
+                shards[path] = flat[: math.prod(shape)].view(shape)
         return [shards.get(leaf.path) for leaf in self.plan.leaves]
 
     def _pack(self) -> dict[str, torch.Tensor]:
@@ -108,8 +108,8 @@ class Sharded:
         for bucket in self.buckets:
             level = self.level(bucket)
             buffer = self.mesh.zeros(bucket.size(level), bucket.dtype, self.memory(bucket))
-            for path, part in zip(bucket.paths, bucket.leaf_segments(buffer, level), strict=True):
-                part[: by_path[path].numel()].copy_(by_path[path].detach().reshape(-1))
+            for path, flat in zip(bucket.paths, bucket.leaf_segments(buffer, level), strict=True):
+                flat[: by_path[path].numel()].copy_(by_path[path].detach().reshape(-1))
             buffers[bucket.name] = buffer
         return buffers
 

@@ -1,4 +1,4 @@
-"""Benchmarks that this machine may have no device for are tried, at a size that means nothing."""
+"""Benchmarks for a GPU run to their end at tiny sizes, without one."""
 
 import subprocess
 import sys

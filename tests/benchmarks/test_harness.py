@@ -1,4 +1,4 @@
-"""Tables are written where all of them was measured in full, with where they come from, and left alone otherwise."""
+"""Tables are written with their provenance if all of their cases were measured in full, and left alone otherwise."""
 
 import subprocess
 import sys
@@ -34,7 +34,7 @@ def kept(folder):
 
 
 def tried(folder, cases, names=(), kind="cpu", **setting):
-    """Whether it went well, and what is in the folder, whose table "one" stood there before."""
+    """Whether the run succeeded, and the files of its folder, which had a table "one" before."""
     for suffix in ("md", "csv"):
         (folder / f"one.{suffix}").write_text("as it was")
     given = {"rounds": 0, **setting}
@@ -53,7 +53,7 @@ def test_a_full_measurement_is_written_with_its_source(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "given, told",
+    "given, message",
     [
         ({"rounds": 1}, "a: 1 of 3 rounds"),
         ({"small": True}, "a: at a small size"),
@@ -63,13 +63,13 @@ def test_a_full_measurement_is_written_with_its_source(tmp_path):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_anything_less_leaves_the_table_as_it_is(given, told, tmp_path, capsys):
+def test_a_partial_measurement_leaves_the_table_unchanged(given, message, tmp_path, capsys):
     b = given.pop("b", case("b"))
     well, text = tried(tmp_path, [case("a"), b], **given)
     assert text == "as it was" and (tmp_path / "one.csv").read_text() == "as it was"
     said = capsys.readouterr().out
-    assert "one is not written" in said and told in said
-    assert well == ("failed" not in told)
+    assert "one is not written" in said and message in said
+    assert well == ("failed" not in message)
 
 
 def test_more_rounds_are_a_full_measurement(tmp_path):

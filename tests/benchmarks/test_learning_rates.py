@@ -1,4 +1,4 @@
-"""The sweep over learning rates: what it runs next, and what its committed table is made from."""
+"""The sweep over learning rates: the choice of the next runs, and the committed table against its trials."""
 
 import math
 
@@ -27,7 +27,7 @@ def finished():
     return trials
 
 
-def test_grids_go_on_until_no_best_rate_is_at_their_end():
+def test_grids_grow_until_no_best_rate_is_at_their_end():
     trials = finished()
     for name, reference in METHODS.items():
         tried = {t.rate for t in trials if t.method == name}
@@ -37,12 +37,12 @@ def test_grids_go_on_until_no_best_rate_is_at_their_end():
     assert all(sum(t[:2] == other[:2] for t in trials) == len(SEEDS) for other in trials)
 
 
-def test_rates_are_chosen_by_one_half_of_the_text_and_told_of_the_other():
+def test_rates_are_chosen_on_one_half_of_the_text_and_reported_on_the_other():
     trials = finished()
     assert reported("Adam", best_rate("Adam", trials), trials) == [rate_at("Adam", BEST["Adam"])] * len(SEEDS)
 
 
-def test_an_interrupted_sweep_goes_on_where_it_was(tmp_path, monkeypatch):
+def test_an_interrupted_sweep_resumes(tmp_path, monkeypatch):
     file, ran = tmp_path / "learning_rates.csv", []
 
     def side_by_side(job, jobs, processes):
@@ -69,7 +69,7 @@ def test_a_run_that_diverges_counts_as_infinite(monkeypatch):
     assert rates.train(TASK, "LAMB", 1.0, 2) == Trial("LAMB", 1.0, 2, math.inf, math.inf)
 
 
-def test_halves_of_the_validation_text_are_apart(monkeypatch):
+def test_halves_of_the_validation_text_do_not_overlap(monkeypatch):
     parts = []
     monkeypatch.setattr(byte_gpt, "windows", lambda data, *_, **__: parts.append(data) or [])
     monkeypatch.setattr(byte_gpt.statistics, "fmean", lambda losses: float(len(list(losses))))
@@ -82,8 +82,8 @@ def test_halves_of_the_validation_text_are_apart(monkeypatch):
 
 
 def test_the_committed_table_is_made_from_the_committed_trials():
-    def told(text):
+    def recorded(text):
         return [line for line in text.splitlines() if line.startswith(("|", "Final"))]  # all but where it comes from
 
     assert not missing(read())
-    assert told((FOLDER / "learning_rates.md").read_text()) == told(table(read()))
+    assert recorded((FOLDER / "learning_rates.md").read_text()) == recorded(table(read()))

@@ -1,4 +1,4 @@
-"""The table of slow networks, against what is worked out by hand."""
+"""The table of slow networks, against values computed by hand."""
 
 import pytest
 
@@ -35,8 +35,8 @@ def test_cells_and_targets():
 
 
 def test_rows_and_samples():
-    part = report.part(samples())
-    rows = [line for line in part.text.splitlines() if line.startswith("| 2 |")]
+    result = report.result(samples())
+    rows = [line for line in result.text.splitlines() if line.startswith("| 2 |")]
     assert rows[1] == f"| 2 | {ONEBIT} | 5.00 | 2 | 1.5 | 6.46 | 1.7 | 1 | 0.87 |"
     assert [row.split(" | ")[1] for row in rows] == [ADAM, ONEBIT]
-    assert [Sample(*sample) for sample in part.samples] == samples()
+    assert [Sample(*sample) for sample in result.samples] == samples()

@@ -1,4 +1,4 @@
-"""The benchmark of sparse attention, at a size that means nothing."""
+"""The benchmark of sparse attention runs at a tiny size."""
 
 import pytest
 import torch

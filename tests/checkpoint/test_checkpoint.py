@@ -1,4 +1,4 @@
-"""A state saved on one mesh and stage goes on training on any other as if nothing had happened."""
+"""A state saved on one mesh and stage trains on any other as if it had never been saved."""
 
 import optree
 import pytest
@@ -69,6 +69,25 @@ def test_resharding_on_resume(tmp_path, ranks, stage):
         torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
 
 
+def test_the_saved_runs_key_is_taken_up(tmp_path):
+    """A resumed run draws what the saved one draws next, whatever key the fresh state was made with."""
+    batch = torch.randn(64, generator=torch.Generator().manual_seed(1))
+
+    def start(rng):
+        def loss_fn(params, batch, rng):
+            return sl.dropout(params["w"] * batch, 0.5, rng).sum()
+
+        return sl.make_train_step(loss_fn, {"w": torch.ones(64)}, sl.optim.sgd(0.1), rng=rng)
+
+    state, step = start(5)
+    state, _ = step(state, batch)
+    checkpoint.save(tmp_path, state)
+    _, wanted = step(state, batch)
+    state, step = start(0)
+    _, found = step(checkpoint.restore(tmp_path, state), batch)
+    assert found["loss"] == wanted["loss"]
+
+
 def test_masters_are_kept(tmp_path):
     straight = sl.simulate(_save_midway, tmp_path, 2, "bf16", mesh={"data": 2})[0]
     resumed = sl.simulate(_resume, tmp_path, 2, "bf16", mesh={"data": 2})[0]
@@ -132,7 +151,7 @@ def test_only_complete_checkpoints_count_and_old_ones_go(tmp_path):
     assert complete == ["step-00000002", "step-00000003"]
 
 
-def test_the_newest_is_taken_of_the_folder_that_save_was_given(tmp_path):
+def test_the_newest_checkpoint_of_a_folder_is_restored(tmp_path):
     def run(mesh):
         state, step = _start(mesh, 3)
         for index in range(3):
@@ -150,7 +169,7 @@ def test_the_newest_is_taken_of_the_folder_that_save_was_given(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["", "nothing", "step-00000009.partial"])
-def test_a_folder_without_a_checkpoint_is_told(tmp_path, name):
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path, name):
     (tmp_path / "step-00000009.partial").mkdir()
     (tmp_path / "step-00000009.partial" / "state.json").write_text("{}")
     state, _ = sl.make_train_step(lambda p, b: p["w"].sum(), {"w": torch.ones(2)}, sl.optim.sgd(0.1))
@@ -168,7 +187,7 @@ def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
 
 
 def test_parameters_in_a_bare_list(tmp_path):
-    """Their buckets are named by a number, as are the places of a chain's states."""
+    """Buckets are named by a number, as are the states of a chain."""
 
     def run(mesh):
         params = [torch.full((1 << 17,), 0.5), torch.ones(3)]  # the first is a bucket of its own, "0"
@@ -190,8 +209,8 @@ def test_parameters_in_a_bare_list(tmp_path):
     assert all(sl.simulate(run, mesh={"data": 2}))
 
 
-def test_what_an_interrupted_save_left_is_not_taken_along(tmp_path):
-    """Of more ranks than save now: their pieces would be read as if they belonged to this state."""
+def test_files_of_an_interrupted_save_are_ignored(tmp_path):
+    """Files of more ranks than save now: their fragments would be read as if they belonged to this state."""
     partial = tmp_path / "step-00000000.partial"
     partial.mkdir()
     for stale in ("rank-00001.pt", "rank-00003.pt", "curves.pt"):

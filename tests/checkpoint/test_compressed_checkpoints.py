@@ -1,4 +1,4 @@
-"""What compressed exchanges left out, from one plan to another: no correction is lost, and none is given twice."""
+"""Residuals of compressed exchanges restored to another plan: none is lost, and none is added twice."""
 
 import logging
 from dataclasses import replace
@@ -67,8 +67,8 @@ def saved_and_restored(folder, model, before, after):
     return summed(sl.simulate(save, *how, mesh=first)), summed(sl.simulate(load, *other, mesh=second))
 
 
-def assert_kept(told):
-    wanted, got = told
+def assert_kept(recorded):
+    wanted, got = recorded
     assert wanted and wanted.keys() == got.keys()
     for key, whole in wanted.items():
         assert whole.any()
@@ -105,7 +105,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_another_plan_goes_on_with_the_same_corrections(tmp_path, name):
+def test_another_plan_resumes_with_the_same_residuals(tmp_path, name):
     loss_fn, params = mlp([6, 9, 5])
     model = loss_fn, params, regression_batch(24, 6, 5)
     assert_kept(saved_and_restored(tmp_path, model, *PLANS[name]))
@@ -126,7 +126,7 @@ def test_through_stages_a_tied_leaf_is_corrected_once(tmp_path, stages, pipes):
 
 
 @pytest.mark.parametrize(("before", "after"), [("fp16", "bf16"), ("bf16", "fp16"), ("fp16", "fp16")])
-def test_with_or_without_a_loss_scale_corrections_are_the_same(tmp_path, before, after):
+def test_residuals_are_the_same_with_and_without_a_loss_scale(tmp_path, before, after):
     """Errors are of scaled gradients; and whether losses are scaled is the new plan's to say."""
     fit, params = mlp([6, 9, 5])
     batch = regression_batch(8, 6, 5)
@@ -135,7 +135,7 @@ def test_with_or_without_a_loss_scale_corrections_are_the_same(tmp_path, before,
         transform = sl.chain(sl.zero(0), sl.onebit(), sl.precision(precision))
         return sl.make_train_step(fit, sl.shard(params, mesh, transform), adam())
 
-    def told(state):
+    def recorded(state):
         scale = state.scale.value if state.scale else 1
         return scale, {path: error / scale for (_, path), error in corrections(state).items()}
 
@@ -144,10 +144,10 @@ def test_with_or_without_a_loss_scale_corrections_are_the_same(tmp_path, before,
         for _ in range(3):
             state, _ = step(state, share(batch, mesh.rank, 2))
         checkpoint.save(tmp_path, state)
-        return told(state)
+        return recorded(state)
 
     def load(mesh):
-        return told(checkpoint.restore(checkpoint.latest(tmp_path), fresh(mesh, after)[0]))
+        return recorded(checkpoint.restore(checkpoint.latest(tmp_path), fresh(mesh, after)[0]))
 
     for (_, wanted), (scale, got) in zip(*(sl.simulate(run, mesh={"data": 2}) for run in (save, load))):
         assert scale == (2.0**16 if after == "fp16" else 1)
@@ -156,7 +156,7 @@ def test_with_or_without_a_loss_scale_corrections_are_the_same(tmp_path, before,
 
 
 @pytest.mark.parametrize("after", [sl.zero(0), sl.chain(sl.zero(0), sl.onebit(feedback=False))])
-def test_what_is_dropped_is_told(tmp_path, after, caplog):
+def test_dropped_residuals_are_logged(tmp_path, after, caplog):
     loss_fn, params = mlp([6, 9, 5])
     before = {"data": 2}, sl.chain(sl.zero(0), sl.onebit()), adam
     with caplog.at_level(logging.WARNING, "shardlib.checkpoint"):

@@ -1,4 +1,4 @@
-"""Sums in few bits: every step is the plain simulation's, nothing is lost, and payloads are the formulas'."""
+"""Sums in few bits: every step equals a plain simulation, nothing is lost, and payloads equal the formulas."""
 
 import math
 from itertools import pairwise
@@ -33,12 +33,12 @@ def layouts(draw, scattered):
     """Ranks, elements and leaves of a buffer: some leaves empty, some padded, of odd sizes; at times no elements."""
     ranks = draw(st.integers(1, 8))
     sizes = draw(st.lists(st.tuples(st.integers(0, 21), st.integers(0, 3)), min_size=1, max_size=4))
-    filled, place = [], 0
+    filled, position = [], 0
     for _ in range(ranks if scattered else 1):
         for size, padding in sizes:
-            filled.append((place, place + size))
-            place += size + padding
-    return ranks, place, tuple(filled)
+            filled.append((position, position + size))
+            position += size + padding
+    return ranks, position, tuple(filled)
 
 
 def buffers(ranks, elements, filled, seed, dtype):
@@ -63,7 +63,7 @@ def exchange(mesh, axis, codec, rows, steps, scatter):
         "sent": torch.zeros(rows.ways * bound.row, dtype=rows.dtype),
         "row": torch.zeros(bound.row, dtype=rows.dtype),
     }
-    told = []
+    recorded = []
     for x in steps:
         before, after = {name: error.clone() for name, error in residuals.items()}, Residuals(residuals)
         item = Item(bound, bound.pad(x.clone()).clone(), ("sent",) if scatter else ("sent", "row"))
@@ -72,8 +72,8 @@ def exchange(mesh, axis, codec, rows, steps, scatter):
             "an exchange changes no old residual"
         )
         residuals = after.after
-        told.append((result, residuals["sent"], residuals["row"]))
-    return told
+        recorded.append((result, residuals["sent"], residuals["row"]))
+    return recorded
 
 
 @pytest.mark.parametrize("mean", [False, True])
@@ -81,7 +81,7 @@ def exchange(mesh, axis, codec, rows, steps, scatter):
 @pytest.mark.parametrize("name", CODECS)
 @settings(max_examples=15)
 @given(data=st.data())
-def test_each_step_is_the_simulations(name, scattered, mean, data):
+def test_each_step_equals_the_simulation(name, scattered, mean, data):
     codec, form = CODECS[name]
     ranks, elements, filled = data.draw(layouts(scattered))
     dtype = data.draw(st.sampled_from([torch.float32, torch.float64])) if isinstance(codec, OneBit) else torch.float32
@@ -118,17 +118,17 @@ def test_nothing_is_lost(name, layout, steps, seed):
 
     got = sl.simulate(run, mesh={"data": ranks})
     results = sum(result.double() for result, _, _ in got[0])
-    left = sum(told[-1][1][:elements].double() for told in got)
-    left += torch.cat([told[-1][2] for told in got])[:elements]
+    left = sum(recorded[-1][1][:elements].double() for recorded in got)
+    left += torch.cat([recorded[-1][2] for recorded in got])[:elements]
     true = sum(x.double() for step in xs for x in step)
     torch.testing.assert_close(results + left, true, rtol=0, atol=1e-5 * ranks * steps)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
 @pytest.mark.parametrize(("elements", "leaves"), [(960, 1), (960, 7), (1024, 3)])
-def test_payload_is_the_formulas(ranks, elements, leaves):
+def test_payload_equals_the_formula(ranks, elements, leaves):
     """2(n−1)/n·d/8 + 8(n−1)k bytes a rank, d padded to a multiple of 8n."""
-    edges = [elements * place // leaves for place in range(leaves + 1)]
+    edges = [elements * position // leaves for position in range(leaves + 1)]
     filled = tuple(pairwise(edges))
     padded = math.ceil(elements / (8 * ranks)) * 8 * ranks
 
@@ -162,7 +162,7 @@ def test_several_buffers_are_one_message():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("name", CODECS)
-def test_what_is_not_finite_reaches_every_rank(name, bad):
+def test_nonfinite_values_reach_every_rank(name, bad):
     codec, _ = CODECS[name]
 
     def run(mesh):

@@ -60,7 +60,7 @@ def inputs():
 
 
 def rank_loss(y, rank):
-    """Not linear, and different on every rank."""
+    """A nonlinear loss that differs on every rank."""
     weight = torch.linspace(0.5, 1.5, y.numel(), dtype=y.dtype).view(y.shape) + rank
     return (torch.sin(y) * weight).sum()
 
@@ -110,8 +110,8 @@ def test_values_and_two_derivatives(how, name):
 @pytest.mark.parametrize("how", [by_autograd, by_func_grad])
 def test_values_and_two_derivatives_on_real_processes(pool, how):
     results = pool.run(lambda mesh: [how(mesh, name) for name in CASES], mesh={"data": N})
-    for place, name in enumerate(CASES):
-        for ours, theirs in zip(zip(*[result[place] for result in results]), oracle(name)):
+    for position, name in enumerate(CASES):
+        for ours, theirs in zip(zip(*[result[position] for result in results]), oracle(name)):
             for a, b in zip(ours, theirs):
                 torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
@@ -131,7 +131,7 @@ def test_first_derivatives_are_finite_differences():
             torch.testing.assert_close((got[rank][1] * probe).sum(), slope, rtol=1e-7, atol=1e-7)
 
 
-def test_the_sum_that_one_common_loss_follows():
+def test_a_sum_that_is_followed_by_one_common_loss():
     """all_reduce to "invariant": the loss is one function, not one per rank, so cotangents are not summed."""
     total = sum(x.sin() for x in inputs())
 
@@ -169,7 +169,7 @@ def test_on_real_processes_each_axis_on_its_own(pool):
     assert pool.run(run, mesh={"a": 2, "b": 2}) == [[2, 1], [4, 1], [2, 5], [4, 5]]
 
 
-def test_of_16_bit_numbers_sums_are_taken_wide(pool):
+def test_sums_of_16_bit_numbers_are_in_fp32(pool):
     """Adding four bf16 numbers one by one would round three times."""
     values = torch.tensor([256.0, 1.0, 1.0, 1.0])
 
@@ -198,13 +198,13 @@ def test_traffic_is_counted_exactly(name, forward, backward):
         sent = count_payload(mesh)
         x = inputs()[mesh.rank].requires_grad_()
         loss = rank_loss(CASES[name](x), mesh.rank)
-        told = [(sent()["data"], dict(mesh.traffic.payload))]
+        recorded = [(sent()["data"], dict(mesh.traffic.payload))]
         mesh.traffic.reset()
         loss.backward()
-        return [*told, (sent()["data"], dict(mesh.traffic.payload))]
+        return [*recorded, (sent()["data"], dict(mesh.traffic.payload))]
 
-    for told in sl.simulate(run, mesh={"data": N}):
-        assert told == [(forward, {"data": forward}), (backward, {"data": backward})]
+    for recorded in sl.simulate(run, mesh={"data": N}):
+        assert recorded == [(forward, {"data": forward}), (backward, {"data": backward})]
 
 
 def test_traffic_of_point_to_point_is_counted_where_it_leaves():
@@ -225,7 +225,7 @@ def test_an_echo_gathers_into_the_buffer_that_holds_its_input():
     assert buffer.tolist() == [2, 3] * 3
 
 
-def test_a_steps_scalars_are_counted_apart_and_an_axis_of_one_not_at_all():
+def test_scalars_are_counted_separately_and_an_axis_of_one_rank_is_not():
     def run(mesh):
         params = sl.shard({"w": torch.ones(2)}, mesh, sl.chain(sl.zero(0), sl.zero(0, axis="single")))
         state, step = sl.make_train_step(lambda params, batch: params["w"].sum(), params, sl.optim.sgd(0.1))
@@ -291,7 +291,7 @@ def test_inside_the_loss_of_a_train_step(stage):
         (lambda x: collectives.all_reduce(x, "data", dst="replicated"), r"dst='replicated': pass 'invariant'"),
     ],
 )
-def test_a_call_that_cannot_be_is_refused(call, message):
+def test_impossible_calls_are_refused(call, message):
     with pytest.raises((sl.errors.ShardlibError, ValueError), match=message):
         sl.simulate(lambda mesh: call(inputs()[mesh.rank]), mesh={"data": N})
 

@@ -1,4 +1,4 @@
-"""Sums as low-rank factors: every step is the plain simulation's, nothing is lost, payloads are the formula's."""
+"""Sums as low-rank factors: every step equals a plain simulation, nothing is lost, payloads equal the formula."""
 
 import math
 from itertools import pairwise
@@ -17,15 +17,15 @@ from shardlib.collectives.codecs.low_rank import LowRank
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
 
-def rows_of(ranks, place, shapes, mean=False, dtype=torch.float64):
+def rows_of(ranks, position, shapes, mean=False, dtype=torch.float64):
     edges = [0]
     for shape in shapes:
         edges.append(edges[-1] + math.prod(shape))
-    return Rows(ranks, place, edges[-1], tuple(pairwise(edges)), False, mean, dtype, tuple(shapes))
+    return Rows(ranks, position, edges[-1], tuple(pairwise(edges)), False, mean, dtype, tuple(shapes))
 
 
 def exchange(mesh, codec, buffers, steps, mean=False, dtype=torch.float64):
-    """What each step gives on one rank: results, residuals and factors, buffer by buffer.
+    """The results, residuals and factors of each step on one rank, buffer by buffer.
 
     Args:
         buffers: for each the shapes of its leaves.
@@ -37,7 +37,7 @@ def exchange(mesh, codec, buffers, steps, mean=False, dtype=torch.float64):
         for number, bound in enumerate(codecs)
         for what, value in zip(bound.keeps, bound.start(torch.device("cpu")), strict=True)
     }
-    told = []
+    recorded = []
     for step in steps:
         before, residuals = {name: value.clone() for name, value in kept.items()}, Residuals(kept)
         items = [
@@ -47,8 +47,8 @@ def exchange(mesh, codec, buffers, steps, mean=False, dtype=torch.float64):
         results = codec.exchange(mesh, "data", items, residuals).wait()
         assert all(torch.equal(kept[name], before[name]) for name in kept), "what was kept stays until the step counts"
         kept = residuals.after
-        told.append((results, kept))
-    return told
+        recorded.append((results, kept))
+    return recorded
 
 
 def normal(shape, *seed, dtype=torch.float64):
@@ -66,7 +66,7 @@ def flat(leaves):
 
 
 def squares(q):
-    """What is the same whatever signs a basis gave its columns."""
+    """A function of factors that does not depend on the signs of a basis' columns."""
     return q @ q.T
 
 
@@ -78,9 +78,9 @@ def squares(q):
     buffers=st.lists(SHAPES, min_size=1, max_size=2),
     seed=st.integers(0, 10**6),
 )
-def test_each_step_is_the_simulations_and_nothing_is_lost(ranks, rank, mean, buffers, seed):
-    def grads(step, place):
-        return [[normal(shape, seed, step, place, i) for i, shape in enumerate(shapes)] for shapes in buffers]
+def test_each_step_equals_the_simulation_and_nothing_is_lost(ranks, rank, mean, buffers, seed):
+    def grads(step, position):
+        return [[normal(shape, seed, step, position, i) for i, shape in enumerate(shapes)] for shapes in buffers]
 
     def run(mesh):
         return exchange(mesh, LowRank(rank), buffers, [grads(step, mesh.rank) for step in range(4)], mean)
@@ -90,12 +90,12 @@ def test_each_step_is_the_simulations_and_nothing_is_lost(ranks, rank, mean, buf
         oracles = [PowerSGD(ranks, shape, rank, mean=mean) for shape in shapes]
         sent = true = torch.zeros(sum(map(math.prod, shapes)), dtype=torch.float64)
         for step in range(4):
-            each = [grads(step, place)[b] for place in range(ranks)]
+            each = [grads(step, position)[b] for position in range(ranks)]
             wanted = [oracle(list(leaves)) for oracle, leaves in zip(oracles, zip(*each, strict=True), strict=True)]
             qs = [oracle.q for oracle in oracles if oracle.q is not None]
-            for place in range(ranks):
-                results, kept = got[place][step]
-                residuals = flat([oracle.residuals[place] for oracle in oracles])
+            for position in range(ranks):
+                results, kept = got[position][step]
+                residuals = flat([oracle.residuals[position] for oracle in oracles])
                 torch.testing.assert_close(results[b], flat(wanted), **EXACT)
                 torch.testing.assert_close(kept[f"{b}/sent"], residuals, **EXACT)
                 factors = kept[f"{b}/factors"].split([q.numel() for q in qs]) if qs else ()
@@ -103,13 +103,13 @@ def test_each_step_is_the_simulations_and_nothing_is_lost(ranks, rank, mean, buf
                     torch.testing.assert_close(squares(factor.view(-1, rank)), squares(q), **EXACT)
             sent = sent + results[b] * (ranks if mean else 1)
             true = true + sum(map(flat, each))
-            left = sum(got[place][step][1][f"{b}/sent"] for place in range(ranks))
+            left = sum(got[position][step][1][f"{b}/sent"] for position in range(ranks))
             torch.testing.assert_close(sent + left, true, **EXACT)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_a_gradient_of_that_rank_comes_out_exact(ranks):
-    """Where all ranks have the same, of rank 3 or less; also with a step of zeros before it."""
+def test_a_gradient_of_low_rank_is_exact(ranks):
+    """A gradient of rank 3 or less that all ranks share, also after a step of zeros."""
     shapes = [(12, 15), (10, 4, 5)]
     lower = [normal((12, 3), 1) @ normal((3, 15), 2), (normal((10, 2), 3) @ normal((2, 20), 4)).view(10, 4, 5)]
     steps = [[[torch.zeros(shape, dtype=torch.float64) for shape in shapes]], [lower]]
@@ -138,21 +138,25 @@ def test_a_buffer_is_cut_as_the_formula_says():
         LowRank(2).exchange(mesh, "data", items, Residuals(kept)).wait()
         return sent()["data"], payload, mesh.traffic.calls["data"]
 
-    def told(buffers, dtypes):
+    def recorded(buffers, dtypes):
         (found,) = set(sl.simulate(run, buffers, dtypes, mesh={"data": 4}))
         return found
 
     wide, narrow = torch.float64, torch.float32
     one = 2 * 3 * 8 * (2 * (8 + 12) + 2 * (9 + 20) + 7 + 15 + 2) // 4  # 34 + 2 of padding, 64 + 22 + 2
-    assert told([[(8, 12), (7,), (9, 4, 5), (3, 5)]], [wide]) == (one + 2 * 3 * 8 * 2 // 4, one + 2 * 3 * 8 * 2 // 4, 2)
+    assert recorded([[(8, 12), (7,), (9, 4, 5), (3, 5)]], [wide]) == (
+        one + 2 * 3 * 8 * 2 // 4,
+        one + 2 * 3 * 8 * 2 // 4,
+        2,
+    )
     matrix = 2 * 3 * (16 + 24) // 4  # elements
-    assert told([[(8, 12)], [(8, 12)]], [wide, wide]) == (2 * 8 * matrix, 2 * 8 * matrix, 2)
-    assert told([[(8, 12)], [(8, 12)]], [wide, narrow]) == (12 * matrix, 12 * matrix, 4)
-    assert told([[(8,), (4, 4)]], [wide]) == (2 * 3 * 8 * 24 // 4, 2 * 3 * 8 * 24 // 4, 1)
+    assert recorded([[(8, 12)], [(8, 12)]], [wide, wide]) == (2 * 8 * matrix, 2 * 8 * matrix, 2)
+    assert recorded([[(8, 12)], [(8, 12)]], [wide, narrow]) == (12 * matrix, 12 * matrix, 4)
+    assert recorded([[(8,), (4, 4)]], [wide]) == (2 * 3 * 8 * 24 // 4, 2 * 3 * 8 * 24 // 4, 1)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_reaches_every_rank(bad):
+def test_nonfinite_values_reach_every_rank(bad):
     shapes = [(8, 12), (7,), (9, 10)]
 
     def run(mesh):

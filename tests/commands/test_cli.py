@@ -39,7 +39,7 @@ def text(tmp_path_factory):
     return file
 
 
-def test_train_is_interrupted_and_goes_on(text, tmp_path):
+def test_an_interrupted_training_resumes(text, tmp_path):
     options = ["--data", text, "--out", tmp_path, "--steps", 120, "--save-every", 20, "--validate-every", 40]
     options += ["--metrics", "csv", "jsonl"]
     first = torchrun(*options)
@@ -54,7 +54,7 @@ def test_train_is_interrupted_and_goes_on(text, tmp_path):
     second = torchrun(*options)
     out, _ = second.communicate(timeout=200)
     assert second.returncode == 0, out
-    assert f"going on from {found}" in out
+    assert f"resuming from {found}" in out
     assert re.search(r"order 0 \d\.\d{3}, order 1 \d\.\d{3}, order 2 \d\.\d{3}", out)
     assert re.search(r"step 120/120  loss \d\.\d{3}", out)
     # The plan's bytes come true: each row shows the same number twice.
@@ -74,7 +74,7 @@ def test_train_is_interrupted_and_goes_on(text, tmp_path):
     assert last.count("--steps") == 1 and str(tmp_path) in last
 
 
-def test_the_command_that_goes_on_keeps_the_arguments():
+def test_the_printed_command_keeps_the_arguments():
     given = ["train", "--fresh", "--steps", "30", "--data", "a text", "--stage=2"]
     wanted = [sys.executable, "-m", "shardlib.commands", "train", "--data", "a text", "--stage=2", "--steps", "60"]
     assert shlex.split(train._longer(1, given, 30)) == wanted
@@ -92,7 +92,7 @@ def test_a_mesh_that_cannot_be_read():
         cli.main(["plan", "--mesh", "four"])
 
 
-def test_an_axis_without_use():
+def test_an_unused_axis():
     with pytest.raises(SystemExit, match="axis depth is not one of data, pipe, model"):
         cli.main(["plan", "--mesh", "depth=4"])
 
@@ -124,7 +124,11 @@ def test_plan_and_train_in_stages(text, tmp_path, capsys):
 def test_a_schedule_by_torchs_name_or_from_a_file(tmp_path, capsys):
     table = tmp_path / "own.csv"
     table.write_text(sl.schedules.write_table(sl.schedules.one_f_one_b(2, 4)))
-    for given, told in (("DualPipeV", "dualpipe-v: 2 ranks"), ("looped_bfs", "looped-bfs: 2"), (table, "own: 2 ranks")):
+    for given, message in (
+        ("DualPipeV", "dualpipe-v: 2 ranks"),
+        ("looped_bfs", "looped-bfs: 2"),
+        (table, "own: 2 ranks"),
+    ):
         assert (
             cli.main(
                 [
@@ -142,7 +146,7 @@ def test_a_schedule_by_torchs_name_or_from_a_file(tmp_path, capsys):
             )
             == 0
         )
-        assert told in capsys.readouterr().out
+        assert message in capsys.readouterr().out
     with pytest.raises(SystemExit):
         cli.main(["plan", "--mesh", "pipe=2", "--schedule", "2f2b", *SIZES[:8]])
     assert f"'2f2b' is neither one of {', '.join(sl.schedules.NAMES)} nor a file" in capsys.readouterr().err
@@ -187,7 +191,7 @@ def test_without_matplotlib_a_command_says_so_in_a_line(command, text, tmp_path,
 
 
 @pytest.mark.parametrize("name, module", [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
-def test_a_missing_writer_of_metrics_is_told_before_the_work(name, module, text, tmp_path, monkeypatch, capsys):
+def test_a_missing_writer_is_reported_before_the_work(name, module, text, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr("shardlib.commands.job.Job", None)  # never made
     with pytest.raises(SystemExit, match=rf"shardlib train: a writer for {name} needs {name}: pip install"):

@@ -49,7 +49,7 @@ def test_split_keeps_every_byte_once(length, validation):
 
 
 @pytest.mark.parametrize("validation", [0.0, -0.1, 0.6])
-def test_split_refuses_a_share_that_is_none(validation):
+def test_split_refuses_an_invalid_share(validation):
     with pytest.raises(ValueError, match=r"must lie in \(0, 0.5\]"):
         split(text(1000), validation)
 
@@ -80,7 +80,7 @@ def test_every_window_can_be_drawn():
     assert starts == {0, 1, 2}
 
 
-def test_batches_resume_where_they_left_off():
+def test_batches_resume():
     data = text(1000)
     ran_through = list(itertools.islice(batches(data, 4, 8, seed=3), 6))
     resumed = list(itertools.islice(batches(data, 4, 8, seed=3, step=4), 2))

@@ -1,4 +1,4 @@
-"""Every block of code in README.md and docs/: Python runs, page by page, and what a shell is told exists."""
+"""Every block of code in README.md and docs/: Python runs, page by page, and the commands of shells exist."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""What a loss function hands out beside the loss, and an eval step's results: paired by key, and values of their own."""
+"""Values returned beside the loss, and results of eval steps: paired by key across ranks, and free of graphs and handles."""
 
 import gc
 import weakref
@@ -84,7 +84,7 @@ def test_keys_that_differ_between_micro_batches_of_a_pipeline():
 
 
 @STAGES
-def test_the_order_of_keys_is_of_no_account(stage):
+def test_the_order_of_keys_does_not_matter(stage):
     forth = {"a": 1, "b": 2}
     loss_fn = with_means(lambda batch: forth if is_first(batch) else dict(reversed(forth.items())))
     transform = sl.chain(sl.zero(stage), sl.accumulate(2))
@@ -118,7 +118,7 @@ def test_real_ranks_whose_means_differ(pool):
         )
 
 
-def test_what_is_no_mean_may_differ_between_ranks():
+def test_values_other_than_means_may_differ_between_ranks():
     def run(mesh):
         def loss_fn(params, batch):
             return whole(params, batch), {"mean": sl.Mean(1.0, 2), "rows": batch[0][:1] if mesh.rank else None}
@@ -155,14 +155,14 @@ def test_means_of_one_number_in_any_form(mean):
         (sl.Mean(torch.ones((), dtype=torch.complex64), 3), "m total is a complex tensor"),
     ],
 )
-def test_means_of_what_is_not_one_number(mean, match):
+def test_means_of_values_that_are_not_single_numbers(mean, match):
     def run(mesh):
-        told = {"m": mean if mesh.rank == 0 else sl.Mean(1, 1)}  # one rank's: all are told
+        recorded = {"m": mean if mesh.rank == 0 else sl.Mean(1, 1)}  # one rank's mean differs: all ranks raise
         match_all = f"a sl.Mean is of real numbers, one total and one weight, and {match}"
         with pytest.raises(LossError, match=f"rank 0: aux: {match_all}"):
-            aux_of(mesh, lambda p, b: (whole(p, b), told), sl.zero(2))
+            aux_of(mesh, lambda p, b: (whole(p, b), recorded), sl.zero(2))
         sharded = sl.shard(PARAMS, mesh, stage=2)
-        evaluate = sl.make_eval_step(lambda p, b: told, sharded)
+        evaluate = sl.make_eval_step(lambda p, b: recorded, sharded)
         for act in (lambda: evaluate(sharded, BATCH), lambda: evaluate.over(sharded, [BATCH])):
             with pytest.raises(LossError, match=f"rank 0: the result: {match_all}"):
                 act()
@@ -170,7 +170,7 @@ def test_means_of_what_is_not_one_number(mean, match):
     sl.simulate(run, mesh={"data": 2})
 
 
-def test_what_the_refusal_of_a_vector_recommends():
+def test_the_remedy_for_a_vector_works():
     def loss_fn(params, batch):
         errors = (first(params["layers"][0], None, batch) > 0).double()
         return whole(params, batch), [sl.Mean(column.sum(), len(column)) for column in errors.unbind(1)]
@@ -183,8 +183,8 @@ def test_what_the_refusal_of_a_vector_recommends():
 def test_evaluation_whose_means_differ():
     def run(mesh):
         sharded = sl.shard(PARAMS, mesh, stage=1)
-        apart = sl.make_eval_step(lambda p, b: {("a" if mesh.rank else "b"): sl.Mean(b.sum(), 1)}, sharded)
-        for act in (lambda: apart(sharded, BATCH[0]), lambda: apart.over(sharded, [BATCH[0]])):
+        separate = sl.make_eval_step(lambda p, b: {("a" if mesh.rank else "b"): sl.Mean(b.sum(), 1)}, sharded)
+        for act in (lambda: separate(sharded, BATCH[0]), lambda: separate.over(sharded, [BATCH[0]])):
             with pytest.raises(LossError, match=r"rank 0: the result with sl.Mean at 'b'"):
                 act()
         by_size = sl.make_eval_step(lambda p, b: {("a" if len(b) > 2 else "b"): sl.Mean(b.sum(), 1)}, sharded)
@@ -213,7 +213,7 @@ TAKEN = {
 
 @STAGES
 @pytest.mark.parametrize("kind", TAKEN)
-def test_parameters_are_told_as_they_were_in_the_loss(stage, kind):
+def test_parameters_in_aux_have_the_values_of_the_loss(stage, kind):
     take = TAKEN[kind]
     wanted = take(BLOCKS[0]["weight"])
 
@@ -227,7 +227,7 @@ def test_parameters_are_told_as_they_were_in_the_loss(stage, kind):
         found = [aux_of(mesh, loss_fn, sl.zero(stage)), aux, evaluate(sharded, BATCH)[1]]
         with torch.no_grad():
             for buffer in sharded.buffers.values():
-                buffer.zero_()  # what is told lies elsewhere
+                buffer.zero_()  # aux must be a copy
         for result in found:
             assert_same(result, wanted)
             for leaf in torch.utils._pytree.tree_leaves(result):
@@ -236,7 +236,7 @@ def test_parameters_are_told_as_they_were_in_the_loss(stage, kind):
     sl.simulate(run, mesh={"data": 2})
 
 
-def test_parameters_handed_out_by_a_pipeline():
+def test_parameters_returned_by_a_pipeline():
     def ends(p, x, batch):
         return last(p, x, batch), {"w": p["weight"], "row": p["weight"][1]}
 
@@ -245,11 +245,11 @@ def test_parameters_handed_out_by_a_pipeline():
         loss_fn = sl.sequential([first, ends])
         aux = aux_of(mesh, loss_fn, transform, BLOCKS)
         sharded = sl.shard(BLOCKS, mesh, transform)
-        told = sl.make_eval_step(loss_fn, sharded)(sharded, BATCH)[1]
+        recorded = sl.make_eval_step(loss_fn, sharded)(sharded, BATCH)[1]
         with torch.no_grad():
             for buffer in sharded.buffers.values():
                 buffer.zero_()
-        for found in (aux, told):
+        for found in (aux, recorded):
             assert_same(found, {"w": BLOCKS[1]["weight"], "row": BLOCKS[1]["weight"][1]})
 
     for mesh in ({"data": 1, "pipe": 2}, {"data": 2, "pipe": 2}, {"data": 2, "pipe": 1}):

@@ -1,4 +1,4 @@
-"""What a batch may be made of: every kind of leaf has its meaning, or is refused with a remedy, at every entrance."""
+"""Leaves of batches: every kind is accepted or refused with a remedy, in every function that takes a batch."""
 
 import collections
 import dataclasses
@@ -72,7 +72,7 @@ def test_arrays_at_every_other_entrance():
 
 
 def seen_by(batch):
-    """What a loss function is given."""
+    """The batch that a loss function gets."""
     seen = []
 
     def loss_fn(params, batch):
@@ -107,7 +107,7 @@ def test_arrays_of_every_layout(kind):
     assert np.array_equal(seen.numpy(), ODD[kind]) and seen.dtype.itemsize == ODD[kind].dtype.itemsize
 
 
-def test_what_is_no_array_of_rows_stays_as_it_is():
+def test_arrays_that_have_no_rows_are_unchanged():
     marker = object()
     batch = {
         "n": np.int64(3),
@@ -127,21 +127,21 @@ def test_numpys_numbers_multiply_tensors_from_either_side():
     def loss_fn(params, batch):
         return FIT(params, batch["xy"]) * batch["by"] + batch["by"] * params["layers"][0]["bias"].sum()
 
-    told = stepped(loss_fn, {"xy": BATCH, "by": np.float64(0.5)}, FOUR)
-    assert told == pytest.approx(stepped(loss_fn, {"xy": BATCH, "by": 0.5}), rel=1e-12)
+    recorded = stepped(loss_fn, {"xy": BATCH, "by": np.float64(0.5)}, FOUR)
+    assert recorded == pytest.approx(stepped(loss_fn, {"xy": BATCH, "by": 0.5}), rel=1e-12)
 
 
 @pytest.mark.parametrize(
     "array", [np.array(["a", "b"]), np.array([{}, []], dtype=object), np.array(["2026-01-01"], "M8[D]")]
 )
-def test_arrays_of_what_is_no_number_stay_arrays(array):
+def test_arrays_of_objects_stay_arrays(array):
     assert seen_by({"x": [array]})["x"][0] is array
 
 
 # --- micro-batches -------------------------------------------------------------------------------------------------
 
 
-def test_what_goes_to_every_micro_batch_whole():
+def test_leaves_that_every_micro_batch_gets_whole():
     seen = []
 
     def loss_fn(params, batch):
@@ -194,7 +194,7 @@ UNCUT = {
 
 
 @pytest.mark.parametrize("kind", UNCUT)
-def test_what_cannot_be_cut_into_micro_batches(kind):
+def test_leaves_that_cannot_be_cut_into_micro_batches(kind):
     batch, match = UNCUT[kind]
 
     def run(mesh, transform, loss_fn, params):
@@ -206,7 +206,7 @@ def test_what_cannot_be_cut_into_micro_batches(kind):
     sl.simulate(run, piped, sl.sequential([first, last]), PARAMS["layers"], mesh={"data": 1, "pipe": 2})
 
 
-def test_what_the_refusals_recommend():
+def test_the_remedies_for_batches_work():
     table = torch.ones(12, 2, dtype=torch.float64)
 
     def loss_fn(params, batch):

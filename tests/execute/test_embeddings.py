@@ -1,4 +1,4 @@
-"""Every option of torch's embeddings, at every stage: it means what it means on one device, or is refused by name."""
+"""Every option of torch's embeddings works at every stage as on one device, or is refused by name."""
 
 import pytest
 import torch
@@ -102,7 +102,7 @@ def test_a_sliced_vocabulary(name, stage):
         ),
     ],
 )
-def test_what_needs_the_whole_vocabulary(stage, name, match):
+def test_options_that_need_the_whole_vocabulary(stage, name, match):
     def run(mesh):
         sharded = sl.shard(PARAMS, mesh, sl.chain(sl.zero(stage), sl.tensor_slicing({"*/table": "vocab"})))
         make, options = LOSSES[name]
@@ -132,7 +132,7 @@ def test_max_norm_is_refused_by_name(stage, make, ranks):
     sl.simulate(run, mesh={"data": ranks})
 
 
-def test_max_norm_of_a_slice_is_refused_by_name():
+def test_max_norm_on_a_slice_is_refused_by_name():
     def run(mesh):
         sharded = sl.shard(PARAMS, mesh, sl.chain(sl.zero(1), sl.tensor_slicing({"*/table": "vocab"})))
         with pytest.raises(HandleError, match=r"max_norm= writes to parameter embed/table .*Instead of"):
@@ -142,14 +142,14 @@ def test_max_norm_of_a_slice_is_refused_by_name():
 
 
 def scaled(params, ids, max_norm=1.0):
-    """As the refusal recommends."""
+    """The remedy that the refusal recommends."""
     rows = F.embedding(ids, params["embed"]["table"])
     rows = rows * (max_norm / rows.norm(dim=-1, keepdim=True).clamp(min=max_norm)).detach()
     return F.linear(rows.sum(1), params["head"]["w"]).square().mean()
 
 
 @pytest.mark.parametrize("transform", [*map(sl.zero, range(4)), sl.tensor_slicing({"*/table": "vocab"})], ids=str)
-def test_what_the_refusal_recommends_looks_up_the_same(transform):
+def test_the_remedy_looks_up_the_same_rows(transform):
     """The loss is that of torch's max_norm, which adds 1e-7 to norms, on any plan."""
     table = PARAMS["embed"]["table"].clone()
     rows = F.embedding(IDS[0], table, max_norm=1.0)
@@ -184,7 +184,7 @@ def test_modules_with_max_norm():
 @STAGES
 @pytest.mark.parametrize("write", ["through a view", "of itself"])
 def test_writes_to_a_parameter_are_noticed_at_every_stage(stage, write):
-    """Under no_grad autograd has no objection, and below stage 3 every rank would go on with other parameters."""
+    """Autograd allows such writes under no_grad; below stage 3 ranks would continue with different parameters."""
 
     def loss_fn(params, ids):
         loss = looked_up()(params, ids)

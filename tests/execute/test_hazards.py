@@ -1,6 +1,7 @@
-"""What user code may do with parameters inside a loss: each hazard of sharding by handles, at every stage."""
+"""Everything that user code may do with parameters inside a loss: each hazard of handles, at every stage."""
 
 import functools
+from collections import Counter
 
 import optree
 import pytest
@@ -12,6 +13,7 @@ from helpers.models import mlp, regression_batch, share
 from helpers.trees import assert_close, assert_same, copy_of
 from oracle import one_device
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
@@ -32,7 +34,7 @@ def layer(p, x):
 
 
 def mean_of_shares(loss_fn):
-    """On one device: the mean of the losses of the ranks' shares, which a loss need not be linear for."""
+    """The mean of the losses of the ranks' shares, computed on one device; the loss need not be linear."""
 
     def mean(params, batch):
         return sum(loss_fn(params, share(batch, rank, RANKS)) for rank in range(RANKS)) / RANKS
@@ -78,7 +80,7 @@ class Linear(torch.autograd.Function):
 
 
 @STAGES
-def test_an_own_autograd_function(stage):
+def test_a_users_autograd_function(stage):
     def loss_fn(params, batch):
         first, last = params["layers"]
         return (layer(last, Linear.apply(batch[0], first["weight"]).tanh()) - batch[1]).square().mean()
@@ -86,8 +88,19 @@ def test_an_own_autograd_function(stage):
     check(loss_fn, network(), stage)
 
 
+@pytest.mark.parametrize("sync", ["each", "last"])
+def test_an_own_autograd_function_in_several_micro_batches(sync):
+    """Nothing but the function uses the first unit: its gradients come late, and are summed all the same."""
+
+    def loss_fn(params, batch):
+        first, last = params["layers"]
+        return (layer(last, Linear.apply(batch[0], first["weight"]).tanh()) - batch[1]).square().mean()
+
+    check(loss_fn, network(), 3, extra=sl.accumulate(2, sync=sync))
+
+
 @STAGES
-def test_a_parameter_used_by_an_own_function_and_otherwise(stage):
+def test_a_parameter_used_by_a_users_function_and_otherwise(stage):
     def loss_fn(params, batch):
         first, last = params["layers"]
         x = Linear.apply(batch[0], first["weight"]) + layer(first, batch[0])
@@ -165,7 +178,7 @@ def test_printing_a_parameter_on_one_rank_gathers_nothing():
 
 @STAGES
 def test_activations_written_to_after_they_were_saved_are_refused(stage):
-    """As torch does; it cannot look where tensors are saved through hooks, and gradients would be wrong."""
+    """Torch refuses them too, but cannot check tensors that are saved through hooks; gradients would be wrong."""
 
     def loss_fn(params, batch):
         first, last = params["layers"]
@@ -179,7 +192,7 @@ def test_activations_written_to_after_they_were_saved_are_refused(stage):
 
 @STAGES
 def test_activations_written_to_in_place(stage):
-    """Where backward needs them as they are then."""
+    """Writes are allowed if backward needs the new values."""
 
     def loss_fn(params, batch):
         first, last = params["layers"]
@@ -264,7 +277,7 @@ def test_a_compiled_loss_is_refused_at_stage_3_and_fine_below(pool):
 )
 @pytest.mark.parametrize("extra", [None, sl.remat()])
 def test_a_compiled_block(pool, backend, stage, extra):
-    """On real processes, as a user has it: compiling is global state, which simulated ranks would share."""
+    """Runs in real processes, as compilation is global state, which simulated ranks would share."""
 
     def run(mesh):
         block = sl.block(torch.compile(lambda p, x: torch.tanh(layer(p, x)), backend=backend))
@@ -355,6 +368,38 @@ def test_remat_of_blocks(stage, policy):
     check(loss_fn, network(), stage, extra=sl.remat(policy))
 
 
+class Counted(TorchDispatchMode):
+    """How often each operation is called meanwhile."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_remat_computes_again():
+    """Everything, or all but matrix products."""
+    block = sl.block(lambda w, x: torch.tanh(x @ w))
+
+    def loss_fn(params, x):
+        for w in params:
+            x = block(w, x)
+        return x.square().mean()
+
+    found = {}
+    for policy in (None, "full", "dots"):
+        transform = sl.zero(0) if policy is None else sl.remat(policy)
+        sharded = sl.shard([torch.eye(4)] * 3, sl.make_mesh(), transform)
+        with Counted() as counted:
+            sl.value_and_grad(loss_fn)(sharded, torch.ones(2, 4))
+        found[policy] = [counted.calls[op] for op in (torch.ops.aten.mm.default, torch.ops.aten.tanh.default)]
+    products, others = found[None]
+    assert others == 3 and found == {None: [products, 3], "full": [products + 3, 6], "dots": [products, 6]}
+
+
 @STAGES
 def test_a_penalty_on_the_gradient_by_inputs(stage):
     def loss_fn(params, batch):
@@ -390,7 +435,7 @@ def test_a_second_forward_in_one_step(stage):
 
 @STAGES
 def test_other_units_in_a_later_step(stage):
-    """Which units a step touches, and in what order, may change from step to step, alike on all ranks."""
+    """The units that a step touches, and their order, may change from step to step if they are the same on all ranks."""
 
     def loss_fn(params, batch):
         x = torch.tanh(layer(params["layers"][0], batch[0]))
@@ -501,7 +546,7 @@ def test_buffers_that_change(stage):
 
 
 @STAGES
-def test_a_donated_state_says_so(stage):
+def test_using_a_donated_state_is_an_error(stage):
     def run(mesh):
         params = sl.shard(network(), mesh, stage=stage)
         old, step = sl.make_train_step(mlp([6, 9, 4])[0], params, sl.optim.sgd(0.1))
@@ -521,7 +566,7 @@ def test_a_donated_state_says_so(stage):
 
 
 @STAGES
-def test_without_donation_old_states_stay_as_they_were(stage):
+def test_without_donation_old_states_stay_valid(stage):
     def run(mesh):
         params = sl.shard(network(), mesh, stage=stage)
         first, step = sl.make_train_step(mlp([6, 9, 4])[0], params, training.optimizer(), donate=False)
@@ -540,8 +585,8 @@ def test_without_donation_old_states_stay_as_they_were(stage):
 
 
 @STAGES
-@pytest.mark.parametrize("place", ["before", "forward", "backward"])
-def test_an_interrupted_step_leaves_the_state_usable(stage, place):
+@pytest.mark.parametrize("position", ["before", "forward", "backward"])
+def test_an_interrupted_step_leaves_the_state_usable(stage, position):
     class Fail(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -553,10 +598,10 @@ def test_an_interrupted_step_leaves_the_state_usable(stage, place):
 
     def loss_fn(params, batch):
         x = batch[0]
-        if failing and place == "before":
+        if failing and position == "before":
             raise KeyboardInterrupt
         x = torch.tanh(layer(params["layers"][0], x))
-        if failing and place == "forward":
+        if failing and position == "forward":
             raise KeyboardInterrupt
         x = Fail.apply(x) if failing else x
         return (layer(params["layers"][1], x) - batch[1]).square().mean()
@@ -631,7 +676,7 @@ def test_leaves_of_every_kind(stage):
 
 
 @STAGES
-def test_frozen_leaves_stay_and_have_no_state(stage):
+def test_frozen_leaves_do_not_change_and_have_no_state(stage):
     params = odd_tree()
     params["narrow"] = params["narrow"].double()
     frozen = {("blocks", 0, "w"), ("blocks", 0, "deep", "s"), ("scalar",)}

@@ -1,4 +1,4 @@
-"""Ranks that must be given the same and are not: each kind is named, in the first step and in later ones."""
+"""Inputs that must be the same on several ranks and are not: each kind is named, in the first step and later."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ SLICED = sl.tensor_slicing(RULES)
 
 
 def refusals(fn, mesh, pool=None):
-    """What each rank raises; where one is missed the others' would hang, so all must."""
+    """The messages of all ranks; each must raise, as the others would wait for it."""
 
     def run(mesh):
         try:
@@ -60,8 +60,8 @@ def test_a_batch_with_the_same_sum(change, pool):
     def run(mesh):
         trained(mesh, SLICED, lambda number: change(BATCH) if mesh.rank else BATCH, 1)
 
-    told = refusals(run, {"model": 2}, pool)
-    assert "the ranks' batches differ" in told and "rank 0: checksum" in told and "rank 1: checksum" in told
+    message = refusals(run, {"model": 2}, pool)
+    assert "the ranks' batches differ" in message and "rank 0: checksum" in message and "rank 1: checksum" in message
 
 
 @pytest.mark.parametrize("first", [1, 3, 16, 20])
@@ -79,13 +79,15 @@ def test_other_batches_from_some_step_on(first, pool):
 
         trained(mesh, SLICED, batch_of, 40)
 
-    told = refusals(run, {"model": 2}, pool if first == 3 else None)
-    assert "the ranks' batches differ" in told and "axis 'model' work on one batch: pass all ranks the same" in told
+    message = refusals(run, {"model": 2}, pool if first == 3 else None)
+    assert (
+        "the ranks' batches differ" in message and "axis 'model' work on one batch: pass all ranks the same" in message
+    )
     assert len(done) == -(-first // EVERY) * EVERY + 1
 
 
 def test_other_shapes_are_seen_in_any_step():
-    """Where a shape does not show in a collective: a leaf that the loss only counts."""
+    """A leaf whose shape changes no collective, as the loss only counts its rows."""
 
     def loss_fn(params, batch):
         return LOSS(params, batch[:2]) * batch[2].numel()
@@ -98,7 +100,7 @@ def test_other_shapes_are_seen_in_any_step():
     assert "2: rank 0: float32 [2]; rank 1: float32 [3]" in refusals(run, {"model": 2})
 
 
-def test_every_group_is_told_and_groups_do_not_make_up_for_each_other():
+def test_every_group_that_differs_is_named():
     """Ranks 1 and 3 have each other's batch: differences of the two groups are the same but for the sign."""
     other = reordered(BATCH)
 
@@ -110,12 +112,12 @@ def test_every_group_is_told_and_groups_do_not_make_up_for_each_other():
 
         trained(mesh, sl.chain(SLICED, sl.zero(1)), batch_of, 20)
 
-    told = refusals(run, {"data": 2, "model": 2})
-    assert "rank 0: checksum" in told and "rank 3: checksum" in told  # of both groups, on all ranks
-    assert "choose it by mesh.coords['data'] alone" in told
+    message = refusals(run, {"data": 2, "model": 2})
+    assert "rank 0: checksum" in message and "rank 3: checksum" in message  # of both groups, on all ranks
+    assert "choose it by mesh.coords['data'] alone" in message
 
 
-def test_stages_of_a_pipeline_with_batches_of_their_own():
+def test_stages_of_a_pipeline_with_different_batches():
     loss_fn, batches = gpt.make_sequential(TINY), token_batches(3)
 
     def run(mesh):
@@ -124,12 +126,12 @@ def test_stages_of_a_pipeline_with_batches_of_their_own():
         for number in range(20):
             state, _ = step(state, batches[2 if mesh.rank == 1 and number > 1 else 0])
 
-    told = refusals(run, {"pipe": 2})
-    assert "tokens: rank 0: checksum" in told and "axis 'pipe' work on one batch" in told
+    message = refusals(run, {"pipe": 2})
+    assert "tokens: rank 0: checksum" in message and "axis 'pipe' work on one batch" in message
 
 
 @pytest.mark.parametrize(
-    ("shape", "transform", "told"),
+    ("shape", "transform", "message"),
     [
         ({"model": 2}, SLICED, "Ranks along axis 'model' work on one batch: pass all ranks the same."),
         (
@@ -144,13 +146,13 @@ def test_stages_of_a_pipeline_with_batches_of_their_own():
         ),
     ],
 )
-def test_what_a_batch_is_to_be_chosen_by(shape, transform, told):
-    assert told in refusals(
+def test_the_message_says_by_what_a_batch_is_chosen(shape, transform, message):
+    assert message in refusals(
         lambda mesh: trained(mesh, transform, lambda number: (BATCH[0] + mesh.rank, BATCH[1]), 1), shape
     )
 
 
-def test_ranks_along_two_axes_work_on_one_batch():
+def test_ranks_along_two_axes_share_one_batch():
     config = replace(TINY, vocab=30)  # which two ranks share
     loss_fn, batches = gpt.make_sequential(config), token_batches(2)
 
@@ -160,8 +162,8 @@ def test_ranks_along_two_axes_work_on_one_batch():
         state, step = sl.make_train_step(loss_fn, params, sl.optim.sgd(0.01))
         step(state, batches[mesh.rank == 3])
 
-    told = refusals(run, {"pipe": 2, "model": 2})
-    assert "rank 0, 1, 2: checksum" in told and "Ranks along axes 'pipe' and 'model' work on one batch" in told
+    message = refusals(run, {"pipe": 2, "model": 2})
+    assert "rank 0, 1, 2: checksum" in message and "Ranks along axes 'pipe' and 'model' work on one batch" in message
 
 
 def test_shares_of_a_batch_may_differ(pool):
@@ -196,12 +198,12 @@ OPTIONS = {
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_train_steps_made_with_other_options(kind, stage, pool):
-    options, told = OPTIONS[kind]
+    options, message = OPTIONS[kind]
 
     def run(mesh):
         trained(mesh, sl.zero(stage), lambda number: BATCH, 1, **options(mesh.rank))
 
-    assert told in refusals(run, {"data": 2}, pool if stage else None)
+    assert message in refusals(run, {"data": 2}, pool if stage else None)
 
 
 def test_other_buffers():
@@ -214,7 +216,7 @@ def test_other_buffers():
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_states_of_other_steps(stage):
-    """As of ranks that restored different checkpoints."""
+    """Ranks have restored different checkpoints."""
 
     def run(mesh):
         params = sl.shard(PARAMS, mesh, stage=stage)
@@ -270,14 +272,14 @@ def test_parameters_permuted_on_one_rank(stage):
     flipped = weight.clone()
     flipped[1, :2] *= -1
     for other in (weight.flip(0), weight[:, [1, 0, 2, 3, 4, 5]], flipped):
-        told = refusals(
+        message = refusals(
             lambda mesh, w=other: sl.shard({"w": w if mesh.rank else weight}, mesh, stage=stage), {"data": 2}
         )
-        assert "the ranks' initial values differ" in told and "w: rank 0: checksum" in told
+        assert "the ranks' initial values differ" in message and "w: rank 0: checksum" in message
 
 
 def test_rules_that_slice_other_leaves():
-    """As many leaves of the same style, but others: the plans print alike."""
+    """The rules slice different leaves, in the same number and style, so that the plans print the same."""
     params = {"a": torch.ones(4, 4), "b": torch.ones(4, 4)}
 
     def run(mesh):
@@ -287,7 +289,7 @@ def test_rules_that_slice_other_leaves():
 
 
 def test_a_policy_function_is_no_difference(pool):
-    """Each process has it at another address."""
+    """A policy function has another address in each process."""
 
     def run(mesh):
         def policy(context, op, *args, **kwargs):

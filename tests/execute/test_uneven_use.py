@@ -109,7 +109,7 @@ TRANSFORMS = {
 
 @st.composite
 def routes(draw, rows, steps=4):
-    """Each row's code in each step; in some steps all rows have the same."""
+    """The code of each row in each step; in some steps all rows have the same code."""
     codes = st.integers(0, (EXPERTS + 1) ** 2 - 1)
     alike = codes.map(lambda code: [code] * rows)
     return draw(st.lists(alike | st.lists(codes, min_size=rows, max_size=rows), min_size=steps, max_size=steps))
@@ -140,10 +140,10 @@ def test_real_processes_with_other_routes_train_like_one_device(pool, name):
     """Alike, then one strays, then all differ, then alike again; and different from the first step on."""
     rows = torch.Size(TRANSFORMS[name][0].values()).numel() * 2
     start = [1 + (EXPERTS + 1) * 2] * rows
-    apart = [1 + number % EXPERTS for number in range(rows)]
+    separate = [1 + number % EXPERTS for number in range(rows)]
     one = [*start[:-1], 3]
-    check(name, [start, one, apart, start], pool.run)
-    check(name, [apart, start, one], pool.run)
+    check(name, [start, one, separate, start], pool.run)
+    check(name, [separate, start, one], pool.run)
 
 
 # --- other ways to run -----------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ FEW_BITS = {
 @pytest.mark.parametrize(
     ("name", "stage"), [*((name, stage) for name in ("onebit", "int8") for stage in (0, 2, 3)), ("weights", 3)]
 )
-def test_what_travels_in_few_bits_and_what_that_leaves_out(name, stage):
+def test_compressed_exchanges_and_their_residuals(name, stage):
     """A step that is taken again leaves out what it would have: the same numbers as where all ranks use all units."""
     codec, dtype, tolerance = FEW_BITS[name]
     alike = [1 + (EXPERTS + 1) * 2] * 4
@@ -272,7 +272,7 @@ def test_a_users_own_function_of_an_expert_that_one_rank_uses(stage):
 
 
 def test_a_gradient_that_comes_on_one_rank_alone():
-    """Both ranks use the same units, and one takes no gradient through an expert: reductions stand elsewhere on it."""
+    """Both ranks use the same units, but one takes no gradient through an expert, so that its reductions come elsewhere."""
 
     def loss(params, batch):
         x = batch["x"] @ params["first"]["w"]
@@ -315,8 +315,8 @@ def test_torch_draws_the_same_when_a_step_is_taken_again():
     assert sl.simulate(run, codes, mesh={"data": 2}) == [pytest.approx(by_hand(codes), rel=1e-6)] * 2
 
 
-def test_zeros_that_a_users_code_refuses_stop_nobody():
-    """What a rank computes once it has strayed is thrown away: its errors too."""
+def test_zeros_that_a_users_code_refuses_stop_no_rank():
+    """The results of a rank that has left the common order are discarded, and its errors too."""
 
     def strict(params, batch):
         if batch["code"][0] == 2:
@@ -337,15 +337,15 @@ SUMS = 8 * SCALARS  # bytes beside the payload
 
 
 def sent_in(mesh, codes):
-    """Per step: payload bytes, and how often ranks told each other what is next."""
+    """Payload bytes of each step, and how often ranks agreed on the next unit."""
     sharded = sl.shard(parameters(), mesh, stage=3)
     state, step = sl.make_train_step(loss_fn, sharded, sl.optim.sgd(RATE))
-    sent, told = count_payload(mesh, scalars=0), []
+    sent, recorded = count_payload(mesh, scalars=0), []
     for row in codes:
         mesh.group("data").agreed = 0
         state, _ = step(state, {k: v[mesh.rank : mesh.rank + 1] for k, v in batch_of(row).items()})
-        told.append((sent()["data"] - SUMS, mesh.group("data").agreed))
-    return told
+        recorded.append((sent()["data"] - SUMS, mesh.group("data").agreed))
+    return recorded
 
 
 def planned(*units):
@@ -354,34 +354,34 @@ def planned(*units):
     return replace(plan, traces=(Trace((*units, *reversed(units[1:])), {}),)).payload()["data"]
 
 
-def test_ranks_that_are_alike_pay_nothing_and_others_what_they_gather():
+def test_equal_ranks_send_nothing_more():
     one, both = planned("first", "experts/0", "last"), planned("first", "experts/0", "experts/1", "last")
     assert one < both
-    for told in sl.simulate(sent_in, [[1, 1]] * 3, mesh={"data": 2}):
-        assert [sent for sent, _ in told] == [one] * 3
-        assert [agreed for _, agreed in told][1:] == [0, 0]  # the first step alone is agreed on
-    for told in sl.simulate(sent_in, [[1, 2]] * 3, mesh={"data": 2}):
-        assert [sent for sent, _ in told] == [both] * 3
-        assert all(agreed for _, agreed in told)
+    for recorded in sl.simulate(sent_in, [[1, 1]] * 3, mesh={"data": 2}):
+        assert [sent for sent, _ in recorded] == [one] * 3
+        assert [agreed for _, agreed in recorded][1:] == [0, 0]  # the first step alone is agreed on
+    for recorded in sl.simulate(sent_in, [[1, 2]] * 3, mesh={"data": 2}):
+        assert [sent for sent, _ in recorded] == [both] * 3
+        assert all(agreed for _, agreed in recorded)
     # A rank that leaves the trace: the step is taken twice, once as the trace says.
-    for told in sl.simulate(sent_in, [[1, 1], [1, 2], [1, 2]], mesh={"data": 2}):
-        assert [sent for sent, _ in told] == [one, one + SUMS + both, both]
+    for recorded in sl.simulate(sent_in, [[1, 1], [1, 2], [1, 2]], mesh={"data": 2}):
+        assert [sent for sent, _ in recorded] == [one, one + SUMS + both, both]
 
 
 def asked_in(mesh, fn, params, batch, transform):
-    """How often ranks told each other what is next, in each of three steps with the same batch."""
+    """How often ranks agreed on the next unit, in each of three steps with the same batch."""
     count_payload(mesh)
     state, step = sl.make_train_step(fn, sl.shard(params, mesh, transform), sl.optim.sgd(RATE))
-    told = []
+    recorded = []
     for _ in range(3):
         state, _ = step(state, batch)
-        told.append(sum(group.agreed for axis, group in mesh._groups.items() if mesh.shape[axis] > 1))
-    return told
+        recorded.append(sum(group.agreed for axis, group in mesh._groups.items() if mesh.shape[axis] > 1))
+    return recorded
 
 
 @pytest.mark.parametrize("name", [*TRANSFORMS, "gpipe", "zb-h1", "dualpipe-v"])
-def test_ranks_that_are_alike_agree_on_the_first_run_alone(name):
-    """Nor is what a run does taken for leaving the trace: accumulated gradients, recomputed blocks, split backwards."""
+def test_equal_ranks_agree_in_the_first_run(name):
+    """Accumulated gradients, recomputed blocks and split backwards do not count as leaving the trace."""
     fn, params = (loss_fn, parameters()) if name in TRANSFORMS else blocks(parameters())
     if name in TRANSFORMS:
         mesh, transform = TRANSFORMS[name]
@@ -391,10 +391,10 @@ def test_ranks_that_are_alike_agree_on_the_first_run_alone(name):
         assert first > 0 and later == [first] * 2
 
 
-def test_ranks_that_are_alike_again_stop_asking():
+def test_ranks_that_are_equal_again_stop_asking():
     codes = [[1, 1], [1, 2], *[[1, 1]] * 20]
-    for told in sl.simulate(sent_in, codes, mesh={"data": 2}):
-        agreed = [count for _, count in told]
+    for recorded in sl.simulate(sent_in, codes, mesh={"data": 2}):
+        agreed = [count for _, count in recorded]
         assert agreed[1] and agreed[2] and not any(agreed[-8:])
 
 
@@ -416,8 +416,8 @@ def test_a_plan_names_units_that_the_traced_batch_does_not_use():
 
 def test_units_that_ranks_do_not_share_are_logged_once(caplog):
     sl.simulate(sent_in, [[1, 2]] * 3, mesh={"data": 2})
-    told = [record.getMessage() for record in caplog.records if "the ranks differ" in record.getMessage()]
-    assert len(told) == 2 and all("experts/0, experts/1" in line for line in told)  # once for each of two ranks
+    recorded = [record.getMessage() for record in caplog.records if "the ranks differ" in record.getMessage()]
+    assert len(recorded) == 2 and all("experts/0, experts/1" in line for line in recorded)  # once for each of two ranks
 
 
 # --- the same units in another order -----------------------------------------------------------------------------------

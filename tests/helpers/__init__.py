@@ -1,1 +1,1 @@
-"""What several tests share: small models, comparison of trees, measurement from outside, real processes."""
+"""Helpers of the tests: small models, comparison of trees, measurement from outside, real processes."""

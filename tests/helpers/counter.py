@@ -1,4 +1,4 @@
-"""What every implementation of the counter's random bits must give: those of the mixer, in Python's integers.
+"""The counter's random bits in Python's integers, which every implementation must equal.
 
 As a script it holds the Triton kernel to that under Triton's interpreter.
 """

@@ -69,7 +69,7 @@ def cut(module):
 
 
 def whole_loss(module):
-    """What `cut` must compute: the loss of the whole model, called on the same list of trees."""
+    """The loss of the whole model as a function of the same list of trees, which `cut` must equal."""
 
     def loss_fn(params, batch):
         named = names(params)
@@ -105,14 +105,14 @@ def label_batches(steps, rows, optional=()):
         ids = torch.randint(VOCAB, (rows, LENGTH), generator=generator)
         left_out = torch.rand(rows, LENGTH, generator=generator) < torch.rand(rows, 1, generator=generator) / 2
         batch = {"input_ids": ids, "labels": ids.masked_fill(left_out, -100)}
-        places = torch.arange(LENGTH).expand(rows, -1)
+        positions = torch.arange(LENGTH).expand(rows, -1)
         if "attention_mask" in optional:
             long = torch.randint(LENGTH // 2, LENGTH + 1, (rows, 1), generator=generator)
             odd = (torch.arange(rows) % 2).bool()[:, None]
-            batch["attention_mask"] = torch.where(odd, places < long, places >= LENGTH - long).long()
+            batch["attention_mask"] = torch.where(odd, positions < long, positions >= LENGTH - long).long()
             batch["labels"] = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
         if "position_ids" in optional:
             first = torch.randint(2, LENGTH - 1, (rows, 1), generator=generator)
-            batch["position_ids"] = torch.where(places < first, places, places - first)
+            batch["position_ids"] = torch.where(positions < first, positions, positions - first)
         batches.append(batch)
     return batches

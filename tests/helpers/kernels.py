@@ -1,4 +1,4 @@
-"""Implementations of the communication kernels, and what each must agree on with its reference.
+"""Implementations of kernels, and comparison of the communication kernels with their references.
 
 As a script, `python kernels.py onebit|quantize`, it holds the Triton kernels to that under Triton's interpreter, which has
 to be on before a kernel is decorated.
@@ -176,7 +176,7 @@ def _environment() -> dict[str, str]:
 
 
 def cubin_report(source: Path, folder: Path) -> str:
-    """What ptxas says of a .cu file compiled for sm_90; skips where there is no nvcc."""
+    """The report of ptxas on a .cu file compiled for sm_90; skips the test if there is no nvcc."""
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("nvcc is not installed")

@@ -11,7 +11,7 @@ SCALARS = 12  # numbers a step sums beside its payload, in one exchange: losses,
 
 
 def is_payload(tensor, scalars=SCALARS):
-    """Whether an exchanged tensor is more than scalars, which are float64 or a single few."""
+    """Whether an exchanged tensor is payload, not the scalars of a step, which are float64 or a few numbers."""
     return tensor.numel() > (scalars if tensor.dtype is torch.float64 else min(scalars, 4))
 
 
@@ -30,7 +30,7 @@ class CountingGroup:
         self._group, self._scalars = group, scalars
         self.size, self.rank = group.size, group.rank
         self.sent = 0
-        self.agreed = 0  # times that ranks told each other what is next
+        self.agreed = 0  # how often ranks agreed on the next unit
         self.gathered = []  # weak references to the storages that gathers wrote to
 
     def all_reduce(self, tensor):
@@ -86,10 +86,10 @@ def count_payload(mesh, scalars=SCALARS):
     mesh._groups.update(counters)
 
     def sent():
-        told = {axis: counter.sent for axis, counter in counters.items()}
+        recorded = {axis: counter.sent for axis, counter in counters.items()}
         for counter in counters.values():
             counter.sent = 0
-        return told
+        return recorded
 
     return sent
 
@@ -180,7 +180,7 @@ class WatchStorages(TorchDispatchMode):
 
 
 class WatchPeak(TorchDispatchMode):
-    """Which storages that operations made meanwhile were alive at each operation: the most bytes at once."""
+    """A mode that measures the most bytes at once in storages that operations made while it was active."""
 
     def __init__(self):
         super().__init__()
@@ -200,6 +200,6 @@ class WatchPeak(TorchDispatchMode):
         return out
 
     def peak(self, without=()):
-        """Those of some tensors aside."""
+        """The peak without the bytes of some tensors."""
         aside = {self._alive.get(tensor.untyped_storage()._cdata) for tensor in without}
         return max(sum(self._sizes[number] for number in alive - aside) for alive in self._moments)

@@ -40,7 +40,7 @@ def token_batches(steps, rows=ROWS, config=TINY):
 
 
 def share(batch, index, ranks):
-    """What rank ``index`` of those that share a global batch gets of it."""
+    """The share of a global batch of rank ``index``."""
     return tree_map(lambda leaf: leaf.chunk(ranks)[index], batch)
 
 

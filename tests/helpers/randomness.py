@@ -1,4 +1,4 @@
-"""Tests of random bits: each gives p-values, uniform on [0, 1] where the bits are fair and independent.
+"""Statistical tests of random bits: each returns p-values, uniform on [0, 1] if the bits are fair and independent.
 
 ``draws`` are 24-bit integers as int64, (keys, numbers): a row is what one key draws at following indices. Statistics and
 their distributions: NIST SP 800-22 (monobit, runs, serial), Marsaglia and Tsang, "Some difficult-to-pass tests of
@@ -15,7 +15,7 @@ BITS = 24
 
 
 def alike(draws: torch.Tensor) -> dict[str, float]:
-    """Whether keys know of each other: pairs of rows."""
+    """P-values for the independence of keys, from pairs of rows."""
     keys, count = draws.shape
     pairs = torch.triu_indices(keys, keys, 1)
     rows = (draws - draws.double().mean(1, keepdim=True)) / draws.double().std(1, keepdim=True)
@@ -41,7 +41,7 @@ def alike(draws: torch.Tensor) -> dict[str, float]:
 
 
 def stream(draws: torch.Tensor) -> dict[str, float]:
-    """Whether one sequence of numbers is random."""
+    """P-values for the randomness of one sequence of numbers."""
     bits = _bits(draws).flatten()
     ones, share = bits.sum(), float(bits.double().mean())
     runs = 1 + int((bits.diff() != 0).sum())
@@ -85,7 +85,7 @@ def _collisions(values: torch.Tensor) -> int:
 
 
 def _kolmogorov(a: torch.Tensor, b: torch.Tensor) -> float:
-    """How probable a smaller distance of two empirical distributions is, by the limit law."""
+    """The probability of a smaller distance between two empirical distributions, by the limit law."""
     where = torch.cat([a, b]).sort().values
     shares = [torch.searchsorted(x.sort().values, where, right=True) for x in (a, b)]
     x = float((shares[0] - shares[1]).abs().max()) / math.sqrt(2 * len(a))
@@ -112,5 +112,5 @@ def _poisson(found: int, mean: float) -> float:
 
 
 def _of_many(smallest: float, count: int) -> float:
-    """What the smallest of so many p-values is itself."""
+    """The p-value of the smallest of several p-values."""
     return -math.expm1(count * math.log1p(-min(smallest, 1 - 1e-16)))

@@ -32,6 +32,6 @@ class Rounding(NamedTuple):
 
 
 def rounding(dtype: torch.dtype) -> Rounding:
-    """Of a kernel whose inputs are of ``dtype``."""
+    """The rounding of a kernel whose inputs have ``dtype``."""
     kept, wide = torch.finfo(dtype), torch.finfo(torch.promote_types(dtype, torch.float32))
     return Rounding(kept.eps / 2, kept.smallest_normal, _IN_A_SUM * wide.eps / 2, wide.smallest_normal)

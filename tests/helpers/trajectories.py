@@ -1,4 +1,4 @@
-"""Trajectories of optimizers that compress: what each rank holds after every step, and a small model to take them on."""
+"""Trajectories of optimizers that compress: the state of each rank after every step, on a small model."""
 
 import math
 
@@ -68,7 +68,7 @@ def trajectory(mesh, tx, transform, steps=STEPS, trees=("mu", "nu")):
     sharded = sl.shard(model(), mesh, transform)
     state, step = sl.make_train_step(loss_fn, sharded, tx)
     buckets = state.params.plan.trained
-    told = []
+    recorded = []
 
     def parts(tree):
         found = {}
@@ -81,22 +81,22 @@ def trajectory(mesh, tx, transform, steps=STEPS, trees=("mu", "nu")):
     for number in range(steps):
         state, _ = step(state, batch_of(mesh.rank, number))
         params = [leaf.reshape(-1).clone() for leaf in optree.tree_leaves(sl.unshard(state.params))]
-        told.append({"params": params} | {name: parts(getattr(state.opt.inner, name)) for name in trees})
-    return told
+        recorded.append({"params": params} | {name: parts(getattr(state.opt.inner, name)) for name in trees})
+    return recorded
 
 
 def assert_same_trajectory(got, wanted, owners=1, owner_of=lambda rank: (rank, 0)):
     """``owner_of(rank)``: which of the oracle's ranks it is, and which chunk of each leaf's state it holds."""
     wanted = list(wanted)
     assert {len(mine) for mine in got} == {len(wanted)}
-    for step, told in enumerate(wanted):
+    for step, recorded in enumerate(wanted):
         for rank, mine in enumerate(got):
             oracles, owner = owner_of(rank)
             for name in mine[step]:
                 for i, ours in enumerate(mine[step][name]):
-                    theirs = told[name][oracles][i]
+                    theirs = recorded[name][oracles][i]
                     if name != "params":
                         theirs = theirs[owner * math.ceil(len(theirs) / owners) :][: math.ceil(len(theirs) / owners)]
-                    scale = told[name][oracles][i].abs().max().clamp(min=1e-3)
+                    scale = recorded[name][oracles][i].abs().max().clamp(min=1e-3)
                     error = ((ours - theirs).abs().max() / scale).item() if len(ours) else 0.0
                     assert error < 1e-10, f"step {step}, rank {rank}: {name} of {PATHS[i]} differs by {error:.1e}"

@@ -32,7 +32,7 @@ def many_ways():
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_the_same_values_as_at_once(stage, ranks):
+def test_values_equal_those_drawn_at_once(stage, ranks):
     def run(mesh):
         return sl.unshard(sl.shard(many_ways, mesh, stage=stage))
 
@@ -98,7 +98,7 @@ def test_a_module_on_the_meta_device():
     assert apply(whole, torch.randn(2, 6)).isfinite().all()
 
 
-def test_an_initialiser_that_reads_its_own_values_is_told_so():
+def test_an_initialiser_that_reads_its_values_is_refused():
     def init():
         w = torch.randn(3)
         return {"w": w if w[0] > 0 else -w}
@@ -107,7 +107,7 @@ def test_an_initialiser_that_reads_its_own_values_is_told_so():
         sl.simulate(lambda mesh: sl.shard(init, mesh, stage=3), mesh={"data": 2})
 
 
-def test_the_gpt_initialises_piece_by_piece():
+def test_the_gpt_initialises_chunk_by_chunk():
     def run(mesh):
         return sl.unshard(
             sl.shard(lambda: gpt.init(gpt.GPTConfig(vocab=29, layers=2, width=10, heads=2)), mesh, stage=3)
@@ -155,7 +155,7 @@ def test_parameters_that_nothing_writes_are_named():
     assert torch.equal(params["shift"], torch.zeros(2))
 
 
-def test_a_draw_that_is_written_to_afterwards():
+def test_a_draw_that_is_changed_afterwards():
     """Drawn whole, and then changed: not handed on as drawn."""
 
     class Padded(nn.Embedding):

@@ -1,4 +1,4 @@
-"""Initialisers: the same numbers on every mesh, of which a rank draws its own."""
+"""Initialisers: the same numbers on every mesh, of which a rank draws only its shards."""
 
 import math
 
@@ -42,7 +42,7 @@ def distribution(name, x):
 
 
 @BY_NAME
-def test_elements_are_distributed_as_told(name):
+def test_elements_have_the_distribution_asked_for(name):
     """Kolmogorov and Smirnov's distance of 60,000 elements: above 0.0083 one time in two thousand."""
     x = MAKERS[name](KEY, (300, 200)).double().flatten().sort().values
     steps = torch.arange(1, len(x) + 1) / len(x)
@@ -67,7 +67,7 @@ def test_torchs_standard_deviations():
 def test_an_element_depends_on_the_key_and_its_index_alone():
     u = (random_bits(KEY, 12).numpy() + 0.5) / 2**24
     assert sl.init.uniform(KEY, (3, 4), dtype=torch.float64).flatten().tolist() == u.tolist()
-    large = sl.init.normal(KEY, (1 << 17,))  # drawn in pieces
+    large = sl.init.normal(KEY, (1 << 17,))  # drawn by chunks
     assert torch.equal(sl.init.normal(KEY, (1000,)), large[:1000]) and len(large.unique()) > 1 << 16
     assert torch.equal(sl.init.normal(KEY.at_slot(2), (5, 10)).flatten(), large[100:150])
     assert not torch.equal(sl.init.normal(KEY.fold_in("w"), (1000,)), large[:1000])
@@ -106,7 +106,7 @@ def test_shards_are_drawn_equal_on_every_mesh(mesh, transform):
         assert_same(found, init_params())
 
 
-def test_a_rank_draws_its_own_part_alone(monkeypatch):
+def test_a_rank_draws_only_its_shard(monkeypatch):
     drawn = []
     at = Draw.at
     monkeypatch.setattr(Draw, "at", lambda draw, index: drawn.append(index.numel()) or at(draw, index))
@@ -118,7 +118,7 @@ def test_a_rank_draws_its_own_part_alone(monkeypatch):
     assert drawn == []
 
 
-def test_ranks_with_other_keys_are_told():
+def test_ranks_with_different_keys_are_named():
     def run(mesh):
         sl.shard(lambda: {"w": sl.init.normal(sl.Key(mesh.rank), (4, 4))}, mesh, stage=3)
 

@@ -1,4 +1,4 @@
-"""What users give to the kernels' functions by mistake is refused by name, with a remedy that works."""
+"""Wrong arguments of kernels' functions are refused by name, with a remedy that works."""
 
 import numpy as np
 import pytest
@@ -57,7 +57,7 @@ FUNCTIONS = {
     ),
     lion.lion_: ({"param": x(), "grad": x(), "mu": x()}, {"factors": lion.factors_at(0.1, 0.9, 0.9, 0.1)}),
     frozen_adam.frozen_step_: ({"param": x(), "mu": x(), "nu": x()}, STEP | {"eps": 1e-8}),
-    frozen_adam.own_momentum_: ({"grad": x(), "mu": x()}, {"b1": 0.9}),
+    frozen_adam.local_momentum_: ({"grad": x(), "mu": x()}, {"b1": 0.9}),
 }  # fmt: skip
 WRONG = {
     "None": (lambda tensor: None, "is None; pass a tensor"),
@@ -97,16 +97,16 @@ def test_a_wrong_tensor_is_named(function, name, wrong):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=[function.__name__ for function in FUNCTIONS])
-def test_what_is_right_is_taken_strided_too(function):
+def test_strided_tensors_are_accepted(function):
     tensors, options = FUNCTIONS[function]
     whole = {name: tensor.clone() for name, tensor in tensors.items()}
     plain = function(**whole, **options)
-    apart = {name: torch.stack([tensor, tensor], -1)[..., 0] for name, tensor in tensors.items()}
-    assert not any(tensor.is_contiguous() for tensor in apart.values() if tensor.numel() > 1)
-    found = function(**apart, **options)
+    separate = {name: torch.stack([tensor, tensor], -1)[..., 0] for name, tensor in tensors.items()}
+    assert not any(tensor.is_contiguous() for tensor in separate.values() if tensor.numel() > 1)
+    found = function(**separate, **options)
     if found is not None:
         torch.testing.assert_close(found, plain)
-    torch.testing.assert_close(apart, whole)  # some are written to
+    torch.testing.assert_close(separate, whole)  # some are written to
 
 
 def test_remedies_work():
@@ -124,7 +124,7 @@ def test_remedies_work():
 
 
 @pytest.mark.parametrize("function", [layer_norm, rms_norm])
-def test_what_has_no_rows_is_refused(function):
+def test_tensors_without_rows_are_refused(function):
     with pytest.raises(ValueError, match=r"x has no dimensions; pass \[\.\.\., columns\], such as x.reshape\(1\)"):
         function(torch.tensor(1.0), x(1))
     assert function(torch.tensor(1.0).reshape(1), x(1)).shape == (1,)
@@ -141,14 +141,14 @@ def test_an_output_layer_that_does_not_fit():
         assert function(x(0, 4), x(5, 4), targets[:0], reduction="sum") == 0
 
 
-def test_a_number_where_a_key_is_due():
-    told = r"key is 3, and no key; pass the rng that a loss function is given, or sl.Key\(3\), folded with the step"
+def test_a_number_in_place_of_a_key():
+    result = r"key is 3, and no key; pass the rng that a loss function is given, or sl.Key\(3\), folded with the step"
     for call in (
         lambda key: sl.dropout(x(), 0.1, key),
         lambda key: sl.init.normal(key, (3,)),
         lambda key: sl.init.kaiming_uniform(key, (3, 3)),
     ):
-        with pytest.raises(TypeError, match=told):
+        with pytest.raises(TypeError, match=result):
             call(3)
         call(sl.Key(3).fold_in(0))
     with pytest.raises(TypeError, match="sparse_attention: rng is 3, and no key"):

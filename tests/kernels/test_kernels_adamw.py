@@ -6,8 +6,8 @@ import time
 
 import pytest
 import torch
-from helpers import kernels, optimizer_kernels
-from helpers.optimizer_kernels import BF16, DTYPES, F16, F32, F64
+from helpers import kernels, step_kernels
+from helpers.step_kernels import BF16, DTYPES, F16, F32, F64
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,7 +50,7 @@ def test_an_example_by_hand():
 @pytest.mark.parametrize("name", kernels.IMPLEMENTATIONS)
 def test_every_implementation_is_the_reference(name, dtypes):
     with kernels.served_by(name) as using:
-        optimizer_kernels.check_adamw(using, 5003, dtypes, seed=3)
+        step_kernels.check_adamw(using, 5003, dtypes, seed=3)
 
 
 @pytest.mark.parametrize("name", kernels.IMPLEMENTATIONS)
@@ -61,7 +61,7 @@ def test_every_implementation_is_the_reference(name, dtypes):
 )  # fmt: skip
 def test_drawn_buffers(name, elements, dtypes, seed, offset, scale, spoiled):
     with kernels.served_by(name) as using:
-        optimizer_kernels.check_adamw(using, elements, dtypes, seed, offset, scale, spoiled)
+        step_kernels.check_adamw(using, elements, dtypes, seed, offset, scale, spoiled)
 
 
 @pytest.mark.parametrize("name", kernels.IMPLEMENTATIONS)
@@ -71,11 +71,11 @@ def test_drawn_buffers(name, elements, dtypes, seed, offset, scale, spoiled):
 )  # fmt: skip
 def test_directions_of_drawn_buffers(name, elements, count, seed, offset, scale):
     with kernels.served_by(name) as using:
-        optimizer_kernels.check_direction(using, elements, count, seed, offset, scale)
+        step_kernels.check_direction(using, elements, count, seed, offset, scale)
 
 
 @pytest.mark.parametrize("dtype", [F32, F64])
-def test_a_step_goes_along_the_direction(dtype):
+def test_a_step_follows_the_direction(dtype):
     tensors = [torch.rand(1000, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in range(4)]
     param, grad, mu, nu = (tensor.clone() for tensor in tensors)
     adamw.adam_direction_(
@@ -88,11 +88,11 @@ def test_a_step_goes_along_the_direction(dtype):
 
 
 def test_triton_is_the_reference():
-    kernels.interpret("adamw", optimizer_kernels.__file__)
+    kernels.interpret("adamw", step_kernels.__file__)
 
 
 def test_threads_change_nothing():
-    grad, *start = (optimizer_kernels.buffer(2**19 + 77, F32, seed, 3) for seed in range(4))
+    grad, *start = (step_kernels.buffer(2**19 + 77, F32, seed, 3) for seed in range(4))
     results = []
     for threads in (1, 3):
         param, mu, nu, copy = (*(tensor.clone() for tensor in start), torch.empty(len(grad), dtype=BF16))
@@ -140,7 +140,7 @@ def test_denormals_become_zero_and_cost_nothing():
     assert (torch.tensor(1e-41) * 0.5).item() > 0  # outside the kernel they are as they were
 
 
-def test_not_finite_stays_where_it_is():
+def test_nonfinite_values_do_not_spread():
     for name in kernels.IMPLEMENTATIONS:
         with kernels.served_by(name) as using:
             param, grad, mu, nu = torch.ones(100), torch.ones(100), torch.zeros(100), torch.zeros(100)
@@ -151,7 +151,7 @@ def test_not_finite_stays_where_it_is():
             assert torch.equal(copy.isnan(), param.isnan())
 
 
-def test_strided_tensors_and_float64_are_served_by_plain_torch():
+def test_strided_tensors_and_float64_use_plain_torch():
     tensors = [torch.rand(6, 4, generator=torch.Generator().manual_seed(n)) for n in range(4)]
     strided = [tensor.t().contiguous().t() for tensor in tensors]
     adamw.adamw_(*tensors, FACTORS)

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from helpers import kernels, optimizer_kernels
-from helpers.optimizer_kernels import BF16, DTYPES, F32, F64
+from helpers import kernels, step_kernels
+from helpers.step_kernels import BF16, DTYPES, F32, F64
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +22,7 @@ def numbers(coding):
 
 
 def described(bits):
-    """What is coded after the paper: a decimal exponent, and a linear fraction of as many bits as are left."""
+    """The numbers of all codes by the paper: a decimal exponent, and a linear fraction in the remaining bits."""
     found = [0.0]
     for exponent in range(bits - 1, -1, -1):
         fractions = 2 ** (bits - 1 - exponent)
@@ -43,7 +43,7 @@ def test_the_map_is_the_papers(coding):
 
 @MAPS
 def test_the_nearest_number_is_taken(coding):
-    """Of as many as fill whole blocks, whose largest is 1."""
+    """Numbers fill whole blocks, whose largest magnitude is 1."""
     generator = torch.Generator().manual_seed(3)
     x = torch.rand(64, BLOCK, generator=generator).pow(torch.randint(1, 12, (64, 1), generator=generator))
     x[:, 0] = 1.0
@@ -98,7 +98,7 @@ def test_an_example_by_hand():
 @ON_CPU
 def test_every_implementation_is_the_reference(name, dtypes):
     with kernels.served_by(name) as using:
-        optimizer_kernels.check_adamw8(using, 5003, dtypes, seed=3)
+        step_kernels.check_adamw8(using, 5003, dtypes, seed=3)
 
 
 @ON_CPU
@@ -109,16 +109,16 @@ def test_every_implementation_is_the_reference(name, dtypes):
 )  # fmt: skip
 def test_drawn_buffers(name, elements, dtypes, seed, offset, scale, spoiled):
     with kernels.served_by(name) as using:
-        optimizer_kernels.check_adamw8(using, elements, dtypes, seed, offset, scale, spoiled)
+        step_kernels.check_adamw8(using, elements, dtypes, seed, offset, scale, spoiled)
 
 
 def test_triton_is_the_reference():
-    kernels.interpret("adamw8", optimizer_kernels.__file__)
+    kernels.interpret("adamw8", step_kernels.__file__)
 
 
 def test_threads_change_nothing():
     elements = 2**18 + 77
-    grad, start = (optimizer_kernels.buffer(elements, F32, seed, 3) for seed in range(2))
+    grad, start = (step_kernels.buffer(elements, F32, seed, 3) for seed in range(2))
     results = []
     for threads in (1, 3):
         param, state = start.clone(), [*SIGNED.encode(start), *UNSIGNED.encode(start.abs())]
@@ -130,7 +130,7 @@ def test_threads_change_nothing():
 
 
 def test_a_small_variance_beside_a_large_one_is_not_lost():
-    """Where it became zero, the next step without a gradient would be a momentum over eps."""
+    """If it became zero, the next step without a gradient would divide the momentum by eps."""
     state = [*SIGNED.encode(torch.tensor([1.0, 1e-5])), *UNSIGNED.encode(torch.tensor([1.0, 1e-10]))]
     param = torch.zeros(2)
     adamw8.adamw8_(param, torch.zeros(2), *state, FACTORS)

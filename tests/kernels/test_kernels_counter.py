@@ -25,7 +25,7 @@ def test_triton():
     kernels.interpret("counter", counter.__file__)
 
 
-def test_what_was_drawn_once_is_drawn_again():
+def test_the_bits_are_those_recorded():
     """Checkpoints keep seeds."""
     drawn = random_bits(2**40 + 7, torch.tensor([0, 1, 2**32, 2**60])).tolist()
     assert drawn == [3418110, 14664698, 182820, 2883354]

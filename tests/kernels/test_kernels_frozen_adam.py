@@ -4,8 +4,8 @@ import re
 
 import pytest
 import torch
-from helpers import kernels, optimizer_kernels
-from helpers.optimizer_kernels import BF16, F16, F32, F64
+from helpers import kernels, step_kernels
+from helpers.step_kernels import BF16, F16, F32, F64
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,7 +23,7 @@ def test_examples_by_hand():
     assert param.tolist() == copy.tolist() == [1 - 0.5 * (3 / (2 + 1) + 0.25 * 1), 2 - 0.5 * 0.25 * 2]
 
     grad, mu = torch.tensor([16.0, 8.0]), torch.tensor([4.0, 5.0])
-    frozen_adam.own_momentum_(grad, mu, b1=0.75, scale=torch.tensor(0.5, dtype=F64))
+    frozen_adam.local_momentum_(grad, mu, b1=0.75, scale=torch.tensor(0.5, dtype=F64))
     assert grad.tolist() == [0.75 * 4 + 0.25 * 8, 0.75 * 5 + 0.25 * 4] and mu.tolist() == [4, 5]
 
     grad, mu, moved = torch.tensor([16.0, 8.0]), torch.tensor([4.0, 5.0]), torch.tensor([0.25, 0.5])
@@ -40,7 +40,7 @@ def test_examples_by_hand():
 
 
 @pytest.mark.parametrize("dtype", [F32, F64])
-def test_what_moves_is_what_the_step_adds(dtype):
+def test_frozen_move_is_what_the_step_adds(dtype):
     tensors = [torch.rand(1000, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in range(3)]
     tensors[2][::7] = 0
     param, mu, nu = (tensor.clone() for tensor in tensors)
@@ -58,11 +58,11 @@ def test_what_moves_is_what_the_step_adds(dtype):
 )  # fmt: skip
 def test_drawn_buffers(name, elements, narrow, seed, offset, scale, spoiled):
     with kernels.served_by(name) as using:
-        optimizer_kernels.check_frozen_adam(using, elements, narrow, seed, offset, scale, spoiled)
+        step_kernels.check_frozen_adam(using, elements, narrow, seed, offset, scale, spoiled)
 
 
 def test_triton_is_the_reference():
-    kernels.interpret("frozen_adam", optimizer_kernels.__file__)
+    kernels.interpret("frozen_adam", step_kernels.__file__)
 
 
 def test_wrong_arguments_reach_no_kernel():

@@ -6,8 +6,8 @@ from fractions import Fraction
 
 import pytest
 import torch
-from helpers import kernels, optimizer_kernels
-from helpers.optimizer_kernels import BF16, F16, F32, F64, buffer
+from helpers import kernels, step_kernels
+from helpers.step_kernels import BF16, F16, F32, F64, buffer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,19 +47,19 @@ def test_large_buffers_in_any_number_of_threads(name):
 
 
 def test_triton_is_the_reference():
-    kernels.interpret("global_norm", optimizer_kernels.__file__)
+    kernels.interpret("global_norm", step_kernels.__file__)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("place", [0, 40, 99])
-def test_what_is_not_finite_shows_and_nothing_else_does(name, place):
+@pytest.mark.parametrize("position", [0, 40, 99])
+def test_the_sum_is_nonfinite_only_if_an_element_is(name, position):
     x = torch.full((100,), 3e38)
     assert run(name, x).item() == pytest.approx(100 * float(x[0]) ** 2)  # too large for fp32
     for bad in (math.nan, math.inf, -math.inf):
-        assert not run(name, x.index_fill(0, torch.tensor(place), bad)).isfinite()
+        assert not run(name, x.index_fill(0, torch.tensor(position), bad)).isfinite()
 
 
-def test_strided_tensors_and_float64_are_served_by_plain_torch():
+def test_strided_tensors_and_float64_use_plain_torch():
     x = torch.rand(6, 4, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(sum_of_squares(x.t()), sum_of_squares(x))
     torch.testing.assert_close(sum_of_squares(x.double()), sum_of_squares(x))

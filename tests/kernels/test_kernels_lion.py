@@ -4,8 +4,8 @@ import re
 
 import pytest
 import torch
-from helpers import kernels, optimizer_kernels
-from helpers.optimizer_kernels import BF16, DTYPES, F64
+from helpers import kernels, step_kernels
+from helpers.step_kernels import BF16, DTYPES, F64
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,11 +32,11 @@ def test_an_example_by_hand():
 )  # fmt: skip
 def test_drawn_buffers(name, elements, dtypes, seed, offset, scale, spoiled):
     with kernels.served_by(name) as using:
-        optimizer_kernels.check_lion(using, elements, dtypes, seed, offset, scale, spoiled)
+        step_kernels.check_lion(using, elements, dtypes, seed, offset, scale, spoiled)
 
 
 def test_triton_is_the_reference():
-    kernels.interpret("lion", optimizer_kernels.__file__)
+    kernels.interpret("lion", step_kernels.__file__)
 
 
 def test_wrong_arguments_reach_no_kernel():

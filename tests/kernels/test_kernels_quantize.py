@@ -24,9 +24,9 @@ def single(value):
 @given(form=forms, elements=st.integers(0, 700), seed=st.integers(0, 2**30))
 def test_the_reference_is_the_definition(form, elements, seed):
     """Element by element, in exact fractions where the definition rounds."""
-    x, error = kernels.values(elements, seed), kernels.values(elements, seed + 1)
-    c = (x + error).tolist()
-    values, scales = quantize.quantize(x, form, error, using="reference")
+    x, residual = kernels.values(elements, seed), kernels.values(elements, seed + 1)
+    c = (x + residual).tolist()
+    values, scales = quantize.quantize(x, form, residual, using="reference")
     for j in range(form.scales(elements)):
         block = range(j * form.block, min((j + 1) * form.block, elements))
         scale = single(max(abs(c[i]) for i in block) / form.largest)
@@ -37,7 +37,7 @@ def test_the_reference_is_the_definition(form, elements, seed):
             q = max(-form.largest, min(form.largest, q))
             stored = values[i] if form.bits == 8 else (int(values[i // 2]) >> (i % 2 * 4) & 15 ^ 8) - 8
             assert stored == q
-            assert error[i] == single(c[i] - single(q * scale))
+            assert residual[i] == single(c[i] - single(q * scale))
     assert len(values) == form.bytes(elements) and values.dtype == form.dtype
 
 
@@ -74,19 +74,19 @@ def test_triton_is_the_reference():
 @pytest.mark.parametrize("name", kernels.IMPLEMENTATIONS)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_shows_in_its_scale_alone(name, bits, bad):
-    form, x, error = Blockwise(bits), kernels.values(1000, 1), kernels.values(1000, 2)
-    clean = error.clone()
+def test_nonfinite_elements_show_only_in_their_scale(name, bits, bad):
+    form, x, residual = Blockwise(bits), kernels.values(1000, 1), kernels.values(1000, 2)
+    clean = residual.clone()
     values, scales = quantize.quantize(x, form, clean, using="reference")
     x[650] = bad
-    left = error.clone()
+    left = residual.clone()
     with kernels.served_by(name) as using:
         found = quantize.quantize(x, form, left, using=using)
     assert not found[1][5].isfinite() and torch.equal(found[1][[0, 1, 2, 3, 4, 6, 7]], scales[[0, 1, 2, 3, 4, 6, 7]])
     inside = slice(640 * bits // 8, 768 * bits // 8)
     assert not found[0][inside].any()
     values[inside] = 0
-    clean[640:768] = error[640:768]
+    clean[640:768] = residual[640:768]
     assert torch.equal(found[0], values) and torch.equal(left, clean)
 
 
@@ -95,17 +95,17 @@ def test_threads_change_nothing(bits):
     form, x = Blockwise(bits), kernels.values(2**20 + 77, 1)
     results = []
     for threads in (1, 2, 3):
-        error = kernels.values(len(x), 2)
+        residual = kernels.values(len(x), 2)
         with kernels.threads(threads):
-            values, scales = quantize.quantize(x, form, error, using="cpu")
+            values, scales = quantize.quantize(x, form, residual, using="cpu")
             back = quantize.dequantize(values, scales, form, len(x), using="cpu")
-        results.append((values, scales, error, back))
+        results.append((values, scales, residual, back))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other))
 
 
 @given(form=forms, elements=sizes, seed=st.integers(0, 2**30))
-def test_half_a_step_is_lost_at_most(form, elements, seed):
+def test_at_most_half_a_step_is_lost(form, elements, seed):
     x = kernels.values(elements, seed)
     values, scales = quantize.quantize(x, form)
     lost = (quantize.dequantize(values, scales, form, elements) - x).abs()
@@ -114,7 +114,7 @@ def test_half_a_step_is_lost_at_most(form, elements, seed):
     assert bool(((lost <= half) | denormal).all())
 
 
-def test_given_buffers_are_filled():
+def test_output_buffers_are_filled():
     x, form = kernels.values(1000, 1), Blockwise(4)
     values, scales = quantize.quantize(x, form)
     out = torch.empty_like(values), torch.empty_like(scales)
@@ -133,15 +133,15 @@ def test_wrong_arguments_reach_no_kernel():
     x, form = torch.zeros(16), Blockwise(8, 16)
     with pytest.raises(ValueError, match=r"out_values has shape \(15,\), not \(16,\)"):
         quantize.quantize(x, form, out=(torch.zeros(15, dtype=torch.int8), torch.zeros(1)))
-    with pytest.raises(ValueError, match=r"error has shape \(15,\), not \(16,\)"):
+    with pytest.raises(ValueError, match=r"residual has shape \(15,\), not \(16,\)"):
         quantize.quantize(x, form, torch.zeros(15))
-    with pytest.raises(ValueError, match="x on cpu, error on meta"):
+    with pytest.raises(ValueError, match="x on cpu, residual on meta"):
         quantize.quantize(x, form, x.to("meta"))
     with pytest.raises(TypeError, match=r"x is torch.float64"):
         quantize.quantize(x.double(), form)
     with pytest.raises(TypeError, match=r"values is torch.uint8, not one of \(torch.int8,\)"):
         quantize.dequantize(torch.zeros(16, dtype=torch.uint8), torch.zeros(1), form, 16)
-    with pytest.raises(ValueError, match="3 bits"):
+    with pytest.raises(ValueError, match="bits=3: values have 4 or 8 bits"):
         Blockwise(3)
     for block in (8, 100, 8192):
         with pytest.raises(ValueError, match="power of two from 16 to 4096"):

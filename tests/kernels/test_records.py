@@ -1,4 +1,4 @@
-"""Records among an operator's parameters: their fields stand in their place, and the function is given the records."""
+"""Records among an operator's parameters: the operator takes their fields, the function the records."""
 
 import inspect
 from typing import NamedTuple
@@ -31,7 +31,7 @@ def given(name: str, call: Call, between: bool, sizes: Sizes, end: float) -> lis
     return [name, call, between, sizes, end]
 
 
-def test_fields_stand_in_the_place_of_their_record():
+def test_fields_replace_their_record():
     layout = layout_of(given)
     spread = layout.spread(given)
     found = spread("x", 1, 2, 3, 4, None, True, 6, 7, 0.5)
@@ -44,7 +44,7 @@ def test_fields_stand_in_the_place_of_their_record():
     assert signature.return_annotation == list[int]
 
 
-def test_what_stands_in_for_a_function_is_given_its_records():
+def test_fakes_take_records_too():
     fake = layout_of(given).spread(lambda name, call, *rest: (call.pair.high, rest))
     assert fake("x", 1, 2, 3, 4, None, True, 6, 7, 0.5) == (3, (True, Sizes(6, 7), 0.5))
 

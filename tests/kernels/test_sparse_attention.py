@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import attention, kernels
-from helpers.attention import Case, check_padding, make
-from helpers.attention_in_float64 import dense_attention
+from helpers import kernels, sparse_cases
+from helpers.dense_attention import dense_attention
+from helpers.sparse_cases import Case, check_padding, make
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -27,7 +27,7 @@ def served_by(name):
 
 def check(case, name):
     with served_by(name) as using:
-        attention.check(case, using)
+        sparse_cases.check(case, using)
 
 
 cases = st.fixed_dictionaries(
@@ -78,7 +78,7 @@ def test_sizes_and_dtypes(name, size, dtype):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("key", [sl.Key(7), sl.Key(2**64 - 3, 5), sl.Key(2**40 + 1, 2**22 + 3)])
 def test_dropout_is_that_of_the_generator(name, key):
-    """Also where the number of a score takes more than 32 bits: slots count whole tensors of scores."""
+    """Indices of scores may take more than 32 bits, as slots count whole tensors of scores."""
     check(make(dropout=0.25, rng=key, bias_heads=4, masked=True, causal=True), name)
 
 
@@ -94,7 +94,7 @@ def test_queries_that_see_nothing(name):
 @pytest.mark.parametrize("name", kernels.WITH_AMX)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_keys_outside_the_blocks_are_not_touched(name, dtype):
-    """What is not finite reaches those who see it, and nobody else."""
+    """Values that are not finite reach exactly the queries that see them."""
     layout = Layout.from_dense(torch.tensor([[1, 0, 0], [0, 1, 1], [0, 0, 1]]), 16)
     case = make(length=48, layout=layout, dtype=dtype)
     case.tensors["k"][:, :, 16:32] = math.nan
@@ -114,7 +114,7 @@ def test_masked_keys_that_are_not_finite_are_as_in_torch(name):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("block", [16, 64])
-def test_a_causal_layout_needs_no_word_at_the_call(name, block):
+def test_a_causal_layout_needs_no_argument_in_the_call(name, block):
     """No query sees a later key: what these are changes nothing, in the blocks on the diagonal too."""
     case = make(length=100, layout=sl.sparse.dense(100, block=block, causal=True))
     check(case, name)
@@ -335,4 +335,4 @@ def test_wrong_arguments_reach_no_kernel():
 
 
 def test_triton_is_dense_masked_attention():
-    kernels.interpret("sparse_attention", attention.__file__)
+    kernels.interpret("sparse_attention", sparse_cases.__file__)

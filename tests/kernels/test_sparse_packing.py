@@ -1,4 +1,4 @@
-"""Packing of a layout's blocks into tiles: nothing lost, nothing twice, and as little work as the blocks allow."""
+"""Packing of a layout's blocks into tiles: every block once, and as little work as the blocks allow."""
 
 from itertools import pairwise
 
@@ -45,23 +45,23 @@ def pairs_of(packings, heads):
             parts.sort()
             assert all(a[1] == b[0] for a, b in pairwise(parts))  # no step is left out or done twice
             assert [slot for _, _, slot in parts] == merged.pop((head, tile), [-1])
-            lists = [place for place in packed.members[tile].tolist() if place < packed.lists]
-            members += [(head, place) for place in lists]
+            lists = [position for position in packed.members[tile].tolist() if position < packed.lists]
+            members += [(head, position) for position in lists]
             here = slice(parts[0][0], parts[-1][1])
             entries, bits = packed.blocks[here].flatten().tolist(), packed.bits[here].flatten().tolist()
             used = [entry for entry, bit in zip(entries, bits) if bit]
             assert used == sorted(set(used))
             assert len(entries) < len(used) + packed.blocks.shape[1]
             found += [
-                (head, place, entry)
+                (head, position, entry)
                 for entry, bit in zip(entries, bits)
-                for r, place in enumerate(lists)
+                for r, position in enumerate(lists)
                 if bit >> r & 1
             ]
             assert all(bit < 1 << len(lists) for bit in bits)
             computed += len(entries) * packed.rows
         assert not merged
-    assert sorted(members) == [(head, place) for head in range(heads) for place in range(packings[0].lists)]
+    assert sorted(members) == [(head, position) for head in range(heads) for position in range(packings[0].lists)]
     assert len(found) == len(set(found))
     return set(found)
 
@@ -76,7 +76,7 @@ def pairs_of(packings, heads):
     group=st.sampled_from((1, 2, 4)),
     least=st.sampled_from((1, 16)),
 )
-def test_every_cell_is_worked_on_once(layout, rows, few, width, parts, causal, group, least):
+def test_every_cell_is_computed_once(layout, rows, few, width, parts, causal, group, least):
     cut = cells(blocks_of(layout), 32, 32 // parts, causal)
     dense = layout.to_dense().repeat_interleave(parts, 1).repeat_interleave(parts, 2)
     if causal:
@@ -98,18 +98,18 @@ def test_every_cell_is_worked_on_once(layout, rows, few, width, parts, causal, g
 
 def fixed(size, window=4):
     """Windows, and the last column of each for all rows."""
-    place = torch.arange(size)
-    dense = place[:, None] // window == place // window
+    position = torch.arange(size)
+    dense = position[:, None] // window == position // window
     dense[:, window - 1 :: window] = True
     return dense
 
 
 def big_bird(size, seed=0):
     """The first row and column, the diagonal and its neighbours, and a random block for each row."""
-    place = torch.arange(size)
-    dense = (place[:, None] - place).abs() <= 1
+    position = torch.arange(size)
+    dense = (position[:, None] - position).abs() <= 1
     dense[0] = dense[:, 0] = True
-    dense[place, torch.randint(0, size, (size,), generator=torch.Generator().manual_seed(seed))] = True
+    dense[position, torch.randint(0, size, (size,), generator=torch.Generator().manual_seed(seed))] = True
     return dense
 
 

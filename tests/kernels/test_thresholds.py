@@ -1,4 +1,4 @@
-"""What begins above a size gives, at small sizes, what is computed below it."""
+"""Code paths that begin above a size give the same results when they are forced at small sizes."""
 
 import ast
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import optree
 import pytest
 import torch
-from helpers.transformations import CASES, batches, model
+from helpers.optimizer_cases import CASES, batches, model
 from helpers.trees import assert_close
 
 import shardlib as sl
@@ -46,8 +46,8 @@ def test_a_threshold_is_small_only_within():
 
 
 def test_no_other_large_size_decides_anything():
-    """What a module compares a size with is a `Threshold`, which tests can set."""
-    # Bytes of a message's head and of a text's pieces, numbers of exchanges, pixels, a mask of bits; the size from which
+    """Sizes with which modules compare are `Threshold`s, which tests can set."""
+    # Bytes of a message's head and of a text's chunks, numbers of exchanges, pixels, a mask of bits; the size from which
     # moments are coded, which tests reach; what the C++ kernels' sums are cut by, and a checksum, which they reach too.
     known = {"_HEAD", "_CHUNK", "_EXCHANGES, _SIZES, _SINGLE", "_FIRST", "_PIXELS", "_MASK", "_SMALL", "_SPAN"}
     known |= {"_WORDS", "_ROWS_ELSEWHERE"}
@@ -63,8 +63,8 @@ def test_no_other_large_size_decides_anything():
 
 
 @pytest.mark.parametrize("name", sorted(CASES.keys() - MATRICES_ALONE))
-def test_optimizers_go_over_large_leaves_in_pieces(name):
-    """Which begin and end anywhere in a row; and each leaf is a message of its own."""
+def test_optimizers_take_large_leaves_by_chunks(name):
+    """Chunks begin and end anywhere in a row, and each leaf is sent alone."""
     wanted = trained(CASES[name].make, {"data": 2}, sl.zero(2))
     with thresholds.small(4):
         assert_close(trained(CASES[name].make, {"data": 2}, sl.zero(2)), wanted, 1e-9)
@@ -78,7 +78,7 @@ def test_compressed_means_of_many_buckets_are_several_exchanges(name):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_initial_values_of_large_leaves_are_drawn_in_pieces(stage):
+def test_initial_values_of_large_leaves_are_drawn_by_chunks(stage):
     def init():
         return {"w": sl.init.normal(sl.Key(1), (7, 9)), "v": sl.init.uniform(sl.Key(2), (33,))}
 
@@ -92,7 +92,7 @@ def test_initial_values_of_large_leaves_are_drawn_in_pieces(stage):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_layouts_of_many_blocks_are_written_in_parts(causal):
+def test_layouts_of_many_blocks_are_written_by_chunks(causal):
     def made():
         return (
             sparse.bigbird(640, block=16, random=2, causal=causal),
@@ -109,7 +109,7 @@ def test_layouts_of_many_blocks_are_written_in_parts(causal):
         assert torch.equal(one.row_offsets, other.row_offsets) and torch.equal(one.columns, other.columns)
 
 
-def test_block_masks_of_many_blocks_are_looked_at_in_parts():
+def test_block_masks_of_many_blocks_are_read_by_chunks():
     layout = sparse.bigbird(300, block=32, heads=2, causal=True)
     mask = sparse.to_block_mask(layout, 300, causal=True)
     with thresholds.small(3):

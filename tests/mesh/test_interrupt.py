@@ -1,4 +1,4 @@
-"""Ctrl-C in a simulation: its ranks end with it, wherever they are."""
+"""Ctrl-C ends a simulation and its ranks, whatever they are doing."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ def press_ctrl_c():
 
 
 def interrupted(run, shape):
-    """What a simulation that is interrupted raises, once it has ended."""
+    """The exception of an interrupted simulation, once it has ended."""
     before = ranks()
     with pytest.raises(KeyboardInterrupt) as caught:
         sl.simulate(run, mesh=shape)
@@ -67,7 +67,7 @@ def test_a_rank_that_catches_errors_and_tries_again_stops_too():
     interrupted(run, {"data": 2})
 
 
-def test_the_same_after_a_failure_of_another_rank():
+def test_an_interrupt_after_a_failure_of_another_rank():
     def run(mesh):
         if mesh.rank == 0:
             raise KeyError("mine")
@@ -95,7 +95,7 @@ def test_a_rank_in_a_loop_without_collectives_stops_too(monkeypatch):
     interrupted(run, {"data": 3})
 
 
-def test_what_cannot_be_stopped_is_named(monkeypatch):
+def test_a_rank_that_cannot_be_stopped_is_named(monkeypatch):
     """One long call of an operation; the other ranks do not wait for it."""
     monkeypatch.setattr(simulation, "_PATIENCE", 0.1)
 

@@ -65,8 +65,8 @@ def test_a_rank_that_ends_without_a_value_is_named():
             os._exit(0)
         sl.collectives.all_gather(torch.ones(1), "data")
 
-    told = r"(?s)rank 1 ended before the function returned, with exit code 0 .*Its last output:\nthe last words"
-    with pytest.raises(RankFailure, match=told):
+    message = r"(?s)rank 1 ended before the function returned, with exit code 0 .*Its last output:\nthe last words"
+    with pytest.raises(RankFailure, match=message):
         sl.launch(run, mesh={"data": 2}, timeout=90)
 
 
@@ -86,7 +86,7 @@ def test_a_rank_that_returns_while_others_wait_for_it(monkeypatch):
     assert 'sl.collectives.all_gather(torch.ones(3), "data")' in str(caught.value)
 
 
-def test_what_ranks_did_when_time_ran_out(monkeypatch, tmp_path):
+def test_a_timeout_says_what_each_rank_was_doing(monkeypatch, tmp_path):
     """The time is over when they have come to where they stay."""
     marks = [tmp_path / "0", tmp_path / "1"]
 

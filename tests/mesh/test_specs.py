@@ -43,7 +43,7 @@ def test_a_spec_prints_as_it_is_written(spec, text):
     assert pickle.loads(pickle.dumps(spec)) == spec == copy.deepcopy(spec)
 
 
-def test_specs_differ_where_they_say_different_things():
+def test_different_specs_are_unequal():
     specs = [P(), P("data"), P(None, "data"), P.flat("data"), P(("data", "model")), P(("model", "data"))]
     specs.append(P("data", padded=True))
     assert len(set(specs)) == len(specs)
@@ -131,6 +131,17 @@ def test_shards_partition_the_tensor(axes, factors, cut):
     assert torch.equal(torch.cat(seen).sort().values, whole.reshape(-1))
 
 
+@pytest.mark.parametrize("axes", [("data", "model"), ("model", "data")])
+@pytest.mark.parametrize("padded", [False, True])
+def test_axes_of_a_dimension_go_from_major_to_minor(axes, padded):
+    """The first axis cuts into the largest parts, as ranks are numbered."""
+    whole, (major, minor) = torch.arange(12), axes
+    for first, second in itertools.product(range(SIZES[major]), range(SIZES[minor])):
+        place = 2 * (first * SIZES[minor] + second)
+        found = shard_of(whole, P(axes, padded=padded), SIZES, {major: first, minor: second})
+        assert found.tolist() == [place, place + 1]
+
+
 @given(AXES, st.integers(0, 40), st.integers(1, 2), st.integers(0, 3), st.booleans())
 def test_padded_shards_partition_the_tensor(axes, rows, columns, cut, split):
     """Equal shards on all ranks, of which the windows are the tensor, each element once and in order."""
@@ -144,8 +155,8 @@ def test_padded_shards_partition_the_tensor(axes, rows, columns, cut, split):
     ways = math.prod(SIZES[axis] for axis in spec.entries[0])
     assert 0 <= local[0] * ways - rows < ways
     used = [axis for axis in spec.axes if axis not in spec.flat_axes]
-    for place in itertools.product(*(range(SIZES[axis]) for axis in used)):
-        coords = dict.fromkeys(SIZES, 0) | dict(zip(used, place))
+    for position in itertools.product(*(range(SIZES[axis]) for axis in used)):
+        coords = dict.fromkeys(SIZES, 0) | dict(zip(used, position))
         window, part = spec.window(shape, SIZES, coords), shard_of(whole, spec, SIZES, coords)
         assert tuple(part.shape) == window.sizes and window.sizes[1:] == local[1:] and window.sizes[0] <= local[0]
         assert torch.equal(IndexMap(window, 0).flat(window.numel), part.reshape(-1))
@@ -168,10 +179,10 @@ def test_a_split_always_fits(shape, axes):
 
 
 @pytest.mark.parametrize(
-    ("axes", "told"),
+    ("axes", "result"),
     [(["a"], "axis 'a'"), (["a", "b"], "axes 'a' and 'b'"), (["a", "b", "c"], "axes 'a', 'b' and 'c'")],
 )
-def test_axes_in_messages(axes, told):
-    assert axes_named(axes) == told
-    with pytest.raises(SpecError, match=rf"uses {told} twice; each axis may appear once"):
+def test_axes_in_messages(axes, result):
+    assert axes_named(axes) == result
+    with pytest.raises(SpecError, match=rf"uses {result} twice; each axis may appear once"):
         P(tuple(axes), tuple(axes))

@@ -1,4 +1,4 @@
-"""The BERT against transformers' BERT given the same weights, and its training on meshes against one device."""
+"""The BERT against transformers' BERT with the same weights, and its training on meshes against one device."""
 
 import dataclasses
 
@@ -133,6 +133,18 @@ def test_a_ring_refuses_padding():
             sl.sequence(axis="seq", kind="ring"),
             training.optimizer(1.0),
         )
+
+
+def test_every_dropout_has_a_key_of_its_own(monkeypatch):
+    config, keys = dataclasses.replace(CONFIG, dropout=0.3), []
+
+    def noting(p, x, rng, name):
+        keys.append(rng.fold_in(name))
+        return x
+
+    monkeypatch.setattr(bert, "drop", noting)
+    bert.make_loss(config)(random_params(config), random_batch(config), Key(1))
+    assert len(keys) == len(set(keys)) == 1 + 2 * config.layers
 
 
 def test_masking_has_the_papers_shares():

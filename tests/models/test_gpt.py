@@ -1,4 +1,4 @@
-"""The GPT against transformers' GPT-2 given the same weights, and what it promises by itself."""
+"""The GPT against transformers' GPT-2 with the same weights, and its own options."""
 
 import dataclasses
 import math
@@ -107,7 +107,7 @@ def test_same_gradients_as_gpt2():
 
 
 @pytest.mark.parametrize("tie", [False, True])
-def test_fresh_model_knows_nothing(tie):
+def test_an_untrained_model_has_the_loss_of_guessing(tie):
     config = dataclasses.replace(CONFIG, vocab=256, width=96, tie=tie)
     loss = gpt.make_loss(config)(gpt.init(config), random_batch(config, rows=16))
     assert loss.item() == pytest.approx(math.log(256), abs=0.05)
@@ -128,7 +128,7 @@ def test_parameters_are_counted_seeded_and_typed(tie):
     assert same == structure and all(leaf.is_meta for leaf in on_meta)
 
 
-def test_scores_depend_on_no_later_token():
+def test_logits_do_not_depend_on_later_tokens():
     params, tokens = random_params(CONFIG), random_batch(CONFIG)["tokens"]
     changed = tokens.clone()
     changed[:, 9:] = (changed[:, 9:] + 1) % CONFIG.vocab
@@ -146,6 +146,22 @@ def test_dropout_follows_its_key():
         loss(params, batch)
 
 
+def test_every_dropout_has_a_key_of_its_own(monkeypatch):
+    """One after the embedding and two in each layer; in blocks too."""
+    config, keys = dataclasses.replace(CONFIG, dropout=0.3), []
+
+    def noting(p, x, rng, name):
+        keys.append(rng.fold_in(name))
+        return x
+
+    monkeypatch.setattr(gpt, "drop", noting)
+    params, batch = random_params(config), random_batch(config)
+    for loss, given in ((gpt.make_loss(config), params), (gpt.make_sequential(config), gpt.to_blocks(params))):
+        keys.clear()
+        loss(given, batch, Key(1))
+        assert len(keys) == len(set(keys)) == 1 + 2 * config.layers
+
+
 def test_sampling_continues_the_prompt():
     params = random_params(CONFIG)
     prompt = random_batch(CONFIG, rows=2, length=5)["tokens"]
@@ -155,7 +171,7 @@ def test_sampling_continues_the_prompt():
     assert not torch.equal(text, gpt.generate(CONFIG, params, prompt, 2 * CONFIG.sequence, seed=5))
 
 
-def test_at_temperature_zero_the_likeliest_token_is_taken():
+def test_temperature_zero_takes_the_most_likely_token():
     params = random_params(CONFIG)
     prompt = random_batch(CONFIG, rows=2, length=5)["tokens"]
     likeliest = gpt.logits(CONFIG, params, prompt)[:, -1].argmax(-1)
@@ -244,7 +260,7 @@ def test_sampling_from_sharded_parameters(transform):
         ({"dropout": 1.0}, r"dropout=1.0, but it must lie in \[0, 1\)"),
     ],
 )
-def test_a_config_that_cannot_be_is_refused(bad, message):
+def test_invalid_configurations_are_refused(bad, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **bad)
 

@@ -85,7 +85,7 @@ def test_ties_are_trained_once(stage):
     assert got[2]["head"]["weight"] is got[2]["parts"]["embed"]["weight"]
 
 
-def test_frozen_parameters_are_said_in_the_plan():
+def test_frozen_parameters_are_in_the_plan():
     module = tied()
     module.parts["blocks"][0].requires_grad_(False)
     with pytest.raises(TreeError, match=r"(?s)2 parameters have requires_grad=False.*parts.blocks.0.weight.*sl.freeze"):
@@ -133,7 +133,7 @@ class Rebinding(nn.Module):
         return (x * self.weight - self.mean) * self.quiet
 
 
-def test_what_a_module_writes_to_its_buffers_comes_back():
+def test_changed_buffers_are_returned():
     apply, params, buffers = sl.from_module(Rebinding(), buffers=True)
     module, given = Rebinding(), dict(buffers)
     assert given["last"] is None and set(given) == {"mean", "count", "last", "quiet"}
@@ -245,7 +245,7 @@ def test_rebound_buffers_train(stage):
 
 
 def test_statistics_over_ranks_and_micro_batches():
-    """From micro-batch to micro-batch on a rank, then the mean over ranks; whole numbers are each rank's own."""
+    """Statistics pass from micro-batch to micro-batch, then are averaged over ranks; integers are rank-local."""
     apply, params, buffers = sl.from_module(nn.BatchNorm1d(3, dtype=torch.float64), buffers=True)
     x = torch.randn(2, 12, 3, dtype=torch.float64) * torch.arange(1.0, 3.0).view(2, 1, 1)
 
@@ -269,7 +269,7 @@ def test_statistics_over_ranks_and_micro_batches():
 
 
 def test_a_thread_may_come_while_another_is_in_a_call():
-    """As ranks of a simulation do: what it copies must not be the module with the other's weights in it."""
+    """Ranks of a simulation do so: a thread must not copy the module while it holds another call's weights."""
 
     class Meeting(nn.Linear):
         def forward(self, x):
@@ -370,7 +370,7 @@ def test_blocks_in_stages(stage):
     assert_close(got[2], wanted[2], 1e-10)
 
 
-def test_blocks_on_the_meta_device_are_made_by_their_parts():
+def test_blocks_on_the_meta_device_are_initialised():
     with torch.device("meta"):
         module = Tied()
     loss_fn, init = sl.from_module(module, blocks=in_blocks(module))
@@ -384,11 +384,11 @@ def test_blocks_on_the_meta_device_are_made_by_their_parts():
         assert loss_fn(params, torch.randint(11, (6, 4)), rng=sl.Key(0)).isfinite()
 
 
-def test_what_blocks_leave_out_is_named():
+def test_parameters_that_blocks_leave_out_are_named():
     module = tied()
     with pytest.raises(TreeError, match=r"(?s)none of the blocks has.*parts.embed.weight.*parts.blocks.0.bias"):
         sl.from_module(module, blocks=in_blocks(tied()))
-    with pytest.raises(TreeError, match="hands no buffers on"):
+    with pytest.raises(TreeError, match="returns no buffers"):
         sl.from_module(module, buffers=True, blocks=in_blocks(module))
     changing = Score(nn.Sequential(nn.Embedding(11, 11), nn.BatchNorm1d(3)))
     loss_fn, params = sl.from_module(changing, blocks=[Ids(), changing])
@@ -421,7 +421,7 @@ def with_attribute(make):
         (lambda: prune.l1_unstructured(nn.Linear(3, 3), "weight", 0.5), r"weight: .*prune.remove\(module, name\)"),
         (lambda: nn.Sequential(nn.LazyLinear(3)), r"0.weight: has no shape yet; call the module once"),
         (lambda: torch.jit.script(nn.Linear(3, 3)), "scripted; pass the module that it was made from"),
-        (lambda: nn.DataParallel(nn.Linear(3, 3)), "DataParallel; pass what it wraps, .module"),
+        (lambda: nn.DataParallel(nn.Linear(3, 3)), "DataParallel; pass the wrapped module, .module"),
         (
             lambda: with_attribute(lambda layer: layer.weight * 2),
             "0.extra: a tensor with a graph; compute it in forward",

@@ -1,4 +1,4 @@
-"""peft's models as they come: the base stays as it is to the last bit, the adapters train as on one device."""
+"""peft's models: the base does not change by a bit, the adapters train as on one device."""
 
 import optree
 import pytest

@@ -1,4 +1,4 @@
-"""The way back from from_module: names, layouts and values of the module's own state dict."""
+"""State dicts of trained modules: names, layouts and values of the module's own."""
 
 import copy
 

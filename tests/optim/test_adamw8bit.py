@@ -1,4 +1,4 @@
-"""AdamW with moments in 8 bits: every step is the plain simulation's, bit for bit, and its state can be kept and moved.
+"""AdamW with moments in 8 bits: every step equals a plain simulation bit for bit, and its state can be saved and moved.
 
 Blocks lie in flat shards. So given the same gradients stages 1 to 3 on as many ranks train alike to the last bit, and so does
 stage 0 on any number; where state is split otherwise, blocks are others.
@@ -49,7 +49,7 @@ def loss_fn(params, batch):
 
 
 def mean_batch(step):
-    """Of every size, and zero where rows are rarely met; sums of a few are exact."""
+    """Gradients of every size, and zero for rare rows; sums of a few are exact."""
     generator = torch.Generator().manual_seed(step)
     found = []
     for leaf in optree.tree_leaves(model()):
@@ -62,7 +62,7 @@ def mean_batch(step):
 
 
 def batch_of(mesh, step):
-    """This rank's: apart from the others', with the same mean on every mesh."""
+    """This rank's gradients: different on every rank, with the same mean on every mesh."""
     return [leaf * weight(mesh.rank, mesh.size) for leaf in mean_batch(step)]
 
 
@@ -81,7 +81,7 @@ def optimizer(decay=0.1):
 
 def moments(state):
     """This rank's shards of both, leaf by leaf, padding left out: ``{name: [leaf]}``."""
-    whole, told = unpacked(state), {}
+    whole, recorded = unpacked(state), {}
     plan, mesh = state.params.plan, state.params.mesh
     for name in ("mu", "nu"):
         found = {}
@@ -90,8 +90,8 @@ def moments(state):
             spans = bucket.filled(mesh.coords, bucket.levels)
             for path, part, (first, last) in zip(bucket.paths, cuts, spans):
                 found[path] = part[: last - first].clone()
-        told[name] = [found[path] for path in PATHS]
-    return told
+        recorded[name] = [found[path] for path in PATHS]
+    return recorded
 
 
 def parameters(state):
@@ -134,16 +134,16 @@ def simulated(owners, ranks):
 def test_every_step_is_the_plain_simulations(ranks, stage):
     def run(mesh):
         state, step = start(mesh, stage, optimizer())
-        told = []
+        recorded = []
         for number in range(STEPS):
             state, _ = step(state, batch_of(mesh, number))
-            told.append({"params": parameters(state)} | moments(state))
-        return told
+            recorded.append({"params": parameters(state)} | moments(state))
+        return recorded
 
     owners = ranks if stage else 1
     wanted = simulated(owners, ranks)
-    for rank, told in enumerate(sl.simulate(run, mesh={"data": ranks})):
-        for step, (ours, theirs) in enumerate(zip(told, wanted, strict=True)):
+    for rank, recorded in enumerate(sl.simulate(run, mesh={"data": ranks})):
+        for step, (ours, theirs) in enumerate(zip(recorded, wanted, strict=True)):
             for name, leaves in ours.items():
                 for i, leaf in enumerate(leaves):
                     whole = theirs[name][i]
@@ -151,7 +151,7 @@ def test_every_step_is_the_plain_simulations(ranks, stage):
                     assert torch.equal(leaf, mine), f"step {step}, rank {rank}: {name} of {PATHS[i]}"
 
 
-def test_most_of_the_state_is_bytes_and_small_tensors_train_as_ever():
+def test_large_states_are_in_bytes_and_small_ones_in_fp32():
     params, tx, plain = model(), optimizer(), sl.optim.adamw(**HOW, weight_decay=0.1)
     state, theirs = tx.init(params), plain.init(params)
     assert isinstance(state.mu["net"]["a"], Packed) and state.mu["net"]["a"].codes.dtype == torch.uint8
@@ -259,7 +259,7 @@ def restored(mesh, stage, tx, folder):
 
 
 @MESHES
-def test_where_shards_are_cut_alike_a_checkpoint_keeps_every_code(tmp_path, ranks, stage):
+def test_a_checkpoint_keeps_every_code_if_shards_are_equal(tmp_path, ranks, stage):
     def run(mesh):
         state, step = trained(mesh, stage, optimizer(), 5)
         checkpoint.save(tmp_path, state)
@@ -277,8 +277,8 @@ def test_where_shards_are_cut_alike_a_checkpoint_keeps_every_code(tmp_path, rank
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 3), (3, 1), (4, 2)])
-def test_on_another_mesh_moments_are_coded_once_more(tmp_path, ranks, stage):
-    """So each is within half the widest gap of its new block, whose largest number is one that was saved."""
+def test_moments_are_coded_again_on_another_mesh(tmp_path, ranks, stage):
+    """Each moment is within half the widest gap of its new block, whose largest number was saved."""
 
     def save(mesh):
         state, _ = trained(mesh, 2, optimizer(), 5)
@@ -315,7 +315,7 @@ def test_on_another_mesh_moments_are_coded_once_more(tmp_path, ranks, stage):
         assert_same(read, saved)  # as one number per element
 
 
-def test_a_checkpoint_of_adamw_goes_on_in_8_bits(tmp_path):
+def test_a_checkpoint_of_adamw_resumes_in_8_bits(tmp_path):
     def run(mesh):
         state, _ = trained(mesh, 2, sl.optim.adamw(**HOW), 5)
         checkpoint.save(tmp_path, state)
@@ -331,6 +331,6 @@ def test_a_checkpoint_of_adamw_goes_on_in_8_bits(tmp_path):
 def test_hyper_parameters_out_of_range_are_refused():
     with pytest.raises(ValueError, match=r"adamw8bit\(b2=1.0\)"):
         sl.optim.adamw8bit(1e-3, b2=1.0)
-    with pytest.raises(ValueError, match="adamw8bit moves parameters itself"):
+    with pytest.raises(ValueError, match="adamw8bit changes parameters itself"):
         tx = sl.optim.adamw8bit(1e-3)
         tx.update({"w": torch.ones(2)}, tx.init({"w": torch.ones(2)}))

@@ -1,4 +1,4 @@
-"""NaN and infinity in a gradient come out of every optimizer, as in optax: none of them is taken for a number."""
+"""NaN and infinity in a gradient propagate through every optimizer, as in optax."""
 
 import math
 
@@ -54,33 +54,33 @@ def trees():
     return params, grads
 
 
-def spoiled(grads, value, place):
+def spoiled(grads, value, position):
     grads = optree.tree_map(torch.clone, grads)
-    grads["w"][place] = value
+    grads["w"][position] = value
     return grads
 
 
 STATELESS = ("sgd", "noise")
 
 
-@pytest.mark.parametrize("place", [(0, 0), (5, 7)])
+@pytest.mark.parametrize("position", [(0, 0), (5, 7)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("at", [1, 4])
-def test_nan_is_handed_on_and_stays(name, place, at):
-    """In update, whose state is the only trace of it, and in apply; ``at``: before and after variances are frozen."""
+def test_nan_propagates(name, position, at):
+    """NaN shows in the state after update and in parameters after apply; ``at``: before and after variances are frozen."""
     params, grads = trees()
     tx, written = OPTIMIZERS[name](), optree.tree_map(torch.clone, params)
     state, mine = tx.init(params), tx.init(written)
     for number in range(at + 3):
-        now = spoiled(grads, math.nan, place) if number == at else grads
+        now = spoiled(grads, math.nan, position) if number == at else grads
         moves, state = tx.update(now, state, params)
         mine = tx.apply(written, optree.tree_map(torch.clone, now), mine)
         if number < at:
             assert all(torch.isfinite(leaf).all() for leaf in optree.tree_leaves((moves, written)))
             continue
-        assert not torch.isfinite(written["w"][place])
+        assert not torch.isfinite(written["w"][position])
         if number == at or name not in STATELESS:
-            assert not torch.isfinite(moves["w"][place]), f"swallowed {number - at} steps later"
+            assert not torch.isfinite(moves["w"][position]), f"swallowed {number - at} steps later"
 
 
 SIGNS = ("lion", "lion without decay", "lookahead", "stochastic rounding", "masked", "injected", "decayed", "averaged")
@@ -94,7 +94,7 @@ def test_infinity_is_no_step(name):
     assert not torch.isfinite(moves["w"][0, 0])
 
 
-def test_a_block_of_codes_is_spoiled_and_the_others_are_not():
+def test_only_the_block_of_a_nonfinite_gradient_becomes_nan():
     params, grads = trees()
     tx = opt.adamw8bit(0.1)
     _, state = tx.update(spoiled(grads, math.nan, (0, 3)), tx.init(params), params)
@@ -105,7 +105,7 @@ def test_a_block_of_codes_is_spoiled_and_the_others_are_not():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_gradient_of_zero_makes_no_nan_in_16_bits(dtype):
-    """Where Adam's eps is 0."""
+    """Adam has eps=0 here."""
     params = {"w": torch.ones(8, dtype=dtype)}
     tx = opt.adamw(0.1, weight_decay=0.0)
     moves, _ = tx.update({"w": torch.zeros(8, dtype=dtype)}, tx.init(params), params)
@@ -114,7 +114,7 @@ def test_a_gradient_of_zero_makes_no_nan_in_16_bits(dtype):
 
 @pytest.mark.parametrize("scale", [math.inf, math.nan])
 def test_skipping_looks_at_what_gradients_are_multiplied_by(scale):
-    """As in a train step, where they are unscaled and averaged while they are applied."""
+    """In a train step gradients are unscaled and averaged while they are applied."""
     tx = opt.skip_nonfinite(opt.adam(0.1), 3)
     params = {"w": torch.ones(4)}
     state = tx.init(params)
@@ -124,7 +124,7 @@ def test_skipping_looks_at_what_gradients_are_multiplied_by(scale):
 
 @pytest.mark.parametrize("name", ["lamb", "1-bit LAMB"])
 def test_a_trust_ratio_of_nan_is_not_taken_for_one(name):
-    """As in optax: a step of the whole parameter goes by its norm."""
+    """As in optax, the norm of a parameter scales its whole step."""
     params, grads = trees()
     tx = OPTIMIZERS[name]()
     moves, _ = tx.update(spoiled(grads, math.nan, (0, 0)), tx.init(params), params)

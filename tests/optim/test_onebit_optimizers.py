@@ -1,4 +1,4 @@
-"""Optimizers that compress: on every mesh, in place and pure, in plans and checkpoints, and what they send."""
+"""Optimizers that compress: on every mesh, in place and pure, in plans and checkpoints, and their payload."""
 
 import math
 
@@ -146,7 +146,7 @@ def test_apply_is_update_and_add_to_the_last_bit(name, dtype, scale):
     generator = torch.Generator().manual_seed(3)
 
     def tree():
-        """One leaf is taken in several pieces, one is not contiguous."""
+        """One leaf is taken in several chunks, one is not contiguous."""
         big = torch.randn(70_000, generator=generator).to(dtype)
         return {"a": big, "b": torch.randn(4, 3, generator=generator).to(dtype).t()}
 
@@ -172,14 +172,12 @@ def test_apply_is_update_and_add_to_the_last_bit(name, dtype, scale):
 def test_update_needs_the_parameters():
     tx = sl.optim.onebit_adam(0.1, 5)
     params = {"w": torch.ones(3)}
-    with pytest.raises(
-        ValueError, match=r"onebit_adam needs the parameters it moves: update\(updates, state, params\)"
-    ):
+    with pytest.raises(ValueError, match=r"onebit_adam needs the parameters: update\(updates, state, params\)"):
         tx.update(params, tx.init(params))
 
 
 @COMPRESSING
-def test_by_hand_on_shards_errors_have_no_place(name):
+def test_update_on_shards_needs_a_state_for_residuals(name):
     def run(mesh):
         tx = MAKE[name]()
         sharded = sl.shard(model(), mesh, sl.zero(0))
@@ -214,9 +212,9 @@ def test_it_evaluates_with_what_it_trains(name):
         evaluate = sl.make_eval_step(lambda params, batch: sl.Mean(loss_fn(params, batch), 1.0), sharded)
         state, step = sl.make_train_step(loss_fn, sharded, MAKE[name]())
         for number in range(3):
-            told = evaluate(state, batch_of(mesh.rank, number)).item()
+            result = evaluate(state, batch_of(mesh.rank, number)).item()
             state, metrics = step(state, batch_of(mesh.rank, number))
-            assert told == pytest.approx(metrics["loss"].item(), rel=1e-12)
+            assert result == pytest.approx(metrics["loss"].item(), rel=1e-12)
         return True
 
     assert all(sl.simulate(run, mesh={"data": 2}))
@@ -230,11 +228,11 @@ def sent_by_step(mesh, tx, transform, steps):
     sharded = sl.shard(model(), mesh, transform)
     state, step = sl.make_train_step(loss_fn, sharded, tx)
     sent = count_payload(mesh)
-    told = []
+    result = []
     for number in range(steps):
         state, _ = step(state, batch_of(mesh.rank, number))
-        told.append((sent()["data"], [leaf.clone() for leaf in optree.tree_leaves(state.params)]))
-    return told
+        result.append((sent()["data"], [leaf.clone() for leaf in optree.tree_leaves(state.params)]))
+    return result
 
 
 SIZES = [45, 55, 11, 33]  # of the leaves; three are one buffer
@@ -244,8 +242,8 @@ ONE_BIT = sum(2 * math.ceil(sum(group) / 16) * 16 // 2 // 8 + 2 * 8 * len(group)
 
 def test_onebit_adam_sends_the_formulas_bytes():
     """2(n−1)/n·d/8 and two scales of each parameter, here of 8 bytes; before, 2(n−1)/n·8d."""
-    for told in sl.simulate(lambda mesh: sent_by_step(mesh, MAKE["onebit_adam"](), sl.zero(0), 9), mesh={"data": 2}):
-        assert [sent for sent, _ in told] == [FULL] * 4 + [ONE_BIT] * 5
+    for result in sl.simulate(lambda mesh: sent_by_step(mesh, MAKE["onebit_adam"](), sl.zero(0), 9), mesh={"data": 2}):
+        assert [sent for sent, _ in result] == [FULL] * 4 + [ONE_BIT] * 5
 
 
 def test_zero_one_adam_sends_what_its_schedule_says_and_ranks_differ_between():
@@ -275,11 +273,11 @@ def test_where_the_learning_rate_is_zero_ranks_stay_together():
 
     def run(mesh):
         state, step = sl.make_train_step(loss_fn, sl.shard(model(), mesh, sl.zero(0)), tx)
-        told = []
+        result = []
         for number in range(9):
             state, _ = step(state, batch_of(mesh.rank, number))
-            told.append(copy_of(sl.unshard(state.params)))
-        return told
+            result.append(copy_of(sl.unshard(state.params)))
+        return result
 
     first, second = sl.simulate(run, mesh={"data": 2})
     assert_close(first[3], first[8], 1e-12)
@@ -302,7 +300,7 @@ def test_a_plan_that_knows_the_optimizer_is_traced_all_the_same(name):
 @pytest.mark.parametrize("stage", [0, 1])
 @BY_NAME
 def test_state_bytes_are_the_plans(name, stage, ranks):
-    """At first and after every step."""
+    """State bytes equal the plan's at first and after every step."""
     transform, how = sl.zero(stage, axis="local", replicate="data"), {} if name == "lamb" else {"scales": 64}
 
     def run(mesh):
@@ -378,7 +376,7 @@ def test_a_freeze_step_that_was_lowered_below_a_restored_states_freezes_the_next
 
 
 @pytest.mark.parametrize("name", ["lamb", "onebit_lamb"])
-def test_what_is_kept_for_each_parameter_stays_with_it_on_another_mesh(tmp_path, name):
+def test_states_of_parameters_move_with_them_to_another_mesh(tmp_path, name):
     """Buckets are others there: leaves that are split may be large enough for one of their own."""
 
     def train(mesh, stage, first, last):
@@ -404,7 +402,7 @@ def test_what_is_kept_for_each_parameter_stays_with_it_on_another_mesh(tmp_path,
         assert_close(got, wanted, 1e-10)
 
 
-def test_ranks_that_went_on_their_own_are_not_taken_back_before_the_freeze(tmp_path):
+def test_diverged_ranks_are_not_restored_before_the_freeze(tmp_path):
     def run(mesh):
         stepped(mesh, FREEZE["zero_one_adam"](3), 0, 6, saved=tmp_path)
         with pytest.raises(ValueError, match=r"zero_one_adam\(var_freeze_step=19\): .* frozen, after 6 steps"):
@@ -465,7 +463,7 @@ def test_hyper_parameters_out_of_range(make, message):
     [
         (sl.zero(1), "data", r"zero splits the state over it.*zero\(stage, axis='local', replicate='data'\)"),
         (sl.zero(0), "rack", r"onebit_adam sums gradients over axis 'rack', which the mesh \(data\) does not have"),
-        (sl.chain(sl.zero(0), sl.onebit()), "data", r"already travel there in 1 bit, a scale per leaf; drop one"),
+        (sl.chain(sl.zero(0), sl.onebit()), "data", r"already sends them over it in 1 bit, a scale per leaf; drop one"),
     ],
 )
 def test_what_does_not_compose(transform, axis, message):
@@ -478,9 +476,9 @@ def test_two_in_one_chain():
         sl.optim.chain(sl.optim.onebit_adam(0.1, 5), sl.optim.onebit_lamb(0.1, 5))
 
 
-def test_what_brings_ranks_together_is_last_in_a_chain():
+def test_the_axis_owner_is_last_in_a_chain():
     clip, own = sl.optim.clip_by_global_norm(1.0), MAKE["zero_one_adam"]()
     sl.optim.chain(clip, sl.optim.chain(clip, own))
     for wrong in ((own, clip), (sl.optim.chain(clip, own), clip)):
-        with pytest.raises(ValueError, match=r"zero_one_adam brings ranks together .*: put it last"):
+        with pytest.raises(ValueError, match=r"zero_one_adam makes parameters equal again .*: put it last"):
             sl.optim.chain(*wrong)

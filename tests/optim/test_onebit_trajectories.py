@@ -1,4 +1,4 @@
-"""1-bit Adam, 1-bit LAMB, 0/1 Adam and LAMB: every step is the plain simulation's, on every mesh."""
+"""1-bit Adam, 1-bit LAMB, 0/1 Adam and LAMB: every step equals a plain simulation, on every mesh."""
 
 import pytest
 from helpers.trajectories import (
@@ -41,7 +41,7 @@ def test_onebit_adam_is_the_papers(ranks, scales):
 
 @pytest.mark.parametrize(("warmup", "expected"), [(20, [50]), (60, [75]), (80, [])])
 def test_onebit_adam_freezes_when_the_variance_has_settled(warmup, expected):
-    """And not before the learning rate has stopped rising; the last time it has not settled again by step 100."""
+    """The variance is not frozen before the rate has stopped rising; in the last case it has not settled by step 100."""
     b2, every = 0.96, 25
     rise = sl.optim.warmup_constant_schedule(0.0, PEAK, warmup)
     frozen = []
@@ -110,7 +110,7 @@ def test_zero_one_adam_is_the_papers(ranks, scales):
     )  # fmt: skip
     sent = {"full": Sent.FULL, "1 bit": Sent.ONE_BIT, "nothing": Sent.NOTHING}
     rule = ZeroOneSteps(FREEZE, **INTERVALS)
-    assert [sent[told.pop("sent")] for told in wanted] == [rule.sent(step) for step in range(1, STEPS + 1)]
+    assert [sent[recorded.pop("sent")] for recorded in wanted] == [rule.sent(step) for step in range(1, STEPS + 1)]
     assert_same_trajectory(got, wanted)
 
 

@@ -1,10 +1,10 @@
-"""Every transformation that optax or torch has too takes their trajectory."""
+"""Gradient transformations that optax or torch also have follow the same trajectories."""
 
 import numpy as np
 import optree
 import pytest
 import torch
-from helpers.transformations import RECORDED
+from helpers.optimizer_cases import RECORDED
 from helpers.trees import assert_close
 from oracle import optax_trajectories as oracle
 
@@ -47,8 +47,8 @@ def test_as_optax(name, form):
     moved = {"update": updated, "apply": applied}[form]
     wanted = oracle.recorded(name)
     paths = oracle.MATRICES if RECORDED[name].matrices else tuple(oracle.SHAPES)
-    for place, params in enumerate(trajectory(name, paths, moved).values()):
-        assert_close(params, {path: _lift(values[place]) for path, values in wanted.items()}, TOLERANCE)
+    for position, params in enumerate(trajectory(name, paths, moved).values()):
+        assert_close(params, {path: _lift(values[position]) for path, values in wanted.items()}, TOLERANCE)
 
 
 def by_torch(make):
@@ -170,7 +170,7 @@ def test_from_torch_is_torchs(cls, options):
     (torch.optim.Muon, {}, "2D parameters"),
     (torch.optim.Adafactor, {}, r"does not update each element alone: row_var, col_var, the parameters"),
 ])  # fmt: skip
-def test_what_torch_does_not_do_element_by_element_is_refused(cls, options, why):
+def test_optimizers_of_torch_that_are_not_elementwise_are_refused(cls, options, why):
     with pytest.raises(sl.errors.IllegalComposition, match=why) as refused:
         opt.from_torch(cls, **options)
     assert cls.__name__ in str(refused.value)

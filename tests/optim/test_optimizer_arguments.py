@@ -1,4 +1,4 @@
-"""Arguments that cannot be meant: hyper-parameters out of range, gradients of other shapes, what is no optimizer."""
+"""Wrong arguments: hyper-parameters out of range, gradients of other shapes, values that are no optimizers."""
 
 import inspect
 import itertools
@@ -64,7 +64,7 @@ def test_a_number_out_of_range_is_refused_by_name(make, name, value):
 
 
 @pytest.mark.parametrize("make", [opt.sgd, opt.adamw, opt.lion, opt.lamb, opt.rmsprop])
-def test_numbers_of_numpy_and_tensors_will_do(make):
+def test_numbers_of_numpy_and_tensors_are_accepted(make):
     params = {"w": torch.linspace(-1, 1, 6).view(2, 3)}
     moved = [
         make(lr).update(params, make(lr).init(params), params)[0]["w"]
@@ -74,7 +74,7 @@ def test_numbers_of_numpy_and_tensors_will_do(make):
 
 
 @pytest.mark.parametrize("name", ["b1", "eps", "weight_decay"])
-def test_injected_numbers_are_held_to_the_same(name):
+def test_injected_numbers_are_checked_too(name):
     params = {"w": torch.ones(3)}
     with pytest.raises(ValueError, match=rf"adamw\({name}=-1.0\)"):
         opt.inject_hyperparams(opt.adamw)(0.1, **{name: -1.0})
@@ -132,7 +132,7 @@ PARAMS = {"a": torch.ones(3), "b": torch.ones(2, 3)}
 
 @pytest.mark.parametrize("name", UPDATED)
 @pytest.mark.parametrize(
-    ("grads", "told"),
+    ("grads", "message"),
     [
         ({"a": torch.ones(1), "b": torch.ones(2, 3)}, r"a: updates of shape \(1,\), \w+ of shape \(3,\)"),
         ({"a": torch.ones(3), "b": torch.ones(3)}, r"b: updates of shape \(3,\), \w+ of shape \(2, 3\)"),
@@ -141,30 +141,30 @@ PARAMS = {"a": torch.ones(3), "b": torch.ones(2, 3)}
         ({**PARAMS, "c": torch.ones(3)}, r"c: in the updates alone"),
     ],
 )
-def test_gradients_of_another_shape_are_not_spread_over_parameters(name, grads, told):
+def test_gradients_of_another_shape_are_not_spread_over_parameters(name, grads, message):
     tx = UPDATED[name]()
     state = tx.init(PARAMS)
-    with pytest.raises(TreeError, match=told):
+    with pytest.raises(TreeError, match=message):
         tx.update(grads, state, PARAMS)
 
 
 @pytest.mark.parametrize(
     "make", [lambda: opt.sgd(0.1, 0.9), lambda: opt.adam(0.1), lambda: opt.lion(0.1, weight_decay=0.0)]
 )
-def test_nor_over_moments_where_no_parameters_are_given(make):
+def test_gradients_of_another_shape_are_not_spread_over_moments(make):
     tx = make()
     with pytest.raises(TreeError, match=r"a: updates of shape \(1,\)"):
         tx.update({"a": torch.ones(1), "b": torch.ones(2, 3)}, tx.init(PARAMS))
 
 
 @pytest.mark.parametrize("make", [lambda: opt.ema(0.9), opt.swa])
-def test_nor_over_averages(make):
+def test_parameters_of_another_shape_are_not_spread_over_averages(make):
     average = make()
     with pytest.raises(TreeError, match=r"a: tree of shape \(1,\), average of shape \(3,\)"):
         average.update({"a": torch.ones(1), "b": torch.ones(2, 3)}, average.init(PARAMS))
 
 
-def test_nor_are_updates():
+def test_updates_of_another_shape_are_not_spread_over_parameters():
     with pytest.raises(TreeError, match=r"apply_updates.*\n.*a: updates of shape \(1,\), parameters of shape \(3,\)"):
         sl.optim.apply_updates(PARAMS, {"a": torch.ones(1), "b": torch.ones(2, 3)})
     sharded = sl.shard(PARAMS, sl.make_mesh())
@@ -173,7 +173,7 @@ def test_nor_are_updates():
 
 
 class GradientTransformationExtraArgs(NamedTuple):
-    """As optax's objects are."""
+    """An object like those of optax."""
 
     init: object
     update: object
@@ -188,7 +188,7 @@ WRONG = {
     ),
     "its class": (lambda: torch.optim.NAdam, r"from_torch\(torch\.optim\.NAdam, lr=\.\.\.\)"),
     "optax's": (lambda: OPTAX, r"GradientTransformationExtraArgs of .*sl\.optim has optax's"),
-    "a factory": (lambda: opt.adamw, r"the function adamw; call what makes one, as in adamw\(\.\.\.\)"),
+    "a factory": (lambda: opt.adamw, r"the function adamw; call it if it makes one, adamw\(\.\.\.\)"),
     "a function": (lambda: lambda grads, state: grads, r"the function <lambda>"),
     "a list": (lambda: [SGD, SGD], r"a list of them; give them one by one to sl\.optim\.chain"),
     "a string": (lambda: "adamw", r"sl\.optim\.adamw\(3e-4\), not 'adamw'"),
@@ -213,9 +213,9 @@ TAKING = {
 @pytest.mark.parametrize(
     ("name", "where"), [pair for pair in itertools.product(WRONG, TAKING) if pair != ("None", "make_plan")]
 )
-def test_what_is_no_optimizer_is_refused_with_what_to_give(where, name):
-    make, told = WRONG[name]
-    with pytest.raises(TypeError, match=rf"^{where} takes gradient transformations.*{told}"):
+def test_values_that_are_no_optimizers_are_refused_with_a_remedy(where, name):
+    make, message = WRONG[name]
+    with pytest.raises(TypeError, match=rf"^{where} takes gradient transformations.*{message}"):
         TAKING[where](make())
 
 
@@ -240,7 +240,7 @@ WRAPPED = {
 
 
 @pytest.mark.parametrize("name", WRAPPED)
-def test_what_comes_last_comes_last_inside_a_wrapper_too(name):
+def test_the_last_transformation_stays_last_inside_a_wrapper(name):
     inner = WRAPPED[name](opt.lookahead(SGD, 2, 0.5))
     with pytest.raises(ValueError, match="put it last"):
         opt.chain(inner, opt.clip_by_value(1.0))

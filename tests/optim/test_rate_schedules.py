@@ -199,7 +199,7 @@ FIRST_AND_LAST = {  # the values at steps 0 and N
 
 
 @pytest.mark.parametrize("name", FIRST_AND_LAST)
-def test_all_count_alike(name):
+def test_all_schedules_count_steps_alike(name):
     """Step 0 has the first value, and what takes N steps has its last one at step N, and not before."""
     schedule, first, last = FIRST_AND_LAST[name]
     assert at(schedule, 0) == pytest.approx(first)
@@ -213,8 +213,8 @@ def test_as_deepspeeds_updates():
     test = sl.optim.lr_range_test_schedule(0.01, 4, 0.5)
     for update in range(20):
         last = update - 1  # what the last call of step() has set; before the first, the least rates are set by hand
-        place = (last + 1) % 10 / 10
-        height = place / 0.4 if place <= 0.4 else (1 - place) / 0.6
+        position = (last + 1) % 10 / 10
+        height = position / 0.4 if position <= 0.4 else (1 - position) / 0.6
         rate = 0.1 + 0.4 * height if last < 10 else 0.1 / (1 + 0.5 * (last - 10 + 1) / 3)
         assert at(cycle.lr, update) == pytest.approx(rate)
         if last < 10:
@@ -302,13 +302,13 @@ def test_a_users_function_trains_on_a_mesh(stage):
         (lambda: schedules.constant_schedule(1.0)(np.array("3")), r"not of a ndarray"),
         (
             lambda: schedules.as_schedule(lambda step: None)(3),
-            r"the schedule <lambda> gave None at step 3; it is to give a",
+            r"the schedule <lambda> gave None at step 3; it must return a",
         ),
         (lambda: schedules.as_schedule(lambda step: torch.ones(1))(0), r"gave a Tensor of shape \(1,\) at step 0"),
         (lambda: schedules.as_schedule(lambda step: True)(0), r"gave True at step 0"),
     ],
 )
-def test_what_is_no_number_is_refused(make, message):
+def test_schedules_must_return_numbers(make, message):
     with pytest.raises(TypeError, match=message):
         make()
 
@@ -325,11 +325,11 @@ def test_larger_batches():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: sl.optim.warmup_cosine_decay_schedule(0.0, 1.0, 10, 10), r"of 10 steps 10 cannot be warm-up"),
-        (lambda: sl.optim.warmup_linear_decay_schedule(0.0, 1.0, -1, 10), r"of 10 steps -1 cannot be warm-up"),
+        (lambda: sl.optim.warmup_cosine_decay_schedule(0.0, 1.0, 10, 10), r"10 of 10 steps cannot be warm-up"),
+        (lambda: sl.optim.warmup_linear_decay_schedule(0.0, 1.0, -1, 10), r"-1 of 10 steps cannot be warm-up"),
         (lambda: sl.optim.warmup_cosine_decay_schedule(0.0, 0.0, 2, 10), r"a schedule that decays needs a peak"),
         (lambda: sl.optim.warmup_constant_schedule(0.0, 1.0, 2, warmup="square"), r"use 'linear' or 'log'"),
-        (lambda: sl.optim.warmup_constant_schedule(0.0, 1.0, 1, warmup="log"), r"it takes 2 or more"),
+        (lambda: sl.optim.warmup_constant_schedule(0.0, 1.0, 1, warmup="log"), r"use at least 2"),
         (lambda: sl.optim.linear_schedule(0.0, 1.0, 0), r"transition_steps=0"),
         (lambda: sl.optim.cosine_decay_schedule(1.0, 2.5), r"decay_steps=2.5"),
         (lambda: sl.optim.exponential_decay(1.0, 5, 0.0), r"decay_rate=0.0"),
@@ -359,7 +359,7 @@ def test_larger_batches():
         (lambda: sl.optim.linear_scaling(0.1, 2.5, 1), r"batches of 2.5 and 1 rows"),
     ],
 )
-def test_what_cannot_be_is_refused(make, message):
+def test_impossible_schedules_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 

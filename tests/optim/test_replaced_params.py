@@ -1,4 +1,4 @@
-"""Parameters replaced between steps: what a step goes on from is what the user put there, masters or not."""
+"""Parameters replaced between steps: the next step continues from the new ones, with and without masters."""
 
 from dataclasses import replace
 
@@ -55,7 +55,7 @@ HOW = [by_verb, by_whole_tree, by_assignment, in_place, by_mapping_the_state]
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("how", HOW)
-def test_a_step_goes_on_from_what_was_put_there(how, stage, precision):
+def test_a_step_continues_from_replaced_parameters(how, stage, precision):
     """A step of size 0 leaves it; before, fp32 masters brought the old ones back."""
 
     def run(mesh):
@@ -136,7 +136,7 @@ def test_a_clone_of_a_state_trains_on_like_it():
 @pytest.mark.parametrize("how", [by_verb, by_assignment, in_place])
 @pytest.mark.parametrize("wrap", [lambda tx: tx, lambda tx: opt.chain(opt.clip_by_global_norm(1.0), tx)])
 @pytest.mark.parametrize("stage", [0, 3])
-def test_lookahead_does_not_bring_the_old_ones_back(how, wrap, stage):
+def test_lookahead_continues_from_replaced_parameters(how, wrap, stage):
     inner = opt.masked(opt.lookahead(opt.sgd(0.0), 2, 0.5), "*weight")
 
     def run(mesh):
@@ -154,7 +154,7 @@ def test_lookahead_does_not_bring_the_old_ones_back(how, wrap, stage):
     sl.simulate(run, mesh={"data": 2})
 
 
-def test_zero_one_adam_takes_them_up_where_ranks_are_together_and_refuses_where_they_are_apart():
+def test_zero_one_adam_refuses_replaced_parameters_while_ranks_have_diverged():
     tx = opt.zero_one_adam(1e-30, 2, local_step_scaler=2, local_step_clipper=2)
     steps = opt.ZeroOneSteps(2, local_step_scaler=2, local_step_clipper=2)
 
@@ -207,7 +207,7 @@ def test_without_donation_both_states_stay_usable():
     assert_same(optree.tree_leaves(state), before)
 
 
-def test_a_checkpoint_holds_what_was_put_there(tmp_path):
+def test_a_checkpoint_holds_replaced_parameters(tmp_path):
     def make():
         return sl.make_train_step(FIT, sl.shard(PARAMS, sl.make_mesh(), sl.precision("bf16")), opt.sgd(0.0))
 
@@ -222,7 +222,7 @@ def test_a_checkpoint_holds_what_was_put_there(tmp_path):
     assert_same(sl.unshard(step(restored, BATCH)[0].params), wanted)
 
 
-def test_what_is_not_parameters_of_this_state_is_refused():
+def test_other_parameters_than_the_states_are_refused():
     def run(mesh):
         state, step = sl.make_train_step(FIT, sl.shard(PARAMS, mesh, sl.zero(1)), opt.sgd(0.1))
         with pytest.raises(TreeError, match=r"sl\.unshard"):

@@ -1,4 +1,4 @@
-"""States in bf16, rounded at random."""
+"""States in bf16 with stochastic rounding."""
 
 import optree
 import pytest
@@ -10,6 +10,7 @@ from helpers.trees import assert_same
 import shardlib as sl
 from shardlib.errors import IllegalComposition
 from shardlib.kernels.common.rounding import round_to_bf16
+from shardlib.optim.wrappers import rounding
 
 FIT, PARAMS = mlp([6, 9, 4], torch.float32)
 BARE = sl.precision("bf16", master=False)
@@ -50,6 +51,16 @@ def test_states_are_kept_in_bf16_and_planned_so(stage):
 
     for losses in sl.simulate(run, mesh={"data": 2}):
         assert losses[-1] < 0.8 * losses[0]
+
+
+def test_every_tree_is_rounded_by_bits_of_its_own(monkeypatch):
+    """Parameters and both moments, leaf by leaf: what is rounded up in one of them says nothing of the others."""
+    keys, bits_at = [], rounding.bits_at
+    monkeypatch.setattr(rounding, "bits_at", lambda key, places: keys.append(key) or bits_at(key, places))
+    params = {name: torch.ones(3, dtype=torch.bfloat16) for name in "ab"}
+    tx = rounded_adamw()
+    tx.update(params, tx.init(params), params)
+    assert len(keys) == len(set(keys)) == 3 * 2
 
 
 def given_gradients(params, batch):
@@ -163,6 +174,6 @@ def test_other_optimizers_are_rounded_too(name):
         assert sum(different) <= 1  # a norm's last bit may tip one element over
 
 
-def test_what_reduces_gradients_itself_is_refused():
+def test_optimizers_that_reduce_gradients_are_refused():
     with pytest.raises(IllegalComposition, match=r"stochastic_rounding around onebit_adam, which reduces gradients"):
         sl.optim.stochastic_rounding(sl.optim.onebit_adam(1e-3, freeze_step=5))

@@ -18,7 +18,7 @@ class Table:
         self.numbers, self.borders = numbers, borders
 
     def rounded(self, x):
-        """What is left of a buffer once it was kept in 8 bits."""
+        """A buffer after it was coded in 8 bits and decoded."""
         left = torch.empty_like(x)
         for start in range(0, len(x), BLOCK):
             block = x[start : start + BLOCK]

@@ -71,10 +71,10 @@ class FewBits:
         grain = 8 if form == "leaf" else form if isinstance(form, int) else form[0]
         self.row = math.ceil(elements / (ranks * grain)) * grain
         length = ranks * self.row
-        self.place = torch.arange(elements)
+        self.position = torch.arange(elements)
         if scattered:
-            self.place = self.place // (elements // ranks) * self.row + self.place % (elements // ranks)
-        self.spans = [(int(self.place[a]), int(self.place[a]) + b - a) for a, b in filled if a < b]
+            self.position = self.position // (elements // ranks) * self.row + self.position % (elements // ranks)
+        self.spans = [(int(self.position[a]), int(self.position[a]) + b - a) for a, b in filled if a < b]
         self.mask = torch.zeros(length, dtype=torch.bool)
         for start, stop in self.spans:
             self.mask[start:stop] = True
@@ -96,33 +96,33 @@ class FewBits:
         return floats(block, len(c))(c) if largest == "fp8" else integers(block, largest, len(c))(c)
 
     def __call__(self, xs):
-        """Each rank's result."""
+        """The result of each rank."""
         messages = []
         for rank, x in enumerate(xs):
             c = torch.zeros_like(self.sent[rank])
-            c[self.place] = x
+            c[self.position] = x
             c = c + self.sent[rank]
             q, s = self._quantise(c, 0)
             self.sent[rank] = torch.where(self.mask, c - q * s, 0)
             messages.append((q, s))
-        rows = [self._add(messages, place) for place in range(self.ranks)]
+        rows = [self._add(messages, position) for position in range(self.ranks)]
         if self.scattered:
             width = self.elements // self.ranks
             masks = self.mask.view(self.ranks, -1)
             return [torch.where(mask, row, 0)[:width] for row, mask in zip(rows, masks, strict=True)]
         parts = []
-        for place, row in enumerate(rows):
-            c = row + self.rows[place]
-            q, s = self._quantise(c, place * self.row)
-            mask = self.mask[place * self.row : (place + 1) * self.row]
-            self.rows[place] = torch.where(mask, c - q * s, 0)
+        for position, row in enumerate(rows):
+            c = row + self.rows[position]
+            q, s = self._quantise(c, position * self.row)
+            mask = self.mask[position * self.row : (position + 1) * self.row]
+            self.rows[position] = torch.where(mask, c - q * s, 0)
             parts.append(torch.where(mask, q * s, 0))
         whole = torch.cat(parts)[: self.elements]
         return [whole.clone() for _ in range(self.ranks)]
 
-    def _add(self, messages, place):
+    def _add(self, messages, position):
         """One row of the sum. In a block that has padding too, padding's signs are added up with the others."""
-        row = slice(place * self.row, (place + 1) * self.row)
+        row = slice(position * self.row, (position + 1) * self.row)
         total = torch.zeros(self.row, dtype=messages[0][0].dtype)
         for q, s in messages:
             if isinstance(self.form, tuple):

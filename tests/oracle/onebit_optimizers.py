@@ -31,13 +31,13 @@ class Means:
         self.sums = {}
         for number, group in enumerate(self.groups):
             for owner in range(self.owners):
-                filled, place = [], 0
+                filled, position = [], 0
                 for leaf in group:
                     rest = max(self.sizes[leaf] - owner * self.chunks[leaf], 0)
-                    filled.append((place, place + min(rest, self.chunks[leaf])))
-                    place += self.chunks[leaf]
+                    filled.append((position, position + min(rest, self.chunks[leaf])))
+                    position += self.chunks[leaf]
                 self.sums[number, owner] = FewBits(
-                    self.ranks, place, filled, self.form, scattered=False, mean=True, dtype=torch.float64
+                    self.ranks, position, filled, self.form, scattered=False, mean=True, dtype=torch.float64
                 )
 
     def __call__(self, buffers):

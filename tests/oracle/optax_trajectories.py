@@ -112,7 +112,7 @@ def record():
     import optax.contrib
 
     jax.config.update("jax_enable_x64", True)
-    told = {}
+    results = {}
     for name, (tx, paths) in cases(optax).items():
         ahead = name.startswith("lookahead")
         params = {path: jnp.asarray(value) for path, value in start(paths).items()}
@@ -129,9 +129,9 @@ def record():
             if step + 1 in KEPT:
                 kept.append(params.fast if ahead else params)
         for path in paths:
-            told[f"{name}/{path}"] = np.stack([np.asarray(tree[path]) for tree in kept])
-            assert told[f"{name}/{path}"].dtype == np.float32
-    np.savez_compressed(FILE, **told)
+            results[f"{name}/{path}"] = np.stack([np.asarray(tree[path]) for tree in kept])
+            assert results[f"{name}/{path}"].dtype == np.float32
+    np.savez_compressed(FILE, **results)
 
 
 if __name__ == "__main__":

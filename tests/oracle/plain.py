@@ -32,8 +32,8 @@ class Cluster:
         chunk = math.ceil(whole.numel() / self.ways)
         padded = torch.zeros(chunk * self.ways, dtype=whole.dtype)
         padded[: whole.numel()] = whole.reshape(-1)
-        place = rank % self.ways
-        return padded[place * chunk : (place + 1) * chunk].clone()
+        position = rank % self.ways
+        return padded[position * chunk : (position + 1) * chunk].clone()
 
     def all_gather(self, shards, shape):
         """Shards per rank -> whole tensor per rank."""

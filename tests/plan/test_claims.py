@@ -1,4 +1,4 @@
-"""What transforms of one's own can claim: axes of experts, memories, and conditions on the others in a chain."""
+"""Claims of users' transforms: axes of experts, memories, and conditions on other transforms in a chain."""
 
 import re
 from dataclasses import dataclass

@@ -83,11 +83,11 @@ def test_a_plan_prints_all_it_says():
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)])
 def test_a_chain_has_no_order(order):
     members = TRANSFORM.transforms
-    plan = small_plan(sl.chain(*(members[place] for place in order)))
+    plan = small_plan(sl.chain(*(members[position] for position in order)))
     assert plan == small_plan() and str(plan) == str(small_plan())
 
 
-def test_plans_that_differ_compare_so():
+def test_different_plans_are_unequal():
     plans = [
         small_plan(),
         small_plan(sl.chain(sl.zero(2, axis="local", replicate="node"), *TRANSFORM.transforms[1:])),

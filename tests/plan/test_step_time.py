@@ -28,7 +28,7 @@ def test_without_links_a_step_is_what_it_computes(stage):
 
 
 @pytest.mark.parametrize(("stage", "volumes"), [(0, 2), (1, 2), (2, 2), (3, 3)])
-def test_a_slow_link_is_all_that_counts(stage, volumes):
+def test_a_slow_link_dominates(stage, volumes):
     """Computing takes no time: every byte the plan counts, one after the other."""
     found = predicted(sl.zero(stage), 0.0, 1.0)
     assert found.total == found.links["data"] == volumes * UNITS * SHARE
@@ -36,7 +36,7 @@ def test_a_slow_link_is_all_that_counts(stage, volumes):
     assert found.total == plan.payload()["data"]
 
 
-def test_what_the_optimizer_sends_is_waited_for():
+def test_a_step_waits_for_what_the_optimizer_sends():
     params = {"blocks": [{"w": torch.zeros(40, 25)} for _ in range(UNITS)]}
     plan = sl.make_plan(params, sl.abstract_mesh(data=RANKS), stage=2, optimizer=sl.optim.muon(0.1))
     found = sl.report.predict_step(plan, 0.0, {"data": 1.0})
@@ -44,7 +44,7 @@ def test_what_the_optimizer_sends_is_waited_for():
 
 
 def test_stage_0_hides_all_but_the_last_reduction():
-    """Each reduction takes as long as a unit's backward: the last one alone is waited for."""
+    """Each reduction takes as long as a unit's backward, so that a step waits only for the last one."""
     seconds = 1.0
     found = predicted(sl.zero(0), UNITS * seconds, 2 * SHARE / (2 * seconds))
     assert found.total == pytest.approx(UNITS * 3 * seconds + 2 * seconds)
@@ -92,7 +92,7 @@ def test_each_axis_is_a_link_of_its_own():
     assert found.links["node"] == plan.payload()["node"] == pytest.approx(found.total, rel=1e-4)
 
 
-def test_names_that_the_plan_does_not_have():
+def test_unknown_units_and_axes_are_refused():
     with pytest.raises(MeshError, match=r"axis 'pipe'\n  - unit 'head'"):
         sl.report.predict_step(sl.make_plan(PARAMS, sl.abstract_mesh(data=2), stage=1), {"head": 1.0}, {"pipe": 1.0})
 
@@ -210,13 +210,13 @@ def test_an_axis_of_the_optimizers_own_is_summed_after_backward(forward):
     assert sl.report.predict_step(plan, 0.0, {"data": 1.0}).total == plan.payload()["data"]
 
 
-def test_no_axis_of_its_own():
+def test_an_optimizer_without_an_axis():
     plan = sl.make_plan(PARAMS, sl.abstract_mesh(data=RANKS), sl.zero(0))
     with pytest.raises(MeshError, match="no optimizer of this plan owns an axis; pass one that does"):
         sl.report.predict_step(plan, 1.0, {}, owned=True)
 
 
-def test_what_travels_in_few_bits_takes_less_time():
+def test_compressed_exchanges_take_less_time():
     plain = predicted(sl.zero(2), 0.0, 1.0)
     few = predicted(sl.chain(sl.zero(2), sl.onebit()), 0.0, 1.0)
     again = UNITS * SHARE  # parameters are gathered as they are

@@ -1,4 +1,4 @@
-"""Hosts in network namespaces: joined, slowed down as told, and removed with all that runs on them."""
+"""Hosts in network namespaces: joined by links of limited speed, and removed with all that runs on them."""
 
 import itertools
 import os
@@ -42,7 +42,7 @@ def namespaces():
 
 
 def seconds(hosts, sender, receiver):
-    """How long it takes to send ``BYTES`` from one host to another."""
+    """Seconds to send ``BYTES`` from one host to another."""
     python, where = [sys.executable, "-c"], [hosts.address(receiver), str(BYTES)]
     server = hosts.start(receiver, [*python, SERVER, *where], stdout=subprocess.PIPE)
     assert server.stdout.readline() == "ready\n"
@@ -56,7 +56,7 @@ def spaces():
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_every_link_is_as_slow_as_told(size):
+def test_every_link_has_the_limited_speed(size):
     with network(size) as hosts:
         hosts.limit("20mbit")
         for sender, receiver in itertools.permutations(range(size), 2):
@@ -76,7 +76,7 @@ def test_nothing_is_left_after_an_interrupt():
     assert running.wait(timeout=5) != 0
 
 
-def test_what_a_killed_process_left_is_removed_and_what_a_living_one_has_is_kept():
+def test_networks_of_killed_processes_are_removed_and_others_kept():
     dead = subprocess.Popen(["true"])
     dead.wait()
     left, kept = f"shardlib-{dead.pid}-0", f"shardlib-{os.getppid()}-0"

@@ -51,7 +51,7 @@ def _trained_with_leaves_alone(mesh, *arguments):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_leaves_that_travel_alone(pool, stage):
+def test_large_leaves_are_sent_alone(pool, stage):
     loss_fn, params = tiny_gpt(torch.float64)
     batches = token_batches(6)
     results = pool.run(

@@ -1,10 +1,10 @@
-"""Whatever is drawn: gradients and parameters in few bits train as they must, and send and hold what the plan says."""
+"""Drawn cases of compression: gradients and parameters in few bits train as simulated, and send and hold what is planned."""
 
 import optree
 import pytest
 import torch
 from helpers import training
-from helpers.exact import Travelling
+from helpers.lossless_codec import Travelling
 from helpers.measure import SCALARS, count_payload, stored_bytes
 from helpers.models import mlp, regression_batch, share
 from helpers.trees import assert_close
@@ -110,10 +110,10 @@ def as_dtype(tree, dtype):
 
 def planned(plan, sent):
     """Payload by axis of a step whose optimizer sends this over its own axis."""
-    told = plan.payload(owned=sent is not Sent.FULL)
-    if sent is Sent.NOTHING and plan.reductions.owner.axis in told:
-        told[plan.reductions.owner.axis] -= sum(channel.payload for channel in plan.channels if channel.mean)
-    return told
+    recorded = plan.payload(owned=sent is not Sent.FULL)
+    if sent is Sent.NOTHING and plan.reductions.owner.axis in recorded:
+        recorded[plan.reductions.owner.axis] -= sum(channel.payload for channel in plan.channels if channel.mean)
+    return recorded
 
 
 @given(st.data())
@@ -130,17 +130,17 @@ def test_bytes_sent_and_remembered_are_what_the_plan_says(data):
         mine = share(batches[0], batch_index(sharded.plan, mesh), sharded.plan.batch_ranks)
         plan = sl.make_plan(params, mesh, transform, loss_fn=model.loss_fn, batch=mine, optimizer=tx)
         state, step = sl.make_train_step(model.loss_fn, sharded, tx, donate=donate)
-        sent, told = count_payload(mesh, scalars=0), []
+        sent, recorded = count_payload(mesh, scalars=0), []
         for _ in steps:
             state, _ = step(state, mine)
-            told.append((sent(), stored_bytes(state.comm), stored_bytes(state.opt, counters=True)))
+            recorded.append((sent(), stored_bytes(state.comm), stored_bytes(state.opt, counters=True)))
         assert {leaf.path: leaf.local_bytes(plan.sizes) for leaf in plan.residuals} == {
             name: error.nbytes for name, error in state.comm.items()
         }
-        return told, plan
+        return recorded, plan
 
-    for told, plan in sl.simulate(run, mesh=mesh):
-        for kind, (sent, remembered, held) in zip(steps, told, strict=True):
+    for recorded, plan in sl.simulate(run, mesh=mesh):
+        for kind, (sent, remembered, held) in zip(steps, recorded, strict=True):
             wanted = planned(plan, kind)
             # Beside the payload every step sums some numbers of 8 bytes.
             assert sent == {

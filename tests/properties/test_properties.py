@@ -1,12 +1,12 @@
-"""Whatever tree, mesh and chain is drawn: legal chains train like one device, others are refused."""
+"""Drawn trees, meshes and chains: legal chains train like one device, others are refused."""
 
 import optree
 import pytest
 import torch
 from helpers import training
-from helpers.drawn import MESHES, STAGE, chains, models
 from helpers.measure import SCALARS, count_payload, stored_bytes
 from helpers.models import share
+from helpers.strategies import MESHES, STAGE, chains, models
 from helpers.trees import assert_close, assert_same
 from hypothesis import assume, given, note, settings
 from hypothesis import strategies as st
@@ -104,11 +104,11 @@ def test_bytes_held_and_sent_are_what_the_plan_says(case):
         plan = sl.make_plan(model.params, mesh, transform, loss_fn=model.loss_fn, batch=mine, optimizer=tx)
         state, step = sl.make_train_step(model.loss_fn, sharded, tx)
         sent = count_payload(mesh, scalars=0)
-        told = []
+        recorded = []
         for _ in range(2):
             state, _ = step(state, mine)
-            told.append(sent())
-        return told, plan.payload(), (stored_bytes(state.params), stored_bytes(state.opt, counters=True)), plan
+            recorded.append(sent())
+        return recorded, plan.payload(), (stored_bytes(state.params), stored_bytes(state.opt, counters=True)), plan
 
     for sent, planned, held, plan in sl.simulate(run, mesh=mesh):
         # Beside the payload every step sums some numbers of 8 bytes.
@@ -129,10 +129,10 @@ def test_a_chain_has_no_order(case, random):
         assert other == plan and str(other) == str(plan)
 
 
-@given(MESHES, models(), STAGE)
-def test_shard_and_unshard_are_inverse(mesh, model, stage):
+@given(MESHES, models(), STAGE, STAGE)
+def test_shard_and_unshard_are_inverse(mesh, model, stage, other):
     def run(mesh):
-        transform = sl.chain(sl.zero(stage, axis="a"), *([sl.zero(0, axis="b")] if "b" in mesh.shape else []))
+        transform = sl.chain(sl.zero(stage, axis="a"), *([sl.zero(other, axis="b")] if "b" in mesh.shape else []))
         sharded = sl.shard(model.params, mesh, transform)
         again = optree.tree_map(lambda leaf: leaf.clone(), sharded)  # packed anew from its leaves
         return sl.unshard(sharded), sl.unshard(again)
@@ -169,7 +169,7 @@ def is_legal(mesh, transforms):
 
 
 @given(MESHES, st.lists(ANY_TRANSFORM, max_size=4))
-def test_what_does_not_compose_is_refused_and_nothing_else(mesh, transforms):
+def test_exactly_the_illegal_chains_are_refused(mesh, transforms):
     params = {"w": torch.zeros(3, 2), "b": torch.zeros(3)}
 
     def plan():

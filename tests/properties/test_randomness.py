@@ -70,7 +70,7 @@ def test_the_number_at_the_seeds_own_index_is_random():
 
 
 def test_upper_and_lower_words_of_the_index_do_not_mix_up():
-    """As `stochastic_rounding` counts: the element below, the update above."""
+    """`stochastic_rounding` has the element in the lower and the update in the upper word."""
     index = torch.arange(COUNT) + (torch.arange(KEYS) << 40)[:, None]
     assert not refused(randomness.alike(bits_at(sl.Key(3), index)))
 
@@ -100,8 +100,8 @@ def test_the_statistics_notice_worse_generators():
     assert {"correlation", "equal pairs", "equal bits"} <= refused(randomness.alike(repeated)).keys()
 
 
-def test_what_is_drawn_for_other_purposes_is_other_numbers():
-    """By one and the same seed: a loss function's dropout, gradient noise, rounding, random blocks."""
+def test_draws_for_different_purposes_differ():
+    """With one seed, a loss function's dropout, gradient noise, rounding and random blocks differ."""
     tx = sl.optim.add_noise(1.0, 0.0, 0)
     state, grads = tx.init({"w": torch.zeros(COUNT)}), {"w": torch.zeros(COUNT)}
     noise, _ = tx.update(grads, state, grads)

@@ -54,7 +54,7 @@ def test_tensors_are_read_together_when_the_time_has_come():
     assert kept.closed
 
 
-def test_what_is_written_to_later_is_logged_as_it_was():
+def test_values_are_copied_when_logged():
     rate, kept = torch.tensor(0.5), Kept()
     with Log(kept) as log:
         log.write(1, {"lr": rate})
@@ -78,7 +78,7 @@ def test_what_a_train_step_returns_is_logged():
     assert kept.rows[0][1]["loss"] > kept.rows[1][1]["loss"] == metrics["loss"].item()
 
 
-def test_writers_are_closed_and_told_what_is_pending_when_a_run_fails():
+def test_writers_get_pending_metrics_and_are_closed_when_a_run_fails():
     kept = Kept()
     with pytest.raises(KeyError), Log(kept) as log:
         log.write(1, {"loss": 2.0})
@@ -86,7 +86,7 @@ def test_writers_are_closed_and_told_what_is_pending_when_a_run_fails():
     assert kept.rows == [(1, {"loss": 2.0})] and kept.closed
 
 
-def test_what_is_not_a_number_is_refused():
+def test_metrics_that_are_no_numbers_are_refused():
     with pytest.raises(ValueError, match=r"step 4 are not numbers: name: str, scores: a tensor of shape \(3,\)"):
         Log(Kept()).write(4, {"loss": 1.0, "name": "x", "scores": torch.zeros(3)})
     Log().write(4, {"scores": torch.zeros(3)})  # nobody listens
@@ -121,7 +121,7 @@ def test_lines_of_skipped_steps_are_json(tmp_path):
 
 
 @pytest.mark.parametrize("writer", [CsvWriter, JsonlWriter])
-def test_a_run_that_goes_on_drops_what_came_after_its_checkpoint(tmp_path, writer):
+def test_a_resumed_run_drops_rows_after_its_checkpoint(tmp_path, writer):
     path = tmp_path / "metrics"
     first = writer(path)
     for step in range(1, 26):
@@ -179,7 +179,7 @@ def test_weights_and_biases(monkeypatch):
     ("module", "make"),
     [("torch.utils.tensorboard", lambda: TensorBoardWriter("x")), ("wandb", lambda: WandbWriter())],
 )
-def test_what_is_missing_is_told(monkeypatch, module, make):
+def test_a_missing_package_is_named(monkeypatch, module, make):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=r"pip install 'shardlib\[logging\]'"):
         make()

@@ -28,7 +28,7 @@ def blocks(durations):
     return loss_fn, [{"w": torch.eye(4)} for _ in range(len(durations) + 1)]
 
 
-def test_stages_are_cut_by_what_blocks_take():
+def test_stages_are_cut_by_measured_costs():
     loss_fn, params = blocks([LONG, SHORT, SHORT, SHORT, LONG, SHORT])
     costs = sl.report.measure_blocks(loss_fn, params, torch.ones(2, 4))
     assert all(cost >= LONG for cost in (costs[0], costs[4])) and all(SHORT <= costs[i] < LONG for i in (1, 2, 3, 5))

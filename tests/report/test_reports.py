@@ -1,4 +1,4 @@
-"""The n-gram bars against counting by hand, the plot and the progress line."""
+"""The n-gram losses against counting by hand, the plot and the progress line."""
 
 import io
 import math
@@ -85,7 +85,7 @@ def test_the_rate_at_which_the_loss_falls_fastest():
     assert propose_rate(10**exponents, noisy) == pytest.approx(1e-3, rel=0.6)
     with pytest.raises(ValueError, match="never fell"):
         propose_rate(10**exponents, np.linspace(2, 3, 101))
-    with pytest.raises(ValueError, match="of 9 steps tells nothing"):
+    with pytest.raises(ValueError, match="of 9 steps is too short"):
         propose_rate(10 ** exponents[:9], losses[:9])
 
 
@@ -103,7 +103,7 @@ def test_bits_per_byte_and_perplexity():
     # A model that knows nothing: 8 bits, one of 256.
     scores = byte_scores(math.log(256))
     assert scores == {"loss": math.log(256), "bits_per_byte": pytest.approx(8), "perplexity": pytest.approx(256)}
-    assert byte_scores(1e4)["perplexity"] == math.inf  # of a run that went wrong: told, not an OverflowError
+    assert byte_scores(1e4)["perplexity"] == math.inf  # a diverged run is reported, not an OverflowError
 
 
 class Terminal(io.StringIO):
@@ -147,7 +147,7 @@ def test_rate_and_time_left():
 
 
 def test_a_step_without_a_loss_shows_the_one_before():
-    """As any writer, it is told of steps that have other values alone."""
+    """As any writer, it also gets steps without a loss."""
     stream = io.StringIO()
     progress = Progress(100, 1000, every=0, stream=stream, clock=lambda: 1.0)
     for step, values in enumerate([{"lr": 0.5}, {"loss": 2.5}, {"validation/loss": 3.0}]):

@@ -47,7 +47,7 @@ def table(text: str) -> tuple[tuple[Action, ...], ...]:
     return tuple(tuple(action(cell, rank) for cell in row) for rank, row in enumerate(rows))
 
 
-# Written down by hand from the papers' figures, apart from the code.
+# Written by hand from the papers' figures, independently of the code.
 TABLES = [
     (
         one_f_one_b(4, 8),
@@ -127,7 +127,7 @@ def test_the_published_bubbles(make, bubbles):
 
 
 @pytest.mark.parametrize("make", [gpipe, one_f_one_b])
-def test_gpipe_and_1f1b_idle_alike_and_hold_differently(make):
+def test_gpipe_and_1f1b_have_equal_bubbles_and_different_memory(make):
     for p, m in SIZES:
         schedule = make(p, m)
         for f, i, w in COSTS:
@@ -186,7 +186,7 @@ def test_zb_v():
     assert zbv(3, 5).rank_of == (0, 1, 2, 2, 1, 0)
 
 
-def test_what_a_stage_holds():
+def test_micro_batches_that_a_stage_holds():
     assert peak_of_stages(one_f_one_b(4, 8)) == (4, 3, 2, 1)
     schedule = interleaved_1f1b(2, 4, 2)
     assert peak_of_stages(schedule) == (4, 3, 2, 1)  # counted in the table above
@@ -242,7 +242,7 @@ def test_dualpipe_v():
             continue
         assert simulate(schedule).makespan == 6 * m + p - 1, (p, m)
         for f, i, w in [*COSTS, (2, 2, 1), (4, 3, 3), (7, 3, 3)]:
-            # DeepSeek's table counts the pair as one piece; here a forward's result leaves before its pair's backward.
+            # DeepSeek's table counts the pair as one action; here a forward's result is sent before its pair's backward.
             bubble = simulate(schedule, Costs(f, i, w)).makespan - 2 * m * (f + i + w)
             assert bubble <= (p - 1) * (f + (i + w) + (i + w) - 3 * w), (p, m, f, i, w)
         # Where forwards take longest, nothing is gained by that: the published number itself.
@@ -266,7 +266,7 @@ def test_looped_bfs(v):
     ],
 )  # fmt: skip
 def test_torchs_names(theirs, ours):
-    """What get_schedule_class takes, its classes' own names, and what is nearly ours."""
+    """Names that get_schedule_class takes, the names of its classes, and names similar to shardlib's."""
     for spelling in (
         theirs,
         theirs.upper(),

@@ -106,7 +106,7 @@ def get_stuck(schedule: Schedule, along_the_stage: bool) -> bool:
 
 @st.composite
 def shuffled(draw) -> Schedule:
-    """A schedule in which a few actions have changed places within their rank."""
+    """A schedule with a few actions exchanged within their rank."""
     make = draw(st.sampled_from(MAKERS))
     schedule = make(draw(st.integers(1, 4)), draw(st.integers(1, 5)))
     rows = [list(order) for order in schedule.orders]
@@ -127,17 +127,17 @@ def test_check_says_deadlock_exactly_when_there_is_one(schedule):
     deadlock = get_stuck(schedule, along_the_stage=False)
     try:
         check(schedule)
-        told = ""
+        result = ""
     except ScheduleError as error:
-        told = str(error)
-    assert ("deadlock" in told) == deadlock
-    assert bool(told) == get_stuck(schedule, along_the_stage=True)
-    for line in told.splitlines():
+        result = str(error)
+    assert ("deadlock" in result) == deadlock
+    assert bool(result) == get_stuck(schedule, along_the_stage=True)
+    for line in result.splitlines():
         if "deadlock" not in line:
             continue
         links = LINK.findall(line)
         for (rank, at, wanted, other, before), following in zip(links, [*links[1:], links[0]]):
-            # The cycle closes, and every link is as told: `at` needs `wanted`, which comes after `before`.
+            # The cycle closes, and every link is right: `at` needs `wanted`, which comes after `before`.
             assert (other, before) == following[0:2]
             waiting, needed = parsed(at), parsed(wanted)
             assert waiting in schedule.orders[int(rank)]
@@ -147,7 +147,7 @@ def test_check_says_deadlock_exactly_when_there_is_one(schedule):
             assert cells.index(before) <= cells.index(wanted)
 
 
-def test_the_draws_above_hold_both_kinds():
+def test_drawn_schedules_are_of_both_kinds():
     found = set()
 
     @given(shuffled())
@@ -158,7 +158,7 @@ def test_the_draws_above_hold_both_kinds():
     assert found == {(False, False), (False, True), (True, True)}
 
 
-def test_a_deadlock_is_told_as_a_cycle_and_all_of_them_together():
+def test_deadlocks_are_reported_as_cycles_all_together():
     pair = ("{0}F0 {0}B0 {0}F1 {0}B1", "{1}F0 {1}F1 {1}B0 {1}B1")
     message = refused(from_orders(orders(*(row.format(0, 1) for row in pair), *(row.format(2, 3) for row in pair))))
     for a, b in ((0, 1), (2, 3)):
@@ -187,21 +187,21 @@ def test_a_rank_can_wait_for_itself():
     ],
 )
 def test_what_cannot_run_is_named(rows, message):
-    told = refused(from_orders(orders(*rows)))
-    assert re.search(f"  - {message}", told), told
-    assert told.endswith("in orders in which no ranks wait for each other.")
+    result = refused(from_orders(orders(*rows)))
+    assert re.search(f"  - {message}", result), result
+    assert result.endswith("in orders in which no ranks wait for each other.")
 
 
-def test_all_that_is_wrong_is_listed():
+def test_all_failures_are_listed():
     rows = orders("0F0 0B0 0F7 2F0 0SEND_F0", "1B0 1F0")
-    told = refused(Schedule("bad", 2, 2, 1, (0, 1), tuple(map(tuple, rows))))
+    result = refused(Schedule("bad", 2, 2, 1, (0, 1), tuple(map(tuple, rows))))
     for problem in (
         "rank 0: 0F7 is outside the 2 stages and 1 micro-batches",
         "rank 0: 2F0 is outside",
         "rank 0: 0SEND_F0 is a message; orders hold compute actions",
         "rank 1 runs 1B0 (position 0) before 1F0 (position 1)",
     ):
-        assert problem in told
+        assert problem in result
 
 
 def test_a_whole_and_a_split_backward_may_meet():
@@ -280,7 +280,7 @@ def test_messages_arrive_in_order_without_tags(schedule):
     assert all(0 <= number < 2 * (schedule.stages - 1) * schedule.microbatches for number in tags)
 
 
-def test_a_receive_stands_by_its_action_unless_another_would_overtake():
+def test_a_receive_is_next_to_its_action_unless_another_would_overtake():
     def early(schedule):
         found = 0
         for order in lower(schedule):
@@ -291,6 +291,21 @@ def test_a_receive_stands_by_its_action_unless_another_would_overtake():
     assert all(early(make(4, 8)) == 0 for make in (gpipe, one_f_one_b, zero_bubble_h1))
     # Between two ranks forwards and backwards share a direction once chunks go around.
     assert early(interleaved_zero_bubble(2, 4, 2)) > 0
+
+
+@pytest.mark.parametrize("schedule", EVERY, ids=name)
+def test_a_tag_is_that_of_one_message(schedule):
+    """Its send and its receive have it, between the same two ranks, and nothing else has."""
+    ends: dict[int, list[tuple[int, int, bool]]] = {}
+    for rank, order in enumerate(lower(schedule)):
+        for action in order:
+            if action.kind.value.startswith(("SEND", "RECV")):
+                sends, other = action.kind.value.startswith("SEND"), peer(schedule, action)
+                ends.setdefault(tag(schedule, action), []).append((rank, other, sends))
+    for found in ends.values():
+        (sender, receiver, _), (one, other, _) = sorted(found, key=lambda end: not end[2])
+        assert (sender, receiver) == (other, one) and [sends for *_, sends in found].count(True) == 1
+    assert set(ends) <= set(range(2 * (schedule.stages - 1) * schedule.microbatches))
 
 
 def test_only_messages_have_a_peer_and_a_tag():
@@ -314,7 +329,7 @@ def torch_actions(rows) -> dict[int, list[_Action]]:
 
 
 @pytest.mark.parametrize("schedule", EVERY, ids=name)
-def test_torch_accepts_what_we_make(schedule):
+def test_torch_accepts_generated_tables(schedule):
     sizes = (schedule.ranks, schedule.stages, schedule.microbatches)
     owners = _validate_schedule(torch_actions(schedule.orders), *sizes)
     assert tuple(owners[stage] for stage in range(schedule.stages)) == schedule.rank_of

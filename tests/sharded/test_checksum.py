@@ -1,4 +1,4 @@
-"""Checksums tell tensors apart that have the same sum, and count nothing but the values."""
+"""Checksums distinguish tensors of the same sum, and depend on nothing but the values."""
 
 import numpy as np
 import pytest
@@ -31,10 +31,10 @@ def swapped(x, i, j):
     return y
 
 
-def signs_flipped(x, *places):
+def signs_flipped(x, *positions):
     y = x.clone()
-    for place in places:
-        y[place] = -y[place]
+    for position in positions:
+        y[position] = -y[position]
     return y
 
 
@@ -63,9 +63,9 @@ def test_signs_flipped_in_pairs_are_seen(dtype):
 def test_a_bit_anywhere_is_seen():
     x = torch.zeros(5000, dtype=torch.uint8)
     seen = {checksum(x)}
-    for place in range(0, 5000, 7):
+    for position in range(0, 5000, 7):
         y = x.clone()
-        y[place] = 128
+        y[position] = 128
         seen.add(checksum(y))
     assert len(seen) == 1 + len(range(0, 5000, 7))
 
@@ -96,7 +96,7 @@ def test_how_many_rows_are_summed_at_a_time_does_not_count(monkeypatch):
 
 
 def test_it_is_the_weighted_sum_of_its_description():
-    """By Python's integers, so that another implementation, or platform, is held to the same numbers."""
+    """The oracle uses Python's integers, so that other implementations and platforms must give the same numbers."""
     x = drawn(torch.int32, 9)
     weights = [w % 2**64 for w in module._weights(torch.device("cpu"))[:9].tolist()]
     wanted = sum(int(value) * weight for value, weight in zip(x, weights)) % 2**64

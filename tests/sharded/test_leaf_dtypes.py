@@ -1,4 +1,4 @@
-"""Leaves that are no real floating numbers: trained by the remedy, held when frozen, and never silently left as they are."""
+"""Leaves that are complex or floats of 8 bits: trained by the remedy, held when frozen, and never silently left untrained."""
 
 import optree
 import pytest
@@ -10,7 +10,7 @@ from shardlib.errors import LossError, TreeError
 
 GENERATOR = torch.Generator().manual_seed(0)
 C64, C128, E4M3, E5M2 = torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2
-BIAS = torch.randn(3, generator=GENERATOR, dtype=torch.float64)  # of odd size: what follows lies at an odd place
+BIAS = torch.randn(3, generator=GENERATOR, dtype=torch.float64)  # of odd size: what follows lies at an odd offset
 WEIGHT = torch.randn(4, 3, 2, generator=GENERATOR, dtype=torch.float64)
 BATCH = torch.randn(8, 4, generator=GENERATOR, dtype=torch.float64)
 
@@ -38,8 +38,8 @@ def params_of(dtype):
     ],
 )
 def test_complex_leaves_are_refused_at_once(dtype, use):
-    told = rf"1 leaves of dtypes .*\n.*weight: {dtype}; hold torch\.view_as_real\(leaf\).*torch\.complex"
-    with pytest.raises(TreeError, match=told):
+    message = rf"1 leaves of dtypes .*\n.*weight: {dtype}; hold torch\.view_as_real\(leaf\).*torch\.complex"
+    with pytest.raises(TreeError, match=message):
         use(params_of(dtype))
 
 
@@ -89,7 +89,7 @@ def test_floats_of_8_bits_are_trained_where_they_are_cast(stage):
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("dtype", [C64, C128, E4M3, E5M2, torch.int64, torch.bool])
 def test_frozen_ones_are_held_as_they_are(dtype, stage):
-    """Integers and booleans are so without being told to."""
+    """Integers and booleans are frozen without a transform."""
     held = torch.view_as_complex(WEIGHT).to(dtype) if dtype.is_complex else (WEIGHT[..., 0] * 3).to(dtype)
     params = {"bias": BIAS, "weight": held}
 
@@ -98,8 +98,8 @@ def test_frozen_ones_are_held_as_they_are(dtype, stage):
         return ((x.to(weight.dtype) @ weight).abs() + p["bias"]).square().mean()
 
     def run(mesh):
-        told = dtype.is_floating_point or dtype.is_complex
-        how = sl.chain(sl.zero(stage), sl.freeze("weight")) if told else sl.zero(stage)
+        message = dtype.is_floating_point or dtype.is_complex
+        how = sl.chain(sl.zero(stage), sl.freeze("weight")) if message else sl.zero(stage)
         state, step = sl.make_train_step(loss, sl.shard(params, mesh, how), sl.optim.adamw(0.1))
         state, metrics = step(state, BATCH.chunk(2)[mesh.rank])
         return metrics["loss"], sl.unshard(state.params)
@@ -139,9 +139,9 @@ def test_complex_losses_and_means_are_refused():
         "the loss is complex, and": lambda p, x: sl.Mean((p["w"] * imaginary).sum(), 1.0),
         "a sl.Mean is of real": lambda p, x: (p["w"].sum(), {"m": sl.Mean((p["w"] * imaginary).sum(), 1.0)}),
     }
-    for told, loss in losses.items():
+    for message, loss in losses.items():
         state, step = sl.make_train_step(loss, params, sl.optim.sgd(0.1))
-        with pytest.raises(LossError, match=told):
+        with pytest.raises(LossError, match=message):
             step(state, torch.ones(2))
     evaluate = sl.make_eval_step(lambda p, x: sl.Mean((p["w"] * imaginary).sum(), 1.0), params)
     with pytest.raises(LossError, match=r"a sl\.Mean is of real"):
@@ -163,7 +163,7 @@ def test_complex_batches_are_cut_and_left_complex():
 @pytest.mark.parametrize("make", [sl.optim.sgd, sl.optim.adamw, sl.optim.lion, sl.optim.lamb])
 @pytest.mark.parametrize("dtype", [C64, E4M3])
 def test_optimizers_by_themselves_refuse_them_too(make, dtype):
-    """Of complex numbers g² is no size, and moments in 8 bits would keep nothing."""
+    """For complex numbers g² is no magnitude, and for floats of 8 bits moments would lose everything."""
     params = optree.tree_map(lambda leaf: leaf.to(dtype), {"weight": WEIGHT[..., 0]})
     with pytest.raises(TreeError, match="weight: "):
         make(0.1).init(params)

@@ -218,7 +218,7 @@ LONGFORMER, WINDOW = sparse.longformer, sparse.sliding_window
 
 
 @pytest.mark.parametrize(
-    ("pattern", "wrong", "error", "told"),
+    ("pattern", "wrong", "error", "message"),
     [
         (WINDOW, {"window": -3}, ValueError, "window=-3 must be at least 1"),
         (WINDOW, {"window": 0}, ValueError, "window=0 must be at least 1"),
@@ -251,14 +251,14 @@ LONGFORMER, WINDOW = sparse.longformer, sparse.sliding_window
         (FIXED, {"local": 2.0}, TypeError, "local=2.0 is a float"),
     ],
 )
-def test_wrong_sizes_are_refused(pattern, wrong, error, told):
-    with pytest.raises(error, match=told):
+def test_wrong_sizes_are_refused(pattern, wrong, error, message):
+    with pytest.raises(error, match=message):
         pattern(128, **wrong)
 
 
 @pytest.mark.parametrize("pattern", [sparse.dense, FIXED, VARIABLE, BIGBIRD, LONGFORMER, WINDOW])
 def test_lengths_and_blocks_of_every_pattern(pattern):
-    for wrong, error, told in (
+    for wrong, error, message in (
         ({"length": 0}, ValueError, "length=0 must be at least 1"),
         ({"length": -64}, ValueError, "length=-64 must be at least 1"),
         ({"length": 64.0}, TypeError, "length=64.0 is a float"),
@@ -266,7 +266,7 @@ def test_lengths_and_blocks_of_every_pattern(pattern):
         ({"block": 48}, ValueError, "power of two, 16 or more"),
         ({"block": 16.0}, TypeError, "block=16.0 is a float"),
     ):
-        with pytest.raises(error, match=told):
+        with pytest.raises(error, match=message):
             pattern(**{"length": 128} | wrong)
     made = pattern(np.int64(100), causal=True)  # numbers of numpy are numbers
     assert made.causal and "causal" in repr(made) and not made.to_dense().triu(1).any()
@@ -326,9 +326,9 @@ def test_block_masks_of_flex_attention(causal):
     assert torch.equal(back.to_dense(), layout.to_dense()) and back.block == 32 and back.causal == causal
     q, k, v = (torch.randn(1, 2, 300, 16, generator=torch.Generator().manual_seed(i)) for i in range(3))
     torch.testing.assert_close(flex_attention(q, k, v, block_mask=mask), sl.nn.attention(q, k, v, layout=back))
-    as_told = sparse.to_block_mask(sparse.bigbird(300, block=32, heads=2), 300, causal=True)
+    converted = sparse.to_block_mask(sparse.bigbird(300, block=32, heads=2), 300, causal=True)
     wanted = sl.nn.attention(q, k, v, layout=sparse.bigbird(300, block=32, heads=2), causal=True)
-    torch.testing.assert_close(flex_attention(q, k, v, block_mask=as_told), wanted)
+    torch.testing.assert_close(flex_attention(q, k, v, block_mask=converted), wanted)
     made = create_block_mask(mask.mask_mod, 1, 2, 300, 300, device="cpu", BLOCK_SIZE=32)
     assert torch.equal(made.to_dense(), mask.to_dense())
     assert torch.equal(sparse.from_block_mask(made, causal=causal).to_dense(), layout.to_dense())

@@ -1,4 +1,4 @@
-"""Bad input is refused on every rank, with the leaf or argument, the sizes and a remedy; and changes nothing."""
+"""Bad input is refused on every rank, with the leaf or argument, the sizes and a remedy, and changes no state."""
 
 import os
 import re
@@ -39,7 +39,7 @@ def raised_by(fn, mesh, error):
     return sl.simulate(run, mesh=mesh)
 
 
-def assert_told(messages, *parts):
+def assert_message(messages, *parts):
     for message in messages:
         for part in parts:
             assert part in message, f"{part!r} is not in: {message}"
@@ -61,11 +61,11 @@ def test_a_world_that_does_not_fit_the_mesh_in_real_processes(pool):
             sl.make_mesh(data=3)
         return str(caught.value)
 
-    assert_told(pool.run(run, mesh={"data": 4}), "data=3 has 3 ranks and 4 processes run;", "--nproc-per-node=3")
+    assert_message(pool.run(run, mesh={"data": 4}), "data=3 has 3 ranks and 4 processes run;", "--nproc-per-node=3")
 
 
 @pytest.mark.parametrize("size", [0, -2, 1.5, "2"])
-def test_a_size_that_is_none(size):
+def test_an_invalid_size(size):
     with pytest.raises(MeshError, match="axis sizes must be positive integers: data="):
         sl.abstract_mesh(data=size)
 
@@ -97,7 +97,7 @@ PIPE, SLICES = sl.pipeline("1f1b", microbatches=2), sl.tensor_slicing({"*w": "co
 
 
 @pytest.mark.parametrize(
-    ("mesh", "transforms", "told", "mended"),
+    ("mesh", "transforms", "result", "mended"),
     [
         # A mesh without an axis for the batch: one of size 1, or none.
         (
@@ -145,8 +145,8 @@ PIPE, SLICES = sl.pipeline("1f1b", microbatches=2), sl.tensor_slicing({"*w": "co
         ),
     ],
 )
-def test_what_helps_against_an_unknown_axis(mesh, transforms, told, mended):
-    with pytest.raises(sl.errors.IllegalComposition, match=told) as raised:
+def test_the_remedies_for_an_unknown_axis_work(mesh, transforms, result, mended):
+    with pytest.raises(sl.errors.IllegalComposition, match=result) as raised:
         sl.make_plan(BLOCKS, sl.abstract_mesh(**mesh), sl.chain(*transforms))
     sl.make_plan(BLOCKS, sl.abstract_mesh(**mesh), sl.chain(*mended))
     if added := re.search(r"add (\w+)=1", str(raised.value)):
@@ -171,7 +171,7 @@ def test_all_unknown_axes_are_named_and_each_gets_one_of_its_own():
         lambda **axis: sl.optim.zero_one_adam(1e-3, var_freeze_step=2, **axis),
     ],
 )
-def test_what_helps_an_optimizer_to_an_axis(make):
+def test_the_remedy_for_an_optimizers_axis_works(make):
     with pytest.raises(sl.errors.IllegalComposition, match=r"which the mesh .dp. does not have; name 'dp' with axis="):
         sl.make_plan(BLOCKS, sl.abstract_mesh(dp=2), sl.zero(0, axis="dp"), optimizer=make())
     sl.make_plan(BLOCKS, sl.abstract_mesh(dp=2), sl.zero(0, axis="dp"), optimizer=make(axis="dp"))
@@ -201,7 +201,7 @@ def test_a_repeated_axis():
 
 
 @pytest.mark.parametrize("stage", [-1, 4, 1.5, "3", None, True])
-def test_a_stage_that_is_none(stage):
+def test_an_invalid_stage(stage):
     with pytest.raises(sl.errors.IllegalComposition, match=r"ZeRO stage .* is not one of 0, 1, 2, 3"):
         sl.zero(stage)
 
@@ -247,7 +247,7 @@ def test_an_optimizer_without_locality_on_shards():
     def run(mesh):
         sl.make_train_step(LOSS, sl.shard(PARAMS, mesh, stage=1), tx)
 
-    assert_told(raised_by(run, {"data": 2}, sl.errors.IllegalComposition), "no locality", "Locality.ELEMENTWISE")
+    assert_message(raised_by(run, {"data": 2}, sl.errors.IllegalComposition), "no locality", "Locality.ELEMENTWISE")
 
 
 # --- parameters ------------------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ def test_an_optimizer_without_locality_on_shards():
 def test_leaves_that_are_not_tensors_come_together():
     params = {"w": torch.ones(2), "lr": 0.1, "name": "gpt", "mask": torch.eye(3).to_sparse()}
     messages = raised_by(lambda mesh: sl.shard(params, mesh, stage=3), {"data": 2}, TreeError)
-    assert_told(
+    assert_message(
         messages, "3 parameter leaves", "lr: float", "name: str", "mask: layout torch.sparse_coo; call .to_dense()"
     )
 
@@ -264,7 +264,7 @@ def test_leaves_that_are_not_tensors_come_together():
 def test_leaves_on_another_device():
     params = {"w": torch.ones(2), "far": torch.ones(3, 2, device="meta"), "too": torch.ones(1, device="meta")}
     messages = raised_by(lambda mesh: sl.shard(params, mesh, stage=3), {"data": 2}, TreeError)
-    assert_told(
+    assert_message(
         messages,
         "2 parameters are on the meta device and have no values for cpu",
         "far: shape (3, 2)",
@@ -310,7 +310,7 @@ def test_a_leaf_that_changed_its_shape(stage):
         state.params = wrong
         step(state, BATCH)
 
-    assert_told(raised_by(run, {"data": 2}, TreeError), "another plan", "make a step")
+    assert_message(raised_by(run, {"data": 2}, TreeError), "another plan", "make a step")
 
 
 # --- batches and losses ----------------------------------------------------------------------------------------
@@ -322,13 +322,13 @@ def test_a_batch_that_accumulate_cannot_split(stage):
         stepping(stage, transform=sl.accumulate(4)), lambda rank: regression_batch(6, 6, 4), BatchError
     )
     for rank, message in enumerate(messages):
-        assert_told([message], f"rank {rank}'s batch", "0: dimension 0 of shape (6, 6)", "1: dimension 0 of shape (6, 4)",
+        assert_message([message], f"rank {rank}'s batch", "0: dimension 0 of shape (6, 6)", "1: dimension 0 of shape (6, 4)",
                     "4 micro-batches", "multiple")  # fmt: skip
 
 
 def test_a_batch_on_another_device():
     messages = refused_by_step(stepping(3), lambda rank: tuple(t.to("meta") for t in BATCH), BatchError)
-    assert_told(messages, "0: on meta, the mesh is on cpu; move it with .to('cpu')")
+    assert_message(messages, "0: on meta, the mesh is on cpu; move it with .to('cpu')")
 
 
 def by_last_column(kind):
@@ -356,11 +356,11 @@ def by_last_column(kind):
 def test_a_loss_that_cannot_be_differentiated(stage, kind, parts):
     x, y = BATCH
     bad = (torch.full_like(x, 9), y)
-    assert_told(refused_by_step(stepping(stage, by_last_column(kind)), lambda rank: bad, LossError), *parts)
+    assert_message(refused_by_step(stepping(stage, by_last_column(kind)), lambda rank: bad, LossError), *parts)
 
 
 @STAGES
-def test_what_the_refusals_of_losses_recommend(stage):
+def test_the_remedies_for_losses_work(stage):
     def squares(params, batch):
         first, last = params["layers"]
         x = torch.tanh(torch.nn.functional.linear(batch[0], first["weight"], first["bias"]))
@@ -394,7 +394,7 @@ def poisoned(rank):
 @STAGES
 def test_a_loss_that_is_not_finite_on_one_rank(stage):
     messages = refused_by_step(stepping(stage), poisoned, NonFiniteError)
-    assert_told(messages, "step 1: the gradient of layers/0/bias is not finite (loss inf)", "nonfinite='skip'")
+    assert_message(messages, "step 1: the gradient of layers/0/bias is not finite (loss inf)", "nonfinite='skip'")
     assert len(set(messages)) == 1
 
 
@@ -405,7 +405,7 @@ def test_a_gradient_that_is_not_finite_names_the_first_leaf(stage):
 
     good, bad = ((*BATCH, torch.tensor(value, dtype=torch.float64)) for value in (1.0, 0.0))
     messages = refused_by_step(stepping(stage, loss_fn), lambda rank: bad, NonFiniteError, good=good)
-    assert_told(messages, "step 1: the gradient of layers/1/bias is not finite")
+    assert_message(messages, "step 1: the gradient of layers/1/bias is not finite")
 
 
 @STAGES
@@ -422,7 +422,23 @@ def test_skipping_what_is_not_finite(stage):
     assert sl.simulate(run, mesh={"data": 2}) == [True, True]
 
 
-def test_a_policy_that_is_none():
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_skipped_step_leaves_buffers_as_they_were(donate):
+    def loss_fn(params, buffers, batch):
+        return (params["w"] * batch).sum(), {"mean": batch.mean(), "calls": buffers["calls"] + 1}
+
+    buffers = {"mean": torch.ones(()), "calls": torch.zeros((), dtype=torch.int64)}
+    state, step = sl.make_train_step(
+        loss_fn, {"w": torch.ones(2)}, sl.optim.sgd(0.1), buffers=buffers, donate=donate, nonfinite="skip"
+    )
+    state, metrics = step(state, torch.tensor([1.0, float("inf")]))
+    assert not metrics["finite"] and state.step == 1
+    assert_same(state.buffers, buffers)
+    state, _ = step(state, torch.tensor([1.0, 3.0]))
+    assert_same(state.buffers, {"mean": torch.tensor(2.0), "calls": torch.tensor(1)})
+
+
+def test_an_invalid_policy():
     with pytest.raises(ValueError, match="nonfinite='ignore': use 'raise' or 'skip'"):
         sl.make_train_step(LOSS, PARAMS, sl.optim.sgd(0.1), nonfinite="ignore")
 
@@ -472,12 +488,12 @@ def shard_with_other_microbatches(mesh):
 @pytest.mark.parametrize("kind", DIFFERENCES)
 def test_ranks_whose_parameters_differ(kind, stage):
     messages = raised_by(lambda mesh: shard_differently(mesh, kind, stage), {"data": 2}, RankMismatch)
-    assert_told(messages, *DIFFERENCES[kind][1:])
+    assert_message(messages, *DIFFERENCES[kind][1:])
 
 
 def test_ranks_whose_micro_batches_differ():
     messages = raised_by(shard_with_other_microbatches, {"data": 2}, RankMismatch)
-    assert_told(messages, "micro-batches: rank 0: 1; rank 1: 2")
+    assert_message(messages, "micro-batches: rank 0: 1; rank 1: 2")
 
 
 def test_real_ranks_that_differ_all_say_so(pool):
@@ -485,7 +501,7 @@ def test_real_ranks_that_differ_all_say_so(pool):
     for kind in DIFFERENCES:
         outcomes = pool.outcomes(shard_differently, kind, 3, mesh={"data": 2})
         assert [type(error) for _, error in outcomes] == [RankMismatch] * 2
-        assert_told([str(error) for _, error in outcomes], *DIFFERENCES[kind][1:])
+        assert_message([str(error) for _, error in outcomes], *DIFFERENCES[kind][1:])
     outcomes = pool.outcomes(shard_with_other_microbatches, mesh={"data": 4})
     assert [type(error) for _, error in outcomes] == [RankMismatch] * 4
 
@@ -518,7 +534,7 @@ def test_a_rank_that_dies_under_launch_is_named():
 
 
 def test_survivors_name_the_rank_that_died():
-    """Without a launcher that stops them: each survivor's own collective fails, and says whose fault it is."""
+    """Without a launcher that stops them, each survivor's collective fails and names the rank that died."""
 
     def run(mesh):
         state, step = sl.make_train_step(LOSS, sl.shard(PARAMS, mesh, stage=2), sl.optim.sgd(0.1))
@@ -534,13 +550,13 @@ def test_survivors_name_the_rank_that_died():
         pool.stop()
     for rank in (0, 2):
         assert isinstance(outcomes[rank][1], RankFailure)
-        assert_told(
+        assert_message(
             [str(outcomes[rank][1])], f"on axis 'data' (size 3) failed on rank {rank}", "rank 1 no longer answers"
         )
 
 
 def test_a_rank_alone_with_a_bad_batch_does_not_hang_the_others():
-    """As under torchrun, where nobody stops the others at once."""
+    """With torchrun, nothing stops the other ranks at once."""
 
     def run(mesh):
         state, step = sl.make_train_step(LOSS, sl.shard(PARAMS, mesh, stage=3), sl.optim.sgd(0.1))
@@ -553,9 +569,9 @@ def test_a_rank_alone_with_a_bad_batch_does_not_hang_the_others():
         (_, waited), (_, raised) = pool.outcomes(run, mesh={"data": 2})
     finally:
         pool.stop()
-    assert_told([str(raised)], "size of tensor")
+    assert_message([str(raised)], "size of tensor")
     assert isinstance(waited, RankFailure)
-    assert_told([str(waited)], "on axis 'data' (size 2) failed on rank 0", "Look at the output of")
+    assert_message([str(waited)], "on axis 'data' (size 2) failed on rank 0", "Look at the output of")
 
 
 def test_a_rank_that_is_stuck_is_named_within_the_timeout():
@@ -571,4 +587,4 @@ def test_a_rank_that_is_stuck_is_named_within_the_timeout():
     finally:
         pool.stop()
     assert outcomes[0] == (True, None)
-    assert_told([str(outcomes[1][1])], "all_gather(100 × float32) on axis 'data'", "rank 0 no longer answers")
+    assert_message([str(outcomes[1][1])], "all_gather(100 × float32) on axis 'data'", "rank 0 no longer answers")

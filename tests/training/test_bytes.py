@@ -94,7 +94,7 @@ def payload_of(mesh, loss_fn, params, transform, batch, steps=2):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(("stage", "times"), [(0, 2), (1, 2), (2, 2), (3, 3)])
-def test_payload_where_each_unit_is_touched_once_is_the_papers(stage, times, ranks):
+def test_payload_of_units_touched_once_equals_the_papers(stage, times, ranks):
     _, params = mlp([8, 16, 16, 8], torch.float32)
     count = sum(leaf.numel() for layer in params["layers"] for leaf in layer.values())
     batch = regression_batch(4, 8, 8, torch.float32)
@@ -193,7 +193,7 @@ LIVE = {
 @pytest.mark.parametrize("name", LIVE)
 @pytest.mark.parametrize("model", ["gpt", "mlp"])
 def test_live_bytes_of_a_micro_batch_are_the_plans(model, name, ranks):
-    """In the first step and in the second, which gathers ahead, as a dispatch mode sees the storages on a CPU."""
+    """Measured by a dispatch mode over storages on the CPU, in the first step and in the second, which gathers ahead."""
     if model == "gpt":
         (loss_fn, params), batch = tiny_gpt(torch.float32), token_batches(1, rows=4)[0]
     else:
@@ -225,7 +225,7 @@ def test_a_plans_total_is_what_it_is_made_of():
     assert without.bytes("comm") > 0
 
 
-def test_a_pipelines_ranks_hold_what_is_on_its_way():
+def test_ranks_of_a_pipeline_hold_messages_under_way():
     """1F1B holds as many micro-batches on the first of p ranks as there are ranks, GPipe all of them."""
     loss_fn, params = tiny_blocks()
     batch = token_batches(1, rows=8)[0]

@@ -55,12 +55,12 @@ def simulated(stage, form, dtype, ranks, steps, microbatches=1):
     sizes = [leaf.numel() for leaf in leaves]
     chunks = [-(-size // ranks) for size in sizes] if stage else sizes
     owners = ranks if stage else 1
-    filled, place = [], 0
+    filled, position = [], 0
     for owner in range(owners):
         for size, chunk in zip(sizes, chunks, strict=True):
-            filled.append((place, place + min(max(size - owner * chunk, 0), chunk)))
-            place += chunk
-    sums = FewBits(ranks, place, filled, form, scattered=stage > 0, mean=False, dtype=dtype)
+            filled.append((position, position + min(max(size - owner * chunk, 0), chunk)))
+            position += chunk
+    sums = FewBits(ranks, position, filled, form, scattered=stage > 0, mean=False, dtype=dtype)
 
     def pack(grads):
         rows = []
@@ -141,7 +141,7 @@ def test_a_bad_gradient_is_refused_by_name_and_changes_nothing(stage):
     assert all(sl.simulate(run, mesh={"data": 2}))
 
 
-def test_old_states_keep_their_errors_without_donation():
+def test_old_states_keep_their_residuals_without_donation():
     def run(mesh):
         state, step = trained(mesh, sl.chain(sl.zero(0), sl.onebit()), donate=False)
         kept = {name: error.clone() for name, error in state.comm.items()}
@@ -154,7 +154,7 @@ def test_old_states_keep_their_errors_without_donation():
     assert all(sl.simulate(run, mesh={"data": 2}))
 
 
-def test_a_changed_loss_scale_changes_the_errors_with_it():
+def test_residuals_follow_a_changed_loss_scale():
     def run(mesh):
         transform = sl.chain(sl.zero(2), sl.precision("fp16"), sl.onebit())
         state, step = trained(mesh, transform)
@@ -186,11 +186,11 @@ def gpt_run(mesh, transform, steps=2, rows=8):
     plan = sl.make_plan(tree, mesh, transform, loss_fn=loss, batch=share_of(mesh, token_batches(1, rows=rows)[0]))
     state, step = sl.make_train_step(loss, sl.shard(tree, mesh, transform), sl.optim.adamw(1e-3))
     sent = count_payload(mesh)
-    told = []
+    result = []
     for batch in token_batches(steps, rows=rows):
         state, metrics = step(state, share_of(mesh, batch))
-        told.append((metrics["loss"].item(), sent()))
-    return told, plan.payload(), optree.tree_leaves(sl.unshard(state.params))
+        result.append((metrics["loss"].item(), sent()))
+    return result, plan.payload(), optree.tree_leaves(sl.unshard(state.params))
 
 
 def share_of(mesh, batch):
@@ -203,14 +203,14 @@ def test_a_second_shard_changes_no_number_and_keeps_backward_inside_the_node(fro
     split = sl.chain(SPLIT, sl.freeze(frozen))
     plain = sl.simulate(gpt_run, split, mesh=INNER_FIRST)
     second = sl.simulate(gpt_run, sl.chain(split, sl.hierarchical("local")), mesh=INNER_FIRST)
-    for (told, payload, leaves), (told_second, planned, leaves_second) in zip(plain, second, strict=True):
-        torch.testing.assert_close([loss for loss, _ in told], [loss for loss, _ in told_second], rtol=1e-6, atol=0)
+    for (result, payload, leaves), (told_second, planned, leaves_second) in zip(plain, second, strict=True):
+        torch.testing.assert_close([loss for loss, _ in result], [loss for loss, _ in told_second], rtol=1e-6, atol=0)
         for one, other in zip(
             leaves, leaves_second, strict=True
         ):  # gradients are summed over the axes in another order
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
         assert told_second[1][1] == planned
-        assert told[1][1]["node"] > planned["node"]
+        assert result[1][1]["node"] > planned["node"]
         assert payload["local"] + payload["node"] > sum(planned.values())
 
 
@@ -232,7 +232,7 @@ def test_zero_plus_plus_between_nodes():
         step(state, x)
         return sent()["node"]
 
-    # Of two nodes each has half of what a rank's place in its node is of: that half of a unit goes to the other node.
+    # Each of two nodes holds half of the unit; the other half is sent to the other node.
     half = numel // 4
     gathers = 2 * units - 1  # backward begins with the unit that forward ended with
     plain = (gathers + units) * 2 * half
@@ -275,7 +275,7 @@ def test_quantised_weights_are_what_every_rank_computes_with():
 
 @pytest.mark.parametrize("transform", [sl.onebit(), sl.onebit(scales=16), sl.quantize(gradients="int4", block=16)])
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_checkpoint_keeps_the_errors(tmp_path, stage, transform):
+def test_a_checkpoint_keeps_residuals(tmp_path, stage, transform):
     chained = sl.chain(sl.zero(stage), transform)
 
     def straight(mesh):
@@ -300,8 +300,8 @@ def test_a_checkpoint_keeps_the_errors(tmp_path, stage, transform):
 
 @pytest.mark.parametrize("stages", [(0, 0), (0, 3), (3, 0), (2, 3)])
 @pytest.mark.parametrize("ranks", [(3, 2), (2, 4), (4, 1)])
-def test_on_other_ranks_the_total_correction_is_kept(tmp_path, stages, ranks):
-    """With gradients of zero, 1 bit hands on what was left: the ranks' errors add up to the same."""
+def test_the_total_residual_is_kept_on_another_number_of_ranks(tmp_path, stages, ranks):
+    """With gradients of zero, 1-bit compression sends residuals: over ranks they add up to the same total."""
 
     def total(mesh, state):
         """Σ over ranks, leaf by leaf, through the plain gradient path: a step whose own gradients are zero."""
@@ -368,7 +368,7 @@ def test_values_out_of_range_are_refused():
         )
 
 
-def test_without_a_state_errors_have_no_place():
+def test_without_a_state_residuals_are_refused():
     def run(mesh):
         batch = batch_of(mesh.rank, 0, torch.float32)
         with pytest.raises(sl.errors.IllegalComposition, match=r"use sl\.make_train_step, or feedback=False"):
@@ -379,7 +379,7 @@ def test_without_a_state_errors_have_no_place():
     assert len(set(sl.simulate(run, mesh={"data": 2}))) == 1
 
 
-def test_the_plan_tells_what_is_compressed():
+def test_the_plan_prints_what_is_compressed():
     plan = sl.make_plan(params(torch.float32), sl.abstract_mesh(data=2), sl.chain(sl.zero(1), sl.onebit()))
     assert "gradients travel over axis 'data' in 1 bit, a scale per leaf" in str(plan)
     assert "residuals 512 B" in str(plan)
@@ -420,7 +420,7 @@ def zero_one(mesh, steps, axis="data"):
 
 
 @pytest.mark.parametrize(("shape", "axis"), [({"data": 3}, "data"), ({"node": 2, "local": 2}, "node")])
-def test_a_checkpoint_keeps_what_is_a_ranks_own(tmp_path, shape, axis):
+def test_a_checkpoint_keeps_rank_local_state(tmp_path, shape, axis):
     def straight(mesh):
         state, step = zero_one(mesh, 10, axis)
         checkpoint.save(tmp_path, state)
@@ -438,13 +438,13 @@ def test_a_checkpoint_keeps_what_is_a_ranks_own(tmp_path, shape, axis):
         return optree.tree_leaves((state.params, state.opt, state.comm))
 
     wanted = sl.simulate(straight, mesh=shape)
-    assert not torch.equal(wanted[0][0][0], wanted[-1][0][0]), "ranks are apart"
+    assert not torch.equal(wanted[0][0][0], wanted[-1][0][0]), "ranks have diverged"
     for (_, one), other in zip(wanted, sl.simulate(resumed, mesh=shape), strict=True):
         assert all(map(torch.equal, one, other))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_on_other_ranks_all_go_on_from_the_mean(tmp_path, ranks):
+def test_on_another_number_of_ranks_all_resume_from_the_mean(tmp_path, ranks):
     def save(mesh):
         state, _ = zero_one(mesh, 10)
         checkpoint.save(tmp_path, state)
@@ -474,7 +474,7 @@ SPECS = {
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_specs_tell_which_ranks_errors_differ(name):
+def test_specs_say_over_which_axes_residuals_differ(name):
     transform, own = SPECS[name]
 
     def run(mesh):
@@ -484,13 +484,13 @@ def test_specs_tell_which_ranks_errors_differ(name):
             state, _ = step(state, batch_of(mesh.rank, number, torch.float64))
         return mesh.coords, state.comm, state.params.plan
 
-    told = sl.simulate(run, mesh=NODES)
-    leaves = told[0][2].residuals
+    result = sl.simulate(run, mesh=NODES)
+    leaves = result[0][2].residuals
     assert leaves
     for leaf in leaves:
         axes = leaf.spec.axes
         found = {}
-        for coords, comm, _ in told:
+        for coords, comm, _ in result:
             found.setdefault(tuple(coords[axis] for axis in axes), []).append(comm[leaf.path])
         assert len(found) == leaf.shape[0]
         assert all(torch.equal(error, same[0]) for same in found.values() for error in same)

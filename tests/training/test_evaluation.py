@@ -97,7 +97,7 @@ def test_over_batches_through_a_pipeline():
 
 
 @STAGES
-def test_means_beside_the_loss_add_up_over_micro_batches(stage):
+def test_means_in_aux_add_up_over_micro_batches(stage):
     batch = regression_batch(8, 6, 4)
 
     def loss_fn(params, part):
@@ -124,7 +124,7 @@ def test_means_beside_the_loss_add_up_over_micro_batches(stage):
         (lambda p, b: {}, 2, r"nothing"),
     ],
 )
-def test_what_does_not_add_up_is_refused(fn, batches, message):
+def test_values_that_do_not_add_up_are_refused(fn, batches, message):
     with pytest.raises(LossError, match=message):
         sl.make_eval_step(fn, PARAMS).over(PARAMS, [regression_batch(8, 6, 4)] * batches)
 
@@ -133,16 +133,16 @@ SLICED, RULES = mlp([6, 8, 4])[1], {"layers/0/*": "column", "layers/1/weight": "
 
 
 def refused(run, shape, pool, kind):
-    """What all ranks say, simulated and real, without waiting for each other."""
+    """The message that all ranks raise, simulated and real, without waiting for each other."""
 
     def caught(mesh):
         with pytest.raises(kind) as error:
             run(mesh)
         return str(error.value)
 
-    told = set(sl.simulate(caught, mesh=shape)) | set(pool.run(caught, mesh=shape))
-    assert len(told) == 1
-    return told.pop()
+    result = set(sl.simulate(caught, mesh=shape)) | set(pool.run(caught, mesh=shape))
+    assert len(result) == 1
+    return result.pop()
 
 
 @pytest.mark.parametrize("counts", [(1, 3), (2, 1)])
@@ -154,9 +154,9 @@ def test_where_parameters_are_gathered_unequally_many_batches_are_refused(counts
         sl.make_eval_step(scores, sharded).over(sharded, iter(batches[: counts[mesh.rank]]))
 
     few, more = (0, 1) if counts[0] < counts[1] else (1, 0)
-    told = refused(run, {"data": 2}, pool, BatchError)
-    assert told.startswith(f"after {min(counts)} batches rank {few} has no other to evaluate and rank {more} has")
-    assert "ranks along axis 'data' take each batch together" in told
+    result = refused(run, {"data": 2}, pool, BatchError)
+    assert result.startswith(f"after {min(counts)} batches rank {few} has no other to evaluate and rank {more} has")
+    assert "ranks along axis 'data' take each batch together" in result
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -190,11 +190,11 @@ def test_ranks_that_share_batches_take_the_same(shape, pool):
         return evaluate.over(sharded, mine)
 
     if "data" not in shape:  # else the other group is not concerned, and waits for this one
-        told = refused(lambda mesh: run(mesh, "more"), shape, pool, BatchError)
-        assert "after 20 batches rank 0 has no other to evaluate and rank 1 has" in told
-        told = refused(lambda mesh: run(mesh, "other"), shape, pool, RankMismatch)
-        assert "0: rank 0: checksum" in told and "axis 'model' work on one batch" in told
-        told = refused(lambda mesh: run(mesh, "one by one"), shape, pool, RankMismatch)
-        assert "0/0: rank 0: float64 [8, 6]; rank 1: float64 [7, 6]" in told
+        result = refused(lambda mesh: run(mesh, "more"), shape, pool, BatchError)
+        assert "after 20 batches rank 0 has no other to evaluate and rank 1 has" in result
+        result = refused(lambda mesh: run(mesh, "other"), shape, pool, RankMismatch)
+        assert "0: rank 0: checksum" in result and "axis 'model' work on one batch" in result
+        result = refused(lambda mesh: run(mesh, "one by one"), shape, pool, RankMismatch)
+        assert "0/0: rank 0: float64 [8, 6]; rank 1: float64 [7, 6]" in result
     found = [as_numbers(value) for value in sl.simulate(run, None, mesh=shape)]
     assert found == [pytest.approx(by_hand(batches, SLICED))] * len(found)

@@ -24,7 +24,7 @@ from benchmarks.learning.large_batch import (
 
 @functools.cache
 def losses(name):
-    """By seed, at the rate that the committed grid found."""
+    """Losses by seed, at the rate of the committed grid."""
     return [large_batch.train(name, rate_of(name, read()), seed) for seed in SEEDS]
 
 
@@ -56,16 +56,16 @@ def test_a_gap_has_the_error_of_both_means():
 
 
 def test_the_committed_table_is_made_from_the_committed_trials():
-    def told(text):
+    def recorded(text):
         return [line for line in text.splitlines() if line.startswith(("|", "Final"))]  # all but where it comes from
 
-    assert told((FOLDER / "large_batch.md").read_text()) == told(table(read()))
+    assert recorded((FOLDER / "large_batch.md").read_text()) == recorded(table(read()))
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_lamb_at_eight_times_the_batch_reaches_adamw():
-    # One standard error, from the spreads of the seeds themselves: below it means of three do not tell methods apart.
+    # One standard error, from the spreads of the seeds: means of three seeds do not distinguish smaller differences.
     found = gap(losses(LAMB), losses(ADAMW))
     assert found.difference <= found.error
 

@@ -30,20 +30,20 @@ def test_a_short_run_ends_within_a_percent(method):
     assert loss(SHORT, method.name, 0) <= WITHIN * loss(SHORT, method.against, 0)
 
 
-def test_a_percent_tells_them_apart():
+def test_a_percent_separates_methods_from_ablations():
     assert loss(SHORT, "onebit(), stage 0", 0) > WITHIN * loss(SHORT, "Adam", 0)
 
 
 def test_an_ablation_is_worse_by_three_of_the_larger_spread():
     ablation = EVERY["1-bit Adam, no error feedback"]
 
-    def told(*mine):
-        return verdict({ablation.against: [1.0, 1.2], ablation.name: list(mine)}, ablation).told(ablation=True)
+    def recorded(*mine):
+        return verdict({ablation.against: [1.0, 1.2], ablation.name: list(mine)}, ablation).remark(ablation=True)
 
     # The reference's mean is 1.1, its spread 0.1·√2: three of them above is 1.524.
-    assert told(1.51, 1.53) == ""
-    assert told(1.53, 1.53) == "worse"
-    assert told(1.2, 2.0) == ""  # less than one spread of its own
+    assert recorded(1.51, 1.53) == ""
+    assert recorded(1.53, 1.53) == "worse"
+    assert recorded(1.2, 2.0) == ""  # less than one spread of its own
 
 
 @pytest.mark.nightly

@@ -101,7 +101,7 @@ def test_a_users_table_with_both_kinds_of_backward():
         check({"data": 2, "pipe": 2}, sl.zero(stage), sl.pipeline(CSV, 4))
 
 
-def test_one_rank_alone_and_a_users_lists():
+def test_a_single_rank_and_a_users_lists():
     check({"data": 1, "pipe": 1}, sl.zero(3), sl.pipeline("interleaved-1f1b", 4, chunks=3))
     check({"data": 1, "pipe": 3}, sl.zero(1), sl.pipeline(schedules.gpipe(3, 2).orders, 2))
 
@@ -236,12 +236,12 @@ def test_metrics_and_aux_are_the_same_on_every_rank():
         assert_same(aux, metrics["aux"])
         return metrics
 
-    told = sl.simulate(run, mesh={"data": 2, "pipe": 2})
-    for metrics in told:
-        assert metrics["finite"] and metrics["loss"] == told[0]["loss"] and metrics["aux"]["rows"] == ROWS // 4
-        assert torch.equal(metrics["aux"]["mean"], told[0]["aux"]["mean"])
+    result = sl.simulate(run, mesh={"data": 2, "pipe": 2})
+    for metrics in result:
+        assert metrics["finite"] and metrics["loss"] == result[0]["loss"] and metrics["aux"]["rows"] == ROWS // 4
+        assert torch.equal(metrics["aux"]["mean"], result[0]["aux"]["mean"])
         torch.testing.assert_close(metrics["aux"]["mean"], metrics["loss"])  # that of all micro-batches
-    assert_same(told[0]["aux"], told[1]["aux"])  # two stages that see one batch
+    assert_same(result[0]["aux"], result[1]["aux"])  # two stages that see one batch
 
 
 @pytest.mark.parametrize("microbatches", [4, 5])
@@ -271,12 +271,12 @@ def rich_blocks(stages=4):
     def first(p, _, batch):
         short = batch["x"][:, : int(batch["length"].max())]
         x = short @ p["w"]
-        return {"x": x, "skip": x, "aux": x.square().mean(), "ids": batch["ids"], "told": "first", "n": 0, "none": None}
+        return {"x": x, "skip": x, "aux": x.square().mean(), "ids": batch["ids"], "text": "first", "n": 0, "none": None}
 
     def middle(p, carry, batch):
         x = torch.tanh(carry["x"] @ p["w"])
         assert (
-            carry["told"] == "first" and carry["ids"].dtype == torch.int64 and torch.equal(carry["ids"], batch["ids"])
+            carry["text"] == "first" and carry["ids"].dtype == torch.int64 and torch.equal(carry["ids"], batch["ids"])
         )
         return carry | {"x": x, "aux": carry["aux"] + x.abs().mean(), "n": carry["n"] + 1}
 
@@ -373,11 +373,11 @@ def test_evaluation_on_every_rank(schedule, stage):
         return step(sharded, mine)
 
     wanted = loss_fn(params, batch)
-    told = sl.simulate(run, mesh={"data": 2, "pipe": 2})
-    for mean, aux in told:
+    result = sl.simulate(run, mesh={"data": 2, "pipe": 2})
+    for mean, aux in result:
         torch.testing.assert_close(mean, wanted)
         torch.testing.assert_close(aux["mean"], wanted)
-    assert_same(told[0], told[1])
+    assert_same(result[0], result[1])
 
 
 def test_an_evaluations_mean_weighs_each_rank_by_its_own():
@@ -397,10 +397,10 @@ def test_an_evaluations_mean_weighs_each_rank_by_its_own():
         step = sl.make_eval_step(sl.sequential([*first, counting]), sharded)
         return step(sharded, share(batch, mesh.coords["data"], 2))
 
-    told = sl.simulate(run, mesh={"data": 2, "pipe": 2})
-    assert told[0]["rows"] != told[2]["rows"]
+    result = sl.simulate(run, mesh={"data": 2, "pipe": 2})
+    assert result[0]["rows"] != result[2]["rows"]
     wanted = sl.sequential([*first, counting])(params, batch)["mean"]
-    for found in told:
+    for found in result:
         torch.testing.assert_close(found["mean"], wanted.total / wanted.weight)
 
 
@@ -413,12 +413,12 @@ def test_unshard_gives_back_what_was_sharded_and_trees_hold_a_stages_leaves():
         here = [i for i, block in enumerate(sharded) if sl.tree.leaves_of(block)]
         return sl.unshard(sharded), sl.unshard(mapped), here
 
-    told = sl.simulate(run, mesh={"data": 2, "pipe": 2})
-    for whole, doubled, _ in told:
+    result = sl.simulate(run, mesh={"data": 2, "pipe": 2})
+    for whole, doubled, _ in result:
         assert_same(whole, params)
         assert whole[0]["tokens"] is whole[-1]["weight"]
         assert_same(doubled, sl.tree.tree_map(lambda leaf: leaf * 2, params))
-    outer, inner = told[0][2], told[1][2]  # the V: the first and the last stage are on one rank
+    outer, inner = result[0][2], result[1][2]  # the V: the first and the last stage are on one rank
     assert {0, 7} < set(outer) and sorted(outer + inner) == list(range(8))
 
 
@@ -480,12 +480,12 @@ def test_payload_on_the_pipe_axis_is_two_activations_per_boundary_and_micro_batc
         step(state, token_batches(1)[0])
         return sent()["pipe"], mesh.traffic.payload["pipe"]
 
-    told = sl.simulate(run, mesh={"pipe": pipe})
-    assert all(outside == inside for outside, inside in told)
+    result = sl.simulate(run, mesh={"pipe": pipe})
+    assert all(outside == inside for outside, inside in result)
     plan = schedules.make_schedule(schedule, pipe, m)
     boundaries = sum(a != b for a, b in zip(plan.rank_of, plan.rank_of[1:]))
     activation = ROWS // m * TINY.sequence * TINY.width * dtype.itemsize
-    assert sum(outside for outside, _ in told) == boundaries * m * 2 * activation
+    assert sum(outside for outside, _ in result) == boundaries * m * 2 * activation
 
 
 @pytest.mark.parametrize(
@@ -517,23 +517,23 @@ def test_bytes_held_and_sent_are_the_plans(stage, schedule, tie, sync):
         step(state, mine)
         return held, sent(), plan
 
-    told = sl.simulate(run, mesh={"data": 2, "pipe": 2})
-    for (held, sent, plan), pipe in zip(told, [0, 1, 0, 1]):
+    result = sl.simulate(run, mesh={"data": 2, "pipe": 2})
+    for (held, sent, plan), pipe in zip(result, [0, 1, 0, 1]):
         part = plan.at({"pipe": pipe})
         assert sent == part.payload()
         assert held["optimizer"] == part.bytes("optimizer") and held["param"] == part.bytes("param")
         if sync is None and not tie:  # else more is kept until the last micro-batch than comes out
             assert held["grad"] == part.bytes("grad")
-    whole = told[0][2]
+    whole = result[0][2]
     for role in ("param", "optimizer"):
-        assert whole.bytes(role) == max(held[role] for held, *_ in told)
-    assert whole.payload() == {axis: max(sent[axis] for _, sent, _ in told) for axis in ("data", "pipe")}
+        assert whole.bytes(role) == max(held[role] for held, *_ in result)
+    assert whole.payload() == {axis: max(sent[axis] for _, sent, _ in result) for axis in ("data", "pipe")}
     assert ("pipe=1" in str(whole) and "as traced" in str(whole)) or stage < 3
 
 
 @pytest.mark.parametrize("schedule", schedules.NAMES)
 def test_messages_are_freed_when_they_are_known_to_have_arrived(schedule):
-    """Each at most once; and under 1F1B no rank ever keeps more than a few, however many micro-batches."""
+    """Each is freed at most once, and with 1F1B no rank keeps more than a few, for any number of micro-batches."""
     made = schedules.make_schedule(schedule, 4, 16)
     orders = schedules.lower(made)
     for rank, order in enumerate(orders):
@@ -710,18 +710,18 @@ def test_ranks_of_every_stage_refuse_a_batch_at_once(pool):
         assert loss == pytest.approx(wanted, rel=1e-10)
 
 
-@pytest.mark.parametrize("place", [0, 2, 3])
-def test_a_rank_that_fails_inside_its_stage_stops_the_others(place):
+@pytest.mark.parametrize("position", [0, 2, 3])
+def test_a_rank_that_fails_inside_its_stage_stops_the_others(position):
     loss_fn, params = blocks(layers=2)
     calls = Counter()
 
     def failing(*args):
-        calls[place] += 1
-        if calls[place] == 3:
+        calls[position] += 1
+        if calls[position] == 3:
             raise ZeroDivisionError("on purpose")
-        return loss_fn.blocks[place](*args)
+        return loss_fn.blocks[position](*args)
 
-    broken = sl.sequential([failing if index == place else fn for index, fn in enumerate(loss_fn.blocks)])
+    broken = sl.sequential([failing if index == position else fn for index, fn in enumerate(loss_fn.blocks)])
     with pytest.raises(ZeroDivisionError):
         train_once(broken, params, token_batches(1)[0])
 
@@ -755,15 +755,15 @@ def test_messages_of_the_wrong_size_and_messages_that_never_come():
 def test_on_real_processes(pool, mesh, schedule, stage, tie):
     loss_fn, params = blocks(tie=tie)
     transform = sl.chain(*([] if stage is None else [sl.zero(stage)]), sl.pipeline(schedule, 4))
-    told = pool.run(
+    result = pool.run(
         training.train, loss_fn, params, token_batches(3), transform, training.optimizer(MAX_NORM), mesh=mesh
     )
-    for got in told:
+    for got in result:
         compare(got, expected(torch.float64, 3, tie=tie), 1e-10)
 
 
 def test_messages_of_both_directions_where_a_transport_has_no_tags():
-    """Each direction then has a communicator of its own. In fresh processes: see `ProcessGroup._lane`."""
+    """Each direction then has its own communicator. Runs in fresh processes: see `ProcessGroup._lane`."""
 
     def both_ways(mesh):
         group = mesh.group("pipe")

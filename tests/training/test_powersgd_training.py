@@ -52,8 +52,8 @@ def simulated(rank, ranks, steps, microbatches=1):
     sums = [PowerSGD(ranks, tuple(leaf.shape), rank) for leaf in leaves]
     for step in range(steps):
         each = []
-        for place in range(ranks):
-            x, y = (part.chunk(microbatches) for part in batch_of(place, step))
+        for position in range(ranks):
+            x, y = (part.chunk(microbatches) for part in batch_of(position, step))
             loss = sum(map(loss_fn, [tree] * microbatches, zip(x, y, strict=True)))
             each.append(torch.autograd.grad(loss / microbatches / ranks, leaves))
         for leaf, total, grads in zip(leaves, sums, zip(*each, strict=True), strict=True):
@@ -84,7 +84,7 @@ def test_trains_like_the_simulation(rank, ranks, microbatches):
         torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
 
 
-def test_one_rank_sends_and_keeps_nothing():
+def test_a_single_rank_sends_and_keeps_nothing():
     def run(mesh):
         plain, _ = trained(mesh, sl.zero(0), 3)
         state, _ = trained(mesh, sl.chain(sl.zero(0), sl.powersgd(1)), 3)
@@ -99,7 +99,7 @@ def halves(tree):
     return {"up": [part.contiguous() for part in up], "down": [part.contiguous() for part in down]}
 
 
-def test_a_slice_is_a_matrix_of_its_own():
+def test_each_slice_is_factorised_separately():
     tree = {"up": normal(16, 12, seed=1), "down": normal(10, 16, seed=2)}
     rules = sl.tensor_slicing({"up": "column", "down": "row"})
 
@@ -167,7 +167,7 @@ def test_bytes_and_payload_are_the_plans_and_the_formulas(ranks, dtype):
     assert sl.simulate(run, mesh={"data": ranks}) == [(payload, payload, kept, kept, kept)] * ranks
 
 
-def test_specs_say_whose_errors_and_factors_differ():
+def test_specs_say_over_which_axes_residuals_and_factors_differ():
     """Errors are each rank's own; factors are equal over their axis, and differ over one that is summed after it."""
     transform = sl.chain(sl.zero(0, replicate="node"), sl.powersgd(2))
 
@@ -183,7 +183,7 @@ def test_specs_say_whose_errors_and_factors_differ():
     assert after["net/float64@data/factors"] == ((1, factors), sl.P())
 
 
-def test_the_plan_tells_what_is_sent():
+def test_the_plan_prints_what_is_sent():
     plan = sl.make_plan(params(), sl.abstract_mesh(data=2), sl.chain(sl.zero(0), sl.powersgd(2)))
     assert "powersgd(rank=2, axis='data'): gradients travel over axis 'data' in factors of rank 2" in str(plan)
 
@@ -248,7 +248,7 @@ def test_a_checkpoint_keeps_everything(tmp_path, name):
         assert all(map(torch.equal, wanted, got))
 
 
-def told(mesh, state):
+def result(mesh, state):
     """Σ over ranks of each leaf's errors, as they are saved; and the factors."""
     totals = {}
     for fragment in residual_fragments(state):
@@ -260,18 +260,18 @@ def told(mesh, state):
 
 @pytest.mark.parametrize("ranks", [(3, 2), (2, 4)])
 @pytest.mark.parametrize("rank", [2, 1])
-def test_on_other_ranks_the_total_correction_and_the_factors_are_kept(tmp_path, ranks, rank):
+def test_the_total_residual_and_the_factors_are_kept_on_another_number_of_ranks(tmp_path, ranks, rank):
     """Factors of another rank start anew."""
 
     def save(mesh):
         state, _ = trained(mesh, sl.chain(sl.zero(0), sl.powersgd(2)), 3)
         checkpoint.save(tmp_path, state)
-        return told(mesh, state)
+        return result(mesh, state)
 
     def load(mesh):
         state, _ = trained(mesh, sl.chain(sl.zero(0), sl.powersgd(rank)), 0)
-        _, fresh = told(mesh, state)
-        return *told(mesh, checkpoint.restore(checkpoint.latest(tmp_path), state)), fresh
+        _, fresh = result(mesh, state)
+        return *result(mesh, checkpoint.restore(checkpoint.latest(tmp_path), state)), fresh
 
     before, after = sl.simulate(save, mesh={"data": ranks[0]}), sl.simulate(load, mesh={"data": ranks[1]})
     for path in ("net/a", "net/d"):
@@ -290,11 +290,11 @@ def test_factors_that_differ_between_nodes_are_taken_over_from_the_first(tmp_pat
         state, step = trained(mesh, transform, 0)
         state, _ = step(state, batch_of(mesh.rank, 0))
         checkpoint.save(tmp_path, state)
-        return told(mesh, state)[1]
+        return result(mesh, state)[1]
 
     def load(mesh):
         state, _ = trained(mesh, transform, 0)
-        return told(mesh, checkpoint.restore(checkpoint.latest(tmp_path), state))[1]
+        return result(mesh, checkpoint.restore(checkpoint.latest(tmp_path), state))[1]
 
     first, second, *_ = sl.simulate(save, mesh={"data": 2, "node": 2})
     after = sl.simulate(load, mesh={"data": 2, "node": 3})
@@ -303,7 +303,7 @@ def test_factors_that_differ_between_nodes_are_taken_over_from_the_first(tmp_pat
     assert all(torch.equal(factors[name], first[name]) for factors in after)
 
 
-def test_a_changed_loss_scale_changes_the_errors_with_it():
+def test_residuals_follow_a_changed_loss_scale():
     def run(mesh):
         transform = sl.chain(sl.zero(0), sl.precision("fp16"), sl.powersgd(2))
         state, step = trained(mesh, transform, 3, torch.float32)
@@ -347,12 +347,12 @@ def test_what_makes_no_sense_is_refused():
         sl.make_plan(params(), mesh, sl.chain(sl.zero(0), sl.onebit(), sl.powersgd()))
     with pytest.raises(sl.errors.IllegalComposition, match="nothing sums them there: add zero"):
         sl.make_plan(params(), sl.abstract_mesh(data=2, model=1), sl.chain(sl.zero(0), sl.powersgd(axis="model")))
-    with pytest.raises(sl.errors.IllegalComposition, match="already travel there in factors of rank 4; drop one"):
+    with pytest.raises(sl.errors.IllegalComposition, match="already sends them over it in factors of rank 4; drop one"):
         transform, tx = sl.chain(sl.zero(0), sl.powersgd()), sl.optim.onebit_adam(1e-3, 4)
         sl.make_plan(params(), mesh, transform, optimizer=tx)
 
 
-def test_without_a_state_errors_have_no_place():
+def test_without_a_state_residuals_are_refused():
     def run(mesh):
         sharded = sl.shard(params(), mesh, sl.chain(sl.zero(0), sl.powersgd()))
         with pytest.raises(sl.errors.IllegalComposition, match=r"use sl\.make_train_step"):

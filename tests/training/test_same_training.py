@@ -57,6 +57,13 @@ def test_hybrid(stage, microbatches, prefetch, dtype):
     check(dtype, {"node": 2, "local": 2}, sl.chain(zero, sl.accumulate(microbatches)))
 
 
+@pytest.mark.parametrize("stages", [(1, 1), (3, 1), (2, 2), (3, 3)])
+def test_split_over_two_axes(stages):
+    """A rank's number among the owners is that of its coordinates, the first axis major."""
+    transform = sl.chain(*(sl.zero(stage, axis=axis) for stage, axis in zip(stages, "ab")))
+    check(torch.float64, {"a": 2, "b": 3}, transform)
+
+
 ALONE = [
     ({"data": 2}, sl.zero(1)),
     ({"data": 2}, sl.chain(sl.zero(2), sl.accumulate(2))),
@@ -68,7 +75,7 @@ ALONE = [
 
 
 @pytest.mark.parametrize(("mesh", "transform"), ALONE)
-def test_leaves_that_travel_alone(mesh, transform):
+def test_large_leaves_are_sent_alone(mesh, transform):
     """Large leaves are messages of their own; here nearly all count as large, and the smallest go together."""
     with thresholds.small(8):
         check(torch.float64, mesh, transform)

@@ -1,4 +1,4 @@
-"""Models whose sequences are cut over a mesh axis train like one device, whatever the kind; and say so when they cannot."""
+"""Models whose sequences are cut over a mesh axis train like one device, with every kind, or are refused."""
 
 import functools
 import math
@@ -205,7 +205,7 @@ def test_evaluation(kind):
 
 
 @pytest.mark.parametrize("kind", ["megatron", "ring"])
-def test_a_checkpoint_goes_on_without_the_axis(kind, tmp_path):
+def test_a_checkpoint_resumes_without_the_axis(kind, tmp_path):
     loss_fn, params = tiny_gpt(torch.float64, **SIZES)
     batches = token_batches(6, ROWS, CONFIG)
 
@@ -243,8 +243,8 @@ def whole_of(parts, plan, dim):
     found = {}
     for rank, part in enumerate(parts):
         chunks = plan.chunks(rank, ranks, length)
-        pieces = part.split([size for _, size in chunks], dim)
-        found.update({start: piece for (start, _), piece in zip(chunks, pieces, strict=True)})
+        fragments = part.split([size for _, size in chunks], dim)
+        found.update({start: fragment for (start, _), fragment in zip(chunks, fragments, strict=True)})
     return torch.cat([found[start] for start in sorted(found)], dim)
 
 
@@ -284,8 +284,18 @@ def test_attention_is_torchs(kind, ranks, batch, groups, queries, chunk, size, v
         torch.testing.assert_close(whole_of(found, plan, 2), whole.detach(), rtol=1e-10, atol=1e-12)
 
 
+def test_a_key_mask_goes_with_what_is_causal():
+    """A query sees the keys that are neither padding nor behind it."""
+    q, k, v = torch.randn(3, 2, 4, 8, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    mask = torch.arange(8) < torch.tensor([[8], [5]])
+    seen = mask[:, None, None, :] & torch.ones(8, 8, dtype=torch.bool).tril()
+    for causal, wanted in ((True, seen), (False, mask[:, None, None, :])):
+        found = sl.nn.attention(q, k, v, causal=causal, key_mask=mask)
+        assert torch.equal(found, F.scaled_dot_product_attention(q, k, v, wanted))
+
+
 def test_causal_rings_share_the_work_evenly():
-    """What each rank meets, in elements of score blocks: the same on every rank, and half of all but its own."""
+    """The elements of score blocks that each rank computes are equal on all ranks, and half of all except its own."""
 
     def work(mesh):
         trip, met = _Trip(mesh, "seq", True), 0
@@ -300,7 +310,7 @@ def test_causal_rings_share_the_work_evenly():
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("kind", ["ulysses", "ring", "megatron", "megatron, vocabulary"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_the_loss_of_uneven_parts(kind, reduction, smoothing):
+def test_the_loss_of_uneven_sequence_parts(kind, reduction, smoothing):
     """Ignored targets lie in one rank's part; the loss is still the mean of all that count."""
     kind, _, vocabulary = kind.partition(", ")
     generator = torch.Generator().manual_seed(0)
@@ -424,7 +434,7 @@ def test_payload_of_a_layer_is_the_papers(kind, ways):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_payload_of_a_whole_chain_is_as_planned(kind):
-    """With parameters gathered, activations recomputed (what was exchanged for them is exchanged again), micro-batches."""
+    """The chain gathers parameters, recomputes activations (and repeats their exchanges), and has micro-batches."""
     config = replace(CONFIG, dtype=torch.float64)
     params, batch = gpt.init(config), token_batches(1, 4, config)[0]
     transform = cut(kind, sl.zero(3), sl.remat("dots"), sl.accumulate(2))
@@ -568,13 +578,13 @@ def test_chains_that_make_no_sense(transform, mesh, message):
 
 
 @pytest.mark.parametrize("kind", ["striped", Ring("seq"), None, str])
-def test_a_kind_that_is_not_known(kind):
-    told = re.escape(f"kind={kind!r}) is not one of 'megatron', 'ulysses', 'ring', and makes no")
-    with pytest.raises(IllegalComposition, match=told):
+def test_an_unknown_kind(kind):
+    result = re.escape(f"kind={kind!r}) is not one of 'megatron', 'ulysses', 'ring', and makes no")
+    with pytest.raises(IllegalComposition, match=result):
         sl.sequence("seq", kind)
 
 
-def test_the_plan_says_so():
+def test_the_plan_prints_the_kind():
     plan = plan_of(cut("ring"), seq=2)
     assert "sequence(axis='seq', kind='ring'): sequence=ring over axis 'seq'" in str(plan)
     assert plan != plan_of(cut("ulysses"), seq=2) and plan == plan_of(cut("ring"), seq=2)
@@ -588,13 +598,13 @@ def step_with(loss_fn, params, kind, batch, ways=2, rules=RULES):
 
 
 @pytest.mark.parametrize(
-    ("kind", "length", "pieces"),
+    ("kind", "length", "fragments"),
     [("megatron", 6, 4), ("ulysses", 7, 4), ("ring", 6, "4 .*two chunks a rank, 8 in all")],
 )
-def test_lengths_that_do_not_divide(kind, length, pieces):
+def test_lengths_that_do_not_divide(kind, length, fragments):
     loss_fn, params = tiny_gpt(**SIZES)
     batch = token_batches(1, 2, replace(CONFIG, sequence=length))[0]
-    with pytest.raises(SpecError, match=f"length {length} does not divide over axis 'seq' of size {pieces}"):
+    with pytest.raises(SpecError, match=f"length {length} does not divide over axis 'seq' of size {fragments}"):
         step_with(loss_fn, params, kind, batch, ways=4)
 
 
@@ -701,7 +711,7 @@ def own_mean(h):
     ],
 )
 def test_stages_that_would_train_wrongly(pool, mix, leave, message):
-    """The steps lie in several stages and the loss in one: every rank is told."""
+    """Steps lie in several stages and the loss in one: every rank raises."""
     for good, error in pool.outcomes(step_in_stages, mix, leave, mesh={"pipe": 2, "seq": 2}):
         assert not good and isinstance(error, LossError) and re.search(message, str(error)), error
     if leave is not own_mean:  # what is left out shows without ranks
@@ -732,7 +742,7 @@ def test_keys_of_another_length():
             sl.simulate(run, *lengths, mesh={"seq": 2})
 
 
-def test_sampling_tells_to_pad():
+def test_sampling_recommends_padding():
     _, params = tiny_gpt(**SIZES)
 
     def run(mesh):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from helpers import decoders, training
-from helpers.exact import Travelling
+from helpers.lossless_codec import Travelling
 from helpers.models import TINY, tiny_gpt, token_batches
 from helpers.pool import Pool
 from helpers.profile import NIGHTLY
@@ -36,7 +36,7 @@ SCHEDULES = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "interleaved-zb", "zb
 
 @dataclass(frozen=True)
 class Case:
-    """What is drawn: a model, a mesh and what its axes are for."""
+    """A drawn case: a model, a mesh and the uses of its axes."""
 
     model: str
     tie: bool

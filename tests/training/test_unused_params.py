@@ -14,7 +14,7 @@ BATCH = regression_batch(8, 6, 4)
 
 
 class Model(nn.Module):
-    """With a branch and a norm that nothing goes through, and a bias that reaches the loss times zero."""
+    """A model with an unused branch and norm, and a bias that reaches the loss times zero."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +49,7 @@ PARALLEL = {
 
 
 @pytest.mark.parametrize("name", PARALLEL)
-def test_they_are_found(name):
+def test_unused_parameters_are_found(name):
     _, loss, params = model()
     mesh = {"data": 2, "model": 2} if name == "sliced" else {"data": 2}
 
@@ -60,14 +60,14 @@ def test_they_are_found(name):
         assert set(found) == UNUSED and len(found) == len(UNUSED)
 
 
-def test_on_one_device_too():
+def test_unused_parameters_on_one_device():
     _, loss, params = model()
     assert set(sl.unused_params(loss, params, BATCH)) == UNUSED
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("tie", [False, True])
-def test_and_in_the_stages_of_a_pipeline(schedule, tie):
+def test_unused_parameters_in_the_stages_of_a_pipeline(schedule, tie):
     config = replace(TINY, tie=tie)
     _, params = tiny_gpt(tie=tie)
     blocks = gpt.to_blocks(params)
@@ -84,7 +84,7 @@ def test_and_in_the_stages_of_a_pipeline(schedule, tie):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_what_one_rank_uses_is_used(stage):
+def test_parameters_that_one_rank_uses_are_used(stage):
     params = {"a": torch.ones(4), "b": torch.ones(4), "c": torch.ones(4)}
 
     def run(mesh):
@@ -98,7 +98,7 @@ def test_what_one_rank_uses_is_used(stage):
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_frozen_they_are_left_alone_as_by_torch(stage):
+def test_frozen_parameters_are_left_alone_as_by_torch(stage):
     _, loss, params = model()
     module, _, _ = model()  # another, with tensors of its own
     tx = torch.optim.AdamW(module.parameters(), 0.05, weight_decay=0.3)

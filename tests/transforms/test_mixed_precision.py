@@ -108,7 +108,7 @@ RESUMED = [
 
 
 @pytest.mark.parametrize(("planned", "resumed"), RESUMED)
-def test_a_run_that_goes_on_scales_by_the_rules_it_is_given(tmp_path, planned, resumed):
+def test_a_resumed_run_scales_by_its_own_rules(tmp_path, planned, resumed):
     def start(scale):
         params = sl.shard(PARAMS, sl.make_mesh(), sl.precision("fp16", loss_scale=scale))
         return sl.make_train_step(FIT, params, sl.optim.sgd(0.1))[0]
@@ -146,23 +146,27 @@ def test_dtypes_by_leaf():
         ),
     ],
 )
-def test_dtypes_that_cannot_be_are_refused(make, message):
+def test_impossible_dtypes_are_refused(make, message):
     with pytest.raises(IllegalComposition, match=message):
         make()
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["fp32", "bf16", None])
 @pytest.mark.parametrize("stage", [0, 2])
 def test_gradients_are_summed_in_the_dtype_asked_for(stage, name):
-    """Over two micro-batches and two ranks: the same additions by hand, in that dtype, to the last bit."""
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
+    """Over two micro-batches and two ranks: the same additions by hand, in that dtype, to the last bit.
+
+    Nothing is asked for where the parameters are bf16 by themselves: fp32.
+    """
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, None: torch.float32}[name]
+    half_params, half_batch = optree.tree_map(lambda leaf: leaf.bfloat16(), (PARAMS, BATCH))
 
     def run(mesh):
-        transform = sl.chain(sl.zero(stage), sl.accumulate(2), sl.precision("bf16", reduce_dtype=name))
-        _, grads = sl.value_and_grad(FIT)(sl.shard(PARAMS, mesh, transform), share(BATCH, mesh.rank, 2))
+        transform, params, batch = sl.chain(sl.zero(stage), sl.accumulate(2)), half_params, half_batch
+        if name is not None:
+            transform, params, batch = sl.chain(transform, sl.precision("bf16", reduce_dtype=name)), PARAMS, BATCH
+        _, grads = sl.value_and_grad(FIT)(sl.shard(params, mesh, transform), share(batch, mesh.rank, 2))
         return sl.unshard(grads)
-
-    half_params, half_batch = optree.tree_map(lambda leaf: leaf.bfloat16(), (PARAMS, BATCH))
 
     def gradient(index):
         leaves = optree.tree_map(lambda leaf: leaf.clone().requires_grad_(), half_params)
@@ -180,7 +184,7 @@ def test_gradients_are_summed_in_the_dtype_asked_for(stage, name):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_leaves_of_several_dtypes_train(stage):
-    """As every leaf by itself does: masters in fp32, each rounded to its own dtype for the loss."""
+    """Each leaf trains as it does alone: fp32 masters, rounded to the leaf's dtype for the loss."""
     rules = {"layers/0/bias": "fp32", "layers/1/*": "fp16"}
     dtypes = {"layers/0/weight": torch.bfloat16, "layers/0/bias": torch.float32}
 

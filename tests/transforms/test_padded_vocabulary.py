@@ -1,4 +1,4 @@
-"""Vocabularies that the axis does not divide: slices are padded with rows of zeros, which count nowhere."""
+"""Vocabularies that the axis does not divide: slices are padded with rows of zeros, which have no effect."""
 
 import functools
 from dataclasses import replace
@@ -256,7 +256,7 @@ def spoil(sharded):
     return sharded
 
 
-def test_what_is_in_the_padding_does_not_matter():
+def test_values_in_the_padding_do_not_matter():
     config, loss_fn, params, batches = model_and_batches(31, 2)
 
     def run(mesh, change):
@@ -278,7 +278,7 @@ def test_what_is_in_the_padding_does_not_matter():
     assert not any(got[-1][2])  # of the last rank's gradients, those of the padding
 
 
-def test_initialised_where_it_lies():
+def test_each_rank_initialises_its_slices():
     """A rank draws its own rows, and the padding stays zero."""
 
     def init():
@@ -348,7 +348,7 @@ ENCODED = {
 
 
 @pytest.mark.parametrize("name", ENCODED)
-def test_few_bits_do_not_see_the_padding(name, tmp_path):
+def test_codecs_do_not_see_the_padding(name, tmp_path):
     """Gradients of one size and rank 1: nothing is left out, if scales are of the true elements alone."""
     stage, codec = ENCODED[name]
     generator = torch.Generator().manual_seed(1)
@@ -385,7 +385,7 @@ def test_few_bits_do_not_see_the_padding(name, tmp_path):
 
 @pytest.mark.parametrize("first", [{"data": 2, "model": 2}, {"data": 1, "model": 4}, {"data": 2}])
 @pytest.mark.parametrize("second", [({"data": 2, "model": 2}, 1), ({"data": 2, "model": 4}, 3), ({"data": 3}, 2)])
-def test_a_checkpoint_goes_on_with_other_slices(first, second, tmp_path):
+def test_a_checkpoint_resumes_with_other_slices(first, second, tmp_path):
     """Saved in the true shape: vocabularies of 5 words over 2, 3 or 4 ranks, or whole."""
     config, loss_fn, params, batches = model_and_batches(5, 4)
 
@@ -432,19 +432,19 @@ def test_bytes_held_and_sent_are_the_plans(stage, gathered):
         state, step = sl.make_train_step(loss_fn, sharded, tx)
         sent = count_payload(mesh)
         state, _ = step(state, mine)
-        told = sent()
+        message = sent()
         abstract = sl.abstract_mesh(**mesh.shape)
         plan = sl.make_plan(params, abstract, transform, loss_fn=loss_fn, batch=mine, optimizer=tx)
         held = {"param": stored_bytes(state.params), "optimizer": stored_bytes(state.opt, counters=True)}
-        return told, held, plan.payload(), {role: plan.bytes(role) for role in held}
+        return message, held, plan.payload(), {role: plan.bytes(role) for role in held}
 
-    for told, held, payload, planned in sl.simulate(run, mesh={"data": 2, "model": 4}):
-        assert told == payload
+    for message, held, payload, planned in sl.simulate(run, mesh={"data": 2, "model": 4}):
+        assert message == payload
         assert held == planned
 
 
 def test_a_padded_vocabulary_costs_the_rows_that_pad_it():
-    """By hand: 31 words over 4 ranks are 8 rows each; the logits of 32 are gathered, and 31 come out."""
+    """Computed by hand: 31 words over 4 ranks are 8 rows each; logits of 32 words are gathered, and 31 returned."""
     params = {"t": torch.zeros(31, 6, dtype=torch.float64)}
     x = torch.ones(5, 6, dtype=torch.float64)
 
@@ -494,7 +494,7 @@ def test_vocab_cross_entropy(words, smoothing, cut_off):
     assert not grads[:, words:].any()
 
 
-def test_scores_that_are_no_share_of_the_words_are_refused():
+def test_logits_of_a_wrong_width_are_refused():
     def run(mesh):
         sl.collectives.vocab_cross_entropy(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), "model", words=11)
 
@@ -503,8 +503,8 @@ def test_scores_that_are_no_share_of_the_words_are_refused():
 
 
 @pytest.mark.parametrize("word", [7, 8, -1])
-def test_what_is_no_word_is_refused_as_torch_refuses_it(word):
-    """Also where a row of padding would stand for it."""
+def test_targets_outside_the_vocabulary_are_refused_as_by_torch(word):
+    """A target that is the index of a padding row is refused too."""
     params, ids = {"t": torch.ones(7, 3)}, torch.tensor([1, word])
     uses = {
         "looked up": lambda p, ids: F.embedding(ids, p["t"]).sum(),

@@ -30,7 +30,7 @@ RULES = {"*/up": "column", "*/down": "row"}
 
 
 def trains(params, rules, loss_fn=loss_fn, ways=2):
-    """As on one device."""
+    """Trains sliced and on one device, and compares."""
     batch = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
     *_, wanted = one_device.train(loss_fn, params, [batch])
     *_, found = training.simulate(
@@ -70,28 +70,28 @@ def test_widths_that_do_not_divide():
     def loss(params, x):
         return loss_fn(params, F.linear(x, params["last"]["weight"]))
 
-    told = refused(params, given)
+    result = refused(params, given)
     for layer in (0, 1):
         assert (
             f"layers/{layer}/up/weight: shape (7, 4): dimension 0 of size 7 is not divisible by 2 (model=2), by rule '*/up': "
             "sl.column(); replace it with 'replicated'"
-        ) in told
-        assert f"layers/{layer}/down/weight: shape (4, 7): dimension 1 of size 7 is not divisible by 2" in told
-    assert "(model=2)" in told and "rules fit" not in told
-    rules = advised(told, given)
+        ) in result
+        assert f"layers/{layer}/down/weight: shape (4, 7): dimension 1 of size 7 is not divisible by 2" in result
+    assert "(model=2)" in result and "rules fit" not in result
+    rules = advised(result, given)
     assert rules == given | dict.fromkeys(RULES, "replicated")
     trains(params, rules, loss)
 
 
 def test_heads_that_do_not_divide():
-    """A smaller axis is told where one fits; a layer that is left whole alone is told by the one after it."""
+    """The message names a smaller axis if one fits; a layer that must not stay whole alone is named by the next one."""
     rules = {"*/up": sl.column(heads=2), "*/down": "row"}
-    told = refused(mlp(), rules, ways=4)
+    result = refused(mlp(), rules, ways=4)
     assert (
         "layers/1/up/weight: shape (8, 4): 2 heads do not divide over model=4, by rule '*/up': sl.column(heads=2); use a "
         "size that divides 2, or put 'replicated' in place of all rules of this attention"
-    ) in told
-    assert "With model=2 all rules fit." in told
+    ) in result
+    assert "With model=2 all rules fit." in result
     trains(mlp(), rules, ways=2)
     rules["*/up"] = "replicated"
     with pytest.raises(HandleError, match=r"takes 2 inputs on this rank, but gets 8: .* use sl.row\(split=True\)"):
@@ -100,8 +100,8 @@ def test_heads_that_do_not_divide():
 
 
 def test_outputs_that_are_no_whole_number_of_heads():
-    told = refused(mlp(), {"*/up": sl.column(heads=6), "*/down": "row"})
-    assert "layers/0/up/weight: shape (8, 4): 8 outputs are not 6 heads of one size, by rule '*/up'" in told
+    result = refused(mlp(), {"*/up": sl.column(heads=6), "*/down": "row"})
+    assert "layers/0/up/weight: shape (8, 4): 8 outputs are not 6 heads of one size, by rule '*/up'" in result
     trains(mlp(), {"*/up": sl.column(heads=4), "*/down": "row"})
 
 
@@ -110,39 +110,41 @@ def test_outputs_that_are_no_whole_number_of_heads():
 )
 def test_a_rule_that_matches_nothing(wrong, put):
     given = {wrong: "column", "*/down": "row"}
-    told = refused(mlp(), given)
-    assert f"rule {wrong!r} matches no parameter; " + (f"replace it with {put!r}" if put else "take it out") in told
-    rules = advised(told, given)
+    result = refused(mlp(), given)
+    assert f"rule {wrong!r} matches no parameter; " + (f"replace it with {put!r}" if put else "take it out") in result
+    rules = advised(result, given)
     trains(mlp(), rules if put else rules | {"*/down": sl.row(split=True)})
 
 
 def test_a_rule_that_never_holds():
     rules = {"*": "column", "*/down": "row"}
-    told = refused(mlp(), rules)
-    assert "rule '*/down' never holds: '*' matches layers/0/down/" in told
-    assert "; put it before '*', or take it out" in told
-    trains(mlp(), advised(told, rules))
+    result = refused(mlp(), rules)
+    assert "rule '*/down' never holds: '*' matches layers/0/down/" in result
+    assert "; put it before '*', or take it out" in result
+    trains(mlp(), advised(result, rules))
     trains(mlp(), {"*/up": "column", "layers/0/down": "row", "*/down": "row", "*/up/*": "column"})  # none is lost
 
 
-def test_a_glob_that_matches_what_cannot_take_the_style():
+def test_a_glob_that_matches_leaves_that_cannot_take_the_style():
     params = mlp() | {"scale": torch.tensor(2.0), "ids": torch.arange(4), "kernel": torch.ones(2, 4, 4)}
     rules = {"*/down": "row", "kernel": "vocab", "*": "column"}
-    told = refused(params, rules)
-    assert "scale: shape (): a single number has no dimension to slice, by rule '*': sl.column(); put 'scale': " in told
-    assert "ids: shape (4,): torch.int64 is no layer's weight or bias, by rule '*': sl.column(); put 'ids'" in told
-    assert "kernel: shape (2, 4, 4): 'vocab' is for a layer's weight, of 2 dimensions, and its bias, by rule" in told
+    result = refused(params, rules)
+    assert (
+        "scale: shape (): a single number has no dimension to slice, by rule '*': sl.column(); put 'scale': " in result
+    )
+    assert "ids: shape (4,): torch.int64 is no layer's weight or bias, by rule '*': sl.column(); put 'ids'" in result
+    assert "kernel: shape (2, 4, 4): 'vocab' is for a layer's weight, of 2 dimensions, and its bias, by rule" in result
 
     def loss(params, x):
         return loss_fn(params, x) * params["scale"] * params["kernel"].sum() * params["ids"].sum()
 
-    trains(params, advised(told, rules), loss)
+    trains(params, advised(result, rules), loss)
 
 
 def test_all_misfits_come_together():
     params = mlp(7) | {"scale": torch.tensor(2.0)}
     rules = {"*/up": sl.column(heads=3), "*/down": "row", "scale": "column", "gone": "row", "*/up/weight": "row"}
-    told = refused(params, rules)
+    result = refused(params, rules)
     for part in (
         "7 outputs are not 3 heads",
         "dimension 1 of size 7",
@@ -150,12 +152,12 @@ def test_all_misfits_come_together():
         "'gone' matches no",
         "never holds",
     ):
-        assert part in told
-    assert not refused_again(params, advised(told, rules))
+        assert part in result
+    assert not refused_again(params, advised(result, rules))
 
 
 def refused_again(params, rules):
-    """What the plan says then, if anything."""
+    """The message of the next refusal, if there is one."""
     try:
         sl.make_plan(params, sl.abstract_mesh(model=2), sl.tensor_slicing(rules))
     except IllegalComposition as error:
@@ -165,16 +167,16 @@ def refused_again(params, rules):
 @pytest.mark.parametrize(
     ("style", "put"), [("colum", "column"), ("row_wise", "rowwise"), (None, None), (3, None), ([], None)]
 )
-def test_styles_that_are_none(style, put):
+def test_invalid_styles(style, put):
     with pytest.raises(IllegalComposition) as error:
         sl.tensor_slicing({"*/up": style, "*/down": "row"})
-    told = str(error.value)
-    assert f"*/up: {style!r}" + (f"; replace it with {put!r}\n" if put else "\n") in told
+    result = str(error.value)
+    assert f"*/up: {style!r}" + (f"; replace it with {put!r}\n" if put else "\n") in result
     if put:
         sl.tensor_slicing({"*/up": put, "*/down": "row"})
 
 
-def test_a_norm_that_a_glob_matches_is_told_at_its_use():
+def test_a_norm_that_a_glob_matches_is_refused_at_its_use():
     """No plan can tell its weight from a bias."""
     params = mlp() | {"norm": {"weight": torch.ones(4), "bias": torch.zeros(4)}}
     rules = {"*/down": "row", "*": "column"}
@@ -209,7 +211,7 @@ def down(params):
     ],
 )
 def test_a_sliced_weight_that_something_else_uses_first_is_refused(changed):
-    """What comes of it no layer would take for a slice."""
+    """No layer would recognise the result as a slice."""
 
     def loss_fn(params, x):
         return F.linear(F.linear(x, changed(up(params))).tanh(), changed(down(params))).square().mean()
@@ -221,7 +223,7 @@ def test_a_sliced_weight_that_something_else_uses_first_is_refused(changed):
 
 
 def test_a_sliced_bias_of_heads_is_added_to_outputs():
-    """Of several dimensions, and by whatever addition."""
+    """The bias has several dimensions, and is added in several ways."""
     params = {"up": {"weight": mlp()["layers"][0]["up"]["weight"], "bias": torch.linspace(0, 1, 8).view(4, 2)}}
     params["down"] = mlp()["layers"][0]["down"]
 

@@ -1,4 +1,4 @@
-"""Sliced layers train like whole ones, on any mesh, with any stage; and say so when they cannot."""
+"""Sliced layers train like whole ones on every mesh and at every stage, or are refused."""
 
 import copy
 import functools
@@ -372,7 +372,7 @@ def test_the_librarys_loss_never_gathers_the_logits():
 @pytest.mark.parametrize(
     ("mesh", "stage"), [({"data": 2, "model": 2}, 3), ({"data": 1, "model": 4}, 1), ({"data": 3}, 2), ({"data": 1}, 0)]
 )
-def test_a_checkpoint_goes_on_with_other_slices(mesh, stage, tmp_path):
+def test_a_checkpoint_resumes_with_other_slices(mesh, stage, tmp_path):
     loss_fn, params = tiny_gpt(torch.float64, **SIZES)
     batches = token_batches(6, config=CONFIG)
 
@@ -409,12 +409,12 @@ def test_what_does_not_divide_is_listed_together():
     params = gpt.init(replace(TINY, heads=2))
     with pytest.raises(IllegalComposition) as error:
         plan_of(params, gpt.slicing_rules(replace(TINY, heads=2)), model=4)
-    for told in (
+    for result in (
         "blocks/1/attn/qkv/weight: shape (30, 10): 2 heads",
         "blocks/0/attn/out/weight: shape (10, 10): dimension 1 of size 10",
         "model=4",
     ):
-        assert told in str(error.value)
+        assert result in str(error.value)
 
 
 def test_the_plan_says_which_outputs_are_gathered():
@@ -425,7 +425,7 @@ def test_the_plan_says_which_outputs_are_gathered():
     assert "gathered on every rank" not in str(plan_of(params, {"head": "vocab", "up": "colwise_rep"}, model=1))
 
 
-def test_styles_that_are_not_known_are_named():
+def test_unknown_styles_are_named():
     with pytest.raises(IllegalComposition, match=r"moe\.experts: 'grouped_gemm'\n(.|\n)*column"):
         sl.tensor_slicing({"moe.experts": "grouped_gemm", "q_proj": "colwise"})
 
@@ -439,10 +439,10 @@ def test_a_rule_that_matches_nothing_and_an_axis_that_is_not_there():
 
 
 @pytest.mark.parametrize("zero", [*(sl.zero(stage, axis="model") for stage in range(4)), sl.zero(replicate="model")])
-def test_an_axis_that_slices_does_not_share_the_batch_too(zero):
+def test_an_axis_cannot_both_slice_and_share_the_batch(zero):
     params = {"up": {"weight": torch.zeros(4, 4)}}
-    told = r"axis 'model': zero\(.*\) divides the batch, and tensor_slicing\(axis='model'\) slices layers"
-    with pytest.raises(IllegalComposition, match=told):
+    result = r"axis 'model': zero\(.*\) divides the batch, and tensor_slicing\(axis='model'\) slices layers"
+    with pytest.raises(IllegalComposition, match=result):
         transform = sl.chain(sl.tensor_slicing({"up": "column"}), zero)
         sl.make_plan(params, sl.abstract_mesh(data=2, model=2), transform)
 
@@ -484,17 +484,17 @@ def test_a_use_that_would_be_wrong_is_refused(rules, loss, message):
         sl.simulate(run, mesh={"model": 2})
 
 
-def test_ranks_of_one_model_with_batches_of_their_own(pool):
+def test_ranks_of_one_model_with_different_batches(pool):
     params = {"up": {"w": torch.ones(4, 4)}}
 
     def run(mesh):
         sharded = sl.shard(params, mesh, sl.tensor_slicing({"up": sl.column(gather=True)}))
         sl.value_and_grad(lambda p, x: F.linear(x, p["up"]["w"]).sum())(sharded, torch.full((2, 4), 1.0 + mesh.rank))
 
-    told = (
+    result = (
         r"(?s)the ranks' batches differ:.*batch: rank 0: checksum.*; rank 1: checksum.*axis 'model' work on one batch"
     )
-    with pytest.raises(RankMismatch, match=told):
+    with pytest.raises(RankMismatch, match=result):
         sl.simulate(run, mesh={"model": 2})
     for _, error in pool.outcomes(run, mesh={"model": 2}):
         assert isinstance(error, RankMismatch)

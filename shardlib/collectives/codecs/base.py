@@ -183,7 +183,7 @@ class Exchange(Protocol):
 
 
 class Codec(Protocol):
-    """How summed values are encoded in fewer bytes. Frozen and comparable, since it is stored in plans.
+    """An encoding of summed values in fewer bytes. Frozen and comparable, since plans contain it.
 
     Attributes:
         wide: whether it can send float64.

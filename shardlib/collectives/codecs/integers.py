@@ -22,7 +22,7 @@ from shardlib.kernels.quantize import Blockwise
 
 
 class Packing(Protocol):
-    """How gathered values are encoded in few bits, without error feedback. Frozen and comparable."""
+    """An encoding of gathered values in few bits, without error feedback. Frozen and comparable."""
 
     @property
     def wide(self) -> bool: ...
@@ -202,7 +202,7 @@ class _LeafBits(BoundPadded):
     def _row_segments(self) -> Segments:
         """The segments in this rank's row."""
         first = self.rows.index * self.row
-        segments = self._segments.part(first, first + self.row)
+        segments = self._segments.between(first, first + self.row)
         if not self.rows.scattered:
             return segments
         first = self.rows.index * 2 * self._leaves  # the other rows' segments are empty here

@@ -21,7 +21,8 @@ Losses = Callable[[torch.Tensor, str], torch.Tensor]
 
 @dataclass(frozen=True)
 class Style(ABC):
-    """How the slices of one layer's leaves work together (Megatron-LM, arXiv 1909.08053). A new style is a subclass.
+    """The way in which the slices of a layer's leaves work together (Megatron-LM, arXiv 1909.08053). A new style is a
+    subclass.
 
     A style is a frozen value, equal to another of the same class, options and axis. The rules of `shardlib.tensor_slicing`
     take styles. A subclass gives ``name`` and ``spec``, and one method for each way in which models use such leaves:

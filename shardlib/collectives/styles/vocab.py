@@ -43,15 +43,15 @@ class Vocab(Style):
 
     def embedding(self, weight: Slice, ids: torch.Tensor, padding: int | None, sparse: bool) -> torch.Tensor:
         words, first, held = weight.window.shape[0], weight.window.first[0], weight.window.sizes[0]
-        mine = (ids >= first) & (ids < first + held)
+        local = (ids >= first) & (ids < first + held)
         if padding is not None:
             padding = padding % words - first
             padding = padding if 0 <= padding < held else None
         # -1 for an id outside the vocabulary, which F.embedding refuses, on every rank.
         rows = F.embedding(
-            (ids - first).where(mine, 0).where((ids >= 0) & (ids < words), -1), weight.local, padding, sparse=sparse
+            (ids - first).where(local, 0).where((ids >= 0) & (ids < words), -1), weight.local, padding, sparse=sparse
         )
-        return weight.leave(rows.masked_fill(~mine[..., None], 0))
+        return weight.leave(rows.masked_fill(~local[..., None], 0))
 
     def cross_entropy(self, weight: Slice, x: torch.Tensor, *, ignore_index: int, label_smoothing: float) -> Losses:
         scores = widened(F.linear(weight.enter(x), weight.local))

@@ -1,4 +1,4 @@
-"""AdamW over flat tensors, and Adam's direction for optimizers that choose the length of their steps themselves."""
+"""AdamW on flat tensors, and Adam's direction for optimizers, such as LAMB, that compute the length of their steps."""
 
 from shardlib.kernels.adamw.arguments import direction_at, factors_at
 from shardlib.kernels.adamw.op import adam_direction_, adamw_

@@ -15,7 +15,7 @@ extern "C" int adamw_step(void* param, int dtype, const void* grad, int grad_dty
                 adamw::AdamW<Kept, Grad, decltype(narrow)> op = {
                     (Element*)param, (const typename Grad::Element*)grad, (Element*)mu, (Element*)nu, copy, scale,
                     b1, rest1, b2, rest2, decay, size, root, eps};
-                launch_sweep(op, count, place(op.param) | place(op.grad) | place(op.mu) | place(op.nu) | place(copy),
+                launch_sweep(op, count, address(op.param) | address(op.grad) | address(op.mu) | address(op.nu) | address(copy),
                              stream);
             });
         });
@@ -28,6 +28,6 @@ extern "C" int adam_direction(const float* param, float* grad, float* mu, float*
                               float b2, float rest2, float size, float root, float eps, float weight_decay,
                               const double* scale, void* stream) {
     adamw::Direction op = {param, grad, mu, nu, scale, b1, rest1, b2, rest2, size, root, eps, weight_decay};
-    launch_sweep(op, count, place(param) | place(grad) | place(mu) | place(nu), stream);
+    launch_sweep(op, count, address(param) | address(grad) | address(mu) | address(nu), stream);
     return (int)cudaGetLastError();
 }

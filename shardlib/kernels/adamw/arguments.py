@@ -1,4 +1,4 @@
-"""What the implementations of AdamW are given: tensors, and what one step multiplies every element by."""
+"""Arguments of the implementations of AdamW: tensors, and the factors of a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ import torch
 
 
 class Factors(NamedTuple):
-    """Numbers of one AdamW step, in float64; see `shardlib.kernels.adamw.op` for what they are."""
+    """Factors of one AdamW step, in float64.
+
+    Attributes:
+        b1, b2: β1 and β2; ``rest1`` and ``rest2`` are 1 − β1 and 1 − β2.
+        decay: 1 − η·λ.
+        size: η/(1 − β1ᵗ).
+        root: 1/√(1 − β2ᵗ).
+        eps: ε.
+    """
 
     b1: float
     rest1: float
@@ -22,7 +30,7 @@ class Factors(NamedTuple):
 
 
 class DirectionFactors(NamedTuple):
-    """The same without a length."""
+    """Factors of Adam's direction: those of a step with η = 1, and λ as ``weight_decay``."""
 
     b1: float
     rest1: float
@@ -58,7 +66,7 @@ class Direction(NamedTuple):
 
 
 def factors_at(count: Any, lr: Any, b1: float, b2: float, eps: float, weight_decay: float) -> Factors:
-    """Step ``count`` (from 1) at rate ``lr``: numbers, or 0-d float64 tensors that derivatives pass through."""
+    """The factors of step ``count`` (from 1) at rate ``lr``: numbers, or differentiable 0-d float64 tensors."""
     correction = 1 - b2**count
     root: Any = correction.sqrt() if isinstance(correction, torch.Tensor) else math.sqrt(correction)
     return Factors(
@@ -74,6 +82,6 @@ def factors_at(count: Any, lr: Any, b1: float, b2: float, eps: float, weight_dec
 
 
 def direction_at(count: float | None, b1: float, b2: float, eps: float, weight_decay: float) -> DirectionFactors:
-    """Step ``count`` (from 1), or None for moments as they are, without bias correction."""
+    """The factors of Adam's direction at step ``count`` (from 1); without bias correction if ``count`` is None."""
     size, root = (1.0, 1.0) if count is None else factors_at(count, 1.0, b1, b2, eps, 0.0)[5:7]
     return DirectionFactors(b1, 1 - b1, b2, 1 - b2, size, root, eps, weight_decay)

@@ -4,17 +4,17 @@ With g the gradient times ``scale``, at step t and rate η:
 
     m ← β1·m + (1−β1)·g;  v ← β2·v + (1−β2)·g²;  p ← p·(1 − η·λ) − (m·η/(1−β1ᵗ)) / (√v·1/√(1−β2ᵗ) + ε)
 
-and, where asked for, a copy of p in 16 bits. p, m and v have one dtype, fp32 under mixed precision; the gradient may have
-another, of fp32, bf16 and fp16. What is computed is fp32, every product rounded before it is added, so that all
-implementations give the same bits; the compiled ones take denormals for zero and write zero instead, plain torch keeps
-them. float64 and strided tensors are served by plain torch.
+and, if asked for, a copy of p in 16 bits. p, m and v have one dtype, fp32 under mixed precision; the gradient may have
+another of fp32, bf16 and fp16. Arithmetic is in fp32 and every product is rounded before it is added, so that all
+implementations give the same bits, except that compiled kernels read and write denormals as zero and plain torch keeps them.
+Plain torch computes float64 and strided tensors.
 
-`adam_direction_` takes up the gradient in the same way and leaves  (m/(1−β1ᵗ)) / (√v·1/√(1−β2ᵗ) + ε) + λ·p  in its memory,
-for optimizers that choose the length of their steps afterwards (LAMB); all tensors have one dtype.
+`adam_direction_` updates m and v in the same way and writes  (m/(1−β1ᵗ)) / (√v·1/√(1−β2ᵗ) + ε) + λ·p  over the gradient,
+for optimizers that compute the length of their steps from it (LAMB); all tensors have one dtype.
 
 Bytes moved per element: with fp32 states 24 for p, m and v in and out, 4 or 2 for the gradient, 2 for the copy; so 28 for a
-bf16 gradient in and a bf16 parameter out, against 40 by torch's cast, fused step and cast. 15 operations, of which a
-division and a root. The direction: 28, 13 operations.
+bf16 gradient in and a bf16 parameter out, against 40 by torch's cast, fused step and cast. 15 operations, among them a
+division and a root. The direction: 28 bytes, 13 operations.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def adamw_(
 
     Args:
         factors: of the step, by `factors_at` of numbers.
-        scale: multiplies the gradient first (unscaling and clipping folded into the pass), a 0-d float64 tensor.
-        copy: is filled with the new parameter, bf16 or fp16.
+        scale: multiplies the gradient first, a 0-d float64 tensor: unscaling and clipping take no pass of their own.
+        copy: receives the new parameter, bf16 or fp16.
         using: names one implementation ("cpu", "cuda", "triton", "reference"), for tests.
 
     Raises:
         ValueError: shapes or devices differ.
-        TypeError: dtypes that are not served.
+        TypeError: a dtype is not supported.
     """
     tensors = {"param": param, "grad": grad, "mu": mu, "nu": nu} | ({} if copy is None else {"copy": copy})
     check(tensors, "param", scale, read=("grad",))
@@ -70,7 +70,7 @@ def adam_direction_(
     scale: torch.Tensor | None = None,
     using: str | None = None,
 ) -> None:
-    """Where Adam would go, in the gradient's memory, and both moments in place; tensors of one shape and dtype.
+    """Writes Adam's direction over ``grad`` and updates both moments in place; tensors of one shape and dtype.
 
     Args:
         factors: of the step, by `direction_at`.

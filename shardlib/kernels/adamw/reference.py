@@ -1,6 +1,6 @@
-"""AdamW in plain torch, one operation at a time: the oracle of the kernels, and the fallback. Serves every dtype.
+"""AdamW in plain torch, one operation at a time: the oracle of the kernels, and the fallback. Supports every dtype.
 
-See `shardlib.kernels.adamw.op` for what it does.
+See `shardlib.kernels.adamw.op` for the mathematics.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ def adamw_(step: Step) -> None:
     param, grad, mu, nu, copy, factors, scale = step
     m, v, moved = changes(grad, mu, nu, factors, scale)
     p = param.to(m.dtype) * factors.decay - moved
-    for kept, value in ((mu, m), (nu, v), (param, p), (copy, p)):
-        if kept is not None:
-            kept.copy_(value)
+    for target, value in ((mu, m), (nu, v), (param, p), (copy, p)):
+        if target is not None:
+            target.copy_(value)
 
 
 def changes(
     grad: torch.Tensor, mu: torch.Tensor, nu: torch.Tensor, factors: Factors, scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Both moments after a step, and what it takes from the parameter beside its decay; new, and fp32 at least."""
+    """Both moments after a step, and what the step subtracts from the decayed parameter; new tensors, fp32 at least."""
     wide = torch.promote_types(mu.dtype, torch.float32)
     g = grad.to(wide) if scale is None else grad.to(wide) * scale
     m, v = _moments(g, mu.to(wide), nu.to(wide), factors)
@@ -44,10 +44,10 @@ def adam_direction_(direction: Direction) -> None:
 def _moments(
     g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, factors: Factors | DirectionFactors
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # Each product is rounded before it is added: torch's own sums with a factor are not.
+    # Each product is rounded before it is added, which torch.add(..., alpha=) does not do.
     return m * factors.b1 + g * factors.rest1, v * factors.b2 + g * g * factors.rest2
 
 
 def _ratio(m: torch.Tensor, v: torch.Tensor, factors: Factors | DirectionFactors) -> torch.Tensor:
-    root = v.to(torch.float64).sqrt().to(v.dtype)  # torch's own fp32 root is not always the nearest
+    root = v.to(torch.float64).sqrt().to(v.dtype)  # torch's fp32 root is not always correctly rounded
     return m * factors.size / (root * factors.root + factors.eps)

@@ -1,4 +1,4 @@
-"""AdamW over flat tensors whose moments are kept in 8 bits, and the maps from numbers to their codes."""
+"""AdamW on flat tensors with moments stored in 8 bits, and the maps between numbers and their codes."""
 
 from shardlib.kernels.adamw8.codes import BLOCK, SIGNED, UNSIGNED, DynamicMap
 from shardlib.kernels.adamw8.op import adamw8_

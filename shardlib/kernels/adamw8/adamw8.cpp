@@ -1,7 +1,7 @@
 // AdamW with moments in 8 bits on the CPU; see op.py and codes.py for the mathematics. Compiled once per instruction set
 // (ISA names it).
 //
-// A block's new moments stay in the first-level cache until their largest magnitude is known, and are coded from there.
+// A block's new moments stay in the first-level cache until their largest magnitude is known, and are then coded.
 #include "../common/elementwise.h"
 #include "../common/rows.h"
 
@@ -25,7 +25,7 @@ inline void put_codes(uint8_t* to, Ints codes, int64_t n) {
 
 inline Floats magnitude(Floats values) { return bitcast<Floats>(bitcast<Ints>(values) & 0x7fffffff); }
 
-// One instruction each; compilers take two.
+// By intrinsics, one instruction each; compilers emit two.
 inline Floats lower(Floats a, Floats b) {
 #if defined(__AVX512F__)
     return _mm512_min_ps(a, b);
@@ -46,13 +46,13 @@ inline Floats higher(Floats a, Floats b) {
 #endif
 }
 
-// Of `most` and the magnitude of `values`, as integers.
+// The larger of `most` and the magnitudes of `values`, as integers.
 inline Ints larger_bits(Ints most, Floats values) {
     Ints bits = bitcast<Ints>(values) & 0x7fffffff;
     return bits > most ? bits : most;
 }
 
-// Codes with that many bits of magnitude; `lines` as DynamicMap.lines.
+// DynamicMap of codes.py, with BITS bits of magnitude and its `lines`.
 template <int BITS>
 struct DynamicMap {
     const float* lines;
@@ -67,15 +67,15 @@ struct DynamicMap {
 
     Ints encode(Floats values, float reciprocal) const {
         const float magic = 12582912.0f;  // 1.5 · 2^23: adding it rounds to an integer
-        Floats part = magnitude(values) * reciprocal;
-        Floats height = part * lines[0] + lines[1];
-        for (int e = 1; e < BITS; ++e) height = lower(height, part * lines[4 * e] + lines[4 * e + 1]);
+        Floats fraction = magnitude(values) * reciprocal;
+        Floats height = fraction * lines[0] + lines[1];
+        for (int e = 1; e < BITS; ++e) height = lower(height, fraction * lines[4 * e] + lines[4 * e + 1]);
         Ints code = __builtin_convertvector((height + magic) - magic, Ints);
-        if (BITS == 8) return code - ((code == 0) & (part > 0.0f));
+        if (BITS == 8) return code - ((code == 0) & (fraction > 0.0f));
         return code | (bitcast<Ints>(values) >> 24 & 128);
     }
 
-    // Codes of a block, n elements of `values`; returns its scale. `largest`: its lanes' largest magnitudes, as integers.
+    // Codes the n values of a block and returns its scale. `largest`: the largest magnitude in each lane, as integers.
     float encode_block(const float* values, Ints largest, int64_t n, uint8_t* to) const {
         int32_t most = 0;
         for (int k = 0; k < W; ++k) most = largest[k] > most ? largest[k] : most;

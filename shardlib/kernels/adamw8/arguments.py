@@ -1,4 +1,4 @@
-"""What the implementations of AdamW with moments in 8 bits are given."""
+"""Arguments of the implementations of AdamW with moments in 8 bits."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
 """AdamW (arXiv 1711.05101, algorithm 2) on flat tensors with moments in 8 bits (arXiv 2110.02861), in one pass.
 
-Blocks of 256 elements are independent. Of each, m and v are decoded, moved with the parameter as `shardlib.kernels.adamw`
-says, and coded again by their new largest magnitudes; see `shardlib.kernels.adamw8.codes`. The parameter is moved by the
-moments before they are coded.
+Blocks of 256 elements are independent. In each, m and v are decoded, updated with the parameter as in
+`shardlib.kernels.adamw`, and coded again by their new largest magnitudes; see `shardlib.kernels.adamw8.codes`. The parameter
+is updated by the moments before they are coded.
 
-p may be fp32, bf16 or fp16, the gradient any of these too. What is computed is fp32, every product rounded before it is
-added, so that all implementations give the same bits; the compiled one on the CPU takes denormals for zero. float64 and
-strided tensors are served by plain torch. A gradient that is not finite makes
-the moments of its block NaN, which stay so.
+p and the gradient may each be fp32, bf16 or fp16. Arithmetic is in fp32 and every product is rounded before it is added, so
+that all implementations give the same bits, except that the compiled kernel on the CPU takes denormals for zero. Plain torch
+computes float64 and strided tensors. A gradient that is not finite makes the moments of its block NaN, in all later steps
+too.
 
 Bytes moved per element, fp32 p: 8 for p in and out, 2 + 2 for codes in and out, 4 or 2 for the gradient, 2 for the copy, and
-16 per block for scales: 16.06 with bf16 gradient and copy, against 28 with moments in fp32. About 110 operations, none of
-them but AdamW's root and division slow.
+16 per block for scales: 16.06 with bf16 gradient and copy, against 28 with moments in fp32. About 110 operations; only
+AdamW's root and division are slow.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def adamw8_(
 
     Args:
         mu, nu: codes of the moments, signed and unsigned, uint8 in the shape of ``param``.
-        mu_scales, nu_scales: their blocks' scales, fp32 ``[⌈elements / 256⌉]``.
+        mu_scales, nu_scales: the scales of the codes' blocks, fp32 ``[⌈elements / 256⌉]``.
         factors: of the step, by `shardlib.kernels.adamw.factors_at` of numbers.
-        scale, copy, using: as of `shardlib.kernels.adamw.adamw_`, which also says what is raised; there is no "cuda".
+        scale, copy, using: as for `shardlib.kernels.adamw.adamw_`, which raises the same errors; "cuda" does not exist.
     """
     tensors = {"param": param, "grad": grad} | ({} if copy is None else {"copy": copy})
     check(tensors, "param", scale, read=("grad",))

@@ -1,6 +1,6 @@
-"""AdamW with moments in 8 bits in plain torch: the oracle of the kernels, and the fallback. Serves every dtype.
+"""AdamW with moments in 8 bits in plain torch: the oracle of the kernels, and the fallback. Supports every dtype.
 
-See `shardlib.kernels.adamw8.op` for what it does.
+See `shardlib.kernels.adamw8.op` for the mathematics.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from shardlib.kernels.adamw8.arguments import CodedStep
 from shardlib.kernels.adamw8.codes import BLOCK, SIGNED, UNSIGNED
 from shardlib.kernels.common import tiles
 
-BLOCKS = 4  # to a program
+BLOCKS = 4  # of a program
 _ROUND = tl.constexpr(12582912.0)  # 1.5 · 2^23: adding it rounds to an integer
 _NORMAL = tl.constexpr(2.0**-126)
 
@@ -30,18 +30,18 @@ def adamw8_(step: CodedStep) -> None:
 @triton.jit
 def _decode(codes, scales, lines, BITS: tl.constexpr):
     c = (codes & ((1 << BITS) - 1)).to(tl.float32)
-    found = c * tl.load(lines + 2) + tl.load(lines + 3)
+    fraction = c * tl.load(lines + 2) + tl.load(lines + 3)
     for e in tl.static_range(1, BITS):
-        found = tl.maximum(found, c * tl.load(lines + 4 * e + 2) + tl.load(lines + 4 * e + 3))
+        fraction = tl.maximum(fraction, c * tl.load(lines + 4 * e + 2) + tl.load(lines + 4 * e + 3))
     if BITS == 7:
-        found = (found.to(tl.int32, bitcast=True) | ((codes & 128) << 24)).to(tl.float32, bitcast=True)
-    return found * scales[:, None]
+        fraction = (fraction.to(tl.int32, bitcast=True) | ((codes & 128) << 24)).to(tl.float32, bitcast=True)
+    return fraction * scales[:, None]
 
 
 @triton.jit
 def _encode(values, lines, BITS: tl.constexpr):
-    """Codes, and scales of the rows."""
-    # Magnitudes as integers order like the floats they are, infinity and then NaN on top.
+    """The codes of ``values``, and the scales of its rows."""
+    # Magnitudes are compared as integers, which order like the floats with infinity and then NaN on top.
     most = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1).to(tl.float32, bitcast=True)
     scales = tl.where(most < _NORMAL, 0.0, most)
     finite = scales - scales == 0
@@ -49,13 +49,13 @@ def _encode(values, lines, BITS: tl.constexpr):
     usable = finite & (scales > 0)
     ones = tl.zeros_like(scales) + 1.0
     reciprocals = tl.where(usable, tl.div_rn(ones, tl.where(usable, scales, 1.0)), 0.0)
-    parts = tl.abs(values) * reciprocals[:, None]
-    height = parts * tl.load(lines) + tl.load(lines + 1)
+    fractions = tl.abs(values) * reciprocals[:, None]
+    height = fractions * tl.load(lines) + tl.load(lines + 1)
     for e in tl.static_range(1, BITS):
-        height = tl.minimum(height, parts * tl.load(lines + 4 * e) + tl.load(lines + 4 * e + 1))
+        height = tl.minimum(height, fractions * tl.load(lines + 4 * e) + tl.load(lines + 4 * e + 1))
     codes = ((height + _ROUND) - _ROUND).to(tl.int32)
     if BITS == 8:
-        codes = tl.where((parts > 0) & (codes == 0), 1, codes)
+        codes = tl.where((fractions > 0) & (codes == 0), 1, codes)
     else:
         codes |= (values.to(tl.int32, bitcast=True) >> 24) & 128
     return codes, scales

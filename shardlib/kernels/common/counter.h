@@ -6,7 +6,7 @@ namespace {
 
 typedef uint32_t Words __attribute__((vector_size(4 * W)));
 
-// Of one number or of `Words`.
+// Mixes one number, or each of `Words`.
 template <typename Integers>
 inline Integers mix(Integers x) {
     x ^= x >> 16;

@@ -1,9 +1,9 @@
-// Loops over flat buffers whose elements are each worked on alone, as optimizers do. A thread has WIDTH consecutive ones: 4,
-// read and written at once, where all buffers are aligned to that, else 1. No headers, as in simt.cuh.
+// Loops over flat buffers for elementwise operations, such as optimizers' steps. A thread has WIDTH consecutive elements: 4,
+// read and written at once, where all buffers are aligned to 4 elements, else 1. No headers, as in simt.cuh.
 #pragma once
 #include "halves.cuh"
 
-// Where there is nothing to write.
+// The type of a copy that is not asked for: nothing is written.
 struct Nothing {
     typedef unsigned short Element;
 };
@@ -28,7 +28,7 @@ static __device__ inline void put(typename Type::Element* to, const float (&valu
     Put<Type, WIDTH>::put(to, values);
 }
 
-// op.at<WIDTH>(i) for all elements.
+// Calls op.at<WIDTH>(i) over all elements.
 template <int WIDTH, typename Op>
 __global__ void __launch_bounds__(THREADS) sweep(Op op, Int64 count) {
     Int64 i = ((Int64)blockIdx.x * THREADS + threadIdx.x) * WIDTH;
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(THREADS) sweep(Op op, Int64 count) {
     }
 }
 
-// `addresses`: of all buffers, or'ed together, each divided by the size of its elements.
+// `addresses`: the address of all buffers, or'ed together.
 template <typename Op>
 static inline void launch_sweep(const Op& op, Int64 count, unsigned long long addresses, void* stream) {
     if (addresses % 4 == 0)
@@ -48,7 +48,7 @@ static inline void launch_sweep(const Op& op, Int64 count, unsigned long long ad
         LAUNCH((sweep<1, Op>), divided_up(count, THREADS), stream, op, count);
 }
 
-// visit(Type{}) for the number of a dtype that may be missing (-1), and is never float.
+// Calls visit(Type{}) for the dtype of a copy: 1 bfloat16, 2 half, -1 for no copy.
 template <typename Visit>
 static inline void with_copy(int dtype, Visit visit) {
     if (dtype == 1) visit(BFloat16{});
@@ -56,7 +56,8 @@ static inline void with_copy(int dtype, Visit visit) {
     else visit(Nothing{});
 }
 
+// A buffer's address in units of its elements.
 template <typename Element>
-static inline unsigned long long place(const Element* buffer) {
+static inline unsigned long long address(const Element* buffer) {
     return (unsigned long long)buffer / sizeof(Element);
 }

@@ -1,15 +1,15 @@
-// Loops over flat buffers whose elements are each worked on alone, as optimizers do. An operation is written once, for Lanes
-// that are `Wide` (W elements) or `One`, and gives the same bits by either: wherever a buffer is cut, and for every
+// Loops over flat buffers for elementwise operations, such as optimizers' steps. An operation is written once, for Lanes that
+// are `Wide` (W elements) or `One`, and gives the same bits with both: wherever threads cut a buffer, and for every
 // instruction set.
 //
-// Denormals are taken for zero and written as zero: a moment that no gradient feeds any more decays through them, and each
-// would cost a hundred cycles or more.
+// Denormals are read and written as zero: a moment whose gradients have become zero decays through them, and an operation on
+// one takes a hundred cycles or more.
 #pragma once
 #include "halves.h"
 
 namespace {
 
-// Where there is nothing to write.
+// The type of a copy that is not asked for: nothing is written.
 struct Nothing {
     typedef uint16_t Element;
 };
@@ -23,7 +23,7 @@ struct Wide {
     template <typename Type>
     static void put(typename Type::Element* to, Floats values) { Type::store(to, values); }
 
-    // To where the processor need not read what it overwrites; `to` is aligned to the W elements.
+    // Writes past the caches, so that the processor need not read the lines first; `to` is aligned to W elements.
     template <typename Type>
     static void stream(typename Type::Element* to, Floats values) {
 #if defined(__AVX512F__)
@@ -62,7 +62,7 @@ inline void Wide::stream<Nothing>(uint16_t*, Floats) {}
 template <>
 inline void One::stream<Nothing>(uint16_t*, float) {}
 
-// Denormals are zeros on this thread for as long as this lives.
+// Makes this thread take denormals for zero during the object's lifetime.
 class FlushDenormals {
 #if defined(__SSE2__)
     unsigned before = _mm_getcsr();
@@ -88,7 +88,7 @@ public:
 #endif
 };
 
-// op.at<Lanes>(i) for all elements. `streamed` is what the operation streams to, or null.
+// Calls op.at<Lanes>(i) over all elements. `streamed` is the buffer that the operation streams to, or null.
 template <typename Op>
 inline void sweep(const Op& op, int64_t count, const uint16_t* streamed, int threads) {
     constexpr int64_t LINE = 64 / sizeof(uint16_t);
@@ -107,7 +107,7 @@ inline void sweep(const Op& op, int64_t count, const uint16_t* streamed, int thr
     });
 }
 
-// visit(Type{}) for the number of a dtype that may be missing (-1), and is never float.
+// Calls visit(Type{}) for the dtype of a copy: 1 bfloat16, 2 half, -1 for no copy.
 template <typename Visit>
 inline void with_copy(int dtype, Visit visit) {
     if (dtype == 1) visit(BFloat16{});

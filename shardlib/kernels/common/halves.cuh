@@ -1,4 +1,4 @@
-// Halves beside floats and bfloat16, and several elements at once, for kernels that take all three. No headers.
+// fp16 buffers, and reads and writes of several elements at once, for kernels that take fp32, bf16 and fp16. No headers.
 #pragma once
 #include "simt.cuh"
 
@@ -15,12 +15,12 @@ struct Float16 {
         if (rest > 0x7f800000) half = 0x7e00 | (rest >> 13 & 0x1ff);  // NaN
         else if (rest >= 0x477ff000) half = 0x7c00;                   // rounds to infinity
         else if (rest >= 0x38800000) half = (rest + 0xfff + (rest >> 13 & 1) - 0x38000000) >> 13;
-        else half = __float_as_uint(__uint_as_float(rest) + 0.5f) - 0x3f000000;  // 0.5 has a denormal half's last place
+        else half = __float_as_uint(__uint_as_float(rest) + 0.5f) - 0x3f000000;  // 0.5's last unit is a denormal half's
         *to = (unsigned short)(sign | half);
     }
 };
 
-// WIDTH consecutive elements, read and written at once; aligned to that.
+// WIDTH consecutive elements, read and written at once; aligned to their total size.
 template <typename Element, int WIDTH>
 struct alignas(sizeof(Element) * WIDTH) Pack {
     Element x[WIDTH];
@@ -33,7 +33,7 @@ static __device__ inline void get(const typename Type::Element* from, float (&to
     for (int k = 0; k < WIDTH; ++k) to[k] = Type::get(pack.x + k);
 }
 
-// visit(Type{}) for a dtype's number.
+// Calls visit(Type{}) for a dtype: 0 float, 1 bfloat16, 2 half.
 template <typename Visit>
 static inline void with_type(int dtype, Visit visit) {
     if (dtype == 0) visit(Float32{});

@@ -1,4 +1,4 @@
-// Halves beside floats and bfloat16, for kernels that take all three.
+// fp16 buffers, for kernels that take fp32, bf16 and fp16.
 #pragma once
 #include "simd.h"
 
@@ -22,7 +22,7 @@ struct Float16 {
         if (rest > 0x7f800000) half = 0x7e00 | (rest >> 13 & 0x1ff);  // NaN
         else if (rest >= 0x477ff000) half = 0x7c00;                   // rounds to infinity
         else if (rest >= 0x38800000) half = (rest + 0xfff + (rest >> 13 & 1) - 0x38000000) >> 13;
-        else half = bitcast<uint32_t>(bitcast<float>(rest) + 0.5f) - 0x3f000000;  // 0.5 has a denormal half's last place
+        else half = bitcast<uint32_t>(bitcast<float>(rest) + 0.5f) - 0x3f000000;  // 0.5's last unit is a denormal half's
         *to = uint16_t(sign | half);
     }
 #if defined(__AVX512F__)
@@ -46,7 +46,7 @@ struct Float16 {
     static void store(uint16_t* to, Floats values) { ::store(to, pack(values)); }
 };
 
-// visit(Type{}) for a dtype's number.
+// Calls visit(Type{}) for a dtype: 0 float, 1 bfloat16, 2 half.
 template <typename Visit>
 inline void with_type(int dtype, Visit visit) {
     if (dtype == 0) visit(Float32{});

@@ -1,11 +1,11 @@
-// What kernels of rows share: part vectors at a row's end, and sums over rows that are the same for any number of threads.
+// Loops over rows: vectors that are not full at a row's end, and sums over rows that are the same for any number of threads.
 #pragma once
 
 #include "simd.h"
 
 namespace {
 
-// n values, W at most; zeros after them.
+// Reads n ≤ W values; the other lanes are zero.
 template <typename Type>
 inline Floats get(const typename Type::Element* from, int64_t n) {
     if (n == W) return Type::load(from);
@@ -33,7 +33,7 @@ inline void vectors(int64_t columns, const Body& body) {
 inline float sum(Floats values) {
     float lanes[W];
     store(lanes, values);
-    for (int step = W / 2; step; step /= 2)  // a tree: one after the other they would wait for each other
+    for (int step = W / 2; step; step /= 2)  // a tree, as in a chain each addition waits for the one before
         for (int i = 0; i < step; ++i) lanes[i] += lanes[i + step];
     return lanes[0];
 }
@@ -45,7 +45,7 @@ inline Floats first(Floats values, int64_t n) {
     return values;
 }
 
-// A thread costs what some 32768 elements take.
+// The number of threads that pays: starting one takes as long as some 32768 elements.
 inline int enough(int threads, int64_t elements) { return worth(threads, elements, 1 << 15); }
 
 // Runs body(row) for every row.
@@ -56,28 +56,28 @@ inline void each_row(int64_t rows, int64_t columns, int threads, const Body& bod
     });
 }
 
-// Runs body(row, sums) for every row, which adds to sums[width]; sums are kept apart for each of PIECES pieces of the
-// rows, in partial[PIECES][width], and then added in order, whoever computed them.
-constexpr int64_t PIECES = 32;  // as in rows.py
+// Runs body(row, sums) for every row; body adds to sums[width]. Rows are cut into RANGES ranges, each with its own sums in
+// partial[RANGES][width], which are added in order: the result does not depend on the number of threads.
+constexpr int64_t RANGES = 32;  // as in rows.py
 
 template <typename Body>
 inline void summed_rows(int64_t rows, int64_t columns, int64_t width, float* partial, float* out, int threads,
                         const Body& body) {
-    memset(partial, 0, size_t(PIECES * width) * sizeof(float));
-    parallel(PIECES, enough(threads, rows * columns), [&](int64_t from, int64_t to) {
-        for (int64_t piece = from; piece < to; ++piece)
-            for (int64_t row = rows * piece / PIECES; row < rows * (piece + 1) / PIECES; ++row)
-                body(row, partial + piece * width);
+    memset(partial, 0, size_t(RANGES * width) * sizeof(float));
+    parallel(RANGES, enough(threads, rows * columns), [&](int64_t from, int64_t to) {
+        for (int64_t range = from; range < to; ++range)
+            for (int64_t row = rows * range / RANGES; row < rows * (range + 1) / RANGES; ++row)
+                body(row, partial + range * width);
     });
     vectors(width, [&](int64_t i, int64_t n) {
         Floats total = {};
-        for (int64_t piece = 0; piece < PIECES; ++piece) total += get<Float32>(partial + piece * width + i, n);
+        for (int64_t range = 0; range < RANGES; ++range) total += get<Float32>(partial + range * width + i, n);
         put<Float32>(out + i, total, n);
     });
 }
 
 }  // namespace
 
-// Calls function<Type>(arguments...) for the type of an element: 0 float, 1 bfloat16.
+// Calls function<Type>(arguments...) for a dtype: 0 float, 1 bfloat16.
 #define BY_TYPE(dtype, function, ...) \
     ((dtype) == 0 ? function<Float32>(__VA_ARGS__) : function<BFloat16>(__VA_ARGS__))

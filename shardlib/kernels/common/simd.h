@@ -1,5 +1,5 @@
-// Vectors of W floats as GCC and clang know them, for kernels that are compiled once per instruction set.
-// Everything has internal linkage: a function of the AVX-512 unit must never stand in for the portable unit's.
+// Vectors of W floats by GCC's and clang's vector extensions, for kernels that are compiled once per instruction set.
+// Everything has internal linkage: the linker must never use an AVX-512 unit's function in the portable unit.
 #pragma once
 
 #include <pthread.h>
@@ -28,7 +28,7 @@ typedef float Floats __attribute__((vector_size(4 * W)));
 typedef int32_t Ints __attribute__((vector_size(4 * W)));
 typedef uint16_t Shorts __attribute__((vector_size(2 * W)));
 typedef int8_t Bytes __attribute__((vector_size(W)));
-typedef double Doubles __attribute__((vector_size(4 * W)));      // half as many as Floats
+typedef double Doubles __attribute__((vector_size(4 * W)));      // W / 2 of them
 typedef float HalfFloats __attribute__((vector_size(2 * W)));
 
 template <typename To, typename From>
@@ -51,7 +51,7 @@ inline void store(void* to, Vector vector) {
     memcpy(to, &vector, sizeof(vector));
 }
 
-// Compilers take the widening of bytes apart, element by element.
+// By intrinsics, as compilers widen bytes one element at a time.
 inline Ints widen(Bytes bytes) {
 #if defined(__AVX512F__)
     return bitcast<Ints>(_mm512_cvtepi8_epi32(bitcast<__m128i>(bytes)));
@@ -62,7 +62,7 @@ inline Ints widen(Bytes bytes) {
 #endif
 }
 
-// The halves of W floats.
+// The lower and the upper half of W floats, in fp64.
 inline Doubles low(Floats v) {
 #if defined(__AVX512F__)
     return _mm512_cvtps_pd(_mm512_castps512_ps256(v));
@@ -83,7 +83,7 @@ inline Doubles high(Floats v) {
 #endif
 }
 
-// (Floats{} + value would have to add: 0 + −0 is not −0.)
+// W times one value. (The compiler cannot reduce Floats{} + value to it, as 0 + −0 is not −0.)
 inline Floats all(float value) {
 #if defined(__AVX512F__)
     return bitcast<Floats>(_mm512_set1_ps(value));
@@ -136,14 +136,14 @@ struct BFloat16 {
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// How many threads work on so many elements, where one costs what `grain` of them take. Fewer than none ask for their number
-// whatever that costs: tests, which have all cuts at small sizes so.
+// The number of threads for so many elements, where starting one takes as long as `grain` elements. A negative `threads`
+// asks for that many at any size: tests use it to cut small work too.
 inline int worth(int threads, int64_t elements, int64_t grain) {
     return threads < 0 ? -threads : int(smaller(threads, elements / grain));
 }
 
-// Runs body(first, last) over the numbers 0 to count - 1, cut into one range per thread. What is computed must not
-// depend on where it is cut.
+// Runs body(first, last) over the numbers 0 to count - 1, cut into one range per thread. The results must not depend on
+// where the cuts are.
 template <typename Body>
 struct Range {
     const Body* body;
@@ -178,7 +178,7 @@ inline void parallel(int64_t count, int threads, const Body& body) {
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// Whether there are AMX tiles for bf16; Linux lends them to processes that ask.
+// Whether this process may use AMX tiles for bf16; Linux grants them on request.
 static bool amx() {
     constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, TILE_DATA = 18;
     return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("amx-bf16") &&
@@ -186,7 +186,7 @@ static bool amx() {
 }
 #endif
 
-// The widest instruction set that this processor has and that was compiled for.
+// The widest instruction set that both this processor and the library have.
 extern "C" __attribute__((visibility("default"))) const char* instruction_set() {
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&

@@ -48,7 +48,7 @@ inline Floats exponential(Floats x) {
     const float magic = 12582912.0f;  // 1.5 · 2^23: adding it rounds to an integer
     Floats within = x < -104.0f ? all(-104.0f) : (x > 89.0f ? all(89.0f) : x);
     Floats n = fused(within, all(1.44269504f), all(magic)) - magic;
-    Floats r = fused(n, all(-0.693359375f), within);  // ln 2 in two parts, the first exact times n
+    Floats r = fused(n, all(-0.693359375f), within);  // ln 2 as a sum of two numbers, the first exact times n
     r = fused(n, all(2.12194440e-4f), r);
     return times_power_of_two(fused(polynomial(r, q), r * r, r) + 1.0f, n);
 }
@@ -59,7 +59,7 @@ inline Floats sigmoid(Floats x) {
     return reciprocal(1.0f + exponential(-bounded));
 }
 
-// Φ(x), the normal distribution's, and e^(−x²/2), which it is made from.
+// Φ(x), the normal distribution function, and e^(−x²/2), from which it is computed.
 // With z = |x|/√2: erfc(z) = e^(−z²) · q(1 / (1 + z/2.5)), q by least squares, relative error 3e-8 up to z = 9.5.
 struct Normal {
     Floats below, density;

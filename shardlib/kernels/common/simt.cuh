@@ -1,4 +1,5 @@
-// What the CUDA kernels share. No headers: they compile against any toolkit, and in the tests on a CPU.
+// Types, sums and launches that the CUDA kernels share. No headers: the kernels compile with any toolkit, and in the tests on
+// a CPU.
 #pragma once
 
 typedef long long Int64;
@@ -26,7 +27,7 @@ struct BFloat16 {
 
 static __device__ inline bool is_finite(float value) { return value - value == 0; }
 
-// Over the threads of a block, in an order that is always the same.
+// The sum over the threads of a block, always in the same order.
 static __device__ inline double block_sum(double value) {
     __shared__ double lanes[THREADS];
     lanes[threadIdx.x] = value;
@@ -42,7 +43,7 @@ static __device__ inline double block_sum(double value) {
 
 static inline Int64 divided_up(Int64 a, Int64 b) { return (a + b - 1) / b; }
 
-// A launch of no blocks is an error.
+// CUDA refuses a launch of no blocks.
 #ifndef LAUNCH
 #define LAUNCH(kernel, blocks, stream, ...)                                                           \
     do {                                                                                              \

@@ -1,9 +1,9 @@
-"""bits(seed, i): 24 random bits for element i, the same wherever and whenever they are computed.
+"""bits(seed, i): 24 random bits for element i, a pure function of seed and i on every device.
 
 Three rounds of the 32-bit mixer "lowbias32" (xor-shift-multiply), which C. Wellons' hash prospector found:
-bits = mix(mix(i_low ⊕ s_low) ⊕ mix(i_high ⊕ s_high)) ≫ 8 with s = `spread` (seed), which is computed once a call and
-which all implementations are given. Unless it were spread, seeds that share their upper bits would put one and the same
-list of numbers in another order. What is drawn must never change: checkpoints keep seeds.
+bits = mix(mix(i_low ⊕ s_low) ⊕ mix(i_high ⊕ s_high)) ≫ 8 with s = `spread` (seed), computed once per call and passed to the
+implementation. Without spreading, seeds with the same upper bits would give permutations of one list of numbers. The bits of
+a seed must never change: checkpoints store seeds.
 
 i and the bits are int64, ``[...]``. Bytes moved per element: 16; plain torch moves some 400. Operations: 25 of integers.
 """
@@ -24,7 +24,7 @@ def random_bits(seed: int, index: torch.Tensor, *, using: str | None = None) -> 
     """24 bits for each element of ``index`` (int64), as int64 in its shape.
 
     Args:
-        seed: counts modulo 2^64.
+        seed: taken modulo 2^64.
         using: names one implementation ("cpu", "triton", "reference"), for tests.
 
     Raises:
@@ -35,7 +35,7 @@ def random_bits(seed: int, index: torch.Tensor, *, using: str | None = None) -> 
 
 
 def spread(seed: int) -> int:
-    """All 64 bits of a seed mixed, as a signed integer; no two seeds give the same.
+    """A seed with all 64 bits mixed, as a signed integer; different seeds stay different.
 
     A step of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014, figure 17).
     """
@@ -46,7 +46,7 @@ def spread(seed: int) -> int:
 
 
 def signed(seed: int) -> int:
-    """The same 64 bits as an operator's integers are: from −2^63 to 2^63 − 1."""
+    """A seed modulo 2^64 as a signed integer, from −2^63 to 2^63 − 1, as operators take them."""
     seed &= _MASK
     return seed - 2**64 if seed >= 2**63 else seed
 

@@ -34,7 +34,7 @@ def mix(x):
 
 @triton.jit
 def bits_of(index, seed_low, seed_high):
-    """For int64 numbers, by the seed's halves: below 2^24, uint32."""
+    """24 bits, uint32, for int64 indices and the two halves of a seed."""
     low = (index & 0xFFFFFFFF).to(tl.uint32) ^ seed_low.to(tl.uint32)
     high = ((index >> 32) & 0xFFFFFFFF).to(tl.uint32) ^ seed_high.to(tl.uint32)
     return mix(mix(low) ^ mix(high)) >> 8

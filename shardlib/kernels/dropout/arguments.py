@@ -1,4 +1,4 @@
-"""What the implementations of dropout are given beside tensors."""
+"""The argument of the implementations of dropout that says which elements are dropped."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 
 class Draw(NamedTuple):
-    """The elements that are dropped.
+    """A draw of the elements that are dropped.
 
     Attributes:
-        p: the probability, in [0, 1).
-        seed: modulo 2^64.
-        start: the index of the first element; the others follow it.
-        starts: or the index of each row's first element, int64, one per row.
+        p: the probability of an element to be dropped, in [0, 1).
+        seed: of the random bits, modulo 2^64.
+        start: the index of the first element; indices are consecutive.
+        starts: the indices of the rows' first elements, int64, one per row, in place of ``start``.
     """
 
     p: float

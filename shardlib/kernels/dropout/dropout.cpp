@@ -16,7 +16,7 @@ struct Draw {
 
 // The factors of a row's elements: 0 or scale.
 struct Mask {
-    uint32_t low, below, above;  // the first index's lower half; what its upper half, and the next one, are mixed to
+    uint32_t low, below, above;  // the first index's lower half; the mixes of its upper half, and of that plus one
     uint32_t seed;
     Words lane;
     Ints threshold;
@@ -92,7 +92,7 @@ EXPORT(dropout)(const void* x, int dtype, const void* residual, const float* bia
     BY_TYPE(dtype, forward, x, residual, bias, draw, rows, columns, y, threads);
 }
 
-// dbias: null for none. partial: PIECES · columns floats.
+// dbias: null for none. partial: RANGES · columns floats.
 EXPORT(dropout_backward)(const void* dy, int dtype, float scale, int threshold, int64_t seed, int64_t start,
                          const int64_t* starts, int64_t rows, int64_t columns, void* dx, float* partial, float* dbias,
                          int threads) {

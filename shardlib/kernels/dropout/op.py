@@ -1,12 +1,12 @@
-"""y = r + m ⊙ (x + b) / (1 − p) over rows, the mask m drawn from a counter (b and r may be missing).
+"""y = r + m ⊙ (x + b) / (1 − p) over rows, with the mask m drawn from a counter (b and r may be missing).
 
 Element e of the whole tensor is kept where `shardlib.kernels.counter.random_bits` of (seed, e) is at least ⌊p·2^24⌋.
-Backward draws the same mask again, so nothing of x is kept: dx = m ⊙ dy / (1 − p);  db = Σ_rows dx, in an order that does
-not depend on the number of threads;  dr = dy.
+Backward draws the same mask again, so x is not saved: dx = m ⊙ dy / (1 − p);  db = Σ_rows dx, in an order that does not
+depend on the number of threads;  dr = dy.
 
 x, r, y and their gradients are ``[..., columns]`` in fp32, bf16 or fp16 (float64 by plain torch), computed in fp32; b is
 ``[columns]``. Bytes moved per element in fp32: x, r and y forward, dy and dx backward, 12 and 8; plain torch moves 29 and
-13 with a mask of bytes, and some 200 where it draws this one. Operations: 20 of integers for the mask.
+13 with a mask of bytes, and some 200 if it draws this mask. Operations: 20 of integers for the mask.
 
 ``using`` names one implementation ("cpu", "triton", "reference"), for tests.
 """
@@ -56,7 +56,7 @@ def dropout(
 
 
 def _spread(draw: Draw) -> Draw:
-    """As implementations are given it."""
+    """``draw`` with its seed spread, as implementations take it."""
     return draw._replace(seed=spread(draw.seed))
 
 
@@ -73,8 +73,8 @@ def _forward(
 
 def _backward(bias: torch.Tensor | None, draw: Draw, using: str | None, dy: torch.Tensor) -> list[torch.Tensor]:
     with on(dy.device):
-        found = serving("dropout", dy, using).backward(bias, _spread(draw), dy)
-    return [gradient.to(value.dtype) for gradient, value in zip(found, (dy, bias)) if value is not None]
+        gradients = serving("dropout", dy, using).backward(bias, _spread(draw), dy)
+    return [gradient.to(value.dtype) for gradient, value in zip(gradients, (dy, bias)) if value is not None]
 
 
 def _backward_reference(bias, draw, using, dy):
@@ -102,5 +102,5 @@ _onto = differentiable(
     backward_fake=_backward_fake,
     backward_reference=_backward_reference,
     keep=lambda inputs, outputs: inputs[2:],
-    per_input=lambda found, incoming: [found[0], incoming[0], *found[1:]],
+    per_input=lambda computed, incoming: [computed[0], incoming[0], *computed[1:]],
 )

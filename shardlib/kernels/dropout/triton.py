@@ -1,4 +1,4 @@
-"""Dropout from a counter by Triton kernels: tiles of rows and columns; the bias's gradient by pieces of the rows."""
+"""Dropout from a counter by Triton kernels, over tiles of rows and columns; the bias's gradient over ranges of rows."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def backward(bias: torch.Tensor | None, draw: Draw, dy: torch.Tensor) -> list[to
     dx = rows.like(dy)
     count, columns = rows.sizes(dy)
     each = tiles.rows_each(count, TILE["ROWS"])
-    pieces = triton.cdiv(count, each)
-    partial = torch.zeros(max(pieces, 1), dy.shape[-1], device=dy.device)
+    ranges = triton.cdiv(count, each)
+    partial = torch.zeros(max(ranges, 1), dy.shape[-1], device=dy.device)
     if count:
-        grid = (pieces, triton.cdiv(columns, TILE["COLUMNS"]))
+        grid = (ranges, triton.cdiv(columns, TILE["COLUMNS"]))
         options = {"BIAS": bias is not None, "STARTS": draw.starts is not None}
         drawn = _drawn(draw)
         _backward[grid](dy, dx, partial, count, columns, each, *drawn, **options, **TILE, **tiles.EXACT)
@@ -87,12 +87,12 @@ def _backward(
     dy, dx, partial, rows, columns, each, scale, threshold, seed_low, seed_high, start, starts,
     BIAS: tl.constexpr, STARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, j): rows i·each to (i + 1)·each of a tile's columns."""
-    piece = tl.program_id(0).to(tl.int64)
+    """Program (i, j) computes rows i·each to (i + 1)·each of the j-th tile of columns."""
+    row_range = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     sums = tl.zeros((1, COLUMNS), tl.float32)
     for first in range(0, each, ROWS):
-        row = piece * each + first + tl.arange(0, ROWS)[:, None]
+        row = row_range * each + first + tl.arange(0, ROWS)[:, None]
         valid = (row < rows) & (column < columns)
         at = row * columns + column
         factor = _factor(row, column, rows, columns, scale, threshold, seed_low, seed_high, start, starts, STARTS)
@@ -100,4 +100,4 @@ def _backward(
         tl.store(dx + at, dz.to(dx.dtype.element_ty), mask=valid)
         sums += tl.sum(dz, axis=0)[None, :]
     if BIAS:
-        tl.store(partial + piece * columns + column, sums, mask=column < columns)
+        tl.store(partial + row_range * columns + column, sums, mask=column < columns)

@@ -1,6 +1,6 @@
-"""What the implementations of Adam's steps with a frozen variance are given: flat tensors of one shape, and numbers.
+"""Arguments of the implementations of Adam's steps with a frozen variance: flat tensors of one shape, and numbers.
 
-See `shardlib.kernels.frozen_adam.op` for what the steps do; ``size`` is −η, ``rest1`` 1 − β1 and ``rest2`` 1 − β2.
+See `shardlib.kernels.frozen_adam.op` for the mathematics; ``size`` is −η, ``rest1`` is 1 − β1, ``rest2`` is 1 − β2.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 
-class OwnMomentum(NamedTuple):
+class LocalMomentum(NamedTuple):
     grad: torch.Tensor
     mu: torch.Tensor
     b1: float

@@ -8,10 +8,10 @@ import torch
 
 from shardlib.kernels.common import native
 from shardlib.kernels.common.thresholds import threads
-from shardlib.kernels.frozen_adam.arguments import FreshStep, FrozenStep, LocalStep, OwnMomentum
+from shardlib.kernels.frozen_adam.arguments import FreshStep, FrozenStep, LocalMomentum, LocalStep
 
 _SIGNATURES = {
-    "own_momentum": "pplfffi",
+    "local_momentum": "pplfffi",
     "frozen_step": "ppppilfffi",
     "local_step": "pppplfffffi",
     "fresh_step": "pppplffffffi",
@@ -22,9 +22,9 @@ def load(device: torch.device) -> str:
     return native.description("frozen_adam")
 
 
-def own_momentum_(step: OwnMomentum) -> None:
+def local_momentum_(step: LocalMomentum) -> None:
     grad, mu, *factors, scale = step
-    _library().own_momentum(grad, mu, mu.numel(), *factors, native.factor(scale), threads())
+    _library().local_momentum(grad, mu, mu.numel(), *factors, native.factor(scale), threads())
 
 
 def frozen_step_(step: FrozenStep) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from shardlib.kernels.common import native
-from shardlib.kernels.frozen_adam.arguments import FreshStep, FrozenStep, LocalStep, OwnMomentum
+from shardlib.kernels.frozen_adam.arguments import FreshStep, FrozenStep, LocalMomentum, LocalStep
 
 _SIGNATURES = {
-    "own_momentum": "pplffpp",
+    "local_momentum": "pplffpp",
     "frozen_step": "ppppilfffp",
     "local_step": "pppplffffpp",
     "fresh_step": "pppplpfffffp",
@@ -22,9 +22,9 @@ def load(device: torch.device) -> str:
     return "CUDA C++"
 
 
-def own_momentum_(step: OwnMomentum) -> None:
+def local_momentum_(step: LocalMomentum) -> None:
     grad, mu, *factors = step
-    _library().own_momentum(grad, mu, mu.numel(), *factors, native.stream(mu.device))
+    _library().local_momentum(grad, mu, mu.numel(), *factors, native.stream(mu.device))
 
 
 def frozen_step_(step: FrozenStep) -> None:

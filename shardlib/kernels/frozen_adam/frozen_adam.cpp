@@ -4,13 +4,13 @@
 
 namespace {
 
-// m where v is not zero, else zero; NaN where that is not finite.
+// m̄: m where v is not zero, else zero, or NaN if m is not finite.
 template <typename Values>
 inline Values masked(Values m, Values v) {
     return v == 0.0f ? m - m : m;
 }
 
-struct OwnMomentum {
+struct LocalMomentum {
     float* grad;
     const float* mu;
     float b1, rest1, scale;
@@ -79,8 +79,8 @@ struct FreshStep {
 
 }  // namespace
 
-EXPORT(own_momentum)(float* grad, const float* mu, int64_t count, float b1, float rest1, float scale, int threads) {
-    OwnMomentum op = {grad, mu, b1, rest1, scale};
+EXPORT(local_momentum)(float* grad, const float* mu, int64_t count, float b1, float rest1, float scale, int threads) {
+    LocalMomentum op = {grad, mu, b1, rest1, scale};
     sweep(op, count, nullptr, threads);
 }
 

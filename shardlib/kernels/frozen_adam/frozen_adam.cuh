@@ -4,10 +4,10 @@
 
 namespace frozen_adam {
 
-// m where v is not zero, else zero; NaN where that is not finite.
+// m̄: m where v is not zero, else zero, or NaN if m is not finite.
 static __device__ inline float masked(float m, float v) { return v == 0 ? m - m : m; }
 
-struct OwnMomentum {
+struct LocalMomentum {
     float* grad;
     const float* mu;
     const double* scale;

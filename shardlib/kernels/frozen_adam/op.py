@@ -1,20 +1,19 @@
 """Steps of Adam whose variance v is frozen, on flat tensors (arXiv 2102.02888, 2104.06069, 2202.06009).
 
-With m̄ for m where v > 0, and 0 where v = 0 (what no gradient ever reached would be divided by ε alone):
+m̄ is m where v > 0, and 0 where v = 0 (an element that no gradient has reached would be divided by ε alone). The steps:
 
-- `own_momentum_`, what a rank sends of its gradient g times ``scale``:  g ← β1·m + (1−β1)·g;
-- `frozen_step_`, 1-bit Adam's, from momentum that all ranks have:  m ← m̄;  p ← p − η·(m̄/(√v + ε) + λ·p);
-- `local_step_`, 0/1 Adam's between exchanges:  m ← β1·m + (1−β1)·g, then m̄;  u ← u − η·m̄/(√v + ε), u being how far the
-  rank has gone.
+- `local_momentum_`, what a rank sends, from its gradient g times ``scale``:  g ← β1·m + (1−β1)·g.
+- `frozen_step_` of 1-bit Adam, from the momentum m that all ranks share:  m ← m̄;  p ← p − η·(m̄/(√v + ε) + λ·p).
+- `local_step_` of 0/1 Adam between exchanges, with u the rank's movement since the last exchange:
+  m ← β1·m + (1−β1)·g;  m ← m̄;  u ← u − η·m̄/(√v + ε).
+- `fresh_step_` of 1-bit LAMB, from a received momentum m that was multiplied by a factor s, the last step's momentum b, and
+  f, the variance as it would have become:  m ← m/s;  m ← m̄;  f ← β2·f + (1−β2)·((m̄ − β1·b)/(1−β1))²;  b ← m̄/(√v + ε).
 
-- `fresh_step_`, 1-bit LAMB's, from momentum m that came in times a factor s, and b, what it was before:  m ← m/s, then m̄;
-  f ← β2·f + (1−β2)·((m̄ − β1·b)/(1−β1))², f being the variance as it would have become;  b ← m̄/(√v + ε).
-
-Everything is fp32, every product rounded before it is added, so that all implementations give the same bits; on the CPU the
-compiled one takes denormals for zero and writes zero instead. Other dtypes and strided tensors are served by plain torch.
+Arithmetic is in fp32 and every product is rounded before it is added, so that all implementations give the same bits, except
+that the compiled kernel on the CPU reads and writes denormals as zero. Plain torch computes other dtypes and strided tensors.
 
 Bytes moved per element: 12, 20 (and 2 for a copy of p in 16 bits), 24 and 28; plain torch moves several times that. 4 to 14
-operations, of which in each step a root and a division, in the last two more.
+operations, among them a root and a division in each step but the first, and two more in the last.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ import torch
 from shardlib.kernels.common.dispatch import on
 from shardlib.kernels.common.flat import check, serving
 from shardlib.kernels.frozen_adam import reference
-from shardlib.kernels.frozen_adam.arguments import FreshStep, FrozenStep, LocalStep, OwnMomentum
+from shardlib.kernels.frozen_adam.arguments import FreshStep, FrozenStep, LocalMomentum, LocalStep
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
 
 
-def own_momentum_(
+def local_momentum_(
     grad: torch.Tensor, mu: torch.Tensor, *, b1: float, scale: torch.Tensor | None = None, using: str | None = None
 ) -> None:
-    """Momentum in the gradient's memory, of tensors of one shape and dtype.
+    """Writes this rank's new momentum over ``grad``; tensors of one shape and dtype.
 
     Args:
         scale: multiplies the gradient first, a 0-d float64 tensor on its device.
@@ -43,7 +42,7 @@ def own_momentum_(
     tensors = {"grad": grad, "mu": mu}
     check(tensors, "mu", scale)
     with on(grad.device):
-        _serving(tensors, using).own_momentum_(OwnMomentum(grad, mu, b1, 1 - b1, scale))
+        _serving(tensors, using).local_momentum_(LocalMomentum(grad, mu, b1, 1 - b1, scale))
 
 
 def frozen_step_(
@@ -73,7 +72,7 @@ def frozen_step_(
 def frozen_move(
     param: torch.Tensor, mu: torch.Tensor, nu: torch.Tensor, *, lr: torch.Tensor, eps: float, weight_decay: float
 ) -> torch.Tensor:
-    """By how much `frozen_step_` moves the parameter, to the last bit, in new memory; writes to ``mu`` as it does."""
+    """The exact amount that `frozen_step_` adds to the parameter, as a new tensor; masks ``mu`` in place as the step does."""
     return reference.frozen_move(FrozenStep(param, mu, nu, None, -float(lr), eps, weight_decay))
 
 
@@ -89,7 +88,7 @@ def local_step_(
     scale: torch.Tensor | None = None,
     using: str | None = None,
 ) -> None:
-    """0/1 Adam's step of one rank: ``mu`` and ``moved`` in place, tensors of one shape and dtype.
+    """0/1 Adam's step on one rank: updates ``mu`` and ``moved`` in place; tensors of one shape and dtype.
 
     Args:
         lr: 0-d float tensor.
@@ -115,11 +114,13 @@ def fresh_step_(
     eps: float,
     using: str | None = None,
 ) -> None:
-    """What 1-bit LAMB makes of momentum that came in; all but ``nu`` in place, tensors of one shape and dtype.
+    """1-bit LAMB's step after an exchange of momentum: updates all but ``nu`` in place; tensors of one shape and dtype.
 
     Args:
-        before: last step's momentum; afterwards the direction.
-        spread: the factor that momentum was sent with, a 0-d float64 tensor on its device.
+        mu: the received momentum, times ``spread``.
+        before: the last step's momentum; receives the direction.
+        fresh: the variance as it would have become.
+        spread: the factor by which momentum was multiplied when sent, a 0-d float64 tensor on its device.
         using: see `frozen_step_`.
     """
     tensors = {"mu": mu, "before": before, "nu": nu, "fresh": fresh}

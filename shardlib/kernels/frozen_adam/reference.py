@@ -1,20 +1,20 @@
-"""Adam's steps with a frozen variance in plain torch: the oracle of the kernels, and the fallback. Serves every dtype.
+"""Adam's steps with a frozen variance in plain torch: the oracle of the kernels, and the fallback. Supports every dtype.
 
-See `shardlib.kernels.frozen_adam.op` for what the functions do.
+See `shardlib.kernels.frozen_adam.op` for the mathematics.
 """
 
 from __future__ import annotations
 
 import torch
 
-from shardlib.kernels.frozen_adam.arguments import FreshStep, FrozenStep, LocalStep, OwnMomentum
+from shardlib.kernels.frozen_adam.arguments import FreshStep, FrozenStep, LocalMomentum, LocalStep
 
 
 def load(device: torch.device) -> str:
     return "reference"
 
 
-def own_momentum_(step: OwnMomentum) -> None:
+def local_momentum_(step: LocalMomentum) -> None:
     grad, mu, b1, rest1, scale = step
     if scale is not None:
         grad.mul_(scale)
@@ -28,7 +28,7 @@ def frozen_step_(step: FrozenStep) -> None:
 
 
 def frozen_move(step: FrozenStep) -> torch.Tensor:
-    # Each product is rounded before it is added: torch's own sums with a factor are not.
+    # Each product is rounded before it is added, which torch.add(..., alpha=) does not do.
     return (_direction(step.mu, step.nu, step.eps) + step.param * step.weight_decay) * step.size
 
 
@@ -43,13 +43,13 @@ def fresh_step_(step: FreshStep) -> None:
     mu, before, nu, fresh, spread, b1, rest1, b2, rest2, eps = step
     mu.div_(spread)
     u = _direction(mu, nu, eps)
-    g = (mu - before * b1) / torch.full_like(mu, rest1)  # a Python number would be inverted first on CUDA
+    g = (mu - before * b1) / torch.full_like(mu, rest1)  # CUDA would multiply by a Python number's reciprocal
     fresh.mul_(b2).add_(g * g * rest2)
     before.copy_(u)
 
 
 def _direction(mu: torch.Tensor, nu: torch.Tensor, eps: float) -> torch.Tensor:
-    """m̄/(√v + ε); leaves m̄ in ``mu``."""
-    mu.copy_(torch.where(nu == 0, mu - mu, mu))  # what is not finite becomes NaN
-    root = nu.to(torch.float64).sqrt().to(nu.dtype)  # torch's own fp32 root is not always the nearest
+    """m̄/(√v + ε); writes m̄ to ``mu``."""
+    mu.copy_(torch.where(nu == 0, mu - mu, mu))  # NaN if mu is not finite
+    root = nu.to(torch.float64).sqrt().to(nu.dtype)  # torch's fp32 root is not always correctly rounded
     return mu / (root + eps)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from shardlib.kernels.common import tiles
-from shardlib.kernels.frozen_adam.arguments import FreshStep, FrozenStep, LocalStep, OwnMomentum
+from shardlib.kernels.frozen_adam.arguments import FreshStep, FrozenStep, LocalMomentum, LocalStep
 
 TILE = 1024
 
@@ -16,9 +16,9 @@ def load(device: torch.device) -> str:
     return tiles.triton_name(device)
 
 
-def own_momentum_(step: OwnMomentum) -> None:
+def local_momentum_(step: LocalMomentum) -> None:
     grad, mu, *factors, scale = step
-    _own_momentum[_grid(mu)](grad, mu, scale, mu.numel(), *factors, TILE=TILE, **tiles.EXACT)
+    _local_momentum[_grid(mu)](grad, mu, scale, mu.numel(), *factors, TILE=TILE, **tiles.EXACT)
 
 
 def frozen_step_(step: FrozenStep) -> None:
@@ -51,12 +51,12 @@ def _momentum(at, valid, grad, mu, scale, b1, rest1):
 
 @triton.jit
 def _masked(m, v):
-    """m where v is not zero, else zero; NaN where that is not finite."""
+    """m̄: m where v is not zero, else zero, or NaN if m is not finite."""
     return tl.where(v == 0, m - m, m)
 
 
 @triton.jit
-def _own_momentum(grad, mu, scale, count, b1, rest1, TILE: tl.constexpr):
+def _local_momentum(grad, mu, scale, count, b1, rest1, TILE: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     valid = at < count
     tl.store(grad + at, _momentum(at, valid, grad, mu, scale, b1, rest1), mask=valid)

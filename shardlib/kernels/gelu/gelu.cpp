@@ -59,7 +59,7 @@ void backward(const void* x_, const float* bias, int tanh, const void* dy_, int6
 
 }  // namespace
 
-// dtype: 0 float, 1 bfloat16. bias: null for none. partial: PIECES · columns floats.
+// dtype: 0 float, 1 bfloat16. bias: null for none. partial: RANGES · columns floats.
 EXPORT(gelu)(const void* x, int dtype, const float* bias, int tanh, int64_t rows, int64_t columns, void* y, int threads) {
     BY_TYPE(dtype, forward, x, bias, tanh, rows, columns, y, threads);
 }

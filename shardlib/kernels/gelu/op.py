@@ -8,7 +8,7 @@ With z = x + b (b may be missing), Φ and φ the standard normal distribution an
 
 x, y and their gradients are ``[..., columns]`` in fp32, bf16 or fp16 (float64 by plain torch), computed in fp32; b is
 ``[columns]``. Bytes moved per element: x and y forward, x, dy and dx backward, 8 and 12 in fp32; plain torch moves 16 and
-24 with a bias. Operations: an exponential, one or two divisions and a dozen more, some 20 to 30. Only x and b are kept.
+24 with a bias. Operations: an exponential, one or two divisions and a dozen more, some 20 to 30. Only x and b are saved.
 
 ``using`` names one implementation ("cpu", "triton", "reference"), for tests.
 """
@@ -55,8 +55,8 @@ def _backward(
     x: torch.Tensor, bias: torch.Tensor | None, tanh: bool, using: str | None, dy: torch.Tensor
 ) -> list[torch.Tensor]:
     with on(x.device):
-        found = serving("gelu", x, using).backward(x, bias, tanh, dy)
-    return [gradient.to(value.dtype) for gradient, value in zip(found, (x, bias)) if value is not None]
+        gradients = serving("gelu", x, using).backward(x, bias, tanh, dy)
+    return [gradient.to(value.dtype) for gradient, value in zip(gradients, (x, bias)) if value is not None]
 
 
 def _backward_reference(x, bias, tanh, using, dy):

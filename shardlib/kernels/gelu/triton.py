@@ -1,4 +1,4 @@
-"""Bias + GeLU by Triton kernels: tiles of rows and columns; the bias's gradient by pieces of the rows."""
+"""Bias + GeLU by Triton kernels, over tiles of rows and columns; the bias's gradient over ranges of rows."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def forward(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool) -> torch.Ten
 def backward(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool, dy: torch.Tensor) -> list[torch.Tensor]:
     x, dx = x.contiguous(), rows.like(x)
     count, columns = rows.sizes(x)
-    pieces = triton.cdiv(count, tiles.rows_each(count, TILE["ROWS"]))
-    partial = torch.zeros(max(pieces, 1), x.shape[-1], device=x.device)
+    ranges = triton.cdiv(count, tiles.rows_each(count, TILE["ROWS"]))
+    partial = torch.zeros(max(ranges, 1), x.shape[-1], device=x.device)
     options = {"BIAS": bias is not None, "TANH": tanh, **TILE, **tiles.EXACT}
     if count:
-        grid = (pieces, triton.cdiv(columns, TILE["COLUMNS"]))
+        grid = (ranges, triton.cdiv(columns, TILE["COLUMNS"]))
         _backward[grid](x, bias, dy, dx, partial, count, columns, tiles.rows_each(count, TILE["ROWS"]), **options)
     return [dx] if bias is None else [dx, partial.sum(0)]
 
@@ -43,7 +43,7 @@ def _normal(z):
 
 @triton.jit
 def _gate(z):
-    """σ(2u) of the tanh form."""
+    """σ(2u) of the tanh approximation."""
     return tl.sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
 
 
@@ -66,8 +66,8 @@ def _backward(
     x, bias, dy, dx, partial, rows, columns, each,
     BIAS: tl.constexpr, TANH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, j): rows i·each to (i + 1)·each of a tile's columns."""
-    piece = tl.program_id(0).to(tl.int64)
+    """Program (i, j) computes rows i·each to (i + 1)·each of the j-th tile of columns."""
+    row_range = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = column < columns
     shift = tl.zeros((1, COLUMNS), tl.float32)
@@ -75,7 +75,7 @@ def _backward(
         shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
     sums = tl.zeros((1, COLUMNS), tl.float32)
     for start in range(0, each, ROWS):
-        row = piece * each + start + tl.arange(0, ROWS)[:, None]
+        row = row_range * each + start + tl.arange(0, ROWS)[:, None]
         valid = (row < rows) & inside
         z = tl.load(x + row * columns + column, mask=valid, other=0.0).to(tl.float32) + shift
         if TANH:
@@ -87,4 +87,4 @@ def _backward(
         tl.store(dx + row * columns + column, dz.to(dx.dtype.element_ty), mask=valid)
         sums += tl.sum(dz, axis=0)[None, :]
     if BIAS:
-        tl.store(partial + piece * columns + column, sums, mask=inside)
+        tl.store(partial + row_range * columns + column, sums, mask=inside)

@@ -1,4 +1,4 @@
-"""Sums of squares, which global norms are made of, with the check for what is not finite."""
+"""Sums of squares, for global norms and for the check that gradients are finite."""
 
 from shardlib.kernels.global_norm.op import sum_of_squares
 

@@ -1,5 +1,5 @@
 // Σ x² on the CPU; see op.py. Compiled once per instruction set (ISA names it). Squares are exact in fp64 and are added over
-// 32 lanes, per span and then over spans: all instruction sets and numbers of threads give the same bits.
+// 32 lanes, within a span and then over spans: all instruction sets and numbers of threads give the same bits.
 #include "../common/halves.h"
 
 namespace {

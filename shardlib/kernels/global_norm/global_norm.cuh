@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(THREADS) tiles(const typename Type::Element* x
             float values[WIDTH];
             get<Type>(x + i, values);
 #pragma unroll
-            for (int place = 0; place < WIDTH; ++place) sum += (double)values[place] * values[place];
+            for (int lane = 0; lane < WIDTH; ++lane) sum += (double)values[lane] * values[lane];
         } else {
             for (; i < count; ++i) sum += (double)Type::get(x + i) * Type::get(x + i);
         }
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(THREADS) tiles(const typename Type::Element* x
     if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 
-// By one thread block.
+// Adds the tiles' sums; runs as one thread block.
 static __global__ void __launch_bounds__(THREADS) total(const double* partial, Int64 tiles, double* out) {
     double sum = 0;
     for (Int64 tile = threadIdx.x; tile < tiles; tile += THREADS) sum += partial[tile];

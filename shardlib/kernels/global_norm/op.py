@@ -1,10 +1,10 @@
-"""Σ x² of a tensor in fp64, for global norms: not finite when an element is not, and only then.
+"""Σ x² of a tensor in fp64, for global norms: finite if and only if every element is.
 
-The square of an fp32 number is exact in fp64 and far from its range, so the sum is finite as long as every element is: the
-one pass is norm and finite check. Elements are added in a fixed order, per span or tile and then over these: the same bits
-on every run, for every instruction set and number of threads; other implementations differ by rounding in fp64.
+The square of an fp32 number is exact in fp64 and far from overflow, so the sum is finite as long as every element is: one
+pass is both norm and finite check. Elements are added in a fixed order, within a span or tile and then over these: the same
+bits in every run, for every instruction set and number of threads. Implementations differ by rounding in fp64.
 
-Unscaling needs no pass of its own: the norm of s·x is s times x's.
+Unscaling needs no pass of its own: the norm of s·x is s times the norm of x.
 
 Bytes moved per element: 4 in fp32, 2 in bf16 or fp16; torch's chain for 16-bit gradients (cast, norm, isfinite, all) takes
 12. 3 operations.
@@ -19,18 +19,18 @@ from shardlib.kernels.common.dispatch import on, serving
 from shardlib.kernels.global_norm import reference
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
-_SERVED = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def sum_of_squares(x: torch.Tensor, *, using: str | None = None) -> torch.Tensor:
     """Σ x², a 0-d float64 tensor.
 
     Args:
-        x: of any shape and floating dtype; fp32, bf16 and fp16 are served by kernels where they are contiguous.
+        x: of any shape and floating dtype. Kernels take contiguous fp32, bf16 and fp16; plain torch takes the rest.
         using: names one implementation ("cpu", "cuda", "triton", "reference"), for tests.
     """
     check_tensors("sum_of_squares", {"x": x})
-    if x.dtype not in _SERVED or not x.is_contiguous():
+    if x.dtype not in _DTYPES or not x.is_contiguous():
         if using not in (None, "reference"):
             raise TypeError(f"{x.dtype} and strided tensors are served by plain torch, not by {using}")
         return reference.sum_of_squares(x)

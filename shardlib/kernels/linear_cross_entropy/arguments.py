@@ -1,4 +1,4 @@
-"""What the implementations of the cross entropy of an output layer are given beside its logits."""
+"""The targets that the implementations of the cross entropy of an output layer take beside logits."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 
 
 class Aim(NamedTuple):
-    """What the logits of some tokens are held to.
+    """The targets of some tokens, and how they count.
 
     Attributes:
-        targets: ``[tokens]``, int64: a word's number each.
-        ignore_index: the target that counts for nothing.
-        label_smoothing: how much of a target is spread over all words.
+        targets: ``[tokens]``, int64: the number of a word for each token.
+        ignore_index: a target whose token has no loss.
+        label_smoothing: the share of a target that is spread over all words.
     """
 
     targets: torch.Tensor

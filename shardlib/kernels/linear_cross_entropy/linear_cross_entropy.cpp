@@ -1,5 +1,5 @@
-// Cross entropy of rows of logits on the CPU, which become their gradients; see op.py for the mathematics. Compiled once per
-// instruction set (ISA names it).
+// Cross entropy of rows of logits on the CPU; the gradients replace the logits. See op.py for the mathematics. Compiled once
+// per instruction set (ISA names it).
 #include "../common/rows.h"
 #include "../common/simd_math.h"
 
@@ -14,7 +14,7 @@ void losses(void* logits, const int64_t* targets, int64_t ignored, float smoothi
         Element* z = static_cast<Element*>(logits) + row * words;
         int64_t target = targets[row];
         out[row] = target == ignored ? 0 : nan;
-        if (target == ignored || target < 0 || target >= words) {  // the latter an error, which the caller raises
+        if (target == ignored || target < 0 || target >= words) {  // the caller raises for a target outside the words
             if (gradients) memset(z, 0, size_t(words) * sizeof(Element));
             return;
         }

@@ -1,19 +1,19 @@
-"""Σ_i loss(x_i Wᵀ, t_i), the cross entropy of an output layer, over chunks of tokens: logits of one chunk exist at a time.
+"""Σ_i loss(x_i Wᵀ, t_i), the cross entropy of an output layer, with the logits of one chunk of tokens in memory at a time.
 
 For token i with logits z = x_i Wᵀ over V words, l = log Σ_v e^z_v and label smoothing s:
 
-- loss_i = l − (1 − s)·z_t − s·mean(z), 0 where t is ignored.
+- loss_i = l − (1 − s)·z_t − s·mean(z), 0 if t is ignored.
 - dz = softmax(z) − (1 − s)·onehot(t) − s/V;  dx_i = dz·W;  dW = Σ_i dzᵀ·x_i.
 
-dz follows from the same logits, so it replaces them at once and both gradients are made in the forward pass, where they
-are asked for: three matrix products, as with all logits, instead of four with logits made twice. Backward multiplies them
-by the loss's gradient. (torch 2.13's chunked ``F.linear_cross_entropy`` does so too; it is refused by `torch.func` and
-`torch.compile`, and on CPU was slower than all logits at once.)
+If gradients are needed, the forward pass computes dx and dW too: dz is computed from the same logits and replaces them.
+That is three matrix products, as with all logits in memory; computing logits again in backward would be four. Backward
+multiplies dx and dW by the gradient of the loss. (torch 2.13's chunked ``F.linear_cross_entropy`` does so too; `torch.func`
+and `torch.compile` refuse it, and on CPU it was slower than all logits at once.)
 
 x is ``[tokens, width]``, W ``[V, width]``, in fp32, bf16 or fp16 (float64 by plain torch); softmax, losses and the sum of
-dW over chunks are in fp32. Memory besides the gradients: one chunk of logits, of 2^24 numbers on CPU and 2^27 on CUDA (one
-token's at least), where plain torch keeps tokens·V of them three times over. Operations: 6·tokens·V·width. The kernel here
-turns logits into losses and dz in place: read three times, written once.
+dW over chunks are in fp32. Memory besides the gradients: one chunk of logits, 2^24 numbers on CPU and 2^27 on CUDA (at least
+one token's), where plain torch stores tokens·V numbers three times. Operations: 6·tokens·V·width. The kernel here computes
+losses from logits and replaces these by dz: it reads them three times and writes them once.
 
 ``using`` names one implementation ("cpu", "triton", "reference"), for tests.
 """
@@ -32,7 +32,7 @@ from shardlib.kernels.linear_cross_entropy.options import check_layer, check_opt
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
 
-_CHUNK = {"cpu": Threshold(1 << 24), "cuda": Threshold(1 << 27)}  # logits; each chunk costs a pass over dW
+_CHUNK = {"cpu": Threshold(1 << 24), "cuda": Threshold(1 << 27)}  # logits; every chunk adds a pass over dW
 
 
 def linear_cross_entropy(
@@ -45,14 +45,18 @@ def linear_cross_entropy(
     reduction: str = "mean",
     using: str | None = None,
 ) -> torch.Tensor:
-    """``F.cross_entropy(F.linear(x, weight), targets, ...)``, a scalar in fp32 at least; autocast as `F.linear` is.
+    """``F.cross_entropy(F.linear(x, weight), targets, ...)``, a scalar in fp32 at least. Autocast as in `F.linear`.
 
     Args:
         x: ``[..., width]``.
-        weight: ``[V, width]``, of the same dtype.
-        targets: ``[...]``, int64; ``ignore_index`` counts for nothing.
-        label_smoothing: how much of the target is spread over all words, in [0, 1].
-        reduction: "mean" over the targets that count, or "sum". (Losses one by one are the logits' business.)
+        weight: ``[V, width]``, of the dtype of ``x``.
+        targets: ``[...]``, int64. Targets equal to ``ignore_index`` are left out of the loss.
+        label_smoothing: the share of the target that is spread over all words, in [0, 1].
+        reduction: "mean" over the targets that are not ignored, or "sum".
+
+    Raises:
+        ValueError: shapes, ``reduction`` or ``label_smoothing`` do not fit.
+        IndexError: a target is none of the words, on the CPU.
     """
     check_options("linear_cross_entropy", reduction, label_smoothing, ("mean", "sum"))
     check_tensors(
@@ -68,7 +72,9 @@ def linear_cross_entropy(
     if reduction == "sum":
         return total
     count = (flat != ignore_index).sum()
-    return torch.where(count > 0, total / count.clamp(min=1), torch.nan)  # of none NaN, and gradients of 0, as torch's
+    return torch.where(
+        count > 0, total / count.clamp(min=1), torch.nan
+    )  # no target: NaN with gradients of 0, as in torch
 
 
 def _forward(x: torch.Tensor, weight: torch.Tensor, aim: Aim, wanted: bool, using: str | None) -> list[torch.Tensor]:
@@ -80,12 +86,12 @@ def _forward(x: torch.Tensor, weight: torch.Tensor, aim: Aim, wanted: bool, usin
     with on(x.device):
         kernel = serving("linear_cross_entropy", x, using)
         for first in range(0, len(x), size):
-            part, chosen = x[first : first + size], aim._replace(targets=aim.targets[first : first + size])
-            logits = part @ weight.t()
-            losses += kernel.losses_(logits, chosen, wanted).sum()
-            if wanted:  # the logits are their gradients now
+            chunk, chunk_aim = x[first : first + size], aim._replace(targets=aim.targets[first : first + size])
+            logits = chunk @ weight.t()
+            losses += kernel.losses_(logits, chunk_aim, wanted).sum()
+            if wanted:  # losses_ has replaced the logits by their gradients
                 torch.mm(logits, weight, out=dx[first : first + size])
-                _add_product(total, logits, part)
+                _add_product(total, logits, chunk)
     return [losses, dx, dweight.copy_(total)]
 
 

@@ -1,4 +1,4 @@
-"""What every way to the cross entropy of an output layer checks of its arguments, and how wide it scores."""
+"""Checks of arguments that all functions for the cross entropy of an output layer share, and the dtype of its scores."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import torch
 
 
 def check_options(function: str, reduction: str, label_smoothing: float, reductions: tuple[str, ...]) -> None:
-    """
+    """Refuses options that ``function`` does not have.
+
     Raises:
-        ValueError: a reduction that ``function`` does not have, or a smoothing outside [0, 1].
+        ValueError: ``reduction`` is none of ``reductions``, or ``label_smoothing`` is outside [0, 1].
     """
     if reduction not in reductions:
         allowed = f"{', '.join(map(repr, reductions[:-1]))} or {reductions[-1]!r}"
@@ -18,9 +19,10 @@ def check_options(function: str, reduction: str, label_smoothing: float, reducti
 
 
 def check_layer(function: str, x: torch.Tensor, weight: torch.Tensor) -> None:
-    """
+    """Refuses activations and an output layer's weight that cannot be multiplied.
+
     Raises:
-        ValueError: activations and an output layer's weight that cannot be multiplied.
+        ValueError: the shapes do not fit, or the dtypes differ.
     """
     alike = x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)
     if x.dim() < 1 or weight.dim() != 2 or not len(weight) or x.shape[-1] != weight.shape[1] or not alike:
@@ -31,17 +33,18 @@ def check_layer(function: str, x: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 def check_targets(function: str, targets: torch.Tensor, shape: torch.Size, of: str) -> None:
-    """A target is one word's number for each row of ``of``.
+    """Refuses targets that are not one number of a word per row of ``of``.
 
     Raises:
-        ValueError: another shape.
+        ValueError: the targets have another shape than ``shape``.
     """
     if targets.shape != shape:
         raise ValueError(f"{function}: targets have shape {tuple(targets.shape)}, and {of} asks for {tuple(shape)}")
 
 
 def refuse_unknown(targets: torch.Tensor, words: int, ignore_index: int) -> None:
-    """
+    """Refuses targets outside the vocabulary.
+
     Raises:
         IndexError: a target is none of the words, and not ignored.
     """
@@ -50,5 +53,5 @@ def refuse_unknown(targets: torch.Tensor, words: int, ignore_index: int) -> None
 
 
 def widened(scores: torch.Tensor) -> torch.Tensor:
-    """In fp32 at least: the softmax sums a whole vocabulary, which costs digits that a loss cannot spare."""
+    """``scores`` in fp32 at least: a sum over a whole vocabulary in 16 bits would lose too many digits."""
     return scores.to(torch.promote_types(scores.dtype, torch.float32))

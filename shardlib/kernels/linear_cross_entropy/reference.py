@@ -14,7 +14,7 @@ def load(device: torch.device) -> str:
 
 
 def losses_(logits: torch.Tensor, aim: Aim, gradients: bool) -> torch.Tensor:
-    """Per row; ``logits`` become their gradients, where those are asked for."""
+    """The loss of each row; replaces ``logits`` by their gradients if ``gradients`` are asked for."""
     z = rows.wide(logits)
     options = {"ignore_index": aim.ignore_index, "label_smoothing": aim.label_smoothing}
     losses = F.cross_entropy(z, aim.targets, **options, reduction="none")  # type: ignore[arg-type]
@@ -24,7 +24,7 @@ def losses_(logits: torch.Tensor, aim: Aim, gradients: bool) -> torch.Tensor:
 
 
 def backward(x: torch.Tensor, weight: torch.Tensor, aim: Aim, dtotal: torch.Tensor) -> list[torch.Tensor]:
-    """With all logits at once."""
+    """The gradients of x and W, computed with all logits in memory."""
     dz = (dtotal * _slope(rows.wide(x @ weight.t()), aim)).to(x.dtype)
     return [dz @ weight, dz.t() @ x]
 

@@ -1,4 +1,4 @@
-"""Cross entropy of logits and its gradient by a Triton kernel: a program per row, which it goes over in blocks, twice."""
+"""Cross entropy of logits and its gradient by a Triton kernel: a program reads one row twice, block by block."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _losses(logits, targets, losses, words, ignored, smoothing, GRADIENTS: tl.co
         value = tl.load(z + first + lane, mask=inside, other=0.0).to(tl.float32)
         plain += value
         higher = tl.maximum(most, tl.where(inside, value, float("-inf")))
-        # A lane that has seen nothing yet keeps −∞, of which no difference may be taken.
+        # A lane without a value still has −∞, and −∞ − (−∞) would be NaN.
         total = tl.where(most == float("-inf"), 0.0, total * tl.exp(most - higher)) + tl.where(
             inside, tl.exp(value - higher), 0.0
         )

@@ -1,4 +1,4 @@
-"""Lion over flat tensors."""
+"""Lion on flat tensors."""
 
 from shardlib.kernels.lion.arguments import factors_at
 from shardlib.kernels.lion.op import lion_

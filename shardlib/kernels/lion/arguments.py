@@ -1,4 +1,4 @@
-"""What the implementations of Lion are given: tensors, and what one step multiplies every element by."""
+"""Arguments of the implementations of Lion: tensors, and the factors of a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ import torch
 
 
 class Factors(NamedTuple):
-    """Numbers of one Lion step, in float64; see `shardlib.kernels.lion.op` for what they are."""
+    """Factors of one Lion step, in float64.
+
+    Attributes:
+        b1, b2: β1 and β2; ``rest1`` and ``rest2`` are 1 − β1 and 1 − β2.
+        decay: 1 − η·λ.
+        size: η.
+    """
 
     b1: float
     rest1: float
@@ -30,5 +36,5 @@ class Step(NamedTuple):
 
 
 def factors_at(lr: Any, b1: float, b2: float, weight_decay: float) -> Factors:
-    """A step at rate ``lr``: a number, or a 0-d float64 tensor that derivatives pass through."""
+    """The factors of a step at rate ``lr``, a number or a differentiable 0-d float64 tensor."""
     return Factors(b1, 1 - b1, b2, 1 - b2, 1 - lr * weight_decay, lr)

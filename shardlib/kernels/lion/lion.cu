@@ -14,7 +14,7 @@ extern "C" int lion_step(void* param, int dtype, const void* grad, int grad_dtyp
                 lion::Lion<Kept, Grad, decltype(narrow)> op = {
                     (Element*)param, (const typename Grad::Element*)grad, (Element*)mu, copy, scale,
                     b1, rest1, b2, rest2, decay, size};
-                launch_sweep(op, count, place(op.param) | place(op.grad) | place(op.mu) | place(copy), stream);
+                launch_sweep(op, count, address(op.param) | address(op.grad) | address(op.mu) | address(copy), stream);
             });
         });
     });

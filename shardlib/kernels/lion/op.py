@@ -4,10 +4,10 @@ With g the gradient times ``scale``, sgn(0) = 0 and sgn(NaN) = NaN:
 
     p ← p·(1 − η·λ) − η·sgn(β1·m + (1−β1)·g);  m ← β2·m + (1−β2)·g
 
-and, where asked for, a copy of p in 16 bits. p and m have one dtype, fp32 under mixed precision; the gradient may have
-another, of fp32, bf16 and fp16. What is computed is fp32, every product rounded before it is added, so that all
-implementations give the same bits; on the CPU the compiled one takes denormals for zero and writes zero instead. float64
-and strided tensors are served by plain torch.
+and, if asked for, a copy of p in 16 bits. p and m have one dtype, fp32 under mixed precision; the gradient may have another
+of fp32, bf16 and fp16. Arithmetic is in fp32 and every product is rounded before it is added, so that all implementations
+give the same bits, except that the compiled kernel on the CPU reads and writes denormals as zero. Plain torch computes
+float64 and strided tensors.
 
 Bytes moved per element: with an fp32 state 16 for p and m in and out, 4 or 2 for the gradient, 2 for the copy. 11 operations.
 """
@@ -38,7 +38,7 @@ def lion_(
 
     Args:
         factors: of the step, by `factors_at` of numbers.
-        scale, copy, using: as of `shardlib.kernels.adamw.adamw_`, which also says what is raised.
+        scale, copy, using: as for `shardlib.kernels.adamw.adamw_`, which raises the same errors.
     """
     tensors = {"param": param, "grad": grad, "mu": mu} | ({} if copy is None else {"copy": copy})
     check(tensors, "param", scale, read=("grad",))

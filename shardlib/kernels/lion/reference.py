@@ -1,6 +1,6 @@
-"""Lion in plain torch, one operation at a time: the oracle of the kernels, and the fallback. Serves every dtype.
+"""Lion in plain torch, one operation at a time: the oracle of the kernels, and the fallback. Supports every dtype.
 
-See `shardlib.kernels.lion.op` for what it does.
+See `shardlib.kernels.lion.op` for the mathematics.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ def lion_(step: Step) -> None:
 def changes(
     grad: torch.Tensor, mu: torch.Tensor, factors: Factors, scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean after a step, and what it takes from the parameter beside its decay; new, and fp32 at least."""
+    """The momentum after a step, and what the step subtracts from the decayed parameter; new tensors, fp32 at least."""
     wide = torch.promote_types(mu.dtype, torch.float32)
     g = grad.to(wide) if scale is None else grad.to(wide) * scale
     m = mu.to(wide)
-    # Each product is rounded before it is added: torch's own sums with a factor are not.
+    # Each product is rounded before it is added, which torch.add(..., alpha=) does not do.
     moved = _sign(m * factors.b1 + g * factors.rest1) * factors.size
     return m * factors.b2 + g * factors.rest2, moved
 
 
 def _sign(x: torch.Tensor) -> torch.Tensor:
-    """−1, 0 or 1; NaN of NaN, which torch's own takes for 0."""
+    """The sign: −1, 0 or 1, and NaN of NaN, for which torch's is 0."""
     return torch.where(x == x, x.sign(), x)

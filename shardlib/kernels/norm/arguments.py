@@ -1,4 +1,4 @@
-"""What the implementations of norms are given beside rows."""
+"""The parameters of a norm that its implementations take beside rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Norm(NamedTuple):
 
     Attributes:
         weight, bias: ``[d]``.
-        centred: whether it is LayerNorm, which takes the mean off first.
+        centred: whether the mean is subtracted first, as in LayerNorm.
     """
 
     weight: torch.Tensor

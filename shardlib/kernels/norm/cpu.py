@@ -15,18 +15,18 @@ _SIGNATURES = {"norm": "ppippfillppi", "norm_backward": "pipfillpppppi"}
 
 
 def load(device: torch.device) -> str:
-    return f"{native.description('norm')}; LayerNorm of no sum forward: torch"
+    return f"{native.description('norm')}; LayerNorm without a sum, forward: torch"
 
 
 def forward(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     weight, bias, eps, centred = norm
-    if centred and weight.dtype == x.dtype:  # at the memory's limit
+    if centred and weight.dtype == x.dtype:  # torch's is as fast as memory
         return F.layer_norm(x.contiguous(), weight.shape, weight, None if bias is None else bias.to(x.dtype), eps)
     return _forward(x, None, norm)[0]
 
 
 def forward_of_sum(x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> list[torch.Tensor]:
-    if x.dtype == torch.float16:  # which is read in fp32, where the sum would not be rounded before it is normed
+    if x.dtype == torch.float16:  # the kernel would read it as fp32 and not round the sum to fp16
         total = (x + residual).contiguous()
         return [*_forward(total, None, norm), total]
     return _forward(x, residual, norm)

@@ -1,6 +1,6 @@
 // LayerNorm and RMSNorm on the CPU; see op.py for the mathematics. Compiled once per instruction set (ISA names it).
 //
-// A row is gone over several times, but read from memory once: it stays in the first or second cache.
+// A row is read several times but comes from memory once: it stays in the first- or second-level cache.
 #include "../common/rows.h"
 
 namespace {
@@ -12,7 +12,7 @@ inline float mean_of(const typename Type::Element* s, int64_t columns) {
     return sum(sums) / float(columns);
 }
 
-// ρ, from Σ (s − μ)².
+// ρ, given Σ (s − μ)² by lanes.
 inline float scale_of(Floats squares, int64_t columns, float eps) {
     return 1.0f / __builtin_sqrtf(sum(squares) / float(columns) + eps);
 }
@@ -47,7 +47,7 @@ void forward(const void* x_, const void* residual_, const float* weight, const f
     });
 }
 
-// sums: the weight's gradient and then the bias's.
+// sums: the gradient of the weight, then that of the bias.
 template <typename Type>
 void backward(const void* total_, const float* weight, float eps, int centred, int64_t rows, int64_t columns,
               const void* dy_, const void* dtotal_, void* ds_, float* partial, float* sums, int threads) {
@@ -87,7 +87,7 @@ EXPORT(norm)(const void* x, const void* residual, int dtype, const float* weight
     BY_TYPE(dtype, forward, x, residual, weight, bias, eps, centred, rows, columns, y, total, threads);
 }
 
-// dtotal: null for none. partial: PIECES · 2 · columns floats; sums: 2 · columns.
+// dtotal: null for none. partial: RANGES · 2 · columns floats; sums: 2 · columns.
 EXPORT(norm_backward)(const void* total, int dtype, const float* weight, float eps, int centred, int64_t rows,
                       int64_t columns, const void* dy, const void* dtotal, void* ds, float* partial, float* sums,
                       int threads) {

@@ -1,14 +1,14 @@
-"""LayerNorm (arXiv 1607.06450) and RMSNorm (arXiv 1910.07467) of rows, alone or of a sum x + r that is returned too.
+"""LayerNorm (arXiv 1607.06450) and RMSNorm (arXiv 1910.07467) of rows x, or of a sum x + r, which is returned too.
 
 Over a row of d elements, with s = x (or x + r, rounded to x's dtype), μ = mean(s) (0 for RMSNorm) and
 ρ = 1/√(mean((s − μ)²) + ε):
 
 - forward: ŝ = (s − μ)·ρ;  y = ŝ·w + b.
-- backward: with g = dy·w:  ds = ρ·(g − mean(g) − ŝ·mean(g·ŝ)) (no mean(g) for RMSNorm), plus what reached the sum itself;
-  dx = dr = ds;  dw = Σ_rows dy·ŝ;  db = Σ_rows dy, in an order that does not depend on the number of threads.
+- backward: with g = dy·w:  ds = ρ·(g − mean(g) − ŝ·mean(g·ŝ)) (no mean(g) for RMSNorm), plus the gradient of the returned
+  sum;  dx = dr = ds;  dw = Σ_rows dy·ŝ;  db = Σ_rows dy, in an order that does not depend on the number of threads.
 
 x, r, y and s are ``[..., d]`` in fp32, bf16 or fp16 (float64 by plain torch), all sums in fp32; w and b are ``[d]``, of
-any floating dtype. Kept for the backward are s and w: μ and ρ are computed again from the row that it reads anyway.
+any floating dtype. Only s and w are saved: backward reads the rows anyway, and computes μ and ρ from them again.
 Bytes moved per element in fp32: forward 8 (x, y), of a sum 16 (x, r, s, y); backward 12 (s, dy, ds), of a sum 16. Plain
 torch adds first, 12 bytes more, and adds gradients of the sum, 12 more. Operations: 8 forward, some 15 backward.
 
@@ -83,7 +83,7 @@ def add_layer_norm(
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6, using: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rms_norm` of ``x + residual``, and that sum; both are ``[..., d]`` of one dtype.
+    """`rms_norm` of ``x + residual``, and that sum; both terms are ``[..., d]`` of one dtype.
 
     >>> x, residual = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
     >>> y, total = sl.nn.add_rms_norm(x, residual, torch.ones(8))
@@ -113,8 +113,8 @@ def _forward_alone(x: torch.Tensor, norm: Norm, using: str | None) -> list[torch
 
 def _forward_of_sum(x: torch.Tensor, residual: torch.Tensor, norm: Norm, using: str | None) -> list[torch.Tensor]:
     with on(x.device):
-        found = serving("norm", x, using).forward_of_sum(x, residual, norm)
-    return [tensor.to(x.dtype) for tensor in found]
+        outputs = serving("norm", x, using).forward_of_sum(x, residual, norm)
+    return [tensor.to(x.dtype) for tensor in outputs]
 
 
 def _backward_alone(x: torch.Tensor, norm: Norm, using: str | None, dy: torch.Tensor) -> list[torch.Tensor]:
@@ -125,8 +125,8 @@ def _backward(
     total: torch.Tensor, norm: Norm, using: str | None, dy: torch.Tensor, dtotal: torch.Tensor | None
 ) -> list[torch.Tensor]:
     with on(total.device):
-        found = serving("norm", total, using).backward(total, norm, dy, dtotal)
-    return [gradient.to(value.dtype) for gradient, value in zip(found, _differentiable(total, norm))]
+        gradients = serving("norm", total, using).backward(total, norm, dy, dtotal)
+    return [gradient.to(value.dtype) for gradient, value in zip(gradients, _differentiable(total, norm))]
 
 
 def _backward_fake(total: torch.Tensor, norm: Norm, *_: object) -> list[torch.Tensor]:
@@ -157,5 +157,5 @@ _of_sum = differentiable(
     backward_fake=_backward_fake,
     backward_reference=_backward_reference,
     keep=lambda inputs, outputs: (outputs[1], *inputs[2:]),
-    per_input=lambda found, incoming: [found[0], *found],
+    per_input=lambda computed, incoming: [computed[0], *computed],
 )

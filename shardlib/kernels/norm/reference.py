@@ -36,7 +36,7 @@ def backward(total: torch.Tensor, norm: Norm, dy: torch.Tensor, dtotal: torch.Te
 
 
 def _normed(x: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
-    """ŝ and ρ."""
+    """The normalised rows ŝ, and ρ."""
     x = rows.wide(x)
     if norm.centred:
         x = x - x.mean(-1, keepdim=True)

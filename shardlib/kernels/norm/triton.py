@@ -1,7 +1,7 @@
-"""LayerNorm and RMSNorm by Triton kernels: a row in registers, read once; a program goes over several rows backward.
+"""LayerNorm and RMSNorm by Triton kernels: a row is read once, into registers; in backward a program has several rows.
 
-Backward a wide row, its gradient and what its columns sum up to do not fit the registers together: there it is gone over
-chunk by chunk, four times, from the cache.
+In backward a wide row, its gradient and the sums over its columns do not fit in the registers together: the row is read four
+times, chunk by chunk, from the cache.
 """
 
 from __future__ import annotations
@@ -18,20 +18,18 @@ from shardlib.kernels.common.thresholds import Threshold
 from shardlib.kernels.norm.arguments import Norm
 
 CHUNK = 4096  # columns
-WHOLE = 8192  # that fit a program's registers forward
-
-
-_SUMS = Threshold(512)  # of rows, added up afterwards
-WIDEST = 16384  # columns; what the registers hold
+WHOLE = 8192  # columns that fit in a program's registers in forward
+WIDEST = 16384  # columns that the kernels take
+_SUMS = Threshold(512)  # programs, each with a sum over rows; the sums are added afterwards
 
 
 def load(device: torch.device) -> str:
-    return f"{tiles.triton_name(device)}; LayerNorm of no sum forward: torch"
+    return f"{tiles.triton_name(device)}; LayerNorm without a sum, forward: torch"
 
 
 def forward(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     weight, bias, eps, centred = norm
-    if centred and weight.dtype == x.dtype and x.is_cuda:  # at the memory's limit
+    if centred and weight.dtype == x.dtype and x.is_cuda:  # torch's is as fast as memory
         return F.layer_norm(x.contiguous(), weight.shape, weight, None if bias is None else bias.to(x.dtype), eps)
     return _normed(x, None, norm)[0]
 
@@ -75,7 +73,7 @@ def _shape(columns: int) -> dict[str, Any]:
 
 @triton.jit
 def _statistics(s, inside, columns, eps, CENTRED: tl.constexpr):
-    """s − μ, 0 outside, and ρ."""
+    """s − μ, 0 beyond the row's end, and ρ."""
     if CENTRED:
         s = tl.where(inside, s - tl.sum(s, axis=0) / columns, 0.0)
     return s, 1.0 / tl.sqrt_rn(tl.sum(s * s, axis=0) / columns + eps)
@@ -130,7 +128,7 @@ def _forward_wide(
     x, residual, weight, bias, y, total, columns, eps,
     CENTRED: tl.constexpr, SUM: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As `_forward`, for rows that no program holds: they are read again, from the cache."""
+    """`_forward` for rows that do not fit in registers: they are read again, from the cache."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     s = x
@@ -141,7 +139,7 @@ def _forward_wide(
             value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
             value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
             tl.store(total + at, value.to(total.dtype.element_ty), mask=inside)
-        tl.debug_barrier()  # other threads read what one has written
+        tl.debug_barrier()  # threads read below what other threads have written
         s = total
     mean, scale = _wide_statistics(s, row, columns, eps, CENTRED, BLOCK)
     for first in range(0, columns, BLOCK):
@@ -159,7 +157,7 @@ def _backward(
     total, weight, dy, dtotal, ds, dweight, dbias, rows, columns, each, eps,
     CENTRED: tl.constexpr, SUM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program i: rows i·each to (i + 1)·each, and what they add to the gradients of weight and bias."""
+    """Program i computes rows i·each to (i + 1)·each, and their sums for the gradients of weight and bias."""
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < columns
@@ -191,7 +189,7 @@ def _backward_wide(
     total, weight, dy, dtotal, ds, dweight, dbias, rows, columns, each, eps,
     CENTRED: tl.constexpr, SUM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As `_backward`; the sums are kept in memory, where they are 0 at first."""
+    """`_backward` for wide rows; the sums are in memory, which must be 0 at first."""
     program = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     for row in range(program * each, tl.minimum((program + 1) * each, rows)):

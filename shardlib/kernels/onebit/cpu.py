@@ -22,11 +22,11 @@ def load(device: torch.device) -> str:
     return native.description("onebit")
 
 
-def compress(x: torch.Tensor, error: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, torch.Tensor]:
+def compress(x: torch.Tensor, residual: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, torch.Tensor]:
     x = native.readable(x)
     bits, scales, partial = _outputs(segments)
     where = (*_table(segments), bits, scales, partial, threads())
-    _library().onebit_compress(x, native.DTYPES[x.dtype], error, *where)
+    _library().onebit_compress(x, native.DTYPES[x.dtype], residual, *where)
     return bits, scales
 
 
@@ -36,11 +36,11 @@ def average(bits: torch.Tensor, scales: torch.Tensor, segments: Segments, out: t
 
 
 def average_compress(
-    bits: torch.Tensor, scales: torch.Tensor, error: torch.Tensor, segments: Segments
+    bits: torch.Tensor, scales: torch.Tensor, residual: torch.Tensor, segments: Segments
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out_bits, out_scales, partial = _outputs(segments)
     where = (*_table(segments), out_bits, out_scales, partial, threads())
-    _library().onebit_average_compress(bits, scales, len(bits), error, *where)
+    _library().onebit_average_compress(bits, scales, len(bits), residual, *where)
     return out_bits, out_scales
 
 
@@ -49,16 +49,16 @@ def _library() -> Any:
 
 
 def _outputs(segments: Segments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Signs, scales, and room for the sums of pieces of segments."""
-    pieces = -(-segments.length // _SPAN) + segments.count
+    """Empty tensors for signs, scales, and the sums over each segment's elements in a span."""
+    sums = -(-segments.length // _SPAN) + segments.count
     return (
         torch.empty(segments.bytes, dtype=torch.uint8),
         torch.empty(segments.count),
-        torch.empty(pieces, dtype=torch.float64),
+        torch.empty(sums, dtype=torch.float64),
     )
 
 
 def _table(segments: Segments) -> tuple[torch.Tensor | None, int, int, int, int]:
-    """The segments as the C functions take them."""
+    """The arguments by which the C functions take ``segments``."""
     offsets = segments.offsets if segments.block is None else None
     return offsets, segments.block or 0, segments.count, segments.elements, segments.length

@@ -22,11 +22,11 @@ def load(device: torch.device) -> str:
     return "CUDA C++"
 
 
-def compress(x: torch.Tensor, error: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, torch.Tensor]:
+def compress(x: torch.Tensor, residual: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, torch.Tensor]:
     x = native.readable(x)
     outputs = _outputs(segments, x.device)
     table = _table(segments, x.device)
-    _library().onebit_compress(x, native.DTYPES[x.dtype], error, *table, *outputs, native.stream(x.device))
+    _library().onebit_compress(x, native.DTYPES[x.dtype], residual, *table, *outputs, native.stream(x.device))
     return outputs[:2]
 
 
@@ -36,11 +36,13 @@ def average(bits: torch.Tensor, scales: torch.Tensor, segments: Segments, out: t
 
 
 def average_compress(
-    bits: torch.Tensor, scales: torch.Tensor, error: torch.Tensor, segments: Segments
+    bits: torch.Tensor, scales: torch.Tensor, residual: torch.Tensor, segments: Segments
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    outputs = _outputs(segments, error.device)
-    table = _table(segments, error.device)
-    _library().onebit_average_compress(bits, scales, len(bits), error, *table, *outputs, native.stream(error.device))
+    outputs = _outputs(segments, residual.device)
+    table = _table(segments, residual.device)
+    _library().onebit_average_compress(
+        bits, scales, len(bits), residual, *table, *outputs, native.stream(residual.device)
+    )
     return outputs[:2]
 
 
@@ -53,17 +55,17 @@ def _in_one_pass(segments: Segments) -> bool:
 
 
 def _outputs(segments: Segments, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Signs, scales, and room for the sums of pieces of segments."""
-    pieces = 0 if _in_one_pass(segments) else -(-segments.length // _TILE) + segments.count
+    """Empty tensors for signs, scales, and the sums over each segment's elements in a tile."""
+    sums = 0 if _in_one_pass(segments) else -(-segments.length // _TILE) + segments.count
     return (
         torch.empty(segments.bytes, dtype=torch.uint8, device=device),
         torch.empty(segments.count, device=device),
-        torch.empty(pieces, dtype=torch.float64, device=device),
+        torch.empty(sums, dtype=torch.float64, device=device),
     )
 
 
 def _table(segments: Segments, device: torch.device) -> tuple[torch.Tensor | int | None, ...]:
-    """The segments as the C functions take them."""
+    """The arguments by which the C functions take ``segments``."""
     sizes = (segments.count, segments.elements, segments.length)
     if _in_one_pass(segments):
         return None, None, segments.block, *sizes

@@ -3,30 +3,30 @@
 
 using namespace onebit;
 
-// offsets and first are null for blocks of a multiple of 32 elements, block is 0 for other segments.
+// offsets and first are null for blocks of a multiple of 32 elements; block is 0 for all other segments.
 // partial: tiles + count doubles; unused for blocks.
 template <typename Source>
-static void compress(Source source, float* error, const Segments& segments, Byte* bits, float* scales, double* partial,
+static void compress(Source source, float* residual, const Segments& segments, Byte* bits, float* scales, double* partial,
                      void* stream) {
     if (segments.block) {
-        LAUNCH(onebit::blocks<Source>, divided_up(segments.count, WARPS), stream, source, error, segments, bits, scales);
+        LAUNCH(onebit::blocks<Source>, divided_up(segments.count, WARPS), stream, source, residual, segments, bits, scales);
         return;
     }
     Int64 tiles = divided_up(segments.length, TILE);
-    LAUNCH(onebit::signs<Source>, tiles, stream, source, error, segments, bits, partial);
+    LAUNCH(onebit::signs<Source>, tiles, stream, source, residual, segments, bits, partial);
     LAUNCH(onebit::scales, segments.count, stream, partial, segments, scales);
-    LAUNCH(onebit::errors<Source>, tiles, stream, source, error, segments, scales);
+    LAUNCH(onebit::residuals<Source>, tiles, stream, source, residual, segments, scales);
 }
 
 // dtype: 0 float, 1 bfloat16.
-extern "C" int onebit_compress(const void* x, int dtype, float* error, const Int64* offsets, const Int64* first,
+extern "C" int onebit_compress(const void* x, int dtype, float* residual, const Int64* offsets, const Int64* first,
                                Int64 block, Int64 count, Int64 elements, Int64 length, Byte* bits, float* scales,
                                double* partial, void* stream) {
     Segments segments = {offsets, first, block, count, elements, length};
     if (dtype == 0)
-        compress(Tensor<Float32>{(const float*)x}, error, segments, bits, scales, partial, stream);
+        compress(Tensor<Float32>{(const float*)x}, residual, segments, bits, scales, partial, stream);
     else
-        compress(Tensor<BFloat16>{(const unsigned short*)x}, error, segments, bits, scales, partial, stream);
+        compress(Tensor<BFloat16>{(const unsigned short*)x}, residual, segments, bits, scales, partial, stream);
     return (int)cudaGetLastError();
 }
 
@@ -39,12 +39,12 @@ extern "C" int onebit_average(const Byte* bits, const float* scales, Int64 ranks
     return (int)cudaGetLastError();
 }
 
-extern "C" int onebit_average_compress(const Byte* bits, const float* scales, Int64 ranks, float* error,
+extern "C" int onebit_average_compress(const Byte* bits, const float* scales, Int64 ranks, float* residual,
                                        const Int64* offsets, const Int64* first, Int64 block, Int64 count,
                                        Int64 elements, Int64 length, Byte* out_bits, float* out_scales,
                                        double* partial, void* stream) {
     Segments segments = {offsets, first, block, count, elements, length};
     Mean mean = {bits, scales, ranks, (length + 7) / 8, count};
-    compress(mean, error, segments, out_bits, out_scales, partial, stream);
+    compress(mean, residual, segments, out_bits, out_scales, partial, stream);
     return (int)cudaGetLastError();
 }

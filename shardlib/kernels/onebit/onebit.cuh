@@ -1,5 +1,5 @@
-// 1-bit compression on a GPU; see op.py for the mathematics. A warp reads 32 consecutive elements at a time, whose signs
-// are one vote. Sums are fp64 in a fixed order: the same bits on every run.
+// 1-bit compression on a GPU; see op.py for the mathematics. A warp reads 32 consecutive elements at a time and packs their
+// signs by one ballot. Sums are fp64 in a fixed order: the same bits on every run.
 #pragma once
 #include "../common/simt.cuh"
 
@@ -21,7 +21,7 @@ struct Tensor {
     __device__ float at(Int64 i, Int64) const { return Type::get(x + i); }
 };
 
-// The mean over ranks of ±scale, summed in their order.
+// The mean over ranks of ±scale, summed in rank order.
 struct Mean {
     const Byte* bits;
     const float* scales;
@@ -37,13 +37,13 @@ struct Mean {
     }
 };
 
-// Moves j on to the segment of element i; j is that of an element before.
+// The segment of element i, searched from j, the segment of an earlier element.
 static __device__ inline Int64 segment_of(const Segments& segments, Int64 i, Int64 j) {
     while (segments.offsets[j + 1] <= i) ++j;
     return j;
 }
 
-// The votes of a warp whose first element is i, packed; every lane calls it.
+// Packs the signs of a warp whose first element is i; every lane calls it.
 static __device__ inline void store_signs(bool positive, Int64 i, int lane, const Segments& segments, Byte* bits) {
     unsigned word = __ballot_sync(0xffffffffu, positive);
     Int64 byte = i / 8 + lane;
@@ -57,10 +57,10 @@ static __device__ inline Int64 row_start(Int64 tile, int row) {
     return tile * TILE + (threadIdx.x / WARP * ROWS + row) * WARP;
 }
 
-// Packed signs, and Σ c² of the tile's elements of segment j at partial[tile + j]; no two pieces share one.
+// Packs the signs, and writes Σ c² over the tile's elements of segment j to partial[tile + j], which no two of them share.
 template <typename Source>
 __global__ void __launch_bounds__(THREADS)
-signs(Source source, const float* error, Segments segments, Byte* bits, double* partial) {
+signs(Source source, const float* residual, Segments segments, Byte* bits, double* partial) {
     Int64 tile = blockIdx.x, low = segments.first[tile], high = segments.first[tile + 1];
     int lane = threadIdx.x % WARP;
     float c[ROWS];
@@ -72,7 +72,7 @@ signs(Source source, const float* error, Segments segments, Byte* bits, double* 
         bool there = i < segments.elements;
         if (there) j = segment_of(segments, i, j);
         mine[row] = there ? j : -1;
-        c[row] = there ? source.at(i, j) + error[i] : 0;
+        c[row] = there ? source.at(i, j) + residual[i] : 0;
         store_signs(c[row] >= 0 || !there, start, lane, segments, bits);
     }
     for (j = low; j <= high; ++j) {
@@ -95,10 +95,10 @@ static __global__ void __launch_bounds__(THREADS) scales(const double* partial, 
     if (threadIdx.x == 0) out[j] = stop > start ? (float)sqrt(sum / (double)(stop - start)) : 0;
 }
 
-// error = c − scale·sgn(c); as it was where the scale is not finite, 0 in the padding.
+// residual = c − scale·sgn(c); unchanged where the scale is not finite, 0 in the padding.
 template <typename Source>
 __global__ void __launch_bounds__(THREADS)
-errors(Source source, float* error, Segments segments, const float* scales) {
+residuals(Source source, float* residual, Segments segments, const float* scales) {
     Int64 tile = blockIdx.x, j = segments.first[tile];
 #pragma unroll
     for (int row = 0; row < ROWS; ++row) {
@@ -106,17 +106,17 @@ errors(Source source, float* error, Segments segments, const float* scales) {
         if (i < segments.elements) {
             j = segment_of(segments, i, j);
             float scale = scales[j];
-            if (is_finite(scale)) error[i] = without(source.at(i, j) + error[i], scale);
+            if (is_finite(scale)) residual[i] = without(source.at(i, j) + residual[i], scale);
         } else if (i < segments.length) {
-            error[i] = 0;
+            residual[i] = 0;
         }
     }
 }
 
-// Everything at once, a warp per block of a multiple of 32 elements; the second reading finds them in the cache.
+// The whole compression in one kernel, a warp per block of a multiple of 32 elements; the second pass reads from the cache.
 template <typename Source>
 __global__ void __launch_bounds__(THREADS)
-blocks(Source source, float* error, Segments segments, Byte* bits, float* scales) {
+blocks(Source source, float* residual, Segments segments, Byte* bits, float* scales) {
     Int64 j = (Int64)blockIdx.x * WARPS + threadIdx.x / WARP;
     if (j >= segments.count) return;  // the whole warp
     int lane = threadIdx.x % WARP;
@@ -125,7 +125,7 @@ blocks(Source source, float* error, Segments segments, Byte* bits, float* scales
     double sum = 0;
     for (Int64 i = first + lane; i < first + segments.block; i += WARP) {
         bool valid = i < segments.elements;
-        float c = valid ? source.at(i, j) + error[i] : 0;
+        float c = valid ? source.at(i, j) + residual[i] : 0;
         store_signs(c >= 0 || !valid, i - lane, lane, segments, bits);
         sum += (double)c * c;
     }
@@ -134,9 +134,9 @@ blocks(Source source, float* error, Segments segments, Byte* bits, float* scales
     if (lane == 0) scales[j] = scale;
     for (Int64 i = first + lane; i < first + segments.block && i < segments.length; i += WARP) {
         if (i >= segments.elements)
-            error[i] = 0;
+            residual[i] = 0;
         else if (is_finite(scale))
-            error[i] = without(source.at(i, j) + error[i], scale);
+            residual[i] = without(source.at(i, j) + residual[i], scale);
     }
 }
 

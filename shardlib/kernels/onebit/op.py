@@ -3,18 +3,19 @@
 Over a segment of d elements, with sgn(x) = +1 for x ≥ 0 (−0.0 too) and −1 elsewhere:
 
 - worker: c = x + e;  s = ‖c‖₂ / √d;  bits = (c ≥ 0);  e ← c − s·sgn(c).
-- server, of n ranks' bits and scales: y = (1/n) Σ_r s_r·sgn_r, summed in rank order; then the same of c = y + e.
+- server, from n ranks' bits and scales: y = (1/n) Σ_r s_r·sgn_r, summed in rank order; then the worker's step on c = y + e
+  with the server's own e.
 
-Bits are packed eight to a byte, the first in the lowest bit. Padding has the bits 1 and the error 0 and adds nothing to a
-scale. Sums of squares are in fp64; the rest is in the dtype of the error, fp32 (float64 is served by plain torch). All
-implementations give the same bits and errors for the same scales; scales differ by what rounding fp64 sums in another
-order does, one unit in the last place at most.
+Here e is the residual. Bits are packed eight to a byte, the first in the lowest bit. Padding has the bit 1 and the residual
+0, and adds nothing to a scale. Sums of squares are in fp64, all else in the dtype of the residual: fp32, or float64 by plain
+torch. All implementations give the same bits and residuals for the same scales; scales differ by the rounding of fp64 sums
+in different orders, at most one unit in the last place.
 
-Bytes moved per element in fp32: 12.125 where a segment fits the cache (x and e in, e and bits out), 20.125 where x and e
-are read twice; plain torch takes about 150. Arithmetic is of no account beside that.
+Bytes moved per element in fp32: 12.125 if a segment fits the cache (x and e in, e and bits out), 20.125 if x and e are read
+twice; plain torch takes about 150. The time of arithmetic is negligible.
 
-NaN or infinity in a segment makes that segment's scale NaN or infinity, and leaves its errors as they were: look at the
-scales before using anything else. ``using`` names one implementation ("cpu", "cuda", "triton", "reference"), for tests.
+NaN or infinity in a segment makes the segment's scale NaN or infinity and leaves its residual unchanged, so check the scales
+before using other results. ``using`` names one implementation ("cpu", "cuda", "triton", "reference"), for tests.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
 
 
 def compress(
-    x: torch.Tensor, error: torch.Tensor, segments: Segments, *, using: str | None = None
+    x: torch.Tensor, residual: torch.Tensor, segments: Segments, *, using: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The worker's step; updates ``error`` in place.
+    """The worker's step; updates ``residual`` in place.
 
     Args:
-        x: ``[segments.length]``, fp32, bf16 or fp16 (or float64 with a float64 error).
-        error: ``[segments.length]``, fp32, contiguous.
+        x: ``[segments.length]``, fp32, bf16 or fp16 (or float64 with a float64 residual).
+        residual: ``[segments.length]``, fp32, contiguous.
 
     Returns:
-        bits uint8 ``[segments.bytes]``, and scales ``[segments.count]`` of the error's dtype; 0 for empty segments.
+        bits uint8 ``[segments.bytes]``, and scales ``[segments.count]`` of the residual's dtype; 0 for empty segments.
     """
-    _check(x=(x, (segments.length,)), error=(error, (segments.length,)))
-    if x.dtype == torch.float64 != error.dtype:
-        raise TypeError(f"x is float64 and the error {error.dtype}: keep the error in float64, or cast x")
-    with on(error.device):
-        return serving("onebit", error, using).compress(x, error, segments)
+    _check(x=(x, (segments.length,)), residual=(residual, (segments.length,)))
+    if x.dtype == torch.float64 != residual.dtype:
+        raise TypeError(f"x is float64 and the residual {residual.dtype}: keep the residual in float64, or cast x")
+    with on(residual.device):
+        return serving("onebit", residual, using).compress(x, residual, segments)
 
 
 def decompress(
@@ -67,12 +68,12 @@ def average(
     out: torch.Tensor | None = None,
     using: str | None = None,
 ) -> torch.Tensor:
-    """The mean of what n ranks sent, ``[segments.length]``, 0 in the padding.
+    """The mean of the buffers that n ranks compressed, ``[segments.length]``, 0 in the padding.
 
     Args:
         bits: ``[n, segments.bytes]``.
         scales: ``[n, segments.count]``.
-        out: is filled, where given; new memory costs more than the average itself.
+        out: receives the mean, if given; allocating memory takes longer than the average itself.
     """
     if out is None:
         out = scales.new_empty(segments.length)
@@ -83,26 +84,26 @@ def average(
 
 
 def average_compress(
-    bits: torch.Tensor, scales: torch.Tensor, error: torch.Tensor, segments: Segments, *, using: str | None = None
+    bits: torch.Tensor, scales: torch.Tensor, residual: torch.Tensor, segments: Segments, *, using: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The server's step: `average` and `compress` in one, without storing the mean. Updates ``error`` in place.
+    """The server's step: `average` and `compress` in one, without storing the mean. Updates ``residual`` in place.
 
     Args:
         bits: ``[n, segments.bytes]``.
         scales: ``[n, segments.count]``.
-        error: ``[segments.length]``, of the scales' dtype, contiguous.
+        residual: ``[segments.length]``, of the scales' dtype, contiguous.
 
     Returns:
-        As `compress`.
+        bits and scales, as in `compress`.
     """
-    _check_sent(bits, scales, segments, error=error)
-    with on(error.device):
-        chosen = serving("onebit", error, using)
-        return chosen.average_compress(bits.contiguous(), scales.contiguous(), error, segments)
+    _check_sent(bits, scales, segments, residual=residual)
+    with on(residual.device):
+        chosen = serving("onebit", residual, using)
+        return chosen.average_compress(bits.contiguous(), scales.contiguous(), residual, segments)
 
 
 def _check_sent(bits: torch.Tensor, scales: torch.Tensor, segments: Segments, **filled: torch.Tensor) -> None:
-    """What ranks sent, and what is filled from it, of the scales' dtype."""
+    """Refuses ranks' bits and scales, and tensors to be filled from them, of wrong shapes or dtypes."""
     shapes = {name: (tensor, (segments.length,)) for name, tensor in filled.items()}
     _check(bits=(bits, (len(bits), segments.bytes)), scales=(scales, (len(bits), segments.count)), **shapes)
     for name, tensor in filled.items():
@@ -111,7 +112,7 @@ def _check_sent(bits: torch.Tensor, scales: torch.Tensor, segments: Segments, **
 
 
 def _check(**tensors: tuple[torch.Tensor, tuple[int, ...]]) -> None:
-    """Kernels read and write by these sizes: what does not have them must not reach one."""
+    """Refuses tensors whose shapes or dtypes a kernel would read or write wrongly."""
     floats = (torch.float32, torch.float64)
     dtypes = {"x": (*floats, torch.bfloat16, torch.float16), "bits": (torch.uint8,)}
     for name, (tensor, shape) in tensors.items():
@@ -119,6 +120,6 @@ def _check(**tensors: tuple[torch.Tensor, tuple[int, ...]]) -> None:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, its segments ask for {shape}")
         if tensor.dtype not in dtypes.get(name, floats):
             raise TypeError(f"{name} is {tensor.dtype}, not one of {dtypes.get(name, floats)}: cast it")
-        if name in ("error", "out") and not tensor.is_contiguous():
+        if name in ("residual", "out") and not tensor.is_contiguous():
             raise ValueError(f"{name} is filled in place, so it must be contiguous")
     one_device({name: tensor for name, (tensor, _) in tensors.items()})

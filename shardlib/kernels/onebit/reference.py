@@ -1,6 +1,6 @@
 """1-bit compression in plain torch: the oracle of the kernels, and the fallback. Also serves float64.
 
-See `shardlib.kernels.onebit.op` for what the functions do.
+See `shardlib.kernels.onebit.op` for the mathematics.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ def load(device: torch.device) -> str:
     return "reference"
 
 
-def compress(x: torch.Tensor, error: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, torch.Tensor]:
-    c = x.to(error.dtype) + error
+def compress(x: torch.Tensor, residual: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, torch.Tensor]:
+    c = x.to(residual.dtype) + residual
     sums = _sums(c[: segments.elements].double().square(), segments)
     scales = (sums / segments.on(c.device).diff().clamp(min=1)).sqrt().to(c.dtype)
     positive = c >= 0
     positive[segments.elements :] = True
     spread = segments.spread(scales)
-    error.copy_(torch.where(spread.isfinite(), c - torch.where(positive, spread, -spread), error))
-    error[segments.elements :] = 0
+    residual.copy_(torch.where(spread.isfinite(), c - torch.where(positive, spread, -spread), residual))
+    residual[segments.elements :] = 0
     return _pack(positive), scales
 
 
@@ -30,24 +30,24 @@ def average(bits: torch.Tensor, scales: torch.Tensor, segments: Segments, out: t
     out.zero_()
     for positive, spread in zip(_unpack(bits, segments.length), segments.spread(scales)):
         out += torch.where(positive, spread, -spread)
-    out /= torch.full_like(out, len(bits))  # a Python number would be inverted first on CUDA
+    out /= torch.full_like(out, len(bits))  # CUDA would multiply by a Python number's reciprocal
 
 
 def average_compress(
-    bits: torch.Tensor, scales: torch.Tensor, error: torch.Tensor, segments: Segments
+    bits: torch.Tensor, scales: torch.Tensor, residual: torch.Tensor, segments: Segments
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    mean = torch.empty_like(error)
+    mean = torch.empty_like(residual)
     average(bits, scales, segments, mean)
-    return compress(mean, error, segments)
+    return compress(mean, residual, segments)
 
 
 def _sums(squares: torch.Tensor, segments: Segments) -> torch.Tensor:
-    """Every segment's sum, ``[count]``."""
+    """The sums over each segment, ``[count]``."""
     if segments.block is not None:
         rows = torch.nn.functional.pad(squares, (0, segments.count * segments.block - len(squares)))
         return rows.view(segments.count, segments.block).sum(dim=1)
-    parts = squares.split(segments.offsets.diff().tolist())
-    return torch.cat([squares.new_empty(0), *(part.sum().view(1) for part in parts)])
+    split = squares.split(segments.offsets.diff().tolist())
+    return torch.cat([squares.new_empty(0), *(segment.sum().view(1) for segment in split)])
 
 
 def _pack(positive: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Which elements of a flat buffer share a scale."""
+"""The segments of a flat buffer whose elements share a scale."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ class Segments:
     """A flat buffer of ``length`` elements cut into ``count`` consecutive segments with one scale each, then padding.
 
     Segment j holds the elements from ``offsets[j]`` up to ``offsets[j + 1]``; it may be empty, and may begin at any
-    element. What lies beyond ``offsets[-1]`` (``elements``) is padding, there so that the buffer divides over ranks.
+    element. Elements from ``offsets[-1]`` (``elements``) on are padding, so that the buffer divides over ranks.
 
     Args:
         offsets: ``count + 1`` ascending integers from 0.
-        length: elements of the buffer with its padding; ``offsets[-1]`` by default.
+        length: of the buffer with its padding, in elements; ``offsets[-1]`` by default.
+
+    Raises:
+        ValueError: offsets do not ascend from 0, or ``length`` is too small.
     """
 
     def __init__(self, offsets: Sequence[int] | torch.Tensor, length: int | None = None) -> None:
@@ -32,8 +35,8 @@ class Segments:
     def blocks(cls, block: int, elements: int, length: int | None = None) -> Segments:
         """Equal segments of ``block`` elements, a multiple of 8; the last may be shorter.
 
-        ``count`` is ``length`` / ``block`` rounded up: blocks of nothing but padding count, so that ranks whose chunks
-        are equal have equally many scales.
+        ``count`` is ``length`` / ``block`` rounded up: it includes blocks that are all padding, so that ranks with chunks
+        of one size have the same number of scales.
         """
         if block < 8 or block % 8:
             raise ValueError(
@@ -61,10 +64,10 @@ class Segments:
         """Bytes of the packed signs."""
         return -(-self.length // 8)
 
-    def part(self, start: int, stop: int) -> Segments:
-        """The segments of the buffer's elements from ``start`` up to ``stop``, whose scales are `scales_of` them.
+    def between(self, start: int, stop: int) -> Segments:
+        """The segments of the buffer's elements from ``start`` up to ``stop``; `scales_of` gives their scales.
 
-        Segments are cut at both ends. Offsets keep their ``count``: those outside are empty. Blocks keep their size,
+        Segments are cut at both ends. With offsets, ``count`` stays: segments outside are empty. Blocks keep their size,
         so ``start`` must be a multiple of it.
         """
         if not 0 <= start <= stop <= self.length:
@@ -72,19 +75,21 @@ class Segments:
         if self.block is None:
             return Segments((self.offsets.clamp(start, stop) - start), stop - start)
         if start % self.block:
-            raise ValueError(f"a part from {start} cuts a block of {self.block}: pad chunks to a multiple of the block")
+            raise ValueError(
+                f"a range from {start} cuts a block of {self.block}: pad chunks to a multiple of the block"
+            )
         return Segments.blocks(self.block, min(max(self.elements - start, 0), stop - start), stop - start)
 
     def scales_of(self, start: int, stop: int) -> slice:
-        """Where `part(start, stop)`'s scales lie among this one's."""
+        """The positions of the scales of ``between(start, stop)`` among the scales of these segments."""
         if self.block is None:
             return slice(0, self.count)
         return slice(start // self.block, -(-stop // self.block))
 
     def split(self, ranks: int) -> Segments:
-        """The segments of ``ranks`` equal parts, one after another: what was compressed part by part.
+        """The segments of the whole buffer after it was compressed in ``ranks`` equal chunks.
 
-        Scales are the parts' in order: ``ranks * count`` for offsets, ``count`` for blocks.
+        Scales are those of the chunks in order: ``ranks * count`` for offsets, ``count`` for blocks.
         """
         if self.length % ranks:
             raise ValueError(f"{self.length} elements do not divide over {ranks} ranks: pad the buffer")
@@ -98,7 +103,7 @@ class Segments:
         return Segments(torch.cat([cut, self.offsets[-1:]]), self.length)
 
     def spread(self, scales: torch.Tensor) -> torch.Tensor:
-        """``scales[..., count]`` -> every element's scale ``[..., length]``, 0 in the padding."""
+        """The scale of every element, ``[..., length]``, 0 in the padding, from ``scales``, ``[..., count]``."""
         sizes = self.on(scales.device).diff()
         padding = scales.new_zeros((*scales.shape[:-1], self.length - self.elements))
         return torch.cat([scales.repeat_interleave(sizes, dim=-1, output_size=self.elements), padding], dim=-1)
@@ -108,9 +113,9 @@ class Segments:
         return self._keep("offsets", device, lambda: self.offsets)
 
     def first(self, tile: int, device: torch.device) -> torch.Tensor:
-        """int64 on ``device``: for tiles of ``tile`` elements the first and the last segment with elements in it.
+        """The first segment of every tile of ``tile`` elements, int64 ``[tiles + 1]`` on ``device``.
 
-        ``[tiles + 1]``: tile t has elements of the segments from number ``first[t]`` to number ``first[t + 1]`` at most.
+        Tile t has elements of the segments from number ``first[t]`` to number ``first[t + 1]`` at most.
         """
 
         def make() -> torch.Tensor:

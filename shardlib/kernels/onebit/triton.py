@@ -1,7 +1,7 @@
 """1-bit compression by Triton kernels.
 
-Segments smaller than a tile are done in one pass where they are equal blocks; otherwise three kernels run: signs and sums
-of squares per tile and segment, scales, errors. Sums are fp64, per tile by a tree and then over tiles in order.
+Equal blocks that divide a tile take one pass; other segments take three kernels: signs and sums of squares per tile and
+segment, scales, residuals. Sums are fp64, within a tile by a tree and then over tiles in order.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def load(device: torch.device) -> str:
     return tiles.triton_name(device)
 
 
-def compress(x: torch.Tensor, error: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, torch.Tensor]:
-    scales = error.new_empty(0, segments.count)
-    return _compress(x.contiguous(), error, error.new_empty(0, dtype=torch.uint8), scales, segments)
+def compress(x: torch.Tensor, residual: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, torch.Tensor]:
+    scales = residual.new_empty(0, segments.count)
+    return _compress(x.contiguous(), residual, residual.new_empty(0, dtype=torch.uint8), scales, segments)
 
 
 def average(bits: torch.Tensor, scales: torch.Tensor, segments: Segments, out: torch.Tensor) -> None:
@@ -33,19 +33,19 @@ def average(bits: torch.Tensor, scales: torch.Tensor, segments: Segments, out: t
 
 
 def average_compress(
-    bits: torch.Tensor, scales: torch.Tensor, error: torch.Tensor, segments: Segments
+    bits: torch.Tensor, scales: torch.Tensor, residual: torch.Tensor, segments: Segments
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _compress(error, error, bits, scales, segments)
+    return _compress(residual, residual, bits, scales, segments)
 
 
 def _compress(
-    x: torch.Tensor, error: torch.Tensor, bits: torch.Tensor, scales: torch.Tensor, segments: Segments
+    x: torch.Tensor, residual: torch.Tensor, bits: torch.Tensor, scales: torch.Tensor, segments: Segments
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x`` is not read where there are ranks' bits and scales to average."""
-    device = error.device
+    """Compresses ``x``, or the average of ranks' ``bits`` and ``scales`` if there are any: then ``x`` is not read."""
+    device = residual.device
     out_bits = torch.empty(segments.bytes, dtype=torch.uint8, device=device)
-    out_scales = error.new_empty(segments.count)
-    source = (x, error, bits, scales, len(scales))
+    out_scales = residual.new_empty(segments.count)
+    source = (x, residual, bits, scales, len(scales))
     options = {"TILE": TILE, "MEAN": len(scales) > 0, **tiles.EXACT}
     grid = (_tiles(segments),)
     block = segments.block or 0
@@ -57,7 +57,7 @@ def _compress(
     partial = torch.empty(grid[0] + segments.count, dtype=torch.float64, device=device)
     _signs[grid](*source, *table, out_bits, partial, **options)
     _scales[(segments.count,)](partial, table[0], out_scales, TILE=TILE, STEP=1024, **tiles.EXACT)
-    _errors[grid](*source, *table, out_scales, **options)
+    _residuals[grid](*source, *table, out_scales, **options)
     return out_bits, out_scales
 
 
@@ -66,7 +66,7 @@ def _tiles(segments: Segments) -> int:
 
 
 def _table(segments: Segments, block: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, int, int]:
-    """The segments as the kernels take them; blocks need no tables."""
+    """The arguments by which the kernels take ``segments``; tables are empty for blocks."""
     none = torch.empty(0, dtype=torch.int64, device=device)
     offsets, first = (none, none) if block else (segments.on(device), segments.first(TILE, device))
     return offsets, first, segments.count, segments.elements, segments.length
@@ -74,7 +74,7 @@ def _table(segments: Segments, block: int, device: torch.device) -> tuple[torch.
 
 @triton.jit
 def _segment(at, offsets, first, tile):
-    """The segment of every element of a tile."""
+    """The number of the segment of every element of a tile."""
     low = tl.load(first + tile)
     segment = tl.zeros(at.shape, tl.int64) + low
     for j in range(low + 1, tl.load(first + tile + 1) + 1):
@@ -84,7 +84,7 @@ def _segment(at, offsets, first, tile):
 
 @triton.jit
 def _mean(at, valid, segment, bits, scales, ranks, count, length):
-    """(1/n) Σ ±scale over ranks, in their order."""
+    """(1/n) Σ ±scale, summed in rank order."""
     total = tl.zeros(at.shape, tl.float32)
     size = (length + 7) // 8
     for r in range(ranks):
@@ -95,42 +95,42 @@ def _mean(at, valid, segment, bits, scales, ranks, count, length):
 
 
 @triton.jit
-def _corrected(at, valid, segment, x, error, bits, scales, ranks, count, length, MEAN: tl.constexpr):
-    """c: the mean, or x, plus the error; 0 in the padding."""
+def _corrected(at, valid, segment, x, residual, bits, scales, ranks, count, length, MEAN: tl.constexpr):
+    """c: the mean or x, plus the residual; 0 in the padding."""
     if MEAN:
         value = _mean(at, valid, segment, bits, scales, ranks, count, length)
     else:
         value = tl.load(x + at, mask=valid, other=0.0).to(tl.float32)
-    return value + tl.load(error + at, mask=valid, other=0.0)
+    return value + tl.load(residual + at, mask=valid, other=0.0)
 
 
 @triton.jit
 def _pack(positive, tile, length, bits, TILE: tl.constexpr):
-    """Eight of ``positive`` [TILE] to a byte, the first in the lowest bit."""
+    """Packs ``positive``, [TILE], eight to a byte, the first in the lowest bit."""
     eights = tl.reshape(positive.to(tl.int32), (TILE // 8, 8)) << tl.arange(0, 8)[None, :]
     at = tile * (TILE // 8) + tl.arange(0, TILE // 8)
     tl.store(bits + at, tl.sum(eights, axis=1).to(tl.uint8), mask=at < (length + 7) // 8)
 
 
 @triton.jit
-def _subtract(at, c, valid, scale, error, length):
-    """error = c − scale·sgn(c), 0 in the padding; unchanged where the scale is not finite."""
+def _subtract(at, c, valid, scale, residual, length):
+    """residual = c − scale·sgn(c), 0 in the padding; unchanged where the scale is not finite."""
     left = tl.where(valid, c - tl.where(c >= 0, scale, -scale), 0.0)
     finite = scale - scale == 0
-    tl.store(error + at, left, mask=(at < length) & (finite | (valid == 0)))
+    tl.store(residual + at, left, mask=(at < length) & (finite | (valid == 0)))
 
 
 @triton.jit
 def _signs(
-    x, error, bits, scales, ranks, offsets, first, count, elements, length, out_bits, partial,
+    x, residual, bits, scales, ranks, offsets, first, count, elements, length, out_bits, partial,
     TILE: tl.constexpr, MEAN: tl.constexpr,
 ):  # fmt: skip
-    """Per tile: packed signs, and Σ c² of its elements of segment j at partial[tile + j]; no two pieces share one."""
+    """Packs a tile's signs, and writes Σ c² over its elements of segment j to partial[tile + j], which no other sum uses."""
     tile = tl.program_id(0).to(tl.int64)
     at = tile * TILE + tl.arange(0, TILE)
     valid = at < elements
     segment = _segment(at, offsets, first, tile)
-    c = _corrected(at, valid, segment, x, error, bits, scales, ranks, count, length, MEAN)
+    c = _corrected(at, valid, segment, x, residual, bits, scales, ranks, count, length, MEAN)
     _pack((c >= 0) | (valid == 0), tile, length, out_bits, TILE)
     wide = tl.where(valid, c, 0.0).to(tl.float64)
     for j in range(tl.load(first + tile), tl.load(first + tile + 1) + 1):
@@ -139,7 +139,7 @@ def _signs(
 
 @triton.jit
 def _scales(partial, offsets, scales, TILE: tl.constexpr, STEP: tl.constexpr):
-    """Per segment: √(Σ of its pieces / elements)."""
+    """The scale of a segment: √(Σ of its sums / its elements)."""
     j = tl.program_id(0).to(tl.int64)
     start = tl.load(offsets + j)
     stop = tl.load(offsets + j + 1)
@@ -153,36 +153,36 @@ def _scales(partial, offsets, scales, TILE: tl.constexpr, STEP: tl.constexpr):
 
 
 @triton.jit
-def _errors(
-    x, error, bits, scales, ranks, offsets, first, count, elements, length, out_scales,
+def _residuals(
+    x, residual, bits, scales, ranks, offsets, first, count, elements, length, out_scales,
     TILE: tl.constexpr, MEAN: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0).to(tl.int64)
     at = tile * TILE + tl.arange(0, TILE)
     valid = at < elements
     segment = _segment(at, offsets, first, tile)
-    c = _corrected(at, valid, segment, x, error, bits, scales, ranks, count, length, MEAN)
-    _subtract(at, c, valid, tl.load(out_scales + segment, mask=valid, other=0.0), error, length)
+    c = _corrected(at, valid, segment, x, residual, bits, scales, ranks, count, length, MEAN)
+    _subtract(at, c, valid, tl.load(out_scales + segment, mask=valid, other=0.0), residual, length)
 
 
 @triton.jit
 def _blocks(
-    x, error, bits, scales, ranks, count, elements, length, out_bits, out_scales,
+    x, residual, bits, scales, ranks, count, elements, length, out_bits, out_scales,
     TILE: tl.constexpr, BLOCK: tl.constexpr, MEAN: tl.constexpr,
 ):  # fmt: skip
-    """Everything, for blocks that divide a tile."""
+    """Signs, scales and residuals in one pass, for blocks that divide a tile."""
     tile = tl.program_id(0).to(tl.int64)
     segment = tile * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
     at = segment[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     valid = at < elements
     spread = segment[:, None] + tl.zeros_like(at)
-    c = _corrected(at, valid, spread, x, error, bits, scales, ranks, count, length, MEAN)
+    c = _corrected(at, valid, spread, x, residual, bits, scales, ranks, count, length, MEAN)
     _pack(tl.reshape((c >= 0) | (valid == 0), (TILE,)), tile, length, out_bits, TILE)
     wide = tl.where(valid, c, 0.0).to(tl.float64)
-    there = tl.minimum(tl.maximum(elements - segment * BLOCK, 0), BLOCK)
-    scale = tl.sqrt(tl.sum(wide * wide, axis=1) / tl.maximum(there, 1).to(tl.float64)).to(tl.float32)
+    filled = tl.minimum(tl.maximum(elements - segment * BLOCK, 0), BLOCK)
+    scale = tl.sqrt(tl.sum(wide * wide, axis=1) / tl.maximum(filled, 1).to(tl.float64)).to(tl.float32)
     tl.store(out_scales + segment, scale, mask=segment < count)
-    _subtract(at, c, valid, scale[:, None] + tl.zeros_like(c), error, length)
+    _subtract(at, c, valid, scale[:, None] + tl.zeros_like(c), residual, length)
 
 
 @triton.jit

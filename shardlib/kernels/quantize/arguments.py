@@ -1,4 +1,4 @@
-"""What the implementations of blockwise quantisation are given."""
+"""Quantised buffers, as the implementations of blockwise quantisation take them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardlib.kernels.quantize.blockwise import Blockwise
 
 
 class Quantized(NamedTuple):
-    """Values and their scales, of one rank or of several: then both have a first dimension of ranks."""
+    """Values and their scales, of one rank, or of several ranks with a first dimension of ranks."""
 
     values: torch.Tensor
     scales: torch.Tensor

@@ -12,7 +12,7 @@ class Blockwise:
     """Symmetric integers with one fp32 scale per block of consecutive elements.
 
     Attributes:
-        bits: 8, one int8 per element; or 4, two to a uint8, the first in the low half.
+        bits: 8, one int8 per element; or 4, two elements to a uint8, the first in the low half.
         block: elements per scale, a power of two from 16 to 4096; the last block may be shorter.
     """
 
@@ -21,7 +21,7 @@ class Blockwise:
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
-            raise ValueError(f"values of {self.bits} bits: 4 and 8 are there")
+            raise ValueError(f"bits={self.bits}: values have 4 or 8 bits")
         if not 16 <= self.block <= 4096 or self.block & (self.block - 1):
             raise ValueError(f"blocks of {self.block} elements: take a power of two from 16 to 4096")
 
@@ -32,13 +32,13 @@ class Blockwise:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the stored values."""
+        """The dtype of the stored values."""
         return torch.int8 if self.bits == 8 else torch.uint8
 
     def bytes(self, elements: int) -> int:
-        """Bytes of the values of that many elements."""
+        """The bytes that the values of ``elements`` take."""
         return -(-elements * self.bits // 8)
 
     def scales(self, elements: int) -> int:
-        """Scales of that many elements."""
+        """The number of scales of ``elements``."""
         return -(-elements // self.block)

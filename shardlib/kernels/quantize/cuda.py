@@ -21,11 +21,11 @@ def load(device: torch.device) -> str:
     return "CUDA C++"
 
 
-def quantize(x: torch.Tensor, error: torch.Tensor | None, out: Quantized) -> None:
+def quantize(x: torch.Tensor, residual: torch.Tensor | None, out: Quantized) -> None:
     x = native.readable(x)
     values, scales, form = out
     where = (form.bits, form.block, len(x), values, scales, native.stream(x.device))
-    _library().quantize(x, native.DTYPES[x.dtype], error, *where)
+    _library().quantize(x, native.DTYPES[x.dtype], residual, *where)
 
 
 def dequantize_sum(sent: Quantized, out: torch.Tensor) -> None:
@@ -39,10 +39,10 @@ def dequantize_sum(sent: Quantized, out: torch.Tensor) -> None:
     _library().dequantize_sum(values, scales, len(values), *where)
 
 
-def dequantize_sum_quantize(sent: Quantized, elements: int, error: torch.Tensor | None, out: Quantized) -> None:
+def dequantize_sum_quantize(sent: Quantized, elements: int, residual: torch.Tensor | None, out: Quantized) -> None:
     values, scales, form = sent
     where = (out.form.bits, form.block, elements, out.values, out.scales, native.stream(values.device))
-    _library().dequantize_sum_quantize(values, scales, len(values), form.bits, error, *where)
+    _library().dequantize_sum_quantize(values, scales, len(values), form.bits, residual, *where)
 
 
 def _library() -> Any:

@@ -4,17 +4,17 @@ Over a block, with L = 127 or 7:
 
 - quantise: c = x + e (or x);  s = max|c| / L;  q = clamp(round(c / s), −L, L), ties to even;  e ← c − q·s.
 - dequantise: Σ_r q_r·s_r over n ranks' values, in rank order, each product rounded before it is added.
-- for an all-to-all in two hops, both in one: c = Σ_r q_r·s_r + e, quantised, without storing the sum.
+- both in one, for an all-to-all in two hops: c = Σ_r q_r·s_r + e is quantised without storing the sum.
 
-A block of zeros has the scale 0 and values 0 (so has one whose scale underflows); denormal scales can push c / s beyond L,
-hence the clamp. All arithmetic is in fp32 and every implementation gives the same bits. With an odd number of elements the
-last byte of 4-bit values has zero in its upper half.
+Here e is the residual. A block of zeros has the scale 0 and values 0, as has a block whose scale underflows. With denormal
+scales c / s can exceed L, hence the clamp. All arithmetic is in fp32 and every implementation gives the same bits. With an
+odd number of elements the upper half of the last byte of 4-bit values is zero.
 
-Bytes moved per element, fp32 in: 4 + bits/8 to quantise (12 + bits/8 with errors), the same to dequantise one rank;
+Bytes moved per element, fp32 in: 4 + bits/8 to quantise (12 + bits/8 with a residual), the same to dequantise one rank;
 scales add 4/block. Operations: two passes over a block that stays in the cache, one division per element.
 
-NaN or infinity in a block makes its scale NaN or infinity, its values 0, and leaves its errors as they were: look at the
-scales before using anything else. ``using`` names one implementation ("cpu", "cuda", "triton", "reference"), for tests.
+NaN or infinity in a block makes its scale NaN or infinity and its values 0, and leaves its residual unchanged, so check the
+scales before using other results. ``using`` names one implementation ("cpu", "cuda", "triton", "reference"), for tests.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 def quantize(
     x: torch.Tensor,
     form: Blockwise,
-    error: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
     *,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
     using: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise ``x``; updates ``error``, where given, in place.
+    """Quantises ``x``; updates ``residual``, if given, in place.
 
     Args:
         x: ``[d]``, fp32, bf16 or fp16.
-        error: fp32 ``[d]``, contiguous: what earlier calls left out.
-        out: the values and scales to fill, where given; new memory can cost as much as quantising.
+        residual: fp32 ``[d]``, contiguous: the sum of what earlier calls rounded off.
+        out: the values and scales to fill, if given; allocating memory can take as long as quantising.
 
     Returns:
         values of ``form.dtype`` ``[form.bytes(d)]``, and scales fp32 ``[form.scales(d)]``.
     """
     _check(x=(x, (len(x),), _FLOATS))
-    _check_error(error, len(x))
+    _check_residual(residual, len(x))
     out = _outputs(form, len(x), x.device) if out is None else out
     _check_outputs(out, form, len(x))
-    one_device(_named(x=x, error=error, out_values=out[0], out_scales=out[1]))
+    one_device(_named(x=x, residual=residual, out_values=out[0], out_scales=out[1]))
     with on(x.device):
-        serving("quantize", x, using).quantize(x, error, Quantized(*out, form))
+        serving("quantize", x, using).quantize(x, residual, Quantized(*out, form))
     return out
 
 
@@ -68,7 +68,7 @@ def dequantize(
     out: torch.Tensor | None = None,
     using: str | None = None,
 ) -> torch.Tensor:
-    """What `quantize` gave, as ``[elements]`` of ``dtype`` (or in ``out``)."""
+    """The numbers that `quantize` coded, ``[elements]`` of ``dtype`` (or in ``out``)."""
     return dequantize_sum(values.unsqueeze(0), scales.unsqueeze(0), form, elements, dtype=dtype, out=out, using=using)
 
 
@@ -87,7 +87,7 @@ def dequantize_sum(
     Args:
         values: ``[n, form.bytes(elements)]``.
         scales: fp32 ``[n, form.scales(elements)]``.
-        out: fp32, bf16 or fp16 ``[elements]``, is filled, where given; new memory costs more than the sum itself.
+        out: fp32, bf16 or fp16 ``[elements]``: receives the sum, if given; allocating memory takes longer than the sum.
     """
     _check_sent(values, scales, form, elements)
     if out is None:
@@ -106,36 +106,36 @@ def dequantize_sum_quantize(
     form: Blockwise,
     elements: int,
     out_form: Blockwise,
-    error: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
     *,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
     using: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quantize` of the ranks' `dequantize_sum`, in one pass; updates ``error``, where given, in place.
+    """`quantize` of the ranks' `dequantize_sum`, in one pass; updates ``residual``, if given, in place.
 
     Args:
         values: ``[n, form.bytes(elements)]``.
         scales: fp32 ``[n, form.scales(elements)]``.
-        out_form: of the result; its blocks are ``form``'s.
-        error: fp32 ``[elements]``, contiguous.
-        out: the values and scales to fill, where given.
+        out_form: of the result; its blocks must have the size of those of ``form``.
+        residual: fp32 ``[elements]``, contiguous.
+        out: the values and scales to fill, if given.
 
     Returns:
-        As `quantize`, in ``out_form``.
+        values and scales in ``out_form``, as in `quantize`.
     """
     _check_sent(values, scales, form, elements)
-    _check_error(error, elements)
+    _check_residual(residual, elements)
     if out_form.block != form.block:
         raise ValueError(
             f"blocks of {form.block} and of {out_form.block} elements: quantise to the blocks that come in"
         )
     out = _outputs(out_form, elements, values.device) if out is None else out
     _check_outputs(out, out_form, elements)
-    one_device(_named(values=values, scales=scales, error=error, out_values=out[0], out_scales=out[1]))
+    one_device(_named(values=values, scales=scales, residual=residual, out_values=out[0], out_scales=out[1]))
     with on(values.device):
         sent = Quantized(values.contiguous(), scales.contiguous(), form)
         filled = Quantized(*out, out_form)
-        serving("quantize", values, using).dequantize_sum_quantize(sent, elements, error, filled)
+        serving("quantize", values, using).dequantize_sum_quantize(sent, elements, residual, filled)
     return out
 
 
@@ -161,17 +161,17 @@ def _check_sent(values: torch.Tensor, scales: torch.Tensor, form: Blockwise, ele
     )
 
 
-def _check_error(error: torch.Tensor | None, elements: int) -> None:
-    if error is not None:
-        _check(error=(error, (elements,), (torch.float32,)))
+def _check_residual(residual: torch.Tensor | None, elements: int) -> None:
+    if residual is not None:
+        _check(residual=(residual, (elements,), (torch.float32,)))
 
 
 def _check(**tensors: tuple[torch.Tensor, tuple[int, ...], tuple[torch.dtype, ...]]) -> None:
-    """Kernels read and write by these sizes: what does not have them must not reach one."""
+    """Refuses tensors whose shapes or dtypes a kernel would read or write wrongly."""
     for name, (tensor, shape, dtypes) in tensors.items():
         if tensor.shape != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {shape}")
         if tensor.dtype not in dtypes:
             raise TypeError(f"{name} is {tensor.dtype}, not one of {dtypes}: cast it")
-        if name.startswith(("error", "out")) and not tensor.is_contiguous():
+        if name.startswith(("residual", "out")) and not tensor.is_contiguous():
             raise ValueError(f"{name} is filled in place, so it must be contiguous")

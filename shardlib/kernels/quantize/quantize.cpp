@@ -1,6 +1,7 @@
 // Blockwise int8 and int4 on the CPU; see op.py for the mathematics. Compiled once per instruction set (ISA names it).
 //
-// A block's elements are gathered in the first-level cache, then scaled, rounded and packed from there. Blocks are independent, so threads take ranges of them.
+// A block's elements are collected in the first-level cache, then scaled, rounded and packed. Blocks are independent, so each
+// thread takes a range of them.
 #include "../common/simd.h"
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "nibbles are packed in pairs of bytes");
@@ -8,9 +9,9 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "nibbles are packed in 
 namespace {
 
 typedef uint16_t Pairs __attribute__((vector_size(W)));           // two bytes of Bytes each
-typedef uint8_t HalfBytes __attribute__((vector_size(W / 2)));    // what is left of them
+typedef uint8_t HalfBytes __attribute__((vector_size(W / 2)));    // one byte of each pair
 
-// W values of 8 or 4 bits; 4-bit ones two to a byte, the first in the low half.
+// Stored values of 8 or 4 bits; two of 4 bits share a byte, the first in the low half.
 template <int BITS>
 struct Packed;
 
@@ -47,11 +48,11 @@ struct Packed<4> {
     }
 };
 
-// What is quantised. fill(a, b, c) gives the elements from a, a multiple of W, up to b: in c, or where they are already;
-// b − a ≤ CHUNK.
+// A source computes the numbers to quantise: fill(a, b, c) returns a pointer to the elements from a, a multiple of W, up to
+// b, which it has written to c unless they lie in memory already; b − a ≤ CHUNK.
 
 constexpr int64_t CHUNK = 512;  // floats: few enough that reading memory and computing overlap
-constexpr int64_t AHEAD = 1024;  // floats: beyond where the hardware's prefetching stops
+constexpr int64_t AHEAD = 1024;  // floats: beyond the 4 KB at which the hardware's prefetching stops
 
 template <typename Type>
 struct Tensor {
@@ -75,7 +76,7 @@ struct Tensor<Float32> {
     const float* fill(int64_t a, int64_t, float*) const { return x + a; }
 };
 
-// The sum of n ranks' values, in their order.
+// The source that sums n ranks' values, in rank order.
 template <int BITS>
 struct Sum {
     const uint8_t* values;
@@ -103,24 +104,24 @@ struct Sum {
 };
 
 template <typename Source>
-struct WithError {
+struct WithResidual {
     Source source;
-    const float* error;
+    const float* residual;
 
     const float* fill(int64_t a, int64_t b, float* c) const {
         const float* from = source.fill(a, b, c);
         float* to = c;
         for (; a + W <= b; a += W, from += W, to += W) {
             __builtin_prefetch(from + AHEAD / 2);
-            __builtin_prefetch(error + a + AHEAD / 2);
-            store(to, load<Floats>(from) + load<Floats>(error + a));
+            __builtin_prefetch(residual + a + AHEAD / 2);
+            store(to, load<Floats>(from) + load<Floats>(residual + a));
         }
-        for (; a < b; ++a, ++from, ++to) *to = *from + error[a];
+        for (; a < b; ++a, ++from, ++to) *to = *from + residual[a];
         return c;
     }
 };
 
-// Adding it leaves a float of up to 22 bits rounded to nearest even in the lowest bits of the sum.
+// Adding ROUND to a float of up to 22 bits leaves it, rounded to nearest even, in the lowest bits of the sum.
 constexpr float ROUND = 12582912;  // 1.5 · 2^23
 
 inline Floats clamp(Floats v, float most) {
@@ -128,7 +129,7 @@ inline Floats clamp(Floats v, float most) {
     return v < all(-most) ? all(-most) : v;
 }
 
-// The largest of c's magnitudes: as integers, which order like the floats they are, infinity and then NaN on top.
+// The largest magnitude in c, compared as integers, which order like the floats with infinity and then NaN on top.
 inline float largest(const float* c, int64_t number) {
     Ints most = {};
     int64_t i = 0;
@@ -149,40 +150,40 @@ inline float largest(const float* c, int64_t number) {
     return bitcast<float>(lanes[0]);
 }
 
-// Elements a up to b, whose c are there; error may be null.
+// Quantises elements a up to b, given their c; residual may be null.
 template <int BITS>
-inline void emit(const float* c, int64_t a, int64_t b, float scale, uint8_t* values, float* error) {
+inline void emit(const float* c, int64_t a, int64_t b, float scale, uint8_t* values, float* residual) {
     constexpr float LARGEST = Packed<BITS>::LARGEST;
     int64_t i = a;
     for (; i + W <= b; i += W, c += W) {
         Floats rounded = clamp(load<Floats>(c) / all(scale), LARGEST) + ROUND;
         Packed<BITS>::store(values, i, bitcast<Ints>(rounded) - bitcast<Ints>(all(ROUND)));
-        if (error) store(error + i, load<Floats>(c) - (rounded - ROUND) * all(scale));
+        if (residual) store(residual + i, load<Floats>(c) - (rounded - ROUND) * all(scale));
     }
     for (; i < b; ++i, ++c) {
         float v = *c / scale;
         float rounded = (v > LARGEST ? LARGEST : v < -LARGEST ? -LARGEST : v) + ROUND;
         Packed<BITS>::put(values, i, bitcast<int32_t>(rounded) - bitcast<int32_t>(ROUND));
-        if (error) error[i] = *c - (rounded - ROUND) * scale;
+        if (residual) residual[i] = *c - (rounded - ROUND) * scale;
     }
 }
 
-// One block's elements a up to b, whose c are there. Errors stay as they are where the scale is not finite.
+// Quantises elements a up to b of one block, given their c; `residual` is unchanged where the scale is not finite.
 template <int BITS>
-inline void emit_block(const float* c, int64_t a, int64_t b, float scale, uint8_t* values, float* error) {
+inline void emit_block(const float* c, int64_t a, int64_t b, float scale, uint8_t* values, float* residual) {
     if (__builtin_isfinite(scale) && scale > 0) {
-        emit<BITS>(c, a, b, scale, values, error);
+        emit<BITS>(c, a, b, scale, values, residual);
         return;
     }
     memset(values + a * BITS / 8, 0, size_t((b - a) * BITS + 7) / 8);
-    if (error && scale == 0) memcpy(error + a, c, size_t(b - a) * sizeof(float));
+    if (residual && scale == 0) memcpy(residual + a, c, size_t(b - a) * sizeof(float));
 }
 
-// Elements a up to b: many blocks that fill a chunk, or one block of many chunks. All scales come before all values, for
-// a scale is a long chain of dependent instructions and those of different blocks overlap.
+// Quantises elements a up to b: many blocks that fill a chunk, or one block of many chunks. All scales are computed before
+// all values: a scale is a long chain of dependent instructions, and the chains of different blocks overlap.
 template <int BITS, typename Source>
 void quantize_unit(const Source& source, int64_t a, int64_t b, int64_t block, uint8_t* values, float* scales,
-                   float* error) {
+                   float* residual) {
     alignas(64) float buffer[CHUNK];
     const float* c = buffer;
     for (int64_t from = a; from < b; from += CHUNK) {
@@ -199,37 +200,37 @@ void quantize_unit(const Source& source, int64_t a, int64_t b, int64_t block, ui
         int64_t to = smaller(b, from + CHUNK);
         if (b - a > CHUNK) c = source.fill(from, to, buffer);
         for (int64_t i = from; i < to; i += block)
-            emit_block<BITS>(c + (i - from), i, smaller(i + block, to), scales[i / block], values, error);
+            emit_block<BITS>(c + (i - from), i, smaller(i + block, to), scales[i / block], values, residual);
     }
 }
 
-// A thread costs what a megabyte takes.
+// The number of threads that pays: starting one takes as long as a megabyte.
 inline int useful(int threads, int64_t elements) { return worth(threads, elements, 1 << 18); }
 
 template <int BITS, typename Source>
-void quantize(const Source& source, int64_t block, int64_t elements, uint8_t* values, float* scales, float* error,
+void quantize(const Source& source, int64_t block, int64_t elements, uint8_t* values, float* scales, float* residual,
               int threads) {
     int64_t unit = larger(block, CHUNK);
     parallel((elements + unit - 1) / unit, useful(threads, elements), [&](int64_t from, int64_t to) {
         for (int64_t a = from * unit; a < smaller(to * unit, elements); a += unit)
-            quantize_unit<BITS>(source, a, smaller(a + unit, elements), block, values, scales, error);
+            quantize_unit<BITS>(source, a, smaller(a + unit, elements), block, values, scales, residual);
     });
 }
 
 template <typename Source>
 void quantize(const Source& source, int bits, int64_t block, int64_t elements, uint8_t* values, float* scales,
-              float* error, int threads) {
-    WithError<Source> corrected = {source, error};
+              float* residual, int threads) {
+    WithResidual<Source> corrected = {source, residual};
     if (bits == 8) {
-        if (error)
-            quantize<8>(corrected, block, elements, values, scales, error, threads);
+        if (residual)
+            quantize<8>(corrected, block, elements, values, scales, residual, threads);
         else
-            quantize<8>(source, block, elements, values, scales, error, threads);
+            quantize<8>(source, block, elements, values, scales, residual, threads);
     } else {
-        if (error)
-            quantize<4>(corrected, block, elements, values, scales, error, threads);
+        if (residual)
+            quantize<4>(corrected, block, elements, values, scales, residual, threads);
         else
-            quantize<4>(source, block, elements, values, scales, error, threads);
+            quantize<4>(source, block, elements, values, scales, residual, threads);
     }
 }
 
@@ -267,13 +268,13 @@ void write(const Sum<BITS>& sum, int64_t elements, void* out, int dtype, int thr
 
 }  // namespace
 
-// dtype: 0 float, 1 bfloat16. bits: 8 or 4. block: a power of two from 16 to 4096. error: may be null.
-EXPORT(quantize)(const void* x, int dtype, float* error, int bits, int64_t block, int64_t elements, uint8_t* values,
+// dtype: 0 float, 1 bfloat16. bits: 8 or 4. block: a power of two from 16 to 4096. residual: may be null.
+EXPORT(quantize)(const void* x, int dtype, float* residual, int bits, int64_t block, int64_t elements, uint8_t* values,
                  float* scales, int threads) {
     if (dtype == 0)
-        quantize(Tensor<Float32>{static_cast<const float*>(x)}, bits, block, elements, values, scales, error, threads);
+        quantize(Tensor<Float32>{static_cast<const float*>(x)}, bits, block, elements, values, scales, residual, threads);
     else
-        quantize(Tensor<BFloat16>{static_cast<const uint16_t*>(x)}, bits, block, elements, values, scales, error,
+        quantize(Tensor<BFloat16>{static_cast<const uint16_t*>(x)}, bits, block, elements, values, scales, residual,
                  threads);
 }
 
@@ -285,13 +286,13 @@ EXPORT(dequantize_sum)(const uint8_t* values, const float* scales, int64_t ranks
         write(sum_of<4>(values, scales, ranks, block, elements), elements, out, dtype, threads);
 }
 
-EXPORT(dequantize_sum_quantize)(const uint8_t* values, const float* scales, int64_t ranks, int bits, float* error,
+EXPORT(dequantize_sum_quantize)(const uint8_t* values, const float* scales, int64_t ranks, int bits, float* residual,
                                 int out_bits, int64_t block, int64_t elements, uint8_t* out_values, float* out_scales,
                                 int threads) {
     if (bits == 8)
         quantize(sum_of<8>(values, scales, ranks, block, elements), out_bits, block, elements, out_values, out_scales,
-                 error, threads);
+                 residual, threads);
     else
         quantize(sum_of<4>(values, scales, ranks, block, elements), out_bits, block, elements, out_values, out_scales,
-                 error, threads);
+                 residual, threads);
 }

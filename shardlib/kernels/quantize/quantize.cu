@@ -3,25 +3,25 @@
 
 using blockwise::Sum;
 using blockwise::Tensor;
-using blockwise::WithError;
+using blockwise::WithResidual;
 
 template <typename Source>
-static void launch(Source source, int bits, Int64 block, Int64 elements, Byte* values, float* scales, float* error,
+static void launch(Source source, int bits, Int64 block, Int64 elements, Byte* values, float* scales, float* residual,
                    void* stream) {
     Int64 grid = divided_up(divided_up(elements, block), WARPS);
     if (bits == 8)
-        LAUNCH((blockwise::quantize<8, Source>), grid, stream, source, block, elements, values, scales, error);
+        LAUNCH((blockwise::quantize<8, Source>), grid, stream, source, block, elements, values, scales, residual);
     else
-        LAUNCH((blockwise::quantize<4, Source>), grid, stream, source, block, elements, values, scales, error);
+        LAUNCH((blockwise::quantize<4, Source>), grid, stream, source, block, elements, values, scales, residual);
 }
 
 template <typename Source>
-static void launch_with(float* error, Source source, int bits, Int64 block, Int64 elements, Byte* values, float* scales,
+static void launch_with(float* residual, Source source, int bits, Int64 block, Int64 elements, Byte* values, float* scales,
                         void* stream) {
-    if (error)
-        launch(WithError<Source>{source, error}, bits, block, elements, values, scales, error, stream);
+    if (residual)
+        launch(WithResidual<Source>{source, residual}, bits, block, elements, values, scales, residual, stream);
     else
-        launch(source, bits, block, elements, values, scales, error, stream);
+        launch(source, bits, block, elements, values, scales, residual, stream);
 }
 
 template <int BITS>
@@ -38,13 +38,13 @@ static void launch_sum(Sum<BITS> sum, Int64 block, Int64 elements, void* out, in
         LAUNCH((blockwise::dequantize_sum<BFloat16, BITS>), grid, stream, sum, block, elements, (unsigned short*)out);
 }
 
-// dtype: 0 float, 1 bfloat16. bits: 8 or 4. block: a power of two from 16 to 4096. error: may be null.
-extern "C" int quantize(const void* x, int dtype, float* error, int bits, Int64 block, Int64 elements,
+// dtype: 0 float, 1 bfloat16. bits: 8 or 4. block: a power of two from 16 to 4096. residual: may be null.
+extern "C" int quantize(const void* x, int dtype, float* residual, int bits, Int64 block, Int64 elements,
                                Byte* values, float* scales, void* stream) {
     if (dtype == 0)
-        launch_with(error, Tensor<Float32>{(const float*)x}, bits, block, elements, values, scales, stream);
+        launch_with(residual, Tensor<Float32>{(const float*)x}, bits, block, elements, values, scales, stream);
     else
-        launch_with(error, Tensor<BFloat16>{(const unsigned short*)x}, bits, block, elements, values, scales, stream);
+        launch_with(residual, Tensor<BFloat16>{(const unsigned short*)x}, bits, block, elements, values, scales, stream);
     return (int)cudaGetLastError();
 }
 
@@ -57,14 +57,14 @@ extern "C" int dequantize_sum(const Byte* values, const float* scales, Int64 ran
     return (int)cudaGetLastError();
 }
 
-extern "C" int dequantize_sum_quantize(const Byte* values, const float* scales, Int64 ranks, int bits, float* error,
+extern "C" int dequantize_sum_quantize(const Byte* values, const float* scales, Int64 ranks, int bits, float* residual,
                                        int out_bits, Int64 block, Int64 elements, Byte* out_values, float* out_scales,
                                        void* stream) {
     if (bits == 8)
-        launch_with(error, sum_of<8>(values, scales, ranks, block, elements), out_bits, block, elements, out_values,
+        launch_with(residual, sum_of<8>(values, scales, ranks, block, elements), out_bits, block, elements, out_values,
                     out_scales, stream);
     else
-        launch_with(error, sum_of<4>(values, scales, ranks, block, elements), out_bits, block, elements, out_values,
+        launch_with(residual, sum_of<4>(values, scales, ranks, block, elements), out_bits, block, elements, out_values,
                     out_scales, stream);
     return (int)cudaGetLastError();
 }

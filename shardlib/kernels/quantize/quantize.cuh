@@ -1,11 +1,11 @@
-// Blockwise int8 and int4 on a GPU; see op.py for the mathematics. A warp per block, which reads it a second time from the
+// Blockwise int8 and int4 on a GPU; see op.py for the mathematics. A warp quantises a block; its second pass reads from the
 // cache.
 #pragma once
 #include "../common/simt.cuh"
 
 namespace blockwise {
 
-// Values of 8 or 4 bits; 4-bit ones two to a byte, the first in the low half.
+// A stored value of 8 or 4 bits; two of 4 bits share a byte, the first in the low half.
 template <int BITS>
 static __device__ inline int value_at(const Byte* values, Int64 i) {
     if (BITS == 8) return (signed char)values[i];
@@ -19,7 +19,7 @@ struct Tensor {
     __device__ float at(Int64 i, Int64) const { return Type::get(x + i); }
 };
 
-// The sum of n ranks' values, in their order; j is the block of element i.
+// The sum of n ranks' values, in rank order; j is the block of element i.
 template <int BITS>
 struct Sum {
     const Byte* values;
@@ -34,16 +34,16 @@ struct Sum {
 };
 
 template <typename Source>
-struct WithError {
+struct WithResidual {
     Source source;
-    const float* error;
-    __device__ float at(Int64 i, Int64 j) const { return source.at(i, j) + error[i]; }
+    const float* residual;
+    __device__ float at(Int64 i, Int64 j) const { return source.at(i, j) + residual[i]; }
 };
 
-// error: may be null. Errors stay as they are where the scale is not finite.
+// residual: may be null; unchanged where the scale is not finite.
 template <int BITS, typename Source>
 __global__ void __launch_bounds__(THREADS)
-quantize(Source source, Int64 block, Int64 elements, Byte* values, float* scales, float* error) {
+quantize(Source source, Int64 block, Int64 elements, Byte* values, float* scales, float* residual) {
     constexpr int LARGEST = (1 << (BITS - 1)) - 1;
     Int64 j = (Int64)blockIdx.x * WARPS + threadIdx.x / WARP, first = j * block;
     if (first >= elements) return;  // the whole warp
@@ -62,7 +62,7 @@ quantize(Source source, Int64 block, Int64 elements, Byte* values, float* scales
     float scale = __uint_as_float((unsigned)most) / (float)LARGEST;
     if (lane == 0) scales[j] = scale;
     bool finite = is_finite(scale), usable = finite && scale > 0;
-    for (Int64 row = first; row < last; row += WARP) {  // all lanes, for they exchange nibbles
+    for (Int64 row = first; row < last; row += WARP) {  // all lanes take part, as they exchange nibbles
         Int64 i = row + lane;
         float c = i < last ? source.at(i, j) : 0;
         int q = usable ? __float2int_rn(fminf(fmaxf(c / scale, (float)-LARGEST), (float)LARGEST)) : 0;
@@ -72,7 +72,7 @@ quantize(Source source, Int64 block, Int64 elements, Byte* values, float* scales
             int next = __shfl_xor_sync(0xffffffffu, q, 1);
             if (i < last && lane % 2 == 0) values[i / 2] = (Byte)((q & 15) | next << 4);
         }
-        if (error && finite && i < last) error[i] = c - (float)q * scale;
+        if (residual && finite && i < last) residual[i] = c - (float)q * scale;
     }
 }
 

@@ -1,6 +1,6 @@
 """Blockwise quantisation in plain torch: the oracle of the kernels, and the fallback.
 
-See `shardlib.kernels.quantize.op` for what the functions do.
+See `shardlib.kernels.quantize.op` for the mathematics.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ def load(device: torch.device) -> str:
     return "reference"
 
 
-def quantize(x: torch.Tensor, error: torch.Tensor | None, out: Quantized) -> None:
+def quantize(x: torch.Tensor, residual: torch.Tensor | None, out: Quantized) -> None:
     values, scales, form = out
-    c = x.float() if error is None else x.float() + error
+    c = x.float() if residual is None else x.float() + residual
     blocks = torch.nn.functional.pad(c, (0, -len(c) % form.block)).view(-1, form.block)
-    # Division by a tensor: a Python number would be inverted first on CUDA.
+    # Division by a tensor: CUDA would multiply by a Python number's reciprocal.
     torch.div(blocks.abs().amax(dim=1), blocks.new_full((1,), form.largest), out=scales)
     usable = scales.isfinite() & (scales > 0)
     steps = (blocks / scales.unsqueeze(1)).clamp(-form.largest, form.largest).round()
     steps = torch.where(usable.unsqueeze(1), steps, 0.0)
-    if error is not None:
+    if residual is not None:
         left = (blocks - steps * scales.unsqueeze(1)).flatten()[: len(c)]
         finite = scales.isfinite().repeat_interleave(form.block)[: len(c)]
-        error.copy_(torch.where(finite, left, error))
+        residual.copy_(torch.where(finite, left, residual))
     whole = steps.flatten()[: len(c)].to(torch.int8)
     values.copy_(_pack(whole) if form.bits == 4 else whole)
 
@@ -40,10 +40,10 @@ def dequantize_sum(sent: Quantized, out: torch.Tensor) -> None:
     out.copy_(total)
 
 
-def dequantize_sum_quantize(sent: Quantized, elements: int, error: torch.Tensor | None, out: Quantized) -> None:
+def dequantize_sum_quantize(sent: Quantized, elements: int, residual: torch.Tensor | None, out: Quantized) -> None:
     total = sent.scales.new_empty(elements)
     dequantize_sum(sent, total)
-    quantize(total, error, out)
+    quantize(total, residual, out)
 
 
 def _pack(values: torch.Tensor) -> torch.Tensor:

@@ -17,8 +17,8 @@ def load(device: torch.device) -> str:
     return tiles.triton_name(device)
 
 
-def quantize(x: torch.Tensor, error: torch.Tensor | None, out: Quantized) -> None:
-    _quantize(x.contiguous(), (x, x, 0, 0), len(x), error, out)
+def quantize(x: torch.Tensor, residual: torch.Tensor | None, out: Quantized) -> None:
+    _quantize(x.contiguous(), (x, x, 0, 0), len(x), residual, out)
 
 
 def dequantize_sum(sent: Quantized, out: torch.Tensor) -> None:
@@ -29,48 +29,48 @@ def dequantize_sum(sent: Quantized, out: torch.Tensor) -> None:
     _dequantize_sum[grid](values, scales, *sizes, out, BITS=form.bits, **shape, **tiles.EXACT)
 
 
-def dequantize_sum_quantize(sent: Quantized, elements: int, error: torch.Tensor | None, out: Quantized) -> None:
+def dequantize_sum_quantize(sent: Quantized, elements: int, residual: torch.Tensor | None, out: Quantized) -> None:
     values, scales, form = sent
     summed = (values, scales, len(values), form.bytes(elements))
-    _quantize(scales, summed, elements, error, out, sent_bits=form.bits)
+    _quantize(scales, summed, elements, residual, out, sent_bits=form.bits)
 
 
 def _quantize(
     x: torch.Tensor,
     sent: tuple[torch.Tensor, torch.Tensor, int, int],
     elements: int,
-    error: torch.Tensor | None,
+    residual: torch.Tensor | None,
     out: Quantized,
     sent_bits: int = 0,
 ) -> None:
-    """``x`` is not read where ranks' values of ``sent_bits`` bits are summed."""
+    """Quantises ``x``, or the sum of the ranks' values ``sent`` of ``sent_bits`` bits, if not 0: then ``x`` is not read."""
     values, scales, form = out
     shape = _shape(form)
     _quantize_blocks[(triton.cdiv(elements, shape["TILE"]),)](
         x,
         *sent,
-        error,
+        residual,
         values,
         scales,
         len(scales),
         elements,
         BITS=form.bits,
         SENT_BITS=sent_bits,
-        FEEDBACK=error is not None,
+        FEEDBACK=residual is not None,
         **shape,
         **tiles.EXACT,
     )
 
 
 def _shape(form: Blockwise) -> dict[str, int]:
-    """A tile holds whole blocks; a thread has 8 of its elements."""
+    """The shape of a tile: whole blocks, 8 elements per thread."""
     tile = max(2048, form.block)
     return {"TILE": tile, "BLOCK": form.block, "num_warps": tile // 256}
 
 
 @triton.jit
 def _sum(at, valid, values, scales, ranks, size, count, BLOCK: tl.constexpr, BITS: tl.constexpr):
-    """Σ value · scale over ranks, in their order; ``size`` and ``count``: a rank's bytes and scales."""
+    """Σ value · scale, summed in rank order; a rank has ``size`` bytes of values and ``count`` scales."""
     total = tl.zeros(at.shape, tl.float32)
     for r in range(ranks):
         if BITS == 8:
@@ -95,7 +95,7 @@ def _dequantize_sum(
 
 @triton.jit
 def _quantize_blocks(
-    x, sent_values, sent_scales, ranks, sent_size, error, values, scales, count, elements,
+    x, sent_values, sent_scales, ranks, sent_size, residual, values, scales, count, elements,
     TILE: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, SENT_BITS: tl.constexpr, FEEDBACK: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0).to(tl.int64)
@@ -107,8 +107,8 @@ def _quantize_blocks(
     else:
         c = _sum(at, valid, sent_values, sent_scales, ranks, sent_size, count, BLOCK, SENT_BITS)
     if FEEDBACK:
-        c += tl.load(error + at, mask=valid, other=0.0)
-    # Magnitudes as integers order like the floats they are, infinity and then NaN on top.
+        c += tl.load(residual + at, mask=valid, other=0.0)
+    # Magnitudes are compared as integers, which order like the floats with infinity and then NaN on top.
     most = tl.max(c.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1).to(tl.float32, bitcast=True)
     largest = (1 << (BITS - 1)) - 1.0
     scale = tl.div_rn(most, tl.zeros_like(most) + largest)
@@ -120,7 +120,7 @@ def _quantize_blocks(
     steps = tl.minimum(tl.maximum(steps, -largest), largest)
     steps = (steps + _ROUND) - _ROUND
     if FEEDBACK:
-        tl.store(error + at, c - steps * spread, mask=valid & finite)
+        tl.store(residual + at, c - steps * spread, mask=valid & finite)
     q = tl.reshape(steps.to(tl.int32), (TILE,))
     if BITS == 8:
         flat = tile * TILE + tl.arange(0, TILE)

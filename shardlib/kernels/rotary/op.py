@@ -1,15 +1,15 @@
 """Rotary position embedding (arXiv 2104.09864) of queries and keys.
 
-A head's numbers are taken in pairs (a, b), and pair j at position t is turned by the angle θ = t·f_j:
+The numbers of a head form pairs (a, b), and pair j at position t is rotated by the angle θ = t·f_j:
 
-    a' = a·cos θ − b·sin θ,  b' = a·sin θ + b·cos θ;  backward the same by −θ.
+    a' = a·cos θ − b·sin θ,  b' = a·sin θ + b·cos θ;  backward rotates by −θ.
 
-Pairs are neighbours, (x_2j, x_2j+1), where ``interleaved`` (the paper, GPT-J), and otherwise halves, (x_j, x_j+d/2) (NeoX,
-Llama). Numbers after the first d, the width of the angles twice, stay as they are.
+If ``interleaved`` (the paper, GPT-J), pairs are neighbours, (x_2j, x_2j+1); otherwise (NeoX, Llama) they are (x_j, x_j+d/2).
+Numbers beyond the first d, twice the width of the angles, are unchanged.
 
 x is ``[..., heads, positions, size]`` in fp32, bf16 or fp16 (float64 by plain torch), computed in fp32; cos and sin are
-``[positions, d/2]`` and shared by all heads; they are constants. Bytes moved per element in fp32: 8 each way; plain torch
-moves some 32. Operations: 3. Only the angles are kept.
+constants ``[positions, d/2]`` that all heads share. Bytes moved per element in fp32: 8 each way; plain torch moves some 32.
+Operations: 3. Only the angles are saved.
 
 ``using`` names one implementation ("cpu", "triton", "reference"), for tests.
 """
@@ -32,7 +32,7 @@ def angles(positions: torch.Tensor, width: int, base: float = 10000.0) -> tuple[
 
     Args:
         positions: ``[positions]``, of any dtype.
-        width: of a head, or the part of it that is turned; even.
+        width: the numbers of a head that are rotated, an even number.
 
     >>> cos, sin = sl.nn.angles(torch.arange(16), 8)
     >>> cos.shape
@@ -46,10 +46,10 @@ def angles(positions: torch.Tensor, width: int, base: float = 10000.0) -> tuple[
 def rotary(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False, using: str | None = None
 ) -> torch.Tensor:
-    """``x``, ``[..., positions, size]``, turned by angles that `angles` made, or others of the same shape.
+    """``x``, ``[..., positions, size]``, rotated by the angles of `angles`, or others of their shape.
 
     Raises:
-        ValueError: the angles' shape does not suit ``x``, or gradients are asked for the angles.
+        ValueError: the angles' shape does not fit ``x``, or the angles require gradients.
 
     >>> cos, sin = sl.nn.angles(torch.arange(16), 8)
     >>> sl.nn.rotary(torch.randn(2, 4, 16, 8), cos, sin).shape
@@ -96,5 +96,5 @@ _rotary = differentiable(
     backward_fake=lambda both, interleaved, using, dy: [rows.like(dy)],
     backward_reference=lambda both, interleaved, using, dy: [reference.turn(dy, both, interleaved, True)],
     keep=lambda inputs, outputs: inputs[1:],
-    per_input=lambda found, incoming: [found[0], None],
+    per_input=lambda computed, incoming: [computed[0], None],
 )

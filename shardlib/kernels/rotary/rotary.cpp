@@ -3,7 +3,7 @@
 
 namespace {
 
-// The two of each pair of neighbours.
+// Exchanges the two elements of each pair of neighbours.
 inline Floats exchanged(Floats x) {
     Ints order;
     for (int i = 0; i < W; ++i) order[i] = i ^ 1;

@@ -1,14 +1,14 @@
-"""y = softmax(scale · x) of attention's scores under a causal mask and a padding of keys, forward and backward in one pass.
+"""y = softmax(scale · x) of attention scores with a causal mask and padded keys, forward and backward in one pass each.
 
-x is ``[batch, heads, queries, keys]``. Query i takes part in keys j with j ≤ i (where causal) and j < lengths[batch]
-(where given); elsewhere y is 0, and x is not even read. With m = max of scale·x over what takes part:
+x is ``[batch, heads, queries, keys]``. Query i sees the keys j with j ≤ i (if causal) and j < lengths[batch] (if given);
+for other keys y is 0, and x is not read. With m the maximum of scale·x over the keys that a query sees:
 
-- y_j = e^(scale·x_j − m) / Σ_k e^(scale·x_k − m); a row in which nothing takes part is 0.
+- y_j = e^(scale·x_j − m) / Σ_k e^(scale·x_k − m); a row without a key to see is 0.
 - dx = scale · y ⊙ (dy − Σ_k y_k·dy_k).
 
 In fp32, bf16 or fp16 (float64 by plain torch), computed in fp32. Bytes moved per element in fp32: 8 forward (x, y), 12
-backward (y, dy, dx), half of it where causal; plain torch moves 36 and 24 with a mask to fill. Operations: an exponential
-and five more. Only y is kept. Where the scores themselves are not wanted, `F.scaled_dot_product_attention` stores none.
+backward (y, dy, dx), half of that if causal; plain torch moves 36 and 24 with a mask to fill. Operations: an exponential
+and five more. Only y is saved. If y itself is not needed, `F.scaled_dot_product_attention` stores no scores at all.
 
 ``using`` names one implementation ("cpu", "triton", "reference"), for tests.
 """
@@ -37,7 +37,7 @@ def softmax(
     """Softmax over the last dimension of ``[batch, heads, queries, keys]``.
 
     Args:
-        lengths: ``[batch]``, int64: how many keys each sequence has; those after them are padding.
+        lengths: ``[batch]``, int64: the number of keys of each sequence; further keys are padding.
         causal: query i sees keys up to i, as in ``F.scaled_dot_product_attention``.
         scale: of the scores.
 

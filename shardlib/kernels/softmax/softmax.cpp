@@ -4,7 +4,7 @@
 
 namespace {
 
-// How many keys a row's query sees at most; what lies beyond is neither read nor computed.
+// The number of keys that a row's query may see; those beyond are neither read nor computed.
 inline int64_t visible(bool causal, int64_t row, int64_t queries, int64_t keys) {
     return causal ? smaller(row % queries + 1, keys) : keys;
 }

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from shardlib.kernels.common import rows, tiles
 
-WIDEST = 16384  # columns; what the registers hold
+WIDEST = 16384  # columns that fit in registers
 
 
 def load(device: torch.device) -> str:

@@ -1,13 +1,13 @@
-// Products of bf16 by AMX tiles, summed in fp32: sixteen rows by sixteen columns, over sixteen numbers at a time, as
-// many as a block has. Right factors are held in pairs of rows: one of the two in the lower half of every 32 bits.
-// The tiles: 0 to 3 are sums, 4 is the left factor, 5 the right one.
+// Products of bf16 by AMX tiles, summed in fp32: 16 rows by 16 columns, over 16 numbers at a time, as many as the smallest
+// block has. Right factors are stored in pairs of rows: the first of a pair in the lower half of every 32 bits.
+// Tiles 0 to 3 hold sums, tile 4 the left factor, tile 5 the right one.
 #pragma once
 
 #include "products.h"
 
 namespace {
 
-// Compilers' own functions take no number of a tile from a template.
+// Inline assembly, as the compilers' intrinsics do not take a template parameter as the number of a tile.
 template <int tile>
 inline void tile_zero() {
     asm volatile("tilezero %%tmm%c0" ::"i"(tile));
@@ -40,7 +40,7 @@ struct Products<BFloat16> {
     typedef uint16_t Element;
     typedef uint16_t Held;
     static constexpr bool AS_THEY_LIE = false;
-    static constexpr int ROW = 2 * SCORES;  // of weights, which take the place of scores in fp32
+    static constexpr int ROW = 2 * SCORES;  // distance of rows of weights, which are stored over the fp32 scores
     static constexpr int64_t PAIR = 2 * TILE;
 
     struct Weights {
@@ -137,7 +137,7 @@ struct Products<BFloat16> {
     static void add_to_keys(const uint16_t* weights, const int64_t* at, int panels, const uint16_t* right, int64_t size,
                             float* out) {
         for (int panel = 0; panel < panels; panel += 2) {
-            // Transposed, two panels at once: a row is a key of the one, and a key of the other.
+            // Two panels are transposed at once: the rows of the result are the keys of the first, then of the second.
             Floats x[W] = {};
             int both = panel + 1 < panels ? 2 : 1;
             for (int half = 0; half < both; ++half)

@@ -1,4 +1,4 @@
-"""What the implementations of sparse attention are given."""
+"""Arguments of the implementations of sparse attention."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import torch
 class Blocks(NamedTuple):
     """The blocks of a `shardlib.sparse.Layout`, by rows.
 
-    Offsets are int32 ``[heads, size + 1]``, heads being 1 where all share one pattern, and absolute: those of several
-    heads may point to the same places. ``columns`` are int32 ``[blocks]``, ascending in every row.
+    Attributes:
+        row_offsets: int32 ``[heads, size + 1]``, or ``[1, size + 1]`` if all heads share one pattern: the row's first index
+            in ``columns``. Several heads may refer to the same columns.
+        columns: int32 ``[blocks]``, ascending in every row.
     """
 
     row_offsets: torch.Tensor
@@ -19,16 +21,16 @@ class Blocks(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Numbers, not tensors.
+    """The arguments that are numbers.
 
     Attributes:
         block: queries, and keys, per block.
-        scale: of the scores.
-        causal: query i sees keys 0 … i alone; blocks above the diagonal are passed over.
-        dropout: the probability with which a weight is dropped; kept ones are divided by 1 − dropout.
-        seed: of dropout, spread (`shardlib.kernels.counter.spread`).
-        counter: the weight of query i and key j of head h of sample b is number counter + ((b·H + h)·S + i)·S + j of the
-            random numbers of `shardlib.rng`, and is kept where the 24 bits are at least ⌊dropout · 2²⁴⌋.
+        scale: the factor of the scores.
+        causal: query i sees only keys 0 … i; blocks above the diagonal are skipped.
+        dropout: the probability of a weight to be dropped; the other weights are divided by 1 − dropout.
+        seed: of dropout, spread by `shardlib.kernels.counter.spread`.
+        counter: the weight of query i and key j of head h of sample b has the random bits of `shardlib.rng` of index
+            counter + ((b·H + h)·S + i)·S + j, and is kept where they are at least ⌊dropout · 2²⁴⌋.
     """
 
     block: int
@@ -40,7 +42,7 @@ class Options(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """One call.
+    """The arguments of one call.
 
     Attributes:
         q, k, v: ``[batch, heads, sequence, size]``.

@@ -45,31 +45,31 @@ def backward(
     queries, keys, values, outs, grads = (_padded(x) for x in (q, k, v, out, dout))
     batch, heads, padded, _ = queries.shape
     totals = F.pad(lse, (0, padded - lse.shape[2]), value=-math.inf)
-    # A head's queries are shared among threads only where there are fewer heads: every part has sums of its own.
-    parts = -(-torch.get_num_threads() // max(1, batch * k.shape[1]))
+    # A head's queries are split among threads only if there are fewer heads than threads: every split has its own sums.
+    splits = -(-torch.get_num_threads() // max(1, batch * k.shape[1]))
     dq = torch.empty_like(queries)
-    dk, dv = (torch.empty(parts, *x.shape, dtype=x.dtype if parts == 1 else torch.float32) for x in (keys, values))
-    by_distance = None if bias is None else torch.zeros(parts, batch, heads, 2 * padded)
+    dk, dv = (torch.empty(splits, *x.shape, dtype=x.dtype if splits == 1 else torch.float32) for x in (keys, values))
+    by_distance = None if bias is None else torch.zeros(splits, batch, heads, 2 * padded)
     dtype = native.DTYPES[queries.dtype]
     factors, done, threads = _scratch(keys)
-    # What is returned is summed in place if it is fp32, otherwise a head at a time.
+    # Gradients in fp32 are summed in place, others in a buffer for a head at a time.
     sums = None if dk.dtype == torch.float32 else torch.empty(threads, 2, padded, keys.shape[3])
     _library().sparse_attention_backward(
-        grads, queries, keys, values, outs, dtype, totals, dq, dk, dv, by_distance, parts,
+        grads, queries, keys, values, outs, dtype, totals, dq, dk, dv, by_distance, splits,
         factors, sums, done, threads, *problem
     )  # fmt: skip
     length, size = q.shape[2:]
     dbias = None
     if bias is not None and by_distance is not None:
-        kept = by_distance[..., padded - length :][..., : 2 * length - 1]
-        dbias = kept.sum(dim=(0, 1)).sum_to_size(bias.shape).to(bias.dtype)
-    dk, dv = ((x[0] if parts == 1 else x.sum(dim=0))[:, :, :length, :size] for x in (dk, dv))
+        unpadded = by_distance[..., padded - length :][..., : 2 * length - 1]
+        dbias = unpadded.sum(dim=(0, 1)).sum_to_size(bias.shape).to(bias.dtype)
+    dk, dv = ((x[0] if splits == 1 else x.sum(dim=0))[:, :, :length, :size] for x in (dk, dv))
     dq = dq[:, :, :length, :size]
     return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous(), dbias
 
 
 def work(q: torch.Tensor, k: torch.Tensor, blocks: Blocks, options: Options) -> float:
-    """The share of all pairs of positions, padded to whole panels of 16, that are computed: counted."""
+    """The measured share of all pairs of positions, padded to whole panels of 16, that is computed."""
     problem = _problem(Attention(q, k, k, blocks, None, None, options))
     panels = torch.empty(1, dtype=torch.int64)
     _library().sparse_attention_panels(panels, *problem)
@@ -81,21 +81,21 @@ def _library() -> Any:
 
 
 def _padded(x: torch.Tensor) -> torch.Tensor:
-    """Whole panels of positions, and whole vectors of numbers of a head, the new ones zero."""
+    """``x`` padded with zeros to whole panels of positions and to whole vectors of a head's numbers."""
     x = native.readable(x)
     length, size = x.shape[2:]
     return F.pad(x, (0, -size % _TILE, 0, -length % _TILE)) if length % _TILE or size % _TILE else x
 
 
 def _scratch(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """For each thread room for one head's keys and values as the kernel reads them, what is there, and the threads."""
+    """Buffers for one head's factors per thread, flags of the panels that they hold, and the number of threads."""
     threads = torch.get_num_threads()
     _, _, padded, size = keys.shape
     return torch.empty(threads, 3, padded, size), torch.empty(threads, 4, padded // _TILE, dtype=torch.uint8), threads
 
 
 class _Problem(NamedTuple):
-    """As in scores.h."""
+    """The fields of ``Problem`` in scores.h."""
 
     row_offsets: torch.Tensor
     columns: torch.Tensor
@@ -126,7 +126,7 @@ def _problem(given: Attention) -> _Problem:
     hidden = ~F.pad(seen, (0, padding))
     by_distance = None
     if bias is not None:
-        # Of the padded length; scores are in units of ln 2.
+        # For the padded length, and in units of ln 2, as are scores.
         by_distance = F.pad(bias / math.log(2), (padding, padding + 1))
     return _Problem(
         row_offsets=blocks.row_offsets,

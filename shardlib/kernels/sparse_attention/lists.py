@@ -1,7 +1,7 @@
-"""A layout's blocks as lists: what each query block reads, what reads each key block, what lies on each diagonal.
+"""A layout's blocks as lists: the key blocks of each query block, the query blocks of each key block, each diagonal.
 
-The kernels work on cells, squares whose side is a power of two that divides the layout's block and is no longer than
-their tiles: a larger block is several. Heads with the same blocks share a pattern, and its lists.
+The kernels compute cells: squares whose side is a power of two, divides the layout's block and is at most a tile's side. A
+larger block is several cells. Heads with the same blocks share a pattern, and the pattern's lists.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ class Lists:
     """The lists of all patterns, as pairs.
 
     Attributes:
-        pattern_of: int64 ``[heads]``; one head stands for all heads.
-        patterns: how many.
-        count: lists of a pattern.
+        pattern_of: int64 ``[heads]``: each head's pattern; ``[1]`` if all heads share one.
+        patterns: the number of patterns.
+        count: the number of lists of a pattern.
         span: entries are in [0, span).
-        owner: int64 ``[pairs]``, pattern · count + list.
-        entry: int64 ``[pairs]``; no pair twice.
+        owner: int64 ``[pairs]``: the list that holds an entry, pattern · count + list.
+        entry: int64 ``[pairs]``; no pair of owner and entry occurs twice.
     """
 
     pattern_of: torch.Tensor
@@ -39,7 +39,7 @@ class Lists:
 
 @dataclass(frozen=True, eq=False)
 class Cells:
-    """Every cell of every pattern: pattern, row and column, int64 ``[cells]``; a pattern is ``size`` × ``size``."""
+    """Every cell of every pattern: its pattern, row and column, int64 ``[cells]``; a pattern has ``size`` × ``size``."""
 
     pattern_of: torch.Tensor
     patterns: int
@@ -59,9 +59,9 @@ class Cells:
         groups, group_of = torch.unique(members.view(-1, group), dim=0, return_inverse=True)
         chosen = [self.pattern == pattern for pattern in range(self.patterns)]
         owner, entry = [], []
-        for place, pattern in enumerate(groups.flatten().tolist()):
-            owner.append(place // group * self.size + self.column[chosen[pattern]])
-            entry.append(place % group * self.size + self.row[chosen[pattern]])
+        for number, pattern in enumerate(groups.flatten().tolist()):
+            owner.append(number // group * self.size + self.column[chosen[pattern]])
+            entry.append(number % group * self.size + self.row[chosen[pattern]])
         return Lists(group_of, len(groups), self.size, group * self.size, torch.cat(owner), torch.cat(entry))
 
     def by_diagonal(self) -> Lists:
@@ -72,17 +72,17 @@ class Cells:
 
 
 def cells(blocks: Blocks, block: int, side: int, causal: bool) -> Cells:
-    """A layout's blocks cut into cells of ``side``, without those above the diagonal if ``causal``."""
+    """A layout's blocks cut into cells of ``side``; if ``causal``, without the cells above the diagonal."""
     offsets, pattern_of = torch.unique(blocks.row_offsets.long(), dim=0, return_inverse=True)
     patterns, rows = offsets.shape[0], offsets.shape[1] - 1
     counts = offsets.diff(dim=1).flatten()
     owner = torch.repeat_interleave(counts)
     within = torch.arange(len(owner), device=owner.device) - (counts.cumsum(0) - counts)[owner]
     column = blocks.columns[offsets[:, :-1].flatten()[owner] + within].long()
-    parts = block // side
-    part = torch.arange(parts, device=owner.device)
-    pattern = (owner // rows)[:, None, None].expand(-1, parts, parts)
-    row = ((owner % rows)[:, None, None] * parts + part[:, None]).expand(-1, parts, parts)
-    column = (column[:, None, None] * parts + part).expand(-1, parts, parts)
+    per_block = block // side
+    inside = torch.arange(per_block, device=owner.device)
+    pattern = (owner // rows)[:, None, None].expand(-1, per_block, per_block)
+    row = ((owner % rows)[:, None, None] * per_block + inside[:, None]).expand(-1, per_block, per_block)
+    column = (column[:, None, None] * per_block + inside).expand(-1, per_block, per_block)
     kept = column <= row if causal else torch.ones_like(column, dtype=torch.bool)
-    return Cells(pattern_of, patterns, rows * parts, pattern[kept], row[kept], column[kept])
+    return Cells(pattern_of, patterns, rows * per_block, pattern[kept], row[kept], column[kept])

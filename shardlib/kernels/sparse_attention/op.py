@@ -1,7 +1,7 @@
 """Attention over the blocks of a layout (Child et al., arXiv 1904.10509; Zaheer et al., arXiv 2007.14062).
 
-Query i of head h sees key j where the layout has the block (i / block, j / block), j ≤ i if causal, and the key mask
-holds. With scores s_ij = scale · q_i·k_j + bias[h, j − i + S − 1] over what it sees:
+Query i of head h sees key j if the layout has the block (i / block, j / block), the key mask is true and, if causal, j ≤ i.
+With scores s_ij = scale · q_i·k_j + bias[h, j − i + S − 1] over the keys that it sees:
 
     L_i = log Σ_j e^(s_ij)        p_ij = e^(s_ij − L_i)        o_i = Σ_j p_ij m_ij v_j
 
@@ -9,15 +9,16 @@ where m_ij is 0 or 1/(1 − p) by dropout, and o_i = 0, L_i = −∞ for a query
 
     dV = (P∘M)ᵀ dO        dS = P ∘ (M ∘ dO Vᵀ − rowsum(dO ∘ O))        dQ = scale · dS K        dK = scale · dSᵀ Q
 
-and dbias sums dS over samples (and heads that share it) along diagonals. With n blocks of b positions, of heads of size
-D, forward takes 4·n·b²·D operations and backward, which computes the scores anew, 10·n·b²·D; a block above the diagonal
-costs nothing under a causal mask, one across it costs at most as much as a whole one. Nothing of the size of the scores
-is stored: memory is that of the inputs and outputs and 4 bytes per query for L, beside the layout's 4 bytes per block;
-on the CPU also, for each thread, one head's keys and values in fp32 (bf16 by AMX), up to three times, and backward from
-bf16 their gradients' sums in fp32.
-fp32, bf16 and fp16 are multiplied and summed in fp32 (float64 is served by plain torch). Where a CPU has AMX tiles, bf16
-is multiplied as it is, and P∘M and dS are rounded to bf16 for the products that they are factors of, as flash attention
-does on GPUs (Dao et al., arXiv 2205.14135); all sums, and the softmax, stay in fp32.
+and dbias sums dS along diagonals, over samples and over heads that share a bias. With n blocks of b positions and heads of
+size D, forward takes 4·n·b²·D operations, and backward, which computes the scores again, 10·n·b²·D. If causal, a block above
+the diagonal costs nothing, and a block on it at most as much as a whole one. Nothing of the size of the scores is stored:
+memory is that of the inputs and outputs, 4 bytes per query for L and the layout's 4 bytes per block. On the CPU each thread
+also has one head's keys and values in fp32 (in bf16 for AMX), up to three times, and in backward from bf16 the sums of their
+gradients in fp32.
+
+fp32, bf16 and fp16 are multiplied and summed in fp32; plain torch computes float64. With AMX tiles, a CPU multiplies bf16
+directly, and P∘M and dS are rounded to bf16 for the products of which they are factors, as flash attention does on GPUs (Dao
+et al., arXiv 2205.14135); all sums and the softmax stay in fp32.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ LARGEST = 256  # size of a head
 
 
 def _ready(given: Attention) -> Attention:
-    """As implementations are given it."""
+    """``given`` with contiguous tensors and the seed spread, as implementations take it."""
     q, k, v = (x.contiguous() for x in given[:3])
     return given._replace(q=q, k=k, v=v, options=given.options._replace(seed=spread(given.options.seed)))
 
@@ -57,7 +58,7 @@ def _backward(
 def _backward_reference(
     given: Attention, using: str | None, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
 ) -> list[torch.Tensor]:
-    """`_backward`; the log-sum-exp is computed anew, as derivatives go through it."""
+    """`_backward` in plain torch, which computes the log-sum-exp again because derivatives go through it."""
     given = _ready(given)
     gradients = reference.backward(given, out, reference.forward(given)[1], dout)
     return [gradient for gradient in gradients if gradient is not None]

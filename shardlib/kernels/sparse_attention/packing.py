@@ -1,15 +1,15 @@
-"""Block lists packed into tiles: small blocks of a layout gathered so that a tensor core's tile is full.
+"""Block lists packed into tiles, so that small blocks of a layout fill a tensor core's tile.
 
-A tile is a few lists (a list: the key blocks of one query block, or the query blocks of one key block) that are worked
-on together. Its entries are the union of its lists, sorted; an entry has a bit for each of the tile's lists that holds
-it. A step is as many entries as fill the other side of the tile. So the work is that of the union, and no block that
-is in none of a tile's lists is read.
+A list is the key blocks of one query block, or the query blocks of one key block. A tile is a few lists that one program
+computes together. Its entries are the sorted union of its lists; each entry has a bit for every list of the tile that holds
+it. A step is as many entries as fill the other side of the tile. So the work is proportional to the union, and blocks that
+are in no list of the tile are not read.
 
-Long lists (a global row's, a global column's) among short ones would make the union of their tiles long: lists of more
-than twice the median length get tiles of their own, smaller ones if they are few. A tile whose entries take many steps
-is cut into several items that run side by side; each leaves a partial result in a slot, and slots are merged in order.
+A long list (of a global row or column) among short ones would make its tile's union long: lists of more than twice the median
+length get separate tiles, smaller ones if there are few such lists. A tile whose entries take many steps is cut into several
+items that run in parallel; each writes a partial result to a slot, and slots are merged in order.
 
-All of it is vectorised over blocks, in memory proportional to their number.
+Packing is vectorised over blocks and takes memory proportional to their number.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ import torch
 
 from shardlib.kernels.sparse_attention.lists import Lists
 
-LEAST_STEPS = 16  # an item shorter than this is not worth a slot's bytes
+LEAST_STEPS = 16  # a shorter item would not be worth the memory of a slot
 
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """Tiles of some lists and steps of some entries; all tensors int32.
+    """Tiles of ``rows`` lists and steps of ``width`` entries; all tensors are int32.
 
     Attributes:
-        members: ``[tiles, rows]``, the lists of a tile; ``Lists.count`` where there is none.
-        blocks: ``[steps, width]``, entries; 0 where there is none.
-        bits: ``[steps, width]``, bit r is set where the tile's list r holds the entry.
-        items: ``[items, 5]``: head, tile, first step, stop step, slot (−1: the tile's only item), the longest of a head
-            first.
+        members: ``[tiles, rows]``: the lists of a tile, ``Lists.count`` where there is none.
+        blocks: ``[steps, width]``: entries, 0 where there is none.
+        bits: ``[steps, width]``: bit r is set if the tile's list r holds the entry.
+        items: ``[items, 5]``: head, tile, first step, stop step, slot (−1 if the tile has one item); the longest item of a
+            head first.
         merges: ``[merges, 4]``: head, tile, first slot, stop slot.
-        slots: how many.
-        heads: that have items; one head stands for all heads.
-        lists: of a head.
+        slots: the number of slots.
+        heads: the number of heads in ``items``: 1 if all heads share one pattern.
+        lists: the number of lists of a head.
     """
 
     members: torch.Tensor
@@ -50,22 +50,22 @@ class Packing:
 
     @property
     def rows(self) -> int:
-        """Lists of a tile."""
+        """The number of lists of a tile."""
         return self.members.shape[1]
 
     @property
     def work(self) -> int:
-        """Pairs of blocks computed."""
+        """The number of pairs of blocks that are computed."""
         return self.blocks.numel() * self.rows
 
 
 def pack(lists: Lists, rows: int, width: int, few: int) -> list[Packing]:
-    """Packings that hold every list once, empty ones too.
+    """Packings that together hold every list once, empty lists too.
 
     Args:
         rows: lists of a tile.
         width: entries of a step.
-        few: lists of a tile of long ones, where there are not ``rows`` of these.
+        few: long lists of a tile, if there are fewer than ``rows`` long lists.
     """
     lengths = lists.lengths()
     long = lengths > 2 * torch.median(lengths).clamp(min=width)
@@ -75,7 +75,7 @@ def pack(lists: Lists, rows: int, width: int, few: int) -> list[Packing]:
         tiled.append(_tiles(lists, long, few if most < rows else rows))
     filled = [(members, *_steps(lists, tile, bit, len(members), width), of) for members, of, tile, bit in tiled]
     steps = torch.cat([steps for _, steps, _, _, _ in filled])
-    # At most about a slot for every two tiles in all: slots never take more memory than the result in fp32.
+    # At most about one slot per two tiles, so that slots never take more memory than the result in fp32.
     heads = len(lists.pattern_of)
     limit = max(LEAST_STEPS, 2 * -(-int(steps.sum()) // max(len(steps), 1)))
     return [
@@ -88,7 +88,7 @@ def pack(lists: Lists, rows: int, width: int, few: int) -> list[Packing]:
 def _tiles(
     lists: Lists, chosen: torch.Tensor, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The ``chosen`` lists in tiles: members, the pattern of each tile; and of each list its tile (−1: none) and its bit."""
+    """Tiles of the ``chosen`` lists: their members and patterns, and for every list its tile (−1: none) and its bit."""
     chosen = chosen.view(lists.patterns, lists.count)
     rank = chosen.cumsum(1) - 1
     tiles = -(-chosen.sum(1) // rows)
@@ -104,13 +104,13 @@ def _tiles(
 def _steps(
     lists: Lists, tile: torch.Tensor, bit: torch.Tensor, tiles: int, width: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """How many steps each tile takes, and the entries and bits of all of them."""
-    of_pair = tile[lists.owner]
-    there = of_pair >= 0
-    pairs = of_pair[there] * lists.span + lists.entry[there]
-    union, place = torch.unique(pairs, return_inverse=True)
+    """The number of steps of each tile, and the entries and bits of all steps."""
+    tile_of_pair = tile[lists.owner]
+    chosen = tile_of_pair >= 0
+    pairs = tile_of_pair[chosen] * lists.span + lists.entry[chosen]
+    union, inverse = torch.unique(pairs, return_inverse=True)
     bits = torch.zeros(len(union), dtype=torch.int32, device=union.device)
-    bits.index_add_(0, place, bit[lists.owner[there]])  # of different bits: the sum is their union
+    bits.index_add_(0, inverse, bit[lists.owner[chosen]])  # the bits differ, so their sum is their union
     tile = union // lists.span
     counts = torch.bincount(tile, minlength=tiles)
     steps = -(-counts // width)
@@ -123,7 +123,7 @@ def _steps(
 
 
 def _items(pattern: torch.Tensor, steps: torch.Tensor, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Items of at most ``limit`` steps and merges, with the pattern in the place of the head."""
+    """Items of at most ``limit`` steps, and merges; both have the pattern as their first number, not the head."""
     cuts = (-(-steps // limit)).clamp(min=1)
     tile = torch.repeat_interleave(cuts)
     number = torch.arange(len(tile), device=steps.device) - (cuts.cumsum(0) - cuts)[tile]
@@ -142,7 +142,7 @@ def _items(pattern: torch.Tensor, steps: torch.Tensor, limit: int) -> tuple[torc
 def _of_heads(
     pattern_of: torch.Tensor, items: torch.Tensor, merges: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """The items and merges of every head's pattern, with slots of their own, and how many slots these are."""
+    """The items and merges of every head, by its pattern and with separate slots, and the number of slots."""
     all_items, all_merges, slots = [], [], 0
     for head, pattern in enumerate(pattern_of.tolist()):
         item, merge = items[items[:, 0] == pattern], merges[merges[:, 0] == pattern]

@@ -1,14 +1,14 @@
-// How attention multiplies 16 queries (a tile) by 16 keys (a panel) at a time: in fp32, whatever the inputs' dtype, and
-// bf16 inputs in bf16 where the processor can (amx.h). One factor is read a number at a time, the other by vectors; each
-// number is used for VECTORS of them, as two loads a cycle would not feed two multipliers otherwise.
+// Products of 16 queries (a tile) and 16 keys (a panel) at a time: in fp32 whatever the inputs' dtype, except that amx.h
+// multiplies bf16 inputs in bf16 where the processor can. One factor is read a number at a time, the other by vectors. Each
+// number multiplies VECTORS vectors, as two loads a cycle would not keep two multipliers busy otherwise.
 #pragma once
 
 #include "tiles.h"
 
 namespace {
 
-constexpr int PARTS = TILE / W;  // vectors of a panel's keys
-constexpr int ROWS = 4;          // of the result, at a time, by VECTORS vectors: half of the registers
+constexpr int PANEL_VECTORS = TILE / W;  // vectors of a panel's keys
+constexpr int ROWS = 4;  // of the result at a time; ROWS · VECTORS sums fill half of the registers
 
 typedef Floats Sums[ROWS][VECTORS];
 
@@ -27,7 +27,7 @@ inline void multiply(int64_t count, const Number& number, const Vector& vector, 
     }
 }
 
-// out[i][d] += Σ_t a[i · ROW + t · STEP] · b[t][d]; b is panels of [TILE][size], one after the other in t.
+// out[i][d] += Σ_t a[i · ROW + t · STEP] · b[t][d]; b consists of panels of [TILE][size], one after the other in t.
 template <int ROW, int STEP>
 inline void accumulate(const float* a, const float* const* b, int panels, int64_t size, float* out) {
     by_vectors(size / W, [&](int64_t first, auto count) {
@@ -52,30 +52,30 @@ inline void accumulate(const float* a, const float* const* b, int panels, int64_
 template <typename Type>
 struct Products {
     typedef typename Type::Element Element;
-    typedef float Held;       // what factors are held in
-    typedef Float32 Weights;  // how weights and gradients of scores are stored
+    typedef float Held;       // the type of stored factors
+    typedef Float32 Weights;  // the type of stored weights and gradients of scores
     static constexpr bool AS_THEY_LIE = sizeof(Element) == sizeof(float);  // rows are factors without a copy
 
-    struct Setup {};  // what a thread needs
+    struct Setup {};  // the state that a thread needs for products
 
-    // TILE rows of a panel as factors for which rows are summed over.
+    // Copies TILE rows of a panel to a factor of products that sum over rows.
     static void rows(const Element* from, int64_t size, float* into) {
         for (int64_t i = 0; i < TILE * size; i += W) store(into + i, Type::load(from + i));
     }
 
-    // TILE rows of a panel as factors for which columns are summed over: [size][TILE].
+    // Transposes TILE rows of a panel to [size][TILE], a factor of products that sum over columns.
     static void columns(const Element* from, int64_t size, float* into) {
         for (int64_t d = 0; d < size; d += W) {
-            for (int part = 0; part < TILE; part += W) {
+            for (int first = 0; first < TILE; first += W) {
                 Floats x[W];
-                for (int i = 0; i < W; ++i) x[i] = Type::load(from + (part + i) * size + d);
+                for (int i = 0; i < W; ++i) x[i] = Type::load(from + (first + i) * size + d);
                 transpose(x);
-                for (int i = 0; i < W; ++i) store(into + (d + i) * TILE + part, x[i]);
+                for (int i = 0; i < W; ++i) store(into + (d + i) * TILE + first, x[i]);
             }
         }
     }
 
-    // A tile's rows as the left factor of scores, and as the right one of sums over queries.
+    // The rows of a tile, as the left factor of scores and as the right factor of sums over queries.
     class Factor {
        public:
         void read(const Element* from, int64_t size) {
@@ -92,12 +92,12 @@ struct Products {
         alignas(64) float room_[AS_THEY_LIE ? 1 : TILE * LARGEST];
     };
 
-    // scores[i][j] = Σ_d queries[i][d] · keys[j][d]; the keys are columns(…) of panels.
+    // scores[i][j] = Σ_d queries[i][d] · keys[j][d]; keys are panels transposed by columns().
     static void dots(const Factor& queries, const float* const* keys, int panels, int64_t size, float* scores) {
-        by_vectors(panels * PARTS, [&](int64_t first, auto count) {
+        by_vectors(panels * PANEL_VECTORS, [&](int64_t first, auto count) {
             constexpr int V = decltype(count)::value;
             const float* vectors[V];
-            for (int v = 0; v < V; ++v) vectors[v] = keys[(first + v) / PARTS] + (first + v) % PARTS * W;
+            for (int v = 0; v < V; ++v) vectors[v] = keys[(first + v) / PANEL_VECTORS] + (first + v) % PANEL_VECTORS * W;
             for (int i = 0; i < TILE; i += ROWS) {
                 Sums sums = {};
                 const float* from = queries.left() + i * size;
@@ -110,12 +110,12 @@ struct Products {
         });
     }
 
-    // out[i][d] += Σ_j weights[i][j] · values[j][d]; the values are rows(…) of panels.
+    // out[i][d] += Σ_j weights[i][j] · values[j][d]; values are panels copied by rows().
     static void add(const float* weights, const float* const* values, int panels, int64_t size, float* out) {
         accumulate<SCORES, 1>(weights, values, panels, size, out);
     }
 
-    // out[at + j][d] += Σ_i weights[i][j] · right[i][d], for the keys j of panels that begin at `at`.
+    // out[at + j][d] += Σ_i weights[i][j] · right[i][d] for the keys j of the panels that begin at `at`.
     static void add_to_keys(const float* weights, const int64_t* at, int panels, const float* right, int64_t size,
                             float* out) {
         for (int panel = 0; panel < panels; ++panel)

@@ -1,4 +1,4 @@
-// What a query sees: the keys of its blocks, and their scores with masks, bias and dropout.
+// The keys of a query's blocks, and their scores with masks, bias and dropout.
 #pragma once
 
 #include "../common/counter.h"
@@ -8,27 +8,27 @@ namespace {
 
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 
-// Sequences are padded to whole panels: `length` positions count, `padded` are there. Scores are in units of ln 2.
+// One call. Sequences of `length` positions are padded to `padded`, whole panels. Scores are in units of ln 2.
 struct Problem {
     const int32_t *row_offsets, *columns;
     int64_t heads;  // of the layout
     int64_t batch, query_heads, key_heads, length, padded, size, block;
-    const float* key_bias;  // [batch, padded]: 0, or −∞ for keys that nobody sees
+    const float* key_bias;  // [batch, padded]: 0, or −∞ for keys that no query sees
     const float* bias;      // [bias_heads, 2 · padded] by key − query + padded − 1, or null
     int64_t bias_heads;
     float scale;
     int causal;
     int64_t threshold;  // 24 bits; 0: no dropout
-    float kept;         // what dropout multiplies by
+    float kept;         // the factor of weights that dropout keeps
     int64_t seed, counter;
 };
 
-// The queries of a tile.
+// 16 queries of one head: the first is `query`.
 struct Tile {
     int64_t sample, head, query;
 };
 
-// The panels that a tile sees, in order.
+// Iterates over the panels that a tile sees, in order.
 class Panels {
    public:
     Panels(const Problem& problem, const Tile& tile) : block_(problem.block) {
@@ -39,12 +39,12 @@ class Panels {
         limit_ = problem.causal ? tile.query + TILE : problem.padded;
     }
 
-    // The first keys of the next panels, GROUP at most; returns how many.
+    // Writes the first keys of the next panels, at most GROUP, and returns their number.
     int next(int64_t (&keys)[GROUP]) {
         int found = 0;
         while (found < GROUP && at_ < end_) {
             int64_t key = *at_ * block_ + inside_;
-            if (key >= limit_) break;  // as are those that follow
+            if (key >= limit_) break;  // all later keys are beyond the limit too
             keys[found++] = key;
             inside_ += TILE;
             if (inside_ == block_) inside_ = 0, ++at_;
@@ -63,7 +63,7 @@ inline Ints lanes() {
     return numbers;
 }
 
-// What dropout multiplies the weights of a query and W keys by: the generator of rng.py, by the number of the weight.
+// Dropout's factors for the weights of a query and W keys: the generator of rng.py, indexed by the number of the weight.
 inline Floats dropout(const Problem& p, const Tile& tile, int64_t query, int64_t key) {
     int64_t row = (tile.sample * p.query_heads + tile.head) * p.length + query;
     uint64_t number = uint64_t(p.counter + row * p.length + key);
@@ -73,21 +73,21 @@ inline Floats dropout(const Problem& p, const Tile& tile, int64_t query, int64_t
     return bits >= uint32_t(p.threshold) ? all(p.kept) : Floats{};
 }
 
-// Where the bias of a query and a key lies; that of the next key follows.
-inline int64_t bias_place(const Problem& p, int64_t query, int64_t key) { return key - query + p.padded - 1; }
+// The index of the bias of a query and a key; the next key's follows.
+inline int64_t bias_index(const Problem& p, int64_t query, int64_t key) { return key - query + p.padded - 1; }
 
-// The scores of a query and W keys from their products; −∞ where a key is not seen.
+// The scores of a query and W keys, given their products; −∞ for keys that the query does not see.
 inline Floats seen(const Problem& p, const Tile& tile, int64_t query, int64_t key, Floats product) {
     Floats score = fma(product, all(p.scale * LOG2E), load<Floats>(p.key_bias + tile.sample * p.padded + key));
     if (p.bias) {
         const float* bias = p.bias + (p.bias_heads > 1 ? tile.head : 0) * 2 * p.padded;
-        score += load<Floats>(bias + bias_place(p, query, key));
+        score += load<Floats>(bias + bias_index(p, query, key));
     }
     if (p.causal && key + W - 1 > query) score = lanes() > int(query - key) ? all(-__builtin_inff()) : score;
     return score;
 }
 
-// Panels of one head's keys or values as factors, made when first asked for: their rows are summed over, or their columns.
+// Factors made of the panels of one head's keys or values, each on first use, for products that sum over columns or rows.
 template <typename Type, bool columns>
 class Source {
     typedef Products<Type> P;
@@ -122,13 +122,13 @@ class Source {
     const Problem& problem_;
 };
 
-// The gradients of one head's keys and values while they are summed over queries: panels are zero when first asked for.
+// Sums over queries of the gradients of one head's keys and values; a panel is set to zero on first use.
 class KeySums {
    public:
     KeySums(float* room, uint8_t* begun, const Problem& problem)
         : room_(room), begun_(begun), size_(problem.size), padded_(problem.padded) {}
 
-    // Summed in the thread's own room, [2, padded, size], or where there is none in place.
+    // Sums go to the thread's buffer [2, padded, size] if there is one, else to dk and dv directly.
     void begin(float* dk, float* dv) {
         dk_ = room_ ? room_ : dk;
         dv_ = room_ ? room_ + padded_ * size_ : dv;
@@ -142,7 +142,7 @@ class KeySums {
         memset(dv_ + row * size_, 0, size_t(TILE * size_) * sizeof(float));
     }
 
-    // body(row, dk, dv) for all panels.
+    // Calls body(offset, dk, dv) for all panels; the ones without queries are zero.
     template <typename Body>
     void end(const Body& body) {
         for (int64_t row = 0; row < padded_; row += TILE) {
@@ -160,7 +160,7 @@ class KeySums {
     int64_t size_, padded_;
 };
 
-// Numbers that are given out to whichever thread is free.
+// A counter from which free threads take the number of the next item of work.
 class Queue {
    public:
     explicit Queue(int64_t count) : count_(count) {}

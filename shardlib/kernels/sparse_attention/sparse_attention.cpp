@@ -1,30 +1,30 @@
 // Block-sparse attention on the CPU; see op.py for the mathematics. Compiled once per instruction set (ISA names it).
 //
-// A tile of 16 queries goes along the keys of its blocks, 128 at a time, by the online softmax: for these keys, scores, a
-// new maximum, weights, and what they add to the result. Nothing is kept of the scores but their log-sum-exp. Backward
-// goes the same way and computes the weights anew; the gradients of keys and values are summed by one thread for a head,
-// or a part of its queries, so that no two threads write to the same place.
+// A tile of 16 queries visits the keys of its blocks, 128 at a time, by the online softmax: it computes their scores, a new
+// maximum and weights, and adds weighted values to the result. Of the scores only the log-sum-exp is stored. Backward visits
+// the same keys and computes the weights again; one thread sums the gradients of the keys and values of a head over all
+// queries, or over one split of them, so that no two threads write to the same address.
 #include "scores.h"
 
 namespace {
 
 constexpr int64_t CHUNK = 1024;  // queries of one item of work, forward
 
-// Room for one head's matrices, for each thread: factors, [threads, 3, padded, size]; sums, [threads, 2, padded, size] or
-// null where they are what is returned; and which panels of the factors and of the sums are there, [threads, 4, panels].
+// Buffers for one head's matrices, per thread: factors [threads, 3, padded, size]; sums [threads, 2, padded, size], or null
+// where sums go to the results directly; done [threads, 4, panels], whether a panel of the factors and of the sums exists.
 struct Scratch {
     float *factors, *sums;
     uint8_t* done;
     int threads;
 };
 
-// What one thread holds: keys, and backward values, whose columns are summed over; values, or keys backward, whose rows
-// are; backward sums; a tile.
+// The state of one thread: `keys` and (backward) `values` for products that sum over columns; `rows`, of values or (backward)
+// of keys, for products that sum over rows; (backward) sums; a tile.
 template <typename Type>
 struct Thread {
     typedef Products<Type> P;
     typedef typename P::Held Held;
-    // Weights take the place of what they are made from, row by row.
+    // Weights are stored over the scores that they are computed from, row by row.
     static constexpr int ROW = SCORES * sizeof(float) / sizeof(Held);
 
     typename P::Setup setup;
@@ -60,37 +60,37 @@ inline void put(const float* from, int64_t size, float factor, typename Type::El
 
 template <typename Type>
 void forward_tile(const Problem& p, const Tile& tile, const typename Type::Element* q, typename Type::Element* out,
-                  float* lse, Thread<Type>& own) {
+                  float* lse, Thread<Type>& thread) {
     typedef Products<Type> P;
     constexpr int ROW = Thread<Type>::ROW;
     prefetch_next(q, p.size);
-    own.queries.read(q, p.size);
-    memset(own.out, 0, size_t(TILE * p.size) * sizeof(float));
+    thread.queries.read(q, p.size);
+    memset(thread.out, 0, size_t(TILE * p.size) * sizeof(float));
     float most[TILE], found[TILE], subtract[TILE], factors[TILE], sums[TILE];
-    Floats highest[TILE], totals[TILE] = {};  // of which all lanes count
+    Floats highest[TILE], totals[TILE] = {};  // to be reduced over lanes
     for (int i = 0; i < TILE; ++i) most[i] = -__builtin_inff();
     Panels panels(p, tile);
     int64_t at[GROUP];
     const typename P::Held *keys[GROUP], *values[GROUP];
     while (int count = panels.next(at)) {
         for (int panel = 0; panel < count; ++panel) {
-            keys[panel] = own.keys.panel(at[panel]);
-            values[panel] = own.rows.panel(at[panel]);
+            keys[panel] = thread.keys.panel(at[panel]);
+            values[panel] = thread.rows.panel(at[panel]);
         }
-        P::dots(own.queries, keys, count, p.size, own.scores);
+        P::dots(thread.queries, keys, count, p.size, thread.scores);
         for (int i = 0; i < TILE; ++i) {
             highest[i] = all(most[i]);
             for (unsigned j = 0; j < unsigned(count * TILE); j += W) {
-                float* place = own.scores + i * SCORES + j;
-                Floats score = seen(p, tile, tile.query + i, at[j / TILE] + j % TILE, load<Floats>(place));
+                float* score_at = thread.scores + i * SCORES + j;
+                Floats score = seen(p, tile, tile.query + i, at[j / TILE] + j % TILE, load<Floats>(score_at));
                 highest[i] = score > highest[i] ? score : highest[i];
-                store(place, score);
+                store(score_at, score);
             }
         }
         fold(highest, found, [](Floats a, Floats b) { return a > b ? a : b; });
         for (int i = 0; i < TILE; i += W) {
             Floats now = load<Floats>(found + i);
-            // Where no key was seen yet there is nothing to subtract.
+            // Until a key has been seen, 0 is subtracted: −∞ − (−∞) would be NaN.
             Floats less = now == all(-__builtin_inff()) ? Floats{} : now;
             store(subtract + i, less);
             store(factors + i, exp2(load<Floats>(most + i) - less));
@@ -99,20 +99,20 @@ void forward_tile(const Problem& p, const Tile& tile, const typename Type::Eleme
         for (int i = 0; i < TILE; ++i) {
             Floats total = totals[i] * all(factors[i]);
             for (unsigned j = 0; j < unsigned(count * TILE); j += W) {
-                Floats weight = exp2(load<Floats>(own.scores + i * SCORES + j) - all(subtract[i]));
+                Floats weight = exp2(load<Floats>(thread.scores + i * SCORES + j) - all(subtract[i]));
                 total += weight;
                 if (p.threshold) weight *= dropout(p, tile, tile.query + i, at[j / TILE] + j % TILE);
-                P::Weights::store(own.weights + i * ROW + j, weight);
+                P::Weights::store(thread.weights + i * ROW + j, weight);
             }
             totals[i] = total;
         }
-        scale_rows(own.out, p.size, factors);
-        P::add(own.weights, values, count, p.size, own.out);
+        scale_rows(thread.out, p.size, factors);
+        P::add(thread.weights, values, count, p.size, thread.out);
     }
     fold(totals, sums, [](Floats a, Floats b) { return a + b; });
     for (int i = 0; i < TILE; ++i) {
         float total = sums[i];
-        put<Type>(own.out + i * p.size, p.size, total == 0 ? 0 : 1 / total, out + i * p.size);
+        put<Type>(thread.out + i * p.size, p.size, total == 0 ? 0 : 1 / total, out + i * p.size);
         lse[i] = total == 0 ? -__builtin_inff() : most[i] * LN2 + __builtin_logf(total);
     }
 }
@@ -125,17 +125,17 @@ struct Gradients {
     float* dbias;  // one head's, or null where there is no bias
 };
 
-// Everything about the gradients of a tile; those of the head's keys and values are added to.
+// Computes the gradients of a tile's queries, and adds to those of the head's keys and values and of the bias.
 template <typename Type>
-void backward_tile(const Problem& p, const Tile& tile, const Gradients<Type>& g, Thread<Type>& own) {
+void backward_tile(const Problem& p, const Tile& tile, const Gradients<Type>& g, Thread<Type>& thread) {
     typedef Products<Type> P;
     constexpr int ROW = Thread<Type>::ROW;
     prefetch_next(g.q, p.size);
     prefetch_next(g.grad, p.size);
     prefetch_next(g.out, p.size);
-    own.queries.read(g.q, p.size);
-    own.grads.read(g.grad, p.size);
-    memset(own.out, 0, size_t(TILE * p.size) * sizeof(float));
+    thread.queries.read(g.q, p.size);
+    thread.grads.read(g.grad, p.size);
+    memset(thread.out, 0, size_t(TILE * p.size) * sizeof(float));
     float inner[TILE], lse[TILE];
     Floats products[TILE] = {};
     for (int i = 0; i < TILE; ++i) {
@@ -145,25 +145,25 @@ void backward_tile(const Problem& p, const Tile& tile, const Gradients<Type>& g,
         lse[i] = g.lse[i] == -__builtin_inff() ? __builtin_inff() : g.lse[i] * LOG2E;
     }
     fold(products, inner, [](Floats a, Floats b) { return a + b; });
-    const typename P::Held *queries = own.queries.right(p.size), *grads = own.grads.right(p.size);
+    const typename P::Held *queries = thread.queries.right(p.size), *grads = thread.grads.right(p.size);
     Panels panels(p, tile);
     int64_t at[GROUP];
     const typename P::Held *keys[GROUP], *values[GROUP], *rows[GROUP];
     while (int count = panels.next(at)) {
         for (int panel = 0; panel < count; ++panel) {
-            keys[panel] = own.keys.panel(at[panel]);
-            values[panel] = own.values.panel(at[panel]);
-            rows[panel] = own.rows.panel(at[panel]);
-            own.sums.ready(at[panel]);
+            keys[panel] = thread.keys.panel(at[panel]);
+            values[panel] = thread.values.panel(at[panel]);
+            rows[panel] = thread.rows.panel(at[panel]);
+            thread.sums.ready(at[panel]);
         }
-        P::dots(own.queries, keys, count, p.size, own.scores);
-        P::dots(own.grads, values, count, p.size, own.dweights);
+        P::dots(thread.queries, keys, count, p.size, thread.scores);
+        P::dots(thread.grads, values, count, p.size, thread.dweights);
         for (int i = 0; i < TILE; ++i) {
             for (unsigned j = 0; j < unsigned(count * TILE); j += W) {
                 int64_t query = tile.query + i, key = at[j / TILE] + j % TILE;
-                Floats product = load<Floats>(own.scores + i * SCORES + j);
+                Floats product = load<Floats>(thread.scores + i * SCORES + j);
                 Floats weight = exp2(seen(p, tile, query, key, product) - all(lse[i]));
-                Floats kept = weight, dweight = load<Floats>(own.dweights + i * SCORES + j);
+                Floats kept = weight, dweight = load<Floats>(thread.dweights + i * SCORES + j);
                 if (p.threshold) {
                     Floats factor = dropout(p, tile, query, key);
                     kept *= factor;
@@ -171,28 +171,28 @@ void backward_tile(const Problem& p, const Tile& tile, const Gradients<Type>& g,
                 }
                 Floats dscore = weight * (dweight - all(inner[i]));
                 if (g.dbias) {
-                    float* dbias = g.dbias + bias_place(p, query, key);
+                    float* dbias = g.dbias + bias_index(p, query, key);
                     store(dbias, load<Floats>(dbias) + dscore);
                 }
-                P::Weights::store(own.weights + i * ROW + j, kept);
-                P::Weights::store(own.dscores + i * ROW + j, dscore * all(p.scale));
+                P::Weights::store(thread.weights + i * ROW + j, kept);
+                P::Weights::store(thread.dscores + i * ROW + j, dscore * all(p.scale));
             }
         }
-        P::add(own.dscores, rows, count, p.size, own.out);
-        P::add_to_keys(own.weights, at, count, grads, p.size, own.sums.dv());
-        P::add_to_keys(own.dscores, at, count, queries, p.size, own.sums.dk());
+        P::add(thread.dscores, rows, count, p.size, thread.out);
+        P::add_to_keys(thread.weights, at, count, grads, p.size, thread.sums.dv());
+        P::add_to_keys(thread.dscores, at, count, queries, p.size, thread.sums.dk());
     }
-    put<Type>(own.out, TILE * p.size, 1, g.dq);
+    put<Type>(thread.out, TILE * p.size, 1, g.dq);
 }
 
-// Calls body(thread's own, number) for the numbers 0 to count - 1.
+// Calls body(thread, number) for the numbers 0 to count - 1, on all threads.
 template <typename Type, typename Body>
 void share(const Problem& p, int64_t count, const Scratch& scratch, const Body& body) {
     Queue queue(count);
     parallel(scratch.threads, scratch.threads, [&](int64_t first, int64_t last) {
         for (int64_t number = first; number < last; ++number) {
-            Thread<Type> own(p, scratch, number);
-            for (int64_t item; queue.take(item);) body(own, item);
+            Thread<Type> thread(p, scratch, number);
+            for (int64_t item; queue.take(item);) body(thread, item);
         }
     });
 }
@@ -205,24 +205,24 @@ void forward(const Problem& p, const void* q_, const void* k_, const void* v_, v
     const Element* v = static_cast<const Element*>(v_);
     Element* out = static_cast<Element*>(out_);
     int64_t chunks = (p.padded + CHUNK - 1) / CHUNK;
-    share<Type>(p, p.batch * p.query_heads * chunks, scratch, [&](Thread<Type>& own, int64_t item) {
+    share<Type>(p, p.batch * p.query_heads * chunks, scratch, [&](Thread<Type>& thread, int64_t item) {
         int64_t row = item / chunks, first = item % chunks * CHUNK;
         Tile tile = {row / p.query_heads, row % p.query_heads, first};
         int64_t key_head = tile.sample * p.key_heads + tile.head * p.key_heads / p.query_heads;
-        own.keys.begin(k + key_head * p.padded * p.size);
-        own.rows.begin(v + key_head * p.padded * p.size);
+        thread.keys.begin(k + key_head * p.padded * p.size);
+        thread.rows.begin(v + key_head * p.padded * p.size);
         for (; tile.query < smaller(first + CHUNK, p.padded); tile.query += TILE) {
-            int64_t place = row * p.padded + tile.query;
-            forward_tile<Type>(p, tile, q + place * p.size, out + place * p.size, lse + place, own);
+            int64_t position = row * p.padded + tile.query;
+            forward_tile<Type>(p, tile, q + position * p.size, out + position * p.size, lse + position, thread);
         }
     });
 }
 
-// The queries of every head are cut into `parts`; dk and dv are [parts, batch, key heads, padded, size], in fp32 where
-// there is no room for sums; dbias is [parts, batch, query heads, 2 · padded].
+// The queries of every head are cut into `splits`; dk and dv are [splits, batch, key heads, padded, size], in fp32 if
+// scratch.sums is null; dbias is [splits, batch, query heads, 2 · padded].
 template <typename Type>
 void backward(const Problem& p, const void* grad_, const void* q_, const void* k_, const void* v_, const void* out_,
-              const float* lse, void* dq_, void* dk_, void* dv_, float* dbias, int64_t parts,
+              const float* lse, void* dq_, void* dk_, void* dv_, float* dbias, int64_t splits,
               const Scratch& scratch) {
     typedef typename Type::Element Element;
     const Element *q = static_cast<const Element*>(q_), *k = static_cast<const Element*>(k_);
@@ -231,24 +231,24 @@ void backward(const Problem& p, const void* grad_, const void* q_, const void* k
     Element *dq = static_cast<Element*>(dq_), *dk = static_cast<Element*>(dk_), *dv = static_cast<Element*>(dv_);
     const bool in_place = !scratch.sums;
     int64_t group = p.query_heads / p.key_heads, key_heads = p.batch * p.key_heads, tiles = p.padded / TILE;
-    share<Type>(p, key_heads * parts, scratch, [&](Thread<Type>& own, int64_t item) {
-        int64_t part = item % parts, key_head = item / parts, rows = p.padded * p.size;
-        own.keys.begin(k + key_head * rows);
-        own.values.begin(v + key_head * rows);
-        own.rows.begin(k + key_head * rows);
-        int64_t sums = (part * key_heads + key_head) * rows;
-        own.sums.begin(in_place ? static_cast<float*>(dk_) + sums : nullptr,
+    share<Type>(p, key_heads * splits, scratch, [&](Thread<Type>& thread, int64_t item) {
+        int64_t split = item % splits, key_head = item / splits, rows = p.padded * p.size;
+        thread.keys.begin(k + key_head * rows);
+        thread.values.begin(v + key_head * rows);
+        thread.rows.begin(k + key_head * rows);
+        int64_t sums = (split * key_heads + key_head) * rows;
+        thread.sums.begin(in_place ? static_cast<float*>(dk_) + sums : nullptr,
                        in_place ? static_cast<float*>(dv_) + sums : nullptr);
         for (int64_t row = key_head * group; row < (key_head + 1) * group; ++row) {
-            for (int64_t i = tiles * part / parts; i < tiles * (part + 1) / parts; ++i) {
+            for (int64_t i = tiles * split / splits; i < tiles * (split + 1) / splits; ++i) {
                 Tile tile = {row / p.query_heads, row % p.query_heads, i * TILE};
-                int64_t place = row * p.padded + tile.query, at = place * p.size;
-                float* bias = dbias ? dbias + (part * p.batch * p.query_heads + row) * 2 * p.padded : nullptr;
-                Gradients<Type> g = {grad + at, q + at, out + at, lse + place, dq + at, bias};
-                backward_tile<Type>(p, tile, g, own);
+                int64_t position = row * p.padded + tile.query, at = position * p.size;
+                float* bias = dbias ? dbias + (split * p.batch * p.query_heads + row) * 2 * p.padded : nullptr;
+                Gradients<Type> g = {grad + at, q + at, out + at, lse + position, dq + at, bias};
+                backward_tile<Type>(p, tile, g, thread);
             }
         }
-        own.sums.end([&](int64_t at, const float* of_keys, const float* of_values) {
+        thread.sums.end([&](int64_t at, const float* of_keys, const float* of_values) {
             if (in_place) return;
             put<Type>(of_keys, TILE * p.size, 1, dk + sums + at);
             put<Type>(of_values, TILE * p.size, 1, dv + sums + at);
@@ -277,14 +277,14 @@ EXPORT(sparse_attention_forward)(const void* q, const void* k, const void* v, in
 
 EXPORT(sparse_attention_backward)(const void* grad, const void* q, const void* k, const void* v, const void* out,
                                   int dtype, const float* lse, void* dq, void* dk, void* dv, float* dbias,
-                                  int64_t parts, float* factors, float* sums, uint8_t* done, int threads, PROBLEM) {
+                                  int64_t splits, float* factors, float* sums, uint8_t* done, int threads, PROBLEM) {
     Problem problem = PROBLEM_;
     Scratch scratch = {factors, sums, done, threads};
-    (dtype == 0 ? backward<Float32> : backward<BFloat16>)(problem, grad, q, k, v, out, lse, dq, dk, dv, dbias, parts,
+    (dtype == 0 ? backward<Float32> : backward<BFloat16>)(problem, grad, q, k, v, out, lse, dq, dk, dv, dbias, splits,
                                                           scratch);
 }
 
-// How many panels of keys forward goes along, over all tiles: what work is proportional to.
+// The number of panels of keys that forward visits over all tiles, which its work is proportional to.
 EXPORT(sparse_attention_panels)(int64_t* panels, PROBLEM) {
     Problem problem = PROBLEM_;
     int64_t at[GROUP];

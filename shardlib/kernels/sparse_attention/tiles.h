@@ -1,4 +1,4 @@
-// What tiles of 16 queries and panels of 16 keys are taken by: vectors, their transposition, powers of two.
+// Vectors for tiles of 16 queries and panels of 16 keys: loops, transposition, reduction, powers of two.
 #pragma once
 
 #include "../common/simd.h"
@@ -7,9 +7,9 @@ namespace {
 
 constexpr int TILE = 16;           // queries of a tile, keys of a panel; divides every block
 constexpr int GROUP = 8;           // panels whose scores are held at a time
-constexpr int SCORES = GROUP * TILE;  // a row of them
+constexpr int SCORES = GROUP * TILE;  // scores of a row
 constexpr int64_t LARGEST = 256;   // size of a head
-constexpr int VECTORS = W == 16 ? 4 : 2;  // of results, at a time
+constexpr int VECTORS = W == 16 ? 4 : 2;  // vectors of results at a time
 
 template <int V>
 struct Count {
@@ -26,7 +26,7 @@ inline void rest(int64_t first, int64_t left, const Body& body) {
     }
 }
 
-// body(first, Count) for all vectors, VECTORS at a time and what is left.
+// Calls body(first, Count) for VECTORS vectors at a time, then for the rest.
 template <typename Body>
 inline void by_vectors(int64_t vectors, const Body& body) {
     int64_t first = 0;
@@ -37,10 +37,10 @@ inline void by_vectors(int64_t vectors, const Body& body) {
 #if defined(__clang__)
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})  // GCC before 12 has no other
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})  // GCC has the other from version 12 on
 #endif
 
-// The first, or the second, half of a and of b, taking turns.
+// The first (or the second) halves of a and b, their elements alternating.
 template <bool second>
 inline Floats interleave(Floats a, Floats b) {
     constexpr int h = second ? W / 2 : 0;
@@ -54,7 +54,7 @@ inline Floats interleave(Floats a, Floats b) {
 #endif
 }
 
-// W × W numbers; every round moves one bit of the place in a row to the number of the row.
+// Transposes W × W numbers; every round moves one bit of the column's number to the row's number.
 inline void transpose(Floats (&x)[W]) {
     for (int round = 1; round < W; round *= 2) {
         Floats y[W];
@@ -66,14 +66,14 @@ inline void transpose(Floats (&x)[W]) {
     }
 }
 
-// Of the TILE rows that follow these: the hardware's prefetching stops at every 4 KB, which is just one tile of 64 floats.
+// Prefetches the TILE rows that follow: the hardware's prefetching stops at every 4 KB, one tile of 64 floats.
 template <typename Element>
 inline void prefetch_next(const Element* rows, int64_t size) {
     const char* next = reinterpret_cast<const char*>(rows + TILE * size);
     for (int64_t i = 0; i < TILE * size * int64_t(sizeof(Element)); i += 64) __builtin_prefetch(next + i);
 }
 
-// result[i] = the lanes of rows[i] put together by `both`.
+// result[i] = the lanes of rows[i], reduced by `both`.
 template <typename Both>
 inline void fold(const Floats (&rows)[TILE], float* result, const Both& both) {
     for (int first = 0; first < TILE; first += W) {
@@ -86,7 +86,7 @@ inline void fold(const Floats (&rows)[TILE], float* result, const Both& both) {
     }
 }
 
-// 2^x for x ≤ 127, to 1e-7; 0 below −126. A polynomial of degree 6 that is best by its relative error on [−½, ½].
+// 2^x for x ≤ 127, to 1e-7; 0 below −126. The polynomial of degree 6 has the least relative error on [−½, ½].
 inline Floats exp2(Floats x) {
     x = x < all(-127.0f) ? all(-127.0f) : x;  // a NaN stays one
     Floats shifted = x + all(12582912.0f);    // 1.5 · 2²³: rounds to a whole number, in the lowest bits

@@ -1,6 +1,6 @@
 """Block-sparse attention by Triton kernels: a layout's lists packed into tiles, and the launches.
 
-See `shardlib.kernels.sparse_attention.op` for what the functions do, and `packing` for how work is divided.
+See `shardlib.kernels.sparse_attention.op` for the mathematics, and its `packing` for how work is divided among programs.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from shardlib.kernels.sparse_attention.arguments import Attention, Blocks, Optio
 from shardlib.kernels.sparse_attention.lists import cells
 from shardlib.kernels.sparse_attention.packing import Packing, pack
 
-_WORTH = 0.75  # of the work; what a tile of 64 rows loses to one of 128 by reading keys twice as often, at a guess
-_ROWS = 64  # a program's, where rows are independent
+_WORTH = 0.75  # a smaller tile is taken if it has at most this share of the work: its products are slower (estimated)
+_ROWS = 64  # of a program of `triton_backward.inner`
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-_packed = WeakTensorKeyDictionary()  # by a layout's row_offsets, while these live
+_packed = WeakTensorKeyDictionary()  # a layout's row_offsets -> its packings
 
 
 def load(device: torch.device) -> str:
@@ -43,10 +43,10 @@ def forward(given: Attention) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _tainted(v: torch.Tensor, k: torch.Tensor, key_mask: torch.Tensor) -> torch.Tensor:
-    """Values that are NaN where a masked key is not finite.
+    """``v`` with NaN for masked keys that are not finite, so that these make the result NaN, as in torch.
 
-    The kernel gives a masked key the weight 0 without a look at it (to add −∞ to its scores, as torch does, spills
-    registers), and 0 times NaN is NaN.
+    The kernel gives a masked key the weight 0 whatever its score is, as adding −∞ to the score spills registers; the weight
+    0 times NaN is NaN.
     """
     hidden = ~key_mask[:, None, :] & ~k.isfinite().all(-1)
     return v.masked_fill(hidden[..., None], float("nan"))
@@ -75,7 +75,7 @@ def backward(
 
 
 def work(q: torch.Tensor, k: torch.Tensor, blocks: Blocks, options: Options) -> float:
-    """The share of all pairs of positions, padded to whole blocks, that `forward` computes: counted."""
+    """The measured share of all pairs of positions, padded to whole blocks, that `forward` computes."""
     problem = _Problem(Attention(q, k, k, blocks, None, None, options))
     padded = triton.cdiv(q.shape[2], options.block) * options.block
     pairs = sum(run.pairs() for run in problem.runs("row", problem.choices("forward")))
@@ -94,7 +94,7 @@ def _bias_gradient(problem: _Problem, bias: torch.Tensor, saved: dict[str, torch
         row = {"D": 2 * cell, "HEAD": 2 * cell, "CELL": 1, "size": 2 * cells - 1}
         run.merge(triton_backward.add, partial=partial, result=sums, **row)
     sums = sums.sum(dim=0).sum_to_size(len(bias), *sums.shape[2:])
-    # A diagonal's first half of sums meets the second half of the one before it.
+    # The first half of a diagonal's sums and the second half of the previous diagonal's have the same distances.
     whole = F.pad(sums[..., :cell], (0, 0, 0, 1)) + F.pad(sums[..., cell:], (0, 0, 1, 0))
     first = cells * cell - size
     return whole.flatten(1)[:, first : first + 2 * size - 1].contiguous()
@@ -107,9 +107,11 @@ class _Problem:
         self.group = q.shape[1] // k.shape[1]
         head = shapes.head_of(q.shape[3])
         if self.group * q.shape[2] * head >= 2**31:
-            raise ValueError(f"{q.shape[2]} queries of {self.group} heads do not fit 32-bit places: split the sequence")
+            raise ValueError(
+                f"{q.shape[2]} queries of {self.group} heads do not fit 32-bit indices: split the sequence"
+            )
         low, high = (((options.seed >> shift & 0xFFFFFFFF) ^ 2**31) - 2**31 for shift in (0, 32))
-        # The interpreter knows no products of bf16.
+        # Triton's interpreter does not multiply bf16.
         exact = triton.knobs.runtime.interpret and q.dtype == torch.bfloat16
         self.arguments: dict[str, Any] = {
             "q": q, "k": k, "v": v, "bias": None if bias is None else bias.contiguous(),
@@ -129,7 +131,7 @@ class _Problem:
         return shapes.choices(kernel, options.block, self.q.shape[3], self.q.itemsize, rich)
 
     def runs(self, kind: str, choices: list[shapes.Choice]) -> list[_Run]:
-        """A run for each packing of the layout's lists, by "row", "column" or "diagonal", in the shapes that suit it."""
+        """The runs of the packings of the layout's lists ("row", "column" or "diagonal"), in the best of the shapes."""
         if not self.q.numel():
             return []
         group = self.group if kind == "column" else 1
@@ -157,14 +159,14 @@ class _Problem:
 
 
 def _best(packed: list[tuple[shapes.Choice, list[Packing]]]) -> tuple[shapes.Choice, list[Packing]]:
-    """The first, larger one, unless another has so much less to compute that it is worth its slower products."""
+    """The first choice, with the largest tile, unless another has at most `_WORTH` of its work."""
     work = [choice.whole.cell**2 * sum(packing.work for packing in packings) for choice, packings in packed]
     least = min(range(len(work)), key=work.__getitem__)
     return packed[least if work[least] <= _WORTH * work[0] else 0]
 
 
 class _Run:
-    """One packing's launches for ``heads`` heads of every sample."""
+    """The launches of one packing, for ``heads`` heads of every sample."""
 
     def __init__(self, problem: _Problem, shape: shapes.Shape, packing: Packing, heads: int) -> None:
         shared = packing.heads == 1
@@ -173,34 +175,34 @@ class _Run:
         self.arguments = problem.arguments | {
             "members": packing.members, "blocks": packing.blocks, "bits": packing.bits, "items": packing.items,
             "merges": packing.merges, "slots": packing.slots, "heads": heads, "SHARED": shared,
-            "PIECE": shape.piece, "ROWS": packing.rows, "WIDTH": packing.blocks.shape[1], "CELL": shape.cell,
+            "CHUNK": shape.chunk, "ROWS": packing.rows, "WIDTH": packing.blocks.shape[1], "CELL": shape.cell,
             "cells": triton.cdiv(problem.q.shape[2], problem.options.block) * (problem.options.block // shape.cell),
             "WHOLE": problem.q.shape[2] % problem.options.block == 0,
         }  # fmt: skip
         self.options = {"num_warps": shape.warps, "num_stages": shape.stages}
 
     def pairs(self) -> int:
-        """Pairs of positions that are computed."""
+        """The number of pairs of positions that are computed."""
         steps = int((self.packing.items[:, 3] - self.packing.items[:, 2]).sum())
         return steps * self.leads * self.lengths * self.packing.blocks.shape[1] * self.arguments["CELL"]
 
     def scratch(self, width: int) -> torch.Tensor:
-        """Room for partial results of ``width`` numbers a row."""
+        """An empty buffer for partial results of ``width`` numbers per row."""
         return torch.empty(
             self.leads * self.packing.slots * self.lengths * width,
             dtype=torch.float32,
             device=self.packing.items.device,
         )
 
-    def launch(self, kernel: Any, **own: Any) -> None:
-        """Run every item."""
-        self._run(kernel, len(self.packing.items), own)
+    def launch(self, kernel: Any, **arguments: Any) -> None:
+        """Runs ``kernel`` on every item."""
+        self._run(kernel, len(self.packing.items), arguments)
 
-    def merge(self, kernel: Any, **own: Any) -> None:
-        """Put partial results together."""
+    def merge(self, kernel: Any, **arguments: Any) -> None:
+        """Runs ``kernel``, which merges partial results, if there are any."""
         if len(self.packing.merges):
-            self._run(kernel, len(self.packing.merges), own)
+            self._run(kernel, len(self.packing.merges), arguments)
 
-    def _run(self, kernel: Any, count: int, own: dict[str, Any]) -> None:
-        given = self.arguments | {"count": count} | own
+    def _run(self, kernel: Any, count: int, arguments: dict[str, Any]) -> None:
+        given = self.arguments | {"count": count} | arguments
         kernel[(count * self.leads,)](**{name: given[name] for name in kernel.arg_names}, **self.options)

@@ -1,6 +1,6 @@
 """Backward kernels: dQ by tiles of queries, dK and dV by tiles of keys, and sums of partial results in order.
 
-No two programs add to the same place, so the gradients are the same in every run.
+No two programs add to the same address, so the gradients are the same in every run.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from shardlib.kernels.sparse_attention.triton_inner import (
 
 @triton.jit
 def inner(dout, out, delta, rows, D: tl.constexpr, HEAD: tl.constexpr, TILE: tl.constexpr):
-    """delta = Σ_d dout · out of every row: Σ_j p_ij dp_ij, with dropout too."""
+    """delta = Σ_d dout · out of every row, which equals Σ_j p_ij dp_ij, with dropout too."""
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    there = row < rows
-    product = load_rows(dout, row, there, D, HEAD, False).to(tl.float32)
-    product *= load_rows(out, row, there, D, HEAD, False).to(tl.float32)
-    tl.store(delta + row, tl.sum(product, axis=1), mask=there)
+    valid = row < rows
+    product = load_rows(dout, row, valid, D, HEAD, False).to(tl.float32)
+    product *= load_rows(out, row, valid, D, HEAD, False).to(tl.float32)
+    tl.store(delta + row, tl.sum(product, axis=1), mask=valid)
 
 
 @triton.jit(do_not_specialize=["counter", "seed_low", "seed_high", "least"])
@@ -39,7 +39,7 @@ def by_query(
     members, blocks, bits, items, count, slots, heads, group, size, bias_stride, scale,
     counter, seed_low, seed_high, least, kept_scale,
     D: tl.constexpr, HEAD: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, CELL: tl.constexpr,
-    PIECE: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
     SHARED: tl.constexpr, WHOLE: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     batch, head, item = entry_of(items, count, 5, heads, SHARED)
@@ -57,25 +57,25 @@ def by_query(
         j, used = step_rows(blocks, bits, step, WIDTH, CELL)
         used = seen(used, j, key_mask, batch, size, WHOLE)
         product = products(
-            queries, q + row * D, i, bit != 0, k + keys, j, j < size, D, HEAD, PIECE, WHOLE, TYPE, PRECISION
+            queries, q + row * D, i, bit != 0, k + keys, j, j < size, D, HEAD, CHUNK, WHOLE, TYPE, PRECISION
         )
         s = logits(product, i[:, None], j[None, :], (bit[:, None] & used[None, :]) != 0, bias, scale, size, CAUSAL)
         p = probabilities(s, totals[:, None])
-        dp = products(grads, dout + row * D, i, bit != 0, v + keys, j, j < size, D, HEAD, PIECE, WHOLE, TYPE, PRECISION)
+        dp = products(grads, dout + row * D, i, bit != 0, v + keys, j, j < size, D, HEAD, CHUNK, WHOLE, TYPE, PRECISION)
         if DROPOUT:
             first = counter + (row + i) * size
             dp = tl.where(kept(first[:, None], j[None, :], seed_low, seed_high, least), dp * kept_scale, 0.0)
         ds = p * (dp - inners[:, None])
-        own_keys = load_rows(k + keys, j, j < size, D, HEAD, WHOLE).to(TYPE)
-        result = tl.dot(ds.to(TYPE), own_keys, result, input_precision=PRECISION)
+        key_rows = load_rows(k + keys, j, j < size, D, HEAD, WHOLE).to(TYPE)
+        result = tl.dot(ds.to(TYPE), key_rows, result, input_precision=PRECISION)
     result *= scale
     slot = tl.load(item + 4)
     if slot < 0:
         store_rows(dq + row * D, i, bit != 0, result, D, HEAD)
     else:
         r = tl.arange(0, ROWS * CELL)
-        place = slot_of(slot, slots, count) * (ROWS * CELL * HEAD)
-        store_rows(partial + place, r, r >= 0, result, HEAD, HEAD)
+        offset = slot_of(slot, slots, count) * (ROWS * CELL * HEAD)
+        store_rows(partial + offset, r, r >= 0, result, HEAD, HEAD)
 
 
 @triton.jit(do_not_specialize=["counter", "seed_low", "seed_high", "least"])
@@ -84,10 +84,10 @@ def by_key(
     members, blocks, bits, items, count, slots, heads, group, size, bias_stride, scale,
     counter, seed_low, seed_high, least, kept_scale, cells,
     D: tl.constexpr, HEAD: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, CELL: tl.constexpr,
-    PIECE: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
     SHARED: tl.constexpr, WHOLE: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """``heads`` of keys; a step's rows are queries of the ``group`` heads that share one, ``cells`` · CELL places each."""
+    """dK and dV of an item. A step's rows are queries of the ``group`` heads that share a key head, ``cells`` · CELL each."""
     batch, head, item = entry_of(items, count, 5, heads, SHARED)
     j, bit = tile_rows(members, tl.load(item + 1), size, ROWS, CELL)
     row = (batch * heads + head).to(tl.int64) * size
@@ -101,24 +101,26 @@ def by_key(
     result_k = tl.zeros((ROWS * CELL, HEAD), tl.float32)
     result_v = tl.zeros((ROWS * CELL, HEAD), tl.float32)
     for step in range(tl.load(item + 2), tl.load(item + 3)):
-        place, used = step_rows(blocks, bits, step, WIDTH, CELL)
-        member = place // (cells * CELL)
-        i = place - member * (cells * CELL)
+        offset, used = step_rows(blocks, bits, step, WIDTH, CELL)
+        member = offset // (cells * CELL)
+        i = offset - member * (cells * CELL)
         if not WHOLE:
             used = tl.where(i < size, used, 0)
         at = member * size + i
         totals = tl.load(lse + first_row + at, mask=i < size, other=float("-inf"))
         inners = tl.load(delta + first_row + at, mask=i < size, other=0.0)
         product = products(
-            keys, k + row * D, j, j < size, q + first_row * D, at, i < size, D, HEAD, PIECE, WHOLE, TYPE, PRECISION
+            keys, k + row * D, j, j < size, q + first_row * D, at, i < size, D, HEAD, CHUNK, WHOLE, TYPE, PRECISION
         )
-        own_bias = bias
+        member_bias = bias
         if bias is not None:
-            own_bias = bias + (member * bias_stride)[None, :]
-        s = logits(product, i[None, :], j[:, None], (bit[:, None] & used[None, :]) != 0, own_bias, scale, size, CAUSAL)
+            member_bias = bias + (member * bias_stride)[None, :]
+        s = logits(
+            product, i[None, :], j[:, None], (bit[:, None] & used[None, :]) != 0, member_bias, scale, size, CAUSAL
+        )
         p = probabilities(s, totals[None, :])
         dp = products(
-            values, v + row * D, j, j < size, dout + first_row * D, at, i < size, D, HEAD, PIECE, WHOLE, TYPE, PRECISION
+            values, v + row * D, j, j < size, dout + first_row * D, at, i < size, D, HEAD, CHUNK, WHOLE, TYPE, PRECISION
         )
         weights = p
         if DROPOUT:
@@ -138,9 +140,9 @@ def by_key(
         store_rows(dv + row * D, j, j < size, result_v, D, HEAD)
     else:
         r = tl.arange(0, ROWS * CELL)
-        place = slot_of(slot, slots, count) * (ROWS * CELL * HEAD)
-        store_rows(partial_k + place, r, r >= 0, result_k, HEAD, HEAD)
-        store_rows(partial_v + place, r, r >= 0, result_v, HEAD, HEAD)
+        offset = slot_of(slot, slots, count) * (ROWS * CELL * HEAD)
+        store_rows(partial_k + offset, r, r >= 0, result_k, HEAD, HEAD)
+        store_rows(partial_v + offset, r, r >= 0, result_v, HEAD, HEAD)
 
 
 @triton.jit
@@ -148,12 +150,12 @@ def add(
     partial, result, members, merges, count, slots, heads, size,
     D: tl.constexpr, HEAD: tl.constexpr, ROWS: tl.constexpr, CELL: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """A tile's partial sums, in their order."""
+    """Adds a tile's partial sums, in the order of their slots."""
     r = tl.arange(0, ROWS * CELL)
     batch, head, entry = entry_of(merges, count, 4, heads, SHARED)
     total = tl.zeros((ROWS * CELL, HEAD), tl.float32)
     for slot in range(tl.load(entry + 2), tl.load(entry + 3)):
-        place = slot_of(slot, slots, count) * (ROWS * CELL * HEAD)
-        total += load_rows(partial + place, r, r >= 0, HEAD, HEAD, True)
+        offset = slot_of(slot, slots, count) * (ROWS * CELL * HEAD)
+        total += load_rows(partial + offset, r, r >= 0, HEAD, HEAD, True)
     at, bit = tile_rows(members, tl.load(entry + 1), size, ROWS, CELL)
     store_rows(result + (batch * heads + head).to(tl.int64) * size * D, at, bit != 0, total, D, HEAD)

@@ -26,10 +26,10 @@ def attend(
     members, blocks, bits, items, count, slots, heads, group, size, bias_stride, scale,
     counter, seed_low, seed_high, least, kept_scale,
     D: tl.constexpr, HEAD: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, CELL: tl.constexpr,
-    PIECE: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
     SHARED: tl.constexpr, WHOLE: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """One item. Rows without a key get 0, and −∞ for their log-sum-exp."""
+    """Attention of one item. The result of a row without a key is 0, its log-sum-exp −∞."""
     batch, head, item = entry_of(items, count, 5, heads, SHARED)
     slot = tl.load(item + 4)
     i, bit = tile_rows(members, tl.load(item + 1), size, ROWS, CELL)
@@ -45,11 +45,11 @@ def attend(
         j, used = step_rows(blocks, bits, step, WIDTH, CELL)
         used = seen(used, j, key_mask, batch, size, WHOLE)
         product = products(
-            queries, q + row * D, i, bit != 0, k + keys, j, j < size, D, HEAD, PIECE, WHOLE, TYPE, PRECISION
+            queries, q + row * D, i, bit != 0, k + keys, j, j < size, D, HEAD, CHUNK, WHOLE, TYPE, PRECISION
         )
         s = logits(product, i[:, None], j[None, :], (bit[:, None] & used[None, :]) != 0, bias, scale, size, CAUSAL)
         higher = tl.maximum(top, tl.max(s, axis=1))
-        finite = tl.where(higher == float("-inf"), 0.0, higher)  # −∞ − (−∞) is no number
+        finite = tl.where(higher == float("-inf"), 0.0, higher)  # −∞ − (−∞) would be NaN
         p = tl.exp2(s - finite[:, None])
         shrink = tl.exp2(top - finite)
         total = total * shrink + tl.sum(p, axis=1)
@@ -66,9 +66,9 @@ def attend(
         tl.store(lse + row + i, log, mask=bit != 0)
     else:
         r = tl.arange(0, ROWS * CELL)
-        place = slot_of(slot, slots, count) * (ROWS * CELL)
-        store_rows(partial + place * HEAD, r, r >= 0, mean, HEAD, HEAD)
-        tl.store(partial_lse + place + r, log)
+        offset = slot_of(slot, slots, count) * (ROWS * CELL)
+        store_rows(partial + offset * HEAD, r, r >= 0, mean, HEAD, HEAD)
+        tl.store(partial_lse + offset + r, log)
 
 
 @triton.jit
@@ -76,21 +76,23 @@ def merge(
     partial, partial_lse, out, lse, members, merges, count, slots, heads, size,
     D: tl.constexpr, HEAD: tl.constexpr, ROWS: tl.constexpr, CELL: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Means over parts of a row's keys to the mean over all, each weighed by its share of the sum."""
+    """Merges means over subsets of a row's keys into the mean over all keys, weighted by each subset's sum."""
     r = tl.arange(0, ROWS * CELL)
     batch, head, entry = entry_of(merges, count, 4, heads, SHARED)
     top = tl.full((ROWS * CELL,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS * CELL,), tl.float32)
     mean = tl.zeros((ROWS * CELL, HEAD), tl.float32)
     for slot in range(tl.load(entry + 2), tl.load(entry + 3)):
-        place = slot_of(slot, slots, count) * (ROWS * CELL)
-        log = tl.load(partial_lse + place + r) * LOG2E
+        offset = slot_of(slot, slots, count) * (ROWS * CELL)
+        log = tl.load(partial_lse + offset + r) * LOG2E
         higher = tl.maximum(top, log)
         finite = tl.where(higher == float("-inf"), 0.0, higher)
         weight = tl.exp2(log - finite)
         shrink = tl.exp2(top - finite)
         total = total * shrink + weight
-        mean = mean * shrink[:, None] + weight[:, None] * load_rows(partial + place * HEAD, r, r >= 0, HEAD, HEAD, True)
+        mean = mean * shrink[:, None] + weight[:, None] * load_rows(
+            partial + offset * HEAD, r, r >= 0, HEAD, HEAD, True
+        )
         top = higher
     none = total == 0
     i, bit = tile_rows(members, tl.load(entry + 1), size, ROWS, CELL)

@@ -32,7 +32,7 @@ def backward(gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor) -> list[tor
 
 
 def _strided(*tensors: torch.Tensor) -> tuple[Any, ...]:
-    """Each as fp32 or bf16, and how far its rows are apart."""
+    """Each tensor as fp32 or bf16, followed by the distance of its rows."""
     read = [tensor.float() if tensor.dtype == torch.float16 else tensor for tensor in tensors]
     return tuple(value for tensor in read for value in rows.strided(tensor))
 

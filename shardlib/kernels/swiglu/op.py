@@ -4,9 +4,9 @@
 - backward: dg = dy·u·σ(g)·(1 + g·(1 − σ(g)));  du = dy·g·σ(g).
 
 g, u, y and their gradients are ``[..., columns]`` in fp32, bf16 or fp16 (float64 by plain torch), computed in fp32. g and
-u may be halves of wider rows, ``g, u = x.chunk(2, -1)``: they are read where they lie. Bytes moved per element in fp32:
-12 forward, 20 backward; plain torch moves 20 and 44. Operations: an exponential, a division and a few more. Only g and u
-are kept.
+u may be halves of wider rows, ``g, u = x.chunk(2, -1)``, and are not copied then. Bytes moved per element in fp32: 12
+forward, 20 backward; plain torch moves 20 and 44. Operations: an exponential, a division and a few more. Only g and u are
+saved.
 
 ``using`` names one implementation ("cpu", "triton", "reference"), for tests.
 """
@@ -25,7 +25,7 @@ IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor, *, using: str | None = None) -> torch.Tensor:
-    """``F.silu(gate) * up``, of two ``[..., columns]`` of one dtype.
+    """``F.silu(gate) * up``, for two tensors ``[..., columns]`` of one dtype.
 
     >>> sl.nn.swiglu(torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 10.0]]))
     tensor([[ 0.7311, 17.6159]])

@@ -4,7 +4,7 @@
 
 namespace {
 
-// Rows some elements apart.
+// Rows at a distance of `stride` elements.
 template <typename Type>
 struct Rows {
     const typename Type::Element* at;

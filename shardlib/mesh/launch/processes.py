@@ -132,7 +132,7 @@ class _Rank:
 
     @property
     def failure(self) -> tuple[float, str] | None:
-        """When and how the rank failed; None if it has not. Call `drain` first when the process has ended."""
+        """The time and a description of the rank's failure; None without one. Call `drain` first if the process has ended."""
         code = self._process.poll()
         if self._error is not None or code is None or (code == 0 and self.value is not None):
             return self._error

@@ -1,4 +1,4 @@
-"""transformers' models: rules for slicing them, and their blocks."""
+"""Models of transformers: rules for slicing them, and their blocks for pipelines."""
 
 from shardlib.models.huggingface.decoders import decoder_blocks
 from shardlib.models.huggingface.rules import Rules, sliceable, slicing_rules

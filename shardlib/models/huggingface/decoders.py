@@ -1,7 +1,7 @@
-"""transformers' decoder models as blocks: embedding, layers, and output layer with the loss.
+"""Decoder models of transformers as blocks: embedding, layers, and output layer with the loss.
 
-Each block is the model's own base model with all but one part taken out. Its forward, transformers' own, then computes
-what the part is given (positions, masks) as it does in the whole model.
+Each block is a copy of the base model with all but a few submodules removed. Its forward, from transformers, then computes
+the inputs of these submodules (positions, masks) in the same way as in the whole model.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from shardlib.errors import BatchError, IllegalComposition, TreeError
 from shardlib.nn.functional import Mean, linear_cross_entropy
 from shardlib.nn.sequence import current_parts
 
-IGNORED = -100  # as a label: the position does not count
+IGNORED = -100  # the label of positions that are left out of the loss
 REQUIRED, OPTIONAL = ("input_ids", "labels"), ("attention_mask", "position_ids")  # in a batch
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """What the parts of a base model are called.
+    """The names of the submodules of a base model.
 
     Attributes:
-        words: the embedding of tokens, whose output goes through ``embedded`` before the first layer.
-        embedded: these, and what stands in for each where it is taken out.
+        words: the embedding of tokens.
+        layers: the list of layers.
+        norm: the last norm.
+        embedded: submodules between the embedding and the first layer -> the class that replaces each in other blocks.
     """
 
     words: str
@@ -45,7 +47,7 @@ class _NoPositions(nn.Module):
 
 
 _LLAMA = Decoder("embed_tokens", "layers", "norm", {})
-# Those whose forward is known, by a test, to do nothing beyond embedding, layers, norm and output layer.
+# Kinds whose forward does nothing beyond embedding, layers, norm and output layer, as a test confirms.
 DECODERS = {
     "gpt2": Decoder("wte", "h", "ln_f", {"wpe": _NoPositions, "drop": nn.Identity}),
     "llama": _LLAMA,
@@ -56,10 +58,10 @@ DECODERS = {
 
 
 def decoder_of(model: nn.Module) -> Decoder:
-    """The names of a model's parts.
+    """The names of a model's submodules.
 
     Raises:
-        TreeError: not a causal language model of transformers of a kind that is known here.
+        TreeError: the model is no causal language model of transformers of a kind in `DECODERS`.
     """
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind not in DECODERS or not isinstance(getattr(model, "lm_head", None), nn.Linear):
@@ -74,90 +76,93 @@ def decoder_of(model: nn.Module) -> Decoder:
 def decoder_blocks(model: Any) -> list[nn.Module]:
     """The blocks of a transformers causal language model, for ``sl.from_module(model, blocks=decoder_blocks(model))``.
 
-    One block is the embedding, one each decoder layer, and the last the final norm, the output layer and the loss: the
-    loss of ``model(**batch, use_cache=False)`` as an `sl.Mean` over the labels that count, so that micro-batches may hold
-    different numbers of them. (With a cache transformers does not see packed documents in ``position_ids``.) Parameters
-    keep the model's names after the block's number ("3/model/layers/0/mlp/...": each layer is number 0 of its block).
-    Tied embeddings are one tensor in the first and the last block. The modules' own dropout draws from torch's
-    generator: alike on ranks that share a batch, but from stage to stage its masks differ.
+    The first block is the embedding, followed by one block per decoder layer; the last block is the final norm, the output
+    layer and the loss: the loss of ``model(**batch, use_cache=False)`` as an `sl.Mean` over the labels other than -100, so
+    that micro-batches may have different numbers of labels. (With a cache, transformers ignores packed documents in
+    ``position_ids``.) Parameters have the model's names after the block's number, and a layer is number 0 of its block
+    ("3/model/layers/0/mlp/..."). Tied embeddings are one tensor in the first and the last block. Dropout of transformers'
+    modules draws from torch's generator: its masks are equal on ranks that share a batch, and differ between stages.
 
-    ``batch`` is a dictionary of ``input_ids`` and ``labels`` (both (B, S) int64; the loss shifts the labels, and those at
-    -100 do not count) and, where needed, ``attention_mask`` (B, S) and ``position_ids`` (B, S).
+    ``batch`` is a dictionary of ``input_ids`` and ``labels`` (both (B, S) int64; the loss shifts the labels and leaves out
+    those at -100) and, optionally, ``attention_mask`` (B, S) and ``position_ids`` (B, S).
 
     Raises:
-        TreeError: a model that is not of a known kind. From the blocks: BatchError, a batch with other keys;
-            IllegalComposition, under `shardlib.sequence` (the attention is transformers' own).
+        TreeError: the model is not of a known kind. From the blocks: BatchError, a batch with other keys;
+            IllegalComposition, with `shardlib.sequence`, as transformers' attention needs whole sequences.
     """
     decoder = decoder_of(model)
     prefix = model.base_model_prefix
     base = getattr(model, prefix)
     return [
-        _Block(prefix, _part(base, decoder, {decoder.words, *decoder.embedded})),
-        *[_Block(prefix, _part(base, decoder, set(), (index,))) for index in range(len(getattr(base, decoder.layers)))],
-        _Head(prefix, _part(base, decoder, {decoder.norm}), model.lm_head),
+        _Block(prefix, _subset(base, decoder, {decoder.words, *decoder.embedded})),
+        *[
+            _Block(prefix, _subset(base, decoder, set(), (index,)))
+            for index in range(len(getattr(base, decoder.layers)))
+        ],
+        _Head(prefix, _subset(base, decoder, {decoder.norm}), model.lm_head),
     ]
 
 
-def _part(base: Any, decoder: Decoder, kept: set[str], layers: tuple[int, ...] = ()) -> nn.Module:
-    """A base model with the parts ``kept`` and the layers of these numbers, the model's own, and no others."""
-    part = with_children_of_its_own(base)
-    own = getattr(base, decoder.layers)
-    setattr(part, decoder.layers, nn.ModuleList(own[index] for index in layers))
-    # Forwards count layers, and some ask for each one's kind, by the config.
-    part.config = copy.copy(base.config)
-    part.config.num_hidden_layers = len(layers)
+def _subset(base: Any, decoder: Decoder, kept: set[str], layers: tuple[int, ...] = ()) -> nn.Module:
+    """A copy of a base model with only the submodules ``kept`` and the layers of these numbers, shared with the model."""
+    subset = with_children_of_its_own(base)
+    all_layers = getattr(base, decoder.layers)
+    setattr(subset, decoder.layers, nn.ModuleList(all_layers[index] for index in layers))
+    # Forwards read the number of layers, and some the kind of each layer, from the config.
+    subset.config = copy.copy(base.config)
+    subset.config.num_hidden_layers = len(layers)
     if getattr(base.config, "layer_types", None) is not None:
-        part.config.layer_types = [base.config.layer_types[index] for index in layers]
+        subset.config.layer_types = [base.config.layer_types[index] for index in layers]
     stand_ins: dict[str, type[nn.Module]] = {decoder.words: nn.Identity, decoder.norm: nn.Identity, **decoder.embedded}
     for name, stand_in in stand_ins.items():
         if name not in kept:
-            setattr(part, name, stand_in())
-    return part
+            setattr(subset, name, stand_in())
+    return subset
 
 
 class _Block(nn.Module):
-    """A part of a base model, under the name that this has in its model."""
+    """A subset of a base model, under the base model's name."""
 
-    def __init__(self, prefix: str, part: nn.Module) -> None:
+    def __init__(self, prefix: str, subset: nn.Module) -> None:
         super().__init__()
-        self.add_module(prefix, part)
+        self.add_module(prefix, subset)
         self._prefix = prefix
 
     def _init_weights(self, module: nn.Module) -> None:
-        """What the model that this is a part of starts from."""
+        """The initialisation of the whole model."""
         self.get_submodule(self._prefix)._init_weights(module)  # type: ignore[operator]
 
     def forward(self, hidden: torch.Tensor | None, batch: Mapping[str, torch.Tensor]) -> Any:
-        """The residual stream (B, S, W) after this part; ``hidden`` is None before the first."""
+        """The residual stream (B, S, W) after this block; ``hidden`` is None in the first block."""
         _check(batch)
         if current_parts.get() is not None:
             raise IllegalComposition(
                 "sequence(...) cuts activations along the sequence, and the attention of transformers' modules needs whole "
                 "ones; take sequence(...) out of the plan, or build the model of sl.nn.attention (see shardlib.models.gpt)"
             )
-        given = {"input_ids": batch["input_ids"]} if hidden is None else {"inputs_embeds": hidden}
-        part = self.get_submodule(self._prefix)
+        inputs = {"input_ids": batch["input_ids"]} if hidden is None else {"inputs_embeds": hidden}
+        subset = self.get_submodule(self._prefix)
         optional = {name: batch.get(name) for name in OPTIONAL}
-        return part(**given, **optional, use_cache=False, return_dict=True).last_hidden_state
+        return subset(**inputs, **optional, use_cache=False, return_dict=True).last_hidden_state
 
 
 class _Head(_Block):
-    def __init__(self, prefix: str, part: nn.Module, output: nn.Linear) -> None:
-        super().__init__(prefix, part)
+    def __init__(self, prefix: str, subset: nn.Module, output: nn.Linear) -> None:
+        super().__init__(prefix, subset)
         self.lm_head = output
 
     def forward(self, hidden: torch.Tensor | None, batch: Mapping[str, torch.Tensor]) -> Mean:
         x = super().forward(hidden, batch)
         targets = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
-        # Not a call of the output layer: where its words are sliced the logits are never gathered.
+        # The output layer itself is not called, so that logits that are sliced by tokens are never gathered.
         total = linear_cross_entropy(x, self.lm_head.weight, targets, ignore_index=IGNORED, reduction="sum")
         return Mean(total, (targets != IGNORED).sum())
 
 
 def _check(batch: Any) -> None:
-    found = set(batch) if isinstance(batch, Mapping) else {type(batch).__name__}
-    if not found >= set(REQUIRED) or found - {*REQUIRED, *OPTIONAL}:
+    keys = set(batch) if isinstance(batch, Mapping) else {type(batch).__name__}
+    if not keys >= set(REQUIRED) or keys - {*REQUIRED, *OPTIONAL}:
         raise BatchError(
             f"a batch for decoder_blocks is a dictionary with {' and '.join(REQUIRED)}, and may hold "
-            f"{' and '.join(OPTIONAL)}; this one is or has {', '.join(sorted(found))}"
+            f"{' and '.join(OPTIONAL)}; this one is or has {', '.join(sorted(keys))}"
         )

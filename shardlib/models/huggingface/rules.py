@@ -1,6 +1,4 @@
-"""transformers' models under tensor slicing and pipelines: which layers to slice, what to swap where code hard-codes
-sizes, and (`decoder_blocks`) how to cut a decoder into blocks.
-"""
+"""Rules for tensor slicing of transformers' models, and replacements for layers that hard-code their sizes."""
 
 from __future__ import annotations
 
@@ -11,28 +9,26 @@ from torch import nn
 
 from shardlib.collectives.styles.base import Style
 from shardlib.errors import TreeError
-from shardlib.models.huggingface.decoders import decoder_blocks, decoder_of
+from shardlib.models.huggingface.decoders import decoder_of
 from shardlib.transforms.tensor_slicing import column, matches_rule, row
-
-__all__ = ["decoder_blocks", "sliceable", "slicing_rules"]
 
 Rules = dict[str, str | Style]
 
 
 def slicing_rules(module: nn.Module, blocks: bool = False) -> Rules:
-    """Rules for `shardlib.tensor_slicing` of a transformers model: its own plan, with the heads that must stay whole.
+    """Rules for `shardlib.tensor_slicing` of a transformers model: the model's own plan, with the heads that must stay whole.
 
-    For models that carry a ``base_model_tp_plan`` (Llama and its kin), BERT and RoBERTa, and GPT-2 (made `sliceable`); with a
-    head or without one. Where the embedding is tied to the output layer both have the style "vocab". The numbers of heads are
-    the configuration's, and every rule matches parameters of the model.
+    Supported are models with a ``base_model_tp_plan`` (Llama and similar ones), BERT and RoBERTa, and GPT-2 (made
+    `sliceable`), with a head or without one. If the embedding is tied to the output layer, both have the style "vocab". The
+    numbers of heads come from the configuration, and every rule matches parameters of the model.
 
     Args:
-        blocks: for the parameters that `decoder_blocks` makes; the vocabulary is sliced too, both embedding and output
-            layer, and the logits are never gathered.
+        blocks: whether the rules are for parameters that `decoder_blocks` made. Then the vocabulary is sliced too, in
+            embedding and output layer, and logits are never gathered.
 
     Raises:
-        TreeError: a model that has no plan and is none of these, or a GPT-2 that is not `sliceable`; with ``blocks`` one that
-            `decoder_blocks` cannot cut.
+        TreeError: the model has no plan and is none of these, is a GPT-2 that is not `sliceable`, or, with ``blocks``, is
+            none that `decoder_blocks` can cut.
     """
     if not blocks:
         return _of_whole(module)
@@ -65,14 +61,14 @@ def _of_plan(module: nn.Module, config: Any) -> Rules:
             "them: sl.tensor_slicing({'*/up': 'column', '*/down': 'row', ...})"
         )
     rules: Rules = {glob: _by_heads(glob, style, config) for glob, style in plan.items()}
-    rules["*/mlp/act_fn"] = "shared"  # where it has parameters, as Apertus's has, these are used on slices
+    rules["*/mlp/act_fn"] = "shared"  # parameters of an activation function (Apertus has some) are applied to slices
     if "lm_head" in rules and getattr(config, "tie_word_embeddings", False):
-        rules["lm_head"] = "vocab"  # one tensor is looked up and scores: one style
+        rules["lm_head"] = "vocab"  # embedding and output layer are one tensor, which has one style
     return rules
 
 
 def _by_heads(glob: str, style: str, config: Any) -> str | Style:
-    """A rule of a plan; of an attention's layer, with its number of heads."""
+    """The rule of a plan for ``glob``, with the number of heads if it is a layer of attention."""
     parent, layer = glob.split(".")[-2:] if "." in glob else ("", glob)
     heads = getattr(config, "num_attention_heads", None)
     if parent not in ("self_attn", "attention") or not isinstance(heads, int):
@@ -100,8 +96,8 @@ def _bert(heads: int) -> Rules:
 def _gpt2(module: nn.Module, heads: int) -> Rules:
     if any(type(layer).__name__ == "Conv1D" for layer in module.modules()):
         raise TreeError(
-            f"{type(module).__name__}'s projections hard-code their sizes, and hold query, key and value in one; make them "
-            "ready first: model = shardlib.models.huggingface.rules.sliceable(model), before slicing_rules and sl.from_module"
+            f"{type(module).__name__}'s projections hard-code their sizes, and pack query, key and value into one; replace "
+            "them first: model = shardlib.models.huggingface.sliceable(model), before slicing_rules and sl.from_module"
         )
     return {
         "*/attn/c_attn/*": column(heads=heads, transposed=True),
@@ -113,10 +109,10 @@ def _gpt2(module: nn.Module, heads: int) -> Rules:
 
 
 def sliceable(module: nn.Module) -> nn.Module:
-    """Swap, in place, the projections of a GPT-2 whose code hard-codes sizes for ones that do not. Same numbers.
+    """Replaces, in place, the projections of a GPT-2, which hard-code sizes, by equal ones that do not; returns the module.
 
-    The packed query, key and value projection ``c_attn`` becomes three (``c_attn.query``, ``.key``, ``.value``), so
-    that each is sliced by heads; in state dicts it is one, as before. Other models come back as they are. Call it before
+    The packed query, key and value projection ``c_attn`` becomes three (``c_attn.query``, ``.key``, ``.value``), so that
+    each can be sliced by heads; state dicts still have the packed one. Other models are returned unchanged. Call it before
     `from_module`.
     """
     if getattr(getattr(module, "config", None), "model_type", "") != "gpt2":
@@ -125,13 +121,13 @@ def sliceable(module: nn.Module) -> nn.Module:
     for child in list(module.modules()):
         for name, layer in list(child.named_children()):
             if type(layer).__name__ == "Conv1D":
-                swapped = _QueryKeyValue(layer) if name == "c_attn" else _Projection(layer.weight, layer.bias)
-                setattr(child, name, swapped)
+                replacement = _QueryKeyValue(layer) if name == "c_attn" else _Projection(layer.weight, layer.bias)
+                setattr(child, name, replacement)
     return module
 
 
 class _Projection(nn.Module):
-    """``x @ weight + bias`` with a weight (in, out), whatever their sizes."""
+    """``x @ weight + bias`` with a weight (in, out) of any size."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
         super().__init__()
@@ -141,15 +137,14 @@ class _Projection(nn.Module):
         return torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight).unflatten(0, x.shape[:-1])
 
 
-class _Three(NamedTuple):
-    """Query, key and value; what GPT-2 splits after its packed projection."""
+class _Split(NamedTuple):
+    """Query, key and value, in place of the packed tensor that GPT-2 calls ``split`` on."""
 
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
 
-    def split(self, size: int, dim: int) -> _Three:
-        """Already split."""
+    def split(self, size: int, dim: int) -> _Split:
         return self
 
 
@@ -164,21 +159,22 @@ class _QueryKeyValue(nn.Module):
         self.register_state_dict_post_hook(_packed)
         self.register_load_state_dict_pre_hook(_unpacked)
 
-    def forward(self, x: torch.Tensor) -> _Three:
-        return _Three(self.query(x), self.key(x), self.value(x))
+    def forward(self, x: torch.Tensor) -> _Split:
+        return _Split(self.query(x), self.key(x), self.value(x))
 
 
-_THREE, _PACKED = ("query", "key", "value"), ("weight", "bias")
+_LEAVES = ("weight", "bias")
 
 
 def _packed(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, *_: Any) -> None:
-    """A state dict has the names and the layout of the packed projection."""
-    for leaf in _PACKED:
-        state[prefix + leaf] = torch.cat([state.pop(f"{prefix}{part}.{leaf}") for part in _THREE], dim=-1)
+    """Packs query, key and value in a state dict into the tensors of the packed projection."""
+    for leaf in _LEAVES:
+        state[prefix + leaf] = torch.cat([state.pop(f"{prefix}{name}.{leaf}") for name in _Split._fields], dim=-1)
 
 
 def _unpacked(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, *_: Any) -> None:
-    for leaf in _PACKED:
+    """The inverse of `_packed`."""
+    for leaf in _LEAVES:
         if prefix + leaf in state:
-            packed = state.pop(prefix + leaf).chunk(3, dim=-1)
-            state |= {f"{prefix}{part}.{leaf}": piece for part, piece in zip(_THREE, packed, strict=True)}
+            chunks = state.pop(prefix + leaf).chunk(3, dim=-1)
+            state |= {f"{prefix}{name}.{leaf}": chunk for name, chunk in zip(_Split._fields, chunks, strict=True)}

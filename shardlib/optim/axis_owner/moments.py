@@ -1,7 +1,4 @@
-"""What the optimizers of the 1-bit papers do with Adam's moments, without bias correction.
-
-(arXiv 2102.02888, 2104.06069, 2202.06009.)
-"""
+"""Steps of the 1-bit optimizers with Adam's moments, without bias correction (arXiv 2102.02888, 2104.06069, 2202.06009)."""
 
 from __future__ import annotations
 
@@ -29,22 +26,23 @@ def adam_step(
     weight_decay: float,
     scale: torch.Tensor | None,
 ) -> Move:
-    """While gradients are averaged in full precision: take them up into both moments, in place; ``grads`` are used up."""
+    """Adam's step from gradients averaged in full precision. Updates both moments in place, and uses up ``grads``."""
     direct = partial(adam_direction_, factors=direction_at(None, b1, b2, eps, weight_decay), scale=scale)
     each_tensor(direct, params, grads, mu, nu)
     return Move(lambda p, u: u.mul_(-lr), (grads,))
 
 
 def frozen_step(mu: Tree, nu: Tree, *, lr: torch.Tensor, eps: float, weight_decay: float) -> Move:
-    """From momentum that came in few bits; masks it as well, where it is being read: one pass less."""
+    """The step from compressed momentum with a frozen variance. Applies `mask` to ``mu`` in the same pass."""
     options: dict[str, Any] = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
     return Move(partial(frozen_move, **options), (mu, nu), in_place=partial(frozen_step_, **options))
 
 
 def mask(m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Zero m where v is: signs are sent of elements that no gradient ever reached too, and would be divided by eps.
+    """Zero m in place where v is zero.
 
-    In place. A product, since torch's masked operations take several times as long.
+    Signs are sent even for elements that no gradient ever reached, whose steps would be divided by eps alone. By a product,
+    since torch's masked operations take several times as long.
     """
     return m.mul_(v.sign())
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from shardlib.collectives.codecs.integers import OneBit, check_scales
-from shardlib.kernels.frozen_adam import own_momentum_
+from shardlib.kernels.frozen_adam import local_momentum_
 from shardlib.optim.axis_owner.moments import adam_step, frozen_step
 from shardlib.optim.base import GradientTransformation, Owned
 from shardlib.optim.locality import Locality
@@ -18,15 +18,15 @@ from shardlib.optim.shards import Shards
 from shardlib.optim.stepping import Move, each_tensor, stepping
 from shardlib.tree import Tree, tree_map
 
-# The variance is settled when its 1-norm is at least this part of what it was 1/(1 − b2) steps before.
+# The variance is settled when its 1-norm is at least this share of its 1-norm 1/(1 − b2) steps before.
 _SETTLED = 0.96
 
 
 class OneBitAdamState(NamedTuple):
-    """What 1-bit Adam remembers.
+    """The state of `onebit_adam`.
 
-    ``count``: steps taken (0-d float); ``mu``, ``nu``: running means of g and g², ``nu`` as it was frozen; ``frozen``: 1
-    once it is (0-d float); ``norm``: Σ|nu| when "auto" last looked (0-d float64).
+    ``count``: steps taken (0-d float); ``mu``, ``nu``: running means of g and g², where ``nu`` stops at the freeze;
+    ``frozen``: 1 from the freeze on (0-d float); ``norm``: Σ|nu| at the last check of "auto" (0-d float64).
     """
 
     count: torch.Tensor  # type: ignore[assignment]  # optax's name, though tuples have a method of it
@@ -47,24 +47,25 @@ def onebit_adam(
     axis: str = "data",
     scales: str | int = "leaf",
 ) -> GradientTransformation:
-    """Adam that, its variance frozen, averages momentum over ``axis`` in one bit per element instead of gradients.
+    """Adam that, once its variance is frozen, averages momentum instead of gradients over ``axis``, in one bit per element.
 
     Update ``−lr·(m/(√v + eps) + weight_decay·p)``, without bias correction. For the first ``freeze_step`` steps gradients
-    are averaged in full precision. Then v stays as it is; each rank adds its own gradient to m, and m is averaged by the
-    two-phase 1-bit all-reduce with error feedback (residuals in ``TrainState.comm``). Elements whose v is 0 then, such as
-    embeddings of tokens that were never met, stay where they are (but for weight decay). Where gradients are rounding alone,
-    as a key's bias under softmax has them, v is hardly more and signs are sent all the same: an ``eps`` well above √v there
-    (1e-5, say) keeps their steps small.
+    are averaged in full precision. After that v is frozen: each rank adds its gradient to m, and m is averaged by the
+    two-phase 1-bit all-reduce with error feedback (residuals in ``TrainState.comm``). Elements whose v is 0 at the freeze,
+    such as embeddings of tokens that never occurred, no longer change (except by weight decay). Some gradients are only
+    rounding, such as those of a key's bias under softmax; v is then tiny, and signs are sent all the same. An ``eps`` well
+    above √v of such elements (1e-5, for example) keeps their steps small.
 
     Composes with `shardlib.zero` over other axes: ``zero(1, axis="local", replicate="node")`` with ``axis="node"`` keeps
     full precision inside a node.
 
     Args:
-        freeze_step: the paper's runs freeze after 15 to 25 % of all steps; or "auto": look every 1/(1 − b2) steps, and
-            freeze when the learning rate no longer rises and Σ|v| is at least 0.96 times that of the last look. A restored
-            state that has taken more steps freezes after its next; one that is frozen stays so.
-        axis: over which ranks share the batch and hold the same state.
-        scales: "leaf", one scale for each parameter as in the paper, or elements per block, a multiple of 8.
+        freeze_step: the number of steps before the freeze (15 to 25 % of all steps in the paper's runs); or "auto": check
+            every 1/(1 − b2) steps, and freeze when the learning rate no longer rises and Σ|v| is at least 0.96 times its
+            value at the last check. A restored state that has taken more steps freezes after its next step; a frozen state
+            stays frozen.
+        axis: the mesh axis whose ranks share the batch and hold the same state.
+        scales: "leaf" for one scale per parameter as in the paper, or the number of elements per scale, a multiple of 8.
 
     Raises:
         ValueError: a hyper-parameter out of range.
@@ -101,7 +102,7 @@ def onebit_adam(
         size, mu = rate(state.count), state.mu
         after = state._replace(count=state.count + 1)
         if unreduced(state):
-            each_tensor(partial(own_momentum_, b1=b1, scale=scale), grads, mu)
+            each_tensor(partial(local_momentum_, b1=b1, scale=scale), grads, mu)
             mu = shards.compressed_mean(grads, out=mu)
             return after._replace(mu=mu), frozen_step(mu, state.nu, lr=size, eps=eps, weight_decay=weight_decay)
         options = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
@@ -109,7 +110,7 @@ def onebit_adam(
         return freeze(after, shards), move
 
     def freeze(state: OneBitAdamState, shards: Shards) -> OneBitAdamState:
-        """Whether the step just taken was the last before the variance is frozen."""
+        """The state, frozen if the step just taken was the last one before the freeze."""
         count = int(state.count)
         if isinstance(freeze_step, int):
             return state._replace(frozen=torch.tensor(float(count >= freeze_step)))
@@ -124,8 +125,9 @@ def onebit_adam(
 
 
 def unreduced(state: OneBitAdamState) -> bool:
+    """See `shardlib.optim.base.Owned.unreduced`."""
     return bool(state.frozen)
 
 
 def _absolute_sum(leaf: torch.Tensor) -> torch.Tensor:
-    return leaf.sum(dtype=torch.float64)  # of squares: none is negative
+    return leaf.sum(dtype=torch.float64)  # running means of squares are not negative

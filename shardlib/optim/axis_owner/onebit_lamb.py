@@ -9,7 +9,7 @@ import torch
 
 from shardlib.collectives.codecs.integers import OneBit, check_scales
 from shardlib.kernels.adamw import adam_direction_, direction_at
-from shardlib.kernels.frozen_adam import fresh_step_, own_momentum_
+from shardlib.kernels.frozen_adam import fresh_step_, local_momentum_
 from shardlib.kernels.global_norm import sum_of_squares
 from shardlib.optim.axis_owner.moments import root
 from shardlib.optim.base import GradientTransformation, Owned
@@ -23,13 +23,13 @@ from shardlib.tree import Tree, tree_map
 
 
 class OneBitLambState(NamedTuple):
-    """What 1-bit LAMB remembers.
+    """The state of `onebit_lamb`.
 
-    ``count``: steps taken (0-d float); ``mu``, ``nu``: running means of g and g², ``nu`` as it was frozen; ``frozen``: 1
-    once it is (0-d float); ``fresh``: the mean of g² that goes on, from what momentum tells of gradients (0 before). For each
-    parameter, float64 ``[leaf_count]``: ``coeff``, the running mean of the trust ratio (c̄ of the paper); ``spread``, what
-    momentum is multiplied by before it is sent, so that all have the same mean size; ``factor``, by how much the trust ratio
-    is changed.
+    ``count``: steps taken (0-d float); ``mu``, ``nu``: running means of g and g², where ``nu`` stops at the freeze;
+    ``frozen``: 1 from the freeze on (0-d float); ``fresh``: 0 before the freeze, then the running mean of g² that continues
+    ``nu``, with gradients estimated from momentum. For each parameter, float64 ``[leaf_count]``: ``coeff``, the running mean
+    of the trust ratio (the paper's c̄); ``spread``, the factor of momentum before it is sent, which gives all parameters the
+    same root mean square; ``factor``, the factor of the trust ratio after the freeze.
     """
 
     count: torch.Tensor  # type: ignore[assignment]  # optax's name, though tuples have a method of it
@@ -59,16 +59,17 @@ def onebit_lamb(
     axis: str = "data",
     scales: str | int = "leaf",
 ) -> GradientTransformation:
-    """LAMB that, its variance frozen, averages momentum over ``axis`` in one bit per element instead of gradients.
+    """LAMB that, once its variance is frozen, averages momentum instead of gradients over ``axis``, in one bit per element.
 
     Update ``−lr·c·u`` with ``u = m/(√v + eps) + weight_decay·p``, without bias correction. For the first ``freeze_step``
-    steps c is ‖p‖/‖u‖ within ``min_coeff`` and ``max_coeff``, as `lamb`'s, and c̄ its running mean over the steps at which it
-    is not 1, from 0. Then c = c̄·f: f is the largest (√v + eps)/(√v̂ + eps) of the parameter's elements, v̂ being the variance
-    as it would have become, as far as it can be told from momentum; weighed by the part of u that is not weight decay,
-    kept within ``min_factor`` and ``max_factor``, and changed by at most ``factor_threshold`` a step. A parameter with c = 1
-    at every step before the freeze (its norm always 0, say) therefore stays where it is after it.
+    steps c is ‖p‖/‖u‖ clamped to ``min_coeff`` and ``max_coeff``, as in `lamb`, and c̄ is its running mean, from 0, over the
+    steps at which c is not 1. After that c = c̄·f. Here f is the maximum of (√v + eps)/(√v̂ + eps) over the parameter's
+    elements, where v̂ is the variance continued with gradients estimated from momentum; f is weighted by the share of u that
+    is not weight decay, clamped to ``min_factor`` and ``max_factor``, and changes by at most ``factor_threshold`` of its
+    value per step. So a parameter with c = 1 at every step before the freeze (one whose norm is always 0, for example) does
+    not change after it.
 
-    Otherwise as `onebit_adam`; defaults as DeepSpeed's.
+    Other arguments and behaviour are those of `onebit_adam`; defaults are DeepSpeed's.
 
     Raises:
         ValueError: a hyper-parameter out of range.
@@ -130,20 +131,20 @@ def onebit_lamb(
 
     def compressed(params, grads, state, scale, shards):
         def send(number: int, g: torch.Tensor, m: torch.Tensor) -> None:
-            own_momentum_(g, m, b1=b1, scale=scale)
+            local_momentum_(g, m, b1=b1, scale=scale)
             g.mul_(state.spread[number])
 
         each_leaf(shards, send, grads, state.mu)
-        mu, directions = shards.compressed_mean(grads), state.mu  # the last momentum's memory is to hold the direction
+        mu, directions = shards.compressed_mean(grads), state.mu  # the old momentum's memory will hold the direction
         for number, tensors in shards.leaves(mu, directions, state.nu, state.fresh):
             fresh_step_(*tensors, spread=state.spread[number], b1=b1, b2=b2, eps=eps)
         factor = shards.leaf_max(lambda v, fresh: (root(v, eps) / root(fresh, eps)).max(), state.nu, state.fresh)
         if weight_decay:
-            plain = shards.leaf_sums((sum_of_squares,), directions)[0]
+            without_decay = shards.leaf_sums((sum_of_squares,), directions)[0]
             each(lambda u, p: u.add_(p, alpha=weight_decay), directions, params)
-            whole = shards.leaf_sums((sum_of_squares,), directions)[0]
-            part = torch.where(whole == 0, 1.0, (plain / whole).sqrt().clamp(max=1))
-            factor = factor * part + 1 - part
+            with_decay = shards.leaf_sums((sum_of_squares,), directions)[0]
+            weight = torch.where(with_decay == 0, 1.0, (without_decay / with_decay).sqrt().clamp(max=1))
+            factor = factor * weight + 1 - weight
         factor = factor.clamp(min_factor, max_factor)
         factor = torch.clamp(factor, state.factor * (1 - factor_threshold), state.factor * (1 + factor_threshold))
         return state._replace(mu=mu, factor=factor), directions, state.coeff * factor

@@ -21,12 +21,13 @@ from shardlib.tree import Tree, tree_map
 
 
 class ZeroOneAdamState(NamedTuple):
-    """What 0/1 Adam remembers.
+    """The state of `zero_one_adam`.
 
     ``count``: steps taken (0-d float); ``mu``, ``nu``: running means of g and g². From the first step with a frozen
-    variance on: ``frozen``, 1 (0-d float); ``anchor``, the parameters that all ranks had last; ``moved``, how far this rank's
-    have gone since; ``elapsed``, the sum of learning rates since (0-d float64). ``diverged``: 1 from a step that sends
-    nothing to the next that does (0-d float).
+    variance on: ``frozen``, 1 (0-d float); ``anchor``, the last parameters that were equal on all ranks; ``moved``, the
+        change
+    of this rank's parameters since; ``elapsed``, the sum of learning rates since (0-d float64). ``diverged``: 1 from a step
+    that sends nothing until the next step that sends (0-d float).
     """
 
     count: torch.Tensor  # type: ignore[assignment]  # optax's name, though tuples have a method of it
@@ -61,25 +62,24 @@ def zero_one_adam(
     axis: str = "data",
     scales: str | int = "leaf",
 ) -> GradientTransformation:
-    """Adam that sends gradients in one bit per element over ``axis``, and after ``var_freeze_step`` at most steps nothing.
+    """Adam that sends gradients over ``axis`` in one bit per element, and at most steps after ``var_freeze_step`` nothing.
 
-    Which step does what, `ZeroOneSteps` says. Until the variance is frozen, gradients are averaged at every step: in full
-    precision where the variance takes them up too, at others in one bit, for momentum alone. Then each rank takes steps of
-    its own, ``−lr·m/(√v + eps)``, and remembers how far it went; at some of them what ranks went, as momentum, is averaged
-    in one bit and all go there from where they last were together.
+    `ZeroOneSteps` says which step sends what. Until the variance is frozen, gradients are averaged at every step: in full
+    precision at the steps that update the variance, and at the others in one bit, for momentum alone. After that each rank
+    takes local steps, ``−lr·m/(√v + eps)``, and sums its changes. At some steps these sums, as momentum, are averaged in one
+    bit, and all ranks apply the mean to the last parameters that were equal on all ranks.
 
-    Weight decay is decoupled. While ranks go on their own it waits for the next such step, and is then taken from the
-    parameters they all had: ``−Σlr·weight_decay·p``; the paper has none.
+    Weight decay is decoupled. It is applied only at steps that send, to the last equal parameters, for all steps since:
+    ``−Σlr·weight_decay·p``. The paper has no weight decay.
 
-    Between these steps ``state.params`` is **this rank's own**, and so is what is evaluated with it; its ranks' losses
-    differ a little. To evaluate what all have, do it at a step that sends: ``ZeroOneSteps(...).sent(state.step) is
-    Sent.ONE_BIT`` (skipped steps do not count). A checkpoint keeps every rank's own, and on another number of ranks goes on
-    from their mean.
+    Between steps that send, ``state.params`` are **rank-local**, and evaluations differ a little between ranks. To evaluate
+    equal parameters, do it after a step that sends: ``ZeroOneSteps(...).sent(state.step) is Sent.ONE_BIT`` (skipped steps do
+    not count). A checkpoint stores every rank's parameters; a restore on another number of ranks starts from their mean.
 
     Args:
         var_update_scaler, local_step_scaler, local_step_clipper: see `ZeroOneSteps`.
-        axis: over which ranks share the batch and hold the same state.
-        scales: "leaf", one scale for each parameter, or elements per block, a multiple of 8.
+        axis: the mesh axis whose ranks share the batch and hold the same state.
+        scales: "leaf" for one scale per parameter, or the number of elements per scale, a multiple of 8.
 
     Raises:
         ValueError: a hyper-parameter out of range; in a step, a state that was frozen before ``var_freeze_step``.
@@ -128,14 +128,14 @@ def zero_one_adam(
     def alone(params, grads, state, scale, shards, number):
         if not state.frozen:
             each(lambda anchor, p: anchor.copy_(p), state.anchor, params)
-            shards.reset_residuals()  # they are of gradients; what follows is momentum
+            shards.reset_residuals()  # of gradients; from here on momentum is sent
             state = state._replace(frozen=torch.ones(()))
         size = rate(state.count)
         elapsed = state.elapsed + size
 
         local = partial(local_step_, lr=size, b1=b1, eps=eps, scale=scale)
         each_tensor(local, grads, state.mu, state.nu, state.moved)
-        # Where the learning rate was 0 all the while, nobody went anywhere.
+        # With elapsed == 0 no rank has moved, and the mean would be divided by 0.
         if steps.sent(number) is Sent.NOTHING or elapsed == 0:
             return state._replace(elapsed=elapsed, diverged=torch.ones(())), Move(
                 lambda p, anchor, moved: anchor + moved, (state.anchor, state.moved), absolute=True
@@ -163,7 +163,7 @@ def zero_one_adam(
         if state.frozen and not steps.frozen(number):
             raise ValueError(
                 f"zero_one_adam(var_freeze_step={var_freeze_step}): the variance of this state is frozen, after {number - 1} "
-                "steps, and ranks may have gone on their own; give the var_freeze_step that it was trained with"
+                "steps, and ranks may have diverged; give the var_freeze_step that it was trained with"
             )
         return number
 
@@ -171,5 +171,8 @@ def zero_one_adam(
         return steps.sent(coming(state)) is not Sent.FULL
 
     owns = Owned("zero_one_adam", axis, OneBit(scales), unreduced)
-    last = "zero_one_adam brings ranks together that had diverged, and what follows it in the chain would change by how much"
+    last = (
+        "zero_one_adam makes parameters equal again that had diverged, and a later transformation in the chain would change "
+        "its updates"
+    )
     return stepping("zero_one_adam", init, step, Locality.GLOBAL, owns, last=last)

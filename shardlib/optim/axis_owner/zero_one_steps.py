@@ -1,4 +1,4 @@
-"""Which steps of 0/1 Adam send what: a pure function of the step's number (arXiv 2202.06009, section 4)."""
+"""The schedule of what 0/1 Adam sends, as a pure function of the step's number (arXiv 2202.06009, section 4)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardlib.optim.ranges import check, is_step
 
 
 class Sent(enum.Enum):
-    """What a step sends over the optimizer's axis."""
+    """The values that a step of 0/1 Adam sends over the optimizer's axis."""
 
     FULL = "full precision"
     ONE_BIT = "1 bit"
@@ -19,15 +19,19 @@ class Sent(enum.Enum):
 
 @dataclass(frozen=True)
 class ZeroOneSteps:
-    """When 0/1 Adam sends what.
+    """The steps at which 0/1 Adam sends in full precision, in one bit, or nothing.
 
-    Up to the step after ``var_freeze_step`` (so the paper's counts have it) every step that the variance's interval divides
-    is in full precision, the others in 1 bit; the interval is 1 and doubles after every ``var_update_scaler`` such steps.
-    From then on every step that the local interval divides is in 1 bit, the others send nothing; that interval is 1 and
-    doubles after every ``local_step_scaler`` steps, up to ``local_step_clipper``.
+    Up to step ``var_freeze_step`` + 1 (as in the paper's counts), every step whose number the variance interval divides sends
+    in full precision, and the others in one bit. The interval is 1 and doubles after every ``var_update_scaler`` steps in
+    full precision. After that, every step whose number the local interval divides sends in one bit, and the others nothing.
+    The local interval is 1 and doubles after every ``local_step_scaler`` steps, up to ``local_step_clipper``.
 
     Raises:
-        ValueError: one of them is not an integer above 0.
+        ValueError: an argument is not an integer above 0.
+
+    >>> steps = sl.optim.ZeroOneSteps(var_freeze_step=2, local_step_scaler=2, local_step_clipper=2)
+    >>> [steps.sent(step).value for step in range(1, 9)]
+    ['full precision', 'full precision', 'full precision', '1 bit', '1 bit', '1 bit', 'nothing', '1 bit']
     """
 
     var_freeze_step: int
@@ -43,21 +47,21 @@ class ZeroOneSteps:
         )
 
     def sent(self, step: int) -> Sent:
-        """By step number ``step``, from 1."""
+        """The kind of message that step number ``step``, from 1, sends."""
         if not self.frozen(step):
             return Sent.ONE_BIT if step % self._variance_interval(step) else Sent.FULL
         return Sent.NOTHING if step % self._local_interval(step) else Sent.ONE_BIT
 
     def frozen(self, step: int) -> bool:
-        """Whether the variance is frozen at this step."""
+        """Whether the variance is frozen at step number ``step``."""
         return step > self.var_freeze_step + 1
 
     def count(self, steps: int) -> Mapping[Sent, int]:
-        """How many of the first ``steps`` steps send what."""
-        found = dict.fromkeys(Sent, 0)
+        """The number of steps among the first ``steps`` that send each `Sent`."""
+        counts = dict.fromkeys(Sent, 0)
         for step in range(1, steps + 1):
-            found[self.sent(step)] += 1
-        return found
+            counts[self.sent(step)] += 1
+        return counts
 
     def _variance_interval(self, step: int) -> int:
         interval, last = 1, 0
@@ -70,5 +74,5 @@ class ZeroOneSteps:
 
     def _local_interval(self, step: int) -> int:
         doublings = (step - self.var_freeze_step - 2) // self.local_step_scaler
-        # A clipper need not be a power of two; and what is far beyond it need not be computed.
+        # The clipper need not be a power of two. Powers far above it are not computed.
         return min(2 ** min(doublings, self.local_step_clipper.bit_length()), self.local_step_clipper)

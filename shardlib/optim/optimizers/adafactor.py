@@ -1,7 +1,7 @@
-"""Adafactor (arXiv 1804.04235): of g² of a matrix the means of its rows and columns alone are kept.
+"""Adafactor (arXiv 1804.04235), which keeps only the row and column means of a matrix's g².
 
-On shards every rank adds up its elements of each row and column, and one sum over all ranks gives the whole ones: the only
-exchange that grows with the parameters, by their rows and columns.
+On shards every rank sums its elements of each row and column, and one sum over all ranks gives the totals. This is the only
+exchange that grows with the parameters: by their rows and columns.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from shardlib.tree import Tree, tree_map
 
 
 class Factors(NamedTuple):
-    """Of one parameter, the running means of g² along its largest dimension (``row``) and its second largest (``col``).
+    """The running means of a parameter's g² along its largest dimension (``row``) and its second largest (``col``).
 
-    In its dtype, flat; equal on all ranks.
+    Flat, fp32 or wider; equal on all ranks.
     """
 
     row: torch.Tensor
@@ -36,9 +36,9 @@ class Factors(NamedTuple):
 
 
 class AdafactorState(NamedTuple):
-    """``count``: steps taken (0-d float); ``factors``: path -> `Factors`; ``v``: running mean of g² of parameters without.
+    """``count``: steps taken (0-d float); ``factors``: path -> `Factors`; ``v``: running mean of g² of other parameters.
 
-    ``mu``: the momentum, or () without.
+    ``mu``: the momentum, or () without momentum.
     """
 
     count: torch.Tensor  # type: ignore[assignment]  # optax's name, though tuples have a method of it
@@ -49,7 +49,7 @@ class AdafactorState(NamedTuple):
 
 @dataclass(frozen=True)
 class Unfactored:
-    """Parameters whose second largest dimension is below ``least``; all, where that is None."""
+    """The choice of parameters whose second largest dimension is below ``least``; of all parameters for None."""
 
     least: int | None
 
@@ -72,16 +72,16 @@ def adafactor(
     """Update ``−lr·u·scale`` with ``u = g/√v̂`` clipped; v̂ has one factor for each row and one for each column.
 
     Args:
-        lr: None for 1.
-        min_dim_size_to_factor: parameters with two dimensions of at least this size are factored, over the two largest.
+        lr: the rate; None for 1.
+        min_dim_size_to_factor: parameters with two dimensions of at least this size are factored over the two largest.
         decay_rate: v ← β·v + (1−β)·(g² + eps) with β = 1 − (t + 1 − decay_offset)^−decay_rate at step t from 0,
             and 0 up to step ``decay_offset``.
-        multiply_by_parameter_scale: scale is the root mean square of the parameter, at least 1e-3; else 1.
-        clipping_threshold: the largest root mean square of a parameter's u.
-        momentum: the update is the running mean of what it would be without.
-        weight_decay_rate: of the parameter, is taken off it; not multiplied by ``lr``.
+        multiply_by_parameter_scale: whether scale is the root mean square of the parameter, at least 1e-3; else it is 1.
+        clipping_threshold: the largest root mean square of a parameter's u; None for no clipping.
+        momentum: the decay of a running mean of updates, which is then the update; None for no momentum.
+        weight_decay_rate: the share of a parameter that is subtracted from it at each step, not multiplied by ``lr``.
 
-    Defaults as optax.adafactor. torch's gives its ``eps`` another meaning.
+    Defaults as optax.adafactor. In torch's Adafactor ``eps`` has another meaning.
 
     Raises:
         ValueError: a hyper-parameter out of range.
@@ -128,7 +128,7 @@ def adafactor(
         size, count = rate(state.count), state.count + 1
         keep = float(1 - (count.to(torch.float64) - decay_offset).clamp(min=1) ** -decay_rate)
         infos = shards.about(params)
-        grads = tree_map(torch.Tensor.contiguous, grads)  # cut into rows below
+        grads = tree_map(torch.Tensor.contiguous, grads)  # `_divide` needs rows
         if scale is not None:
             each(lambda g: g.mul_(scale), grads)
         factors = _next_factors(infos, grads, state.factors, keep, shards)
@@ -157,36 +157,36 @@ def adafactor(
     def _next_factors(
         infos: list[LeafInfo], grads: Tree, before: Mapping[str, Factors], keep: float, shards: Shards
     ) -> dict[str, Factors]:
-        """Rows and columns of all parameters in one vector, so that they are summed at once."""
-        sizes = [len(part) for factors in before.values() for part in factors]
+        """The factors after this step. The sums of all parameters lie in one vector, for one exchange."""
+        sizes = [len(factor) for factors in before.values() for factor in factors]
         sums = torch.zeros(sum(sizes), dtype=torch.float64, device=device_of(grads))
-        parts = iter(sums.split(sizes))
-        table = {path: Factors(next(parts), next(parts)) for path in before}
+        views = iter(sums.split(sizes))
+        table = {path: Factors(next(views), next(views)) for path in before}
         for number, index_map, (g,) in shards.shares(grads):
             info = infos[number]
             if not unfactored(info):
                 for chunk, chunk_map in index_map.chunks(g):
                     _add_sums(table[info.path], chunk.square().add_(eps), chunk_map)
         shards.total(sums)
-        found = {}
+        after = {}
         for info in infos:
             if not unfactored(info):
                 dims = reversed(_largest(info.shape))
-                means = [part / info.shape[dim] for part, dim in zip(table[info.path], dims)]
-                old = before[info.path]
-                found[info.path] = Factors(*(was.lerp(new.to(was.dtype), 1 - keep) for was, new in zip(old, means)))
-        return found
+                means = [total / info.shape[dim] for total, dim in zip(table[info.path], dims)]
+                pairs = zip(before[info.path], means)
+                after[info.path] = Factors(*(old.lerp(new.to(old.dtype), 1 - keep) for old, new in pairs))
+        return after
 
     def _factor(infos: list[LeafInfo], params: Tree, directions: Tree, shards: Shards) -> torch.Tensor:
-        """Of each parameter, what clipping and its own scale come to."""
+        """The factor of each parameter's update from clipping and from the parameter's scale, ``[leaf_count]``."""
         of_both = (lambda p, u: sum_of_squares(p), lambda p, u: sum_of_squares(u))
         sizes = torch.tensor([max(math.prod(info.shape), 1) for info in infos], dtype=torch.float64)
         squares = shards.leaf_sums(of_both, params, directions)
-        own, moved = (squares / sizes.to(squares.device)).sqrt()
-        factor = torch.ones_like(own)
+        param_rms, update_rms = (squares / sizes.to(squares.device)).sqrt()
+        factor = torch.ones_like(param_rms)
         if clipping_threshold is not None:
-            factor = factor / (moved / clipping_threshold).clamp(min=1)
-        return factor * own.clamp(min=1e-3) if multiply_by_parameter_scale else factor
+            factor = factor / (update_rms / clipping_threshold).clamp(min=1)
+        return factor * param_rms.clamp(min=1e-3) if multiply_by_parameter_scale else factor
 
     def sends(shards: Shards) -> Mapping[str, int]:
         infos = [info for info in shards.about({}) if not unfactored(info)]
@@ -201,7 +201,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _largest(shape: tuple[int, ...]) -> tuple[int, int]:
-    """The second largest dimension and the largest; of equal ones the later is the larger."""
+    """The second largest dimension and the largest. Of dimensions of equal size the later counts as larger."""
     second, first = sorted(range(len(shape)), key=lambda dim: shape[dim])[-2:]
     return second, first
 
@@ -211,17 +211,17 @@ def _without(shape: tuple[int, ...], dim: int) -> list[int]:
 
 
 def _add_sums(sums: Factors, squares: torch.Tensor, index_map: IndexMap) -> None:
-    """Add to the parameter's flat sums along its two largest dimensions."""
+    """Add ``squares``, at the elements of ``index_map``, to a parameter's flat sums along its two largest dimensions."""
     box = index_map.box(len(squares))
     grid = squares.new_zeros(math.prod(box.shape))
     grid[box.skip : box.skip + len(squares)] = squares
     for flat, dim in zip(sums, reversed(_largest(index_map.shape))):
-        mine = box.without(flat.view(_without(index_map.shape, dim)), dim)
-        mine += grid.view(box.shape).sum(dim, dtype=mine.dtype)
+        covered = box.without(flat.view(_without(index_map.shape, dim)), dim)
+        covered += grid.view(box.shape).sum(dim, dtype=covered.dtype)
 
 
 def _divide(g: torch.Tensor, index_map: IndexMap, factors: Factors) -> None:
-    """By the root of what the factors give, in place."""
+    """Divide ``g``, at the elements of ``index_map``, by √v̂ in place."""
     d1, d0 = _largest(index_map.shape)
     rows, columns = factors.row.view(_without(index_map.shape, d0)), factors.col.view(_without(index_map.shape, d1))
     rows = (rows / rows.mean(dim=d1 - 1 if d1 > d0 else d1, keepdim=True)).rsqrt_()

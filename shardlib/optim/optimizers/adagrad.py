@@ -16,14 +16,14 @@ from shardlib.tree import Tree, tree_map
 
 
 class AdagradState(NamedTuple):
-    """``count``: steps taken (0-d float); ``sum_of_squares``: of all gradients so far."""
+    """``count``: steps taken (0-d float); ``sum_of_squares``: Σg² over all steps."""
 
     count: torch.Tensor  # type: ignore[assignment]  # optax's name, though tuples have a method of it
     sum_of_squares: Tree
 
 
 def adagrad(lr: float | Schedule, initial_accumulator_value: float = 0.1, eps: float = 1e-7) -> GradientTransformation:
-    """``s ← s + g²``; update ``−lr·g/√(s + eps)``, 0 where s is. Defaults as optax.adagrad.
+    """``s ← s + g²``; update ``−lr·g/√(s + eps)``, or 0 where s is 0. Defaults as optax.adagrad.
 
     Raises:
         ValueError: a hyper-parameter out of range.

@@ -28,10 +28,10 @@ def adamw(
 ) -> GradientTransformation:
     """Adam with decoupled weight decay: update ``−lr·(m̂/(√v̂ + eps) + weight_decay·p)``.
 
-    m̂, v̂ are bias-corrected. Defaults as optax.adamw. Moments take the dtype of the parameters they are made for
-    (fp32 masters, under `shardlib.precision`).
+    m̂, v̂ are bias-corrected. Defaults as optax.adamw. Moments have the dtype of the parameters passed to ``init`` (of the
+    fp32 masters, under `shardlib.precision`).
 
-    Decays every parameter it is given, as optax does, one that the loss does not use included: to leave those alone, as
+    As in optax, all parameters decay, also those that the loss does not use. To leave unused parameters alone, as
     torch.optim.AdamW does, freeze them (`shardlib.unused_params` finds them).
 
     Raises:
@@ -73,9 +73,9 @@ def _adam(
     def update(updates: Tree, state: AdamState, params: Tree, *, shards: Shards) -> tuple[Tree, AdamState]:
         check_alike(what, updates, state.mu, ("updates", "moments"))
         if weight_decay and params is None:
-            raise ValueError("adamw decays weights, so update needs them: update(updates, state, params)")
+            raise ValueError("adamw decays weights, so update needs the parameters: update(updates, state, params)")
         lr, count = rate(state.count).to(torch.float64), state.count + 1
-        # Tensors, for derivatives and batches; and in fp32 1 − b2 would lose most of its digits.
+        # Tensors, so that updates can be differentiated and vmapped; float64, since 1 − b2 in fp32 loses most of its digits.
         factors = factors_at(count.to(torch.float64), lr, b1, b2, eps, weight_decay)
 
         def change(g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, ...]:

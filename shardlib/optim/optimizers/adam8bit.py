@@ -22,12 +22,12 @@ from shardlib.tree import Tree, leaves_of, tree_map
 def adamw8bit(
     lr: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 1e-4
 ) -> GradientTransformation:
-    """`adamw` whose moments take a quarter of the memory: a byte per element each, and 4 per block of 256.
+    """`adamw` whose moments take a quarter of the memory: each one byte per element, and 4 bytes per block of 256 elements.
 
-    Blocks lie in the tensors that the optimizer is given: on a mesh in each rank's flat shards, which may hold several
-    parameters. A tensor of fewer than 4096 elements keeps its moments as `adamw` does. Each step moves the parameters by
-    moments that are not rounded yet; what is kept of them is the nearest code, of a variance above zero never 0.
-    Checkpoints hold one number per element, and fit `adamw` as well.
+    Blocks are runs of the tensors that the optimizer gets: on a mesh of each rank's flat shards, which may hold several
+    parameters. Tensors of fewer than 4096 elements have moments as in `adamw`. Each step changes parameters by the moments
+    before these are rounded; the state has the nearest codes, where a variance above zero never becomes 0. Checkpoints hold
+    the decoded moments, and can be restored for `adamw` as well.
 
     Raises:
         ValueError: a hyper-parameter out of range.
@@ -47,10 +47,12 @@ def adamw8bit(
 
     def update(updates: Tree, state: AdamState, params: Tree, *, shards: Shards) -> tuple[Tree, AdamState]:
         if params is None:
-            raise ValueError("adamw8bit moves parameters itself, so update needs them: update(updates, state, params)")
-        # The very step that `apply` takes: were a moment only rounded differently, its code could be another.
-        moved, kept = tree_map(torch.clone, params), tree_map(torch.clone, state)
-        after = apply(moved, updates, kept, None, shards, moved)
+            raise ValueError(
+                "adamw8bit changes parameters itself, so update needs them: update(updates, state, params)"
+            )
+        # By `apply`, since another rounding of a moment could give another code.
+        moved, copied = tree_map(torch.clone, params), tree_map(torch.clone, state)
+        after = apply(moved, updates, copied, None, shards, moved)
         return tree_map(torch.sub, moved, params), after
 
     def apply(

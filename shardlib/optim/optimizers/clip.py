@@ -13,9 +13,9 @@ from shardlib.tree import Tree, tree_map
 
 
 def clip_by_global_norm(max_norm: float) -> GradientTransformation:
-    """Multiply all updates by ``min(1, max_norm / norm)``, the norm taken over every element of every leaf.
+    """Multiply all updates by ``min(1, max_norm / norm)``, with the norm over all elements of all leaves.
 
-    The same on every mesh: shards are summed, copies and tied leaves counted once.
+    The norm is the same on every mesh: over all shards, with copies and tied leaves counted once.
 
     Raises:
         ValueError: ``max_norm`` is not positive.
@@ -46,7 +46,7 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
 
 
 def clip_by_value(max_delta: float) -> GradientTransformation:
-    """Every element kept within ``±max_delta``; as optax.clip and torch.nn.utils.clip_grad_value_.
+    """Clamp every element to ``±max_delta``; as optax.clip and torch.nn.utils.clip_grad_value_.
 
     Raises:
         ValueError: ``max_delta`` is not positive.
@@ -68,9 +68,9 @@ def clip_by_value(max_delta: float) -> GradientTransformation:
 
 
 def clip_by_block_norm(max_norm: float) -> GradientTransformation:
-    """`clip_by_global_norm` of each parameter for itself: its update times ``min(1, max_norm/norm)``.
+    """Multiply each parameter's update by ``min(1, max_norm/norm)``, with the norm of this update.
 
-    optax.clip_by_block_rms(threshold) is the same with a parameter's norm over the root of its size.
+    optax.clip_by_block_rms(threshold) does the same with the root mean square of the update.
 
     Raises:
         ValueError: ``max_norm`` is not positive.
@@ -88,8 +88,8 @@ def clip_by_block_norm(max_norm: float) -> GradientTransformation:
     def update(updates: Tree, state: Tree, params: Tree, *, shards: Shards) -> tuple[Tree, Tree]:
         norms = shards.leaf_sums((sum_of_squares,), updates)[0].sqrt()
         clipped = tree_map(torch.clone, updates)
-        for number, (part,) in shards.leaves(clipped):
-            part.mul_(max_norm / norms[number].clamp(min=max_norm))
+        for number, (update,) in shards.leaves(clipped):
+            update.mul_(max_norm / norms[number].clamp(min=max_norm))
         return clipped, state
 
     return GradientTransformation(empty_init, update, Locality.LEAF)

@@ -1,4 +1,4 @@
-"""Moments of an optimizer in 8 bits: what its state holds of a tensor that is large enough."""
+"""Moments in 8 bits, as an optimizer's state holds them for tensors that are large enough."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ from shardlib.kernels.adamw8 import BLOCK, DynamicMap
 from shardlib.optim.base import Packed
 from shardlib.tree import register_node
 
-_SMALL = 4096  # elements; below, moments stay in fp32, as in the paper (arXiv 2110.02861, section 2)
+_SMALL = 4096  # elements; moments of smaller tensors stay in fp32, as in the paper (arXiv 2110.02861, section 2)
 
 
 @dataclass(frozen=True)
 class Coded(Packed):
-    """A moment's codes, in the shape of its parameter, and a scale for each block. A pytree."""
+    """A coded moment. A pytree.
+
+    Attributes:
+        codes: uint8, in the shape of the parameter.
+        scales: fp32, one for each block.
+        coding: the map from codes to numbers.
+    """
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -32,7 +38,7 @@ class Coded(Packed):
 
 
 def zero_moment(param: torch.Tensor, coding: DynamicMap) -> Coded | torch.Tensor:
-    """What a moment of ``param`` starts as."""
+    """The initial moment of ``param``: coded, unless ``param`` is small."""
     if param.numel() < _SMALL:
         return torch.zeros_like(param)
     codes = torch.zeros(param.shape, dtype=torch.uint8, device=param.device)

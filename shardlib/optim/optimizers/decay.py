@@ -1,4 +1,4 @@
-"""Weight decay as a transformation of its own, to be masked."""
+"""Weight decay as a separate transformation, which can be masked."""
 
 from __future__ import annotations
 

@@ -28,10 +28,10 @@ def lamb(
     min_coeff: float = 0.01,
     max_coeff: float = 10.0,
 ) -> GradientTransformation:
-    """Adam whose steps have the parameters' size: update ``−lr·c·u`` with ``u = m̂/(√v̂ + eps) + weight_decay·p``.
+    """Adam with steps scaled by each parameter's norm: update ``−lr·c·u`` with ``u = m̂/(√v̂ + eps) + weight_decay·p``.
 
-    c = ‖p‖/‖u‖ of the whole parameter, kept between ``min_coeff`` and ``max_coeff``; 1 where either norm is 0. m̂, v̂ are
-    bias-corrected. Defaults as optax.lamb; the bounds are DeepSpeed's.
+    c = ‖p‖/‖u‖ of the whole parameter, clamped to ``min_coeff`` and ``max_coeff``; 1 where either norm is 0. m̂, v̂ are
+    bias-corrected. Defaults as optax.lamb, and bounds as DeepSpeed's.
 
     Raises:
         ValueError: a hyper-parameter out of range.
@@ -62,13 +62,14 @@ def lamb(
 
 
 def coefficients(params: Tree, directions: Tree, shards: Shards, least: float, most: float) -> torch.Tensor:
-    """‖p‖/‖u‖ of each parameter within bounds, float64 ``[leaf_count]``; 1 where either is 0."""
+    """‖p‖/‖u‖ of each parameter, clamped to the bounds, float64 ``[leaf_count]``; 1 where either norm is 0."""
     of_both = (lambda p, u: sum_of_squares(p), lambda p, u: sum_of_squares(u))
     lengths, steps = shards.leaf_sums(of_both, params, directions).sqrt()
-    return torch.where((lengths == 0) | (steps == 0), 1.0, (lengths / steps).clamp(least, most))  # NaN stays
+    return torch.where((lengths == 0) | (steps == 0), 1.0, (lengths / steps).clamp(least, most))  # keeps NaN
 
 
 def check_coeffs(what: str, least: float, most: float) -> None:
+    """Check the bounds of the trust ratio."""
     check(
         what,
         "the bounds of the trust ratio are above 0, and min_coeff is not above max_coeff (usually 0.01 and 10)",

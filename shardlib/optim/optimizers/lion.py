@@ -23,10 +23,10 @@ class LionState(NamedTuple):
 
 
 def lion(lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 1e-3) -> GradientTransformation:
-    """Steps of one size: update ``−lr·(sgn(b1·m + (1−b1)·g) + weight_decay·p)``, then ``m ← b2·m + (1−b2)·g``.
+    """Sign descent with momentum: update ``−lr·(sgn(b1·m + (1−b1)·g) + weight_decay·p)``, then ``m ← b2·m + (1−b2)·g``.
 
-    Half of Adam's state. Defaults as optax.lion; the paper takes an ``lr`` 3 to 10 times below Adam's and a ``weight_decay``
-    as much above. The running mean takes the dtype of the parameters it is made for.
+    Its state is half of Adam's. Defaults as optax.lion. The paper uses an ``lr`` 3 to 10 times lower than Adam's, and a
+    ``weight_decay`` higher by the same factor. The running mean has the dtype of the parameters passed to ``init``.
 
     Raises:
         ValueError: a hyper-parameter out of range.
@@ -52,9 +52,9 @@ def lion(lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: 
     def update(updates: Tree, state: LionState, params: Tree, *, shards: Shards) -> tuple[Tree, LionState]:
         check_alike("lion", updates, state.mu, ("updates", "moments"))
         if weight_decay and params is None:
-            raise ValueError("lion decays weights, so update needs them: update(updates, state, params)")
+            raise ValueError("lion decays weights, so update needs the parameters: update(updates, state, params)")
         lr = rate(state.count).to(torch.float64)
-        factors = factors_at(lr, b1, b2, weight_decay)  # tensors, for derivatives and batches
+        factors = factors_at(lr, b1, b2, weight_decay)  # tensors, so that updates can be differentiated and vmapped
 
         def change(g: torch.Tensor, m: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, ...]:
             mu, taken = changes(g, m, factors)

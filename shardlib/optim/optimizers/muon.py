@@ -1,4 +1,4 @@
-"""Muon: momentum orthogonalised by Newton–Schulz iterations (Jordan et al., 2024; arXiv 2502.16982 for its scale)."""
+"""Muon: momentum orthogonalised by Newton–Schulz iterations (Jordan et al., 2024; the scale is of arXiv 2502.16982)."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def muon(
     nesterov: bool = True,
     consistent_rms: float | None = None,
 ) -> GradientTransformation:
-    """Update ``−lr·(scale·orthogonalise(m̂) + weight_decay·p)``, for matrices ``[out, in]`` alone (or stacks of them).
+    """Update ``−lr·(scale·orthogonalise(m̂) + weight_decay·p)``, only for matrices ``[out, in]`` and stacks of matrices.
 
-    m̂ is the bias-corrected running mean of g (nesterov: beta·the next step's of it + (1−beta)·g, corrected). scale is
-    ``√max(1, out/in)``, or ``consistent_rms·√max(out, in)``. Defaults as optax.contrib.muon, of which this is the part for
-    matrices: give vectors, embeddings and heads to another optimizer by `partition`. torch.optim.Muon computes in bfloat16
-    and corrects no bias.
+    m̂ is the bias-corrected running mean of g; with ``nesterov`` it is beta times the running mean, corrected as in the next
+    step, plus (1−beta) times g, corrected. scale is ``√max(1, out/in)``, or ``consistent_rms·√max(out, in)``. Defaults as
+    optax.contrib.muon, whose matrix branch this is: give vectors, embeddings and heads to another optimizer by `partition`.
+    torch.optim.Muon computes in bfloat16 and corrects no bias.
 
-    On shards each matrix is gathered on one of the ranks that split it, orthogonalised there, and sent back: what ``plan``
-    tells as the optimizer's own payload. Ranks that hold copies compute each for itself.
+    On shards each matrix is gathered on one of the ranks that it is split over, orthogonalised there, and sent back. ``plan``
+    shows this as the optimizer's payload. Ranks that hold copies compute the same matrices.
 
     Raises:
         ValueError: a hyper-parameter out of range.
@@ -77,8 +77,8 @@ def muon(
         flat = [f"{info.path}: shape {info.shape}" for info in shards.about(params) if len(info.shape) < 2]
         if flat:
             raise IllegalComposition(
-                f"muon orthogonalises matrices, and these parameters are none:\n{listing(flat)}\nGive them to another "
-                "optimizer: sl.optim.partition({'muon': muon(...), 'rest': adamw(...)}, labels)"
+                f"muon orthogonalises matrices, and these parameters are not matrices:\n{listing(flat)}\nGive them to "
+                "another optimizer: sl.optim.partition({'muon': muon(...), 'rest': adamw(...)}, labels)"
             )
         return MuonState(torch.zeros(()), tree_map(torch.zeros_like, params))
 
@@ -87,14 +87,14 @@ def muon(
     ) -> tuple[MuonState, Move]:
         size, count = rate(state.count), state.count + 1
         exact = count.to(torch.float64)
-        now, then = 1 - beta**exact, 1 - beta ** (exact + 1)
+        now, next_step = 1 - beta**exact, 1 - beta ** (exact + 1)
 
         def direct(g: torch.Tensor, m: torch.Tensor) -> None:
             if scale is not None:
                 g.mul_(scale)
             m.lerp_(g, 1 - beta)
             if nesterov:
-                g.mul_((1 - beta) / now).add_(m * (beta / then))
+                g.mul_((1 - beta) / now).add_(m * (beta / next_step))
             else:
                 torch.div(m, now, out=g)
 
@@ -124,7 +124,8 @@ def muon(
 def orthogonalize(matrix: torch.Tensor, coeffs: tuple[float, float, float], steps: int, eps: float) -> torch.Tensor:
     """Newton–Schulz: ``x ← a·x + (b·xxᵀ + c·(xxᵀ)²)·x`` from ``matrix/‖matrix‖``, which brings singular values near 1.
 
-    ``[..., rows, columns]`` -> the same shape. On the shorter side, since it commutes with transposing.
+    ``[..., rows, columns]`` -> the same shape. Tall matrices are transposed for the iteration, which makes xxᵀ smaller and
+    does not change the result.
     """
     a, b, c = coeffs
     tall = matrix.shape[-2] > matrix.shape[-1]

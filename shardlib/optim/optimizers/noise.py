@@ -25,7 +25,7 @@ class NoiseState(NamedTuple):
 def add_noise(eta: float, gamma: float, key: Key | int) -> GradientTransformation:
     """Add normal noise of variance ``eta/(1 + t)^gamma`` at step t from 0; as optax.add_noise, with other random numbers.
 
-    They depend on the key, the step, the parameter's path and the element's index in it alone.
+    The numbers depend only on the key, the step, the parameter's path and the element's index in the parameter.
 
     Raises:
         ValueError: a hyper-parameter out of range.
@@ -43,7 +43,7 @@ def add_noise(eta: float, gamma: float, key: Key | int) -> GradientTransformatio
         gamma=(gamma, is_number(gamma)),
         key=(key, isinstance(key, Key) or is_integer(key)),
     )
-    # Not the keys of a loss function that is given the same one: steps are folded into that, too.
+    # Folded, so that a loss function with the same key, into which steps are folded too, draws other numbers.
     root = (key if isinstance(key, Key) else Key(key)).fold_in("gradient noise")
 
     def init(params: Tree, _: Shards) -> NoiseState:
@@ -53,10 +53,10 @@ def add_noise(eta: float, gamma: float, key: Key | int) -> GradientTransformatio
         step, infos = int(state.count), shards.about(updates)
         spread = math.sqrt(eta / (1 + step) ** gamma)
         noisy = tree_map(lambda u: u.clone(memory_format=torch.contiguous_format), updates)
-        for number, index_map, (part,) in shards.located(noisy):
-            own = root.fold_in(step).fold_in(infos[number].path)
-            draw = Draw("normal", (0.0, spread), own.seed, 0, infos[number].shape, part.dtype)
-            for chunk, chunk_map in index_map.chunks(part):
+        for number, index_map, (leaf,) in shards.located(noisy):
+            leaf_key = root.fold_in(step).fold_in(infos[number].path)
+            draw = Draw("normal", (0.0, spread), leaf_key.seed, 0, infos[number].shape, leaf.dtype)
+            for chunk, chunk_map in index_map.chunks(leaf):
                 chunk.add_(draw.at(chunk_map.flat(len(chunk), chunk.device)))
         return noisy, NoiseState(state.count + 1)
 

@@ -1,4 +1,4 @@
-"""RMSProp (Hinton's lecture 6e, 2012), centred as Graves has it (arXiv 1308.0850)."""
+"""RMSProp (Hinton's lecture 6e, 2012), optionally centred (Graves, arXiv 1308.0850)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from shardlib.tree import Tree, tree_map
 
 
 class RmspropState(NamedTuple):
-    """``count``: steps taken (0-d float); ``nu``: running mean of g²; ``mu``: of g, or () when not centred.
+    """``count``: steps taken (0-d float); ``nu``: running mean of g²; ``mu``: running mean of g, or () if not centred.
 
-    ``trace``: the momentum, or () without.
+    ``trace``: the momentum, or () without momentum.
     """
 
     count: torch.Tensor  # type: ignore[assignment]  # optax's name, though tuples have a method of it
@@ -41,11 +41,11 @@ def rmsprop(
     """``ν ← decay·ν + (1−decay)·g²``; update ``−lr·g/√(ν + eps)``. Defaults as optax.rmsprop.
 
     Args:
-        initial_scale: what ν is at first.
-        eps_in_sqrt: else ``−lr·g/(√ν + eps)``, as torch has it.
-        centered: ν minus the square of the running mean of g, for ν.
-        momentum: t ← momentum·t + the update, which t then is (nesterov: the update + momentum·t).
-        bias_correction: of ν, and of the mean, as Adam's.
+        initial_scale: the initial ν.
+        eps_in_sqrt: False for ``−lr·g/(√ν + eps)``, as in torch.
+        centered: whether to replace ν by ν minus the square of the running mean of g.
+        momentum: ``t ← momentum·t + u`` for the update u; the update is then t (nesterov: ``u + momentum·t``).
+        bias_correction: whether to correct ν, and the running mean of g, as Adam does.
 
     Raises:
         ValueError: a hyper-parameter out of range.
@@ -88,7 +88,7 @@ def rmsprop(
             spread = v / grown
             for m in means:
                 m.lerp_(g, 1 - decay)
-                # Not below 0: of a gradient that stays the same nothing is left but rounding, of either sign.
+                # For a constant gradient the variance is 0 but for rounding, which may make it negative.
                 spread.sub_((m / grown).square()).clamp_(min=0)
             g.mul_(-size)
             g.div_(spread.add_(eps).sqrt_() if eps_in_sqrt else spread.sqrt_().add_(eps))

@@ -15,14 +15,14 @@ from shardlib.tree import Tree, check_alike, tree_map
 
 
 class SgdState(NamedTuple):
-    """``count``: steps taken; ``trace``: the momentum, or () without."""
+    """``count``: steps taken (0-d float); ``trace``: the momentum, or () without momentum."""
 
     count: torch.Tensor  # type: ignore[assignment]  # optax's name, though tuples have a method of it
     trace: Tree
 
 
 def sgd(lr: float | Schedule, momentum: float = 0.0, nesterov: bool = False) -> GradientTransformation:
-    """``t ← momentum·t + g``; update ``−lr·t`` (nesterov: ``−lr·(g + momentum·t)``). As optax.sgd.
+    """``t ← momentum·t + g``; update ``−lr·t`` (nesterov: ``−lr·(g + momentum·t)``); as optax.sgd.
 
     Raises:
         ValueError: a hyper-parameter out of range.

@@ -1,8 +1,9 @@
-"""Schedules: functions of the step, a number that counts from 0, to a 0-d float64 tensor. Names and values are optax's.
+"""Schedules: functions from a step, counted from 0, to a 0-d float64 tensor. Names and values are optax's.
 
-Of a tensor or array of steps they give as many. Step i is the update that i others have gone before: at step 0 every
-schedule has its first value, and what takes N steps has its last one at step N. A schedule counts updates: a step that is
-skipped does not advance it. Wherever one is taken, so is any function of the step (a 0-d float64 tensor) to a number.
+For a tensor or array of steps they return a tensor of the same shape. Step i is the update after i other updates: at step 0 a
+schedule has its first value, and a schedule of N steps has its last value at step N. Schedules count updates, so a skipped
+step does not advance them. Arguments that take a schedule also take any function from a step (a 0-d float64 tensor) to a
+number.
 """
 
 from __future__ import annotations
@@ -22,10 +23,14 @@ Schedule = Callable[[Any], Any]
 
 
 def on_numbers(schedule: Schedule) -> Schedule:
-    """``schedule``, asked with any number, or a tensor or array of them; answers with float64 of as many."""
+    """``schedule`` for any number, tensor or array of steps, returning a float64 tensor of the same shape.
+
+    Raises:
+        TypeError: in a call, if the step is not a real number, or ``schedule`` returns something else than a number.
+    """
 
     @functools.wraps(schedule)
-    def asked(step: Any) -> torch.Tensor:
+    def called(step: Any) -> torch.Tensor:
         at = _numbers(step)
         if at is None:
             raise TypeError(f"a schedule is a function of the step's number, not of {_described(step)}")
@@ -34,16 +39,16 @@ def on_numbers(schedule: Schedule) -> Schedule:
         if value is None or value.shape not in ((), at.shape):
             name = getattr(schedule, "__name__", type(schedule).__name__)
             when = f"step {at.item():g}" if at.dim() == 0 else f"steps of shape {tuple(at.shape)}"
-            raise TypeError(f"the schedule {name} gave {_described(given)} at {when}; it is to give a number")
+            raise TypeError(f"the schedule {name} gave {_described(given)} at {when}; it must return a number")
         return value.expand(at.shape)
 
-    return asked
+    return called
 
 
 def _numbers(value: Any) -> torch.Tensor | None:
-    """Float64; None for what is not real numbers."""
+    """Real numbers as a float64 tensor; None for anything else."""
     if isinstance(value, (np.ndarray, np.generic)):
-        # A copy: torch takes no negative strides, and warns of arrays that are read-only.
+        # A copy, since torch takes no negative strides and warns about read-only arrays.
         value = torch.from_numpy(np.array(value, np.float64, order="C")) if value.dtype.kind in "iuf" else None
     if isinstance(value, torch.Tensor):
         real = value.dtype != torch.bool and not value.is_complex()
@@ -67,10 +72,10 @@ def constant_schedule(value: float) -> Schedule:
 
 
 def as_schedule(value: float | Schedule, what: str = "as_schedule", name: str = "lr") -> Schedule:
-    """Argument ``name`` of ``what``: a number that is at least 0, as a schedule; a schedule, or a user's function, as one.
+    """A schedule from argument ``name`` of ``what``: a number of at least 0, a schedule, or a user's function of the step.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: ``value`` is none of these.
     """
     if callable(value) and not isinstance(value, type):
         return on_numbers(value)
@@ -88,7 +93,7 @@ def as_schedule(value: float | Schedule, what: str = "as_schedule", name: str = 
 def polynomial_schedule(
     init_value: float, end_value: float, power: float, transition_steps: int, transition_begin: int = 0
 ) -> Schedule:
-    """``(init − end)·(1 − t)^power + end``, t from 0 to 1 in ``transition_steps`` steps from ``transition_begin`` on.
+    """``(init − end)·(1 − t)^power + end``, with t from 0 to 1 in ``transition_steps`` steps from ``transition_begin`` on.
 
     Raises:
         ValueError: an argument out of range.
@@ -133,9 +138,9 @@ def exponential_decay(
     staircase: bool = False,
     end_value: float | None = None,
 ) -> Schedule:
-    """``init·decay_rate^(i/transition_steps)``, i counted from ``transition_begin``; never beyond ``end_value``.
+    """``init·decay_rate^(i/transition_steps)``, with i counted from ``transition_begin``; never beyond ``end_value``.
 
-    With ``staircase`` the exponent is rounded down. A rate above 1 grows.
+    With ``staircase`` the exponent is rounded down. With ``decay_rate`` above 1 the value grows.
 
     Raises:
         ValueError: an argument out of range.
@@ -166,7 +171,7 @@ def exponential_decay(
 
 
 def cosine_decay_schedule(init_value: float, decay_steps: int, alpha: float = 0.0, exponent: float = 1.0) -> Schedule:
-    """``init·((1 − alpha)·(½ + ½cos πt)^exponent + alpha)``, t from 0 to 1 in ``decay_steps`` (arXiv 1608.03983).
+    """``init·((1 − alpha)·(½ + ½cos πt)^exponent + alpha)``, with t from 0 to 1 in ``decay_steps`` (arXiv 1608.03983).
 
     Raises:
         ValueError: an argument out of range.
@@ -193,10 +198,10 @@ def cosine_decay_schedule(init_value: float, decay_steps: int, alpha: float = 0.
 
 
 def piecewise_constant_schedule(init_value: float, boundaries_and_scales: Mapping[int, float]) -> Schedule:
-    """``init_value``, multiplied from each boundary on by its scale.
+    """``init_value`` times the scales of all boundaries that the step has reached.
 
     Raises:
-        ValueError: a boundary that is no number of steps, or a value that is no number.
+        ValueError: a boundary that is not an integer from 0, or a value that is not a number.
 
     >>> rate = sl.optim.piecewise_constant_schedule(1.0, {10: 0.5, 20: 0.5})
     >>> [float(rate(step)) for step in (0, 10, 20)]
@@ -210,10 +215,13 @@ def piecewise_constant_schedule(init_value: float, boundaries_and_scales: Mappin
 def piecewise_interpolate_schedule(
     interpolate_type: str, init_value: float, boundaries_and_scales: Mapping[int, float]
 ) -> Schedule:
-    """Through what `piecewise_constant_schedule` takes on at each boundary, "linear" or along half a "cosine" between.
+    """The values of `piecewise_constant_schedule` at its boundaries, with interpolation between them.
+
+    Args:
+        interpolate_type: "linear", or "cosine" for half a cosine.
 
     Raises:
-        ValueError: an interpolation that is neither, or a boundary below 1.
+        ValueError: another interpolation, or a boundary below 1.
 
     >>> rate = sl.optim.piecewise_interpolate_schedule("linear", 1.0, {10: 0.5})
     >>> [float(rate(step)) for step in (0, 5, 10)]
@@ -224,21 +232,21 @@ def piecewise_interpolate_schedule(
     boundaries, scales = _boundaries("piecewise_interpolate_schedule", init_value, boundaries_and_scales)
     _check_steps("piecewise_interpolate_schedule", **{f"boundary {at}": at for at in boundaries})
     values = list(accumulate(scales, float.__mul__, initial=float(init_value)))
-    parts: list[Schedule] = []
+    schedules: list[Schedule] = []
     for (begin, end), (start, stop) in zip(pairwise([0, *boundaries]), pairwise(values)):
         if interpolate_type == "linear":
-            parts.append(linear_schedule(start, stop, end - begin))
+            schedules.append(linear_schedule(start, stop, end - begin))
         else:
             fall = cosine_decay_schedule(1.0, end - begin)
-            parts.append(lambda step, fall=fall, start=start, stop=stop: stop + (start - stop) * fall(step))  # type: ignore[misc]
-    return join_schedules([*parts, constant_schedule(values[-1])], boundaries)
+            schedules.append(lambda step, fall=fall, start=start, stop=stop: stop + (start - stop) * fall(step))  # type: ignore[misc]
+    return join_schedules([*schedules, constant_schedule(values[-1])], boundaries)
 
 
 def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
-    """One schedule after the other; each counts from the boundary where it begins.
+    """Several schedules in turn, each of which counts steps from the boundary at which it begins.
 
     Raises:
-        ValueError: not one boundary fewer than schedules, or boundaries that do not rise.
+        ValueError: the number of boundaries is not one less than that of schedules, or boundaries do not ascend.
 
     >>> rate = sl.optim.join_schedules([sl.optim.constant_schedule(1.0), sl.optim.constant_schedule(0.1)], [10])
     >>> float(rate(9)), float(rate(10))
@@ -273,7 +281,7 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
 def _boundaries(
     what: str, init_value: float, boundaries_and_scales: Mapping[int, float]
 ) -> tuple[list[int], list[float]]:
-    """Boundaries in order, and the scale at each."""
+    """The boundaries in ascending order, and their scales. Checks the arguments."""
     check(
         what,
         "init_value and scales are numbers, boundaries integers from 0",
@@ -286,6 +294,7 @@ def _boundaries(
 
 
 def _progress(step: torch.Tensor, steps: int) -> torch.Tensor:
+    """The share of ``steps`` that is done at ``step``, from 0 to 1."""
     return (step.to(torch.float64) / steps).clamp(0.0, 1.0)
 
 

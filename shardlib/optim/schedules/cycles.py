@@ -25,9 +25,12 @@ def linear_onecycle_schedule(
     div_factor: float = 25.0,
     final_div_factor: float = 1e4,
 ) -> Schedule:
-    """Lines from ``peak/div_factor`` up to the peak, back, and down by ``final_div_factor`` once more. As optax's.
+    """Linear from ``peak/div_factor`` up to the peak, back down to it, and down by ``final_div_factor`` more; as optax's.
 
-    The peak is at ``pct_start`` of ``transition_steps``, the way back ends at ``pct_final``.
+    The peak is at ``pct_start`` of ``transition_steps``, and the way back ends at ``pct_final``.
+
+    Raises:
+        ValueError: an argument out of range.
 
     >>> rate = sl.optim.linear_onecycle_schedule(100, 1.0)
     >>> [round(float(rate(step)), 3) for step in (0, 30, 85)]
@@ -50,9 +53,12 @@ def cosine_onecycle_schedule(
     div_factor: float = 25.0,
     final_div_factor: float = 1e4,
 ) -> Schedule:
-    """Half cosines from ``peak/div_factor`` to the peak and to ``peak/(div_factor·final_div_factor)``. As optax's.
+    """Half cosines from ``peak/div_factor`` to the peak and down to ``peak/(div_factor·final_div_factor)``; as optax's.
 
-    The last value comes at step ``transition_steps``: torch's OneCycleLR has it at ``total_steps − 1``.
+    It has its last value at step ``transition_steps``, where torch's OneCycleLR has it at ``total_steps − 1``.
+
+    Raises:
+        ValueError: an argument out of range.
 
     >>> rate = sl.optim.cosine_onecycle_schedule(100, 1.0)
     >>> [round(float(rate(step)), 3) for step in (0, 30, 100)]
@@ -69,13 +75,13 @@ def cosine_onecycle_schedule(
 def _check_cycle(
     what: str, steps: int, peak: float, div_factor: float, final_div_factor: float, *shares: float
 ) -> None:
-    """``shares``: of the steps, at which the parts end that are not the last."""
+    """Check a cycle's arguments. ``shares``: the shares of the steps at which all segments but the last end."""
     ends = [int(share * steps) for share in shares if is_positive(share) and is_step(steps)]
     ordered = len(ends) == len(shares) and ends[0] > 0 and ends == sorted(set(ends)) and ends[-1] < steps
     check(
         what,
-        "transition_steps is an integer, of which every part of the cycle has at least one; the peak is a number, factors "
-        "are above 0",
+        "transition_steps is an integer, and every segment of the cycle has at least one step; the peak is a number, and "
+        "factors are above 0",
         transition_steps=(steps, is_step(steps)),
         peak_value=(peak, is_number(peak)),
         div_factor=(div_factor, is_positive(div_factor)),
@@ -85,7 +91,7 @@ def _check_cycle(
 
 
 class OneCycle(NamedTuple):
-    """Schedules of the learning rate and of momentum (SGD's, or Adam's b1), in antiphase."""
+    """Schedules of the learning rate, and of momentum (SGD's, or Adam's b1), which falls while the rate rises."""
 
     lr: Schedule
     momentum: Schedule
@@ -102,12 +108,12 @@ def one_cycle(
     min_momentum: float = 0.8,
     max_momentum: float = 0.9,
 ) -> OneCycle:
-    """The rate rises to ``max_value`` in ``first_steps`` and falls back in ``second_steps`` (by default as many).
+    """A rate that rises to ``max_value`` in ``first_steps`` and falls back in ``second_steps`` (by default as many).
 
-    It is ``min_value`` at step 0, ``max_value`` at step ``first_steps``, ``min_value`` at the sum of both; from there, i
-    counted from 0, ``min_value/(1 + decay_rate·i/decay_steps)``. Momentum falls while the rate rises. These are the values
-    of each update under DeepSpeed's OneCycle (whose ``last_batch_iteration`` is one less) and torch's CyclicLR; defaults are
-    DeepSpeed's. Momentum reaches an optimizer by `inject_hyperparams`.
+    The rate is ``min_value`` at step 0, ``max_value`` at step ``first_steps``, and ``min_value`` at step ``first_steps +
+    second_steps``; i steps later it is ``min_value/(1 + decay_rate·i/decay_steps)``. Momentum falls while the rate rises.
+    Each update has the values of DeepSpeed's OneCycle (whose ``last_batch_iteration`` is one less) and of torch's CyclicLR.
+    Defaults are DeepSpeed's. Pass the momentum schedule to an optimizer by `inject_hyperparams`.
 
     Raises:
         ValueError: an argument out of range.
@@ -149,9 +155,9 @@ def one_cycle(
 def lr_range_test_schedule(
     min_value: float = 1e-3, step_size: int = 2000, step_rate: float = 1.0, *, staircase: bool = False
 ) -> Schedule:
-    """``min·(1 + step_rate·i/step_size)``: rises until training diverges. DeepSpeed's LRRangeTest, its defaults.
+    """``min·(1 + step_rate·i/step_size)``, which rises until training diverges; DeepSpeed's LRRangeTest with its defaults.
 
-    i counts from 0: what DeepSpeed calls the last batch's iteration is one less. With ``staircase`` it rises only every
+    i counts steps from 0; DeepSpeed's ``last_batch_iteration`` is one less. With ``staircase`` the rate rises only every
     ``step_size`` steps.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Learning rates for other batch sizes than the one they were found for."""
+"""Learning rates for another batch size than the one that they were tuned for."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from shardlib.optim.ranges import is_step
 
 
 def linear_scaling(lr: float, batch: int, reference_batch: int) -> float:
-    """``lr·batch/reference_batch``: for SGD, after warm-up (Goyal et al., arXiv 1706.02677).
+    """``lr·batch/reference_batch``, for SGD after warm-up (Goyal et al., arXiv 1706.02677).
 
     Args:
-        lr: a peak rate that works with ``reference_batch``.
-        batch: rows (or tokens) of the global batch it is wanted for.
-        reference_batch: the same of the batch it was found for.
+        lr: a peak rate that was tuned for ``reference_batch``.
+        batch: rows (or tokens) of the new global batch.
+        reference_batch: rows (or tokens) of the global batch that ``lr`` was tuned for.
 
     Raises:
         ValueError: a batch below 1.
@@ -25,9 +25,9 @@ def linear_scaling(lr: float, batch: int, reference_batch: int) -> float:
 
 
 def sqrt_scaling(lr: float, batch: int, reference_batch: int) -> float:
-    """``lr·√(batch/reference_batch)``: for Adam's kin, whose steps are normalised (You et al., arXiv 1904.00962).
+    """``lr·√(batch/reference_batch)``, for Adam and its variants, whose steps are normalised (You et al., arXiv 1904.00962).
 
-    Arguments and errors as `linear_scaling`'s.
+    Arguments and errors are those of `linear_scaling`.
 
     >>> sl.optim.sqrt_scaling(0.1, batch=1024, reference_batch=256)
     0.2

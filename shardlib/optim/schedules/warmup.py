@@ -1,8 +1,7 @@
-"""Schedules that rise to a peak first: `optax`'s names and values where it has them, else DeepSpeed's.
+"""Schedules with warm-up: optax's names and values where optax has them, else DeepSpeed's.
 
-All take ``warmup``, how they rise: "linear", or "log", which is steeper at first and is DeepSpeed's default: from the
-first to the last of N warm-up steps as log(i + 1)/log(N). DeepSpeed's own begin one update later: it makes its first two at
-the first value.
+All take ``warmup``, the shape of the rise: "linear"; or "log", DeepSpeed's default, which is steeper at first: over N warm-up
+steps as log(i + 1)/log(N). DeepSpeed's schedules begin one update later, since its first two updates have the first value.
 """
 
 from __future__ import annotations
@@ -27,7 +26,10 @@ from shardlib.optim.schedules.base import (
 def warmup_constant_schedule(
     init_value: float, peak_value: float, warmup_steps: int, *, warmup: str = "linear"
 ) -> Schedule:
-    """From ``init_value`` to ``peak_value`` in ``warmup_steps``, then flat. DeepSpeed's WarmupLR: 1000 steps, "log".
+    """Warm-up from ``init_value`` to ``peak_value``, then constant. DeepSpeed's WarmupLR has 1000 steps of "log".
+
+    Raises:
+        ValueError: an argument out of range.
 
     >>> rate = sl.optim.warmup_constant_schedule(0.0, 1.0, 10)
     >>> [float(rate(step)) for step in (0, 5, 100)]
@@ -47,10 +49,10 @@ def warmup_linear_decay_schedule(
     *,
     warmup: str = "linear",
 ) -> Schedule:
-    """Warm-up, then a line to ``end_value`` at step ``decay_steps``, warm-up included. DeepSpeed's WarmupDecayLR.
+    """Warm-up, then linear to ``end_value`` at step ``decay_steps``, warm-up included; DeepSpeed's WarmupDecayLR.
 
     Raises:
-        ValueError: warm-up leaves no step to decay.
+        ValueError: an argument out of range, or warm-up leaves no step to decay.
 
     >>> rate = sl.optim.warmup_linear_decay_schedule(0.0, 1.0, 10, 110)
     >>> [round(float(rate(step)), 3) for step in (0, 10, 60, 110)]
@@ -82,7 +84,7 @@ def warmup_cosine_decay_schedule(
     DeepSpeed's WarmupCosineLR ends at ``1e-4 * peak_value``.
 
     Raises:
-        ValueError: warm-up leaves no step to decay, or a peak of 0.
+        ValueError: an argument out of range, warm-up leaves no step to decay, or the peak is 0.
 
     >>> rate = sl.optim.warmup_cosine_decay_schedule(0.0, 1.0, 10, 110)
     >>> [round(float(rate(step)), 3) for step in (0, 10, 60, 110)]
@@ -107,7 +109,10 @@ def warmup_exponential_decay_schedule(
     *,
     warmup: str = "linear",
 ) -> Schedule:
-    """Warm-up, then `exponential_decay`, whose steps are counted from the end of warm-up.
+    """Warm-up, then `exponential_decay`, which counts steps from the end of warm-up.
+
+    Raises:
+        ValueError: an argument out of range.
 
     >>> rate = sl.optim.warmup_exponential_decay_schedule(0.0, 1.0, 10, 10, 0.5)
     >>> [round(float(rate(step)), 3) for step in (0, 10, 20)]
@@ -130,7 +135,10 @@ def warmup_stable_decay_schedule(
 ) -> Schedule:
     """Warm-up, ``stable_steps`` at the peak, then a polynomial to ``end_value`` in ``decay_steps`` (arXiv 2404.06395).
 
-    Until the decay begins it does not depend on the length of the run.
+    Until the decay begins, the rate does not depend on the length of the run.
+
+    Raises:
+        ValueError: an argument out of range.
 
     >>> rate = sl.optim.warmup_stable_decay_schedule(0.0, 1.0, 10, 80, 10)
     >>> [round(float(rate(step)), 3) for step in (0, 10, 90, 95, 100)]
@@ -141,7 +149,7 @@ def warmup_stable_decay_schedule(
 
 
 def _warm(what: str, init: float, peak: float, steps: int, shape: str, rest: Schedule) -> Schedule:
-    """``rest`` after ``steps`` of warm-up; it counts from their end."""
+    """``steps`` of warm-up, then ``rest``, which counts steps from the end of warm-up."""
     check(
         what,
         "values are numbers, and warmup_steps is an integer from 0",
@@ -160,7 +168,7 @@ def _warm(what: str, init: float, peak: float, steps: int, shape: str, rest: Sch
 
 def _log(init: float, peak: float, steps: int) -> Schedule:
     if steps < 2:
-        raise ValueError(f"warmup='log' over {steps} steps: it rises between its first and last, so it takes 2 or more")
+        raise ValueError(f"warmup='log' over {steps} steps: use at least 2, its first and its last value")
 
     @on_numbers
     def schedule(step: torch.Tensor) -> torch.Tensor:
@@ -172,6 +180,6 @@ def _log(init: float, peak: float, steps: int) -> Schedule:
 def _left(what: str, warmup_steps: int, decay_steps: int) -> int:
     if not (is_count(warmup_steps) and is_count(decay_steps) and warmup_steps < decay_steps):
         raise ValueError(
-            f"{what}: of {decay_steps} steps {warmup_steps} cannot be warm-up; give integers, 0 <= warmup_steps < decay_steps"
+            f"{what}: {warmup_steps} of {decay_steps} steps cannot be warm-up; use integers, 0 <= warmup_steps < decay_steps"
         )
     return decay_steps - warmup_steps

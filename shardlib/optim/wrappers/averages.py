@@ -1,4 +1,4 @@
-"""Running averages of trees: of updates inside a chain, or of parameters beside the training."""
+"""Running averages of trees: of updates in a chain, or of parameters beside the training."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from shardlib.tree import Tree, check_alike, tree_map
 
 
 class EmaState(NamedTuple):
-    """``count``: trees taken in (0-d float); ``ema``: their average before it is corrected, at least float32."""
+    """``count``: trees averaged (0-d float); ``ema``: their average without bias correction, at least float32."""
 
     count: torch.Tensor  # type: ignore[assignment]  # optax's name, though tuples have a method of it
     ema: Tree
 
 
 class SwaState(NamedTuple):
-    """``count``: trees taken in (0-d float); ``mean``: their mean, at least float32."""
+    """``count``: trees averaged (0-d float); ``mean``: their mean, at least float32."""
 
     count: torch.Tensor  # type: ignore[assignment]  # optax's name, though tuples have a method of it
     mean: Tree
 
 
 def ema(decay: float, debias: bool = True) -> GradientTransformation:
-    """``e ← decay·e + (1−decay)·u`` from 0; gives e, with ``debias`` divided by 1 − decayᵗ. As optax.ema.
+    """``e ← decay·e + (1−decay)·u`` from 0; returns e, with ``debias`` divided by 1 − decayᵗ; as optax.ema.
 
-    In a chain it averages updates. To average parameters, give it these instead, after every step: it keeps their average in
-    the optimizer's layout, so it takes no more than a moment of Adam's does::
+    In a chain it averages updates. To average parameters, pass them to ``update`` after every step. The average lies in the
+    optimizer's layout, and takes as much memory as one of Adam's moments::
 
         average = sl.optim.ema(0.999)
         kept = average.init(state.params)
-        averaged, kept = average.update(state.params, kept)  # parameters again, for an eval step
+        averaged, kept = average.update(state.params, kept)  # `Sharded` parameters, for an eval step
 
-    Of parameters in 16 bits it averages these, not their fp32 masters.
+    16-bit parameters are averaged themselves, not their fp32 masters.
 
     Raises:
         ValueError: ``decay`` is not in [0, 1).
@@ -64,9 +64,9 @@ def ema(decay: float, debias: bool = True) -> GradientTransformation:
 
 
 def swa() -> GradientTransformation:
-    """The mean of all trees given so far: stochastic weight averaging (arXiv 1803.05407), when given parameters.
+    """The mean of all trees so far; of parameters, stochastic weight averaging (arXiv 1803.05407).
 
-    Used as `ema` is, after those steps whose parameters are to count; as torch.optim.swa_utils.AveragedModel.
+    Used like `ema`, after the steps whose parameters should be averaged; as torch.optim.swa_utils.AveragedModel.
 
     >>> average = sl.optim.swa()
     >>> kept = average.init({"w": torch.zeros(2)})
@@ -89,5 +89,5 @@ def swa() -> GradientTransformation:
 
 
 def _wide_zeros(leaf: torch.Tensor) -> torch.Tensor:
-    """16 bits would lose the small share of each tree."""
+    """Zeros like ``leaf`` in at least float32, since 16 bits would lose the small weight of each tree."""
     return torch.zeros_like(leaf, dtype=torch.float64 if leaf.dtype == torch.float64 else torch.float32)

@@ -1,4 +1,4 @@
-"""Optimizers of torch as gradient transformations, when each element is updated alone."""
+"""Elementwise optimizers of torch as gradient transformations."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ Optimizer = Callable[..., torch.optim.Optimizer]
 
 
 class TorchState(NamedTuple):
-    """``count``: steps taken (0-d float); ``elements``: name -> a tree like the parameters; ``numbers``: name -> 0-d.
+    """``count``: steps taken (0-d float); ``elements``: name -> tree like the parameters; ``numbers``: name -> 0-d float64.
 
-    The names are those of the optimizer's own state. Until the first step nothing reads either: torch makes its state then.
+    The names are those of the torch optimizer's state, which torch makes in the first step. So until then ``elements`` and
+    ``numbers`` are not read.
     """
 
     count: torch.Tensor  # type: ignore[assignment]  # optax's name, though tuples have a method of it
@@ -29,23 +30,26 @@ class TorchState(NamedTuple):
 
 
 class Kinds(NamedTuple):
-    """What an optimizer keeps: names of tensors like the parameter with their dtype (None for the parameter's own), and
-    names of numbers with their type."""
+    """The contents of an optimizer's state for a parameter.
+
+    ``elements``: name of a tensor like the parameter -> dtype (None for the parameter's). ``numbers``: name of a number ->
+    example of its type.
+    """
 
     elements: dict[str, torch.dtype | None]
     numbers: dict[str, Any]
 
 
 def from_torch(optimizer_class: Optimizer, **options: Any) -> GradientTransformation:
-    """A ``torch.optim.Optimizer`` on the shards, each element of which it must update by itself.
+    """A ``torch.optim.Optimizer`` as a gradient transformation: ``from_torch(torch.optim.NAdam, lr=1e-3)``.
 
-    ``from_torch(torch.optim.NAdam, lr=1e-3)``. ``lr`` may be a schedule. Whether elements are updated alone is probed: for
-    some steps parameters are updated at once and in pieces of other shapes, and must come out equal.
+    It runs on shards, so it must be elementwise. This is probed: for some steps a parameter is updated whole and as several
+    tensors of other shapes, with equal results. ``lr`` may be a schedule.
 
     Raises:
-        TypeError: an optimizer in place of its class.
-        IllegalComposition: they do not (Muon, Adafactor), or the optimizer needs a closure (LBFGS), sparse gradients
-            (SparseAdam) or more than parameters and gradients; says why.
+        TypeError: an optimizer instead of its class.
+        IllegalComposition: the optimizer is not elementwise (Muon, Adafactor), or needs a closure (LBFGS), sparse gradients
+            (SparseAdam) or anything but parameters and gradients; says why.
 
     >>> p, g = {"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([0.6, -0.8])}
     >>> tx = sl.optim.from_torch(torch.optim.NAdam, lr=0.1)
@@ -77,30 +81,30 @@ def from_torch(optimizer_class: Optimizer, **options: Any) -> GradientTransforma
         return TorchState(torch.zeros(()), elements, numbers)
 
     def step(params: Tree, grads: Tree, state: TorchState) -> TorchState:
-        """Write to the parameters and to the trees of the state."""
+        """Run one step, which writes to the parameters and to the trees of the state; returns the new state."""
         _, leaves, treedef = flatten(params)
         inputs = [_as_parameter(leaf, grad) for leaf, grad in zip(leaves, leaves_of(grads), strict=True)]
         columns = {kind: leaves_of(tree) for kind, tree in state.elements.items()}
         if not inputs:
-            # The numbers go on where this rank holds no parameter too (those of another stage): it may be who saves them.
+            # A rank without parameters (of another stage) must advance the numbers too, since it may be the one to save them.
             none = torch.zeros(0, dtype=torch.float64)
             inputs = [_as_parameter(none, none)]
             columns = {kind: [none.to(dtype)] for kind, dtype in kinds.elements.items()}
         tx = make(inputs, state.count)
         if state.count > 0:
-            for place, leaf in enumerate(inputs):
-                tx.state[leaf].update({kind: column[place] for kind, column in columns.items()})
+            for index, leaf in enumerate(inputs):
+                tx.state[leaf].update({kind: column[index] for kind, column in columns.items()})
                 tx.state[leaf].update(dict(_numbers_back(state.numbers, kinds)))
         tx.step()
         held = inputs[: len(leaves)]
         after = {kind: unflatten(treedef, [tx.state[leaf][kind] for leaf in held]) for kind in kinds.elements}
-        told = tx.state[inputs[0]]
-        numbers = {kind: torch.as_tensor(told[kind]).to(torch.float64, copy=True) for kind in kinds.numbers}
+        first = tx.state[inputs[0]]
+        numbers = {kind: torch.as_tensor(first[kind]).to(torch.float64, copy=True) for kind in kinds.numbers}
         return TorchState(state.count + 1, after, numbers)
 
     def update(updates: Tree, state: TorchState, params: Tree, *, shards: Shards) -> tuple[Tree, TorchState]:
         if params is None:
-            raise ValueError(f"{name} needs the parameters it moves: update(updates, state, params)")
+            raise ValueError(f"{name} needs the parameters: update(updates, state, params)")
         moved = tree_map(torch.clone, params)
         after = step(moved, tree_map(torch.clone, updates), tree_map(torch.clone, state))
         return tree_map(torch.sub, moved, params), after
@@ -116,13 +120,14 @@ def from_torch(optimizer_class: Optimizer, **options: Any) -> GradientTransforma
 
 
 def _as_parameter(leaf: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """A leaf of autograd's in the same memory, with its gradient."""
+    """A leaf tensor of autograd in the memory of ``leaf``, with ``grad`` as its gradient."""
     parameter = leaf.detach().requires_grad_()
     parameter.grad = grad.detach().to(leaf.dtype)
     return parameter
 
 
 def _numbers_back(numbers: dict[str, torch.Tensor], kinds: Kinds) -> Iterator[tuple[str, Any]]:
+    """The numbers in the types that the optimizer's state has them in."""
     for name, value in numbers.items():
         like = kinds.numbers[name]
         yield name, value.to(like.dtype, copy=True) if isinstance(like, torch.Tensor) else type(like)(value.item())
@@ -132,14 +137,14 @@ _STEPS = 3
 
 
 def _probe(name: str, make: Callable[[list[torch.Tensor], torch.Tensor], torch.optim.Optimizer]) -> Kinds:
-    """What the optimizer keeps; raises where it does not update each element alone."""
+    """The contents of the optimizer's state. Raises `IllegalComposition` for an optimizer that is not elementwise."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(24, generator=generator, dtype=torch.float64)
     grads = torch.randn(_STEPS, 24, generator=generator, dtype=torch.float64)
     whole = [start.view(4, 6).clone()]
-    parts = [part.clone() for part in start.split([1, 2, 21])]
+    runs = [run.clone() for run in start.split([1, 2, 21])]
     try:
-        states = [_run(make, leaves, grads) for leaves in (whole, parts)]
+        states = [_run(make, leaves, grads) for leaves in (whole, runs)]
     except Exception as error:
         raise IllegalComposition(
             f"from_torch: {name} does not step on parameters and gradients alone ({type(error).__name__}: {error}). Use one "
@@ -161,12 +166,12 @@ def _probe(name: str, make: Callable[[list[torch.Tensor], torch.Tensor], torch.o
         for kind, value in numbers.items()
         if torch.as_tensor(value).dim() or any(torch.as_tensor(s[kind] != value).any() for s in states[1])
     ]
-    different += ["the parameters"] if not _same(whole, parts) else []
+    different += ["the parameters"] if not _same(whole, runs) else []
     if different:
         raise IllegalComposition(
-            f"from_torch: {name} does not update each element alone: {', '.join(different)} come out otherwise when the same "
-            "elements are given in pieces of other shapes, as shards are. Use one of shardlib.optim (adafactor, muon and "
-            "lamb say what they need of other elements), or write a GradientTransformation with the locality it needs"
+            f"from_torch: {name} does not update each element alone: {', '.join(different)} differ when the same elements "
+            "are given as tensors of other shapes, as shards are. Use one of shardlib.optim (adafactor, muon and lamb "
+            "declare what they need of other elements), or write a GradientTransformation with the locality it needs"
         )
     if lost := [k for k, v in states[0][0].items() if k not in elements and k not in numbers and v is not None]:
         raise IllegalComposition(
@@ -181,18 +186,22 @@ def _run(
     leaves: list[torch.Tensor],
     grads: torch.Tensor,
 ) -> list[dict[str, Any]]:
-    """Steps on ``leaves``, in place; the state of each of them after."""
+    """The optimizer's state of each of ``leaves`` after a step for each row of ``grads``, which change ``leaves`` in
+    place."""
     sizes = [leaf.numel() for leaf in leaves]
     inputs = [_as_parameter(leaf, torch.zeros_like(leaf)) for leaf in leaves]
     tx = make(inputs, torch.zeros(()))
     for row in grads:
-        for leaf, part in zip(inputs, row.split(sizes), strict=True):
-            leaf.grad = part.view(leaf.shape).clone()
+        for leaf, grad in zip(inputs, row.split(sizes), strict=True):
+            leaf.grad = grad.view(leaf.shape).clone()
         tx.step()
     return [dict(tx.state[leaf]) for leaf in inputs]
 
 
-def _same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
-    """To the rounding of float64: torch goes through the ends of a tensor by other instructions than through its middle."""
-    one, other = (torch.cat([part.detach().reshape(-1) for part in parts]) for parts in (ours, theirs))
-    return torch.allclose(one, other, rtol=1e-12, atol=1e-14, equal_nan=True)
+def _same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    """Whether both lists have the same elements, up to the rounding of float64.
+
+    torch computes the ends of a tensor by other instructions than its middle.
+    """
+    a, b = (torch.cat([tensor.detach().reshape(-1) for tensor in tensors]) for tensors in (first, second))
+    return torch.allclose(a, b, rtol=1e-12, atol=1e-14, equal_nan=True)

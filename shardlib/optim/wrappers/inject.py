@@ -1,4 +1,4 @@
-"""Hyper-parameters as part of the state: read and written between steps, kept by checkpoints."""
+"""Hyper-parameters in the optimizer's state, where they can be read and written between steps and are checkpointed."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from shardlib.tree import Tree
 
 
 class Varying(float):
-    """A number that may be another at the next step: 0 is not taken for what is left out."""
+    """A number that a schedule may change at the next step. Always true, so that 0 does not disable what it controls."""
 
     def __bool__(self) -> bool:
         return True
 
 
 class InjectState(NamedTuple):
-    """``count``: steps taken (0-d float); ``hyperparams``: name -> what the coming step goes by, 0-d float64 on the CPU.
+    """``count``: steps taken (0-d float); ``hyperparams``: name -> value for the next step, 0-d float64 on the CPU.
 
-    ``inner_state``: of the optimizer.
+    ``inner_state``: the optimizer's state.
     """
 
     count: torch.Tensor  # type: ignore[assignment]  # optax's name, though tuples have a method of it
@@ -37,19 +37,19 @@ class InjectState(NamedTuple):
 def inject_hyperparams(
     inner_factory: Callable[..., GradientTransformation], static_args: str | tuple[str, ...] = ()
 ) -> Callable[..., GradientTransformation]:
-    """``inject_hyperparams(adamw)(3e-4, weight_decay=0.1)``: an `adamw` whose numbers lie in its state.
+    """``inject_hyperparams(adamw)(3e-4, weight_decay=0.1)``: an `adamw` whose hyper-parameters lie in its state.
 
-    Every argument that is a float, or an int where the default is a float, becomes an entry of ``hyperparams``, defaults
-    included; so does every schedule, which is asked anew at each step. Write ``state.hyperparams["lr"].fill_(1e-4)`` to set
-    a number for the steps to come. Everything else is handed on as it is. As optax.inject_hyperparams.
+    Every argument that is a float, or an int where the default is a float, becomes an entry of ``hyperparams``, default
+    values included. So does every schedule, which is called at each step. Write ``state.hyperparams["lr"].fill_(1e-4)`` to
+    set a number for all later steps. Other arguments are passed on. As optax.inject_hyperparams.
 
     Args:
-        static_args: names of arguments to hand on as they are all the same.
+        static_args: names of arguments that are passed on in any case.
 
     Raises:
-        ValueError: a static argument that the factory does not have, or nothing to inject; in a step too, a number that the
-            factory refuses.
-        IllegalComposition: an optimizer that reduces gradients itself.
+        ValueError: a static argument that the factory does not have, or no argument to inject; also in a step, a number that
+            the factory refuses.
+        IllegalComposition: the optimizer reduces gradients itself.
 
     >>> p, g = {"w": torch.ones(2)}, {"w": torch.ones(2)}
     >>> tx = sl.optim.inject_hyperparams(sl.optim.sgd)(0.5)
@@ -78,19 +78,19 @@ def inject_hyperparams(
         numbers = {name: value for name, value in given.items() if _is_number(value, signature.parameters[name])}
         if not schedules and not numbers:
             raise ValueError(
-                f"inject_hyperparams: no argument of {inner_factory.__name__} is a number or a schedule (what it takes as "
-                "**options is not looked into); call it by itself"
+                f"inject_hyperparams: no argument of {inner_factory.__name__} is a number or a schedule (arguments that it "
+                "takes as **options are not injected); call it without inject_hyperparams"
             )
 
         def at(count: torch.Tensor, hyperparams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            asked = {name: schedule(count).cpu() for name, schedule in schedules.items()}
-            return {name: asked.get(name, value) for name, value in hyperparams.items()}
+            scheduled = {name: schedule(count).cpu() for name, schedule in schedules.items()}
+            return {name: scheduled.get(name, value) for name, value in hyperparams.items()}
 
         def inner(hyperparams: Mapping[str, torch.Tensor]) -> GradientTransformation:
             now = inspect.BoundArguments(signature, dict(bound.arguments))
-            found = {name: value.item() for name, value in hyperparams.items()}
+            values = {name: value.item() for name, value in hyperparams.items()}
             now.arguments.update(
-                {name: Varying(value) if name in schedules else value for name, value in found.items()}
+                {name: Varying(value) if name in schedules else value for name, value in values.items()}
             )
             return inner_factory(*now.args, **now.kwargs)
 

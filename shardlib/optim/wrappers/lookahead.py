@@ -14,7 +14,7 @@ from shardlib.tree import Tree, leaves_of, tree_map
 
 
 class LookaheadState(NamedTuple):
-    """``fast_state``: of the inner optimizer; ``steps_since_sync``: 0-d; ``slow``: the slow parameters."""
+    """``fast_state``: the inner optimizer's state; ``steps_since_sync``: 0-d float; ``slow``: the slow parameters."""
 
     fast_state: Tree
     steps_since_sync: torch.Tensor
@@ -28,13 +28,13 @@ class LookaheadState(NamedTuple):
 def lookahead(
     fast_optimizer: GradientTransformation, sync_period: int, slow_step_size: float, reset_state: bool = False
 ) -> GradientTransformation:
-    """``fast_optimizer``, but every ``sync_period`` steps ``slow ← slow + slow_step_size·(p − slow)`` and ``p ← slow``.
+    """``fast_optimizer``; and every ``sync_period`` steps ``slow ← slow + slow_step_size·(p − slow)``, then ``p ← slow``.
 
-    As optax.lookahead, with the slow parameters in the state: those trained are the fast ones, and after every
-    ``sync_period`` steps they are the slow ones. It must be the last of a chain.
+    As optax.lookahead, with the slow parameters in the state: the trained parameters are the fast ones, and equal the slow
+    ones after every ``sync_period`` steps. It must be the last transformation of a chain.
 
     Args:
-        reset_state: begin with a fresh state of the inner optimizer after each of them.
+        reset_state: whether the inner optimizer starts from a fresh state after each of these steps.
 
     Raises:
         ValueError: a hyper-parameter out of range.
@@ -59,7 +59,7 @@ def lookahead(
         return LookaheadState(fast, torch.zeros(()), tree_map(torch.clone, params))
 
     def advanced(fast: Tree, state: LookaheadState, params: Tree, shards: Shards) -> tuple[LookaheadState, bool]:
-        """The state but for the slow parameters, and whether it is their turn."""
+        """The new state with the old slow parameters, and whether these change in this step."""
         syncs = int(state.steps_since_sync) + 1 == sync_period
         if syncs and reset_state:
             fast = fast_optimizer.init(params, shards=shards)
@@ -70,7 +70,7 @@ def lookahead(
         updates: Tree, state: LookaheadState, params: Tree, *, shards: Shards = WHOLE
     ) -> tuple[Tree, LookaheadState]:
         if params is None:
-            raise ValueError("lookahead needs the parameters it moves: update(updates, state, params)")
+            raise ValueError("lookahead needs the parameters: update(updates, state, params)")
         updates, fast = fast_optimizer.update(updates, state.fast_state, params, shards=shards)
         state, syncs = advanced(fast, state, params, shards)
         if not syncs:
@@ -89,7 +89,9 @@ def lookahead(
             write_copies(copies, params)
         return state
 
-    last = "lookahead brings parameters to its slow ones, and what follows it in the chain would change by how much"
+    last = (
+        "lookahead sets parameters to its slow ones, and a later transformation in the chain would change its updates"
+    )
     return GradientTransformation(
         init, update, fast_optimizer.locality, apply=apply, sends=fast_optimizer.sends, last=last
     )

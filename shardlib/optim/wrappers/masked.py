@@ -1,4 +1,4 @@
-"""Transformations of some of the parameters, chosen by their paths."""
+"""Gradient transformations of some of the parameters, chosen by their paths."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ Labels = Mapping[str, str] | Callable[[str, tuple[int, ...]], str]
 
 @dataclass(frozen=True)
 class Matching:
-    """Parameters with a path that matches ``globs`` and none that matches ``exclude``; or those others, if not ``taken``."""
+    """The choice of parameters with a path that matches ``globs`` and none that matches ``exclude``; of all others, if not
+    ``taken``."""
 
     globs: tuple[str, ...]
     exclude: tuple[str, ...]
@@ -33,7 +34,7 @@ class Matching:
 
 @dataclass(frozen=True)
 class Labelled:
-    """Parameters that get ``label``: by the first glob that one of their paths matches, or by a function."""
+    """The choice of parameters with ``label``: by the first glob that one of their paths matches, or by a function."""
 
     labels: tuple[tuple[str, str], ...] | Callable[[str, tuple[int, ...]], str]
     label: str | None
@@ -50,17 +51,17 @@ class Labelled:
 def masked(
     inner: GradientTransformation, globs: str | tuple[str, ...], *, exclude: str | tuple[str, ...] = ()
 ) -> GradientTransformation:
-    """``inner`` for the parameters whose path matches; the others' updates pass through unchanged.
+    """``inner`` for the parameters whose path matches; updates of other parameters pass through unchanged.
 
-    ``inner`` sees nothing of the others: no norm counts them, and no state is kept for them. As optax.masked, with globs for
-    the mask.
+    ``inner`` does not see other parameters: its norms exclude them, and its state has none of them. As optax.masked, with
+    globs for the mask.
 
     Args:
         globs: one or several patterns over paths such as ``"blocks/0/*"`` (``*`` crosses ``/``).
-        exclude: patterns of what is left out all the same.
+        exclude: patterns of parameters to leave out even if ``globs`` match them.
 
     Raises:
-        IllegalComposition: a pattern that matches no trained parameter, when the state is made; or an ``inner`` that reduces
+        IllegalComposition: when the state is made, a pattern that matches no trained parameter; or an ``inner`` that reduces
             gradients itself.
 
     >>> p, g = {"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([0.6, -0.8])}
@@ -80,18 +81,18 @@ def masked(
 
     def update(updates: Tree, state: Tree, params: Tree, *, shards: Shards = WHOLE) -> tuple[Tree, Tree]:
         some = shards.select(choice, updates)
-        found, state = inner.update(some.take(updates), state, _taken(some, params), shards=some.shards)
-        return some.put(updates, found), state
+        inner_updates, state = inner.update(some.take(updates), state, _taken(some, params), shards=some.shards)
+        return some.put(updates, inner_updates), state
 
     def apply(
         params: Tree, updates: Tree, state: Tree, scale: torch.Tensor | None, shards: Shards, copies: Tree
     ) -> Tree:
         some, rest = shards.select(choice, updates), shards.select(others, updates)
         for p, u in zip(leaves_of(rest.take(params)), leaves_of(scaled(rest.take(updates), scale)), strict=True):
-            p.add_(u)  # in the wider dtype, rounded once, as everywhere
+            p.add_(u)  # computed in the wider dtype and rounded once, as in every update
         write_copies(rest.take(copies), rest.take(params))
-        mine = (some.take(params), some.take(updates), state)
-        return inner.apply(*mine, scale=scale, shards=some.shards, copies=some.take(copies))
+        taken = (some.take(params), some.take(updates), state)
+        return inner.apply(*taken, scale=scale, shards=some.shards, copies=some.take(copies))
 
     def sends(shards: Shards) -> Mapping[str, int]:
         return inner.sends(shards.select(choice, {}).shards)
@@ -100,15 +101,15 @@ def masked(
 
 
 def partition(transforms: Mapping[str, GradientTransformation], labels: Labels) -> GradientTransformation:
-    """Each parameter's update by the transformation that its label names; as optax.partition.
+    """Update each parameter by the transformation that its label names; as optax.partition.
 
-    The state is a dictionary by label. Every transformation sees its own parameters alone: a clip in one of them goes by
-    their norm.
+    The state is a dictionary by label. Every transformation sees only its own parameters: a clip among them uses the norm of
+    these alone.
 
     Args:
         transforms: label -> transformation.
-        labels: glob over paths -> label, the first that matches (``"*"`` last takes all that are left); or ``labels(path,
-            shape) -> label``, with a tied leaf's first path.
+        labels: glob over paths -> label, of which the first match counts (a last ``"*"`` takes the rest); or ``labels(path,
+            shape) -> label``, which gets a tied leaf's first path.
 
     Raises:
         IllegalComposition: when the state is made, a parameter without a label, or a glob or a label without a parameter;
@@ -129,17 +130,17 @@ def partition(transforms: Mapping[str, GradientTransformation], labels: Labels) 
 
     def init(params: Tree, shards: Shards = WHOLE) -> Tree:
         infos = shards.about(params)
-        found = {info.path: Labelled(table, None).label_of(info) for info in infos}
-        if without := [path for path, label in found.items() if label is None]:
+        label_of = {info.path: Labelled(table, None).label_of(info) for info in infos}
+        if without := [path for path, label in label_of.items() if label is None]:
             raise IllegalComposition(
                 f"partition: no label for {len(without)} parameters:\n{listing(without)}\nAdd a glob for them, or a last '*'"
             )
-        _require_transforms({label for label in found.values() if label is not None}, transforms)
+        _require_transforms({label for label in label_of.values() if label is not None}, transforms)
         if isinstance(labels, Mapping):
             _require_matches("partition", tuple(labels), infos)
-        if unused := [label for label in transforms if label not in found.values()]:
+        if unused := [label for label in transforms if label not in label_of.values()]:
             raise IllegalComposition(
-                f"partition: no parameter gets label {', '.join(map(repr, unused))}; of globs that match the first counts. "
+                f"partition: no parameter gets label {', '.join(map(repr, unused))}; the first glob that matches counts. "
                 "Leave the transformation out, or put its globs first"
             )
         chosen = {label: shards.select(choice, params) for label, choice in choices.items()}
@@ -148,12 +149,12 @@ def partition(transforms: Mapping[str, GradientTransformation], labels: Labels) 
         }
 
     def update(updates: Tree, state: Tree, params: Tree, *, shards: Shards = WHOLE) -> tuple[Tree, Tree]:
-        found, after = updates, {}
+        result, after = updates, {}
         for label, tx in transforms.items():
             some = shards.select(choices[label], updates)
-            mine, after[label] = tx.update(some.take(updates), state[label], _taken(some, params), shards=some.shards)
-            found = some.put(found, mine)
-        return found, after
+            part, after[label] = tx.update(some.take(updates), state[label], _taken(some, params), shards=some.shards)
+            result = some.put(result, part)
+        return result, after
 
     def apply(
         params: Tree, updates: Tree, state: Tree, scale: torch.Tensor | None, shards: Shards, copies: Tree
@@ -161,8 +162,8 @@ def partition(transforms: Mapping[str, GradientTransformation], labels: Labels) 
         after = {}
         for label, tx in transforms.items():
             some = shards.select(choices[label], updates)
-            mine = (some.take(params), some.take(updates), state[label])
-            after[label] = tx.apply(*mine, scale=scale, shards=some.shards, copies=some.take(copies))
+            taken = (some.take(params), some.take(updates), state[label])
+            after[label] = tx.apply(*taken, scale=scale, shards=some.shards, copies=some.take(copies))
         return after
 
     def sends(shards: Shards) -> Mapping[str, int]:

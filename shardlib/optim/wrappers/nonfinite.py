@@ -1,4 +1,4 @@
-"""Leaving out updates that are not finite."""
+"""`skip_nonfinite`, which skips updates that are not finite."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from shardlib.tree import Tree, tree_map
 
 
 class SkipNonfiniteState(NamedTuple):
-    """``notfinite_count``: updates left out in a row; ``last_finite``: whether the last one was finite.
+    """``notfinite_count``: consecutive updates that were not finite; ``last_finite``: whether the last update was finite.
 
-    ``total_notfinite``: of all, those that were not finite; ``inner_state``: of the inner transformation.
+    ``total_notfinite``: updates so far that were not finite; ``inner_state``: the inner transformation's state.
     """
 
     notfinite_count: torch.Tensor
@@ -27,14 +27,14 @@ class SkipNonfiniteState(NamedTuple):
 
 
 def skip_nonfinite(inner: GradientTransformation, max_consecutive_errors: int) -> GradientTransformation:
-    """``inner``, but updates with NaN or infinity anywhere, on any rank, are zero and leave its state alone.
+    """``inner``, except that updates with a NaN or infinity anywhere, on any rank, become zero and do not change its state.
 
-    After ``max_consecutive_errors`` of them in a row they are let through until a finite one comes; as
-    optax.apply_if_finite. For loops of your own: `shardlib.make_train_step` has ``nonfinite="skip"``, which also keeps its
-    loss scale and errors.
+    After ``max_consecutive_errors`` such updates in a row, further ones are passed to ``inner`` until one is finite; as
+    optax.apply_if_finite. It is for training loops of your own: `shardlib.make_train_step` has ``nonfinite="skip"``, which
+    also takes care of the loss scale and of residuals.
 
     Raises:
-        ValueError: a negative number of errors.
+        ValueError: ``max_consecutive_errors`` is not an integer from 0.
         IllegalComposition: ``inner`` reduces gradients itself.
 
     >>> p, g = {"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([0.6, -0.8])}
@@ -54,10 +54,10 @@ def skip_nonfinite(inner: GradientTransformation, max_consecutive_errors: int) -
         none = torch.zeros((), dtype=torch.int32)
         return SkipNonfiniteState(none, torch.tensor(True), none.clone(), inner.init(params, shards=shards))
 
-    def seen(
+    def checked(
         updates: Tree, state: SkipNonfiniteState, shards: Shards, scale: torch.Tensor | None = None
     ) -> tuple[SkipNonfiniteState, bool]:
-        """The state but for the inner one, and whether the updates, times ``scale``, are to be used."""
+        """The new state with the old inner state, and whether to use the updates times ``scale``."""
         finite = shards.sum(_nonfinite, updates).cpu() == 0
         if scale is not None:
             finite &= scale.isfinite().cpu()
@@ -68,7 +68,7 @@ def skip_nonfinite(inner: GradientTransformation, max_consecutive_errors: int) -
         )
 
     def update(updates: Tree, state: SkipNonfiniteState, params: Tree, *, shards: Shards = WHOLE):
-        state, use = seen(updates, state, shards)
+        state, use = checked(updates, state, shards)
         if not use:
             return tree_map(torch.zeros_like, updates), state
         updates, inner_state = inner.update(updates, state.inner_state, params, shards=shards)
@@ -77,7 +77,7 @@ def skip_nonfinite(inner: GradientTransformation, max_consecutive_errors: int) -
     def apply(
         params: Tree, updates: Tree, state: SkipNonfiniteState, scale: torch.Tensor | None, shards: Shards, copies: Tree
     ) -> SkipNonfiniteState:
-        state, use = seen(updates, state, shards, scale)
+        state, use = checked(updates, state, shards, scale)
         if not use:
             write_copies(copies, params)
             return state
@@ -89,5 +89,5 @@ def skip_nonfinite(inner: GradientTransformation, max_consecutive_errors: int) -
 
 
 def _nonfinite(leaf: torch.Tensor) -> torch.Tensor:
-    """How many elements are not finite."""
+    """The number of elements that are not finite."""
     return (~torch.isfinite(leaf)).sum().to(torch.float64)

@@ -1,0 +1,13 @@
+"""All defects, by the rooms they are planted in."""
+
+from ..planting import Defect
+from . import communication, keys, optimizers, parts, plans, steps
+
+DEFECTS: tuple[Defect, ...] = (
+    *communication.DEFECTS,
+    *plans.DEFECTS,
+    *steps.DEFECTS,
+    *keys.DEFECTS,
+    *optimizers.DEFECTS,
+    *parts.DEFECTS,
+)
