@@ -14,7 +14,7 @@ from shardlib._compat import FUSED_ATTENTIONS, func_transform, grad, is_compiled
 from shardlib.collectives.styles.slices import Slices
 from shardlib.errors import HandleError
 from shardlib.execute.gathering import Gathering
-from shardlib.execute.gradients import Gradients, Route
+from shardlib.execute.gradients import Gradients, ReductionOptions
 from shardlib.execute.halves import Halves
 from shardlib.execute.handles import MAX_NORM, Handle
 from shardlib.execute.losses import refuse_reentrant_checkpoints
@@ -78,9 +78,9 @@ class Executor:
         """Units in the order in which the last micro-batch gathered them."""
         return tuple(self._gathering.fetched)
 
-    def gradients(self, route: Route) -> Gradients:
+    def gradients(self, options: ReductionOptions) -> Gradients:
         """The sums of one step's gradients, for its micro-batches to add to."""
-        return Gradients(self.plan, self.mesh, route)
+        return Gradients(self.plan, self.mesh, options)
 
     def forward(self, params: Sharded, fn: Callable[[Tree], Any]) -> Any:
         """``outside(fn(parameters))`` without gradients. Calls ``fn`` again if ranks turn out to use different parameters."""

@@ -25,7 +25,7 @@ from shardlib.sharded.reduction import BoundCodecs, Reduction, Sum
 
 
 @dataclass(frozen=True)
-class Route:
+class ReductionOptions:
     """The options of one step's reductions.
 
     Attributes:
@@ -41,9 +41,9 @@ class Route:
     reached: set[str] | None = None
 
 
-def plain_route(mesh: Mesh) -> Route:
-    """The route of gradients that are summed over all axes, without residuals of earlier steps."""
-    return Route(BoundCodecs(mesh), Residuals({}))
+def default_options(mesh: Mesh) -> ReductionOptions:
+    """The options of reductions over all axes, without residuals of earlier steps."""
+    return ReductionOptions(BoundCodecs(mesh), Residuals({}))
 
 
 class Gradients:
@@ -53,8 +53,8 @@ class Gradients:
         started: units whose exchanges the present micro-batch started, in order.
     """
 
-    def __init__(self, plan: Plan, mesh: Mesh, route: Route) -> None:
-        self._plan, self._mesh, self._route = plan, mesh, route
+    def __init__(self, plan: Plan, mesh: Mesh, options: ReductionOptions) -> None:
+        self._plan, self._mesh, self._options = plan, mesh, options
         self._held: dict[str, torch.Tensor] = {}
 
     def begin(self, last: bool, gathering: Gathering) -> None:
@@ -77,8 +77,8 @@ class Gradients:
 
     def note(self, paths: Iterable[str], grads: Iterable[torch.Tensor | None]) -> None:
         """Note the leaves that have a gradient (not None)."""
-        if self._route.reached is not None:
-            self._route.reached.update(path for path, grad in zip(paths, grads) if grad is not None)
+        if self._options.reached is not None:
+            self._options.reached.update(path for path, grad in zip(paths, grads) if grad is not None)
 
     def add_leaves(self, bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> bool:
         """Add leaves' gradients to a bucket's sum over micro-batches without packing; False if no whole sum is held yet."""
@@ -192,7 +192,7 @@ class Gradients:
     def _routes(self, bucket: Bucket) -> tuple[tuple[Exchange, ...], tuple[Exchange, ...]]:
         """A bucket's exchanges after each micro-batch, and after the last one."""
         routes = self._plan.routes[bucket.name]
-        return routes.each, unowned(routes.last, self._route.unreduced)
+        return routes.each, unowned(routes.last, self._options.unreduced)
 
     def _reduce(self, buckets: list[Bucket], wholes: list[torch.Tensor | None]) -> None:
         """Start the exchanges of buckets whose routes have the same collectives."""
@@ -239,7 +239,7 @@ class Gradients:
             self._land()
 
     def _reduction(self, sums: list[Sum], routes: Sequence[Sequence[Exchange]]) -> Reduction:
-        return Reduction(self._mesh, sums, routes, self._route.codecs, self._route.residuals)
+        return Reduction(self._mesh, sums, routes, self._options.codecs, self._options.residuals)
 
     def _land(self) -> None:
         reduction, freed = self._flying.popleft()

@@ -15,7 +15,7 @@ from shardlib.errors import LossError, NonFiniteError, TreeError
 from shardlib.execute.batches import as_tensors, split_batch
 from shardlib.execute.buffers import average_buffers
 from shardlib.execute.copies import require_alike
-from shardlib.execute.gradients import Route
+from shardlib.execute.gradients import ReductionOptions
 from shardlib.execute.inputs import Inputs
 from shardlib.execute.losses import needs, require_function
 from shardlib.execute.means import quotients, sum_means
@@ -105,8 +105,8 @@ class LossStep:
 
         Args:
             comm: residuals of compressed exchanges.
-            unreduced: see `Route`.
-            reached: see `Route`.
+            unreduced: see `ReductionOptions`.
+            reached: see `ReductionOptions`.
             equal: name -> value that must be equal on all ranks.
         """
         plan, mesh = self._plan, self._mesh
@@ -120,8 +120,8 @@ class LossStep:
         draws = states_of_generators(mesh.device)
         while True:
             # New residuals are kept beside those in `comm`, so that the step can be repeated.
-            route, totals = Route(self._codecs, Residuals(comm), unreduced, reached), Totals(plan, mesh)
-            grads = self._runner.train(call, totals, route)
+            options, totals = ReductionOptions(self._codecs, Residuals(comm), unreduced, reached), Totals(plan, mesh)
+            grads = self._runner.train(call, totals, options)
             strayed = any(record.strayed for record in records)
             sums = totals.over_ranks(Counting(plan, mesh, unreduced).local_sum(sum_of_squares, grads), share + strayed)
             if not sums.differ:
@@ -150,7 +150,7 @@ class LossStep:
             norm=norm,
             finite=finite,
             squares=sums.squares,
-            residuals=route.residuals,
+            residuals=options.residuals,
         )
 
     def _mean(self, sums: Sums, loss_scale: float, ranks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:

@@ -83,7 +83,7 @@ class Owned(Transform):
 
     def check(self, resolved: Resolved) -> None:
         axis, sizes = self.axis, resolved.sizes
-        split = {other for role in ROLES for other in resolved.home(role).axes}
+        split = {other for role in ROLES for other in resolved.location(role).axes}
         if axis not in sizes:
             unsplit = [other for other in sizes if resolved.varies_over(other) and other not in split]
             remedy = f"name {unsplit[0]!r} with axis=" if unsplit else f"add {axis}=1 to the mesh"

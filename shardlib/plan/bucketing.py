@@ -138,7 +138,7 @@ def _bucket(
         short=_short(members, kind.slices, sizes),
         stages=kind.stages,
         homes=stages.homes(kind.stages),
-        memory=Memory(*(resolved.home(role).memory for role in Memory._fields)),
+        memory=Memory(*(resolved.location(role).memory for role in Memory._fields)),
     )
 
 

@@ -29,7 +29,7 @@ def require_summed(resolved: Resolved, axis: str, codec: object) -> None:
 
 def require_split_parameters(resolved: Resolved, axis: str, packing: object) -> None:
     """Refuse compressed gathers on an axis over which no parameters are split."""
-    if axis not in resolved.home("param").axes:
+    if axis not in resolved.location("param").axes:
         raise IllegalComposition(
             f"parameters are to travel over axis {axis!r} in {packing}, and none are split over it: add zero(stage=3, "
             f"axis={axis!r}); at lower stages parameters are not gathered for use"
@@ -38,7 +38,7 @@ def require_split_parameters(resolved: Resolved, axis: str, packing: object) -> 
 
 def require_whole_leaves(resolved: Resolved, axis: str, codec: object) -> None:
     """Refuse a codec that compresses whole leaves if any role of the state is split."""
-    split = sorted({axis for role in ROLES for axis in resolved.home(role).axes})
+    split = sorted({axis for role in ROLES for axis in resolved.location(role).axes})
     if split:
         raise IllegalComposition(
             f"gradients are to travel over axis {axis!r} in {codec}, which are made of whole leaves, and zero splits the "
@@ -58,7 +58,7 @@ def require_no_float64(resolved: Resolved, codec: Narrow) -> None:
 
 def require_split_gradients(resolved: Resolved) -> None:
     """Refuse ``sync="each"`` if gradients are not split."""
-    if resolved.step.sync == "each" and not resolved.home("grad").axes:
+    if resolved.step.sync == "each" and not resolved.location("grad").axes:
         raise IllegalComposition(
             "sync='each' reduces gradients after every micro-batch into their shards, and at ZeRO stages 0 and "
             "1 they are kept whole; use sync='last' (the same numbers, less traffic), or stage 2 or 3"

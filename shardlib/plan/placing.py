@@ -35,9 +35,9 @@ def splits_of(resolved: Resolved) -> Splits:
     """
     splits: dict[str, tuple[str, ...]] = {}
     before: tuple[str, ...] = ()
-    second = resolved.home(SECOND).axes
+    second = resolved.location(SECOND).axes
     for role in ROLES:
-        claimed = resolved.home(role).axes
+        claimed = resolved.location(role).axes
         missing = sorted(set(before) - claimed)
         if missing:
             raise IllegalComposition(
@@ -53,7 +53,7 @@ def splits_of(resolved: Resolved) -> Splits:
 
 def second_level(resolved: Resolved, splits: Splits) -> int | None:
     """The level of the second shard, which is kept from forward to backward; None without one."""
-    kept = [axis for axis in splits.param if axis in resolved.home(SECOND).axes]
+    kept = [axis for axis in splits.param if axis in resolved.location(SECOND).axes]
     return len(kept) if 0 < len(kept) < len(splits.param) else None
 
 
@@ -66,7 +66,7 @@ def placed(info: LeafInfo, unit: str, resolved: Resolved, splits: Splits) -> Pla
     def stored(role: str, dtype: torch.dtype) -> Leaf:
         axes = [axis for axis in splits.of(role) if axis not in compute.spec.axes]
         spec = compute.spec.split(axes, info.shape, resolved.sizes)
-        return replace(compute, dtype=dtype, spec=spec, memory=resolved.home(role).memory)
+        return replace(compute, dtype=dtype, spec=spec, memory=resolved.location(role).memory)
 
     return Placement(
         path=info.path,

@@ -9,7 +9,7 @@ from typing import Any
 from shardlib.errors import IllegalComposition, listing
 from shardlib.mesh.specs import MEMORIES
 from shardlib.plan.claims import Claim, LeafInfo, Live, Reduce, Step, Use
-from shardlib.plan.resolved import Home, Resolved, show
+from shardlib.plan.resolved import Location, Resolved, show
 from shardlib.plan.transform import Chain, Transform
 
 
@@ -72,17 +72,17 @@ def _merged(before: Resolved, members: Sequence[Transform]) -> Resolved:
         before,
         uses={path: Use(path, **slots) for path, slots in records[Use].items()},
         reductions={axis: Reduce(axis, **slots) for axis, slots in records[Reduce].items()},
-        homes={role: _home(role, slots) for role, slots in records[Live].items()},
+        locations={role: _location(role, slots) for role, slots in records[Live].items()},
         step=Step(**records[Step].get("", {})),
         axes=axes,
         written={name: tuple(pairs) for name, pairs in written.items()},
     )
 
 
-def _home(role: str, slots: Mapping[str, str]) -> Home:
+def _location(role: str, slots: Mapping[str, str]) -> Location:
     memory = slots.get("memory", "device")
     if memory not in MEMORIES:
         raise IllegalComposition(
             f"the {role} state cannot live in memory {memory!r}; use one of {', '.join(map(repr, MEMORIES))}"
         )
-    return Home(frozenset(axis for slot, axis in slots.items() if slot != "memory"), memory)
+    return Location(frozenset(axis for slot, axis in slots.items() if slot != "memory"), memory)

@@ -15,7 +15,7 @@ Slot = tuple[type[Claim], str, str]  # kind of claim, subject, slot
 
 
 @dataclass(frozen=True)
-class Home:
+class Location:
     """Where the tensors of one role live: the axes they are split over, in no order, and the memory."""
 
     axes: frozenset[str] = frozenset()
@@ -31,7 +31,7 @@ class Resolved:
         leaves: the parameters.
         uses: path -> claims on the leaf.
         reductions: axis -> claims on the axis; "*" -> claims on every axis.
-        homes: role -> where its tensors live.
+        locations: role -> where its tensors live.
         step: claims on the step.
         axes: axis -> its uses, each with the name of the transform.
         written: name of a transform -> the slots it filled, with their values.
@@ -42,7 +42,7 @@ class Resolved:
     leaves: tuple[LeafInfo, ...]
     uses: Mapping[str, Use] = field(default_factory=dict)
     reductions: Mapping[str, Reduce] = field(default_factory=dict)
-    homes: Mapping[str, Home] = field(default_factory=dict)
+    locations: Mapping[str, Location] = field(default_factory=dict)
     step: Step = field(default_factory=Step)
     axes: Mapping[str, Mapping[AxisUse, str]] = field(default_factory=dict)
     written: Mapping[str, tuple[tuple[Slot, Any], ...]] = field(default_factory=dict)
@@ -52,9 +52,9 @@ class Resolved:
         """The claims on a leaf."""
         return self.uses.get(path) or Use(path)
 
-    def home(self, role: str) -> Home:
+    def location(self, role: str) -> Location:
         """Where the tensors of a role live."""
-        return self.homes.get(role) or Home()
+        return self.locations.get(role) or Location()
 
     def dtype(self, leaf: LeafInfo) -> torch.dtype:
         """The dtype in which a leaf is stored and used."""

@@ -25,7 +25,7 @@ class Hierarchical(Transform):
         yield Live(SECOND, self.axis)
 
     def check(self, resolved: Resolved) -> None:
-        stored, second = resolved.home("param").axes, resolved.home(SECOND).axes
+        stored, second = resolved.location("param").axes, resolved.location(SECOND).axes
         if self.axis not in stored:
             raise IllegalComposition(
                 f"a second shard is to be kept over axis {self.axis!r}, and no parameters are split over it: add "

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import shardlib as sl
 from shardlib.execute import halves
 from shardlib.execute.executor import Executor
-from shardlib.execute.gradients import plain_route
+from shardlib.execute.gradients import default_options
 from shardlib.models import gpt
 
 WIDTH = 6
@@ -156,7 +156,7 @@ def test_gradients_that_reach_handles_themselves():
         found = []
         for split in (False, True):
             executor = Executor(sharded.plan.of_stage(1), mesh, trained=True)
-            gradients = executor.gradients(plain_route(mesh))
+            gradients = executor.gradients(default_options(mesh))
             y = executor.open(sharded, gradients, fn)
             seed = torch.ones_like(y)
             if split:
@@ -259,7 +259,7 @@ def test_only_factors_are_kept_between_the_halves():
         executor = Executor(sharded.plan.of_stage(1), mesh, trained=True)
         x = torch.randn(rows, TINY.sequence, width, requires_grad=True)
         with WatchStorages() as watch:
-            gradients = executor.gradients(plain_route(mesh))
+            gradients = executor.gradients(default_options(mesh))
             y = executor.open(sharded, gradients, lambda tree: loss_fn.run(tree, x, None, *layers, None))
             before = watch.alive
             (found,) = executor.inputs_gradient([y], [torch.ones_like(y)], [x])

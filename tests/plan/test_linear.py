@@ -3,6 +3,7 @@
 Calls are counted, those that the package makes: unlike seconds they are the same on every machine.
 """
 
+import gc
 import sys
 from pathlib import Path
 
@@ -34,18 +35,24 @@ def loss_fn(params, x):
 
 
 def calls(run):
-    """How many functions the package enters and calls in ``run()``, C's functions too."""
+    """How many functions the package enters and calls in ``run()``, C's functions too.
+
+    Garbage of earlier tests is collected before, since its finalizers are functions of the package.
+    """
     count = 0
 
     def note(frame, event, _):
         nonlocal count
         count += event in ("call", "c_call") and frame.f_code.co_filename.startswith(PACKAGE)
 
+    gc.collect()
+    gc.disable()
     sys.setprofile(note)
     try:
         run()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return count
 
 

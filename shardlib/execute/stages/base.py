@@ -11,7 +11,7 @@ import torch
 
 from shardlib.execute.batches import batch_index, rows_of
 from shardlib.execute.executor import Executor
-from shardlib.execute.gradients import Route
+from shardlib.execute.gradients import ReductionOptions
 from shardlib.execute.losses import Outcome
 from shardlib.execute.record import Record
 from shardlib.execute.totals import Sums, Totals
@@ -54,7 +54,7 @@ class Runner(Protocol):
     @property
     def records(self) -> Sequence[Record]: ...
 
-    def train(self, call: Call, totals: Totals, route: Route) -> dict[str, torch.Tensor]:
+    def train(self, call: Call, totals: Totals, options: ReductionOptions) -> dict[str, torch.Tensor]:
         """Run forward and backward of all micro-batches: bucket name -> gradient. Outcomes are added to ``totals``."""
         ...
 

@@ -10,7 +10,7 @@ import torch
 from shardlib._compat import is_compiled
 from shardlib.errors import HandleError
 from shardlib.execute.executor import Executor
-from shardlib.execute.gradients import Gradients, Route
+from shardlib.execute.gradients import Gradients, ReductionOptions
 from shardlib.execute.losses import Outcome, read_loss, require_gradient, wants
 from shardlib.execute.record import Record
 from shardlib.execute.sequence import require_whole_loss
@@ -47,8 +47,8 @@ class OneStage:
     def records(self) -> Sequence[Record]:
         return [self.executor.record]
 
-    def train(self, call: Call, totals: Totals, route: Route) -> dict[str, torch.Tensor]:
-        gradients = self.executor.gradients(route)
+    def train(self, call: Call, totals: Totals, options: ReductionOptions) -> dict[str, torch.Tensor]:
+        gradients = self.executor.gradients(options)
         buffers = call.buffers
         for index in range(len(call.microbatches)):
             outcome = self.microbatch(call, index, buffers, gradients)

@@ -10,7 +10,7 @@ import torch
 from shardlib.errors import BatchError, IllegalComposition, TreeError
 from shardlib.execute.batches import rows_of
 from shardlib.execute.executor import Executor
-from shardlib.execute.gradients import Gradients, Route
+from shardlib.execute.gradients import Gradients, ReductionOptions
 from shardlib.execute.losses import Outcome, read_loss, require_gradient
 from shardlib.execute.sequence import require_whole_loss
 from shardlib.execute.stages.base import Call, detached
@@ -94,7 +94,7 @@ class Pipe:
 
         return compute
 
-    def train(self, call: Call, totals: Totals, route: Route) -> dict[str, torch.Tensor]:
+    def train(self, call: Call, totals: Totals, options: ReductionOptions) -> dict[str, torch.Tensor]:
         compute = self._computing(call.microbatches, call.keys)
         outcomes: dict[int, Outcome] = {}
 
@@ -110,7 +110,7 @@ class Pipe:
             return outcome.total
 
         first, sequence = all(record.order is None for record in self.records), self._plan.step.sequence
-        grads = self._gradients(call.params, run, lambda microbatch: call.seed(outcomes[microbatch]), route)
+        grads = self._gradients(call.params, run, lambda microbatch: call.seed(outcomes[microbatch]), options)
         if sequence and first:  # collective over all stages, so it comes after the schedule
             done = {step for record in self.records for step in record.done}
             loss = (outcomes[0].total, outcomes[0].weight) if outcomes else None
@@ -125,14 +125,14 @@ class Pipe:
         return self._broadcast(aux) if sums.with_aux else None
 
     def _gradients(
-        self, params: Sharded, compute: Compute, seed: Callable[[int], float], route: Route
+        self, params: Sharded, compute: Compute, seed: Callable[[int], float], options: ReductionOptions
     ) -> dict[str, torch.Tensor]:
         """The gradients of this rank's buckets, in the optimizer's layout, summed over micro-batches.
 
         The last stage's result is differentiated, with ``seed(microbatch)`` as its gradient.
         """
         gradients = {
-            number: Gradients(stage.plan, self._mesh, route) for number, stage in self._position.stages.items()
+            number: Gradients(stage.plan, self._mesh, options) for number, stage in self._position.stages.items()
         }
         Interpreter(self._position, params, compute, gradients, seed).run(self._order)
         sums: dict[str, torch.Tensor] = {}

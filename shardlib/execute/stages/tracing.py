@@ -10,7 +10,7 @@ import torch
 
 from shardlib.execute.batches import split_batch
 from shardlib.execute.executor import Executor
-from shardlib.execute.gradients import Gradients, plain_route
+from shardlib.execute.gradients import Gradients, default_options
 from shardlib.execute.handles import materialise
 from shardlib.execute.live import LiveBytes
 from shardlib.execute.losses import read_loss
@@ -41,7 +41,7 @@ def trace(
         with live:
             microbatches = split_batch(batch, plan, mesh)
             call = Call(params, microbatches, keys_of(plan, mesh, microbatches, rng), buffers, 1.0, 1.0)
-            gradients = runner.executor.gradients(plain_route(mesh))
+            gradients = runner.executor.gradients(default_options(mesh))
             runner.microbatch(call, 0, buffers, gradients)
         return live.peak(without=gradients.held)
 
@@ -67,7 +67,7 @@ def _trace_stages(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: 
             return read_loss(result, False).total if stop == len(blocks) else result
 
         executor = Executor(plan.of_stage(stage), mesh, trained=True)
-        gradients.append(executor.gradients(plain_route(mesh)))
+        gradients.append(executor.gradients(default_options(mesh)))
         with _counting(mesh, sent[stage]), live[stage]:
             result = executor.open(params, gradients[stage], compute)
         executor.rest()

@@ -16,8 +16,8 @@ DEFECTS = (
         "reduction",
         "execute/gradients.py",
         "of what follows the last micro-batch the first exchange alone is made",
-        "return routes.each, unowned(routes.last, self._route.unreduced)",
-        "return routes.each, unowned(routes.last, self._route.unreduced)[:1]",
+        "unreduced)\n",
+        "unreduced)[:1]\n",
         _HYBRID,
     ),
     Defect(
