@@ -59,10 +59,10 @@ struct DynamicMap {
 
     Floats decode(Ints codes, float scale) const {
         Floats c = __builtin_convertvector(codes & ((1 << BITS) - 1), Floats);
-        Floats found = c * lines[2] + lines[3];
-        for (int e = 1; e < BITS; ++e) found = higher(found, c * lines[4 * e + 2] + lines[4 * e + 3]);
-        if (BITS == 7) found = bitcast<Floats>(bitcast<Ints>(found) | (codes & 128) << 24);
-        return found * scale;
+        Floats fraction = c * lines[2] + lines[3];
+        for (int e = 1; e < BITS; ++e) fraction = higher(fraction, c * lines[4 * e + 2] + lines[4 * e + 3]);
+        if (BITS == 7) fraction = bitcast<Floats>(bitcast<Ints>(fraction) | (codes & 128) << 24);
+        return fraction * scale;
     }
 
     Ints encode(Floats values, float reciprocal) const {

@@ -66,9 +66,9 @@ void backward(const void* dy_, const Draw& draw, int64_t rows, int64_t columns, 
     const Element* dy = static_cast<const Element*>(dy_);
     Element* dx = static_cast<Element*>(dx_);
     auto gradient = [&](int64_t at, const Mask& mask, int64_t i, int64_t n) {
-        Floats found = get<Type>(dy + at, n) * mask(i);
-        put<Type>(dx + at, found, n);
-        return found;
+        Floats dz = get<Type>(dy + at, n) * mask(i);
+        put<Type>(dx + at, dz, n);
+        return dz;
     };
     if (!dbias)
         return each_row(rows, columns, threads, [&](int64_t row) {

@@ -42,9 +42,9 @@ void backward(const void* x_, const float* bias, int tanh, const void* dy_, int6
     auto gradient = [&](int64_t at, int64_t i, int64_t n) {
         Floats z = get<Type>(x + at, n);
         if (bias) z += get<Float32>(bias + i, n);
-        Floats found = get<Type>(dy + at, n) * slope(z, tanh);
-        put<Type>(dx + at, found, n);
-        return found;
+        Floats dz = get<Type>(dy + at, n) * slope(z, tanh);
+        put<Type>(dx + at, dz, n);
+        return dz;
     };
     if (!bias)
         return each_row(rows, columns, threads, [&](int64_t row) {

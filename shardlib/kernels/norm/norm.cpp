@@ -72,9 +72,9 @@ void backward(const void* total_, const float* weight, float eps, int centred, i
             Floats normed = (get<Type>(s + i, n) - mean) * scale, d = get<Type>(dy + i, n);
             put<Float32>(dweight + i, get<Float32>(dweight + i, n) + d * normed, n);
             put<Float32>(dbias + i, get<Float32>(dbias + i, n) + d, n);
-            Floats found = (d * get<Float32>(weight + i, n) - shift - normed * product) * scale;
-            if (dtotal_) found += get<Type>(static_cast<const Element*>(dtotal_) + row * columns + i, n);
-            put<Type>(ds + i, found, n);
+            Floats grad = (d * get<Float32>(weight + i, n) - shift - normed * product) * scale;
+            if (dtotal_) grad += get<Type>(static_cast<const Element*>(dtotal_) + row * columns + i, n);
+            put<Type>(ds + i, grad, n);
         });
     });
 }

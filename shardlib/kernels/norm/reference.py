@@ -31,8 +31,8 @@ def backward(total: torch.Tensor, norm: Norm, dy: torch.Tensor, dtotal: torch.Te
     if centred:
         ds = ds - g.mean(-1, keepdim=True)
     ds = ds * rho if dtotal is None else ds * rho + dtotal
-    found = [ds.to(total.dtype), rows.total(dy * normed).to(weight.dtype)]
-    return found if bias is None else [*found, rows.total(dy).to(bias.dtype)]
+    gradients = [ds.to(total.dtype), rows.total(dy * normed).to(weight.dtype)]
+    return gradients if bias is None else [*gradients, rows.total(dy).to(bias.dtype)]
 
 
 def _normed(x: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:

@@ -171,13 +171,13 @@ def _backward(
         centred, scale = _statistics(s, inside, columns, eps, CENTRED)
         normed = centred * scale
         g = d * w
-        found = g - normed * (tl.sum(g * normed, axis=0) / columns)
+        grad = g - normed * (tl.sum(g * normed, axis=0) / columns)
         if CENTRED:
-            found -= tl.sum(g, axis=0) / columns
-        found *= scale
+            grad -= tl.sum(g, axis=0) / columns
+        grad *= scale
         if SUM:
-            found += tl.load(dtotal + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(ds + at, found.to(ds.dtype.element_ty), mask=inside)
+            grad += tl.load(dtotal + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(ds + at, grad.to(ds.dtype.element_ty), mask=inside)
         dw += d * normed
         db += d
     tl.store(dweight + program * columns + column, dw, mask=inside)
@@ -215,10 +215,10 @@ def _backward_wide(
             d = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
             normed = (tl.load(total + at, mask=inside, other=0.0).to(tl.float32) - mean) * scale
             g = d * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-            found = (g - shift - normed * product) * scale
+            grad = (g - shift - normed * product) * scale
             if SUM:
-                found += tl.load(dtotal + at, mask=inside, other=0.0).to(tl.float32)
-            tl.store(ds + at, found.to(ds.dtype.element_ty), mask=inside)
+                grad += tl.load(dtotal + at, mask=inside, other=0.0).to(tl.float32)
+            tl.store(ds + at, grad.to(ds.dtype.element_ty), mask=inside)
             sums = program * columns + column
             tl.store(dweight + sums, tl.load(dweight + sums, mask=inside, other=0.0) + d * normed, mask=inside)
             tl.store(dbias + sums, tl.load(dbias + sums, mask=inside, other=0.0) + d, mask=inside)

@@ -65,21 +65,21 @@ signs(Source source, const float* residual, Segments segments, Byte* bits, doubl
     int lane = threadIdx.x % WARP;
     float c[ROWS];
     Int64 j = low;
-    Int64 mine[ROWS];
+    Int64 segment[ROWS];
 #pragma unroll
     for (int row = 0; row < ROWS; ++row) {
         Int64 start = row_start(tile, row), i = start + lane;
-        bool there = i < segments.elements;
-        if (there) j = segment_of(segments, i, j);
-        mine[row] = there ? j : -1;
-        c[row] = there ? source.at(i, j) + residual[i] : 0;
-        store_signs(c[row] >= 0 || !there, start, lane, segments, bits);
+        bool inside = i < segments.elements;
+        if (inside) j = segment_of(segments, i, j);
+        segment[row] = inside ? j : -1;
+        c[row] = inside ? source.at(i, j) + residual[i] : 0;
+        store_signs(c[row] >= 0 || !inside, start, lane, segments, bits);
     }
     for (j = low; j <= high; ++j) {
         double sum = 0;
 #pragma unroll
         for (int row = 0; row < ROWS; ++row)
-            if (mine[row] == j) sum += (double)c[row] * c[row];
+            if (segment[row] == j) sum += (double)c[row] * c[row];
         sum = block_sum(sum);
         if (threadIdx.x == 0) partial[tile + j] = sum;
     }
@@ -120,8 +120,8 @@ blocks(Source source, float* residual, Segments segments, Byte* bits, float* sca
     Int64 j = (Int64)blockIdx.x * WARPS + threadIdx.x / WARP;
     if (j >= segments.count) return;  // the whole warp
     int lane = threadIdx.x % WARP;
-    Int64 first = j * segments.block, there = segments.elements - first;
-    there = there < 0 ? 0 : there < segments.block ? there : segments.block;
+    Int64 first = j * segments.block, filled = segments.elements - first;
+    filled = filled < 0 ? 0 : filled < segments.block ? filled : segments.block;
     double sum = 0;
     for (Int64 i = first + lane; i < first + segments.block; i += WARP) {
         bool valid = i < segments.elements;
@@ -130,7 +130,7 @@ blocks(Source source, float* residual, Segments segments, Byte* bits, float* sca
         sum += (double)c * c;
     }
     for (int step = WARP / 2; step; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-    float scale = there ? (float)sqrt(sum / (double)there) : 0;
+    float scale = filled ? (float)sqrt(sum / (double)filled) : 0;
     if (lane == 0) scales[j] = scale;
     for (Int64 i = first + lane; i < first + segments.block && i < segments.length; i += WARP) {
         if (i >= segments.elements)

@@ -191,8 +191,8 @@ void quantize_unit(const Source& source, int64_t a, int64_t b, int64_t block, ui
         c = source.fill(from, to, buffer);
         for (int64_t i = from; i < to; i += block) {
             float* most = scales + i / block;
-            float found = largest(c + (i - from), smaller(block, to - i));
-            if (i % block == 0 || bitcast<int32_t>(found) > bitcast<int32_t>(*most)) *most = found;
+            float magnitude = largest(c + (i - from), smaller(block, to - i));
+            if (i % block == 0 || bitcast<int32_t>(magnitude) > bitcast<int32_t>(*most)) *most = magnitude;
         }
     }
     for (int64_t i = a; i < b; i += block) scales[i / block] /= Packed<BITS>::LARGEST;

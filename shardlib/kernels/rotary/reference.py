@@ -17,5 +17,5 @@ def turn(x: torch.Tensor, both: torch.Tensor, interleaved: bool, back: bool) -> 
     turned, rest = rows.wide(x).split([2 * half, x.shape[-1] - 2 * half], -1)
     a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
     pairs = [a * cos - b * sin, a * sin + b * cos]
-    found = torch.stack(pairs, -1).flatten(-2) if interleaved else torch.cat(pairs, -1)
-    return torch.cat([found, rest], -1).to(x.dtype)
+    rotated = torch.stack(pairs, -1).flatten(-2) if interleaved else torch.cat(pairs, -1)
+    return torch.cat([rotated, rest], -1).to(x.dtype)

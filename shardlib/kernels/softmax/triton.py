@@ -75,5 +75,5 @@ def _backward(y, dy, dx, queries, keys, scale, CAUSAL: tl.constexpr, BLOCK: tl.c
     at = row * keys + key
     p = tl.load(y + at, mask=seen, other=0.0).to(tl.float32)
     d = tl.load(dy + at, mask=seen, other=0.0).to(tl.float32)
-    found = p * (d - tl.sum(p * d, axis=0)) * scale
-    tl.store(dx + at, found.to(dx.dtype.element_ty), mask=key < keys)
+    grad = p * (d - tl.sum(p * d, axis=0)) * scale
+    tl.store(dx + at, grad.to(dx.dtype.element_ty), mask=key < keys)

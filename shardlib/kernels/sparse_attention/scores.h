@@ -41,15 +41,15 @@ class Panels {
 
     // Writes the first keys of the next panels, at most GROUP, and returns their number.
     int next(int64_t (&keys)[GROUP]) {
-        int found = 0;
-        while (found < GROUP && at_ < end_) {
+        int count = 0;
+        while (count < GROUP && at_ < end_) {
             int64_t key = *at_ * block_ + inside_;
             if (key >= limit_) break;  // all later keys are beyond the limit too
-            keys[found++] = key;
+            keys[count++] = key;
             inside_ += TILE;
             if (inside_ == block_) inside_ = 0, ++at_;
         }
-        return found;
+        return count;
     }
 
    private:

@@ -66,7 +66,7 @@ void forward_tile(const Problem& p, const Tile& tile, const typename Type::Eleme
     prefetch_next(q, p.size);
     thread.queries.read(q, p.size);
     memset(thread.out, 0, size_t(TILE * p.size) * sizeof(float));
-    float most[TILE], found[TILE], subtract[TILE], factors[TILE], sums[TILE];
+    float most[TILE], maxima[TILE], subtract[TILE], factors[TILE], sums[TILE];
     Floats highest[TILE], totals[TILE] = {};  // to be reduced over lanes
     for (int i = 0; i < TILE; ++i) most[i] = -__builtin_inff();
     Panels panels(p, tile);
@@ -87,9 +87,9 @@ void forward_tile(const Problem& p, const Tile& tile, const typename Type::Eleme
                 store(score_at, score);
             }
         }
-        fold(highest, found, [](Floats a, Floats b) { return a > b ? a : b; });
+        fold(highest, maxima, [](Floats a, Floats b) { return a > b ? a : b; });
         for (int i = 0; i < TILE; i += W) {
-            Floats now = load<Floats>(found + i);
+            Floats now = load<Floats>(maxima + i);
             // Until a key has been seen, 0 is subtracted: −∞ − (−∞) would be NaN.
             Floats less = now == all(-__builtin_inff()) ? Floats{} : now;
             store(subtract + i, less);
@@ -291,6 +291,6 @@ EXPORT(sparse_attention_panels)(int64_t* panels, PROBLEM) {
     *panels = 0;
     for (int64_t row = 0; row < batch * query_heads; ++row)
         for (int64_t query = 0; query < padded; query += TILE)
-            for (Panels some(problem, {row / query_heads, row % query_heads, query}); int found = some.next(at);)
-                *panels += found;
+            for (Panels some(problem, {row / query_heads, row % query_heads, query}); int count = some.next(at);)
+                *panels += count;
 }

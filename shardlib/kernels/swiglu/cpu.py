@@ -25,10 +25,10 @@ def forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 def backward(gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
     inputs, dy = _strided(gate, up), native.readable(dy)
-    found = [rows.like(dy), rows.like(dy)]
-    where = (native.DTYPES[dy.dtype], dy, *rows.sizes(dy), *found, threads())
+    gradients = [rows.like(dy), rows.like(dy)]
+    where = (native.DTYPES[dy.dtype], dy, *rows.sizes(dy), *gradients, threads())
     _library().swiglu_backward(*inputs, *where)
-    return found
+    return gradients
 
 
 def _strided(*tensors: torch.Tensor) -> tuple[Any, ...]:

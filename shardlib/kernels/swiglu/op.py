@@ -43,7 +43,7 @@ def _forward(gate: torch.Tensor, up: torch.Tensor, using: str | None) -> list[to
 
 def _backward(gate: torch.Tensor, up: torch.Tensor, using: str | None, dy: torch.Tensor) -> list[torch.Tensor]:
     with on(gate.device):
-        return [found.to(gate.dtype) for found in serving("swiglu", gate, using).backward(gate, up, dy)]
+        return [gradient.to(gate.dtype) for gradient in serving("swiglu", gate, using).backward(gate, up, dy)]
 
 
 _swiglu = differentiable(

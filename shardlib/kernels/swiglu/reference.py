@@ -19,5 +19,5 @@ def forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def backward(gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
     g, d = rows.wide(gate), rows.wide(dy)
     s = torch.sigmoid(g)
-    found = d * up * s * (1 + g * (1 - s)), d * g * s
-    return [gradient.to(gate.dtype).contiguous() for gradient in found]
+    gradients = d * up * s * (1 + g * (1 - s)), d * g * s
+    return [gradient.to(gate.dtype).contiguous() for gradient in gradients]

@@ -26,12 +26,12 @@ def forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def backward(gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
-    found = [rows.like(gate), rows.like(gate)]
+    gradients = [rows.like(gate), rows.like(gate)]
     count, columns = rows.sizes(gate)
     if count:
         inputs = (*rows.strided(gate), *rows.strided(up), dy)
-        _backward[_grid(count, columns)](*inputs, *found, count, columns, **TILE, **tiles.EXACT)
-    return found
+        _backward[_grid(count, columns)](*inputs, *gradients, count, columns, **TILE, **tiles.EXACT)
+    return gradients
 
 
 def _grid(count: int, columns: int) -> tuple[int, int]:
