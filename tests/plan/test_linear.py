@@ -37,7 +37,7 @@ def loss_fn(params, x):
 def calls(run):
     """How many functions the package enters and calls in ``run()``, C's functions too.
 
-    Garbage of earlier tests is collected before, since its finalizers are functions of the package.
+    No garbage is collected meanwhile: finalizers of what earlier tests left are functions of the package too.
     """
     count = 0
 
@@ -45,7 +45,6 @@ def calls(run):
         nonlocal count
         count += event in ("call", "c_call") and frame.f_code.co_filename.startswith(PACKAGE)
 
-    gc.collect()
     gc.disable()
     sys.setprofile(note)
     try:
@@ -57,9 +56,9 @@ def calls(run):
 
 
 def assert_linear(cost):
-    """The third dozen of units costs what the second did."""
+    """The third dozen of units costs no more than the second."""
     few, more, most = (cost(units) for units in UNITS)
-    assert most - more == pytest.approx(more - few, rel=0.01), (few, more, most)
+    assert most - more <= 1.01 * (more - few), (few, more, most)
 
 
 def plan(units, chain, ranks=8):

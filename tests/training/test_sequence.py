@@ -568,7 +568,7 @@ def plan_of(transform, **mesh):
         (
             cut("megatron", sl.zero(3, axis="seq")),
             {"seq": 2},
-            r"zero\(stage=3, axis='seq'\) shares .*, and sequence\(.*\n.*, and tensor_slicing\(.*\nGive each an axis",
+            r"zero\(stage=3, axis='seq'\) divides .*, and sequence\(.*\n.*, and tensor_slicing\(.*\nGive each an axis",
         ),
     ],
 )
@@ -665,7 +665,7 @@ def attended(p, x):
             SpecError,
             "as \\(batch, sequence, width\\)",
         ),
-        ("megatron", lambda p, x: F.linear(x[:, 0], p["w"]).sum(), SpecError, r"gets shape \(2, 6\)"),
+        ("megatron", lambda p, x: F.linear(x[:, 0], p["w"]).sum(), SpecError, r"got shape \(2, 6\)"),
         (
             "ring",
             lambda p, x: torch.autograd.grad(attended(p, x).sum(), p["w"], create_graph=True)[0].sum(),
@@ -738,7 +738,7 @@ def test_keys_of_another_length():
         Ring("seq").attention(*inputs, Attention(), plain_attention, mesh)
 
     for lengths in ((4, 2), (3, 3)):
-        with pytest.raises(SpecError, match=r"gets \d keys and \d queries"):
+        with pytest.raises(SpecError, match=r"got \d keys and \d queries"):
             sl.simulate(run, *lengths, mesh={"seq": 2})
 
 
