@@ -23,7 +23,7 @@ def pool():
     made.stop()
 
 
-# Files whose tests take longest, half a minute each. Begun last, one of them would keep a core waiting for the other's end.
+# Files whose tests take longest, 15 to 35 s each. Begun last, one of them would keep a core waiting for the other's end.
 _LONG = ("test_notebooks.py", "test_three_dimensions.py", "test_cli.py")
 
 

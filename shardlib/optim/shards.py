@@ -51,8 +51,7 @@ class Shards:
     _allowed = Locality.WHOLE
 
     def allowing(self, locality: Locality) -> Self:
-        """These shards for a transformation that declares ``locality``, or the locality allowed so far if that is
-        narrower."""
+        """Shards for a transformation that declares ``locality``; what was not allowed before stays refused."""
         narrow = copy.copy(self)
         narrow._allowed = locality if self._allowed.includes(locality) else self._allowed
         return narrow
