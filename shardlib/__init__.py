@@ -13,7 +13,7 @@ from shardlib.plan.loss_scale import LossScale
 from shardlib.plan.plan import Plan
 from shardlib.plan.transform import chain
 from shardlib.rng import Key
-from shardlib.sharded.shard import shard
+from shardlib.shard import shard
 from shardlib.sharded.tree import Sharded
 from shardlib.sharded.unshard import unshard
 from shardlib.train import make_train_step, unused_params, value_and_grad

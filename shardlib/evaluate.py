@@ -21,7 +21,7 @@ from shardlib.execute.means import Results, is_mean, means, quotients, sum_means
 from shardlib.execute.stages.runner import runner_of
 from shardlib.optim.train_state import TrainState
 from shardlib.plan.plan import Plan
-from shardlib.sharded.shard import lift
+from shardlib.shard import lift
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import path_name
 

@@ -22,7 +22,7 @@ from shardlib.plan.plan import Plan
 from shardlib.plan.reductions import Reductions
 from shardlib.plan.transform import Transform
 from shardlib.rng import Key
-from shardlib.sharded.shard import default_transform
+from shardlib.shard import default_transform
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, tree_map
 

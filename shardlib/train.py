@@ -21,8 +21,8 @@ from shardlib.optim.train_state import OptimizerState, TrainState, cloned, resca
 from shardlib.optim.wrapping import require_transformations
 from shardlib.plan.build import with_owner
 from shardlib.rng import Key
+from shardlib.shard import lift
 from shardlib.sharded.checksum import checksums
-from shardlib.sharded.shard import lift
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, tree_map
 

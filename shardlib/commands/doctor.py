@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardlib.kernels.common import build, dispatch
-from shardlib.text import table
+from shardlib.plan.tables import table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

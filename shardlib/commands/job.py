@@ -22,7 +22,7 @@ from shardlib.nn.functional import Mean
 from shardlib.optim.train_state import TrainState
 from shardlib.plan.plan import Plan
 from shardlib.report.scores import byte_scores
-from shardlib.sharded.shard import shard
+from shardlib.shard import shard
 from shardlib.sharded.unshard import unshard
 from shardlib.train import make_train_step
 

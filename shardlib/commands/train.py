@@ -17,13 +17,13 @@ from shardlib._compat import storage_id
 from shardlib.commands import job, model, pictures
 from shardlib.mesh.mesh import Mesh, make_mesh
 from shardlib.optim.train_state import TrainState
+from shardlib.plan.tables import size, table
 from shardlib.report.log import Log, Writer
 from shardlib.report.ngram import ngram_losses
 from shardlib.report.plot import plot_losses
 from shardlib.report.progress import Progress
 from shardlib.report.scores import byte_scores
 from shardlib.report.writers import CsvWriter, JsonlWriter, TensorBoardWriter, WandbWriter, require_packages
-from shardlib.text import size, table
 from shardlib.tree import leaves_of
 
 WRITERS: dict[str, Callable[[Path, int], Writer]] = {

@@ -11,9 +11,9 @@ from shardlib.mesh.specs import Leaf
 from shardlib.plan.memory import held_bytes, live_bytes
 from shardlib.plan.payload import messages, payload
 from shardlib.plan.placement import Placement
+from shardlib.plan.tables import count, size, table
 from shardlib.plan.value import PlanValue
 from shardlib.schedules import peak_in_flight, simulate
-from shardlib.text import count, size, table
 
 
 def describe(plan: PlanValue) -> str:

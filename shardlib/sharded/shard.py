@@ -1,4 +1,4 @@
-"""`shard`: splits a pytree, so that each rank keeps its shard of every leaf."""
+"""Splits a pytree by a plan, so that each rank keeps its shard of every leaf."""
 
 from __future__ import annotations
 
@@ -9,64 +9,27 @@ from typing import Any
 import torch
 
 from shardlib.collectives import primitives
-from shardlib.errors import IllegalComposition, TreeError, listing
+from shardlib.errors import TreeError, listing
 from shardlib.init.deferred import Deferred, defer
 from shardlib.init.draws import Draw
 from shardlib.mesh.index_map import IndexMap
-from shardlib.mesh.mesh import Mesh, as_mesh
+from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.specs import P, shard_of
-from shardlib.mesh.transport import EchoGroup
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.build import build_plan
 from shardlib.plan.plan import Plan
-from shardlib.plan.transform import Transform, chain
+from shardlib.plan.transform import Transform
 from shardlib.plan.value import ROLES
 from shardlib.sharded.checksum import checksum
 from shardlib.sharded.tree import Sharded, check_same_tree, check_ties
-from shardlib.transforms.zero import zero
-from shardlib.tree import Tree, check_tensors, flatten, leaves_of
+from shardlib.tree import Tree, check_tensors, flatten
 
 
-def default_transform(transform: Transform | None, stage: int | None) -> Transform:
-    """``transform`` with `zero`\\ (stage) added, if a stage is given; plain data parallelism for neither."""
-    if stage is None:
-        return transform if transform is not None else zero(0)
-    return zero(stage) if transform is None else chain(transform, zero(stage))
-
-
-def shard(
-    params: Tree | Callable[[], Tree], mesh: Any, transform: Transform | None = None, *, stage: int | None = None
-) -> Sharded:
-    """Split a parameter pytree over a mesh; returns this rank's shards, with their specs.
-
-    Integer and boolean leaves are held and not trained. Complex leaves and 8-bit floats are refused unless `freeze` covers
-    them.
-
-    Args:
-        params: any pytree of tensors, with the same values on every rank; or a function without arguments that makes
-            one, which is then run leaf by leaf, so that no rank ever holds the whole model. Tensors may be on any
-            devices: only this rank's shard of each leaf is copied to the mesh's device, leaf by leaf.
-        mesh: a `Mesh`, or a torch DeviceMesh with named dimensions.
-        transform: how to shard; by default plain data parallelism over axis "data".
-        stage: short for ``zero(stage)``, added to ``transform``.
-
-    Raises:
-        TreeError: a leaf that is not a tensor, is of a dtype that is not trained, or is on the meta device.
-        IllegalComposition: transforms that do not compose, or do not fit the mesh.
-        RankMismatch: the ranks' trees, plans or values differ; names the leaves and the ranks.
-
-    >>> params = {"w": torch.ones(8, 4)}
-    >>> sl.simulate(lambda mesh: sl.shard(params, mesh, stage=3).tree["w"].shape, mesh=dict(data=2))
-    [torch.Size([4, 4]), torch.Size([4, 4])]
-    """
-    mesh = as_mesh(mesh)
-    if mesh.abstract:
-        raise IllegalComposition(
-            f"{mesh} has no ranks to hold shards; use sl.make_plan to plan on it, sl.make_mesh to run"
-        )
+def shard_by(params: Tree | Callable[[], Tree], mesh: Mesh, transform: Transform) -> Sharded:
+    """This rank's shards of ``params``, or of what the function ``params`` makes, under the plan of ``transform``."""
     source = defer(params) if callable(params) else None
     tree = source.tree if source else params
-    plan = build_plan(tree, mesh, default_transform(transform, stage))
+    plan = build_plan(tree, mesh, transform)
     _check_ranks_agree(plan, mesh)
     return _placed(plan.at(mesh.coords), mesh, tree, source)
 
@@ -185,21 +148,3 @@ def require_same_copies(params: Sharded) -> None:
         sums[" ".join([bucket.name, *coords])] = checksum(params.buffers[bucket.name])
     remedy = "Compute the same values on every rank: from the same seed, file or collective."
     primitives.require_equal(mesh, "parameters", sums, remedy, absent=True)
-
-
-def lift(params: Any) -> Sharded:
-    """``params`` if they are `Sharded`; else a plain pytree sharded on a mesh of one, on its leaves' device.
-
-    Raises:
-        TreeError: the leaves are on several devices.
-    """
-    if isinstance(params, Sharded):
-        return params
-    devices = {leaf.device: None for leaf in leaves_of(params) if isinstance(leaf, torch.Tensor)}
-    if len(devices) > 1:
-        raise TreeError(
-            f"a plain pytree is trained on the device of its leaves, and these are on {', '.join(map(str, devices))}: move "
-            "all of them to one device, or pass sl.shard(params, sl.make_mesh()), which moves them to the mesh's device"
-        )
-    device = next(iter(devices), torch.device("cpu"))
-    return shard(params, Mesh({"data": 1}, 0, {"data": EchoGroup(1)}, device))

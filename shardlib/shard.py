@@ -1,0 +1,75 @@
+"""`shard`: puts a pytree on a mesh, by a transform or a ZeRO stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardlib.errors import IllegalComposition, TreeError
+from shardlib.mesh.mesh import Mesh, as_mesh
+from shardlib.mesh.transport import EchoGroup
+from shardlib.plan.transform import Transform, chain
+from shardlib.sharded.shard import shard_by
+from shardlib.sharded.tree import Sharded
+from shardlib.transforms.zero import zero
+from shardlib.tree import Tree, leaves_of
+
+
+def default_transform(transform: Transform | None, stage: int | None) -> Transform:
+    """``transform`` with `zero`\\ (stage) added, if a stage is given; plain data parallelism for neither."""
+    if stage is None:
+        return transform if transform is not None else zero(0)
+    return zero(stage) if transform is None else chain(transform, zero(stage))
+
+
+def shard(
+    params: Tree | Callable[[], Tree], mesh: Any, transform: Transform | None = None, *, stage: int | None = None
+) -> Sharded:
+    """Split a parameter pytree over a mesh; returns this rank's shards, with their specs.
+
+    Integer and boolean leaves are held and not trained. Complex leaves and 8-bit floats are refused unless `freeze` covers
+    them.
+
+    Args:
+        params: any pytree of tensors, with the same values on every rank; or a function without arguments that makes
+            one, which is then run leaf by leaf, so that no rank ever holds the whole model. Tensors may be on any
+            devices: only this rank's shard of each leaf is copied to the mesh's device, leaf by leaf.
+        mesh: a `Mesh`, or a torch DeviceMesh with named dimensions.
+        transform: how to shard; by default plain data parallelism over axis "data".
+        stage: short for ``zero(stage)``, added to ``transform``.
+
+    Raises:
+        TreeError: a leaf that is not a tensor, is of a dtype that is not trained, or is on the meta device.
+        IllegalComposition: transforms that do not compose, or do not fit the mesh.
+        RankMismatch: the ranks' trees, plans or values differ; names the leaves and the ranks.
+
+    >>> params = {"w": torch.ones(8, 4)}
+    >>> sl.simulate(lambda mesh: sl.shard(params, mesh, stage=3).tree["w"].shape, mesh=dict(data=2))
+    [torch.Size([4, 4]), torch.Size([4, 4])]
+    """
+    mesh = as_mesh(mesh)
+    if mesh.abstract:
+        raise IllegalComposition(
+            f"{mesh} has no ranks to hold shards; use sl.make_plan to plan on it, sl.make_mesh to run"
+        )
+    return shard_by(params, mesh, default_transform(transform, stage))
+
+
+def lift(params: Any) -> Sharded:
+    """``params`` if they are `Sharded`; else a plain pytree sharded on a mesh of one, on its leaves' device.
+
+    Raises:
+        TreeError: the leaves are on several devices.
+    """
+    if isinstance(params, Sharded):
+        return params
+    devices = {leaf.device: None for leaf in leaves_of(params) if isinstance(leaf, torch.Tensor)}
+    if len(devices) > 1:
+        raise TreeError(
+            f"a plain pytree is trained on the device of its leaves, and these are on {', '.join(map(str, devices))}: move "
+            "all of them to one device, or pass sl.shard(params, sl.make_mesh()), which moves them to the mesh's device"
+        )
+    device = next(iter(devices), torch.device("cpu"))
+    return shard(params, Mesh({"data": 1}, 0, {"data": EchoGroup(1)}, device))
