@@ -63,6 +63,7 @@ def test_an_example_by_hand():
     torch.testing.assert_close(sent, torch.tensor([12.5**0.5, -(12.5**0.5), 0, 0, 50**0.5, -(50**0.5), 0]))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("segments", kernels.SEGMENTS)
 @pytest.mark.parametrize("name", kernels.IMPLEMENTATIONS)
@@ -82,6 +83,7 @@ def test_triton_is_the_reference():
     interpret("onebit", kernels.__file__)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("name", kernels.IMPLEMENTATIONS)
 @pytest.mark.parametrize("segments", ["tensors", "blocks", "odd blocks", "across spans"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])

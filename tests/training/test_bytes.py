@@ -25,6 +25,7 @@ def wide_loss(params, batch):
     return (x - y).square().mean()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("extra", [sl.zero(0, axis="other"), sl.chain(sl.zero(0, axis="other"), MIXED)])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
