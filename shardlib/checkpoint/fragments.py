@@ -7,13 +7,12 @@ restored on another by copying the ranges that overlap.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator
 from typing import Any, NamedTuple
 
 import optree
 import torch
 
-from shardlib.mesh.index_map import IndexMap
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.specs import Window
 from shardlib.optim.train_state import OptimizerState, TrainState
@@ -31,24 +30,28 @@ class Fragment(NamedTuple):
         name: the tensor's name, which all its fragments share.
         start: the index of the first element in the flattened slice.
         data: the elements, flat: a view of the state, or of a file.
-        window: the slice of the tensor; None for the whole tensor.
+        window: the slice, which may be the whole tensor.
     """
 
     name: str
     start: int
     data: torch.Tensor
-    window: Window | None = None
+    window: Window
 
     @property
     def stop(self) -> int:
         """The index after the last element's in the flattened slice."""
         return self.start + self.data.numel()
 
-    def indices(self) -> torch.Tensor | slice:
-        """The elements' indices in the flattened whole tensor."""
-        if self.window is None:
-            return slice(self.start, self.stop)
-        return IndexMap(self.window, self.start).flat(self.data.numel())
+
+def whole(tensor: torch.Tensor, name: str) -> Fragment:
+    """A whole tensor as a fragment."""
+    return Fragment(name, 0, tensor.detach().reshape(-1), whole_window(tuple(tensor.shape)))
+
+
+def whole_window(shape: tuple[int, ...]) -> Window:
+    """The window of all elements."""
+    return Window(shape, (0,) * len(shape), shape)
 
 
 def owned_fragments(state: TrainState) -> Iterator[Fragment]:
@@ -83,16 +86,16 @@ def needed_fragments(state: TrainState) -> Iterator[Fragment]:
     yield from common_fragments(state)
 
 
-def sources_of(name: str, saved: Mapping[str, list[Fragment]]) -> list[Fragment]:
-    """The saved fragments that fill fragments called ``name``.
+def source_of(name: str, saved: Container[str]) -> str:
+    """The name of the saved tensor that fills fragments called ``name``.
 
     A parameter and its fp32 master stand for each other. The master is preferred, since it has more digits.
     """
     for prefix in (MASTERS, PARAMS):
         if name.startswith(prefix):
             path = name.removeprefix(prefix)
-            return saved.get(MASTERS + path) or saved.get(PARAMS + path) or []
-    return saved.get(name, [])
+            return MASTERS + path if MASTERS + path in saved else PARAMS + path
+    return name
 
 
 def common_fragments(state: TrainState) -> Iterator[Fragment]:
@@ -101,7 +104,7 @@ def common_fragments(state: TrainState) -> Iterator[Fragment]:
     for prefix, tree in (("opt", state.opt), ("buffers", state.buffers)):
         for path, leaf in _leaves(tree):
             if isinstance(leaf, torch.Tensor) and not (prefix == "opt" and plan.numbering.run_named(path[-1])):
-                yield Fragment(f"{prefix}/{path_name(path)}", 0, leaf.reshape(-1))
+                yield whole(leaf, f"{prefix}/{path_name(path)}")
 
 
 def _flat_states(state: TrainState, bucket: Bucket) -> Iterator[tuple[str, Bucket, torch.Tensor]]:
@@ -128,16 +131,12 @@ def _cut(plan: Plan, mesh: Mesh, bucket: Bucket, prefix: str, buffer: torch.Tens
     held = bucket.held(mesh.coords)
     for path, numel, shard in zip(bucket.paths, held, bucket.leaf_segments(buffer, level), strict=True):
         start = index * shard.numel()
-        yield Fragment(prefix + path, start, shard[: max(0, min(shard.numel(), numel - start))], slices.get(path))
+        yield Fragment(prefix + path, start, shard[: max(0, min(shard.numel(), numel - start))], slices[path])
 
 
 def windows(plan: Plan, mesh: Mesh, bucket: Bucket) -> dict[str, Window]:
-    """Path -> window of each leaf of a bucket that this rank holds a slice of."""
+    """Path -> the slice of each leaf of a bucket that this rank holds."""
     if not bucket.slices:
-        return {}
-    slices = {}
-    for placement in plan.placements:
-        if placement.path in bucket.paths:
-            compute = placement.compute
-            slices[placement.path] = compute.spec.window(compute.shape, plan.sizes, mesh.coords)
-    return slices
+        return {path: whole_window(shape) for path, shape in zip(bucket.paths, bucket.shapes, strict=True)}
+    computes = ((path, plan.placement_of[path].compute) for path in bucket.paths)
+    return {path: leaf.spec.window(leaf.shape, plan.sizes, mesh.coords) for path, leaf in computes}
