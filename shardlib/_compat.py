@@ -25,7 +25,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._utils import _flatten_dense_tensors, _rebuild_tensor_v2, _rebuild_tensor_v3, _unflatten_dense_tensors
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, _engine_run_backward
-from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -203,3 +202,10 @@ def pickled_tensor(dtype: torch.dtype, sizes: tuple[int, ...]) -> bytes:
     described = _Described(dtype, sizes)
     _TensorPickler(file, described).dump(described)
     return file.getvalue()
+
+
+def storage_info(file: str, offset: int, length: int) -> Any:
+    """Where an item of a checkpoint lies, as `torch.distributed.checkpoint` notes it."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # a third of a second to import
+
+    return _StorageInfo(file, offset, length)

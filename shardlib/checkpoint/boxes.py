@@ -63,12 +63,13 @@ class Runs(NamedTuple):
         return math.prod(map(len, self.ranges))
 
     def starts(self) -> Iterator[int]:
-        return map(sum, itertools.product(*self.ranges))
+        return (sum(at) for at in itertools.product(*self.ranges))
 
 
 def runs(inner: Window, outer: Window) -> Runs:
     """The runs of ``inner``, which lies in ``outer``, in the memory of ``outer``, in order."""
-    length, stride, ranges, whole = 1, 1, [], True
+    length, stride, whole = 1, 1, True
+    ranges: list[range] = []
     for at, size, first, extent in reversed(list(zip(inner.first, inner.sizes, outer.first, outer.sizes, strict=True))):
         begin = (at - first) * stride
         if whole:  # all dimensions so far are covered from end to end, so the elements of this one follow each other

@@ -28,8 +28,18 @@ _POLL = 0.01  # seconds between looks for other ranks' reports
 def complete(folder: Path) -> list[Path]:
     """The complete checkpoints in a folder, in the order of their steps."""
     found = [(named, path) for path in folder.glob("step-*") if (named := _NAMED.fullmatch(path.name))]
-    there = [(int(named[1]), int(named[2] or 0), path) for named, path in found if (path / manifest.NAME).exists()]
-    return [path for *_, path in sorted(there)]
+    return [
+        path for *_, path in sorted((int(named[1]), int(named[2] or 0), path) for named, path in found if _has(path))
+    ]
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Whether a folder is a complete checkpoint."""
+    return _has(checkpoint) and not checkpoint.suffix.endswith((".partial", ".deleted"))
+
+
+def _has(checkpoint: Path) -> bool:
+    return (checkpoint / manifest.NAME).exists()
 
 
 def step_of(checkpoint: Path) -> int:
@@ -66,8 +76,8 @@ class Commit:
         later = [path.name for path in complete(self._folder) if step_of(path) > self._facts.step]
         if later:
             raise CheckpointError(
-                f"{self._folder} holds checkpoints of later steps ({', '.join(later)}) than {self._facts.step}: they belong to "
-                "another run, or to one that went back. Save to another folder, or remove them"
+                f"{self._folder} holds checkpoints of later steps ({', '.join(later)}) than {self._facts.step}: they belong "
+                "to another run, or to one that went back. Save to another folder, or remove them"
             )
         for stale in (*self._folder.glob("step-*.partial"), *self._folder.glob("step-*.deleted")):
             shutil.rmtree(stale)
@@ -84,7 +94,7 @@ class Commit:
         part = replace(self._facts, notes={}, values={}, specs={}, tensors=written.tensors, files={file: written.bytes})
         self._report({"manifest": part.dumps().decode()})
 
-    def finish(self, alive: Callable[[], None]) -> Path:
+    def finish(self, alive: Callable[[], None] = lambda: None) -> Path:
         """Make a checkpoint of what all ranks have written, and return its folder. For rank 0.
 
         Args:
@@ -110,7 +120,7 @@ class Commit:
         return final
 
     def _free_name(self) -> Path:
-        """``step-N``, or if a checkpoint of this step is there, ``step-N.2`` and so on: it stays until the new one is there."""
+        """``step-N``; ``step-N.2`` and so on if a checkpoint of this step is there, which stays until the new one is."""
         final = self._folder / self._partial.stem
         number = 2
         while final.exists():

@@ -7,18 +7,21 @@ restored on another by copying the ranges that overlap.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+import math
+from collections.abc import Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import optree
 import torch
 
-from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.mesh import Mesh, rank_of
 from shardlib.mesh.specs import Window
 from shardlib.optim.train_state import OptimizerState, TrainState
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
 from shardlib.tree import path_name
+
+_DIVIDED = 1 << 16  # bytes: more of a leaf for each rank that holds a copy are shared out among these ranks
 
 PARAMS, MASTERS = "params/", f"opt/{OptimizerState._fields.index('masters')}/"
 
@@ -43,6 +46,15 @@ class Fragment(NamedTuple):
         """The index after the last element's in the flattened slice."""
         return self.start + self.data.numel()
 
+    def part(self, first: int, stop: int) -> Fragment:
+        """Elements ``first`` to ``stop`` of this fragment."""
+        return self._replace(start=self.start + first, data=self.data[first:stop])
+
+    def parts(self, elements: int) -> Iterator[Fragment]:
+        """This fragment cut into fragments of at most ``elements`` elements."""
+        for first in range(0, self.data.numel(), elements):
+            yield self.part(first, first + elements)
+
 
 def whole(tensor: torch.Tensor, name: str) -> Fragment:
     """A whole tensor as a fragment."""
@@ -54,30 +66,54 @@ def whole_window(shape: tuple[int, ...]) -> Window:
     return Window(shape, (0,) * len(shape), shape)
 
 
-def owned_fragments(state: TrainState) -> Iterator[Fragment]:
-    """The fragments that this rank saves: the ranges it owns (the first rank's where ranks hold copies), and on rank 0 the
-    tensors that are not sharded."""
+def owned_fragments(state: TrainState, diverged: str | None = None) -> Iterator[Fragment]:
+    """The fragments that this rank saves: the ranges it owns, which ranks with copies share out among them, and on rank 0
+    the tensors that are not sharded.
+
+    Args:
+        diverged: an axis whose ranks do not have equal parameters now; the first rank's are saved.
+    """
     plan, mesh = state.params.plan, state.params.mesh
+    if diverged is not None and mesh.coords[diverged]:
+        return
     for bucket in plan.buckets:
-        if not plan.counts(bucket, mesh.coords) or any(mesh.coords[axis] for axis in plan.copies(bucket)):
-            continue
-        yield from bucket_fragments(state, bucket)
+        if plan.counts(bucket, mesh.coords):
+            copies = [axis for axis in plan.copies(bucket) if axis != diverged]
+            share = rank_of({axis: mesh.shape[axis] for axis in copies}, mesh.coords)
+            yield from shared_out(
+                bucket_fragments(state, bucket), share, math.prod(mesh.shape[axis] for axis in copies)
+            )
     if mesh.rank == 0:
         yield from common_fragments(state)
 
 
+def shared_out(fragments: Iterable[Fragment], share: int, shares: int) -> Iterator[Fragment]:
+    """Share number ``share`` of ``shares`` of fragments that as many ranks hold: small ones in turn, of large ones a part."""
+    for number, fragment in enumerate(fragments):
+        numel = fragment.data.numel()
+        if numel * fragment.data.element_size() >= shares * _DIVIDED:
+            first, stop = (numel * index // shares for index in (share, share + 1))
+            yield fragment.part(first, stop)
+        elif number % shares == share:
+            yield fragment
+
+
 def bucket_fragments(state: TrainState, bucket: Bucket) -> Iterator[Fragment]:
-    """The ranges of a bucket's parameters, and of the optimizer's trees for them, that this rank owns."""
+    """The ranges of a bucket's parameters, and of the optimizer's trees for them, that this rank owns: views."""
     plan, mesh = state.params.plan, state.params.mesh
-    index = bucket.owner(mesh.coords, bucket.param_level, bucket.levels)
-    owned = bucket.owner_segment(state.params.buffers[bucket.name], bucket.param_level, index)
-    yield from _cut(plan, mesh, bucket, PARAMS, owned, bucket.levels)
+    held, owners = bucket.param_level, bucket.owners(bucket.param_level)
+    index = bucket.owner(mesh.coords, held, bucket.levels)
+    for fragment, chunk in zip(
+        _cut(plan, mesh, bucket, PARAMS, state.params.buffers[bucket.name], held), bucket.chunks, strict=True
+    ):
+        owned = fragment.part(*(min(edge * chunk, fragment.data.numel()) for edge in (index, index + 1)))
+        yield owned if owners > 1 else fragment
     for prefix, subset, tensor in _flat_states(state, bucket):
         yield from _cut(plan, mesh, subset, prefix, tensor, subset.levels)
 
 
 def needed_fragments(state: TrainState) -> Iterator[Fragment]:
-    """Every range that this rank holds, as views for a restore to fill."""
+    """Every range of the sharded tensors that this rank holds, as views for a restore to fill."""
     plan, mesh = state.params.plan, state.params.mesh
     for bucket in plan.buckets:
         yield from _cut(plan, mesh, bucket, PARAMS, state.params.buffers[bucket.name], bucket.param_level)

@@ -21,7 +21,7 @@ from shardlib.errors import CheckpointError
 from shardlib.mesh.specs import Window
 
 BUFFER = 1 << 26  # bytes that a rank holds beside its shards, at most
-# Bytes: shorter runs than the first are read with what lies between them, unless a run and its gap are longer than the second.
+# Bytes: runs shorter than the first are read with what lies between them, unless run and gap are longer than the second.
 _SHORT, _GAP = 1 << 12, 1 << 16
 
 
@@ -77,12 +77,17 @@ class Saved:
         self._files.clear()
 
     @property
+    def tensors(self) -> dict[str, Entry]:
+        """Name -> `Entry` of every tensor."""
+        return self.manifest.tensors
+
+    @property
     def names(self) -> list[str]:
         return list(self.manifest.tensors)
 
     def missing(self, fragment: Fragment, name: str) -> str:
         """Why tensor ``name`` cannot fill a fragment, or ""."""
-        entry = self.manifest.tensors.get(name)
+        entry = self.tensors.get(name)
         if entry is None:
             return f"{fragment.name}: not in the checkpoint"
         if entry.shape != fragment.window.shape:
@@ -98,7 +103,7 @@ class Saved:
 
     def transfers(self, fragment: Fragment, name: str) -> Iterator[Transfer]:
         """What has to be read to fill a fragment from tensor ``name``."""
-        entry, first = self.manifest.tensors[name], 0
+        entry, first = self.tensors[name], 0
         for box in boxes(fragment.window, fragment.start, fragment.stop):
             view = fragment.data[first : first + box.numel].view(box.sizes)
             first += box.numel
@@ -177,7 +182,7 @@ class Saved:
 
     def shared_out(self, share: int, shares: int) -> Iterator[tuple[str, Chunk]]:
         """The names and chunks that share number ``share`` of ``shares`` verifies: nearly equally many bytes each."""
-        chunks = [(name, chunk) for name, entry in self.manifest.tensors.items() for chunk in entry.chunks]
+        chunks = [(name, chunk) for name, entry in self.tensors.items() for chunk in entry.chunks]
         chunks.sort(key=lambda pair: (pair[1].file, pair[1].offset))
         total = sum(chunk.length for _, chunk in chunks)
         done = 0
@@ -187,7 +192,7 @@ class Saved:
             done += chunk.length
 
     def _chunks_of(self, file: str) -> Iterator[tuple[str, Chunk]]:
-        for name, entry in self.manifest.tensors.items():
+        for name, entry in self.tensors.items():
             for chunk in entry.chunks:
                 if chunk.file == file:
                     yield name, chunk

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 
-from shardlib.checkpoint.fragments import Fragment, windows
-from shardlib.checkpoint.overlap import fill, missing
+from shardlib.checkpoint.fragments import Fragment, whole_window, windows
+from shardlib.checkpoint.reading import BUFFER, Saved
 from shardlib.collectives.codecs.base import Kept
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.specs import Window
@@ -28,6 +28,7 @@ from shardlib.plan.plan import Plan
 
 _log = logging.getLogger("shardlib.checkpoint")
 
+PREFIX = "comm/"
 _RESIDUALS = ("sum", "mean")
 
 
@@ -42,7 +43,7 @@ class KeptLeaf(NamedTuple):
         start: the index of the first element in the flattened leaf (or slice, or factor).
         data: the elements, in order: a view of the kept tensor.
         numel: elements of the whole leaf (or slice, or factor).
-        window: the slice of the leaf; None for the whole leaf.
+        window: the slice of the leaf (or the whole factor).
         takes_total: whether a share of a restored total goes here.
         saves: whether this rank saves it.
     """
@@ -55,13 +56,13 @@ class KeptLeaf(NamedTuple):
     start: int
     data: torch.Tensor
     numel: int
-    window: Window | None
+    window: Window
     takes_total: bool
     saves: bool
 
     @property
     def name(self) -> str:
-        return f"comm/{self.kind}/{self.exchange}/{self.holder} of {self.holders}/{self.path}"
+        return f"{PREFIX}{self.kind}/{self.exchange}/{self.holder} of {self.holders}/{self.path}"
 
     def fragment(self, data: torch.Tensor) -> Fragment:
         """The fragment of this name with the elements of ``data``, which is flat and in order, without the padding."""
@@ -90,15 +91,15 @@ def residual_fragments(state: TrainState) -> Iterator[Fragment]:
                 yield leaf.fragment(leaf.data.reshape(-1))
 
 
-def restore_residuals(state: TrainState, saved: Mapping[str, Sequence[Fragment]]) -> None:
-    """Fill the tensors that the exchanges of ``state`` keep from a checkpoint's fragments."""
+def restore_residuals(state: TrainState, saved: Saved) -> None:
+    """Fill the tensors that the exchanges of ``state`` keep from a checkpoint."""
     plan = state.params.plan
     trained = {path for bucket in plan.trained for path in bucket.paths}
-    usable = {name: each for name, each in saved.items() if name.startswith("comm/") and _parse(name).path in trained}
+    usable = [name for name in saved.names if name.startswith(PREFIX) and _parse(name).path in trained]
     leaves = [leaf for channel in plan.channels for leaf in _kept_leaves(state, channel)]
     for leaf in leaves:
         if leaf.kind not in _RESIDUALS:
-            _take_over(leaf, usable)
+            _take_over(leaf, saved, usable)
     names = [name for name in map(_parse, usable) if name.kind in _RESIDUALS]
     before, now = {(name.kind, name.exchange, name.path) for name in names}, set(_exchanges(plan))
     lost = {kind for kind, *_ in before} - {kind for kind, *_ in now}
@@ -111,13 +112,12 @@ def restore_residuals(state: TrainState, saved: Mapping[str, Sequence[Fragment]]
     leaves = [leaf for leaf in leaves if leaf.kind in _RESIDUALS]
     fragments = [leaf.fragment(leaf.data.new_zeros(leaf.data.numel())) for leaf in leaves]
     needed = [fragment for fragment in fragments if fragment.data.numel()]
-    same = before <= now and not any(missing(fragment, usable.get(fragment.name, ())) for fragment in needed)
+    same = before <= now and not any(saved.missing(fragment, fragment.name) for fragment in needed)
     for leaf, fragment in zip(leaves, fragments, strict=True):
-        if same:
-            fill(fragment, usable.get(fragment.name, ()))
+        if same and fragment.data.numel():
+            saved.fill(fragment, fragment.name)
         elif leaf.takes_total:
-            total = _total(leaf, usable)[fragment.indices()]
-            fragment.data.copy_(total / (1 if leaf.kind == "mean" else leaf.holders))
+            _fill_with_total(leaf, fragment, saved, usable)
         flat = torch.zeros(leaf.data.numel(), dtype=leaf.data.dtype)
         flat[: fragment.data.numel()] = fragment.data
         leaf.data.copy_(flat.view(leaf.data.shape))
@@ -140,24 +140,25 @@ def _exchange(channel: Channel, kept: Kept) -> str:
     return f"{channel.axis} {kept.name}"
 
 
-def _take_over(leaf: KeptLeaf, saved: Mapping[str, Sequence[Fragment]]) -> None:
+def _take_over(leaf: KeptLeaf, saved: Saved, usable: Collection[str]) -> None:
     """Fill factors from this rank's saved ones, or else from any rank's; leave the drawn factors if none of the shape were
     saved."""
-    names = [name for name in saved if (_parse(name).kind, _parse(name).path) == (leaf.kind, leaf.path)]
-    for name in (leaf.name,) if leaf.name in saved else names[:1]:
-        fill(leaf.fragment(leaf.data), saved[name])
+    names = [name for name in usable if (_parse(name).kind, _parse(name).path) == (leaf.kind, leaf.path)]
+    for name in (leaf.name,) if leaf.name in names else names[:1]:
+        saved.fill(leaf.fragment(leaf.data), name)
 
 
-def _total(leaf: KeptLeaf, saved: Mapping[str, Sequence[Fragment]]) -> torch.Tensor:
-    """The sum over all ranks (for a mean, the mean) of the residuals of a whole leaf, flat."""
-    shape = leaf.window.shape if leaf.window else (leaf.numel,)
-    total = torch.zeros(math.prod(shape), dtype=torch.float64)
-    for name, fragments in saved.items():
-        kind, _, holders, path = _parse(name)
-        if (kind, path) == (leaf.kind, leaf.path):
-            for fragment in fragments:
-                total[fragment.indices()] += fragment.data * (1 / holders if kind == "mean" else 1.0)
-    return total
+def _fill_with_total(leaf: KeptLeaf, fragment: Fragment, saved: Saved, usable: Collection[str]) -> None:
+    """Fill a fragment of a leaf's residuals with its share of the sum over all saved ranks (for a mean, with the mean)."""
+    names = [(name, _parse(name)) for name in usable]
+    for part in fragment.parts(BUFFER // 16):
+        total = torch.zeros_like(part.data, dtype=torch.float64)
+        for name, parsed in names:
+            if (parsed.kind, parsed.path) == (leaf.kind, leaf.path):
+                held = part._replace(data=torch.zeros_like(part.data))
+                saved.fill(held, name)
+                total += held.data * (1 / parsed.holders if leaf.kind == "mean" else 1.0)
+        part.data.copy_(total / (1 if leaf.kind == "mean" else leaf.holders))
 
 
 def _kept_leaves(state: TrainState, channel: Channel) -> Iterator[KeptLeaf]:
@@ -172,12 +173,12 @@ def _kept_leaves(state: TrainState, channel: Channel) -> Iterator[KeptLeaf]:
         saves = counts and not any(coords[axis] for axis in _equal_over(plan, channel, kept))
         if not kept.residual:
             for path, shape, data in _factors(bucket, kept, state.comm[name]):
-                kind = f"factors {shape}"
-                yield KeptLeaf(kind, exchange, holder, holders, path, 0, data, data.numel(), None, False, saves)
+                kind, window = f"factors {shape}", whole_window((data.numel(),))
+                yield KeptLeaf(kind, exchange, holder, holders, path, 0, data, data.numel(), window, False, saves)
             continue
         kind, takes = _kind(channel), first and not kept.by_row
         for path, numel, start, data in _views(channel, state.comm[name], kept, coords):
-            yield KeptLeaf(kind, exchange, holder, holders, path, start, data, numel, slices.get(path), takes, saves)
+            yield KeptLeaf(kind, exchange, holder, holders, path, start, data, numel, slices[path], takes, saves)
 
 
 def _holder(plan: Plan, mesh: Mesh, channel: Channel, kept: Kept) -> tuple[int, int]:

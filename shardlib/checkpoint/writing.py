@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,7 +44,8 @@ class _Item(NamedTuple):
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a flat contiguous tensor on the CPU."""
-    return memoryview(tensor.detach().view(torch.uint8).numpy())
+    array: Any = tensor.detach().view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def write(path: Path, fragments: Iterable[Fragment]) -> Written:
@@ -120,7 +121,8 @@ def _record(tensors: dict[str, Entry], batch: Sequence[_Item], checksums: Future
 
 def write_all(fd: int, buffers: Sequence[bytes | memoryview], offset: int) -> int:
     """Write buffers one after the other from ``offset`` on; returns their bytes."""
-    left = [view for view in map(memoryview, buffers) if view.nbytes]
+    views = [memoryview(buffer) for buffer in buffers]
+    left = [view for view in views if view.nbytes]
     total = sum(view.nbytes for view in left)
     end = offset + total
     while left:

@@ -114,7 +114,7 @@ def _resume(args: argparse.Namespace, state: TrainState, say: Callable[[str], No
         return state, Curves([], [])
     state = checkpoint.restore(latest, state)
     say(f"resuming from {latest}")
-    return state, Curves(**torch.load(latest / "curves.pt"))
+    return state, Curves(**checkpoint.read_notes(latest))
 
 
 def _train(args: argparse.Namespace, mesh: Mesh, work: job.Job, state: TrainState, curves: Curves) -> TrainState:
@@ -136,7 +136,7 @@ def _train(args: argparse.Namespace, mesh: Mesh, work: job.Job, state: TrainStat
                 progress.note(f"step {step}: validation {text}")
             if step % args.save_every == 0 or step == args.steps:
                 log.flush()
-                checkpoint.save(args.out, state, extra={"curves.pt": vars(curves)})
+                checkpoint.save(args.out, state, notes=vars(curves))
     return state
 
 
