@@ -8,7 +8,7 @@ restored on another by copying the ranges that overlap.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import optree
@@ -16,14 +16,14 @@ import torch
 
 from shardlib.mesh.mesh import Mesh, rank_of
 from shardlib.mesh.specs import Window
-from shardlib.optim.train_state import OptimizerState, TrainState
+from shardlib.optim.train_state import TrainState
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
 from shardlib.tree import path_name
 
 _DIVIDED = 1 << 16  # bytes: more of a leaf for each rank that holds a copy are shared out among these ranks
 
-PARAMS, MASTERS = "params/", f"opt/{OptimizerState._fields.index('masters')}/"
+PARAMS, MASTERS = "params/", "opt/masters/"
 
 
 class Fragment(NamedTuple):
@@ -84,7 +84,8 @@ def owned_fragments(state: TrainState, diverged: str | None = None) -> Iterator[
                 bucket_fragments(state, bucket), share, math.prod(mesh.shape[axis] for axis in copies)
             )
     if mesh.rank == 0:
-        yield from common_fragments(state)
+        for name, leaf in common_leaves(state):
+            yield whole(leaf, name)
 
 
 def shared_out(fragments: Iterable[Fragment], share: int, shares: int) -> Iterator[Fragment]:
@@ -119,7 +120,6 @@ def needed_fragments(state: TrainState) -> Iterator[Fragment]:
         yield from _cut(plan, mesh, bucket, PARAMS, state.params.buffers[bucket.name], bucket.param_level)
         for prefix, subset, tensor in _flat_states(state, bucket):
             yield from _cut(plan, mesh, subset, prefix, tensor, subset.levels)
-    yield from common_fragments(state)
 
 
 def source_of(name: str, saved: Container[str]) -> str:
@@ -134,13 +134,13 @@ def source_of(name: str, saved: Container[str]) -> str:
     return name
 
 
-def common_fragments(state: TrainState) -> Iterator[Fragment]:
-    """Fragments of the tensors that are equal on all ranks: the optimizer's counters and the model's buffers."""
+def common_leaves(state: TrainState) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and values of the tensors that are equal on all ranks: the optimizer's counters and the model's buffers."""
     plan = state.params.plan
     for prefix, tree in (("opt", state.opt), ("buffers", state.buffers)):
-        for path, leaf in _leaves(tree):
+        for path, leaf in named_leaves(tree):
             if isinstance(leaf, torch.Tensor) and not (prefix == "opt" and plan.numbering.run_named(path[-1])):
-                yield whole(leaf, f"{prefix}/{path_name(path)}")
+                yield f"{prefix}/{path_name(path)}", leaf
 
 
 def _flat_states(state: TrainState, bucket: Bucket) -> Iterator[tuple[str, Bucket, torch.Tensor]]:
@@ -149,15 +149,19 @@ def _flat_states(state: TrainState, bucket: Bucket) -> Iterator[tuple[str, Bucke
 
     The prefix is the path in the optimizer's state of the tree that a tensor belongs to.
     """
-    for path, leaf in _leaves(state.opt):
+    for path, leaf in named_leaves(state.opt):
         name, subset = state.params.plan.numbering.run_named(path[-1]) or (None, bucket)
         if name == bucket.name and isinstance(leaf, torch.Tensor):
             yield f"opt/{path_name(path[:-1])}/", subset, leaf
 
 
-def _leaves(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
-    paths, leaves, _ = optree.tree_flatten_with_path(tree)
-    return list(zip(paths, leaves, strict=True))
+def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[tuple[Any, ...], Any]]:
+    """Path and value of each leaf. A path has the names of fields, which stay the same when others are added."""
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_leaf)
+    return [
+        (tuple(each.field if isinstance(each, optree.NamedTupleEntry) else each.entry for each in accessor), leaf)
+        for accessor, leaf in zip(accessors, leaves, strict=True)
+    ]
 
 
 def _cut(plan: Plan, mesh: Mesh, bucket: Bucket, prefix: str, buffer: torch.Tensor, level: int) -> Iterator[Fragment]:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 
+from shardlib.checkpoint.fills import Fill
 from shardlib.checkpoint.fragments import Fragment, whole_window, windows
-from shardlib.checkpoint.reading import BUFFER, Saved
+from shardlib.checkpoint.reading import Saved
 from shardlib.collectives.codecs.base import Kept
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.specs import Window
@@ -91,36 +92,62 @@ def residual_fragments(state: TrainState) -> Iterator[Fragment]:
                 yield leaf.fragment(leaf.data.reshape(-1))
 
 
-def restore_residuals(state: TrainState, saved: Saved) -> None:
-    """Fill the tensors that the exchanges of ``state`` keep from a checkpoint."""
+def residual_fills(state: TrainState, saved: Saved) -> Iterator[Fill]:
+    """What fills the tensors that the exchanges of ``state`` keep from a checkpoint."""
     plan = state.params.plan
     trained = {path for bucket in plan.trained for path in bucket.paths}
-    usable = [name for name in saved.names if name.startswith(PREFIX) and _parse(name).path in trained]
+    usable = {name: _parse(name) for name in saved.names if name.startswith(PREFIX)}
+    usable = {name: parsed for name, parsed in usable.items() if parsed.path in trained}
     leaves = [leaf for channel in plan.channels for leaf in _kept_leaves(state, channel)]
+    residuals = [leaf for leaf in leaves if leaf.kind in _RESIDUALS]
     for leaf in leaves:
         if leaf.kind not in _RESIDUALS:
-            _take_over(leaf, saved, usable)
-    names = [name for name in map(_parse, usable) if name.kind in _RESIDUALS]
-    before, now = {(name.kind, name.exchange, name.path) for name in names}, set(_exchanges(plan))
-    lost = {kind for kind, *_ in before} - {kind for kind, *_ in now}
-    if lost and state.params.mesh.rank == 0:
-        summed = " and ".join({"sum": "gradients", "mean": "the optimizer's means"}[kind] for kind in sorted(lost))
+            yield from _factor_fill(leaf, usable)
+    before = {(name.kind, name.exchange, name.path) for name in usable.values() if name.kind in _RESIDUALS}
+    now = set(_exchanges(plan))
+    same = before <= now and not any(
+        saved.missing(fragment, fragment.name) for fragment in map(_planned, residuals) if fragment.data.numel()
+    )
+    for leaf in residuals:
+        sources: tuple[tuple[str, float], ...] = ()
+        if same:
+            sources = ((leaf.name, 1.0),) if leaf.name in usable else ()
+        elif leaf.takes_total:
+            sources = tuple(_total(leaf, usable))
+        yield Fill(_planned(leaf), sources, leaf.data)
+
+
+def log_dropped(state: TrainState, saved: Saved) -> None:
+    """Warn of residuals in a checkpoint that no exchange of a state can take."""
+    parsed = [_parse(name) for name in saved.names if name.startswith(PREFIX)]
+    kinds = {name.kind for name in parsed if name.kind in _RESIDUALS}
+    kinds -= {kind for kind, *_ in _exchanges(state.params.plan)}
+    if kinds and state.params.mesh.rank == 0:
+        summed = " and ".join({"sum": "gradients", "mean": "the optimizer's means"}[kind] for kind in sorted(kinds))
         _log.warning(
             "the residuals of compressed exchanges of %s are dropped: this plan has no such exchange with error feedback",
             summed,
         )
-    leaves = [leaf for leaf in leaves if leaf.kind in _RESIDUALS]
-    fragments = [leaf.fragment(leaf.data.new_zeros(leaf.data.numel())) for leaf in leaves]
-    needed = [fragment for fragment in fragments if fragment.data.numel()]
-    same = before <= now and not any(saved.missing(fragment, fragment.name) for fragment in needed)
-    for leaf, fragment in zip(leaves, fragments, strict=True):
-        if same and fragment.data.numel():
-            saved.fill(fragment, fragment.name)
-        elif leaf.takes_total:
-            _fill_with_total(leaf, fragment, saved, usable)
-        flat = torch.zeros(leaf.data.numel(), dtype=leaf.data.dtype)
-        flat[: fragment.data.numel()] = fragment.data
-        leaf.data.copy_(flat.view(leaf.data.shape))
+
+
+def _planned(leaf: KeptLeaf) -> Fragment:
+    """The fragment of a leaf's residuals, without memory."""
+    return leaf.fragment(torch.empty(leaf.data.numel(), dtype=leaf.data.dtype, device="meta"))
+
+
+def _factor_fill(leaf: KeptLeaf, usable: Mapping[str, Name]) -> Iterator[Fill]:
+    """What fills a factor: this rank's saved one, or else any rank's; none keeps the drawn factor if none of the shape was
+    saved."""
+    names = [name for name, parsed in usable.items() if (parsed.kind, parsed.path) == (leaf.kind, leaf.path)]
+    for name in (leaf.name,) if leaf.name in names else names[:1]:
+        yield Fill(leaf.fragment(leaf.data), ((name, 1.0),))
+
+
+def _total(leaf: KeptLeaf, usable: Mapping[str, Name]) -> Iterator[tuple[str, float]]:
+    """The saved tensors, with weights, whose sum is a leaf's share of all ranks' residuals (for a mean, their mean)."""
+    for name, parsed in usable.items():
+        if (parsed.kind, parsed.path) == (leaf.kind, leaf.path):
+            yield name, 1 / (parsed.holders if leaf.kind == "mean" else leaf.holders)
 
 
 def _exchanges(plan: Plan) -> Iterator[tuple[str, str, str]]:
@@ -138,27 +165,6 @@ def _kind(channel: Channel) -> str:
 
 def _exchange(channel: Channel, kept: Kept) -> str:
     return f"{channel.axis} {kept.name}"
-
-
-def _take_over(leaf: KeptLeaf, saved: Saved, usable: Collection[str]) -> None:
-    """Fill factors from this rank's saved ones, or else from any rank's; leave the drawn factors if none of the shape were
-    saved."""
-    names = [name for name in usable if (_parse(name).kind, _parse(name).path) == (leaf.kind, leaf.path)]
-    for name in (leaf.name,) if leaf.name in names else names[:1]:
-        saved.fill(leaf.fragment(leaf.data), name)
-
-
-def _fill_with_total(leaf: KeptLeaf, fragment: Fragment, saved: Saved, usable: Collection[str]) -> None:
-    """Fill a fragment of a leaf's residuals with its share of the sum over all saved ranks (for a mean, with the mean)."""
-    names = [(name, _parse(name)) for name in usable]
-    for part in fragment.parts(BUFFER // 16):
-        total = torch.zeros_like(part.data, dtype=torch.float64)
-        for name, parsed in names:
-            if (parsed.kind, parsed.path) == (leaf.kind, leaf.path):
-                held = part._replace(data=torch.zeros_like(part.data))
-                saved.fill(held, name)
-                total += held.data * (1 / parsed.holders if leaf.kind == "mean" else 1.0)
-        part.data.copy_(total / (1 if leaf.kind == "mean" else leaf.holders))
 
 
 def _kept_leaves(state: TrainState, channel: Channel) -> Iterator[KeptLeaf]:

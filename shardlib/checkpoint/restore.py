@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardlib.checkpoint import commit, residuals
-from shardlib.checkpoint.fragments import MASTERS, PARAMS, Fragment, needed_fragments, source_of
+from shardlib.checkpoint import commit, rank_local, residuals
+from shardlib.checkpoint.fills import Fill
+from shardlib.checkpoint.fragments import (
+    MASTERS,
+    PARAMS,
+    Fragment,
+    common_leaves,
+    needed_fragments,
+    source_of,
+    whole,
+)
 from shardlib.checkpoint.packed import pack, unpacked
-from shardlib.checkpoint.rank_local import PREFIX as RANK_LOCAL
-from shardlib.checkpoint.rank_local import restore_rank_local
 from shardlib.checkpoint.reading import Saved
-from shardlib.checkpoint.residuals import restore_residuals
+from shardlib.checkpoint.residuals import log_dropped, residual_fills
 from shardlib.collectives import primitives
 from shardlib.errors import CheckpointError, TreeError, listing
 from shardlib.optim.train_state import TrainState, rescaled
@@ -76,18 +83,15 @@ def restore(checkpoint: str | Path, state: TrainState, *, partial: Sequence[str]
     0
     """
     with Saved(checkpoint_at(checkpoint)) as saved:
-        whole = unpacked(state)
-        needed = list(needed_fragments(whole))
-        _check_alike(saved, state, needed, partial)
+        decoded = unpacked(state)
+        fills = list(_fills(saved, decoded))
+        _check_alike(saved, decoded, partial)
         _check_intact(saved, state)
         with torch.no_grad():
-            for fragment in needed:
-                source = source_of(fragment.name, saved.tensors)
-                if source in saved.tensors:
-                    saved.fill(fragment, source)
-            restore_rank_local(whole, saved)
-            restore_residuals(whole, saved)
-            pack(state, whole)
+            for fill in fills:
+                fill.run(saved)
+            pack(state, decoded)
+        log_dropped(state, saved)
         facts = saved.manifest
     before = LossScale(**facts.scale) if facts.scale else None
     # The new plan decides whether there is a loss scale and by which rules it changes; only its value is restored.
@@ -95,6 +99,39 @@ def restore(checkpoint: str | Path, state: TrainState, *, partial: Sequence[str]
     factor = (scale.value if scale else 1.0) / (before.value if before else 1.0)
     comm = state.comm if factor == 1 else rescaled(state.params.plan, state.comm, factor)
     return TrainState(facts.step, state.params, state.opt, comm, state.buffers, scale, Key(facts.seed)).fitting()
+
+
+def bytes_to_read(checkpoint: str | Path, state: TrainState) -> int:
+    """The bytes of a checkpoint's data files that this rank reads in `restore`: its share of the verification, and what its
+    shards need.
+
+    >>> state, _ = sl.make_train_step(lambda p, x: (p["w"] * x).sum(), {"w": torch.ones(2)}, sl.optim.sgd(1e-3))
+    >>> sl.checkpoint.bytes_to_read(sl.checkpoint.save("run", state), state)
+    1217
+    """
+    mesh = state.params.mesh
+    with Saved(checkpoint_at(checkpoint)) as saved:
+        verified = sum(chunk.length for _, chunk in saved.shared_out(mesh.rank, mesh.size))
+        return verified + sum(fill.bytes(saved) for fill in _fills(saved, unpacked(state)))
+
+
+def _fills(saved: Saved, state: TrainState) -> Iterator[Fill]:
+    """All that this rank reads into a state, in which packed tensors are decoded."""
+    for fragment, into in _needed(state):
+        canonical = source_of(fragment.name, saved.tensors)
+        sources = rank_local.sources(state, fragment.name, saved.tensors) or ((canonical, 1.0),)
+        if sources[0][0] in saved.tensors:
+            yield Fill(fragment, sources, into)
+    yield from residual_fills(state, saved)
+
+
+def _needed(state: TrainState) -> Iterator[tuple[Fragment, torch.Tensor | None]]:
+    """Every fragment that this rank holds; with its tensor, where it is no view of it."""
+    for fragment in needed_fragments(state):
+        yield fragment, None
+    for name, leaf in common_leaves(state):
+        fragment = whole(leaf, name)
+        yield (fragment, None) if leaf.is_contiguous() else (fragment._replace(data=fragment.data.to("meta")), leaf)
 
 
 def checkpoint_at(checkpoint: str | Path) -> Path:
@@ -111,9 +148,10 @@ def checkpoint_at(checkpoint: str | Path) -> Path:
     return newest
 
 
-def _check_alike(saved: Saved, state: TrainState, needed: Sequence[Fragment], partial: Sequence[str]) -> None:
+def _check_alike(saved: Saved, state: TrainState, partial: Sequence[str]) -> None:
     """Raise one `TreeError` that lists every tensor that the checkpoint or the state lacks, or that differs in shape."""
     mesh = state.params.mesh
+    needed = [fragment for fragment, _ in _needed(state)]
     problems = {
         fragment.name: problem
         for fragment in needed
@@ -123,7 +161,9 @@ def _check_alike(saved: Saved, state: TrainState, needed: Sequence[Fragment], pa
     # Residuals, and what ranks held for themselves, fit any plan; masters and parameters stand for each other.
     wanted |= {PARAMS + name.removeprefix(MASTERS) for name in wanted if name.startswith(MASTERS)}
     unwanted = {
-        name for name in saved.names if name not in wanted and not name.startswith((residuals.PREFIX, RANK_LOCAL))
+        name
+        for name in saved.names
+        if name not in wanted and not name.startswith((residuals.PREFIX, rank_local.PREFIX))
     }
     ranks = primitives.all_gather_object(mesh, list(mesh.shape), (problems, unwanted))
     found: dict[str, str] = {}
