@@ -65,6 +65,7 @@ class Commit:
     def __init__(self, folder: Path, facts: Manifest, rank: int, ranks: int, keep: int) -> None:
         self._folder, self._facts, self._rank, self._ranks, self._keep = folder, facts, rank, ranks, keep
         self._partial = folder / f"step-{facts.step:08d}.partial"
+        self.step = facts.step
 
     def prepare(self) -> None:
         """Make the empty folder to write into. For rank 0, before any rank writes.

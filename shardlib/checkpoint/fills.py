@@ -57,4 +57,4 @@ class Fill(NamedTuple):
     def _parts(self, fragment: Fragment | None = None) -> list[Fragment]:
         """The fragments that are filled one at a time: a sum needs memory beside the state."""
         fragment = fragment or self.fragment
-        return [fragment] if self._plain else list(fragment.parts(BUFFER // 32))
+        return [fragment] if self._plain else list(fragment.parts(max(1, BUFFER() // 32)))

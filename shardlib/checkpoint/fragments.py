@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
+from shardlib.kernels.common.thresholds import Threshold
 from shardlib.mesh.mesh import Mesh, rank_of
 from shardlib.mesh.specs import Window
 from shardlib.optim.train_state import TrainState
@@ -21,7 +22,8 @@ from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
 from shardlib.tree import path_name
 
-_DIVIDED = 1 << 16  # bytes: more of a leaf for each rank that holds a copy are shared out among these ranks
+# Bytes: of a leaf with at least so many for each rank that holds a copy, each of these ranks saves a part.
+_DIVIDED = Threshold(1 << 16)
 
 PARAMS, MASTERS = "params/", "opt/masters/"
 
@@ -92,7 +94,7 @@ def shared_out(fragments: Iterable[Fragment], share: int, shares: int) -> Iterat
     """Share number ``share`` of ``shares`` of fragments that as many ranks hold: small ones in turn, of large ones a part."""
     for number, fragment in enumerate(fragments):
         numel = fragment.data.numel()
-        if numel * fragment.data.element_size() >= shares * _DIVIDED:
+        if numel * fragment.data.element_size() >= shares * _DIVIDED():
             first, stop = (numel * index // shares for index in (share, share + 1))
             yield fragment.part(first, stop)
         elif number % shares == share:

@@ -18,11 +18,12 @@ from shardlib.checkpoint.fragments import Fragment
 from shardlib.checkpoint.manifest import Chunk, Entry
 from shardlib.checkpoint.writing import bytes_of
 from shardlib.errors import CheckpointError
+from shardlib.kernels.common.thresholds import Threshold
 from shardlib.mesh.specs import Window
 
-BUFFER = 1 << 26  # bytes that a rank holds beside its shards, at most
+BUFFER = Threshold(1 << 26)  # bytes that a rank holds beside its shards, at most
 # Bytes: runs shorter than the first are read with what lies between them, unless run and gap are longer than the second.
-_SHORT, _GAP = 1 << 12, 1 << 16
+_SHORT, _GAP = Threshold(1 << 12), Threshold(1 << 16)
 
 
 class Transfer(NamedTuple):
@@ -126,7 +127,7 @@ class Saved:
             self._read_runs(transfer, transfer.read, target.reshape(-1))
             return
         # The elements go through a buffer, some rows at a time.
-        for read, wanted in _slabs(transfer.read, transfer.wanted, BUFFER // entry.torch_dtype.itemsize):
+        for read, wanted in _slabs(transfer.read, transfer.wanted, max(1, BUFFER() // entry.torch_dtype.itemsize)):
             buffer = torch.empty(read.numel, dtype=entry.torch_dtype)
             self._read_runs(transfer, read, buffer)
             source = _inside(wanted, read).of(buffer.view(read.sizes))
@@ -167,7 +168,7 @@ class Saved:
                 found.append(f"{file}: {problem}{within}")
         if found:
             return found
-        buffer = torch.empty(_VERIFIED, dtype=torch.uint8)
+        buffer = torch.empty(_VERIFIED(), dtype=torch.uint8)
         for name, chunk in self.shared_out(share, shares):
             try:
                 intact = self._checksum(chunk, buffer) == chunk.checksum
@@ -220,7 +221,7 @@ class Saved:
         return checksum
 
 
-_VERIFIED = 1 << 22  # bytes that are read at a time to verify them: they stay in the processor's cache
+_VERIFIED = Threshold(1 << 22)  # bytes that are read at a time to verify them: they stay in the processor's cache
 
 
 def _read_box(wanted: Window, held: Window, entry: Entry) -> Window:
@@ -228,7 +229,7 @@ def _read_box(wanted: Window, held: Window, entry: Entry) -> Window:
     first, sizes = list(wanted.first), list(wanted.sizes)
     length = entry.torch_dtype.itemsize
     for dim in reversed(range(len(sizes))):
-        if math.prod(sizes[:dim]) == 1 or length * sizes[dim] >= _SHORT or length * held.sizes[dim] > _GAP:
+        if math.prod(sizes[:dim]) == 1 or length * sizes[dim] >= _SHORT() or length * held.sizes[dim] > _GAP():
             break
         first[dim], sizes[dim] = held.first[dim], held.sizes[dim]
         length *= sizes[dim]

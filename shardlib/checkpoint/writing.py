@@ -16,11 +16,12 @@ from shardlib.checkpoint import items
 from shardlib.checkpoint.boxes import boxes
 from shardlib.checkpoint.fragments import Fragment
 from shardlib.checkpoint.manifest import Chunk, Entry
+from shardlib.kernels.common.thresholds import Threshold
 
 # Bytes of an item at most: the most that is copied from a device, or verified, at a time. Far below 4 GiB, from which on
 # zip files need another form.
-_LARGEST = 1 << 26
-_BUFFERS, _BATCH = 512, 1 << 25  # of one system call: Linux takes 1,024 buffers and 2 GiB
+_LARGEST = Threshold(1 << 26)
+_BUFFERS, _BATCH = 512, Threshold(1 << 25)  # of one system call: Linux takes 1,024 buffers and 2 GiB
 
 
 class Written(NamedTuple):
@@ -78,7 +79,7 @@ def _laid_out(file: str, fragments: Iterable[Fragment]) -> Iterator[_Item]:
     offset = 0
     for fragment in fragments:
         itemsize, first = fragment.data.element_size(), 0
-        limit = max(1, _LARGEST // itemsize)
+        limit = max(1, _LARGEST() // itemsize)
         for low in range(fragment.start, fragment.stop, limit):
             for box in boxes(fragment.window, low, min(low + limit, fragment.stop)):
                 head, tail = items.frame(fragment.data.dtype, box.sizes, offset)
@@ -93,7 +94,7 @@ def _batches(laid_out: Iterable[_Item]) -> Iterator[list[_Item]]:
     batch: list[_Item] = []
     size = 0
     for item in laid_out:
-        if batch and (size + item.chunk.length > _BATCH or 3 * len(batch) >= _BUFFERS):
+        if batch and (size + item.chunk.length > _BATCH() or 3 * len(batch) >= _BUFFERS):
             yield batch
             batch, size = [], 0
         batch.append(item)

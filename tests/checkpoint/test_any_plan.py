@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import shardlib as sl
 from shardlib.checkpoint.fragments import PARAMS, source_of
 from shardlib.execute.batches import batch_index
+from shardlib.kernels.common import thresholds
 from shardlib.models import gpt
 from shardlib.tree import leaves_of
 
@@ -98,9 +99,12 @@ def totals(saved):
 
 
 @settings(max_examples=500 if NIGHTLY else 40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(before=plans(), after=plans(), optimizer=st.sampled_from(sorted(OPTIMIZERS)), tie=st.booleans())
-def test_from_any_plan_to_any(monkeypatch, before, after, optimizer, tie):
-    with tempfile.TemporaryDirectory() as folder, monkeypatch.context() as patch:
+@given(
+    before=plans(), after=plans(), optimizer=st.sampled_from(sorted(OPTIMIZERS)), tie=st.booleans(),
+    small=st.sampled_from([1 << 30, 1 << 30, 100, 16]),
+)  # fmt: skip
+def test_from_any_plan_to_any(monkeypatch, before, after, optimizer, tie, small):
+    with tempfile.TemporaryDirectory() as folder, monkeypatch.context() as patch, thresholds.small(small):
         (mesh, transform), (other_mesh, other) = before, after
         first = sl.simulate(saved_once, f"{folder}/a", transform, optimizer, tie, mesh=mesh)[0]
         counted = CountedReads(patch)
