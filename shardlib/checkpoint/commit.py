@@ -25,9 +25,13 @@ _NAMED = re.compile(r"step-(\d+)(?:\.(\d+))?")
 _POLL = 0.01  # seconds between looks for other ranks' reports
 
 
-def complete(folder: Path) -> list[Path]:
-    """The complete checkpoints in a folder, in the order of their steps."""
-    found = [(named, path) for path in folder.glob("step-*") if (named := _NAMED.fullmatch(path.name))]
+def complete(folder: str | Path) -> list[Path]:
+    """The complete checkpoints in a folder, in the order of their steps.
+
+    >>> sl.checkpoint.complete("nothing-there")
+    []
+    """
+    found = [(named, path) for path in Path(folder).glob("step-*") if (named := _NAMED.fullmatch(path.name))]
     return [
         path for *_, path in sorted((int(named[1]), int(named[2] or 0), path) for named, path in found if _has(path))
     ]
@@ -42,10 +46,18 @@ def _has(checkpoint: Path) -> bool:
     return (checkpoint / manifest.NAME).exists()
 
 
-def step_of(checkpoint: Path) -> int:
-    """The step in a checkpoint's name."""
-    named = _NAMED.fullmatch(checkpoint.name)
-    assert named is not None
+def step_of(checkpoint: str | Path) -> int:
+    """The step in a checkpoint's name.
+
+    Raises:
+        ValueError: it is no name of a checkpoint.
+
+    >>> sl.checkpoint.step_of("run/step-00000100")
+    100
+    """
+    named = _NAMED.fullmatch(Path(checkpoint).name)
+    if named is None:
+        raise ValueError(f"{checkpoint} is no checkpoint's name; these are like step-00000100")
     return int(named[1])
 
 
@@ -162,8 +174,15 @@ class Commit:
         return whole
 
 
-def remove(checkpoint: Path) -> None:
-    """Delete a checkpoint: no crash leaves a part of it under its name."""
+def remove(checkpoint: str | Path) -> None:
+    """Delete a checkpoint: no crash leaves a part of it under its name. For one rank.
+
+    >>> state, _ = sl.make_train_step(lambda p, x: (p["w"] * x).sum(), {"w": torch.ones(2)}, sl.optim.sgd(1e-3))
+    >>> sl.checkpoint.remove(sl.checkpoint.save("run", state))
+    >>> print(sl.checkpoint.latest("run"))
+    None
+    """
+    checkpoint = Path(checkpoint)
     deleted = checkpoint.with_name(f"{checkpoint.name}.deleted")
     os.rename(checkpoint, deleted)
     sync_folder(checkpoint.parent)

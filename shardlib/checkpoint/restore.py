@@ -107,7 +107,7 @@ def bytes_to_read(checkpoint: str | Path, state: TrainState) -> int:
 
     >>> state, _ = sl.make_train_step(lambda p, x: (p["w"] * x).sum(), {"w": torch.ones(2)}, sl.optim.sgd(1e-3))
     >>> sl.checkpoint.bytes_to_read(sl.checkpoint.save("run", state), state)
-    1217
+    1296
     """
     mesh = state.params.mesh
     with Saved(checkpoint_at(checkpoint)) as saved:
@@ -135,7 +135,16 @@ def _needed(state: TrainState) -> Iterator[tuple[Fragment, torch.Tensor | None]]
 
 
 def checkpoint_at(checkpoint: str | Path) -> Path:
-    """The folder of a checkpoint, from itself or from the folder that holds it and others."""
+    """The folder of a checkpoint, from itself or from the folder that holds it and others, of which the newest is meant.
+
+    Raises:
+        FileNotFoundError: ``checkpoint`` is neither.
+
+    >>> state, _ = sl.make_train_step(lambda p, x: (p["w"] * x).sum(), {"w": torch.ones(2)}, sl.optim.sgd(1e-3))
+    >>> folder = sl.checkpoint.save("run", state)
+    >>> sl.checkpoint.checkpoint_at("run") == sl.checkpoint.checkpoint_at(folder) == folder
+    True
+    """
     path = Path(checkpoint)
     if commit.is_complete(path):
         return path

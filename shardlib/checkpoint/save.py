@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -53,8 +54,18 @@ def save(folder: str | Path, state: TrainState, keep: int = 2, notes: dict[str, 
 
 
 def facts(state: TrainState, notes: dict[str, Any]) -> Manifest:
-    """The manifest of a state, without tensors and files."""
+    """The manifest of a state, without tensors and files. Notes are copied: the caller may change them afterwards.
+
+    Raises:
+        TypeError: the notes are nothing that JSON can hold.
+    """
     plan = state.params.plan
+    try:
+        notes = json.loads(json.dumps(notes))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"save: the notes cannot be written as JSON ({error}); give dicts with text as keys, lists, numbers and text"
+        ) from error
     return Manifest(
         step=state.step,
         seed=state.rng.seed,
