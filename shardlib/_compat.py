@@ -166,7 +166,7 @@ class _Described:
 
     def __reduce__(self) -> tuple[Any, ...]:
         stride = tuple(math.prod(self.sizes[dim + 1 :]) for dim in range(len(self.sizes)))
-        layout = (self.dtype, 0, self.sizes, stride, False, OrderedDict())
+        layout: tuple[Any, ...] = (self.dtype, 0, self.sizes, stride, False, OrderedDict())
         return (
             (_rebuild_tensor_v2, layout) if _typed_storage(self.dtype) else (_rebuild_tensor_v3, (*layout, self.dtype))
         )

@@ -51,18 +51,14 @@ class Runs(NamedTuple):
 
     Attributes:
         length: elements of a run.
-        starts: ``starts()`` gives the index of each run's first element in the flattened outer box.
-        count: runs.
+        ranges: the indices of the runs' first elements in the flattened outer box, as sums of one number of each range.
     """
 
     length: int
     ranges: tuple[range, ...]
 
-    @property
-    def count(self) -> int:
-        return math.prod(map(len, self.ranges))
-
     def starts(self) -> Iterator[int]:
+        """The index of each run's first element in the flattened outer box."""
         return (sum(at) for at in itertools.product(*self.ranges))
 
 

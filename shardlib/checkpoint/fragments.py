@@ -8,7 +8,7 @@ restored on another by copying the ranges that overlap.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -20,6 +20,7 @@ from shardlib.mesh.specs import Window
 from shardlib.optim.train_state import TrainState
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
+from shardlib.sharded.tree import Sharded
 from shardlib.tree import path_name
 
 # Bytes: of a leaf with at least so many for each rank that holds a copy, each of these ranks saves a part.
@@ -75,23 +76,30 @@ def owned_fragments(state: TrainState, diverged: str | None = None) -> Iterator[
     Args:
         diverged: an axis whose ranks do not have equal parameters now; the first rank's are saved.
     """
-    plan, mesh = state.params.plan, state.params.mesh
-    if diverged is not None and mesh.coords[diverged]:
+    params = state.params
+    if diverged is not None and params.mesh.coords[diverged]:
         return
-    for bucket in plan.buckets:
-        if plan.counts(bucket, mesh.coords):
-            copies = [axis for axis in plan.copies(bucket) if axis != diverged]
-            share = rank_of({axis: mesh.shape[axis] for axis in copies}, mesh.coords)
-            yield from shared_out(
-                bucket_fragments(state, bucket), share, math.prod(mesh.shape[axis] for axis in copies)
-            )
-    if mesh.rank == 0:
+    for bucket in params.plan.buckets:
+        if params.plan.counts(bucket, params.mesh.coords):
+            copies = [axis for axis in params.plan.copies(bucket) if axis != diverged]
+            yield from _shared_out(bucket_fragments(state, bucket), params.mesh, copies)
+    if params.mesh.rank == 0:
         for name, leaf in common_leaves(state):
             yield whole(leaf, name)
 
 
-def shared_out(fragments: Iterable[Fragment], share: int, shares: int) -> Iterator[Fragment]:
-    """Share number ``share`` of ``shares`` of fragments that as many ranks hold: small ones in turn, of large ones a part."""
+def owned_params(params: Sharded) -> Iterator[Fragment]:
+    """The fragments of parameters that this rank writes, so that all ranks together write each once."""
+    plan, mesh = params.plan, params.mesh
+    for bucket in plan.buckets:
+        if plan.counts(bucket, mesh.coords):
+            yield from _shared_out(_owned(params, bucket), mesh, plan.copies(bucket))
+
+
+def _shared_out(fragments: Iterable[Fragment], mesh: Mesh, copies: Sequence[str]) -> Iterator[Fragment]:
+    """This rank's share of fragments of which ranks along the axes ``copies`` hold copies: of large ones each a part."""
+    sizes = {axis: mesh.shape[axis] for axis in copies}
+    share, shares = rank_of(sizes, mesh.coords), math.prod(sizes.values())
     for number, fragment in enumerate(fragments):
         numel = fragment.data.numel()
         if numel * fragment.data.element_size() >= shares * _DIVIDED():
@@ -103,25 +111,36 @@ def shared_out(fragments: Iterable[Fragment], share: int, shares: int) -> Iterat
 
 def bucket_fragments(state: TrainState, bucket: Bucket) -> Iterator[Fragment]:
     """The ranges of a bucket's parameters, and of the optimizer's trees for them, that this rank owns: views."""
-    plan, mesh = state.params.plan, state.params.mesh
-    held, owners = bucket.param_level, bucket.owners(bucket.param_level)
-    index = bucket.owner(mesh.coords, held, bucket.levels)
-    for fragment, chunk in zip(
-        _cut(plan, mesh, bucket, PARAMS, state.params.buffers[bucket.name], held), bucket.chunks, strict=True
-    ):
-        owned = fragment.part(*(min(edge * chunk, fragment.data.numel()) for edge in (index, index + 1)))
-        yield owned if owners > 1 else fragment
+    yield from _owned(state.params, bucket)
     for prefix, subset, tensor in _flat_states(state, bucket):
-        yield from _cut(plan, mesh, subset, prefix, tensor, subset.levels)
+        yield from _cut(state.params.plan, state.params.mesh, subset, prefix, tensor, subset.levels)
+
+
+def _owned(params: Sharded, bucket: Bucket) -> Iterator[Fragment]:
+    """The ranges of a bucket's parameters that this rank owns."""
+    index = bucket.owner(params.mesh.coords, bucket.param_level, bucket.levels)
+    for fragment, chunk in zip(_held(params, bucket), bucket.chunks, strict=True):
+        first, stop = (min(edge * chunk, fragment.data.numel()) for edge in (index, index + 1))
+        yield fragment.part(first, stop) if bucket.owners(bucket.param_level) > 1 else fragment
+
+
+def _held(params: Sharded, bucket: Bucket) -> Iterator[Fragment]:
+    """The ranges of a bucket's parameters that this rank holds."""
+    return _cut(params.plan, params.mesh, bucket, PARAMS, params.buffers[bucket.name], bucket.param_level)
+
+
+def needed_params(params: Sharded) -> Iterator[Fragment]:
+    """Every range of the parameters that this rank holds, as views to fill."""
+    for bucket in params.plan.buckets:
+        yield from _held(params, bucket)
 
 
 def needed_fragments(state: TrainState) -> Iterator[Fragment]:
-    """Every range of the sharded tensors that this rank holds, as views for a restore to fill."""
-    plan, mesh = state.params.plan, state.params.mesh
-    for bucket in plan.buckets:
-        yield from _cut(plan, mesh, bucket, PARAMS, state.params.buffers[bucket.name], bucket.param_level)
+    """Every range of the sharded tensors that this rank holds, as views to fill."""
+    yield from needed_params(state.params)
+    for bucket in state.params.plan.buckets:
         for prefix, subset, tensor in _flat_states(state, bucket):
-            yield from _cut(plan, mesh, subset, prefix, tensor, subset.levels)
+            yield from _cut(state.params.plan, state.params.mesh, subset, prefix, tensor, subset.levels)
 
 
 def source_of(name: str, saved: Container[str]) -> str:

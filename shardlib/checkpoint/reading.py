@@ -15,7 +15,7 @@ import torch
 from shardlib.checkpoint import manifest
 from shardlib.checkpoint.boxes import boxes, overlap, runs
 from shardlib.checkpoint.fragments import Fragment
-from shardlib.checkpoint.manifest import Chunk, Entry
+from shardlib.checkpoint.manifest import Chunk, Entry, Manifest
 from shardlib.checkpoint.writing import bytes_of
 from shardlib.errors import CheckpointError
 from shardlib.kernels.common.thresholds import Threshold
@@ -47,27 +47,30 @@ class Transfer(NamedTuple):
         return self.read.numel * self.entry.torch_dtype.itemsize
 
 
+def open_checkpoint(folder: Path) -> Saved:
+    """The checkpoint in a folder, by its manifest.
+
+    Raises:
+        CheckpointError: the manifest cannot be read, or is damaged.
+    """
+    try:
+        text = (folder / manifest.NAME).read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{folder / manifest.NAME} cannot be read ({error}); use another checkpoint") from error
+    return Saved(folder, manifest.loads(text, folder / manifest.NAME))
+
+
 class Saved:
-    """A checkpoint's tensors, on disk.
+    """Tensors on disk.
 
     Attributes:
-        folder: the checkpoint's.
-        manifest: its `Manifest`.
-        bytes_read: bytes read from its data files so far.
+        folder: the folder of their files.
+        manifest: what the files hold.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        try:
-            text = (folder / manifest.NAME).read_bytes()
-        except OSError as error:
-            raise CheckpointError(
-                f"{folder / manifest.NAME} cannot be read ({error}); use another checkpoint"
-            ) from error
-        self.manifest = manifest.loads(text, folder / manifest.NAME)
-        self.bytes_read = 0
+    def __init__(self, folder: Path, held: Manifest) -> None:
+        self.folder, self.manifest = folder, held
         self._files: dict[str, int] = {}
-        self._size_of_file: dict[str, int] = {}
 
     def __enter__(self) -> Saved:
         return self
@@ -148,7 +151,6 @@ class Saved:
             count = os.preadv(fd, [view], offset)
             if not count:
                 raise CheckpointError(f"{self.folder / file} ends at byte {offset}; use another checkpoint")
-            self.bytes_read += count
             view, offset = view[count:], offset + count
 
     def _open(self, file: str) -> int:

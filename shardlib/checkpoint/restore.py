@@ -20,7 +20,7 @@ from shardlib.checkpoint.fragments import (
     whole,
 )
 from shardlib.checkpoint.packed import pack, unpacked
-from shardlib.checkpoint.reading import Saved
+from shardlib.checkpoint.reading import Saved, open_checkpoint
 from shardlib.checkpoint.residuals import log_dropped, residual_fills
 from shardlib.collectives import primitives
 from shardlib.errors import CheckpointError, TreeError, listing
@@ -55,7 +55,7 @@ def read_notes(checkpoint: str | Path) -> dict[str, Any]:
     >>> sl.checkpoint.read_notes("run")
     {'position': 17}
     """
-    with Saved(checkpoint_at(checkpoint)) as saved:
+    with open_checkpoint(checkpoint_at(checkpoint)) as saved:
         return saved.manifest.notes
 
 
@@ -82,7 +82,7 @@ def restore(checkpoint: str | Path, state: TrainState, *, partial: Sequence[str]
     >>> sl.checkpoint.restore("run", state).step
     0
     """
-    with Saved(checkpoint_at(checkpoint)) as saved:
+    with open_checkpoint(checkpoint_at(checkpoint)) as saved:
         decoded = unpacked(state)
         fills = list(_fills(saved, decoded))
         _check_alike(saved, decoded, partial)
@@ -110,7 +110,7 @@ def bytes_to_read(checkpoint: str | Path, state: TrainState) -> int:
     1296
     """
     mesh = state.params.mesh
-    with Saved(checkpoint_at(checkpoint)) as saved:
+    with open_checkpoint(checkpoint_at(checkpoint)) as saved:
         verified = sum(chunk.length for _, chunk in saved.shared_out(mesh.rank, mesh.size))
         return verified + sum(fill.bytes(saved) for fill in _fills(saved, unpacked(state)))
 

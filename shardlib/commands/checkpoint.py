@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shardlib import checkpoint
 from shardlib.checkpoint.manifest import Entry
-from shardlib.checkpoint.reading import Saved
+from shardlib.checkpoint.reading import open_checkpoint
 from shardlib.errors import CheckpointError
 from shardlib.plan.tables import count, size, table
 from shardlib.tree import matches
@@ -42,7 +42,7 @@ def _list(args: argparse.Namespace) -> int:
         raise FileNotFoundError(f"no complete checkpoint in {args.path}")
     rows = []
     for path in found:
-        with Saved(path) as saved:
+        with open_checkpoint(path) as saved:
             held = saved.manifest
         mesh = ", ".join(f"{axis}={ranks}" for axis, ranks in held.mesh.items())
         written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))
@@ -52,7 +52,7 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    with Saved(checkpoint.checkpoint_at(args.path)) as saved:
+    with open_checkpoint(checkpoint.checkpoint_at(args.path)) as saved:
         held = saved.manifest
     shown = {name: entry for name, entry in sorted(held.tensors.items()) if matches(name, args.tensors)}
     print(f"{saved.folder}: step {held.step}, seed {held.seed}, format {held.format}, shardlib {held.shardlib}")
@@ -70,7 +70,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    with Saved(checkpoint.checkpoint_at(args.path)) as saved:
+    with open_checkpoint(checkpoint.checkpoint_at(args.path)) as saved:
         damages = saved.damages()
     if damages:
         print(f"{saved.folder} is damaged:", *(f"  - {damage}" for damage in damages), sep="\n")

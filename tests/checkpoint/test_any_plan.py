@@ -4,6 +4,7 @@ import json
 import tempfile
 from dataclasses import replace
 
+import pytest
 import torch
 from helpers.models import TINY, share, tiny_gpt, token_batches
 from helpers.profile import NIGHTLY
@@ -98,6 +99,7 @@ def totals(saved):
     return found
 
 
+@pytest.mark.timeout(3600 if NIGHTLY else 300)
 @settings(max_examples=500 if NIGHTLY else 40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     before=plans(), after=plans(), optimizer=st.sampled_from(sorted(OPTIMIZERS)), tie=st.booleans(),

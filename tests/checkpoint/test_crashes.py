@@ -7,7 +7,7 @@ from helpers.profile import NIGHTLY
 from helpers.saved import tensors
 
 import shardlib as sl
-from shardlib.checkpoint.reading import Saved
+from shardlib.checkpoint.reading import open_checkpoint
 
 LOSS, PARAMS = mlp([5, 7, 3])
 BATCH = regression_batch(12, 5, 3)
@@ -60,7 +60,7 @@ def test_a_crash_leaves_the_old_or_the_new_checkpoint(tmp_path, monkeypatch, ran
             assert safe is None or step >= safe
             seen[step] = seen.get(step, 0) + 1
             for path in complete:  # every one that is listed is whole
-                with Saved(after / path) as saved:
+                with open_checkpoint(after / path) as saved:
                     assert saved.damages() == []
                     assert (after / path / "manifest.json").read_bytes() == manifests[saved.manifest.step]
         remove(after)

@@ -21,7 +21,9 @@ def test_show(capsys):
     assert cli.main(["checkpoint", "show", str(GOLDEN), "--tensors", "params/blocks/0/*"]) == 0
     out = capsys.readouterr().out
     assert "step-00000002: step 2, seed 5, format 1" in out and "notes: position" in out
-    assert any(line.split()[:3] == ["params/blocks/0/attn/qkv/weight", "bfloat16", "30×10"] for line in out.splitlines())
+    assert any(
+        line.split()[:3] == ["params/blocks/0/attn/qkv/weight", "bfloat16", "30×10"] for line in out.splitlines()
+    )
     assert "opt/" not in out
 
 

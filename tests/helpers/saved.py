@@ -6,12 +6,12 @@ import os
 import torch
 
 from shardlib.checkpoint.fragments import Fragment, whole_window
-from shardlib.checkpoint.reading import Saved
+from shardlib.checkpoint.reading import open_checkpoint
 
 
 def tensors(folder):
     """Every tensor of a checkpoint, whole, by name."""
-    with Saved(folder) as saved:
+    with open_checkpoint(folder) as saved:
         assert saved.damages() == []
         found = {}
         for name, entry in saved.tensors.items():
