@@ -39,7 +39,8 @@ def from_pretrained(
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=8, n_layer=1, n_head=2)).save_pretrained("gpt")
     >>> apply, params = sl.checkpoint.from_pretrained("gpt", sl.make_mesh(), stage=3)
-    >>> apply(params, torch.zeros(1, 3, dtype=torch.int64)).logits.shape
+    >>> logits = sl.make_eval_step(lambda params, tokens: apply(params, tokens).logits, params)
+    >>> logits(params, torch.zeros(1, 3, dtype=torch.int64)).shape
     torch.Size([1, 3, 32])
     """
     transformers = require("transformers", "from_pretrained", "transformers", "hf")
