@@ -61,6 +61,7 @@ def test_muon_leaves_empty_matrices_alone(stage):
         assert_close(found, wanted, 1e-6)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("name", ON_CUTS)

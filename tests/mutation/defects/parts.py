@@ -109,8 +109,8 @@ DEFECTS = (
         "offset",
         "models/gpt.py",
         "with a cache every new token stands at position 0",
-        '["positions"][start:stop]',
-        '["positions"][: stop - start]',
+        "table[start:stop]",
+        "table[: stop - start]",
         ("tests/models/test_gpt.py::test_the_cache_changes_no_token",),
     ),
     Defect(
