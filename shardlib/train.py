@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from shardlib.collectives import primitives
+from shardlib.collectives.summation import sum_of_squares
 from shardlib.errors import IllegalComposition, TreeError
 from shardlib.execute.step import Evaluation, LossStep, require_usable
-from shardlib.kernels.global_norm import sum_of_squares
 from shardlib.optim.axis_owner.owned_exchange import OwnedExchange
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.settings import injected, settings

@@ -11,6 +11,7 @@ import torch
 
 from shardlib.collectives import primitives
 from shardlib.collectives.codecs.base import Residuals
+from shardlib.collectives.summation import sum_of_squares
 from shardlib.errors import LossError, NonFiniteError, TreeError
 from shardlib.execute.batches import as_tensors, split_batch
 from shardlib.execute.buffers import average_buffers
@@ -22,7 +23,6 @@ from shardlib.execute.means import quotients, sum_means
 from shardlib.execute.stages.base import Call, keys_of
 from shardlib.execute.stages.runner import runner_of
 from shardlib.execute.totals import Sums, Totals
-from shardlib.kernels.global_norm import sum_of_squares
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.plan import Plan
 from shardlib.rng import Key, restore_generators, states_of_generators
@@ -80,10 +80,11 @@ class LossStep:
         self._inputs = Inputs(plan, mesh)
         self._compared = False  # whether ranks with copies of parameters have compared gradients, as they do once
         # A scalar loss is divided by a power of two before backward, since that does not round 16-bit losses, and by the rest
-        # when the sum is complete. With codecs it is divided by the exact number of shares before backward, so that residuals
+        # when the sum is complete. With residuals it is divided by the exact number of shares before backward, so that they
         # are of the mean's gradient and remain valid for any number of ranks.
         shares = plan.batch_ranks * plan.step.microbatches
-        power = shares if plan.reductions.codecs else 2 ** math.ceil(math.log2(shares))
+        divides = any(channel.keeps for channel in plan.channels if not channel.mean)
+        power = shares if divides else 2 ** math.ceil(math.log2(shares))
         self._share, self._rest = 1 / power, power / shares
         computed = [torch.promote_types(bucket.reduce_dtype, torch.float32) for bucket in plan.trained]
         self._largest = min((torch.finfo(dtype).max for dtype in computed), default=math.inf)
