@@ -43,7 +43,6 @@ class SumOf:
     def of(self, position: int) -> SumOf:
         """The sum over the tensor at ``position`` among several."""
 
-
         def chosen(fn: Callable[..., torch.Tensor] | None) -> Callable[..., torch.Tensor] | None:
             return None if fn is None else lambda *tensors: fn(tensors[position])
 

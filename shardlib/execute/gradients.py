@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from shardlib.collectives.codecs.base import Residuals
-from shardlib.execute.gathering import Gathering
 from shardlib.errors import HandleError, listing
+from shardlib.execute.gathering import Gathering
 from shardlib.execute.tree_sum import TreeSum
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.buckets import Bucket

@@ -12,7 +12,7 @@ import torch
 from shardlib.collectives import primitives
 from shardlib.collectives.codecs.base import Residuals
 from shardlib.collectives.summation import sum_of_squares
-from shardlib.errors import LossError, NonFiniteError, TreeError
+from shardlib.errors import IllegalComposition, LossError, NonFiniteError, TreeError
 from shardlib.execute.batches import as_tensors, split_batch
 from shardlib.execute.buffers import average_buffers
 from shardlib.execute.copies import require_alike
@@ -70,10 +70,16 @@ class LossStep:
     Raises:
         LossError: a loss function that is a module, or not callable.
         HandleError: a compiled loss function with a plan that gathers parameters.
+        IllegalComposition: buffers on a plan whose bits must not depend on the mesh.
     """
 
     def __init__(self, loss_fn: Callable[..., Any], plan: Plan, mesh: Mesh, with_buffers: bool) -> None:
         require_function(loss_fn, "the loss function", "params, buffers, batch" if with_buffers else "params, batch")
+        if with_buffers and plan.step.tree:
+            raise IllegalComposition(
+                "reproducible() cannot give the same bits on every mesh with buffers=: they change from micro-batch to "
+                "micro-batch and are averaged over ranks; leave them out, with layers that need none (LayerNorm, GroupNorm)"
+            )
         self._loss_fn, self._plan, self._mesh = loss_fn, plan, mesh
         self._codecs = BoundCodecs(mesh)
         self._runner = runner_of(loss_fn, plan, mesh, trained=True, with_buffers=with_buffers)

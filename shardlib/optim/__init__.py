@@ -70,6 +70,7 @@ __all__ = [
     "Schedule",
     "Sent",
     "Shards",
+    "SumOf",
     "ZeroOneSteps",
     "adafactor",
     "adagrad",

@@ -37,7 +37,7 @@ class Reproducible(Transform):
 
     def _other_contractions(self, resolved: Resolved) -> Iterable[str]:
         sequence = resolved.step.sequence
-        cut = {axis: "slices of layers" for axis in resolved.sliced_axes}
+        cut = dict.fromkeys(resolved.sliced_axes, "slices of layers")
         cut |= {sequence.axis: "parts of sequences"} if sequence else {}
         for axis, what in cut.items():
             if resolved.sizes[axis] > 1:
@@ -103,8 +103,8 @@ class Reproducible(Transform):
         for axis in order:
             if not _is_power_of_two(local):
                 raise IllegalComposition(
-                    f"{self.name}: {local} micro-batches are summed before axis {axis!r}, and a node of the tree has 1, 2, 4, "
-                    f"8, ...; give all batch axes but {batch[0]!r} a power of two as their size"
+                    f"{self.name}: {local} micro-batches are summed before axis {axis!r}, and a node of the tree has 1, 2, "
+                    f"4, ...; give all batch axes but {batch[0]!r} a power of two as their size"
                 )
             local *= resolved.sizes[axis]
 

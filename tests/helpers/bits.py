@@ -20,14 +20,23 @@ def digest(tree):
 
 
 def whole(state):
-    """Parameters, masters and optimizer state of all ranks, as pytrees of whole tensors. Collective."""
+    """Parameters, masters and optimizer state of all ranks, as pytrees of whole tensors. Collective.
+
+    A part of the state that is of some leaves only has zeros for the others; one that cuts buckets is left out.
+    """
     params = state.params
     names = {bucket.name for bucket in params.plan.everywhere.trained}
 
     def of_shards(node):
-        return isinstance(node, dict) and bool(node) and set(node) <= names
+        return isinstance(node, dict) and any(name.split("[")[0] in names for name in node)
 
     def gathered(node):
-        return sl.unshard(sl.Sharded(params.plan, params.mesh, "grad", node)) if of_shards(node) else node
+        if not of_shards(node):
+            return node
+        if not set(node) <= names:
+            return None
+        dtype = next(iter(node.values())).dtype
+        buffers = {b.name: node.get(b.name, torch.zeros(b.owned, dtype=dtype)) for b in params.plan.trained}
+        return sl.unshard(sl.Sharded(params.plan, params.mesh, "grad", buffers))
 
     return sl.unshard(params), optree.tree_map(gathered, (state.opt.masters, state.opt.inner), is_leaf=of_shards)

@@ -1,8 +1,8 @@
 """Sums over one axis whose bits do not depend on the transport: rows are exchanged as they are and added in a fixed order.
 
-Row r goes to rank r (all-to-all), which adds the rows up as `tree_sum` does. Where rows are scattered, this is all; else every
-rank's row of the sum goes to all ranks (all-gather). A rank sends what a bandwidth-optimal reduce-scatter or all-reduce
-sends.
+Row r goes to rank r (all-to-all), which adds the rows up as `tree_sum` does. Where rows are scattered, this is all; else
+every rank's row of the sum goes to all ranks (all-gather). A rank sends what a bandwidth-optimal reduce-scatter or
+all-reduce sends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardlib.mesh.mesh import Mesh
 
 
 def tree_sum(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of two or more tensors in a binary tree, in new memory: neighbours are added, then neighbouring sums, and so on.
+    """The sum of two or more tensors in a binary tree, in new memory: neighbours are added, then neighbouring sums.
 
     The last one, where it has no neighbour, goes up as it is. May use up the memory of ``rows``.
     """
@@ -42,9 +42,7 @@ class InOrder:
     def bind(self, rows: Rows) -> BoundInOrder:
         return BoundInOrder(rows)
 
-    def exchange(
-        self, mesh: Mesh, axis: str, items: Sequence[Item[BoundInOrder]], residuals: Residuals
-    ) -> OrderedSums:
+    def exchange(self, mesh: Mesh, axis: str, items: Sequence[Item[BoundInOrder]], residuals: Residuals) -> OrderedSums:
         return OrderedSums(mesh, axis, items)
 
 
