@@ -50,7 +50,9 @@ class Executor:
         self.plan, self.mesh, self._trained = plan, mesh, trained
         self._splits = trained and plan.stages.schedule.splits
         states = {
-            unit: [BucketState(bucket, mesh, plan.routes[bucket.name], self._splits) for bucket in buckets]
+            unit: [
+                BucketState(bucket, mesh, plan.routes[bucket.name], self._splits, plan.step.tree) for bucket in buckets
+            ]
             for unit, buckets in plan.buckets_of.items()
         }
         self.record = Record(plan, mesh) if record is None else record

@@ -97,8 +97,8 @@ class Owned(Transform):
                 f"{self.name} sums gradients over axis {axis!r} itself, and {problem}. Split over another axis of the mesh, "
                 f"and replicate over this one: zero(stage, axis='local', replicate={axis!r})"
             )
-        codec = resolved.reductions[axis].codec
-        if codec is not None and sizes[axis] > 1:
+        codec = resolved.of_axes("codec").get(axis)
+        if codec is not None:
             raise IllegalComposition(
                 f"{self.name} sums gradients over axis {axis!r} in few bits itself, and a transform already sends them over "
                 f"it in {codec}; drop one of the two"

@@ -80,7 +80,7 @@ class Reproducible(Transform):
             raise IllegalComposition(
                 f"{self.name}: {ranks} ranks divide the batch, and each must hold 1, 2, 4, 8, ... of the {total} "
                 f"micro-batches, so that their sum is one node of the tree. Use {_listed(allowed)} ranks, or "
-                f"reproducible({ranks * _next_power(local)})"
+                f"reproducible({ranks * _next_power(-(-total // ranks))})"
             )
         if resolved.step.microbatches not in (None, local):
             raise IllegalComposition(
@@ -114,7 +114,7 @@ def _is_power_of_two(number: int) -> bool:
 
 
 def _next_power(number: int) -> int:
-    return 1 << max(number - 1, 0).bit_length()
+    return 1 << (number - 1).bit_length()
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -32,7 +32,7 @@ def adafactor():
 
 
 def muon():
-    matrices = sl.optim.masked(sl.optim.muon(1e-2), "[1-9]/*/weight")
+    matrices = sl.optim.masked(sl.optim.muon(1e-2), "[1-9]/attn/*/weight")
     return sl.optim.chain(sl.optim.clip_by_block_norm(0.3), matrices)
 
 
