@@ -47,11 +47,11 @@ class Turn(NamedTuple):
     """The turn of one micro-batch to add its gradients to a step's sums.
 
     Attributes:
-        index: the micro-batch's index among this rank's.
+        microbatch: the micro-batch's index among this rank's.
         last: whether it is the step's last turn.
     """
 
-    index: int
+    microbatch: int
     last: bool
 
 
@@ -78,7 +78,7 @@ class Gradients:
         Args:
             gathering: the micro-batch's gathers, with which the reductions must be ordered.
         """
-        (self._index, self._last), self._gathering, self._record = turn, gathering, gathering.record
+        (self._microbatch, self._last), self._gathering, self._record = turn, gathering, gathering.record
         self.started: list[str] = []
         self._ready: dict[str, dict[str, torch.Tensor | None]] = {unit: {} for unit in self._plan.trained_in}
         self._complete: set[str] = set()
@@ -172,7 +172,7 @@ class Gradients:
         if again_on_any_rank and self._trees is not None:
             raise HandleError(
                 "gradients of one micro-batch reach these parameters at two times, so they would not be summed in the order "
-                f"of reproducible():\n{listing(again_on_any_rank)}\nUse zero(stage=2), or take the parameters first "
+                f"of reproducible():\n{listing(list(again_on_any_rank))}\nUse zero(stage=2), or take the parameters first "
                 "(w = p.clone()) where a torch.autograd.Function is given them"
             )
         for name in again_on_any_rank:
@@ -265,7 +265,7 @@ class Gradients:
     def _tree_sum(self, trees: dict[str, TreeSum], bucket: Bucket, whole: torch.Tensor | None) -> Sum:
         assert whole is not None
         tree = trees.setdefault(bucket.name, TreeSum(self._plan.step.microbatches))
-        return Sum(bucket, tree.add(self._index, whole))
+        return Sum(bucket, tree.add(self._microbatch, whole))
 
     def _fly(self, sums: list[Sum], routes: Sequence[Sequence[Exchange]]) -> None:
         freed = sum(each.bucket.size(0) for each in sums if each.within is not each.buffer)
