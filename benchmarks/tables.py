@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.cases import (
+    checkpoints,
     communication,
     large_gpt,
     layer_kernels,
@@ -36,6 +37,7 @@ _OF_THE_CPU = (
         (optimizer_kernels.CASE, layer_kernels.CASE),
         plots.ratios,
     ),
+    Table("checkpoints", "Checkpoints on one disk", checkpoints.CASES),
     Table("sparse_cpu", "Sparse attention on one core", (sparse_attention.CASE,)),
     Table("slow_network", "Slow networks", slow_network.CASES, report.plot),
     Table("learning", "Learning", (learning.CASE,)),

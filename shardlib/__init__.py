@@ -1,6 +1,6 @@
 """shardlib: pure functions turn a parameter pytree into sharded state and a train step."""
 
-from shardlib import checkpoint, collectives, errors, init, models, nn, optim, plan, report, schedules, sparse
+from shardlib import checkpoint, collectives, data, errors, init, models, nn, optim, plan, report, schedules, sparse
 from shardlib.evaluate import make_eval_step
 from shardlib.make_plan import make_plan
 from shardlib.mesh.launch import launch, simulate
@@ -84,6 +84,7 @@ __all__ = [
     # rooms
     "checkpoint",
     "collectives",
+    "data",
     "errors",
     "init",
     "models",

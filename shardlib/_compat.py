@@ -6,6 +6,10 @@ Names for hot paths are bound directly, at import, so that no Python call comes 
 from __future__ import annotations
 
 import copy
+import io
+import math
+import pickle
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
@@ -18,7 +22,7 @@ import torch.utils.checkpoint as checkpointing
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch._utils import _flatten_dense_tensors, _rebuild_tensor_v2, _rebuild_tensor_v3, _unflatten_dense_tensors
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -152,3 +156,56 @@ def watch_checkpoints(
 
     checkpointing._checkpoint_without_reentrant_generator = watched
     checkpointing.CheckpointFunction.apply = watched_reentrant  # type: ignore[method-assign]
+
+
+class _Described:
+    """What a pickled contiguous tensor looks like to a pickler."""
+
+    def __init__(self, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+        self.dtype, self.sizes = dtype, sizes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        stride = tuple(math.prod(self.sizes[dim + 1 :]) for dim in range(len(self.sizes)))
+        layout: tuple[Any, ...] = (self.dtype, 0, self.sizes, stride, False, OrderedDict())
+        return (
+            (_rebuild_tensor_v2, layout) if _typed_storage(self.dtype) else (_rebuild_tensor_v3, (*layout, self.dtype))
+        )
+
+
+class _TensorPickler(pickle.Pickler):
+    """Pickles a `_Described` as `torch.save` pickles tensors: its dtype stands where the storage would be."""
+
+    def __init__(self, file: io.BytesIO, described: _Described) -> None:
+        super().__init__(file, protocol=2)
+        self._described = described
+        self._storage = True
+
+    def persistent_id(self, value: Any) -> Any:
+        # The first dtype stands for the storage, a second one (of `_rebuild_tensor_v3`) for itself.
+        if value is not self._described.dtype or not self._storage:
+            return None
+        self._storage = False
+        numel = math.prod(self._described.sizes)
+        if typed := _typed_storage(value):
+            return "storage", typed, "0", "cpu", numel
+        return "storage", torch.UntypedStorage, "0", "cpu", numel * value.itemsize
+
+
+def _typed_storage(dtype: torch.dtype) -> Any:
+    name = torch.storage._dtype_to_storage_type_map().get(dtype)
+    return getattr(torch, name) if name else None
+
+
+def pickled_tensor(dtype: torch.dtype, sizes: tuple[int, ...]) -> bytes:
+    """The pickle of a contiguous tensor whose elements are entry "0", as in the files of `torch.save`."""
+    file = io.BytesIO()
+    described = _Described(dtype, sizes)
+    _TensorPickler(file, described).dump(described)
+    return file.getvalue()
+
+
+def storage_info(file: str, offset: int, length: int) -> Any:
+    """Where an item of a checkpoint lies, as `torch.distributed.checkpoint` notes it."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # a third of a second to import
+
+    return _StorageInfo(file, offset, length)

@@ -55,6 +55,10 @@ class RankMismatch(ShardlibError, RuntimeError):
     """Ranks that disagree: different collectives, parameter trees, plans or initial values."""
 
 
+class CheckpointError(ShardlibError, RuntimeError):
+    """A checkpoint that is damaged, incomplete or of another format; names the file and the leaf, and the remedy."""
+
+
 class RankFailure(ShardlibError, RuntimeError):
     """A rank that died or stopped answering while others waited for it."""
 

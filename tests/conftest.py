@@ -1,7 +1,10 @@
 """Settings for all tests: how many cases hypothesis draws, and how many threads torch takes."""
 
+from collections import defaultdict
+
 import pytest
 import torch
+from helpers.pairwise import covering
 from helpers.pool import Pool
 from helpers.profile import NIGHTLY
 from hypothesis import settings
@@ -27,5 +30,15 @@ def pool():
 _LONG = ("test_notebooks.py", "test_three_dimensions.py", "test_cli.py")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.name not in _LONG)
+    products = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("pairwise"):
+            products[item.function].append(item)
+    for cases in products.values():
+        kept = covering([case.callspec.params for case in cases])
+        for number, case in enumerate(cases):
+            if number not in kept:
+                case.add_marker("nightly")

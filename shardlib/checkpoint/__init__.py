@@ -1,5 +1,24 @@
 """Saving and restoring a train state, on the same mesh or another."""
 
-from shardlib.checkpoint.store import latest, restore, save
+from shardlib.checkpoint.commit import complete, remove, step_of
+from shardlib.checkpoint.manager import Manager
+from shardlib.checkpoint.pretrained import from_pretrained
+from shardlib.checkpoint.restore import bytes_to_read, checkpoint_at, latest, read_notes, restore
+from shardlib.checkpoint.safetensors import export_safetensors, import_safetensors
+from shardlib.checkpoint.save import save
 
-__all__ = ["latest", "restore", "save"]
+__all__ = [
+    "Manager",
+    "bytes_to_read",
+    "checkpoint_at",
+    "complete",
+    "export_safetensors",
+    "from_pretrained",
+    "import_safetensors",
+    "latest",
+    "read_notes",
+    "remove",
+    "restore",
+    "save",
+    "step_of",
+]

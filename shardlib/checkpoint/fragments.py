@@ -7,21 +7,26 @@ restored on another by copying the ranges that overlap.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import optree
 import torch
 
-from shardlib.mesh.index_map import IndexMap
-from shardlib.mesh.mesh import Mesh
+from shardlib.kernels.common.thresholds import Threshold
+from shardlib.mesh.mesh import Mesh, rank_of
 from shardlib.mesh.specs import Window
-from shardlib.optim.train_state import OptimizerState, TrainState
+from shardlib.optim.train_state import TrainState
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
+from shardlib.sharded.tree import Sharded
 from shardlib.tree import path_name
 
-PARAMS, MASTERS = "params/", f"opt/{OptimizerState._fields.index('masters')}/"
+# Bytes: of a leaf with at least so many for each rank that holds a copy, each of these ranks saves a part.
+_DIVIDED = Threshold(1 << 16)
+
+PARAMS, MASTERS = "params/", "opt/masters/"
 
 
 class Fragment(NamedTuple):
@@ -31,77 +36,132 @@ class Fragment(NamedTuple):
         name: the tensor's name, which all its fragments share.
         start: the index of the first element in the flattened slice.
         data: the elements, flat: a view of the state, or of a file.
-        window: the slice of the tensor; None for the whole tensor.
+        window: the slice, which may be the whole tensor.
     """
 
     name: str
     start: int
     data: torch.Tensor
-    window: Window | None = None
+    window: Window
 
     @property
     def stop(self) -> int:
         """The index after the last element's in the flattened slice."""
         return self.start + self.data.numel()
 
-    def indices(self) -> torch.Tensor | slice:
-        """The elements' indices in the flattened whole tensor."""
-        if self.window is None:
-            return slice(self.start, self.stop)
-        return IndexMap(self.window, self.start).flat(self.data.numel())
+    def part(self, first: int, stop: int) -> Fragment:
+        """Elements ``first`` to ``stop`` of this fragment."""
+        return self._replace(start=self.start + first, data=self.data[first:stop])
+
+    def parts(self, elements: int) -> Iterator[Fragment]:
+        """This fragment cut into fragments of at most ``elements`` elements."""
+        for first in range(0, self.data.numel(), elements):
+            yield self.part(first, first + elements)
 
 
-def owned_fragments(state: TrainState) -> Iterator[Fragment]:
-    """The fragments that this rank saves: the ranges it owns (the first rank's where ranks hold copies), and on rank 0 the
-    tensors that are not sharded."""
-    plan, mesh = state.params.plan, state.params.mesh
+def whole(tensor: torch.Tensor, name: str) -> Fragment:
+    """A whole tensor as a fragment."""
+    return Fragment(name, 0, tensor.detach().reshape(-1), whole_window(tuple(tensor.shape)))
+
+
+def whole_window(shape: tuple[int, ...]) -> Window:
+    """The window of all elements."""
+    return Window(shape, (0,) * len(shape), shape)
+
+
+def owned_fragments(state: TrainState, diverged: str | None = None) -> Iterator[Fragment]:
+    """The fragments that this rank saves: the ranges it owns, which ranks with copies share out among them, and on rank 0
+    the tensors that are not sharded.
+
+    Args:
+        diverged: an axis whose ranks do not have equal parameters now; the first rank's are saved.
+    """
+    params = state.params
+    if diverged is not None and params.mesh.coords[diverged]:
+        return
+    for bucket in params.plan.buckets:
+        if params.plan.counts(bucket, params.mesh.coords):
+            copies = [axis for axis in params.plan.copies(bucket) if axis != diverged]
+            yield from _shared_out(bucket_fragments(state, bucket), params.mesh, copies)
+    if params.mesh.rank == 0:
+        for name, leaf in common_leaves(state):
+            yield whole(leaf, name)
+
+
+def owned_params(params: Sharded) -> Iterator[Fragment]:
+    """The fragments of parameters that this rank writes, so that all ranks together write each once."""
+    plan, mesh = params.plan, params.mesh
     for bucket in plan.buckets:
-        if not plan.counts(bucket, mesh.coords) or any(mesh.coords[axis] for axis in plan.copies(bucket)):
-            continue
-        yield from bucket_fragments(state, bucket)
-    if mesh.rank == 0:
-        yield from common_fragments(state)
+        if plan.counts(bucket, mesh.coords):
+            yield from _shared_out(_owned(params, bucket), mesh, plan.copies(bucket))
+
+
+def _shared_out(fragments: Iterable[Fragment], mesh: Mesh, copies: Sequence[str]) -> Iterator[Fragment]:
+    """This rank's share of fragments of which ranks along the axes ``copies`` hold copies: of large ones each a part."""
+    sizes = {axis: mesh.shape[axis] for axis in copies}
+    share, shares = rank_of(sizes, mesh.coords), math.prod(sizes.values())
+    for number, fragment in enumerate(fragments):
+        numel = fragment.data.numel()
+        if numel * fragment.data.element_size() >= shares * _DIVIDED():
+            first, stop = (numel * index // shares for index in (share, share + 1))
+            yield fragment.part(first, stop)
+        elif number % shares == share:
+            yield fragment
 
 
 def bucket_fragments(state: TrainState, bucket: Bucket) -> Iterator[Fragment]:
-    """The ranges of a bucket's parameters, and of the optimizer's trees for them, that this rank owns."""
-    plan, mesh = state.params.plan, state.params.mesh
-    index = bucket.owner(mesh.coords, bucket.param_level, bucket.levels)
-    owned = bucket.owner_segment(state.params.buffers[bucket.name], bucket.param_level, index)
-    yield from _cut(plan, mesh, bucket, PARAMS, owned, bucket.levels)
+    """The ranges of a bucket's parameters, and of the optimizer's trees for them, that this rank owns: views."""
+    yield from _owned(state.params, bucket)
     for prefix, subset, tensor in _flat_states(state, bucket):
-        yield from _cut(plan, mesh, subset, prefix, tensor, subset.levels)
+        yield from _cut(state.params.plan, state.params.mesh, subset, prefix, tensor, subset.levels)
+
+
+def _owned(params: Sharded, bucket: Bucket) -> Iterator[Fragment]:
+    """The ranges of a bucket's parameters that this rank owns."""
+    index = bucket.owner(params.mesh.coords, bucket.param_level, bucket.levels)
+    for fragment, chunk in zip(_held(params, bucket), bucket.chunks, strict=True):
+        first, stop = (min(edge * chunk, fragment.data.numel()) for edge in (index, index + 1))
+        yield fragment.part(first, stop) if bucket.owners(bucket.param_level) > 1 else fragment
+
+
+def _held(params: Sharded, bucket: Bucket) -> Iterator[Fragment]:
+    """The ranges of a bucket's parameters that this rank holds."""
+    return _cut(params.plan, params.mesh, bucket, PARAMS, params.buffers[bucket.name], bucket.param_level)
+
+
+def needed_params(params: Sharded) -> Iterator[Fragment]:
+    """Every range of the parameters that this rank holds, as views to fill."""
+    for bucket in params.plan.buckets:
+        yield from _held(params, bucket)
 
 
 def needed_fragments(state: TrainState) -> Iterator[Fragment]:
-    """Every range that this rank holds, as views for a restore to fill."""
-    plan, mesh = state.params.plan, state.params.mesh
-    for bucket in plan.buckets:
-        yield from _cut(plan, mesh, bucket, PARAMS, state.params.buffers[bucket.name], bucket.param_level)
+    """Every range of the sharded tensors that this rank holds, as views to fill."""
+    yield from needed_params(state.params)
+    for bucket in state.params.plan.buckets:
         for prefix, subset, tensor in _flat_states(state, bucket):
-            yield from _cut(plan, mesh, subset, prefix, tensor, subset.levels)
-    yield from common_fragments(state)
+            yield from _cut(state.params.plan, state.params.mesh, subset, prefix, tensor, subset.levels)
 
 
-def sources_of(name: str, saved: Mapping[str, list[Fragment]]) -> list[Fragment]:
-    """The saved fragments that fill fragments called ``name``.
+def source_of(name: str, saved: Container[str]) -> str:
+    """The name of the saved tensor that fills fragments called ``name``.
 
     A parameter and its fp32 master stand for each other. The master is preferred, since it has more digits.
     """
     for prefix in (MASTERS, PARAMS):
         if name.startswith(prefix):
             path = name.removeprefix(prefix)
-            return saved.get(MASTERS + path) or saved.get(PARAMS + path) or []
-    return saved.get(name, [])
+            return MASTERS + path if MASTERS + path in saved else PARAMS + path
+    return name
 
 
-def common_fragments(state: TrainState) -> Iterator[Fragment]:
-    """Fragments of the tensors that are equal on all ranks: the optimizer's counters and the model's buffers."""
+def common_leaves(state: TrainState) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and values of the tensors that are equal on all ranks: the optimizer's counters and the model's buffers."""
     plan = state.params.plan
     for prefix, tree in (("opt", state.opt), ("buffers", state.buffers)):
-        for path, leaf in _leaves(tree):
+        for path, leaf in named_leaves(tree):
             if isinstance(leaf, torch.Tensor) and not (prefix == "opt" and plan.numbering.run_named(path[-1])):
-                yield Fragment(f"{prefix}/{path_name(path)}", 0, leaf.reshape(-1))
+                yield f"{prefix}/{path_name(path)}", leaf
 
 
 def _flat_states(state: TrainState, bucket: Bucket) -> Iterator[tuple[str, Bucket, torch.Tensor]]:
@@ -110,15 +170,19 @@ def _flat_states(state: TrainState, bucket: Bucket) -> Iterator[tuple[str, Bucke
 
     The prefix is the path in the optimizer's state of the tree that a tensor belongs to.
     """
-    for path, leaf in _leaves(state.opt):
+    for path, leaf in named_leaves(state.opt):
         name, subset = state.params.plan.numbering.run_named(path[-1]) or (None, bucket)
         if name == bucket.name and isinstance(leaf, torch.Tensor):
             yield f"opt/{path_name(path[:-1])}/", subset, leaf
 
 
-def _leaves(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
-    paths, leaves, _ = optree.tree_flatten_with_path(tree)
-    return list(zip(paths, leaves, strict=True))
+def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[tuple[Any, ...], Any]]:
+    """Path and value of each leaf. A path has the names of fields, which stay the same when others are added."""
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_leaf)
+    return [
+        (tuple(each.field if isinstance(each, optree.NamedTupleEntry) else each.entry for each in accessor), leaf)
+        for accessor, leaf in zip(accessors, leaves, strict=True)
+    ]
 
 
 def _cut(plan: Plan, mesh: Mesh, bucket: Bucket, prefix: str, buffer: torch.Tensor, level: int) -> Iterator[Fragment]:
@@ -128,16 +192,12 @@ def _cut(plan: Plan, mesh: Mesh, bucket: Bucket, prefix: str, buffer: torch.Tens
     held = bucket.held(mesh.coords)
     for path, numel, shard in zip(bucket.paths, held, bucket.leaf_segments(buffer, level), strict=True):
         start = index * shard.numel()
-        yield Fragment(prefix + path, start, shard[: max(0, min(shard.numel(), numel - start))], slices.get(path))
+        yield Fragment(prefix + path, start, shard[: max(0, min(shard.numel(), numel - start))], slices[path])
 
 
 def windows(plan: Plan, mesh: Mesh, bucket: Bucket) -> dict[str, Window]:
-    """Path -> window of each leaf of a bucket that this rank holds a slice of."""
+    """Path -> the slice of each leaf of a bucket that this rank holds."""
     if not bucket.slices:
-        return {}
-    slices = {}
-    for placement in plan.placements:
-        if placement.path in bucket.paths:
-            compute = placement.compute
-            slices[placement.path] = compute.spec.window(compute.shape, plan.sizes, mesh.coords)
-    return slices
+        return {path: whole_window(shape) for path, shape in zip(bucket.paths, bucket.shapes, strict=True)}
+    computes = ((path, plan.placement_of[path].compute) for path in bucket.paths)
+    return {path: leaf.spec.window(leaf.shape, plan.sizes, mesh.coords) for path, leaf in computes}

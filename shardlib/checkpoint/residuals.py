@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 
-from shardlib.checkpoint.fragments import Fragment, windows
-from shardlib.checkpoint.overlap import fill, missing
+from shardlib.checkpoint.fills import Fill
+from shardlib.checkpoint.fragments import Fragment, whole_window, windows
+from shardlib.checkpoint.reading import Saved
 from shardlib.collectives.codecs.base import Kept
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.specs import Window
@@ -28,6 +29,7 @@ from shardlib.plan.plan import Plan
 
 _log = logging.getLogger("shardlib.checkpoint")
 
+PREFIX = "comm/"
 _RESIDUALS = ("sum", "mean")
 
 
@@ -42,7 +44,7 @@ class KeptLeaf(NamedTuple):
         start: the index of the first element in the flattened leaf (or slice, or factor).
         data: the elements, in order: a view of the kept tensor.
         numel: elements of the whole leaf (or slice, or factor).
-        window: the slice of the leaf; None for the whole leaf.
+        window: the slice of the leaf (or the whole factor).
         takes_total: whether a share of a restored total goes here.
         saves: whether this rank saves it.
     """
@@ -55,13 +57,13 @@ class KeptLeaf(NamedTuple):
     start: int
     data: torch.Tensor
     numel: int
-    window: Window | None
+    window: Window
     takes_total: bool
     saves: bool
 
     @property
     def name(self) -> str:
-        return f"comm/{self.kind}/{self.exchange}/{self.holder} of {self.holders}/{self.path}"
+        return f"{PREFIX}{self.kind}/{self.exchange}/{self.holder} of {self.holders}/{self.path}"
 
     def fragment(self, data: torch.Tensor) -> Fragment:
         """The fragment of this name with the elements of ``data``, which is flat and in order, without the padding."""
@@ -90,37 +92,62 @@ def residual_fragments(state: TrainState) -> Iterator[Fragment]:
                 yield leaf.fragment(leaf.data.reshape(-1))
 
 
-def restore_residuals(state: TrainState, saved: Mapping[str, Sequence[Fragment]]) -> None:
-    """Fill the tensors that the exchanges of ``state`` keep from a checkpoint's fragments."""
+def residual_fills(state: TrainState, saved: Saved) -> Iterator[Fill]:
+    """What fills the tensors that the exchanges of ``state`` keep from a checkpoint."""
     plan = state.params.plan
     trained = {path for bucket in plan.trained for path in bucket.paths}
-    usable = {name: each for name, each in saved.items() if name.startswith("comm/") and _parse(name).path in trained}
+    usable = {name: _parse(name) for name in saved.names if name.startswith(PREFIX)}
+    usable = {name: parsed for name, parsed in usable.items() if parsed.path in trained}
     leaves = [leaf for channel in plan.channels for leaf in _kept_leaves(state, channel)]
+    residuals = [leaf for leaf in leaves if leaf.kind in _RESIDUALS]
     for leaf in leaves:
         if leaf.kind not in _RESIDUALS:
-            _take_over(leaf, usable)
-    names = [name for name in map(_parse, usable) if name.kind in _RESIDUALS]
-    before, now = {(name.kind, name.exchange, name.path) for name in names}, set(_exchanges(plan))
-    lost = {kind for kind, *_ in before} - {kind for kind, *_ in now}
-    if lost and state.params.mesh.rank == 0:
-        summed = " and ".join({"sum": "gradients", "mean": "the optimizer's means"}[kind] for kind in sorted(lost))
+            yield from _factor_fill(leaf, usable)
+    before = {(name.kind, name.exchange, name.path) for name in usable.values() if name.kind in _RESIDUALS}
+    now = set(_exchanges(plan))
+    same = before <= now and not any(
+        saved.missing(fragment, fragment.name) for fragment in map(_planned, residuals) if fragment.data.numel()
+    )
+    for leaf in residuals:
+        sources: tuple[tuple[str, float], ...] = ()
+        if same:
+            sources = ((leaf.name, 1.0),) if leaf.name in usable else ()
+        elif leaf.takes_total:
+            sources = tuple(_total(leaf, usable))
+        yield Fill(_planned(leaf), sources, leaf.data)
+
+
+def log_dropped(state: TrainState, saved: Saved) -> None:
+    """Warn of residuals in a checkpoint that no exchange of a state can take."""
+    parsed = [_parse(name) for name in saved.names if name.startswith(PREFIX)]
+    kinds = {name.kind for name in parsed if name.kind in _RESIDUALS}
+    kinds -= {kind for kind, *_ in _exchanges(state.params.plan)}
+    if kinds and state.params.mesh.rank == 0:
+        summed = " and ".join({"sum": "gradients", "mean": "the optimizer's means"}[kind] for kind in sorted(kinds))
         _log.warning(
             "the residuals of compressed exchanges of %s are dropped: this plan has no such exchange with error feedback",
             summed,
         )
-    leaves = [leaf for leaf in leaves if leaf.kind in _RESIDUALS]
-    fragments = [leaf.fragment(leaf.data.new_zeros(leaf.data.numel())) for leaf in leaves]
-    needed = [fragment for fragment in fragments if fragment.data.numel()]
-    same = before <= now and not any(missing(fragment, usable.get(fragment.name, ())) for fragment in needed)
-    for leaf, fragment in zip(leaves, fragments, strict=True):
-        if same:
-            fill(fragment, usable.get(fragment.name, ()))
-        elif leaf.takes_total:
-            total = _total(leaf, usable)[fragment.indices()]
-            fragment.data.copy_(total / (1 if leaf.kind == "mean" else leaf.holders))
-        flat = torch.zeros(leaf.data.numel(), dtype=leaf.data.dtype)
-        flat[: fragment.data.numel()] = fragment.data
-        leaf.data.copy_(flat.view(leaf.data.shape))
+
+
+def _planned(leaf: KeptLeaf) -> Fragment:
+    """The fragment of a leaf's residuals, without memory."""
+    return leaf.fragment(torch.empty(leaf.data.numel(), dtype=leaf.data.dtype, device="meta"))
+
+
+def _factor_fill(leaf: KeptLeaf, usable: Mapping[str, Name]) -> Iterator[Fill]:
+    """What fills a factor: this rank's saved one, or else any rank's; none keeps the drawn factor if none of the shape was
+    saved."""
+    names = [name for name, parsed in usable.items() if (parsed.kind, parsed.path) == (leaf.kind, leaf.path)]
+    for name in (leaf.name,) if leaf.name in names else names[:1]:
+        yield Fill(leaf.fragment(leaf.data), ((name, 1.0),))
+
+
+def _total(leaf: KeptLeaf, usable: Mapping[str, Name]) -> Iterator[tuple[str, float]]:
+    """The saved tensors, with weights, whose sum is a leaf's share of all ranks' residuals (for a mean, their mean)."""
+    for name, parsed in usable.items():
+        if (parsed.kind, parsed.path) == (leaf.kind, leaf.path):
+            yield name, 1 / (parsed.holders if leaf.kind == "mean" else leaf.holders)
 
 
 def _exchanges(plan: Plan) -> Iterator[tuple[str, str, str]]:
@@ -140,26 +167,6 @@ def _exchange(channel: Channel, kept: Kept) -> str:
     return f"{channel.axis} {kept.name}"
 
 
-def _take_over(leaf: KeptLeaf, saved: Mapping[str, Sequence[Fragment]]) -> None:
-    """Fill factors from this rank's saved ones, or else from any rank's; leave the drawn factors if none of the shape were
-    saved."""
-    names = [name for name in saved if (_parse(name).kind, _parse(name).path) == (leaf.kind, leaf.path)]
-    for name in (leaf.name,) if leaf.name in saved else names[:1]:
-        fill(leaf.fragment(leaf.data), saved[name])
-
-
-def _total(leaf: KeptLeaf, saved: Mapping[str, Sequence[Fragment]]) -> torch.Tensor:
-    """The sum over all ranks (for a mean, the mean) of the residuals of a whole leaf, flat."""
-    shape = leaf.window.shape if leaf.window else (leaf.numel,)
-    total = torch.zeros(math.prod(shape), dtype=torch.float64)
-    for name, fragments in saved.items():
-        kind, _, holders, path = _parse(name)
-        if (kind, path) == (leaf.kind, leaf.path):
-            for fragment in fragments:
-                total[fragment.indices()] += fragment.data * (1 / holders if kind == "mean" else 1.0)
-    return total
-
-
 def _kept_leaves(state: TrainState, channel: Channel) -> Iterator[KeptLeaf]:
     """Each leaf's elements in the tensors that a channel keeps on this rank."""
     plan, mesh, bucket = state.params.plan, state.params.mesh, channel.bucket
@@ -172,12 +179,12 @@ def _kept_leaves(state: TrainState, channel: Channel) -> Iterator[KeptLeaf]:
         saves = counts and not any(coords[axis] for axis in _equal_over(plan, channel, kept))
         if not kept.residual:
             for path, shape, data in _factors(bucket, kept, state.comm[name]):
-                kind = f"factors {shape}"
-                yield KeptLeaf(kind, exchange, holder, holders, path, 0, data, data.numel(), None, False, saves)
+                kind, window = f"factors {shape}", whole_window((data.numel(),))
+                yield KeptLeaf(kind, exchange, holder, holders, path, 0, data, data.numel(), window, False, saves)
             continue
         kind, takes = _kind(channel), first and not kept.by_row
         for path, numel, start, data in _views(channel, state.comm[name], kept, coords):
-            yield KeptLeaf(kind, exchange, holder, holders, path, start, data, numel, slices.get(path), takes, saves)
+            yield KeptLeaf(kind, exchange, holder, holders, path, start, data, numel, slices[path], takes, saves)
 
 
 def _holder(plan: Plan, mesh: Mesh, channel: Channel, kept: Kept) -> tuple[int, int]:

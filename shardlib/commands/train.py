@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     say(str(work.plan))
     bars = ngram_losses(work.train, work.validation)
     say("\nModels of the bytes, nats per byte: " + ", ".join(f"order {k} {bar:.3f}" for k, bar in enumerate(bars)))
-    state, curves = _resume(args, work.state, say)
+    state, curves = _resume(args, mesh, work.state, say)
     state = _train(args, mesh, work, state, curves)
     scores = byte_scores(curves.validation[-1][1])
     verdict = "below" if scores["loss"] < bars[-1] else "not below"
@@ -104,17 +104,21 @@ class Curves:
         """Does nothing: the losses stay in memory."""
 
 
-def _resume(args: argparse.Namespace, state: TrainState, say: Callable[[str], None]) -> tuple[TrainState, Curves]:
+def _resume(
+    args: argparse.Namespace, mesh: Mesh, state: TrainState, say: Callable[[str], None]
+) -> tuple[TrainState, Curves]:
     """The state and the losses so far: those of an interrupted run if there is one, otherwise ``state`` and none."""
-    latest = None if args.fresh else checkpoint.latest(args.out)
+    latest = checkpoint.latest(args.out)
     if latest is None:
         return state, Curves([], [])
-    if int(latest.name.removeprefix("step-")) >= args.steps:
-        say(f"{latest} belongs to a finished run; starting a new one")
+    if args.fresh or checkpoint.step_of(latest) >= args.steps:
+        say(f"{latest} belongs to {'an earlier' if args.fresh else 'a finished'} run; starting a new one in its place")
+        for earlier in checkpoint.complete(args.out) if mesh.rank == 0 else ():
+            checkpoint.remove(earlier)
         return state, Curves([], [])
     state = checkpoint.restore(latest, state)
     say(f"resuming from {latest}")
-    return state, Curves(**torch.load(latest / "curves.pt"))
+    return state, Curves(**checkpoint.read_notes(latest))
 
 
 def _train(args: argparse.Namespace, mesh: Mesh, work: job.Job, state: TrainState, curves: Curves) -> TrainState:
@@ -122,7 +126,8 @@ def _train(args: argparse.Namespace, mesh: Mesh, work: job.Job, state: TrainStat
     first = state.step
     progress = Progress(args.steps, args.batch * args.sequence, start=first, rank=mesh.rank)
     files = [WRITERS[name](args.out, first) for name in args.metrics] if mesh.rank == 0 else []
-    with Log(progress, curves, *files) as log:
+    saving = checkpoint.Manager(args.out, keep=2, every=args.save_every)
+    with Log(progress, curves, *files) as log, saving as manager:
         for step in range(first + 1, args.steps + 1):
             mesh.traffic.reset()
             state, metrics = work.step(state)
@@ -134,9 +139,12 @@ def _train(args: argparse.Namespace, mesh: Mesh, work: job.Job, state: TrainStat
                 log.write(step, {"validation": scores})
                 text = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in scores.items())
                 progress.note(f"step {step}: validation {text}")
-            if step % args.save_every == 0 or step == args.steps:
+            if step % args.save_every == 0:
                 log.flush()
-                checkpoint.save(args.out, state, extra={"curves.pt": vars(curves)})
+            manager.step(state, notes=vars(curves))
+        if args.steps % args.save_every:
+            log.flush()
+            manager.save(state, notes=vars(curves))
     return state
 
 

@@ -20,7 +20,7 @@ from shardlib.models.layers import Fresh, Params, check_sizes, drop, layer_norm,
 from shardlib.nn.attention import attention
 from shardlib.nn.blocks import Sequential, sequential
 from shardlib.nn.blocks import block as mark_block
-from shardlib.nn.functional import embedding, linear_cross_entropy
+from shardlib.nn.functional import Mean, embedding, linear_cross_entropy
 from shardlib.nn.sequence import gather_sequence, shard_sequence
 from shardlib.rng import Key
 from shardlib.sparse import Layout
@@ -86,10 +86,17 @@ def init(config: GPTConfig, seed: int = 0, device: str | torch.device = "cpu") -
     }
 
 
-def _block(config: GPTConfig, params: Params, x: Tensor, rng: Key | None, seen: Seen | None = None) -> Tensor:
+def _block(
+    config: GPTConfig,
+    params: Params,
+    x: Tensor,
+    rng: Key | None,
+    seen: Seen | None = None,
+    segments: Tensor | None = None,
+) -> Tensor:
     """One transformer block: (B, S, W) -> (B, S, W). Dropout needs ``rng``."""
     size = config.width // config.heads
-    attend = partial(attention, causal=True) if seen is None else seen.attend
+    attend = partial(attention, causal=True, segments=segments) if seen is None else seen.attend
     a = self_attention(params["attn"], layer_norm(params["ln1"], x), size, partial(attend, layout=config.layout))
     x = x + drop(config.dropout, a, rng, "attn")
     h = F.gelu(linear(params["mlp"]["up"], layer_norm(params["ln2"], x)), approximate="tanh")
@@ -99,8 +106,17 @@ def _block(config: GPTConfig, params: Params, x: Tensor, rng: Key | None, seen: 
 block = mark_block(_block)
 
 
-def embed(config: GPTConfig, params: Params, tokens: Tensor, rng: Key | None = None, start: int = 0) -> Tensor:
-    """The residual stream before the first block: tokens (B, S) int64, the first at position ``start`` -> (B, S, W).
+def embed(
+    config: GPTConfig,
+    params: Params,
+    tokens: Tensor,
+    rng: Key | None = None,
+    start: int = 0,
+    positions: Tensor | None = None,
+) -> Tensor:
+    """The residual stream before the first block: tokens (B, S) int64 -> (B, S, W).
+
+    The tokens stand at ``positions``, (B, S) int64, or one after the other from ``start`` on.
 
     Raises:
         ValueError: positions reach beyond ``config.sequence``.
@@ -108,17 +124,28 @@ def embed(config: GPTConfig, params: Params, tokens: Tensor, rng: Key | None = N
     stop = start + tokens.shape[1]
     if stop > config.sequence:
         raise ValueError(f"{stop} tokens are more than the model's sequence of {config.sequence}")
-    x = embedding(tokens, params["embed"]["tokens"]) + shard_sequence(params["embed"]["positions"][start:stop], 0)
-    return drop(config.dropout, x, rng, "embed")
+    table = params["embed"]["positions"]
+    places = shard_sequence(table[start:stop], 0) if positions is None else embedding(positions, table)
+    return drop(config.dropout, embedding(tokens, params["embed"]["tokens"]) + places, rng, "embed")
 
 
 def hidden(
-    config: GPTConfig, params: Params, tokens: Tensor, rng: Key | None = None, cache: Cache | None = None
+    config: GPTConfig,
+    params: Params,
+    tokens: Tensor,
+    rng: Key | None = None,
+    cache: Cache | None = None,
+    segments: Tensor | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor:
-    """The input of the output layer: tokens (B, S) int64 -> (B, S, W). Tokens continue those in ``cache``, if given."""
-    x = embed(config, params, tokens, rng, cache[0].length if cache else 0)
+    """The input of the output layer: tokens (B, S) int64 -> (B, S, W). Tokens continue those in ``cache``, if given.
+
+    ``segments`` and ``positions`` (B, S), of packed documents, are without a cache.
+    """
+    x = embed(config, params, tokens, rng, cache[0].length if cache else 0, positions)
     for i, params_i in enumerate(params["blocks"]):
-        x = block(config, params_i, x, rng.fold_in(i) if rng is not None else None, cache[i] if cache else None)
+        key = rng.fold_in(i) if rng is not None else None
+        x = block(config, params_i, x, key, cache[i] if cache else None, segments)
     return layer_norm(params["head"]["norm"], x)
 
 
@@ -129,18 +156,30 @@ def logits(
     return gather_sequence(F.linear(hidden(config, params, tokens, rng, cache), params["head"]["weight"]))
 
 
-def make_loss(config: GPTConfig) -> Callable[..., Tensor]:
+def make_loss(config: GPTConfig) -> Callable[..., Any]:
     """The training loss ``loss(params, batch, rng=None) -> ()``, in nats per token.
 
     ``batch`` is ``{"tokens": (B, S), "targets": (B, S)}``, both int64; the loss is the cross entropy of the targets,
     averaged over B·S. Dropout needs ``rng``, a `Key`.
+
+    Batches of packed documents (`sl.data.packed`) also have ``"segments"``, whose positions see only each other, and
+    ``"positions"``, both (B, S). Targets of -100 are then left out, and the loss is a `Mean` over the others.
     """
 
-    def loss(params: Params, batch: dict[str, Tensor], rng: Key | None = None) -> Tensor:
-        x = hidden(config, params, batch["tokens"], rng)
-        return linear_cross_entropy(x, params["head"]["weight"], batch["targets"])
+    def loss(params: Params, batch: dict[str, Tensor], rng: Key | None = None) -> Any:
+        segments, positions = batch.get("segments"), batch.get("positions")
+        x = hidden(config, params, batch["tokens"], rng, segments=segments, positions=positions)
+        return _scores(x, params["head"]["weight"], batch)
 
     return loss
+
+
+def _scores(x: Tensor, weight: Tensor, batch: dict[str, Tensor]) -> Any:
+    """The loss of the last hidden states x (B, S, W)."""
+    targets = batch["targets"]
+    if "segments" not in batch:
+        return linear_cross_entropy(x, weight, targets)
+    return Mean(linear_cross_entropy(x, weight, targets, reduction="sum"), (targets != -100).sum())
 
 
 def to_blocks(params: Params) -> list[Params]:
@@ -157,13 +196,13 @@ def make_sequential(config: GPTConfig) -> Sequential:
     """`make_loss` as an `shardlib.sequential` over `to_blocks`, which `shardlib.pipeline` can cut into stages."""
 
     def first(params: Params, _: None, batch: dict[str, Tensor], rng: Key | None = None) -> Tensor:
-        return embed(config, {"embed": params}, batch["tokens"], rng)
+        return embed(config, {"embed": params}, batch["tokens"], rng, positions=batch.get("positions"))
 
-    def layer(params: Params, x: Tensor, _: dict[str, Tensor], rng: Key | None = None) -> Tensor:
-        return _block(config, params, x, rng)
+    def layer(params: Params, x: Tensor, batch: dict[str, Tensor], rng: Key | None = None) -> Tensor:
+        return _block(config, params, x, rng, segments=batch.get("segments"))
 
-    def last(params: Params, x: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        return linear_cross_entropy(layer_norm(params["norm"], x), params["weight"], batch["targets"])
+    def last(params: Params, x: Tensor, batch: dict[str, Tensor]) -> Any:
+        return _scores(layer_norm(params["norm"], x), params["weight"], batch)
 
     return sequential([first, *[layer] * config.layers, last])
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from shardlib._compat import pre_hooks
@@ -42,10 +42,16 @@ def require_module(module: Any) -> None:
         for leaf, parameter in owner.named_parameters(recurse=False):
             if isinstance(parameter, UninitializedParameter):
                 failures.append(f"{name}.{leaf}: has no shape yet; call the module once on a batch, then from_module")
-            elif isinstance(parameter, DTensor):
+            elif _is_dtensor(parameter):
                 failures.append(f"{name}.{leaf}: a DTensor; pass the module before fully_shard or parallelize_module")
     if failures:
         raise TreeError(f"modules that from_module cannot take:\n{listing(failures)}")
+
+
+def _is_dtensor(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is a DTensor. Who made one has imported its module, which takes half as long as importing torch."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(parameter, module.DTensor)
 
 
 def require_copies(module: nn.Module) -> None:

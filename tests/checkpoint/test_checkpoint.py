@@ -1,5 +1,7 @@
 """A state saved on one mesh and stage trains on any other as if it had never been saved."""
 
+import os
+
 import optree
 import pytest
 import torch
@@ -129,7 +131,7 @@ def test_another_model_is_refused_and_nothing_changes(tmp_path):
         checkpoint.save(tmp_path, state)
         other, _ = _start(mesh, 3, width=8)
         before = [buffer.clone() for buffer in other.params.buffers.values()]
-        with pytest.raises(TreeError, match=r"blocks/0/b: saved \[7\], wanted \[9\]"):
+        with pytest.raises(TreeError, match=r"params/blocks/0/b: saved \[7\], wanted \[9\]"):
             checkpoint.restore(checkpoint.latest(tmp_path), other)
         assert all(torch.equal(a, b) for a, b in zip(before, other.params.buffers.values(), strict=True))
 
@@ -147,7 +149,7 @@ def test_only_complete_checkpoints_count_and_old_ones_go(tmp_path):
     (tmp_path / "step-00000009.partial").mkdir()
     (tmp_path / "step-00000008").mkdir()
     assert checkpoint.latest(tmp_path).name == "step-00000003"
-    complete = sorted(path.parent.name for path in tmp_path.glob("*/state.json"))
+    complete = sorted(path.parent.name for path in tmp_path.glob("*/manifest.json"))
     assert complete == ["step-00000002", "step-00000003"]
 
 
@@ -171,7 +173,7 @@ def test_the_newest_checkpoint_of_a_folder_is_restored(tmp_path):
 @pytest.mark.parametrize("name", ["", "nothing", "step-00000009.partial"])
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path, name):
     (tmp_path / "step-00000009.partial").mkdir()
-    (tmp_path / "step-00000009.partial" / "state.json").write_text("{}")
+    (tmp_path / "step-00000009.partial" / "manifest.json").write_text("{}")
     state, _ = sl.make_train_step(lambda p, b: p["w"].sum(), {"w": torch.ones(2)}, sl.optim.sgd(0.1))
     with pytest.raises(FileNotFoundError, match="holds none: give restore the folder that save was given, or one of"):
         checkpoint.restore(tmp_path / name, state)
@@ -182,7 +184,7 @@ def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
     """Beyond eight digits too; and what has another name is no checkpoint."""
     for name in ("step-99999999", "step-100000000", "step-00000007", "step-new", "step-3.old"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "state.json").write_text("{}")
+        (tmp_path / name / "manifest.json").write_text("{}")
     assert checkpoint.latest(tmp_path).name == "step-100000000"
 
 
@@ -213,37 +215,43 @@ def test_files_of_an_interrupted_save_are_ignored(tmp_path):
     """Files of more ranks than save now: their fragments would be read as if they belonged to this state."""
     partial = tmp_path / "step-00000000.partial"
     partial.mkdir()
-    for stale in ("rank-00001.pt", "rank-00003.pt", "curves.pt"):
+    for stale in ("__1_0.distcp", "__3_0.distcp", "2.report", "manifest.json"):
         (partial / stale).write_text("stale")
 
     def run(mesh):
         state, _ = _start(mesh, 3)
-        return checkpoint.save(tmp_path, state, extra={"notes.pt": 1})
+        return checkpoint.save(tmp_path, state)
 
     (folder, _) = sl.simulate(run, mesh={"data": 2})
-    assert {file.name for file in folder.iterdir()} == {"rank-00000.pt", "rank-00001.pt", "state.json", "notes.pt"}
-    assert (folder / "rank-00001.pt").read_bytes() != b"stale"
+    assert {file.name for file in folder.iterdir()} == {"__0_0.distcp", "__1_0.distcp", ".metadata", "manifest.json"}
+    assert (folder / "__1_0.distcp").read_bytes() != b"stale"
 
 
-@pytest.mark.parametrize("full", ["rank-00001.pt", "notes.pt"])
-def test_a_rank_that_cannot_write_lets_no_other_wait(full, tmp_path, monkeypatch):
-    written = torch.save
+def test_notes_come_back(tmp_path):
+    notes = {"position": 17, "curve": [[1, 2.5], [2, None]], "text": ',"checksum":'}
+    state, _ = sl.make_train_step(lambda p, b: p["w"].sum(), {"w": torch.ones(2)}, sl.optim.sgd(0.1))
+    assert checkpoint.read_notes(checkpoint.save(tmp_path, state, notes=notes)) == notes
+    assert checkpoint.read_notes(tmp_path) == notes
 
-    def save(value, path):
-        if path.name == full:
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_cannot_write_lets_no_other_wait(rank, tmp_path, monkeypatch):
+    written = os.pwritev
+
+    def pwritev(fd, buffers, offset):
+        if os.readlink(f"/proc/self/fd/{fd}").endswith(f"__{rank}_0.distcp"):
             raise OSError(28, "No space left on device")
-        written(value, path)
+        return written(fd, buffers, offset)
 
-    monkeypatch.setattr(torch, "save", save)
+    monkeypatch.setattr(os, "pwritev", pwritev)
 
     def run(mesh):
         state, _ = _start(mesh, 3)
         with pytest.raises((OSError, RankFailure)) as caught:
-            checkpoint.save(tmp_path, state, extra={"notes.pt": 1})
+            checkpoint.save(tmp_path, state)
         return str(caught.value)
 
     messages = sl.simulate(run, mesh={"data": 2})
     assert all("No space left on device" in message for message in messages)
-    failed = 1 if full.startswith("rank") else 0
-    assert f"the checkpoint was not written:\n  - rank {failed}: OSError" in messages[1 - failed]
+    assert f"the checkpoint was not written:\n  - rank {rank}: OSError" in messages[1 - rank]
     assert checkpoint.latest(tmp_path) is None

@@ -9,7 +9,7 @@ import torch
 
 import shardlib as sl
 
-ROOMS = ("nn", "collectives", "init", "sparse", "schedules", "report", "checkpoint", "optim", "kernels.common")
+ROOMS = ("nn", "collectives", "init", "sparse", "schedules", "report", "checkpoint", "data", "optim", "kernels.common")
 
 
 def public():

@@ -214,6 +214,7 @@ def count(schedule, *transforms):
     return sum((found for found, _ in recorded), Counter()), [sent for _, sent in recorded]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("extra", [[], [sl.remat()], [sl.remat("dots")]], ids=["keep", "full", "dots"])
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize(

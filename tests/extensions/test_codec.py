@@ -70,10 +70,10 @@ class Largest(sl.plan.Transform):
 
 
 @pytest.mark.parametrize("k", [25, 1000])
-def test_what_is_left_out_arrives_later_on_another_mesh_too(k, tmp_path):
+def test_what_is_left_out_arrives_later_on_another_mesh_too(k, tmp_path, pool):
     _, params, batches = linear()
     total = 0.1 * torch.stack(batches).mean(1).sum(0)  # of all steps' updates
     final = {"scale": params["scale"] - total, "shift": params["shift"] - total.flip(0)}
-    for half, _, _, found in in_halves(linear, Largest(k), sl.optim.sgd(0.1), tmp_path):
+    for half, _, _, found in in_halves(linear, Largest(k), sl.optim.sgd(0.1), tmp_path, pool):
         assert (relative_error(found, final)[0] <= 1e-10) == (half == 1 or k == 1000)
     assert f"in TopK(k={k})" in str(plan_of(linear, Largest(k), sl.optim.sgd(0.1), 2))

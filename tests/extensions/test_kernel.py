@@ -69,8 +69,8 @@ def model():
     return loss_fn, [{"w": draw(5, 5), "b": draw(5)} for _ in "ab"], [draw(8, 5) for _ in range(4)]
 
 
-def test_it_trains_like_one_device_and_sends_what_the_plan_says(tmp_path):
-    check_like_one_device(model, sl.chain(), tmp_path)
+def test_it_trains_like_one_device_and_sends_what_the_plan_says(tmp_path, pool):
+    check_like_one_device(model, sl.chain(), tmp_path, pool)
 
 
 def test_all_derivatives_are_right():

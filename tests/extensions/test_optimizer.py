@@ -55,9 +55,9 @@ def one_device():
     return [loss.item() for loss in losses], optree.tree_unflatten(structure, [leaf.detach() for leaf in leaves])
 
 
-def test_it_trains_like_one_device_and_sends_what_the_plan_says(tmp_path):
+def test_it_trains_like_one_device_and_sends_what_the_plan_says(tmp_path, pool):
     expected, final = one_device()
-    for half, _, losses, trained in in_halves(model, sl.chain(), lars(0.1), tmp_path):
+    for half, _, losses, trained in in_halves(model, sl.chain(), lars(0.1), tmp_path, pool):
         assert losses == pytest.approx(expected[2 * half :][:2], rel=1e-10)
         if half == 1:
             assert_close(trained, final, 1e-10)

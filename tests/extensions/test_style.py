@@ -48,8 +48,8 @@ def model():
     return loss_fn, params, [torch.randn(8, 6, generator=generator, dtype=torch.float64) for _ in range(4)]
 
 
-def test_it_trains_like_one_device_and_sends_what_the_plan_says(tmp_path):
-    check_like_one_device(model, TRANSFORM, tmp_path, meshes=MESHES)
+def test_it_trains_like_one_device_and_sends_what_the_plan_says(tmp_path, pool):
+    check_like_one_device(model, TRANSFORM, tmp_path, pool, meshes=MESHES)
     assert "style=gated on 2 leaves" in str(plan_of(model, TRANSFORM, ADAMW, 2, MESHES[0]))
 
 

@@ -43,12 +43,12 @@ def model():
     return sl.models.gpt.make_loss(CONFIG), sl.models.gpt.init(CONFIG), batches
 
 
-def test_it_trains_like_one_device_and_sends_what_the_plan_says(tmp_path):
+def test_it_trains_like_one_device_and_sends_what_the_plan_says(tmp_path, pool):
     loss_fn, params, batches = model()
     paths, leaves, _ = optree.tree_flatten_with_path(params)
     matrices = [path for path, leaf in zip(paths, leaves) if leaf.dim() != 1]
     expected, _, final = one_device.train(loss_fn, params, batches, frozen=matrices)
-    for half, _, losses, trained in in_halves(model, OnlyVectors(), ADAMW, tmp_path):
+    for half, _, losses, trained in in_halves(model, OnlyVectors(), ADAMW, tmp_path, pool):
         assert losses == pytest.approx(expected[2 * half :][:2], rel=1e-10)
         assert_same(*(optree.tree_map(lambda p: p if p.dim() != 1 else None, tree) for tree in (trained, params)))
         if half == 1:

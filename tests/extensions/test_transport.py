@@ -59,9 +59,9 @@ def train(mesh, *args):
     return train_stages(mesh.with_transport(SlowNetwork), *args, count=count)
 
 
-def test_it_trains_like_one_device_and_counts_what_the_plan_says(tmp_path):
+def test_it_trains_like_one_device_and_counts_what_the_plan_says(tmp_path, pool):
     meshes = {"data": 2, "pipe": 2}, {"data": 2, "pipe": 1}
-    check_like_one_device(model, sl.pipeline("1f1b", microbatches=4), tmp_path, meshes=meshes, train=train)
+    check_like_one_device(model, sl.pipeline("1f1b", microbatches=4), tmp_path, pool, meshes=meshes, train=train)
 
 
 def second_step(mesh, stage):

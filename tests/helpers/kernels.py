@@ -1,11 +1,9 @@
 """Implementations of kernels, and comparison of the communication kernels with their references.
 
-As a script, `python kernels.py onebit|quantize`, it holds the Triton kernels to that under Triton's interpreter, which has
-to be on before a kernel is decorated.
+As a script, `python kernels.py onebit|quantize`, it holds the Triton kernels to that: see `helpers.interpreter`.
 """
 
 import contextlib
-import os
 import shutil
 import subprocess
 import sys
@@ -160,19 +158,6 @@ def _same(wanted, found) -> None:
     assert len(wanted) == len(found)
     for a, b in zip(wanted, found):
         assert a.dtype == b.dtype and torch.equal(a, b)
-
-
-def interpret(operation: str, script: str = __file__) -> None:
-    """Run a file, this one or another, as a script under Triton's interpreter."""
-    pytest.importorskip("triton")
-    command = [sys.executable, "-W", "ignore", script, operation]
-    done = subprocess.run(command, capture_output=True, text=True, env=_environment(), check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def _environment() -> dict[str, str]:
-    paths = [str(_HERE.parent), str(_HERE.parents[1])]
-    return os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def cubin_report(source: Path, folder: Path) -> str:

@@ -13,10 +13,10 @@ MESHES = {"data": 4}, {"data": 2}
 ADAMW = sl.optim.adamw(1e-3, eps=1e-5, weight_decay=0.01)  # the oracle's
 
 
-def check_like_one_device(model, transform, folder, **where):
+def check_like_one_device(model, transform, folder, pool, **where):
     """Losses and parameters are those of the whole batches on one device; see `in_halves`."""
     expected, _, final = one_device.train(*model())
-    for half, _, losses, params in in_halves(model, transform, ADAMW, folder, **where):
+    for half, _, losses, params in in_halves(model, transform, ADAMW, folder, pool, **where):
         assert losses == pytest.approx(expected[len(expected) // 2 * half :][: len(losses)], rel=1e-10)
         if half == 1:
             assert_close(params, final, 1e-10)
@@ -47,12 +47,12 @@ def train_stages(mesh, model, transform, tx, folder, half, axis="data", count=co
     return mesh.coords, found
 
 
-def in_halves(model, transform, tx, folder, meshes=MESHES, axis="data", train=train_stages):
+def in_halves(model, transform, tx, folder, pool, meshes=MESHES, axis="data", train=train_stages):
     """Half, stage, losses and parameters of every rank: first on simulated ones, then on real ones of another mesh.
 
     What each rank sent and held is what its plan says.
     """
-    for half, (run, shape) in enumerate(zip((sl.simulate, sl.launch), meshes)):
+    for half, (run, shape) in enumerate(zip((sl.simulate, pool.run), meshes)):
         plans = [plan_of(model, transform, tx, stage, shape, axis) for stage in range(4)]
         for coords, found in run(train, model, transform, tx, folder, half, axis, mesh=shape):
             for stage, (losses, sent, held, params) in found.items():

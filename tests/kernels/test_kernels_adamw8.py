@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import kernels, step_kernels
+from helpers.interpreter import interpret
 from helpers.step_kernels import BF16, DTYPES, F32, F64
 from hypothesis import given
 from hypothesis import strategies as st
@@ -113,7 +114,7 @@ def test_drawn_buffers(name, elements, dtypes, seed, offset, scale, spoiled):
 
 
 def test_triton_is_the_reference():
-    kernels.interpret("adamw8", step_kernels.__file__)
+    interpret("adamw8", step_kernels.__file__)
 
 
 def test_threads_change_nothing():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import counter, kernels
+from helpers.interpreter import interpret
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +23,7 @@ def test_bits(by, seed, numbers):
 
 
 def test_triton():
-    kernels.interpret("counter", counter.__file__)
+    interpret("counter", counter.__file__)
 
 
 def test_the_bits_are_those_recorded():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import kernels, layer_kernels
+from helpers.interpreter import interpret
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,7 +58,7 @@ def test_float64(name):
 
 @pytest.mark.parametrize("operation", ["gelu", "layer norm", "rms norm", "swiglu", "dropout", "softmax", "rotary"])
 def test_triton(operation):
-    kernels.interpret(operation, layer_kernels.__file__)
+    interpret(operation, layer_kernels.__file__)
 
 
 @pytest.mark.parametrize("name", layer_kernels.CASES)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from helpers import kernels
+from helpers.interpreter import interpret
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,6 +63,7 @@ def test_an_example_by_hand():
     torch.testing.assert_close(sent, torch.tensor([12.5**0.5, -(12.5**0.5), 0, 0, 50**0.5, -(50**0.5), 0]))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("segments", kernels.SEGMENTS)
 @pytest.mark.parametrize("name", kernels.IMPLEMENTATIONS)
@@ -78,9 +80,10 @@ def test_drawn_segments(name, segments, seed, ranks):
 
 
 def test_triton_is_the_reference():
-    kernels.interpret("onebit")
+    interpret("onebit", kernels.__file__)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("name", kernels.IMPLEMENTATIONS)
 @pytest.mark.parametrize("segments", ["tensors", "blocks", "odd blocks", "across spans"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])

@@ -6,6 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 from helpers import kernels
+from helpers.interpreter import interpret
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,6 +52,7 @@ def test_examples_by_hand():
     assert quantize.dequantize(values, scales, Blockwise(8, 16), 33).tolist() == [-254.0, 0, 4, 4] * 4 + [0.0] * 17
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("elements, block", [(0, 128), (1, 16), (2, 128), (5003, 16), (5003, 128), (9001, 4096)])
@@ -68,7 +70,7 @@ def test_drawn_sizes(name, form, elements, seed, ranks):
 
 
 def test_triton_is_the_reference():
-    kernels.interpret("quantize")
+    interpret("quantize", kernels.__file__)
 
 
 @pytest.mark.parametrize("name", kernels.IMPLEMENTATIONS)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from helpers import kernels, sparse_cases
 from helpers.dense_attention import dense_attention
+from helpers.interpreter import interpret
 from helpers.sparse_cases import Case, check_padding, make
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -336,4 +337,4 @@ def test_wrong_arguments_reach_no_kernel():
 
 
 def test_triton_is_dense_masked_attention():
-    kernels.interpret("sparse_attention", sparse_cases.__file__)
+    interpret("sparse_attention", sparse_cases.__file__)

@@ -8,6 +8,8 @@ from helpers import training
 from helpers.trees import assert_close, assert_same
 from oracle import one_device
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import parametrizations, prune
 
 import shardlib as sl
@@ -405,6 +407,13 @@ def normed_and_used():
     return module
 
 
+def distributed():
+    module = nn.Linear(3, 3)
+    mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
+    module.weight = nn.Parameter(DTensor.from_local(module.weight.detach(), mesh, [Replicate()]))
+    return module
+
+
 def with_attribute(make):
     module = nn.Sequential(nn.Linear(3, 3))
     module[0].extra = make(module[0])
@@ -421,6 +430,7 @@ def with_attribute(make):
         (lambda: prune.l1_unstructured(nn.Linear(3, 3), "weight", 0.5), r"weight: .*prune.remove\(module, name\)"),
         (lambda: nn.Sequential(nn.LazyLinear(3)), r"0.weight: has no shape yet; call the module once"),
         (lambda: torch.jit.script(nn.Linear(3, 3)), "scripted; pass the module that it was made from"),
+        (distributed, "weight: a DTensor; pass the module before fully_shard"),
         (lambda: nn.DataParallel(nn.Linear(3, 3)), "DataParallel; pass the wrapped module, .module"),
         (
             lambda: with_attribute(lambda layer: layer.weight * 2),

@@ -1,5 +1,7 @@
 """Tests that every gradient transformation must pass: on every mesh, in place and pure, in plans and checkpoints."""
 
+import functools
+
 import optree
 import pytest
 import torch
@@ -26,6 +28,7 @@ def transform_of(name, stage, replicate=None):
     return sl.chain(zero, sl.freeze(VECTORS)) if CASES[name].matrices else zero
 
 
+@functools.cache
 def on_one_device(name):
     """Parameters after `STEPS`, by autograd and ``tx.update`` on a plain pytree of the distinct trained leaves."""
     fit, params = model()
@@ -161,6 +164,7 @@ def _wide(tree):
     return optree.tree_map(lambda leaf: leaf.double(), tree)
 
 
+@pytest.mark.pairwise
 @BY_NAME
 @pytest.mark.parametrize("narrow", [False, True], ids=["", "bf16"])
 @pytest.mark.parametrize(("mesh", "stage"), [({"data": 3}, 0), ({"data": 3}, 1), ({"data": 2, "other": 2}, 3)])

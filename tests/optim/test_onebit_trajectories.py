@@ -77,6 +77,7 @@ def test_lamb_on_shards(stage):
     assert_same_trajectory(got, wanted, owners=4, owner_of=lambda rank: (0, rank))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("decay", "factors", "threshold"), [(0.0, (0.5, 4.0), 0.1), (0.1, (0.9, 1.02), 0.004)])
 @FORM
 @RANKS

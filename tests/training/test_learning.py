@@ -2,6 +2,7 @@
 
 import functools
 import statistics
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,7 @@ from benchmarks.learning.methods import TASK, Task, methods
 from shardlib.models.gpt import GPTConfig
 
 SHORT = Task(GPTConfig(vocab=256, layers=1, width=32, heads=4, sequence=16), batch=16, steps=400, adam=2e-3, lamb=0.03)
+BRIEF = replace(SHORT, steps=100)
 SEEDS = 3
 EVERY = {method.name: method for method in methods()}
 
@@ -27,11 +29,13 @@ COMPRESSED = [m for m in EVERY.values() if m.against and not m.ablation and not 
 
 @pytest.mark.parametrize("method", COMPRESSED, ids=lambda method: method.name)
 def test_a_short_run_ends_within_a_percent(method):
-    assert loss(SHORT, method.name, 0) <= WITHIN * loss(SHORT, method.against, 0)
+    """Optimizers that freeze a variance need longer than those that only send fewer bits."""
+    task = SHORT if method.name.startswith(("1-bit", "0/1")) else BRIEF
+    assert loss(task, method.name, 0) <= WITHIN * loss(task, method.against, 0)
 
 
 def test_a_percent_separates_methods_from_ablations():
-    assert loss(SHORT, "onebit(), stage 0", 0) > WITHIN * loss(SHORT, "Adam", 0)
+    assert loss(BRIEF, "onebit(), stage 0", 0) > WITHIN * loss(BRIEF, "Adam", 0)
 
 
 def test_an_ablation_is_worse_by_three_of_the_larger_spread():

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from helpers import training
 from helpers.measure import SCALARS, count_payload
 from helpers.models import TINY, tiny_gpt, token_batches
+from helpers.profile import NIGHTLY
 from helpers.trees import assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,7 +28,7 @@ from shardlib.nn.attention import plain_attention
 
 SIZES = {"vocab": 32, "width": 16, "heads": 8, "sequence": 8}
 CONFIG = replace(TINY, **SIZES)
-ROWS, MAX_NORM = 8, 0.3
+STEPS, ROWS, MAX_NORM = 6 if NIGHTLY else 3, 8, 0.3
 RULES = gpt.slicing_rules(CONFIG)
 BLOCKS = {glob: style for glob, style in RULES.items() if glob.startswith("blocks")}
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -46,7 +47,7 @@ def expected(dtype, steps, **changes):
     return one_device.train(loss_fn, params, token_batches(steps, ROWS, CONFIG), max_norm=MAX_NORM)
 
 
-def check(mesh, transform, dtype=torch.float64, steps=6, **changes):
+def check(mesh, transform, dtype=torch.float64, steps=STEPS, **changes):
     loss_fn, params = tiny_gpt(dtype, **SIZES, **changes)
     batches = token_batches(steps, ROWS, CONFIG)
     got = training.simulate(mesh, loss_fn, params, batches, transform, training.optimizer(MAX_NORM))
@@ -100,7 +101,7 @@ def test_any_chain(kind, sizes, stage, both, remat, microbatches, rules, tie):
     others += [sl.zero(stage)] if len(sizes) > 1 else []
     others += [sl.zero(stage, axis="seq")] if both and kind != "megatron" else []
     others += [sl.remat(remat)] if remat else []
-    check(dict(sizes), cut(kind, *others, rules=rules), steps=3, tie=tie)
+    check(dict(sizes), cut(kind, *others, rules=rules), tie=tie)
 
 
 @pytest.mark.parametrize("kind", KINDS)

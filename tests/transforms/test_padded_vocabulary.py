@@ -425,6 +425,9 @@ def test_bytes_held_and_sent_are_the_plans(stage, gathered):
 
     loss_fn = gathered_loss if gathered else loss_fn
     transform, tx = sliced(config, sl.zero(stage)), training.optimizer(MAX_NORM)
+    mesh = {"data": 2, "model": 4}
+    part = training.share(batch, 0, mesh["data"])
+    plan = sl.make_plan(params, sl.abstract_mesh(**mesh), transform, loss_fn=loss_fn, batch=part, optimizer=tx)
 
     def run(mesh):
         mine = training.share(batch, mesh.coords["data"], mesh.shape["data"])
@@ -432,15 +435,11 @@ def test_bytes_held_and_sent_are_the_plans(stage, gathered):
         state, step = sl.make_train_step(loss_fn, sharded, tx)
         sent = count_payload(mesh)
         state, _ = step(state, mine)
-        message = sent()
-        abstract = sl.abstract_mesh(**mesh.shape)
-        plan = sl.make_plan(params, abstract, transform, loss_fn=loss_fn, batch=mine, optimizer=tx)
-        held = {"param": stored_bytes(state.params), "optimizer": stored_bytes(state.opt, counters=True)}
-        return message, held, plan.payload(), {role: plan.bytes(role) for role in held}
+        return sent(), {"param": stored_bytes(state.params), "optimizer": stored_bytes(state.opt, counters=True)}
 
-    for message, held, payload, planned in sl.simulate(run, mesh={"data": 2, "model": 4}):
-        assert message == payload
-        assert held == planned
+    for message, held in sl.simulate(run, mesh=mesh):
+        assert message == plan.payload()
+        assert held == {role: plan.bytes(role) for role in held}
 
 
 def test_a_padded_vocabulary_costs_the_rows_that_pad_it():

@@ -45,7 +45,7 @@ def expected(dtype, steps, **changes):
     return one_device.train(loss_fn, params, token_batches(steps, config=CONFIG), max_norm=MAX_NORM)
 
 
-def check(dtype, mesh, transform, steps=20, **changes):
+def check(dtype, mesh, transform, steps=6, **changes):
     loss_fn, params = tiny_gpt(dtype, **SIZES, **changes)
     batches = token_batches(steps, config=CONFIG)
     got = training.simulate(mesh, loss_fn, params, batches, transform, training.optimizer(MAX_NORM))
@@ -55,10 +55,10 @@ def check(dtype, mesh, transform, steps=20, **changes):
     assert_close(got[2], final, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("dtype", "steps"), [(torch.float32, 20), (torch.float64, 6)])
 @pytest.mark.parametrize("stage", range(4))
-def test_every_stage(stage, dtype):
-    check(dtype, {"data": 2, "model": 2}, sliced(sl.zero(stage), sl.accumulate(2)))
+def test_every_stage(stage, dtype, steps):
+    check(dtype, {"data": 2, "model": 2}, sliced(sl.zero(stage), sl.accumulate(2)), steps)
 
 
 @pytest.mark.parametrize(
@@ -72,12 +72,12 @@ def test_every_stage(stage, dtype):
     ],
 )
 def test_meshes_and_chains(mesh, others):
-    check(torch.float64, mesh, sliced(*(others or (sl.zero(0, axis="model"),)[:0])), steps=6)
+    check(torch.float64, mesh, sliced(*(others or (sl.zero(0, axis="model"),)[:0])))
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_tied_embedding_is_looked_up_and_scores(stage):
-    check(torch.float64, {"data": 2, "model": 2}, sliced(sl.zero(stage)), steps=6, tie=True)
+    check(torch.float64, {"data": 2, "model": 2}, sliced(sl.zero(stage)), tie=True)
 
 
 def test_sliced_over_two_axes():
@@ -85,7 +85,7 @@ def test_sliced_over_two_axes():
     rules = gpt.slicing_rules(CONFIG)
     inner = {glob: rules.pop(glob) for glob in list(rules) if "mlp" in glob}
     transform = sl.chain(sl.tensor_slicing(rules, axis="a"), sl.tensor_slicing(inner, axis="b"), sl.zero(3))
-    check(torch.float64, {"data": 2, "a": 2, "b": 2}, transform, steps=6)
+    check(torch.float64, {"data": 2, "a": 2, "b": 2}, transform)
 
 
 def test_dropout_is_the_same_on_every_mesh():

@@ -22,12 +22,14 @@ class Attention:
         scale: of the scores; None for 1/√size.
         key_mask: (batch, whole sequence), or None.
         layout: the `shardlib.sparse.Layout` of the whole sequence, or None.
+        segments: (batch, whole sequence) integers, or None: a position sees those of its own segment.
     """
 
     causal: bool = False
     scale: float | None = None
     key_mask: torch.Tensor | None = None
     layout: Any = None
+    segments: torch.Tensor | None = None
 
 
 # Attention of q, k and v, (batch, heads, sequence, size), on a rank that holds all positions.

@@ -50,7 +50,7 @@ class Ring(SequenceKind):
         """See `SequenceKind.attention`.
 
         Raises:
-            SpecError: keys and queries of different lengths, or of an odd length; a key mask or a layout.
+            SpecError: keys and queries of different lengths, or of an odd length; a key mask, a layout or segments.
             LossError: in backward, where a second derivative is asked for.
         """
         if k.shape[2] != q.shape[2] or q.shape[2] % 2:
@@ -58,10 +58,10 @@ class Ring(SequenceKind):
                 f"ring attention over axis {self.axis!r} takes as many keys as queries, in two chunks a rank, and got "
                 f"{k.shape[2]} keys and {q.shape[2]} queries on each; pad both to one even number, or use kind='ulysses'"
             )
-        if how.key_mask is not None or how.layout is not None:
+        if how.key_mask is not None or how.layout is not None or how.segments is not None:
             raise SpecError(
-                f"ring attention over axis {self.axis!r} takes no key_mask and no layout: no rank ever holds the scores of "
-                "a whole row; use kind='ulysses' or 'megatron'"
+                f"ring attention over axis {self.axis!r} takes no key_mask, no layout and no segments: no rank ever holds "
+                "the scores of a whole row; use kind='ulysses' or 'megatron'"
             )
         scale = q.shape[-1] ** -0.5 if how.scale is None else how.scale
         return _Ring.apply(q, k, v, mesh, self.axis, how.causal, scale)

@@ -1,7 +1,7 @@
 """All defects, by the rooms they are planted in."""
 
 from ..planting import Defect
-from . import communication, keys, optimizers, parts, plans, steps
+from . import checkpoints, communication, keys, optimizers, parts, plans, steps
 
 DEFECTS: tuple[Defect, ...] = (
     *communication.DEFECTS,
@@ -10,4 +10,5 @@ DEFECTS: tuple[Defect, ...] = (
     *keys.DEFECTS,
     *optimizers.DEFECTS,
     *parts.DEFECTS,
+    *checkpoints.DEFECTS,
 )

@@ -60,8 +60,8 @@ DEFECTS = (
         "key",
         "models/gpt.py",
         "all layers drop out the same elements",
-        "rng.fold_in(i) if rng is not None else None, cache",
-        "rng, cache",
+        "key = rng.fold_in(i) if rng is not None else None\n        x = block",
+        "key = rng\n        x = block",
         ("tests/models/test_gpt.py::test_every_dropout_has_a_key_of_its_own",),
     ),
     Defect(

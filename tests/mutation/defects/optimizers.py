@@ -5,7 +5,7 @@ from ..planting import Defect
 _MESHES = "tests/optim/test_optimizers_on_meshes.py"
 _OPTIM = "tests/optim/test_optimizers_on_one_device.py"
 _COMPRESSED = "tests/training/test_compressed_training.py"
-_MICRO = "tests/training/test_same_training.py::test_every_stage_and_number_of_ranks[2-2-1-True-dtype1]"
+_MICRO = "tests/training/test_same_training.py::test_every_stage_and_number_of_ranks"
 _STEP = (f"{_OPTIM}::test_update_and_add_is_torchs_step",)
 _IN_PLACE = (f"{_OPTIM}::test_apply_is_update_and_add_in_one_pass",)
 
@@ -36,7 +36,7 @@ DEFECTS = (
         "norm = norm * scale\n",
         "norm = norm * scale.sign()\n",
         (
-            "tests/training/test_same_training.py::test_every_stage_and_number_of_ranks[2-3-1-True-dtype1]",
+            "tests/training/test_same_training.py::test_every_stage_and_number_of_ranks",
             "tests/properties/test_properties.py::test_every_legal_chain_trains_like_one_device",
         ),
     ),

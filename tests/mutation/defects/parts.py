@@ -1,8 +1,7 @@
-"""Defects of kernels, block-sparse attention, models, initial values, data and checkpoints."""
+"""Defects of kernels, block-sparse attention, models, initial values and data."""
 
 from ..planting import Defect
 
-_COMPRESSED = "tests/training/test_compressed_training.py"
 _SPARSE = ("tests/kernels/test_sparse_attention.py::test_drawn_cases",)
 
 DEFECTS = (
@@ -110,8 +109,8 @@ DEFECTS = (
         "offset",
         "models/gpt.py",
         "with a cache every new token stands at position 0",
-        '["positions"][start:stop]',
-        '["positions"][: stop - start]',
+        "table[start:stop]",
+        "table[: stop - start]",
         ("tests/models/test_gpt.py::test_the_cache_changes_no_token",),
     ),
     Defect(
@@ -176,50 +175,5 @@ DEFECTS = (
         "bits % np.uint64(len(data) - sequence)",
         "bits % np.uint64(max(len(data) - sequence - 1, 1))",
         ("tests/data/test_data.py::test_every_window_can_be_drawn",),
-    ),
-    Defect(
-        "a fragment at the source's start",
-        "offset",
-        "checkpoint/overlap.py",
-        "a range is filled from where the saved one begins",
-        "source.data[start - source.start : stop - source.start]",
-        "source.data[: stop - start]",
-        ("tests/checkpoint/test_checkpoint.py::test_resharding_on_resume",),
-    ),
-    Defect(
-        "the whole residual for every rank",
-        "residual",
-        "checkpoint/residuals.py",
-        "on another number of ranks each gets the total of what was left out",
-        'copy_(total / (1 if leaf.kind == "mean" else leaf.holders))',
-        "copy_(total)",
-        (f"{_COMPRESSED}::test_the_total_residual_is_kept_on_another_number_of_ranks",),
-    ),
-    Defect(
-        "what is the first rank's own for all",
-        "residual",
-        "checkpoint/rank_local.py",
-        "a restored rank takes up what the first one held for itself",
-        "_name(fragment, mesh.coords[axis], ways)])",
-        "_name(fragment, 0, ways)])",
-        (f"{_COMPRESSED}::test_a_checkpoint_keeps_rank_local_state",),
-    ),
-    Defect(
-        "another seed after a restart",
-        "key",
-        "checkpoint/store.py",
-        "a restored run draws by the fresh state's key",
-        'Key(facts["seed"])).fitting()',
-        "state.rng).fitting()",
-        ("tests/checkpoint/test_checkpoint.py::test_the_saved_runs_key_is_taken_up",),
-    ),
-    Defect(
-        "masters from 16 bits",
-        "stale",
-        "checkpoint/fragments.py",
-        "a checkpoint's fp32 masters are taken from the rounded parameters",
-        "saved.get(MASTERS + path) or saved.get(PARAMS + path) or []",
-        "saved.get(PARAMS + path) or saved.get(MASTERS + path) or []",
-        ("tests/checkpoint/test_checkpoint.py::test_masters_are_kept",),
     ),
 )

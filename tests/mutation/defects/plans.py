@@ -3,8 +3,8 @@
 from ..planting import Defect
 
 _SAME = "tests/training/test_same_training.py"
-_HYBRID = (f"{_SAME}::test_hybrid[0-1-True-dtype1]",)
-_PLAIN = f"{_SAME}::test_every_stage_and_number_of_ranks[0-2-4-True-dtype1]"
+_HYBRID = (f"{_SAME}::test_hybrid",)
+_PLAIN = f"{_SAME}::test_every_stage_and_number_of_ranks"
 _PIPELINE = "tests/training/test_pipeline.py"
 _SEQUENCE = "tests/training/test_sequence.py"
 _BYTES = "tests/training/test_bytes.py"

@@ -1,0 +1,60 @@
+"""`Fill`: what a restore reads into one fragment of a state. A restore is a list of fills, made before anything is read."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from shardlib.checkpoint.fragments import Fragment
+from shardlib.checkpoint.reading import BUFFER, Saved
+
+
+class Fill(NamedTuple):
+    """A fragment, and the saved tensors whose weighted sum it is to hold.
+
+    Attributes:
+        fragment: the elements to fill. On the meta device, if they are not consecutive in the state.
+        sources: names and weights of saved tensors. Elements that a tensor lacks count as zero, except in the only tensor
+            with weight 1, which leaves them as they are.
+        into: the tensor of the state whose elements, in order, are the fragment's and then padding; None if the fragment is
+            itself a view of the state.
+    """
+
+    fragment: Fragment
+    sources: tuple[tuple[str, float], ...]
+    into: torch.Tensor | None = None
+
+    def bytes(self, saved: Saved) -> int:
+        """Bytes that `run` reads."""
+        parts = self._parts()
+        return sum(each.bytes for part in parts for name, _ in self.sources for each in saved.transfers(part, name))
+
+    def run(self, saved: Saved) -> None:
+        if self.into is None:
+            self._fill(self.fragment, saved)
+            return
+        flat = torch.zeros(self.into.numel(), dtype=self.into.dtype)
+        self._fill(self.fragment._replace(data=flat[: self.fragment.data.numel()]), saved)
+        self.into.copy_(flat.view(self.into.shape))
+
+    def _fill(self, fragment: Fragment, saved: Saved) -> None:
+        if self._plain:
+            saved.fill(fragment, self.sources[0][0])
+            return
+        for part in self._parts(fragment):
+            total = torch.zeros(part.data.numel(), dtype=torch.float64)
+            for name, weight in self.sources:
+                held = torch.zeros(part.data.numel(), dtype=part.data.dtype)
+                saved.fill(part._replace(data=held), name)
+                total.add_(held, alpha=weight)
+            part.data.copy_(total)
+
+    @property
+    def _plain(self) -> bool:
+        return len(self.sources) == 1 and self.sources[0][1] == 1
+
+    def _parts(self, fragment: Fragment | None = None) -> list[Fragment]:
+        """The fragments that are filled one at a time: a sum needs memory beside the state."""
+        fragment = fragment or self.fragment
+        return [fragment] if self._plain else list(fragment.parts(max(1, BUFFER() // 32)))

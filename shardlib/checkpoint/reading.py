@@ -1,0 +1,259 @@
+"""`Saved`: a checkpoint on disk, of which ranks read the bytes that they need."""
+
+from __future__ import annotations
+
+import math
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+
+from shardlib.checkpoint import manifest
+from shardlib.checkpoint.boxes import boxes, overlap, runs
+from shardlib.checkpoint.fragments import Fragment
+from shardlib.checkpoint.manifest import Chunk, Entry, Manifest
+from shardlib.checkpoint.writing import bytes_of
+from shardlib.errors import CheckpointError
+from shardlib.kernels.common.thresholds import Threshold
+from shardlib.mesh.specs import Window
+
+BUFFER = Threshold(1 << 26)  # bytes that a rank holds beside its shards, at most
+# Bytes: runs shorter than the first are read with what lies between them, unless run and gap are longer than the second.
+_SHORT, _GAP = Threshold(1 << 12), Threshold(1 << 16)
+
+
+class Transfer(NamedTuple):
+    """Elements of a fragment that one chunk holds.
+
+    Attributes:
+        entry, chunk: the chunk, and its tensor.
+        wanted: the elements.
+        read: the box of the chunk that is read: ``wanted``, or more where its runs are short.
+        target: the view of the fragment to fill, in the shape of ``wanted``.
+    """
+
+    entry: Entry
+    chunk: Chunk
+    wanted: Window
+    read: Window
+    target: torch.Tensor
+
+    @property
+    def bytes(self) -> int:
+        return self.read.numel * self.entry.torch_dtype.itemsize
+
+
+def open_checkpoint(folder: Path) -> Saved:
+    """The checkpoint in a folder, by its manifest.
+
+    Raises:
+        CheckpointError: the manifest cannot be read, or is damaged.
+    """
+    try:
+        text = (folder / manifest.NAME).read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{folder / manifest.NAME} cannot be read ({error}); use another checkpoint") from error
+    return Saved(folder, manifest.loads(text, folder / manifest.NAME))
+
+
+class Saved:
+    """Tensors on disk.
+
+    Attributes:
+        folder: the folder of their files.
+        manifest: what the files hold.
+    """
+
+    def __init__(self, folder: Path, held: Manifest) -> None:
+        self.folder, self.manifest = folder, held
+        self._files: dict[str, int] = {}
+
+    def __enter__(self) -> Saved:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for fd in self._files.values():
+            os.close(fd)
+        self._files.clear()
+
+    @property
+    def tensors(self) -> dict[str, Entry]:
+        """Name -> `Entry` of every tensor."""
+        return self.manifest.tensors
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.manifest.tensors)
+
+    def missing(self, fragment: Fragment, name: str) -> str:
+        """Why tensor ``name`` cannot fill a fragment, or ""."""
+        entry = self.tensors.get(name)
+        if entry is None:
+            return f"{fragment.name}: not in the checkpoint"
+        if entry.shape != fragment.window.shape:
+            return f"{fragment.name}: saved {list(entry.shape)}, wanted {list(fragment.window.shape)}"
+        # The chunks of a tensor do not overlap.
+        held = sum(transfer.wanted.numel for transfer in self.transfers(fragment, name))
+        lacking = fragment.data.numel() - held
+        return (
+            f"{fragment.name}: {lacking} of {fragment.data.numel()} elements are not in the checkpoint"
+            if lacking
+            else ""
+        )
+
+    def transfers(self, fragment: Fragment, name: str) -> Iterator[Transfer]:
+        """What has to be read to fill a fragment from tensor ``name``."""
+        entry, first = self.tensors[name], 0
+        for box in boxes(fragment.window, fragment.start, fragment.stop):
+            view = fragment.data[first : first + box.numel].view(box.sizes)
+            first += box.numel
+            for chunk in entry.chunks:
+                held = entry.box(chunk)
+                shared = overlap(box, held)
+                if shared is not None:
+                    inside = Window(box.sizes, tuple(a - b for a, b in zip(shared.first, box.first)), shared.sizes)
+                    yield Transfer(entry, chunk, shared, _read_box(shared, held, entry), inside.of(view))
+
+    def fill(self, fragment: Fragment, name: str) -> None:
+        """Read a fragment's elements from tensor ``name``. Those that the checkpoint lacks stay as they are."""
+        for transfer in self.transfers(fragment, name):
+            self._read(transfer)
+
+    def _read(self, transfer: Transfer) -> None:
+        entry, target = transfer.entry, transfer.target
+        plain = target.device.type == "cpu" and target.dtype == entry.torch_dtype and target.is_contiguous()
+        if plain and transfer.read == transfer.wanted:
+            self._read_runs(transfer, transfer.read, target.reshape(-1))
+            return
+        # The elements go through a buffer, some rows at a time.
+        for read, wanted in _slabs(transfer.read, transfer.wanted, max(1, BUFFER() // entry.torch_dtype.itemsize)):
+            buffer = torch.empty(read.numel, dtype=entry.torch_dtype)
+            self._read_runs(transfer, read, buffer)
+            source = _inside(wanted, read).of(buffer.view(read.sizes))
+            _inside(wanted, transfer.wanted).of(target).copy_(source)
+
+    def _read_runs(self, transfer: Transfer, box: Window, out: torch.Tensor) -> None:
+        """Read a box of a transfer's chunk into a flat tensor on the CPU."""
+        chunk, itemsize = transfer.chunk, out.element_size()
+        found = runs(box, transfer.entry.box(chunk))
+        fd, view, done, length = self._open(chunk.file), bytes_of(out), 0, found.length * itemsize
+        for start in found.starts():
+            self._read_at(fd, view[done : done + length], chunk.data + start * itemsize, chunk.file)
+            done += length
+
+    def _read_at(self, fd: int, view: memoryview, offset: int, file: str) -> None:
+        """Fill ``view`` from a file."""
+        while view.nbytes:
+            count = os.preadv(fd, [view], offset)
+            if not count:
+                raise CheckpointError(f"{self.folder / file} ends at byte {offset}; use another checkpoint")
+            view, offset = view[count:], offset + count
+
+    def _open(self, file: str) -> int:
+        if file not in self._files:
+            self._files[file] = os.open(self.folder / file, os.O_RDONLY)
+        return self._files[file]
+
+    def damages(self, share: int = 0, shares: int = 1) -> list[str]:
+        """One line for each file or chunk that is not as it was written. Of ``shares`` shares of the checkpoint's chunks,
+        share number ``share`` is read."""
+        found = []
+        for file, size in self.manifest.files.items():
+            problem = self._damage_of_file(file, size)
+            if problem:
+                leaves = sorted({name for name, _ in self._chunks_of(file)})
+                within = f" (it holds {', '.join(leaves[:3])}{', …' if len(leaves) > 3 else ''})" if leaves else ""
+                found.append(f"{file}: {problem}{within}")
+        if found:
+            return found
+        buffer = torch.empty(_VERIFIED(), dtype=torch.uint8)
+        for name, chunk in self.shared_out(share, shares):
+            try:
+                intact = self._checksum(chunk, buffer) == chunk.checksum
+            except OSError as error:
+                intact, why = False, f"cannot be read ({error})"
+            else:
+                why = "differ from what was written"
+            if not intact:
+                stop = chunk.offset + chunk.length
+                found.append(f"{chunk.file}: bytes {chunk.offset} to {stop}, of {name}, {why}")
+        return found
+
+    def shared_out(self, share: int, shares: int) -> Iterator[tuple[str, Chunk]]:
+        """The names and chunks that share number ``share`` of ``shares`` verifies: nearly equally many bytes each."""
+        chunks = [(name, chunk) for name, entry in self.tensors.items() for chunk in entry.chunks]
+        chunks.sort(key=lambda pair: (pair[1].file, pair[1].offset))
+        total = sum(chunk.length for _, chunk in chunks)
+        done = 0
+        for name, chunk in chunks:
+            if (done + chunk.length // 2) * shares // max(total, 1) == share:
+                yield name, chunk
+            done += chunk.length
+
+    def _chunks_of(self, file: str) -> Iterator[tuple[str, Chunk]]:
+        for name, entry in self.tensors.items():
+            for chunk in entry.chunks:
+                if chunk.file == file:
+                    yield name, chunk
+
+    def _damage_of_file(self, file: str, size: int) -> str:
+        """What a look at a file's size, or at the whole of a small file, shows; or ""."""
+        path = self.folder / file
+        try:
+            found = os.stat(path).st_size
+            if found != size:
+                return f"has {found} bytes, not {size}"
+            if file in self.manifest.whole_files and zlib.crc32(path.read_bytes()) != self.manifest.whole_files[file]:
+                return "differs from what was written"
+            self._open(file)
+        except OSError as error:
+            return f"cannot be read ({error})"
+        return ""
+
+    def _checksum(self, chunk: Chunk, buffer: torch.Tensor) -> int:
+        fd, checksum, view = self._open(chunk.file), 0, bytes_of(buffer)
+        for offset in range(chunk.offset, chunk.offset + chunk.length, view.nbytes):
+            part = view[: min(view.nbytes, chunk.offset + chunk.length - offset)]
+            self._read_at(fd, part, offset, chunk.file)
+            checksum = zlib.crc32(part, checksum)
+        return checksum
+
+
+_VERIFIED = Threshold(1 << 22)  # bytes that are read at a time to verify them: they stay in the processor's cache
+
+
+def _read_box(wanted: Window, held: Window, entry: Entry) -> Window:
+    """The box to read for the ``wanted`` elements of a chunk: with whole inner dimensions until runs are not short."""
+    first, sizes = list(wanted.first), list(wanted.sizes)
+    length = entry.torch_dtype.itemsize
+    for dim in reversed(range(len(sizes))):
+        if math.prod(sizes[:dim]) == 1 or length * sizes[dim] >= _SHORT() or length * held.sizes[dim] > _GAP():
+            break
+        first[dim], sizes[dim] = held.first[dim], held.sizes[dim]
+        length *= sizes[dim]
+    return Window(wanted.shape, tuple(first), tuple(sizes))
+
+
+def _inside(inner: Window, outer: Window) -> Window:
+    """A box as a box of another one, in which it lies."""
+    return Window(outer.sizes, tuple(a - b for a, b in zip(inner.first, outer.first, strict=True)), inner.sizes)
+
+
+def _slabs(read: Window, wanted: Window, limit: int) -> Iterator[tuple[Window, Window]]:
+    """``read`` cut along its outer dimensions into boxes of at most ``limit`` elements, each with its part of ``wanted``."""
+    if read.numel <= limit or not read.sizes:
+        yield read, wanted
+        return
+    dim = next(dim for dim, size in enumerate(read.sizes) if size > 1)
+    step = max(1, limit * read.sizes[dim] // read.numel)
+    for start in range(0, read.sizes[dim], step):
+        first, sizes = list(read.first), list(read.sizes)
+        first[dim], sizes[dim] = first[dim] + start, min(step, sizes[dim] - start)
+        slab = Window(read.shape, tuple(first), tuple(sizes))
+        part = overlap(slab, wanted)
+        if part is not None:
+            yield from _slabs(slab, part, limit)

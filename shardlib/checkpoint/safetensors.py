@@ -1,0 +1,303 @@
+"""Parameters in files of the safetensors format, in the layout and with the names of transformers.
+
+A file begins with the length of a JSON header (8 bytes, little-endian); then come the header (name -> dtype, shape, first and
+last byte) and the elements. Since all sizes are known beforehand, every rank writes and reads its own ranges.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from shardlib.checkpoint.boxes import boxes, runs
+from shardlib.checkpoint.commit import sync_folder
+from shardlib.checkpoint.fragments import PARAMS, Fragment, needed_params, owned_params, whole, whole_window
+from shardlib.checkpoint.manifest import Chunk, Entry, Manifest
+from shardlib.checkpoint.reading import Saved
+from shardlib.checkpoint.save import on_all_ranks
+from shardlib.checkpoint.writing import bytes_of, write_all
+from shardlib.collectives import primitives
+from shardlib.errors import CheckpointError, TreeError, listing
+from shardlib.sharded.tree import Sharded
+from shardlib.tree import matches
+
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+_NAMES = {name: short for short, name in _DTYPES.items()}
+_ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_ALIGNMENT = 8  # bytes: of the header, so that elements are aligned
+
+
+class _Tensor(NamedTuple):
+    """A tensor's place in a file: offset of its first byte, dtype and shape."""
+
+    file: str
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def export_safetensors(
+    folder: str | Path,
+    params: Sharded,
+    *,
+    max_shard_size: int = 5 * 10**9,
+    buffers: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """Write parameters as transformers' ``save_pretrained`` does: ``model.safetensors``, or several files and an index. Every
+    rank must call it.
+
+    Each rank writes what it holds; none gathers anything. Names are paths with dots (``model.layers.0.mlp.up_proj.weight``),
+    so that parameters of `from_module` have the module's names; a tied parameter has all of its names. Write the
+    configuration beside it with ``model.config.save_pretrained(folder)`` on one rank, and ``from_pretrained(folder)`` loads
+    the model.
+
+    Args:
+        folder: a folder that all ranks see; made if it is not there. Files of these names in it are replaced.
+        max_shard_size: bytes of a file at most; a larger tensor has a file of its own.
+        buffers: further tensors, equal on all ranks, such as a module's buffers.
+
+    Raises:
+        TreeError: ``params`` are no parameters.
+
+    >>> params = sl.shard({"layer": {"weight": torch.ones(2, 3)}}, sl.make_mesh())
+    >>> sl.checkpoint.export_safetensors("model", params)
+    >>> sorted(sl.checkpoint.import_safetensors("model", params)["layer"])
+    ['weight']
+    """
+    if params.role != "param":
+        raise TreeError("export_safetensors: these are gradients, not parameters; give state.params")
+    folder, mesh, extra = Path(folder), params.mesh, dict(buffers or {})
+    tensors = _laid_out(
+        _described(params) | {name: (leaf.dtype, tuple(leaf.shape)) for name, leaf in extra.items()}, max_shard_size
+    )
+    files = list(dict.fromkeys(tensor.file for tensor in tensors.values()))
+    on_all_ranks(mesh, lambda: _begin(folder, tensors) if mesh.rank == 0 else None)
+    aliases = {placement.path: (placement.path, *placement.aliases) for placement in params.plan.everywhere.placements}
+
+    def fragments() -> Iterator[Fragment]:
+        for fragment in owned_params(params):
+            for path in aliases[fragment.name.removeprefix(PARAMS)]:
+                yield fragment._replace(name=_dotted(path))
+        if mesh.rank == 0:
+            yield from (whole(leaf, name) for name, leaf in extra.items())
+
+    on_all_ranks(mesh, lambda: _write(folder, tensors, fragments()))
+    on_all_ranks(mesh, lambda: _finish(folder, files, tensors) if mesh.rank == 0 else None)
+
+
+def import_safetensors(folder: str | Path, params: Sharded, *, partial: Sequence[str] = ()) -> Sharded:
+    """Fill parameters from the safetensors files of a folder (``model.safetensors``, or those of an index), or from one file.
+    Every rank must call it, and reads the bytes of its shards only.
+
+    Args:
+        params: the layout; its memory is reused, and its dtypes are kept.
+        partial: globs over names (with dots) that may be missing in the files or in ``params``.
+
+    Returns:
+        ``params``.
+
+    Raises:
+        FileNotFoundError: there are no such files.
+        CheckpointError: a file is not of the format, or cut.
+        TreeError: names or shapes differ; lists all of them. ``params`` are unchanged.
+
+    >>> params = sl.shard({"layer": {"weight": torch.ones(2, 3)}}, sl.make_mesh())
+    >>> sl.checkpoint.export_safetensors("model", params)
+    >>> empty = sl.shard({"layer": {"weight": torch.zeros(2, 3)}}, sl.make_mesh())
+    >>> sl.checkpoint.import_safetensors("model", empty)["layer"]["weight"].sum()
+    tensor(6.)
+    """
+    mesh = params.mesh
+    with Saved(*_opened(Path(folder))) as saved:
+        names = {
+            placement.path: [_dotted(path) for path in (placement.path, *placement.aliases)]
+            for placement in params.plan.everywhere.placements
+        }
+        source = {
+            path: next((name for name in known if name in saved.tensors), known[0]) for path, known in names.items()
+        }
+        fragments = [(fragment, source[fragment.name.removeprefix(PARAMS)]) for fragment in needed_params(params)]
+        problems = {
+            name: problem.replace(fragment.name, name)
+            for fragment, name in fragments
+            if fragment.data.numel() and (problem := saved.missing(fragment, name))
+        }
+        known = {name for each in names.values() for name in each}
+        problems |= {name: f"{name}: in the files, not in the parameters" for name in saved.names if name not in known}
+        gathered = primitives.all_gather_object(mesh, list(mesh.shape), problems)
+        lines = {name: line for each in gathered for name, line in each.items() if not matches(name, partial)}
+        if lines:
+            raise TreeError(
+                f"{folder} does not fit these parameters:\n{listing([lines[name] for name in sorted(lines)])}\n"
+                "Give the parameters of the same model, or name in partial= what may be missing."
+            )
+        with torch.no_grad():
+            for fragment, name in fragments:
+                if name in saved.tensors:
+                    saved.fill(fragment, name)
+    return params
+
+
+def _dotted(path: str) -> str:
+    return path.replace("/", ".")
+
+
+def _described(params: Sharded) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Name -> dtype and shape of every parameter, of other stages too, in the order of their files."""
+    return {
+        _dotted(path): (placement.param.dtype, placement.param.shape)
+        for placement in params.plan.everywhere.placements
+        for path in (placement.path, *placement.aliases)
+    }
+
+
+def _laid_out(described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], limit: int) -> dict[str, _Tensor]:
+    """The place of each tensor, header included."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, (dtype, shape) in described.items():
+        length = dtype.itemsize * math.prod(shape)
+        if groups[-1] and size + length > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += length
+    tensors = {}
+    for number, group in enumerate(groups, 1):
+        file = _ONE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        begin = len(_header({name: described[name] for name in group}))
+        for name in group:
+            dtype, shape = described[name]
+            tensors[name] = _Tensor(file, begin, dtype, shape)
+            begin += dtype.itemsize * math.prod(shape)
+    return tensors
+
+
+def _header(described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in described.items():
+        begin, end = end, end + dtype.itemsize * math.prod(shape)
+        short = _NAMES.get(str(dtype).removeprefix("torch."))
+        if short is None:
+            raise TreeError(f"{name}: safetensors files have no {dtype}; cast it")
+        entries[name] = {"dtype": short, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _begin(folder: Path, tensors: Mapping[str, _Tensor]) -> None:
+    """Make the files, with their headers, under names of their own until they are complete."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in dict.fromkeys(tensor.file for tensor in tensors.values()):
+        held = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items() if tensor.file == file}
+        fd = os.open(folder / f"{file}.partial", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            write_all(fd, [_header(held)], 0)
+        finally:
+            os.close(fd)
+
+
+def _write(folder: Path, tensors: Mapping[str, _Tensor], fragments: Iterator[Fragment]) -> None:
+    """Write fragments to their places."""
+    opened: dict[str, int] = {}
+    try:
+        for fragment in fragments:
+            tensor, first = tensors[fragment.name], 0
+            if tensor.file not in opened:
+                opened[tensor.file] = os.open(folder / f"{tensor.file}.partial", os.O_WRONLY)
+            whole_tensor, itemsize = whole_window(tensor.shape), tensor.dtype.itemsize
+            memory = bytes_of(fragment.data.cpu())
+            for box in boxes(fragment.window, fragment.start, fragment.stop):
+                found = runs(box, whole_tensor)
+                for start in found.starts():
+                    run = memory[first : first + found.length * itemsize]
+                    write_all(opened[tensor.file], [run], tensor.offset + start * itemsize)
+                    first += run.nbytes
+        for fd in opened.values():
+            os.fsync(fd)
+    finally:
+        for fd in opened.values():
+            os.close(fd)
+
+
+def _finish(folder: Path, files: Sequence[str], tensors: Mapping[str, _Tensor]) -> None:
+    """Give the files their names, and write the index of several."""
+    sync_folder(folder)
+    for file in files:
+        os.replace(folder / f"{file}.partial", folder / file)
+    index = folder / _INDEX
+    if files == [_ONE]:
+        index.unlink(missing_ok=True)
+    else:
+        sizes = [tensor.dtype.itemsize * math.prod(tensor.shape) for tensor in tensors.values()]
+        counts = sum(math.prod(tensor.shape) for tensor in tensors.values())
+        facts = {
+            "metadata": {"total_parameters": counts, "total_size": sum(sizes)},
+            "weight_map": {name: tensor.file for name, tensor in tensors.items()},
+        }
+        index.write_text(json.dumps(facts, indent=2))
+        (folder / _ONE).unlink(missing_ok=True)
+    sync_folder(folder)
+
+
+def _opened(path: Path) -> tuple[Path, Manifest]:
+    """The folder and the tensors of safetensors files."""
+    folder = path if path.is_dir() else path.parent
+    if path.is_file():
+        files = [path.name]
+    elif (path / _INDEX).exists():
+        files = sorted(set(json.loads((path / _INDEX).read_text())["weight_map"].values()))
+    else:
+        files = [_ONE]
+    if absent := [file for file in files if not (folder / file).exists()]:
+        raise FileNotFoundError(f"no safetensors files at {path}: {', '.join(absent)} not found")
+    tensors: dict[str, Entry] = {}
+    for file in files:
+        tensors |= _entries(folder / file)
+    return folder, Manifest(step=0, seed=0, scale=None, mesh={}, tensors=tensors)
+
+
+def _entries(path: Path) -> dict[str, Entry]:
+    """The tensors of a file, each as one chunk."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > size - 8:
+            raise CheckpointError(f"{path} is no safetensors file, or was cut: its header would have {length} bytes")
+        try:
+            header = json.loads(file.read(length))
+        except ValueError as error:
+            raise CheckpointError(f"{path} is no safetensors file: {error}") from error
+    header.pop("__metadata__", None)
+    tensors, begin = {}, 8 + length
+    for name, facts in header.items():
+        first, stop = facts["data_offsets"]
+        if facts["dtype"] not in _DTYPES or begin + stop > size:
+            raise CheckpointError(
+                f"{path}: {name} has dtype {facts['dtype']} and ends at byte {begin + stop} of {size}"
+            )
+        shape = tuple(facts["shape"])
+        chunk = Chunk(path.name, begin + first, stop - first, begin + first, 0, (0,) * len(shape), shape)
+        tensors[name] = Entry(_DTYPES[facts["dtype"]], shape, [chunk])
+    return tensors

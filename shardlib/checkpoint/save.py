@@ -1,0 +1,109 @@
+"""Saving a train state."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shardlib.checkpoint.commit import Commit
+from shardlib.checkpoint.fragments import Fragment, owned_fragments
+from shardlib.checkpoint.manifest import Manifest
+from shardlib.checkpoint.packed import unpacked
+from shardlib.checkpoint.rank_local import diverged_axis, rank_local_fragments
+from shardlib.checkpoint.residuals import residual_fragments
+from shardlib.collectives import primitives
+from shardlib.errors import RankFailure, listing
+from shardlib.mesh.mesh import Mesh
+from shardlib.optim.train_state import TrainState
+from shardlib.plan.placement import Placement
+
+T = TypeVar("T")
+
+
+def save(folder: str | Path, state: TrainState, keep: int = 2, notes: dict[str, Any] | None = None) -> Path:
+    """Write ``state`` to a new checkpoint under ``folder`` and return the checkpoint's folder. Every rank must call it.
+
+    Each rank writes its own file, all at the same time, and each tensor is written once. The checkpoint is there only when
+    all of it is on the disk; a crash at any time leaves the checkpoints that were there before, or the new one too. Only the
+    newest ``keep`` checkpoints are kept. Plain `torch.distributed.checkpoint.load` reads it too.
+
+    Args:
+        folder: a folder that all ranks see; it is made if it is not there.
+        notes: what else to keep, such as the position in the data: anything that JSON can hold. Equal on all ranks;
+            `read_notes` gives it back.
+
+    Raises:
+        CheckpointError: ``folder`` holds a checkpoint of a later step.
+        RankFailure: other ranks could not write their files; lists them.
+
+    >>> state, _ = sl.make_train_step(lambda p, x: (p["w"] * x).sum(), {"w": torch.ones(2)}, sl.optim.adamw(1e-3))
+    >>> sl.checkpoint.save("run", state).name
+    'step-00000000'
+    """
+    mesh = state.params.mesh
+    commit = Commit(Path(folder), facts(state, notes or {}), mesh.rank, mesh.size, keep)
+    on_all_ranks(mesh, lambda: commit.prepare() if mesh.rank == 0 else None)
+    on_all_ranks(mesh, lambda: commit.write(saved_fragments(state)))
+    final, *_ = on_all_ranks(mesh, lambda: commit.finish() if mesh.rank == 0 else None)
+    assert final is not None
+    return final
+
+
+def facts(state: TrainState, notes: dict[str, Any]) -> Manifest:
+    """The manifest of a state, without tensors and files. Notes are copied: the caller may change them afterwards.
+
+    Raises:
+        TypeError: the notes are nothing that JSON can hold.
+    """
+    plan = state.params.plan
+    try:
+        notes = json.loads(json.dumps(notes))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"save: the notes cannot be written as JSON ({error}); give dicts with text as keys, lists, numbers and text"
+        ) from error
+    return Manifest(
+        step=state.step,
+        seed=state.rng.seed,
+        scale=asdict(state.scale) if state.scale else None,
+        mesh=dict(state.params.mesh.shape),
+        shardlib=importlib.metadata.version("shardlib"),
+        specs={placement.path: _specs(placement) for placement in plan.placements},
+        notes=notes,
+    )
+
+
+def _specs(placement: Placement) -> str:
+    optimizer = f", optimizer {placement.optimizer.spec!r}" if placement.optimizer else ""
+    return f"{placement.param.spec!r}{optimizer}"
+
+
+def saved_fragments(state: TrainState) -> list[Fragment]:
+    """The fragments of a state that this rank saves: views of the state where it holds what is saved."""
+    whole = unpacked(state.settled())
+    fragments = owned_fragments(whole, diverged_axis(whole))
+    return [*fragments, *rank_local_fragments(whole), *residual_fragments(whole)]
+
+
+def on_all_ranks(mesh: Mesh, work: Callable[[], T]) -> list[T]:
+    """Run ``work`` on every rank; returns all ranks' results. If it fails on one rank all raise."""
+    failure: Exception | None = None
+    result: Any = None
+    try:
+        result = work()
+    except Exception as error:
+        failure = error
+    problem = f"rank {mesh.rank}: {type(failure).__name__}: {failure}" if failure else ""
+    reports = primitives.all_gather_object(mesh, list(mesh.shape), (problem, result))
+    if failure is not None:
+        raise failure
+    problems = [problem for problem, _ in reports if problem]
+    if problems:
+        raise RankFailure(
+            f"the checkpoint was not written:\n{listing(problems)}\nThe output of these ranks has the tracebacks."
+        )
+    return [result for _, result in reports]

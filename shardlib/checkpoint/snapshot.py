@@ -1,0 +1,44 @@
+"""A copy of fragments in host memory, which a background thread can save while the next steps change the state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardlib.checkpoint.fragments import Fragment
+
+_ALIGNMENT = 64  # bytes
+
+
+class Snapshot:
+    """Host memory for copies of fragments. It is allocated once and reused; pinned, where fragments lie on a GPU."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, fragments: Sequence[Fragment]) -> tuple[list[Fragment], torch.cuda.Event | None]:
+        """The fragments with copies of their data, and an event after which copies from a GPU are complete.
+
+        The copies are the values at the time of the call, whatever happens to the originals afterwards. They overwrite those
+        of the call before.
+        """
+        places, total = [], 0
+        for fragment in fragments:
+            places.append(total)
+            size = fragment.data.numel() * fragment.data.element_size()
+            total += -(-size // _ALIGNMENT) * _ALIGNMENT
+        on_gpu = any(fragment.data.is_cuda for fragment in fragments)
+        if self._memory.numel() < total:
+            self._memory = torch.empty(total, dtype=torch.uint8, pin_memory=on_gpu)
+        copies = []
+        for fragment, at in zip(fragments, places, strict=True):
+            data = fragment.data.detach()
+            host = self._memory[at : at + data.numel() * data.element_size()].view(data.dtype)
+            copies.append(fragment._replace(data=host.copy_(data, non_blocking=on_gpu)))
+        if not on_gpu:
+            return copies, None
+        # A later step's kernels come after the copies on the same stream; only the thread that saves has to wait for them.
+        event = torch.cuda.Event()
+        event.record()
+        return copies, event

@@ -1,0 +1,120 @@
+"""Rows of a dataset as a batch: whole arrays at once where the dataset can, else sample by sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, default_collate
+
+from shardlib.errors import BatchError, listing
+from shardlib.execute.batches import as_tensors
+from shardlib.tree import flatten, tree_map
+
+Fetch = Callable[[np.ndarray], Any]
+
+
+class RowsDataset:
+    """The base of datasets that read the rows of a batch at once, by ``rows_at``."""
+
+    def rows_at(self, indices: np.ndarray) -> Any:
+        """The batch of the samples at int64 ``indices``."""
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> Any:
+        return tree_map(lambda leaf: leaf[0], self.rows_at(np.array([index])))
+
+
+class Arrays(RowsDataset):
+    """A pytree of tensors or NumPy arrays whose dimension 0 counts samples, as a dataset.
+
+    Raises:
+        BatchError: leaves that are neither, or of different lengths; lists them.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        self._tree = tree
+        paths, leaves, _ = flatten(tree)
+        self._length = next((len(leaf) for leaf in leaves if _is_array(leaf)), 0)
+        failures = [
+            f"{path or 'dataset'}: {_described(leaf)}"
+            for path, leaf in zip(paths, leaves, strict=True)
+            if not _is_array(leaf) or len(leaf) != self._length
+        ]
+        if failures:
+            raise BatchError(
+                f"loader: a dictionary is a dataset if it holds arrays with one row for each of {self._length} samples:\n"
+                f"{listing(failures)}\nGive every array as many rows, or pass a list of samples."
+            )
+
+    def __len__(self) -> int:
+        return self._length
+
+    def rows_at(self, indices: np.ndarray) -> Any:
+        where = torch.from_numpy(indices)
+        rows = tree_map(
+            lambda leaf: leaf[where.to(leaf.device) if isinstance(leaf, torch.Tensor) else indices], self._tree
+        )
+        return as_tensors(rows, torch.device("cpu"))
+
+
+def as_dataset(dataset: Any) -> Any:
+    """``dataset``, or arrays as `Arrays`.
+
+    Raises:
+        BatchError: a dataset without ``__len__`` or ``__getitem__``, or without samples.
+    """
+    if isinstance(dataset, Mapping) or _is_array(dataset):
+        dataset = Arrays(dataset)
+    name = type(dataset).__name__
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise BatchError(
+            f"loader: {name} has no length, so that its samples have no order to resume in: use "
+            "sl.data.streams([dataset], ...) for iterable datasets, which save a state of their own"
+        )
+    if not hasattr(dataset, "rows_at") and not hasattr(dataset, "__getitem__"):
+        raise BatchError(f"loader: {name} has no __getitem__: pass a list, arrays, or a dataset that can be indexed")
+    if not len(dataset):
+        raise BatchError(f"loader: {name} has no samples")
+    return dataset
+
+
+def fetch_of(dataset: Any, collate: Callable[[list[Any]], Any] | None) -> Fetch:
+    """The function from indices to a batch: the dataset's ``rows_at``, or its samples, collated."""
+    if collate is None and hasattr(dataset, "rows_at"):
+        return dataset.rows_at
+    return _Collated(dataset, collate or default_collate)
+
+
+class _Collated:
+    """Samples one by one, or by the dataset's ``__getitems__`` (Hugging Face's reads them in one go)."""
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
+        self._dataset, self._collate = dataset, collate
+
+    def __call__(self, indices: np.ndarray) -> Any:
+        wanted = indices.tolist()
+        many = getattr(self._dataset, "__getitems__", None)
+        return self._collate(many(wanted) if many else [self._dataset[index] for index in wanted])
+
+
+def no_rows(batch: Any) -> Any:
+    """A batch without rows, of the dtypes and shapes of ``batch``."""
+    return tree_map(lambda leaf: leaf[:0] if _is_array(leaf) else leaf, batch)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on ``device``; a pinned one is copied while the host goes on."""
+    if device.type == "cpu":
+        return batch
+    return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, batch)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (torch.Tensor, np.ndarray)) and leaf.ndim > 0
+
+
+def _described(leaf: Any) -> str:
+    return f"{len(leaf)} rows" if _is_array(leaf) else f"{type(leaf).__name__}, not an array with rows"

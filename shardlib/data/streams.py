@@ -1,0 +1,197 @@
+"""Batches of iterable datasets that save a state of their own (``state_dict``, ``load_state_dict``), sharded over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from shardlib.collectives import primitives
+from shardlib.data.ranks import Share, share_of
+from shardlib.data.rows import to_device
+from shardlib.errors import BatchError
+
+
+def streams(
+    datasets: Sequence[Iterable[Any]],
+    where: Any,
+    batch: int,
+    *,
+    over: Sequence[str] | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+    map: Callable[[Any, int], Any] | None = None,
+    ahead: bool = False,
+) -> Streams:
+    """An iterable over this rank's share of batches whose rows come from several iterable datasets, as many from each.
+
+    Every global batch has batch / len(datasets) rows of each dataset, in order. Each rank reads only the datasets whose rows
+    are its own. So all meshes whose number of sharing ranks divides the number of datasets see the same global batches, and a
+    state saved on one goes on on another. A dataset that ends begins again, with ``set_epoch(epoch)`` before if it has that.
+
+    For a state to be saved, each dataset, or its iterator, has ``state_dict()`` and ``load_state_dict(state)``, as for
+    torchdata's StatefulDataLoader; Hugging Face's ``IterableDataset`` does.
+
+    Args:
+        datasets: the same on every rank; a rank iterates over its own alone. ``dataset.shard(...)`` or lists of files make
+            several of one.
+        where, over, collate, map: as in `loader`.
+        batch: rows of the global batch, a multiple of the number of datasets.
+        ahead: whether a process reads ahead.
+
+    Raises:
+        BatchError: numbers that do not divide; an object that cannot be iterated over; a dataset without samples.
+
+    >>> class Numbers:  # a dataset with a state
+    ...     def __init__(self, start):
+    ...         self.start, self.at = start, 0
+    ...     def __iter__(self):
+    ...         while True:
+    ...             self.at += 1
+    ...             yield self.start + self.at - 1
+    ...     def state_dict(self):
+    ...         return self.at
+    ...     def load_state_dict(self, state):
+    ...         self.at = state
+    >>> batches = sl.data.streams([Numbers(0), Numbers(100)], sl.make_mesh(), batch=4)
+    >>> next(iter(batches)).tolist()
+    [0, 1, 100, 101]
+    >>> batches.state_dict()
+    {'samples': 4, 'streams': [{'epoch': 0, 'inner': 2}, {'epoch': 0, 'inner': 2}]}
+    """
+    share = share_of(where, over)
+    count = len(datasets)
+    if not count or count % share.count or batch < 1 or batch % count:
+        raise BatchError(
+            f"streams: {count} datasets, {share.count} ranks that share a batch, batches of {batch} rows: the number of "
+            "datasets must be a multiple of the ranks, and the rows a multiple of the datasets, so that every rank has whole "
+            "datasets; split them further, or change the batch"
+        )
+    wrong = [type(dataset).__name__ for dataset in datasets if not hasattr(dataset, "__iter__")]
+    if wrong:
+        raise BatchError(
+            f"streams: {', '.join(wrong)} cannot be iterated over; for a dataset with an index use sl.data.loader"
+        )
+    return Streams(datasets, share, batch, collate or default_collate, map, ahead)
+
+
+class Streams:
+    """An iterable over this rank's share of batches, from `streams`. A loop goes on where the last one stopped.
+
+    Attributes:
+        samples: the number of samples consumed, over all ranks.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[Iterable[Any]],
+        share: Share,
+        batch: int,
+        collate: Callable[[list[Any]], Any],
+        change: Callable[[Any, int], Any] | None,
+        ahead: bool,
+    ) -> None:
+        self.samples = 0
+        self._share, self._batch, self._count, self._ahead = share, batch, len(datasets), ahead
+        each = len(datasets) // share.count
+        self._own = range(share.index * each, (share.index + 1) * each)
+        self._datasets = [datasets[index] for index in self._own]
+        self._states: list[Any] = [None] * each
+        self._rows, self._collate, self._change = batch // len(datasets), collate, change
+
+    def state_dict(self) -> dict[str, Any]:
+        """The samples consumed, and the state of every dataset, equal on all ranks. Every rank must call it.
+
+        Raises:
+            BatchError: a dataset saves no state.
+        """
+        states = dict(zip(self._own, self._states))
+        for others in primitives.all_gather_object(self._share.mesh, self._share.axes, states):
+            states |= others
+        without = [str(index) for index, state in states.items() if state is not None and state["inner"] is None]
+        if without:
+            raise BatchError(
+                f"streams: datasets {', '.join(without)} have no state_dict(), nor have their iterators, so that they could "
+                "only begin anew: give them state_dict and load_state_dict, or use sl.data.loader on data with an index"
+            )
+        return {"samples": self.samples, "streams": [states[index] for index in range(self._count)]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was taken, on the same or another number of ranks.
+
+        Raises:
+            BatchError: the state is of another number of datasets.
+        """
+        if len(state["streams"]) != self._count:
+            raise BatchError(f"streams: a state of {len(state['streams'])} datasets, and these are {self._count}")
+        self.samples, self._states = state["samples"], [state["streams"][index] for index in self._own]
+
+    def __iter__(self) -> Iterator[Any]:
+        step = self.samples // self._batch
+        reading = _Reading(self._datasets, self._states, self._rows, self._collate, self._change, step)
+        batches = DataLoader(
+            reading,
+            batch_size=None,
+            num_workers=int(self._ahead),
+            pin_memory=self._share.mesh.device.type == "cuda",
+            generator=torch.Generator().manual_seed(0),
+        )
+        for batch, states in batches:
+            self.samples, self._states = self.samples + self._batch, states
+            yield to_device(batch, self._share.mesh.device)
+
+
+class _Reading(IterableDataset):
+    """Batches of some datasets, each with the datasets' states after it. A worker has a copy."""
+
+    def __init__(
+        self,
+        datasets: Sequence[Iterable[Any]],
+        states: Sequence[Any],
+        rows: int,
+        collate: Callable[[list[Any]], Any],
+        change: Callable[[Any, int], Any] | None,
+        step: int,
+    ) -> None:
+        self._datasets, self._states, self._rows = datasets, states, rows
+        self._collate, self._change, self._step = collate, change, step
+
+    def __iter__(self) -> Iterator[tuple[Any, list[Any]]]:
+        open_ = [_Stream(dataset, state) for dataset, state in zip(self._datasets, self._states)]
+        step = self._step
+        while True:
+            batch = self._collate([stream.next() for stream in open_ for _ in range(self._rows)])
+            yield batch if self._change is None else self._change(batch, step), [stream.state() for stream in open_]
+            step += 1
+
+
+class _Stream:
+    """One dataset, begun again whenever it ends."""
+
+    def __init__(self, dataset: Any, state: Any) -> None:
+        self._dataset = dataset
+        self._epoch = 0 if state is None else state["epoch"]
+        self._begin(None if state is None else state["inner"])
+
+    def _begin(self, inner: Any) -> None:
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(self._epoch)
+        on_dataset = hasattr(self._dataset, "load_state_dict")
+        if inner is not None and on_dataset:
+            self._dataset.load_state_dict(inner)
+        self._iterator = iter(self._dataset)
+        if inner is not None and not on_dataset:
+            self._iterator.load_state_dict(inner)
+
+    def next(self) -> Any:
+        for _ in range(2):
+            for sample in self._iterator:
+                return sample
+            self._epoch += 1
+            self._begin(None)
+        raise BatchError(f"streams: {type(self._dataset).__name__} has no samples")
+
+    def state(self) -> dict[str, Any]:
+        holder = self._dataset if hasattr(self._dataset, "load_state_dict") else self._iterator
+        return {"epoch": self._epoch, "inner": holder.state_dict() if hasattr(holder, "state_dict") else None}

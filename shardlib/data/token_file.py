@@ -1,0 +1,194 @@
+"""Files of tokens: written once, complete or not there at all, and read through a memory map.
+
+Layout, all little-endian: 8 bytes b"SHARDTOK"; the length of the header as u64; the header, JSON padded with spaces up to
+byte 4,096; the tokens, in the header's dtype; from the next multiple of 8 on, the documents' ends as u64, in tokens from the
+start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from shardlib.errors import ShardlibError
+
+_MAGIC = b"SHARDTOK"
+_START = 4096  # the first token's byte
+_CHUNK = 1 << 20
+
+
+class TokenFileError(ShardlibError, ValueError):
+    """A file that is no token file, or a damaged one."""
+
+
+def write_tokens(
+    path: str | Path, documents: Iterable[Any], *, vocabulary: int = 256, tokenizer: str = "bytes"
+) -> TokenFile:
+    """Write documents of tokens to a file for `tokens` and `packed`, and return it.
+
+    Memory holds one document at a time. The file gets its name when all of it is on the disk, so that a crash leaves the old
+    file, if there was one, or the new one.
+
+    Args:
+        documents: sequences of tokens (lists, arrays, bytes). Empty ones are left out.
+        vocabulary: the number of different tokens. Up to 256 a token takes one byte, up to 65,536 two, above that four.
+        tokenizer: the tokenizer's name, for the header.
+
+    Raises:
+        TokenFileError: a token outside the vocabulary, or no tokens at all. There is then no new file.
+
+    >>> file = sl.data.write_tokens("text.tokens", [b"one document", b"another"])
+    >>> len(file), file.documents
+    (19, 2)
+    """
+    path = Path(path)
+    dtype = np.dtype("u1" if vocabulary <= 1 << 8 else "<u2" if vocabulary <= 1 << 16 else "<u4")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with open(partial, "wb") as file, tempfile.TemporaryFile(dir=path.parent) as ends:
+            file.write(b"\0" * _START)
+            digest, count, number = hashlib.blake2b(digest_size=16), 0, 0
+            for number, document in enumerate(documents):
+                found = _checked(document, vocabulary, number)
+                if found.size:
+                    data = found.astype(dtype).tobytes()
+                    file.write(data)
+                    digest.update(data)
+                    count += found.size
+                    ends.write(np.uint64(count).astype("<u8").tobytes())
+            if not count:
+                raise TokenFileError(f"write_tokens: the {number} documents for {path} have no tokens")
+            file.write(b"\0" * (-file.tell() % 8))
+            held = ends.tell() // 8
+            _append(file, ends, digest)
+            header = {
+                "version": 1,
+                "dtype": dtype.str,
+                "count": count,
+                "documents": held,
+                "vocabulary": vocabulary,
+                "tokenizer": tokenizer,
+                "blake2b": digest.hexdigest(),
+            }
+            text = json.dumps(header).encode()
+            if len(text) > _START - 16:
+                raise TokenFileError(f"write_tokens: a tokenizer's name of {len(tokenizer)} characters is too long")
+            file.seek(0)
+            file.write(_MAGIC + len(text).to_bytes(8, "little") + text.ljust(_START - 16))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+    return TokenFile(path)
+
+
+class TokenFile:
+    """A token file, mapped into memory. ``len(file)`` is its number of tokens.
+
+    Attributes:
+        path: the file.
+        header: the header, with ``dtype``, ``count``, ``documents``, ``vocabulary``, ``tokenizer`` and ``blake2b``.
+        tokens: all tokens, (count,), of the dtype in which they are stored.
+        ends: the end of each document, in tokens from the start, (documents,).
+
+    Raises:
+        TokenFileError: another file, or one that is cut.
+        FileNotFoundError: there is no such file.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.header = _header_of(self.path)
+        count, dtype = self.header["count"], np.dtype(self.header["dtype"])
+        ends = _START + count * dtype.itemsize
+        ends += -ends % 8
+        wanted, found = ends + 8 * self.header["documents"], self.path.stat().st_size
+        if found != wanted:
+            raise TokenFileError(
+                f"{self.path} has {found} bytes, and its header says {wanted}: it was cut or changed; write it anew with "
+                "shardlib tokenize"
+            )
+        self.tokens = np.memmap(self.path, dtype, "r", _START, (count,))
+        self.ends = np.memmap(self.path, "<u8", "r", ends, (self.header["documents"],))
+
+    def __len__(self) -> int:
+        return self.header["count"]
+
+    @property
+    def documents(self) -> int:
+        return self.header["documents"]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenFile, (self.path,)  # a worker maps the file itself; the tokens are not sent to it
+
+    def verify(self) -> None:
+        """Read the whole file and compare its checksum.
+
+        Raises:
+            TokenFileError: it is another.
+        """
+        digest = hashlib.blake2b(digest_size=16)
+        for part in (self.tokens, self.ends):
+            for start in range(0, len(part), _CHUNK):
+                digest.update(part[start : start + _CHUNK].tobytes())
+        if digest.hexdigest() != self.header["blake2b"]:
+            raise TokenFileError(
+                f"{self.path} is damaged: its checksum is {digest.hexdigest()}, and its header says "
+                f"{self.header['blake2b']}; write it anew with shardlib tokenize"
+            )
+
+
+def _header_of(path: Path) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        start = file.read(_START)
+    length = int.from_bytes(start[8:16], "little")
+    try:
+        if start[:8] != _MAGIC or length > _START - 16:
+            raise ValueError
+        header = json.loads(start[16 : 16 + length])
+    except ValueError:
+        raise TokenFileError(f"{path} is no token file; make one with shardlib tokenize") from None
+    if header.get("version") != 1:
+        raise TokenFileError(f"{path} has format {header.get('version')}, and this shardlib reads 1: update shardlib")
+    return header
+
+
+def _checked(document: Any, vocabulary: int, number: int) -> np.ndarray:
+    given = np.frombuffer(document, np.uint8) if isinstance(document, (bytes, bytearray)) else np.asarray(document)
+    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+        raise TokenFileError(
+            f"write_tokens: document {number} is {given.dtype} of shape {given.shape}, not a list of tokens"
+        )
+    if given.size and not 0 <= given.min() <= given.max() < vocabulary:
+        raise TokenFileError(
+            f"write_tokens: document {number} has tokens from {given.min()} to {given.max()}, outside a vocabulary of "
+            f"{vocabulary}; give vocabulary={int(given.max()) + 1} or more"
+        )
+    return given
+
+
+def _append(file: IO[bytes], ends: IO[bytes], digest: Any) -> None:
+    ends.seek(0)
+    while chunk := ends.read(_CHUNK):
+        file.write(chunk)
+        digest.update(chunk)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable; a rename alone may be lost in a crash."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
