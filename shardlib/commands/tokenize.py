@@ -102,7 +102,7 @@ def _lines(file: Path) -> Iterator[str]:
 
 def _rows(name: str, split: str, field: str) -> Iterator[str]:
     """A column of a dataset: of a folder that ``save_to_disk`` wrote, or streamed by name."""
-    datasets = require("datasets", "--dataset", "datasets", "hf")
+    datasets = require("datasets", "--dataset", "datasets", "data")
     if (Path(name) / "dataset_info.json").exists() or (Path(name) / "dataset_dict.json").exists():
         dataset = datasets.load_from_disk(name)
         dataset = dataset[split] if isinstance(dataset, dict) else dataset
