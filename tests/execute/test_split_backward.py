@@ -261,7 +261,7 @@ def test_only_factors_are_kept_between_the_halves():
         x = torch.randn(rows, TINY.sequence, width, requires_grad=True)
         with WatchStorages() as watch:
             gradients = executor.gradients(default_options(mesh))
-            y = executor.open(sharded, gradients, lambda tree: loss_fn.run(tree, x, None, *layers, None))
+            y = executor.open(sharded, gradients, lambda tree: loss_fn.run(tree, x, {}, *layers, None))
             before = watch.alive
             (found,) = executor.inputs_gradient([y], [torch.ones_like(y)], [x])
             del y
