@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from helpers import training
 from helpers.measure import count_payload, stored_bytes
 from helpers.models import TINY, tiny_gpt, token_batches
+from helpers.profile import NIGHTLY
 from helpers.trees import assert_close
 from oracle import one_device
 from transformers import (
@@ -29,7 +30,7 @@ from shardlib.models import bert, gpt, huggingface
 
 logging.set_verbosity_error()
 SIZES = {"width": 12, "heads": 4}
-MAX_NORM = 0.3
+STEPS, MAX_NORM = 4 if NIGHTLY else 2, 0.3
 VOCABS = {31: "a last rank with fewer", 5: "and, of four, one without any", 257: "a prime"}
 
 
@@ -54,7 +55,7 @@ def expected(vocab, steps, **changes):
     return one_device.train(loss_fn, params, batches, max_norm=MAX_NORM)
 
 
-def check(mesh, vocab, *others, steps=4, **changes):
+def check(mesh, vocab, *others, steps=STEPS, **changes):
     config, loss_fn, params, batches = model_and_batches(vocab, steps, **changes)
     got = training.simulate(mesh, loss_fn, params, batches, sliced(config, *others), training.optimizer(MAX_NORM))
     losses, norms, final = expected(vocab, steps, **changes)
