@@ -9,7 +9,6 @@ from shardlib.mesh.specs import P
 from shardlib.models.from_module import from_module
 from shardlib.nn import Mean, block, dropout, sequential
 from shardlib.optim.train_state import TrainState, replace_params
-from shardlib.plan.loss_scale import LossScale
 from shardlib.plan.plan import Plan
 from shardlib.plan.transform import chain
 from shardlib.rng import Key
@@ -28,6 +27,7 @@ from shardlib.transforms import (
     precision,
     quantize,
     remat,
+    reproducible,
     row,
     sequence,
     tensor_slicing,
@@ -54,7 +54,6 @@ __all__ = [
     "simulate",
     # values
     "Key",
-    "LossScale",
     "Mean",
     "Mesh",
     "P",
@@ -77,6 +76,7 @@ __all__ = [
     "precision",
     "quantize",
     "remat",
+    "reproducible",
     "row",
     "sequence",
     "tensor_slicing",

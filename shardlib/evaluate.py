@@ -76,7 +76,7 @@ class EvalStep:
         return self._reduced(results)
 
     def _results(self) -> Results:
-        return Results(self._mesh.device, "batch", "the result")
+        return Results(self._mesh.device, self._plan.reductions.summation, "batch", "the result")
 
     def _reduced(self, results: Results) -> Any:
         """The results with each `Mean` as a number over all ranks. Not collective if there are no means."""

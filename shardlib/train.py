@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from shardlib.collectives import primitives
+from shardlib.collectives.summation import sum_of_squares
 from shardlib.errors import IllegalComposition, TreeError
 from shardlib.execute.step import Evaluation, LossStep, require_usable
-from shardlib.kernels.global_norm import sum_of_squares
 from shardlib.optim.axis_owner.owned_exchange import OwnedExchange
-from shardlib.optim.base import GradientTransformation
+from shardlib.optim.base import GradientTransformation, require_unpacked
 from shardlib.optim.settings import injected, settings
 from shardlib.optim.shards import MeshShards
 from shardlib.optim.storing import optimizer_shards, store
@@ -193,10 +193,12 @@ def make_train_step(
         kept = evaluation.buffers if taken else old_buffers
         return TrainState(step, new, opt, comm, kept, after, state_rng).fitting(), metrics
 
+    opt = _init(optimizer, lifted)
+    require_unpacked(plan, opt.inner)
     state = TrainState(
         step=0,
         params=lifted,
-        opt=_init(optimizer, lifted),
+        opt=opt,
         comm={name: kept for channel in plan.channels for name, kept in channel.start(mesh.device).items()},
         buffers=tree_map(lambda leaf: leaf.to(mesh.device) if isinstance(leaf, torch.Tensor) else leaf, buffers),
         scale=plan.step.loss_scale,

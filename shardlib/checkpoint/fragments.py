@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
+from shardlib.checkpoint.packed import Parts
 from shardlib.kernels.common.thresholds import Threshold
 from shardlib.mesh.mesh import Mesh, rank_of
 from shardlib.mesh.specs import Window
-from shardlib.optim.train_state import TrainState
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
 from shardlib.sharded.tree import Sharded
@@ -69,22 +69,22 @@ def whole_window(shape: tuple[int, ...]) -> Window:
     return Window(shape, (0,) * len(shape), shape)
 
 
-def owned_fragments(state: TrainState, diverged: str | None = None) -> Iterator[Fragment]:
+def owned_fragments(parts: Parts, diverged: str | None = None) -> Iterator[Fragment]:
     """The fragments that this rank saves: the ranges it owns, which ranks with copies share out among them, and on rank 0
     the tensors that are not sharded.
 
     Args:
         diverged: an axis whose ranks do not have equal parameters now; the first rank's are saved.
     """
-    params = state.params
+    params = parts.params
     if diverged is not None and params.mesh.coords[diverged]:
         return
     for bucket in params.plan.buckets:
         if params.plan.counts(bucket, params.mesh.coords):
             copies = [axis for axis in params.plan.copies(bucket) if axis != diverged]
-            yield from _shared_out(bucket_fragments(state, bucket), params.mesh, copies)
+            yield from _shared_out(bucket_fragments(parts, bucket), params.mesh, copies)
     if params.mesh.rank == 0:
-        for name, leaf in common_leaves(state):
+        for name, leaf in common_leaves(parts):
             yield whole(leaf, name)
 
 
@@ -109,11 +109,11 @@ def _shared_out(fragments: Iterable[Fragment], mesh: Mesh, copies: Sequence[str]
             yield fragment
 
 
-def bucket_fragments(state: TrainState, bucket: Bucket) -> Iterator[Fragment]:
+def bucket_fragments(parts: Parts, bucket: Bucket) -> Iterator[Fragment]:
     """The ranges of a bucket's parameters, and of the optimizer's trees for them, that this rank owns: views."""
-    yield from _owned(state.params, bucket)
-    for prefix, subset, tensor in _flat_states(state, bucket):
-        yield from _cut(state.params.plan, state.params.mesh, subset, prefix, tensor, subset.levels)
+    yield from _owned(parts.params, bucket)
+    for prefix, subset, tensor in _flat_states(parts, bucket):
+        yield from _cut(parts.params.plan, parts.params.mesh, subset, prefix, tensor, subset.levels)
 
 
 def _owned(params: Sharded, bucket: Bucket) -> Iterator[Fragment]:
@@ -135,12 +135,12 @@ def needed_params(params: Sharded) -> Iterator[Fragment]:
         yield from _held(params, bucket)
 
 
-def needed_fragments(state: TrainState) -> Iterator[Fragment]:
+def needed_fragments(parts: Parts) -> Iterator[Fragment]:
     """Every range of the sharded tensors that this rank holds, as views to fill."""
-    yield from needed_params(state.params)
-    for bucket in state.params.plan.buckets:
-        for prefix, subset, tensor in _flat_states(state, bucket):
-            yield from _cut(state.params.plan, state.params.mesh, subset, prefix, tensor, subset.levels)
+    yield from needed_params(parts.params)
+    for bucket in parts.params.plan.buckets:
+        for prefix, subset, tensor in _flat_states(parts, bucket):
+            yield from _cut(parts.params.plan, parts.params.mesh, subset, prefix, tensor, subset.levels)
 
 
 def source_of(name: str, saved: Container[str]) -> str:
@@ -155,25 +155,27 @@ def source_of(name: str, saved: Container[str]) -> str:
     return name
 
 
-def common_leaves(state: TrainState) -> Iterator[tuple[str, torch.Tensor]]:
+def common_leaves(parts: Parts) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and values of the tensors that are equal on all ranks: the optimizer's counters and the model's buffers."""
-    plan = state.params.plan
-    for prefix, tree in (("opt", state.opt), ("buffers", state.buffers)):
+    plan = parts.params.plan
+    for prefix, tree in (("opt", parts.opt), ("also", parts.also), ("buffers", parts.buffers)):
         for path, leaf in named_leaves(tree):
-            if isinstance(leaf, torch.Tensor) and not (prefix == "opt" and plan.numbering.run_named(path[-1])):
+            in_bucket = prefix != "buffers" and plan.numbering.run_named(path[-1])
+            if isinstance(leaf, torch.Tensor) and not in_bucket:
                 yield f"{prefix}/{path_name(path)}", leaf
 
 
-def _flat_states(state: TrainState, bucket: Bucket) -> Iterator[tuple[str, Bucket, torch.Tensor]]:
-    """The optimizer's flat tensors for a bucket or a subset of its leaves: prefix of their names, bucket of these leaves,
-    tensor.
+def _flat_states(parts: Parts, bucket: Bucket) -> Iterator[tuple[str, Bucket, torch.Tensor]]:
+    """The flat tensors in the optimizer's layout for a bucket or a subset of its leaves: prefix of their names, bucket of
+    these leaves, tensor.
 
-    The prefix is the path in the optimizer's state of the tree that a tensor belongs to.
+    The prefix is the path of the tree that a tensor belongs to, in the optimizer's state or a further tree.
     """
-    for path, leaf in named_leaves(state.opt):
-        name, subset = state.params.plan.numbering.run_named(path[-1]) or (None, bucket)
-        if name == bucket.name and isinstance(leaf, torch.Tensor):
-            yield f"opt/{path_name(path[:-1])}/", subset, leaf
+    for prefix, tree in (("opt", parts.opt), ("also", parts.also)):
+        for path, leaf in named_leaves(tree):
+            name, subset = parts.params.plan.numbering.run_named(path[-1]) or (None, bucket)
+            if name == bucket.name and isinstance(leaf, torch.Tensor):
+                yield f"{prefix}/{path_name(path[:-1])}/", subset, leaf
 
 
 def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[tuple[Any, ...], Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -67,11 +67,13 @@ class Manager:
         if kind is None:
             self.wait()
 
-    def step(self, state: TrainState, notes: dict[str, Any] | None = None) -> None:
+    def step(
+        self, state: TrainState, notes: dict[str, Any] | None = None, also: Mapping[str, Any] | None = None
+    ) -> None:
         """Save ``state`` if it is due. To be called after every step.
 
         Args:
-            notes: as in `shardlib.checkpoint.save`.
+            notes, also: as in `shardlib.checkpoint.save`.
 
         Raises:
             CheckpointError: an earlier save has failed; on all ranks at the same step.
@@ -79,9 +81,11 @@ class Manager:
         if self._running is not None and self._agreed(self._running, wait=False):
             self._running = None
         if self._every is not None and state.step % self._every == 0:
-            self.save(state, notes)
+            self.save(state, notes, also)
 
-    def save(self, state: TrainState, notes: dict[str, Any] | None = None) -> None:
+    def save(
+        self, state: TrainState, notes: dict[str, Any] | None = None, also: Mapping[str, Any] | None = None
+    ) -> None:
         """Save ``state``. An earlier save that is still being written is waited for.
 
         Raises:
@@ -90,12 +94,12 @@ class Manager:
         """
         self.wait()
         if not self._asynchronous:
-            save(self._folder, state, self._keep, notes)
+            save(self._folder, state, self._keep, notes, also)
             return
         mesh = state.params.mesh
         commit = Commit(self._folder, facts(state, notes or {}), mesh.rank, mesh.size, self._keep)
         on_all_ranks(mesh, lambda: commit.prepare() if mesh.rank == 0 else None)
-        self._running = _Save(commit, mesh, *self._snapshot.take(saved_fragments(state)))
+        self._running = _Save(commit, mesh, *self._snapshot.take(saved_fragments(state, also)))
 
     def wait(self) -> None:
         """Wait until the last save is on the disk.
@@ -111,10 +115,12 @@ class Manager:
         """The newest complete checkpoint, or None."""
         return restoring.latest(self._folder)
 
-    def restore(self, like: TrainState, *, partial: Sequence[str] = ()) -> TrainState:
+    def restore(
+        self, like: TrainState, *, partial: Sequence[str] = (), also: Mapping[str, Any] | None = None
+    ) -> TrainState:
         """The newest checkpoint in the layout of ``like``: see `shardlib.checkpoint.restore`."""
         self.wait()
-        return restoring.restore(self._folder, like, partial=partial)
+        return restoring.restore(self._folder, like, partial=partial, also=also)
 
     @staticmethod
     def _agreed(running: _Save, wait: bool) -> bool:

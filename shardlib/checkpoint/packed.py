@@ -1,29 +1,72 @@
-"""Conversion between packed optimizer states (see `shardlib.optim.base.Packed`) and the tensors that they encode."""
+"""What a checkpoint is made of: a train state and further trees, with the tensors that packed optimizer states encode."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import optree
+import torch
 
+from shardlib.errors import TreeError, listing
 from shardlib.optim.base import Packed
-from shardlib.optim.train_state import TrainState
+from shardlib.optim.train_state import OptimizerState, TrainState
+from shardlib.sharded.tree import Sharded
+from shardlib.tree import path_name
 
 
-def unpacked(state: TrainState) -> TrainState:
-    """The same state with decoded tensors instead of packed ones. All other leaves share memory with ``state``."""
-    opt: Any = state.opt
-    opt = optree.tree_map(lambda node: node.unpacked() if _is_packed(node) else node, opt, is_leaf=_is_packed)
-    return TrainState(state.step, state.params, opt, state.comm, state.buffers, state.scale, state.rng)
+class Parts(NamedTuple):
+    """The trees of a checkpoint.
+
+    Attributes:
+        params, opt, comm, buffers: of the `TrainState`.
+        also: name -> further tree of tensors in the optimizer's layout (the state of `shardlib.optim.ema`), or equal on all
+            ranks.
+    """
+
+    params: Sharded
+    opt: OptimizerState
+    comm: dict[str, torch.Tensor]
+    buffers: Any
+    also: Mapping[str, Any]
 
 
-def pack(state: TrainState, whole: TrainState) -> None:
-    """Encode the tensors of ``whole``, which came from ``unpacked(state)``, into the packed leaves of ``state``."""
-    trees: list[Any] = [state.opt, whole.opt]
-    nodes, tensors = (optree.tree_leaves(tree, is_leaf=_is_packed) for tree in trees)
+def unpacked(state: TrainState, also: Mapping[str, Any] | None = None) -> Parts:
+    """The trees of a state and of ``also``, with decoded tensors instead of packed ones; all others share memory with them.
+
+    Raises:
+        TreeError: ``also`` has leaves that are no tensors.
+    """
+    trees: Any = [state.opt, dict(also or {})]
+    decoded: Any = optree.tree_map(
+        lambda node: node.unpacked() if _is_packed(node) else node, trees, is_leaf=_is_packed
+    )
+    opt, further = decoded
+    _require_tensors(further)
+    return Parts(state.params, opt, state.comm, state.buffers, further)
+
+
+def pack(state: TrainState, also: Mapping[str, Any] | None, whole: Parts) -> None:
+    """Encode the tensors of ``whole``, which came from ``unpacked(state, also)``, into the packed leaves of both."""
+    before: list[Any] = [[state.opt, dict(also or {})], [whole.opt, whole.also]]
+    nodes, tensors = (optree.tree_leaves(tree, is_leaf=_is_packed) for tree in before)
     for node, values in zip(nodes, tensors, strict=True):
         if _is_packed(node):
             node.pack(values)
+
+
+def _require_tensors(also: Any) -> None:
+    paths, leaves, _ = optree.tree_flatten_with_path(also, is_leaf=lambda node: isinstance(node, Sharded))
+    wrong = [
+        f"{path_name(path)}: {type(leaf).__name__}"
+        for path, leaf in zip(paths, leaves, strict=True)
+        if not isinstance(leaf, torch.Tensor)
+    ]
+    if wrong:
+        raise TreeError(
+            f"also: these are no tensors:\n{listing(wrong)}\nPut numbers and text into notes=, and give an average's state "
+            "(what its update returns second), not the averaged parameters."
+        )
 
 
 def _is_packed(node: Any) -> bool:

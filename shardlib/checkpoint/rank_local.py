@@ -10,38 +10,38 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from shardlib.checkpoint.fragments import MASTERS, PARAMS, Fragment, bucket_fragments, named_leaves
-from shardlib.optim.train_state import TrainState
+from shardlib.checkpoint.packed import Parts
 from shardlib.tree import path_name
 
 PREFIX = "rank_local/"
 
 
-def diverged_axis(state: TrainState) -> str | None:
+def diverged_axis(parts: Parts) -> str | None:
     """The axis whose ranks do not have equal parameters now, or None."""
-    owner = state.params.plan.reductions.owner
-    return owner.axis if owner is not None and _rank_local_trees(state.opt) else None
+    owner = parts.params.plan.reductions.owner
+    return owner.axis if owner is not None and _rank_local_trees(parts.opt) else None
 
 
-def rank_local_fragments(state: TrainState) -> Iterator[Fragment]:
+def rank_local_fragments(parts: Parts) -> Iterator[Fragment]:
     """Fragments of the parameters and of the trees of the optimizer's state that are rank-local now."""
-    plan, mesh, axis = state.params.plan, state.params.mesh, diverged_axis(state)
+    plan, mesh, axis = parts.params.plan, parts.params.mesh, diverged_axis(parts)
     if axis is None:
         return
-    prefixes = (PARAMS, MASTERS, *(f"opt/{path_name(path)}/" for path in _rank_local_trees(state.opt)))
+    prefixes = (PARAMS, MASTERS, *(f"opt/{path_name(path)}/" for path in _rank_local_trees(parts.opt)))
     for bucket in plan.buckets:
         copies = [mesh.coords[other] for other in plan.copies(bucket) if other != axis]
         if plan.counts(bucket, mesh.coords) and not any(copies):
-            for fragment in bucket_fragments(state, bucket):
+            for fragment in bucket_fragments(parts, bucket):
                 if fragment.name.startswith(prefixes):
                     yield fragment._replace(name=_name(fragment.name, mesh.coords[axis], mesh.shape[axis]))
 
 
-def sources(state: TrainState, name: str, saved: Collection[str]) -> tuple[tuple[str, float], ...]:
+def sources(parts: Parts, name: str, saved: Collection[str]) -> tuple[tuple[str, float], ...]:
     """The saved tensors, with weights, whose sum fills fragments called ``name``; none if ranks held it in common."""
     first = next((other for other in saved if other.startswith(PREFIX)), None)
     if first is None:
         return ()
-    plan, mesh = state.params.plan, state.params.mesh
+    plan, mesh = parts.params.plan, parts.params.mesh
     ways = int(first.removeprefix(PREFIX).partition("/")[0].rpartition(" of ")[2])
     if _name(name, 0, ways) not in saved:
         return ()

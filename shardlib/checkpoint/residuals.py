@@ -18,11 +18,11 @@ import torch
 
 from shardlib.checkpoint.fills import Fill
 from shardlib.checkpoint.fragments import Fragment, whole_window, windows
+from shardlib.checkpoint.packed import Parts
 from shardlib.checkpoint.reading import Saved
 from shardlib.collectives.codecs.base import Kept
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.specs import Window
-from shardlib.optim.train_state import TrainState
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.channels import Channel
 from shardlib.plan.plan import Plan
@@ -84,21 +84,21 @@ def _parse(name: str) -> Name:
     return Name(kind, exchange, int(holder.rpartition(" of ")[2]), path)
 
 
-def residual_fragments(state: TrainState) -> Iterator[Fragment]:
+def residual_fragments(parts: Parts) -> Iterator[Fragment]:
     """This rank's fragments of the tensors that exchanges keep."""
-    for channel in state.params.plan.channels:
-        for leaf in _kept_leaves(state, channel):
+    for channel in parts.params.plan.channels:
+        for leaf in _kept_leaves(parts, channel):
             if leaf.saves:
                 yield leaf.fragment(leaf.data.reshape(-1))
 
 
-def residual_fills(state: TrainState, saved: Saved) -> Iterator[Fill]:
-    """What fills the tensors that the exchanges of ``state`` keep from a checkpoint."""
-    plan = state.params.plan
+def residual_fills(parts: Parts, saved: Saved) -> Iterator[Fill]:
+    """What fills the tensors that the exchanges of ``parts`` keep from a checkpoint."""
+    plan = parts.params.plan
     trained = {path for bucket in plan.trained for path in bucket.paths}
     usable = {name: _parse(name) for name in saved.names if name.startswith(PREFIX)}
     usable = {name: parsed for name, parsed in usable.items() if parsed.path in trained}
-    leaves = [leaf for channel in plan.channels for leaf in _kept_leaves(state, channel)]
+    leaves = [leaf for channel in plan.channels for leaf in _kept_leaves(parts, channel)]
     residuals = [leaf for leaf in leaves if leaf.kind in _RESIDUALS]
     for leaf in leaves:
         if leaf.kind not in _RESIDUALS:
@@ -117,12 +117,12 @@ def residual_fills(state: TrainState, saved: Saved) -> Iterator[Fill]:
         yield Fill(_planned(leaf), sources, leaf.data)
 
 
-def log_dropped(state: TrainState, saved: Saved) -> None:
-    """Warn of residuals in a checkpoint that no exchange of a state can take."""
+def log_dropped(parts: Parts, saved: Saved) -> None:
+    """Warn of residuals in a checkpoint that no exchange of ``parts`` can take."""
     parsed = [_parse(name) for name in saved.names if name.startswith(PREFIX)]
     kinds = {name.kind for name in parsed if name.kind in _RESIDUALS}
-    kinds -= {kind for kind, *_ in _exchanges(state.params.plan)}
-    if kinds and state.params.mesh.rank == 0:
+    kinds -= {kind for kind, *_ in _exchanges(parts.params.plan)}
+    if kinds and parts.params.mesh.rank == 0:
         summed = " and ".join({"sum": "gradients", "mean": "the optimizer's means"}[kind] for kind in sorted(kinds))
         _log.warning(
             "the residuals of compressed exchanges of %s are dropped: this plan has no such exchange with error feedback",
@@ -167,9 +167,9 @@ def _exchange(channel: Channel, kept: Kept) -> str:
     return f"{channel.axis} {kept.name}"
 
 
-def _kept_leaves(state: TrainState, channel: Channel) -> Iterator[KeptLeaf]:
+def _kept_leaves(parts: Parts, channel: Channel) -> Iterator[KeptLeaf]:
     """Each leaf's elements in the tensors that a channel keeps on this rank."""
-    plan, mesh, bucket = state.params.plan, state.params.mesh, channel.bucket
+    plan, mesh, bucket = parts.params.plan, parts.params.mesh, channel.bucket
     slices, coords = windows(plan, mesh, bucket), mesh.coords
     same_result = [other for other in plan.channels if other.bucket.name == bucket.name and other.mean == channel.mean]
     first = channel is next((other for other in same_result if _has_residuals(other)), None)
@@ -178,12 +178,12 @@ def _kept_leaves(state: TrainState, channel: Channel) -> Iterator[KeptLeaf]:
         exchange, (holder, holders) = _exchange(channel, kept), _holder(plan, mesh, channel, kept)
         saves = counts and not any(coords[axis] for axis in _equal_over(plan, channel, kept))
         if not kept.residual:
-            for path, shape, data in _factors(bucket, kept, state.comm[name]):
+            for path, shape, data in _factors(bucket, kept, parts.comm[name]):
                 kind, window = f"factors {shape}", whole_window((data.numel(),))
                 yield KeptLeaf(kind, exchange, holder, holders, path, 0, data, data.numel(), window, False, saves)
             continue
         kind, takes = _kind(channel), first and not kept.by_row
-        for path, numel, start, data in _views(channel, state.comm[name], kept, coords):
+        for path, numel, start, data in _views(channel, parts.comm[name], kept, coords):
             yield KeptLeaf(kind, exchange, holder, holders, path, start, data, numel, slices[path], takes, saves)
 
 

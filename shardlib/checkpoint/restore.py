@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from shardlib.checkpoint.fragments import (
     source_of,
     whole,
 )
-from shardlib.checkpoint.packed import pack, unpacked
+from shardlib.checkpoint.packed import Parts, pack, unpacked
 from shardlib.checkpoint.reading import Saved, open_checkpoint
 from shardlib.checkpoint.residuals import log_dropped, residual_fills
 from shardlib.collectives import primitives
@@ -59,7 +59,9 @@ def read_notes(checkpoint: str | Path) -> dict[str, Any]:
         return saved.manifest.notes
 
 
-def restore(checkpoint: str | Path, state: TrainState, *, partial: Sequence[str] = ()) -> TrainState:
+def restore(
+    checkpoint: str | Path, state: TrainState, *, partial: Sequence[str] = (), also: Mapping[str, Any] | None = None
+) -> TrainState:
     """Load a checkpoint in the layout of ``state`` (a fresh one from `make_train_step`, whose memory is reused). Every rank
     must call it.
 
@@ -71,6 +73,7 @@ def restore(checkpoint: str | Path, state: TrainState, *, partial: Sequence[str]
         checkpoint: a checkpoint's folder, or the folder that `save` was given, for the newest checkpoint in it.
         partial: globs over the names of tensors (``"params/head/*"``, ``"opt/*"``; see ``shardlib checkpoint show``) that
             may be missing in the checkpoint or in the state. Those that the checkpoint lacks keep the values of ``state``.
+        also: further trees by name, as given to `save`: their tensors are filled in place.
 
     Raises:
         FileNotFoundError: ``checkpoint`` is neither.
@@ -83,15 +86,15 @@ def restore(checkpoint: str | Path, state: TrainState, *, partial: Sequence[str]
     0
     """
     with open_checkpoint(checkpoint_at(checkpoint)) as saved:
-        decoded = unpacked(state)
+        decoded = unpacked(state, also)
         fills = list(_fills(saved, decoded))
         _check_alike(saved, decoded, partial)
-        _check_intact(saved, state)
+        _check_intact(saved, decoded)
         with torch.no_grad():
             for fill in fills:
                 fill.run(saved)
-            pack(state, decoded)
-        log_dropped(state, saved)
+            pack(state, also, decoded)
+        log_dropped(decoded, saved)
         facts = saved.manifest
     before = LossScale(**facts.scale) if facts.scale else None
     # The new plan decides whether there is a loss scale and by which rules it changes; only its value is restored.
@@ -101,7 +104,7 @@ def restore(checkpoint: str | Path, state: TrainState, *, partial: Sequence[str]
     return TrainState(facts.step, state.params, state.opt, comm, state.buffers, scale, Key(facts.seed)).fitting()
 
 
-def bytes_to_read(checkpoint: str | Path, state: TrainState) -> int:
+def bytes_to_read(checkpoint: str | Path, state: TrainState, *, also: Mapping[str, Any] | None = None) -> int:
     """The bytes of a checkpoint's data files that this rank reads in `restore`: its share of the verification, and what its
     shards need.
 
@@ -112,24 +115,24 @@ def bytes_to_read(checkpoint: str | Path, state: TrainState) -> int:
     mesh = state.params.mesh
     with open_checkpoint(checkpoint_at(checkpoint)) as saved:
         verified = sum(chunk.length for _, chunk in saved.shared_out(mesh.rank, mesh.size))
-        return verified + sum(fill.bytes(saved) for fill in _fills(saved, unpacked(state)))
+        return verified + sum(fill.bytes(saved) for fill in _fills(saved, unpacked(state, also)))
 
 
-def _fills(saved: Saved, state: TrainState) -> Iterator[Fill]:
-    """All that this rank reads into a state, in which packed tensors are decoded."""
-    for fragment, into in _needed(state):
+def _fills(saved: Saved, parts: Parts) -> Iterator[Fill]:
+    """All that this rank reads."""
+    for fragment, into in _needed(parts):
         canonical = source_of(fragment.name, saved.tensors)
-        sources = rank_local.sources(state, fragment.name, saved.tensors) or ((canonical, 1.0),)
+        sources = rank_local.sources(parts, fragment.name, saved.tensors) or ((canonical, 1.0),)
         if sources[0][0] in saved.tensors:
             yield Fill(fragment, sources, into)
-    yield from residual_fills(state, saved)
+    yield from residual_fills(parts, saved)
 
 
-def _needed(state: TrainState) -> Iterator[tuple[Fragment, torch.Tensor | None]]:
+def _needed(parts: Parts) -> Iterator[tuple[Fragment, torch.Tensor | None]]:
     """Every fragment that this rank holds; with its tensor, where it is no view of it."""
-    for fragment in needed_fragments(state):
+    for fragment in needed_fragments(parts):
         yield fragment, None
-    for name, leaf in common_leaves(state):
+    for name, leaf in common_leaves(parts):
         fragment = whole(leaf, name)
         yield (fragment, None) if leaf.is_contiguous() else (fragment._replace(data=fragment.data.to("meta")), leaf)
 
@@ -157,10 +160,10 @@ def checkpoint_at(checkpoint: str | Path) -> Path:
     return newest
 
 
-def _check_alike(saved: Saved, state: TrainState, partial: Sequence[str]) -> None:
+def _check_alike(saved: Saved, parts: Parts, partial: Sequence[str]) -> None:
     """Raise one `TreeError` that lists every tensor that the checkpoint or the state lacks, or that differs in shape."""
-    mesh = state.params.mesh
-    needed = [fragment for fragment, _ in _needed(state)]
+    mesh = parts.params.mesh
+    needed = [fragment for fragment, _ in _needed(parts)]
     problems = {
         fragment.name: problem
         for fragment in needed
@@ -186,12 +189,12 @@ def _check_alike(saved: Saved, state: TrainState, partial: Sequence[str]) -> Non
     if lines:
         raise TreeError(
             f"{saved.folder.name} does not fit this state:\n{listing(parameters or lines)}\nMake the state with the model "
-            "and the optimizer it was saved from, or name in partial= what may be missing."
+            "and the optimizer it was saved from, name further trees in also=, or in partial= what may be missing."
         )
 
 
-def _check_intact(saved: Saved, state: TrainState) -> None:
-    mesh = state.params.mesh
+def _check_intact(saved: Saved, parts: Parts) -> None:
+    mesh = parts.params.mesh
     problems = saved.damages(mesh.rank, mesh.size)
     found = dict.fromkeys(_flat(primitives.all_gather_object(mesh, list(mesh.shape), problems)))
     if found:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +24,13 @@ from shardlib.plan.placement import Placement
 T = TypeVar("T")
 
 
-def save(folder: str | Path, state: TrainState, keep: int = 2, notes: dict[str, Any] | None = None) -> Path:
+def save(
+    folder: str | Path,
+    state: TrainState,
+    keep: int = 2,
+    notes: dict[str, Any] | None = None,
+    also: Mapping[str, Any] | None = None,
+) -> Path:
     """Write ``state`` to a new checkpoint under ``folder`` and return the checkpoint's folder. Every rank must call it.
 
     Each rank writes its own file, all at the same time, and each tensor is written once. The checkpoint is there only when
@@ -35,10 +41,14 @@ def save(folder: str | Path, state: TrainState, keep: int = 2, notes: dict[str, 
         folder: a folder that all ranks see; it is made if it is not there.
         notes: what else to keep, such as the position in the data: anything that JSON can hold. Equal on all ranks;
             `read_notes` gives it back.
+        also: further trees by name, such as the state of an average of parameters (`shardlib.optim.ema`): tensors in the
+            layout of the optimizer's state, or equal on all ranks.
 
     Raises:
         CheckpointError: ``folder`` holds a checkpoint of a later step.
         RankFailure: other ranks could not write their files; lists them.
+        TypeError: ``notes`` are nothing that JSON can hold.
+        TreeError: ``also`` has leaves that are no tensors.
 
     >>> state, _ = sl.make_train_step(lambda p, x: (p["w"] * x).sum(), {"w": torch.ones(2)}, sl.optim.adamw(1e-3))
     >>> sl.checkpoint.save("run", state).name
@@ -47,7 +57,7 @@ def save(folder: str | Path, state: TrainState, keep: int = 2, notes: dict[str, 
     mesh = state.params.mesh
     commit = Commit(Path(folder), facts(state, notes or {}), mesh.rank, mesh.size, keep)
     on_all_ranks(mesh, lambda: commit.prepare() if mesh.rank == 0 else None)
-    on_all_ranks(mesh, lambda: commit.write(saved_fragments(state)))
+    on_all_ranks(mesh, lambda: commit.write(saved_fragments(state, also)))
     final, *_ = on_all_ranks(mesh, lambda: commit.finish() if mesh.rank == 0 else None)
     assert final is not None
     return final
@@ -82,9 +92,9 @@ def _specs(placement: Placement) -> str:
     return f"{placement.param.spec!r}{optimizer}"
 
 
-def saved_fragments(state: TrainState) -> list[Fragment]:
-    """The fragments of a state that this rank saves: views of the state where it holds what is saved."""
-    whole = unpacked(state.settled())
+def saved_fragments(state: TrainState, also: Mapping[str, Any] | None) -> list[Fragment]:
+    """The fragments of a state and further trees that this rank saves: views where they hold what is saved."""
+    whole = unpacked(state.settled(), also)
     fragments = owned_fragments(whole, diverged_axis(whole))
     return [*fragments, *rank_local_fragments(whole), *residual_fragments(whole)]
 

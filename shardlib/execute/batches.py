@@ -68,7 +68,7 @@ def split_batch(batch: Tree, plan: Plan, mesh: Mesh) -> list[Tree]:
     failures += [
         f"{path or 'batch'}: dimension 0 of shape {tuple(leaf.shape)} does not divide into {n} micro-batches"
         for path, leaf in tensors
-        if leaf.dim() and (0 < leaf.shape[0] < n if plan.stages.uneven else leaf.shape[0] % n)
+        if leaf.dim() and (0 < leaf.shape[0] < n if plan.stages.uneven and not plan.step.tree else leaf.shape[0] % n)
     ]
     if failures:
         raise BatchError(

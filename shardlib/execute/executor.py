@@ -14,7 +14,7 @@ from shardlib._compat import FUSED_ATTENTIONS, func_transform, grad, is_compiled
 from shardlib.collectives.styles.slices import Slices
 from shardlib.errors import HandleError
 from shardlib.execute.gathering import Gathering
-from shardlib.execute.gradients import Gradients, ReductionOptions
+from shardlib.execute.gradients import Gradients, ReductionOptions, Turn
 from shardlib.execute.halves import Halves
 from shardlib.execute.handles import MAX_NORM, Handle
 from shardlib.execute.losses import refuse_reentrant_checkpoints
@@ -50,7 +50,9 @@ class Executor:
         self.plan, self.mesh, self._trained = plan, mesh, trained
         self._splits = trained and plan.stages.schedule.splits
         states = {
-            unit: [BucketState(bucket, mesh, plan.routes[bucket.name], self._splits) for bucket in buckets]
+            unit: [
+                BucketState(bucket, mesh, plan.routes[bucket.name], self._splits, plan.step.tree) for bucket in buckets
+            ]
             for unit, buckets in plan.buckets_of.items()
         }
         self.record = Record(plan, mesh) if record is None else record
@@ -101,7 +103,7 @@ class Executor:
         self,
         params: Sharded,
         gradients: Gradients,
-        last: bool,
+        turn: Turn,
         fn: Callable[[Tree], tuple[torch.Tensor, Any]],
         seed: torch.Tensor,
     ) -> Any:
@@ -116,7 +118,7 @@ class Executor:
             self._gathering.turn()
             # The loss of one micro-batch may be a constant.
             outputs = [] if total is None or not total.requires_grad else [total]
-            self.differentiate(outputs, [seed.to(output.dtype) for output in outputs], (), gradients, last)
+            self.differentiate(outputs, [seed.to(output.dtype) for output in outputs], (), gradients, turn)
             return rest
         finally:
             self.close()
@@ -161,10 +163,10 @@ class Executor:
             self._halves = Halves(outputs, seeds, inputs)
         return self._halves.inputs
 
-    def weights_gradient(self, gradients: Gradients, last: bool) -> None:
-        """The second half of a backward: adds parameters' gradients to ``gradients``. ``last`` as in `differentiate`."""
+    def weights_gradient(self, gradients: Gradients, turn: Turn) -> None:
+        """The second half of a backward: adds parameters' gradients to ``gradients``. ``turn`` as in `differentiate`."""
         assert self._halves is not None
-        with self._summing(gradients, last) as reached:
+        with self._summing(gradients, turn) as reached:
             self._halves.weights_gradient()
             reached |= self._halves.reached
 
@@ -174,18 +176,18 @@ class Executor:
         seeds: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
         gradients: Gradients,
-        last: bool,
+        turn: Turn,
     ) -> tuple[torch.Tensor | None, ...]:
         """A backward from ``outputs``: adds parameters' gradients to ``gradients`` and returns the gradients of ``inputs``.
 
         Args:
-            last: whether this is the last backward of the step that adds to ``gradients``.
+            turn: the turn of this backward among those of the step that add to ``gradients``.
         """
         handles = self._trained_handles
         anchors = [state.anchor for state in self._buckets if state.anchor is not None]
         wanted = [*anchors, *handles, *inputs]
         nothing = (None,) * len(wanted)
-        with self._summing(gradients, last) as reached:
+        with self._summing(gradients, turn) as reached:
             grads = self._attempt(lambda: grad(outputs, wanted, seeds)) if outputs and wanted else nothing
             grads = grads or nothing
             for handle, value in zip(handles, grads[len(anchors) :]):
@@ -194,9 +196,9 @@ class Executor:
         return grads[len(wanted) - len(inputs) :]
 
     @contextmanager
-    def _summing(self, gradients: Gradients, last: bool) -> Iterator[dict[str, torch.Tensor]]:
+    def _summing(self, gradients: Gradients, turn: Turn) -> Iterator[dict[str, torch.Tensor]]:
         """A context that sums parameters' gradients. Yields a dict, path -> gradient, for those that arrive at handles."""
-        gradients.begin(last, self._gathering)
+        gradients.begin(turn, self._gathering)
         for state in self._buckets:
             state.summing = gradients
         reached: dict[str, torch.Tensor] = {}

@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from shardlib.collectives.codecs.base import Residuals
+from shardlib.errors import HandleError, listing
 from shardlib.execute.gathering import Gathering
+from shardlib.execute.tree_sum import TreeSum
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.exchanges import Exchange, unowned
@@ -41,6 +43,18 @@ class ReductionOptions:
     reached: set[str] | None = None
 
 
+class Turn(NamedTuple):
+    """The turn of one micro-batch to add its gradients to a step's sums.
+
+    Attributes:
+        microbatch: the micro-batch's index among this rank's.
+        last: whether it is the step's last turn.
+    """
+
+    microbatch: int
+    last: bool
+
+
 def default_options(mesh: Mesh) -> ReductionOptions:
     """The options of reductions over all axes, without residuals of earlier steps."""
     return ReductionOptions(BoundCodecs(mesh), Residuals({}))
@@ -56,15 +70,15 @@ class Gradients:
     def __init__(self, plan: Plan, mesh: Mesh, options: ReductionOptions) -> None:
         self._plan, self._mesh, self._options = plan, mesh, options
         self._held: dict[str, torch.Tensor] = {}
+        self._trees: dict[str, TreeSum] | None = {} if plan.step.tree else None
 
-    def begin(self, last: bool, gathering: Gathering) -> None:
+    def begin(self, turn: Turn, gathering: Gathering) -> None:
         """Start a micro-batch.
 
         Args:
-            last: whether it is the step's last one.
             gathering: the micro-batch's gathers, with which the reductions must be ordered.
         """
-        self._last, self._gathering, self._record = last, gathering, gathering.record
+        (self._microbatch, self._last), self._gathering, self._record = turn, gathering, gathering.record
         self.started: list[str] = []
         self._ready: dict[str, dict[str, torch.Tensor | None]] = {unit: {} for unit in self._plan.trained_in}
         self._complete: set[str] = set()
@@ -155,6 +169,12 @@ class Gradients:
         self.skip_to(len(self._record.order))
         while self._flying:
             self._land()
+        if again_on_any_rank and self._trees is not None:
+            raise HandleError(
+                "gradients of one micro-batch reach these parameters at two times, so they would not be summed in the order "
+                f"of reproducible():\n{listing(list(again_on_any_rank))}\nUse zero(stage=2), or take the parameters first "
+                "(w = p.clone()) where a torch.autograd.Function is given them"
+            )
         for name in again_on_any_rank:
             bucket = self._plan.bucket_of[name]
             each, last = self._routes(bucket)
@@ -165,7 +185,8 @@ class Gradients:
     @property
     def held(self) -> list[torch.Tensor]:
         """The buffers that are kept from one micro-batch to the next."""
-        return list(self._held.values())
+        nodes = [node for tree in (self._trees or {}).values() for node in tree.nodes]
+        return [*self._held.values(), *nodes]
 
     def result(self) -> dict[str, torch.Tensor]:
         """Bucket name -> this rank's shard of the gradient, after the last micro-batch."""
@@ -187,7 +208,16 @@ class Gradients:
             collectives = len(each), *((exchange.op, exchange.axis) for exchange in (*each, *last))
             groups.setdefault(collectives, []).append(bucket)
         for buckets in groups.values():
-            self._reduce(buckets, [ready.pop(bucket.name) for bucket in buckets])
+            self._reduce(buckets, [self._signless(bucket, ready.pop(bucket.name)) for bucket in buckets])
+
+    def _signless(self, bucket: Bucket, whole: torch.Tensor | None) -> torch.Tensor | None:
+        """A gradient without negative zeros, if it is to be summed in a tree.
+
+        What has no gradient is a zero, or left out of a sum, as leaves are packed; only adding to a negative zero shows it.
+        """
+        if self._trees is None or whole is None:
+            return whole
+        return whole + 0.0 if bucket.alone else whole.add_(0.0)  # a gradient that was not packed may be the user's
 
     def _routes(self, bucket: Bucket) -> tuple[tuple[Exchange, ...], tuple[Exchange, ...]]:
         """A bucket's exchanges after each micro-batch, and after the last one."""
@@ -214,6 +244,8 @@ class Gradients:
 
     def _sum(self, bucket: Bucket, whole: torch.Tensor | None) -> Sum:
         """The sum over micro-batches of a gradient that is kept whole until the last one."""
+        if self._trees is not None:
+            return self._tree_sum(self._trees, bucket, whole)
         held = self._held.pop(bucket.name, None)
         if held is not None:
             whole = held if whole is None else held.add_(whole)
@@ -229,6 +261,11 @@ class Gradients:
             return Sum(bucket, whole)  # a compressed sum is decoded into memory of its own
         # The plan counts a whole gradient in this role, so the result may stay in a buffer of that size.
         return Sum(bucket, whole, torch.empty_like(whole))
+
+    def _tree_sum(self, trees: dict[str, TreeSum], bucket: Bucket, whole: torch.Tensor | None) -> Sum:
+        assert whole is not None
+        tree = trees.setdefault(bucket.name, TreeSum(self._plan.step.microbatches))
+        return Sum(bucket, tree.add(self._microbatch, whole))
 
     def _fly(self, sums: list[Sum], routes: Sequence[Sequence[Exchange]]) -> None:
         freed = sum(each.bucket.size(0) for each in sums if each.within is not each.buffer)

@@ -10,6 +10,7 @@ import optree
 import torch
 
 from shardlib.collectives.primitives import sum_over
+from shardlib.collectives.summation import Summation
 from shardlib.mesh.mesh import Mesh
 from shardlib.nn.functional import Mean
 from shardlib.plan.plan import Plan
@@ -25,7 +26,8 @@ class Results:
     """The combined results of several calls: the last call's result, with every `Mean` in it summed over all calls.
 
     Args:
-        device: device of the sums, which are float64.
+        device: device of the sums.
+        summation: how sums are made. In `tree` a mean holds its total and its weight as this holds sums.
         call: how messages name one call: "micro-batch" or "batch".
         name: how messages name a result.
 
@@ -35,8 +37,8 @@ class Results:
         faults: errors, with remedies, in results that could not be added; these results are left out.
     """
 
-    def __init__(self, device: torch.device, call: str, name: str) -> None:
-        self._device, self._call, self._name = device, call, name
+    def __init__(self, device: torch.device, summation: Summation, call: str, name: str) -> None:
+        self._device, self._summation, self._call, self._name = device, summation, call, name
         self.tree: Tree = None
         self.paths: tuple[str, ...] = ()
         self.faults: list[str] = []
@@ -68,8 +70,9 @@ class Results:
         self.tree, self.paths = result, paths
         if by_path:
             values = torch.stack([as_number(value, self._device) for mean in by_path.values() for value in mean])
-            self._sums = values if self._sums is None else self._sums + values
-            self.tree = _with_means(result, (Mean(*pair.unbind()) for pair in self._sums.view(-1, 2)))
+            sums = self._summation.numbers(values)
+            self._sums = sums if self._sums is None else self._sums + sums
+            self.tree = _with_means(result, (Mean(*pair) for pair in self._sums.split(2)))
 
     @property
     def form(self) -> str:
@@ -77,13 +80,13 @@ class Results:
 
 
 def sum_means(tree: Tree, plan: Plan, mesh: Mesh) -> Tree:
-    """A pytree with every `Mean` summed over all ranks' batches. All ranks must have means at the same paths."""
+    """`Results.tree` with every `Mean` summed over all ranks' batches. All ranks must have means at the same paths."""
     by_path = means(tree)
     if not by_path:
         return tree
-    values = torch.stack([as_number(value, mesh.device) for mean in by_path.values() for value in mean])
-    sum_over(mesh, plan.batch_axes, values)
-    return _with_means(tree, (Mean(*pair.unbind()) for pair in values.view(-1, 2)))
+    sums = torch.stack([held for mean in by_path.values() for held in mean])
+    sum_over(mesh, plan.batch_axes, sums)
+    return _with_means(tree, (Mean(*pair) for pair in plan.reductions.summation.values(sums).split(2)))
 
 
 def quotients(tree: Tree) -> Tree:

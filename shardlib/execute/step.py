@@ -11,7 +11,8 @@ import torch
 
 from shardlib.collectives import primitives
 from shardlib.collectives.codecs.base import Residuals
-from shardlib.errors import LossError, NonFiniteError, TreeError
+from shardlib.collectives.summation import sum_of_squares
+from shardlib.errors import IllegalComposition, LossError, NonFiniteError, TreeError
 from shardlib.execute.batches import as_tensors, split_batch
 from shardlib.execute.buffers import average_buffers
 from shardlib.execute.copies import require_alike
@@ -22,7 +23,6 @@ from shardlib.execute.means import quotients, sum_means
 from shardlib.execute.stages.base import Call, keys_of
 from shardlib.execute.stages.runner import runner_of
 from shardlib.execute.totals import Sums, Totals
-from shardlib.kernels.global_norm import sum_of_squares
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.plan import Plan
 from shardlib.rng import Key, restore_generators, states_of_generators
@@ -70,20 +70,27 @@ class LossStep:
     Raises:
         LossError: a loss function that is a module, or not callable.
         HandleError: a compiled loss function with a plan that gathers parameters.
+        IllegalComposition: buffers on a plan whose bits must not depend on the mesh.
     """
 
     def __init__(self, loss_fn: Callable[..., Any], plan: Plan, mesh: Mesh, with_buffers: bool) -> None:
         require_function(loss_fn, "the loss function", "params, buffers, batch" if with_buffers else "params, batch")
+        if with_buffers and plan.step.tree:
+            raise IllegalComposition(
+                "reproducible() cannot give the same bits on every mesh with buffers=: they change from micro-batch to "
+                "micro-batch and are averaged over ranks; leave them out, with layers that need none (LayerNorm, GroupNorm)"
+            )
         self._loss_fn, self._plan, self._mesh = loss_fn, plan, mesh
         self._codecs = BoundCodecs(mesh)
         self._runner = runner_of(loss_fn, plan, mesh, trained=True, with_buffers=with_buffers)
         self._inputs = Inputs(plan, mesh)
         self._compared = False  # whether ranks with copies of parameters have compared gradients, as they do once
         # A scalar loss is divided by a power of two before backward, since that does not round 16-bit losses, and by the rest
-        # when the sum is complete. With codecs it is divided by the exact number of shares before backward, so that residuals
+        # when the sum is complete. With residuals it is divided by the exact number of shares before backward, so that they
         # are of the mean's gradient and remain valid for any number of ranks.
         shares = plan.batch_ranks * plan.step.microbatches
-        power = shares if plan.reductions.codecs else 2 ** math.ceil(math.log2(shares))
+        divides = any(channel.keeps for channel in plan.channels if not channel.mean)
+        power = shares if divides else 2 ** math.ceil(math.log2(shares))
         self._share, self._rest = 1 / power, power / shares
         computed = [torch.promote_types(bucket.reduce_dtype, torch.float32) for bucket in plan.trained]
         self._largest = min((torch.finfo(dtype).max for dtype in computed), default=math.inf)

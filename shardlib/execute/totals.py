@@ -15,8 +15,7 @@ from shardlib.mesh.mesh import Mesh
 from shardlib.plan.plan import Plan
 from shardlib.tree import Tree, flatten
 
-_SUMS = ("total", "weight", "squares", "strays", "weighted", "aux")
-_LOSSES = 2  # the first two are summed over ranks with different losses, the others over all ranks
+_FACTS = 3  # strays, weighted, aux
 
 
 @dataclass(frozen=True)
@@ -54,10 +53,11 @@ class Totals:
 
     def __init__(self, plan: Plan, mesh: Mesh) -> None:
         self._plan, self._mesh = plan, mesh
-        self._values = torch.zeros(len(_SUMS) + agreement.NUMBERS, dtype=torch.float64, device=mesh.device)
+        self._summation = plan.reductions.summation
+        self._losses = torch.zeros((2, self._summation.width), dtype=torch.float64, device=mesh.device)
         self._negative = torch.zeros((), dtype=torch.bool, device=mesh.device)
         self._weighted: bool | None = None
-        self._aux = Results(mesh.device, "micro-batch", "aux")
+        self._aux = Results(mesh.device, self._summation, "micro-batch", "aux")
         self.buffers: Tree = None
         self.losses: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.faults: list[str] = []
@@ -69,8 +69,7 @@ class Totals:
             self.faults.append(f"{kinds}. {_REMEDY}")
         self._weighted = outcome.weighted
         self.losses.append((outcome.total, outcome.weight))
-        self._values[0] += outcome.total
-        self._values[1] += outcome.weight
+        self._losses += self._summation.numbers(torch.stack([outcome.total.double(), outcome.weight.double()]))
         if outcome.weighted:
             self._negative |= outcome.weight < 0
         self._aux.add(outcome.aux)
@@ -84,21 +83,22 @@ class Totals:
         """The sums over all ranks. Collective. Errors are raised by `require_agreement` later.
 
         Args:
-            squares: this rank's sum of squares of gradients.
+            squares: this rank's sum of squares of gradients, as the plan's `Summation` holds it.
             strays: `Inputs.share`, plus 1 if this rank strayed. Its sum is 0 if no rank did and inputs are equal.
         """
-        first = len(_SUMS)
-        facts = [strays, float(bool(self._weighted)), float(self.aux is not None), *self._agreement().numbers()]
-        self._values[2] = squares
-        self._values[3:] = torch.tensor(facts, dtype=torch.float64, device=self._mesh.device)
-        self._values[first] += self._negative
-        mesh, plan = self._mesh, self._plan
-        sum_over(mesh, plan.loss_axes, self._values)
-        sum_over(mesh, tuple(axis for axis in mesh.shape if axis not in plan.loss_axes), self._values[_LOSSES:])
-        numbers = self._values.tolist()
-        self._agree = agreement.agree(numbers[first:])
-        total, weight, squares = self._values[:3].unbind()
-        strays, weighted, aux = numbers[3:first]
+        mesh, plan, width = self._mesh, self._plan, self._summation.width
+        known = [strays, float(bool(self._weighted)), float(self.aux is not None), *self._agreement().numbers()]
+        facts = torch.tensor(known, dtype=torch.float64, device=mesh.device)
+        facts[_FACTS] += self._negative
+        sums = torch.cat([self._losses.view(-1), squares, facts])
+        sum_over(mesh, plan.loss_axes, sums)
+        # Ranks along the other axes have the same losses.
+        sum_over(mesh, tuple(axis for axis in mesh.shape if axis not in plan.loss_axes), sums[2 * width :])
+        values = self._summation.values(sums[: 3 * width].view(3, width))
+        numbers = torch.cat([values, sums[3 * width :]]).tolist()
+        total, weight, squares = values.unbind()
+        strays, weighted, aux = numbers[3 : 3 + _FACTS]
+        self._agree = agreement.agree(numbers[3 + _FACTS :])
         return Sums(total, weight, squares, strays != 0, weighted > 0, aux > 0, tuple(numbers[:3]))
 
     def require_agreement(self) -> None:

@@ -58,6 +58,30 @@ class _Attach(torch.autograd.Function):
         return ctx.state.bucket.pack(grads, ctx.state.bucket.reduce_dtype), None
 
 
+class _StandIns(torch.autograd.Function):
+    """Tensors without memory that stand for the leaves of a bucket, in every gather of a micro-batch."""
+
+    @staticmethod
+    def forward(ctx: Any, root: torch.Tensor, state: BucketState) -> tuple[torch.Tensor, ...]:
+        ctx.state = state
+        ctx.set_materialize_grads(False)
+        return tuple(root.new_zeros(1, dtype=state.bucket.dtype).expand(shape) for shape in state.bucket.shapes)
+
+    backward = staticmethod(_Attach.backward)
+
+
+class _Use(torch.autograd.Function):
+    """One use of a gathered leaf: its gradient goes on alone, as those of a leaf that was not gathered do."""
+
+    @staticmethod
+    def forward(ctx: Any, stand_in: torch.Tensor, state: BucketState, position: int) -> torch.Tensor:
+        return state.view(position).detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad, None, None
+
+
 def attached(nexts: tuple[tuple[Any, int], ...]) -> bool:
     """Whether a node with these next nodes is a leaf's own node, right above `_Attach`: see `BucketState`'s ``separate``."""
     return len(nexts) == 1 and type(nexts[0][0]) is _Attach._backward_cls
@@ -71,8 +95,11 @@ class BucketState:
             the first gather passes, is kept for them.
         separate: whether each leaf has a node of its own in the graph, so that autograd can compute some leaves' gradients
             without the others'.
+        each_use: whether the gradient of each use of a gathered leaf is added on its own, in the leaf's dtype. Else those of
+            one gather are added first.
 
     Attributes:
+        each_use: as the argument, and parameters must be gathered for use.
         gathers: whether the parameters must be gathered for use.
         first: the number of the bucket's first leaf among its unit's.
         stored: this rank's buffer, as stored.
@@ -89,8 +116,11 @@ class BucketState:
         mesh: Mesh,
         routes: Routes,
         separate: bool = False,
+        each_use: bool = False,
     ) -> None:
         self.bucket, self.gathers, self.first = bucket, bucket.param_level > 0, 0
+        self.each_use = each_use and self.gathers
+        self._stand_ins: tuple[torch.Tensor, ...] = ()
         self._mesh, self._routes, self._separate = mesh, routes, separate
         self._keeps_second = len(routes.again) < len(routes.gather)
         self._second: torch.Tensor | None = None
@@ -111,6 +141,7 @@ class BucketState:
         self.written = False
         self._hold(None if self.gathers else stored)
         self.anchor = self.root = self.summing = None
+        self._stand_ins = ()
         self._differentiated = gradients is not None
         if gradients is not None and self.bucket.trainable:
             self.anchor = torch.zeros((), requires_grad=True, device=stored.device)
@@ -120,6 +151,7 @@ class BucketState:
         """Free the graph and the parameters of a finished micro-batch."""
         self.stored = torch.empty(0)
         self.whole = self.anchor = self.root = self.summing = self._coming = self._second = self._views = None
+        self._stand_ins = ()
 
     def fetch(self) -> None:
         if self.gathers:
@@ -188,6 +220,15 @@ class BucketState:
         if self._views is None:
             self._views = self.cut()
         return self._views[position]
+
+    def use(self, position: int) -> torch.Tensor:
+        """A whole leaf for one use, connected to the root if gradients are wanted."""
+        if self.root is None:
+            return self.view(position)
+        if not self._stand_ins:
+            self._stand_ins = _StandIns.apply(self.root, self)
+            run_first(self._stand_ins[0])
+        return _Use.apply(self._stand_ins[position], self, position)
 
     def leaves(self) -> list[torch.Tensor]:
         """The whole leaves, connected to the root if gradients are wanted."""
@@ -259,6 +300,10 @@ class UnitState:
     def leaf(self, index: int) -> torch.Tensor:
         if self.gathers:
             self._touch(self)
+        state, position = self._positions[index]
+        if state.each_use:
+            with torch.inference_mode(False), torch.enable_grad():
+                return state.use(position)
         leaves = self._leaves
         return leaves[index] if leaves is not None else self.attached()[index]
 

@@ -6,6 +6,7 @@ step calls them with trees of this rank's flat shards. `Locality` declares what 
 and a method of `Shards` reads it: sums over all elements, sums over each parameter, or whole parameters.
 """
 
+from shardlib.collectives.summation import SumOf
 from shardlib.optim.axis_owner.onebit_adam import onebit_adam
 from shardlib.optim.axis_owner.onebit_lamb import onebit_lamb
 from shardlib.optim.axis_owner.zero_one_adam import zero_one_adam
@@ -69,6 +70,7 @@ __all__ = [
     "Schedule",
     "Sent",
     "Shards",
+    "SumOf",
     "ZeroOneSteps",
     "adafactor",
     "adagrad",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import optree
 import torch
 
 from shardlib.collectives.codecs.base import Codec
@@ -96,8 +97,8 @@ class Owned(Transform):
                 f"{self.name} sums gradients over axis {axis!r} itself, and {problem}. Split over another axis of the mesh, "
                 f"and replicate over this one: zero(stage, axis='local', replicate={axis!r})"
             )
-        codec = resolved.reductions[axis].codec
-        if codec is not None and sizes[axis] > 1:
+        codec = resolved.of_axes("codec").get(axis)
+        if codec is not None:
             raise IllegalComposition(
                 f"{self.name} sums gradients over axis {axis!r} in few bits itself, and a transform already sends them over "
                 f"it in {codec}; drop one of the two"
@@ -213,6 +214,21 @@ class GradientTransformation:
                 "pass locality=sl.optim.Locality.ELEMENTWISE if it treats each element alone, LEAF or GLOBAL if it sums "
                 "through shards.leaf_sums or shards.sum, WHOLE if it computes on whole parameters through shards.whole"
             )
+
+
+def require_unpacked(plan: Plan, state: Tree) -> None:
+    """Refuse packed tensors in an optimizer's state on a plan whose bits must not depend on the mesh.
+
+    Raises:
+        IllegalComposition: names the class of the packed tensors.
+    """
+    nodes = optree.tree_leaves(state, is_leaf=lambda node: isinstance(node, Packed))
+    packed = next((type(node).__name__ for node in nodes if isinstance(node, Packed)), None)
+    if plan.step.tree and packed:
+        raise IllegalComposition(
+            f"reproducible() cannot give the same bits on every mesh with this optimizer: its state is in {packed} tensors, "
+            "whose rounding depends on which elements a rank's shard holds; use one with moments in fp32, such as adamw"
+        )
 
 
 def scaled(updates: Tree, scale: torch.Tensor | None) -> Tree:

@@ -11,6 +11,7 @@ import torch
 
 from shardlib.collectives.codecs.base import Residuals
 from shardlib.collectives.primitives import sum_over
+from shardlib.collectives.summation import IN_FLOAT64, Summation
 from shardlib.errors import IllegalComposition
 from shardlib.mesh.chunks import chunks
 from shardlib.mesh.index_map import IndexMap
@@ -89,13 +90,21 @@ class Shards:
         values = [fn(leaf) for leaf in leaves_of(tree)]
         return torch.stack(values).sum() if values else torch.zeros((), dtype=torch.float64)
 
-    def total(self, values: torch.Tensor) -> torch.Tensor:
-        """``values`` summed in place over all ranks; each rank's values are of the elements that `shares` gives it."""
-        self._require(Locality.LEAF, "sums that ranks have shares of")
-        return values
+    @property
+    def summation(self) -> Summation:
+        """How sums over elements are made and held."""
+        return IN_FLOAT64
 
-    def total_sends(self, elements: int) -> Mapping[str, int]:
-        """Axis -> payload bytes of `total` of ``elements`` float64 values."""
+    def total(self, sums: torch.Tensor) -> torch.Tensor:
+        """The values of sums over all ranks, float64: ``[..., summation.width]`` to ``[...]``.
+
+        Each rank's sums are over the elements that `shares` gives it. May use up the memory of ``sums``.
+        """
+        self._require(Locality.LEAF, "sums that ranks have shares of")
+        return self.summation.values(sums)
+
+    def total_sends(self, count: int) -> Mapping[str, int]:
+        """Axis -> payload bytes of `total` of ``count`` sums."""
         return {}
 
     def whole(self, fn: Callable[[int, torch.Tensor], torch.Tensor], tree: Tree) -> Tree:
@@ -136,7 +145,16 @@ class Shards:
         A function gets as many flat tensors as there are trees, and returns a sum over their elements, 0-d.
         """
         self._require(Locality.LEAF, "sums over each parameter")
-        return self._leaf_table(fns, trees, 0.0, torch.add)
+        return self.summation.values(self._leaf_sums(fns, trees))
+
+    def _leaf_sums(self, fns: Sequence[Callable[..., torch.Tensor]], trees: Sequence[Tree]) -> torch.Tensor:
+        """The sums over this rank's `shares`, ``[len(fns), leaf_count, summation.width]``."""
+        shape = (len(fns), self.leaf_count(trees[0]), self.summation.width)
+        table = torch.zeros(shape, dtype=torch.float64, device=device_of(trees[0]))
+        for number, chunk in self._share_chunks(trees):
+            for row, fn in zip(table, fns, strict=True):
+                row[number] += self.summation.over(fn, *chunk)
+        return table
 
     def leaf_max(self, fn: Callable[..., torch.Tensor], *trees: Tree) -> torch.Tensor:
         """The largest fn(elements in each tree) for each parameter, float64 ``[leaf_count]``.
@@ -144,24 +162,18 @@ class Shards:
         The function returns a maximum over the elements of its arguments, 0-d. −∞ for a parameter without elements.
         """
         self._require(Locality.LEAF, "a maximum over each parameter")
-        return self._leaf_table([fn], trees, -math.inf, torch.maximum)[0]
+        shape = (self.leaf_count(trees[0]),)
+        largest = torch.full(shape, -math.inf, dtype=torch.float64, device=device_of(trees[0]))
+        for number, chunk in self._share_chunks(trees):
+            largest[number] = torch.maximum(largest[number], fn(*chunk))
+        return largest
 
-    def _leaf_table(
-        self,
-        fns: Sequence[Callable[..., torch.Tensor]],
-        trees: Sequence[Tree],
-        nothing: float,
-        join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    ) -> torch.Tensor:
-        """``[len(fns), leaf_count]``: ``join`` over this rank's `shares`, from ``nothing``."""
-        shape = (len(fns), self.leaf_count(trees[0]))
-        table = torch.full(shape, nothing, dtype=torch.float64, device=device_of(trees[0]))
+    def _share_chunks(self, trees: Sequence[Tree]) -> Iterator[tuple[int, Sequence[torch.Tensor]]]:
+        """Each parameter's number with a chunk of its elements among this rank's `shares`, in each tree."""
         for number, _, views in self.shares(*trees):
             if views[0].numel():
                 for chunk in chunks(views):
-                    for row, fn in zip(table, fns, strict=True):
-                        row[number] = join(row[number], fn(*chunk))
-        return table
+                    yield number, chunk
 
     def compressed_mean(self, tree: Tree, out: Tree = None) -> Tree:
         """The mean of ``tree`` over the axis that the transformation owns, by its codec and with error feedback.
@@ -231,13 +243,17 @@ class MeshShards(Shards):
 
         return Selection(MeshShards(plan, self._mesh, self._unreduced).allowing(self._allowed), take, put)
 
-    def total(self, values: torch.Tensor) -> torch.Tensor:
-        super().total(values)
-        sum_over(self._mesh, tuple(self._mesh.shape), values, scalars=False)
-        return values.div_(self._counting.differing)
+    @property
+    def summation(self) -> Summation:
+        return self._plan.reductions.summation
 
-    def total_sends(self, elements: int) -> Mapping[str, int]:
-        return {axis: share(2 * 8 * elements, size) for axis, size in self._mesh.shape.items() if size > 1}
+    def total(self, sums: torch.Tensor) -> torch.Tensor:
+        sum_over(self._mesh, tuple(self._mesh.shape), sums, scalars=False)
+        return super().total(sums) / self._counting.differing
+
+    def total_sends(self, count: int) -> Mapping[str, int]:
+        sent = 2 * 8 * count * self.summation.width
+        return {axis: share(sent, size) for axis, size in self._mesh.shape.items() if size > 1}
 
     def whole(self, fn: Callable[[int, torch.Tensor], torch.Tensor], tree: Tree) -> Tree:
         self._require(Locality.WHOLE, "whole parameters")
@@ -251,9 +267,9 @@ class MeshShards(Shards):
         for known_fn, known_tree, value in self._known:
             if known_fn is fn and known_tree is tree:
                 return value
-        local = self._counting.added(fn(view) for view in self._unpadded(tree)).reshape(1)
+        local = self._counting.added(fn, self._unpadded(tree))
         sum_over(self._mesh, tuple(self._mesh.shape), local)
-        return local[0]
+        return self.summation.values(local)
 
     def _unpadded(self, tree: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
         """The elements that this rank works on, without padding, in as few views as possible."""
@@ -297,8 +313,8 @@ class MeshShards(Shards):
             for path, (start, stop) in zip(bucket.paths, bucket.filled(self._mesh.coords, bucket.levels), strict=True):
                 yield bucket, owner, path, [tree[name][start:stop] for tree in trees]
 
-    def leaf_sums(self, fns: Sequence[Callable[..., torch.Tensor]], *trees: Tree) -> torch.Tensor:
-        table = super().leaf_sums(fns, *trees)
+    def _leaf_sums(self, fns: Sequence[Callable[..., torch.Tensor]], trees: Sequence[Tree]) -> torch.Tensor:
+        table = super()._leaf_sums(fns, trees)
         sum_over(self._mesh, tuple(self._mesh.shape), table)
         return table / self._counting.differing
 

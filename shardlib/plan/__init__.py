@@ -12,6 +12,7 @@ To write a transform, derive a frozen dataclass from `Transform` and define
 
 from shardlib.plan import conditions
 from shardlib.plan.claims import SECOND, AxisOwner, Claim, LeafInfo, Live, Reduce, Step, Use
+from shardlib.plan.loss_scale import LossScale
 from shardlib.plan.resolved import Resolved
 from shardlib.plan.stages import Stages
 from shardlib.plan.transform import Transform
@@ -27,6 +28,7 @@ __all__ = [
     # values of claims, and checks
     "AxisOwner",
     "LeafInfo",
+    "LossScale",
     "Resolved",
     "SECOND",
     "Stages",

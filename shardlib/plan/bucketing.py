@@ -119,7 +119,8 @@ def _bucket(
     def levels(role: str) -> int:
         return sum(axis not in kind.slices for axis in splits.of(role))
 
-    summed = [axis for axis in (*batch_axes, *kind.sums) if sizes[axis] > 1]
+    # From minor to major: ranks that are neighbours in the batch are summed first.
+    summed = [axis for axis in (*reversed(batch_axes), *kind.sums) if sizes[axis] > 1]
     return Bucket(
         name=name,
         unit=kind.unit,

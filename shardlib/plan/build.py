@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
+from shardlib.collectives.summation import IN_FLOAT64
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.specs import check_leaves
 from shardlib.plan.bucketing import buckets_of
@@ -49,15 +51,17 @@ def build_plan(params: Tree, mesh: Mesh, transform: Transform, *, optimizer: Any
     check_axes(resolved, mesh)
     for member in members_of(transform):
         member.check(resolved)
-    splits, step, notes = _step(resolved, splits_of(resolved))
+    # Along the sequence's axis zero sums gradients of sequence parts; the ranks share one batch.
+    sequence = resolved.step.sequence
+    shared = sequence.axis if sequence and mesh.shape[sequence.axis] > 1 else None
+    batch_axes = tuple(axis for axis in mesh.shape if resolved.varies_over(axis) and axis != shared)
+    ranks = math.prod(mesh.shape[axis] for axis in batch_axes)
+    splits, step, notes = _step(resolved, splits_of(resolved), ranks)
     stages = (resolved.step.stages or Stages.one(step.microbatches)).over_blocks(treedef)
     resolved = resolved.noting([*notes, *_gathered_outputs(resolved), *padded_slices(resolved)])
     units = unit_names(params)
     draft = [placed(info, units[index], resolved, splits) for info, index in zip(infos, aliases, strict=True)]
     check_dtypes(draft, resolved)
-    # Along the sequence's axis zero sums gradients of sequence parts; the ranks share one batch.
-    shared = step.sequence.axis if step.sequence else None
-    batch_axes = tuple(axis for axis in mesh.shape if resolved.varies_over(axis) and axis != shared)
     numbers = {unit: number for number, unit in enumerate(dict.fromkeys(units))}
     buckets = buckets_of(draft, resolved, splits, batch_axes, stages, numbers)
     bucket_of = {path: bucket.name for bucket in buckets for path in bucket.paths}
@@ -72,21 +76,32 @@ def build_plan(params: Tree, mesh: Mesh, transform: Transform, *, optimizer: Any
         batch_axes=batch_axes,
         step=step,
         stages=stages,
-        reductions=Reductions(resolved.of_axes("codec"), resolved.of_axes("gathered"), second_level(resolved, splits)),
+        reductions=Reductions(
+            resolved.of_axes("codec"),
+            resolved.of_axes("gathered"),
+            second_level(resolved, splits),
+            summation=resolved.everywhere("summation") or IN_FLOAT64,
+        ),
         claims=resolved,
     )
     return plan if optimizer is None else with_needs(with_owner(plan, optimizer), optimizer)
 
 
-def _step(resolved: Resolved, splits: Splits) -> tuple[Splits, StepPlan, list[str]]:
-    """The splits, changed where the schedule keeps gradients whole; the schedule of the step; and notes for the log."""
+def _step(resolved: Resolved, splits: Splits, ranks: int) -> tuple[Splits, StepPlan, list[str]]:
+    """The splits, changed where the schedule keeps gradients whole; the schedule of the step; and notes for the log.
+
+    Args:
+        ranks: number of ranks with different shares of the batch.
+    """
     asked = resolved.step
-    microbatches = asked.microbatches or 1
-    sync = asked.sync or ("each" if splits.grad else "last")
+    microbatches = asked.microbatches or (asked.total_microbatches or ranks) // ranks
+    tree = asked.total_microbatches is not None
+    sync = asked.sync or ("each" if splits.grad and not tree else "last")
     notes = []
     if sync == "last" and splits.grad and microbatches > 1:
         splits = replace(splits, grad=())
-        notes.append("sync='last': gradients are kept whole until the last micro-batch")
+        why = "summed in a tree" if tree else "sync='last'"
+        notes.append(f"{why}: gradients are kept whole until the last micro-batch")
     if asked.stages and sync == "each" and microbatches > 1:
         notes.append(
             f"gradients are reduced after each of {microbatches} micro-batches, into their shards; pipeline(sync='last') "
@@ -94,7 +109,7 @@ def _step(resolved: Resolved, splits: Splits) -> tuple[Splits, StepPlan, list[st
         )
     sequence = asked.sequence if asked.sequence and resolved.sizes[asked.sequence.axis] > 1 else None
     prefetch = asked.prefetch is not False
-    decided = StepPlan(microbatches, sync, asked.remat, prefetch, asked.loss_scale, asked.cast_batch, sequence)
+    decided = StepPlan(microbatches, sync, asked.remat, prefetch, asked.loss_scale, asked.cast_batch, sequence, tree)
     return splits, decided, notes
 
 

@@ -18,6 +18,7 @@ from shardlib.collectives.codecs.base import Codec
 from shardlib.collectives.codecs.integers import Packing
 from shardlib.collectives.sequence.base import SequenceKind
 from shardlib.collectives.styles.base import Style
+from shardlib.collectives.summation import Summation
 from shardlib.mesh.specs import P
 from shardlib.plan.loss_scale import LossScale
 from shardlib.plan.stages import Stages
@@ -136,14 +137,15 @@ class Use(Claim):
 
 @dataclass(frozen=True)
 class Reduce(Claim):
-    """How gradients are reduced over one axis, or over every axis (``axis="*"``).
+    """How gradients, losses and norms are reduced over one axis, or over every axis (``axis="*"``).
 
     Attributes:
         method: "sum" where the batch varies over the axis.
         dtype: in which 16-bit gradients are summed.
-        codec: compresses gradients on the axis; None to send them uncompressed.
+        codec: the form in which gradients are sent and summed on the axis, such as compressed; None for the transport's sum.
         gathered: compresses parameters that are gathered over the axis; None to send them uncompressed.
         owner: the optimizer that, from a step of its choice, sums over the axis itself.
+        summation: how losses, weights and norms are summed, over elements, micro-batches and every axis; of "*" only.
     """
 
     subject_field = "axis"
@@ -154,6 +156,7 @@ class Reduce(Claim):
     codec: Codec | None = None
     gathered: Packing | None = None
     owner: AxisOwner | None = None
+    summation: Summation | None = None
 
     def axes(self) -> Iterable[tuple[str, AxisUse]]:
         return [] if self.axis == "*" else [(self.axis, BATCH if self.method else OF_BATCH)]
@@ -215,6 +218,7 @@ class Step(Claim):
 
     Attributes:
         microbatches: number of micro-batches per rank and step; gradients are summed over them.
+        total_microbatches: number of micro-batches of all ranks together, which are summed in one binary tree.
         sync: "each" reduces gradients after every micro-batch, "last" only after the last.
         remat: activation recompute policy of blocks.
         prefetch: whether a unit is gathered while the one before it computes.
@@ -227,6 +231,7 @@ class Step(Claim):
     subject_field = ""
 
     microbatches: int | None = None
+    total_microbatches: int | None = None
     sync: str | None = None
     remat: Any = None
     prefetch: bool | None = None

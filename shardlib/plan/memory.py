@@ -9,15 +9,16 @@ from shardlib.schedules import peak_of_stages
 def held_bytes(plan: PlanValue, role: str) -> int:
     """Bytes one rank holds of "param", "grad", "optimizer", "comm" or "buffers", padding included, or of all ("total").
 
-    "grad" is the buffer in which gradients are accumulated: whole gradients where they are reduced once at the end. With
-    several stages, the maximum over ranks.
+    "grad" is the buffer in which gradients are accumulated: whole gradients where they are reduced once at the end, and
+    several where they are summed in a tree. With several stages, the maximum over ranks.
     """
     if len(plan.views) > 1:
         return max(held_bytes(view, role) for view in plan.views)
     if role == "param":
         return sum(bucket.size(bucket.param_level) * bucket.dtype.itemsize for bucket in plan.buckets)
     if role == "grad":
-        return sum(bucket.size(bucket.grad_level) * bucket.reduce_dtype.itemsize for bucket in plan.trained)
+        once = sum(bucket.size(bucket.grad_level) * bucket.reduce_dtype.itemsize for bucket in plan.trained)
+        return once * plan.step.partial_sums
     if role == "optimizer":
         if plan.needs is None:
             raise ValueError("the plan was made without an optimizer; pass optimizer= to make_plan")

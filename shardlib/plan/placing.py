@@ -85,8 +85,7 @@ def reduce_dtype(dtype: torch.dtype, resolved: Resolved) -> torch.dtype:
     """The dtype in which gradients of a leaf of ``dtype`` are summed: their own, or for 16 bits the claimed one or fp32."""
     if dtype.itemsize >= 4:
         return dtype
-    everywhere = resolved.reductions.get("*")
-    return (everywhere and everywhere.dtype) or torch.float32
+    return resolved.everywhere("dtype") or torch.float32
 
 
 def padded_slices(resolved: Resolved) -> list[str]:

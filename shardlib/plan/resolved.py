@@ -70,9 +70,19 @@ class Resolved:
         return axis in self.reductions and self.reductions[axis].method is not None
 
     def of_axes(self, name: str) -> dict[str, Any]:
-        """Axis -> the value of slot ``name``, for axes with several ranks on which it is claimed."""
-        values = {axis: getattr(reduce, name) for axis, reduce in self.reductions.items() if axis != "*"}
+        """Axis -> the value of slot ``name``, for axes with several ranks on which it is claimed, or that are summed if it
+        is claimed for every axis."""
+        everywhere = self.everywhere(name)
+        values = {
+            axis: everywhere if getattr(reduce, name) is None and reduce.method else getattr(reduce, name)
+            for axis, reduce in self.reductions.items()
+            if axis != "*"
+        }
         return {axis: value for axis, value in values.items() if value is not None and self.sizes[axis] > 1}
+
+    def everywhere(self, name: str) -> Any:
+        """The value of slot ``name`` that is claimed for every axis, or None."""
+        return getattr(self.reductions.get("*"), name, None)
 
     @cached_property
     def log(self) -> tuple[str, ...]:
@@ -91,11 +101,12 @@ def show(value: Any) -> str:
 
 
 _REDUCTIONS = {
-    "method": "reduces over axis {axis!r} by {value}",
+    "method": "reduces over {axis} by {value}",
     "dtype": "reduces in {value}",
-    "codec": "gradients travel over axis {axis!r} in {value}",
-    "gathered": "parameters travel over axis {axis!r} in {value}",
-    "owner": "sums gradients over axis {axis!r} itself, at steps that it chooses: {value.codec}",
+    "codec": "gradients travel over {axis} in {value}",
+    "gathered": "parameters travel over {axis} in {value}",
+    "owner": "sums gradients over {axis} itself, at steps that it chooses: {value.codec}",
+    "summation": "sums losses and norms {value}",
 }
 
 
@@ -116,7 +127,8 @@ def _summary(slots: Sequence[tuple[Slot, Any]]) -> str:
             splits.setdefault(value, []).append(subject)
         elif kind is Reduce:
             shown = value if name == "owner" else show(value)
-            lines.append(_REDUCTIONS[name].format(axis=subject, value=shown))
+            axis = "every axis" if subject == "*" else f"axis {subject!r}"
+            lines.append(_REDUCTIONS[name].format(axis=axis, value=shown))
         else:
             lines.append(f"{name}={show(value)}")
     lines += [f"splits {', '.join(roles)} over axis {axis!r}" for axis, roles in splits.items()]

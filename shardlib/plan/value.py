@@ -69,7 +69,11 @@ class Trace:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """How the step is scheduled, with every choice made. For the fields see `shardlib.plan.claims.Step`."""
+    """How the step is scheduled, with every choice made. For the fields see `shardlib.plan.claims.Step`.
+
+    Attributes:
+        tree: whether the micro-batches of all ranks are summed in one binary tree.
+    """
 
     microbatches: int
     sync: str
@@ -78,6 +82,12 @@ class StepPlan:
     loss_scale: LossScale | None
     cast_batch: torch.dtype | None
     sequence: SequenceKind | None
+    tree: bool = False
+
+    @property
+    def partial_sums(self) -> int:
+        """The number of sums over micro-batches that a rank holds of one gradient, between one micro-batch and the next."""
+        return max(1, self.microbatches.bit_length() - 1) if self.tree else 1
 
 
 @dataclass(frozen=True)

@@ -37,11 +37,12 @@ class Counting:
         return slice(start, stop)
 
     def local_sum(self, fn: Callable[[torch.Tensor], torch.Tensor], tree: dict[str, torch.Tensor]) -> torch.Tensor:
-        """This rank's summand of Σ fn(leaf), 0-d; ``fn`` of padding must be 0."""
-        return self.added(fn(leaf[self.share(self._plan.bucket_of[name], leaf)]) for name, leaf in tree.items())
+        """This rank's summand of Σ fn(leaf), as the plan's `Summation` holds it; ``fn`` of padding must be 0."""
+        return self.added(fn, (leaf[self.share(self._plan.bucket_of[name], leaf)] for name, leaf in tree.items()))
 
-    def added(self, values: Iterable[torch.Tensor]) -> torch.Tensor:
-        """This rank's summand from 0-d tensors: their sum over `differing`; a float64 zero for no tensors."""
-        summands = list(values)
-        none = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
-        return (torch.stack(summands).sum() if summands else none) / self.differing
+    def added(self, fn: Callable[[torch.Tensor], torch.Tensor], leaves: Iterable[torch.Tensor]) -> torch.Tensor:
+        """This rank's summand of Σ fn(leaf) over `differing`, as the plan's `Summation` holds it."""
+        summation = self._plan.reductions.summation
+        summands = [summation.over(fn, leaf) for leaf in leaves]
+        none = torch.zeros(summation.width, dtype=torch.float64, device=self._mesh.device)
+        return (torch.stack(summands).sum(dim=0) if summands else none) / self.differing

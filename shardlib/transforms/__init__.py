@@ -9,6 +9,7 @@ from shardlib.transforms.powersgd import powersgd
 from shardlib.transforms.precision import precision
 from shardlib.transforms.quantize import quantize
 from shardlib.transforms.remat import remat
+from shardlib.transforms.reproducible import reproducible
 from shardlib.transforms.sequence import sequence
 from shardlib.transforms.tensor_slicing import column, row, tensor_slicing
 from shardlib.transforms.zero import zero
@@ -24,6 +25,7 @@ __all__ = [
     "precision",
     "quantize",
     "remat",
+    "reproducible",
     "row",
     "sequence",
     "tensor_slicing",

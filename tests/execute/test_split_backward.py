@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import shardlib as sl
 from shardlib.execute import halves
 from shardlib.execute.executor import Executor
-from shardlib.execute.gradients import default_options
+from shardlib.execute.gradients import Turn, default_options
 from shardlib.models import gpt
 
 WIDTH = 6
@@ -161,9 +161,9 @@ def test_gradients_that_reach_handles_themselves():
             seed = torch.ones_like(y)
             if split:
                 (grad,) = executor.inputs_gradient([y], [seed], [x])
-                executor.weights_gradient(gradients, last=True)
+                executor.weights_gradient(gradients, Turn(0, last=True))
             else:
-                (grad,) = executor.differentiate([y], [seed], [x], gradients, last=True)
+                (grad,) = executor.differentiate([y], [seed], [x], gradients, Turn(0, last=True))
             executor.close()
             found.append({"x": grad, **gradients.result()})
         return found

@@ -9,6 +9,7 @@ from shardlib.kernels import adamw, frozen_adam, lion
 from shardlib.kernels.counter import random_bits
 from shardlib.kernels.dropout import Draw
 from shardlib.kernels.dropout import dropout as dropout_kernel
+from shardlib.kernels.exact_sum import digits_of_squares
 from shardlib.kernels.gelu import gelu
 from shardlib.kernels.global_norm import sum_of_squares
 from shardlib.kernels.linear_cross_entropy import linear_cross_entropy as chunked
@@ -50,6 +51,7 @@ FUNCTIONS = {
     chunked: (layer(), {}),
     sl.nn.sparse_attention: ({name: v for name, v in heads().items() if name in "qkv"}, {"layout": heads()["layout"]}),
     sum_of_squares: ({"x": x()}, {}),
+    digits_of_squares: ({"x": x()}, {}),
     random_bits: ({"index": torch.arange(3)}, {"seed": 3}),
     adamw.adamw_: ({"param": x(), "grad": x(), "mu": x(), "nu": x()}, {"factors": adamw.factors_at(1, 0.1, **ADAM)}),
     adamw.adam_direction_: (

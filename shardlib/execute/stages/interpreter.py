@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shardlib.execute.executor import Executor
-from shardlib.execute.gradients import Gradients
+from shardlib.execute.gradients import Gradients, Turn
 from shardlib.execute.handles import materialise
 from shardlib.execute.losses import refuse_reentrant_checkpoints
 from shardlib.execute.record import Record
@@ -242,10 +242,11 @@ class Interpreter:
         self._position.stages[action.stage].end(action.microbatch)
         return grads
 
-    def _sums(self, action: Action) -> tuple[Gradients, bool]:
-        """The sums of a stage's gradients, and whether this action is the last to add to them."""
+    def _sums(self, action: Action) -> tuple[Gradients, Turn]:
+        """The sums of a stage's gradients, and this action's turn to add to them."""
         assert self._gradients is not None
-        return self._gradients[action.stage], self._last[action.stage] == action.microbatch
+        last = self._last[action.stage] == action.microbatch
+        return self._gradients[action.stage], Turn(action.microbatch, last)
 
     def _return(self, action: Action, run: Run, grads: Sequence[torch.Tensor | None]) -> None:
         """Keep the gradients of a run's inputs for the stage before; zeros for unused inputs."""

@@ -10,7 +10,7 @@ import torch
 from shardlib._compat import is_compiled
 from shardlib.errors import HandleError
 from shardlib.execute.executor import Executor
-from shardlib.execute.gradients import Gradients, ReductionOptions
+from shardlib.execute.gradients import Gradients, ReductionOptions, Turn
 from shardlib.execute.losses import Outcome, read_loss, require_gradient, wants
 from shardlib.execute.record import Record
 from shardlib.execute.sequence import require_whole_loss
@@ -74,7 +74,8 @@ class OneStage:
             return outcome.total, detached(outcome, self.executor)
 
         seed = torch.ones((), dtype=torch.float64, device=self._mesh.device)
-        return self.executor.backward(call.params, gradients, index == len(call.microbatches) - 1, run, seed)
+        turn = Turn(index, index == len(call.microbatches) - 1)
+        return self.executor.backward(call.params, gradients, turn, run, seed)
 
     def shared_aux(self, call: Call, aux: Tree, sums: Sums) -> Tree:
         return aux

@@ -10,7 +10,7 @@ import torch
 
 from shardlib.execute.batches import split_batch
 from shardlib.execute.executor import Executor
-from shardlib.execute.gradients import Gradients, default_options
+from shardlib.execute.gradients import Gradients, Turn, default_options
 from shardlib.execute.handles import materialise
 from shardlib.execute.live import LiveBytes
 from shardlib.execute.losses import read_loss
@@ -85,9 +85,9 @@ def _trace_stages(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: 
             if plan.stages.schedule.splits and run.inputs and run.outputs:
                 run.executor.inputs_gradient(run.outputs, seeds, run.inputs)
                 run.executor.rest()
-                run.executor.weights_gradient(grads, last=False)
+                run.executor.weights_gradient(grads, Turn(0, last=False))
             else:
-                run.executor.differentiate(run.outputs, seeds, run.inputs, grads, last=False)
+                run.executor.differentiate(run.outputs, seeds, run.inputs, grads, Turn(0, last=False))
         run.executor.close()
     peaks = [alive.peak(without=grads.held) for alive, grads in zip(live, gradients)]
     return tuple(

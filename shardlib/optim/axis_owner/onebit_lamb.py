@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 
 from shardlib.collectives.codecs.integers import OneBit, check_scales
+from shardlib.collectives.summation import sum_of_squares
 from shardlib.kernels.adamw import adam_direction_, direction_at
 from shardlib.kernels.frozen_adam import fresh_step_, local_momentum_
-from shardlib.kernels.global_norm import sum_of_squares
 from shardlib.optim.axis_owner.moments import root
 from shardlib.optim.base import GradientTransformation, Owned
 from shardlib.optim.locality import Locality

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardlib.kernels.global_norm import sum_of_squares
+from shardlib.collectives.summation import Summation, sum_of_squares
 from shardlib.mesh.index_map import IndexMap
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.locality import Locality
@@ -159,27 +159,32 @@ def adafactor(
     ) -> dict[str, Factors]:
         """The factors after this step. The sums of all parameters lie in one vector, for one exchange."""
         sizes = [len(factor) for factors in before.values() for factor in factors]
-        sums = torch.zeros(sum(sizes), dtype=torch.float64, device=device_of(grads))
-        views = iter(sums.split(sizes))
-        table = {path: Factors(next(views), next(views)) for path in before}
+        shape = (sum(sizes), shards.summation.width)
+        sums = torch.zeros(shape, dtype=torch.float64, device=device_of(grads))
+
+        def by_path(values: torch.Tensor) -> dict[str, Factors]:
+            views = iter(values.split(sizes))
+            return {path: Factors(next(views), next(views)) for path in before}
+
+        table = by_path(sums)
         for number, index_map, (g,) in shards.shares(grads):
             info = infos[number]
             if not unfactored(info):
                 for chunk, chunk_map in index_map.chunks(g):
-                    _add_sums(table[info.path], chunk.square().add_(eps), chunk_map)
-        shards.total(sums)
+                    _add_sums(table[info.path], chunk.square().add_(eps), chunk_map, shards.summation)
+        totals = by_path(shards.total(sums))
         after = {}
         for info in infos:
             if not unfactored(info):
                 dims = reversed(_largest(info.shape))
-                means = [total / info.shape[dim] for total, dim in zip(table[info.path], dims)]
+                means = [total / info.shape[dim] for total, dim in zip(totals[info.path], dims)]
                 pairs = zip(before[info.path], means)
                 after[info.path] = Factors(*(old.lerp(new.to(old.dtype), 1 - keep) for old, new in pairs))
         return after
 
     def _factor(infos: list[LeafInfo], params: Tree, directions: Tree, shards: Shards) -> torch.Tensor:
         """The factor of each parameter's update from clipping and from the parameter's scale, ``[leaf_count]``."""
-        of_both = (lambda p, u: sum_of_squares(p), lambda p, u: sum_of_squares(u))
+        of_both = (sum_of_squares.of(0), sum_of_squares.of(1))
         sizes = torch.tensor([max(math.prod(info.shape), 1) for info in infos], dtype=torch.float64)
         squares = shards.leaf_sums(of_both, params, directions)
         param_rms, update_rms = (squares / sizes.to(squares.device)).sqrt()
@@ -210,14 +215,14 @@ def _without(shape: tuple[int, ...], dim: int) -> list[int]:
     return [size for other, size in enumerate(shape) if other != dim]
 
 
-def _add_sums(sums: Factors, squares: torch.Tensor, index_map: IndexMap) -> None:
+def _add_sums(sums: Factors, squares: torch.Tensor, index_map: IndexMap, summation: Summation) -> None:
     """Add ``squares``, at the elements of ``index_map``, to a parameter's flat sums along its two largest dimensions."""
     box = index_map.box(len(squares))
     grid = squares.new_zeros(math.prod(box.shape))
     grid[box.skip : box.skip + len(squares)] = squares
     for flat, dim in zip(sums, reversed(_largest(index_map.shape))):
-        covered = box.without(flat.view(_without(index_map.shape, dim)), dim)
-        covered += grid.view(box.shape).sum(dim, dtype=covered.dtype)
+        covered = box.without(flat.view(*_without(index_map.shape, dim), summation.width), dim)
+        covered += summation.along(grid.view(box.shape), dim)
 
 
 def _divide(g: torch.Tensor, index_map: IndexMap, factors: Factors) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardlib.kernels.global_norm import sum_of_squares
+from shardlib.collectives.summation import sum_of_squares
 from shardlib.optim.base import GradientTransformation, empty_init
 from shardlib.optim.locality import Locality
 from shardlib.optim.ranges import check, is_positive

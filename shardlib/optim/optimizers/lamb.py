@@ -6,8 +6,8 @@ from functools import partial
 
 import torch
 
+from shardlib.collectives.summation import sum_of_squares
 from shardlib.kernels.adamw import adam_direction_, direction_at
-from shardlib.kernels.global_norm import sum_of_squares
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.locality import Locality
 from shardlib.optim.optimizers.adam import AdamState
@@ -63,7 +63,7 @@ def lamb(
 
 def coefficients(params: Tree, directions: Tree, shards: Shards, least: float, most: float) -> torch.Tensor:
     """‖p‖/‖u‖ of each parameter, clamped to the bounds, float64 ``[leaf_count]``; 1 where either norm is 0."""
-    of_both = (lambda p, u: sum_of_squares(p), lambda p, u: sum_of_squares(u))
+    of_both = (sum_of_squares.of(0), sum_of_squares.of(1))
     lengths, steps = shards.leaf_sums(of_both, params, directions).sqrt()
     return torch.where((lengths == 0) | (steps == 0), 1.0, (lengths / steps).clamp(least, most))  # keeps NaN
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from shardlib.collectives.summation import SumOf
 from shardlib.optim.base import GradientTransformation, write_copies
 from shardlib.optim.locality import Locality, widest
 from shardlib.optim.ranges import check, is_count
@@ -88,6 +89,5 @@ def skip_nonfinite(inner: GradientTransformation, max_consecutive_errors: int) -
     return GradientTransformation(init, update, locality, apply=apply, sends=inner.sends, last=inner.last)
 
 
-def _nonfinite(leaf: torch.Tensor) -> torch.Tensor:
-    """The number of elements that are not finite."""
-    return (~torch.isfinite(leaf)).sum().to(torch.float64)
+# The number of elements that are not finite.
+_nonfinite = SumOf(lambda leaf: (~torch.isfinite(leaf)).double(), lambda leaf: (~torch.isfinite(leaf)).sum().double())

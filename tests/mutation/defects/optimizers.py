@@ -189,8 +189,8 @@ DEFECTS = (
         "reduction",
         "execute/means.py",
         "what a loss function hands out is averaged over a rank's own batches",
-        "sum_over(mesh, plan.batch_axes, values)",
-        "sum_over(mesh, (), values)",
+        "sum_over(mesh, plan.batch_axes, sums)",
+        "sum_over(mesh, (), sums)",
         ("tests/execute/test_hazards.py::test_evaluation_and_a_mean_over_ranks",),
     ),
     Defect(
@@ -270,8 +270,8 @@ DEFECTS = (
         "reduction",
         "execute/means.py",
         "of means beside the loss the last micro-batch's is kept",
-        "values if self._sums is None else self._sums + values",
-        "values",
+        "sums if self._sums is None else self._sums + sums",
+        "sums",
         ("tests/training/test_evaluation.py::test_means_in_aux_add_up_over_micro_batches",),
     ),
     Defect(

@@ -105,8 +105,8 @@ DEFECTS = (
         "numerics",
         "plan/placing.py",
         "gradients of 16-bit parameters are added up in 16 bits",
-        "(everywhere and everywhere.dtype) or torch.float32",
-        "(everywhere and everywhere.dtype) or dtype",
+        'resolved.everywhere("dtype") or torch.float32',
+        'resolved.everywhere("dtype") or dtype',
         ("tests/transforms/test_mixed_precision.py::test_gradients_are_summed_in_the_dtype_asked_for",),
     ),
 )

@@ -51,8 +51,8 @@ DEFECTS = (
         "factor",
         "execute/totals.py",
         "weights of micro-batches are not summed, though totals are",
-        "self._values[1] += outcome.weight",
-        "self._values[1] = outcome.weight",
+        "self._losses += self._summation.numbers(",
+        "self._losses[1] = 0\n        self._losses += self._summation.numbers(",
         ("tests/execute/test_hazards.py::test_a_weighted_mean_as_the_loss",),
     ),
     Defect(
@@ -69,8 +69,8 @@ DEFECTS = (
         "norm",
         "execute/totals.py",
         "the norm, and whether it is finite, is that of a rank's own slices of the model",
-        "self._values[_LOSSES:])\n",
-        "self._values[_LOSSES:].clone())\n",
+        "sums[2 * width :])\n",
+        "sums[2 * width :].clone())\n",
         ("tests/transforms/test_tensor_slicing.py::test_every_stage[0-dtype1-6]",),
     ),
     Defect(

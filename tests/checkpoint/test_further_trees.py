@@ -1,0 +1,71 @@
+"""Trees beside the state, such as averages of parameters, are saved and restored with it, on any mesh."""
+
+import pytest
+import torch
+from helpers.models import mlp, regression_batch, share
+from helpers.trees import assert_same
+
+import shardlib as sl
+from shardlib.errors import TreeError
+
+LOSS, PARAMS = mlp([5, 7, 3])
+BATCH = regression_batch(12, 5, 3)
+AVERAGE = sl.optim.ema(0.9)
+
+
+def start(mesh, stage, precision=None):
+    transform = sl.zero(stage) if precision is None else sl.chain(sl.zero(stage), sl.precision(precision))
+    state, step = sl.make_train_step(LOSS, sl.shard(PARAMS, mesh, transform), sl.optim.adamw(0.1))
+    return state, step, {"average": AVERAGE.init(state.params), "best": torch.zeros(())}
+
+
+def steps(mesh, state, step, also, number):
+    for _ in range(number):
+        state, metrics = step(state, share(BATCH, mesh.rank, mesh.size))
+        averaged, also["average"] = AVERAGE.update(state.params, also["average"])
+        also["best"] = metrics["loss"].double().detach().clone()
+    return state, averaged
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize(("mesh", "stage"), [({"data": 3}, 3), ({"data": 2}, 1), ({"data": 1}, 0)])
+def test_an_average_goes_on_on_another_mesh(tmp_path, mesh, stage, precision):
+    def run(mesh):
+        state, step, also = start(mesh, 2, precision)
+        state, _ = steps(mesh, state, step, also, 3)
+        with sl.checkpoint.Manager(tmp_path) as manager:
+            manager.save(state, also=also)
+        _, averaged = steps(mesh, state, step, also, 2)
+        return sl.unshard(averaged)
+
+    def resumed(mesh):
+        state, step, also = start(mesh, stage, precision)
+        also["best"] = torch.zeros((), dtype=torch.float64)
+        state = sl.checkpoint.restore(tmp_path, state, also=also)
+        assert also["average"].count == 3 and also["best"] > 0
+        _, averaged = steps(mesh, state, step, also, 2)
+        return sl.unshard(averaged)
+
+    wanted, found = sl.simulate(run, mesh={"data": 2})[0], sl.simulate(resumed, mesh=mesh)[0]
+    if mesh == {"data": 2}:
+        assert_same(found, wanted)
+    for one, other in zip(*(torch.utils._pytree.tree_leaves(tree) for tree in (found, wanted)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6 if precision is None else 2e-2, atol=1e-9)
+
+
+def test_trees_that_are_not_asked_for_are_named(tmp_path):
+    state, _, also = start(sl.make_mesh(), 0)
+    sl.checkpoint.save(tmp_path, state, also=also)
+    with pytest.raises(
+        TreeError, match=r"(?s)also/average/count: in the checkpoint, not in the state.*name further trees in also="
+    ):
+        sl.checkpoint.restore(tmp_path, state)
+    assert sl.checkpoint.restore(tmp_path, state, partial=["also/*"]).step == 0
+
+
+@pytest.mark.parametrize("wrong", ["a number", "averaged parameters"])
+def test_what_is_no_tensor_is_refused(tmp_path, wrong):
+    state, _, _ = start(sl.make_mesh(), 0)
+    also = {"it": 3 if wrong == "a number" else state.params}
+    with pytest.raises(TreeError, match=r"also: these are no tensors:\n  - it: (int|Sharded)"):
+        sl.checkpoint.save(tmp_path, state, also=also)

@@ -1,0 +1,286 @@
+"""`reproducible`: the same bits of state and losses on every mesh."""
+
+import functools
+from dataclasses import replace
+
+import optree
+import pytest
+import torch
+from helpers.bits import digest, whole
+from helpers.measure import count_payload
+from helpers.models import TINY, share, token_batches
+
+import shardlib as sl
+from shardlib.errors import IllegalComposition
+from shardlib.execute.batches import batch_index
+from shardlib.models import gpt
+
+TOTAL, ROWS, STEPS = 8, 24, 3
+CONFIG = replace(TINY, dropout=0.2, layers=3)
+
+
+def adamw():
+    return sl.optim.chain(sl.optim.clip_by_global_norm(0.1), sl.optim.adamw(1e-2, weight_decay=0.1))
+
+
+def lamb():
+    return sl.optim.chain(sl.optim.clip_by_global_norm(0.1), sl.optim.lamb(1e-2, weight_decay=0.1))
+
+
+def adafactor():
+    return sl.optim.adafactor(1e-2, min_dim_size_to_factor=4)
+
+
+def muon():
+    matrices = sl.optim.masked(sl.optim.muon(1e-2), "[1-9]/attn/*/weight")
+    return sl.optim.chain(sl.optim.clip_by_block_norm(0.3), matrices)
+
+
+def noisy():
+    return sl.optim.stochastic_rounding(sl.optim.chain(sl.optim.skip_nonfinite(sl.optim.lion(1e-2), 3)))
+
+
+def trained(mesh, transform, make_optimizer, config=CONFIG, steps=STEPS):
+    """The SHA-256 of the losses and of the state after some steps."""
+    params = sl.shard(gpt.to_blocks(gpt.init(config)), mesh, transform)
+    state, step = sl.make_train_step(gpt.make_sequential(config), params, make_optimizer(), rng=7)
+    plan, losses = params.plan, []
+    for batch in token_batches(steps, ROWS, config):
+        state, metrics = step(state, share(batch, batch_index(plan, params.mesh), plan.batch_ranks))
+        losses.append((metrics["loss"], metrics["grad_norm"]))
+    return digest((losses, whole(state)))
+
+
+def digest_on(mesh, transform, make_optimizer=adamw, **options):
+    found = sl.simulate(lambda m: trained(m, transform, make_optimizer, **options), mesh=mesh)
+    assert len(set(found)) == 1, "ranks differ"
+    return found[0]
+
+
+@functools.cache
+def one_device(make_optimizer=adamw, total=TOTAL, extra=(), **options):
+    return digest_on({"data": 1}, sl.chain(*extra, sl.reproducible(total)), make_optimizer, **options)
+
+
+def on(data=1, node=1, pipe=1, stage=0, schedule="1f1b", total=TOTAL):
+    """``(mesh, transforms)``, without `reproducible`."""
+    mesh = {name: size for name, size in (("node", node), ("pipe", pipe), ("data", data)) if size > 1 or name == "data"}
+    transforms = [sl.zero(stage, replicate="node" if node > 1 else None)]
+    if pipe > 1:
+        transforms.append(sl.pipeline(schedule, microbatches=total // (node * data)))
+    return mesh, transforms
+
+
+MESHES = [
+    *({"data": data, "stage": stage} for data in (1, 2, 4, 8) for stage in range(4)),
+    *({"node": 2, "data": data, "stage": stage} for data in (2, 4) for stage in range(4)),
+    *({"pipe": 2, "data": data, "stage": stage} for data in (1, 2) for stage in range(4)),
+    {"pipe": 3, "data": 2, "stage": 2, "schedule": "gpipe"},
+    {"pipe": 2, "data": 2, "stage": 3, "schedule": "interleaved-1f1b"},
+    {"pipe": 2, "node": 2, "data": 2, "stage": 1},
+]
+
+
+@pytest.mark.parametrize("where", MESHES, ids=str)
+def test_the_bits_of_one_device(where):
+    mesh, transforms = on(**where)
+    assert digest_on(mesh, sl.chain(*transforms, sl.reproducible(TOTAL))) == one_device()
+
+
+@pytest.mark.parametrize("where", [{"data": 2}, {"data": 4, "stage": 2}, {"node": 2, "data": 4}], ids=str)
+def test_the_bits_differ_without(where):
+    mesh, transforms = on(**where)
+    transforms.append(sl.accumulate(TOTAL // (mesh["data"] * mesh.get("node", 1))))
+    plain = digest_on(mesh, sl.chain(*transforms))
+    # (On axes of two ranks with two micro-batches each, every sum is a tree.)
+    assert plain not in (digest_on({"data": 1}, sl.accumulate(TOTAL)), one_device())
+
+
+PRECISION = (sl.precision("bf16", keep="*/ln*/*"),)
+SOME = [{"data": 2, "stage": 0}, {"data": 4, "stage": 3}, {"node": 2, "data": 2, "stage": 2}, {"pipe": 2, "data": 2}]
+
+
+@pytest.mark.parametrize("where", SOME, ids=str)
+@pytest.mark.parametrize("make_optimizer", [lamb, adafactor, muon, noisy])
+def test_optimizers_that_sum_over_leaves(make_optimizer, where):
+    mesh, transforms = on(**where)
+    assert digest_on(mesh, sl.chain(*transforms, sl.reproducible(TOTAL)), make_optimizer) == one_device(make_optimizer)
+
+
+@pytest.mark.parametrize("where", SOME, ids=str)
+def test_half_precision_and_recomputed_blocks(where):
+    mesh, transforms = on(**where)
+    transforms += [*PRECISION, sl.remat("full")]
+    assert digest_on(mesh, sl.chain(*transforms, sl.reproducible(TOTAL))) == one_device(extra=PRECISION)
+
+
+@pytest.mark.parametrize("extra", [(), PRECISION], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("where", SOME[:3], ids=str)
+def test_tied_leaves_used_by_two_units(where, extra):
+    mesh, transforms = on(**where)
+    tied = replace(CONFIG, tie=True)
+    assert digest_on(mesh, sl.chain(*transforms, *extra, sl.reproducible(TOTAL)), config=tied) == one_device(
+        extra=extra, config=tied
+    )
+
+
+def test_ranks_of_three_and_the_leaves_of_no_power_of_two():
+    """Of 12 micro-batches, 3 and 6 ranks hold nodes of the tree."""
+    wanted = one_device(total=12)
+    for where in ({"data": 3, "stage": 2}, {"node": 3, "data": 2, "stage": 3}, {"data": 6, "stage": 1}):
+        mesh, transforms = on(**where, total=12)
+        assert digest_on(mesh, sl.chain(*transforms, sl.reproducible(12))) == wanted
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_real_processes_give_the_bits_of_one_device(pool, stage):
+    transform = sl.chain(sl.zero(stage, replicate="node"), sl.reproducible(TOTAL))
+    found = pool.run(trained, transform, adamw, mesh={"node": 2, "data": 2})
+    assert set(found) == {one_device()}
+
+
+def weighted(params, batch, rng):
+    """Losses whose weights differ, with means in aux: their sums round."""
+    x = sl.dropout(batch["x"] @ params["w"], 0.3, rng)
+    return sl.Mean((x.square().sum(1) * batch["weight"]).sum(), batch["weight"].sum()), {
+        "mean": sl.Mean(x.sum(), batch["weight"].sum() / 3)
+    }
+
+
+@pytest.mark.parametrize("where", SOME[:3], ids=str)
+def test_weighted_losses_and_aux(where):
+    def run(mesh):
+        params = sl.shard({"w": torch.ones(5, 3)}, mesh, sl.chain(*transforms, sl.reproducible(TOTAL)))
+        state, step = sl.make_train_step(weighted, params, sl.optim.sgd(0.1, momentum=0.9))
+        found = []
+        for seed in range(3):
+            generator = torch.Generator().manual_seed(seed)
+            batch = {"x": torch.randn(ROWS, 5, generator=generator), "weight": torch.rand(ROWS, generator=generator)}
+            state, metrics = step(state, share(batch, batch_index(params.plan, params.mesh), params.plan.batch_ranks))
+            found.append((metrics["loss"], metrics["aux"]["mean"], metrics["grad_norm"]))
+        return digest((found, whole(state)))
+
+    transforms = [sl.zero()]
+    wanted = sl.simulate(run, mesh={"data": 1})
+    mesh, transforms = on(**where)
+    assert set(sl.simulate(run, mesh=mesh)) == set(wanted)
+
+
+@pytest.mark.parametrize("where", SOME, ids=str)
+def test_bytes_sent_and_held_are_the_plans(where):
+    def run(mesh):
+        config = replace(CONFIG, dropout=0.0)
+        params = sl.shard(gpt.to_blocks(gpt.init(config)), mesh, sl.chain(*transforms, sl.reproducible(TOTAL)))
+        mesh, plan = params.mesh, params.plan
+        mine = share(token_batches(1, ROWS)[0], batch_index(plan, mesh), plan.batch_ranks)
+        loss_fn = gpt.make_sequential(config)
+        state, step = sl.make_train_step(loss_fn, params, adamw())
+        state, _ = step(state, mine)
+        sent = count_payload(mesh, scalars=1000)
+        step(state, mine)
+        whole_plan = sl.make_plan(gpt.to_blocks(gpt.init(config)), mesh, sl.chain(*transforms, sl.reproducible(TOTAL)),
+                                  loss_fn=loss_fn, batch=mine, optimizer=adamw())  # fmt: skip
+        return sent(), whole_plan.at(mesh.coords).payload()
+
+    mesh, transforms = on(**where)
+    for sent, planned in sl.simulate(run, mesh=mesh):
+        assert sent == planned
+
+
+def test_partial_sums_are_planned():
+    params, mesh = {"w": torch.ones(64, 64)}, sl.abstract_mesh(data=2)
+    held = [
+        sl.make_plan(params, mesh, sl.chain(sl.zero(2), sl.reproducible(total))).bytes("grad")
+        for total in (2, 4, 8, 16)
+    ]
+    assert held == [64 * 64 * 2, 64 * 64 * 4, 64 * 64 * 8, 64 * 64 * 12]
+
+
+# --- refusals -----------------------------------------------------------------------------------------------------
+
+
+REFUSED = {
+    "ranks": ({"data": 3}, [sl.zero()], r"3 ranks divide the batch.*Use 1, 2, 4 or 8 ranks, or reproducible\(12\)"),
+    "slices": ({"data": 2, "model": 2}, [sl.zero(), sl.tensor_slicing({"0/w": "column"}, axis="model")], "fewer elements"),
+    "sequence": ({"data": 2, "seq": 2}, [sl.zero(), sl.sequence("seq", "ring")], "parts of sequences"),
+    "codec": ({"data": 2}, [sl.zero(), sl.onebit("data")], r"axis 'data': what is rounded .* depends on the ranks"),
+    "gathered": ({"data": 2}, [sl.zero(3), sl.quantize("int8")], r"axis 'data': what is rounded"),
+    "narrow": ({"data": 2}, [sl.zero(), sl.precision("bf16", "bf16")], r"leave precision\(reduce_dtype=\) at 'fp32'"),
+    "each": ({"data": 2}, [sl.zero(2), sl.accumulate(4, sync="each")], "sync='each' sums each micro-batch over ranks first"),
+    "count": ({"data": 2}, [sl.zero(2), sl.accumulate(2)], "each has 4 micro-batches.*asks for 2: use microbatches=4"),
+    "two zeros": ({"a": 2, "b": 2}, [sl.zero(1, "a"), sl.zero(1, "b")], r"use zero\(stage, axis='b', replicate='a'\)"),
+    "order": ({"data": 2, "node": 2}, [sl.zero(1, "data", "node")], "name the axes of the mesh in the order node, data"),
+    "inner": ({"node": 2, "data": 3}, [sl.zero(0, replicate="node")], r"6 ranks divide"),
+    "halves": ({"pipe": 2, "data": 1}, [sl.zero(), sl.pipeline("zb-h1", 8)], "'zb-h1' computes gradients of weights apart"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_name_the_remedy(name):
+    mesh, transforms, message = REFUSED[name]
+    params = [{"w": torch.ones(8, 8)} for _ in range(4)]
+    with pytest.raises(IllegalComposition, match=f"(?s)reproducible.*{message}"):
+        sl.make_plan(params, sl.abstract_mesh(**mesh), sl.chain(*transforms, sl.reproducible(TOTAL)))
+
+
+def test_an_axis_that_is_summed_late_may_have_any_size():
+    for mesh, legal in (({"node": 3, "data": 4}, True), ({"node": 4, "data": 3}, False)):
+        transform = sl.chain(sl.zero(0, replicate="node"), sl.reproducible(12))
+        if legal:
+            assert sl.make_plan({"w": torch.ones(2)}, sl.abstract_mesh(**mesh), transform).step.microbatches == 1
+        else:
+            with pytest.raises(IllegalComposition, match="3 micro-batches are summed before axis 'node'"):
+                sl.make_plan({"w": torch.ones(2)}, sl.abstract_mesh(**mesh), transform)
+
+
+def test_leaves_tied_across_stages_are_refused():
+    params = gpt.to_blocks(gpt.init(replace(CONFIG, tie=True)))
+    with pytest.raises(IllegalComposition, match=r"0/tokens is used in stages 0, 1.*parameters of their own"):
+        sl.make_plan(
+            params, sl.abstract_mesh(pipe=2, data=1), sl.chain(sl.zero(), sl.pipeline("1f1b", 8), sl.reproducible(8))
+        )
+
+
+def test_an_optimizer_that_owns_an_axis_is_refused():
+    transform = sl.chain(sl.zero(0), sl.reproducible(TOTAL))
+    with pytest.raises(IllegalComposition, match="already sends them over it in full precision, added in one order"):
+        sl.make_plan(
+            {"w": torch.ones(8)}, sl.abstract_mesh(data=2), transform, optimizer=sl.optim.onebit_adam(1e-3, 10)
+        )
+
+
+def steps(loss_fn, tx, params=None, **options):
+    params = {"w": torch.ones(4, 4)} if params is None else params
+    params = sl.shard(params, sl.make_mesh(data=1), sl.chain(sl.zero(), sl.reproducible(2)))
+    state, step = sl.make_train_step(loss_fn, params, tx, **options)
+    return step(state, torch.ones(2, 4))
+
+
+def quadratic(params, batch):
+    return (batch @ params["w"]).square().mean()
+
+
+def test_buffers_and_moments_in_blocks_are_refused():
+    with pytest.raises(IllegalComposition, match=r"with buffers=: .*layers that need none"):
+        steps(lambda params, buffers, batch: (quadratic(params, batch), buffers), sl.optim.sgd(0.1), buffers={})
+    with pytest.raises(IllegalComposition, match="its state is in Coded tensors"):
+        steps(lambda params, batch: params["w"].square().sum(), sl.optim.adamw8bit(0.1), {"w": torch.ones(5000)})
+    steps(quadratic, sl.optim.adamw8bit(0.1))  # few elements, so not coded
+
+
+def test_sums_of_ones_own_state_their_terms():
+    def by(largest):
+        def update(updates, state, params, *, shards):
+            return optree.tree_map(lambda u: -u / float(shards.sum(largest, updates)), updates), state
+
+        return sl.optim.GradientTransformation(lambda params, shards: (), update, sl.optim.Locality.GLOBAL)
+
+    with pytest.raises(IllegalComposition, match=r"pass sl\.optim\.SumOf\(terms\) instead"):
+        steps(quadratic, by(lambda x: x.abs().sum()))
+    steps(quadratic, by(sl.optim.SumOf(lambda x: x.abs().double())))
+
+
+@pytest.mark.parametrize("count", [0, -1, 2.0, True, "8"])
+def test_the_number_of_micro_batches_is_checked(count):
+    with pytest.raises(IllegalComposition, match="use an integer of at least 1"):
+        sl.reproducible(count)
