@@ -361,10 +361,10 @@ def test_without_a_state_residuals_are_refused():
     sl.simulate(run, mesh={"data": 2})
 
 
-def test_real_processes_get_what_simulated_ranks_get():
+def test_real_processes_get_what_simulated_ranks_get(pool):
     def run(mesh):
         state, _ = trained(mesh, sl.chain(sl.zero(0), sl.powersgd(2)), 4)
         return optree.tree_leaves((sl.unshard(state.params), state.comm))
 
-    for real, simulated in zip(sl.launch(run, mesh={"data": 2}), sl.simulate(run, mesh={"data": 2}), strict=True):
+    for real, simulated in zip(pool.run(run, mesh={"data": 2}), sl.simulate(run, mesh={"data": 2}), strict=True):
         torch.testing.assert_close(real, simulated, rtol=1e-12, atol=1e-12)
