@@ -9,7 +9,6 @@ from shardlib.mesh.specs import P
 from shardlib.models.from_module import from_module
 from shardlib.nn import Mean, block, dropout, sequential
 from shardlib.optim.train_state import TrainState, replace_params
-from shardlib.plan.plan import Plan
 from shardlib.plan.transform import chain
 from shardlib.rng import Key
 from shardlib.shard import shard
@@ -57,7 +56,6 @@ __all__ = [
     "Mean",
     "Mesh",
     "P",
-    "Plan",
     "Sharded",
     "TrainState",
     # in a loss

@@ -10,6 +10,8 @@ from pathlib import Path
 import grimp
 import pytest
 
+import shardlib
+
 ROOT = Path(__file__).parents[1]
 CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
 
@@ -98,3 +100,8 @@ def test_the_drawing_is_true(name):
     spec.loader.exec_module(draw_house)
     drawn = (ROOT / "docs" / name).read_text()
     assert drawn == draw_house.DRAWINGS[name](), "run: python docs/draw_house.py"
+
+
+def test_the_public_names_are_few():
+    assert len(shardlib.__all__) == len(set(shardlib.__all__)) <= 50
+    assert all(hasattr(shardlib, name) for name in shardlib.__all__)

@@ -104,7 +104,7 @@ class Commit:
         except BaseException as error:
             self._report({"failure": f"{type(error).__name__}: {error}"})
             raise
-        part = replace(self._facts, notes={}, values={}, specs={}, tensors=written.tensors, files={file: written.bytes})
+        part = replace(self._facts, notes={}, specs={}, tensors=written.tensors, files={file: written.bytes})
         self._report({"manifest": part.dumps().decode()})
 
     def finish(self, alive: Callable[[], None] = lambda: None) -> Path:

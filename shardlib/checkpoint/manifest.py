@@ -69,7 +69,6 @@ class Manifest:
         mesh: axis -> size, of the ranks that wrote it.
         specs: path of a parameter -> its spec and the optimizer state's, as text.
         notes: what the caller added: anything that JSON can hold.
-        values: name -> number, string, or None of the saved tree that is no tensor.
         tensors: name -> `Entry`.
         files: name -> bytes.
         whole_files: name -> CRC-32 of files that hold no items.
@@ -82,7 +81,6 @@ class Manifest:
     shardlib: str = ""
     specs: dict[str, str] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
-    values: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Entry] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
     whole_files: dict[str, int] = field(default_factory=dict)

@@ -79,18 +79,27 @@ def loader(
     check_batch(batch, share)
     if workers < 0:
         raise BatchError(f"loader: workers={workers}: 0 for none, or the number of processes that read ahead")
-    primitives.require_equal(
-        share.mesh,
-        "data loaders",
-        {"samples in the dataset": len(dataset), "order": order, "batch": batch, "samples": samples, "epochs": epochs},
-        "Make the loader with the same dataset and arguments on every rank.",
-    )
     end = None if epochs is None else epochs * len(dataset)
     pinned = share.mesh.device.type == "cuda" if pin is None else pin
     # Every epoch that the batches reach into costs a computation of its own.
     ahead = max(1, min(_INDICES * share.count, len(dataset)) // batch)
     rows = _Rows(fetch_of(dataset, collate), map)
-    return Loader(order, share, batch, end, rows, ahead, workers, pinned).seek(samples)
+    made = Loader(order, share, batch, end, rows, ahead, workers, pinned).seek(samples)
+    primitives.require_equal(
+        share.mesh,
+        "data loaders",
+        {
+            "samples in the dataset": len(dataset),
+            "seed": seed,
+            "shuffle": shuffle,
+            "the next indices": order.indices(made.samples + np.arange(4)),
+            "batch": batch,
+            "samples": made.samples,
+            "epochs": epochs,
+        },
+        "Make the loader with the same dataset and arguments on every rank.",
+    )
+    return made
 
 
 class Loader:

@@ -13,6 +13,7 @@ To write a transform, derive a frozen dataclass from `Transform` and define
 from shardlib.plan import conditions
 from shardlib.plan.claims import SECOND, AxisOwner, Claim, LeafInfo, Live, Reduce, Step, Use
 from shardlib.plan.loss_scale import LossScale
+from shardlib.plan.plan import Plan
 from shardlib.plan.resolved import Resolved
 from shardlib.plan.stages import Stages
 from shardlib.plan.transform import Transform
@@ -25,6 +26,8 @@ __all__ = [
     "Reduce",
     "Live",
     "Step",
+    # the plan itself
+    "Plan",
     # values of claims, and checks
     "AxisOwner",
     "LeafInfo",

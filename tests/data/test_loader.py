@@ -281,6 +281,30 @@ def test_a_plan_needs_no_axes_and_a_plain_tree_has_none():
         sl.data.loader([1], {"w": torch.ones(2)}, 1)
 
 
+class Backwards:
+    """A dataset with an order of its own."""
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        return index
+
+    def order(self, seed, shuffle):
+        return self
+
+    def indices(self, numbers):
+        return 4 - numbers % 5
+
+
+def test_a_dataset_may_bring_its_order():
+    def consume(mesh):
+        batches = sl.data.loader(Backwards(), mesh, 4)
+        return [rows.tolist() for _, rows in zip(range(2), batches, strict=False)]
+
+    assert sl.simulate(consume, mesh={"data": 2}) == [[[4, 3], [0, 4]], [[2, 1], [3, 2]]]
+
+
 def test_ranks_with_different_datasets_are_named():
     def differ(mesh):
         sl.data.loader(list(range(8 + mesh.rank // 3)), mesh, 4)
