@@ -1,6 +1,7 @@
 """Saving and restoring a train state, on the same mesh or another."""
 
 from shardlib.checkpoint.commit import complete, remove, step_of
+from shardlib.checkpoint.dcp import import_dcp
 from shardlib.checkpoint.manager import Manager
 from shardlib.checkpoint.pretrained import from_pretrained
 from shardlib.checkpoint.restore import bytes_to_read, checkpoint_at, latest, read_notes, restore
@@ -14,6 +15,7 @@ __all__ = [
     "complete",
     "export_safetensors",
     "from_pretrained",
+    "import_dcp",
     "import_safetensors",
     "latest",
     "read_notes",

@@ -17,15 +17,14 @@ import torch
 
 from shardlib.checkpoint.boxes import boxes, runs
 from shardlib.checkpoint.commit import sync_folder
-from shardlib.checkpoint.fragments import PARAMS, Fragment, needed_params, owned_params, whole, whole_window
+from shardlib.checkpoint.fragments import PARAMS, Fragment, owned_params, whole, whole_window
+from shardlib.checkpoint.importing import dotted, fill_params
 from shardlib.checkpoint.manifest import Chunk, Entry, Manifest
 from shardlib.checkpoint.reading import Saved
 from shardlib.checkpoint.save import on_all_ranks
 from shardlib.checkpoint.writing import bytes_of, write_all
-from shardlib.collectives import primitives
-from shardlib.errors import CheckpointError, TreeError, listing
+from shardlib.errors import CheckpointError, TreeError
 from shardlib.sharded.tree import Sharded
-from shardlib.tree import matches
 
 _DTYPES = {
     "F64": "float64",
@@ -96,7 +95,7 @@ def export_safetensors(
     def fragments() -> Iterator[Fragment]:
         for fragment in owned_params(params):
             for path in aliases[fragment.name.removeprefix(PARAMS)]:
-                yield fragment._replace(name=_dotted(path))
+                yield fragment._replace(name=dotted(path))
         if mesh.rank == 0:
             yield from (whole(leaf, name) for name, leaf in extra.items())
 
@@ -126,45 +125,15 @@ def import_safetensors(folder: str | Path, params: Sharded, *, partial: Sequence
     >>> sl.checkpoint.import_safetensors("model", empty)["layer"]["weight"].sum()
     tensor(6.)
     """
-    mesh = params.mesh
     with Saved(*_opened(Path(folder))) as saved:
-        names = {
-            placement.path: [_dotted(path) for path in (placement.path, *placement.aliases)]
-            for placement in params.plan.everywhere.placements
-        }
-        source = {
-            path: next((name for name in known if name in saved.tensors), known[0]) for path, known in names.items()
-        }
-        fragments = [(fragment, source[fragment.name.removeprefix(PARAMS)]) for fragment in needed_params(params)]
-        problems = {
-            name: problem.replace(fragment.name, name)
-            for fragment, name in fragments
-            if fragment.data.numel() and (problem := saved.missing(fragment, name))
-        }
-        known = {name for each in names.values() for name in each}
-        problems |= {name: f"{name}: in the files, not in the parameters" for name in saved.names if name not in known}
-        gathered = primitives.all_gather_object(mesh, list(mesh.shape), problems)
-        lines = {name: line for each in gathered for name, line in each.items() if not matches(name, partial)}
-        if lines:
-            raise TreeError(
-                f"{folder} does not fit these parameters:\n{listing([lines[name] for name in sorted(lines)])}\n"
-                "Give the parameters of the same model, or name in partial= what may be missing."
-            )
-        with torch.no_grad():
-            for fragment, name in fragments:
-                if name in saved.tensors:
-                    saved.fill(fragment, name)
+        fill_params(saved, params, "", partial)
     return params
-
-
-def _dotted(path: str) -> str:
-    return path.replace("/", ".")
 
 
 def _described(params: Sharded) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Name -> dtype and shape of every parameter, of other stages too, in the order of their files."""
     return {
-        _dotted(path): (placement.param.dtype, placement.param.shape)
+        dotted(path): (placement.param.dtype, placement.param.shape)
         for placement in params.plan.everywhere.placements
         for path in (placement.path, *placement.aliases)
     }
