@@ -15,10 +15,11 @@ from shardlib.data.order import Order, Shuffled, Unshuffled
 from shardlib.data.ranks import Share, share_of
 from shardlib.data.rows import Fetch, as_dataset, fetch_of, no_rows, to_device
 from shardlib.errors import BatchError
+from shardlib.kernels.common.thresholds import Threshold
 from shardlib.rng import Key
 
 # Indices are computed for some batches at once: 4,096 of one epoch cost 0.8 ms, and 64 cost 0.17 ms.
-_INDICES = 4096
+_INDICES = Threshold(4096)
 
 
 def loader(
@@ -82,7 +83,7 @@ def loader(
     end = None if epochs is None else epochs * len(dataset)
     pinned = share.mesh.device.type == "cuda" if pin is None else pin
     # Every epoch that the batches reach into costs a computation of its own.
-    ahead = max(1, min(_INDICES * share.count, len(dataset)) // batch)
+    ahead = max(1, min(_INDICES() * share.count, len(dataset)) // batch)
     rows = _Rows(fetch_of(dataset, collate), map)
     made = Loader(order, share, batch, end, rows, ahead, workers, pinned).seek(samples)
     primitives.require_equal(

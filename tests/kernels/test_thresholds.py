@@ -51,6 +51,8 @@ def test_no_other_large_size_decides_anything():
     # moments are coded, which tests reach; what the C++ kernels' sums are cut by, and a checksum, which they reach too.
     known = {"_HEAD", "_CHUNK", "_EXCHANGES, _SIZES, _SINGLE", "_FIRST", "_PIXELS", "_MASK", "_SMALL", "_SPAN"}
     known |= {"_WORDS", "_ROWS_ELSEWHERE"}
+    # Bits of a number, what a file's tokens begin after, the longest pattern of a mixture and the most samples of an order.
+    known |= {"_LOW", "_MANTISSA", "_START", "_LONGEST", "_LARGEST"}
     found = set()
     for path in SOURCES.rglob("*.py"):
         if path.name not in ("triton.py", "cuda.py"):  # tiles, of which tests have several

@@ -44,7 +44,8 @@ def words(rows=2):
 def masked(monkeypatch, layout):
     """Let `sl.nn.attention` compute all scores, and mask those outside the layout."""
 
-    def dense(q, k, v, *, layout, causal=False, key_mask=None):
+    def dense(q, k, v, *, layout, causal=False, key_mask=None, segments=None):
+        assert segments is None
         mask = seen(layout, causal)
         if key_mask is not None:
             mask = mask & key_mask[:, None, None, :]
@@ -215,7 +216,7 @@ def test_a_sparse_gpt_trains_like_one_device(name):
 @pytest.mark.parametrize(
     ("transform", "layout", "message"),
     [
-        (sl.sequence("m", kind="ring"), LAYOUT, "takes no key_mask and no layout"),
+        (sl.sequence("m", kind="ring"), LAYOUT, "takes no key_mask, no layout and no segments"),
         (sl.sequence("m", kind="ulysses"), BY_HEAD, "the layout has 4 heads and q has 2"),
         (
             sl.tensor_slicing(gpt.slicing_rules(gpt.GPTConfig(**SIZES)), axis="m"),

@@ -176,8 +176,8 @@ def test_specs_say_over_which_axes_residuals_and_factors_differ():
         return {leaf.path: (leaf.shape, leaf.spec) for leaf in plan.residuals if leaf.path.startswith("net")}
 
     errors, factors = 13 * 6 + 6 + 6 * 3 + 6 * 18, 2 * (6 + 18)
-    before, after = specs(data=3, node=2), specs(node=2, data=3)
-    assert before["net/float64@data/sent"] == ((6, errors), sl.P(("data", "node")))
+    before, after = specs(node=2, data=3), specs(data=3, node=2)
+    assert before["net/float64@data/sent"] == ((6, errors), sl.P(("node", "data")))
     assert before["net/float64@data/factors"] == ((2, factors), sl.P("node"))
     assert after["net/float64@data/sent"] == ((3, errors), sl.P("data"))
     assert after["net/float64@data/factors"] == ((1, factors), sl.P())
@@ -296,8 +296,8 @@ def test_factors_that_differ_between_nodes_are_taken_over_from_the_first(tmp_pat
         state, _ = trained(mesh, transform, 0)
         return result(mesh, checkpoint.restore(checkpoint.latest(tmp_path), state))[1]
 
-    first, second, *_ = sl.simulate(save, mesh={"data": 2, "node": 2})
-    after = sl.simulate(load, mesh={"data": 2, "node": 3})
+    first, _, second, _ = sl.simulate(save, mesh={"node": 2, "data": 2})
+    after = sl.simulate(load, mesh={"node": 3, "data": 2})
     name = "net/float64@data/factors"
     assert not torch.equal(first[name], second[name])
     assert all(torch.equal(factors[name], first[name]) for factors in after)
