@@ -6,7 +6,7 @@ tensors, to which the optimizer brings them anyway when it next exchanges them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 from shardlib.checkpoint.fragments import MASTERS, PARAMS, Fragment, bucket_fragments, named_leaves
@@ -36,16 +36,21 @@ def rank_local_fragments(parts: Parts) -> Iterator[Fragment]:
                     yield fragment._replace(name=_name(fragment.name, mesh.coords[axis], mesh.shape[axis]))
 
 
-def sources(parts: Parts, name: str, saved: Collection[str]) -> tuple[tuple[str, float], ...]:
-    """The saved tensors, with weights, whose sum fills fragments called ``name``; none if ranks held it in common."""
-    first = next((other for other in saved if other.startswith(PREFIX)), None)
-    if first is None:
+def ways_of(saved: Iterable[str]) -> int:
+    """The number of ranks that have each saved tensors of their own; 0 if none has."""
+    first = next((name for name in saved if name.startswith(PREFIX)), None)
+    return int(first.removeprefix(PREFIX).partition("/")[0].rpartition(" of ")[2]) if first else 0
+
+
+def sources(parts: Parts, name: str, saved: Container[str], ways: int) -> tuple[tuple[str, float], ...]:
+    """The saved tensors, with weights, whose sum fills fragments called ``name``; none if ranks held it in common.
+
+    Args:
+        ways: of `ways_of`.
+    """
+    if not ways or _name(name, 0, ways) not in saved:
         return ()
-    plan, mesh = parts.params.plan, parts.params.mesh
-    ways = int(first.removeprefix(PREFIX).partition("/")[0].rpartition(" of ")[2])
-    if _name(name, 0, ways) not in saved:
-        return ()
-    owner = plan.reductions.owner
+    mesh, owner = parts.params.mesh, parts.params.plan.reductions.owner
     if owner is not None and mesh.shape[owner.axis] == ways:
         return ((_name(name, mesh.coords[owner.axis], ways), 1.0),)
     return tuple((_name(name, rank, ways), 1 / ways) for rank in range(ways))

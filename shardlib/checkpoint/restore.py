@@ -120,9 +120,10 @@ def bytes_to_read(checkpoint: str | Path, state: TrainState, *, also: Mapping[st
 
 def _fills(saved: Saved, parts: Parts) -> Iterator[Fill]:
     """All that this rank reads."""
+    ways = rank_local.ways_of(saved.tensors)
     for fragment, into in _needed(parts):
         canonical = source_of(fragment.name, saved.tensors)
-        sources = rank_local.sources(parts, fragment.name, saved.tensors) or ((canonical, 1.0),)
+        sources = rank_local.sources(parts, fragment.name, saved.tensors, ways) or ((canonical, 1.0),)
         if sources[0][0] in saved.tensors:
             yield Fill(fragment, sources, into)
     yield from residual_fills(parts, saved)
