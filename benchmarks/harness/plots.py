@@ -46,6 +46,6 @@ def ratios(path: Path, results: list[Result]) -> None:
             axes.plot([row.target] * 2, [index - 0.35, index + 0.35], color="#333333", linewidth=1.5)
     axes.axvline(1, color="#cccccc", zorder=0)
     axes.set_yticks(range(len(rows)), [f"{row.name} / {row.reference}" for row in reversed(rows)], fontsize=8)
-    axes.set(xlabel="ratio of times: median, 95% interval; bars are targets", xlim=(0, None))
+    axes.set(xlabel="ratio of times: median, 95% interval\nbars are targets", xlim=(0, None))
     axes.spines[["top", "right"]].set_visible(False)
     made.savefig(path)
