@@ -79,15 +79,11 @@ class Evil:
         return os.mkdir, ("it-ran",)
 
 
-# The second names a function of torch whose name begins like a dtype's.
-@pytest.mark.parametrize(
-    ("content", "name"), [(pickle.dumps(Evil()), r"posix\.mkdir"), (b"ctorch\nint_repr\n.", r"torch\.int_repr")]
-)
-def test_no_code_is_run(tmp_path, monkeypatch, content, name):
+def test_no_code_is_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / ".metadata").write_bytes(content)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil()))
     params = sl.shard({"a": torch.zeros(4)}, sl.make_mesh())
-    with pytest.raises(CheckpointError, match=rf"the metadata name {name}, .* not trusted"):
+    with pytest.raises(CheckpointError, match=r"the metadata name posix\.mkdir, .* not trusted"):
         sl.checkpoint.import_dcp(tmp_path, params)
     assert not (tmp_path / "it-ran").exists()
 
