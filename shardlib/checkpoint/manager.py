@@ -66,6 +66,9 @@ class Manager:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if kind is None:
             self.wait()
+        elif self._running is not None:
+            # Another run, which may begin in this process, must not meet a save that is still being written.
+            self._running.thread.join(_PATIENCE / 6)
 
     def step(
         self, state: TrainState, notes: dict[str, Any] | None = None, also: Mapping[str, Any] | None = None
