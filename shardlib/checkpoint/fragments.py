@@ -61,12 +61,7 @@ class Fragment(NamedTuple):
 
 def whole(tensor: torch.Tensor, name: str) -> Fragment:
     """A whole tensor as a fragment."""
-    return Fragment(name, 0, tensor.detach().reshape(-1), whole_window(tuple(tensor.shape)))
-
-
-def whole_window(shape: tuple[int, ...]) -> Window:
-    """The window of all elements."""
-    return Window(shape, (0,) * len(shape), shape)
+    return Fragment(name, 0, tensor.detach().reshape(-1), Window.whole(tuple(tensor.shape)))
 
 
 def owned_fragments(parts: Parts, diverged: str | None = None) -> Iterator[Fragment]:
@@ -200,6 +195,6 @@ def _cut(plan: Plan, mesh: Mesh, bucket: Bucket, prefix: str, buffer: torch.Tens
 def windows(plan: Plan, mesh: Mesh, bucket: Bucket) -> dict[str, Window]:
     """Path -> the slice of each leaf of a bucket that this rank holds."""
     if not bucket.slices:
-        return {path: whole_window(shape) for path, shape in zip(bucket.paths, bucket.shapes, strict=True)}
+        return {path: Window.whole(shape) for path, shape in zip(bucket.paths, bucket.shapes, strict=True)}
     computes = ((path, plan.placement_of[path].compute) for path in bucket.paths)
     return {path: leaf.spec.window(leaf.shape, plan.sizes, mesh.coords) for path, leaf in computes}

@@ -21,7 +21,7 @@ from shardlib.errors import CheckpointError
 from shardlib.kernels.common.thresholds import Threshold
 from shardlib.mesh.specs import Window
 
-BUFFER = Threshold(1 << 26)  # bytes that a rank holds beside its shards, at most
+BUFFER = Threshold(1 << 26)  # bytes, at most, of what elements pass through that are not read in place
 # Bytes: runs shorter than the first are read with what lies between them, unless run and gap are longer than the second.
 _SHORT, _GAP = Threshold(1 << 12), Threshold(1 << 16)
 
@@ -115,8 +115,8 @@ class Saved:
                 held = entry.box(chunk)
                 shared = overlap(box, held)
                 if shared is not None:
-                    inside = Window(box.sizes, tuple(a - b for a, b in zip(shared.first, box.first)), shared.sizes)
-                    yield Transfer(entry, chunk, shared, _read_box(shared, held, entry), inside.of(view))
+                    target = _inside(shared, box).of(view)
+                    yield Transfer(entry, chunk, shared, _read_box(shared, held, entry), target)
 
     def fill(self, fragment: Fragment, name: str) -> None:
         """Read a fragment's elements from tensor ``name``. Those that the checkpoint lacks stay as they are."""
@@ -174,7 +174,7 @@ class Saved:
         for name, chunk in self.shared_out(share, shares):
             try:
                 intact = self._checksum(chunk, buffer) == chunk.checksum
-            except OSError as error:
+            except (OSError, CheckpointError) as error:  # on one rank: all ranks have to learn of it
                 intact, why = False, f"cannot be read ({error})"
             else:
                 why = "differ from what was written"

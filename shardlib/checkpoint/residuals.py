@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from shardlib.checkpoint.fills import Fill
-from shardlib.checkpoint.fragments import Fragment, whole_window, windows
+from shardlib.checkpoint.fragments import Fragment, windows
 from shardlib.checkpoint.packed import Parts
 from shardlib.checkpoint.reading import Saved
 from shardlib.collectives.codecs.base import Kept
@@ -179,7 +179,7 @@ def _kept_leaves(parts: Parts, channel: Channel) -> Iterator[KeptLeaf]:
         saves = counts and not any(coords[axis] for axis in _equal_over(plan, channel, kept))
         if not kept.residual:
             for path, shape, data in _factors(bucket, kept, parts.comm[name]):
-                kind, window = f"factors {shape}", whole_window((data.numel(),))
+                kind, window = f"factors {shape}", Window.whole((data.numel(),))
                 yield KeptLeaf(kind, exchange, holder, holders, path, 0, data, data.numel(), window, False, saves)
             continue
         kind, takes = _kind(channel), first and not kept.by_row

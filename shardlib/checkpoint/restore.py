@@ -67,7 +67,8 @@ def restore(
 
     Mesh, number of ranks, stage, slices, pipeline stages, 16-bit precision and codecs may differ from those of the run that
     saved the checkpoint. Every byte of the checkpoint is verified first, by all ranks together; then each rank reads the
-    bytes that its shards need, into its shards, beside which it never holds more than 64 MB.
+    bytes that its shards need, in place where dtype and device allow, else through a buffer of at most 64 MB. Residuals, and
+    the moments of `adamw8bit`, are read into tensors of their own first.
 
     Args:
         checkpoint: a checkpoint's folder, or the folder that `save` was given, for the newest checkpoint in it.

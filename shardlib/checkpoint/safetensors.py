@@ -17,13 +17,14 @@ import torch
 
 from shardlib.checkpoint.boxes import boxes, runs
 from shardlib.checkpoint.commit import sync_folder
-from shardlib.checkpoint.fragments import PARAMS, Fragment, owned_params, whole, whole_window
+from shardlib.checkpoint.fragments import PARAMS, Fragment, owned_params, whole
 from shardlib.checkpoint.importing import dotted, fill_params
 from shardlib.checkpoint.manifest import Chunk, Entry, Manifest
 from shardlib.checkpoint.reading import Saved
 from shardlib.checkpoint.save import on_all_ranks
 from shardlib.checkpoint.writing import bytes_of, write_all
 from shardlib.errors import CheckpointError, TreeError
+from shardlib.mesh.specs import Window
 from shardlib.sharded.tree import Sharded
 
 _DTYPES = {
@@ -195,7 +196,7 @@ def _write(folder: Path, tensors: Mapping[str, _Tensor], fragments: Iterator[Fra
             tensor, first = tensors[fragment.name], 0
             if tensor.file not in opened:
                 opened[tensor.file] = os.open(folder / f"{tensor.file}.partial", os.O_WRONLY)
-            whole_tensor, itemsize = whole_window(tensor.shape), tensor.dtype.itemsize
+            whole_tensor, itemsize = Window.whole(tensor.shape), tensor.dtype.itemsize
             memory = bytes_of(fragment.data.cpu())
             for box in boxes(fragment.window, fragment.start, fragment.stop):
                 found = runs(box, whole_tensor)

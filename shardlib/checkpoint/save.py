@@ -21,7 +21,7 @@ from shardlib.mesh.mesh import Mesh
 from shardlib.optim.train_state import TrainState
 from shardlib.plan.placement import Placement
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 def save(
@@ -99,7 +99,7 @@ def saved_fragments(state: TrainState, also: Mapping[str, Any] | None) -> list[F
     return [*fragments, *rank_local_fragments(whole), *residual_fragments(whole)]
 
 
-def on_all_ranks(mesh: Mesh, work: Callable[[], T]) -> list[T]:
+def on_all_ranks(mesh: Mesh, work: Callable[[], _T]) -> list[_T]:
     """Run ``work`` on every rank; returns all ranks' results. If it fails on one rank all raise."""
     failure: Exception | None = None
     result: Any = None

@@ -18,8 +18,7 @@ from shardlib.checkpoint.fragments import Fragment
 from shardlib.checkpoint.manifest import Chunk, Entry
 from shardlib.kernels.common.thresholds import Threshold
 
-# Bytes of an item at most: the most that is copied from a device, or verified, at a time. Far below 4 GiB, from which on
-# zip files need another form.
+# Bytes of an item at most: far below 4 GiB, from which on zip files need another form.
 _LARGEST = Threshold(1 << 26)
 _BUFFERS, _BATCH = 512, Threshold(1 << 25)  # of one system call: Linux takes 1,024 buffers and 2 GiB
 
@@ -52,7 +51,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 def write(path: Path, fragments: Iterable[Fragment]) -> Written:
     """Write fragments to a new file and wait until they are on the disk.
 
-    The fragments' data are flat; those on a device are copied to the host one item at a time.
+    The fragments' data are flat; those on a device are copied to the host, two batches of items at most at a time.
     """
     tensors: dict[str, Entry] = {}
     size = 0

@@ -1,4 +1,4 @@
-"""Which ranks have different rows of a batch, and which rows are this rank's."""
+"""The rows of a batch that are this rank's, and the ranks that have others."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,12 +17,12 @@ from shardlib.tree import flatten, tree_map
 Fetch = Callable[[np.ndarray], Any]
 
 
-class RowsDataset:
+class RowsDataset(ABC):
     """The base of datasets that read the rows of a batch at once, by ``rows_at``."""
 
+    @abstractmethod
     def rows_at(self, indices: np.ndarray) -> Any:
         """The batch of the samples at int64 ``indices``."""
-        raise NotImplementedError
 
     def __getitem__(self, index: int) -> Any:
         return tree_map(lambda leaf: leaf[0], self.rows_at(np.array([index])))

@@ -49,7 +49,7 @@ class IndexMap:
     @classmethod
     def of_whole(cls, shape: tuple[int, ...]) -> IndexMap:
         """The map of all elements of a parameter that is not sliced."""
-        return cls(Window(shape, (0,) * len(shape), shape), 0)
+        return cls(Window.whole(shape), 0)
 
     @property
     def shape(self) -> tuple[int, ...]:

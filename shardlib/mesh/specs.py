@@ -22,6 +22,11 @@ class Window(NamedTuple):
     first: tuple[int, ...]
     sizes: tuple[int, ...]
 
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Window:
+        """The window of all elements."""
+        return cls(shape, (0,) * len(shape), shape)
+
     @property
     def numel(self) -> int:
         return math.prod(self.sizes)

@@ -166,7 +166,7 @@ def test_files_that_are_none(tmp_path):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_from_a_folder(name, tmp_path):
-    """Sharded while it is read: the logits are the module's, and no rank has held more than a leaf beside its shards."""
+    """The logits are the module's."""
     kind, module = made(name)
     module.save_pretrained(tmp_path, max_shard_size="5KB")
     wanted = module(TOKENS).logits

@@ -5,8 +5,9 @@ import os
 
 import torch
 
-from shardlib.checkpoint.fragments import Fragment, whole_window
+from shardlib.checkpoint.fragments import Fragment
 from shardlib.checkpoint.reading import open_checkpoint
+from shardlib.mesh.specs import Window
 
 
 def tensors(folder):
@@ -16,7 +17,7 @@ def tensors(folder):
         found = {}
         for name, entry in saved.tensors.items():
             flat = torch.zeros(math.prod(entry.shape), dtype=entry.torch_dtype)
-            saved.fill(Fragment(name, 0, flat, whole_window(entry.shape)), name)
+            saved.fill(Fragment(name, 0, flat, Window.whole(entry.shape)), name)
             found[name] = flat.view(entry.shape)
         return found
 
