@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shardlib.checkpoint import metadata
 from shardlib.checkpoint.importing import fill_params
 from shardlib.checkpoint.manifest import Chunk, Entry, Manifest
@@ -67,7 +69,7 @@ class _Unpickler(pickle.Unpickler):
     """An unpickler of `.metadata` files that makes what they need, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        dtype = module == "torch" and name.startswith(("float", "bfloat", "int", "uint", "bool", "complex"))
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not dtype and name not in _ALLOWED.get(module, ()):
             raise CheckpointError(f"the metadata name {module}.{name}, which no place of a tensor needs: not trusted")
         return super().find_class(module, name)
@@ -95,6 +97,8 @@ def _elements_at(path: Path, offset: int, length: int) -> int:
     """Where the elements begin in an item (see `shardlib.checkpoint.items`)."""
     with _Part(path, offset, length) as part, zipfile.ZipFile(part) as archive:
         entry = next(each for each in archive.infolist() if each.filename.endswith("/data/0"))
+        if entry.compress_type != zipfile.ZIP_STORED:
+            raise CheckpointError(f"{path}: the item at byte {offset} is compressed; save it without extensions")
         part.seek(entry.header_offset + 26)  # the lengths of the entry's name and extra field
         lengths = part.read(4)
         return entry.header_offset + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
