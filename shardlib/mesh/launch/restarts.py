@@ -55,9 +55,11 @@ class Restarts:
     def __init__(self, counts: Counts, restarts: int) -> None:
         self._counts, self._restarts = counts, restarts
         self._furthest = 0  # the last step that any attempt has done
-        self._failures = 0  # since then
-        self._stuck: tuple[int | None, int] = None, 0  # a step, and the exceptions in a row at it
+        # Since then: all failures, and the exceptions in a row at one step.
+        self._failures = 0
+        self._stuck: tuple[int | None, int] = None, 0
         self._wait = 1
+        self._back = False  # whether ranks have just been taken back
         self.ranks: int | None = counts.allowed[-1]
         self.why = ""
 
@@ -69,21 +71,21 @@ class Restarts:
     def after(self, end: End, progress: Progress) -> None:
         """Take note of an attempt's end."""
         assert self.ranks is not None
-        every = self._counts.allowed[-1]
+        if progress.step is not None and progress.step > self._furthest:
+            self._furthest, self._failures, self._stuck = progress.step, 0, (None, 0)
         if end.code == RESIZE:
-            self.ranks = every
+            self.ranks, self._back = self._counts.allowed[-1], True
         elif not end.how:
             self.ranks = None
         else:
             # Ranks that fail again as soon as they are taken back have to wait twice as long for the next time.
-            whole = self.ranks == every
-            self._wait = 1 if progress.saved is not None else min(_LONGEST, 2 * self._wait) if whole else self._wait
+            if self._back:
+                self._wait = 1 if progress.saved is not None else min(_LONGEST, 2 * self._wait)
+            self._back = False
             self.ranks = self._counts.left(self.ranks - end.lost)
             self._count(end, progress)
 
     def _count(self, end: End, progress: Progress) -> None:
-        if progress.step is not None and progress.step > self._furthest:
-            self._furthest, self._failures = progress.step, 0
         self._failures += 1
         step, times = self._stuck
         self._stuck = (None, 0) if end.by_signal else (progress.step, times + 1 if step == progress.step else 1)
