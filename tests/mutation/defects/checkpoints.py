@@ -115,7 +115,7 @@ DEFECTS = (
     ),
     Defect(
         "a roll-back at every bad step",
-        "count",
+        "stale",
         "checkpoint/rollback.py",
         "bad steps long ago count among those in a row",
         "            self._bad = []\n            return state, metrics",
@@ -124,7 +124,7 @@ DEFECTS = (
     ),
     Defect(
         "no end of roll-backs",
-        "condition",
+        "stale",
         "checkpoint/rollback.py",
         "roll-backs to one checkpoint are not counted together",
         "if state.step != self._to:",
