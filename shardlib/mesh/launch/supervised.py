@@ -55,14 +55,14 @@ class Supervisor:
             self._store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
 
     def begun(self, step: int) -> None:
-        """Say after which step the ranks go on."""
-        self._progress.begun = step
-        self._tell()
+        """Say after which step the ranks go on. Later calls, after a roll-back, say nothing."""
+        if self._progress.begun is None:
+            self._progress.begun = step
+            self._tell()
 
     def done(self, step: int) -> None:
         """Say that a step is done."""
-        if self._progress.begun is None:
-            self._progress.begun = step - 1
+        self.begun(step - 1)
         if self._progress.first is None:
             self._progress.first = time.time()
         self._progress.step = step
