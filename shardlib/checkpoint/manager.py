@@ -19,6 +19,7 @@ from shardlib.checkpoint.snapshot import Snapshot
 from shardlib.collectives import primitives
 from shardlib.errors import CheckpointError, listing
 from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.transport.activity import naming
 from shardlib.optim.train_state import TrainState
 
 _PATIENCE = 60.0  # seconds that the last save waits for other ranks when the program has come to its end
@@ -86,6 +87,7 @@ class Manager:
         if self._every is not None and state.step % self._every == 0:
             self.save(state, notes, also)
 
+    @naming("the checkpoint")
     def save(
         self, state: TrainState, notes: dict[str, Any] | None = None, also: Mapping[str, Any] | None = None
     ) -> None:
@@ -126,6 +128,7 @@ class Manager:
         return restoring.restore(self._folder, like, partial=partial, also=also)
 
     @staticmethod
+    @naming("the checkpoint")
     def _agreed(running: _Save, wait: bool) -> bool:
         """Whether a save has ended on all ranks. All raise if it failed on one."""
         mesh = running.mesh
