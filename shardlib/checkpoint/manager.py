@@ -43,6 +43,9 @@ class Manager:
         every: steps between the saves of `step`; None for none.
         asynchronous: whether `save` and `step` return before the checkpoint is on the disk.
 
+    Attributes:
+        folder: the folder.
+
     Raises:
         ValueError: ``keep`` or ``every`` is below 1.
 
@@ -56,7 +59,7 @@ class Manager:
     def __init__(self, folder: str | Path, keep: int = 3, every: int | None = None, asynchronous: bool = True) -> None:
         if keep < 1 or (every is not None and every < 1):
             raise ValueError(f"Manager: keep={keep} and every={every}, but both are at least 1 (or every=None)")
-        self._folder, self._keep, self._every, self._asynchronous = Path(folder), keep, every, asynchronous
+        self.folder, self._keep, self._every, self._asynchronous = Path(folder), keep, every, asynchronous
         self._snapshot = Snapshot()
         self._running: _Save | None = None
 
@@ -97,10 +100,10 @@ class Manager:
         """
         self.wait()
         if not self._asynchronous:
-            save(self._folder, state, self._keep, notes, also)
+            save(self.folder, state, self._keep, notes, also)
             return
         mesh = state.params.mesh
-        commit = Commit(self._folder, facts(state, notes or {}), mesh.rank, mesh.size, self._keep)
+        commit = Commit(self.folder, facts(state, notes or {}), mesh.rank, mesh.size, self._keep)
         on_all_ranks(mesh, lambda: commit.prepare() if mesh.rank == 0 else None)
         self._running = _Save(commit, mesh, *self._snapshot.take(saved_fragments(state, also)))
 
@@ -116,14 +119,14 @@ class Manager:
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint, or None."""
-        return restoring.latest(self._folder)
+        return restoring.latest(self.folder)
 
     def restore(
         self, like: TrainState, *, partial: Sequence[str] = (), also: Mapping[str, Any] | None = None
     ) -> TrainState:
         """The newest checkpoint in the layout of ``like``: see `shardlib.checkpoint.restore`."""
         self.wait()
-        return restoring.restore(self._folder, like, partial=partial, also=also)
+        return restoring.restore(self.folder, like, partial=partial, also=also)
 
     @staticmethod
     def _agreed(running: _Save, wait: bool) -> bool:

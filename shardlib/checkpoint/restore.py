@@ -22,6 +22,7 @@ from shardlib.checkpoint.fragments import (
 from shardlib.checkpoint.packed import Parts, pack, unpacked
 from shardlib.checkpoint.reading import Saved, open_checkpoint
 from shardlib.checkpoint.residuals import log_dropped, residual_fills
+from shardlib.checkpoint.save import require_state
 from shardlib.collectives import primitives
 from shardlib.errors import CheckpointError, TreeError, listing
 from shardlib.optim.train_state import TrainState, rescaled
@@ -79,6 +80,7 @@ def restore(
     Raises:
         FileNotFoundError: ``checkpoint`` is neither.
         CheckpointError: a file of it is damaged, cut or missing; names the files and tensors. ``state`` is unchanged.
+        TypeError: ``state`` is no state.
         TreeError: the checkpoint and the state differ in a tensor or its shape; lists all of them. ``state`` is unchanged.
 
     >>> state, _ = sl.make_train_step(lambda p, x: (p["w"] * x).sum(), {"w": torch.ones(2)}, sl.optim.adamw(1e-3))
@@ -86,6 +88,7 @@ def restore(
     >>> sl.checkpoint.restore("run", state).step
     0
     """
+    require_state("restore", state)
     with open_checkpoint(checkpoint_at(checkpoint)) as saved:
         decoded = unpacked(state, also)
         fills = list(_fills(saved, decoded))
