@@ -22,10 +22,10 @@ import torch
 
 
 class Node(NamedTuple):
-    """A node of the tree: the sum of the leaves from ``index`` · 2**``height`` on, 2**``height`` of them or what is left."""
+    """A node of the tree: the sum of the leaves from ``place`` · 2**``height`` on, 2**``height`` of them or what is left."""
 
     height: int
-    index: int
+    place: int
 
 
 T = TypeVar("T", torch.Tensor, int)
@@ -47,7 +47,7 @@ class TreeSum(Generic[T]):
     @property
     def nodes(self) -> tuple[Node, ...]:
         """The nodes that are held, in the order of their leaves. A node that has no neighbour stands for those above it."""
-        return tuple(sorted(self._held, key=lambda node: node.index << node.height))
+        return tuple(sorted(self._held, key=lambda node: node.place << node.height))
 
     @property
     def sums(self) -> list[T]:
@@ -56,17 +56,17 @@ class TreeSum(Generic[T]):
 
     def add(self, node: Node, value: T) -> None:
         """Add the sum of a node, a tensor whose memory may be used up."""
-        height, index = node
+        height, place = node
         while (width := -(-self._leaves >> height)) > 1:  # the number of nodes at this height
-            sibling = Node(height, index ^ 1)
-            if sibling.index < width:
+            sibling = Node(height, place ^ 1)
+            if sibling.place < width:
                 if sibling not in self._held:
                     break
                 other = self._held.pop(sibling)
                 other += value
                 value = other
-            height, index = height + 1, index // 2
-        self._held[Node(height, index)] = value
+            height, place = height + 1, place // 2
+        self._held[Node(height, place)] = value
 
 
 @cache

@@ -117,7 +117,7 @@ def _step(resolved: Resolved, splits: Splits, batch_axes: Sequence[str]) -> tupl
 def _several_nodes(total: int, ranks: Mapping[str, int]) -> Iterator[str]:
     """Lines for the log on axes over which a rank sends several sums of a gradient."""
     share = total // math.prod(ranks.values())
-    for axis, size in reversed(ranks.items()):  # neighbours in the batch are summed first
+    for axis, size in reversed(tuple(ranks.items())):  # neighbours in the batch are summed first
         if size > 1 and (nodes := most_nodes(total, share)) > 1:
             yield (
                 f"summed in a tree: {share} of {total} micro-batches are up to {nodes} nodes of it, so over axis {axis!r} a "

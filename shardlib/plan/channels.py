@@ -78,7 +78,9 @@ class Channel:
                 dtype=self.dtype,
                 shapes=() if bucket.levels else bucket.shapes,
                 groups=math.prod(self.later.values()),
-                group=rank_of(dict(reversed(self.later.items())), coords),  # what is summed last is major in the batch
+                group=rank_of(
+                    dict(reversed(tuple(self.later.items()))), coords
+                ),  # what is summed last is major in the batch
             )
         )
 
