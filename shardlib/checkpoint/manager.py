@@ -19,6 +19,7 @@ from shardlib.checkpoint.snapshot import Snapshot
 from shardlib.mesh.launch.signals import STOPPING, Signals, exit_code
 from shardlib.mesh.launch.supervised import RESIZE, Supervisor
 from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.transport.activity import naming
 from shardlib.optim.train_state import TrainState
 
 
@@ -107,6 +108,7 @@ class Manager:
             self.wait()
             raise SystemExit(exit_code(received) if received else RESIZE)
 
+    @naming("the checkpoint")
     def save(
         self, state: TrainState, notes: dict[str, Any] | None = None, also: Mapping[str, Any] | None = None
     ) -> None:
@@ -126,6 +128,7 @@ class Manager:
         on_all_ranks(mesh, lambda: commit.prepare() if mesh.rank == 0 else None)
         self._running = BackgroundSave(commit, mesh, *self._snapshot.take(saved_fragments(state, also)))
 
+    @naming("the checkpoint")
     def wait(self) -> None:
         """Wait until the last save is on the disk.
 
@@ -151,6 +154,7 @@ class Manager:
         self._supervisor.begun(state.step)
         return state
 
+    @naming("the end of the step")
     def _exchange(self, mesh: Mesh) -> int:
         """Agree with all ranks, in one small sum, whether the running save has ended, and return the signal that a rank has
         received, or 0."""

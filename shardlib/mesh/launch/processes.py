@@ -30,6 +30,8 @@ from shardlib.errors import RankFailure
 from shardlib.mesh.launch import rank_process
 from shardlib.mesh.launch.connection import Connection
 from shardlib.mesh.mesh import check_shape
+from shardlib.mesh.transport.activity import Call, State
+from shardlib.mesh.transport.report import activities
 
 _CHILD = (
     "import json, sys; sys.path[:] = dict.fromkeys([*json.loads(sys.argv[1]), *sys.path]); "
@@ -83,16 +85,15 @@ class _Rank:
 
     Attributes:
         value: the function's pickled value; None before it has returned.
-        activity: the rank's last answer to the question what it does.
-        wait: the number and the name of the call that the rank waits in, by the same answer; None when it waits in none.
-        same: how many answers in a row have named this ``wait``.
+        state: the rank's last answer to the question what it does.
+        same: how many answers in a row have named the same call, in which the rank waits.
     """
 
     def __init__(self, rank: int, ranks: int, job: int, port: int, events: selectors.BaseSelector) -> None:
         self.rank = rank
         self.value: Any = None
-        self.activity, self.same = "has not answered what it does", 0
-        self.wait: tuple[int, str] | None = None
+        self.state: State | str = "it has not said what it does"
+        self.same = 0
         self._error: tuple[float, str] | None = None
         self._events = events
         end, rank_end = socket.socketpair()
@@ -114,6 +115,11 @@ class _Rank:
     @property
     def ended(self) -> bool:
         return self._process.poll() is not None
+
+    @property
+    def wait(self) -> Call | None:
+        """The call that the rank waits in, by its last answer."""
+        return self.state.waits if isinstance(self.state, State) else None
 
     @property
     def failure(self) -> tuple[float, str] | None:
@@ -159,8 +165,8 @@ class _Rank:
             elif "raised" in message:
                 self._error = message["at"], f"rank {self.rank} raised:\n{message['raised']}"
             else:
-                self.same = self.same + 1 if message["wait"] == self.wait else 1
-                self.activity, self.wait = message["activity"], message["wait"]
+                before, self.state = self.wait, message["state"]
+                self.same = self.same + 1 if self.wait == before else 1
         return messages is not None
 
 
@@ -247,5 +253,5 @@ def _stuck(ranks: list[_Rank], what: str) -> str:
     lines = [f"rank {', '.join(str(rank.rank) for rank in running)} of {len(ranks)} {what}."]
     if returned:
         lines.append(f"rank {returned} returned; every rank along an axis must make the same calls.")
-    lines += [f"rank {rank.rank} {rank.activity}" for rank in running]
+    lines += activities({rank.rank: rank.state for rank in running})
     return "\n".join([*lines, f"The last output of rank {running[0].rank}:\n{running[0].tail}"])
