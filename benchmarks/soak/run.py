@@ -55,8 +55,8 @@ def write(found: Soak, source: Mapping[str, str], page: Path) -> None:
 _ABOUT = (
     "A byte-level GPT under `shardlib run --ranks 1:4`, with `sl.reproducible(12)` and a checkpoint every "
     f"{EVERY} steps. At random times, every {_MEAN:.0f} s on average, one rank is killed (SIGKILL), two, or all. Those that "
-    "are left go on, and missing ones come back at the next checkpoint. SIGTERM ends it; two ranks then finish it, and two do "
-    "the whole training uninterrupted."
+    "are left go on, and missing ones come back at the next checkpoint. SIGTERM ends it; two ranks then finish it, and two "
+    "do the whole training uninterrupted."
 )
 
 
