@@ -6,6 +6,7 @@ from shardlib.checkpoint.deepspeed import import_deepspeed
 from shardlib.checkpoint.manager import Manager
 from shardlib.checkpoint.pretrained import from_pretrained
 from shardlib.checkpoint.restore import bytes_to_read, checkpoint_at, latest, read_notes, restore
+from shardlib.checkpoint.rollback import with_rollback
 from shardlib.checkpoint.safetensors import export_safetensors, import_safetensors
 from shardlib.checkpoint.save import save
 
@@ -25,4 +26,5 @@ __all__ = [
     "restore",
     "save",
     "step_of",
+    "with_rollback",
 ]

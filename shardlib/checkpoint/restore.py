@@ -12,8 +12,10 @@ from shardlib.checkpoint.agreement import from_first_rank, read_on_all_ranks
 from shardlib.checkpoint.filling import fill_state, planned
 from shardlib.checkpoint.packed import unpacked
 from shardlib.checkpoint.reading import Saved, open_checkpoint
+from shardlib.checkpoint.save import require_state
 from shardlib.errors import CheckpointError, listing
 from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.transport.activity import naming
 from shardlib.optim.train_state import TrainState, rescaled
 from shardlib.plan.loss_scale import LossScale
 from shardlib.rng import Key
@@ -48,6 +50,7 @@ def read_notes(checkpoint: str | Path) -> dict[str, Any]:
         return saved.manifest.notes
 
 
+@naming("the checkpoint")
 def restore(
     checkpoint: str | Path, state: TrainState, *, partial: Sequence[str] = (), also: Mapping[str, Any] | None = None
 ) -> TrainState:
@@ -69,6 +72,7 @@ def restore(
         FileNotFoundError: ``checkpoint`` is neither.
         CheckpointError: a file of it is damaged, cut or missing, or ranks do not see the same checkpoint; names the files,
             tensors and ranks, on all ranks. ``state`` is unchanged.
+        TypeError: ``state`` is no state.
         TreeError: the checkpoint and the state differ in a tensor or its shape; lists all of them. ``state`` is unchanged.
 
     >>> state, _ = sl.make_train_step(lambda p, x: (p["w"] * x).sum(), {"w": torch.ones(2)}, sl.optim.adamw(1e-3))
@@ -76,6 +80,7 @@ def restore(
     >>> sl.checkpoint.restore("run", state).step
     0
     """
+    require_state("restore", state)
     with _opened_on_all_ranks(Path(checkpoint), state.params.mesh) as saved:
         fill_state(saved, state, also, partial)
         facts = saved.manifest

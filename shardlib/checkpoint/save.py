@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,12 @@ from shardlib.checkpoint.manifest import Manifest
 from shardlib.checkpoint.packed import unpacked
 from shardlib.checkpoint.rank_local import diverged_axis, rank_local_fragments
 from shardlib.checkpoint.residuals import residual_fragments
+from shardlib.mesh.transport.activity import naming
 from shardlib.optim.train_state import TrainState
 from shardlib.plan.placement import Placement
 
 
+@naming("the checkpoint")
 def save(
     folder: str | Path,
     state: TrainState,
@@ -43,14 +45,14 @@ def save(
     Raises:
         CheckpointError: ``folder`` holds a checkpoint of a later step.
         RankFailure: other ranks could not write their files; lists them.
-        TypeError: ``notes`` are nothing that JSON can hold.
+        TypeError: ``state`` is no state, or ``notes`` are nothing that JSON can hold.
         TreeError: ``also`` has leaves that are no tensors.
 
     >>> state, _ = sl.make_train_step(lambda p, x: (p["w"] * x).sum(), {"w": torch.ones(2)}, sl.optim.adamw(1e-3))
     >>> sl.checkpoint.save("run", state).name
     'step-00000000'
     """
-    mesh = state.params.mesh
+    mesh = require_state("save", state).params.mesh
     commit = Commit(Path(folder), facts(state, notes or {}), mesh.rank, mesh.size, keep)
     on_all_ranks(mesh, lambda: commit.prepare() if mesh.rank == 0 else None)
     on_all_ranks(mesh, lambda: commit.write(saved_fragments(state, also)))
@@ -67,7 +69,8 @@ def facts(state: TrainState, notes: dict[str, Any]) -> Manifest:
     """
     plan = state.params.plan
     try:
-        notes = json.loads(json.dumps(notes))
+        written = json.dumps(notes)
+        _require_text_keys(notes)
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"save: the notes cannot be written as JSON ({error}); give dicts with text as keys, lists, numbers and text"
@@ -79,8 +82,29 @@ def facts(state: TrainState, notes: dict[str, Any]) -> Manifest:
         mesh=dict(state.params.mesh.shape),
         shardlib=importlib.metadata.version("shardlib"),
         specs={placement.path: _specs(placement) for placement in plan.placements},
-        notes=notes,
+        notes=json.loads(written),
     )
+
+
+def _require_text_keys(notes: Any) -> None:
+    """Refuse keys that JSON would turn into text, so that others would come back."""
+    if isinstance(notes, Mapping):
+        other = [key for key in notes if not isinstance(key, str)]
+        if other:
+            raise TypeError(f"keys {other!r}")
+        notes = notes.values()
+    for inner in notes if isinstance(notes, Iterable) and not isinstance(notes, str) else ():
+        _require_text_keys(inner)
+
+
+def require_state(what: str, state: Any) -> TrainState:
+    """``state``, if it is one. Raises `TypeError` with a remedy otherwise; ``what`` begins the message."""
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"{what}: {type(state).__name__} is no TrainState, which make_train_step and its steps return. Parameters alone "
+            "go to export_safetensors, and further trees beside a state into also="
+        )
+    return state
 
 
 def _specs(placement: Placement) -> str:

@@ -227,6 +227,27 @@ def test_files_of_an_interrupted_save_are_ignored(tmp_path):
     assert (folder / "__1_0.distcp").read_bytes() != b"stale"
 
 
+@pytest.mark.parametrize(
+    ("notes", "named"),
+    [({1: 2}, r"keys \[1\]"), ({"a": [{2.5: 0}]}, r"keys \[2.5\]"), ({"a": torch.ones(2)}, "Tensor")],
+)
+def test_notes_that_would_come_back_otherwise_are_refused(tmp_path, notes, named):
+    state, _ = _start(sl.make_mesh(), 0)
+    with pytest.raises(TypeError, match=named):
+        checkpoint.save(tmp_path, state, notes=notes)
+    assert checkpoint.latest(tmp_path) is None
+
+
+def test_what_is_no_state_is_refused(tmp_path):
+    state, _ = _start(sl.make_mesh(), 0)
+    checkpoint.save(tmp_path, state)
+    for wrong in (state.params, torch.nn.Linear(2, 2)):
+        with pytest.raises(TypeError, match=r"is no TrainState.*export_safetensors"):
+            checkpoint.save(tmp_path, wrong)
+        with pytest.raises(TypeError, match=r"restore: .*is no TrainState"):
+            checkpoint.restore(tmp_path, wrong)
+
+
 def test_notes_come_back(tmp_path):
     notes = {"position": 17, "curve": [[1, 2.5], [2, None]], "text": ',"checksum":'}
     state, _ = sl.make_train_step(lambda p, b: p["w"].sum(), {"w": torch.ones(2)}, sl.optim.sgd(0.1))

@@ -113,4 +113,22 @@ DEFECTS = (
         "first",
         ("tests/checkpoint/test_boxes.py::test_boxes_are_the_range",),
     ),
+    Defect(
+        "a roll-back at every bad step",
+        "stale",
+        "checkpoint/rollback.py",
+        "bad steps long ago count among those in a row",
+        "            self._bad = []\n            return state, metrics",
+        "            return state, metrics",
+        ("tests/checkpoint/test_rollback.py::test_single_steps_are_skipped_until_there_are_enough_in_a_row",),
+    ),
+    Defect(
+        "no end of roll-backs",
+        "stale",
+        "checkpoint/rollback.py",
+        "roll-backs to one checkpoint are not counted together",
+        "if state.step != self._to:",
+        "if state.step != reached:",
+        ("tests/checkpoint/test_rollback.py::test_it_ends_where_roll_backs_do_not_help",),
+    ),
 )
