@@ -13,21 +13,21 @@ import json
 import math
 import os
 import selectors
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from subprocess import PIPE
 from typing import Any, TextIO
 
 import cloudpickle
 import torch.distributed as dist
 
 from shardlib.errors import RankFailure
+from shardlib.mesh.launch import rank_process
 from shardlib.mesh.launch.connection import Connection
 from shardlib.mesh.mesh import check_shape
 from shardlib.mesh.transport.activity import Call, State
@@ -96,28 +96,13 @@ class _Rank:
         self.same = 0
         self._error: tuple[float, str] | None = None
         self._events = events
-        environment = os.environ | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's name for a store that no rank hosts
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks))),
-            "PYTHONUNBUFFERED": "1",
-        }
         end, rank_end = socket.socketpair()
         with rank_end:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _CHILD, json.dumps(sys.path), *map(str, (job, rank_end.fileno(), os.getpid()))],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                pass_fds=(job, rank_end.fileno()),
-                start_new_session=True,  # Ctrl-C reaches only this process, which stops the ranks and their children
-            )
+            child = [sys.executable, "-c", _CHILD, json.dumps(sys.path)]
+            self._process = rank_process.start(
+                [*child, *map(str, (job, rank_end.fileno(), os.getpid()))],
+                rank, ranks, port, {}, stdout=PIPE, stderr=PIPE, pass_fds=(job, rank_end.fileno()),
+            )  # fmt: skip
         self._connection = Connection(end)
         self._lines: deque[str] = deque(maxlen=_TAIL)
         end.setblocking(False)
@@ -166,9 +151,7 @@ class _Rank:
 
     def stop(self) -> None:
         """Kill the process and its children, and close the files to it."""
-        if not self.ended:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        rank_process.kill(self._process)
         self.drain()
         for file in (self._connection.socket, self._process.stdout, self._process.stderr):
             assert file is not None
