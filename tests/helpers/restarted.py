@@ -14,7 +14,7 @@ import torch
 import shardlib as sl
 from helpers.models import mlp, regression_batch, share
 
-STEPS, TIMEOUT = 6, 12.0
+STEPS, TIMEOUT = 6, 8.0
 LOSS, PARAMS = mlp([8, 16, 4])
 BATCHES = [regression_batch(6, 8, 4, seed=seed) for seed in range(STEPS)]
 
@@ -46,10 +46,8 @@ def main(folder):
                 fault()
         return LOSS(params, batch)
 
-    steps = 0
     latest = sl.checkpoint.latest(folder / "checkpoints")
-    if latest:
-        steps = sl.checkpoint.step_of(latest)
+    steps = sl.checkpoint.step_of(latest) if latest else 0
     with open(folder / f"losses-{mesh.rank}", "a") as losses:
         for number, loss in train(mesh, faulty, folder / "checkpoints"):
             print(number, loss.hex(), file=losses, flush=True)
