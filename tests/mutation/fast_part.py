@@ -23,6 +23,7 @@ IGNORED = (
     "tests/kernels/test_triton_compiles.py",
     "tests/mesh/test_interrupt.py",
     "tests/mesh/test_launch.py",
+    "tests/mesh/test_supervise.py",
     "tests/mutation",
     "tests/processes",
     "tests/test_house.py",
