@@ -12,7 +12,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -58,6 +58,7 @@ forward_level: Callable[[], int] = partial(attrgetter("_current_level"), forward
 
 pytree = torch.utils._pytree
 default_store = dist.distributed_c10d._get_default_store
+clone_store: Callable[[dist.Store], dist.Store] = methodcaller("clone")  # another connection; not in torch's stubs
 
 # 2.13 renamed the single-tensor collectives and warns at each call of the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

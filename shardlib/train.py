@@ -12,6 +12,7 @@ from shardlib.collectives import primitives
 from shardlib.collectives.summation import sum_of_squares
 from shardlib.errors import IllegalComposition, TreeError
 from shardlib.execute.step import Evaluation, LossStep, require_usable
+from shardlib.mesh.transport.activity import in_step, naming
 from shardlib.optim.axis_owner.owned_exchange import OwnedExchange
 from shardlib.optim.base import GradientTransformation, require_unpacked
 from shardlib.optim.settings import injected, settings
@@ -144,6 +145,7 @@ def make_train_step(
         owns = optimizer.owns
         return (owns.axis,) if owns is not None and owns.unreduced(inner) else ()
 
+    @in_step
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         opt, params = state.settled().opt, state.params
         if params.plan is not plan and params.plan != plan:
@@ -250,6 +252,7 @@ def _init(optimizer: GradientTransformation, params: Sharded) -> OptimizerState:
     return OptimizerState(masters, optimizer.init(shards | masters, shards=MeshShards(params.plan, params.mesh)))
 
 
+@naming("the optimizer")
 def _update(
     optimizer: GradientTransformation, params: Sharded, opt: OptimizerState, evaluation: Evaluation, shards: MeshShards
 ) -> OptimizerState:

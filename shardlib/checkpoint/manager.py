@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -12,16 +12,15 @@ from typing import Any
 import torch
 
 from shardlib.checkpoint import restore as restoring
+from shardlib.checkpoint.background import PATIENCE, BackgroundSave
 from shardlib.checkpoint.commit import Commit
-from shardlib.checkpoint.fragments import Fragment
 from shardlib.checkpoint.save import facts, on_all_ranks, save, saved_fragments
 from shardlib.checkpoint.snapshot import Snapshot
-from shardlib.collectives import primitives
-from shardlib.errors import CheckpointError, listing
+from shardlib.mesh.launch.signals import STOPPING, Signals, exit_code
+from shardlib.mesh.launch.supervised import RESIZE, Supervisor
 from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.transport.activity import naming
 from shardlib.optim.train_state import TrainState
-
-_PATIENCE = 60.0  # seconds that the last save waits for other ranks when the program has come to its end
 
 
 class Manager:
@@ -36,6 +35,9 @@ class Manager:
 
     A save copies this rank's part of the state to host memory, and a thread writes the copy while training goes on. Every
     rank must make the same calls after the same steps.
+
+    From the first `step` inside ``with`` on, in the main thread, a rank takes note of SIGTERM and SIGUSR1. At the end of the
+    step in which one rank has received one, all ranks save and end with exit code 143 (SIGTERM) or 138 (SIGUSR1).
 
     Args:
         folder: a folder that all ranks see.
@@ -61,17 +63,25 @@ class Manager:
             raise ValueError(f"Manager: keep={keep} and every={every}, but both are at least 1 (or every=None)")
         self.folder, self._keep, self._every, self._asynchronous = Path(folder), keep, every, asynchronous
         self._snapshot = Snapshot()
-        self._running: _Save | None = None
+        self._running: BackgroundSave | None = None
+        self._signals: Signals | None = None
+        self._supervisor = Supervisor(None)
 
     def __enter__(self) -> Manager:
+        if threading.current_thread() is threading.main_thread():
+            self._signals, self._supervisor = Signals(), Supervisor(os.environ)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if kind is None:
-            self.wait()
-        elif self._running is not None:
-            # Another run, which may begin in this process, must not meet a save that is still being written.
-            self._running.thread.join(_PATIENCE / 6)
+        try:
+            if kind is None:
+                self.wait()
+            elif self._running is not None:
+                # Another run, which may begin in this process, must not meet a save that is still being written.
+                self._running.thread.join(PATIENCE / 6)
+        finally:
+            if self._signals is not None:
+                self._signals.release(again=kind is None)  # one that came after the last step
 
     def step(
         self, state: TrainState, notes: dict[str, Any] | None = None, also: Mapping[str, Any] | None = None
@@ -83,12 +93,22 @@ class Manager:
 
         Raises:
             CheckpointError: an earlier save has failed; on all ranks at the same step.
+            SystemExit: a rank has received SIGTERM or SIGUSR1, or `shardlib run` starts the ranks again with more of them;
+                ``state`` is on the disk.
         """
-        if self._running is not None and self._agreed(self._running, wait=False):
-            self._running = None
-        if self._every is not None and state.step % self._every == 0:
+        mesh = state.params.mesh
+        if self._signals is not None:
+            self._signals.catch()
+        self._supervisor.done(state.step)
+        received = self._exchange(mesh)
+        due = self._every is not None and state.step % self._every == 0
+        if due or received:
             self.save(state, notes, also)
+        if received or (due and self._supervisor.resizes()):
+            self.wait()
+            raise SystemExit(exit_code(received) if received else RESIZE)
 
+    @naming("the checkpoint")
     def save(
         self, state: TrainState, notes: dict[str, Any] | None = None, also: Mapping[str, Any] | None = None
     ) -> None:
@@ -101,12 +121,14 @@ class Manager:
         self.wait()
         if not self._asynchronous:
             save(self.folder, state, self._keep, notes, also)
+            self._supervisor.saved(state.step)
             return
         mesh = state.params.mesh
         commit = Commit(self.folder, facts(state, notes or {}), mesh.rank, mesh.size, self._keep)
         on_all_ranks(mesh, lambda: commit.prepare() if mesh.rank == 0 else None)
-        self._running = _Save(commit, mesh, *self._snapshot.take(saved_fragments(state, also)))
+        self._running = BackgroundSave(commit, mesh, *self._snapshot.take(saved_fragments(state, also)))
 
+    @naming("the checkpoint")
     def wait(self) -> None:
         """Wait until the last save is on the disk.
 
@@ -115,7 +137,9 @@ class Manager:
         """
         if self._running is not None:
             running, self._running = self._running, None
-            self._agreed(running, wait=True)
+            running.wait()
+            running.check()
+            self._supervisor.saved(running.step)
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint, or None."""
@@ -126,58 +150,28 @@ class Manager:
     ) -> TrainState:
         """The newest checkpoint in the layout of ``like``: see `shardlib.checkpoint.restore`."""
         self.wait()
-        return restoring.restore(self.folder, like, partial=partial, also=also)
+        state = restoring.restore(self.folder, like, partial=partial, also=also)
+        self._supervisor.begun(state.step)
+        return state
 
-    @staticmethod
-    def _agreed(running: _Save, wait: bool) -> bool:
-        """Whether a save has ended on all ranks. All raise if it failed on one."""
-        mesh = running.mesh
-        if wait:
-            # Rank 0's thread ends when those of all ranks have: no rank may be waited for before it has started its own.
-            primitives.all_gather_object(mesh, list(mesh.shape), None)
-            running.thread.join()
-        report = not running.thread.is_alive(), running.problem
-        reports = primitives.all_gather_object(mesh, list(mesh.shape), report)
-        problems = [problem for _, problem in reports if problem]
-        if problems:
-            raise CheckpointError(
-                f"the checkpoint of step {running.step} was not written:\n{listing(problems)}\nThe checkpoints before it are "
-                "still there."
-            )
-        return all(ended for ended, _ in reports)
-
-
-class _Save:
-    """A checkpoint that a thread of this rank writes.
-
-    Attributes:
-        problem: why it failed, or "".
-    """
-
-    def __init__(
-        self, commit: Commit, mesh: Mesh, fragments: Sequence[Fragment], copied: torch.cuda.Event | None
-    ) -> None:
-        self.mesh, self.step, self.problem = mesh, commit.step, ""
-        self._commit, self._fragments, self._copied = commit, fragments, copied
-        self._patience: float | None = None
-        self.thread = threading.Thread(target=self._run, name=f"checkpoint of step {commit.step}")
-        self.thread.start()
-
-    def _run(self) -> None:
-        try:
-            if self._copied is not None:
-                self._copied.synchronize()
-            self._commit.write(self._fragments)
-            if self.mesh.rank == 0:
-                self._commit.finish(self._alive)
-        except BaseException as error:
-            self.problem = f"rank {self.mesh.rank}: {type(error).__name__}: {error}"
-
-    def _alive(self) -> None:
-        """Stop waiting for ranks that do not report, once this program is at its end."""
-        if threading.main_thread().is_alive():
-            return
-        if self._patience is None:
-            self._patience = time.monotonic() + _PATIENCE
-        if time.monotonic() > self._patience:
-            raise TimeoutError("other ranks have not written their files, and this program has come to its end")
+    @naming("the end of the step")
+    def _exchange(self, mesh: Mesh) -> int:
+        """Agree with all ranks, in one small sum, whether the running save has ended, and return the signal that a rank has
+        received, or 0."""
+        running, received = self._running, self._signals and self._signals.received
+        counts = torch.tensor(
+            [
+                *(number == received for number in STOPPING),
+                running is not None and running.thread.is_alive(),
+                running is not None and running.problem != "",
+            ],
+            dtype=torch.int64,
+            device=mesh.device,
+        )
+        for axis, size in mesh.shape.items():
+            if size > 1:
+                mesh.group(axis).all_reduce(counts).wait()
+        *signals, writing, failed = counts.tolist()
+        if running is not None and (failed or not writing):
+            self.wait()
+        return next((number for number, count in zip(STOPPING, signals, strict=True) if count), 0)

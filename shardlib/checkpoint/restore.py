@@ -25,6 +25,7 @@ from shardlib.checkpoint.residuals import log_dropped, residual_fills
 from shardlib.checkpoint.save import require_state
 from shardlib.collectives import primitives
 from shardlib.errors import CheckpointError, TreeError, listing
+from shardlib.mesh.transport.activity import naming
 from shardlib.optim.train_state import TrainState, rescaled
 from shardlib.plan.loss_scale import LossScale
 from shardlib.rng import Key
@@ -60,6 +61,7 @@ def read_notes(checkpoint: str | Path) -> dict[str, Any]:
         return saved.manifest.notes
 
 
+@naming("the checkpoint")
 def restore(
     checkpoint: str | Path, state: TrainState, *, partial: Sequence[str] = (), also: Mapping[str, Any] | None = None
 ) -> TrainState:

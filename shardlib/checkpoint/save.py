@@ -18,12 +18,14 @@ from shardlib.checkpoint.residuals import residual_fragments
 from shardlib.collectives import primitives
 from shardlib.errors import RankFailure, listing
 from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.transport.activity import naming
 from shardlib.optim.train_state import TrainState
 from shardlib.plan.placement import Placement
 
 _T = TypeVar("_T")
 
 
+@naming("the checkpoint")
 def save(
     folder: str | Path,
     state: TrainState,

@@ -11,7 +11,7 @@ import optree
 import torch
 
 from shardlib.errors import BatchError, listing
-from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.mesh import Mesh, rank_of
 from shardlib.plan.plan import Plan
 from shardlib.tree import Tree, flatten, path_name, tree_map, unflatten
 
@@ -94,10 +94,7 @@ def rows_of(batch: Tree) -> int:
 
 def batch_index(plan: Plan, mesh: Mesh) -> int:
     """This rank's index among the ranks that have different shares of the batch."""
-    index = 0
-    for axis in plan.batch_axes:
-        index = index * mesh.shape[axis] + mesh.coords[axis]
-    return index
+    return rank_of({axis: mesh.shape[axis] for axis in plan.batch_axes}, mesh.coords)
 
 
 def _require_rows(batch: Tree, tensors: list[tuple[str, torch.Tensor]], n: int, mesh: Mesh) -> None:

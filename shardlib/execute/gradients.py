@@ -16,14 +16,17 @@ from typing import Any, NamedTuple
 import torch
 
 from shardlib.collectives.codecs.base import Residuals
+from shardlib.collectives.tree_sum import Node, TreeSum, joined
 from shardlib.errors import HandleError, listing
+from shardlib.execute.batches import batch_index
 from shardlib.execute.gathering import Gathering
-from shardlib.execute.tree_sum import TreeSum
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.exchanges import Exchange, unowned
 from shardlib.plan.plan import Plan
 from shardlib.sharded.reduction import BoundCodecs, Reduction, Sum
+
+Trees = dict[str, TreeSum[torch.Tensor]]  # bucket name -> the sums of its gradients
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,8 @@ class Gradients:
     def __init__(self, plan: Plan, mesh: Mesh, options: ReductionOptions) -> None:
         self._plan, self._mesh, self._options = plan, mesh, options
         self._held: dict[str, torch.Tensor] = {}
-        self._trees: dict[str, TreeSum] | None = {} if plan.step.tree else None
+        self._trees: Trees | None = {} if plan.step.tree else None
+        self._first = batch_index(plan, mesh) * plan.step.microbatches  # the first micro-batch of this rank, among all
 
     def begin(self, turn: Turn, gathering: Gathering) -> None:
         """Start a micro-batch.
@@ -185,8 +189,8 @@ class Gradients:
     @property
     def held(self) -> list[torch.Tensor]:
         """The buffers that are kept from one micro-batch to the next."""
-        nodes = [node for tree in (self._trees or {}).values() for node in tree.nodes]
-        return [*self._held.values(), *nodes]
+        sums = [total for tree in (self._trees or {}).values() for total in tree.sums]
+        return [*self._held.values(), *sums]
 
     def result(self) -> dict[str, torch.Tensor]:
         """Bucket name -> this rank's shard of the gradient, after the last micro-batch."""
@@ -262,13 +266,17 @@ class Gradients:
         # The plan counts a whole gradient in this role, so the result may stay in a buffer of that size.
         return Sum(bucket, whole, torch.empty_like(whole))
 
-    def _tree_sum(self, trees: dict[str, TreeSum], bucket: Bucket, whole: torch.Tensor | None) -> Sum:
-        assert whole is not None
-        tree = trees.setdefault(bucket.name, TreeSum(self._plan.step.microbatches))
-        return Sum(bucket, tree.add(self._microbatch, whole))
+    def _tree_sum(self, trees: Trees, bucket: Bucket, whole: torch.Tensor | None) -> Sum:
+        assert whole is not None and self._plan.step.total_microbatches is not None
+        tree = trees.setdefault(bucket.name, TreeSum(self._plan.step.total_microbatches))
+        tree.add(Node(0, self._first + self._microbatch), whole)
+        if not self._last:
+            return Sum(bucket, whole)
+        sums, count = trees.pop(bucket.name).sums, self._plan.step.nodes
+        return Sum(bucket, sums[0] if count == 1 else joined(sums, count))
 
     def _fly(self, sums: list[Sum], routes: Sequence[Sequence[Exchange]]) -> None:
-        freed = sum(each.bucket.size(0) for each in sums if each.within is not each.buffer)
+        freed = sum(each.buffer.numel() for each in sums if each.within is not each.buffer)
         self._flying.append((self._reduction(sums, routes), freed))
         self._to_free += freed
         # Whole gradients that are freed after their exchange must not pile up behind a slow network.

@@ -18,6 +18,7 @@ from shardlib._compat import no_modes
 from shardlib.collectives import primitives
 from shardlib.collectives.primitives import sum_over
 from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.transport.activity import naming
 from shardlib.plan.plan import Plan
 
 _log = logging.getLogger("shardlib.execute")
@@ -54,6 +55,7 @@ class Record:
         """Whether the ranks agree on each exchange of a run that begins now."""
         return self.trace is None or self._equal_runs < self._needed
 
+    @naming("the agreement on gathers")
     def compare(self, *word: int) -> list[tuple[int, ...]]:
         """The ``word`` (31-bit numbers) of every rank that runs the same code. Collective over those ranks."""
         if self._mesh.abstract:  # a single rank, on tensors without values

@@ -12,6 +12,7 @@ from shardlib.execute.agreement import Agreement
 from shardlib.execute.losses import Outcome
 from shardlib.execute.means import Results
 from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.transport.activity import naming
 from shardlib.plan.plan import Plan
 from shardlib.tree import Tree, flatten
 
@@ -79,6 +80,7 @@ class Totals:
     def aux(self) -> Tree:
         return self._aux.tree
 
+    @naming("the loss and the gradients' norm")
     def over_ranks(self, squares: torch.Tensor, strays: float) -> Sums:
         """The sums over all ranks. Collective. Errors are raised by `require_agreement` later.
 

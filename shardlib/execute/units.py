@@ -65,7 +65,7 @@ class _StandIns(torch.autograd.Function):
     def forward(ctx: Any, root: torch.Tensor, state: BucketState) -> tuple[torch.Tensor, ...]:
         ctx.state = state
         ctx.set_materialize_grads(False)
-        return tuple(root.new_zeros(1, dtype=state.bucket.dtype).expand(shape) for shape in state.bucket.shapes)
+        return tuple(root.new_zeros((), dtype=state.bucket.dtype).expand(shape) for shape in state.bucket.shapes)
 
     backward = staticmethod(_Attach.backward)
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib.errors import MeshError
+from shardlib.mesh import rendezvous
 from shardlib.mesh.transport import EchoGroup, Group, ProcessGroup, SimulatedGroup, Simulation
 
 # The mesh of collectives that are called with an axis name alone. The executor, `launch` and `simulate` set it.
@@ -205,10 +206,7 @@ def make_mesh(device: str | torch.device | None = None, timeout: float = 600.0, 
     shape = check_shape(shape)
     where = torch.device(device) if device is not None else _default_device()
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        if where.type == "cuda":
-            torch.cuda.set_device(where)
-        backend = "nccl" if where.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        rendezvous.start(where, timeout)
     world = dist.get_world_size() if dist.is_initialized() else 1
     shape = shape or {"data": world}
     if math.prod(shape.values()) != world:

@@ -128,6 +128,12 @@ class Bucket:
     homes: tuple[int, ...] = (0,)
     memory: Memory = DEVICE
 
+    @property
+    def label(self) -> str:
+        """What a report calls the bucket: its unit, or its leaves if these belong to none."""
+        more = f" and {len(self.paths) - 1} more" if len(self.paths) > 1 else ""
+        return self.unit or self.paths[0] + more
+
     @cached_property
     def ways(self) -> int:
         """Number of owners: the product of the axes' sizes."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from shardlib.collectives.summation import IN_FLOAT64
+from shardlib.collectives.tree_sum import most_nodes
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.specs import check_leaves
 from shardlib.plan.bucketing import buckets_of
@@ -55,8 +57,7 @@ def build_plan(params: Tree, mesh: Mesh, transform: Transform, *, optimizer: Any
     sequence = resolved.step.sequence
     shared = sequence.axis if sequence and mesh.shape[sequence.axis] > 1 else None
     batch_axes = tuple(axis for axis in mesh.shape if resolved.varies_over(axis) and axis != shared)
-    ranks = math.prod(mesh.shape[axis] for axis in batch_axes)
-    splits, step, notes = _step(resolved, splits_of(resolved), ranks)
+    splits, step, notes = _step(resolved, splits_of(resolved), batch_axes)
     stages = (resolved.step.stages or Stages.one(step.microbatches)).over_blocks(treedef)
     resolved = resolved.noting([*notes, *_gathered_outputs(resolved), *padded_slices(resolved)])
     units = unit_names(params)
@@ -87,15 +88,13 @@ def build_plan(params: Tree, mesh: Mesh, transform: Transform, *, optimizer: Any
     return plan if optimizer is None else with_needs(with_owner(plan, optimizer), optimizer)
 
 
-def _step(resolved: Resolved, splits: Splits, ranks: int) -> tuple[Splits, StepPlan, list[str]]:
-    """The splits, changed where the schedule keeps gradients whole; the schedule of the step; and notes for the log.
-
-    Args:
-        ranks: number of ranks with different shares of the batch.
-    """
+def _step(resolved: Resolved, splits: Splits, batch_axes: Sequence[str]) -> tuple[Splits, StepPlan, list[str]]:
+    """The splits, changed where the schedule keeps gradients whole; the schedule of the step; and notes for the log."""
     asked = resolved.step
-    microbatches = asked.microbatches or (asked.total_microbatches or ranks) // ranks
-    tree = asked.total_microbatches is not None
+    ranks = math.prod(resolved.sizes[axis] for axis in batch_axes)
+    total = asked.total_microbatches
+    microbatches = asked.microbatches or (total or ranks) // ranks
+    tree = total is not None
     sync = asked.sync or ("each" if splits.grad and not tree else "last")
     notes = []
     if sync == "last" and splits.grad and microbatches > 1:
@@ -107,10 +106,24 @@ def _step(resolved: Resolved, splits: Splits, ranks: int) -> tuple[Splits, StepP
             f"gradients are reduced after each of {microbatches} micro-batches, into their shards; pipeline(sync='last') "
             f"sends 1/{microbatches} of that, and keeps gradients whole until the last micro-batch"
         )
+    if total is not None:
+        notes += _several_nodes(total, {axis: resolved.sizes[axis] for axis in batch_axes})
     sequence = asked.sequence if asked.sequence and resolved.sizes[asked.sequence.axis] > 1 else None
     prefetch = asked.prefetch is not False
-    decided = StepPlan(microbatches, sync, asked.remat, prefetch, asked.loss_scale, asked.cast_batch, sequence, tree)
+    decided = StepPlan(microbatches, sync, asked.remat, prefetch, asked.loss_scale, asked.cast_batch, sequence, total)
     return splits, decided, notes
+
+
+def _several_nodes(total: int, ranks: Mapping[str, int]) -> Iterator[str]:
+    """Lines for the log on axes over which a rank sends several sums of a gradient."""
+    share = total // math.prod(ranks.values())
+    for axis, size in reversed(tuple(ranks.items())):  # neighbours in the batch are summed first
+        if size > 1 and (nodes := most_nodes(total, share)) > 1:
+            yield (
+                f"summed in a tree: {share} of {total} micro-batches are up to {nodes} nodes of it, so over axis {axis!r} a "
+                f"rank sends {nodes} sums of each gradient"
+            )
+        share *= size
 
 
 def _gathered_outputs(resolved: Resolved) -> list[str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
 from shardlib.collectives.codecs.base import BoundCodec, Codec, Kept, Rows
+from shardlib.mesh.mesh import rank_of
 from shardlib.mesh.specs import Leaf, P
 from shardlib.plan.buckets import Bucket
 
@@ -23,6 +24,7 @@ class Channel:
         level: the level from which the exchange scatters the bucket over the axis; None where it is an all-reduce, over
             one of the bucket's replicas.
         mean: whether the result is the mean over the axis, for an optimizer that owns the axis; else the sum.
+        later: the axes over which the result is summed afterwards, in this order, with their sizes.
     """
 
     bucket: Bucket
@@ -31,6 +33,7 @@ class Channel:
     codec: Codec
     level: int | None
     mean: bool = False
+    later: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def elements(self) -> int:
@@ -74,13 +77,17 @@ class Channel:
                 mean=self.mean,
                 dtype=self.dtype,
                 shapes=() if bucket.levels else bucket.shapes,
+                groups=math.prod(self.later.values()),
+                group=rank_of(
+                    dict(reversed(tuple(self.later.items()))), coords
+                ),  # what is summed last is major in the batch
             )
         )
 
     @cached_property
     def _of_some_rank(self) -> BoundCodec:
         """The codec bound to the buffer of the first rank: sizes are the same on all ranks."""
-        return self.bind(dict.fromkeys((*self.bucket.slices, *self.bucket.axes, self.axis), 0))
+        return self.bind(dict.fromkeys((*self.bucket.slices, *self.bucket.axes, self.axis, *self.later), 0))
 
     def leaves(self, sizes: Mapping[str, int]) -> list[Leaf]:
         """The kept tensors of all ranks, as leaves of the state: one row for each rank whose values differ."""

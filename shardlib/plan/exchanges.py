@@ -136,13 +136,16 @@ def share(whole: int, ways: int) -> int:
 
 
 def _reduced(bucket: Bucket, reductions: Reductions, sizes: Mapping[str, int]) -> Iterator[Exchange]:
-    codecs = reductions.codecs
-    for level, axis in enumerate(bucket.axes):
-        channel = Channel(bucket, axis, sizes[axis], codecs[axis], level) if axis in codecs else None
-        yield Exchange(bucket, axis, sizes[axis], Op.SCATTER, level, level + 1, channel=channel)
-    for axis in bucket.replicas:
-        channel = Channel(bucket, axis, sizes[axis], codecs[axis], None) if axis in codecs else None
-        yield Exchange(bucket, axis, sizes[axis], Op.SUM, bucket.levels, bucket.levels, channel=channel)
+    axes = (*bucket.axes, *bucket.replicas)
+    for position, axis in enumerate(axes):
+        ways, codec = sizes[axis], reductions.codecs.get(axis)
+        level = position if position < bucket.levels else None
+        later = {axis: sizes[axis] for axis in axes[position + 1 :]}
+        channel = None if codec is None else Channel(bucket, axis, ways, codec, level, later=later)
+        if level is not None:
+            yield Exchange(bucket, axis, ways, Op.SCATTER, level, level + 1, channel=channel)
+        else:
+            yield Exchange(bucket, axis, ways, Op.SUM, bucket.levels, bucket.levels, channel=channel)
 
 
 def _mean(bucket: Bucket, reductions: Reductions, sizes: Mapping[str, int]) -> Exchange | None:

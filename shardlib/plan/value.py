@@ -15,6 +15,7 @@ import torch
 
 from shardlib.collectives.sequence.base import SequenceKind
 from shardlib.collectives.styles.base import Style
+from shardlib.collectives.tree_sum import most_held, most_nodes
 from shardlib.mesh.specs import Leaf
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.channels import Channel
@@ -72,7 +73,8 @@ class StepPlan:
     """How the step is scheduled, with every choice made. For the fields see `shardlib.plan.claims.Step`.
 
     Attributes:
-        tree: whether the micro-batches of all ranks are summed in one binary tree.
+        total_microbatches: number of micro-batches of all ranks, which are summed in one binary tree; None where sums have no
+            order.
     """
 
     microbatches: int
@@ -82,12 +84,22 @@ class StepPlan:
     loss_scale: LossScale | None
     cast_batch: torch.dtype | None
     sequence: SequenceKind | None
-    tree: bool = False
+    total_microbatches: int | None = None
+
+    @property
+    def tree(self) -> bool:
+        """Whether micro-batches are summed in one binary tree."""
+        return self.total_microbatches is not None
+
+    @property
+    def nodes(self) -> int:
+        """The largest number of nodes of the tree that a rank's micro-batches make up, each of which it sends."""
+        return 1 if self.total_microbatches is None else most_nodes(self.total_microbatches, self.microbatches)
 
     @property
     def partial_sums(self) -> int:
-        """The number of sums over micro-batches that a rank holds of one gradient, between one micro-batch and the next."""
-        return max(1, self.microbatches.bit_length() - 1) if self.tree else 1
+        """The largest number of sums over micro-batches that a rank holds of one gradient."""
+        return 1 if self.total_microbatches is None else most_held(self.total_microbatches, self.microbatches)
 
 
 @dataclass(frozen=True)

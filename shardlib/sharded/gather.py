@@ -11,6 +11,7 @@ import torch
 
 from shardlib.collectives import primitives
 from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.transport.activity import naming
 from shardlib.plan.exchanges import Exchange
 
 
@@ -42,12 +43,14 @@ class Gather:
         whole = self._buffer.new_empty(bucket.size(exchange.target)) if out is None else out
         self._gathered = whole if bucket.alone else self._buffer.new_empty(whole.numel())
         self._packed: torch.Tensor | None = None
-        if exchange.packing is None:
-            self._work = primitives.all_gather(self._mesh, exchange.axis, self._gathered.view(ways, -1), self._buffer)
-        else:
-            message = exchange.packing.pack(self._buffer)
-            self._packed = message.new_empty((ways, len(message)))
-            self._work = primitives.all_gather(self._mesh, exchange.axis, self._packed, message)
+        with naming(bucket.label):
+            if exchange.packing is None:
+                gathered = self._gathered.view(ways, -1)
+                self._work = primitives.all_gather(self._mesh, exchange.axis, gathered, self._buffer)
+            else:
+                message = exchange.packing.pack(self._buffer)
+                self._packed = message.new_empty((ways, len(message)))
+                self._work = primitives.all_gather(self._mesh, exchange.axis, self._packed, message)
         self._buffer = whole
 
     def _land(self) -> None:

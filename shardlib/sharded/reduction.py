@@ -14,6 +14,7 @@ from shardlib.collectives import primitives
 from shardlib.collectives.codecs.base import BoundCodec, Item, Residuals
 from shardlib.collectives.codecs.base import Exchange as CompressedSum
 from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.transport.activity import naming
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.channels import Channel
 from shardlib.plan.exchanges import Exchange, Op
@@ -85,6 +86,7 @@ class Reduction:
         self._mesh, self._codecs, self._residuals = mesh, codecs, residuals
         self.sums = sums
         self._todo = list(zip(*routes, strict=True))
+        self._label = f"the gradient of {sums[0].bucket.label}" if sums else ""
         self._launch()
 
     def _launch(self) -> None:
@@ -94,6 +96,10 @@ class Reduction:
         if not self._todo:
             return
         exchanges = self._todo.pop(0)
+        with naming(self._label):
+            self._start(exchanges)
+
+    def _start(self, exchanges: Sequence[Exchange]) -> None:
         first, axis = exchanges[0], exchanges[0].axis
         if first.channel is not None:
             channels = [exchange.channel for exchange in exchanges if exchange.channel]

@@ -27,7 +27,7 @@ class Reproducible(Transform):
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         yield Step(total_microbatches=self.microbatches)
-        yield Reduce("*", codec=InOrder(), summation=EXACT)
+        yield Reduce("*", codec=InOrder(self.microbatches), summation=EXACT)
 
     def check(self, resolved: Resolved) -> None:
         problems = [*self._other_contractions(resolved), *self._other_reductions(resolved), *self._schedule(resolved)]
@@ -71,16 +71,15 @@ class Reproducible(Transform):
             )
 
     def _check_blocks(self, resolved: Resolved) -> None:
-        """Refuse ranks whose micro-batches are no nodes of the tree, and axes that are summed in another order."""
+        """Refuse ranks that hold unequal numbers of micro-batches, and axes that are summed in another order."""
         batch = [axis for axis, size in resolved.sizes.items() if size > 1 and resolved.varies_over(axis)]
         ranks, total = math.prod(resolved.sizes[axis] for axis in batch), self.microbatches
         local, rest = divmod(total, ranks)
-        if ranks > 1 and (rest or not _is_power_of_two(local)):
-            allowed = [n for n in range(1, total + 1) if n == 1 or (total % n == 0 and _is_power_of_two(total // n))]
+        if rest:
+            allowed = [n for n in range(1, total + 1) if total % n == 0]
             raise IllegalComposition(
-                f"{self.name}: {ranks} ranks divide the batch, and each must hold 1, 2, 4, 8, ... of the {total} "
-                f"micro-batches, so that their sum is one node of the tree. Use {_listed(allowed)} ranks, or "
-                f"reproducible({ranks * _next_power(-(-total // ranks))})"
+                f"{self.name}: {ranks} ranks divide the batch, and each must hold equally many of the {total} micro-batches. "
+                f"Use {_listed(allowed)} ranks, or reproducible({ranks * -(-total // ranks)})"
             )
         if resolved.step.microbatches not in (None, local):
             raise IllegalComposition(
@@ -100,21 +99,6 @@ class Reproducible(Transform):
                 f"neighbouring shares of the batch, along {batch[-1]!r}: name the axes of the mesh in the order "
                 f"{', '.join(order[::-1])}"
             )
-        for axis in order:
-            if not _is_power_of_two(local):
-                raise IllegalComposition(
-                    f"{self.name}: {local} micro-batches are summed before axis {axis!r}, and a node of the tree has 1, 2, "
-                    f"4, ...; give all batch axes but {batch[0]!r} a power of two as their size"
-                )
-            local *= resolved.sizes[axis]
-
-
-def _is_power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0
-
-
-def _next_power(number: int) -> int:
-    return 1 << (number - 1).bit_length()
 
 
 def _listed(numbers: Sequence[int]) -> str:
@@ -127,9 +111,10 @@ def reproducible(microbatches: int) -> Reproducible:
 
     The global batch is ``microbatches`` micro-batches, however many ranks divide it. Gradients are summed over them in one
     binary tree, inside ranks and between; losses, weights and norms are summed exactly and rounded once. So one device, and
-    any mesh of data, hybrid (``replicate=``) and pipeline axes at any ZeRO stage, train to the same last bit. The number of
-    ranks that divide the batch is 1, or ``microbatches`` divided by a power of two: with 8 micro-batches 1, 2, 4 or 8 ranks.
-    See docs/reproducible.md for what must also be equal, and for what it costs.
+    any mesh of data, hybrid (``replicate=``) and pipeline axes at any ZeRO stage, train to the same last bit. Any number of
+    ranks that divides ``microbatches`` can divide the batch. Where a rank's share is not 1, 2, 4, ... micro-batches, it sends
+    the gradient two or more times, which the plan counts. See docs/reproducible.md for what must also be equal, and for what
+    it costs.
 
     A rank cuts its share of the batch into its share of the micro-batches itself: `accumulate` is left out, and a pipeline's
     ``microbatches`` are ``microbatches`` over the ranks that divide the batch. While it sums them, it holds whole gradients,

@@ -96,10 +96,10 @@ def test_a_timeout_says_what_each_rank_was_doing(monkeypatch, tmp_path):
     monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=now))
 
     def run(mesh):
-        from shardlib.mesh.transport import process  # this process's own, not what it was when the function was pickled
+        from shardlib.mesh.transport.activity import here  # this process's own, not what it was when pickled
 
         def mark():
-            while mesh.rank == 0 and not process.waiting:
+            while mesh.rank == 0 and not here().waiting:
                 time.sleep(0.001)
             marks[mesh.rank].touch()
 

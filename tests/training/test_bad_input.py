@@ -587,4 +587,10 @@ def test_a_rank_that_is_stuck_is_named_within_the_timeout():
     finally:
         pool.stop()
     assert outcomes[0] == (True, None)
-    assert_message([str(outcomes[1][1])], "all_gather(100 × float32) on axis 'data'", "rank 0 no longer answers")
+    assert_message(
+        [str(outcomes[1][1])],
+        "all_gather(100 × float32) on axis 'data'",
+        "rank 0 has not made this call",
+        "rank 0 waits in no collective",
+        "time.sleep(9)",
+    )

@@ -124,19 +124,38 @@ def test_tied_leaves_used_by_two_units(where, extra):
     )
 
 
-def test_ranks_of_three_and_the_leaves_of_no_power_of_two():
-    """Of 12 micro-batches, 3 and 6 ranks hold nodes of the tree."""
-    wanted = one_device(total=12)
-    for where in ({"data": 3, "stage": 2}, {"node": 3, "data": 2, "stage": 3}, {"data": 6, "stage": 1}):
-        mesh, transforms = on(**where, total=12)
-        assert digest_on(mesh, sl.chain(*transforms, sl.reproducible(12))) == wanted
+DIVISORS = [
+    *(
+        {"data": data, "stage": stage}
+        for data, stage in ((2, 0), (3, 2), (4, 0), (4, 1), (4, 2), (4, 3), (6, 1), (12, 3))
+    ),
+    # A rank of node and data=2 has 3 micro-batches, of data=3 one; both send two nodes of the tree over node.
+    *({"node": 2, "data": 2, "stage": stage} for stage in range(4)),
+    *({"node": 4, "data": 3, "stage": stage} for stage in (0, 2, 3)),
+    {"node": 3, "data": 2, "stage": 3},
+    {"pipe": 2, "data": 2, "stage": 2},
+    {"pipe": 2, "node": 2, "data": 2, "stage": 0, "schedule": "gpipe"},
+]
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_real_processes_give_the_bits_of_one_device(pool, stage):
-    transform = sl.chain(sl.zero(stage, replicate="node"), sl.reproducible(TOTAL))
+@pytest.mark.parametrize("where", DIVISORS, ids=str)
+def test_any_number_of_ranks_that_divides_the_micro_batches(where):
+    mesh, transforms = on(**where, total=12)
+    assert digest_on(mesh, sl.chain(*transforms, sl.reproducible(12))) == one_device(total=12)
+
+
+@pytest.mark.parametrize("where", [{"data": 4, "stage": 3}, {"node": 4, "data": 3, "stage": 1}], ids=str)
+def test_half_precision_on_any_number_of_ranks(where):
+    mesh, transforms = on(**where, total=12)
+    transforms += PRECISION
+    assert digest_on(mesh, sl.chain(*transforms, sl.reproducible(12)), lamb) == one_device(lamb, 12, PRECISION)
+
+
+@pytest.mark.parametrize(("stage", "total"), [(0, TOTAL), (2, TOTAL), (3, TOTAL), (0, 12), (3, 12)])
+def test_real_processes_give_the_bits_of_one_device(pool, stage, total):
+    transform = sl.chain(sl.zero(stage, replicate="node"), sl.reproducible(total))
     found = pool.run(trained, transform, adamw, mesh={"node": 2, "data": 2})
-    assert set(found) == {one_device()}
+    assert set(found) == {one_device(total=total)}
 
 
 def weighted(params, batch, rng):
@@ -166,11 +185,15 @@ def test_weighted_losses_and_aux(where):
     assert set(sl.simulate(run, mesh=mesh)) == set(wanted)
 
 
-@pytest.mark.parametrize("where", SOME, ids=str)
-def test_bytes_sent_and_held_are_the_plans(where):
+@pytest.mark.parametrize(
+    ("where", "total"),
+    [*((where, TOTAL) for where in SOME), *((DIVISORS[index], 12) for index in (2, 4, 5, 8, 11, 13))],
+    ids=str,
+)
+def test_bytes_sent_are_the_plans(where, total):
     def run(mesh):
         config = replace(CONFIG, dropout=0.0)
-        params = sl.shard(gpt.to_blocks(gpt.init(config)), mesh, sl.chain(*transforms, sl.reproducible(TOTAL)))
+        params = sl.shard(gpt.to_blocks(gpt.init(config)), mesh, transform)
         mesh, plan = params.mesh, params.plan
         mine = share(token_batches(1, ROWS)[0], batch_index(plan, mesh), plan.batch_ranks)
         loss_fn = gpt.make_sequential(config)
@@ -178,11 +201,13 @@ def test_bytes_sent_and_held_are_the_plans(where):
         state, _ = step(state, mine)
         sent = count_payload(mesh, scalars=1000)
         step(state, mine)
-        whole_plan = sl.make_plan(gpt.to_blocks(gpt.init(config)), mesh, sl.chain(*transforms, sl.reproducible(TOTAL)),
-                                  loss_fn=loss_fn, batch=mine, optimizer=adamw())  # fmt: skip
+        whole_plan = sl.make_plan(
+            gpt.to_blocks(gpt.init(config)), mesh, transform, loss_fn=loss_fn, batch=mine, optimizer=adamw()
+        )
         return sent(), whole_plan.at(mesh.coords).payload()
 
-    mesh, transforms = on(**where)
+    mesh, transforms = on(**where, total=total)
+    transform = sl.chain(*transforms, sl.reproducible(total))
     for sent, planned in sl.simulate(run, mesh=mesh):
         assert sent == planned
 
@@ -196,11 +221,44 @@ def test_partial_sums_are_planned():
     assert held == [64 * 64 * 2, 64 * 64 * 4, 64 * 64 * 8, 64 * 64 * 12]
 
 
+def test_several_nodes_of_the_tree_are_planned():
+    """Of 12 micro-batches 4 ranks have 3 each, which are two nodes: twice the bytes of a gradient, and as many held."""
+    w, mesh = torch.ones(64, 64), sl.abstract_mesh(data=4)
+    one, two = (sl.make_plan({"w": w}, mesh, sl.chain(sl.zero(2), sl.reproducible(total))) for total in (8, 12))
+    (scatter,), (twice,) = (plan.routes[plan.buckets[0].name].reductions for plan in (one, two))
+    assert (scatter.payload, twice.payload) == (w.nbytes * 3 // 4, w.nbytes * 3 // 4 * 2)
+    assert two.bytes("grad") == 2 * w.nbytes
+    assert "3 of 12 micro-batches are up to 2 nodes of it, so over axis 'data' a rank sends 2 sums" in str(two)
+    hybrid = sl.make_plan(
+        {"w": w}, sl.abstract_mesh(node=4, data=3), sl.chain(sl.zero(1, replicate="node"), sl.reproducible(12))
+    )
+    scatter, total = hybrid.routes[hybrid.buckets[0].name].reductions
+    row = -(-w.numel() // 3) * 4
+    assert (scatter.payload, total.payload) == (row * 2, -(-row // 16) * 4 * 3 * (2 + 1))
+    assert "over axis 'node'" in str(hybrid) and "over axis 'data' a rank sends" not in str(hybrid)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_parameters_without_dimensions(stage):
+    def run(mesh):
+        params = sl.shard(
+            {"w": torch.ones(3), "scale": torch.tensor(2.0)}, mesh, sl.chain(sl.zero(stage), sl.reproducible(4))
+        )
+        state, step = sl.make_train_step(
+            lambda p, x: (p["scale"] * p["w"] * x).square().mean(), params, sl.optim.sgd(0.1)
+        )
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+        state, metrics = step(state, share(x, batch_index(params.plan, params.mesh), params.plan.batch_ranks))
+        return digest((metrics["loss"], whole(state)))
+
+    assert set(sl.simulate(run, mesh={"data": 2})) == set(sl.simulate(run, mesh={"data": 1}))
+
+
 # --- refusals -----------------------------------------------------------------------------------------------------
 
 
 REFUSED = {
-    "ranks": ({"data": 3}, [sl.zero()], r"3 ranks divide the batch.*Use 1, 2, 4 or 8 ranks, or reproducible\(12\)"),
+    "ranks": ({"data": 3}, [sl.zero()], r"3 ranks divide the batch.*Use 1, 2, 4 or 8 ranks, or reproducible\(9\)"),
     "slices": ({"data": 2, "model": 2}, [sl.zero(), sl.tensor_slicing({"0/w": "column"}, axis="model")], "fewer elements"),
     "sequence": ({"data": 2, "seq": 2}, [sl.zero(), sl.sequence("seq", "ring")], "parts of sequences"),
     "codec": ({"data": 2}, [sl.zero(), sl.onebit("data")], r"axis 'data': what is rounded .* depends on the ranks"),
@@ -221,16 +279,6 @@ def test_refusals_name_the_remedy(name):
     params = [{"w": torch.ones(8, 8)} for _ in range(4)]
     with pytest.raises(IllegalComposition, match=f"(?s)reproducible.*{message}"):
         sl.make_plan(params, sl.abstract_mesh(**mesh), sl.chain(*transforms, sl.reproducible(TOTAL)))
-
-
-def test_an_axis_that_is_summed_late_may_have_any_size():
-    for mesh, legal in (({"node": 3, "data": 4}, True), ({"node": 4, "data": 3}, False)):
-        transform = sl.chain(sl.zero(0, replicate="node"), sl.reproducible(12))
-        if legal:
-            assert sl.make_plan({"w": torch.ones(2)}, sl.abstract_mesh(**mesh), transform).step.microbatches == 1
-        else:
-            with pytest.raises(IllegalComposition, match="3 micro-batches are summed before axis 'node'"):
-                sl.make_plan({"w": torch.ones(2)}, sl.abstract_mesh(**mesh), transform)
 
 
 def test_leaves_tied_across_stages_are_refused():

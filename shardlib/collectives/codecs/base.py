@@ -31,6 +31,8 @@ class Rows:
         mean: whether the result is the mean over the ranks; else the sum.
         dtype: of the buffer, of the kept tensors and of the result.
         shapes: the leaves' shapes, where the buffer holds whole leaves; else empty.
+        groups: the number of groups of ranks that exchange the buffer, each in itself, and whose sums are summed afterwards.
+        group: this group's index among them, in the order of the batch.
     """
 
     ways: int
@@ -41,6 +43,8 @@ class Rows:
     mean: bool
     dtype: torch.dtype
     shapes: tuple[tuple[int, ...], ...] = ()
+    groups: int = 1
+    group: int = 0
 
     def row(self, grain: int) -> int:
         """Elements of one row, padded to a multiple of ``grain``."""

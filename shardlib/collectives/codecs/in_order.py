@@ -1,38 +1,34 @@
 """Sums over one axis whose bits do not depend on the transport: rows are exchanged as they are and added in a fixed order.
 
-Row r goes to rank r (all-to-all), which adds the rows up as `tree_sum` does. Where rows are scattered, this is all; else
-every rank's row of the sum goes to all ranks (all-gather). A rank sends what a bandwidth-optimal reduce-scatter or
-all-reduce sends.
+Row r goes to rank r (all-to-all), which adds the rows up in the tree of `shardlib.collectives.tree_sum`. Where rows are
+scattered, this is all; else every rank's row of the sum goes to all ranks (all-gather). A rank whose micro-batches are one
+node of the tree sends what a bandwidth-optimal reduce-scatter or all-reduce sends, and one whose are several sends each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 
 from shardlib.collectives import primitives
 from shardlib.collectives.codecs.base import Item, Kept, Residuals, Rows
+from shardlib.collectives.tree_sum import TreeSum, joined, most_nodes, nodes_of
 from shardlib.mesh.mesh import Mesh
-
-
-def tree_sum(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of two or more tensors in a binary tree, in new memory: neighbours are added, then neighbouring sums.
-
-    The last one, where it has no neighbour, goes up as it is. May use up the memory of ``rows``.
-    """
-    while len(rows) > 2:
-        pairs = zip(rows[::2], rows[1::2])
-        rows = [*(left.add_(right) for left, right in pairs), *rows[len(rows) // 2 * 2 :]]
-    return torch.add(*rows)
 
 
 @dataclass(frozen=True)
 class InOrder:
-    """Values as they are, added in one order."""
+    """Values as they are, added in one order.
 
+    Attributes:
+        leaves: number of micro-batches of all ranks, of which ranks hold equally many neighbours.
+    """
+
+    leaves: int
     wide: ClassVar[bool] = True
     whole: ClassVar[bool] = False
 
@@ -40,7 +36,7 @@ class InOrder:
         return "full precision, added in one order"
 
     def bind(self, rows: Rows) -> BoundInOrder:
-        return BoundInOrder(rows)
+        return BoundInOrder(rows, self.leaves)
 
     def exchange(self, mesh: Mesh, axis: str, items: Sequence[Item[BoundInOrder]], residuals: Residuals) -> OrderedSums:
         return OrderedSums(mesh, axis, items)
@@ -48,21 +44,52 @@ class InOrder:
 
 @dataclass(frozen=True)
 class BoundInOrder:
-    """`InOrder` bound to a buffer. It keeps nothing."""
+    """`InOrder` bound to a buffer, which holds as many sums as `sent` says, one after another. It keeps nothing."""
 
     rows: Rows
+    leaves: int
     keeps: ClassVar[tuple[Kept, ...]] = ()
+
+    @cached_property
+    def share(self) -> int:
+        """The number of micro-batches that are summed in one rank's buffer."""
+        return self.leaves // (self.rows.ways * self.rows.groups)
+
+    @cached_property
+    def sent(self) -> int:
+        """The number of sums in a buffer; on a rank that has fewer the last ones are zeros, which nobody adds."""
+        return most_nodes(self.leaves, self.share)
+
+    @cached_property
+    def left(self) -> int:
+        """The number of sums in the result."""
+        return most_nodes(self.leaves, self.share * self.rows.ways)
 
     @property
     def payload(self) -> int:
-        times = 1 if self.rows.scattered else 2
+        times = self.sent if self.rows.scattered else self.sent + self.left
         return times * (self.rows.ways - 1) * self.rows.row(1) * self.rows.dtype.itemsize
 
     def pad(self, x: torch.Tensor) -> torch.Tensor:
-        return self.rows.pad(x, 1)
+        if self.sent == 1:
+            return self.rows.pad(x, 1)
+        return torch.cat([self.rows.pad(each, 1) for each in x.chunk(self.sent)])
 
     def start(self, device: torch.device) -> list[torch.Tensor]:
         return []
+
+    def add(self, arrived: torch.Tensor) -> torch.Tensor:
+        """The sums of all ranks' rows, one after another, in memory of their own.
+
+        Args:
+            arrived: ``[sent, ways, row]``: each rank's sums; used up.
+        """
+        tree = TreeSum[torch.Tensor](self.leaves)
+        for rank in range(self.rows.ways):
+            first = (self.rows.group * self.rows.ways + rank) * self.share
+            for number, node in enumerate(nodes_of(self.leaves, first, self.share)):
+                tree.add(node, arrived[number, rank])
+        return joined(tree.sums, self.left)
 
 
 class OrderedSums:
@@ -72,7 +99,10 @@ class OrderedSums:
         self._mesh, self._axis, self._items = mesh, axis, items
         self._arrived = [torch.empty_like(item.buffer) for item in items]
         self._works = [
-            primitives.all_to_all(mesh, axis, arrived, item.buffer)
+            [
+                primitives.all_to_all(mesh, axis, *pair)
+                for pair in zip(arrived.chunk(item.codec.sent), item.buffer.chunk(item.codec.sent), strict=True)
+            ]
             for arrived, item in zip(self._arrived, items, strict=True)
         ]
 
@@ -81,13 +111,22 @@ class OrderedSums:
         rows = [self._sum(number) for number in range(len(self._items))]
         if self._items[0].codec.rows.scattered:
             return rows
-        wholes = [row.new_empty(item.buffer.numel()) for row, item in zip(rows, self._items)]
-        works = [primitives.all_gather(self._mesh, self._axis, *pair) for pair in zip(wholes, rows, strict=True)]
-        for work in works:
-            work.wait()
-        sums = [whole[: item.codec.rows.elements] for whole, item in zip(wholes, self._items)]
+        gathered = [self._gather(row, item.codec) for row, item in zip(rows, self._items, strict=True)]
+        sums = []
+        for (wholes, works), item in zip(gathered, self._items, strict=True):
+            for work in works:
+                work.wait()
+            sums.append(wholes[:, : item.codec.rows.elements].reshape(-1))
         return [total if into is None else into.copy_(total) for total, into in zip(sums, out or [None] * len(sums))]
 
     def _sum(self, number: int) -> torch.Tensor:
-        self._works[number].wait()
-        return tree_sum(self._arrived[number].view(self._items[number].codec.rows.ways, -1).unbind())
+        for work in self._works[number]:
+            work.wait()
+        codec = self._items[number].codec
+        return codec.add(self._arrived[number].view(codec.sent, codec.rows.ways, -1))
+
+    def _gather(self, row: torch.Tensor, codec: BoundInOrder) -> tuple[torch.Tensor, list[primitives.Work]]:
+        """All ranks' rows of the sums, ``[left, ways * row]``, under way."""
+        wholes = row.new_empty(codec.left, row.numel() // codec.left * codec.rows.ways)
+        pairs = zip(wholes.unbind(), row.chunk(codec.left), strict=True)
+        return wholes, [primitives.all_gather(self._mesh, self._axis, *pair) for pair in pairs]

@@ -13,23 +13,25 @@ import json
 import math
 import os
 import selectors
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from subprocess import PIPE
 from typing import Any, TextIO
 
 import cloudpickle
 import torch.distributed as dist
 
 from shardlib.errors import RankFailure
+from shardlib.mesh.launch import rank_process
 from shardlib.mesh.launch.connection import Connection
 from shardlib.mesh.mesh import check_shape
+from shardlib.mesh.transport.activity import Call, State
+from shardlib.mesh.transport.report import activities
 
 _CHILD = (
     "import json, sys; sys.path[:] = dict.fromkeys([*json.loads(sys.argv[1]), *sys.path]); "
@@ -83,40 +85,24 @@ class _Rank:
 
     Attributes:
         value: the function's pickled value; None before it has returned.
-        activity: the rank's last answer to the question what it does.
-        wait: the number and the name of the call that the rank waits in, by the same answer; None when it waits in none.
-        same: how many answers in a row have named this ``wait``.
+        state: the rank's last answer to the question what it does.
+        same: how many answers in a row have named the same call, in which the rank waits.
     """
 
     def __init__(self, rank: int, ranks: int, job: int, port: int, events: selectors.BaseSelector) -> None:
         self.rank = rank
         self.value: Any = None
-        self.activity, self.same = "has not answered what it does", 0
-        self.wait: tuple[int, str] | None = None
+        self.state: State | str = "it has not said what it does"
+        self.same = 0
         self._error: tuple[float, str] | None = None
         self._events = events
-        environment = os.environ | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's name for a store that no rank hosts
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks))),
-            "PYTHONUNBUFFERED": "1",
-        }
         end, rank_end = socket.socketpair()
         with rank_end:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _CHILD, json.dumps(sys.path), *map(str, (job, rank_end.fileno(), os.getpid()))],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                pass_fds=(job, rank_end.fileno()),
-                start_new_session=True,  # Ctrl-C reaches only this process, which stops the ranks and their children
-            )
+            child = [sys.executable, "-c", _CHILD, json.dumps(sys.path)]
+            self._process = rank_process.start(
+                [*child, *map(str, (job, rank_end.fileno(), os.getpid()))],
+                rank, ranks, port, {}, stdout=PIPE, stderr=PIPE, pass_fds=(job, rank_end.fileno()),
+            )  # fmt: skip
         self._connection = Connection(end)
         self._lines: deque[str] = deque(maxlen=_TAIL)
         end.setblocking(False)
@@ -129,6 +115,11 @@ class _Rank:
     @property
     def ended(self) -> bool:
         return self._process.poll() is not None
+
+    @property
+    def wait(self) -> Call | None:
+        """The call that the rank waits in, by its last answer."""
+        return self.state.waits if isinstance(self.state, State) else None
 
     @property
     def failure(self) -> tuple[float, str] | None:
@@ -160,9 +151,7 @@ class _Rank:
 
     def stop(self) -> None:
         """Kill the process and its children, and close the files to it."""
-        if not self.ended:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        rank_process.kill(self._process)
         self.drain()
         for file in (self._connection.socket, self._process.stdout, self._process.stderr):
             assert file is not None
@@ -176,8 +165,8 @@ class _Rank:
             elif "raised" in message:
                 self._error = message["at"], f"rank {self.rank} raised:\n{message['raised']}"
             else:
-                self.same = self.same + 1 if message["wait"] == self.wait else 1
-                self.activity, self.wait = message["activity"], message["wait"]
+                before, self.state = self.wait, message["state"]
+                self.same = self.same + 1 if self.wait == before else 1
         return messages is not None
 
 
@@ -264,5 +253,5 @@ def _stuck(ranks: list[_Rank], what: str) -> str:
     lines = [f"rank {', '.join(str(rank.rank) for rank in running)} of {len(ranks)} {what}."]
     if returned:
         lines.append(f"rank {returned} returned; every rank along an axis must make the same calls.")
-    lines += [f"rank {rank.rank} {rank.activity}" for rank in running]
+    lines += activities({rank.rank: rank.state for rank in running})
     return "\n".join([*lines, f"The last output of rank {running[0].rank}:\n{running[0].tail}"])

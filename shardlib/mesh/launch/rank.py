@@ -9,19 +9,14 @@ import sys
 import threading
 import time
 import traceback
-from pathlib import Path
-from types import FrameType
 
 import cloudpickle
-import torch
 import torch.distributed as dist
 
 from shardlib.mesh.launch.connection import Connection
 from shardlib.mesh.launch.orphans import end_with
 from shardlib.mesh.mesh import current_mesh, make_mesh
-from shardlib.mesh.transport.process import waiting
-
-_LIBRARIES = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
+from shardlib.mesh.transport.activity import here
 
 
 def main(job: int, end: int, parent: int) -> None:
@@ -61,15 +56,4 @@ def _answer(connection: Connection, done: threading.Event) -> None:
             if "done" in message:
                 done.set()
             else:
-                connection.send(activity=_activity(), wait=waiting[-1] if waiting else None)
-
-
-def _activity() -> str:
-    """The call that the main thread waits in, and the line of the user's code that made it."""
-    what = f"waits in {waiting[-1][1]}" if waiting else "runs"
-    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame = frame.f_back
-    if frame is None or frame.f_code.co_filename == "<string>":
-        return f"{what}, outside the launched function"
-    return f"{what}\n{traceback.format_stack(frame, 1)[0].rstrip()}"
+                connection.send(state=here().state())

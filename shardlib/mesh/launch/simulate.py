@@ -9,6 +9,7 @@ from typing import Any
 
 from shardlib.mesh.mesh import check_shape, current_mesh, simulated_mesh
 from shardlib.mesh.transport import Simulation
+from shardlib.mesh.transport.activity import begin_rank
 
 
 def simulate(fn: Callable[..., Any], *args: Any, mesh: Mapping[str, int]) -> list[Any]:
@@ -35,6 +36,7 @@ def simulate(fn: Callable[..., Any], *args: Any, mesh: Mapping[str, int]) -> lis
 
         def run() -> Any:
             current_mesh.set(view)
+            begin_rank()
             return fn(view, *args)
 
         context = copy_context()

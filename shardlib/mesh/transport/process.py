@@ -9,8 +9,7 @@ backends (NCCL) use their own collectives.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,25 +18,13 @@ import torch.distributed as dist
 
 from shardlib import _compat
 from shardlib.errors import RankFailure
+from shardlib.mesh.transport import activity, watch
+from shardlib.mesh.transport.activity import Call, Series
 from shardlib.mesh.transport.base import Work
-from shardlib.mesh.transport.failure import silent_ranks
 
 # A tag has 31 bits. The tags of single messages have the highest bit set. The tag of an exchange is its number (numbers are
 # reused after _EXCHANGES) and, in the bits above, a hash of its size.
 _EXCHANGES, _SIZES, _SINGLE = 1 << 20, 1021, 1 << 30
-
-# The calls that this process waits in, for reports: each with its number, the innermost last.
-waiting: list[tuple[int, str]] = []
-_numbers = itertools.count()
-
-
-@contextmanager
-def _waits(what: str) -> Iterator[None]:
-    waiting.append((next(_numbers), what))
-    try:
-        yield
-    finally:
-        waiting.pop()
 
 
 class ProcessGroup:
@@ -56,6 +43,9 @@ class ProcessGroup:
         self._gloo = dist.get_backend(group) == "gloo"
         self._number = 0
         self._lanes: list[dist.ProcessGroup] = []
+        self._members = tuple(dist.get_process_group_ranks(group))
+        self._calls = activity.here().series(axis, self._members)
+        self._watch = watch.begin()
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
         return self._guard("all_reduce", lambda: [dist.all_reduce(tensor, group=self._group, async_op=True)], tensor)
@@ -137,21 +127,18 @@ class ProcessGroup:
         def start() -> list[Any]:
             return [dist.isend(tensor, group=self._lane(peer > self.rank), group_dst=peer, tag=_SINGLE | tag)]
 
-        return self._guard(f"send to {peer}", start, tensor)
+        return self._guard("send", start, tensor, calls=self._messages_between(self.rank, peer))
 
     def recv(self, out: torch.Tensor, peer: int, tag: int) -> Work:
         def start() -> list[Any]:
             return [dist.irecv(out, group=self._lane(peer < self.rank), group_src=peer, tag=_SINGLE | tag)]
 
-        return self._guard(f"recv from {peer}", start, out)
+        return self._guard("recv", start, out, calls=self._messages_between(peer, self.rank))
 
     def all_gather_object(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
-        try:
-            with _waits(f"all_gather_object on axis {self._axis!r}"):
-                dist.all_gather_object(values, value, group=self._group)
-        except RuntimeError as error:
-            raise self._failure("all_gather_object", error) from error
+        with self._failing(self._calls.call("all_gather_object", None)):
+            dist.all_gather_object(values, value, group=self._group)
         return values
 
     @property
@@ -198,30 +185,46 @@ class ProcessGroup:
             self._lanes = [dist.new_group(ranks, use_local_synchronization=True) for _ in range(2)]
         return self._lanes[upwards]
 
-    def _guard(self, name: str, start: Any, tensor: torch.Tensor, then: Any = None) -> Work:
-        what = f"{name}({tensor.numel()} × {str(tensor.dtype).removeprefix('torch.')})"
-        try:
+    def _messages_between(self, source: int, destination: int) -> Series:
+        """The messages from one rank of the group to another."""
+        return activity.here().series(self._axis, (self._members[source], self._members[destination]))
+
+    def _guard(
+        self,
+        op: str,
+        start: Callable[[], list[Any]],
+        tensor: torch.Tensor,
+        then: Callable[[], None] | None = None,
+        calls: Series | None = None,
+    ) -> Work:
+        call = (calls or self._calls).call(op, tensor)
+        with self._failing(call):
             works = start()
-        except RuntimeError as error:
-            raise self._failure(what, error) from error
 
         def finish() -> None:
-            try:
-                with _waits(f"{what} on axis {self._axis!r}"):
-                    for work in works:
-                        work.wait()
-            except RuntimeError as error:
-                raise self._failure(what, error) from error
+            with self._failing(call):
+                for work in works:
+                    work.wait()
+            if tensor.is_cuda and not self._gloo:
+                self._follow(call)
             if then is not None:
                 then()
 
         return Work(finish)
 
-    def _failure(self, what: str, error: RuntimeError) -> RankFailure:
-        silent = silent_ranks()
-        names = f"rank {', '.join(map(str, silent))} no longer answers" if silent else "every rank still answers"
-        return RankFailure(
-            f"{what} on axis {self._axis!r} (size {self.size}) failed on rank {dist.get_rank()}: {names}. "
-            f"Look at the output of {'that rank' if silent else 'the ranks'} first; if ranks take different "
-            f"branches, make every rank call the same collectives. ({str(error).splitlines()[0]})"
-        )
+    @contextmanager
+    def _failing(self, call: Call) -> Iterator[None]:
+        """Note that this rank waits in a call, and raise a report on all ranks if it fails."""
+        try:
+            with activity.here().wait(call):
+                yield
+        except RuntimeError as error:
+            raise RankFailure(self._watch.report(error)) from error
+
+    @staticmethod
+    def _follow(call: Call) -> None:
+        """Let the watch see when the device's queue is past a call, for which this process does not wait."""
+        if not torch.cuda.is_current_stream_capturing():
+            event = torch.cuda.Event()
+            event.record()
+            activity.here().follow(call, event.query)

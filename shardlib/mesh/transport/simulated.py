@@ -14,6 +14,7 @@ import torch
 
 from shardlib._compat import no_modes
 from shardlib.errors import RankMismatch
+from shardlib.mesh.transport.activity import here
 from shardlib.mesh.transport.base import Work
 from shardlib.mesh.transport.simulation import Simulation
 
@@ -99,7 +100,7 @@ class SimulatedGroup:
         me, target = self._members[self.rank], out.detach()
         what = (
             f"recv({out.numel()} × {str(out.dtype).removeprefix('torch.')}) from rank {self._members[peer]} "
-            f"on axis {self._axis!r} (tag {tag})"
+            f"on axis {self._axis!r} (tag {tag}{here().label})"
         )
 
         def finish() -> None:
@@ -167,5 +168,5 @@ class SimulatedGroup:
             current.complete = True
             current.members = {}
             del self._exchange.rounds[number]
-        what = f"{signature} on axis {self._axis!r} (call {number + 1})"
+        what = f"{signature} on axis {self._axis!r} (call {number + 1}{here().label})"
         return Work(lambda: self._simulation.block(me, lambda: current.complete, what))

@@ -1,0 +1,68 @@
+"""A checkpoint that a thread of each rank writes while training goes on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+
+from shardlib.checkpoint.commit import Commit
+from shardlib.checkpoint.fragments import Fragment
+from shardlib.collectives import primitives
+from shardlib.errors import CheckpointError, listing
+from shardlib.mesh.mesh import Mesh
+
+PATIENCE = 60.0  # seconds that the last save waits for other ranks when the program has come to its end
+
+
+class BackgroundSave:
+    """A checkpoint that a thread of this rank writes.
+
+    Attributes:
+        problem: why it failed, or "".
+    """
+
+    def __init__(
+        self, commit: Commit, mesh: Mesh, fragments: Sequence[Fragment], copied: torch.cuda.Event | None
+    ) -> None:
+        self.mesh, self.step, self.problem = mesh, commit.step, ""
+        self._commit, self._fragments, self._copied = commit, fragments, copied
+        self._patience: float | None = None
+        self.thread = threading.Thread(target=self._run, name=f"checkpoint of step {commit.step}")
+        self.thread.start()
+
+    def wait(self) -> None:
+        """Wait until all ranks have written. Collective."""
+        # Rank 0's thread ends when those of all ranks have: no rank may be waited for before it has started its own.
+        primitives.all_gather_object(self.mesh, list(self.mesh.shape), None)
+        self.thread.join()
+
+    def check(self) -> None:
+        """Raise CheckpointError on all ranks if the save failed on one. Collective."""
+        problems = primitives.all_gather_object(self.mesh, list(self.mesh.shape), self.problem)
+        if any(problems):
+            raise CheckpointError(
+                f"the checkpoint of step {self.step} was not written:\n{listing([each for each in problems if each])}\n"
+                "The checkpoints before it are still there."
+            )
+
+    def _run(self) -> None:
+        try:
+            if self._copied is not None:
+                self._copied.synchronize()
+            self._commit.write(self._fragments)
+            if self.mesh.rank == 0:
+                self._commit.finish(self._alive)
+        except BaseException as error:
+            self.problem = f"rank {self.mesh.rank}: {type(error).__name__}: {error}"
+
+    def _alive(self) -> None:
+        """Stop waiting for ranks that do not report, once this program is at its end."""
+        if threading.main_thread().is_alive():
+            return
+        if self._patience is None:
+            self._patience = time.monotonic() + PATIENCE
+        if time.monotonic() > self._patience:
+            raise TimeoutError("other ranks have not written their files, and this program has come to its end")

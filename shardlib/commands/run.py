@@ -1,0 +1,36 @@
+"""Run a script on several ranks of this host, and start it again when one fails."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from shardlib.mesh.launch.restarts import Counts
+from shardlib.mesh.launch.supervise import supervise
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=_counts, required=True, help="4, a range such as 2:4, or a list such as 1,2,4")
+    parser.add_argument("--restarts", type=int, default=10, help="restarts without a new step after which the run ends")
+    parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
+    parser.add_argument("script", help="a Python file")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's")
+
+
+def run(args: argparse.Namespace) -> int:
+    command = [sys.executable, *(["-m"] if args.module else []), args.script, *args.arguments]
+    try:
+        return supervise(command, args.ranks, args.restarts, _say)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _say(line: str) -> None:
+    print(f"shardlib run: {line}", file=sys.stderr, flush=True)
+
+
+def _counts(text: str) -> Counts:
+    try:
+        return Counts.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
