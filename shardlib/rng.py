@@ -143,9 +143,9 @@ def seeding_torch(key: Key | None, device: torch.device) -> Iterator[None]:
 def states_of_generators(device: torch.device) -> list[tuple[torch.Generator, torch.Tensor]]:
     """Torch's default generators of the CPU and of ``device``, each with its state."""
     generators = [torch.default_generator]
-    if device.type == "cuda":
-        here = torch.cuda.current_device() if device.index is None else device.index
-        generators.append(torch.cuda.default_generators[here])
+    if device.type not in ("cpu", "meta"):
+        module = torch.get_device_module(device)
+        generators.append(module.default_generators[device.index if ":" in str(device) else module.current_device()])
     return [(generator, generator.get_state()) for generator in generators]
 
 
