@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -85,6 +85,10 @@ def divide(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> D
                 else:
                     later.append(product)
     now |= {leaf for product in later for leaf in product.leaves if handle_of(leaf) is not None}
+    # In the second half, products hand over their gradients before any node runs. At a node that others reach by way of nodes
+    # they would be added in another order than in one backward, and round otherwise.
+    handed = {product.edge.node for product in later}
+    now.update(*(product.leaves for product in later if not handed.isdisjoint(_beneath(product.edge.node, after))))
     # Autograd runs every node from which a wanted leaf can be reached. A product above such a leaf cannot wait.
     while early := [product for product in later if not now.isdisjoint(product.leaves)]:
         now.update(*(product.leaves for product in early))
@@ -138,6 +142,17 @@ def _walk(roots: list[Any], inputs: set[int]) -> tuple[dict[Any, _Nexts], dict[A
         else:
             below[node] = _NONE if handle_of(node) is None else frozenset([node])
     return after, below
+
+
+def _beneath(node: Any, after: Mapping[Any, _Nexts]) -> set[Any]:
+    """The nodes that can be reached from a node, without itself."""
+    found: set[Any] = set()
+    todo = [node]
+    while todo:
+        new = {child for child, _ in after[todo.pop()] if child is not None} - found
+        found |= new
+        todo += new
+    return found
 
 
 def _union(sets: list[_Leaves]) -> _Leaves:

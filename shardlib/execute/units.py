@@ -83,8 +83,11 @@ class _Use(torch.autograd.Function):
 
 
 def attached(nexts: tuple[tuple[Any, int], ...]) -> bool:
-    """Whether a node with these next nodes is a leaf's own node, right above `_Attach`: see `BucketState`'s ``separate``."""
-    return len(nexts) == 1 and type(nexts[0][0]) is _Attach._backward_cls
+    """Whether a node with these next nodes is a leaf's own node, or that of one use of it.
+
+    They are right above `_Attach` and `_StandIns`: see ``separate`` and ``each_use`` of `BucketState`.
+    """
+    return len(nexts) == 1 and type(nexts[0][0]) in (_Attach._backward_cls, _StandIns._backward_cls)
 
 
 class BucketState:

@@ -57,18 +57,12 @@ class Reproducible(Transform):
     def _schedule(self, resolved: Resolved) -> Iterable[str]:
         if resolved.step.sync == "each":
             yield "sync='each' sums each micro-batch over ranks first, before neighbouring micro-batches; leave it out"
-        stages = resolved.step.stages
         for path, use in resolved.uses.items():
             if use.stages is not None and len(use.stages) > 1:
                 yield (
                     f"{path} is used in stages {', '.join(map(str, use.stages))}, each of which sums its own gradient over "
                     "micro-batches; give the blocks parameters of their own, or leave pipeline out"
                 )
-        if stages is not None and stages.schedule.splits:
-            yield (
-                f"the schedule {stages.schedule.name!r} computes gradients of weights apart, by products of its own; use "
-                "'1f1b', 'gpipe' or 'interleaved-1f1b'"
-            )
 
     def _check_blocks(self, resolved: Resolved) -> None:
         """Refuse ranks that hold unequal numbers of micro-batches, and axes that are summed in another order."""

@@ -77,6 +77,9 @@ MESHES = [
     *({"pipe": 2, "data": data, "stage": stage} for data in (1, 2) for stage in range(4)),
     {"pipe": 3, "data": 2, "stage": 2, "schedule": "gpipe"},
     {"pipe": 2, "data": 2, "stage": 3, "schedule": "interleaved-1f1b"},
+    {"pipe": 3, "data": 2, "stage": 2, "schedule": "zb-h1"},
+    {"pipe": 2, "data": 2, "stage": 3, "schedule": "zb-h1"},
+    {"pipe": 2, "data": 1, "stage": 0, "schedule": "zb-v"},
     {"pipe": 2, "node": 2, "data": 2, "stage": 1},
 ]
 
@@ -238,6 +241,35 @@ def test_several_nodes_of_the_tree_are_planned():
     assert "over axis 'node'" in str(hybrid) and "over axis 'data' a rank sends" not in str(hybrid)
 
 
+def of_many_uses(params, x, batch=None):
+    """A block that uses its weight in products of every kind, so that many gradients of it are added."""
+    w, b = params["w"], params["b"]
+    y = torch.tanh(x @ w)
+    y = torch.tanh(y @ w.T + w[0])
+    y = torch.tanh(torch.nn.functional.linear(y, w, b))
+    y = torch.tanh((w @ y.T).T)
+    return x + torch.bmm(y[None], w[None])[0]
+
+
+@pytest.mark.parametrize("remat", [(), (sl.remat("full"),)], ids=["saved", "recomputed"])
+@pytest.mark.parametrize(("stage", "schedule"), [(0, "zb-h1"), (2, "zb-v"), (3, "zb-h1")])
+def test_halves_of_backward_add_the_gradients_of_a_weight_in_its_order(stage, schedule, remat):
+    def run(mesh, *transforms):
+        generator = torch.Generator().manual_seed(0)
+        params = [{"w": torch.randn(6, 6, generator=generator) / 3, "b": torch.ones(6)} for _ in range(4)]
+        blocks = [lambda p, carry, x: of_many_uses(p, x), *[of_many_uses] * 2]
+        loss_fn = sl.sequential([*blocks, lambda p, carry, x: of_many_uses(p, carry).square().mean()])
+        params = sl.shard(params, mesh, sl.chain(*transforms, sl.reproducible(TOTAL)))
+        state, step = sl.make_train_step(loss_fn, params, adamw())
+        x = torch.randn(ROWS, 6, generator=generator)
+        state, metrics = step(state, share(x, batch_index(params.plan, params.mesh), params.plan.batch_ranks))
+        return digest((metrics["loss"], whole(state)))
+
+    mesh, transforms = on(pipe=2, data=2, stage=stage, schedule=schedule)
+    found = sl.simulate(run, *transforms, *remat, mesh=mesh)
+    assert set(found) == set(sl.simulate(run, mesh={"data": 1}))
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_parameters_without_dimensions(stage):
     def run(mesh):
@@ -269,7 +301,6 @@ REFUSED = {
     "two zeros": ({"a": 2, "b": 2}, [sl.zero(1, "a"), sl.zero(1, "b")], r"use zero\(stage, axis='b', replicate='a'\)"),
     "order": ({"data": 2, "node": 2}, [sl.zero(1, "data", "node")], "name the axes of the mesh in the order node, data"),
     "inner": ({"node": 2, "data": 3}, [sl.zero(0, replicate="node")], r"6 ranks divide"),
-    "halves": ({"pipe": 2, "data": 1}, [sl.zero(), sl.pipeline("zb-h1", 8)], "'zb-h1' computes gradients of weights apart"),
 }  # fmt: skip
 
 
