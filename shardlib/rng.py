@@ -15,6 +15,7 @@ from numbers import Rational
 
 import torch
 
+from shardlib.devices import default_generator
 from shardlib.kernels import counter
 
 
@@ -142,10 +143,7 @@ def seeding_torch(key: Key | None, device: torch.device) -> Iterator[None]:
 
 def states_of_generators(device: torch.device) -> list[tuple[torch.Generator, torch.Tensor]]:
     """Torch's default generators of the CPU and of ``device``, each with its state."""
-    generators = [torch.default_generator]
-    if device.type not in ("cpu", "meta"):
-        module = torch.get_device_module(device)
-        generators.append(module.default_generators[device.index if ":" in str(device) else module.current_device()])
+    generators = dict.fromkeys([torch.default_generator, default_generator(device)])
     return [(generator, generator.get_state()) for generator in generators]
 
 

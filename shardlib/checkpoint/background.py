@@ -25,7 +25,7 @@ class BackgroundSave:
     """
 
     def __init__(
-        self, commit: Commit, mesh: Mesh, fragments: Sequence[Fragment], copied: torch.cuda.Event | None
+        self, commit: Commit, mesh: Mesh, fragments: Sequence[Fragment], copied: torch.Event | None
     ) -> None:
         self.mesh, self.step, self.problem = mesh, commit.step, ""
         self._commit, self._fragments, self._copied = commit, fragments, copied

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from shardlib.checkpoint.fragments import Fragment
+from shardlib.devices import pins
 
 _ALIGNMENT = 64  # bytes
 
@@ -28,14 +29,14 @@ class Snapshot:
             places.append(total)
             size = fragment.data.numel() * fragment.data.element_size()
             total += -(-size // _ALIGNMENT) * _ALIGNMENT
-        device = next((fragment.data.device for fragment in fragments if fragment.data.device.type != "cpu"), None)
+        device = next((fragment.data.device for fragment in fragments if pins(fragment.data.device)), None)
         if self._memory.numel() < total:
             self._memory = torch.empty(total, dtype=torch.uint8, pin_memory=device is not None)
         copies = []
         for fragment, at in zip(fragments, places, strict=True):
             data = fragment.data.detach()
             host = self._memory[at : at + data.numel() * data.element_size()].view(data.dtype)
-            copies.append(fragment._replace(data=host.copy_(data, non_blocking=True)))
+            copies.append(fragment._replace(data=host.copy_(data, non_blocking=device is not None)))
         if device is None:
             return copies, None
         # A later step's kernels come after the copies on the same stream; only the thread that saves has to wait for them.

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from shardlib.collectives import primitives
 from shardlib.data.ranks import Share, share_of
 from shardlib.data.rows import to_device
+from shardlib.devices import pins
 from shardlib.errors import BatchError
 
 
@@ -134,7 +135,7 @@ class Streams:
             reading,
             batch_size=None,
             num_workers=int(self._ahead),
-            pin_memory=self._share.mesh.device.type == "cuda",
+            pin_memory=pins(self._share.mesh.device),
             generator=torch.Generator().manual_seed(0),
         )
         for batch, states in batches:

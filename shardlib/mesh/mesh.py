@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardlib.devices import default_device, with_index
 from shardlib.errors import MeshError
 from shardlib.mesh import rendezvous
 from shardlib.mesh.transport import EchoGroup, Group, ProcessGroup, SimulatedGroup, Simulation
@@ -204,7 +205,7 @@ def make_mesh(device: str | torch.device | None = None, timeout: float = 600.0, 
     ({'data': 1}, 0)
     """
     shape = check_shape(shape)
-    where = with_index(torch.device(device)) if device is not None else _default_device()
+    where = with_index(torch.device(device)) if device is not None else default_device()
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         rendezvous.start(where, timeout)
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -271,16 +272,3 @@ def _process_groups(shape: Mapping[str, int], rank: int, timeout: float) -> dict
                 if rank in members:
                     groups[axis] = ProcessGroup(made, axis)
     return groups
-
-
-def _default_device() -> torch.device:
-    return with_index(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def with_index(device: torch.device) -> torch.device:
-    """``device`` with the index that its tensors name; where it has none, that of this process on its host."""
-    if ":" in str(device) or device.type in ("cpu", "meta"):
-        return device
-    return torch.device(
-        device.type, int(os.environ.get("LOCAL_RANK", "0")) % torch.get_device_module(device).device_count()
-    )

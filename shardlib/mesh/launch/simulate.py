@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from shardlib.mesh.mesh import check_shape, current_mesh, simulated_mesh, with_index
+from shardlib.devices import with_index
+from shardlib.mesh.mesh import check_shape, current_mesh, simulated_mesh
 from shardlib.mesh.transport import Simulation
 from shardlib.mesh.transport.activity import begin_rank
 
