@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from shardlib.checkpoint.fragments import Fragment
-from shardlib.devices import pins
+from shardlib.kernels.common.devices import pins
 
 _ALIGNMENT = 64  # bytes
 

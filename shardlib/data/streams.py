@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from shardlib.collectives import primitives
 from shardlib.data.ranks import Share, share_of
 from shardlib.data.rows import to_device
-from shardlib.devices import pins
 from shardlib.errors import BatchError
+from shardlib.kernels.common.devices import pins
 
 
 def streams(
