@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-_WARM = 30.0  # seconds of a process's life that are left out: it imports, compiles and fills its caches
+_WARM = 60.0  # seconds of a process's life that are left out: until then its allocators fill
 
 
 @dataclass

@@ -51,11 +51,11 @@ def test_another_curve_or_another_end_is_noticed(change):
 
 
 def test_memory_is_measured_after_the_beginning():
-    grows = [(second, 1_000_000 * second) for second in range(30)]
-    flat = [(second, 30_000_000) for second in range(30, 100)]
+    grows = [(second, 1_000_000 * second) for second in range(60)]
+    flat = [(second, 60_000_000) for second in range(60, 200)]
     assert per_minute([*grows, *flat]) == pytest.approx(0)
     assert per_minute([(seconds, held + 50_000 * seconds) for seconds, held in flat]) == pytest.approx(3)
-    assert per_minute(flat[:50]) is None
+    assert per_minute(flat[:100]) is None
 
 
 @pytest.mark.nightly

@@ -86,8 +86,8 @@ def test_an_end_waits_for_its_save(tmp_path, former, monkeypatch):
     monkeypatch.setattr(os, "pwritev", pwritev)
     found = []
     monkeypatch.setattr(sl.checkpoint.Manager, "__exit__", lambda self, kind, *_: found.append((kind, self.latest())))
-    assert train(sl.make_mesh(), tmp_path, 9, lambda step: [signal.SIGTERM] * (step == 1)) == (143, 1)
-    assert found == [(SystemExit, tmp_path / "step-00000001")]
+    assert train(sl.make_mesh(), tmp_path, 9, lambda step: [signal.SIGTERM] * (step == 2)) == (143, 2)
+    assert found == [(SystemExit, tmp_path / "step-00000002")]
 
 
 def test_a_later_signal_acts_as_before(tmp_path, former, monkeypatch):
