@@ -11,6 +11,7 @@ from typing import Any
 
 from shardlib.checkpoint.agreement import on_all_ranks
 from shardlib.checkpoint.commit import Commit
+from shardlib.checkpoint.common import owned_leaves
 from shardlib.checkpoint.fragments import Fragment, owned_fragments
 from shardlib.checkpoint.manifest import Manifest
 from shardlib.checkpoint.packed import unpacked
@@ -113,7 +114,8 @@ def _specs(placement: Placement) -> str:
 
 
 def saved_fragments(state: TrainState, also: Mapping[str, Any] | None) -> list[Fragment]:
-    """The fragments of a state and further trees that this rank saves: views where they hold what is saved."""
+    """The fragments of a state and further trees that this rank saves: views where they hold what is saved. Every
+    rank must call it."""
     whole = unpacked(state.settled(), also)
     fragments = owned_fragments(whole, diverged_axis(whole))
-    return [*fragments, *rank_local_fragments(whole), *residual_fragments(whole)]
+    return [*fragments, *owned_leaves(whole), *rank_local_fragments(whole), *residual_fragments(whole)]
