@@ -54,12 +54,20 @@ def save(
     'step-00000000'
     """
     mesh = require_state("save", state).params.mesh
-    commit = Commit(Path(folder), facts(state, notes or {}), mesh.rank, mesh.size, keep)
-    on_all_ranks(mesh, lambda: commit.prepare() if mesh.rank == 0 else None)
+    commit = prepared(Path(folder), state, keep, notes)
     on_all_ranks(mesh, lambda: commit.write(saved_fragments(state, also)))
     final, *_ = on_all_ranks(mesh, lambda: commit.finish() if mesh.rank == 0 else None)
     assert final is not None
     return final
+
+
+def prepared(folder: Path, state: TrainState, keep: int, notes: dict[str, Any] | None) -> Commit:
+    """This rank's part of a new attempt to write a checkpoint of ``state``. Arguments and errors as of `save`."""
+    mesh = state.params.mesh
+    commit = Commit(folder, facts(state, notes or {}), mesh.rank, mesh.size, keep)
+    token, *_ = on_all_ranks(mesh, lambda: commit.prepare() if mesh.rank == 0 else "")
+    commit.begin(token)
+    return commit
 
 
 def facts(state: TrainState, notes: dict[str, Any]) -> Manifest:
