@@ -15,14 +15,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shardlib.checkpoint.agreement import from_first_rank, on_all_ranks
 from shardlib.checkpoint.boxes import boxes, runs
-from shardlib.checkpoint.commit import sync_folder
 from shardlib.checkpoint.fragments import PARAMS, Fragment, owned_params, whole
 from shardlib.checkpoint.importing import dotted, fill_params
 from shardlib.checkpoint.manifest import Chunk, Entry, Manifest
 from shardlib.checkpoint.reading import Saved
-from shardlib.checkpoint.save import on_all_ranks
 from shardlib.checkpoint.writing import bytes_of, write_all
+from shardlib.common.disk import sync_folder
+from shardlib.common.dtypes import dtype_name
 from shardlib.errors import CheckpointError, TreeError
 from shardlib.mesh.specs import Window
 from shardlib.sharded.tree import Sharded
@@ -126,7 +127,7 @@ def import_safetensors(folder: str | Path, params: Sharded, *, partial: Sequence
     >>> sl.checkpoint.import_safetensors("model", empty)["layer"]["weight"].sum()
     tensor(6.)
     """
-    with Saved(*_opened(Path(folder))) as saved:
+    with Saved(*from_first_rank(params.mesh, lambda: _opened(Path(folder)))) as saved:
         fill_params(saved, params, "", partial)
     return params
 
@@ -167,7 +168,7 @@ def _header(described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> byt
     end = 0
     for name, (dtype, shape) in described.items():
         begin, end = end, end + dtype.itemsize * math.prod(shape)
-        short = _NAMES.get(str(dtype).removeprefix("torch."))
+        short = _NAMES.get(dtype_name(dtype))
         if short is None:
             raise TreeError(f"{name}: safetensors files have no {dtype}; cast it")
         entries[name] = {"dtype": short, "shape": list(shape), "data_offsets": [begin, end]}
@@ -245,7 +246,8 @@ def _opened(path: Path) -> tuple[Path, Manifest]:
     tensors: dict[str, Entry] = {}
     for file in files:
         tensors |= _entries(folder / file)
-    return folder, Manifest(step=0, seed=0, scale=None, mesh={}, tensors=tensors)
+    sizes = {file: (folder / file).stat().st_size for file in files}
+    return folder, Manifest(step=0, seed=0, scale=None, mesh={}, tensors=tensors, files=sizes)
 
 
 def _entries(path: Path) -> dict[str, Entry]:
@@ -268,6 +270,6 @@ def _entries(path: Path) -> dict[str, Entry]:
                 f"{path}: {name} has dtype {facts['dtype']} and ends at byte {begin + stop} of {size}"
             )
         shape = tuple(facts["shape"])
-        chunk = Chunk(path.name, begin + first, stop - first, begin + first, 0, (0,) * len(shape), shape)
+        chunk = Chunk(path.name, begin + first, stop - first, begin + first, None, (0,) * len(shape), shape)
         tensors[name] = Entry(_DTYPES[facts["dtype"]], shape, [chunk])
     return tensors
