@@ -12,7 +12,7 @@ import torch.distributed as dist
 from shardlib.errors import RankFailure
 from shardlib.mesh import rendezvous
 
-LIMIT = timedelta(seconds=60)
+LIMIT = timedelta(seconds=40)
 
 
 @pytest.fixture
