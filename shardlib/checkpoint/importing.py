@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from shardlib.checkpoint.filling import check_intact, fill_state, run_fills
-from shardlib.checkpoint.fragments import MASTERS, PARAMS, common_leaves, needed_fragments, needed_params
+from shardlib.checkpoint.fragments import BUFFERS, MASTERS, PARAMS, common_leaves, needed_fragments, needed_params
 from shardlib.checkpoint.manifest import Entry, Manifest
 from shardlib.checkpoint.packed import Parts, unpacked
 from shardlib.checkpoint.reading import Saved
@@ -116,8 +116,8 @@ def _theirs(name: str, known: Mapping[str, Sequence[str]], prefix: str, optimize
     """What others may call a tensor of a state."""
     if name.startswith(PARAMS):
         yield from known[name.removeprefix(PARAMS)]
-    elif name.startswith("buffers/"):
-        yield prefix + dotted(name.removeprefix("buffers/"))
+    elif name.startswith(BUFFERS):
+        yield prefix + dotted(name.removeprefix(BUFFERS))
     elif not name.startswith(MASTERS):  # which are filled as the parameters are
         fields = name.split("/")
         for at in range(1, len(fields)):

@@ -140,9 +140,7 @@ def _opened_on_all_ranks(checkpoint: Path, mesh: Mesh) -> Saved:
         return zlib.crc32(opened[0].manifest.dumps())
 
     seen = read_on_all_ranks(mesh, look, problem, remedy)
-    if len(set(seen)) > 1:
-        others = ", ".join(str(rank) for rank, checksum in enumerate(seen) if checksum != seen[0])
-        raise CheckpointError(
-            f"{problem}:\n{listing([f'ranks {others} see another manifest there than rank 0'])}\n{remedy}"
-        )
+    other = [f"rank {rank}: another manifest than rank 0 sees" for rank, it in enumerate(seen) if it != seen[0]]
+    if other:
+        raise CheckpointError(f"{problem}:\n{listing(other)}\n{remedy}")
     return opened[0]

@@ -227,6 +227,6 @@ class ProcessGroup:
     def _follow(call: Call) -> None:
         """Let the watch see when the device's queue is past a call, for which this process does not wait."""
         if not torch.cuda.is_current_stream_capturing():
-            event = torch.cuda.Event()
+            event = torch.Event()
             event.record()
             activity.here().follow(call, event.query)
