@@ -7,6 +7,7 @@ import torch
 from benchmarks.cases import (
     checkpoints,
     communication,
+    data,
     large_gpt,
     layer_kernels,
     optimizer_kernels,
@@ -39,6 +40,7 @@ _OF_THE_CPU = (
         plots.ratios,
     ),
     Table("checkpoints", "Checkpoints on one disk", checkpoints.CASES),
+    Table("data", "Reading data", data.CASES),
     Table("reproducible", "The same bits on every mesh", reproducible.CASES),
     Table("sparse_cpu", "Sparse attention on one core", (sparse_attention.CASE,)),
     Table("slow_network", "Slow networks", slow_network.CASES, report.plot),

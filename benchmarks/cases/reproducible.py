@@ -102,8 +102,8 @@ def bits(setting: Setting) -> Result:
     about = (
         f"The byte-level GPT ({config.layers} layers, width {config.width}, dropout {config.dropout}) on the sources of "
         f"Python's standard library, {_TOTAL} rows of {config.sequence} bytes per step as {_TOTAL} micro-batches, AdamW with "
-        f"clipping by the global norm, {steps} steps on gloo processes of one thread each. The first 12 digits of the SHA-256 of "
-        f"all losses, norms and parameters. Beside `sl.reproducible({_TOTAL})` the same without it, by `sl.accumulate` or "
+        f"clipping by the global norm, {steps} steps on gloo processes of one thread. The first 12 digits of the SHA-256 "
+        f"of losses, norms and parameters. Beside `sl.reproducible({_TOTAL})` the same without it, by `sl.accumulate` or "
         f"`sl.pipeline`: {different} different values on {len(found)} meshes. In full, "
         + "; ".join(f"{name}: `{next(iter(found.values()))[name]}`" for name in (_FP32, _BF16))
         + "."
