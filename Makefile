@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV   ?= .venv
 RANKS  ?= 2
 ARGS   ?=
+SECONDS ?= 3600
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := test
-.PHONY: venv train test nightly bench lint format
+.PHONY: venv train test nightly bench soak lint format
 
 venv: $(STAMP)
 
@@ -37,6 +38,9 @@ nightly: lint
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks run $(ARGS)
+
+soak: $(STAMP)
+	$(BIN)/python -m benchmarks soak --seconds $(SECONDS)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -2,6 +2,7 @@
 
     python -m benchmarks                                          lists cases and tables
     python -m benchmarks run [names …] [--device cpu|cuda] …      measures some, or all of a kind of device
+    python -m benchmarks soak [--seconds 3600]                    kills ranks of a supervised run at random times
 
 On a GPU everything is checked before anything is measured; all of it takes less than eight minutes. A table in
 ``results/`` is written where all its cases were measured in full, and left as it is otherwise.
@@ -19,6 +20,7 @@ from benchmarks.harness import results
 from benchmarks.harness.case import CPU, CUDA, Setting
 from benchmarks.harness.provenance import provenance
 from benchmarks.harness.run import chosen, run
+from benchmarks.soak.run import soak, write
 from benchmarks.tables import tables
 
 
@@ -37,7 +39,16 @@ def main(arguments: list[str]) -> int:
         "--processes", type=int, help="runs side by side where many are trained; one a core by default"
     )
     options.add_argument("--out", type=Path, default=results.FOLDER, help="where full tables are written")
+    survives = commands.add_parser("soak", help="kill ranks of a run at random times (results/soak.md)")
+    survives.add_argument("--seconds", type=float, default=3600.0, help="how long; an uninterrupted run follows")
+    survives.add_argument("--seed", type=int, default=0)
+    survives.add_argument("--out", type=Path, default=results.FOLDER, help="where the table is written")
     given = parser.parse_args(arguments)
+    if given.command == "soak":
+        source = provenance(arguments, torch.device(CPU))
+        found = soak(given.seconds, given.seed)
+        write(found, source, given.out / "soak.md")
+        return 0 if found.one_curve else 1
     if given.command != "run":
         listing()
         return 0

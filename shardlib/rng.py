@@ -16,6 +16,7 @@ from numbers import Rational
 import torch
 
 from shardlib.kernels import counter
+from shardlib.kernels.common.devices import default_generator
 
 
 @dataclass(frozen=True)
@@ -142,10 +143,7 @@ def seeding_torch(key: Key | None, device: torch.device) -> Iterator[None]:
 
 def states_of_generators(device: torch.device) -> list[tuple[torch.Generator, torch.Tensor]]:
     """Torch's default generators of the CPU and of ``device``, each with its state."""
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        here = torch.cuda.current_device() if device.index is None else device.index
-        generators.append(torch.cuda.default_generators[here])
+    generators = dict.fromkeys([torch.default_generator, default_generator(device)])
     return [(generator, generator.get_state()) for generator in generators]
 
 

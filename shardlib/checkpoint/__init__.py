@@ -2,6 +2,7 @@
 
 from shardlib.checkpoint.commit import complete, remove, step_of
 from shardlib.checkpoint.dcp import import_dcp
+from shardlib.checkpoint.deepspeed import import_deepspeed
 from shardlib.checkpoint.manager import Manager
 from shardlib.checkpoint.pretrained import from_pretrained
 from shardlib.checkpoint.restore import bytes_to_read, checkpoint_at, latest, read_notes, restore
@@ -17,6 +18,7 @@ __all__ = [
     "export_safetensors",
     "from_pretrained",
     "import_dcp",
+    "import_deepspeed",
     "import_safetensors",
     "latest",
     "read_notes",

@@ -24,9 +24,7 @@ class BackgroundSave:
         problem: why it failed, or "".
     """
 
-    def __init__(
-        self, commit: Commit, mesh: Mesh, fragments: Sequence[Fragment], copied: torch.cuda.Event | None
-    ) -> None:
+    def __init__(self, commit: Commit, mesh: Mesh, fragments: Sequence[Fragment], copied: torch.Event | None) -> None:
         self.mesh, self.step, self.problem = mesh, commit.step, ""
         self._commit, self._fragments, self._copied = commit, fragments, copied
         self._patience: float | None = None

@@ -19,6 +19,7 @@ from pathlib import Path
 from shardlib.checkpoint import manifest, metadata, writing
 from shardlib.checkpoint.fragments import Fragment
 from shardlib.checkpoint.manifest import Manifest
+from shardlib.common.disk import sync_folder
 from shardlib.errors import CheckpointError, RankFailure, listing
 
 _NAMED = re.compile(r"step-(\d+)(?:\.(\d+))?")
@@ -187,15 +188,6 @@ def remove(checkpoint: str | Path) -> None:
     os.rename(checkpoint, deleted)
     sync_folder(checkpoint.parent)
     shutil.rmtree(deleted)
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _make_folder(folder: Path) -> None:

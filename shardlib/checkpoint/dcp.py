@@ -12,12 +12,14 @@ from typing import Any
 import torch
 
 from shardlib.checkpoint import metadata
-from shardlib.checkpoint.importing import fill_params
+from shardlib.checkpoint.agreement import from_first_rank
+from shardlib.checkpoint.archives import Stored, data_at, number
+from shardlib.checkpoint.importing import Imported, Target, import_into, mesh_of
 from shardlib.checkpoint.manifest import Chunk, Entry, Manifest
-from shardlib.checkpoint.reading import Saved
+from shardlib.common.dtypes import dtype_name
 from shardlib.errors import CheckpointError
-from shardlib.sharded.tree import Sharded
 
+_STEP = ".step"
 _METADATA = "torch.distributed.checkpoint.metadata"
 # What a `.metadata` file may name; anything else could run code.
 _ALLOWED = {
@@ -34,22 +36,28 @@ _ALLOWED = {
 }  # fmt: skip
 
 
-def import_dcp(folder: str | Path, params: Sharded, *, prefix: str = "", partial: Sequence[str] = ()) -> Sharded:
-    """Fill parameters from a folder of `torch.distributed.checkpoint.save`, such as an FSDP2 model's. Every rank must call
-    it, and reads the bytes of its shards only. No code of the checkpoint is run.
+def import_dcp(
+    folder: str | Path, into: Target, *, prefix: str = "", optimizer: str = "optim.", partial: Sequence[str] = ()
+) -> Target:
+    """Fill parameters, or a train state, from a folder of `torch.distributed.checkpoint.save`, such as an FSDP2 model's.
+    Every rank must call it, and reads the bytes of its shards only. No code of the checkpoint is run.
+
+    A state's moments are filled where they are Adam's, Adagrad's, Lion's or SGD's, or in the layout of a torch optimizer
+    (`shardlib.optim.from_torch`), from what ``get_optimizer_state_dict`` of `torch.distributed.checkpoint.state_dict` gave.
 
     Args:
-        params: the layout; its memory is reused, and its dtypes are kept.
+        into: the layout: `Sharded` parameters, or a fresh state of `make_train_step`. Memory is reused, dtypes are kept.
         prefix: what names in the checkpoint begin with: ``"model."`` for ``dcp.save({"model": model.state_dict()})``.
-        partial: globs over names of tensors that may be missing in the checkpoint or in ``params``: ``["optim.*"]``.
+        optimizer: what names of the optimizer's state begin with.
+        partial: globs over names of tensors that may be missing in the checkpoint or in ``into``: ``["optim.*"]``.
 
     Returns:
-        ``params``.
+        The parameters, or a state that has taken as many steps as the optimizer.
 
     Raises:
         FileNotFoundError: there is no checkpoint in the folder.
         CheckpointError: its metadata name something else than tensors' places, or its tensors are compressed.
-        TreeError: names or shapes differ; lists all of them. ``params`` are unchanged.
+        TreeError: names or shapes differ; lists all of them. ``into`` is unchanged.
 
     >>> import torch.distributed.checkpoint as dcp
     >>> _ = dcp.save({"layer.weight": torch.ones(2, 3)}, checkpoint_id="theirs", no_dist=True)
@@ -57,12 +65,22 @@ def import_dcp(folder: str | Path, params: Sharded, *, prefix: str = "", partial
     >>> sl.checkpoint.import_dcp("theirs", params)["layer"]["weight"].sum()
     tensor(6.)
     """
-    folder = Path(folder)
+    read = from_first_rank(mesh_of(into), lambda: _imported(Path(folder), f"{optimizer}state."))
+    return import_into(read, into, prefix, partial)
+
+
+def _imported(folder: Path, optimizer: str) -> Imported:
     if not (folder / metadata.NAME).exists():
         raise FileNotFoundError(f"{folder} has no {metadata.NAME}: it is no checkpoint of torch.distributed.checkpoint")
-    with Saved(folder, _read(folder)) as saved:
-        fill_params(saved, params, prefix, partial)
-    return params
+    held, steps = _read(folder), {}
+    for name in list(held.tensors):
+        if name.startswith(optimizer) and name.endswith(_STEP):
+            entry = held.tensors.pop(name)
+            file, *_, data, _, _, _ = entry.chunks[0]
+            stored = Stored(file, data, entry.torch_dtype, entry.shape, True)
+            steps[name.removeprefix(optimizer).removesuffix(_STEP)] = number(folder, stored)
+    held.step = int(max(steps.values(), default=0))
+    return Imported(folder, held, steps, optimizer)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -85,23 +103,22 @@ def _read(folder: Path) -> Manifest:
             continue  # no tensor: a pickle, which stays unread
         if getattr(place, "transform_descriptors", None):
             raise CheckpointError(f"{folder}: {index.fqn} is compressed; save it without extensions")
-        dtype = str(described.properties.dtype).removeprefix("torch.")
+        dtype = dtype_name(described.properties.dtype)
         entry = tensors.setdefault(index.fqn, Entry(dtype, tuple(described.size)))
         sizes = next(tuple(chunk.sizes) for chunk in described.chunks if chunk.offsets == index.offset)
         data = place.offset + _elements_at(folder / place.relative_path, place.offset, place.length)
-        entry.chunks.append(Chunk(place.relative_path, place.offset, place.length, data, 0, tuple(index.offset), sizes))
-    return Manifest(step=0, seed=0, scale=None, mesh={}, tensors=tensors)
+        entry.chunks.append(
+            Chunk(place.relative_path, place.offset, place.length, data, None, tuple(index.offset), sizes)
+        )
+    files = {chunk.file for entry in tensors.values() for chunk in entry.chunks}
+    lengths = {file: (folder / file).stat().st_size for file in sorted(files)}
+    return Manifest(step=0, seed=0, scale=None, mesh={}, tensors=tensors, files=lengths)
 
 
 def _elements_at(path: Path, offset: int, length: int) -> int:
     """Where the elements begin in an item (see `shardlib.checkpoint.items`)."""
     with _Part(path, offset, length) as part, zipfile.ZipFile(part) as archive:
-        entry = next(each for each in archive.infolist() if each.filename.endswith("/data/0"))
-        if entry.compress_type != zipfile.ZIP_STORED:
-            raise CheckpointError(f"{path}: the item at byte {offset} is compressed; save it without extensions")
-        part.seek(entry.header_offset + 26)  # the lengths of the entry's name and extra field
-        lengths = part.read(4)
-        return entry.header_offset + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+        return data_at(part, path, next(each for each in archive.infolist() if each.filename.endswith("/data/0")))
 
 
 class _Part(io.RawIOBase):

@@ -1,22 +1,138 @@
-"""Parameters filled from files with the names of modules: paths with dots."""
+"""Parameters and train states filled from files of others, which name tensors as modules and torch's optimizers do.
+
+A parameter's name is its path with dots. A tensor of an optimizer's state has the parameter's name and a kind, such as
+``exp_avg``; see `_KINDS`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import torch
 
-from shardlib.checkpoint.fragments import PARAMS, needed_params
+from shardlib.checkpoint.filling import check_intact, fill_state, run_fills
+from shardlib.checkpoint.fragments import BUFFERS, MASTERS, PARAMS, common_leaves, needed_fragments, needed_params
+from shardlib.checkpoint.manifest import Entry, Manifest
+from shardlib.checkpoint.packed import Parts, unpacked
 from shardlib.checkpoint.reading import Saved
 from shardlib.collectives import primitives
-from shardlib.errors import TreeError, listing
+from shardlib.errors import CheckpointError, TreeError, listing
+from shardlib.mesh.mesh import Mesh
+from shardlib.optim.train_state import TrainState
+from shardlib.plan.plan import Plan
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import matches
+
+Target = TypeVar("Target", Sharded, TrainState)
+
+# What torch's optimizers call the trees of these fields; others, such as those of `from_torch`, have torch's names.
+_KINDS = {"mu": "exp_avg", "nu": "exp_avg_sq", "trace": "momentum_buffer", "sum_of_squares": "sum"}
+_COUNTERS = ("count", "step")
+
+
+class Imported(NamedTuple):
+    """A checkpoint of another library.
+
+    Attributes:
+        folder: the folder of its files.
+        held: its tensors, and the number of steps as ``step``.
+        steps: a parameter's name -> the updates that the optimizer has made to it; empty if the optimizer does not count.
+        optimizer: what names of the optimizer's tensors begin with, before a parameter's path with dots.
+    """
+
+    folder: Path
+    held: Manifest
+    steps: Mapping[str, float]
+    optimizer: str
+
+
+def mesh_of(target: Sharded | TrainState) -> Mesh:
+    return target.mesh if isinstance(target, Sharded) else target.params.mesh
 
 
 def dotted(path: str) -> str:
     """A parameter's path as its module names it."""
     return path.replace("/", ".")
+
+
+def import_into(read: Imported, target: Target, prefix: str, partial: Sequence[str]) -> Target:
+    """Fill parameters, or a state: parameters, buffers, the optimizer's trees and counters. On every rank.
+
+    Args:
+        prefix: what names of parameters begin with.
+        partial: globs over the names of tensors that may be missing on either side.
+
+    Returns:
+        The parameters, or a state at the step of the checkpoint.
+    """
+    if isinstance(target, Sharded):
+        with Saved(read.folder, read.held) as saved:
+            fill_params(saved, target, prefix, partial)
+        return target
+    return _import_state(read, target, prefix, partial)
+
+
+def _import_state(read: Imported, state: TrainState, prefix: str, partial: Sequence[str]) -> TrainState:
+    counted = sorted(set(read.steps.values()))
+    if len(counted) > 1:
+        lines = [f"{name}: {steps:g}" for name, steps in sorted(read.steps.items())]
+        raise CheckpointError(
+            f"{read.folder}: parameters have taken different numbers of steps, of which an optimizer here has one:\n"
+            f"{listing(lines)}\nImport the parameters alone"
+        )
+    parts = unpacked(state)
+    counters = {name: leaf for name, leaf in common_leaves(parts) if name.rpartition("/")[2] in _COUNTERS}
+    held = replace(read.held, tensors=_renamed(read, parts, prefix))
+    with Saved(read.folder, held) as saved:
+        fill_state(saved, state, None, [*partial, *counters])
+    for leaf in counters.values():
+        leaf.fill_(counted[0] if counted else held.step)
+    return TrainState(held.step, state.params, state.opt, state.comm, state.buffers, state.scale, state.rng).fitting()
+
+
+def _renamed(read: Imported, parts: Parts, prefix: str) -> dict[str, Entry]:
+    """The tensors of a checkpoint, those that this rank's part of a state has by their names there."""
+    tensors = dict(read.held.tensors)
+    renamed: dict[str, Entry] = {}
+    known = _names(parts.params.plan, prefix)
+    names = [fragment.name for fragment in needed_fragments(parts)] + [name for name, _ in common_leaves(parts)]
+    for name in dict.fromkeys(names):
+        for theirs in _theirs(name, known, prefix, read.optimizer):
+            if theirs in read.held.tensors:
+                renamed[name] = read.held.tensors[theirs]
+                tensors.pop(theirs, None)
+    # Other names of tied parameters have been filled as well.
+    for path, others in known.items():
+        if PARAMS + path in renamed:
+            for other in others:
+                tensors.pop(other, None)
+    return renamed | tensors
+
+
+def _theirs(name: str, known: Mapping[str, Sequence[str]], prefix: str, optimizer: str) -> Iterator[str]:
+    """What others may call a tensor of a state."""
+    if name.startswith(PARAMS):
+        yield from known[name.removeprefix(PARAMS)]
+    elif name.startswith(BUFFERS):
+        yield prefix + dotted(name.removeprefix(BUFFERS))
+    elif not name.startswith(MASTERS):  # which are filled as the parameters are
+        fields = name.split("/")
+        for at in range(1, len(fields)):
+            path = "/".join(fields[at:])
+            if path in known:
+                for theirs in known[path]:
+                    yield f"{optimizer}{theirs.removeprefix(prefix)}.{_KINDS.get(fields[at - 1], fields[at - 1])}"
+
+
+def _names(plan: Plan, prefix: str) -> dict[str, list[str]]:
+    """Path -> the names of each parameter, of other stages too."""
+    return {
+        placement.path: [prefix + dotted(path) for path in (placement.path, *placement.aliases)]
+        for placement in plan.everywhere.placements
+    }
 
 
 def fill_params(saved: Saved, params: Sharded, prefix: str, partial: Sequence[str]) -> None:
@@ -27,12 +143,9 @@ def fill_params(saved: Saved, params: Sharded, prefix: str, partial: Sequence[st
 
     Raises:
         TreeError: names or shapes differ; lists all of them, on all ranks. ``params`` are unchanged.
+        CheckpointError: a rank cannot read the files; on all ranks.
     """
-    mesh = params.mesh
-    names = {
-        placement.path: [prefix + dotted(path) for path in (placement.path, *placement.aliases)]
-        for placement in params.plan.everywhere.placements
-    }
+    mesh, names = params.mesh, _names(params.plan, prefix)
     source = {path: next((name for name in known if name in saved.tensors), known[0]) for path, known in names.items()}
     fragments = [(fragment, source[fragment.name.removeprefix(PARAMS)]) for fragment in needed_params(params)]
     problems = {
@@ -49,7 +162,12 @@ def fill_params(saved: Saved, params: Sharded, prefix: str, partial: Sequence[st
             f"{saved.folder} does not fit these parameters:\n{listing([lines[name] for name in sorted(lines)])}\n"
             "Give the parameters of the same model, or name in partial= what may be missing."
         )
-    with torch.no_grad():
+    check_intact(saved, mesh)
+
+    def fill() -> None:
         for fragment, name in fragments:
             if name in saved.tensors:
                 saved.fill(fragment, name)
+
+    with torch.no_grad():
+        run_fills(saved, mesh, fill)

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from shardlib.checkpoint import restore as restoring
+from shardlib.checkpoint.agreement import on_all_ranks
 from shardlib.checkpoint.background import PATIENCE, BackgroundSave
 from shardlib.checkpoint.commit import Commit
-from shardlib.checkpoint.save import facts, on_all_ranks, save, saved_fragments
+from shardlib.checkpoint.save import facts, save, saved_fragments
 from shardlib.checkpoint.snapshot import Snapshot
 from shardlib.mesh.launch.signals import STOPPING, Signals, exit_code
 from shardlib.mesh.launch.supervised import RESIZE, Supervisor

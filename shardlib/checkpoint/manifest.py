@@ -29,7 +29,7 @@ class Chunk(NamedTuple):
         file: the file's name.
         offset, length: where the item begins in the file, and its bytes.
         data: where the elements begin in the file.
-        checksum: CRC-32 of the item.
+        checksum: CRC-32 of the item; None where nobody has taken it, in files of other libraries.
         first, sizes: the box's first index and size in each dimension.
     """
 
@@ -37,7 +37,7 @@ class Chunk(NamedTuple):
     offset: int
     length: int
     data: int
-    checksum: int
+    checksum: int | None
     first: tuple[int, ...]
     sizes: tuple[int, ...]
 

@@ -24,6 +24,7 @@ from shardlib.mesh.specs import Window
 BUFFER = Threshold(1 << 26)  # bytes, at most, of what elements pass through that are not read in place
 # Bytes: runs shorter than the first are read with what lies between them, unless run and gap are longer than the second.
 _SHORT, _GAP = Threshold(1 << 12), Threshold(1 << 16)
+_OPEN = 128  # files at a time: systems allow a process about a thousand
 
 
 class Transfer(NamedTuple):
@@ -155,6 +156,8 @@ class Saved:
 
     def _open(self, file: str) -> int:
         if file not in self._files:
+            if len(self._files) == _OPEN:
+                os.close(self._files.pop(next(iter(self._files))))
             self._files[file] = os.open(self.folder / file, os.O_RDONLY)
         return self._files[file]
 
@@ -185,7 +188,8 @@ class Saved:
 
     def shared_out(self, share: int, shares: int) -> Iterator[tuple[str, Chunk]]:
         """The names and chunks that share number ``share`` of ``shares`` verifies: nearly equally many bytes each."""
-        chunks = [(name, chunk) for name, entry in self.tensors.items() for chunk in entry.chunks]
+        every = [(name, chunk) for name, entry in self.tensors.items() for chunk in entry.chunks]
+        chunks = [(name, chunk) for name, chunk in every if chunk.checksum is not None]
         chunks.sort(key=lambda pair: (pair[1].file, pair[1].offset))
         total = sum(chunk.length for _, chunk in chunks)
         done = 0

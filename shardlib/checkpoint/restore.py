@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from shardlib.checkpoint import commit, rank_local, residuals
-from shardlib.checkpoint.fills import Fill
-from shardlib.checkpoint.fragments import (
-    MASTERS,
-    PARAMS,
-    Fragment,
-    common_leaves,
-    needed_fragments,
-    source_of,
-    whole,
-)
-from shardlib.checkpoint.packed import Parts, pack, unpacked
+from shardlib.checkpoint import commit
+from shardlib.checkpoint.agreement import from_first_rank, read_on_all_ranks
+from shardlib.checkpoint.filling import fill_state, planned
+from shardlib.checkpoint.packed import unpacked
 from shardlib.checkpoint.reading import Saved, open_checkpoint
-from shardlib.checkpoint.residuals import log_dropped, residual_fills
 from shardlib.checkpoint.save import require_state
-from shardlib.collectives import primitives
-from shardlib.errors import CheckpointError, TreeError, listing
+from shardlib.errors import CheckpointError, listing
+from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport.activity import naming
 from shardlib.optim.train_state import TrainState, rescaled
 from shardlib.plan.loss_scale import LossScale
 from shardlib.rng import Key
-from shardlib.tree import matches
 
 
 def latest(folder: str | Path) -> Path | None:
@@ -81,7 +70,8 @@ def restore(
 
     Raises:
         FileNotFoundError: ``checkpoint`` is neither.
-        CheckpointError: a file of it is damaged, cut or missing; names the files and tensors. ``state`` is unchanged.
+        CheckpointError: a file of it is damaged, cut or missing, or ranks do not see the same checkpoint; names the files,
+            tensors and ranks, on all ranks. ``state`` is unchanged.
         TypeError: ``state`` is no state.
         TreeError: the checkpoint and the state differ in a tensor or its shape; lists all of them. ``state`` is unchanged.
 
@@ -91,16 +81,8 @@ def restore(
     0
     """
     require_state("restore", state)
-    with open_checkpoint(checkpoint_at(checkpoint)) as saved:
-        decoded = unpacked(state, also)
-        fills = list(_fills(saved, decoded))
-        _check_alike(saved, decoded, partial)
-        _check_intact(saved, decoded)
-        with torch.no_grad():
-            for fill in fills:
-                fill.run(saved)
-            pack(state, also, decoded)
-        log_dropped(decoded, saved)
+    with _opened_on_all_ranks(Path(checkpoint), state.params.mesh) as saved:
+        fill_state(saved, state, also, partial)
         facts = saved.manifest
     before = LossScale(**facts.scale) if facts.scale else None
     # The new plan decides whether there is a loss scale and by which rules it changes; only its value is restored.
@@ -121,27 +103,7 @@ def bytes_to_read(checkpoint: str | Path, state: TrainState, *, also: Mapping[st
     mesh = state.params.mesh
     with open_checkpoint(checkpoint_at(checkpoint)) as saved:
         verified = sum(chunk.length for _, chunk in saved.shared_out(mesh.rank, mesh.size))
-        return verified + sum(fill.bytes(saved) for fill in _fills(saved, unpacked(state, also)))
-
-
-def _fills(saved: Saved, parts: Parts) -> Iterator[Fill]:
-    """All that this rank reads."""
-    ways = rank_local.ways_of(saved.tensors)
-    for fragment, into in _needed(parts):
-        canonical = source_of(fragment.name, saved.tensors)
-        sources = rank_local.sources(parts, fragment.name, saved.tensors, ways) or ((canonical, 1.0),)
-        if sources[0][0] in saved.tensors:
-            yield Fill(fragment, sources, into)
-    yield from residual_fills(parts, saved)
-
-
-def _needed(parts: Parts) -> Iterator[tuple[Fragment, torch.Tensor | None]]:
-    """Every fragment that this rank holds; with its tensor, where it is no view of it."""
-    for fragment in needed_fragments(parts):
-        yield fragment, None
-    for name, leaf in common_leaves(parts):
-        fragment = whole(leaf, name)
-        yield (fragment, None) if leaf.is_contiguous() else (fragment._replace(data=fragment.data.to("meta")), leaf)
+        return verified + sum(fill.bytes(saved) for fill in planned(saved, unpacked(state, also)))
 
 
 def checkpoint_at(checkpoint: str | Path) -> Path:
@@ -167,46 +129,18 @@ def checkpoint_at(checkpoint: str | Path) -> Path:
     return newest
 
 
-def _check_alike(saved: Saved, parts: Parts, partial: Sequence[str]) -> None:
-    """Raise one `TreeError` that lists every tensor that the checkpoint or the state lacks, or that differs in shape."""
-    mesh = parts.params.mesh
-    needed = [fragment for fragment, _ in _needed(parts)]
-    problems = {
-        fragment.name: problem
-        for fragment in needed
-        if fragment.data.numel() and (problem := saved.missing(fragment, source_of(fragment.name, saved.tensors)))
-    }
-    wanted = {source_of(fragment.name, saved.tensors) for fragment in needed}
-    # Residuals, and what ranks held for themselves, fit any plan; masters and parameters stand for each other.
-    wanted |= {PARAMS + name.removeprefix(MASTERS) for name in wanted if name.startswith(MASTERS)}
-    unwanted = {
-        name
-        for name in saved.names
-        if name not in wanted and not name.startswith((residuals.PREFIX, rank_local.PREFIX))
-    }
-    ranks = primitives.all_gather_object(mesh, list(mesh.shape), (problems, unwanted))
-    found: dict[str, str] = {}
-    for rank_problems, _ in ranks:
-        found |= rank_problems
-    # Ranks of a pipeline hold parts of the state: what no rank wants is unexpected.
-    for name in sorted(set.intersection(*(rank_unwanted for _, rank_unwanted in ranks))):
-        found[name] = f"{name}: in the checkpoint, not in the state"
-    lines = [line for name, line in found.items() if not matches(name, partial)]
-    parameters = [line for line in lines if line.startswith(PARAMS)]
-    if lines:
-        raise TreeError(
-            f"{saved.folder.name} does not fit this state:\n{listing(parameters or lines)}\nMake the state with the model "
-            "and the optimizer it was saved from, name further trees in also=, or in partial= what may be missing."
-        )
+def _opened_on_all_ranks(checkpoint: Path, mesh: Mesh) -> Saved:
+    """The checkpoint that rank 0 finds, on every rank. A shared file system may show others an older state of the folder."""
+    inside = from_first_rank(mesh, lambda: checkpoint_at(checkpoint).relative_to(checkpoint))
+    problem, remedy = f"{checkpoint / inside} cannot be restored", "All ranks must see the same folder."
+    opened: list[Saved] = []
 
+    def look() -> int:
+        opened.append(open_checkpoint(checkpoint / inside))
+        return zlib.crc32(opened[0].manifest.dumps())
 
-def _check_intact(saved: Saved, parts: Parts) -> None:
-    mesh = parts.params.mesh
-    problems = saved.damages(mesh.rank, mesh.size)
-    found = dict.fromkeys(_flat(primitives.all_gather_object(mesh, list(mesh.shape), problems)))
-    if found:
-        raise CheckpointError(f"{saved.folder} is damaged:\n{listing(list(found))}\nRestore an older checkpoint.")
-
-
-def _flat(lists: Iterable[Iterable[str]]) -> list[str]:
-    return [item for items in lists for item in items]
+    seen = read_on_all_ranks(mesh, look, problem, remedy)
+    other = [f"rank {rank}: another manifest than rank 0 sees" for rank, it in enumerate(seen) if it != seen[0]]
+    if other:
+        raise CheckpointError(f"{problem}:\n{listing(other)}\n{remedy}")
+    return opened[0]

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from shardlib.checkpoint.agreement import on_all_ranks
 from shardlib.checkpoint.commit import Commit
 from shardlib.checkpoint.fragments import Fragment, owned_fragments
 from shardlib.checkpoint.manifest import Manifest
 from shardlib.checkpoint.packed import unpacked
 from shardlib.checkpoint.rank_local import diverged_axis, rank_local_fragments
 from shardlib.checkpoint.residuals import residual_fragments
-from shardlib.collectives import primitives
-from shardlib.errors import RankFailure, listing
-from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport.activity import naming
 from shardlib.optim.train_state import TrainState
 from shardlib.plan.placement import Placement
-
-_T = TypeVar("_T")
 
 
 @naming("the checkpoint")
@@ -121,23 +117,3 @@ def saved_fragments(state: TrainState, also: Mapping[str, Any] | None) -> list[F
     whole = unpacked(state.settled(), also)
     fragments = owned_fragments(whole, diverged_axis(whole))
     return [*fragments, *rank_local_fragments(whole), *residual_fragments(whole)]
-
-
-def on_all_ranks(mesh: Mesh, work: Callable[[], _T]) -> list[_T]:
-    """Run ``work`` on every rank; returns all ranks' results. If it fails on one rank all raise."""
-    failure: Exception | None = None
-    result: Any = None
-    try:
-        result = work()
-    except Exception as error:
-        failure = error
-    problem = f"rank {mesh.rank}: {type(failure).__name__}: {failure}" if failure else ""
-    reports = primitives.all_gather_object(mesh, list(mesh.shape), (problem, result))
-    if failure is not None:
-        raise failure
-    problems = [problem for problem, _ in reports if problem]
-    if problems:
-        raise RankFailure(
-            f"the checkpoint was not written:\n{listing(problems)}\nThe output of these ranks has the tracebacks."
-        )
-    return [result for _, result in reports]

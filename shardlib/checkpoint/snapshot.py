@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from shardlib.checkpoint.fragments import Fragment
+from shardlib.kernels.common.devices import pins
 
 _ALIGNMENT = 64  # bytes
 
@@ -17,8 +18,8 @@ class Snapshot:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, fragments: Sequence[Fragment]) -> tuple[list[Fragment], torch.cuda.Event | None]:
-        """The fragments with copies of their data, and an event after which copies from a GPU are complete.
+    def take(self, fragments: Sequence[Fragment]) -> tuple[list[Fragment], torch.Event | None]:
+        """The fragments with copies of their data, and an event after which copies from a device are complete.
 
         The copies are the values at the time of the call, whatever happens to the originals afterwards. They overwrite those
         of the call before.
@@ -28,17 +29,17 @@ class Snapshot:
             places.append(total)
             size = fragment.data.numel() * fragment.data.element_size()
             total += -(-size // _ALIGNMENT) * _ALIGNMENT
-        on_gpu = any(fragment.data.is_cuda for fragment in fragments)
+        device = next((fragment.data.device for fragment in fragments if pins(fragment.data.device)), None)
         if self._memory.numel() < total:
-            self._memory = torch.empty(total, dtype=torch.uint8, pin_memory=on_gpu)
+            self._memory = torch.empty(total, dtype=torch.uint8, pin_memory=device is not None)
         copies = []
         for fragment, at in zip(fragments, places, strict=True):
             data = fragment.data.detach()
             host = self._memory[at : at + data.numel() * data.element_size()].view(data.dtype)
-            copies.append(fragment._replace(data=host.copy_(data, non_blocking=on_gpu)))
-        if not on_gpu:
+            copies.append(fragment._replace(data=host.copy_(data, non_blocking=device is not None)))
+        if device is None:
             return copies, None
         # A later step's kernels come after the copies on the same stream; only the thread that saves has to wait for them.
-        event = torch.cuda.Event()
+        event = torch.Event(device)
         event.record()
         return copies, event

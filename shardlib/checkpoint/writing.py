@@ -16,6 +16,7 @@ from shardlib.checkpoint import items
 from shardlib.checkpoint.boxes import boxes
 from shardlib.checkpoint.fragments import Fragment
 from shardlib.checkpoint.manifest import Chunk, Entry
+from shardlib.common.dtypes import dtype_name
 from shardlib.kernels.common.thresholds import Threshold
 
 # Bytes of an item at most: far below 4 GiB, from which on zip files need another form.
@@ -114,7 +115,7 @@ def _record(tensors: dict[str, Entry], batch: Sequence[_Item], checksums: Future
     """Add a batch's chunks to their tensors."""
     for item, checksum in zip(batch, checksums.result(), strict=True):
         fragment = item.fragment
-        dtype = str(fragment.data.dtype).removeprefix("torch.")
+        dtype = dtype_name(fragment.data.dtype)
         entry = tensors.setdefault(fragment.name, Entry(dtype, fragment.window.shape))
         entry.chunks.append(item.chunk._replace(checksum=checksum))
 

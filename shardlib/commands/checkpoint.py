@@ -1,4 +1,4 @@
-"""List, show and verify checkpoints."""
+"""List, show, verify and export checkpoints."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+
 from shardlib import checkpoint
 from shardlib.checkpoint.manifest import Entry
 from shardlib.checkpoint.reading import open_checkpoint
+from shardlib.checkpoint.safetensors import convert
 from shardlib.errors import CheckpointError
 from shardlib.plan.tables import count, size, table
 from shardlib.tree import matches
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,11 +26,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("list", _list, "the complete checkpoints in a folder"),
         ("show", _show, "what a checkpoint holds"),
         ("verify", _verify, "read all of a checkpoint; status 1 if a byte of it is not as it was written"),
+        ("export", _export, "write a checkpoint's parameters as safetensors files, without building the model"),
     ):
         command = commands.add_parser(name, help=what, description=what)
         command.add_argument("path", type=Path, help="a folder of checkpoints, or a checkpoint in it (else its newest)")
         if name == "show":
             command.add_argument("--tensors", default="*", help="a glob over the tensors to list")
+        if name == "export":
+            command.add_argument("--to", type=Path, required=True, help="the folder to write into")
+            command.add_argument("--prefix", default="", help="what names in the files begin with, such as model.")
+            command.add_argument(
+                "--dtype", choices=_DTYPES, help="of floating-point parameters (default: each one's own)"
+            )
         command.set_defaults(action=action)
 
 
@@ -76,6 +88,16 @@ def _verify(args: argparse.Namespace) -> int:
         print(f"{saved.folder} is damaged:", *(f"  - {damage}" for damage in damages), sep="\n")
         return 1
     print(f"{saved.folder}: {size(sum(saved.manifest.files.values()))}, every byte as it was written")
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    found = checkpoint.checkpoint_at(args.path)
+    left_out = convert(found, args.to, args.prefix, args.dtype and getattr(torch, args.dtype))
+    print(f"{args.to}: the parameters of {found}")
+    print(
+        *(f"not written, since it is no parameter: {name}" for name in left_out), sep="\n", end="\n" if left_out else ""
+    )
     return 0
 
 

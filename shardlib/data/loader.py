@@ -15,6 +15,7 @@ from shardlib.data.order import Order, Shuffled, Unshuffled
 from shardlib.data.ranks import Share, share_of
 from shardlib.data.rows import Fetch, as_dataset, fetch_of, no_rows, to_device
 from shardlib.errors import BatchError
+from shardlib.kernels.common.devices import pins
 from shardlib.kernels.common.thresholds import Threshold
 from shardlib.rng import Key
 
@@ -61,7 +62,7 @@ def loader(
         collate: from a list of samples to a batch; by default torch's ``default_collate``.
         map: ``map(batch, step)`` -> batch, for a curriculum: ``step`` is the number of batches before this one.
         workers: processes that read ahead, as in torch's ``DataLoader``, which runs them.
-        pin: whether batches go through pinned memory; by default if the mesh is on CUDA. Batches arrive on the mesh's device.
+        pin: whether batches go through pinned memory; by default if the mesh is on a GPU. Batches arrive on its device.
 
     Raises:
         BatchError: a dataset without length or samples; a batch that does not divide over the ranks; counts out of range.
@@ -81,7 +82,7 @@ def loader(
     if workers < 0:
         raise BatchError(f"loader: workers={workers}: 0 for none, or the number of processes that read ahead")
     end = None if epochs is None else epochs * len(dataset)
-    pinned = share.mesh.device.type == "cuda" if pin is None else pin
+    pinned = pins(share.mesh.device) if pin is None else pin
     # Every epoch that the batches reach into costs a computation of its own.
     ahead = max(1, min(_INDICES() * share.count, len(dataset)) // batch)
     rows = _Rows(fetch_of(dataset, collate), map)

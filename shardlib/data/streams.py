@@ -12,6 +12,7 @@ from shardlib.collectives import primitives
 from shardlib.data.ranks import Share, share_of
 from shardlib.data.rows import to_device
 from shardlib.errors import BatchError
+from shardlib.kernels.common.devices import pins
 
 
 def streams(
@@ -134,7 +135,7 @@ class Streams:
             reading,
             batch_size=None,
             num_workers=int(self._ahead),
-            pin_memory=self._share.mesh.device.type == "cuda",
+            pin_memory=pins(self._share.mesh.device),
             generator=torch.Generator().manual_seed(0),
         )
         for batch, states in batches:

@@ -17,6 +17,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from shardlib.common.disk import sync_folder
 from shardlib.errors import ShardlibError
 
 _MAGIC = b"SHARDTOK"
@@ -89,7 +90,7 @@ def write_tokens(
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
     return TokenFile(path)
 
 
@@ -183,12 +184,3 @@ def _append(file: IO[bytes], ends: IO[bytes], digest: Any) -> None:
     while chunk := ends.read(_CHUNK):
         file.write(chunk)
         digest.update(chunk)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable; a rename alone may be lost in a crash."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib.errors import MeshError
+from shardlib.kernels.common.devices import default_device, with_index
 from shardlib.mesh import rendezvous
 from shardlib.mesh.transport import EchoGroup, Group, ProcessGroup, SimulatedGroup, Simulation
 
@@ -204,7 +205,7 @@ def make_mesh(device: str | torch.device | None = None, timeout: float = 600.0, 
     ({'data': 1}, 0)
     """
     shape = check_shape(shape)
-    where = torch.device(device) if device is not None else _default_device()
+    where = with_index(torch.device(device)) if device is not None else default_device()
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         rendezvous.start(where, timeout)
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -241,17 +242,19 @@ def as_mesh(mesh: Any) -> Mesh:
     if coordinate is None:
         raise MeshError(f"rank {dist.get_rank()} is not part of the DeviceMesh {mesh}")
     rank = rank_of(shape, dict(zip(names, coordinate, strict=True)))
-    return Mesh(shape, rank, groups, _default_device() if mesh.device_type == "cuda" else torch.device("cpu"))
+    return Mesh(shape, rank, groups, with_index(torch.device(mesh.device_type)))
 
 
-def simulated_mesh(shape: Mapping[str, int], rank: int, simulation: Simulation, exchanges: dict[Any, Any]) -> Mesh:
+def simulated_mesh(
+    shape: Mapping[str, int], rank: int, simulation: Simulation, exchanges: dict[Any, Any], device: torch.device
+) -> Mesh:
     """Rank ``rank``'s view of a mesh whose ranks share ``simulation``; ``exchanges`` is the record that they share."""
     groups: dict[str, Group] = {}
     for axis in shape:
         members: Sequence[int] = next(group for group in axis_groups(shape, axis) if rank in group)
         exchange = exchanges.setdefault((axis, tuple(members)), SimulatedGroup.exchange())
         groups[axis] = SimulatedGroup(simulation, exchange, members, members.index(rank), axis)
-    return Mesh(shape, rank, groups, torch.device("cpu"))
+    return Mesh(shape, rank, groups, device)
 
 
 def _process_groups(shape: Mapping[str, int], rank: int, timeout: float) -> dict[str, Group]:
@@ -269,9 +272,3 @@ def _process_groups(shape: Mapping[str, int], rank: int, timeout: float) -> dict
                 if rank in members:
                     groups[axis] = ProcessGroup(made, axis)
     return groups
-
-
-def _default_device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    return torch.device("cpu")

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from shardlib.common.dtypes import dtype_name
 from shardlib.plan.buckets import Bucket, Memory, stands_alone
 from shardlib.plan.claims import Use
 from shardlib.plan.placement import Placement
@@ -97,7 +98,7 @@ def _sums(placement: Placement, use: Use, slices: tuple[str, ...], resolved: Res
 def _name(kind: _Kind) -> str:
     if kind.alone:
         return kind.alone
-    dtype = str(kind.dtype).removeprefix("torch.")
+    dtype = dtype_name(kind.dtype)
     shared = (f"stages {', '.join(map(str, kind.stages))}",) if len(kind.stages) > 1 else ()
     frozen = "" if kind.trainable else "/frozen"
     return "/".join(

@@ -13,6 +13,7 @@ from enum import Enum
 from functools import cached_property
 
 from shardlib.collectives.codecs.integers import Packing
+from shardlib.common.dtypes import dtype_name
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.channels import Channel
 from shardlib.plan.reductions import Reductions
@@ -66,7 +67,7 @@ class Exchange:
         if self.channel is not None:
             return str(self.channel.codec)
         dtype = self.bucket.dtype if self.op is Op.GATHER else self.bucket.reduce_dtype
-        return str(self.packing) if self.packing is not None else str(dtype).removeprefix("torch.")
+        return str(self.packing) if self.packing is not None else dtype_name(dtype)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from shardlib.common.dtypes import dtype_name
 from shardlib.plan.exchanges import Exchange, share, tied_bytes, unowned
 from shardlib.plan.value import PlanValue
 
@@ -68,7 +69,7 @@ def messages(plan: PlanValue, *, owned: bool = False) -> Iterator[Message]:
         if dtype.is_floating_point or dtype.is_complex:  # averaged over the ranks
             for axis in plan.batch_axes:
                 mean = 2 * share(numel * dtype.itemsize, plan.sizes[axis])
-                yield Message("buffers", axis, "after the last micro-batch", _name(dtype), mean)
+                yield Message("buffers", axis, "after the last micro-batch", dtype_name(dtype), mean)
 
 
 def _gathers(stage_plan: PlanValue) -> Iterator[Message]:
@@ -112,7 +113,7 @@ def _between_stages(plan: PlanValue) -> Iterator[Message]:
     for axis in plan.stages.axes:
         for bucket in plan.trained:
             if times := len(bucket.homes) - 1:
-                form = _name(bucket.reduce_dtype)
+                form = dtype_name(bucket.reduce_dtype)
                 yield Message("tied gradients", axis, "after the last micro-batch", form, tied_bytes(bucket), times)
         for stage in plan.local_stages if plan.traces else ():
             assert plan.traces is not None
@@ -126,7 +127,3 @@ def _between_stages(plan: PlanValue) -> Iterator[Message]:
 
 def _message(what: str, when: str, exchange: Exchange, times: int = 1) -> Message:
     return Message(what, exchange.axis, when, exchange.form, exchange.payload, times)
-
-
-def _name(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")

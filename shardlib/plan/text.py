@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from shardlib.common.dtypes import dtype_name
 from shardlib.mesh.specs import Leaf
 from shardlib.plan.memory import held_bytes, live_bytes
 from shardlib.plan.payload import messages, payload
@@ -143,7 +144,7 @@ def _leaf_rows(placements: Sequence[Placement]) -> list[tuple[str, ...]]:
         cells = (
             pattern + tied,
             shape,
-            str(placement.param.dtype).removeprefix("torch."),
+            dtype_name(placement.param.dtype),
             _spec(placement.param),
             _spec(placement.grad) if placement.grad else "frozen",
             _spec(placement.optimizer) if placement.optimizer else "-",

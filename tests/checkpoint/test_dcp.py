@@ -6,10 +6,13 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from helpers.saved import tensors
 from helpers.trees import assert_same
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import shardlib as sl
 from shardlib.errors import CheckpointError, TreeError
@@ -53,6 +56,102 @@ def test_fsdps_parameters(pool, tmp_path):
     for mesh, stage in (({"data": 1}, 0), ({"data": 4}, 3), ({"data": 3}, 1)):
         for found in sl.simulate(run, stage, mesh=mesh):
             assert_same(dict(found), dict(wanted))
+
+
+def save_all_by_fsdp(mesh, folder):
+    """The parameters and the state of AdamW by names, after two steps; returns them whole."""
+    module = made()
+    over = init_device_mesh("cpu", (mesh.size,))
+    for layer in module:
+        fully_shard(layer, mesh=over)
+    fully_shard(module, mesh=over)
+    optimizer = torch.optim.AdamW(module.parameters(), 0.1)
+    for _ in range(2):
+        module(torch.ones(2, 5)).square().sum().backward()
+        optimizer.step()
+    dcp.save({"model": module.state_dict(), "optim": get_optimizer_state_dict(module, optimizer)}, checkpoint_id=folder)
+    whole = get_optimizer_state_dict(module, optimizer, options=StateDictOptions(full_state_dict=True))["state"]
+    return {name: tensor.full_tensor() for name, tensor in module.state_dict().items()}, whole
+
+
+def test_fsdps_optimizer(pool, tmp_path):
+    wanted, moments = pool.run(save_all_by_fsdp, tmp_path / "theirs", mesh={"data": 4})[0]
+
+    def run(mesh, stage, tx):
+        apply, params = sl.from_module(made())
+        state, step = sl.make_train_step(
+            lambda p, x: apply(p, x).square().sum(), sl.shard(params, mesh, stage=stage), tx
+        )
+        state = sl.checkpoint.import_dcp(tmp_path / "theirs", state, prefix="model.")
+        after = state.step
+        # A further step in which all ranks see the same batch.
+        folder = sl.checkpoint.save(tmp_path / f"ours-{mesh.size}-{stage}", state)
+        state, _ = step(state, torch.ones(2, 5))
+        return folder, after, sl.models.state_dict(made(), state.params)
+
+    torchs = sl.optim.from_torch(torch.optim.AdamW, lr=0.1)
+    for mesh, stage, tx in (({"data": 1}, 0, torchs), ({"data": 3}, 3, sl.optim.adamw(0.1)), ({"data": 2}, 1, torchs)):
+        folder, after, _ = sl.simulate(run, stage, tx, mesh=mesh)[0]
+        held = tensors(folder)
+        assert after == 2 and held["opt/inner/count"] == 2
+        mu, nu = ("elements/exp_avg", "elements/exp_avg_sq") if tx is torchs else ("mu", "nu")
+        for name, tensor in wanted.items():
+            path = name.replace(".", "/")
+            assert torch.equal(held[f"params/{path}"], tensor)
+            assert torch.equal(held[f"opt/inner/{mu}/{path}"], moments[name]["exp_avg"])
+            assert torch.equal(held[f"opt/inner/{nu}/{path}"], moments[name]["exp_avg_sq"])
+    # A further step is torch's.
+    module = made()
+    module.load_state_dict(wanted)
+    optimizer = torch.optim.AdamW(module.parameters(), 0.1)
+    for name, each in module.named_parameters():
+        optimizer.state[each] = {kind: tensor.clone() for kind, tensor in moments[name].items()}
+    module(torch.ones(2, 5)).square().sum().backward()
+    optimizer.step()
+    _, _, after = sl.simulate(run, 0, torchs, mesh={"data": 1})[0]
+    for name, tensor in module.state_dict().items():
+        torch.testing.assert_close(after[name], tensor)
+
+
+def test_another_optimizer_is_listed(pool, tmp_path):
+    pool.run(save_all_by_fsdp, tmp_path / "theirs", mesh={"data": 4})
+    apply, params = sl.from_module(made())
+    state, _ = sl.make_train_step(
+        lambda p, x: apply(p, x).sum(), sl.shard(params, sl.make_mesh()), sl.optim.sgd(0.1, momentum=0.9)
+    )
+    with pytest.raises(TreeError) as caught:
+        sl.checkpoint.import_dcp(tmp_path / "theirs", state, prefix="model.")
+    for line in (
+        "opt/inner/trace/0/bias: not in the checkpoint",
+        "optim.state.0.bias.exp_avg_sq: in the checkpoint, not in the state",
+    ):
+        assert f"  - {line}\n" in str(caught.value)
+    partial = ["opt/inner/trace/*", "optim.*"]
+    assert sl.checkpoint.import_dcp(tmp_path / "theirs", state, prefix="model.", partial=partial).step == 2
+
+
+def save_by_ddp(mesh, file):
+    module = DistributedDataParallel(made())
+    module(torch.ones(2, 5)).sum().backward()
+    torch.optim.SGD(module.parameters(), 0.1).step()
+    if mesh.rank == 0:
+        torch.save(module.state_dict(), file)
+    return {name: tensor.detach() for name, tensor in module.module.state_dict().items()}
+
+
+def test_ddps_state_dict(pool, tmp_path):
+    """As docs/checkpoints.md says."""
+    wanted = pool.run(save_by_ddp, tmp_path / "ddp.pt", mesh={"data": 4})[0]
+
+    def run(mesh):
+        module = made()
+        saved = torch.load(tmp_path / "ddp.pt", mmap=True)
+        module.load_state_dict({name.removeprefix("module."): tensor for name, tensor in saved.items()})
+        params = sl.shard(sl.from_module(module)[1], mesh, stage=3)
+        return sl.models.state_dict(made(), params)
+
+    for found in sl.simulate(run, mesh={"data": 3}):
+        assert_same(dict(found), dict(wanted))
 
 
 def test_our_own_checkpoint_by_its_metadata(tmp_path):

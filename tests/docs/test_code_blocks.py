@@ -16,13 +16,13 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # Blocks marked `<!-- not run: reason -->`, by page. A new one is added here, with a reason that a reader accepts.
-NOT_RUN = {"launching.md": 2}
+NOT_RUN = {"faults.md": 2, "launching.md": 2}
 
 # The Makefile's targets, and torchrun's options.
 TARGETS = set(re.search(r"\.PHONY: (.*)", (ROOT / "Makefile").read_text())[1].split())
 TORCHRUN = ArgumentParser(prog="torchrun", allow_abbrev=False)
 TORCHRUN.add_argument("--standalone", action="store_true")
-for option in ("--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port"):
+for option in ("--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--max-restarts"):
     TORCHRUN.add_argument(option)
 TORCHRUN.add_argument("-m", dest="module", required=True)
 
@@ -68,7 +68,7 @@ def check(words: list[str]) -> None:
         targets = [word for word in rest if "=" not in word]
         assert set(targets) <= TARGETS, words
         given = dict(word.split("=", 1) for word in rest if "=" in word)
-        assert given.keys() <= {"ARGS", "RANKS", "PYTHON", "VENV"}, words
+        assert given.keys() <= {"ARGS", "RANKS", "SECONDS", "PYTHON", "VENV"}, words
         if targets == ["train"]:
             make_parser().parse_args(["train", *shlex.split(given.get("ARGS", ""))])
     elif program == "torchrun":

@@ -9,7 +9,7 @@ import shardlib as sl
 from helpers.bits import digest, whole
 from helpers.models import mlp, regression_batch, share
 
-STEPS, ROWS = 16, 8
+STEPS, ROWS = 16, 12
 LOSS, PARAMS = mlp([6, 12, 3])
 BATCHES = [regression_batch(ROWS, 6, 3, seed=seed) for seed in range(STEPS)]
 
@@ -36,7 +36,7 @@ def train(mesh, folder, faults=(), record=None):
 
     at = [0]
     optimizer = sl.optim.chain(sl.optim.clip_by_global_norm(1.0), sl.optim.adamw(0.01))
-    parallel = sl.chain(sl.zero(3), sl.reproducible(8))
+    parallel = sl.chain(sl.zero(3), sl.reproducible(ROWS))
     state, step = sl.make_train_step(loss, sl.shard(PARAMS, mesh, parallel), optimizer)
     with sl.checkpoint.Manager(folder, keep=100, every=4) as manager:
         if manager.latest():

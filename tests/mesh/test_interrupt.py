@@ -13,6 +13,14 @@ import shardlib as sl
 from shardlib.mesh.transport import simulation
 
 
+@pytest.fixture(autouse=True)
+def listening():
+    """Ctrl-C raises, in a shell's background job too, which begins with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def ranks():
     return [thread for thread in threading.enumerate() if thread.name.startswith("simulated rank")]
 

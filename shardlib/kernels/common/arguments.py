@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from shardlib.common.dtypes import dtype_name
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -79,7 +81,7 @@ def _refusal(name: str, value: object, exactly: torch.dtype | None) -> str | Non
     if value.layout is not torch.strided:
         return f"{name} has the layout {value.layout}; pass {name}.to_dense()"
     if exactly is not None:
-        wanted = str(exactly).removeprefix("torch.")
+        wanted = dtype_name(exactly)
         if value.dtype == exactly:
             return None
         return f"{name} is {value.dtype}, not {wanted}; pass {wanted}: {name}.to({exactly})"

@@ -7,32 +7,41 @@ from collections.abc import Callable, Mapping
 from contextvars import copy_context
 from typing import Any
 
+import torch
+
+from shardlib.kernels.common.devices import with_index
 from shardlib.mesh.mesh import check_shape, current_mesh, simulated_mesh
 from shardlib.mesh.transport import Simulation
 from shardlib.mesh.transport.activity import begin_rank
 
 
-def simulate(fn: Callable[..., Any], *args: Any, mesh: Mapping[str, int]) -> list[Any]:
+def simulate(
+    fn: Callable[..., Any], *args: Any, mesh: Mapping[str, int], device: str | torch.device = "cpu"
+) -> list[Any]:
     """Run ``fn(mesh, *args)`` on every rank of ``mesh`` in this process; returns the ranks' values.
 
     Ranks are threads that run one at a time and switch only where a collective waits, so a run is deterministic. Each rank
-    draws from torch's generator as a process would. CPU only. A failure on one rank stops all ranks and is raised here, with
+    draws from torch's generator as a process would. A failure on one rank stops all ranks and is raised here, with
     the rank's number. Ranks that call different collectives, or wait for each other for ever, are reported at once. ``args``
     are shared by the ranks: make models inside ``fn``.
 
     Ctrl-C (a notebook's stop button) ends the ranks at their next collective, or after two seconds wherever they are, and
     then raises KeyboardInterrupt. A rank inside one long operation ends after it, and a note on the error names the rank.
 
+    Args:
+        mesh: axis name -> size.
+        device: where the tensors of all ranks live.
+
     >>> sl.simulate(lambda mesh, n: n * mesh.coords["data"], 10, mesh=dict(data=4))
     [0, 10, 20, 30]
     """
-    shape = check_shape(mesh)
+    shape, where = check_shape(mesh), with_index(torch.device(device))
     ranks = math.prod(shape.values())
     simulation = Simulation(ranks)
     exchanges: dict[Any, Any] = {}
 
     def body(rank: int) -> Callable[[], Any]:
-        view = simulated_mesh(shape, rank, simulation, exchanges)
+        view = simulated_mesh(shape, rank, simulation, exchanges, where)
 
         def run() -> Any:
             current_mesh.set(view)

@@ -21,7 +21,7 @@ def on_rank(rank: int, states: States, why: str = "") -> str:
     """
     state = states[rank]
     assert isinstance(state, State)
-    others = listing(activities({other: states[other] for other in states if other != rank}))
+    others = listing(activities(states, leave_out=rank))
     call = state.waits
     if call is None:
         return (
@@ -33,16 +33,17 @@ def on_rank(rank: int, states: States, why: str = "") -> str:
     return (
         f"{call.what} (size {len(call.members)}) {'failed' if state.failed else 'has not ended'} on rank {rank} "
         f"({call.place}, after {state.seconds:.0f} s): {_who(call, missing, states)}"
-        f"{_line('. It was called at', state.line)}\n{others}\nLook at the output of {whose} first; if ranks take "
+        f"{_line('. The program is at', state.line)}\n{others}\nLook at the output of {whose} first; if ranks take "
         f"different branches, make every rank call the same collectives.{why and f' ({why})'}"
     )
 
 
-def activities(states: States) -> list[str]:
-    """What each rank does. Ranks that do the same share an entry."""
+def activities(states: States, leave_out: int | None = None) -> list[str]:
+    """What each rank does, but for one. Ranks that do the same share an entry."""
     ranks_of: dict[str, list[int]] = {}
     for rank, state in sorted(states.items()):
-        ranks_of.setdefault(_doing(state, states), []).append(rank)
+        if rank != leave_out:
+            ranks_of.setdefault(_doing(state, states), []).append(rank)
     return [f"{_ranks(ranks)} {doing if len(ranks) == 1 else _of_several(doing)}" for doing, ranks in ranks_of.items()]
 
 
@@ -55,7 +56,7 @@ def _doing(state: State | str, states: States) -> str:
     if call is not None:
         missing = _missing(call, states)
         return (
-            f"waits in {call.what} ({call.place}){f' for {_ranks(missing)}' * bool(missing)}{_line(' at', state.line)}"
+            f"waits in {call.what} ({call.place}){f' for {_ranks(missing)}' * bool(missing)}{_line(', at', state.line)}"
         )
     last = ", ".join(f"{call.what} ({call.place})" for call in state.last) or "none"
     return f"waits in no collective (its last: {last}){_line('; it runs', state.line)}"

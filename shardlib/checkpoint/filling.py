@@ -1,0 +1,118 @@
+"""Filling a train state from saved tensors. What will be read is planned, compared and verified by all ranks first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardlib.checkpoint import rank_local, residuals
+from shardlib.checkpoint.agreement import read_on_all_ranks
+from shardlib.checkpoint.fills import Fill
+from shardlib.checkpoint.fragments import (
+    MASTERS,
+    PARAMS,
+    Fragment,
+    common_leaves,
+    needed_fragments,
+    source_of,
+    whole,
+)
+from shardlib.checkpoint.packed import Parts, pack, unpacked
+from shardlib.checkpoint.reading import Saved
+from shardlib.checkpoint.residuals import log_dropped, residual_fills
+from shardlib.collectives import primitives
+from shardlib.errors import CheckpointError, TreeError, listing
+from shardlib.mesh.mesh import Mesh
+from shardlib.optim.train_state import TrainState
+from shardlib.tree import matches
+
+
+def fill_state(saved: Saved, state: TrainState, also: Mapping[str, Any] | None, partial: Sequence[str]) -> None:
+    """Fill this rank's part of a state, and of further trees, in place. Arguments and errors as in
+    `shardlib.checkpoint.restore`."""
+    mesh = state.params.mesh
+    parts = unpacked(state, also)
+    fills = list(planned(saved, parts))
+    _check_alike(saved, parts, partial)
+    check_intact(saved, mesh)
+
+    def fill() -> None:
+        for each in fills:
+            each.run(saved)
+        pack(state, also, parts)
+
+    with torch.no_grad():
+        run_fills(saved, mesh, fill)
+    log_dropped(parts, saved)
+
+
+def run_fills(saved: Saved, mesh: Mesh, fill: Callable[[], None]) -> None:
+    """Run this rank's ``fill``; if it fails on one rank, all raise."""
+    read_on_all_ranks(mesh, fill, f"{saved.folder} could not be read to its end", "What was being filled is unusable.")
+
+
+def planned(saved: Saved, parts: Parts) -> Iterator[Fill]:
+    """All that this rank reads."""
+    ways = rank_local.ways_of(saved.tensors)
+    for fragment, into in _needed(parts):
+        canonical = source_of(fragment.name, saved.tensors)
+        sources = rank_local.sources(parts, fragment.name, saved.tensors, ways) or ((canonical, 1.0),)
+        if sources[0][0] in saved.tensors:
+            yield Fill(fragment, sources, into)
+    yield from residual_fills(parts, saved)
+
+
+def _needed(parts: Parts) -> Iterator[tuple[Fragment, torch.Tensor | None]]:
+    """Every fragment that this rank holds; with its tensor, where it is no view of it."""
+    for fragment in needed_fragments(parts):
+        yield fragment, None
+    for name, leaf in common_leaves(parts):
+        fragment = whole(leaf, name)
+        yield (fragment, None) if leaf.is_contiguous() else (fragment._replace(data=fragment.data.to("meta")), leaf)
+
+
+def _check_alike(saved: Saved, parts: Parts, partial: Sequence[str]) -> None:
+    """Raise one `TreeError` that lists every tensor that the checkpoint or the state lacks, or that differs in shape."""
+    mesh = parts.params.mesh
+    needed = [fragment for fragment, _ in _needed(parts)]
+    problems = {
+        fragment.name: problem
+        for fragment in needed
+        if fragment.data.numel() and (problem := saved.missing(fragment, source_of(fragment.name, saved.tensors)))
+    }
+    wanted = {source_of(fragment.name, saved.tensors) for fragment in needed}
+    # Residuals, and what ranks held for themselves, fit any plan; masters and parameters stand for each other.
+    wanted |= {PARAMS + name.removeprefix(MASTERS) for name in wanted if name.startswith(MASTERS)}
+    unwanted = {
+        name
+        for name in saved.names
+        if name not in wanted and not name.startswith((residuals.PREFIX, rank_local.PREFIX))
+    }
+    ranks = primitives.all_gather_object(mesh, list(mesh.shape), (problems, unwanted))
+    found: dict[str, str] = {}
+    for rank_problems, _ in ranks:
+        found |= rank_problems
+    # Ranks of a pipeline hold parts of the state: what no rank wants is unexpected.
+    for name in sorted(set.intersection(*(rank_unwanted for _, rank_unwanted in ranks))):
+        found[name] = f"{name}: in the checkpoint, not in the state"
+    lines = [line for name, line in found.items() if not matches(name, partial)]
+    parameters = [line for line in lines if line.startswith(PARAMS)]
+    if lines:
+        raise TreeError(
+            f"{saved.folder.name} does not fit this state:\n{listing(parameters or lines)}\nMake the state with the model "
+            "and the optimizer it was saved from, name further trees in also=, or in partial= what may be missing."
+        )
+
+
+def check_intact(saved: Saved, mesh: Mesh) -> None:
+    """Raise one `CheckpointError`, on all ranks, that lists all damage that any rank sees."""
+    problems = saved.damages(mesh.rank, mesh.size)
+    found = dict.fromkeys(_flat(primitives.all_gather_object(mesh, list(mesh.shape), problems)))
+    if found:
+        raise CheckpointError(f"{saved.folder} is damaged:\n{listing(list(found))}\nRestore an older checkpoint.")
+
+
+def _flat(lists: Iterable[Iterable[str]]) -> list[str]:
+    return [item for items in lists for item in items]

@@ -1,0 +1,187 @@
+"""Files of the safetensors format, as transformers names them.
+
+A file begins with the length of a JSON header (8 bytes, little-endian); then come the header (name -> dtype, shape, first and
+last byte) and the elements. Since all sizes are known beforehand, every rank writes and reads its own ranges.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from shardlib.checkpoint.boxes import boxes, runs
+from shardlib.checkpoint.fragments import Fragment
+from shardlib.checkpoint.manifest import Chunk, Entry, Manifest
+from shardlib.checkpoint.writing import bytes_of, write_all
+from shardlib.common.disk import sync_folder
+from shardlib.common.dtypes import dtype_name
+from shardlib.errors import CheckpointError, TreeError
+from shardlib.mesh.specs import Window
+
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+_NAMES = {name: short for short, name in _DTYPES.items()}
+_ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD = 5 * 10**9  # bytes of a file at most, unless a caller says otherwise: as transformers
+_ALIGNMENT = 8  # bytes: of the header, so that elements are aligned
+
+
+class Place(NamedTuple):
+    """A tensor's place in a file: offset of its first byte, dtype and shape."""
+
+    file: str
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def laid_out(described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], limit: int = SHARD) -> dict[str, Place]:
+    """The place of each tensor, header included."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, (dtype, shape) in described.items():
+        length = dtype.itemsize * math.prod(shape)
+        if groups[-1] and size + length > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += length
+    tensors = {}
+    for number, group in enumerate(groups, 1):
+        file = _ONE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        begin = len(_header({name: described[name] for name in group}))
+        for name in group:
+            dtype, shape = described[name]
+            tensors[name] = Place(file, begin, dtype, shape)
+            begin += dtype.itemsize * math.prod(shape)
+    return tensors
+
+
+def _header(described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in described.items():
+        begin, end = end, end + dtype.itemsize * math.prod(shape)
+        short = _NAMES.get(dtype_name(dtype))
+        if short is None:
+            raise TreeError(f"{name}: safetensors files have no {dtype}; cast it")
+        entries[name] = {"dtype": short, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def begin(folder: Path, tensors: Mapping[str, Place]) -> None:
+    """Make the files, with their headers, under names of their own until they are complete."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in dict.fromkeys(tensor.file for tensor in tensors.values()):
+        held = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items() if tensor.file == file}
+        fd = os.open(folder / f"{file}.partial", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            write_all(fd, [_header(held)], 0)
+        finally:
+            os.close(fd)
+
+
+def write(folder: Path, tensors: Mapping[str, Place], fragments: Iterator[Fragment]) -> None:
+    """Write fragments to their places."""
+    opened: dict[str, int] = {}
+    try:
+        for fragment in fragments:
+            tensor, first = tensors[fragment.name], 0
+            if tensor.file not in opened:
+                opened[tensor.file] = os.open(folder / f"{tensor.file}.partial", os.O_WRONLY)
+            whole_tensor, itemsize = Window.whole(tensor.shape), tensor.dtype.itemsize
+            memory = bytes_of(fragment.data.cpu())
+            for box in boxes(fragment.window, fragment.start, fragment.stop):
+                found = runs(box, whole_tensor)
+                for start in found.starts():
+                    run = memory[first : first + found.length * itemsize]
+                    write_all(opened[tensor.file], [run], tensor.offset + start * itemsize)
+                    first += run.nbytes
+        for fd in opened.values():
+            os.fsync(fd)
+    finally:
+        for fd in opened.values():
+            os.close(fd)
+
+
+def finish(folder: Path, files: Sequence[str], tensors: Mapping[str, Place]) -> None:
+    """Give the files their names, and write the index of several."""
+    sync_folder(folder)
+    for file in files:
+        os.replace(folder / f"{file}.partial", folder / file)
+    index = folder / _INDEX
+    if files == [_ONE]:
+        index.unlink(missing_ok=True)
+    else:
+        sizes = [tensor.dtype.itemsize * math.prod(tensor.shape) for tensor in tensors.values()]
+        counts = sum(math.prod(tensor.shape) for tensor in tensors.values())
+        facts = {
+            "metadata": {"total_parameters": counts, "total_size": sum(sizes)},
+            "weight_map": {name: tensor.file for name, tensor in tensors.items()},
+        }
+        index.write_text(json.dumps(facts, indent=2))
+        (folder / _ONE).unlink(missing_ok=True)
+    sync_folder(folder)
+
+
+def opened(path: Path) -> tuple[Path, Manifest]:
+    """The folder and the tensors of safetensors files."""
+    folder = path if path.is_dir() else path.parent
+    if path.is_file():
+        files = [path.name]
+    elif (path / _INDEX).exists():
+        files = sorted(set(json.loads((path / _INDEX).read_text())["weight_map"].values()))
+    else:
+        files = [_ONE]
+    if absent := [file for file in files if not (folder / file).exists()]:
+        raise FileNotFoundError(f"no safetensors files at {path}: {', '.join(absent)} not found")
+    tensors: dict[str, Entry] = {}
+    for file in files:
+        tensors |= _entries(folder / file)
+    sizes = {file: (folder / file).stat().st_size for file in files}
+    return folder, Manifest(step=0, seed=0, scale=None, mesh={}, tensors=tensors, files=sizes)
+
+
+def _entries(path: Path) -> dict[str, Entry]:
+    """The tensors of a file, each as one chunk."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > size - 8:
+            raise CheckpointError(f"{path} is no safetensors file, or was cut: its header would have {length} bytes")
+        try:
+            header = json.loads(file.read(length))
+        except ValueError as error:
+            raise CheckpointError(f"{path} is no safetensors file: {error}") from error
+    header.pop("__metadata__", None)
+    tensors, begin = {}, 8 + length
+    for name, facts in header.items():
+        first, stop = facts["data_offsets"]
+        if facts["dtype"] not in _DTYPES or begin + stop > size:
+            raise CheckpointError(
+                f"{path}: {name} has dtype {facts['dtype']} and ends at byte {begin + stop} of {size}"
+            )
+        shape = tuple(facts["shape"])
+        chunk = Chunk(path.name, begin + first, stop - first, begin + first, None, (0,) * len(shape), shape)
+        tensors[name] = Entry(_DTYPES[facts["dtype"]], shape, [chunk])
+    return tensors

@@ -1,0 +1,122 @@
+"""A device of torch's to test with, on a machine that has none: ``import rig; rig.start()``, then ``torch.device("rig")``.
+
+Its memory is its own: a budget, past which `torch.OutOfMemoryError` is raised; what the host reads of it ends the process;
+what was not written, or was freed, is NaN. Copies to and from it are counted, and take the time that the links' rates say.
+With ``non_blocking``, to or from pinned memory, they run behind, on the current stream: without a wait the numbers are wrong.
+Everything else runs on the host's kernels in the caller's thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.utils import cpp_extension
+
+from shardlib.kernels.common.build import Recipe, shared_library
+
+_HERE = Path(__file__).parent
+
+
+class Counts(NamedTuple):
+    """What the device has counted since `reset`, in bytes and copies.
+
+    ``live`` and ``peak``: bytes of the device's memory; ``pinned``, ``pinned_peak``: of pinned memory; ``up`` and ``down``:
+    bytes copied to the device and from it, in ``ups`` and ``downs`` copies.
+    """
+
+    live: int
+    peak: int
+    pinned: int
+    pinned_peak: int
+    up: int
+    down: int
+    ups: int
+    downs: int
+
+
+@functools.cache
+def start() -> None:
+    """Build the device if it is not there, and register it with torch under the name "rig"."""
+    library = _library()
+    library.rig_start()
+    torch.utils.rename_privateuse1_backend("rig")
+    torch._register_device_module("rig", _module())
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+
+
+def counts() -> Counts:
+    """What the device has counted."""
+    return Counts(*map(_library().rig_count, range(len(Counts._fields))))
+
+
+def reset() -> None:
+    """Wait for the device, then count from here."""
+    _library().rig_reset()
+
+
+@contextmanager
+def limits(budget: int = 0, up: float = 0.0, down: float = 0.0) -> Iterator[None]:
+    """A budget of the device's memory in bytes, and the links' rates in bytes per second; 0 for none."""
+    library = _library()
+    library.rig_set_budget(budget)
+    library.rig_set_rates(up, down)
+    try:
+        yield
+    finally:
+        library.rig_set_budget(0)
+        library.rig_set_rates(0.0, 0.0)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    folders = [f"-I{folder}" for folder in cpp_extension.include_paths()]
+    binaries = cpp_extension.TORCH_LIB_PATH
+    recipe = Recipe(
+        name="rig",
+        compiler="g++",
+        units=tuple((_HERE / name, ()) for name in ("device.cpp", "operators.cpp")),
+        includes=tuple(sorted(_HERE.glob("*.h"))),
+        flags=(
+            "-std=c++20", "-O0", "-fPIC", "-w", *folders,
+            f"-L{binaries}", f"-Wl,-rpath,{binaries}", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10",
+        ),
+    )  # fmt: skip
+    path = shared_library(recipe)
+    torch.ops.load_library(path)
+    library = ctypes.CDLL(str(path))
+    library.rig_count.restype = ctypes.c_int64
+    library.rig_set_budget.argtypes = [ctypes.c_int64]
+    library.rig_set_rates.argtypes = [ctypes.c_double, ctypes.c_double]
+    return library
+
+
+def _module() -> types.ModuleType:
+    """What torch looks up under ``torch.rig``."""
+    module = types.ModuleType("torch.rig")
+    generator = torch.ops.rig.default_generator()
+    facts = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_is_in_bad_fork": lambda: False,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
+        "default_generators": (generator,),
+        "manual_seed_all": generator.manual_seed,
+        "get_rng_state": lambda device=0: generator.get_state(),
+        "set_rng_state": lambda state, device=0: generator.set_state(state),
+        "current_stream": lambda device=None: torch.accelerator.current_stream(),
+        "synchronize": torch.accelerator.synchronize,
+        "Stream": torch.Stream,
+        "Event": torch.Event,
+    }
+    for name, fact in facts.items():
+        setattr(module, name, fact)
+    return module

@@ -1,0 +1,41 @@
+// The links between host and device: one in each direction, which copies take turns on.
+#pragma once
+#include <atomic>
+#include <mutex>
+#include <thread>
+
+#include "streams.h"
+
+namespace rig {
+
+class Link {
+ public:
+  // Do the copy of `bytes` bytes, in the time that the link needs for them.
+  void carry(int64_t bytes, const Job& copy) {
+    ++copies;
+    moved += bytes;
+    if (rate <= 0) return copy();
+    std::lock_guard<std::mutex> turn(mutex_);
+    auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(bytes / rate));
+    copy();
+    std::this_thread::sleep_until(end);
+  }
+
+  std::atomic<int64_t> copies{0}, moved{0};
+  std::atomic<double> rate{0};  // bytes per second; 0 for a link that takes no time
+
+ private:
+  std::mutex mutex_;
+};
+
+inline Link& up() {
+  static Link* made = new Link();
+  return *made;
+}
+
+inline Link& down() {
+  static Link* made = new Link();
+  return *made;
+}
+
+}  // namespace rig
