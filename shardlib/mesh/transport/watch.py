@@ -108,13 +108,13 @@ class Watch:
 
     def _run(self) -> None:
         try:
-            # One of these errors means that the store is gone.
-            with suppress(RuntimeError, ValueError):
-                while not self._alarm():
-                    if self._over.is_set():
-                        return
-                    self._wake.wait(_POLL)
-                self._answer()
+            while not self._alarm():
+                if self._over.is_set():
+                    return
+                self._wake.wait(_POLL)
+            self._answer()
+        except (RuntimeError, ValueError):
+            return  # the store is gone, as when the rank that hosted it has ended
         finally:
             self._reported.set()
         if self._ends:
