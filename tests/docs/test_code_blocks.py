@@ -22,7 +22,7 @@ NOT_RUN = {"faults.md": 2, "launching.md": 2}
 TARGETS = set(re.search(r"\.PHONY: (.*)", (ROOT / "Makefile").read_text())[1].split())
 TORCHRUN = ArgumentParser(prog="torchrun", allow_abbrev=False)
 TORCHRUN.add_argument("--standalone", action="store_true")
-for option in ("--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port"):
+for option in ("--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--max-restarts"):
     TORCHRUN.add_argument(option)
 TORCHRUN.add_argument("-m", dest="module", required=True)
 

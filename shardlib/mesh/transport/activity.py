@@ -134,18 +134,21 @@ class Activity:
         """The calls of ``members`` on ``axis``: one series for a process, whichever mesh a call is made through."""
         return self._series.setdefault((axis, members), Series(self, axis, members))
 
-    @contextmanager
-    def wait(self, call: Call) -> Iterator[None]:
-        """Note that the enclosed code starts a call, or waits in it."""
+    def wait(self, call: Call, wait: Callable[[], None]) -> None:
+        """Call ``wait``, which waits in a call."""
         began = time.monotonic()
         self.waiting.append((call, began))
         try:
-            yield
+            wait()
         except RuntimeError:
-            self.failed = self.failed or (call, time.monotonic() - began)
+            self.fail(call, time.monotonic() - began)
             raise
         finally:
             self.waiting.pop()
+
+    def fail(self, call: Call, seconds: float = 0.0) -> None:
+        """Note that a call has failed, in which this rank had waited for some seconds."""
+        self.failed = self.failed or (call, seconds)
 
     def follow(self, call: Call, over: Callable[[], bool]) -> None:
         """Note that the device waits in a call, until ``over()``. Calls are over in the order in which they are followed."""
@@ -158,7 +161,7 @@ class Activity:
         if not self._followed or time.monotonic() - self._followed[0][2] <= seconds:
             return False
         call, _, since = self._followed[0]
-        self.failed = self.failed or (call, time.monotonic() - since)
+        self.fail(call, time.monotonic() - since)
         return True
 
     def state(self) -> State:

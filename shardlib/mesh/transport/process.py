@@ -9,8 +9,7 @@ backends (NCCL) use their own collectives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -137,8 +136,8 @@ class ProcessGroup:
 
     def all_gather_object(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
-        with self._failing(self._calls.call("all_gather_object", None)):
-            dist.all_gather_object(values, value, group=self._group)
+        call = self._calls.call("all_gather_object", None)
+        self._wait(call, lambda: dist.all_gather_object(values, value, group=self._group))
         return values
 
     @property
@@ -198,13 +197,18 @@ class ProcessGroup:
         calls: Series | None = None,
     ) -> Work:
         call = (calls or self._calls).call(op, tensor)
-        with self._failing(call):
+        try:
             works = start()
+        except RuntimeError as error:
+            activity.here().fail(call)
+            raise RankFailure(self._watch.report(error)) from error
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
 
         def finish() -> None:
-            with self._failing(call):
-                for work in works:
-                    work.wait()
+            self._wait(call, wait)
             if tensor.is_cuda and not self._gloo:
                 self._follow(call)
             if then is not None:
@@ -212,12 +216,10 @@ class ProcessGroup:
 
         return Work(finish)
 
-    @contextmanager
-    def _failing(self, call: Call) -> Iterator[None]:
-        """Note that this rank waits in a call, and raise a report on all ranks if it fails."""
+    def _wait(self, call: Call, wait: Callable[[], None]) -> None:
+        """Wait in a call. If it fails, raise a report; all ranks make one."""
         try:
-            with activity.here().wait(call):
-                yield
+            activity.here().wait(call, wait)
         except RuntimeError as error:
             raise RankFailure(self._watch.report(error)) from error
 

@@ -33,7 +33,7 @@ EXIT_HUNG = 70
 _POLL = 1.0  # seconds between two looks for an alarm
 _CLOSE = 0.05  # seconds between two looks while a report is made
 _ANSWER = 10.0  # seconds that ranks have to answer
-_GRACE = 15.0  # seconds that a program has to end by itself after a report
+_GRACE = 5.0  # seconds that a program has to end by itself after a report
 _TEAR_DOWN = 30.0  # seconds that a process has to end after its program, if there was a report
 _GONE = "the store by which ranks answer is gone, with torchrun or the rank that hosted it"
 
@@ -62,8 +62,9 @@ class Watch:
 
     def __init__(self, store: dist.Store, ends: bool, timeout: float | None) -> None:
         self.store, self._ends, self._timeout = store, ends, timeout
-        # The store may outlive restarts: see `shardlib.mesh.rendezvous`.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        # torchrun's store outlives restarts. `rendezvous` gives each start a part of it; a user's start may use it as it is.
+        # (Each of several agents counts its own restarts. Ranks that do not find each other then say so.)
+        attempt = "" if ends else os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
         self._store = dist.PrefixStore(f"shardlib/watch/{attempt}", clone_store(store))
         self._rank, self._activity = dist.get_rank(), activity.here()
         self._others = set(range(dist.get_world_size())) - {self._rank}
@@ -146,7 +147,9 @@ class Watch:
     def _look(self, rank: int) -> tuple[bool, str]:
         """See `vitals.look`."""
         key = f"process/{rank}"
-        return vitals.look(self._store.get(key).decode() if self._store.check([key]) else "")
+        if not self._store.check([key]):
+            return False, "it keeps no watch of this run"
+        return vitals.look(self._store.get(key).decode())
 
     def _text(self, mine: activity.State, why: str = "") -> str:
         return on_rank(self._rank, {**self._states, self._rank: mine}, why)

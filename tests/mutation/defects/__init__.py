@@ -1,10 +1,11 @@
 """All defects, by the rooms they are planted in."""
 
 from ..planting import Defect
-from . import checkpoints, communication, keys, optimizers, parts, plans, steps
+from . import checkpoints, communication, hangs, keys, optimizers, parts, plans, steps
 
 DEFECTS: tuple[Defect, ...] = (
     *communication.DEFECTS,
+    *hangs.DEFECTS,
     *plans.DEFECTS,
     *steps.DEFECTS,
     *keys.DEFECTS,

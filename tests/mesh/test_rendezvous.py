@@ -1,0 +1,72 @@
+"""The start of a run's processes, here threads, at a store that outlives them."""
+
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from shardlib.errors import RankFailure
+from shardlib.mesh import rendezvous
+
+LIMIT = timedelta(seconds=40)
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """A store of torchrun's agent."""
+    made = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setitem(os.environ, "MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setitem(os.environ, "MASTER_PORT", str(made.port))
+    return made
+
+
+def meet(size, later=()):
+    """The stores that the ranks of a start get; ranks in ``later`` begin when the others wait for them."""
+
+    def run(rank):
+        while rank in later and len(begun) < size - len(later):
+            time.sleep(0.01)
+        begun.append(rank)
+        return rendezvous.meet(rank, size, LIMIT)
+
+    begun = []
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(run, range(size)))
+
+
+@pytest.mark.parametrize("later", [(), (0,), (1, 2)])
+def test_each_start_has_keys_of_its_own(store, later):
+    """Nothing that an earlier start left is found by a later one, though ranks asked that have ended since."""
+    starts = []
+    for number, size in enumerate((3, 3, 2)):
+        store.set("shardlib/asks/1", f"a rank of an attempt that was killed before it met, {number}")
+        stores = meet(size, [rank for rank in later if rank < size])
+        assert not any(each.check(["address"]) for each in stores)
+        stores[-1].set("address", str(number))
+        assert [each.get("address") for each in stores] == [str(number).encode()] * size
+        starts.append(stores)
+    assert [each[0].get("address") for each in starts] == [b"0", b"1", b"2"]
+
+
+def test_a_rank_that_asks_twice(store):
+    """torchrun may restart one agent's ranks while rank 0 already waits for the others."""
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(rendezvous.meet, 0, 2, LIMIT)
+        store.set("shardlib/asks/1", "killed")
+        store.get("shardlib/start of killed")
+        second = rendezvous.meet(1, 2, LIMIT)
+        second.set("address", "1")
+        assert first.result().get("address") == b"1"
+
+
+def test_ranks_that_do_not_come_are_named(store):
+    limit = timedelta(seconds=1)
+    threading.Thread(target=lambda: rendezvous.meet(1, 4, limit), daemon=True).start()
+    with pytest.raises(RankFailure, match=r"^rank 2, 3 of 4 has not started within 0:00:01, and rank 0 waits for it"):
+        rendezvous.meet(0, 4, limit)
+    with pytest.raises(RankFailure, match=r"^rank 0 has not started within 0:00:01, and rank 2 waits for it"):
+        rendezvous.meet(2, 4, limit)
