@@ -1,16 +1,21 @@
 """The folder of a checkpoint, from its first file to its last day: it is there wholly or not at all, whatever crashes.
 
-All files are written into ``step-N.partial``, and are on the disk before that folder is renamed to ``step-N``. An old
-checkpoint is renamed to ``step-N.deleted`` before the first of its files goes.
+All files are written into ``step-N.TOKEN.partial``, and are on the disk before that folder is renamed to ``step-N``. Each
+attempt has a token of its own, so that none writes into another's folder. Rank 0 holds a lock on the folder while the attempt
+lives, so that none removes another's. An old checkpoint is renamed to ``step-N.deleted`` before the first of its files goes.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import re
+import secrets
 import shutil
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -77,11 +82,10 @@ class Commit:
 
     def __init__(self, folder: Path, facts: Manifest, rank: int, ranks: int, keep: int) -> None:
         self._folder, self._facts, self._rank, self._ranks, self._keep = folder, facts, rank, ranks, keep
-        self._partial = folder / f"step-{facts.step:08d}.partial"
         self.step = facts.step
 
-    def prepare(self) -> None:
-        """Make the empty folder to write into. For rank 0, before any rank writes.
+    def prepare(self) -> str:
+        """Make the empty folder to write into, and return the attempt's token. For rank 0.
 
         Raises:
             CheckpointError: the folder holds a checkpoint of a later step.
@@ -93,9 +97,26 @@ class Commit:
                 f"{self._folder} holds checkpoints of later steps ({', '.join(later)}) than {self._facts.step}: they belong "
                 "to another run, or to one that went back. Save to another folder, or remove them"
             )
-        for stale in (*self._folder.glob("step-*.partial"), *self._folder.glob("step-*.deleted")):
-            shutil.rmtree(stale)
-        os.mkdir(self._partial)
+        for partial in self._folder.glob("step-*.partial"):
+            _discard_abandoned(partial)
+        for deleted in self._folder.glob("step-*.deleted"):
+            _discard(deleted)
+        lock = None
+        while lock is None:  # until nobody takes the new folder for an abandoned one
+            token = secrets.token_hex(4)
+            self.begin(token)
+            os.mkdir(self._partial)
+            lock = _locked(self._partial)
+        self._unlock = weakref.finalize(self, os.close, lock)
+        return token
+
+    def begin(self, token: str) -> None:
+        """Take part in the attempt that rank 0 has prepared. For every rank, before it writes."""
+        self._partial = self._folder / f"{self._name}.{token}.partial"
+
+    @property
+    def _name(self) -> str:
+        return f"step-{self.step:08d}"
 
     def write(self, fragments: Iterable[Fragment]) -> None:
         """Write this rank's fragments, and report to rank 0 that they are on the disk, or why not."""
@@ -117,6 +138,12 @@ class Commit:
         Raises:
             RankFailure: ranks could not write; lists them.
         """
+        try:
+            return self._finished(alive)
+        finally:
+            self._unlock()
+
+    def _finished(self, alive: Callable[[], None]) -> Path:
         whole = self._merged(self._reports(alive))
         content = metadata.dumps(whole)
         whole.files[metadata.NAME], whole.whole_files[metadata.NAME] = len(content), zlib.crc32(content)
@@ -135,10 +162,10 @@ class Commit:
 
     def _free_name(self) -> Path:
         """``step-N``; ``step-N.2`` and so on if a checkpoint of this step is there, which stays until the new one is."""
-        final = self._folder / self._partial.stem
+        final = self._folder / self._name
         number = 2
         while final.exists():
-            final, number = self._folder / f"{self._partial.stem}.{number}", number + 1
+            final, number = self._folder / f"{self._name}.{number}", number + 1
         return final
 
     def _report(self, report: dict[str, str]) -> None:
@@ -187,7 +214,36 @@ def remove(checkpoint: str | Path) -> None:
     deleted = checkpoint.with_name(f"{checkpoint.name}.deleted")
     os.rename(checkpoint, deleted)
     sync_folder(checkpoint.parent)
-    shutil.rmtree(deleted)
+    _discard(deleted)
+
+
+def _locked(folder: Path) -> int | None:
+    """A file descriptor that holds a lock on a folder, until it is closed or the process ends; None if another one does."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    except OSError:  # a file system without locks: nobody is kept from removing the folder, and its writers notice
+        pass
+    return fd
+
+
+def _discard_abandoned(partial: Path) -> None:
+    """Remove a partial checkpoint, unless rank 0 of its attempt lives."""
+    with contextlib.suppress(FileNotFoundError):  # it has got its name, or another attempt removes it too
+        lock = _locked(partial)
+        if lock is not None:
+            try:
+                shutil.rmtree(partial)
+            finally:
+                os.close(lock)
+
+
+def _discard(folder: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):  # another attempt may remove it at the same time
+        shutil.rmtree(folder)
 
 
 def _make_folder(folder: Path) -> None:

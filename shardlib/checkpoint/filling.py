@@ -7,19 +7,20 @@ from typing import Any
 
 import torch
 
+from shardlib._compat import storage_id
 from shardlib.checkpoint import rank_local, residuals
 from shardlib.checkpoint.agreement import read_on_all_ranks
-from shardlib.checkpoint.fills import Fill
+from shardlib.checkpoint.common import common_leaves
+from shardlib.checkpoint.fills import Fill, PackedFill
 from shardlib.checkpoint.fragments import (
     MASTERS,
     PARAMS,
     Fragment,
-    common_leaves,
     needed_fragments,
     source_of,
     whole,
 )
-from shardlib.checkpoint.packed import Parts, pack, unpacked
+from shardlib.checkpoint.packed import Parts, outlined
 from shardlib.checkpoint.reading import Saved
 from shardlib.checkpoint.residuals import log_dropped, residual_fills
 from shardlib.collectives import primitives
@@ -33,7 +34,7 @@ def fill_state(saved: Saved, state: TrainState, also: Mapping[str, Any] | None, 
     """Fill this rank's part of a state, and of further trees, in place. Arguments and errors as in
     `shardlib.checkpoint.restore`."""
     mesh = state.params.mesh
-    parts = unpacked(state, also)
+    parts = outlined(state, also)
     fills = list(planned(saved, parts))
     _check_alike(saved, parts, partial)
     check_intact(saved, mesh)
@@ -41,7 +42,6 @@ def fill_state(saved: Saved, state: TrainState, also: Mapping[str, Any] | None, 
     def fill() -> None:
         for each in fills:
             each.run(saved)
-        pack(state, also, parts)
 
     with torch.no_grad():
         run_fills(saved, mesh, fill)
@@ -53,14 +53,20 @@ def run_fills(saved: Saved, mesh: Mesh, fill: Callable[[], None]) -> None:
     read_on_all_ranks(mesh, fill, f"{saved.folder} could not be read to its end", "What was being filled is unusable.")
 
 
-def planned(saved: Saved, parts: Parts) -> Iterator[Fill]:
-    """All that this rank reads."""
+def planned(saved: Saved, parts: Parts) -> Iterator[Fill | PackedFill]:
+    """All that this rank reads. ``parts`` are `outlined`."""
+    packed: dict[int, list[Fill]] = {}
     ways = rank_local.ways_of(saved.tensors)
     for fragment, into in _needed(parts):
         canonical = source_of(fragment.name, saved.tensors)
         sources = rank_local.sources(parts, fragment.name, saved.tensors, ways) or ((canonical, 1.0),)
         if sources[0][0] in saved.tensors:
-            yield Fill(fragment, sources, into)
+            fill, storage = Fill(fragment, sources, into), storage_id(fragment.data.untyped_storage())
+            if storage in parts.packed:
+                packed.setdefault(storage, []).append(fill)
+            else:
+                yield fill
+    yield from (PackedFill(parts.packed[storage], fills) for storage, fills in packed.items())
     yield from residual_fills(parts, saved)
 
 

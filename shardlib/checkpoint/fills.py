@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from shardlib.checkpoint.fragments import Fragment
 from shardlib.checkpoint.reading import BUFFER, Saved
+from shardlib.optim.base import Packed
 
 
 class Fill(NamedTuple):
@@ -58,3 +60,40 @@ class Fill(NamedTuple):
         """The fragments that are filled one at a time: a sum needs memory beside the state."""
         fragment = fragment or self.fragment
         return [fragment] if self._plain else list(fragment.parts(max(1, BUFFER() // 32)))
+
+
+class PackedFill(NamedTuple):
+    """The fills of one packed tensor, whose fragments are views of a tensor without memory. It is decoded, filled and encoded
+    a part at a time."""
+
+    node: Packed
+    fills: Sequence[Fill]
+
+    def bytes(self, saved: Saved) -> int:
+        """Bytes that `run` reads."""
+        parts = ((first, torch.empty(stop - first, device="meta")) for first, stop in self._parts())
+        return sum(fill.bytes(saved) for first, values in parts for fill in self._within(first, values))
+
+    def run(self, saved: Saved) -> None:
+        for first, stop in self._parts():
+            values = self.node.part(first, stop)
+            for fill in self._within(first, values):
+                fill.run(saved)
+            self.node.pack(values, first)
+
+    def _parts(self) -> Iterator[tuple[int, int]]:
+        """First and last index of each part."""
+        size, block = self.node.like.numel(), self.node.block
+        # Decoding and encoding take some ten tensors of a part's size, which allocators may give back late.
+        step = max(block, BUFFER() // 256 // block * block)
+        for first in range(0, size, step):
+            yield first, min(first + step, size)
+
+    def _within(self, first: int, values: torch.Tensor) -> Iterator[Fill]:
+        """What fills a part, which begins at element ``first`` and is held by ``values``."""
+        for fill in self.fills:
+            begin = int(fill.fragment.data.storage_offset())
+            low, high = max(first, begin), min(first + values.numel(), begin + fill.fragment.data.numel())
+            if low < high:
+                part = fill.fragment.part(low - begin, high - begin)
+                yield fill._replace(fragment=part._replace(data=values[low - first : high - first]))

@@ -65,8 +65,7 @@ def whole(tensor: torch.Tensor, name: str) -> Fragment:
 
 
 def owned_fragments(parts: Parts, diverged: str | None = None) -> Iterator[Fragment]:
-    """The fragments that this rank saves: the ranges it owns, which ranks with copies share out among them, and on rank 0
-    the tensors that are not sharded.
+    """The fragments of sharded tensors that this rank saves: the ranges it owns, which ranks with copies share out.
 
     Args:
         diverged: an axis whose ranks do not have equal parameters now; the first rank's are saved.
@@ -78,9 +77,6 @@ def owned_fragments(parts: Parts, diverged: str | None = None) -> Iterator[Fragm
         if params.plan.counts(bucket, params.mesh.coords):
             copies = [axis for axis in params.plan.copies(bucket) if axis != diverged]
             yield from _shared_out(bucket_fragments(parts, bucket), params.mesh, copies)
-    if params.mesh.rank == 0:
-        for name, leaf in common_leaves(parts):
-            yield whole(leaf, name)
 
 
 def owned_params(params: Sharded) -> Iterator[Fragment]:
@@ -150,16 +146,6 @@ def source_of(name: str, saved: Container[str]) -> str:
     return name
 
 
-def common_leaves(parts: Parts) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and values of the tensors that are equal on all ranks: the optimizer's counters and the model's buffers."""
-    plan = parts.params.plan
-    for prefix, tree in (("opt", parts.opt), ("also", parts.also), ("buffers", parts.buffers)):
-        for path, leaf in named_leaves(tree):
-            in_bucket = prefix != "buffers" and plan.numbering.run_named(path[-1])
-            if isinstance(leaf, torch.Tensor) and not in_bucket:
-                yield f"{prefix}/{path_name(path)}", leaf
-
-
 def _flat_states(parts: Parts, bucket: Bucket) -> Iterator[tuple[str, Bucket, torch.Tensor]]:
     """The flat tensors in the optimizer's layout for a bucket or a subset of its leaves: prefix of their names, bucket of
     these leaves, tensor.
@@ -168,9 +154,16 @@ def _flat_states(parts: Parts, bucket: Bucket) -> Iterator[tuple[str, Bucket, to
     """
     for prefix, tree in (("opt", parts.opt), ("also", parts.also)):
         for path, leaf in named_leaves(tree):
-            name, subset = parts.params.plan.numbering.run_named(path[-1]) or (None, bucket)
-            if name == bucket.name and isinstance(leaf, torch.Tensor):
-                yield f"{prefix}/{path_name(path[:-1])}/", subset, leaf
+            found = flat_bucket(parts.params.plan, path, leaf)
+            if found and found[0] == bucket.name:
+                yield f"{prefix}/{path_name(path[:-1])}/", found[1], leaf
+
+
+def flat_bucket(plan: Plan, path: Sequence[Any], leaf: Any) -> tuple[str, Bucket] | None:
+    """The name of a bucket, and the bucket or the subset of its leaves, for which ``leaf`` is the flat tensor in the
+    optimizer's layout; None for any other leaf, such as a number for each bucket."""
+    found = plan.numbering.run_named(path[-1])
+    return found if found and isinstance(leaf, torch.Tensor) and leaf.numel() == found[1].owned else None
 
 
 def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[tuple[Any, ...], Any]]:

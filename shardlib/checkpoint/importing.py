@@ -13,10 +13,11 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from shardlib.checkpoint.common import common_leaves
 from shardlib.checkpoint.filling import check_intact, fill_state, run_fills
-from shardlib.checkpoint.fragments import BUFFERS, MASTERS, PARAMS, common_leaves, needed_fragments, needed_params
+from shardlib.checkpoint.fragments import BUFFERS, MASTERS, PARAMS, needed_fragments, needed_params
 from shardlib.checkpoint.manifest import Entry, Manifest
-from shardlib.checkpoint.packed import Parts, unpacked
+from shardlib.checkpoint.packed import Parts, outlined
 from shardlib.checkpoint.reading import Saved
 from shardlib.collectives import primitives
 from shardlib.errors import CheckpointError, TreeError, listing
@@ -83,7 +84,7 @@ def _import_state(read: Imported, state: TrainState, prefix: str, partial: Seque
             f"{read.folder}: parameters have taken different numbers of steps, of which an optimizer here has one:\n"
             f"{listing(lines)}\nImport the parameters alone"
         )
-    parts = unpacked(state)
+    parts = outlined(state)
     counters = {name: leaf for name, leaf in common_leaves(parts) if name.rpartition("/")[2] in _COUNTERS}
     held = replace(read.held, tensors=_renamed(read, parts, prefix))
     with Saved(read.folder, held) as saved:

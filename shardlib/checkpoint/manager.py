@@ -12,10 +12,8 @@ from typing import Any
 import torch
 
 from shardlib.checkpoint import restore as restoring
-from shardlib.checkpoint.agreement import on_all_ranks
 from shardlib.checkpoint.background import PATIENCE, BackgroundSave
-from shardlib.checkpoint.commit import Commit
-from shardlib.checkpoint.save import facts, save, saved_fragments
+from shardlib.checkpoint.save import prepared, save, saved_fragments
 from shardlib.checkpoint.snapshot import Snapshot
 from shardlib.mesh.launch.signals import STOPPING, Signals, exit_code
 from shardlib.mesh.launch.supervised import RESIZE, Supervisor
@@ -125,8 +123,7 @@ class Manager:
             self._supervisor.saved(state.step)
             return
         mesh = state.params.mesh
-        commit = Commit(self.folder, facts(state, notes or {}), mesh.rank, mesh.size, self._keep)
-        on_all_ranks(mesh, lambda: commit.prepare() if mesh.rank == 0 else None)
+        commit = prepared(self.folder, state, self._keep, notes)
         self._running = BackgroundSave(commit, mesh, *self._snapshot.take(saved_fragments(state, also)))
 
     @naming("the checkpoint")

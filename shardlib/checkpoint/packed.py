@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import optree
 import torch
 
+from shardlib._compat import storage_id
 from shardlib.errors import TreeError, listing
 from shardlib.optim.base import Packed
 from shardlib.optim.train_state import OptimizerState, TrainState
@@ -22,6 +23,7 @@ class Parts(NamedTuple):
         params, opt, comm, buffers: of the `TrainState`.
         also: name -> further tree of tensors in the optimizer's layout (the state of `shardlib.optim.ema`), or equal on all
             ranks.
+        packed: storage of a tensor without memory -> the packed tensor that it stands for.
     """
 
     params: Sharded
@@ -29,6 +31,7 @@ class Parts(NamedTuple):
     comm: dict[str, torch.Tensor]
     buffers: Any
     also: Mapping[str, Any]
+    packed: Mapping[int, Packed]
 
 
 def unpacked(state: TrainState, also: Mapping[str, Any] | None = None) -> Parts:
@@ -37,22 +40,33 @@ def unpacked(state: TrainState, also: Mapping[str, Any] | None = None) -> Parts:
     Raises:
         TreeError: ``also`` has leaves that are no tensors.
     """
+    return _with(state, also, lambda node: node.unpacked(), {})
+
+
+def outlined(state: TrainState, also: Mapping[str, Any] | None = None) -> Parts:
+    """As `unpacked`, with tensors without memory in place of decoded ones."""
+    packed: dict[int, Packed] = {}
+
+    def outline(node: Packed) -> torch.Tensor:
+        like = node.like
+        packed[storage_id(like.untyped_storage())] = node
+        return like
+
+    return _with(state, also, outline, packed)
+
+
+def _with(
+    state: TrainState,
+    also: Mapping[str, Any] | None,
+    instead: Callable[[Packed], torch.Tensor],
+    packed: Mapping[int, Packed],
+) -> Parts:
+    """The trees of a state and of ``also``, with other tensors instead of packed ones."""
     trees: Any = [state.opt, dict(also or {})]
-    decoded: Any = optree.tree_map(
-        lambda node: node.unpacked() if _is_packed(node) else node, trees, is_leaf=_is_packed
-    )
-    opt, further = decoded
+    replaced: Any = optree.tree_map(lambda node: instead(node) if _is_packed(node) else node, trees, is_leaf=_is_packed)
+    opt, further = replaced
     _require_tensors(further)
-    return Parts(state.params, opt, state.comm, state.buffers, further)
-
-
-def pack(state: TrainState, also: Mapping[str, Any] | None, whole: Parts) -> None:
-    """Encode the tensors of ``whole``, which came from ``unpacked(state, also)``, into the packed leaves of both."""
-    before: list[Any] = [[state.opt, dict(also or {})], [whole.opt, whole.also]]
-    nodes, tensors = (optree.tree_leaves(tree, is_leaf=_is_packed) for tree in before)
-    for node, values in zip(nodes, tensors, strict=True):
-        if _is_packed(node):
-            node.pack(values)
+    return Parts(state.params, opt, state.comm, state.buffers, further, packed)
 
 
 def _require_tensors(also: Any) -> None:

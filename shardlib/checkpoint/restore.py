@@ -10,7 +10,7 @@ from typing import Any
 from shardlib.checkpoint import commit
 from shardlib.checkpoint.agreement import from_first_rank, read_on_all_ranks
 from shardlib.checkpoint.filling import fill_state, planned
-from shardlib.checkpoint.packed import unpacked
+from shardlib.checkpoint.packed import outlined
 from shardlib.checkpoint.reading import Saved, open_checkpoint
 from shardlib.checkpoint.save import require_state
 from shardlib.errors import CheckpointError, listing
@@ -59,8 +59,8 @@ def restore(
 
     Mesh, number of ranks, stage, slices, pipeline stages, 16-bit precision and codecs may differ from those of the run that
     saved the checkpoint. Every byte of the checkpoint is verified first, by all ranks together; then each rank reads the
-    bytes that its shards need, in place where dtype and device allow, else through a buffer of at most 64 MB. Residuals, and
-    the moments of `adamw8bit`, are read into tensors of their own first.
+    bytes that its shards need, in place where dtype and device allow, else through a buffer of at most 64 MB. Moments of
+    `adamw8bit` are decoded, filled and encoded a part at a time; residuals are read into a tensor of their own, one by one.
 
     Args:
         checkpoint: a checkpoint's folder, or the folder that `save` was given, for the newest checkpoint in it.
@@ -103,7 +103,7 @@ def bytes_to_read(checkpoint: str | Path, state: TrainState, *, also: Mapping[st
     mesh = state.params.mesh
     with open_checkpoint(checkpoint_at(checkpoint)) as saved:
         verified = sum(chunk.length for _, chunk in saved.shared_out(mesh.rank, mesh.size))
-        return verified + sum(fill.bytes(saved) for fill in planned(saved, unpacked(state, also)))
+        return verified + sum(fill.bytes(saved) for fill in planned(saved, outlined(state, also)))
 
 
 def checkpoint_at(checkpoint: str | Path) -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 
 from shardlib.checkpoint.agreement import on_all_ranks
 from shardlib.checkpoint.commit import Commit
+from shardlib.checkpoint.common import owned_leaves
 from shardlib.checkpoint.fragments import Fragment, owned_fragments
 from shardlib.checkpoint.manifest import Manifest
 from shardlib.checkpoint.packed import unpacked
@@ -53,12 +54,20 @@ def save(
     'step-00000000'
     """
     mesh = require_state("save", state).params.mesh
-    commit = Commit(Path(folder), facts(state, notes or {}), mesh.rank, mesh.size, keep)
-    on_all_ranks(mesh, lambda: commit.prepare() if mesh.rank == 0 else None)
+    commit = prepared(Path(folder), state, keep, notes)
     on_all_ranks(mesh, lambda: commit.write(saved_fragments(state, also)))
     final, *_ = on_all_ranks(mesh, lambda: commit.finish() if mesh.rank == 0 else None)
     assert final is not None
     return final
+
+
+def prepared(folder: Path, state: TrainState, keep: int, notes: dict[str, Any] | None) -> Commit:
+    """This rank's part of a new attempt to write a checkpoint of ``state``. Arguments and errors as of `save`."""
+    mesh = state.params.mesh
+    commit = Commit(folder, facts(state, notes or {}), mesh.rank, mesh.size, keep)
+    token, *_ = on_all_ranks(mesh, lambda: commit.prepare() if mesh.rank == 0 else "")
+    commit.begin(token)
+    return commit
 
 
 def facts(state: TrainState, notes: dict[str, Any]) -> Manifest:
@@ -113,7 +122,8 @@ def _specs(placement: Placement) -> str:
 
 
 def saved_fragments(state: TrainState, also: Mapping[str, Any] | None) -> list[Fragment]:
-    """The fragments of a state and further trees that this rank saves: views where they hold what is saved."""
+    """The fragments of a state and further trees that this rank saves: views where they hold what is saved. Every
+    rank must call it."""
     whole = unpacked(state.settled(), also)
     fragments = owned_fragments(whole, diverged_axis(whole))
-    return [*fragments, *rank_local_fragments(whole), *residual_fragments(whole)]
+    return [*fragments, *owned_leaves(whole), *rank_local_fragments(whole), *residual_fragments(whole)]

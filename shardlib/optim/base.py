@@ -47,15 +47,30 @@ class Holding(Protocol):
 
 
 class Packed(abc.ABC):
-    """A node of an optimizer's state that holds one tensor in fewer bits. Checkpoints hold the decoded tensor."""
+    """A node of an optimizer's state that holds one tensor in fewer bits. Checkpoints hold the decoded tensor.
+
+    Attributes:
+        block: elements that are encoded together: parts begin at multiples of it.
+    """
+
+    block: int
+
+    @property
+    @abc.abstractmethod
+    def like(self) -> torch.Tensor:
+        """A tensor of the decoded one's shape and dtype, without memory (on the meta device)."""
 
     @abc.abstractmethod
+    def part(self, first: int, stop: int) -> torch.Tensor:
+        """Elements ``first`` to ``stop`` of the decoded tensor, flat."""
+
     def unpacked(self) -> torch.Tensor:
         """The decoded tensor, in the shape of its parameter (or shard)."""
+        return self.part(0, self.like.numel()).view(self.like.shape)
 
     @abc.abstractmethod
-    def pack(self, values: torch.Tensor) -> None:
-        """Encode ``values`` in place. Encoding the result of `unpacked` changes no bit."""
+    def pack(self, values: torch.Tensor, first: int = 0) -> None:
+        """Encode ``values`` in place, as the elements from ``first`` on. Encoding the result of `part` changes no bit."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,8 @@
 """A crash at any operation of a save leaves the old checkpoint or the new one, whole; and deletions leave no half of one."""
 
+import subprocess
+import sys
+
 import pytest
 from helpers.crashes import Recorder, crashes
 from helpers.models import mlp, regression_batch, share
@@ -8,6 +11,7 @@ from helpers.saved import tensors
 
 import shardlib as sl
 from shardlib.checkpoint.reading import open_checkpoint
+from shardlib.checkpoint.save import prepared, saved_fragments
 
 LOSS, PARAMS = mlp([5, 7, 3])
 BATCH = regression_batch(12, 5, 3)
@@ -91,3 +95,52 @@ def test_what_a_crash_left_does_not_disturb_the_next_save(tmp_path, monkeypatch)
         saved = tensors(sl.checkpoint.save(after, state, keep=1))
         wanted = wanted or saved
         assert saved.keys() == wanted.keys() and [path.name for path in after.iterdir()] == ["step-00000002"]
+
+
+def attempt(folder, state):
+    """An attempt to save, prepared."""
+    return prepared(folder, state, 3, None)
+
+
+def test_attempts_do_not_disturb_each_other(tmp_path):
+    """A thread of an earlier run still writes while a new run saves the same step: both checkpoints are whole."""
+    state, _ = sl.make_train_step(LOSS, sl.shard(PARAMS, sl.make_mesh()), sl.optim.adamw(0.1))
+    early = attempt(tmp_path, state)
+    late = attempt(tmp_path, state)
+    late.write(saved_fragments(state, None))
+    early.write(saved_fragments(state, None))
+    first = late.finish()
+    with open_checkpoint(first) as saved:
+        assert saved.damages() == []
+    second = early.finish()
+    with open_checkpoint(second) as saved:
+        assert saved.damages() == []
+    assert [path.name for path in tmp_path.iterdir()] == [second.name] == [sl.checkpoint.latest(tmp_path).name]
+
+
+def test_what_nobody_writes_any_more_is_removed(tmp_path):
+    state, _ = sl.make_train_step(LOSS, sl.shard(PARAMS, sl.make_mesh()), sl.optim.adamw(0.1))
+    early = attempt(tmp_path, state)
+    early.write(saved_fragments(state, None))
+    (stale,) = tmp_path.iterdir()
+    del early
+    late = attempt(tmp_path, state)
+    assert not stale.exists() and len(list(tmp_path.iterdir())) == 1
+    # Another process, which ends.
+    (kept,) = tmp_path.iterdir()
+    del late
+    program = (
+        f"import fcntl, os; fd = os.open({str(kept)!r}, 0); fcntl.flock(fd, 2); print('locked', flush=True); input()"
+    )
+    other = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdout.readline() == b"locked\n"
+    later = attempt(tmp_path, state)
+    assert kept.exists() and len(list(tmp_path.iterdir())) == 2
+    other.kill()
+    other.wait()
+    last = attempt(tmp_path, state)
+    assert not kept.exists()
+    for each in (later, last):
+        each.write(saved_fragments(state, None))
+        each.finish()
+    assert len(list(tmp_path.iterdir())) == 1

@@ -28,13 +28,22 @@ class Coded(Packed):
     scales: torch.Tensor
     coding: DynamicMap
 
-    def unpacked(self) -> torch.Tensor:
-        return self.coding.decode(self.codes, self.scales)
+    block = BLOCK
 
-    def pack(self, values: torch.Tensor) -> None:
-        codes, scales = self.coding.encode(values)
-        self.codes.copy_(codes)
-        self.scales.copy_(scales)
+    @property
+    def like(self) -> torch.Tensor:
+        return torch.empty(self.codes.shape, dtype=torch.float32, device="meta")
+
+    def part(self, first: int, stop: int) -> torch.Tensor:
+        return self.coding.decode(*self._coded(first, stop))
+
+    def pack(self, values: torch.Tensor, first: int = 0) -> None:
+        for held, new in zip(self._coded(first, first + values.numel()), self.coding.encode(values), strict=True):
+            held.copy_(new.view(-1))
+
+    def _coded(self, first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The codes and scales of elements ``first`` to ``stop``: views."""
+        return self.codes.view(-1)[first:stop], self.scales[first // BLOCK : -(-stop // BLOCK)]
 
 
 def zero_moment(param: torch.Tensor, coding: DynamicMap) -> Coded | torch.Tensor:
