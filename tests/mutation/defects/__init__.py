@@ -1,7 +1,7 @@
 """All defects, by the rooms they are planted in."""
 
 from ..planting import Defect
-from . import checkpoints, communication, hangs, keys, optimizers, parts, plans, runs, steps
+from . import checkpoints, communication, hangs, keys, optimizers, parts, plans, reproducible, runs, steps
 
 DEFECTS: tuple[Defect, ...] = (
     *communication.DEFECTS,
@@ -13,4 +13,5 @@ DEFECTS: tuple[Defect, ...] = (
     *parts.DEFECTS,
     *checkpoints.DEFECTS,
     *runs.DEFECTS,
+    *reproducible.DEFECTS,
 )
