@@ -18,6 +18,7 @@ from hypothesis import Phase, settings
 IGNORED = (
     "tests/benchmarks",
     "tests/commands",
+    "tests/device",
     "tests/docs",
     "tests/kernels/test_build_and_dispatch.py",
     "tests/kernels/test_triton_compiles.py",
