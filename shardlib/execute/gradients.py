@@ -212,16 +212,7 @@ class Gradients:
             collectives = len(each), *((exchange.op, exchange.axis) for exchange in (*each, *last))
             groups.setdefault(collectives, []).append(bucket)
         for buckets in groups.values():
-            self._reduce(buckets, [self._signless(bucket, ready.pop(bucket.name)) for bucket in buckets])
-
-    def _signless(self, bucket: Bucket, whole: torch.Tensor | None) -> torch.Tensor | None:
-        """A gradient without negative zeros, if it is to be summed in a tree.
-
-        What has no gradient is a zero, or left out of a sum, as leaves are packed; only adding to a negative zero shows it.
-        """
-        if self._trees is None or whole is None:
-            return whole
-        return whole + 0.0 if bucket.alone else whole.add_(0.0)  # a gradient that was not packed may be the user's
+            self._reduce(buckets, [ready.pop(bucket.name) for bucket in buckets])
 
     def _routes(self, bucket: Bucket) -> tuple[tuple[Exchange, ...], tuple[Exchange, ...]]:
         """A bucket's exchanges after each micro-batch, and after the last one."""
@@ -269,7 +260,8 @@ class Gradients:
     def _tree_sum(self, trees: Trees, bucket: Bucket, whole: torch.Tensor | None) -> Sum:
         assert whole is not None and self._plan.step.total_microbatches is not None
         tree = trees.setdefault(bucket.name, TreeSum(self._plan.step.total_microbatches))
-        tree.add(Node(0, self._first + self._microbatch), whole)
+        # The tree adds in place, and a gradient that was not packed may be a tensor of the user's.
+        tree.add(Node(0, self._first + self._microbatch), whole.clone() if bucket.alone else whole)
         if not self._last:
             return Sum(bucket, whole)
         sums, count = trees.pop(bucket.name).sums, self._plan.step.nodes

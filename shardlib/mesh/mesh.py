@@ -195,10 +195,12 @@ def make_mesh(device: str | torch.device | None = None, timeout: float = 600.0, 
 
     Args:
         device: where this rank's tensors live; by default its CUDA device when there is one, else the CPU.
-        timeout: seconds after which a collective fails that other ranks have not joined.
+        timeout: seconds after which a collective fails that other ranks have not joined. Every rank then reports what it
+            does, and stops: see docs/faults.md.
 
     Raises:
         MeshError: a size is not a positive integer, or the sizes' product is not the number of processes.
+        RankFailure: processes have not started within the timeout; names them.
 
     >>> mesh = sl.make_mesh()  # one process: a mesh of one
     >>> mesh.shape, mesh.rank
@@ -218,7 +220,7 @@ def make_mesh(device: str | torch.device | None = None, timeout: float = 600.0, 
             "change the sizes so that their product is the number of processes"
         )
     rank = dist.get_rank() if world > 1 else 0
-    return Mesh(shape, rank, _process_groups(shape, rank, timeout), where)
+    return Mesh(shape, rank, _process_groups(shape, rank, rendezvous.limit_of(where, timeout)), where)
 
 
 def as_mesh(mesh: Any) -> Mesh:
@@ -257,7 +259,7 @@ def simulated_mesh(
     return Mesh(shape, rank, groups, device)
 
 
-def _process_groups(shape: Mapping[str, int], rank: int, timeout: float) -> dict[str, Group]:
+def _process_groups(shape: Mapping[str, int], rank: int, limit: timedelta) -> dict[str, Group]:
     groups: dict[str, Group] = {}
     for axis, size in shape.items():
         if size == 1:
@@ -268,7 +270,7 @@ def _process_groups(shape: Mapping[str, int], rank: int, timeout: float) -> dict
         else:
             # torch requires that every rank makes every group, in the same order.
             for members in axis_groups(shape, axis):
-                made = dist.new_group(members, timeout=timedelta(seconds=timeout))
+                made = dist.new_group(members, timeout=limit)
                 if rank in members:
                     groups[axis] = ProcessGroup(made, axis)
     return groups

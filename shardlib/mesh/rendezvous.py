@@ -15,7 +15,6 @@ from shardlib.errors import RankFailure
 from shardlib.mesh.transport import watch
 
 _POLL = 0.02  # seconds between rank 0's looks for ranks that ask
-# NCCL ends a process whose collective has timed out, in words of its own. The watch comes first.
 _AFTER_THE_WATCH = timedelta(seconds=60)
 
 
@@ -28,17 +27,27 @@ def start(device: torch.device, timeout: float) -> None:
     Raises:
         RankFailure: processes of the world have not started in time; names them.
     """
-    limit = timedelta(seconds=timeout)
+    limit = limit_of(device, timeout)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = meet(rank, size, limit) if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else None
+    store = (
+        meet(rank, size, timedelta(seconds=timeout))
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        else None
+    )
     world: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": size}
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", timeout=limit + _AFTER_THE_WATCH, **world)
+        dist.init_process_group("nccl", timeout=limit, **world)
         watch.begin(ends=True, timeout=timeout)
     else:
         dist.init_process_group("gloo", timeout=limit, **world)
         watch.begin(ends=True)
+
+
+def limit_of(device: torch.device, timeout: float) -> timedelta:
+    """The timeout of process groups. NCCL ends the process then, in words of its own, so that the watch comes first."""
+    limit = timedelta(seconds=timeout)
+    return limit + _AFTER_THE_WATCH if device.type == "cuda" else limit
 
 
 def meet(rank: int, size: int, limit: timedelta) -> dist.Store:

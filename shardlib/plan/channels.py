@@ -67,6 +67,7 @@ class Channel:
     def bind(self, coords: Mapping[str, int]) -> BoundCodec:
         """The codec bound to the buffer of the rank at these coordinates."""
         bucket, level = self.bucket, self.bucket.levels if self.level is None else self.level
+        groups = dict(reversed(tuple(self.later.items())))  # what is summed last is major in the batch
         return self.codec.bind(
             Rows(
                 ways=self.ways,
@@ -77,10 +78,8 @@ class Channel:
                 mean=self.mean,
                 dtype=self.dtype,
                 shapes=() if bucket.levels else bucket.shapes,
-                groups=math.prod(self.later.values()),
-                group=rank_of(
-                    dict(reversed(tuple(self.later.items()))), coords
-                ),  # what is summed last is major in the batch
+                groups=math.prod(groups.values()),
+                group=rank_of(groups, coords),
             )
         )
 

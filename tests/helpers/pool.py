@@ -22,9 +22,12 @@ TIMEOUT = 40.0  # seconds for one collective
 class Pool:
     """``run(fn, *args, mesh=...)`` is like `shardlib.simulate`, on some or all of the processes."""
 
-    def __init__(self, size, timeout=TIMEOUT, patience=TIMEOUT + 20):
-        """``timeout`` is that of a collective; after ``patience`` a function that has not come back is stopped."""
-        self.size, self._timeout, self._patience = size, timeout, patience
+    def __init__(self, size, timeout=TIMEOUT, patience=TIMEOUT + 20, device="cpu"):
+        """``timeout`` is that of a collective; after ``patience`` a function that has not come back is stopped.
+
+        ``device`` is that of the meshes: "cpu", or "rig" for `helpers.rig`.
+        """
+        self.size, self._timeout, self._patience, self._device = size, timeout, patience, device
         self._processes = []
 
     def run(self, fn, *args, mesh):
@@ -83,7 +86,7 @@ class Pool:
             }
             self._processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "helpers.pool", str(self._timeout)],
+                    [sys.executable, "-m", "helpers.pool", str(self._timeout), self._device],
                     env=environment,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
@@ -107,13 +110,17 @@ def _receive(stream):
     return pickle.loads(stream.read(struct.unpack("q", header)[0]))
 
 
-def _serve(timeout):
+def _serve(timeout, device):
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
     from shardlib.mesh.mesh import as_mesh, current_mesh
 
+    if device == "rig":
+        from helpers import rig
+
+        rig.start()  # before torch's engine of gradients, which makes its threads once for all devices
     torch.set_num_threads(1)
     answers, requests = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
     os.dup2(2, 1)  # what tests print must not mix with answers
@@ -125,7 +132,7 @@ def _serve(timeout):
         key = tuple(shape.items())
         if key not in meshes:  # every process makes every group, members or not
             ranks = torch.arange(torch.Size(shape.values()).numel()).view(*shape.values())
-            meshes[key] = DeviceMesh("cpu", ranks, mesh_dim_names=tuple(shape))
+            meshes[key] = DeviceMesh(device, ranks, mesh_dim_names=tuple(shape))
         if meshes[key].get_coordinate() is None:
             answer = "not part of the mesh"
         else:
@@ -141,4 +148,4 @@ def _serve(timeout):
 
 
 if __name__ == "__main__":
-    _serve(float(sys.argv[1]))
+    _serve(float(sys.argv[1]), sys.argv[2])

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.models import mlp, regression_batch
 
 import shardlib as sl
 from shardlib.commands import __main__ as cli
@@ -84,6 +85,22 @@ def test_a_rank_that_returns_while_others_wait_for_it(monkeypatch):
     assert "rank 1 returned; every rank along an axis must make the same calls" in str(caught.value)
     assert "rank 0 waits in all_gather(3 × float32) on axis 'data'" in str(caught.value)
     assert 'sl.collectives.all_gather(torch.ones(3), "data")' in str(caught.value)
+
+
+def test_a_rank_that_trains_for_longer_than_others(monkeypatch):
+    """The report names the step, and the unit that is gathered."""
+    monkeypatch.setattr(processes, "_ASK", 0.2)
+    monkeypatch.setattr(processes, "_STUCK", 4)
+    loss_fn, params = mlp([8, 16, 4])
+
+    def run(mesh):
+        state, step = sl.make_train_step(loss_fn, sl.shard(params, mesh, stage=3), sl.optim.sgd(0.1))
+        while state.step < 4 - mesh.rank:
+            state, _ = step(state, regression_batch(4, 8, 4))
+
+    gather = r"rank 0 waits in all_gather\(\d+ × float64\) on axis 'data' \(call \d+, for layers/0, in step 3\), at"
+    with pytest.raises(RankFailure, match=rf"(?s)rank 0 of 2 would have waited for ever.*rank 1 returned.*{gather}"):
+        sl.launch(run, mesh={"data": 2}, timeout=280)
 
 
 def test_a_timeout_says_what_each_rank_was_doing(monkeypatch, tmp_path):

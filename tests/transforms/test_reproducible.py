@@ -161,6 +161,33 @@ def test_real_processes_give_the_bits_of_one_device(pool, stage, total):
     assert set(found) == {one_device(total=total)}
 
 
+class Reporting(torch.autograd.Function):
+    """The product of a weight and rows, which keeps the gradient that it gives the weight."""
+
+    @staticmethod
+    def forward(ctx, w, x, kept):
+        ctx.x, ctx.kept = x, kept
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.kept.append(ctx.x.mT @ grad)
+        return ctx.kept[-1], None, None
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_that_a_user_holds_are_not_added_to(ranks):
+    def run(mesh):
+        kept = []
+        params = sl.shard({"w": torch.ones(3, 3)}, mesh, sl.chain(sl.zero(), sl.reproducible(2 * ranks)))
+        state, step = sl.make_train_step(lambda p, x: Reporting.apply(p["w"], x, kept).sum(), params, sl.optim.sgd(0.1))
+        step(state, torch.ones(2, 3))
+        return [grad.tolist() for grad in kept]
+
+    (first, second), *_ = sl.simulate(run, mesh={"data": ranks})
+    assert first == second
+
+
 def weighted(params, batch, rng):
     """Losses whose weights differ, with means in aux: their sums round."""
     x = sl.dropout(batch["x"] @ params["w"], 0.3, rng)
@@ -245,7 +272,7 @@ def of_many_uses(params, x, batch=None):
     """A block that uses its weight in products of every kind, so that many gradients of it are added."""
     w, b = params["w"], params["b"]
     y = torch.tanh(x @ w)
-    y = torch.tanh(y @ w.T + w[0])
+    y = torch.tanh(y @ w.T)
     y = torch.tanh(torch.nn.functional.linear(y, w, b))
     y = torch.tanh((w @ y.T).T)
     return x + torch.bmm(y[None], w[None])[0]

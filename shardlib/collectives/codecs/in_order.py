@@ -71,8 +71,8 @@ class BoundInOrder:
         return times * (self.rows.ways - 1) * self.rows.row(1) * self.rows.dtype.itemsize
 
     def pad(self, x: torch.Tensor) -> torch.Tensor:
-        if self.sent == 1:
-            return self.rows.pad(x, 1)
+        if self.rows.ways * self.rows.row(1) == self.rows.elements:
+            return x
         return torch.cat([self.rows.pad(each, 1) for each in x.chunk(self.sent)])
 
     def start(self, device: torch.device) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Checks and dispatch of the operations on flat tensors of one shape: the steps of optimizers."""
+"""Checks and dispatch of the operations on flat tensors of one shape: the steps of optimizers, and sums over elements."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def serving(
     dtypes: tuple[torch.dtype, ...],
     using: str | None,
 ) -> Any:
-    """The implementation for tensors that passed `check`: plain torch for dtypes and strides that kernels do not take.
+    """The implementation for checked tensors: plain torch for dtypes and strides that kernels do not take.
 
     Args:
         dtypes: those of the tensor ``like`` that kernels take.

@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 
 from shardlib.kernels.common.arguments import check_tensors
-from shardlib.kernels.common.dispatch import on, serving
+from shardlib.kernels.common.dispatch import on
+from shardlib.kernels.common.flat import FLOATS, serving
 from shardlib.kernels.exact_sum import reference
 
 IMPLEMENTATIONS = {"cpu": ("cpu",)}
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def digits_of_squares(x: torch.Tensor, *, using: str | None = None) -> torch.Tensor:
@@ -26,9 +26,5 @@ def digits_of_squares(x: torch.Tensor, *, using: str | None = None) -> torch.Ten
         using: names one implementation ("cpu", "reference"), for tests.
     """
     check_tensors("digits_of_squares", {"x": x})
-    if x.dtype not in _DTYPES or not x.is_contiguous():
-        if using not in (None, "reference"):
-            raise TypeError(f"{x.dtype} and strided tensors are served by plain torch, not by {using}")
-        return reference.digits_of_squares(x)
     with on(x.device):
-        return serving("exact_sum", x, using).digits_of_squares(x)
+        return serving("exact_sum", reference, {"x": x}, "x", FLOATS, using).digits_of_squares(x)

@@ -15,11 +15,11 @@ from __future__ import annotations
 import torch
 
 from shardlib.kernels.common.arguments import check_tensors
-from shardlib.kernels.common.dispatch import on, serving
+from shardlib.kernels.common.dispatch import on
+from shardlib.kernels.common.flat import FLOATS, serving
 from shardlib.kernels.global_norm import reference
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def sum_of_squares(x: torch.Tensor, *, using: str | None = None) -> torch.Tensor:
@@ -30,9 +30,5 @@ def sum_of_squares(x: torch.Tensor, *, using: str | None = None) -> torch.Tensor
         using: names one implementation ("cpu", "cuda", "triton", "reference"), for tests.
     """
     check_tensors("sum_of_squares", {"x": x})
-    if x.dtype not in _DTYPES or not x.is_contiguous():
-        if using not in (None, "reference"):
-            raise TypeError(f"{x.dtype} and strided tensors are served by plain torch, not by {using}")
-        return reference.sum_of_squares(x)
     with on(x.device):
-        return serving("global_norm", x, using).sum_of_squares(x)
+        return serving("global_norm", reference, {"x": x}, "x", FLOATS, using).sum_of_squares(x)

@@ -231,6 +231,6 @@ def _line_of_the_user() -> str:
 def _of_a_library(file: str) -> bool:
     """Whether a file is part of Python, torch or shardlib."""
     inside = file.removeprefix(_STANDARD)
-    return file.startswith(("<", *_LIBRARIES)) or (
+    return file.startswith(("<frozen", "<string>", *_LIBRARIES)) or (
         inside != file and not inside.startswith(("site-packages", "dist-pac"))
     )

@@ -156,7 +156,7 @@ class SimulatedGroup:
         current = self._exchange.rounds.setdefault(number, _Round(signature, me))
         if current.signature != signature:
             error = RankMismatch(
-                f"ranks call different collectives on axis {self._axis!r} (call {number + 1}): "
+                f"ranks call different collectives on axis {self._axis!r} (call {number + 1}{here().label}): "
                 f"rank {current.first} calls {current.signature}, rank {me} calls {signature}. "
                 "Every rank along an axis must make the same calls, of the same sizes, in the same order."
             )

@@ -69,6 +69,7 @@ class Watch:
         self._rank, self._activity = dist.get_rank(), activity.here()
         self._others = set(range(dist.get_world_size())) - {self._rank}
         self._states: States = dict.fromkeys(self._others, _GONE)
+        self._identities: dict[int, str] = {}
         self._raises = False  # whether the program is given the report
         self._wake, self._over, self._reported = threading.Event(), threading.Event(), threading.Event()
         self._store.set(f"process/{self._rank}", vitals.identity())
@@ -106,18 +107,23 @@ class Watch:
                 self._store.check(["alarm"])  # once the store has answered this it has the state too
 
     def _run(self) -> None:
-        # One of these errors means that the store is gone.
-        with suppress(RuntimeError, ValueError):
-            while not self._over.is_set():
-                late = self._timeout is not None and self._activity.overdue(self._timeout)
-                if late or self._wake.is_set() or self._store.check(["alarm"]):
-                    self._answer()
-                    self._reported.set()
-                    if self._ends:
-                        self._wait_for_the_end()
+        try:
+            while not self._alarm():
+                if self._over.is_set():
                     return
                 self._wake.wait(_POLL)
-        self._reported.set()
+            self._answer()
+        except (RuntimeError, ValueError):
+            return  # the store is gone, as when the rank that hosted it has ended
+        finally:
+            self._reported.set()
+        if self._ends:
+            self._wait_for_the_end()
+
+    def _alarm(self) -> bool:
+        """Whether a report is due."""
+        late = self._timeout is not None and self._activity.overdue(self._timeout)
+        return late or self._raises or self._store.check(["alarm"])
 
     def _answer(self) -> None:
         """Take part in a report."""
@@ -125,31 +131,36 @@ class Watch:
         mine = self._activity.state()
         self._store.set(f"state/{self._rank}", pickle.dumps(mine).hex())
         answered = self._await("state", self._others)
-        states = {rank: pickle.loads(bytes.fromhex(self._store.get(f"state/{rank}").decode())) for rank in answered}
+        texts = self._store.multi_get([f"state/{rank}" for rank in answered]) if answered else []
+        states = {rank: pickle.loads(bytes.fromhex(text.decode())) for rank, text in zip(answered, texts, strict=True)}
         self._states = {rank: states[rank] if rank in states else self._look(rank)[1] for rank in self._others}
         if self._ends:
             print(f"shardlib: {self._text(mine)}", file=sys.stderr, flush=True)
         self._store.set(f"said/{self._rank}", "")
         self._await("said", {rank for rank, state in states.items() if not state.ended})
 
-    def _await(self, what: str, ranks: Collection[int]) -> set[int]:
+    def _await(self, what: str, ranks: Collection[int]) -> list[int]:
         """Wait until these ranks have written something, except for those that will not; returns the ranks that have."""
         missing, gone = set(ranks), set[int]()
         until = time.monotonic() + _ANSWER
         while missing - gone and time.monotonic() < until:
+            if self._store.check([f"{what}/{rank}" for rank in missing]):
+                return list(ranks)
             # Looked at before the store: what a process wrote before it ended is there once it is known to have ended.
             gone = {rank for rank in missing if self._look(rank)[0]}
             missing = {rank for rank in missing if not self._store.check([f"{what}/{rank}"])}
             if missing - gone:
-                time.sleep(_CLOSE)
-        return set(ranks) - missing
+                time.sleep(_CLOSE + len(missing) / 1000)  # all ranks ask the same store
+        return [rank for rank in ranks if rank not in missing]
 
     def _look(self, rank: int) -> tuple[bool, str]:
         """See `vitals.look`."""
         key = f"process/{rank}"
-        if not self._store.check([key]):
-            return False, "it keeps no watch of this run"
-        return vitals.look(self._store.get(key).decode())
+        if rank not in self._identities:
+            if not self._store.check([key]):
+                return False, "it keeps no watch of this run"
+            self._identities[rank] = self._store.get(key).decode()
+        return vitals.look(self._identities[rank])
 
     def _text(self, mine: activity.State, why: str = "") -> str:
         return on_rank(self._rank, {**self._states, self._rank: mine}, why)

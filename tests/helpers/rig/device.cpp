@@ -128,7 +128,7 @@ at::Generator& default_generator() {
 }
 
 Generator::Generator()
-    : c10::GeneratorImpl(device(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
+    : c10::GeneratorImpl(rig::device(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
       host(at::detail::createCPUGenerator()) {}
 
 c10::intrusive_ptr<c10::TensorImpl> Generator::get_state() const { return host.unsafeGetGeneratorImpl()->get_state(); }

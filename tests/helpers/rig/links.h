@@ -10,15 +10,16 @@ namespace rig {
 
 class Link {
  public:
-  // Do the copy of `bytes` bytes, in the time that the link needs for them.
+  // Do the copy of `bytes` bytes, at the end of the time that the link needs for them: who reads too early, or writes too
+  // early to what is being copied, gets wrong numbers.
   void carry(int64_t bytes, const Job& copy) {
     ++copies;
     moved += bytes;
     if (rate <= 0) return copy();
     std::lock_guard<std::mutex> turn(mutex_);
     auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(bytes / rate));
-    copy();
     std::this_thread::sleep_until(end);
+    copy();
   }
 
   std::atomic<int64_t> copies{0}, moved{0};

@@ -2,7 +2,7 @@
 
 from ..planting import Defect
 
-_REPORTS = "tests/mesh/test_reports.py"
+_REPORTS = "tests/mesh/test_hang_reports.py"
 _RENDEZVOUS = "tests/mesh/test_rendezvous.py"
 
 DEFECTS = (

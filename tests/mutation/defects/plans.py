@@ -24,8 +24,8 @@ DEFECTS = (
         "axis",
         "plan/exchanges.py",
         "gradients are summed over the first axis of copies once for each, and over the others never",
-        "for axis in bucket.replicas:\n",
-        "for axis in bucket.replicas[:1] * len(bucket.replicas):\n",
+        "axes = (*bucket.axes, *bucket.replicas)",
+        "axes = (*bucket.axes, *bucket.replicas[:1] * len(bucket.replicas))",
         _HYBRID,
     ),
     Defect(

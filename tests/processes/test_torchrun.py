@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,48 @@ def test_torchrun_restarts_after_a_kill_and_a_hang(tmp_path):
     assert re.search(
         r"shardlib: rank 2 waits in no collective, while other ranks wait; it runs\n.*\n.*sleep\(600\)", ran.stdout
     )
+
+
+ONE_OF_TWO = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+import shardlib as sl
+starts = Path(os.environ["STARTS"])
+mesh = sl.make_mesh(timeout=100)
+mesh.group("data").all_reduce(torch.ones(1)).wait()
+with starts.open("a") as file:
+    print(os.environ["TORCHELASTIC_RESTART_COUNT"], file=file)
+if len(starts.read_text().split()) < 3:
+    if starts.name == "b":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.nightly
+def test_agents_that_count_their_own_restarts(tmp_path):
+    """One agent's rank is killed, twice. The other agent starts its rank anew each time, and counts no restart."""
+    script = tmp_path / "script.py"
+    script.write_text(ONE_OF_TWO)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        end = f"127.0.0.1:{probe.getsockname()[1]}"
+    command = [TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={end}"]
+    agents = [
+        subprocess.Popen(
+            [*command, "--rdzv-id=two", "--max-restarts=5", str(script)],
+            env=ENVIRONMENT | {"STARTS": str(tmp_path / name)},
+        )
+        for name in "ab"
+    ]
+    try:
+        assert [agent.wait(250) for agent in agents] == [0, 0]
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+    assert [(tmp_path / name).read_text().split() for name in "ab"] == [["0", "0", "0"], ["0", "1", "2"]]
 
 
 def uninterrupted(mesh, folder):
