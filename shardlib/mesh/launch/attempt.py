@@ -74,19 +74,17 @@ class Attempt:
         return supervised.progress(self._store)
 
     def look(self) -> End | None:
-        """How the attempt has ended; None while it runs. After a failure the other ranks are killed."""
+        """How the attempt has ended, though ranks may be left to `kill`; None while it runs."""
         codes = [process.poll() for process in self._processes]
         ended = [code for code in codes if code is not None]
         if agreed := [code for code in ended if code in AGREED]:
             self._agreed = self._agreed or time.monotonic()
             if len(ended) < self.ranks and time.monotonic() < self._agreed + _TEAR_DOWN:
                 return None
-            self.kill()
             return End(agreed[0])
         # A rank that was killed comes first: the others may have failed for want of it.
         failed = sorted((code > 0, rank, code) for rank, code in enumerate(codes) if code)
         if failed:
-            self.kill()
             by_code, rank, code = failed[0]
             lost = 1 if by_code else sum(not each for each, *_ in failed)
             if by_code:

@@ -36,9 +36,9 @@ def supervise(command: Sequence[str], counts: Counts, restarts: int, say: Callab
             attempt = Attempt(command, plan.ranks, number, plan.saves, threads)
             try:
                 end, progress = _watch(attempt, since, received, say)
+                since, number = time.time(), number + 1
             finally:
                 attempt.kill()
-            since, number = time.time(), number + 1
             at = f" after step {progress.step}" if progress.step is not None else " before its first step"
             if end.how:
                 say(f"{end.how}{at}")
