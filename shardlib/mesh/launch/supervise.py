@@ -61,7 +61,8 @@ def _watch(
         progress = attempt.progress()
         if since is not None:
             if said.begun is None and progress.begun is not None:
-                say(f"{attempt.ranks} ranks go on from step {progress.begun}")
+                who = f"{attempt.ranks} ranks go" if attempt.ranks > 1 else "1 rank goes"
+                say(f"{who} on from step {progress.begun}")
             if said.first is None and progress.first is not None and progress.begun is not None:
                 say(f"step {progress.begun + 1} after {progress.first - since:.1f} s")
             said = progress
