@@ -47,12 +47,13 @@ class Attempt:
         ranks: how many there are.
         number: counts the attempts, from 0.
         saves: after so many checkpoints the ranks end with `RESIZE`; 0 for never.
+        threads: each rank's. Equal in all attempts, since sums inside a rank depend on it (`sl.reproducible`).
 
     Attributes:
         ranks: how many there are.
     """
 
-    def __init__(self, command: Sequence[str], ranks: int, number: int, saves: int) -> None:
+    def __init__(self, command: Sequence[str], ranks: int, number: int, saves: int, threads: str) -> None:
         self.ranks = ranks
         # A store of its own for each attempt: nothing of an earlier one is in it.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -62,6 +63,7 @@ class Attempt:
             "TORCHELASTIC_RESTART_COUNT": str(number),
             supervised.ADDRESS: f"127.0.0.1:{self._store.port}",
             supervised.SAVES: str(saves),
+            "OMP_NUM_THREADS": threads,
         }
         self._processes = [
             rank_process.start([*starter, *command], rank, ranks, self._store.port, more) for rank in range(ranks)

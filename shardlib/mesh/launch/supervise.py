@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
+from shardlib.mesh.launch import rank_process
 from shardlib.mesh.launch.attempt import Attempt, End
 from shardlib.mesh.launch.restarts import Counts, Restarts
 from shardlib.mesh.launch.signals import STOPPING, exit_code
@@ -27,12 +28,12 @@ def supervise(command: Sequence[str], counts: Counts, restarts: int, say: Callab
         restarts: how often ranks start again without a new step.
         say: gets one line for each failure, each restart and each recovery.
     """
-    plan = Restarts(counts, restarts)
+    plan, threads = Restarts(counts, restarts), rank_process.threads(counts.allowed[-1])
     since: float | None = None
     with _stopping() as received:
         number = 0
         while plan.ranks is not None:
-            attempt = Attempt(command, plan.ranks, number, plan.saves)
+            attempt = Attempt(command, plan.ranks, number, plan.saves, threads)
             try:
                 end, progress = _watch(attempt, since, received, say)
             finally:
