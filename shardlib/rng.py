@@ -15,8 +15,8 @@ from numbers import Rational
 
 import torch
 
+from shardlib.common.devices import default_generator
 from shardlib.kernels import counter
-from shardlib.kernels.common.devices import default_generator
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from shardlib.mesh.launch.signals import STOPPING, Signals, exit_code
 from shardlib.mesh.launch.supervised import RESIZE, Supervisor
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport.activity import naming
+from shardlib.optim.ranges import is_step
 from shardlib.optim.train_state import TrainState
 
 
@@ -48,7 +49,7 @@ class Manager:
         folder: the folder.
 
     Raises:
-        ValueError: ``keep`` or ``every`` is below 1.
+        ValueError: ``keep`` or ``every`` is no integer from 1.
 
     >>> state, _ = sl.make_train_step(lambda p, x: (p["w"] * x).sum(), {"w": torch.ones(2)}, sl.optim.sgd(1e-3))
     >>> with sl.checkpoint.Manager("run") as manager:
@@ -58,8 +59,10 @@ class Manager:
     """
 
     def __init__(self, folder: str | Path, keep: int = 3, every: int | None = None, asynchronous: bool = True) -> None:
-        if keep < 1 or (every is not None and every < 1):
-            raise ValueError(f"Manager: keep={keep} and every={every}, but both are at least 1 (or every=None)")
+        if not all(is_step(count) for count in (keep, *([every] if every is not None else []))):
+            raise ValueError(
+                f"Manager: keep={keep!r} and every={every!r}, but both are integers from 1 (or every=None)"
+            )
         self.folder, self._keep, self._every, self._asynchronous = Path(folder), keep, every, asynchronous
         self._snapshot = Snapshot()
         self._running: BackgroundSave | None = None

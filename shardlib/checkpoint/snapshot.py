@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from shardlib.checkpoint.fragments import Fragment
-from shardlib.kernels.common.devices import pins
+from shardlib.common.devices import pins
 
 _ALIGNMENT = 64  # bytes
 

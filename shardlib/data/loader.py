@@ -11,11 +11,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from shardlib.collectives import primitives
+from shardlib.common.devices import pins
 from shardlib.data.order import Order, Shuffled, Unshuffled
 from shardlib.data.ranks import Share, share_of
 from shardlib.data.rows import Fetch, as_dataset, fetch_of, no_rows, to_device
 from shardlib.errors import BatchError
-from shardlib.kernels.common.devices import pins
 from shardlib.kernels.common.thresholds import Threshold
 from shardlib.rng import Key
 

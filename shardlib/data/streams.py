@@ -9,10 +9,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from shardlib.collectives import primitives
+from shardlib.common.devices import pins
 from shardlib.data.ranks import Share, share_of
 from shardlib.data.rows import to_device
 from shardlib.errors import BatchError
-from shardlib.kernels.common.devices import pins
 
 
 def streams(

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardlib.common.devices import default_device, with_index
 from shardlib.errors import MeshError
-from shardlib.kernels.common.devices import default_device, with_index
 from shardlib.mesh import rendezvous
 from shardlib.mesh.transport import EchoGroup, Group, ProcessGroup, SimulatedGroup, Simulation
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardlib.kernels.common.devices import with_index
+from shardlib.common.devices import with_index
 from shardlib.mesh.mesh import check_shape, current_mesh, simulated_mesh
 from shardlib.mesh.transport import Simulation
 from shardlib.mesh.transport.activity import begin_rank
