@@ -27,7 +27,7 @@ def pool():
 
 
 # Files whose tests take longest, 15 to 35 s each. Begun last, one of them would keep a core waiting for the other's end.
-_LONG = ("test_notebooks.py", "test_three_dimensions.py", "test_cli.py")
+_LONG = ("test_notebooks.py", "test_three_dimensions.py", "test_cli.py", "test_run.py")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-_WARM = 30.0  # seconds of a process's life that are left out: it imports, compiles and fills its caches
+_WARM = 60.0  # seconds of a process's life that are left out: until then its allocators fill
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Soak:
         """The facts as Markdown."""
         after_kills, after_returns = _recoveries(self.lines)
         where = Counter(what for what, _ in self.kills)
-        sizes = Counter(int(found[1]) for line in self.lines if (found := re.match(r"(\d+) ranks go on", line)))
+        sizes = Counter(int(found[1]) for line in self.lines if (found := re.match(r"(\d+) ranks? go", line)))
         steps = {step for step, _ in self.losses}
         lives = [slope for life in self.rank_memory if (slope := per_minute(life)) is not None]
         whole = per_minute(self.supervisor_memory)
@@ -54,7 +54,10 @@ class Soak:
             ("ranks were killed for", f"{self.seconds:.0f} s"),
             ("kills", f"{len(self.kills)}, of {sum(ranks for _, ranks in self.kills)} ranks"),
             ("which landed", ", ".join(f"{what} {count}" for what, count in sorted(where.items())) or "nowhere"),
-            ("starts, by ranks", ", ".join(f"{size}: {count}" for size, count in sorted(sizes.items())) or "none"),
+            (
+                "starts that went on, by ranks",
+                ", ".join(f"{size}: {count}" for size, count in sorted(sizes.items())) or "none",
+            ),
             ("recovery after a kill, to the first step done", _spread(after_kills)),
             ("the same when ranks are taken back", _spread(after_returns)),
             ("steps", f"{len(steps)}, and {len(self.losses) - len(steps)} that were done again"),
@@ -84,7 +87,7 @@ def _recoveries(lines: Sequence[str]) -> tuple[list[float], list[float]]:
     for line in lines:
         if recovered := re.fullmatch(r"step \d+ after ([\d.]+) s", line):
             found[returned].append(float(recovered[1]))
-        elif not re.match(r"\d+ ranks go on", line):
+        elif not re.match(r"\d+ ranks? go", line):
             returned = line.endswith("ranks start")
     return found
 

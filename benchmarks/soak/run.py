@@ -15,7 +15,7 @@ from benchmarks.soak.report import Soak
 from benchmarks.soak.training import EVERY
 from benchmarks.soak.watch import Watched, losses
 
-_MEAN = 30.0  # seconds between kills
+_MEAN = 60.0  # seconds between kills
 _SAMPLE = 1.0  # seconds between samples of memory
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
 from shardlib.checkpoint.commit import Commit
 from shardlib.checkpoint.fragments import Fragment
 from shardlib.collectives import primitives
-from shardlib.errors import CheckpointError, listing
+from shardlib.errors import CheckpointError, RankFailure, listing
 from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.transport import watch
 
 PATIENCE = 60.0  # seconds that the last save waits for other ranks when the program has come to its end
 
@@ -52,12 +53,14 @@ class BackgroundSave:
                 self._copied.synchronize()
             self._commit.write(self._fragments)
             if self.mesh.rank == 0:
-                self._commit.finish(self._alive)
+                self._commit.finish(self._awaited)
         except BaseException as error:
             self.problem = f"rank {self.mesh.rank}: {type(error).__name__}: {error}"
 
-    def _alive(self) -> None:
-        """Stop waiting for ranks that do not report, once this program is at its end."""
+    def _awaited(self, ranks: Collection[int]) -> None:
+        """Stop waiting for ranks that do not report, once they no longer answer or this program is at its end."""
+        if lost := sorted(watch.lost() & set(ranks)):
+            raise RankFailure(f"rank {', '.join(map(str, lost))} no longer answers, and has not written its files")
         if threading.main_thread().is_alive():
             return
         if self._patience is None:

@@ -17,7 +17,7 @@ import shutil
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -129,22 +129,22 @@ class Commit:
         part = replace(self._facts, notes={}, specs={}, tensors=written.tensors, files={file: written.bytes})
         self._report({"manifest": part.dumps().decode()})
 
-    def finish(self, alive: Callable[[], None] = lambda: None) -> Path:
+    def finish(self, awaited: Callable[[Collection[int]], None] = lambda ranks: None) -> Path:
         """Make a checkpoint of what all ranks have written, and return its folder. For rank 0.
 
         Args:
-            alive: called while reports of other ranks are awaited; raises to stop.
+            awaited: called with the ranks whose reports are awaited, again and again; raises to stop.
 
         Raises:
             RankFailure: ranks could not write; lists them.
         """
         try:
-            return self._finished(alive)
+            return self._finished(awaited)
         finally:
             self._unlock()
 
-    def _finished(self, alive: Callable[[], None]) -> Path:
-        whole = self._merged(self._reports(alive))
+    def _finished(self, awaited: Callable[[Collection[int]], None]) -> Path:
+        whole = self._merged(self._reports(awaited))
         content = metadata.dumps(whole)
         whole.files[metadata.NAME], whole.whole_files[metadata.NAME] = len(content), zlib.crc32(content)
         for name, text in ((metadata.NAME, content), (manifest.NAME, whole.dumps())):
@@ -175,10 +175,10 @@ class Commit:
         unfinished.write_text(json.dumps(report))
         os.rename(unfinished, name)
 
-    def _reports(self, alive: Callable[[], None]) -> list[dict[str, str]]:
+    def _reports(self, awaited: Callable[[Collection[int]], None]) -> list[dict[str, str]]:
         paths = [self._partial / f"{rank}.report" for rank in range(self._ranks)]
-        while not all(path.exists() for path in paths):
-            alive()
+        while missing := [rank for rank, path in enumerate(paths) if not path.exists()]:
+            awaited(missing)
             time.sleep(_POLL)
         reports = [json.loads(path.read_text()) for path in paths]
         failures = [f"rank {rank}: {report['failure']}" for rank, report in enumerate(reports) if "failure" in report]

@@ -16,6 +16,7 @@ from shardlib.checkpoint import items
 from shardlib.checkpoint.boxes import boxes
 from shardlib.checkpoint.fragments import Fragment
 from shardlib.checkpoint.manifest import Chunk, Entry
+from shardlib.common.disk import begin_writing
 from shardlib.common.dtypes import dtype_name
 from shardlib.kernels.common.thresholds import Threshold
 
@@ -63,7 +64,9 @@ def write(path: Path, fragments: Iterable[Fragment]) -> Written:
             for batch in _batches(_laid_out(path.name, fragments)):
                 buffers = [buffer for item in batch for buffer in item.buffers()]
                 pending.append((batch, pool.submit(_checksums, buffers)))
-                size += write_all(fd, buffers, size)
+                written = write_all(fd, buffers, size)
+                begin_writing(fd, size, written)
+                size += written
                 while len(pending) > 1:  # more would keep more copies from a device
                     _record(tensors, *pending.popleft())
             while pending:

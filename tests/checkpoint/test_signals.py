@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import pytest
 from helpers.models import mlp, regression_batch, share
@@ -72,6 +73,21 @@ def test_the_state_is_saved_once(tmp_path, former, every, asynchronous):
     assert train(sl.make_mesh(), tmp_path, 9, twice, every, asynchronous=asynchronous) == (138, 4)
     assert saved(tmp_path) == ({None: [4], 2: [2, 4], 3: [3, 4]}[every], {"at": 4})
     assert [path.name for path in tmp_path.iterdir() if "." in path.name] == [] == former
+
+
+def test_an_end_waits_for_its_save(tmp_path, former, monkeypatch):
+    """The checkpoint is there when the program is told of the end, though its thread is slow."""
+    written = os.pwritev
+
+    def pwritev(fd, buffers, offset):
+        time.sleep(0.05)
+        return written(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    found = []
+    monkeypatch.setattr(sl.checkpoint.Manager, "__exit__", lambda self, kind, *_: found.append((kind, self.latest())))
+    assert train(sl.make_mesh(), tmp_path, 9, lambda step: [signal.SIGTERM] * (step == 2)) == (143, 2)
+    assert found == [(SystemExit, tmp_path / "step-00000002")]
 
 
 def test_a_later_signal_acts_as_before(tmp_path, former, monkeypatch):

@@ -1,5 +1,7 @@
 """The library on a device with a memory of its own: the numbers are the CPU's, and nothing of the host meets the device's."""
 
+import time
+
 import pytest
 from helpers.optimizer_cases import CASES
 
@@ -100,3 +102,156 @@ def test_every_optimizer_steps_as_on_the_cpu(on_rig, name):
 
     (found, where), (wanted, _) = on_rig(run)
     assert found == pytest.approx(wanted, rel=1e-5) and where <= {"rig:0"}
+
+
+def test_a_save_goes_on_while_later_steps_change_the_state(on_rig, tmp_path):
+    """The copy to the host is still on its way when the next steps take over the state's memory."""
+
+    def run(mesh):
+        import torch
+        from helpers import rig
+        from helpers.models import mlp, regression_batch
+
+        import shardlib as sl
+
+        loss_fn, params = mlp([64, 64, 4])
+        batch = tuple(leaf.to("rig") for leaf in regression_batch(8, 64, 4))
+        state, step = sl.make_train_step(loss_fn, sl.shard(params, mesh, stage=3), sl.optim.adamw(0.1))
+        state, _ = step(state, batch)
+        wanted = sl.unshard(state.params)["layers"][0]["weight"].cpu()
+        with sl.checkpoint.Manager(tmp_path) as manager:
+            rig.reset()
+            with rig.limits(down=1_000_000):
+                begun = time.perf_counter()
+                manager.save(state)
+                returned = time.perf_counter() - begun
+                counts = rig.counts()
+                for _ in range(2):
+                    state, _ = step(state, batch)
+                manager.wait()
+        fresh, _ = sl.make_train_step(loss_fn, sl.shard(params, mesh, stage=3), sl.optim.adamw(0.1))
+        found = sl.unshard(manager.restore(fresh).params)["layers"][0]["weight"].cpu()
+        return torch.equal(found, wanted), counts.pinned_peak, returned
+
+    same, pinned, returned = on_rig(run)
+    # Parameters and two moments of 64 × 64 + 64 + 64 × 4 + 4 elements in float64 take 0.1 s; the call does not wait for them.
+    assert same and pinned >= 3 * 8 * 4420 and returned < 0.09
+
+
+def test_a_pipeline(on_rig):
+    def run(mesh):
+        import torch
+
+        import shardlib as sl
+
+        blocks = [lambda p, carry, x: x @ p["w"], lambda p, carry, x: (carry @ p["w"]).square().mean()]
+        weights = [{"w": torch.randn(8, 8, generator=torch.Generator().manual_seed(seed))} for seed in range(2)]
+        parallel = sl.chain(sl.pipeline("1f1b", microbatches=4), sl.zero(1))
+
+        def losses(device):
+            def rank(mesh):
+                state, step = sl.make_train_step(
+                    sl.sequential(blocks), sl.shard(weights, mesh, parallel), sl.optim.sgd(0.1)
+                )
+                x = torch.arange(64.0).view(8, 8).chunk(2)[mesh.coords["data"]].to(mesh.device) / 64
+                seen = []
+                for _ in range(3):
+                    state, metrics = step(state, x)
+                    seen.append(metrics["loss"].item())
+                return seen
+
+            return sl.simulate(rank, mesh={"pipe": 2, "data": 2}, device=device)
+
+        return losses("rig"), losses("cpu")
+
+    found, wanted = on_rig(run)
+    assert found == [pytest.approx(rank, rel=1e-5) for rank in wanted]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
+def test_a_model_of_transformers_trains_is_evaluated_and_generates(on_rig, kind):
+    def run(mesh):
+        import torch
+        from helpers.architectures import ARCHITECTURES, SIZES
+        from transformers import AutoConfig
+
+        import shardlib as sl
+
+        auto, changes = ARCHITECTURES[kind]
+        config = AutoConfig.for_model(kind, **{**SIZES, **changes})
+        tokens = torch.randint(3, 50, (4, 8), generator=torch.Generator().manual_seed(2))
+
+        def scores(device):
+            def rank(mesh):
+                torch.manual_seed(0)
+                apply, params = sl.from_module(auto.from_config(config))
+                loss_fn = lambda p, batch: apply(p, batch, labels=batch).loss  # noqa: E731
+                state, step = sl.make_train_step(loss_fn, sl.shard(params, mesh, stage=3), sl.optim.adamw(1e-2))
+                rows = tokens.chunk(2)[mesh.rank].to(mesh.device)
+                state, _ = step(state, rows)
+                state, metrics = step(state, rows)
+                evaluate = sl.make_eval_step(lambda p, batch: {"loss": sl.Mean(loss_fn(p, batch) * 2, 2)}, state.params)
+                return metrics["loss"].item(), evaluate(state, rows)["loss"].item()
+
+            return sl.simulate(rank, mesh={"data": 2}, device=device)
+
+        return scores("rig"), scores("cpu")
+
+    found, wanted = on_rig(run)
+    assert found == [pytest.approx(rank, rel=1e-4) for rank in wanted]
+
+
+def test_the_models_of_the_library_generate_the_same(on_rig):
+    def run(mesh):
+        import torch
+
+        import shardlib as sl
+        from shardlib.models import gpt
+
+        config = gpt.GPTConfig(vocab=29, layers=2, width=16, heads=4, sequence=16)
+
+        def text(device):
+            def rank(mesh):
+                params = sl.shard(gpt.init(config), mesh, stage=3)
+                prompt = torch.tensor([[1, 2, 3]], device=mesh.device)
+                write = sl.make_eval_step(lambda p: gpt.generate(config, p, prompt, 8, 0.0), params)
+                return write(params).tolist()
+
+            return sl.simulate(rank, mesh={"data": 2}, device=device)
+
+        return text("rig") == text("cpu")
+
+    assert on_rig(run)
+
+
+def test_batches_arrive_on_the_device_through_pinned_memory(on_rig):
+    def run(mesh):
+        import torch
+        from helpers import rig
+
+        import shardlib as sl
+
+        rows = [{"x": torch.full((1000,), float(number)), "y": number} for number in range(12)]
+        with rig.limits(up=10_000_000):
+            seen = []
+            for _, batch in zip(range(3), sl.data.loader(rows, mesh, batch=4, shuffle=False), strict=False):
+                seen.append((str(batch["x"].device), batch["x"].mean(1).tolist(), batch["y"].tolist()))
+        return seen
+
+    wanted = [[float(row) for row in range(first, first + 4)] for first in (0, 4, 8)]
+    assert on_rig(run) == [("rig:0", rows, [int(row) for row in rows]) for rows in wanted]
+
+
+def test_a_batch_on_the_host_is_refused(on_rig):
+    def run(mesh):
+        import torch
+
+        import shardlib as sl
+
+        state, step = sl.make_train_step(
+            lambda p, x: (p["w"] * x).sum(), sl.shard({"w": torch.ones(2)}, mesh), sl.optim.sgd(1.0)
+        )
+        step(state, torch.ones(2))
+
+    with pytest.raises(Exception, match=r"on cpu, the mesh is on rig:0; move it with .to\('rig:0'\)"):
+        on_rig(run)

@@ -227,6 +227,21 @@ def test_views_share_memory(on_rig):
     assert all(on_rig(run))
 
 
+def test_a_copy_of_a_module(on_rig):
+    def run(mesh):
+        import copy
+
+        import torch
+
+        layer = torch.nn.Linear(3, 2, device="rig")
+        other = copy.deepcopy(layer)
+        with torch.no_grad():
+            other.weight.zero_()
+        return str(other.weight.device), layer.weight.abs().sum().item() > 0
+
+    assert on_rig(run) == ("rig:0", True)
+
+
 def test_gradients_recomputation_and_saved_tensors_on_the_host(on_rig):
     def run(mesh):
         import torch

@@ -124,7 +124,10 @@ def test_ranks_that_have_saved_and_ended_are_not_started_again(tmp_path, code):
     assert program.run("2") == code and program.lines == [] and len(program.noted()) == 2
 
 
-def test_ranks_are_taken_back(tmp_path):
+def test_ranks_are_taken_back(tmp_path, monkeypatch):
+    """Threads are the same in all attempts: sums inside a rank depend on them."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
     program = Program(
         tmp_path,
         """
@@ -135,6 +138,7 @@ if os.environ["SHARDLIB_SAVES"] == "1": sys.exit(75)
     )
     assert program.run("1,3") == 0
     assert sorted(program.noted())[-4:] == [(1, 0), (2, 0), (2, 1), (2, 2)]
+    assert {found["OMP_NUM_THREADS"] for found in program.noted().values()} == {"2"}
     assert program.lines[1] == "step None is saved: 3 ranks start"
 
 

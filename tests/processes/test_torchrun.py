@@ -29,6 +29,8 @@ def test_torchrun_restarts_after_a_kill_and_a_hang(tmp_path):
     )
     assert ran.returncode == 0, ran.stdout
     assert int((tmp_path / "restarts-0").read_text()) >= 2
+    # No rank waits for one that was killed until torchrun kills it too.
+    assert "forcefully exiting" not in ran.stdout, ran.stdout
     (whole,) = {tuple(each) for each in sl.simulate(uninterrupted, tmp_path / "whole", mesh={"data": RANKS})}
     for rank in range(RANKS):
         losses = [line.split() for line in (tmp_path / f"losses-{rank}").read_text().splitlines()]

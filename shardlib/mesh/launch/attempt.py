@@ -47,12 +47,13 @@ class Attempt:
         ranks: how many there are.
         number: counts the attempts, from 0.
         saves: after so many checkpoints the ranks end with `RESIZE`; 0 for never.
+        threads: each rank's. Equal in all attempts, since sums inside a rank depend on it (`sl.reproducible`).
 
     Attributes:
         ranks: how many there are.
     """
 
-    def __init__(self, command: Sequence[str], ranks: int, number: int, saves: int) -> None:
+    def __init__(self, command: Sequence[str], ranks: int, number: int, saves: int, threads: str) -> None:
         self.ranks = ranks
         # A store of its own for each attempt: nothing of an earlier one is in it.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -62,6 +63,7 @@ class Attempt:
             "TORCHELASTIC_RESTART_COUNT": str(number),
             supervised.ADDRESS: f"127.0.0.1:{self._store.port}",
             supervised.SAVES: str(saves),
+            "OMP_NUM_THREADS": threads,
         }
         self._processes = [
             rank_process.start([*starter, *command], rank, ranks, self._store.port, more) for rank in range(ranks)
@@ -72,19 +74,17 @@ class Attempt:
         return supervised.progress(self._store)
 
     def look(self) -> End | None:
-        """How the attempt has ended; None while it runs. After a failure the other ranks are killed."""
+        """How the attempt has ended, though ranks may be left to `kill`; None while it runs."""
         codes = [process.poll() for process in self._processes]
         ended = [code for code in codes if code is not None]
         if agreed := [code for code in ended if code in AGREED]:
             self._agreed = self._agreed or time.monotonic()
             if len(ended) < self.ranks and time.monotonic() < self._agreed + _TEAR_DOWN:
                 return None
-            self.kill()
             return End(agreed[0])
         # A rank that was killed comes first: the others may have failed for want of it.
         failed = sorted((code > 0, rank, code) for rank, code in enumerate(codes) if code)
         if failed:
-            self.kill()
             by_code, rank, code = failed[0]
             lost = 1 if by_code else sum(not each for each, *_ in failed)
             if by_code:

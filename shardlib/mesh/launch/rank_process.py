@@ -12,6 +12,11 @@ from typing import Any
 from shardlib.mesh.launch import supervised
 
 
+def threads(ranks: int) -> str:
+    """The threads of each of ``ranks`` processes: OMP_NUM_THREADS where it is set, else their share of the cores."""
+    return os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+
+
 def start(
     command: Sequence[str], rank: int, ranks: int, port: int, more: Mapping[str, str], **options: Any
 ) -> subprocess.Popen[bytes]:
@@ -32,7 +37,7 @@ def start(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's name for a store that no rank hosts
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks))),
+        "OMP_NUM_THREADS": threads(ranks),
         "PYTHONUNBUFFERED": "1",
         **more,
     }

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
+from shardlib.mesh.launch import rank_process
 from shardlib.mesh.launch.attempt import Attempt, End
 from shardlib.mesh.launch.restarts import Counts, Restarts
 from shardlib.mesh.launch.signals import STOPPING, exit_code
@@ -27,17 +28,17 @@ def supervise(command: Sequence[str], counts: Counts, restarts: int, say: Callab
         restarts: how often ranks start again without a new step.
         say: gets one line for each failure, each restart and each recovery.
     """
-    plan = Restarts(counts, restarts)
+    plan, threads = Restarts(counts, restarts), rank_process.threads(counts.allowed[-1])
     since: float | None = None
     with _stopping() as received:
         number = 0
         while plan.ranks is not None:
-            attempt = Attempt(command, plan.ranks, number, plan.saves)
+            attempt = Attempt(command, plan.ranks, number, plan.saves, threads)
             try:
                 end, progress = _watch(attempt, since, received, say)
+                since, number = time.time(), number + 1
             finally:
                 attempt.kill()
-            since, number = time.time(), number + 1
             at = f" after step {progress.step}" if progress.step is not None else " before its first step"
             if end.how:
                 say(f"{end.how}{at}")
@@ -61,7 +62,8 @@ def _watch(
         progress = attempt.progress()
         if since is not None:
             if said.begun is None and progress.begun is not None:
-                say(f"{attempt.ranks} ranks go on from step {progress.begun}")
+                who = f"{attempt.ranks} ranks go" if attempt.ranks > 1 else "1 rank goes"
+                say(f"{who} on from step {progress.begun}")
             if said.first is None and progress.first is not None and progress.begun is not None:
                 say(f"step {progress.begun + 1} after {progress.first - since:.1f} s")
             said = progress

@@ -57,8 +57,18 @@ def begin(ends: bool = False, timeout: float | None = None) -> Watch:
     return _watch
 
 
+def lost() -> frozenset[int]:
+    """The ranks that did not answer when there was a report; none before."""
+    return frozenset() if _watch is None else _watch.lost
+
+
 class Watch:
-    """The watch of one process; see `begin`."""
+    """The watch of one process; see `begin`.
+
+    Attributes:
+        store: the run's store.
+        lost: the ranks that did not answer when there was a report; none before.
+    """
 
     def __init__(self, store: dist.Store, ends: bool, timeout: float | None) -> None:
         self.store, self._ends, self._timeout = store, ends, timeout
@@ -69,6 +79,7 @@ class Watch:
         self._rank, self._activity = dist.get_rank(), activity.here()
         self._others = set(range(dist.get_world_size())) - {self._rank}
         self._states: States = dict.fromkeys(self._others, _GONE)
+        self.lost: frozenset[int] = frozenset()
         self._identities: dict[int, str] = {}
         self._raises = False  # whether the program is given the report
         self._wake, self._over, self._reported = threading.Event(), threading.Event(), threading.Event()
@@ -134,6 +145,7 @@ class Watch:
         texts = self._store.multi_get([f"state/{rank}" for rank in answered]) if answered else []
         states = {rank: pickle.loads(bytes.fromhex(text.decode())) for rank, text in zip(answered, texts, strict=True)}
         self._states = {rank: states[rank] if rank in states else self._look(rank)[1] for rank in self._others}
+        self.lost = frozenset(self._others - states.keys())
         if self._ends:
             print(f"shardlib: {self._text(mine)}", file=sys.stderr, flush=True)
         self._store.set(f"said/{self._rank}", "")

@@ -133,6 +133,11 @@ Tensor& set_storage(Tensor& self, c10::Storage storage, c10::SymInt offset, c10:
   return self;
 }
 
+Tensor& set_whole_storage(Tensor& self, c10::Storage storage) {
+  int64_t elements = storage.nbytes() / self.itemsize();
+  return self.set_(std::move(storage), 0, {elements}, {1});
+}
+
 bool is_set_to(const Tensor& self, const Tensor& other) {
   return self.storage().is_alias_of(other.storage()) && self.storage_offset() == other.storage_offset() &&
          self.sizes().equals(other.sizes()) && self.strides().equals(other.strides());
@@ -237,6 +242,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view", &view);
   m.impl("resize_", &resize_tensor);
   m.impl("set_.source_Storage_storage_offset", &set_storage);
+  m.impl("set_.source_Storage", &set_whole_storage);
   m.impl("is_set_to", &is_set_to);
   m.impl("record_stream", &record_stream);
 }
