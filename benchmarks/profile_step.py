@@ -21,7 +21,8 @@ from benchmarks.peers.gpt import Config, random_batch
 from benchmarks.peers.shardlib import shardlib_stage
 from shardlib.collectives import primitives
 from shardlib.plan.buckets import Bucket
-from shardlib.sharded.exchange import Gather, Reduction
+from shardlib.sharded.gather import Gather
+from shardlib.sharded.reduction import Reduction
 
 _CALLS = {
     "gather start": (Gather, "_launch"),

@@ -82,7 +82,7 @@ def _sources(folder: Path, small: bool) -> Iterator[_Source]:
     yield _Source(f"a list of {len(rows):,} tensors of 128 floats", listed, listed, batches)
     yield _Source("the list, by workers", listed, listed, batches, workers=2)
     yield _Source("one tensor of them", rows, rows, batches)
-    documents = list(_documents(20_000 // shrink))
+    documents = list(_documents(2_000 if small else 20_000))  # enough rows for a batch
     file = folder / "corpus.tokens"
     sl.data.write_tokens(file, documents)
     windows = sl.data.tokens(file, sequence=1024)

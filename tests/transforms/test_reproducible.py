@@ -154,6 +154,28 @@ def test_half_precision_on_any_number_of_ranks(where):
     assert digest_on(mesh, sl.chain(*transforms, sl.reproducible(12)), lamb) == one_device(lamb, 12, PRECISION)
 
 
+def test_a_run_that_loses_and_gains_ranks_has_the_bits_of_one_device(tmp_path):
+    def run(mesh, transform, steps, folder):
+        params = sl.shard(gpt.to_blocks(gpt.init(CONFIG)), mesh, transform)
+        state, step = sl.make_train_step(gpt.make_sequential(CONFIG), params, adamw(), rng=7)
+        if steps.start:
+            state = sl.checkpoint.restore(folder, state)
+        for batch in token_batches(steps.stop, ROWS)[steps.start :]:
+            state, _ = step(state, share(batch, batch_index(params.plan, params.mesh), params.plan.batch_ranks))
+        sl.checkpoint.save(folder, state)
+        return digest(whole(state))
+
+    wanted = sl.simulate(run, sl.chain(sl.zero(), sl.reproducible(12)), range(4), tmp_path / "one", mesh={"data": 1})
+    for start, where in enumerate(
+        ({"data": 4, "stage": 2}, {"data": 3, "stage": 3}, {"data": 2}, {"node": 2, "data": 3})
+    ):
+        mesh, transforms = on(**where, total=12)
+        found = sl.simulate(
+            run, sl.chain(*transforms, sl.reproducible(12)), range(start, start + 1), tmp_path, mesh=mesh
+        )
+    assert set(found) == set(wanted)
+
+
 @pytest.mark.parametrize(("stage", "total"), [(0, TOTAL), (2, TOTAL), (3, TOTAL), (0, 12), (3, 12)])
 def test_real_processes_give_the_bits_of_one_device(pool, stage, total):
     transform = sl.chain(sl.zero(stage, replicate="node"), sl.reproducible(total))

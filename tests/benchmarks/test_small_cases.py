@@ -1,0 +1,16 @@
+"""Cases of reading data run to their end at tiny sizes."""
+
+import pytest
+import torch
+
+from benchmarks.cases import data
+from benchmarks.harness.case import Setting
+
+SMALL = Setting("cpu", torch.device("cpu"), rounds=1, small=True)
+
+
+@pytest.mark.parametrize("case", data.CASES, ids=lambda case: case.name)
+def test_a_case_runs_to_its_end(case):
+    result = case.measure(SMALL)
+    assert result.text.startswith("## ") and not result.missing
+    assert all(len(row) == len(result.header) for row in result.samples)
