@@ -137,7 +137,6 @@ def test_wrong_numbers_are_refused(tmp_path, wrong):
         sl.checkpoint.Manager(tmp_path, **wrong)
 
 
-
 def test_a_later_step_in_the_folder_is_refused(tmp_path):
     """Else the newest would be that of another run, and saves of this one would be deleted as old ones."""
     state, step = start(sl.make_mesh())
