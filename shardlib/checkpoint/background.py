@@ -27,6 +27,7 @@ class BackgroundSave:
 
     def __init__(self, commit: Commit, mesh: Mesh, fragments: Sequence[Fragment], copied: torch.Event | None) -> None:
         self.mesh, self.step, self.problem = mesh, commit.step, ""
+        self._failed: set[int] = set()  # other ranks, as far as is known
         self._commit, self._fragments, self._copied = commit, fragments, copied
         self._patience: float | None = None
         self.thread = threading.Thread(target=self._run, name=f"checkpoint of step {commit.step}")
@@ -34,18 +35,26 @@ class BackgroundSave:
 
     def wait(self) -> None:
         """Wait until all ranks have written. Collective."""
-        # Rank 0's thread ends when those of all ranks have: no rank may be waited for before it has started its own.
-        primitives.all_gather_object(self.mesh, list(self.mesh.shape), None)
+        # Rank 0's thread ends when those of all ranks have. So it is waited for last; and it is told of failures, since a
+        # disk that takes no file takes no report of that either.
+        if self.mesh.rank != 0:
+            self.thread.join()
+        problems = self._problems()
+        self._failed = {rank for rank, problem in enumerate(problems) if problem}
         self.thread.join()
 
     def check(self) -> None:
         """Raise CheckpointError on all ranks if the save failed on one. Collective."""
-        problems = primitives.all_gather_object(self.mesh, list(self.mesh.shape), self.problem)
+        problems = self._problems()
         if any(problems):
             raise CheckpointError(
                 f"the checkpoint of step {self.step} was not written:\n{listing([each for each in problems if each])}\n"
                 "The checkpoints before it are still there."
             )
+
+    def _problems(self) -> list[str]:
+        """The problem of each rank, or "". Collective."""
+        return primitives.all_gather_object(self.mesh, list(self.mesh.shape), self.problem)
 
     def _run(self) -> None:
         try:
@@ -58,7 +67,11 @@ class BackgroundSave:
             self.problem = f"rank {self.mesh.rank}: {type(error).__name__}: {error}"
 
     def _awaited(self, ranks: Collection[int]) -> None:
-        """Stop waiting for ranks that do not report, once they no longer answer or this program is at its end."""
+        """Stop waiting for ranks that do not report, once they have failed, no longer answer or this program is at its end."""
+        if failed := sorted(self._failed & set(ranks)):
+            raise RankFailure(
+                f"rank {', '.join(map(str, failed))} has failed without a report in the checkpoint's folder"
+            )
         if lost := sorted(watch.lost() & set(ranks)):
             raise RankFailure(f"rank {', '.join(map(str, lost))} no longer answers, and has not written its files")
         if threading.main_thread().is_alive():

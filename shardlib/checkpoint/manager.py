@@ -82,8 +82,9 @@ class Manager:
                 # Another run, which may begin in this process, must not meet a save that is still being written.
                 self._running.thread.join(PATIENCE / 6)
         finally:
-            if self._signals is not None:
-                self._signals.release(again=kind is None)  # one that came after the last step
+            signals, self._signals = self._signals, None
+            if signals is not None:
+                signals.release(again=kind is None)  # one that came after the last step
 
     def step(
         self, state: TrainState, notes: dict[str, Any] | None = None, also: Mapping[str, Any] | None = None

@@ -11,7 +11,9 @@ from shardlib.mesh.launch.supervise import supervise
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=_counts, required=True, help="4, a range such as 2:4, or a list such as 1,2,4")
-    parser.add_argument("--restarts", type=int, default=10, help="restarts without a new step after which the run ends")
+    parser.add_argument(
+        "--restarts", type=_restarts, default=10, help="restarts without a new step after which the run ends"
+    )
     parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
     parser.add_argument("script", help="a Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's")
@@ -27,6 +29,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _say(line: str) -> None:
     print(f"shardlib run: {line}", file=sys.stderr, flush=True)
+
+
+def _restarts(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} restarts; give 0 or more")
+    return int(text)
 
 
 def _counts(text: str) -> Counts:

@@ -28,13 +28,10 @@ def start(device: torch.device, timeout: float) -> None:
         RankFailure: processes of the world have not started in time; names them.
     """
     limit = limit_of(device, timeout)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = (
-        meet(rank, size, timedelta(seconds=timeout))
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        else None
-    )
-    world: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": size}
+    world: dict[str, Any] = {}  # what torch reads in the environment itself
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        world = {"store": meet(rank, size, timedelta(seconds=timeout)), "rank": rank, "world_size": size}
     if device.type == "cuda":
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", timeout=limit, **world)

@@ -15,6 +15,7 @@ from numbers import Number
 import numpy as np
 import torch
 
+from shardlib.common.dtypes import dtype_name
 from shardlib.rng import Key
 from shardlib.tree import Tree, flatten
 
@@ -59,7 +60,7 @@ def checksums(tree: Tree, bits: bool = True) -> dict[str, str]:
 
 
 def _kind(value: torch.Tensor) -> str:
-    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return f"{dtype_name(value.dtype)} {list(value.shape)}"
 
 
 def _row_sums(words: torch.Tensor) -> torch.Tensor:

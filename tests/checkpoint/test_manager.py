@@ -10,6 +10,7 @@ from helpers.models import mlp, regression_batch, share
 from helpers.saved import tensors
 
 import shardlib as sl
+from shardlib.checkpoint.commit import Commit
 from shardlib.collectives.primitives import all_gather_object
 from shardlib.errors import CheckpointError
 
@@ -116,6 +117,28 @@ def test_an_error_reaches_every_rank_at_the_same_call(tmp_path, monkeypatch, ran
         return sl.checkpoint.latest(tmp_path).name, state.step
 
     assert len(set(sl.simulate(run, mesh={"data": 2}))) == 1
+
+
+def test_a_disk_without_room_for_a_word_of_it(tmp_path, monkeypatch):
+    """A rank that can write neither its file nor that it has failed is not waited for."""
+    report = Commit._report
+
+    def refused(commit, what):
+        if commit._rank == 1:
+            raise OSError(28, "No space left on device")
+        report(commit, what)
+
+    def run(mesh):
+        state, _ = start(mesh)
+        manager = sl.checkpoint.Manager(tmp_path)
+        manager.save(state)
+        with pytest.raises(CheckpointError) as caught:
+            manager.wait()
+        return str(caught.value)
+
+    monkeypatch.setattr(Commit, "_report", refused)
+    (message,) = set(sl.simulate(run, mesh={"data": 3}))
+    assert "rank 0: RankFailure: rank 1 has failed" in message and "rank 1: OSError: [Errno 28]" in message
 
 
 def test_memory_is_reused(tmp_path):

@@ -108,6 +108,9 @@ def test_a_signal_before_the_first_step_or_after_the_last_acts_as_before(tmp_pat
         os.kill(os.getpid(), signal.SIGTERM)
         assert former == [signal.SIGUSR1]
     assert former == [signal.SIGUSR1, signal.SIGTERM] and saved(tmp_path)[0] == [1]
+    manager.step(state)  # outside of the context
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert former == [signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM]
 
 
 def test_no_handlers_without_a_context_or_outside_the_main_thread(tmp_path):

@@ -78,6 +78,12 @@ def test_a_bug_ends_the_run_with_its_traceback(run):
     ]
 
 
+def test_restarts_below_zero_are_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["run", "--ranks", "2", "--restarts", "-1", "script.py"])
+    assert "-1 restarts; give 0 or more" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("ranks, why", [("4:2", "a range ascends"), ("four", "is no number of ranks")])
 def test_numbers_that_cannot_be_read(ranks, why, capsys):
     with pytest.raises(SystemExit, match="2"):

@@ -65,7 +65,8 @@ def test_a_rank_that_asks_twice(store):
 
 def test_ranks_that_do_not_come_are_named(store):
     limit = timedelta(seconds=1)
-    threading.Thread(target=lambda: rendezvous.meet(1, 4, limit), daemon=True).start()
+    threading.Thread(target=lambda: rendezvous.meet(1, 4, LIMIT), daemon=True).start()
+    store.get("shardlib/asks/1")
     with pytest.raises(RankFailure, match=r"^rank 2, 3 of 4 has not started within 0:00:01, and rank 0 waits for it"):
         rendezvous.meet(0, 4, limit)
     with pytest.raises(RankFailure, match=r"^rank 0 has not started within 0:00:01, and rank 2 waits for it"):

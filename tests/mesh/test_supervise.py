@@ -120,8 +120,24 @@ def test_kills_without_progress_come_to_an_end(tmp_path):
 @pytest.mark.parametrize("code", [138, 143])
 def test_ranks_that_have_saved_and_ended_are_not_started_again(tmp_path, code):
     """The code is the run's, also if the exit of one has broken another rank's connection."""
-    program = Program(tmp_path, f"if rank: sys.exit({code})\ntime.sleep(0.5)\nsys.exit(1)")
+    program = Program(
+        tmp_path,
+        f"""
+if rank: sys.exit({code})
+while not (folder / "0-1").exists(): time.sleep(0.01)
+stat = pathlib.Path(f"/proc/{{json.loads((folder / '0-1').read_text())['pid']}}/stat")
+while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z": time.sleep(0.01)
+sys.exit(1)
+""",
+    )
     assert program.run("2") == code and program.lines == [] and len(program.noted()) == 2
+
+
+def test_a_program_that_ends_with_the_code_of_a_change_of_ranks(tmp_path):
+    """Nobody has asked it for one, so it has failed; otherwise it would start for ever."""
+    program = Program(tmp_path, "sys.exit(75)")
+    assert program.run("1") == 75 and len(program.noted()) == 3
+    assert program.lines[-1] == "gives up: failed 3 times in a row at the same step"
 
 
 def test_ranks_are_taken_back(tmp_path, monkeypatch):

@@ -17,8 +17,6 @@ from shardlib.mesh.launch import orphans, rank_process, supervised
 from shardlib.mesh.launch.signals import STOPPING, exit_code
 from shardlib.mesh.launch.supervised import RESIZE, Progress
 
-# Ranks end with these when all of them have agreed to end, and what they did is on the disk.
-AGREED = (RESIZE, *map(exit_code, STOPPING))
 _TEAR_DOWN = 30.0  # seconds that the other ranks have once the first has ended with one of them
 
 
@@ -27,7 +25,7 @@ class End:
     """How an attempt ended.
 
     Attributes:
-        code: 0, one of `AGREED`, or the exit code of the rank that failed first.
+        code: 0, the code by which all ranks have agreed to end, or the exit code of the rank that failed first.
         how: the failure in words; "" without one.
         lost: the number of ranks that failed by themselves.
         by_signal: whether the rank was killed, so that its script need not be at fault.
@@ -38,6 +36,11 @@ class End:
     lost: int = 0
     by_signal: bool = False
 
+    @property
+    def resizes(self) -> bool:
+        """Whether all ranks have ended to start again in another number."""
+        return self.code == RESIZE and not self.how
+
 
 class Attempt:
     """The processes of one attempt.
@@ -46,7 +49,7 @@ class Attempt:
         command: the program of each rank.
         ranks: how many there are.
         number: counts the attempts, from 0.
-        saves: after so many checkpoints the ranks end with `RESIZE`; 0 for never.
+        saves: after so many checkpoints the ranks end with `RESIZE`; 0 for never, so that this code is a failure.
         threads: each rank's. Equal in all attempts, since sums inside a rank depend on it (`sl.reproducible`).
 
     Attributes:
@@ -57,6 +60,8 @@ class Attempt:
         self.ranks = ranks
         # A store of its own for each attempt: nothing of an earlier one is in it.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        # Ranks end with these when all of them have agreed to end, and what they did is on the disk.
+        self._codes = (*map(exit_code, STOPPING), *([RESIZE] if saves else []))
         self._agreed: float | None = None
         starter = [sys.executable, "-I", "-S", str(Path(orphans.__file__)), str(os.getpid())]
         more = {
@@ -77,7 +82,7 @@ class Attempt:
         """How the attempt has ended, though ranks may be left to `kill`; None while it runs."""
         codes = [process.poll() for process in self._processes]
         ended = [code for code in codes if code is not None]
-        if agreed := [code for code in ended if code in AGREED]:
+        if agreed := [code for code in ended if code in self._codes]:
             self._agreed = self._agreed or time.monotonic()
             if len(ended) < self.ranks and time.monotonic() < self._agreed + _TEAR_DOWN:
                 return None

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from shardlib.mesh.launch.attempt import End
-from shardlib.mesh.launch.supervised import RESIZE, Progress
+from shardlib.mesh.launch.supervised import Progress
 
 _SAME_STEP = 3  # exceptions at one step after which the script is at fault
 _LONGEST = 64  # checkpoints that pass, at most, before ranks which keep failing are taken back again
@@ -73,7 +73,7 @@ class Restarts:
         assert self.ranks is not None
         if progress.step is not None and progress.step > self._furthest:
             self._furthest, self._failures, self._stuck = progress.step, 0, (None, 0)
-        if end.code == RESIZE:
+        if end.resizes:
             self.ranks, self._back = self._counts.allowed[-1], True
         elif not end.how:
             self.ranks = None

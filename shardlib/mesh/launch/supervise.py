@@ -12,7 +12,7 @@ from shardlib.mesh.launch import rank_process
 from shardlib.mesh.launch.attempt import Attempt, End
 from shardlib.mesh.launch.restarts import Counts, Restarts
 from shardlib.mesh.launch.signals import STOPPING, exit_code
-from shardlib.mesh.launch.supervised import RESIZE, Progress
+from shardlib.mesh.launch.supervised import Progress
 
 _POLL = 0.02  # seconds between two looks at the ranks
 
@@ -45,7 +45,7 @@ def supervise(command: Sequence[str], counts: Counts, restarts: int, say: Callab
             if received and end.code:
                 return exit_code(received[0])
             plan.after(end, progress)
-            if end.code == RESIZE:
+            if end.resizes:
                 say(f"step {progress.step} is saved: {plan.ranks} ranks start")
             elif plan.why:
                 say(f"gives up: {plan.why}")

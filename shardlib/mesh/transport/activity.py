@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from shardlib.common.dtypes import dtype_name
+
 _LIBRARIES = (str(Path(__file__).parents[2]) + os.sep, str(Path(torch.__file__).parent) + os.sep)
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 
@@ -54,7 +56,7 @@ class Call:
     @property
     def what(self) -> str:
         """The operation, its size, and its axis."""
-        size = "" if self.numel is None else f"({self.numel} × {str(self.dtype).removeprefix('torch.')})"
+        size = "" if self.dtype is None else f"({self.numel} × {dtype_name(self.dtype)})"
         return f"{self.op}{size} on axis {self.axis!r}"
 
     @property

@@ -2,9 +2,8 @@
 
 gloo's (CPU) own single-tensor all-gather and reduce-scatter are several times slower than the messages that they need (64 MB,
 2 ranks, 2 cores: all-gather 67 ms, as sends and receives 24 ms; reduce-scatter 80 ms, as an all-to-all and a sum 48 ms). So
-on gloo
-both are made of tagged point-to-point messages. The sum runs in rank order, so its result does not depend on timing. Other
-backends (NCCL) use their own collectives.
+on gloo both are made of tagged point-to-point messages. The sum runs in rank order, so its result does not depend on timing.
+Other backends (NCCL) use their own collectives.
 """
 
 from __future__ import annotations
@@ -148,9 +147,8 @@ class ProcessGroup:
     def _messages(self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> list[Any]:
         """Start all messages of a call at once.
 
-        Tags keep the messages of different calls, and of calls of different sizes, from being paired: gloo ends the process
-            on a
-        message that is longer than its receive, whereas a message that is never received ends in a timeout, which names the
+        Tags keep the messages of different calls, and of calls of different sizes, from being paired: gloo ends the process on
+        a message that is longer than its receive, whereas a message that is never received ends in a timeout, which names the
         call.
         """
         self._number = (self._number + 1) % _EXCHANGES

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from shardlib._compat import no_modes
+from shardlib.common.dtypes import dtype_name
 from shardlib.errors import RankMismatch
 from shardlib.mesh.transport.activity import here
 from shardlib.mesh.transport.base import Work
@@ -99,7 +100,7 @@ class SimulatedGroup:
         box = self._exchange.boxes.setdefault((peer, self.rank, tag), deque())
         me, target = self._members[self.rank], out.detach()
         what = (
-            f"recv({out.numel()} × {str(out.dtype).removeprefix('torch.')}) from rank {self._members[peer]} "
+            f"recv({out.numel()} × {dtype_name(out.dtype)}) from rank {self._members[peer]} "
             f"on axis {self._axis!r} (tag {tag}{here().label})"
         )
 
@@ -108,7 +109,7 @@ class SimulatedGroup:
             sent = box.popleft()
             if sent.numel() != target.numel() or sent.dtype is not target.dtype:
                 error = RankMismatch(
-                    f"rank {me} waits in {what}, and {sent.numel()} × {str(sent.dtype).removeprefix('torch.')} were sent. "
+                    f"rank {me} waits in {what}, and {sent.numel()} × {dtype_name(sent.dtype)} were sent. "
                     "Send and receive the same number of elements, of the same dtype."
                 )
                 self._simulation.fail(me, error)
@@ -136,7 +137,7 @@ class SimulatedGroup:
         inp: torch.Tensor,
         result: Callable[[list[torch.Tensor], int], torch.Tensor],
     ) -> Work:
-        signature = f"{name}({inp.numel()} × {str(inp.dtype).removeprefix('torch.')})"
+        signature = f"{name}({inp.numel()} × {dtype_name(inp.dtype)})"
 
         def finish(members: dict[int, Any]) -> None:
             # The last rank to call computes for all ranks, which its dispatch modes (a recompute policy) must not see.
