@@ -67,7 +67,7 @@ class BackgroundSave:
             self.problem = f"rank {self.mesh.rank}: {type(error).__name__}: {error}"
 
     def _awaited(self, ranks: Collection[int]) -> None:
-        """Stop waiting for ranks that do not report, once they have failed, no longer answer or this program is at its end."""
+        """Stop waiting for ranks without a report, once they have failed, no longer answer or this program is at its end."""
         if failed := sorted(self._failed & set(ranks)):
             raise RankFailure(
                 f"rank {', '.join(map(str, failed))} has failed without a report in the checkpoint's folder"

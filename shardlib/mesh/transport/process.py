@@ -147,9 +147,9 @@ class ProcessGroup:
     def _messages(self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> list[Any]:
         """Start all messages of a call at once.
 
-        Tags keep the messages of different calls, and of calls of different sizes, from being paired: gloo ends the process on
-        a message that is longer than its receive, whereas a message that is never received ends in a timeout, which names the
-        call.
+        Tags keep the messages of different calls, and of calls of different sizes, from being paired: gloo ends the process
+        on a message that is longer than its receive, whereas a message that is never received ends in a timeout, which names
+        the call.
         """
         self._number = (self._number + 1) % _EXCHANGES
         if not self._gloo:
