@@ -137,6 +137,24 @@ def test_what_differs_is_listed(checkpoints):
     assert not any(leaf.any() for leaf in state.params.buffers.values())
 
 
+def test_parameters_that_are_called_as_the_optimizers_tensors(tmp_path):
+    """A recurrent model may well have a part called ``state``."""
+    flat = torch.arange(4.0)
+    adam = {"state": {0: {"exp_avg": flat + 1, "exp_avg_sq": flat + 2}}, "param_groups": [{"step": 3}]}
+    facts = {"partition_count": 1, "single_partition_of_fp32_groups": [flat], "base_optimizer_state": adam}
+    (tmp_path / "it").mkdir()
+    torch.save({"optimizer_state_dict": facts}, tmp_path / "it" / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    shapes = [{"state.w": torch.Size([4])}]
+    model = {"module": {}, "param_shapes": shapes, "shared_params": {}, "global_steps": 3}
+    torch.save(model, tmp_path / "it" / made.MODEL)
+    params = sl.shard({"state": {"w": torch.zeros(4)}}, sl.make_mesh())
+    sl.checkpoint.import_deepspeed(tmp_path, params, tag="it")
+    assert params["state"]["w"].tolist() == [0, 1, 2, 3]
+    state, _ = sl.make_train_step(lambda p, x: p["state"]["w"].sum(), params, sl.optim.adamw(0.1))
+    state = sl.checkpoint.import_deepspeed(tmp_path, state, tag="it")
+    assert [each.tolist() for each in state.opt.inner.nu.values()] == [[2, 3, 4, 5]] and state.step == 3
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_missing_or_cut_file_is_named(checkpoints, tmp_path, rank):
     shutil.copytree(checkpoints / "stage2", tmp_path / "it")
