@@ -222,6 +222,8 @@ def _trained(params: Iterator[_Param]) -> tuple[dict[str, Entry], dict[str, Entr
     steps: dict[str, Any] = {}
     for param in params:
         for kind, runs in param.runs.items():
+            if not runs:
+                continue  # a parameter without elements
             if kind:
                 moments[f"{_STATE}{param.name}.{kind}"] = _entry(param.shape, runs)
             else:
@@ -242,7 +244,8 @@ def _untrained(models: Sequence[Mapping[str, Any]], known: set[str]) -> dict[str
         parts = [model["frozen_param_fragments"][name] for model in models]
         numel, width = math.prod(shape), parts[0].numel
         runs = [_Run(rank * width, min((rank + 1) * width, numel), part, 0) for rank, part in enumerate(parts)]
-        tensors[name] = _entry(tuple(shape), [run for run in runs if run.start < run.stop])
+        if held := [run for run in runs if run.start < run.stop]:
+            tensors[name] = _entry(tuple(shape), held)
     return tensors
 
 
