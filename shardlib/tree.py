@@ -49,8 +49,12 @@ def leaves_of(tree: Tree) -> list[Any]:
 
 def matches(path: str, globs: str | Sequence[str]) -> bool:
     """Whether a path matches one of the globs (``*`` crosses ``/``)."""
-    patterns = (globs,) if isinstance(globs, str) else globs
-    return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+    return any(fnmatch.fnmatchcase(path, pattern) for pattern in globs_of(globs))
+
+
+def globs_of(globs: str | Sequence[str]) -> tuple[str, ...]:
+    """One or several globs as a tuple. One is text, which is a sequence too, of globs such as ``*``."""
+    return (globs,) if isinstance(globs, str) else tuple(globs)
 
 
 def check_tensors(paths: Sequence[str], leaves: Sequence[Any], what: str = "parameter") -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from shardlib.collectives import primitives
@@ -50,8 +51,8 @@ def read_on_all_ranks(mesh: Mesh, work: Callable[[], _T], problem: str, remedy: 
     return results
 
 
-def from_first_rank(mesh: Mesh, work: Callable[[], _T]) -> _T:
-    """The result of ``work`` on rank 0, on every rank; or its error, on every rank."""
+def from_first_rank(mesh: Mesh, work: Callable[[], _T], folder: str | Path) -> _T:
+    """The result of ``work``, which looks into a folder, on rank 0, on every rank; or its error, on every rank."""
     failure: Exception | None = None
     result: Any = None
     if mesh.rank == 0:
@@ -59,8 +60,8 @@ def from_first_rank(mesh: Mesh, work: Callable[[], _T]) -> _T:
             result = work()
         except (ShardlibError, OSError) as error:
             failure = error
-        except Exception as error:  # which other ranks may be unable to make
-            failure = CheckpointError(f"{type(error).__name__}: {error}")
+        except Exception as error:  # of a file that says other things than its format does
+            failure = CheckpointError(f"{folder} cannot be read as expected ({type(error).__name__}: {error})")
     (failure, result), *_ = primitives.all_gather_object(mesh, list(mesh.shape), (failure, result))
     if failure is not None:
         raise failure

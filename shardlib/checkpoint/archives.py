@@ -35,6 +35,8 @@ _STORAGES = {
     "FloatStorage": torch.float32,
     "HalfStorage": torch.float16,
     "BFloat16Storage": torch.bfloat16,
+    "ComplexDoubleStorage": torch.complex128,
+    "ComplexFloatStorage": torch.complex64,
     "LongStorage": torch.int64,
     "IntStorage": torch.int32,
     "ShortStorage": torch.int16,
@@ -88,7 +90,7 @@ def load(path: Path, left_out: Sequence[str] = ()) -> Any:
     if unpickler.refused:
         raise CheckpointError(
             f"{path} names classes or functions that it need not name for tensors, so that it is not trusted:\n"
-            f"{listing(sorted(unpickler.refused))}\nWrite it without them, or name those that may be left out"
+            f"{listing(sorted(unpickler.refused))}\nWrite it without them, or name in left_out= those that are not looked at"
         )
     return found
 

@@ -56,8 +56,10 @@ def import_dcp(
 
     Raises:
         FileNotFoundError: there is no checkpoint in the folder.
-        CheckpointError: its metadata name something else than tensors' places, or its tensors are compressed.
+        CheckpointError: its files are damaged, its metadata name something else than tensors' places, or its tensors are
+            compressed.
         TreeError: names or shapes differ; lists all of them. ``into`` is unchanged.
+        TypeError: ``into`` is neither.
 
     >>> import torch.distributed.checkpoint as dcp
     >>> _ = dcp.save({"layer.weight": torch.ones(2, 3)}, checkpoint_id="theirs", no_dist=True)
@@ -65,7 +67,8 @@ def import_dcp(
     >>> sl.checkpoint.import_dcp("theirs", params)["layer"]["weight"].sum()
     tensor(6.)
     """
-    read = from_first_rank(mesh_of(into), lambda: _imported(Path(folder), f"{optimizer}state."))
+    mesh = mesh_of("import_dcp", into)
+    read = from_first_rank(mesh, lambda: _imported(Path(folder), f"{optimizer}state."), folder)
     return import_into(read, into, prefix, partial)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,8 @@ from shardlib.checkpoint.manifest import Chunk, Entry, Manifest
 from shardlib.common.dtypes import dtype_name
 from shardlib.errors import CheckpointError, listing
 from shardlib.mesh.specs import Window
-from shardlib.sharded.tree import Sharded
+from shardlib.optim.train_state import TrainState
+from shardlib.tree import globs_of
 
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _ONE_MODEL, _MODELS = "mp_rank_00_model_states.pt", "zero_pp_rank_{}_mp_rank_00_model_states.pt"
@@ -65,6 +67,7 @@ def import_deepspeed(
         FileNotFoundError: there is no such checkpoint.
         CheckpointError: files are missing, cut or of model- or expert-parallel ranks, or name further classes; lists them.
         TreeError: names or shapes differ; lists all of them. ``into`` is unchanged.
+        TypeError: ``into`` is neither.
 
     >>> params = sl.shard({"layer": {"weight": torch.ones(2, 3)}}, sl.make_mesh())
     >>> sl.checkpoint.import_deepspeed("nothing-there", params)
@@ -72,14 +75,15 @@ def import_deepspeed(
         ...
     FileNotFoundError: nothing-there has no file 'latest'; give the folder that save_checkpoint was given, or a tag
     """
-    at, held, steps = from_first_rank(mesh_of(into), lambda: _read(Path(folder), tag, left_out))
-    if isinstance(into, Sharded):
-        held.tensors = {name: entry for name, entry in held.tensors.items() if not name.startswith(_STATE)}
-    return import_into(Imported(at, held, steps, _STATE + prefix), into, prefix, partial)
+    mesh = mesh_of("import_deepspeed", into)
+    read, moments = from_first_rank(mesh, lambda: _read(Path(folder), tag, left_out, _STATE + prefix), folder)
+    if isinstance(into, TrainState):
+        read = read._replace(held=replace(read.held, tensors=moments | read.held.tensors))
+    return import_into(read, into, prefix, partial)
 
 
-def _read(folder: Path, tag: str | None, left_out: Sequence[str]) -> tuple[Path, Manifest, dict[str, float]]:
-    """The folder of a checkpoint, the places of all its tensors, and the steps taken by parameter."""
+def _read(folder: Path, tag: str | None, left_out: Sequence[str], optimizer: str) -> tuple[Imported, dict[str, Entry]]:
+    """The parameters and buffers of a checkpoint, and the tensors of its optimizer."""
     if tag is None:
         if not (folder / "latest").is_file():
             raise FileNotFoundError(
@@ -88,7 +92,7 @@ def _read(folder: Path, tag: str | None, left_out: Sequence[str]) -> tuple[Path,
         tag = (folder / "latest").read_text().strip()
     at = folder / tag
     ranks, models = _files(at)
-    left_out = ("deepspeed.*", *left_out)
+    left_out = ("deepspeed.*", *globs_of(left_out))
     loaded = [load(at / file, left_out)["optimizer_state_dict"] for file in ranks]
     described = [load(at / file, left_out) for file in models]
     counts = loaded[0]["partition_count"]
@@ -96,13 +100,13 @@ def _read(folder: Path, tag: str | None, left_out: Sequence[str]) -> tuple[Path,
     if ways != len(ranks):
         raise CheckpointError(f"{at} was written by {ways} ranks, and has files of {len(ranks)}: {', '.join(ranks)}")
     split = _split_alone if "fp32_flat_groups" in loaded[0] else _cut_together
-    tensors, counted = _trained(split(loaded, described[0]["param_shapes"]))
+    tensors, moments, counted = _trained(split(loaded, described[0]["param_shapes"]))
     tensors |= _untrained(described, set(tensors))
     for alias, name in described[0]["shared_params"].items():
         tensors |= {alias: tensors[name]} if name in tensors else {}
     sizes = {file: (at / file).stat().st_size for file in (*ranks, *models)}
     held = Manifest(step=described[0]["global_steps"], seed=0, scale=None, mesh={}, tensors=tensors, files=sizes)
-    return at, held, {name: number(at, value) for name, value in counted.items()}
+    return Imported(at, held, {name: number(at, value) for name, value in counted.items()}, optimizer), moments
 
 
 def _files(at: Path) -> tuple[list[str], list[str]]:
@@ -211,16 +215,22 @@ def _kinds(optimizer: Any, group: int, masters: Stored) -> _Kinds:
     return _Kinds({"": masters, **tensors}, steps)
 
 
-def _trained(params: Iterator[_Param]) -> tuple[dict[str, Entry], dict[str, Any]]:
-    """The tensors of trained parameters and their optimizer, and the steps by parameter."""
-    tensors, steps = {}, {}
+def _trained(params: Iterator[_Param]) -> tuple[dict[str, Entry], dict[str, Entry], dict[str, Any]]:
+    """The trained parameters, the tensors of their optimizer, and the steps by parameter."""
+    masters: dict[str, Entry] = {}
+    moments: dict[str, Entry] = {}
+    steps: dict[str, Any] = {}
     for param in params:
         for kind, runs in param.runs.items():
-            name = f"{_STATE}{param.name}.{kind}" if kind else param.name
-            tensors[name] = _entry(param.shape, runs)
+            if not runs:
+                continue  # a parameter without elements
+            if kind:
+                moments[f"{_STATE}{param.name}.{kind}"] = _entry(param.shape, runs)
+            else:
+                masters[param.name] = _entry(param.shape, runs)
         if param.steps is not None:
             steps[param.name] = param.steps
-    return tensors, steps
+    return masters, moments, steps
 
 
 def _untrained(models: Sequence[Mapping[str, Any]], known: set[str]) -> dict[str, Entry]:
@@ -234,7 +244,8 @@ def _untrained(models: Sequence[Mapping[str, Any]], known: set[str]) -> dict[str
         parts = [model["frozen_param_fragments"][name] for model in models]
         numel, width = math.prod(shape), parts[0].numel
         runs = [_Run(rank * width, min((rank + 1) * width, numel), part, 0) for rank, part in enumerate(parts)]
-        tensors[name] = _entry(tuple(shape), [run for run in runs if run.start < run.stop])
+        if held := [run for run in runs if run.start < run.stop]:
+            tensors[name] = _entry(tuple(shape), held)
     return tensors
 
 

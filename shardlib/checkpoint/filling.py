@@ -60,7 +60,7 @@ def planned(saved: Saved, parts: Parts) -> Iterator[Fill | PackedFill]:
     for fragment, into in _needed(parts):
         canonical = source_of(fragment.name, saved.tensors)
         sources = rank_local.sources(parts, fragment.name, saved.tensors, ways) or ((canonical, 1.0),)
-        if sources[0][0] in saved.tensors:
+        if saved.has(fragment, sources[0][0]):
             fill, storage = Fill(fragment, sources, into), storage_id(fragment.data.untyped_storage())
             if storage in parts.packed:
                 packed.setdefault(storage, []).append(fill)

@@ -60,8 +60,8 @@ class Fragment(NamedTuple):
 
 
 def whole(tensor: torch.Tensor, name: str) -> Fragment:
-    """A whole tensor as a fragment."""
-    return Fragment(name, 0, tensor.detach().reshape(-1), Window.whole(tuple(tensor.shape)))
+    """A whole tensor as a fragment: a view of it, or a copy if its elements do not follow each other."""
+    return Fragment(name, 0, tensor.detach().reshape(-1).contiguous(), Window.whole(tuple(tensor.shape)))
 
 
 def owned_fragments(parts: Parts, diverged: str | None = None) -> Iterator[Fragment]:

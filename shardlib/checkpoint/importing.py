@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -25,7 +25,7 @@ from shardlib.mesh.mesh import Mesh
 from shardlib.optim.train_state import TrainState
 from shardlib.plan.plan import Plan
 from shardlib.sharded.tree import Sharded
-from shardlib.tree import matches
+from shardlib.tree import globs_of, matches
 
 Target = TypeVar("Target", Sharded, TrainState)
 
@@ -50,8 +50,20 @@ class Imported(NamedTuple):
     optimizer: str
 
 
-def mesh_of(target: Sharded | TrainState) -> Mesh:
-    return target.mesh if isinstance(target, Sharded) else target.params.mesh
+def mesh_of(what: str, target: Any) -> Mesh:
+    """The mesh of parameters or a state. Raises `TypeError` for anything else; ``what`` begins the message."""
+    if isinstance(target, TrainState):
+        return target.params.mesh
+    return require_params(what, target, "or a state of make_train_step").mesh
+
+
+def require_params(what: str, params: Any, other: str = "") -> Sharded:
+    """``params``, if they are sharded parameters. Raises `TypeError` with a remedy, and what ``other`` may be given,
+    otherwise; ``what`` begins the message."""
+    if not isinstance(params, Sharded):
+        remedy = f"give those that shard returned, or state.params{', ' if other else ''}{other}"
+        raise TypeError(f"{what}: {type(params).__name__}, where sharded parameters are due; {remedy}")
+    return params
 
 
 def dotted(path: str) -> str:
@@ -88,7 +100,7 @@ def _import_state(read: Imported, state: TrainState, prefix: str, partial: Seque
     counters = {name: leaf for name, leaf in common_leaves(parts) if name.rpartition("/")[2] in _COUNTERS}
     held = replace(read.held, tensors=_renamed(read, parts, prefix))
     with Saved(read.folder, held) as saved:
-        fill_state(saved, state, None, [*partial, *counters])
+        fill_state(saved, state, None, [*globs_of(partial), *counters])
     for leaf in counters.values():
         leaf.fill_(counted[0] if counted else held.step)
     return TrainState(held.step, state.params, state.opt, state.comm, state.buffers, state.scale, state.rng).fitting()
@@ -167,7 +179,7 @@ def fill_params(saved: Saved, params: Sharded, prefix: str, partial: Sequence[st
 
     def fill() -> None:
         for fragment, name in fragments:
-            if name in saved.tensors:
+            if saved.has(fragment, name):
                 saved.fill(fragment, name)
 
     with torch.no_grad():

@@ -90,6 +90,10 @@ class Saved:
     def names(self) -> list[str]:
         return list(self.manifest.tensors)
 
+    def has(self, fragment: Fragment, name: str) -> bool:
+        """Whether there is a tensor ``name`` of the shape that a fragment is of."""
+        return name in self.tensors and self.tensors[name].shape == fragment.window.shape
+
     def missing(self, fragment: Fragment, name: str) -> str:
         """Why tensor ``name`` cannot fill a fragment, or ""."""
         entry = self.tensors.get(name)

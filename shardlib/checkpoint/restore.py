@@ -65,7 +65,8 @@ def restore(
     Args:
         checkpoint: a checkpoint's folder, or the folder that `save` was given, for the newest checkpoint in it.
         partial: globs over the names of tensors (``"params/head/*"``, ``"opt/*"``; see ``shardlib checkpoint show``) that
-            may be missing in the checkpoint or in the state. Those that the checkpoint lacks keep the values of ``state``.
+            may be missing in the checkpoint or in the state, or have another shape. What the checkpoint lacks keeps the
+            values of ``state``.
         also: further trees by name, as given to `save`: their tensors are filled in place.
 
     Raises:
@@ -100,7 +101,7 @@ def bytes_to_read(checkpoint: str | Path, state: TrainState, *, also: Mapping[st
     >>> sl.checkpoint.bytes_to_read(sl.checkpoint.save("run", state), state)
     1296
     """
-    mesh = state.params.mesh
+    mesh = require_state("bytes_to_read", state).params.mesh
     with open_checkpoint(checkpoint_at(checkpoint)) as saved:
         verified = sum(chunk.length for _, chunk in saved.shared_out(mesh.rank, mesh.size))
         return verified + sum(fill.bytes(saved) for fill in planned(saved, outlined(state, also)))
@@ -131,7 +132,7 @@ def checkpoint_at(checkpoint: str | Path) -> Path:
 
 def _opened_on_all_ranks(checkpoint: Path, mesh: Mesh) -> Saved:
     """The checkpoint that rank 0 finds, on every rank. A shared file system may show others an older state of the folder."""
-    inside = from_first_rank(mesh, lambda: checkpoint_at(checkpoint).relative_to(checkpoint))
+    inside = from_first_rank(mesh, lambda: checkpoint_at(checkpoint).relative_to(checkpoint), checkpoint)
     problem, remedy = f"{checkpoint / inside} cannot be restored", "All ranks must see the same folder."
     opened: list[Saved] = []
 

@@ -11,7 +11,7 @@ import torch
 
 from shardlib.checkpoint.agreement import from_first_rank, on_all_ranks
 from shardlib.checkpoint.fragments import BUFFERS, PARAMS, Fragment, owned_params, source_of, whole
-from shardlib.checkpoint.importing import dotted, fill_params
+from shardlib.checkpoint.importing import dotted, fill_params, require_params
 from shardlib.checkpoint.reading import BUFFER, Saved, open_checkpoint
 from shardlib.checkpoint.safetensors_files import SHARD, begin, finish, laid_out, opened, write
 from shardlib.errors import CheckpointError, TreeError, listing
@@ -40,14 +40,15 @@ def export_safetensors(
         buffers: further tensors, equal on all ranks, such as a module's buffers.
 
     Raises:
-        TreeError: ``params`` are no parameters.
+        TreeError: ``params`` are gradients.
+        TypeError: ``params`` are not sharded.
 
     >>> params = sl.shard({"layer": {"weight": torch.ones(2, 3)}}, sl.make_mesh())
     >>> sl.checkpoint.export_safetensors("model", params)
     >>> sorted(sl.checkpoint.import_safetensors("model", params)["layer"])
     ['weight']
     """
-    if params.role != "param":
+    if require_params("export_safetensors", params).role != "param":
         raise TreeError("export_safetensors: these are gradients, not parameters; give state.params")
     folder, mesh, extra = Path(folder), params.mesh, dict(buffers or {})
     tensors = laid_out(
@@ -74,7 +75,8 @@ def import_safetensors(folder: str | Path, params: Sharded, *, partial: Sequence
 
     Args:
         params: the layout; its memory is reused, and its dtypes are kept.
-        partial: globs over names (with dots) that may be missing in the files or in ``params``.
+        partial: globs over names (with dots) that may be missing in the files or in ``params``, or have other shapes.
+            Parameters that the files lack keep their values.
 
     Returns:
         ``params``.
@@ -83,6 +85,7 @@ def import_safetensors(folder: str | Path, params: Sharded, *, partial: Sequence
         FileNotFoundError: there are no such files.
         CheckpointError: a file is not of the format, or cut.
         TreeError: names or shapes differ; lists all of them. ``params`` are unchanged.
+        TypeError: ``params`` are not sharded.
 
     >>> params = sl.shard({"layer": {"weight": torch.ones(2, 3)}}, sl.make_mesh())
     >>> sl.checkpoint.export_safetensors("model", params)
@@ -90,7 +93,8 @@ def import_safetensors(folder: str | Path, params: Sharded, *, partial: Sequence
     >>> sl.checkpoint.import_safetensors("model", empty)["layer"]["weight"].sum()
     tensor(6.)
     """
-    with Saved(*from_first_rank(params.mesh, lambda: opened(Path(folder)))) as saved:
+    mesh = require_params("import_safetensors", params).mesh
+    with Saved(*from_first_rank(mesh, lambda: opened(Path(folder)), folder)) as saved:
         fill_params(saved, params, "", partial)
     return params
 

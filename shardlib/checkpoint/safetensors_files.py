@@ -150,7 +150,7 @@ def opened(path: Path) -> tuple[Path, Manifest]:
     if path.is_file():
         files = [path.name]
     elif (path / _INDEX).exists():
-        files = sorted(set(json.loads((path / _INDEX).read_text())["weight_map"].values()))
+        files = _indexed(path / _INDEX)
     else:
         files = [_ONE]
     if absent := [file for file in files if not (folder / file).exists()]:
@@ -162,26 +162,45 @@ def opened(path: Path) -> tuple[Path, Manifest]:
     return folder, Manifest(step=0, seed=0, scale=None, mesh={}, tensors=tensors, files=sizes)
 
 
+def _indexed(path: Path) -> list[str]:
+    """The names of the files that an index lists."""
+    try:
+        return sorted(set(json.loads(path.read_text())["weight_map"].values()))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path} is no index of safetensors files ({type(error).__name__}: {error})") from error
+
+
 def _entries(path: Path) -> dict[str, Entry]:
-    """The tensors of a file, each as one chunk."""
+    """The tensors of a file, each as one chunk.
+
+    Raises:
+        CheckpointError: the header is none, or contradicts itself or the file's size.
+    """
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > size - 8:
             raise CheckpointError(f"{path} is no safetensors file, or was cut: its header would have {length} bytes")
-        try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
-            raise CheckpointError(f"{path} is no safetensors file: {error}") from error
-    header.pop("__metadata__", None)
+        text = file.read(length)
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        described = {
+            name: (each["dtype"], tuple(each["shape"]), *each["data_offsets"]) for name, each in header.items()
+        }
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path} is no safetensors file ({type(error).__name__}: {error})") from error
     tensors, begin = {}, 8 + length
-    for name, facts in header.items():
-        first, stop = facts["data_offsets"]
-        if facts["dtype"] not in _DTYPES or begin + stop > size:
+    for name, (kind, shape, first, stop) in described.items():
+        if kind not in _DTYPES or begin + stop > size:
+            raise CheckpointError(f"{path}: {name} has dtype {kind} and ends at byte {begin + stop} of {size}")
+        entry = Entry(_DTYPES[kind], shape)
+        if first < 0 or stop - first != entry.torch_dtype.itemsize * math.prod(shape):
             raise CheckpointError(
-                f"{path}: {name} has dtype {facts['dtype']} and ends at byte {begin + stop} of {size}"
+                f"{path}: {name} has shape {list(shape)} of {kind}, and {stop - first} bytes from {first}"
             )
-        shape = tuple(facts["shape"])
-        chunk = Chunk(path.name, begin + first, stop - first, begin + first, None, (0,) * len(shape), shape)
-        tensors[name] = Entry(_DTYPES[facts["dtype"]], shape, [chunk])
+        entry.chunks.append(
+            Chunk(path.name, begin + first, stop - first, begin + first, None, (0,) * len(shape), shape)
+        )
+        tensors[name] = entry
     return tensors

@@ -18,6 +18,7 @@ from shardlib.checkpoint.packed import unpacked
 from shardlib.checkpoint.rank_local import diverged_axis, rank_local_fragments
 from shardlib.checkpoint.residuals import residual_fragments
 from shardlib.mesh.transport.activity import naming
+from shardlib.optim.ranges import check, is_step
 from shardlib.optim.train_state import TrainState
 from shardlib.plan.placement import Placement
 
@@ -47,6 +48,7 @@ def save(
         CheckpointError: ``folder`` holds a checkpoint of a later step.
         RankFailure: other ranks could not write their files; lists them.
         TypeError: ``state`` is no state, or ``notes`` are nothing that JSON can hold.
+        ValueError: ``keep`` is no integer from 1.
         TreeError: ``also`` has leaves that are no tensors.
 
     >>> state, _ = sl.make_train_step(lambda p, x: (p["w"] * x).sum(), {"w": torch.ones(2)}, sl.optim.adamw(1e-3))
@@ -54,6 +56,7 @@ def save(
     'step-00000000'
     """
     mesh = require_state("save", state).params.mesh
+    check("save", "keep is an integer from 1", keep=(keep, is_step(keep)))
     commit = prepared(Path(folder), state, keep, notes)
     on_all_ranks(mesh, lambda: commit.write(saved_fragments(state, also)))
     final, *_ = on_all_ranks(mesh, lambda: commit.finish() if mesh.rank == 0 else None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from shardlib.mesh.launch.restarts import Counts
 from shardlib.mesh.launch.supervise import supervise
@@ -20,6 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if not args.module and not Path(args.script).exists():
+        raise SystemExit(f"shardlib run: there is no {args.script}; a module's name follows -m")
     command = [sys.executable, *(["-m"] if args.module else []), args.script, *args.arguments]
     try:
         return supervise(command, args.ranks, args.restarts, _say)

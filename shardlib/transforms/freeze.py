@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from shardlib.errors import IllegalComposition
 from shardlib.plan.claims import Claim, LeafInfo, Use
 from shardlib.plan.transform import Transform
+from shardlib.tree import globs_of
 
 _SHOWN = 3  # patterns in a plan's print-out
 
@@ -54,8 +55,4 @@ def freeze(globs: str | Sequence[str], *, exclude: str | Sequence[str] = ()) -> 
     >>> sl.make_plan(params, sl.abstract_mesh(data=4), parallel).bytes("grad")
     64
     """
-    return Freeze(_patterns(globs), _patterns(exclude))
-
-
-def _patterns(globs: str | Sequence[str]) -> tuple[str, ...]:
-    return (globs,) if isinstance(globs, str) else tuple(globs)
+    return Freeze(globs_of(globs), globs_of(exclude))

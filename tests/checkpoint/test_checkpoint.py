@@ -248,6 +248,30 @@ def test_what_is_no_state_is_refused(tmp_path):
             checkpoint.restore(tmp_path, wrong)
 
 
+@pytest.mark.parametrize("keep", [0, -1, 1.5])
+def test_a_number_of_checkpoints_to_keep_is_refused(tmp_path, keep):
+    """With -1 the new one would be deleted."""
+    with pytest.raises(ValueError, match=r"save\(keep=.*: keep is an integer from 1"):
+        checkpoint.save(tmp_path, _start(sl.make_mesh(), 0)[0], keep=keep)
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (8, 6), (24,), ()])
+@pytest.mark.parametrize("tx", [sl.optim.adamw, sl.optim.adamw8bit])
+def test_what_partial_names_keeps_its_values_in_another_shape(tmp_path, shape, tx):
+    def start(mesh, shape, value):
+        params = {"head": torch.full(shape, value), "w": torch.full((3,), value)}
+        return sl.make_train_step(lambda p, x: p["w"].sum(), sl.shard(params, mesh, stage=3), tx(0.1))[0]
+
+    checkpoint.save(tmp_path, start(sl.make_mesh(), (4, 6), 1.0))
+
+    def run(mesh):
+        state = checkpoint.restore(tmp_path, start(mesh, shape, 7.0), partial="*head")
+        return sl.unshard(state.params)
+
+    for found in sl.simulate(run, mesh={"data": 2}):
+        assert found["head"].eq(7).all() and found["w"].eq(1).all()
+
+
 def test_notes_come_back(tmp_path):
     notes = {"position": 17, "curve": [[1, 2.5], [2, None]], "text": ',"checksum":'}
     state, _ = sl.make_train_step(lambda p, b: p["w"].sum(), {"w": torch.ones(2)}, sl.optim.sgd(0.1))

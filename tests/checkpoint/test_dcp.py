@@ -191,6 +191,22 @@ def test_no_code_is_run(tmp_path, monkeypatch, content, name):
     assert not (tmp_path / "it-ran").exists()
 
 
+def test_damaged_metadata_are_named(tmp_path):
+    dcp.save({"a": torch.ones(4)}, checkpoint_id=tmp_path, no_dist=True)
+    content = (tmp_path / ".metadata").read_bytes()
+    (tmp_path / ".metadata").write_bytes(content[: len(content) // 2])
+    with pytest.raises(CheckpointError, match=rf"{tmp_path} cannot be read as expected \(UnpicklingError"):
+        sl.checkpoint.import_dcp(tmp_path, sl.shard({"a": torch.zeros(4)}, sl.make_mesh()))
+
+
+def test_one_glob_names_what_may_be_missing_and_nothing_else(tmp_path):
+    dcp.save({"a": torch.ones(4)}, checkpoint_id=tmp_path, no_dist=True)
+    params = sl.shard({"a": torch.zeros(4), "new": torch.zeros(1)}, sl.make_mesh())
+    state, _ = sl.make_train_step(lambda p, x: p["a"].sum(), params, sl.optim.adamw(0.1))
+    with pytest.raises(TreeError, match="params/new: not in the checkpoint"):
+        sl.checkpoint.import_dcp(tmp_path, state, partial="opt/*")
+
+
 def test_no_checkpoint(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"has no \.metadata"):
         sl.checkpoint.import_dcp(tmp_path, sl.shard({"a": torch.zeros(4)}, sl.make_mesh()))

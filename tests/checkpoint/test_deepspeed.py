@@ -137,6 +137,39 @@ def test_what_differs_is_listed(checkpoints):
     assert not any(leaf.any() for leaf in state.params.buffers.values())
 
 
+def write(folder, shapes, **module):
+    """A checkpoint of one rank under the tag "it": masters 0, 1, ..., and moments one and two above."""
+    flat = torch.arange(4.0)
+    adam = {"state": {0: {"exp_avg": flat + 1, "exp_avg_sq": flat + 2}}, "param_groups": [{"step": 3}]}
+    facts = {"partition_count": 1, "single_partition_of_fp32_groups": [flat], "base_optimizer_state": adam}
+    (folder / "it").mkdir()
+    torch.save({"optimizer_state_dict": facts}, folder / "it" / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    shapes = [{name: torch.Size(shape) for name, shape in shapes.items()}]
+    model = {"module": module, "param_shapes": shapes, "shared_params": {}, "global_steps": 3}
+    torch.save(model, folder / "it" / made.MODEL)
+
+
+def test_a_parameter_without_elements_and_a_buffer_of_complex_numbers(tmp_path):
+    turns = torch.tensor([1j, 2.0])
+    write(tmp_path, {"empty": [0, 3], "w": [4]}, turns=turns)
+    params = sl.shard({"empty": torch.zeros(0, 3), "w": torch.zeros(4)}, sl.make_mesh())
+    buffers = {"turns": torch.zeros_like(turns)}
+    state, _ = sl.make_train_step(lambda p, b, x: (p["w"].sum(), b), params, sl.optim.adamw(0.1), buffers=buffers)
+    state = sl.checkpoint.import_deepspeed(tmp_path, state, tag="it")
+    assert state.params["w"].tolist() == [0, 1, 2, 3] and torch.equal(state.buffers["turns"], turns)
+
+
+def test_parameters_that_are_called_as_the_optimizers_tensors(tmp_path):
+    """A recurrent model may well have a part called ``state``."""
+    write(tmp_path, {"state.w": [4]})
+    params = sl.shard({"state": {"w": torch.zeros(4)}}, sl.make_mesh())
+    sl.checkpoint.import_deepspeed(tmp_path, params, tag="it")
+    assert params["state"]["w"].tolist() == [0, 1, 2, 3]
+    state, _ = sl.make_train_step(lambda p, x: p["state"]["w"].sum(), params, sl.optim.adamw(0.1))
+    state = sl.checkpoint.import_deepspeed(tmp_path, state, tag="it")
+    assert [each.tolist() for each in state.opt.inner.nu.values()] == [[2, 3, 4, 5]] and state.step == 3
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_missing_or_cut_file_is_named(checkpoints, tmp_path, rank):
     shutil.copytree(checkpoints / "stage2", tmp_path / "it")

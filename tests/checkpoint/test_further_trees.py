@@ -53,6 +53,15 @@ def test_an_average_goes_on_on_another_mesh(tmp_path, mesh, stage, precision):
         torch.testing.assert_close(one, other, rtol=1e-6 if precision is None else 2e-2, atol=1e-9)
 
 
+@pytest.mark.parametrize("view", [lambda x: x[::2], lambda x: x.view(2, 3).T], ids=["every second", "transposed"])
+def test_a_view_with_strides_comes_back(tmp_path, view):
+    state, _, _ = start(sl.make_mesh(), 0)
+    sl.checkpoint.save(tmp_path, state, also={"it": view(torch.arange(6.0))})
+    found = torch.full((6,), -1.0)
+    sl.checkpoint.restore(tmp_path, state, also={"it": view(found)})
+    assert torch.equal(view(found), view(torch.arange(6.0))) and found[1] in (-1, 1)
+
+
 def test_trees_that_are_not_asked_for_are_named(tmp_path):
     state, _, also = start(sl.make_mesh(), 0)
     sl.checkpoint.save(tmp_path, state, also=also)

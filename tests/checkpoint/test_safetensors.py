@@ -155,6 +155,12 @@ def test_files_that_are_none(tmp_path):
         (content[:-4], "ends at byte"),
         (b"\xff" * 30, "its header would have"),
         (content[:20], "its header"),
+        (
+            content.replace(b'"shape":[3]', b'"shape":[2]'),
+            r"model.safetensors: a has shape \[2\] of F32, and 12 bytes from 0",
+        ),
+        (content.replace(b"data_offsets", b"data_offstes"), r"model.safetensors is no safetensors file \(KeyError"),
+        (b"\2" + 7 * b"\0" + b"[]", r"model.safetensors is no safetensors file \(TypeError"),
     ):
         (tmp_path / "model.safetensors").write_bytes(wrong)
         with pytest.raises(CheckpointError, match=why):
@@ -162,6 +168,27 @@ def test_files_that_are_none(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "other.safetensors"}}))
     with pytest.raises(FileNotFoundError, match=r"other\.safetensors not found"):
         sl.checkpoint.import_safetensors(tmp_path, params)
+    (tmp_path / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"model.safetensors.index.json is no index of safetensors files"):
+        sl.checkpoint.import_safetensors(tmp_path, params)
+
+
+def test_what_is_not_sharded_is_refused(tmp_path):
+    state, _ = sl.make_train_step(lambda p, x: p["a"].sum(), {"a": torch.ones(3)}, sl.optim.sgd(0.1))
+    for wrong in ({"a": torch.ones(3)}, state):
+        for call in (sl.checkpoint.export_safetensors, sl.checkpoint.import_safetensors):
+            with pytest.raises(TypeError, match=rf"{call.__name__}: {type(wrong).__name__}, where sharded parameters"):
+                call(tmp_path, wrong)
+    for call in (sl.checkpoint.import_dcp, sl.checkpoint.import_deepspeed):
+        with pytest.raises(TypeError, match=r"state\.params, or a state of make_train_step"):
+            call(tmp_path, {"a": torch.ones(3)})
+
+
+def test_another_shape_that_partial_names_keeps_its_values(tmp_path):
+    save_file({"a": torch.ones(2, 3), "b": torch.ones(4)}, tmp_path / "model.safetensors")
+    params = sl.shard({"a": torch.full((2, 3), 7.0), "b": torch.full((2, 2), 7.0)}, sl.make_mesh())
+    found = sl.checkpoint.import_safetensors(tmp_path, params, partial=["b"])
+    assert found["a"].tolist() == [[1, 1, 1]] * 2 and found["b"].tolist() == [[7, 7]] * 2
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -89,3 +89,8 @@ def test_numbers_that_cannot_be_read(ranks, why, capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["run", "--ranks", ranks, "script.py"])
     assert why in capsys.readouterr().err
+
+
+def test_a_script_that_is_not_there_is_not_tried():
+    with pytest.raises(SystemExit, match=r"there is no nothing\.py; a module's name follows -m"):
+        cli.main(["run", "--ranks", "2", "nothing.py"])

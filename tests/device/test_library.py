@@ -121,7 +121,7 @@ def test_a_save_goes_on_while_later_steps_change_the_state(on_rig, tmp_path):
         wanted = sl.unshard(state.params)["layers"][0]["weight"].cpu()
         with sl.checkpoint.Manager(tmp_path) as manager:
             rig.reset()
-            with rig.limits(down=1_000_000):
+            with rig.limits(down=100_000):
                 begun = time.perf_counter()
                 manager.save(state)
                 returned = time.perf_counter() - begun
@@ -134,8 +134,8 @@ def test_a_save_goes_on_while_later_steps_change_the_state(on_rig, tmp_path):
         return torch.equal(found, wanted), counts.pinned_peak, returned
 
     same, pinned, returned = on_rig(run)
-    # Parameters and two moments of 64 × 64 + 64 + 64 × 4 + 4 elements in float64 take 0.1 s; the call does not wait for them.
-    assert same and pinned >= 3 * 8 * 4420 and returned < 0.09
+    # Parameters and two moments of 64 × 64 + 64 + 64 × 4 + 4 elements in float64 take 1 s; the call does not wait for them.
+    assert same and pinned >= 3 * 8 * 4420 and returned < 0.9
 
 
 def test_a_pipeline(on_rig):

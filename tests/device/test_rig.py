@@ -74,21 +74,22 @@ def test_copies_are_counted_and_take_their_time(on_rig):
         import torch
         from helpers import rig
 
-        host = torch.ones(25_000)
-        rig.reset()
-        with rig.limits(up=1 * MB, down=0.5 * MB):
-            begun = time.perf_counter()
-            x = host.to("rig")
-            middle = time.perf_counter()
-            x.cpu()
-            end = time.perf_counter()
-        x.sum().item()
-        counts = rig.counts()
-        return (counts.up, counts.ups, counts.down, counts.downs), middle - begun, end - middle
+        host, took = torch.ones(25_000), []
+        for _ in range(3):
+            rig.reset()
+            with rig.limits(up=1 * MB, down=0.5 * MB):
+                begun = time.perf_counter()
+                x = host.to("rig")
+                middle = time.perf_counter()
+                x.cpu()
+                took.append((middle - begun, time.perf_counter() - middle))
+            x.sum().item()
+            counts = rig.counts()
+        return (counts.up, counts.ups, counts.down, counts.downs), *map(min, zip(*took, strict=True))
 
     counted, up, down = on_rig(run)
     assert counted == (100_000, 1, 100_004, 2)
-    assert 0.1 <= up < 0.2 and 0.2 <= down < 0.4
+    assert 0.1 <= up < 0.2 and 0.2 <= down < 0.4  # the shortest of three: others may keep the processor busy
 
 
 @pytest.mark.parametrize("pinned", [True, False])
@@ -100,7 +101,7 @@ def test_copies_run_behind_from_pinned_memory_alone(on_rig, pinned):
         host = torch.ones(25_000)
         host = host.pin_memory() if pinned else host
         x, side = torch.zeros(25_000, device="rig"), torch.Stream(device="rig")
-        with rig.limits(up=0.5 * MB):
+        with rig.limits(up=0.1 * MB):  # 1 s
             begun = time.perf_counter()
             with side:
                 x.copy_(host, non_blocking=True)
@@ -108,7 +109,7 @@ def test_copies_run_behind_from_pinned_memory_alone(on_rig, pinned):
             returned = time.perf_counter() - begun
             early = x.sum().item()
             torch.accelerator.current_stream().wait_event(done)
-            return returned < 0.1, early, x.sum().item()
+            return returned < 0.9, early, x.sum().item()
 
     assert on_rig(run) == ((True, 0.0, 25_000.0) if pinned else (False, 25_000.0, 25_000.0))
 
@@ -175,16 +176,19 @@ def test_events_measure_time(on_rig):
         import torch
         from helpers import rig
 
-        events = [torch.Event("rig", enable_timing=True) for _ in range(2)]
-        x = torch.ones(25_000, device="rig")
-        events[0].record()
-        with rig.limits(down=1 * MB):
-            x.cpu()
-        events[1].record()
-        events[1].synchronize()
-        return events[0].elapsed_time(events[1])
+        def measured():
+            events = [torch.Event("rig", enable_timing=True) for _ in range(2)]
+            events[0].record()
+            with rig.limits(down=1 * MB):
+                x.cpu()
+            events[1].record()
+            events[1].synchronize()
+            return events[0].elapsed_time(events[1])
 
-    assert 100 <= on_rig(run) < 200
+        x = torch.ones(25_000, device="rig")
+        return min(measured() for _ in range(3))
+
+    assert 100 <= on_rig(run) < 200  # the shortest of three: others may keep the processor busy
 
 
 def test_its_generator(on_rig):

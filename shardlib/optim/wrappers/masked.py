@@ -14,7 +14,7 @@ from shardlib.optim.locality import widest
 from shardlib.optim.shards import WHOLE, Selection, Shards
 from shardlib.optim.wrapping import require_no_axis
 from shardlib.plan.claims import LeafInfo
-from shardlib.tree import Tree, leaves_of
+from shardlib.tree import Tree, globs_of, leaves_of
 
 Labels = Mapping[str, str] | Callable[[str, tuple[int, ...]], str]
 
@@ -71,7 +71,7 @@ def masked(
     tensor([ 0.6000, -0.8000])
     """
     require_no_axis("masked", inner)
-    choice = Matching(_patterns(globs), _patterns(exclude))
+    choice = Matching(globs_of(globs), globs_of(exclude))
     others = Matching(choice.globs, choice.exclude, taken=False)
 
     def init(params: Tree, shards: Shards = WHOLE) -> Tree:
@@ -172,10 +172,6 @@ def partition(transforms: Mapping[str, GradientTransformation], labels: Labels) 
     locality = widest(*(tx.locality for tx in transforms.values()))
     last = next((tx.last for tx in transforms.values() if tx.last), None)
     return GradientTransformation(init, update, locality, apply=apply, sends=sends, last=last)
-
-
-def _patterns(globs: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (globs,) if isinstance(globs, str) else tuple(globs)
 
 
 def _taken(some: Selection, params: Tree) -> Tree:

@@ -154,7 +154,7 @@ DEFECTS = (
         "order",
         "checkpoint/restore.py",
         "ranks restore what each of them takes for the newest checkpoint",
-        "from_first_rank(mesh, lambda: checkpoint_at(checkpoint).relative_to(checkpoint))",
+        "from_first_rank(mesh, lambda: checkpoint_at(checkpoint).relative_to(checkpoint), checkpoint)",
         "checkpoint_at(checkpoint).relative_to(checkpoint)",
         ("tests/checkpoint/test_agreement.py::test_rank_0_decides_which_is_the_newest",),
     ),
