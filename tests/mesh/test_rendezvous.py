@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from shardlib.errors import RankFailure
@@ -71,3 +72,11 @@ def test_ranks_that_do_not_come_are_named(store):
         rendezvous.meet(0, 4, limit)
     with pytest.raises(RankFailure, match=r"^rank 0 has not started within 0:00:01, and rank 2 waits for it"):
         rendezvous.meet(2, 4, limit)
+
+
+def test_a_world_without_a_rank_is_said_to_have_none(monkeypatch):
+    for name in ("RANK", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="environment variable RANK expected"):
+        rendezvous.start(torch.device("cpu"), 1.0)

@@ -45,7 +45,7 @@ def start(
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a rank and the processes that it started; returns when the rank is gone."""
+    """Kill a rank that still runs, and the processes that it started; returns when the rank is gone."""
     if process.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
