@@ -1,4 +1,4 @@
-"""Which device a process computes on, and how its memory is reached."""
+"""The device that a process computes on, and how its memory is reached."""
 
 from __future__ import annotations
 

@@ -5,13 +5,12 @@ import random
 import shutil
 
 import pytest
-import torch
+from helpers import saved
 from helpers.models import mlp, regression_batch, share
 from helpers.profile import NIGHTLY
 
 import shardlib as sl
-from shardlib.errors import CheckpointError, RankFailure
-from shardlib.tree import leaves_of
+from shardlib.errors import RankFailure
 
 LOSS, PARAMS = mlp([5, 7, 3])
 BATCH = regression_batch(4, 5, 3)
@@ -36,20 +35,7 @@ def good(tmp_path_factory):
 
 
 def refused(folder, ranks=2):
-    """The message of the error on every rank; the state must be what it was."""
-
-    def run(mesh):
-        state, _ = fresh(mesh, seed=1)
-        before = [leaf.clone() for leaf in leaves_of(state) if isinstance(leaf, torch.Tensor)]
-        with pytest.raises(CheckpointError) as caught:
-            sl.checkpoint.restore(folder, state)
-        after = [leaf for leaf in leaves_of(state) if isinstance(leaf, torch.Tensor)]
-        assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
-        return str(caught.value)
-
-    messages = sl.simulate(run, mesh={"data": ranks})
-    assert len(set(messages)) == 1
-    return messages[0]
+    return saved.refused(lambda mesh: fresh(mesh, seed=1)[0], folder, ranks)
 
 
 def flip(draw, folder):

@@ -24,14 +24,19 @@ def made():
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
 
 
-def save_by_fsdp(mesh, folder):
-    """FSDP2's sharded state dict, model and optimizer, after a step."""
+def sharded_by_fsdp(mesh):
+    """FSDP2's module and its AdamW."""
     module = made()
     over = init_device_mesh("cpu", (mesh.size,))
     for layer in module:
         fully_shard(layer, mesh=over)
     fully_shard(module, mesh=over)
-    optimizer = torch.optim.AdamW(module.parameters(), 0.1)
+    return module, torch.optim.AdamW(module.parameters(), 0.1)
+
+
+def save_by_fsdp(mesh, folder):
+    """FSDP2's sharded state dict, model and optimizer, after a step."""
+    module, optimizer = sharded_by_fsdp(mesh)
     module(torch.ones(2, 5)).sum().backward()
     optimizer.step()
     state = {"model": module.state_dict(), "optim": optimizer.state_dict()}
@@ -40,9 +45,8 @@ def save_by_fsdp(mesh, folder):
 
 
 def test_fsdps_parameters(pool, tmp_path):
-    wanted = pool.run(save_by_fsdp, tmp_path / "theirs", mesh={"data": 4})[
-        0
-    ]  # all of the pool, as FSDP2 uses the world
+    # All of the pool, as FSDP2 uses the world.
+    wanted = pool.run(save_by_fsdp, tmp_path / "theirs", mesh={"data": 4})[0]
 
     def run(mesh, stage):
         module = made()
@@ -60,12 +64,7 @@ def test_fsdps_parameters(pool, tmp_path):
 
 def save_all_by_fsdp(mesh, folder):
     """The parameters and the state of AdamW by names, after two steps; returns them whole."""
-    module = made()
-    over = init_device_mesh("cpu", (mesh.size,))
-    for layer in module:
-        fully_shard(layer, mesh=over)
-    fully_shard(module, mesh=over)
-    optimizer = torch.optim.AdamW(module.parameters(), 0.1)
+    module, optimizer = sharded_by_fsdp(mesh)
     for _ in range(2):
         module(torch.ones(2, 5)).square().sum().backward()
         optimizer.step()

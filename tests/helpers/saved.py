@@ -3,11 +3,15 @@
 import math
 import os
 
+import pytest
 import torch
 
+import shardlib as sl
 from shardlib.checkpoint.fragments import Fragment
 from shardlib.checkpoint.reading import open_checkpoint
+from shardlib.errors import CheckpointError
 from shardlib.mesh.specs import Window
+from shardlib.tree import leaves_of
 
 
 def tensors(folder):
@@ -20,6 +24,23 @@ def tensors(folder):
             saved.fill(Fragment(name, 0, flat, Window.whole(entry.shape)), name)
             found[name] = flat.view(entry.shape)
         return found
+
+
+def refused(start, folder, ranks):
+    """The message of the error that every rank gets from restoring into ``start(mesh)``, which must stay what it was."""
+
+    def run(mesh):
+        state = start(mesh)
+        before = [leaf.clone() for leaf in leaves_of(state) if isinstance(leaf, torch.Tensor)]
+        with pytest.raises(CheckpointError) as caught:
+            sl.checkpoint.restore(folder, state)
+        after = [leaf for leaf in leaves_of(state) if isinstance(leaf, torch.Tensor)]
+        assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+        return str(caught.value)
+
+    messages = sl.simulate(run, mesh={"data": ranks})
+    assert len(set(messages)) == 1
+    return messages[0]
 
 
 class CountedReads:

@@ -10,9 +10,8 @@ from types import FrameType
 from typing import Any
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1)
-_AGAIN = (
-    5.0  # seconds within which a further signal is the same one, which a scheduler sent to all and a launcher passes on
-)
+# Seconds within which a further signal is the same one, which a scheduler sent to all and a launcher passes on.
+_AGAIN = 5.0
 
 
 def exit_code(number: int) -> int:
