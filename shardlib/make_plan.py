@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardlib._compat import DataDependentOutputException, FakeTensorMode
+from shardlib.common._compat import DataDependentOutputException, FakeTensorMode
 from shardlib.execute.batches import as_tensors
 from shardlib.execute.buffers import buffer_sizes
 from shardlib.execute.losses import require_function

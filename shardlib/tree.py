@@ -9,7 +9,7 @@ from typing import Any
 import optree
 import torch
 
-from shardlib._compat import FakeTensor, pytree
+from shardlib.common._compat import FakeTensor, pytree
 from shardlib.errors import TreeError, listing
 
 Tree = Any

@@ -1,4 +1,4 @@
-"""Only one file, `shardlib/_compat.py`, uses private names of torch."""
+"""Only one file, `shardlib/common/_compat.py`, uses private names of torch."""
 
 import ast
 from collections.abc import Iterator

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from shardlib._compat import storage_id
 from shardlib.checkpoint import rank_local, residuals
 from shardlib.checkpoint.agreement import read_on_all_ranks
 from shardlib.checkpoint.common import common_leaves
@@ -24,6 +23,7 @@ from shardlib.checkpoint.packed import Parts, outlined
 from shardlib.checkpoint.reading import Saved
 from shardlib.checkpoint.residuals import log_dropped, residual_fills
 from shardlib.collectives import primitives
+from shardlib.common._compat import storage_id
 from shardlib.errors import CheckpointError, TreeError, listing
 from shardlib.mesh.mesh import Mesh
 from shardlib.optim.train_state import TrainState

@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from shardlib._compat import pickled_tensor
+from shardlib.common._compat import pickled_tensor
 
 ALIGNMENT = 64  # bytes: the elements of an item begin at a multiple in the file
 _ROOT = "item"  # torch takes the first folder of a zip file, whatever its name, for the root

@@ -6,8 +6,8 @@ import pickle
 
 import torch
 
-from shardlib._compat import storage_info
 from shardlib.checkpoint.manifest import Manifest
+from shardlib.common._compat import storage_info
 
 NAME = ".metadata"
 

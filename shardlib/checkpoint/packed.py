@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from shardlib._compat import storage_id
+from shardlib.common._compat import storage_id
 from shardlib.errors import TreeError, listing
 from shardlib.optim.base import Packed
 from shardlib.optim.train_state import OptimizerState, TrainState

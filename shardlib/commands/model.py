@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardlib import schedules
-from shardlib._compat import cpu_multiplies_bf16
+from shardlib.common._compat import cpu_multiplies_bf16
 from shardlib.models import gpt
 from shardlib.models.gpt import GPTConfig
 from shardlib.plan.transform import Chain, Transform, chain

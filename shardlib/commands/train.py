@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from shardlib import checkpoint, optim
-from shardlib._compat import storage_id
 from shardlib.commands import job, model, pictures
+from shardlib.common._compat import storage_id
 from shardlib.mesh.mesh import Mesh, make_mesh
 from shardlib.optim.train_state import TrainState
 from shardlib.plan.tables import size, table

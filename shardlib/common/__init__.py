@@ -1,1 +1,1 @@
-"""What any room may need: names of dtypes, facts of devices, and waiting for the disk."""
+"""What any room may need: names of dtypes, facts of devices, waiting for the disk, and private parts of torch."""

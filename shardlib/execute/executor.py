@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shardlib._compat import FUSED_ATTENTIONS, func_transform, grad, is_compiled, no_modes, storage_id
 from shardlib.collectives.styles.slices import Slices
+from shardlib.common._compat import FUSED_ATTENTIONS, func_transform, grad, is_compiled, no_modes, storage_id
 from shardlib.errors import HandleError
 from shardlib.execute.gathering import Gathering
 from shardlib.execute.gradients import Gradients, ReductionOptions, Turn

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge
 
-from shardlib._compat import grad
+from shardlib.common._compat import grad
 from shardlib.execute.products import Product, divide, edge, handle_of
 from shardlib.execute.units import BucketState
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from shardlib._compat import no_torch_function, pytree, read_backward_hooks, wrapper_subclass
+from shardlib.common._compat import no_torch_function, pytree, read_backward_hooks, wrapper_subclass
 from shardlib.errors import HandleError
 
 

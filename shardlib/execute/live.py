@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardlib._compat import TorchDispatchMode, pytree, storage_id
+from shardlib.common._compat import TorchDispatchMode, pytree, storage_id
 
 
 class LiveBytes(TorchDispatchMode):

@@ -11,7 +11,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
-from shardlib._compat import factor_of_product, saving_hooks
+from shardlib.common._compat import factor_of_product, saving_hooks
 from shardlib.execute.handles import Handle
 from shardlib.execute.saving import Saved
 from shardlib.execute.units import BucketState, attached

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from shardlib._compat import no_modes
 from shardlib.collectives import primitives
 from shardlib.collectives.primitives import sum_over
+from shardlib.common._compat import no_modes
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport.activity import naming
 from shardlib.plan.plan import Plan

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from shardlib._compat import is_view, storage_id, version_of
+from shardlib.common._compat import is_view, storage_id, version_of
 from shardlib.execute.handles import Handle
 from shardlib.execute.units import BucketState, UnitState
 

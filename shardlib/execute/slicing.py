@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shardlib._compat import pytree, run_first
 from shardlib.collectives.styles.base import Compute, Style
 from shardlib.collectives.styles.slices import Slice, Slices
+from shardlib.common._compat import pytree, run_first
 from shardlib.errors import HandleError
 from shardlib.execute.handles import Handle, Source, kind_of, materialise, refuse_max_norm
 from shardlib.mesh.specs import Window

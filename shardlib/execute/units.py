@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from shardlib._compat import run_first, version_of
 from shardlib.collectives.styles.slices import Slices
+from shardlib.common._compat import run_first, version_of
 from shardlib.execute.gradients import Gradients
 from shardlib.execute.handles import Handle
 from shardlib.execute.slicing import SlicedHandle

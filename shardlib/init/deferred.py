@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shardlib._compat import (
+from shardlib.common._compat import (
     DataDependentOutputException,
     FakeTensor,
     FakeTensorMode,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shardlib import init
-from shardlib._compat import TorchDispatchMode, no_modes, own_buffers, storage_id, writes
+from shardlib.common._compat import TorchDispatchMode, no_modes, own_buffers, storage_id, writes
 from shardlib.errors import TreeError, listing
 from shardlib.rng import Key
 

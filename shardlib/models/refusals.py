@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from shardlib._compat import pre_hooks
+from shardlib.common._compat import pre_hooks
 from shardlib.errors import TreeError, listing
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)

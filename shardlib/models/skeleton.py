@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardlib._compat import no_modes, own_buffers, own_parameters, version_of, watch_checkpoints
+from shardlib.common._compat import no_modes, own_buffers, own_parameters, version_of, watch_checkpoints
 from shardlib.errors import REENTRANT, LossError, TreeError, listing
 from shardlib.models.refusals import require_copies
 from shardlib.tree import leaves_of

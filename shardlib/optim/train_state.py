@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardlib._compat import version_of
+from shardlib.common._compat import version_of
 from shardlib.errors import DonatedStateError, TreeError
 from shardlib.optim.replaced import following_masters, following_state
 from shardlib.plan.loss_scale import LossScale

@@ -21,7 +21,7 @@ from typing import NamedTuple, overload
 
 import torch
 
-from shardlib._compat import add_to_each_, flatten_dense_tensors, unflatten_dense_tensors
+from shardlib.common._compat import add_to_each_, flatten_dense_tensors, unflatten_dense_tensors
 from shardlib.kernels.common.thresholds import Threshold
 from shardlib.mesh.specs import chunk_size
 

@@ -17,9 +17,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from shardlib._compat import no_modes
 from shardlib.collectives import primitives
 from shardlib.collectives.sequence.base import Attend, Attention, SequenceKind
+from shardlib.common._compat import no_modes
 from shardlib.errors import LossError, SpecError
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport import Work

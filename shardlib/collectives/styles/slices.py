@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from shardlib._compat import version_of
 from shardlib.collectives import pairs
 from shardlib.collectives.sequence.base import SequenceKind
+from shardlib.common._compat import version_of
 from shardlib.errors import HandleError, SpecError, listing
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.specs import Window, chunk_size

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardlib._compat import is_compiled
+from shardlib.common._compat import is_compiled
 from shardlib.errors import HandleError
 from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Gradients, ReductionOptions, Turn

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
-from shardlib._compat import below_autograd, forward_level, no_autocast
+from shardlib.common._compat import below_autograd, forward_level, no_autocast
 from shardlib.kernels.common.recompute import can_hook
 from shardlib.kernels.common.records import layout_of
 

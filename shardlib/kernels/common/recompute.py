@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from shardlib._compat import func_transform, saving_hooks, storage_id
+from shardlib.common._compat import func_transform, saving_hooks, storage_id
 
 
 def recomputed(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from shardlib._compat import saving_hooks, storage_id
+from shardlib.common._compat import saving_hooks, storage_id
 from shardlib.kernels.common.recompute import can_hook
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardlib._compat import storage_id
+from shardlib.common._compat import storage_id
 from shardlib.errors import MeshError
 from shardlib.mesh.transport.base import Work
 

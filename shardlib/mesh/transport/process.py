@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardlib import _compat
+from shardlib.common import _compat
 from shardlib.errors import RankFailure
 from shardlib.mesh.transport import activity, watch
 from shardlib.mesh.transport.activity import Call, Series

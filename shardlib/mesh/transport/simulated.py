@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardlib._compat import no_modes
+from shardlib.common._compat import no_modes
 from shardlib.common.dtypes import dtype_name
 from shardlib.errors import RankMismatch
 from shardlib.mesh.transport.activity import here

@@ -23,7 +23,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from shardlib._compat import clone_store, default_store
+from shardlib.common._compat import clone_store, default_store
 from shardlib.mesh.transport import activity, vitals
 from shardlib.mesh.transport.report import States, on_rank
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardlib._compat import with_children_of_its_own
+from shardlib.common._compat import with_children_of_its_own
 from shardlib.errors import BatchError, IllegalComposition, TreeError
 from shardlib.nn.functional import Mean, linear_cross_entropy
 from shardlib.nn.sequence import current_parts
