@@ -182,12 +182,13 @@ class AxisOwner:
 
 @dataclass(frozen=True)
 class Live(Claim):
-    """Where the tensors of one role of the state live: split over an axis, or in another memory.
+    """Where the tensors of one role of the state live: split over an axis, or in another memory, all or a share of them.
 
     Attributes:
         role: "param", "grad" or "optimizer"; `SECOND` for the copy of the parameters kept from forward to backward.
         axis: an axis that the tensors are split over.
-        memory: one of `shardlib.mesh.specs.MEMORIES`.
+        memory: one of `shardlib.mesh.memories.MEMORIES`.
+        share: the share of the role's bytes that live in ``memory``; the others on the device.
     """
 
     subject_field = "role"
@@ -195,10 +196,11 @@ class Live(Claim):
     role: str
     axis: str | None = None
     memory: str | None = None
+    share: float = 1.0
 
     def slots(self) -> dict[str, Any]:
         split = {} if self.axis is None else {f"axis {self.axis!r}": self.axis}
-        return split if self.memory is None else {**split, "memory": self.memory}
+        return split if self.memory is None else {**split, "memory": (self.memory, self.share)}
 
     def axes(self) -> Iterable[tuple[str, AxisUse]]:
         return [] if self.axis is None else [(self.axis, OF_BATCH)]

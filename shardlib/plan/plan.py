@@ -19,9 +19,10 @@ class Plan(PlanValue):
     Its fields are those of `shardlib.plan.value.PlanValue`.
     """
 
-    def bytes(self, role: str) -> int:
-        """Bytes one rank holds of a role of the state, or of its "total": see `shardlib.plan.memory.held_bytes`."""
-        return held_bytes(self, role)
+    def bytes(self, role: str, memory: str | None = None) -> int:
+        """Bytes one rank holds of a role of the state, or of its "total", in one memory or in all: see
+        `shardlib.plan.memory.held_bytes`."""
+        return held_bytes(self, role, memory)
 
     @cached_property
     def live_bytes(self) -> int | None:

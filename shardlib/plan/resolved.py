@@ -16,10 +16,12 @@ Slot = tuple[type[Claim], str, str]  # kind of claim, subject, slot
 
 @dataclass(frozen=True)
 class Location:
-    """Where the tensors of one role live: the axes they are split over, in no order, and the memory."""
+    """Where the tensors of one role live: the axes they are split over, in no order; the memory; the share of their bytes in
+    it."""
 
     axes: frozenset[str] = frozenset()
     memory: str = "device"
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,8 @@ def _summary(slots: Sequence[tuple[Slot, Any]]) -> str:
             text = f"{name}={show(value)}"
             uses[text] = uses.get(text, 0) + 1
         elif kind is Live and name == "memory":
-            lines.append(f"{subject} in {value} memory")
+            memory, share = value
+            lines.append(f"{f'{share:.0%} of ' if share < 1 else ''}{subject} in {memory} memory")
         elif kind is Live and subject == SECOND:
             lines.append(f"keeps a second shard of parameters over axis {value!r}")
         elif kind is Live:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from shardlib.common.dtypes import dtype_name
+from shardlib.mesh.memories import MEMORIES
 from shardlib.mesh.specs import Leaf
 from shardlib.plan.memory import held_bytes, live_bytes
 from shardlib.plan.payload import messages, payload
@@ -28,7 +29,8 @@ def describe(plan: PlanValue) -> str:
         table(("parameter", "shape", "dtype", "stored", "gradient", "optimizer"), _leaf_rows(plan.placements)),
         table(("unit", "leaves", "elements", "param", "grad", "gathered"), _unit_rows(plan), right=5),
         *([_stages(plan, axis) for axis in plan.stages.axes]),
-        ("Per rank: " if len(plan.views) == 1 else "Per rank, at most: ") + "   ".join(_memory(plan)),
+        ("Per rank: " if len(plan.views) == 1 else "Per rank, at most: ") + "   ".join(_memory(plan, "device")),
+        *[f"In {memory} memory: " + "   ".join(_memory(plan, memory)) for memory in _elsewhere(plan)],
         *([_live(plan)] if live_bytes(plan) is not None else []),
         f"Payload per step{_untraced(plan)}: " + _by_axis(payload(plan)),
     ]
@@ -115,13 +117,22 @@ def _stages(plan: PlanValue, axis: str) -> str:
     return f"{table(header, rows, right=5)}\n\n{bubble}"
 
 
-def _memory(plan: PlanValue) -> list[str]:
+def _elsewhere(plan: PlanValue) -> list[str]:
+    """The memories besides the device's in which something lives."""
+    used = {memory for bucket in plan.everywhere.buckets for memory in bucket.memory}
+    return [memory for memory in MEMORIES if memory in used and memory != "device"]
+
+
+def _memory(plan: PlanValue, memory: str) -> list[str]:
     known = plan.needs is not None
-    shown = [f"parameters {size(held_bytes(plan, 'param'))}", f"gradients {size(held_bytes(plan, 'grad'))}"]
-    shown.append(f"optimizer {size(held_bytes(plan, 'optimizer'))}" if known else "optimizer (not given)")
-    shown += [f"residuals {size(held_bytes(plan, 'comm'))}"] if plan.residuals else []
-    shown += [f"buffers {size(held_bytes(plan, 'buffers'))}"] if plan.buffers else []
-    return [*shown, f"total {size(held_bytes(plan, 'total'))}"]
+    shown = [
+        f"parameters {size(held_bytes(plan, 'param', memory))}",
+        f"gradients {size(held_bytes(plan, 'grad', memory))}",
+    ]
+    shown.append(f"optimizer {size(held_bytes(plan, 'optimizer', memory))}" if known else "optimizer (not given)")
+    shown += [f"residuals {size(held_bytes(plan, 'comm', memory))}"] if plan.residuals else []
+    shown += [f"buffers {size(held_bytes(plan, 'buffers', memory))}"] if plan.buffers else []
+    return [*shown, f"total {size(held_bytes(plan, 'total', memory))}"]
 
 
 def _live(plan: PlanValue) -> str:
@@ -129,7 +140,7 @@ def _live(plan: PlanValue) -> str:
     live = live_bytes(plan) or 0
     return (
         f"In addition, at most: activations of a micro-batch and gathered parameters {size(live)}   "
-        f"total {size(held_bytes(plan, 'total') + live)}"
+        f"total {size(held_bytes(plan, 'total', 'device') + live)}"
     )
 
 
