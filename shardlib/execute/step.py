@@ -134,14 +134,16 @@ class LossStep:
         call = Call(params, microbatches, keys_of(plan, mesh, microbatches, rng), buffers, loss_scale, self._share)
         draws = states_of_generators(mesh.device)
         while True:
-            # New residuals are kept beside those in `comm`, so that the step can be repeated.
-            options, totals = ReductionOptions(self._codecs, Residuals(comm), unreduced, reached), Totals(plan, mesh)
             landing = Landing(plan, mesh, unreduced, self._landed)
+            # New residuals are kept beside those in `comm`, so that the step can be repeated.
+            options = ReductionOptions(self._codecs, Residuals(comm), unreduced, reached, landing)
+            totals = Totals(plan, mesh)
             grads = landing.complete(self._runner.train(call, totals, options))
             strayed = any(record.strayed for record in records)
             sums = totals.over_ranks(landing.squares(), share + strayed)
             if not sums.differ:
                 break
+            landing.wait_for_all()
             self._inputs.explain()
             share = 0.0  # the inputs agree, so a rank left the trace
             for record in records:

@@ -53,7 +53,9 @@ class Transfers:
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
         """Copy ``source`` to ``target``, one of which is in pinned memory and the other on the device."""
-        return self.start("up" if source.device.type == "cpu" else "down", lambda: target.copy_(source, non_blocking=True), source)
+        return self.start(
+            "up" if source.device.type == "cpu" else "down", lambda: target.copy_(source, non_blocking=True), source
+        )
 
     def start(self, way: str, copies: Callable[[], object], source: torch.Tensor | None = None) -> Transfer:
         """Start ``copies()``, which all go one ``way``: "up" to the device, or "down" to the host."""

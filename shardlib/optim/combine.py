@@ -96,6 +96,7 @@ def _in_turn(
 
     def lead(updates, scale, shards):
         for tx in factors:
+            assert tx.factor is not None
             factor = tx.factor(updates, scale, shards)
             scale = factor if scale is None else scale * factor
         return scale

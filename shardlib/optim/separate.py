@@ -1,7 +1,7 @@
 """Trees of buckets, cut to some of the buckets and joined again.
 
-In a train step a tree of parameters is a dictionary from the name of a bucket, or of a run of its leaves, to a flat tensor. An
-optimizer's state consists of such dictionaries, and of counters, which all buckets share.
+In a train step a tree of parameters is a dictionary from the name of a bucket, or of a run of its leaves, to a flat tensor.
+An optimizer's state consists of such dictionaries, and of counters, which all buckets share.
 """
 
 from __future__ import annotations

@@ -24,7 +24,11 @@ def optimizer_shard(params: Sharded, bucket: Bucket) -> torch.Tensor:
     """One of `optimizer_shards`."""
     index = bucket.owner(params.mesh.coords, bucket.param_level, bucket.levels)
     shard = bucket.owner_segment(params.buffers[bucket.name], bucket.param_level, index)
-    return shard if bucket.memory.optimizer == bucket.memory.param else shard.to(params.mesh.device_for(bucket.memory.optimizer))
+    return (
+        shard
+        if bucket.memory.optimizer == bucket.memory.param
+        else shard.to(params.mesh.device_for(bucket.memory.optimizer))
+    )
 
 
 class Storing:

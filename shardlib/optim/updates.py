@@ -7,8 +7,8 @@ other, in the order in which gradients land, so that the first new parameters ar
     update                 |  3    |  2    |  1    |
     parameters                     | up 3  | up 2  | up 1  |
 
-Clips that come first in a chain take their factor from the squares that were summed as the gradients landed. An optimizer that
-reads across elements otherwise updates all buckets at once, where their states lie.
+Clips that come first in a chain take their factor from the squares that were summed as the gradients landed. An optimizer
+that reads across elements otherwise updates all buckets at once, where their states lie.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ class Updates:
         self._separation = Separation(plan)
         self._groups = _groups(optimizer, plan)
         self._shards = [MeshShards(plan, mesh).of(group) for group in self._groups]
+        # The last group is in the other memory, if there is one: numbers for it must not take the device's link.
+        self._numbers = mesh.device_for(self._groups[-1][0].memory.optimizer) if plan.trained else mesh.device
         # Two: while the parameters of one group are on their way, the next group is updated.
         self._slots = [Slot(mesh.transfers.apart) for _ in self._groups[:2]]
 
@@ -79,9 +81,8 @@ class Updates:
             squares: Σ of the squares of ``grads`` over all ranks.
         """
         with torch.no_grad():
-            where = self._mesh.device_for(self._groups[0][0].memory.optimizer) if self._plan.trained else self._mesh.device
-            shards.remember(sum_of_squares, grads, _number(squares, where))
-            factor = None if scale is None else _number(scale, where)
+            shards.remember(sum_of_squares, grads, _number(squares, self._numbers))
+            factor = None if scale is None else _number(scale, self._numbers)
             storing = Storing(params)
             if len(self._groups) > 1:
                 factor = self._optimizer.lead(grads, factor, shards)
@@ -124,7 +125,7 @@ class Updates:
                 copies[bucket.name] = optimizer_shard(params, bucket)
         if len(self._groups) > 1:
             some, state = {name: grads[name] for name in names}, self._separation.cut(opt.inner, names)
-            factor = None if factor is None else factor.to(written[names[0]].device)
+            factor = None if factor is None else _number(float(factor), written[names[0]].device)
             after = self._optimizer.body(written, some, state, scale=factor, shards=shards, copies=copies)
         else:
             after = self._optimizer.apply(written, grads, opt.inner, scale=factor, shards=shards, copies=copies)
@@ -151,8 +152,8 @@ def _groups(optimizer: GradientTransformation, plan: Plan) -> list[tuple[Bucket,
         return [plan.trained]
     if not optimizer.separable:
         raise IllegalComposition(
-            f"offload keeps the states of {len(elsewhere)} buckets in another memory than those of the other {len(on_device)}, "
-            "and this optimizer reads across parameters; use offload(fraction=1.0)"
+            f"offload leaves the states of {len(on_device)} of {len(plan.trained)} buckets on the device, and this optimizer "
+            "reads across parameters, so that it needs all of them in one memory; use offload(fraction=1.0)"
         )
     return [*([on_device] if on_device else []), *((bucket,) for bucket in reversed(elsewhere))]
 

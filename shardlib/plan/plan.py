@@ -9,6 +9,7 @@ from functools import cached_property
 from shardlib.plan.memory import held_bytes, live_bytes
 from shardlib.plan.payload import Message, messages, payload
 from shardlib.plan.text import describe
+from shardlib.plan.transfers import moved
 from shardlib.plan.value import PlanValue
 
 
@@ -32,6 +33,10 @@ class Plan(PlanValue):
     def payload(self, *, owned: bool = False) -> dict[str, int]:
         """Payload bytes one rank sends per step, by axis: see `shardlib.plan.payload.payload`."""
         return payload(self, owned=owned)
+
+    def transfers(self) -> dict[str, int]:
+        """Bytes one rank moves between the device's memory and others in a step: see `shardlib.plan.transfers.moved`."""
+        return moved(self)
 
     def messages(self, *, owned: bool = False) -> Iterator[Message]:
         """Every message of a step; call it on one rank's part of a plan (`at`). See `shardlib.plan.payload.messages`."""

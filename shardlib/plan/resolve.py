@@ -80,9 +80,10 @@ def _merged(before: Resolved, members: Sequence[Transform]) -> Resolved:
 
 
 def _location(role: str, slots: Mapping[str, Any]) -> Location:
-    memory, share = slots.get("memory", ("device", 1.0))
+    memory, share = slots.get("memory", "device"), slots.get("share", 1.0)
     if memory not in MEMORIES:
         raise IllegalComposition(
             f"the {role} state cannot live in memory {memory!r}; use one of {', '.join(map(repr, MEMORIES))}"
         )
-    return Location(frozenset(axis for slot, axis in slots.items() if slot != "memory"), memory, share)
+    axes = frozenset(axis for slot, axis in slots.items() if slot not in ("memory", "share"))
+    return Location(axes, memory, share)

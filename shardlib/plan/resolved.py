@@ -122,8 +122,9 @@ def _summary(slots: Sequence[tuple[Slot, Any]]) -> str:
             text = f"{name}={show(value)}"
             uses[text] = uses.get(text, 0) + 1
         elif kind is Live and name == "memory":
-            memory, share = value
-            lines.append(f"{f'{share:.0%} of ' if share < 1 else ''}{subject} in {memory} memory")
+            lines.append(f"{subject} in {value} memory")
+        elif kind is Live and name == "share":
+            lines.append(f"{value:.0%} of {subject} there")
         elif kind is Live and subject == SECOND:
             lines.append(f"keeps a second shard of parameters over axis {value!r}")
         elif kind is Live:

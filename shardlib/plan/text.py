@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from shardlib.common.dtypes import dtype_name
 from shardlib.mesh.memories import MEMORIES
 from shardlib.mesh.specs import Leaf
 from shardlib.plan.memory import held_bytes, live_bytes
-from shardlib.plan.payload import messages, payload
+from shardlib.plan.payload import Message, messages, payload
 from shardlib.plan.placement import Placement
 from shardlib.plan.tables import count, size, table
+from shardlib.plan.transfers import transfers
 from shardlib.plan.value import PlanValue
 from shardlib.schedules import peak_in_flight, simulate
 
@@ -34,8 +35,7 @@ def describe(plan: PlanValue) -> str:
         *([_live(plan)] if live_bytes(plan) is not None else []),
         f"Payload per step{_untraced(plan)}: " + _by_axis(payload(plan)),
     ]
-    if sent := _messages(plan):
-        paragraphs.append(sent)
+    paragraphs += [rows for rows in (_messages(plan), _transfers(plan)) if rows]
     if plan.reductions.owner:
         paragraphs.append(
             f"Once {plan.reductions.owner.name} sums gradients itself: {_by_axis(payload(plan, owned=True))}"
@@ -55,21 +55,32 @@ def _by_axis(sent: Mapping[str, int]) -> str:
 
 
 def _messages(plan: PlanValue) -> str:
+    """A table of what a rank sends to others."""
+    sent = [row for row in _rows(plan, messages) if plan.sizes[row[1]] > 1]
+    return table(("sent", "axis", "as", "when", "messages", "bytes"), sent, right=2) if sent else ""
+
+
+def _transfers(plan: PlanValue) -> str:
+    """A table of what a rank moves between the device's memory and others."""
+    moves = _rows(plan, transfers)
+    return table(("moved", "way", "as", "when", "transfers", "bytes"), moves, right=2) if moves else ""
+
+
+def _rows(plan: PlanValue, messages: Callable[[PlanValue], Iterable[Message]]) -> list[tuple[str, ...]]:
     """One row for all messages of a kind; with several stages, the numbers of the rank that sends most of that kind."""
     most: dict[tuple[str, str, str, str], tuple[int, int]] = {}
     for view in plan.views:
         totals: dict[tuple[str, str, str, str], tuple[int, int]] = {}
         for message in messages(view):
-            if plan.sizes[message.axis] > 1 and message.bytes:
+            if message.bytes:
                 key = message.what, message.axis, message.when, message.form
                 times, sent = totals.get(key, (0, 0))
                 totals[key] = times + message.times, sent + message.bytes
         for key, numbers in totals.items():
             most[key] = max(most.get(key, (0, 0)), numbers, key=lambda pair: pair[1])
-    rows = [
+    return [
         (what, axis, form, when, str(times), size(sent)) for (what, axis, when, form), (times, sent) in most.items()
     ]
-    return table(("sent", "axis", "as", "when", "messages", "bytes"), rows, right=2) if rows else ""
 
 
 def _unused(plan: PlanValue) -> str:

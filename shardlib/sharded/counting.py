@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -36,9 +36,7 @@ class Counting:
                 start, stop = start + count * index // size, start + count * (index + 1) // size
         return slice(start, stop)
 
-    def summand(
-        self, fn: Callable[[torch.Tensor], torch.Tensor], bucket: Bucket, leaf: torch.Tensor
-    ) -> torch.Tensor:
+    def summand(self, fn: Callable[[torch.Tensor], torch.Tensor], bucket: Bucket, leaf: torch.Tensor) -> torch.Tensor:
         """This rank's summand of fn(leaf), as the plan's `Summation` holds it; ``fn`` of padding must be 0."""
         return self._plan.reductions.summation.over(fn, leaf[self.share(bucket, leaf)])
 
@@ -46,7 +44,7 @@ class Counting:
         """This rank's summand of Σ fn(leaf) over `differing`, as the plan's `Summation` holds it."""
         return self.total([self._plan.reductions.summation.over(fn, leaf) for leaf in leaves])
 
-    def total(self, summands: Sequence[torch.Tensor]) -> torch.Tensor:
+    def total(self, summands: list[torch.Tensor]) -> torch.Tensor:
         """The sum of ``summands`` over `differing`, on the rank's device."""
         none = torch.zeros(self._plan.reductions.summation.width, dtype=torch.float64, device=self._mesh.device)
         return (torch.stack(summands).sum(dim=0).to(none.device) if summands else none) / self.differing

@@ -58,6 +58,14 @@ class Landing:
             self._in_flight -= numel
         return landed
 
+    def add(self, bucket: Bucket, grad: torch.Tensor) -> None:
+        """Add a part of a gradient that came after the gradient had been taken."""
+        self.wait(bucket.name)
+        landed = self._kept[bucket.name]
+        landed += grad.to(landed.device)
+        squares = self._counting.summand(sum_of_squares, bucket, landed)
+        self._squares[bucket.name] = squares.to(self._mesh.device)
+
     def complete(self, grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Bucket name -> gradient in the optimizer's memory, from the sums of all buckets, of which some have been taken."""
         return {

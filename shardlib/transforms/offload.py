@@ -23,7 +23,7 @@ class Offload(Transform):
         return f"offload({self.optimizer!r}{share})"
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
-        yield Live("optimizer", memory=self.optimizer, share=self.fraction)
+        yield Live("optimizer", memory=self.optimizer, share=self.fraction if self.fraction < 1 else None)
 
 
 def offload(optimizer: str = "host", *, fraction: float = 1.0) -> Offload:
