@@ -138,7 +138,7 @@ class Store:
         """Begin to write a buffer. Memory that the store lent goes back to it; other memory is copied first.
 
         Raises:
-            StorageError: an earlier write has failed.
+            StorageError: an earlier write has failed, or a file was changed from outside.
         """
         flat = self._layout.buffers[name]
         if (tensor.numel(), tensor.dtype) != flat:
@@ -147,6 +147,7 @@ class Store:
             return
         self._finish(name)
         self._raise_failure()
+        self._files.check()
         block = self._pool.lent(tensor)
         if block is None:
             block = self._pool.take(max(flat.padded, BLOCK))
