@@ -30,6 +30,7 @@ from shardlib.transforms import (
     row,
     sequence,
     tensor_slicing,
+    tile,
     zero,
 )
 
@@ -78,6 +79,7 @@ __all__ = [
     "row",
     "sequence",
     "tensor_slicing",
+    "tile",
     "zero",
     # rooms
     "checkpoint",

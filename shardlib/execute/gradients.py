@@ -71,7 +71,8 @@ class Gradients:
     """
 
     def __init__(self, plan: Plan, mesh: Mesh, options: ReductionOptions) -> None:
-        self._plan, self._mesh, self._options = plan, mesh, options
+        self._stored, self._plan = plan, plan.tiled
+        self._mesh, self._options = mesh, options
         self._held: dict[str, torch.Tensor] = {}
         self._trees: Trees | None = {} if plan.step.tree else None
         self._first = batch_index(plan, mesh) * plan.step.microbatches  # the first micro-batch of this rank, among all
@@ -194,7 +195,13 @@ class Gradients:
 
     def result(self) -> dict[str, torch.Tensor]:
         """Bucket name -> this rank's shard of the gradient, after the last micro-batch."""
-        return {bucket.name: self._held[bucket.name] for bucket in self._plan.trained}
+        return {bucket.name: self._joined(bucket) for bucket in self._stored.trained}
+
+    def _joined(self, bucket: Bucket) -> torch.Tensor:
+        """The gradient of a bucket of the state, from those of its tiles."""
+        if bucket.name not in self._held:
+            self._held[bucket.name] = torch.cat([self._held.pop(tile.name) for tile in bucket.cut])
+        return self._held[bucket.name]
 
     def _zeros(self, bucket: Bucket) -> torch.Tensor:
         return torch.zeros(bucket.size(0), dtype=bucket.reduce_dtype, device=self._mesh.device)
