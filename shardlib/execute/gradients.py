@@ -24,6 +24,7 @@ from shardlib.mesh.mesh import Mesh
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.exchanges import Exchange, unowned
 from shardlib.plan.plan import Plan
+from shardlib.sharded.landing import Landing
 from shardlib.sharded.reduction import BoundCodecs, Reduction, Sum
 
 Trees = dict[str, TreeSum[torch.Tensor]]  # bucket name -> the sums of its gradients
@@ -38,12 +39,14 @@ class ReductionOptions:
         residuals: residuals of compressed exchanges; written to.
         unreduced: axes over which gradients are not summed, for an optimizer that sums over them itself.
         reached: a set to which the paths of leaves with a gradient are added; None if they are not needed.
+        landing: takes each gradient as soon as it is complete, if the optimizer works in another memory.
     """
 
     codecs: BoundCodecs
     residuals: Residuals
     unreduced: tuple[str, ...] = ()
     reached: set[str] | None = None
+    landing: Landing | None = None
 
 
 class Turn(NamedTuple):
@@ -72,6 +75,7 @@ class Gradients:
 
     def __init__(self, plan: Plan, mesh: Mesh, options: ReductionOptions) -> None:
         self._stored, self._plan = plan, plan.tiled
+        self._leaf_of = {tile.name: bucket for bucket in plan.buckets for tile in bucket.cut}  # of the state
         self._mesh, self._options = mesh, options
         self._held: dict[str, torch.Tensor] = {}
         self._trees: Trees | None = {} if plan.step.tree else None
@@ -89,6 +93,7 @@ class Gradients:
         self._complete: set[str] = set()
         self._added: set[str] = set()
         self._late: dict[str, torch.Tensor] = {}
+        self._landed: set[str] = set()  # buckets whose reductions have ended
         self._closed = False  # whether backward is over, so that gradients that are not there are zero
         self._flying: deque[tuple[Reduction, int]] = deque()
         self._to_free = 0  # elements of the whole gradients that are freed when the reductions under way have ended
@@ -185,7 +190,10 @@ class Gradients:
             each, last = self._routes(bucket)
             whole = again[name] if name in again else self._zeros(bucket)
             for reduced in self._reduction([Sum(bucket, whole)], [(*each, *last) if self._last else each]).wait():
-                self._held[name].add_(reduced.buffer)
+                if landing := self._landing(bucket):
+                    landing.add(bucket, reduced.buffer)
+                else:
+                    self._held[name].add_(reduced.buffer)
 
     @property
     def held(self) -> list[torch.Tensor]:
@@ -281,6 +289,9 @@ class Gradients:
         # Whole gradients that are freed after their exchange must not pile up behind a slow network.
         while self._to_free > 2 * self._plan.largest_unit:
             self._land()
+        if any(self._landing(each.bucket) for each in sums):
+            while self._flying and (len(self._flying) > 1 or self._flying[0][0].complete):
+                self._land()
 
     def _reduction(self, sums: list[Sum], routes: Sequence[Sequence[Exchange]]) -> Reduction:
         return Reduction(self._mesh, sums, routes, self._options.codecs, self._options.residuals)
@@ -291,3 +302,14 @@ class Gradients:
         for reduced in reduction.wait():
             held = self._held.get(reduced.bucket.name)
             self._held[reduced.bucket.name] = reduced.buffer if held is None else held.add_(reduced.buffer)
+            self._landed.add(reduced.bucket.name)
+            leaf = self._leaf_of[reduced.bucket.name]
+            if (landing := self._landing(leaf)) and self._landed.issuperset(tile.name for tile in leaf.cut):
+                whole = self._joined(leaf)
+                del self._held[leaf.name]
+                self._held[leaf.name] = landing.take(leaf, whole)
+
+    def _landing(self, bucket: Bucket) -> Landing | None:
+        """What takes the bucket's gradient when its sum is complete; None if it stays, or if other stages add to it."""
+        landing = self._options.landing
+        return landing if self._last and landing and landing.moves(bucket) and len(bucket.stages) == 1 else None
