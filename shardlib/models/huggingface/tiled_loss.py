@@ -52,7 +52,7 @@ def with_tiled_loss(model: Any) -> Any:
     changed = [
         name for name in ("final_logit_softcapping", "logits_scaling", "logit_scale") if getattr(config, name, None)
     ]
-    if not isinstance(head, nn.Linear) or head.bias is not None or changed:
+    if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None or changed:
         why = (
             f"its logits are changed ({', '.join(changed)})" if changed else "it has no lm_head, a Linear without bias"
         )
