@@ -32,6 +32,7 @@ from shardlib.transforms import (
     row,
     sequence,
     tensor_slicing,
+    tile,
     zero,
 )
 
@@ -81,6 +82,7 @@ __all__ = [
     "row",
     "sequence",
     "tensor_slicing",
+    "tile",
     "zero",
     # rooms
     "checkpoint",
