@@ -1,7 +1,7 @@
 """All defects, by the rooms they are planted in."""
 
 from ..planting import Defect
-from . import checkpoints, communication, hangs, keys, optimizers, parts, plans, reproducible, runs, steps
+from . import checkpoints, communication, hangs, keys, optimizers, parts, plans, reproducible, runs, steps, tiles
 
 DEFECTS: tuple[Defect, ...] = (
     *communication.DEFECTS,
@@ -14,4 +14,5 @@ DEFECTS: tuple[Defect, ...] = (
     *checkpoints.DEFECTS,
     *runs.DEFECTS,
     *reproducible.DEFECTS,
+    *tiles.DEFECTS,
 )
