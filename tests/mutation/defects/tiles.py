@@ -31,7 +31,7 @@ DEFECTS = (
         "the rest of a block is gathered again after each layer in tiles",
         "self._keep({unit.name, upcoming, unit.home})",
         "self._keep({unit.name, upcoming})",
-        (f"{_TILE}::test_tiles_are_gathered_one_ahead_and_their_unit_stays",),
+        (f"{_TILE}::test_each_tile_is_gathered_once_each_way_and_their_unit_stays",),
     ),
     Defect(
         "a masked target of another tile",
