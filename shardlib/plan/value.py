@@ -342,7 +342,7 @@ class PlanValue:
         """Units in the order in which one micro-batch gathers them: as traced, or once forward and once backward each."""
         if self.traces is not None:
             return tuple(unit for stage in self.local_stages for unit in self.traces[stage].touches)
-        sharded = [unit for unit, buckets in self.buckets_of.items() if any(b.param_level for b in buckets)]
+        sharded = [unit for unit, buckets in self.buckets_of.items() if any(b.fetched for b in buckets)]
         return (*sharded, *(unit for unit in reversed(sharded) if unit in self.trained_in))
 
     @cached_property
