@@ -27,10 +27,10 @@ def transfers(plan: PlanValue) -> Iterator[Message]:
 def _fetches(stage_plan: PlanValue) -> Iterator[Message]:
     """The way up of parameters before their use."""
     seen: set[str] = set()
-    microbatches = stage_plan.stages.schedule.microbatches
+    microbatches, tiled = stage_plan.stages.schedule.microbatches, stage_plan.tiled
     for unit in stage_plan.gathers:
-        for bucket in stage_plan.buckets_of[unit]:
-            routes = stage_plan.routes[bucket.name]
+        for bucket in tiled.buckets_of[unit]:
+            routes = tiled.routes[bucket.name]
             kept = unit in seen and len(routes.again) < len(routes.gather)  # the second shard is on the device
             if bucket.memory.param != "device" and not kept:
                 sent = bucket.size(bucket.param_level) * bucket.dtype.itemsize
