@@ -1,7 +1,7 @@
 """All defects, by the rooms they are planted in."""
 
 from ..planting import Defect
-from . import checkpoints, communication, hangs, keys, optimizers, parts, plans, reproducible, runs, steps
+from . import checkpoints, communication, disk, hangs, keys, optimizers, parts, plans, reproducible, runs, steps
 
 DEFECTS: tuple[Defect, ...] = (
     *communication.DEFECTS,
@@ -12,6 +12,7 @@ DEFECTS: tuple[Defect, ...] = (
     *optimizers.DEFECTS,
     *parts.DEFECTS,
     *checkpoints.DEFECTS,
+    *disk.DEFECTS,
     *runs.DEFECTS,
     *reproducible.DEFECTS,
 )
