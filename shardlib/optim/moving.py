@@ -212,9 +212,16 @@ def _apart(state: Any) -> tuple[Any, dict[str, torch.Tensor], str]:
 
     def view(tensor: torch.Tensor) -> _View:
         name = known[tensor.device, tensor.untyped_storage().data_ptr()]
-        size, place = storages[name].numel(), (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
-        pinned = tensor.device.type == "cpu" and tensor.is_pinned()
-        return _View(name, size, tensor.device, pinned, tensor.dtype, *place)
+        return _View(
+            storage=name,
+            bytes=storages[name].numel(),
+            device=tensor.device,
+            pinned=tensor.device.type == "cpu" and tensor.is_pinned(),
+            dtype=tensor.dtype,
+            offset=int(tensor.storage_offset()),
+            shape=tuple(tensor.shape),
+            stride=tensor.stride(),
+        )
 
     return _rebuilt(state, view), storages, what
 
@@ -224,8 +231,10 @@ def _rebuilt(state: Any, move: Callable[[Any], Any]) -> Any:
     if isinstance(state, Sharded):
         return Sharded(state.plan, state.mesh, state.role, {name: move(leaf) for name, leaf in state.buffers.items()})
     if isinstance(state, TrainState):
-        parts = [_rebuilt(part, move) for part in (state.params, state.opt, state.comm, state.buffers)]
-        return TrainState(state.step, *parts, state.scale, state.rng)
+        params, opt, comm, buffers = (
+            _rebuilt(part, move) for part in (state.params, state.opt, state.comm, state.buffers)
+        )
+        return TrainState(state.step, params, opt, comm, buffers, state.scale, state.rng)
     return tree_map(lambda leaf: move(leaf) if isinstance(leaf, (torch.Tensor, _View)) else leaf, state)
 
 
