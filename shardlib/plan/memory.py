@@ -2,35 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 from shardlib.plan.value import ROLES, PlanValue
 from shardlib.schedules import peak_of_stages
 
 
-def held_bytes(plan: PlanValue, role: str) -> int:
+def held_bytes(plan: PlanValue, role: str, memory: str | None = None) -> int:
     """Bytes one rank holds of "param", "grad", "optimizer", "comm" or "buffers", padding included, or of all ("total").
 
-    "grad" is the buffer in which gradients are accumulated: whole gradients where they are reduced once at the end, and
-    several where they are summed in a tree. With several stages, the maximum over ranks.
+    In one ``memory`` (see `shardlib.mesh.memories`), or by default in all. "grad" is the buffer in which gradients are
+    accumulated: whole gradients where they are reduced once at the end, and several where they are summed in a tree. Where
+    gradients go to another memory for the update, it is their memory there, and on the device what is held until they go:
+    the accumulated gradients of several micro-batches, or at most two units of one. With several stages, the maximum over
+    ranks.
     """
     if len(plan.views) > 1:
-        return max(held_bytes(view, role) for view in plan.views)
+        return max(held_bytes(view, role, memory) for view in plan.views)
     if role == "param":
-        return sum(bucket.size(bucket.param_level) * bucket.dtype.itemsize for bucket in plan.buckets)
+        stored = ((b.memory.param, b.size(b.param_level) * b.dtype.itemsize) for b in plan.buckets)
+        return _within(memory, stored)
     if role == "grad":
-        once = sum(bucket.size(bucket.grad_level) * bucket.reduce_dtype.itemsize for bucket in plan.trained)
-        return once * plan.step.partial_sums
+        return _within(memory, _gradients(plan))
     if role == "optimizer":
         if plan.needs is None:
             raise ValueError("the plan was made without an optimizer; pass optimizer= to make_plan")
-        return max(needs.bytes for needs in plan.needs)
+        return max(_within(memory, needs.bytes.items()) for needs in plan.needs)
     if role == "comm":
-        return sum(channel.bytes for channel in plan.channels)
+        return _within(memory, (("device", channel.bytes) for channel in plan.channels))
     if role == "buffers":
-        return sum(numel * dtype.itemsize for dtype, numel in plan.buffers)
+        return _within(memory, (("device", numel * dtype.itemsize) for dtype, numel in plan.buffers))
     if role == "total":
         known = ROLES if plan.needs is not None else ROLES[:2]
-        return sum(held_bytes(plan, summand) for summand in (*known, "comm", "buffers"))
+        return sum(held_bytes(plan, summand, memory) for summand in (*known, "comm", "buffers"))
     raise ValueError(f"role {role!r} is not one of {', '.join(ROLES)}, comm, buffers, total")
+
+
+def _within(memory: str | None, held: Iterable[tuple[str, int]]) -> int:
+    return sum(count for where, count in held if memory in (None, where))
+
+
+def _gradients(plan: PlanValue) -> Iterator[tuple[str, int]]:
+    """Memories with the bytes of gradients that a rank holds there."""
+    leaving = 0
+    for bucket in plan.trained:
+        size = bucket.reduce_dtype.itemsize
+        accumulated = bucket.size(bucket.grad_level) * size * plan.step.partial_sums
+        if bucket.memory.optimizer == bucket.memory.grad:
+            yield bucket.memory.grad, accumulated
+            continue
+        yield bucket.memory.optimizer, bucket.owned * size
+        if plan.step.microbatches > 1:
+            yield bucket.memory.grad, accumulated
+        else:
+            leaving += bucket.owned * size
+    widest = max((bucket.reduce_dtype.itemsize for bucket in plan.trained), default=0)
+    yield "device", min(leaving, 2 * plan.largest_unit * widest)
 
 
 def live_bytes(plan: PlanValue) -> int | None:
