@@ -85,5 +85,5 @@ def _location(role: str, slots: Mapping[str, Any]) -> Location:
         raise IllegalComposition(
             f"the {role} state cannot live in memory {memory!r}; use one of {', '.join(map(repr, MEMORIES))}"
         )
-    axes = frozenset(axis for slot, axis in slots.items() if slot not in ("memory", "share"))
-    return Location(axes, memory, share)
+    axes = frozenset(axis for slot, axis in slots.items() if slot not in Live.PLACES)
+    return Location(axes, memory, share, slots.get("folders", ()))
