@@ -32,6 +32,7 @@ from shardlib.transforms import (
     row,
     sequence,
     tensor_slicing,
+    tile,
     zero,
 )
 
@@ -84,6 +85,7 @@ __all__ = [
     "row",
     "sequence",
     "tensor_slicing",
+    "tile",
     "zero",
     # rooms
     "checkpoint",

@@ -14,6 +14,7 @@ from shardlib.nn.dropout import dropout
 from shardlib.nn.functional import Mean, embedding, linear_cross_entropy
 from shardlib.nn.sequence import gather_sequence, shard_sequence, sum_sequence
 from shardlib.nn.sparse_attention import sparse_attention
+from shardlib.nn.tiled import tiled
 
 __all__ = [
     # attention and sequences
@@ -26,6 +27,7 @@ __all__ = [
     "Mean",
     "embedding",
     "linear_cross_entropy",
+    "tiled",
     # blocks of a model
     "block",
     "sequential",
