@@ -20,10 +20,12 @@ class Memory(Protocol):
     Attributes:
         works: the memory in which buffers of this one are worked on.
         rests: whether that is another one: buffers are brought there, a few at a time, and taken back.
+        slots: copies of a buffer that this memory has room for.
     """
 
     works: str
     rests: bool
+    slots: int
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A flat buffer of zeros in this memory, for a rank that computes on ``device``."""
@@ -41,7 +43,7 @@ class Memory(Protocol):
 class DeviceMemory:
     """The memory of the device that a rank computes on."""
 
-    works, rests = "device", False
+    works, rests, slots = "device", False, 1
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype, device=device)
@@ -56,7 +58,7 @@ class DeviceMemory:
 class HostMemory:
     """The host's memory, pinned where the device has a memory of its own. Elsewhere both are one memory."""
 
-    works, rests = "host", False
+    works, rests, slots = "host", False, 1
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype, device=self.device(device), pin_memory=pins(device))
@@ -71,10 +73,10 @@ class HostMemory:
 class Disk(HostMemory):
     """Files, whose buffers are worked on in the host's memory. A buffer takes two slots of whole blocks."""
 
-    rests = True
+    rests, slots = True, 2
 
     def held(self, size: int) -> int:
-        return 2 * whole_blocks(size)
+        return self.slots * whole_blocks(size)
 
 
 MEMORIES: Mapping[str, Memory] = {"device": DeviceMemory(), "host": HostMemory(), "disk": Disk()}

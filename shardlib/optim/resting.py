@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import optree
 import torch
 
+from shardlib.collectives.attempts import on_all_ranks
 from shardlib.errors import IllegalComposition
 from shardlib.mesh.memories import AHEAD, MEMORIES, window
 from shardlib.mesh.mesh import Mesh
@@ -113,10 +114,12 @@ class StatesOnDisk:
         assert plan.claims is not None  # they say that the states are on disk
         folders = plan.claims.location("optimizer").folders
         self._buffers, self._awake = buffers, dict[str, torch.Tensor]()
-        pinned = mesh.transfers.apart
-        self.store = Store(
-            folders, buffers, window(list(sizes.values())), rank=mesh.rank, ranks=mesh.size, pinned=pinned
-        )
+
+        def open_files() -> None:
+            memory, pinned = window(list(sizes.values())), mesh.transfers.apart
+            self.store = Store(folders, buffers, memory, rank=mesh.rank, ranks=mesh.size, pinned=pinned)
+
+        on_all_ranks(mesh, open_files, "the files for states on disk could not be opened")
         weakref.finalize(self, self.store.close)
 
     def awake(self, groups: Iterable[OptimizerState]) -> Iterator[OptimizerState]:
@@ -159,7 +162,7 @@ def resting_of(optimizer: GradientTransformation, plan: Plan, mesh: Mesh) -> Res
         IllegalComposition: states on disk, and an optimizer that needs all of them at once or packs them itself.
         StorageError: the folders are in use, hold another plan's states, or have too little space.
     """
-    if not any(MEMORIES[bucket.memory.optimizer].rests for bucket in plan.trained):
+    if not any(MEMORIES[bucket.memory.optimizer].rests for bucket in plan.everywhere.trained):
         return InMemory()
     if not optimizer.separable:
         raise IllegalComposition(

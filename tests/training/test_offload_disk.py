@@ -1,16 +1,19 @@
 """Offload: states on disk train to the last bit as states in memory, through files that are what the plan says."""
 
+import os
+import re
+
 import optree
 import pytest
 import torch
 from helpers import training
 from helpers.cuts import tiny_blocks
-from helpers.faults import BROKEN, Faults
+from helpers.faults import BROKEN, FULL, Faults
 from helpers.models import mlp, regression_batch, share, tiny_gpt, token_batches
 from helpers.trees import assert_same
 
 import shardlib as sl
-from shardlib.errors import IllegalComposition, StorageError
+from shardlib.errors import IllegalComposition, RankFailure, StorageError
 from shardlib.optim.resting import OnDisk
 from shardlib.plan.loss_scale import LossScale
 
@@ -81,6 +84,30 @@ def test_the_files_and_the_memory_are_the_plans(tmp_path):
     assert "disk" in str(plan) and f"files in {tmp_path}" in str(plan)
 
 
+def test_the_plan_counts_what_is_read_and_written(tmp_path, monkeypatch):
+    disk, mesh = sl.offload("disk", folder=[tmp_path / "a", tmp_path / "b"]), sl.make_mesh()
+    state, step = start(mesh, sl.precision("bf16"), disk)
+    plan = sl.make_plan(PARAMS, mesh, sl.chain(sl.precision("bf16"), disk), optimizer=tx())
+    moved = {"preadv": 0, "pwritev": 0}
+
+    def counted(call):
+        real = getattr(os, call)
+
+        def counting(fd, views, offset):
+            done = real(fd, views, offset)
+            moved[call] += done if os.readlink(f"/proc/self/fd/{fd}").endswith(".data") else 0
+            return done
+
+        monkeypatch.setattr(os, call, counting)
+
+    counted("preadv")
+    counted("pwritev")
+    stepped(state, step, mesh, BATCHES[:1])
+    transfers = plan.transfers()
+    assert (moved["preadv"], moved["pwritev"]) == (transfers["read"], transfers["written"]) == (3 * 3 * 4096,) * 2
+    assert re.search(r"states +read +whole blocks +before the update +1", str(plan))
+
+
 @pytest.mark.parametrize("back", ["disk", "host", "none"])
 def test_a_checkpoint_holds_what_is_on_disk(tmp_path, back):
     """Saved from disk, restored to disk or to memory, and the other way round."""
@@ -141,6 +168,18 @@ def test_what_cannot_be_on_disk_is_refused(tmp_path):
     with pytest.raises(StorageError, match="is in use"):
         start(mesh, disk)
     del state
+
+
+def test_a_rank_without_space_is_an_error_of_all(tmp_path, monkeypatch):
+    def run(mesh):
+        with pytest.raises(StorageError if mesh.rank else RankFailure) as refused:
+            start(mesh, sl.zero(1), sl.offload("disk", folder=tmp_path))
+        return str(refused.value)
+
+    with monkeypatch.context() as patch:
+        Faults(patch).fails("posix_fallocate", FULL, "rank-1-")
+        first, own = sl.simulate(run, mesh={"data": 2})
+    assert "Free space there" in own and "could not be opened:\n  - rank 1: StorageError: making" in first
 
 
 def test_a_failing_disk_ends_the_step_and_the_last_one_is_whole(tmp_path, monkeypatch):
