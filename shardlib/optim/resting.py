@@ -29,10 +29,10 @@ class Resting(Protocol):
     """The states of groups of buckets, between and during updates.
 
     Attributes:
-        copies: whether a step may leave the old state as it was, beside the new one.
+        at_once: whether there is memory for all states at once, and for old ones beside new ones.
     """
 
-    copies: bool
+    at_once: bool
 
     def awake(self, groups: Iterable[OptimizerState]) -> Iterator[OptimizerState]:
         """The groups' states as tensors, one after the other. The caller gives each back before it takes the next."""
@@ -50,7 +50,7 @@ class Resting(Protocol):
 class InMemory:
     """States that stay where the optimizer works on them."""
 
-    copies = True
+    at_once = True
 
     def awake(self, groups: Iterable[OptimizerState]) -> Iterator[OptimizerState]:
         return iter(groups)
@@ -99,7 +99,7 @@ class StatesOnDisk:
         planned: the masters and the optimizer's state as tensors without memory.
     """
 
-    copies = False
+    at_once = False
 
     def __init__(self, plan: Plan, mesh: Mesh, planned: OptimizerState) -> None:
         buffers: dict[str, Flat] = {}

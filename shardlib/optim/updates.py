@@ -55,7 +55,7 @@ class Updates:
 
     def require_copies(self) -> None:
         """Refuse states of which there is one at a time, in a step that is to keep the state it is given."""
-        if not self._resting.copies:
+        if not self._resting.at_once:
             raise IllegalComposition(
                 "donate=False keeps the old state of every step, and states on disk are there once: leave donate=True, or "
                 "keep them in memory with offload('host')"
@@ -63,17 +63,24 @@ class Updates:
 
     def init(self, params: Sharded) -> OptimizerState:
         """The masters and the optimizer's state of new parameters."""
-        whole = MeshShards(self._plan, self._mesh)
-        shards = self._shards if len(self._groups) > 1 else [whole]
-        states = []
-        for group, some in zip(self._groups, shards, strict=True):
-            masters, flat = {}, {}
+        shards, states = MeshShards(self._plan, self._mesh), []
+        several = len(self._groups) > 1 and not self._resting.at_once
+        for group in self._groups if several else [self._plan.trained]:
+            # The optimizer is shown all parameters, those of other groups without memory.
+            flat = {
+                bucket.name: torch.empty(bucket.owned, dtype=bucket.master_dtype or bucket.dtype, device="meta")
+                for bucket in self._plan.trained
+            }
+            masters = {}
             for bucket in group:
                 flat[bucket.name] = shard = optimizer_shard(params, bucket)
                 if bucket.master_dtype is not None:
                     master = self._mesh.zeros(bucket.owned, bucket.master_dtype, bucket.memory.optimizer)
                     flat[bucket.name] = masters[bucket.name] = master.copy_(shard)
-            states.append(self._resting.asleep(OptimizerState(masters, self._optimizer.init(flat, shards=some))))
+            state = OptimizerState(masters, self._optimizer.init(flat, shards=shards))
+            if several:
+                state = self._separation.cut(state, [bucket.name for bucket in group])
+            states.append(self._resting.asleep(state))
         self._resting.commit()
         return self._joined(states)
 

@@ -54,6 +54,22 @@ def test_training_is_the_same_to_the_last_bit(plan, tmp_path):
         assert_same(again[2], final)
 
 
+CHOOSING = {
+    "masked": lambda: sl.optim.masked(sl.optim.adam(1e-2), "layers/0/*"),
+    "slow weights": lambda: sl.optim.lookahead(sl.optim.adagrad(1e-2, 0.3), 2, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+def test_first_states_are_those_of_all_parameters(name, tmp_path):
+    """What an optimizer begins with depends on paths and values, though a few buckets at a time are in memory."""
+
+    def run(mesh, *offload):
+        return sl.unshard(stepped(*start(mesh, *offload, optimizer=CHOOSING[name]()), mesh, BATCHES).params)
+
+    assert_same(run(sl.make_mesh(), sl.offload("disk", folder=tmp_path)), run(sl.make_mesh()))
+
+
 LOSS, PARAMS = mlp([5, 7, 6, 3], torch.float32)
 BATCHES = [regression_batch(12, 5, 3, torch.float32, seed=seed) for seed in range(5)]
 
