@@ -1,6 +1,7 @@
 """shardlib: pure functions turn a parameter pytree into sharded state and a train step."""
 
 from shardlib import checkpoint, collectives, data, errors, init, models, nn, optim, plan, report, schedules, sparse
+from shardlib.common.version import VERSION
 from shardlib.evaluate import make_eval_step
 from shardlib.make_plan import make_plan
 from shardlib.mesh.launch import launch, simulate
@@ -36,7 +37,7 @@ from shardlib.transforms import (
     zero,
 )
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     # verbs

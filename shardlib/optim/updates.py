@@ -152,10 +152,12 @@ class Updates:
             written[bucket.name] = master
             if master.dtype == bucket.dtype:
                 copies[bucket.name] = master
-            elif self._staged(bucket):
-                copies[bucket.name] = slot.take(bucket.owned, bucket.dtype)
-            else:
+            elif not self._crosses(bucket):
                 copies[bucket.name] = optimizer_shard(params, bucket)
+            elif bucket.memory.optimizer == "device":
+                copies[bucket.name] = torch.empty(bucket.owned, dtype=bucket.dtype, device=self._mesh.device)
+            else:
+                copies[bucket.name] = slot.take(bucket.owned, bucket.dtype)
         if len(self._groups) > 1:
             some = {name: grads[name] for name in names}
             factor = None if factor is None else _number(float(factor), written[names[0]].device)
@@ -165,7 +167,9 @@ class Updates:
         for bucket in group:
             shard = copies[bucket.name]
             if self._lent(bucket) and shard is opt.masters[bucket.name]:
-                own = slot.take(bucket.owned, bucket.dtype) if self._staged(bucket) else optimizer_shard(params, bucket)
+                own = (
+                    slot.take(bucket.owned, bucket.dtype) if self._crosses(bucket) else optimizer_shard(params, bucket)
+                )
                 shard = own.copy_(shard)
             slot.sent(storing.put(bucket, shard))
         return OptimizerState(opt.masters, after)
@@ -174,8 +178,8 @@ class Updates:
         """Whether the master's memory is another's as soon as the update is done."""
         return MEMORIES[bucket.memory.optimizer].rests
 
-    def _staged(self, bucket: Bucket) -> bool:
-        """Whether new parameters are written to a slot of pinned memory, beside the master of another dtype."""
+    def _crosses(self, bucket: Bucket) -> bool:
+        """Whether new parameters are written in one memory, beside the master of another dtype, and stored in another."""
         return self._mesh.transfers.apart and bucket.memory.optimizer != bucket.memory.param
 
     def _slot(self, group: Sequence[Bucket]) -> Slot:
@@ -184,7 +188,7 @@ class Updates:
         staged = [
             bucket
             for bucket in group
-            if self._staged(bucket) and (bucket.master_dtype != bucket.dtype or self._lent(bucket))
+            if self._crosses(bucket) and (bucket.master_dtype != bucket.dtype or self._lent(bucket))
         ]
         return self._slots[-1].empty(sum(taken(bucket.owned, bucket.dtype) for bucket in staged))
 

@@ -16,21 +16,29 @@ class Offload(Transform):
     """The transform that `offload` makes, with the arguments given there."""
 
     optimizer: str
+    params: str | None
     fraction: float
     folders: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
+        params = f", params={self.params!r}" if self.params else ""
         share = f", fraction={self.fraction:g}" if self.fraction != 1 else ""
-        return f"offload({self.optimizer!r}{share})"
+        return f"offload({self.optimizer!r}{params}{share})"
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
+        if self.params:
+            yield Live("param", memory=self.params)
         share = self.fraction if self.fraction < 1 else None
         yield Live("optimizer", memory=self.optimizer, share=share, folders=self.folders or None)
 
 
 def offload(
-    optimizer: str = "host", *, fraction: float = 1.0, folder: str | Path | Sequence[str | Path] = ()
+    optimizer: str = "host",
+    params: str | None = None,
+    *,
+    fraction: float = 1.0,
+    folder: str | Path | Sequence[str | Path] = (),
 ) -> Offload:
     """Keep the optimizer's states and the fp32 masters in another memory than the device's, and update them there.
 
@@ -41,6 +49,8 @@ def offload(
     Args:
         optimizer: the memory of states and masters: "host"; or "disk", from which a few buckets at a time come to the host,
             for elementwise optimizers.
+        params: the memory of parameters: "host", or None for the device. Units then come up for each use, one ahead, as at
+            ZeRO stage 3, where what comes up is a shard that is gathered on the device.
         fraction: the share of the states that lives there; the states whose gradients come last stay on the device.
         folder: of the files on disk: one or several, on different disks. They are given space for two copies of the states,
             and belong to one run at a time; what is to be kept goes into checkpoints.
@@ -63,4 +73,4 @@ def offload(
         raise IllegalComposition(
             f"offload({optimizer!r}, folder={folder!r}): states on disk need a folder, others have none"
         )
-    return Offload(optimizer, float(fraction), folders)
+    return Offload(optimizer, params, float(fraction), folders)

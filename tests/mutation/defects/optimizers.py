@@ -15,8 +15,8 @@ DEFECTS = (
         "norm",
         "optim/shards.py",
         "what a transformation sums over all elements is a rank's own part",
-        "sum_over(self._mesh, tuple(self._mesh.shape), local)",
-        "sum_over(self._mesh, (), local)",
+        "self.summation.values(self._over_ranks(local))",
+        "self.summation.values(local)",
         (f"{_MESHES}::test_norms_counts_and_masks_of_drawn_trees",),
     ),
     Defect(
@@ -46,7 +46,7 @@ DEFECTS = (
         "optim/optimizers/lamb.py",
         "LAMB's ratio of norms is that of a rank's own part of a parameter",
         "shards.leaf_sums(of_both, params, directions).sqrt()",
-        "Shards.leaf_sums(shards, of_both, params, directions).sqrt()",
+        "shards.summation.values(Shards._leaf_sums(shards, of_both, (params, directions))).sqrt()",
         ("tests/optim/test_onebit_optimizers.py::test_lamb_on_every_mesh_is_one_device",),
     ),
     Defect(
@@ -124,10 +124,10 @@ DEFECTS = (
     Defect(
         "masters that stay",
         "stale",
-        "train.py",
-        "steps go from 16-bit parameters on, and fp32 masters stay as they were",
-        "narrow | opt.masters,",
-        "opt.masters | narrow,",
+        "optim/updates.py",
+        "steps go from the first masters on, which stay as they were",
+        "written[bucket.name] = master\n",
+        "written[bucket.name] = master.clone()\n",
         (f"{_OPTIM}::test_mixed_precision_is_the_textbooks",),
     ),
     Defect(
