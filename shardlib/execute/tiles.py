@@ -86,7 +86,7 @@ class TiledLeaf:
     @property
     def _described(self) -> tuple[TiledLeaf, int, str, tuple[int, ...], torch.Tensor, bool]:
         trained = self._trained and self.bucket.trainable
-        return self, 0, self.path, self.bucket.shapes[0], self._units[0].buckets[0].stored, trained
+        return self, 0, self.path, self.bucket.shapes[0], self._units[0].buckets[0].like, trained
 
     # As the source of its handles. What a layer of slices computes with, and a block is given, is a handle as well.
 

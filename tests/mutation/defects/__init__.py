@@ -1,7 +1,21 @@
 """All defects, by the rooms they are planted in."""
 
 from ..planting import Defect
-from . import checkpoints, communication, hangs, keys, optimizers, parts, plans, reproducible, runs, steps, tiles
+from . import (
+    checkpoints,
+    communication,
+    disk,
+    hangs,
+    keys,
+    offload,
+    optimizers,
+    parts,
+    plans,
+    reproducible,
+    runs,
+    steps,
+    tiles,
+)
 
 DEFECTS: tuple[Defect, ...] = (
     *communication.DEFECTS,
@@ -10,8 +24,10 @@ DEFECTS: tuple[Defect, ...] = (
     *steps.DEFECTS,
     *keys.DEFECTS,
     *optimizers.DEFECTS,
+    *offload.DEFECTS,
     *parts.DEFECTS,
     *checkpoints.DEFECTS,
+    *disk.DEFECTS,
     *runs.DEFECTS,
     *reproducible.DEFECTS,
     *tiles.DEFECTS,
