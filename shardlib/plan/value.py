@@ -24,6 +24,7 @@ from shardlib.plan.exchanges import Routes, routes_of
 from shardlib.plan.loss_scale import LossScale
 from shardlib.plan.numbering import Numbering
 from shardlib.plan.placement import Placement
+from shardlib.plan.recompute import Recompute
 from shardlib.plan.reductions import Reductions
 from shardlib.plan.resolved import Resolved
 from shardlib.plan.stages import Stages
@@ -58,6 +59,9 @@ class Trace:
         kept: bytes held from the micro-batch's forward to its backward, the incoming carry included.
         forward: bytes of the carry that is sent to the next stage.
         backward: bytes of the gradient that comes back for that carry.
+        down: bytes copied to host memory.
+        up: bytes copied from host memory.
+        host: bytes held in host memory from the micro-batch's forward to its backward.
     """
 
     touches: tuple[str, ...]
@@ -66,6 +70,9 @@ class Trace:
     kept: int = 0
     forward: int = 0
     backward: int = 0
+    down: int = 0
+    up: int = 0
+    host: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,7 @@ class StepPlan:
 
     microbatches: int
     sync: str
-    remat: Any
+    remat: Recompute | None
     prefetch: bool
     loss_scale: LossScale | None
     cast_batch: torch.dtype | None

@@ -45,10 +45,10 @@ def trace(
             runner.microbatch(call, 0, buffers, gradients)
         return live.peak(without=gradients.held)
 
-    live, activations = live_bytes(), dict(mesh.traffic.activations)
+    live, activations, moved = live_bytes(), dict(mesh.traffic.activations), _moved(runner.executor)
     if runner.executor.gathers:  # the second run follows the first one's trace, and gathers the next unit ahead
         live = max(live, live_bytes())
-    return (Trace(runner.executor.touches, activations, live),)
+    return (Trace(runner.executor.touches, activations, live, **moved),)
 
 
 def _trace_stages(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, rng: Key) -> tuple[Trace, ...]:
@@ -91,9 +91,17 @@ def _trace_stages(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: 
         run.executor.close()
     peaks = [alive.peak(without=grads.held) for alive, grads in zip(live, gradients)]
     return tuple(
-        Trace(run.executor.touches, counts, peak + carry_bytes, kept + carry_bytes, *sizes)
+        Trace(
+            run.executor.touches, counts, peak + carry_bytes, kept + carry_bytes, *sizes, **_moved(run.executor)
+        )
         for run, sizes, counts, (kept, carry_bytes), peak in zip(runs, passed, sent, memory, peaks)
     )
+
+
+def _moved(executor: Executor) -> dict[str, int]:
+    """Bytes moved to host memory and back so far, and held there."""
+    host = executor.host
+    return {} if host is None else {"down": host.down, "up": host.up, "host": host.held}
 
 
 @contextmanager

@@ -1,0 +1,199 @@
+"""Inputs of blocks in host memory.
+
+A tensor goes down while its block computes, and comes back up while the block after it is recomputed, on two streams of their
+own. The block's successor waits for the way down before it starts: then the tensor's memory is free, at a point that does not
+depend on how fast links are.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from shardlib.common._compat import version_of
+from shardlib.execute.saving import Saved
+from shardlib.mesh.mesh import Mesh
+from shardlib.plan.recompute import Recompute
+
+
+class Link(Protocol):
+    """The way between a device's memory and the host's."""
+
+    def buffer(self, size: int) -> torch.Tensor:
+        """``size`` bytes of host memory."""
+        ...
+
+    def down(self, host: torch.Tensor, tensor: torch.Tensor) -> Any:
+        """Start to copy ``tensor`` to the host; returns what `wait` takes."""
+        ...
+
+    def up(self, tensor: torch.Tensor, host: torch.Tensor, after: Any) -> Any:
+        """Start to copy from the host into ``tensor``, once the copy down ``after`` is done; returns what `wait` takes."""
+        ...
+
+    def wait(self, copy: Any) -> None:
+        """Let the operations that follow on the current stream wait for a copy."""
+        ...
+
+
+class Streams:
+    """A link of an accelerator: pinned memory, and a stream for each direction."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._down, self._up = torch.Stream(device=device), torch.Stream(device=device)
+
+    def buffer(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def down(self, host: torch.Tensor, tensor: torch.Tensor) -> torch.Event:
+        return self._copy(self._down, host, tensor)
+
+    def up(self, tensor: torch.Tensor, host: torch.Tensor, after: torch.Event) -> torch.Event:
+        self._up.wait_event(after)
+        return self._copy(self._up, tensor, host)
+
+    def _copy(self, stream: torch.Stream, out: torch.Tensor, tensor: torch.Tensor) -> torch.Event:
+        # The current stream makes what is copied, or may still use the memory that is copied to.
+        stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with stream:
+            out.copy_(tensor, non_blocking=True)
+            return stream.record_event()
+
+    def wait(self, copy: torch.Event) -> None:
+        torch.accelerator.current_stream(self._device).wait_event(copy)
+
+
+class Imagined:
+    """A link for planning: tensors have no values, and host memory is that of the meta device."""
+
+    def buffer(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, device="meta")
+
+    def down(self, host: torch.Tensor, tensor: torch.Tensor) -> None: ...
+
+    def up(self, tensor: torch.Tensor, host: torch.Tensor, after: Any) -> None: ...
+
+    def wait(self, copy: Any) -> None: ...
+
+
+class HostMemory:
+    """Buffers in host memory, which later micro-batches and steps use again.
+
+    Attributes:
+        down: bytes copied to the host.
+        up: bytes copied from it.
+        held: bytes of all buffers.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.down = self.up = self.held = 0
+        self._free: list[torch.Tensor] = []
+        self._leaving: list[InHost] = []
+
+    def put(self, tensor: torch.Tensor) -> InHost:
+        """Start to move a tensor to the host."""
+        self._leaving.append(InHost(self, tensor))
+        return self._leaving[-1]
+
+    def settle(self) -> None:
+        """Free the device's memory of what was put, for operations that follow on the current stream."""
+        for kept in self._leaving:
+            kept.leave()
+        self._leaving.clear()
+
+    def take(self, size: int) -> torch.Tensor:
+        """The smallest free buffer of at least ``size`` bytes. If there is none, a new one takes the largest one's place."""
+        large = [buffer for buffer in self._free if len(buffer) >= size]
+        if large:
+            return self._pop(min(large, key=len))
+        if self._free:
+            self.held -= len(self._pop(max(self._free, key=len)))
+        self.held += size
+        return self.link.buffer(size)
+
+    def _pop(self, buffer: torch.Tensor) -> torch.Tensor:
+        self._free = [other for other in self._free if other is not buffer]
+        return buffer
+
+    def give(self, buffer: torch.Tensor) -> None:
+        self._free.append(buffer)
+
+
+class InHost:
+    """A tensor that was moved to host memory, and may be brought back, several times."""
+
+    def __init__(self, memory: HostMemory, tensor: torch.Tensor) -> None:
+        # What has gaps is moved without them.
+        self._original: Saved | None = Saved(tensor, version_of(tensor))
+        self._changed: RuntimeError | None = None
+        dense = tensor.detach() if _is_dense(tensor) else tensor.detach().contiguous()
+        self._memory, self._link = memory, memory.link
+        self._layout = dense.size(), dense.stride()
+        self._dtype, self._device, self._bytes = dense.dtype, dense.device, dense.nbytes
+        self._buffer = memory.take(self._bytes)
+        self._leaving: torch.Tensor | None = dense
+        self._gone = self._link.down(self._host(), dense)
+        memory.down += self._bytes
+        self._here: torch.Tensor | None = None
+        self._coming: Any = None
+
+    def _host(self) -> torch.Tensor:
+        return self._buffer[: self._bytes].view(self._dtype).as_strided(*self._layout)
+
+    def leave(self) -> None:
+        """Free the device's memory."""
+        if self._original is not None:
+            self._link.wait(self._gone)
+            if version_of(self._original.tensor) != self._original.version:
+                self._changed = self._original.changed()  # the copy may have been taken before the change, or after it
+            self._original = self._leaving = None
+
+    def fetch(self) -> None:
+        """Start to bring the tensor back."""
+        if self._here is None:
+            self._here = torch.empty_strided(*self._layout, dtype=self._dtype, device=self._device)
+            self._coming = self._link.up(self._here, self._host(), self._gone)
+            self._memory.up += self._bytes
+
+    def arrive(self) -> torch.Tensor:
+        """The tensor, on the device."""
+        self.leave()
+        if self._changed is not None:
+            raise self._changed
+        self.fetch()
+        assert self._here is not None
+        self._link.wait(self._coming)
+        return self._here
+
+    def release(self) -> None:
+        """Let go of the tensor that was brought back."""
+        if self._here is not None:
+            self._link.wait(self._coming)  # the memory must not be used for anything else before the copy is done
+            self._here = self._coming = None
+
+    def free(self) -> None:
+        """Give the host memory back; the tensor is not needed any more."""
+        self.leave()
+        self.release()
+        self._memory.give(self._buffer)
+
+
+def host_memory(how: Recompute | None, mesh: Mesh) -> HostMemory | None:
+    """Host memory for inputs of blocks; None if they stay on the device, which on the CPU is the host."""
+    if how is None or not how.host or not (mesh.abstract or mesh.device.type != "cpu"):
+        return None
+    return HostMemory(Imagined() if mesh.abstract else Streams(mesh.device))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements lie in memory without gaps, in any order, each once."""
+    sizes = sorted((stride, size) for size, stride in zip(tensor.size(), tensor.stride()) if size > 1)
+    expected = 1
+    for stride, size in sizes:
+        if stride != expected:
+            return False
+        expected *= size
+    return True
