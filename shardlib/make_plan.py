@@ -72,16 +72,15 @@ def make_plan(
     plan = replace(plan, buffers=buffer_sizes(buffers))
     if loss_fn is None or batch is None:
         return plan
-    return _traced(plan, loss_fn, batch, buffers)
+    return _traced(plan, mesh.device, loss_fn, batch, buffers)
 
 
 _UNEVEN = "if values decide which units a rank uses, all ranks gather the units that any rank uses"
 
 
-def _traced(plan: Plan, loss_fn: Callable[..., Any], batch: Any, buffers: Any) -> Plan:
+def _traced(plan: Plan, device: torch.device, loss_fn: Callable[..., Any], batch: Any, buffers: Any) -> Plan:
     """The plan with its traces, from one micro-batch on fake tensors. If tracing fails, a note in the log says so."""
     require_function(loss_fn, "the loss function", "params, batch" if buffers is None else "params, buffers, batch")
-    device = torch.device("cpu")
     mesh = Mesh(plan.sizes, 0, {axis: EchoGroup(size) for axis, size in plan.sizes.items()}, device, abstract=True)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 

@@ -153,12 +153,13 @@ def watch_checkpoints(
     record, reentrant = checkpointing._checkpoint_without_reentrant_generator, checkpointing.CheckpointFunction.apply
 
     def watched(
-        fn: Callable[..., Any], preserve: bool, context_fn: Any, check: str, debug: bool, early: bool, *args: Any, **kw: Any
+        fn: Any, preserve: Any = True, context_fn: Any = checkpointing.noop_context_fn, *args: Any, **kw: Any
     ) -> Any:
+        (check, debug, early), args = args[:3], args[3:]
         again, kept = change(fn, args, context_fn is not checkpointing.noop_context_fn)
         return record(again, preserve, context_fn, check, debug, early, *kept, **kw)
 
-    checkpointing._checkpoint_without_reentrant_generator = watched
+    checkpointing._checkpoint_without_reentrant_generator = watched  # type: ignore[assignment]
 
     def watched_reentrant(*args: Any) -> Any:
         assert before_reentrant is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ from shardlib.errors import HandleError
 from shardlib.execute.activations.checkpointing import checkpointed
 from shardlib.execute.activations.host import HostMemory, host_memory
 from shardlib.execute.activations.keeper import Keeper, current_keeper
+from shardlib.execute.activations.shards import store_of
 from shardlib.execute.gathering import Gathering
 from shardlib.execute.gradients import Gradients, ReductionOptions, Turn
 from shardlib.execute.halves import Halves
@@ -75,7 +76,8 @@ class Executor:
         self._trained_handles: list[Handle] = []
         self._saved = SavedTensors(self._touch)
         self.host = host_memory(plan.step.remat, mesh) if trained and host is None else host
-        self._keeper = Keeper(plan.step.remat, self.host, self._in_parameters, self._saved.innermost)
+        store = store_of(plan.step.remat, mesh, self.host, lambda: self.record.order is None)
+        self._keeper = Keeper(plan.step.remat, store, self._in_parameters, self._saved.innermost)
         self._halves: Halves | None = None
         self._held: frozenset[int] = frozenset()  # the storages of all of this rank's parameters
 
@@ -144,6 +146,7 @@ class Executor:
         Tensors in the memory of parameters are copied, since the optimizer writes to that memory or it is released. Handles
         are gathered, on every rank; handles of slices are refused.
         """
+
         def kept(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
@@ -233,7 +236,7 @@ class Executor:
         """Free the graph and all gathered parameters."""
         self._halves = None
         self._keeper.close()
-        self._gathering.end()
+        self._gathering.close()
         for unit in self._units.values():
             unit.forget()
         self._saved.clear()
@@ -355,4 +358,3 @@ class Executor:
             if any(leaf is not None for leaf in leaves):
                 late[state.bucket.name] = state.bucket.pack(leaves, state.bucket.reduce_dtype)
         return late
-

@@ -109,8 +109,12 @@ def _step(resolved: Resolved, splits: Splits, batch_axes: Sequence[str]) -> tupl
     if total is not None:
         notes += _several_nodes(total, {axis: resolved.sizes[axis] for axis in batch_axes})
     sequence = asked.sequence if asked.sequence and resolved.sizes[asked.sequence.axis] > 1 else None
-    prefetch = asked.prefetch is not False
-    decided = StepPlan(microbatches, sync, asked.remat, prefetch, asked.loss_scale, asked.cast_batch, sequence, total)
+    prefetch, remat = asked.prefetch is not False, asked.remat
+    if remat is not None:
+        styled = {use.style.axis: resolved.sizes[use.style.axis] for use in resolved.uses.values() if use.style}
+        remat, more = remat.over(styled, sequence)
+        notes += more
+    decided = StepPlan(microbatches, sync, remat, prefetch, asked.loss_scale, asked.cast_batch, sequence, total)
     return splits, decided, notes
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardlib.plan.value import ROLES, PlanValue
+from shardlib.plan.value import ROLES, PlanValue, Trace
 from shardlib.schedules import peak_of_stages
 
 
@@ -48,3 +48,46 @@ def live_bytes(plan: PlanValue) -> int | None:
     in_flight, traces = peak_of_stages(plan.stages.schedule), plan.traces
     kept = sum(in_flight[stage] * traces[stage].kept for stage in plan.local_stages)
     return kept + max(traces[stage].live - traces[stage].kept for stage in plan.local_stages)
+
+
+def peak_bytes(plan: PlanValue) -> int | None:
+    """Peak bytes that a rank holds in a step, apart from its batch; None when the plan was not traced.
+
+    `held_bytes` and `live_bytes` together, or less where gradients come into being while activations go: in a step of one
+    micro-batch, in one stage.
+    """
+    live = live_bytes(plan)
+    if live is None or plan.traces is None:
+        return None
+    total = held_bytes(plan, "total")
+    if plan.stages.axes or plan.step.microbatches > 1:
+        return total + live
+    return total - held_bytes(plan, "grad") + plan.traces[0].peak
+
+
+def host_bytes(plan: PlanValue) -> int:
+    """Bytes of pinned host memory in which a rank keeps inputs of blocks; 0 when the plan was not traced.
+
+    With several stages, the maximum over ranks. On the CPU, whose memory is the host's, inputs stay where they are.
+    """
+    if len(plan.views) > 1:
+        return max(host_bytes(view) for view in plan.views)
+    in_flight = peak_of_stages(plan.stages.schedule)
+    return sum(in_flight[stage] * trace.host for stage, trace in _traces(plan))
+
+
+def moved_bytes(plan: PlanValue) -> tuple[int, int]:
+    """Bytes of inputs of blocks that a rank moves to host memory in a step, and those that come back: see `host_bytes`."""
+    if len(plan.views) > 1:
+        down, up = zip(*map(moved_bytes, plan.views))
+        return max(down), max(up)
+    times = plan.stages.schedule.microbatches
+    return (
+        times * sum(trace.down for _, trace in _traces(plan)),
+        times * sum(trace.up for _, trace in _traces(plan)),
+    )
+
+
+def _traces(plan: PlanValue) -> list[tuple[int, Trace]]:
+    """The plan's stages with their traces; empty when it was not traced."""
+    return [] if plan.traces is None else [(stage, plan.traces[stage]) for stage in plan.local_stages]

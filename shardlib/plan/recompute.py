@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
+
+from shardlib.collectives.sequence.base import SequenceKind
+from shardlib.errors import IllegalComposition
 
 SMALLEST = 1 << 16  # bytes; the latency of moving less costs more than its memory is worth
 
@@ -15,22 +18,56 @@ class Recompute:
 
     Attributes:
         policy: "full", "dots" or a policy function.
-        host: whether inputs of blocks are kept in host memory.
+        sharded: whether inputs of blocks are to be divided over the axis of slices.
+        host: whether they are kept in host memory.
         smallest: bytes below which an input stays where it is.
+        axis: the axis over which they are divided, once a plan has decided it.
     """
 
     policy: str | Callable[..., Any]
+    sharded: bool = False
     host: bool = False
     smallest: int = SMALLEST
+    axis: str | None = None
+
+    @property
+    def store(self) -> tuple[str, ...]:
+        """The names of the stores, as `shardlib.remat` takes them."""
+        return ("sharded",) * self.sharded + ("host",) * self.host
 
     @property
     def arguments(self) -> str:
         """The arguments of `shardlib.remat` that differ from their defaults."""
         shown = [repr(getattr(self.policy, "__name__", self.policy))]
-        shown += ["store='host'"] if self.host else []
+        shown += [f"store={self.store[0] if len(self.store) == 1 else self.store!r}"] if self.store else []
         shown += [f"smallest={self.smallest}"] if self.smallest != SMALLEST else []
         return ", ".join(shown)
 
     def __str__(self) -> str:
-        policy = getattr(self.policy, "__qualname__", self.policy)
-        return f"{policy}, from inputs in host memory" if self.host else str(policy)
+        policy = str(getattr(self.policy, "__qualname__", self.policy))
+        return f"{policy}, from inputs in store {' and '.join(self.store)}" if self.store else policy
+
+    def over(self, sizes: Mapping[str, int], sequence: SequenceKind | None) -> tuple[Recompute, list[str]]:
+        """With the axis over which inputs are divided; and notes for the plan's log.
+
+        Args:
+            sizes: axis -> size, for the axes of slices.
+            sequence: how sequences are cut; None if they are not.
+
+        Raises:
+            IllegalComposition: inputs are to be divided, and there is no axis along which ranks hold the same.
+        """
+        axes = sorted(axis for axis, size in sizes.items() if size > 1)
+        if not self.sharded or (sizes and not axes):
+            return self, []
+        if sequence and axes in ([], [sequence.axis]):
+            return self, [
+                f"inputs of blocks are parts of sequences over axis {sequence.axis!r} already: not divided further"
+            ]
+        if len(axes) != 1:
+            number = f"are several: {', '.join(axes)}" if axes else "is none"
+            raise IllegalComposition(
+                f"remat({self.arguments}) divides the inputs of blocks over the axis of tensor_slicing, along which ranks "
+                f"hold the same, and there {number}. Use store='host' or store='device', or tensor_slicing over one axis"
+            )
+        return replace(self, axis=axes[0]), []

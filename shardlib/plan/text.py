@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from shardlib.common.dtypes import dtype_name
 from shardlib.mesh.specs import Leaf
-from shardlib.plan.memory import held_bytes, live_bytes
+from shardlib.plan.memory import held_bytes, host_bytes, live_bytes, moved_bytes
 from shardlib.plan.payload import messages, payload
 from shardlib.plan.placement import Placement
 from shardlib.plan.tables import count, size, table
@@ -129,7 +129,18 @@ def _live(plan: PlanValue) -> str:
     live = live_bytes(plan) or 0
     return (
         f"In addition, at most: activations of a micro-batch and gathered parameters {size(live)}   "
-        f"total {size(held_bytes(plan, 'total') + live)}"
+        f"total {size(held_bytes(plan, 'total') + live)}" + _moved(plan)
+    )
+
+
+def _moved(plan: PlanValue) -> str:
+    """A line on inputs of blocks in host memory; "" if there are none."""
+    down, up = moved_bytes(plan)
+    if not down:
+        return ""
+    return (
+        f"\nInputs of blocks in host memory: {size(host_bytes(plan))} pinned; per step {size(down)} to the host and "
+        f"{size(up)} back (none where the device is the CPU)"
     )
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -56,6 +56,7 @@ class Trace:
         touches: units in the order they are gathered, forward then backward.
         activations: axis -> payload bytes of the collectives inside the loss.
         live: peak bytes while the micro-batch is computed, gradients of parameters left out.
+        peak: the same with gradients of parameters as they come, if no earlier micro-batch has made them.
         kept: bytes held from the micro-batch's forward to its backward, the incoming carry included.
         forward: bytes of the carry that is sent to the next stage.
         backward: bytes of the gradient that comes back for that carry.
@@ -67,6 +68,7 @@ class Trace:
     touches: tuple[str, ...]
     activations: Mapping[str, int]
     live: int = 0
+    peak: int = 0
     kept: int = 0
     forward: int = 0
     backward: int = 0

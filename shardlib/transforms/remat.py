@@ -26,27 +26,43 @@ class Remat(Transform):
         yield Step(remat=self.how)
 
 
-def remat(policy: str | Callable[..., Any] = "full", *, store: str = "device", smallest: int = SMALLEST) -> Remat:
+def remat(
+    policy: str | Callable[..., Any] = "full",
+    *,
+    store: str | Sequence[str] = "device",
+    smallest: int = SMALLEST,
+) -> Remat:
     """Recompute the activations of every `shardlib.block` in backward instead of keeping them.
+
+    ===========  ===========================================================================================================
+    store        where the inputs of blocks are between forward and backward
+    ===========  ===========================================================================================================
+    "device"     where they are made
+    "host"       in pinned host memory. An input goes down while its block computes, and comes back while the block after it
+                 is recomputed. On a mesh of the CPU, nothing is moved
+    "sharded"    divided over the axis of `tensor_slicing`, whose ranks hold the same; gathered again to recompute the block:
+                 one more all-gather per block (ZeRO-R's partitioned activations, arXiv 1910.02054, section 6.1)
+    ===========  ===========================================================================================================
+
+    ``store=("sharded", "host")`` divides them, and keeps the shares in host memory. What requires no gradient (batches,
+    masks) stays where it is, and an input that several blocks share is kept once. Checkpoints that a model makes itself
+    (transformers' ``gradient_checkpointing_enable``) keep their inputs in the same store.
 
     Args:
         policy: "full" keeps only a block's inputs; "dots" also keeps the results of matrix products and
             attention; or a policy function ``(context, op, *args, **kwargs) -> CheckpointPolicy`` of
             torch.utils.checkpoint.
-        store: where a block's inputs are kept until backward. "device": where they are. "host": in pinned host memory. They
-            are moved while the block computes, and brought back while the block after it is recomputed. So it is for
-            inputs of checkpoints that a model makes itself (transformers' ``gradient_checkpointing_enable``). What requires
-            no gradient (batches, masks) stays, and an input that several blocks share is moved once. Where the mesh is on
-            the CPU, nothing is moved.
-        smallest: bytes below which an input stays on the device.
+        smallest: bytes below which an input stays as it is.
 
     Raises:
-        IllegalComposition: an unknown policy or store.
+        IllegalComposition: an unknown policy or store; when a plan is made, "sharded" without slices.
+        HandleError: in the first step, "sharded", and ranks hold different inputs of a block.
 
     >>> params = sl.shard({"w": torch.ones(8, 8)}, sl.make_mesh(), sl.chain(sl.zero(0), sl.remat("dots", store="host")))
     """
     if policy not in ("full", "dots") and not callable(policy):
         raise IllegalComposition(f"remat policy {policy!r} is not 'full', 'dots' or a policy function")
-    if store not in ("device", "host"):
-        raise IllegalComposition(f"remat store {store!r} is not 'device' or 'host'")
-    return Remat(Recompute(policy, store == "host", smallest))
+    stores = [store] if isinstance(store, str) else list(store)
+    if stores != ["device"] and not (set(stores) <= {"sharded", "host"} and len(set(stores)) == len(stores) > 0):
+        raise IllegalComposition(f"remat store {store!r} is not 'device', 'host', 'sharded' or ('sharded', 'host')")
+    return Remat(Recompute(policy, "sharded" in stores, "host" in stores, smallest))

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from shardlib.common._compat import version_of
+from shardlib.execute.activations.layout import flattened
 from shardlib.execute.saving import Saved
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.recompute import Recompute
@@ -125,23 +126,23 @@ class HostMemory:
 class InHost:
     """A tensor that was moved to host memory, and may be brought back, several times."""
 
+    moves = True
+
     def __init__(self, memory: HostMemory, tensor: torch.Tensor) -> None:
-        # What has gaps is moved without them.
         self._original: Saved | None = Saved(tensor, version_of(tensor))
         self._changed: RuntimeError | None = None
-        dense = tensor.detach() if _is_dense(tensor) else tensor.detach().contiguous()
+        flat, self._layout = flattened(tensor)
         self._memory, self._link = memory, memory.link
-        self._layout = dense.size(), dense.stride()
-        self._dtype, self._device, self._bytes = dense.dtype, dense.device, dense.nbytes
+        self._numel, self._dtype, self._device, self._bytes = len(flat), flat.dtype, flat.device, flat.nbytes
         self._buffer = memory.take(self._bytes)
-        self._leaving: torch.Tensor | None = dense
-        self._gone = self._link.down(self._host(), dense)
+        self._leaving: torch.Tensor | None = flat
+        self._gone = self._link.down(self._host(), flat)
         memory.down += self._bytes
         self._here: torch.Tensor | None = None
         self._coming: Any = None
 
     def _host(self) -> torch.Tensor:
-        return self._buffer[: self._bytes].view(self._dtype).as_strided(*self._layout)
+        return self._buffer[: self._bytes].view(self._dtype)
 
     def leave(self) -> None:
         """Free the device's memory."""
@@ -154,7 +155,7 @@ class InHost:
     def fetch(self) -> None:
         """Start to bring the tensor back."""
         if self._here is None:
-            self._here = torch.empty_strided(*self._layout, dtype=self._dtype, device=self._device)
+            self._here = torch.empty(self._numel, dtype=self._dtype, device=self._device)
             self._coming = self._link.up(self._here, self._host(), self._gone)
             self._memory.up += self._bytes
 
@@ -166,7 +167,7 @@ class InHost:
         self.fetch()
         assert self._here is not None
         self._link.wait(self._coming)
-        return self._here
+        return self._here.as_strided(*self._layout)
 
     def release(self) -> None:
         """Let go of the tensor that was brought back."""
@@ -186,14 +187,3 @@ def host_memory(how: Recompute | None, mesh: Mesh) -> HostMemory | None:
     if how is None or not how.host or not (mesh.abstract or mesh.device.type != "cpu"):
         return None
     return HostMemory(Imagined() if mesh.abstract else Streams(mesh.device))
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements lie in memory without gaps, in any order, each once."""
-    sizes = sorted((stride, size) for size, stride in zip(tensor.size(), tensor.stride()) if size > 1)
-    expected = 1
-    for stride, size in sizes:
-        if stride != expected:
-            return False
-        expected *= size
-    return True

@@ -1,7 +1,7 @@
 """The inputs of checkpointed blocks between forward and backward.
 
-A checkpoint keeps its block's inputs, and backward recomputes the block from them. A keeper takes inputs that are activations
-(they require a gradient and are no parameters), puts them in a `Store`, and brings them back one block ahead of backward. What
+A checkpoint keeps its block's inputs, and backward recomputes the block from them. A keeper takes the activations among them
+(what requires a gradient and is no parameter), puts them in a `Store`, and brings them back one block ahead of backward. What
 requires no gradient (batches, masks, positions) stays: blocks share it, and it is alive anyway.
 """
 
@@ -25,7 +25,13 @@ Arguments = Sequence[Any]
 
 
 class Kept(Protocol):
-    """A tensor in a store."""
+    """A tensor in a store.
+
+    Attributes:
+        moves: whether it takes time to bring the tensor back.
+    """
+
+    moves: bool
 
     def fetch(self) -> None:
         """Start to bring the tensor back, unless it is back or under way."""

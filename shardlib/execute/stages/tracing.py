@@ -35,20 +35,20 @@ def trace(
         return _trace_stages(loss_fn, plan, mesh, params, split_batch(batch, plan, mesh)[0], rng)
     runner = OneStage(loss_fn, plan, mesh, trained=True, with_buffers=buffers is not None)
 
-    def live_bytes() -> int:
-        """Peak bytes of a micro-batch, with the cast batch, without the sums of gradients."""
+    def live_bytes() -> tuple[int, int]:
+        """Peak bytes of a micro-batch, with the cast batch: without the sums of gradients, and with them."""
         live = LiveBytes()
         with live:
             microbatches = split_batch(batch, plan, mesh)
             call = Call(params, microbatches, keys_of(plan, mesh, microbatches, rng), buffers, 1.0, 1.0)
             gradients = runner.executor.gradients(default_options(mesh))
             runner.microbatch(call, 0, buffers, gradients)
-        return live.peak(without=gradients.held)
+        return live.peak(without=gradients.held), live.peak()
 
-    live, activations, moved = live_bytes(), dict(mesh.traffic.activations), _moved(runner.executor)
+    peaks, activations, moved = live_bytes(), dict(mesh.traffic.activations), _moved(runner.executor)
     if runner.executor.gathers:  # the second run follows the first one's trace, and gathers the next unit ahead
-        live = max(live, live_bytes())
-    return (Trace(runner.executor.touches, activations, live, **moved),)
+        peaks = max(peaks, live_bytes())
+    return (Trace(runner.executor.touches, activations, *peaks, **moved),)
 
 
 def _trace_stages(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, rng: Key) -> tuple[Trace, ...]:
@@ -89,13 +89,14 @@ def _trace_stages(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: 
             else:
                 run.executor.differentiate(run.outputs, seeds, run.inputs, grads, Turn(0, last=False))
         run.executor.close()
-    peaks = [alive.peak(without=grads.held) for alive, grads in zip(live, gradients)]
+    peaks = [(alive.peak(without=grads.held), alive.peak()) for alive, grads in zip(live, gradients)]
     return tuple(
         Trace(
-            run.executor.touches, counts, peak + carry_bytes, kept + carry_bytes, *sizes, **_moved(run.executor)
+            run.executor.touches, counts, peak + carry_bytes, with_sums + carry_bytes, kept + carry_bytes, *sizes,
+            **_moved(run.executor),
         )
-        for run, sizes, counts, (kept, carry_bytes), peak in zip(runs, passed, sent, memory, peaks)
-    )
+        for run, sizes, counts, (kept, carry_bytes), (peak, with_sums) in zip(runs, passed, sent, memory, peaks)
+    )  # fmt: skip
 
 
 def _moved(executor: Executor) -> dict[str, int]:

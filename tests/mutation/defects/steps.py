@@ -241,7 +241,7 @@ DEFECTS = (
     Defect(
         "products computed anew, all else kept",
         "bytes",
-        "execute/executor.py",
+        "execute/activations/checkpointing.py",
         "remat('dots') keeps what it is to compute again",
         "CheckpointPolicy.MUST_SAVE if op in _DOTS",
         "CheckpointPolicy.MUST_SAVE if op not in _DOTS",
