@@ -59,6 +59,10 @@ class CheckpointError(ShardlibError, RuntimeError):
     """A checkpoint that is damaged, incomplete or of another format; names the file and the leaf, and the remedy."""
 
 
+class StorageError(ShardlibError, RuntimeError):
+    """Buffers on disk that cannot be written or read; names the file and the buffer, and the remedy."""
+
+
 class RankFailure(ShardlibError, RuntimeError):
     """A rank that died or stopped answering while others waited for it."""
 

@@ -9,16 +9,15 @@ from typing import Any
 import torch
 
 from shardlib.collectives import primitives
-from shardlib.collectives.summation import sum_of_squares
 from shardlib.errors import IllegalComposition, TreeError
-from shardlib.execute.step import Evaluation, LossStep, require_usable
-from shardlib.mesh.transport.activity import in_step, naming
+from shardlib.execute.step import LossStep, require_usable
+from shardlib.mesh.transport.activity import in_step
 from shardlib.optim.axis_owner.owned_exchange import OwnedExchange
 from shardlib.optim.base import GradientTransformation, require_unpacked
 from shardlib.optim.settings import injected, settings
 from shardlib.optim.shards import MeshShards
-from shardlib.optim.storing import optimizer_shards, store
-from shardlib.optim.train_state import OptimizerState, TrainState, cloned, rescaled
+from shardlib.optim.train_state import TrainState, cloned, rescaled
+from shardlib.optim.updates import Updates
 from shardlib.optim.wrapping import require_transformations
 from shardlib.plan.build import with_owner
 from shardlib.rng import Key
@@ -60,10 +59,10 @@ def value_and_grad(loss_fn: Callable[..., Any]) -> Callable[..., tuple[Any, Tree
                 "or feedback=False in onebit() and quantize()"
             )
         evaluation = bound[0][1](lifted, batch, buffers, rng, comm={}, equal={"rng": rng})
-        scale = evaluation.scale
+        factor = evaluation.scale
         flat = evaluation.grads
-        if scale is not None:
-            factor = scale.item()  # a number, so that it is not rounded to the dtype of 16-bit gradients
+        evaluation.landing.wait_for_all()
+        if factor is not None:
             flat = {name: grad.mul_(factor) if evaluation.weight else grad.zero_() for name, grad in flat.items()}
         grads = Sharded(lifted.plan, lifted.mesh, "grad", flat)
         value: Any = evaluation.loss if evaluation.aux is None else (evaluation.loss, evaluation.aux)
@@ -130,7 +129,8 @@ def make_train_step(
     if policy not in ("raise", "skip"):
         raise ValueError(f"nonfinite={nonfinite!r}: use 'raise' or 'skip'")
     optimizer.require_locality(lifted)
-    loss_step = LossStep(loss_fn, plan, mesh, buffers is not None)
+    loss_step = LossStep(loss_fn, plan, mesh, buffers is not None, keeps=True)
+    updates = Updates(optimizer, plan, mesh)
     owned = OwnedExchange(plan, mesh) if plan.reductions.owner else None
     key = rng if isinstance(rng, Key) else Key(rng)
     sums = {f"buffers/{path}" if path else "buffers": checksum for path, checksum in checksums(buffers).items()}
@@ -186,16 +186,22 @@ def make_train_step(
             new = Sharded(plan, mesh, "param", {name: buffer.clone() for name, buffer in new.buffers.items()})
             opt = tree_map(cloned, opt)
         if taken:
-            shards = MeshShards(plan, mesh, unreduced, owned, evaluation.residuals)
-            shards.remember(sum_of_squares, evaluation.grads, evaluation.squares)
-            opt = _update(optimizer, new, opt, evaluation, shards)
+            opt = updates.apply(
+                new,
+                opt,
+                evaluation.grads,
+                MeshShards(plan, mesh, unreduced, owned, evaluation.residuals),
+                scale=evaluation.scale,
+                squares=evaluation.squares,
+                landing=evaluation.landing,
+            )
             comm = evaluation.residuals.after
         if after is not None and after.value != scale:
             comm = rescaled(plan, comm, after.value / scale)
         kept = evaluation.buffers if taken else old_buffers
         return TrainState(step, new, opt, comm, kept, after, state_rng).fitting(), metrics
 
-    opt = _init(optimizer, lifted)
+    opt = updates.init(lifted)
     require_unpacked(plan, opt.inner)
     state = TrainState(
         step=0,
@@ -240,32 +246,3 @@ def unused_params(
     )
     everyone = {path for paths in primitives.all_gather_object(mesh, list(mesh.shape), reached) for path in paths}
     return tuple(path for path in plan.numbering.infos if path not in everyone)
-
-
-def _init(optimizer: GradientTransformation, params: Sharded) -> OptimizerState:
-    shards = optimizer_shards(params)
-    masters = {
-        bucket.name: shards[bucket.name].to(bucket.master_dtype)
-        for bucket in params.plan.trained
-        if bucket.master_dtype is not None
-    }
-    return OptimizerState(masters, optimizer.init(shards | masters, shards=MeshShards(params.plan, params.mesh)))
-
-
-@naming("the optimizer")
-def _update(
-    optimizer: GradientTransformation, params: Sharded, opt: OptimizerState, evaluation: Evaluation, shards: MeshShards
-) -> OptimizerState:
-    """Write the next parameters and optimizer state in place."""
-    with torch.no_grad():
-        narrow = optimizer_shards(params)  # masters' copies, or the very tensors that are updated
-        inner = optimizer.apply(
-            narrow | opt.masters,
-            evaluation.grads,
-            opt.inner,
-            scale=evaluation.scale,
-            shards=shards,
-            copies=narrow,
-        )
-        store(params, narrow)
-    return OptimizerState(opt.masters, inner)

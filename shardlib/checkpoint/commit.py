@@ -8,7 +8,6 @@ lives, so that none removes another's. An old checkpoint is renamed to ``step-N.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -24,7 +23,7 @@ from pathlib import Path
 from shardlib.checkpoint import manifest, metadata, writing
 from shardlib.checkpoint.fragments import Fragment
 from shardlib.checkpoint.manifest import Manifest
-from shardlib.common.disk import sync_folder
+from shardlib.common.disk import locked, make_folder, sync_folder
 from shardlib.errors import CheckpointError, RankFailure, listing
 
 _NAMED = re.compile(r"step-(\d+)(?:\.(\d+))?")
@@ -90,7 +89,7 @@ class Commit:
         Raises:
             CheckpointError: the folder holds a checkpoint of a later step.
         """
-        _make_folder(self._folder)
+        make_folder(self._folder)
         later = [path.name for path in complete(self._folder) if step_of(path) > self._facts.step]
         if later:
             raise CheckpointError(
@@ -218,15 +217,11 @@ def remove(checkpoint: str | Path) -> None:
 
 
 def _locked(folder: Path) -> int | None:
-    """A file descriptor that holds a lock on a folder, until it is closed or the process ends; None if another one does."""
+    """A file descriptor that holds a lock on a folder; None if another one does."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not locked(fd):  # without locks nobody is kept from removing the folder, and its writers notice
         os.close(fd)
         return None
-    except OSError:  # a file system without locks: nobody is kept from removing the folder, and its writers notice
-        pass
     return fd
 
 
@@ -244,14 +239,6 @@ def _discard_abandoned(partial: Path) -> None:
 def _discard(folder: Path) -> None:
     with contextlib.suppress(FileNotFoundError):  # another attempt may remove it at the same time
         shutil.rmtree(folder)
-
-
-def _make_folder(folder: Path) -> None:
-    """Make a folder and those above it, on the disk."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    for path in reversed(missing):
-        path.mkdir(exist_ok=True)
-        sync_folder(path.parent)
 
 
 def _write_synced(path: Path, content: bytes) -> None:

@@ -1,6 +1,7 @@
-"""Waiting for the disk, and not waiting for it."""
+"""Waiting for the disk and not waiting for it; folders and locks on it."""
 
 import ctypes
+import fcntl
 import os
 from pathlib import Path
 
@@ -24,3 +25,25 @@ def sync_folder(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, on the disk."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)
+        sync_folder(path.parent)
+
+
+def locked(fd: int) -> bool:
+    """Lock an open file or folder until it is closed or the process ends; False if another one holds the lock.
+
+    On a file system without locks every caller gets one.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True

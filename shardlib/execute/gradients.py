@@ -24,6 +24,7 @@ from shardlib.mesh.mesh import Mesh
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.exchanges import Exchange, unowned
 from shardlib.plan.plan import Plan
+from shardlib.sharded.landing import Landing
 from shardlib.sharded.reduction import BoundCodecs, Reduction, Sum
 
 Trees = dict[str, TreeSum[torch.Tensor]]  # bucket name -> the sums of its gradients
@@ -38,12 +39,14 @@ class ReductionOptions:
         residuals: residuals of compressed exchanges; written to.
         unreduced: axes over which gradients are not summed, for an optimizer that sums over them itself.
         reached: a set to which the paths of leaves with a gradient are added; None if they are not needed.
+        landing: takes each gradient as soon as it is complete, if the optimizer works in another memory.
     """
 
     codecs: BoundCodecs
     residuals: Residuals
     unreduced: tuple[str, ...] = ()
     reached: set[str] | None = None
+    landing: Landing | None = None
 
 
 class Turn(NamedTuple):
@@ -184,7 +187,10 @@ class Gradients:
             each, last = self._routes(bucket)
             whole = again[name] if name in again else self._zeros(bucket)
             for reduced in self._reduction([Sum(bucket, whole)], [(*each, *last) if self._last else each]).wait():
-                self._held[name].add_(reduced.buffer)
+                if landing := self._landing(bucket):
+                    landing.add(bucket, reduced.buffer)
+                else:
+                    self._held[name].add_(reduced.buffer)
 
     @property
     def held(self) -> list[torch.Tensor]:
@@ -274,6 +280,9 @@ class Gradients:
         # Whole gradients that are freed after their exchange must not pile up behind a slow network.
         while self._to_free > 2 * self._plan.largest_unit:
             self._land()
+        if any(self._landing(each.bucket) for each in sums):
+            while self._flying and (len(self._flying) > 1 or self._flying[0][0].complete):
+                self._land()
 
     def _reduction(self, sums: list[Sum], routes: Sequence[Sequence[Exchange]]) -> Reduction:
         return Reduction(self._mesh, sums, routes, self._options.codecs, self._options.residuals)
@@ -284,3 +293,10 @@ class Gradients:
         for reduced in reduction.wait():
             held = self._held.get(reduced.bucket.name)
             self._held[reduced.bucket.name] = reduced.buffer if held is None else held.add_(reduced.buffer)
+            if landing := self._landing(reduced.bucket):
+                self._held[reduced.bucket.name] = landing.take(reduced.bucket, self._held.pop(reduced.bucket.name))
+
+    def _landing(self, bucket: Bucket) -> Landing | None:
+        """What takes the bucket's gradient when its sum is complete; None if it stays, or if other stages add to it."""
+        landing = self._options.landing
+        return landing if self._last and landing and landing.moves(bucket) and len(bucket.stages) == 1 else None

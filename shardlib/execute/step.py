@@ -11,7 +11,6 @@ import torch
 
 from shardlib.collectives import primitives
 from shardlib.collectives.codecs.base import Residuals
-from shardlib.collectives.summation import sum_of_squares
 from shardlib.errors import IllegalComposition, LossError, NonFiniteError, TreeError
 from shardlib.execute.batches import as_tensors, split_batch
 from shardlib.execute.buffers import average_buffers
@@ -26,7 +25,7 @@ from shardlib.execute.totals import Sums, Totals
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.plan import Plan
 from shardlib.rng import Key, restore_generators, states_of_generators
-from shardlib.sharded.counting import Counting
+from shardlib.sharded.landing import Landing
 from shardlib.sharded.reduction import BoundCodecs
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree
@@ -43,12 +42,14 @@ class Evaluation:
         aux: what the loss function returned besides the loss, or None.
         buffers: the returned buffers, or None.
         grads: bucket name -> this rank's shard of the summed gradient, not yet multiplied by ``scale``.
-        scale: the factor from the sum to the gradient of the mean loss, without the loss scale; None for 1.
+        scale: the factor from the sum to the gradient of the mean loss, without the loss scale; None for 1. A number on the
+            host.
         norm: the gradient's global norm, 0-d, after ``scale``. If gradients are left unreduced, the root mean square of
             the norms of the ranks' gradients.
         finite: whether the loss, its weight and every gradient, before and after ``scale``, are finite on every rank.
-        squares: Σ of the squares of ``grads``, over all ranks, 0-d.
+        squares: Σ of the squares of ``grads``, over all ranks, a number on the host.
         residuals: residuals of compressed exchanges, those of this step included.
+        landing: tells when ``grads`` have come to the optimizer's memory.
     """
 
     loss: torch.Tensor
@@ -57,15 +58,19 @@ class Evaluation:
     aux: Any
     buffers: Any
     grads: dict[str, torch.Tensor]
-    scale: torch.Tensor | None
+    scale: float | None
     norm: torch.Tensor
     finite: bool
-    squares: torch.Tensor
+    squares: float
     residuals: Residuals
+    landing: Landing
 
 
 class LossStep:
     """A loss function bound to a plan.
+
+    Args:
+        keeps: whether gradients land in memory that the next call reuses.
 
     Raises:
         LossError: a loss function that is a module, or not callable.
@@ -73,7 +78,9 @@ class LossStep:
         IllegalComposition: buffers on a plan whose bits must not depend on the mesh.
     """
 
-    def __init__(self, loss_fn: Callable[..., Any], plan: Plan, mesh: Mesh, with_buffers: bool) -> None:
+    def __init__(
+        self, loss_fn: Callable[..., Any], plan: Plan, mesh: Mesh, with_buffers: bool, keeps: bool = False
+    ) -> None:
         require_function(loss_fn, "the loss function", "params, buffers, batch" if with_buffers else "params, batch")
         if with_buffers and plan.step.tree:
             raise IllegalComposition(
@@ -84,6 +91,7 @@ class LossStep:
         self._codecs = BoundCodecs(mesh)
         self._runner = runner_of(loss_fn, plan, mesh, trained=True, with_buffers=with_buffers)
         self._inputs = Inputs(plan, mesh)
+        self._landed: dict[str, torch.Tensor] | None = {} if keeps else None
         self._compared = False  # whether ranks with copies of parameters have compared gradients, as they do once
         # A scalar loss is divided by a power of two before backward, since that does not round 16-bit losses, and by the rest
         # when the sum is complete. With residuals it is divided by the exact number of shares before backward, so that they
@@ -126,13 +134,16 @@ class LossStep:
         call = Call(params, microbatches, keys_of(plan, mesh, microbatches, rng), buffers, loss_scale, self._share)
         draws = states_of_generators(mesh.device)
         while True:
+            landing = Landing(plan, mesh, unreduced, self._landed)
             # New residuals are kept beside those in `comm`, so that the step can be repeated.
-            options, totals = ReductionOptions(self._codecs, Residuals(comm), unreduced, reached), Totals(plan, mesh)
-            grads = self._runner.train(call, totals, options)
+            options = ReductionOptions(self._codecs, Residuals(comm), unreduced, reached, landing)
+            totals = Totals(plan, mesh)
+            grads = landing.complete(self._runner.train(call, totals, options))
             strayed = any(record.strayed for record in records)
-            sums = totals.over_ranks(Counting(plan, mesh, unreduced).local_sum(sum_of_squares, grads), share + strayed)
+            sums = totals.over_ranks(landing.squares(), share + strayed)
             if not sums.differ:
                 break
+            landing.wait_for_all()
             self._inputs.explain()
             share = 0.0  # the inputs agree, so a rank left the trace
             for record in records:
@@ -142,6 +153,7 @@ class LossStep:
                 reached.clear()
         totals.require_agreement()
         if not self._compared:
+            landing.wait_for_all()
             require_alike(grads, totals.losses, plan, mesh)
             self._compared = True
         aux = self._runner.shared_aux(call, totals.aux, sums)
@@ -156,11 +168,12 @@ class LossStep:
             scale=scale if sums.weighted or loss_scale != 1.0 or self._rest != 1.0 or unreduced else None,
             norm=norm,
             finite=finite,
-            squares=sums.squares,
+            squares=sums.numbers[2],
             residuals=options.residuals,
+            landing=landing,
         )
 
-    def _mean(self, sums: Sums, loss_scale: float, ranks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
+    def _mean(self, sums: Sums, loss_scale: float, ranks: int) -> tuple[torch.Tensor, float, torch.Tensor, bool]:
         """The loss, the gradients' scale, the gradient's norm, and whether all are finite: see `Evaluation`.
 
         Args:
@@ -169,21 +182,20 @@ class LossStep:
         total, weight, squares = sums.numbers
         if weight == 0:
             nothing = torch.zeros_like(sums.total)
-            return nothing, nothing, nothing, True
-        by = 1.0 / (sums.weight * loss_scale) if sums.weighted else torch.full_like(sums.total, self._rest / loss_scale)
-        scale = by * ranks
-        factor = ranks * (1.0 / weight if sums.weighted else self._rest) / loss_scale
-        if factor > self._largest:
+            return nothing, 0.0, nothing, True
+        scale = ranks * (1.0 / (weight * loss_scale) if sums.weighted else self._rest / loss_scale)
+        if scale > self._largest:
             raise LossError(
-                f"the weights of sl.Mean sum to {weight:g}, by which gradients cannot be divided: {factor:g} is beyond their "
+                f"the weights of sl.Mean sum to {weight:g}, by which gradients cannot be divided: {scale:g} is beyond their "
                 "dtype. Multiply total and weight by the same number"
             )
-        finite = all(map(math.isfinite, (weight, total / weight))) and math.sqrt(squares) * factor <= self._largest
+        finite = all(map(math.isfinite, (weight, total / weight))) and math.sqrt(squares) * scale <= self._largest
         return sums.total / sums.weight, scale, sums.squares.sqrt() * scale, finite
 
 
 def first_bad_leaf(evaluation: Evaluation, plan: Plan, mesh: Mesh) -> str:
     """The path of the first leaf, in the plan's order, whose gradient is not finite on any rank; "" if all are finite."""
+    evaluation.landing.wait_for_all()
     order = {placement.path: number for number, placement in enumerate(plan.placements)}
     bad = []
     for bucket in plan.trained:

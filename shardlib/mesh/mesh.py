@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardlib.common.devices import default_device, with_index
 from shardlib.errors import MeshError
 from shardlib.mesh import rendezvous
+from shardlib.mesh.memories import MEMORIES
+from shardlib.mesh.transfers import Transfers
 from shardlib.mesh.transport import EchoGroup, Group, ProcessGroup, SimulatedGroup, Simulation
 
 # The mesh of collectives that are called with an axis name alone. The executor, `launch` and `simulate` set it.
@@ -76,6 +78,7 @@ class Mesh:
         device: where this rank's tensors live.
         abstract: whether the mesh has no ranks, and serves for plans alone.
         traffic: payload bytes this rank has sent so far.
+        transfers: copies between the device's memory and the host's.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class Mesh:
         self.device = device
         self.abstract = abstract
         self.traffic = Traffic()
+        self.transfers = Transfers(device)
         self._groups = dict(groups)
 
     @property
@@ -104,8 +108,12 @@ class Mesh:
         return all(isinstance(group, EchoGroup) for group in self._groups.values())
 
     def zeros(self, numel: int, dtype: torch.dtype, memory: str) -> torch.Tensor:
-        """A flat buffer of zeros on this rank, in one of `shardlib.mesh.specs.MEMORIES`."""
-        return torch.zeros(numel, dtype=dtype, device={"device": self.device}[memory])
+        """A flat buffer of zeros of this rank, in one of `shardlib.mesh.memories.MEMORIES`."""
+        return MEMORIES[memory].zeros(numel, dtype, self.device)
+
+    def device_for(self, memory: str) -> torch.device:
+        """The device by which torch calls one of `shardlib.mesh.memories.MEMORIES` of this rank."""
+        return MEMORIES[memory].device(self.device)
 
     def group(self, axis: str) -> Group:
         """The transport of this rank's group along ``axis``.

@@ -199,8 +199,6 @@ def chunk_size(numel: int, ways: int) -> int:
 
 WHOLE = P()
 
-MEMORIES = ("device",)  # where a tensor of the state may live
-
 
 @dataclass(frozen=True)
 class Leaf:

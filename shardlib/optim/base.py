@@ -134,6 +134,9 @@ class GradientTransformation:
             shards, copies) -> state`` for ``updates * scale``. It may use up the memory of ``updates`` and ``state``.
             ``copies`` are as in the method `apply`.
         owns: the axis over which the transformation reduces gradients itself, through ``shards.compressed_mean``.
+        lead: for a transformation that is elementwise but for one number by which it multiplies the gradients first (a chain
+            of clips and an elementwise rest): ``lead(updates, scale, shards)`` returns that number times ``scale``. ``apply``
+            then leaves it out.
         sends: ``sends(shards) -> {axis: bytes}``: the bytes that one rank sends in a step through ``shards.whole`` and
             ``shards.total``; none by default.
         last: why no transformation may follow in a chain, for updates that state new values of parameters, not changes.
@@ -149,9 +152,10 @@ class GradientTransformation:
         owns: Owned | None = None,
         sends: Callable[[Shards], Mapping[str, int]] | None = None,
         last: str | None = None,
+        lead: Callable[[Tree, torch.Tensor | None, Shards], torch.Tensor | None] | None = None,
     ) -> None:
         self._init, self._update, self.owns, self._sends, self.last = init, update, owns, sends, last
-        self.locality, self.factor, self._apply = locality, factor, apply
+        self.locality, self.factor, self._apply, self._lead = locality, factor, apply, lead
 
     def init(self, params: Tree, *, shards: Shards = WHOLE) -> Tree:
         """The state for ``params``: a pytree, or `Sharded` (then over this rank's flat shards)."""
@@ -207,6 +211,24 @@ class GradientTransformation:
             copies: tensors to write the new parameters to as well, in other dtypes (16-bit parameters, where ``params`` are
                 their fp32 masters): a tree like ``params``, with the same tensor where there is no copy; None for no copies.
         """
+        scale = self.lead(updates, scale, shards)
+        return self.body(params, updates, state, scale=scale, shards=shards, copies=copies)
+
+    @property
+    def separable(self) -> bool:
+        """Whether `body` may run on some of the parameters alone, once `lead` has seen all gradients."""
+        return self.owns is None and (self.locality is Locality.ELEMENTWISE or self._lead is not None)
+
+    def lead(self, updates: Tree, scale: torch.Tensor | None, shards: Shards) -> torch.Tensor | None:
+        """The factor of all elements for `body`: ``scale``, times the factors of clips."""
+        if self._lead is None or self.locality is None:
+            return scale
+        return self._lead(updates, scale, shards.allowing(self.locality))
+
+    def body(
+        self, params: Tree, updates: Tree, state: Tree, *, scale: torch.Tensor | None, shards: Shards, copies: Tree
+    ) -> Tree:
+        """`apply` after `lead`, which has returned ``scale``."""
         copies = params if copies is None else copies
         if self._apply is not None and self.locality is not None:
             return self._apply(params, updates, state, scale, shards.allowing(self.locality), copies)

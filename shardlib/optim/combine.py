@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from shardlib.optim.base import GradientTransformation, scaled
-from shardlib.optim.locality import widest
+from shardlib.optim.locality import Locality, widest
 from shardlib.optim.shards import WHOLE, Shards
 from shardlib.optim.wrapping import require_transformations
 from shardlib.tree import Tree
@@ -88,9 +89,21 @@ def _in_turn(
             new_state.append(tx_state)
         return updates, pack(new_state)
 
+    # Clips that come first make no difference between elements, so what follows may run on some parameters at a time.
+    factors = list(itertools.takewhile(lambda tx: tx.factor is not None, first))
+    if any(tx.locality is not Locality.ELEMENTWISE for tx in transformations[len(factors) :]):
+        factors = []
+
+    def lead(updates, scale, shards):
+        for tx in factors:
+            assert tx.factor is not None
+            factor = tx.factor(updates, scale, shards)
+            scale = factor if scale is None else scale * factor
+        return scale
+
     def apply(params, updates, state, scale, shards, copies):
-        states, new_state = unpack(state), []
-        for tx, tx_state in zip(first, states, strict=False):
+        states, new_state = unpack(state), list(unpack(state)[: len(factors)])
+        for tx, tx_state in zip(first[len(factors) :], states[len(factors) :], strict=False):
             if tx.factor is not None:
                 # One factor for all elements is left to the last transformation, which reads every element anyway.
                 factor = tx.factor(updates, scale, shards)
@@ -118,7 +131,9 @@ def _in_turn(
     def sends(shards: Shards) -> Mapping[str, int]:
         return added(tx.sends(shards) for tx in transformations)
 
-    return GradientTransformation(init, update, locality, apply=apply, owns=owns, sends=sends, last=last.last)
+    return GradientTransformation(
+        init, update, locality, apply=apply, owns=owns, sends=sends, last=last.last, lead=lead if factors else None
+    )
 
 
 def added(payloads: Iterable[Mapping[str, int]]) -> dict[str, int]:

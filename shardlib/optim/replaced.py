@@ -60,7 +60,8 @@ def _holds(node: Any) -> bool:
 
 
 def _following(param: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
-    result = master.clone()
+    """A new master, in memory as ``master`` is."""
+    result = torch.empty_like(master, pin_memory=master.is_pinned()).copy_(master)
     for p, m in chunks([param, result]):
         m.copy_(torch.where(m.to(p.dtype) == p, m, p.to(m.dtype)))
     return result

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -219,7 +220,13 @@ class MeshShards(Shards):
             raise IllegalComposition(
                 "this transformation reduces gradients itself, and its residuals live in a TrainState: use sl.make_train_step"
             )
-        return self._owned.mean(tree, self._residuals, out)
+        sent = {name: leaf.to(self._mesh.device) for name, leaf in tree.items()}
+        means = self._owned.mean(sent, self._residuals, out if device_of(tree) == self._mesh.device else None)
+        return {name: mean.to(tree[name].device) for name, mean in means.items()}
+
+    def of(self, buckets: Sequence[Bucket]) -> MeshShards:
+        """The shards of some buckets of the plan, for an elementwise transformation."""
+        return MeshShards(replace(self._plan, buckets=tuple(buckets)), self._mesh).allowing(Locality.ELEMENTWISE)
 
     def reset_residuals(self) -> None:
         if self._owned is not None and self._residuals is not None:
@@ -248,8 +255,15 @@ class MeshShards(Shards):
         return self._plan.reductions.summation
 
     def total(self, sums: torch.Tensor) -> torch.Tensor:
-        sum_over(self._mesh, tuple(self._mesh.shape), sums, scalars=False)
-        return super().total(sums) / self._counting.differing
+        return super().total(self._over_ranks(sums, scalars=False)) / self._counting.differing
+
+    def _over_ranks(
+        self, sums: torch.Tensor, axes: tuple[str, ...] | None = None, *, scalars: bool = True
+    ) -> torch.Tensor:
+        """The sums over all ranks (along ``axes``), exchanged from their devices. May use up the memory of ``sums``."""
+        there = sums.to(self._mesh.device)
+        sum_over(self._mesh, tuple(self._mesh.shape) if axes is None else axes, there, scalars=scalars)
+        return there.to(sums.device)
 
     def total_sends(self, count: int) -> Mapping[str, int]:
         sent = 2 * 8 * count * self.summation.width
@@ -268,8 +282,7 @@ class MeshShards(Shards):
             if known_fn is fn and known_tree is tree:
                 return value
         local = self._counting.added(fn, self._unpadded(tree))
-        sum_over(self._mesh, tuple(self._mesh.shape), local)
-        return self.summation.values(local)
+        return self.summation.values(self._over_ranks(local)).to(device_of(tree))
 
     def _unpadded(self, tree: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
         """The elements that this rank works on, without padding, in as few views as possible."""
@@ -314,9 +327,7 @@ class MeshShards(Shards):
                 yield bucket, owner, path, [tree[name][start:stop] for tree in trees]
 
     def _leaf_sums(self, fns: Sequence[Callable[..., torch.Tensor]], trees: Sequence[Tree]) -> torch.Tensor:
-        table = super()._leaf_sums(fns, trees)
-        sum_over(self._mesh, tuple(self._mesh.shape), table)
-        return table / self._counting.differing
+        return self._over_ranks(super()._leaf_sums(fns, trees)) / self._counting.differing
 
     def leaf_max(self, fn: Callable[..., torch.Tensor], *trees: Tree) -> torch.Tensor:
         largest = super().leaf_max(fn, *trees)
@@ -324,7 +335,7 @@ class MeshShards(Shards):
             # The maximum by a sum of rows, of which each rank fills one.
             rows = largest.new_zeros((size, len(largest)))
             rows[self._mesh.coords[axis]] = largest
-            sum_over(self._mesh, (axis,), rows)
+            rows = self._over_ranks(rows, axes=(axis,))
             largest = rows.amax(dim=0)
         return largest
 

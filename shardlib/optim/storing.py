@@ -1,39 +1,79 @@
-"""Conversion of parameters between the layout in which they are stored and the optimizer's layout."""
+"""Conversion of parameters between the layout and memory in which they are stored and the optimizer's."""
 
 from __future__ import annotations
 
 import torch
 
 from shardlib.errors import TreeError
+from shardlib.mesh.transfers import Transfer
+from shardlib.plan.buckets import Bucket
 from shardlib.sharded.gather import Gather
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, check_alike, tree_map
 
 
 def optimizer_shards(params: Sharded) -> dict[str, torch.Tensor]:
-    """This rank's flat shards of the trained parameters in the optimizer's layout.
+    """This rank's flat shards of the trained parameters in the optimizer's layout and memory.
 
-    Where parameters are stored in this layout, the shards are the stored buffers themselves, not copies.
+    Where parameters are stored in this layout and memory, the shards are the stored buffers themselves, not copies.
     """
-    shards = {}
-    for bucket in params.plan.trained:
-        index = bucket.owner(params.mesh.coords, bucket.param_level, bucket.levels)
-        shards[bucket.name] = bucket.owner_segment(params.buffers[bucket.name], bucket.param_level, index)
-    return shards
+    return {bucket.name: optimizer_shard(params, bucket) for bucket in params.plan.trained}
+
+
+def optimizer_shard(params: Sharded, bucket: Bucket) -> torch.Tensor:
+    """One of `optimizer_shards`."""
+    index = bucket.owner(params.mesh.coords, bucket.param_level, bucket.levels)
+    shard = bucket.owner_segment(params.buffers[bucket.name], bucket.param_level, index)
+    return (
+        shard
+        if bucket.memory.optimizer == bucket.memory.param
+        else shard.to(params.mesh.device_for(bucket.memory.optimizer))
+    )
+
+
+class Storing:
+    """The way of the optimizer's shards into the stored parameters, in place. Parameters that are stored whole are gathered.
+
+    A shard in another memory comes by a transfer, which goes on beside the caller.
+    """
+
+    def __init__(self, params: Sharded) -> None:
+        self._params, self._mesh = params, params.mesh
+        self._arriving: dict[str, tuple[torch.Tensor, Transfer]] = {}
+
+    def put(self, bucket: Bucket, shard: torch.Tensor) -> Transfer:
+        """Take a shard. It must not change before the transfer, which is returned, and `finish` are over."""
+        stored = self._params.buffers[bucket.name]
+        whole = bucket.owners(bucket.param_level) == 1
+        transfer = Transfer()
+        if shard.device != stored.device:
+            target = stored if whole else torch.empty(shard.numel(), dtype=bucket.dtype, device=stored.device)
+            transfer = self._mesh.transfers.copy(shard.to(bucket.dtype), target)
+            shard = target
+        elif whole and shard is not stored:
+            stored.copy_(shard)
+        self._arriving[bucket.name] = shard, transfer
+        return transfer
+
+    def finish(self) -> None:
+        """Let what the device does from now on see the new parameters."""
+        gathers = []
+        for bucket in self._params.plan.trained:
+            shard, transfer = self._arriving.pop(bucket.name)
+            transfer.join()
+            if bucket.owners(bucket.param_level) > 1:
+                route, stored = self._params.plan.routes[bucket.name].restore, self._params.buffers[bucket.name]
+                gathers.append(Gather(self._mesh, route, shard.to(bucket.dtype), stored))
+        for gather in gathers:
+            gather.wait()
 
 
 def store(params: Sharded, shards: dict[str, torch.Tensor]) -> None:
     """Write the optimizer's shards into the stored parameters in place, and gather parameters that are stored whole."""
-    gathers = []
+    storing = Storing(params)
     for bucket in params.plan.trained:
-        shard, stored = shards[bucket.name], params.buffers[bucket.name]
-        if bucket.owners(bucket.param_level) > 1:
-            narrow = shard.to(bucket.dtype)
-            gathers.append(Gather(params.mesh, params.plan.routes[bucket.name].restore, narrow, stored))
-        elif shard is not stored:
-            stored.copy_(shard)
-    for gather in gathers:
-        gather.wait()
+        storing.put(bucket, shards[bucket.name])
+    storing.finish()
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:

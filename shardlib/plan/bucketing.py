@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -60,7 +61,7 @@ def buckets_of(
         name = name if name not in names else f"{name}/master"
         names.add(name)
         buckets.append(_bucket(name, kind, groups[kind], resolved, splits, batch_axes, stages))
-    return tuple(buckets)
+    return tuple(_in_memories(buckets, resolved))
 
 
 def _kind(placement: Placement, resolved: Resolved, splits: Splits) -> _Kind:
@@ -140,8 +141,33 @@ def _bucket(
         short=_short(members, kind.slices, sizes),
         stages=kind.stages,
         homes=stages.homes(kind.stages),
-        memory=Memory(*(resolved.location(role).memory for role in Memory._fields)),
     )
+
+
+def _in_memories(buckets: Sequence[Bucket], resolved: Resolved) -> list[Bucket]:
+    """The buckets with their memories, and with masters where the optimizer works in another memory than the parameters'.
+
+    Of a role with a share of its bytes in another memory, the buckets whose gradients come last stay on the device: those of
+    the first units, since the others can be updated elsewhere while backward goes on.
+    """
+    placed = []
+    whole: dict[tuple[int, ...], int] = {}
+    for bucket in buckets:
+        whole[bucket.homes] = whole.get(bucket.homes, 0) + bucket.owned
+    before = dict.fromkeys(whole, 0)
+    for bucket in buckets:
+        middle = before[bucket.homes] + bucket.owned / 2
+        before[bucket.homes] += bucket.owned
+        memory = Memory(
+            *(
+                at.memory if at.share == 1 or middle > (1 - at.share) * whole[bucket.homes] else "device"
+                for at in map(resolved.location, Memory._fields)
+            )
+        )
+        needs_master = bucket.trainable and memory.optimizer != memory.param
+        master = bucket.master_dtype or (bucket.dtype if needs_master else None)
+        placed.append(replace(bucket, memory=memory, master_dtype=master))
+    return placed
 
 
 def _short(

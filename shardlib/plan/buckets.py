@@ -73,7 +73,7 @@ def stands_alone(numel: int, ways: int) -> bool:
 
 
 class Memory(NamedTuple):
-    """The memory that a bucket lives in: one of `shardlib.mesh.specs.MEMORIES` for each role."""
+    """The memory that a bucket lives in: one of `shardlib.mesh.memories.MEMORIES` for each role."""
 
     param: str = "device"
     grad: str = "device"

@@ -7,15 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import optree
+
 from shardlib.collectives.summation import IN_FLOAT64
 from shardlib.collectives.tree_sum import most_nodes
+from shardlib.mesh.memories import MEMORIES
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.specs import check_leaves
 from shardlib.plan.bucketing import buckets_of
 from shardlib.plan.check_axes import check_axes
 from shardlib.plan.claims import LeafInfo
 from shardlib.plan.placement import check_dtypes
-from shardlib.plan.placing import Splits, padded_slices, placed, second_level, splits_of
+from shardlib.plan.placing import Splits, in_bucket, padded_slices, placed, second_level, splits_of
 from shardlib.plan.plan import Plan
 from shardlib.plan.reductions import Reductions
 from shardlib.plan.resolve import joined, members_of, resolve
@@ -24,7 +27,7 @@ from shardlib.plan.stages import Stages
 from shardlib.plan.transform import Transform
 from shardlib.plan.units import unit_names
 from shardlib.plan.value import OptimizerNeeds, PlanValue, Shape, StepPlan
-from shardlib.tree import Tree, check_tensors, flatten, leaves_of, ties
+from shardlib.tree import Tree, check_tensors, flatten, ties
 
 
 def build_plan(params: Tree, mesh: Mesh, transform: Transform, *, optimizer: Any = None) -> Plan:
@@ -65,8 +68,8 @@ def build_plan(params: Tree, mesh: Mesh, transform: Transform, *, optimizer: Any
     check_dtypes(draft, resolved)
     numbers = {unit: number for number, unit in enumerate(dict.fromkeys(units))}
     buckets = buckets_of(draft, resolved, splits, batch_axes, stages, numbers)
-    bucket_of = {path: bucket.name for bucket in buckets for path in bucket.paths}
-    placements = tuple(replace(placement, bucket=bucket_of[placement.path]) for placement in draft)
+    bucket_of = {path: bucket for bucket in buckets for path in bucket.paths}
+    placements = tuple(in_bucket(placement, bucket_of[placement.path]) for placement in draft)
     check_leaves([placement.compute for placement in placements], mesh.shape)
     placement_of = {leaf: position for position, leaf in enumerate(aliases)}
     plan = Plan(
@@ -164,8 +167,16 @@ def with_needs(plan: Plan, optimizer: Any) -> Plan:
     return replace(plan, needs=tuple(needs))
 
 
-def _optimizer_bytes(plan: PlanValue, state: Tree) -> int:
-    """Bytes of master weights and of an optimizer's (fake) state, without its counters (0-d)."""
-    inner = sum(leaf.numel() * leaf.dtype.itemsize for leaf in leaves_of(state) if leaf.dim())
-    masters = sum(bucket.owned * bucket.master_dtype.itemsize for bucket in plan.trained if bucket.master_dtype)
-    return inner + masters
+def _optimizer_bytes(plan: PlanValue, state: Tree) -> dict[str, int]:
+    """Memory -> bytes of master weights and of an optimizer's (fake) state, without its counters (0-d)."""
+    held = dict.fromkeys(MEMORIES, 0)
+    # What a state has by parameter instead of by bucket lies with the first bucket: such states are in one memory.
+    other = plan.trained[0].memory.optimizer if plan.trained else "device"
+    paths, leaves, _ = optree.tree_flatten_with_path(state)
+    for path, leaf in zip(paths, leaves, strict=True):
+        run = next(filter(None, map(plan.numbering.run_named, reversed(path))), None)
+        memory = plan.bucket_of[run[0]].memory.optimizer if run else other
+        held[memory] += leaf.numel() * leaf.dtype.itemsize if leaf.dim() else 0
+    for bucket in plan.trained:
+        held[bucket.memory.optimizer] += bucket.owned * bucket.master_dtype.itemsize if bucket.master_dtype else 0
+    return held

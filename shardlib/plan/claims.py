@@ -183,12 +183,13 @@ class AxisOwner:
 
 @dataclass(frozen=True)
 class Live(Claim):
-    """Where the tensors of one role of the state live: split over an axis, or in another memory.
+    """Where the tensors of one role of the state live: split over an axis, or in another memory, all or a share of them.
 
     Attributes:
         role: "param", "grad" or "optimizer"; `SECOND` for the copy of the parameters kept from forward to backward.
         axis: an axis that the tensors are split over.
-        memory: one of `shardlib.mesh.specs.MEMORIES`.
+        memory: one of `shardlib.mesh.memories.MEMORIES`.
+        share: the share of the role's bytes that live in ``memory``, by default all; the others on the device.
     """
 
     subject_field = "role"
@@ -196,21 +197,19 @@ class Live(Claim):
     role: str
     axis: str | None = None
     memory: str | None = None
+    share: float | None = None
 
     def slots(self) -> dict[str, Any]:
-        split = {} if self.axis is None else {f"axis {self.axis!r}": self.axis}
-        return split if self.memory is None else {**split, "memory": self.memory}
+        claimed = {f"axis {self.axis!r}": self.axis, "memory": self.memory, "share": self.share}
+        return {slot: value for slot, value in claimed.items() if value is not None}
 
     def axes(self) -> Iterable[tuple[str, AxisUse]]:
         return [] if self.axis is None else [(self.axis, OF_BATCH)]
 
     @staticmethod
     def named(subject: str, slot: str) -> str:
-        return (
-            f"the memory of the {subject} state"
-            if slot == "memory"
-            else f"the split of the {subject} state over {slot}"
-        )
+        kind = slot if slot in ("memory", "share") else "split"
+        return f"the {kind} of the {subject} state" + (f" over {slot}" if kind == "split" else "")
 
 
 @dataclass(frozen=True)

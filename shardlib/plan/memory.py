@@ -2,35 +2,62 @@
 
 from __future__ import annotations
 
-from shardlib.plan.value import ROLES, PlanValue, Trace
+from collections.abc import Iterable, Iterator
+
+from shardlib.plan.value import ROLES, PlanValue
 from shardlib.schedules import peak_of_stages
 
 
-def held_bytes(plan: PlanValue, role: str) -> int:
+def held_bytes(plan: PlanValue, role: str, memory: str | None = None) -> int:
     """Bytes one rank holds of "param", "grad", "optimizer", "comm" or "buffers", padding included, or of all ("total").
 
-    "grad" is the buffer in which gradients are accumulated: whole gradients where they are reduced once at the end, and
-    several where they are summed in a tree. With several stages, the maximum over ranks.
+    In one ``memory`` (see `shardlib.mesh.memories`), or by default in all. "grad" is the buffer in which gradients are
+    accumulated: whole gradients where they are reduced once at the end, and several where they are summed in a tree. Where
+    gradients go to another memory for the update, it is their memory there, and on the device what is held until they go:
+    the accumulated gradients of several micro-batches, or at most two units of one. With several stages, the maximum over
+    ranks.
     """
     if len(plan.views) > 1:
-        return max(held_bytes(view, role) for view in plan.views)
+        return max(held_bytes(view, role, memory) for view in plan.views)
     if role == "param":
-        return sum(bucket.size(bucket.param_level) * bucket.dtype.itemsize for bucket in plan.buckets)
+        stored = ((b.memory.param, b.size(b.param_level) * b.dtype.itemsize) for b in plan.buckets)
+        return _within(memory, stored)
     if role == "grad":
-        once = sum(bucket.size(bucket.grad_level) * bucket.reduce_dtype.itemsize for bucket in plan.trained)
-        return once * plan.step.partial_sums
+        return _within(memory, _gradients(plan))
     if role == "optimizer":
         if plan.needs is None:
             raise ValueError("the plan was made without an optimizer; pass optimizer= to make_plan")
-        return max(needs.bytes for needs in plan.needs)
+        return max(_within(memory, needs.bytes.items()) for needs in plan.needs)
     if role == "comm":
-        return sum(channel.bytes for channel in plan.channels)
+        return _within(memory, (("device", channel.bytes) for channel in plan.channels))
     if role == "buffers":
-        return sum(numel * dtype.itemsize for dtype, numel in plan.buffers)
+        return _within(memory, (("device", numel * dtype.itemsize) for dtype, numel in plan.buffers))
     if role == "total":
         known = ROLES if plan.needs is not None else ROLES[:2]
-        return sum(held_bytes(plan, summand) for summand in (*known, "comm", "buffers"))
+        return sum(held_bytes(plan, summand, memory) for summand in (*known, "comm", "buffers"))
     raise ValueError(f"role {role!r} is not one of {', '.join(ROLES)}, comm, buffers, total")
+
+
+def _within(memory: str | None, held: Iterable[tuple[str, int]]) -> int:
+    return sum(count for where, count in held if memory in (None, where))
+
+
+def _gradients(plan: PlanValue) -> Iterator[tuple[str, int]]:
+    """Memories with the bytes of gradients that a rank holds there."""
+    leaving = 0
+    for bucket in plan.trained:
+        size = bucket.reduce_dtype.itemsize
+        accumulated = bucket.size(bucket.grad_level) * size * plan.step.partial_sums
+        if bucket.memory.optimizer == bucket.memory.grad:
+            yield bucket.memory.grad, accumulated
+            continue
+        yield bucket.memory.optimizer, bucket.owned * size
+        if plan.step.microbatches > 1:
+            yield bucket.memory.grad, accumulated
+        else:
+            leaving += bucket.owned * size
+    widest = max((bucket.reduce_dtype.itemsize for bucket in plan.trained), default=0)
+    yield "device", min(leaving, 2 * plan.largest_unit * widest)
 
 
 def live_bytes(plan: PlanValue) -> int | None:
@@ -51,43 +78,27 @@ def live_bytes(plan: PlanValue) -> int | None:
 
 
 def peak_bytes(plan: PlanValue) -> int | None:
-    """Peak bytes that a rank holds in a step, apart from its batch; None when the plan was not traced.
+    """Peak bytes of the device's memory that a rank holds in a step, its batch left out; None when the plan was not traced.
 
-    `held_bytes` and `live_bytes` together, or less where gradients come into being while activations go: in a step of one
-    micro-batch, in one stage.
+    `held_bytes` and `live_bytes` together; or less, in a step of one micro-batch in one stage, where gradients come into
+    being while activations go.
     """
     live = live_bytes(plan)
     if live is None or plan.traces is None:
         return None
-    total = held_bytes(plan, "total")
-    if plan.stages.axes or plan.step.microbatches > 1:
+    total = held_bytes(plan, "total", "device")
+    leave = any(bucket.memory.optimizer != bucket.memory.grad for bucket in plan.trained)
+    if plan.stages.axes or plan.step.microbatches > 1 or leave:
         return total + live
-    return total - held_bytes(plan, "grad") + plan.traces[0].peak
+    return total - held_bytes(plan, "grad", "device") + plan.traces[0].peak
 
 
-def host_bytes(plan: PlanValue) -> int:
+def kept_on_host(plan: PlanValue) -> int:
     """Bytes of pinned host memory in which a rank keeps inputs of blocks; 0 when the plan was not traced.
 
-    With several stages, the maximum over ranks. On the CPU, whose memory is the host's, inputs stay where they are.
+    With several stages, the maximum over ranks.
     """
     if len(plan.views) > 1:
-        return max(host_bytes(view) for view in plan.views)
+        return max(kept_on_host(view) for view in plan.views)
     in_flight = peak_of_stages(plan.stages.schedule)
-    return sum(in_flight[stage] * trace.host for stage, trace in _traces(plan))
-
-
-def moved_bytes(plan: PlanValue) -> tuple[int, int]:
-    """Bytes of inputs of blocks that a rank moves to host memory in a step, and those that come back: see `host_bytes`."""
-    if len(plan.views) > 1:
-        down, up = zip(*map(moved_bytes, plan.views))
-        return max(down), max(up)
-    times = plan.stages.schedule.microbatches
-    return (
-        times * sum(trace.down for _, trace in _traces(plan)),
-        times * sum(trace.up for _, trace in _traces(plan)),
-    )
-
-
-def _traces(plan: PlanValue) -> list[tuple[int, Trace]]:
-    """The plan's stages with their traces; empty when it was not traced."""
-    return [] if plan.traces is None else [(stage, plan.traces[stage]) for stage in plan.local_stages]
+    return sum(in_flight[stage] * plan.traces[stage].host for stage in plan.local_stages) if plan.traces else 0

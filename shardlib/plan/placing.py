@@ -9,6 +9,7 @@ import torch
 
 from shardlib.errors import IllegalComposition, axes_named
 from shardlib.mesh.specs import Leaf, P
+from shardlib.plan.buckets import Bucket, Memory
 from shardlib.plan.claims import SECOND, LeafInfo
 from shardlib.plan.placement import Placement
 from shardlib.plan.resolved import Resolved
@@ -66,7 +67,7 @@ def placed(info: LeafInfo, unit: str, resolved: Resolved, splits: Splits) -> Pla
     def stored(role: str, dtype: torch.dtype) -> Leaf:
         axes = [axis for axis in splits.of(role) if axis not in compute.spec.axes]
         spec = compute.spec.split(axes, info.shape, resolved.sizes)
-        return replace(compute, dtype=dtype, spec=spec, memory=resolved.location(role).memory)
+        return replace(compute, dtype=dtype, spec=spec)
 
     return Placement(
         path=info.path,
@@ -79,6 +80,13 @@ def placed(info: LeafInfo, unit: str, resolved: Resolved, splits: Splits) -> Pla
         optimizer=stored("optimizer", use.master or dtype) if trainable else None,
         style=use.style,
     )
+
+
+def in_bucket(placement: Placement, bucket: Bucket) -> Placement:
+    """The placement of a leaf of ``bucket``, which says where the leaf lives."""
+    leaves = {role: getattr(placement, role) for role in Memory._fields}
+    lives = {role: replace(leaf, memory=getattr(bucket.memory, role)) for role, leaf in leaves.items() if leaf}
+    return replace(placement, bucket=bucket.name, **lives)
 
 
 def reduce_dtype(dtype: torch.dtype, resolved: Resolved) -> torch.dtype:

@@ -9,6 +9,7 @@ from functools import cached_property
 from shardlib.plan.memory import held_bytes, live_bytes, peak_bytes
 from shardlib.plan.payload import Message, messages, payload
 from shardlib.plan.text import describe
+from shardlib.plan.transfers import moved
 from shardlib.plan.value import PlanValue
 
 
@@ -19,9 +20,10 @@ class Plan(PlanValue):
     Its fields are those of `shardlib.plan.value.PlanValue`.
     """
 
-    def bytes(self, role: str) -> int:
-        """Bytes one rank holds of a role of the state, or of its "total": see `shardlib.plan.memory.held_bytes`."""
-        return held_bytes(self, role)
+    def bytes(self, role: str, memory: str | None = None) -> int:
+        """Bytes one rank holds of a role of the state, or of its "total", in one memory or in all: see
+        `shardlib.plan.memory.held_bytes`."""
+        return held_bytes(self, role, memory)
 
     @cached_property
     def live_bytes(self) -> int | None:
@@ -36,6 +38,10 @@ class Plan(PlanValue):
     def payload(self, *, owned: bool = False) -> dict[str, int]:
         """Payload bytes one rank sends per step, by axis: see `shardlib.plan.payload.payload`."""
         return payload(self, owned=owned)
+
+    def transfers(self) -> dict[str, int]:
+        """Bytes one rank moves between the device's memory and others in a step: see `shardlib.plan.transfers.moved`."""
+        return moved(self)
 
     def messages(self, *, owned: bool = False) -> Iterator[Message]:
         """Every message of a step; call it on one rank's part of a plan (`at`). See `shardlib.plan.payload.messages`."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardlib.errors import IllegalComposition, listing
-from shardlib.mesh.specs import MEMORIES
+from shardlib.mesh.memories import MEMORIES
 from shardlib.plan.claims import Claim, LeafInfo, Live, Reduce, Step, Use
 from shardlib.plan.resolved import Location, Resolved, show
 from shardlib.plan.transform import Chain, Transform
@@ -79,10 +79,11 @@ def _merged(before: Resolved, members: Sequence[Transform]) -> Resolved:
     )
 
 
-def _location(role: str, slots: Mapping[str, str]) -> Location:
-    memory = slots.get("memory", "device")
+def _location(role: str, slots: Mapping[str, Any]) -> Location:
+    memory, share = slots.get("memory", "device"), slots.get("share", 1.0)
     if memory not in MEMORIES:
         raise IllegalComposition(
             f"the {role} state cannot live in memory {memory!r}; use one of {', '.join(map(repr, MEMORIES))}"
         )
-    return Location(frozenset(axis for slot, axis in slots.items() if slot != "memory"), memory)
+    axes = frozenset(axis for slot, axis in slots.items() if slot not in ("memory", "share"))
+    return Location(axes, memory, share)

@@ -16,10 +16,12 @@ Slot = tuple[type[Claim], str, str]  # kind of claim, subject, slot
 
 @dataclass(frozen=True)
 class Location:
-    """Where the tensors of one role live: the axes they are split over, in no order, and the memory."""
+    """Where the tensors of one role live: the axes they are split over, in no order; the memory; the share of their bytes in
+    it."""
 
     axes: frozenset[str] = frozenset()
     memory: str = "device"
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,8 @@ def _summary(slots: Sequence[tuple[Slot, Any]]) -> str:
             uses[text] = uses.get(text, 0) + 1
         elif kind is Live and name == "memory":
             lines.append(f"{subject} in {value} memory")
+        elif kind is Live and name == "share":
+            lines.append(f"{value:.0%} of {subject} there")
         elif kind is Live and subject == SECOND:
             lines.append(f"keeps a second shard of parameters over axis {value!r}")
         elif kind is Live:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from shardlib.common.dtypes import dtype_name
+from shardlib.mesh.memories import MEMORIES
 from shardlib.mesh.specs import Leaf
-from shardlib.plan.memory import held_bytes, host_bytes, live_bytes, moved_bytes
-from shardlib.plan.payload import messages, payload
+from shardlib.plan.memory import held_bytes, kept_on_host, live_bytes
+from shardlib.plan.payload import Message, messages, payload
 from shardlib.plan.placement import Placement
 from shardlib.plan.tables import count, size, table
+from shardlib.plan.transfers import transfers
 from shardlib.plan.value import PlanValue
 from shardlib.schedules import peak_in_flight, simulate
 
@@ -28,12 +30,12 @@ def describe(plan: PlanValue) -> str:
         table(("parameter", "shape", "dtype", "stored", "gradient", "optimizer"), _leaf_rows(plan.placements)),
         table(("unit", "leaves", "elements", "param", "grad", "gathered"), _unit_rows(plan), right=5),
         *([_stages(plan, axis) for axis in plan.stages.axes]),
-        ("Per rank: " if len(plan.views) == 1 else "Per rank, at most: ") + "   ".join(_memory(plan)),
+        ("Per rank: " if len(plan.views) == 1 else "Per rank, at most: ") + "   ".join(_memory(plan, "device")),
+        *[f"In {memory} memory: " + "   ".join(_memory(plan, memory)) for memory in _elsewhere(plan)],
         *([_live(plan)] if live_bytes(plan) is not None else []),
         f"Payload per step{_untraced(plan)}: " + _by_axis(payload(plan)),
     ]
-    if sent := _messages(plan):
-        paragraphs.append(sent)
+    paragraphs += [rows for rows in (_messages(plan), _transfers(plan)) if rows]
     if plan.reductions.owner:
         paragraphs.append(
             f"Once {plan.reductions.owner.name} sums gradients itself: {_by_axis(payload(plan, owned=True))}"
@@ -53,21 +55,32 @@ def _by_axis(sent: Mapping[str, int]) -> str:
 
 
 def _messages(plan: PlanValue) -> str:
+    """A table of what a rank sends to others."""
+    sent = [row for row in _rows(plan, messages) if plan.sizes[row[1]] > 1]
+    return table(("sent", "axis", "as", "when", "messages", "bytes"), sent, right=2) if sent else ""
+
+
+def _transfers(plan: PlanValue) -> str:
+    """A table of what a rank moves between the device's memory and others."""
+    moves = _rows(plan, transfers)
+    return table(("moved", "way", "as", "when", "transfers", "bytes"), moves, right=2) if moves else ""
+
+
+def _rows(plan: PlanValue, messages: Callable[[PlanValue], Iterable[Message]]) -> list[tuple[str, ...]]:
     """One row for all messages of a kind; with several stages, the numbers of the rank that sends most of that kind."""
     most: dict[tuple[str, str, str, str], tuple[int, int]] = {}
     for view in plan.views:
         totals: dict[tuple[str, str, str, str], tuple[int, int]] = {}
         for message in messages(view):
-            if plan.sizes[message.axis] > 1 and message.bytes:
+            if message.bytes:
                 key = message.what, message.axis, message.when, message.form
                 times, sent = totals.get(key, (0, 0))
                 totals[key] = times + message.times, sent + message.bytes
         for key, numbers in totals.items():
             most[key] = max(most.get(key, (0, 0)), numbers, key=lambda pair: pair[1])
-    rows = [
+    return [
         (what, axis, form, when, str(times), size(sent)) for (what, axis, when, form), (times, sent) in most.items()
     ]
-    return table(("sent", "axis", "as", "when", "messages", "bytes"), rows, right=2) if rows else ""
 
 
 def _unused(plan: PlanValue) -> str:
@@ -115,13 +128,22 @@ def _stages(plan: PlanValue, axis: str) -> str:
     return f"{table(header, rows, right=5)}\n\n{bubble}"
 
 
-def _memory(plan: PlanValue) -> list[str]:
+def _elsewhere(plan: PlanValue) -> list[str]:
+    """The memories besides the device's in which something lives."""
+    used = {memory for bucket in plan.everywhere.buckets for memory in bucket.memory}
+    return [memory for memory in MEMORIES if memory in used and memory != "device"]
+
+
+def _memory(plan: PlanValue, memory: str) -> list[str]:
     known = plan.needs is not None
-    shown = [f"parameters {size(held_bytes(plan, 'param'))}", f"gradients {size(held_bytes(plan, 'grad'))}"]
-    shown.append(f"optimizer {size(held_bytes(plan, 'optimizer'))}" if known else "optimizer (not given)")
-    shown += [f"residuals {size(held_bytes(plan, 'comm'))}"] if plan.residuals else []
-    shown += [f"buffers {size(held_bytes(plan, 'buffers'))}"] if plan.buffers else []
-    return [*shown, f"total {size(held_bytes(plan, 'total'))}"]
+    shown = [
+        f"parameters {size(held_bytes(plan, 'param', memory))}",
+        f"gradients {size(held_bytes(plan, 'grad', memory))}",
+    ]
+    shown.append(f"optimizer {size(held_bytes(plan, 'optimizer', memory))}" if known else "optimizer (not given)")
+    shown += [f"residuals {size(held_bytes(plan, 'comm', memory))}"] if plan.residuals else []
+    shown += [f"buffers {size(held_bytes(plan, 'buffers', memory))}"] if plan.buffers else []
+    return [*shown, f"total {size(held_bytes(plan, 'total', memory))}"]
 
 
 def _live(plan: PlanValue) -> str:
@@ -129,18 +151,8 @@ def _live(plan: PlanValue) -> str:
     live = live_bytes(plan) or 0
     return (
         f"In addition, at most: activations of a micro-batch and gathered parameters {size(live)}   "
-        f"total {size(held_bytes(plan, 'total') + live)}" + _moved(plan)
-    )
-
-
-def _moved(plan: PlanValue) -> str:
-    """A line on inputs of blocks in host memory; "" if there are none."""
-    down, up = moved_bytes(plan)
-    if not down:
-        return ""
-    return (
-        f"\nInputs of blocks in host memory: {size(host_bytes(plan))} pinned; per step {size(down)} to the host and "
-        f"{size(up)} back (none where the device is the CPU)"
+        f"total {size(held_bytes(plan, 'total', 'device') + live)}"
+        + (f"   inputs of blocks in host memory {size(kept)}" if (kept := kept_on_host(plan)) else "")
     )
 
 

@@ -116,11 +116,11 @@ class OptimizerNeeds:
     """What an optimizer needs on the ranks at one coordinate along the stages' axis.
 
     Attributes:
-        bytes: bytes of its state, master weights included.
+        bytes: memory -> bytes of its state, master weights included.
         payload: axis -> payload bytes that one rank sends in the update.
     """
 
-    bytes: int
+    bytes: Mapping[str, int]
     payload: Mapping[str, int]
 
 

@@ -36,13 +36,15 @@ class Counting:
                 start, stop = start + count * index // size, start + count * (index + 1) // size
         return slice(start, stop)
 
-    def local_sum(self, fn: Callable[[torch.Tensor], torch.Tensor], tree: dict[str, torch.Tensor]) -> torch.Tensor:
-        """This rank's summand of Σ fn(leaf), as the plan's `Summation` holds it; ``fn`` of padding must be 0."""
-        return self.added(fn, (leaf[self.share(self._plan.bucket_of[name], leaf)] for name, leaf in tree.items()))
+    def summand(self, fn: Callable[[torch.Tensor], torch.Tensor], bucket: Bucket, leaf: torch.Tensor) -> torch.Tensor:
+        """This rank's summand of fn(leaf), as the plan's `Summation` holds it; ``fn`` of padding must be 0."""
+        return self._plan.reductions.summation.over(fn, leaf[self.share(bucket, leaf)])
 
     def added(self, fn: Callable[[torch.Tensor], torch.Tensor], leaves: Iterable[torch.Tensor]) -> torch.Tensor:
         """This rank's summand of Σ fn(leaf) over `differing`, as the plan's `Summation` holds it."""
-        summation = self._plan.reductions.summation
-        summands = [summation.over(fn, leaf) for leaf in leaves]
-        none = torch.zeros(summation.width, dtype=torch.float64, device=self._mesh.device)
-        return (torch.stack(summands).sum(dim=0) if summands else none) / self.differing
+        return self.total([self._plan.reductions.summation.over(fn, leaf) for leaf in leaves])
+
+    def total(self, summands: list[torch.Tensor]) -> torch.Tensor:
+        """The sum of ``summands`` over `differing`, on the rank's device."""
+        none = torch.zeros(self._plan.reductions.summation.width, dtype=torch.float64, device=self._mesh.device)
+        return (torch.stack(summands).sum(dim=0).to(none.device) if summands else none) / self.differing

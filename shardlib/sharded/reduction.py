@@ -122,6 +122,11 @@ class Reduction:
             partial.buffer = partial.within = partial.within.view(size, -1)[self._mesh.coords[axis]]
         return primitives.reduce_scatter(self._mesh, axis, partial.buffer, inp)
 
+    @property
+    def complete(self) -> bool:
+        """Whether no exchange is left, so that `wait` returns at once."""
+        return not self._under_way
+
     def wait(self) -> Sequence[Sum]:
         """The sums, each ``buffer`` now the result of its whole route."""
         while self._under_way:

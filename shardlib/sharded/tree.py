@@ -55,7 +55,7 @@ class Sharded:
         return self._buffers
 
     def memory(self, bucket: Bucket) -> str:
-        """The memory of a bucket's buffer: one of `shardlib.mesh.specs.MEMORIES`."""
+        """The memory of a bucket's buffer: one of `shardlib.mesh.memories.MEMORIES`."""
         return bucket.memory.param if self.role == "param" else bucket.memory.optimizer
 
     def level(self, bucket: Bucket) -> int:

@@ -3,6 +3,7 @@
 from shardlib.transforms.accumulate import accumulate
 from shardlib.transforms.freeze import freeze
 from shardlib.transforms.hierarchical import hierarchical
+from shardlib.transforms.offload import offload
 from shardlib.transforms.onebit import onebit
 from shardlib.transforms.pipeline import pipeline
 from shardlib.transforms.powersgd import powersgd
@@ -19,6 +20,7 @@ __all__ = [
     "column",
     "freeze",
     "hierarchical",
+    "offload",
     "onebit",
     "pipeline",
     "powersgd",

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers.crashes import Recorder, crashes
+from helpers.crashes import Recorder, crashes, write
 from helpers.models import mlp, regression_batch, share
 from helpers.profile import NIGHTLY
 from helpers.saved import tensors
@@ -16,15 +16,6 @@ from shardlib.checkpoint.save import prepared, saved_fragments
 LOSS, PARAMS = mlp([5, 7, 3])
 BATCH = regression_batch(12, 5, 3)
 EACH = 40 if NIGHTLY else 4
-
-
-def write(root, found):
-    for path, content in sorted(found.items()):
-        if content is None:
-            (root / path).mkdir(parents=True, exist_ok=True)
-        else:
-            (root / path).parent.mkdir(parents=True, exist_ok=True)
-            (root / path).write_bytes(content)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

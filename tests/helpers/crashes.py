@@ -59,6 +59,11 @@ class Disk:
         seen = content[0].ljust(offset, b"\0")
         content[0] = seen[:offset] + data + seen[offset + len(data) :]
 
+    def _reserve(self, path, size):
+        parent, _, name = path.rpartition("/")
+        content = self.files[self.folders[self._folder(parent)][0][name]]
+        content[0] = content[0].ljust(size, b"\0")
+
     def _sync(self, path):
         parent, _, name = path.rpartition("/")
         number = self.folders[self._folder(parent)][0][name] if path else 0
@@ -117,8 +122,11 @@ class Recorder:
         self.root, self.log = os.path.realpath(root), []
         self._lock = threading.Lock()
         self._real = {
-            name: getattr(os, name) for name in ("open", "pwritev", "fsync", "rename", "unlink", "mkdir", "rmdir")
-        }
+            name: getattr(os, name)
+            for name in (
+                "open", "pwritev", "fsync", "fdatasync", "posix_fallocate", "rename", "unlink", "mkdir", "rmdir",
+            )
+        }  # fmt: skip
         for name in self._real:
             patch.setattr(os, name, getattr(self, f"_{name}"))
         patch.setattr(io, "open", self._io_open)
@@ -169,6 +177,14 @@ class Recorder:
         inside = self._inside(fd)
         return self._do("fsync", None if inside is None else ("sync", inside), fd)
 
+    def _fdatasync(self, fd):
+        inside = self._inside(fd)
+        return self._do("fdatasync", None if inside is None else ("sync", inside), fd)
+
+    def _posix_fallocate(self, fd, offset, length):
+        inside = self._inside(fd)
+        return self._do("posix_fallocate", inside and ("reserve", inside, offset + length), fd, offset, length)
+
     def _rename(self, old, new, **kwargs):
         names = self._inside(old), self._inside(new)
         return self._do("rename", None if None in names else ("rename", *names), old, new, **kwargs)
@@ -184,6 +200,27 @@ class Recorder:
     def _mkdir(self, path, mode=0o777, *, dir_fd=None):
         inside = self._inside(path, dir_fd)
         return self._do("mkdir", inside and ("mkdir", inside), path, mode, dir_fd=dir_fd)
+
+
+def write(root, found):
+    """Make the files that a crash has left below a folder."""
+    for path, content in sorted(found.items()):
+        if content is None:
+            (root / path).mkdir(parents=True, exist_ok=True)
+        else:
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            (root / path).write_bytes(content)
+
+
+def remake(found):
+    """The log of the operations that make the files which a crash has left, and have them on the disk."""
+    log = []
+    for path, content in sorted(found.items()):
+        if content is None:
+            log.append(("mkdir", path.rstrip("/")))
+        else:
+            log += [("create", path), ("write", path, 0, content), ("sync", path)]
+    return [*log, *[("sync", path.rstrip("/")) for path, content in found.items() if content is None], ("sync", "")]
 
 
 def crashes(log, each, seed=0):

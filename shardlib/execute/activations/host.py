@@ -7,7 +7,7 @@ depend on how fast links are.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -15,6 +15,7 @@ from shardlib.common._compat import version_of
 from shardlib.execute.activations.layout import flattened
 from shardlib.execute.saving import Saved
 from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.transfers import Transfer, Transfers
 from shardlib.plan.recompute import Recompute
 
 
@@ -25,45 +26,22 @@ class Link(Protocol):
         """``size`` bytes of host memory."""
         ...
 
-    def down(self, host: torch.Tensor, tensor: torch.Tensor) -> Any:
-        """Start to copy ``tensor`` to the host; returns what `wait` takes."""
-        ...
-
-    def up(self, tensor: torch.Tensor, host: torch.Tensor, after: Any) -> Any:
-        """Start to copy from the host into ``tensor``, once the copy down ``after`` is done; returns what `wait` takes."""
-        ...
-
-    def wait(self, copy: Any) -> None:
-        """Let the operations that follow on the current stream wait for a copy."""
+    def copy(self, way: str, target: torch.Tensor, source: torch.Tensor) -> Transfer:
+        """Start to copy "down" to the host or "up" from it."""
         ...
 
 
-class Streams:
-    """A link of an accelerator: pinned memory, and a stream for each direction."""
+class Pinned:
+    """The link of a device with a memory of its own."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._down, self._up = torch.Stream(device=device), torch.Stream(device=device)
+    def __init__(self, transfers: Transfers) -> None:
+        self._transfers = transfers
 
     def buffer(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
-    def down(self, host: torch.Tensor, tensor: torch.Tensor) -> torch.Event:
-        return self._copy(self._down, host, tensor)
-
-    def up(self, tensor: torch.Tensor, host: torch.Tensor, after: torch.Event) -> torch.Event:
-        self._up.wait_event(after)
-        return self._copy(self._up, tensor, host)
-
-    def _copy(self, stream: torch.Stream, out: torch.Tensor, tensor: torch.Tensor) -> torch.Event:
-        # The current stream makes what is copied, or may still use the memory that is copied to.
-        stream.wait_stream(torch.accelerator.current_stream(self._device))
-        with stream:
-            out.copy_(tensor, non_blocking=True)
-            return stream.record_event()
-
-    def wait(self, copy: torch.Event) -> None:
-        torch.accelerator.current_stream(self._device).wait_event(copy)
+    def copy(self, way: str, target: torch.Tensor, source: torch.Tensor) -> Transfer:
+        return self._transfers.start(way, lambda: target.copy_(source, non_blocking=True))
 
 
 class Imagined:
@@ -72,11 +50,8 @@ class Imagined:
     def buffer(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device="meta")
 
-    def down(self, host: torch.Tensor, tensor: torch.Tensor) -> None: ...
-
-    def up(self, tensor: torch.Tensor, host: torch.Tensor, after: Any) -> None: ...
-
-    def wait(self, copy: Any) -> None: ...
+    def copy(self, way: str, target: torch.Tensor, source: torch.Tensor) -> Transfer:
+        return Transfer()
 
 
 class HostMemory:
@@ -136,10 +111,10 @@ class InHost:
         self._numel, self._dtype, self._device, self._bytes = len(flat), flat.dtype, flat.device, flat.nbytes
         self._buffer = memory.take(self._bytes)
         self._leaving: torch.Tensor | None = flat
-        self._gone = self._link.down(self._host(), flat)
+        self._gone = self._link.copy("down", self._host(), flat)
         memory.down += self._bytes
         self._here: torch.Tensor | None = None
-        self._coming: Any = None
+        self._coming = Transfer()
 
     def _host(self) -> torch.Tensor:
         return self._buffer[: self._bytes].view(self._dtype)
@@ -147,7 +122,7 @@ class InHost:
     def leave(self) -> None:
         """Free the device's memory."""
         if self._original is not None:
-            self._link.wait(self._gone)
+            self._gone.join()
             if version_of(self._original.tensor) != self._original.version:
                 self._changed = self._original.changed()  # the copy may have been taken before the change, or after it
             self._original = self._leaving = None
@@ -155,25 +130,25 @@ class InHost:
     def fetch(self) -> None:
         """Start to bring the tensor back."""
         if self._here is None:
+            self.leave()
             self._here = torch.empty(self._numel, dtype=self._dtype, device=self._device)
-            self._coming = self._link.up(self._here, self._host(), self._gone)
+            self._coming = self._link.copy("up", self._here, self._host())
             self._memory.up += self._bytes
 
     def arrive(self) -> torch.Tensor:
         """The tensor, on the device."""
-        self.leave()
+        self.fetch()
         if self._changed is not None:
             raise self._changed
-        self.fetch()
         assert self._here is not None
-        self._link.wait(self._coming)
+        self._coming.join()
         return self._here.as_strided(*self._layout)
 
     def release(self) -> None:
         """Let go of the tensor that was brought back."""
         if self._here is not None:
-            self._link.wait(self._coming)  # the memory must not be used for anything else before the copy is done
-            self._here = self._coming = None
+            self._coming.join()  # the memory must not be used for anything else before the copy is done
+            self._here = None
 
     def free(self) -> None:
         """Give the host memory back; the tensor is not needed any more."""
@@ -184,6 +159,6 @@ class InHost:
 
 def host_memory(how: Recompute | None, mesh: Mesh) -> HostMemory | None:
     """Host memory for inputs of blocks; None if they stay on the device, which on the CPU is the host."""
-    if how is None or not how.host or not (mesh.abstract or mesh.device.type != "cpu"):
+    if how is None or not how.host or not (mesh.abstract or mesh.transfers.apart):
         return None
-    return HostMemory(Imagined() if mesh.abstract else Streams(mesh.device))
+    return HostMemory(Imagined() if mesh.abstract else Pinned(mesh.transfers))

@@ -1,0 +1,57 @@
+"""Trees of buckets, cut to some of the buckets and joined again.
+
+In a train step a tree of parameters is a dictionary from the name of a bucket, or of a run of its leaves, to a flat tensor.
+An optimizer's state consists of such dictionaries, and of counters, which all buckets share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import optree
+
+from shardlib.plan.plan import Plan
+from shardlib.tree import Tree
+
+
+class Separation:
+    """Cuts trees over the trained buckets of a plan."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._number = {bucket.name: number for number, bucket in enumerate(plan.trained)}
+
+    def cut(self, tree: Tree, names: Collection[str]) -> Tree:
+        """``tree`` with the entries of the buckets ``names`` alone."""
+
+        def chosen(node: Any) -> Any:
+            if not self._by_bucket(node):
+                return node
+            return {name: leaf for name, leaf in node.items() if self._bucket(name) in names}
+
+        return optree.tree_map(chosen, tree, is_leaf=self._by_bucket)
+
+    def join(self, trees: Sequence[Tree]) -> Tree:
+        """The tree of which ``trees`` are cut; counters are those of the last."""
+
+        def joined(*nodes: Any) -> Any:
+            if not self._by_bucket(nodes[0]):
+                return nodes[-1]
+            merged = {name: leaf for node in nodes for name, leaf in node.items()}
+            return {name: merged[name] for name in sorted(merged, key=self._position)}
+
+        return optree.tree_map(joined, *trees, is_leaf=self._by_bucket)
+
+    def _by_bucket(self, node: Any) -> bool:
+        return isinstance(node, dict) and all(self._bucket(name) is not None for name in node)
+
+    def _position(self, name: str) -> tuple[int, int]:
+        found = self._plan.numbering.run_named(name)
+        assert found is not None
+        bucket, start, _ = self._plan.numbering.span(found[1])
+        return self._number[bucket], start
+
+    def _bucket(self, name: object) -> str | None:
+        found = self._plan.numbering.run_named(name)
+        return found and found[0]

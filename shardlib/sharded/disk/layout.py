@@ -1,0 +1,123 @@
+"""Where each buffer lies in the files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from shardlib.common.dtypes import dtype_name
+
+BLOCK = 4096  # offsets and lengths of direct I/O are multiples of a disk's block, which is this at most
+FORMAT = 1
+
+
+def whole_blocks(size: int) -> int:
+    """``size`` bytes, padded to blocks."""
+    return -(-size // BLOCK) * BLOCK
+
+
+class Flat(NamedTuple):
+    """The number of elements and the dtype of a flat buffer."""
+
+    numel: int
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def padded(self) -> int:
+        """Bytes on the disk, and in the host memory that is read into."""
+        return whole_blocks(self.bytes)
+
+
+class Extent(NamedTuple):
+    """A range of a buffer in one file: one request reads or writes it.
+
+    Attributes:
+        file: the file's number.
+        offset: where the range begins in the file's first half; in the second it is as far from that half's beginning.
+        start, length: the range's first byte in the buffer, and its bytes, padded.
+    """
+
+    file: int
+    offset: int
+    start: int
+    length: int
+
+
+class Layout:
+    """The places of named buffers in files. Every file has two halves, and every buffer a slot in both.
+
+    A buffer is cut into ranges of ``request`` bytes, each of which goes to the file that has least, so that files in several
+    folders are read and written at once.
+
+    Attributes:
+        buffers: name -> `Flat`.
+        extents: name -> its ranges, in order.
+        halves: the bytes of half of each file.
+    """
+
+    def __init__(self, rank: int, ranks: int, buffers: Mapping[str, Flat], files: int, request: int) -> None:
+        self.rank, self.ranks, self.buffers, self.request = rank, ranks, dict(buffers), request
+        self.extents: dict[str, tuple[Extent, ...]] = {}
+        filled = [0] * files
+        for name, flat in self.buffers.items():
+            extents = []
+            for start in range(0, flat.padded, request):
+                file, length = filled.index(min(filled)), min(request, flat.padded - start)
+                extents.append(Extent(file, filled[file], start, length))
+                filled[file] += length
+            self.extents[name] = tuple(extents)
+        self.halves = tuple(filled)
+
+    @property
+    def files(self) -> int:
+        return len(self.halves)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all files: two slots for every buffer."""
+        return 2 * sum(self.halves)
+
+    @property
+    def stem(self) -> str:
+        """What files are named by: the rank, and a hash of what they hold."""
+        content = json.dumps(self.description() | {"request": 0}, sort_keys=True)
+        return f"rank-{self.rank}-of-{self.ranks}-{hashlib.blake2b(content.encode(), digest_size=6).hexdigest()}"
+
+    def description(self) -> dict[str, Any]:
+        """What the header says, for JSON."""
+        return {
+            "format": FORMAT,
+            "rank": self.rank,
+            "ranks": self.ranks,
+            "files": self.files,
+            "request": self.request,
+            "buffers": {name: [flat.numel, dtype_name(flat.dtype)] for name, flat in self.buffers.items()},
+        }
+
+    def differences(self, found: Mapping[str, Any]) -> list[str]:
+        """What a folder's description says otherwise than this layout, a line each."""
+        mine = self.description()
+        if found.get("format") != FORMAT:
+            return [f"format {found.get('format')}, here {FORMAT}"]
+        lines = [
+            f"{found[key]} {word}, here {mine[key]}"
+            for key, word in (("ranks", "ranks"), ("files", "folders"))
+            if found[key] != mine[key]
+        ]
+        theirs, ours = found["buffers"], mine["buffers"]
+        for name in sorted(theirs.keys() | ours.keys()):
+            if theirs.get(name) != ours.get(name):
+                lines.append(f"{name}: {_said(theirs.get(name))}, here {_said(ours.get(name))}")
+        return lines or ["the order of its buffers"]
+
+
+def _said(flat: list[Any] | None) -> str:
+    return "absent" if flat is None else f"{flat[0]:,} × {flat[1]}"

@@ -1,0 +1,88 @@
+"""Host memory that disks are read into and written from: bounded, reused, aligned to pages."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from shardlib.errors import StorageError
+from shardlib.sharded.disk.layout import BLOCK
+
+
+class Pool:
+    """Blocks of host memory, of ``limit`` bytes together at most.
+
+    A block is *lent* until it is given back, or *sent*: then it will come back by itself. `take` waits for blocks that were
+    sent, which is what holds a writer back that is quicker than its disk.
+
+    Args:
+        limit: bytes of all blocks.
+        pinned: whether an accelerator copies from and to the blocks beside other work.
+    """
+
+    def __init__(self, limit: int, pinned: bool) -> None:
+        self._limit, self._pinned = limit, pinned
+        self._changed = threading.Condition()
+        self._lent: dict[int, torch.Tensor] = {}
+        self._sent: dict[int, torch.Tensor] = {}
+        self._idle: list[torch.Tensor] = []
+
+    def take(self, size: int) -> torch.Tensor:
+        """A block of ``size`` bytes, lent. Waits until it fits.
+
+        Raises:
+            StorageError: nothing is on its way back.
+        """
+        with self._changed:
+            while not self._fits(size):
+                if not self._sent:
+                    held = sum(block.numel() for block in self._lent.values())
+                    raise StorageError(
+                        f"{size:,} bytes of host memory are needed to read or write a buffer, and {held:,} of "
+                        f"{self._limit:,} are lent: write or release what was fetched before, or give the store more memory"
+                    )
+                self._changed.wait()
+            return self._new(size)
+
+    def room(self, sizes: list[int]) -> bool:
+        """Whether blocks of these sizes can be taken now, without waiting."""
+        with self._changed:
+            return self._fits(sum(sizes))
+
+    def lent(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The lent block that a tensor begins at; None if it lies elsewhere."""
+        with self._changed:
+            return self._lent.get(tensor.data_ptr())
+
+    def send(self, block: torch.Tensor) -> None:
+        """Announce that a lent block will be given back by another thread."""
+        with self._changed:
+            self._sent[block.data_ptr()] = self._lent.pop(block.data_ptr())
+
+    def give(self, block: torch.Tensor) -> None:
+        """Give back a block that was lent or sent."""
+        with self._changed:
+            self._idle.append((self._lent if block.data_ptr() in self._lent else self._sent).pop(block.data_ptr()))
+            self._changed.notify_all()
+
+    def _fits(self, size: int) -> bool:
+        held = sum(block.numel() for blocks in (self._lent, self._sent) for block in blocks.values())
+        return held + size <= self._limit
+
+    def _new(self, size: int) -> torch.Tensor:
+        block = next((idle for idle in self._idle if idle.numel() == size), None)
+        if block is not None:
+            self._idle = [idle for idle in self._idle if idle is not block]
+        else:
+            known = (self._lent.values(), self._sent.values(), self._idle)
+            while self._idle and sum(block.numel() for blocks in known for block in blocks) + size > self._limit:
+                self._idle.pop(0)
+            block = self._allocated(size)
+        self._lent[block.data_ptr()] = block
+        return block
+
+    def _allocated(self, size: int) -> torch.Tensor:
+        memory = torch.empty(size + BLOCK, dtype=torch.uint8, pin_memory=self._pinned)
+        skipped = -memory.data_ptr() % BLOCK
+        return memory[skipped : skipped + size]

@@ -1,0 +1,294 @@
+"""Buffers on disk: fetched ahead, written behind, and committed as one step."""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardlib.common.disk import begin_writing
+from shardlib.errors import StorageError
+from shardlib.kernels.common.thresholds import Threshold
+from shardlib.sharded.disk import requests
+from shardlib.sharded.disk.files import Files
+from shardlib.sharded.disk.layout import BLOCK, Extent, Flat, Layout
+from shardlib.sharded.disk.pool import Pool
+from shardlib.sharded.disk.record import NOTES, ZEROS, Record
+from shardlib.sharded.disk.transfers import Fetch, Write
+
+DEPTH = 8  # requests at once
+_REQUEST = Threshold(1 << 21)  # bytes of a request
+
+
+class Store:
+    """Named flat buffers of one rank on disk, of which a step is there wholly or not at all.
+
+    Every buffer has two slots. The last commit's slots are only read; writes go to the others, and a commit makes those the
+    step: it waits for the writes, syncs each file once, and then writes and syncs one record. A crash at any time leaves the
+    last step that was committed. This costs twice the space, no further writes, and one sync for each folder and one more.
+    Every read is compared with the checksum that was taken when it was written.
+
+    A buffer that was never written holds zeros. Methods are for one thread at a time.
+
+    Args:
+        folders: where the files are, one in each; buffers are divided over all.
+        buffers: name -> `Flat`.
+        memory: bytes of host memory that buffers pass through, the largest at least.
+        rank, ranks: this rank's number, and how many share the folders.
+        pinned: whether an accelerator copies from and to fetched memory beside other work.
+
+    Attributes:
+        step: the number of the last commit; None before the first.
+        notes: what the last commit keeps beside the buffers.
+
+    Raises:
+        StorageError: the folders are in use, hold other buffers, cannot be written to, or have too little space.
+    """
+
+    def __init__(
+        self,
+        folders: Sequence[str | Path],
+        buffers: Mapping[str, Flat],
+        memory: int,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        pinned: bool = False,
+    ) -> None:
+        largest = max((flat.padded for flat in buffers.values()), default=0)
+        if memory < largest:
+            raise StorageError(f"{memory:,} bytes of host memory do not hold the largest buffer, of {largest:,}")
+        request = max(BLOCK, _REQUEST() // BLOCK * BLOCK)
+        self._files = Files(list(map(Path, folders)), Layout(rank, ranks, buffers, len(folders), request))
+        self._layout = self._files.layout
+        self._pool = Pool(memory, pinned)
+        self._threads = ThreadPoolExecutor(DEPTH, "shardlib-disk")
+        self._busy: dict[str, list[Future[None]]] = {}  # requests of a buffer that may not be done
+        self._changed: set[int] = set()  # files with writes since the last commit
+        self._failure: Exception | None = None
+        self._take_up(self._files.header.records[0])
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of all data files."""
+        return self._layout.bytes
+
+    @property
+    def step(self) -> int | None:
+        return self._committed.step
+
+    @property
+    def notes(self) -> bytes:
+        return self._committed.notes
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that `return_to` may name, newest first: the last commit's, and the one's before until the first write.
+
+        Ranks that died while they committed may stand one step apart; the newest that all of them have is whole on each.
+        """
+        records = self._files.header.records[: 1 if self._changed else 2]
+        return [record.step for record in records if record.step is not None]
+
+    def fetch(self, name: str) -> Fetch:
+        """Begin to read a buffer into memory of the store.
+
+        The memory is lent until it is given to `write` or `release`. Waits while what is written behind leaves no memory.
+        """
+        self._finish(name)
+        self._raise_failure()
+        flat, slot = self._layout.buffers[name], self._slots[name]
+        block = self._pool.take(max(flat.padded, BLOCK))
+        if slot == ZEROS:
+            pending = [self._threads.submit(_clear, block)]
+        else:
+            pending = [
+                self._threads.submit(self._read, name, slot, index, extent, block)
+                for index, extent in enumerate(self._layout.extents[name])
+            ]
+        self._busy[name] = pending
+        return Fetch(self._pool, block, flat, pending)
+
+    def fetched(self, groups: Iterable[Sequence[str]], ahead: int = 3) -> Iterator[dict[str, torch.Tensor]]:
+        """Groups of buffers one after the other, of which ``ahead`` more are being read where memory allows.
+
+        The caller writes or releases a group before it asks for the next.
+        """
+        left, begun = deque(groups), deque[dict[str, Fetch]]()
+        try:
+            while left or begun:
+                while left and len(begun) <= ahead:
+                    sizes = [max(self._layout.buffers[name].padded, BLOCK) for name in left[0]]
+                    if begun and not self._pool.room(sizes):
+                        break
+                    begun.append({name: self.fetch(name) for name in left.popleft()})
+                yield {name: fetch.result() for name, fetch in begun.popleft().items()}
+        finally:
+            for fetches in begun:
+                for fetch in fetches.values():
+                    fetch.cancel()
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Begin to write a buffer. Memory that the store lent goes back to it; other memory is copied first.
+
+        Raises:
+            StorageError: an earlier write has failed, or a file was changed from outside.
+        """
+        flat = self._layout.buffers[name]
+        if (tensor.numel(), tensor.dtype) != flat:
+            raise StorageError(f"{name} is a buffer of {flat}, and was given {Flat(tensor.numel(), tensor.dtype)}")
+        if not flat.numel:
+            return
+        self._finish(name)
+        self._raise_failure()
+        self._files.check()
+        block = self._pool.lent(tensor)
+        if block is None:
+            block = self._pool.take(max(flat.padded, BLOCK))
+            block[: flat.bytes].view(flat.dtype).copy_(tensor.view(-1))
+        block[flat.bytes :].zero_()
+        slot = 1 - self._committed.slots[name] if self._committed.slots[name] != ZEROS else 0
+        self._slots[name], self._sums[name] = slot, np.zeros_like(self._sums[name])
+        self._pool.send(block)
+        extents = self._layout.extents[name]
+        self._changed.update(extent.file for extent in extents)
+        writing = Write(self._pool, block, len(extents))
+        self._busy[name] = [
+            self._threads.submit(self._write, name, slot, index, extent, writing)
+            for index, extent in enumerate(extents)
+        ]
+
+    def release(self, tensor: torch.Tensor) -> None:
+        """Give back memory of the store that was fetched and is not to be written."""
+        block = self._pool.lent(tensor)
+        if block is not None:
+            self._pool.give(block)
+
+    def commit(self, step: int, notes: bytes = b"") -> None:
+        """Make all that was written the step: when this returns, it is on the disk, and a crash leaves it.
+
+        Raises:
+            StorageError: a write has failed, or a file was changed from outside; the last commit stays.
+        """
+        if len(notes) > NOTES:
+            raise StorageError(f"{len(notes):,} bytes of notes; {NOTES:,} is the most that a step may have")
+        self._finish()
+        self._raise_failure()
+        self._files.check()
+        try:
+            for done in [self._threads.submit(self._files.sync, number) for number in sorted(self._changed)]:
+                done.result()
+            made = Record(self._committed.sequence + 1, step, notes, dict(self._slots), dict(self._sums))
+            self._files.header.write(made)
+        except StorageError as error:
+            self._failure = error
+            raise
+        self._take_up(made)
+
+    def roll_back(self) -> None:
+        """Take back what was written since the last commit, and errors with it."""
+        self._finish()
+        if self._failure is not None:
+            self._files.header.settle()
+            self._failure = None
+        self._take_up(self._committed)
+
+    def return_to(self, step: int) -> None:
+        """Go back to one of `steps`."""
+        if step not in self.steps:
+            raise StorageError(f"step {step} is not on disk; {self.steps} are")
+        self._finish()
+        if step != self.step:
+            self._files.header.forget_newest()
+        self._take_up(self._files.header.records[0])
+
+    def damages(self) -> list[str]:
+        """What of the last commit cannot be read, a line each: empty if all is as it was written."""
+        found = []
+        for name in self._layout.buffers:
+            try:
+                self.release(self.fetch(name).result())
+            except StorageError as error:
+                found.append(str(error))
+        return found
+
+    def close(self) -> None:
+        """Wait for what was begun and close the files. What was not committed is lost."""
+        self._finish()
+        self._threads.shutdown()
+        self._files.close()
+
+    def remove(self) -> None:
+        """Close the files and delete them."""
+        self._finish()
+        self._threads.shutdown()
+        self._files.remove()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def _take_up(self, record: Record) -> None:
+        self._committed, self._slots, self._sums = record, dict(record.slots), dict(record.sums)
+        self._changed = set()
+
+    def _finish(self, name: str | None = None) -> None:
+        """Wait for the requests of a buffer, or of all."""
+        pending = self._busy.pop(name, []) if name else [each for some in self._busy.values() for each in some]
+        if name is None:
+            self._busy = {}
+        wait(pending)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise StorageError(
+                f"{self._failure}\nStep {self.step} is whole on disk; what was written since is not, and nothing more is "
+                "written before `roll_back` or a new run"
+            ) from self._failure
+
+    def _place(self, slot: int, extent: Extent) -> tuple[int, int, Path]:
+        """The descriptor, the offset and the path that a range of a slot lies at."""
+        half = self._layout.halves[extent.file]
+        return self._files.fds[extent.file], slot * half + extent.offset, self._files.paths[extent.file]
+
+    def _read(self, name: str, slot: int, index: int, extent: Extent, block: torch.Tensor) -> None:
+        fd, offset, path = self._place(slot, extent)
+        view = _bytes(block, extent)
+        requests.read(fd, view, offset, name, path)
+        if zlib.crc32(view) != self._sums[name][index]:
+            raise StorageError(
+                f"reading {name} at bytes {offset:,} to {offset + extent.length:,} of {path}: the bytes are not those that "
+                "were written. The disk fails, or the file was changed from outside: restore the run from a checkpoint and "
+                "an empty folder on another disk"
+            )
+
+    def _write(self, name: str, slot: int, index: int, extent: Extent, writing: Write) -> None:
+        try:
+            fd, offset, path = self._place(slot, extent)
+            view = _bytes(writing.block, extent)
+            self._sums[name][index] = zlib.crc32(view)
+            requests.write(fd, view, offset, name, path)
+            if not self._files.direct[extent.file]:
+                begin_writing(fd, offset, extent.length)
+        except Exception as error:
+            self._failure = self._failure or error
+        finally:
+            writing.done()
+
+
+def _bytes(block: torch.Tensor, extent: Extent) -> memoryview:
+    """The memory of a range of a block."""
+    array: Any = block.numpy()
+    return memoryview(array)[extent.start : extent.start + extent.length]
+
+
+def _clear(block: torch.Tensor) -> None:
+    block.zero_()

@@ -1,0 +1,88 @@
+"""The way of a step's gradients to the memory in which the optimizer works.
+
+A bucket's gradient goes there as soon as its sum over micro-batches and ranks is complete, while backward goes on, and its
+device memory is freed: at most two units' gradients are on their way. The squares for the norm are summed before, on the
+device. The gradient of a bucket that the optimizer updates on the device stays where it is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+from shardlib.collectives.summation import sum_of_squares
+from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.transfers import Transfer
+from shardlib.plan.buckets import Bucket
+from shardlib.plan.plan import Plan
+from shardlib.sharded.counting import Counting
+
+
+class Landing:
+    """The landing of one step's gradients.
+
+    Args:
+        unreduced: axes over which gradients are left unsummed.
+        kept: bucket name -> a buffer in the optimizer's memory, for steps to reuse; buffers that are missing are added.
+    """
+
+    def __init__(
+        self, plan: Plan, mesh: Mesh, unreduced: tuple[str, ...], kept: dict[str, torch.Tensor] | None = None
+    ) -> None:
+        self._plan, self._mesh, self._kept = plan, mesh, {} if kept is None else kept
+        self._counting = Counting(plan, mesh, unreduced)
+        self._transfers: dict[str, Transfer] = {}
+        self._squares: dict[str, torch.Tensor] = {}
+        self._flying: deque[tuple[Transfer, int]] = deque()
+        self._in_flight = 0  # elements
+
+    def moves(self, bucket: Bucket) -> bool:
+        """Whether the optimizer works on the bucket in another memory than the gradient comes in."""
+        return self._mesh.transfers.apart and bucket.memory.optimizer != "device"
+
+    def take(self, bucket: Bucket, grad: torch.Tensor) -> torch.Tensor:
+        """Take a complete gradient; returns it in the optimizer's memory, where it is complete after `wait`."""
+        self._squares[bucket.name] = self._counting.summand(sum_of_squares, bucket, grad)
+        if not self.moves(bucket):
+            return grad
+        if bucket.name not in self._kept:
+            self._kept[bucket.name] = self._mesh.zeros(grad.numel(), grad.dtype, bucket.memory.optimizer)
+        landed = self._kept[bucket.name]
+        transfer = self._transfers[bucket.name] = self._mesh.transfers.copy(grad, landed)
+        self._flying.append((transfer, grad.numel()))
+        self._in_flight += grad.numel()
+        while self._flying and (self._in_flight > 2 * self._plan.largest_unit or self._flying[0][0].done):
+            first, numel = self._flying.popleft()
+            first.wait()
+            self._in_flight -= numel
+        return landed
+
+    def add(self, bucket: Bucket, grad: torch.Tensor) -> None:
+        """Add a part of a gradient that came after the gradient had been taken."""
+        self.wait(bucket.name)
+        landed = self._kept[bucket.name]
+        landed += grad.to(landed.device)
+        squares = self._counting.summand(sum_of_squares, bucket, landed)
+        self._squares[bucket.name] = squares.to(self._mesh.device)
+
+    def complete(self, grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Bucket name -> gradient in the optimizer's memory, from the sums of all buckets, of which some have been taken."""
+        return {
+            name: grad if name in self._squares else self.take(self._plan.bucket_of[name], grad)
+            for name, grad in grads.items()
+        }
+
+    def squares(self) -> torch.Tensor:
+        """This rank's summand of the sum of squares of all gradients, as the plan's `Summation` holds it."""
+        return self._counting.total([self._squares[bucket.name] for bucket in self._plan.trained])
+
+    def wait(self, name: str) -> None:
+        """Return once the gradient of a bucket has landed."""
+        if name in self._transfers:
+            self._transfers.pop(name).wait()
+
+    def wait_for_all(self) -> None:
+        """Return once every gradient has landed."""
+        for name in list(self._transfers):
+            self.wait(name)

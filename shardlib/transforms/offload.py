@@ -1,0 +1,51 @@
+"""Training states in the host's memory (ZeRO-Offload, arXiv 2101.06840)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardlib.errors import IllegalComposition
+from shardlib.plan.claims import Claim, LeafInfo, Live
+from shardlib.plan.transform import Transform
+
+
+@dataclass(frozen=True)
+class Offload(Transform):
+    """The transform that `offload` makes, with the arguments given there."""
+
+    optimizer: str
+    fraction: float
+
+    @property
+    def name(self) -> str:
+        share = f", fraction={self.fraction:g}" if self.fraction != 1 else ""
+        return f"offload({self.optimizer!r}{share})"
+
+    def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
+        yield Live("optimizer", memory=self.optimizer, share=self.fraction if self.fraction < 1 else None)
+
+
+def offload(optimizer: str = "host", *, fraction: float = 1.0) -> Offload:
+    """Keep the optimizer's states and the fp32 masters in another memory than the device's, and update them there.
+
+    Gradients go down bucket by bucket while backward goes on, as soon as they are summed, and their device memory is freed.
+    The update runs on the host's kernels, and new parameters go up. The numbers are those of the same kernels without
+    offload. Composes with every stage, axis, precision and codec.
+
+    Args:
+        optimizer: the memory of states and masters: "host".
+        fraction: the share of the states that lives there; the states whose gradients come last stay on the device.
+
+    Raises:
+        IllegalComposition: a fraction outside 0 to 1; when a plan is made, an unknown memory; when a step is made, an
+            optimizer that reads across parameters with states in two memories.
+
+    >>> params, parallel = {"w": torch.ones(256, 256)}, sl.chain(sl.zero(0), sl.precision("bf16"), sl.offload())
+    >>> plan = sl.make_plan(params, sl.abstract_mesh(data=1), parallel, optimizer=sl.optim.adamw(1e-3))
+    >>> plan.bytes("optimizer", "host"), plan.bytes("optimizer", "device")
+    (786432, 0)
+    """
+    if isinstance(fraction, bool) or not 0 <= fraction <= 1:
+        raise IllegalComposition(f"offload(fraction={fraction!r}): use a number from 0 to 1")
+    return Offload(optimizer, float(fraction))
