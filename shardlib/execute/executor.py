@@ -30,6 +30,7 @@ from shardlib.mesh.mesh import Mesh, current_mesh
 from shardlib.nn.blocks import block_runner
 from shardlib.nn.sequence import current_parts
 from shardlib.plan.plan import Plan
+from shardlib.plan.recompute import Recompute
 from shardlib.rng import restore_generators, states_of_generators
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, tree_map, unflatten
@@ -50,6 +51,7 @@ class Executor:
 
     Attributes:
         host: the host memory in which inputs of blocks are kept; None if they stay on the device.
+        blocks: how many blocks have begun that may be recomputed, in this micro-batch.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Executor:
         self.host = host_memory(plan.step.remat, mesh) if trained and host is None else host
         store = store_of(plan.step.remat, mesh, self.host, lambda: self.record.order is None)
         self._keeper = Keeper(plan.step.remat, store, self._in_parameters, self._saved.innermost)
+        self.blocks = 0
         self._halves: Halves | None = None
         self._held: frozenset[int] = frozenset()  # the storages of all of this rank's parameters
 
@@ -287,6 +290,7 @@ class Executor:
     def _bind(self, params: Sharded, gradients: Gradients | None) -> None:
         """Bind this step's parameters and gradients to the buckets."""
         self._held = frozenset(storage_id(buffer.untyped_storage()) for buffer in params.buffers.values())
+        self.blocks = 0
         for state in self._buckets:
             state.bind(params.buffers[state.bucket.name], gradients)
         self._gathering.begin()
@@ -340,7 +344,8 @@ class Executor:
                 refuse_slices((args, kwargs))
             return fn(*args, **kwargs)
 
-        if self.plan.step.remat is None or not self._trained:
+        how = self.plan.step.remat
+        if how is None or not self._recomputes(how):
             return call(*args, **kwargs)
 
         # The surroundings are part of the checkpointed function: recomputation may run in a thread of autograd.
@@ -348,7 +353,14 @@ class Executor:
             with self._surroundings(), readable_twice() if self._splits else nullcontext():
                 return call(*args, **kwargs)
 
-        return checkpointed(surrounded, args, kwargs, self.plan.step.remat)
+        return checkpointed(surrounded, args, kwargs, how)
+
+    def _recomputes(self, how: Recompute) -> bool:
+        """Whether the block that begins now is recomputed in backward."""
+        if not self._trained or not self._saved.innermost():
+            return self._trained  # a block within one that is recomputed
+        self.blocks += 1
+        return how.blocks is None or self.blocks <= how.blocks
 
     def _late(self, reached: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Bucket name -> packed gradients of leaves that arrived at handles."""

@@ -17,17 +17,19 @@ class Recompute:
     """How blocks are recomputed in backward.
 
     Attributes:
-        policy: "full", "dots" or a policy function.
+        policy: "full", "dots", "auto" or a policy function.
         sharded: whether inputs of blocks are to be divided over the axis of slices.
         host: whether they are kept in host memory.
         smallest: bytes below which an input stays where it is.
-        axis: the axis over which they are divided, once a plan has decided it.
+        blocks: how many of a micro-batch's blocks are recomputed, the first of each stage; None for all.
+        axis: the axis over which inputs are divided, once a plan has decided it.
     """
 
     policy: str | Callable[..., Any]
     sharded: bool = False
     host: bool = False
     smallest: int = SMALLEST
+    blocks: int | None = None
     axis: str | None = None
 
     @property
@@ -41,11 +43,25 @@ class Recompute:
         shown = [repr(getattr(self.policy, "__name__", self.policy))]
         shown += [f"store={self.store[0] if len(self.store) == 1 else self.store!r}"] if self.store else []
         shown += [f"smallest={self.smallest}"] if self.smallest != SMALLEST else []
+        shown += [f"blocks={self.blocks}"] if self.blocks is not None else []
         return ", ".join(shown)
+
+    def require_decided(self) -> None:
+        """Refuse a policy that leaves the choice to a plan.
+
+        Raises:
+            IllegalComposition: the policy is "auto".
+        """
+        if self.policy == "auto":
+            raise IllegalComposition(
+                "remat('auto') needs a budget and a trace: plan = sl.make_plan(..., loss_fn=, batch=, device_memory=) "
+                "chooses. Shard with sl.remat(blocks=plan.step.remat.blocks)"
+            )
 
     def __str__(self) -> str:
         policy = str(getattr(self.policy, "__qualname__", self.policy))
-        return f"{policy}, from inputs in store {' and '.join(self.store)}" if self.store else policy
+        of = "" if self.blocks is None else f" of the first {self.blocks} blocks"
+        return f"{policy}{of}" + (f", from inputs in store {' and '.join(self.store)}" if self.store else "")
 
     def over(self, sizes: Mapping[str, int], sequence: SequenceKind | None) -> tuple[Recompute, list[str]]:
         """With the axis over which inputs are divided; and notes for the plan's log.
@@ -71,3 +87,17 @@ class Recompute:
                 f"hold the same, and there {number}. Use store='host' or store='device', or tensor_slicing over one axis"
             )
         return replace(self, axis=axes[0]), []
+
+
+def fewest(count: int, fits: Callable[[int], bool]) -> int | None:
+    """The smallest number of ``count`` blocks that ``fits`` accepts, in few calls; None if not even all do.
+
+    More blocks must fit where fewer do.
+    """
+    if not fits(count):
+        return None
+    low, high = 0, count
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    return low

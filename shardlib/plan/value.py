@@ -63,6 +63,7 @@ class Trace:
         down: bytes copied to host memory.
         up: bytes copied from host memory.
         host: bytes held in host memory from the micro-batch's forward to its backward.
+        blocks: how many blocks could be recomputed.
     """
 
     touches: tuple[str, ...]
@@ -75,6 +76,7 @@ class Trace:
     down: int = 0
     up: int = 0
     host: int = 0
+    blocks: int = 0
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ def remat(
     *,
     store: str | Sequence[str] = "device",
     smallest: int = SMALLEST,
+    blocks: int | None = None,
 ) -> Remat:
     """Recompute the activations of every `shardlib.block` in backward instead of keeping them.
 
@@ -51,18 +52,24 @@ def remat(
     Args:
         policy: "full" keeps only a block's inputs; "dots" also keeps the results of matrix products and
             attention; or a policy function ``(context, op, *args, **kwargs) -> CheckpointPolicy`` of
-            torch.utils.checkpoint.
+            torch.utils.checkpoint. "auto" lets `make_plan` choose, by ``device_memory``, the fewest blocks to recompute in
+            full; train with the ``blocks`` that its plan names.
         smallest: bytes below which an input stays as it is.
+        blocks: how many blocks of a micro-batch are recomputed, the first ones; with several stages, of each stage. By
+            default all. (When backward comes to the first blocks, it has freed what the others kept.)
 
     Raises:
-        IllegalComposition: an unknown policy or store; when a plan is made, "sharded" without slices.
+        IllegalComposition: an unknown policy or store; when a plan is made, "sharded" without slices, and "auto" without
+            a budget, or with one that is not enough.
         HandleError: in the first step, "sharded", and ranks hold different inputs of a block.
 
     >>> params = sl.shard({"w": torch.ones(8, 8)}, sl.make_mesh(), sl.chain(sl.zero(0), sl.remat("dots", store="host")))
     """
-    if policy not in ("full", "dots") and not callable(policy):
-        raise IllegalComposition(f"remat policy {policy!r} is not 'full', 'dots' or a policy function")
+    if policy not in ("full", "dots", "auto") and not callable(policy):
+        raise IllegalComposition(f"remat policy {policy!r} is not 'full', 'dots', 'auto' or a policy function")
+    if blocks is not None and (policy == "auto" or blocks < 0):
+        raise IllegalComposition(f"remat({policy!r}, blocks={blocks}): give a number of blocks, or 'auto'")
     stores = [store] if isinstance(store, str) else list(store)
     if stores != ["device"] and not (set(stores) <= {"sharded", "host"} and len(set(stores)) == len(stores) > 0):
         raise IllegalComposition(f"remat store {store!r} is not 'device', 'host', 'sharded' or ('sharded', 'host')")
-    return Remat(Recompute(policy, "sharded" in stores, "host" in stores, smallest))
+    return Remat(Recompute(policy, "sharded" in stores, "host" in stores, smallest, blocks))

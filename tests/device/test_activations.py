@@ -52,7 +52,8 @@ def test_values_copies_and_memory(on_rig, others):
         }.get(others, [])
         policy, dropout = "dots" if others == "dots" else "full", 0.2 * (others == "dropout")
         stay = trained(mesh, *more, sl.remat(policy), dropout=dropout)
-        moved = trained(mesh, *more, sl.remat(policy, store="host", smallest=1), dropout=dropout)
+        # On links on which a copy takes longer than a block, so that one that is not waited for is not there in time.
+        moved = trained(mesh, *more, sl.remat(policy, store="host", smallest=1), dropout=dropout, rates=2e6)
         same = all(map(torch.equal, stay[1], moved[1]))
         said = [(plan.peak_bytes + batch, counts.peak) for _, _, counts, plan, batch in (stay, moved)]
         counts, plan = moved[2], moved[3]
@@ -261,7 +262,7 @@ def test_pipelines(on_rig, schedule, stage):
             return train
 
         found = {}
-        for store in ("device", "host"):
+        for store in ("device", "device", "host"):  # the first run also makes what later ones find
             gc.collect()
             rig.reset()
             found[store] = sl.simulate(rank(store), mesh={"pipe": 2, "data": 1}, device="rig"), rig.counts()

@@ -45,10 +45,10 @@ def trace(
             runner.microbatch(call, 0, buffers, gradients)
         return live.peak(without=gradients.held), live.peak()
 
-    peaks, activations, moved = live_bytes(), dict(mesh.traffic.activations), _moved(runner.executor)
+    peaks, activations, kept = live_bytes(), dict(mesh.traffic.activations), _kept(runner.executor)
     if runner.executor.gathers:  # the second run follows the first one's trace, and gathers the next unit ahead
         peaks = max(peaks, live_bytes())
-    return (Trace(runner.executor.touches, activations, *peaks, **moved),)
+    return (Trace(runner.executor.touches, activations, *peaks, **kept),)
 
 
 def _trace_stages(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, rng: Key) -> tuple[Trace, ...]:
@@ -93,16 +93,16 @@ def _trace_stages(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: 
     return tuple(
         Trace(
             run.executor.touches, counts, peak + carry_bytes, with_sums + carry_bytes, kept + carry_bytes, *sizes,
-            **_moved(run.executor),
+            **_kept(run.executor),
         )
         for run, sizes, counts, (kept, carry_bytes), (peak, with_sums) in zip(runs, passed, sent, memory, peaks)
     )  # fmt: skip
 
 
-def _moved(executor: Executor) -> dict[str, int]:
-    """Bytes moved to host memory and back so far, and held there."""
-    host = executor.host
-    return {} if host is None else {"down": host.down, "up": host.up, "host": host.held}
+def _kept(executor: Executor) -> dict[str, int]:
+    """The number of blocks, and bytes of their inputs moved to host memory and back so far, and held there."""
+    host, blocks = executor.host, {"blocks": executor.blocks}
+    return blocks if host is None else blocks | {"down": host.down, "up": host.up, "host": host.held}
 
 
 @contextmanager

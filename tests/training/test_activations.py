@@ -1,0 +1,178 @@
+"""Where the inputs of recomputed blocks are kept: refusals, values to the bit, payload, and what the plan says of them."""
+
+import pytest
+import torch
+from helpers import training
+from helpers.models import share, tiny_gpt, token_batches
+from helpers.trees import assert_same
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardlib as sl
+from shardlib.errors import HandleError, IllegalComposition
+from shardlib.execute.activations.host import HostMemory, Imagined
+from shardlib.models import gpt
+from shardlib.plan.recompute import fewest
+
+CONFIG = gpt.GPTConfig(vocab=29, layers=2, width=8, heads=2, sequence=5)
+RULES = sl.tensor_slicing(gpt.slicing_rules(CONFIG), axis="model")
+
+
+def trained(mesh, *transforms, dtype=torch.float64, **changes):
+    """Losses, norms and parameters after two steps."""
+    loss_fn, params = tiny_gpt(dtype, **{"width": 8, **changes})
+    return training.simulate(
+        mesh, loss_fn, params, token_batches(2, rows=8), sl.chain(*transforms), sl.optim.sgd(0.1), rng=3
+    )
+
+
+STORES = ["device", "host", "sharded", ("sharded", "host")]
+CASES = {
+    "slices": ({"model": 2}, (RULES,)),
+    "slices of unequal shares": ({"model": 3, "data": 1}, (RULES,)),
+    "stage 3": ({"data": 2, "model": 2}, (RULES, sl.zero(3))),
+    "accumulated": ({"data": 2, "model": 2}, (RULES, sl.zero(2), sl.accumulate(2))),
+    "megatron": ({"data": 1, "model": 2}, (RULES, sl.sequence("model", "megatron"), sl.zero(1))),
+    "ulysses": ({"data": 1, "seq": 2}, (sl.sequence("seq"), sl.zero(3))),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("case", CASES)
+def test_values_are_those_that_are_kept_without_a_store(case, dtype):
+    mesh, others = CASES[case]
+    heads = {"heads": 1} if "unequal" in case else {}
+    if heads:
+        others = (sl.tensor_slicing({"blocks/*/mlp/up": "column", "blocks/*/mlp/down": "row"}, axis="model"),)
+    kept = trained(mesh, *others, dtype=dtype, dropout=0.2, **heads)
+    for store in STORES:
+        for policy in ("full", "dots") if store == "sharded" else ("full",):
+            found = trained(mesh, *others, sl.remat(policy, store=store, smallest=1), dtype=dtype, dropout=0.2, **heads)
+            assert found[:2] == kept[:2], (store, policy)
+            assert_same(found[2], kept[2])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_pipelines_of_sliced_blocks(schedule):
+    loss_fn, params = gpt.make_sequential(CONFIG), gpt.to_blocks(gpt.init(CONFIG))
+    rules = sl.tensor_slicing(gpt.slicing_rules(CONFIG, blocks=True), axis="model")
+
+    def run(*more):
+        parallel = sl.chain(rules, sl.pipeline(schedule, 2), sl.zero(1), *more)
+        return training.simulate(
+            {"pipe": 2, "model": 2, "data": 1}, loss_fn, params, token_batches(2, rows=8), parallel, sl.optim.sgd(0.1)
+        )
+
+    kept, divided = run(), run(sl.remat(store="sharded", smallest=1))
+    assert divided[:2] == kept[:2]
+    assert_same(divided[2], kept[2])
+
+
+def test_each_block_costs_one_more_gather():
+    """The payload that is sent is the plan's: an input is gathered once, by shares."""
+    (batch,), (loss_fn, params) = token_batches(1, rows=4), tiny_gpt(width=8)
+    sizes = {"data": 2, "model": 2}
+
+    def run(mesh, parallel):
+        state, step = sl.make_train_step(loss_fn, sl.shard(params, mesh, parallel), sl.optim.sgd(0.1))
+        rows = share(batch, mesh.coords["data"], 2)
+        sent = []
+        for _ in range(2):
+            mesh.traffic.reset()
+            state, _ = step(state, rows)
+            sent.append(dict(mesh.traffic.payload))
+        return sent
+
+    planned = {}
+    for store in ("device", "sharded"):
+        parallel = sl.chain(RULES, sl.zero(1), sl.remat(store=store, smallest=1))
+        plan = sl.make_plan(params, sl.abstract_mesh(**sizes), parallel, loss_fn=loss_fn, batch=share(batch, 0, 2))
+        planned[store] = plan.payload()
+        for sent in sl.simulate(run, parallel, mesh=sizes):
+            assert sent == [planned[store]] * 2
+    inputs = CONFIG.layers * 2 * CONFIG.sequence * CONFIG.width * 4
+    assert planned["sharded"]["model"] - planned["device"]["model"] == inputs // 2  # each sends its half
+    assert planned["sharded"]["data"] == planned["device"]["data"]
+
+
+def test_what_cannot_be_divided_is_refused():
+    params = gpt.init(CONFIG)
+    with pytest.raises(IllegalComposition, match=r"the axis of tensor_slicing.*there is none.*store='host'"):
+        sl.make_plan(params, sl.abstract_mesh(data=2), sl.chain(sl.zero(1), sl.remat(store="sharded")))
+    with pytest.raises(IllegalComposition, match="remat store 'disk' is not 'device', 'host', 'sharded' or"):
+        sl.remat(store="disk")
+    parallel = sl.chain(RULES, sl.sequence("model", "megatron"), sl.remat(store="sharded"))
+    plan = sl.make_plan(params, sl.abstract_mesh(model=2), parallel)
+    assert plan.step.remat.axis is None and "parts of sequences over axis 'model' already" in str(plan)
+    alone = sl.make_plan(params, sl.abstract_mesh(model=1), sl.chain(RULES, sl.remat(store="sharded")))
+    assert alone.step.remat.axis is None
+
+
+def test_blocks_that_begin_between_column_and_row_are_refused():
+    """Their inputs are other values on each rank, and none could be made of shares."""
+    rules = sl.tensor_slicing({"up": "column", "down": "row"}, axis="model")
+    block = sl.block(lambda weight, x: torch.nn.functional.linear(torch.tanh(x), weight))
+    params = {"up": torch.randn(8, 4), "down": torch.randn(4, 8)}
+
+    def loss_fn(params, x):
+        return block(params["down"], torch.nn.functional.linear(x, params["up"])).square().mean()
+
+    def run(mesh):
+        sharded = sl.shard(params, mesh, sl.chain(rules, sl.remat(store="sharded", smallest=1)))
+        return sl.value_and_grad(loss_fn)(sharded, torch.ones(2, 4))
+
+    torch.manual_seed(0)
+    with pytest.raises(HandleError, match=r"divides the inputs of blocks over axis 'model'.*shape \(2, 4\)"):
+        sl.simulate(run, mesh={"model": 2})
+
+
+def test_buffers_are_used_again():
+    """As many as are in use at once: a longer batch takes larger ones in the place of those that it cannot use."""
+    memory = HostMemory(Imagined())
+    first = [memory.take(size) for size in (10, 30, 20)]
+    assert memory.held == 60
+    for buffer in first:
+        memory.give(buffer)
+    again = [memory.take(size) for size in (30, 20, 10)]
+    assert [len(buffer) for buffer in again] == [30, 20, 10] and memory.held == 60
+    for buffer in again:
+        memory.give(buffer)
+    longer = [memory.take(size) for size in (40, 20, 15)]
+    assert [len(buffer) for buffer in longer] == [40, 20, 15] and memory.held == 75
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=30), st.integers(0, 600))
+def test_the_fewest_blocks_that_fit(savings, budget):
+    """As trying all numbers finds, in as many calls as bisecting takes."""
+    peaks = [sum(savings[blocks:]) for blocks in range(len(savings) + 1)]
+    calls = []
+    found = fewest(len(savings), lambda blocks: calls.append(blocks) or peaks[blocks] <= budget)
+    assert found == next((blocks for blocks, peak in enumerate(peaks) if peak <= budget), None)
+    assert len(calls) <= 2 + len(savings).bit_length()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_plan_recomputes_as_few_blocks_as_fit(stage):
+    loss_fn, params = tiny_gpt(layers=5, width=8)
+    (batch,) = token_batches(1, rows=8)
+
+    def plan(*transforms, **budget):
+        parallel = sl.chain(sl.zero(stage), *transforms)
+        return sl.make_plan(params, sl.abstract_mesh(data=1), parallel, loss_fn=loss_fn, batch=batch, **budget)
+
+    plans = [plan(sl.remat(blocks=blocks)) for blocks in range(6)]
+    peaks = [made.peak_bytes + sum(leaf.nbytes for leaf in batch.values()) for made in plans]
+    assert peaks == sorted(peaks, reverse=True) and peaks[0] > 1.5 * peaks[5]
+    for blocks in (0, 2, 5):
+        chosen = plan(sl.remat("auto"), device_memory=peaks[blocks])
+        assert chosen == plans[peaks.index(peaks[blocks])]
+        assert f"{chosen.step.remat.blocks} of 5 blocks are recomputed, for a peak of" in str(chosen)
+    with pytest.raises(IllegalComposition, match=r"with all of 5 blocks recomputed.*store='host'"):
+        plan(sl.remat("auto"), device_memory=peaks[5] - 1)
+    for decide in (plan, lambda auto: sl.shard(params, sl.make_mesh(), auto)):
+        with pytest.raises(IllegalComposition, match=r"needs a budget and a trace.*sl\.remat\(blocks="):
+            decide(sl.remat("auto"))
+    train = lambda *more: trained({"data": 1}, sl.zero(stage), *more, layers=5, dropout=0.2)  # noqa: E731
+    kept, some = train(), train(sl.remat(blocks=2))
+    assert some[:2] == kept[:2]
+    assert_same(some[2], kept[2])
