@@ -14,6 +14,7 @@ from shardlib.errors import HandleError
 from shardlib.execute.activations.checkpointing import checkpointed
 from shardlib.execute.activations.host import HostMemory, host_memory
 from shardlib.execute.activations.keeper import Keeper, current_keeper
+from shardlib.execute.activations.names import require_known
 from shardlib.execute.activations.shards import store_of
 from shardlib.execute.gathering import Gathering
 from shardlib.execute.gradients import Gradients, ReductionOptions, Turn
@@ -129,6 +130,7 @@ class Executor:
             total, rest = self._attempt(lambda: self.open(params, gradients, fn)) or (None, None)
             if total is not None and self.record.order is None:
                 refuse_reentrant_checkpoints(total)
+                self.require_names()
             self._gathering.turn()
             # The loss of one micro-batch may be a constant.
             outputs = [] if total is None or not total.requires_grad else [total]
@@ -162,6 +164,11 @@ class Executor:
                 return leaf.clone() if self._in_parameters(leaf) else leaf
 
         return tree_map(kept, tree) if tree is not None else None
+
+    def require_names(self) -> None:
+        """Refuse names of values to keep that no block has used so far."""
+        if self.plan.step.remat:
+            require_known(self.plan.step.remat.save, self.record.names)
 
     def _in_parameters(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the memory of parameters, as stored or as gathered."""
@@ -353,7 +360,7 @@ class Executor:
             with self._surroundings(), readable_twice() if self._splits else nullcontext():
                 return call(*args, **kwargs)
 
-        return checkpointed(surrounded, args, kwargs, how)
+        return checkpointed(surrounded, args, kwargs, how, self.record.names)
 
     def _recomputes(self, how: Recompute) -> bool:
         """Whether the block that begins now is recomputed in backward."""

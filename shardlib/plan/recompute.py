@@ -18,6 +18,7 @@ class Recompute:
 
     Attributes:
         policy: "full", "dots", "auto" or a policy function.
+        save: names of values that are kept.
         sharded: whether inputs of blocks are to be divided over the axis of slices.
         host: whether they are kept in host memory.
         smallest: bytes below which an input stays where it is.
@@ -26,6 +27,7 @@ class Recompute:
     """
 
     policy: str | Callable[..., Any]
+    save: tuple[str, ...] = ()
     sharded: bool = False
     host: bool = False
     smallest: int = SMALLEST
@@ -41,6 +43,7 @@ class Recompute:
     def arguments(self) -> str:
         """The arguments of `shardlib.remat` that differ from their defaults."""
         shown = [repr(getattr(self.policy, "__name__", self.policy))]
+        shown += [f"save={list(self.save)}"] if self.save else []
         shown += [f"store={self.store[0] if len(self.store) == 1 else self.store!r}"] if self.store else []
         shown += [f"smallest={self.smallest}"] if self.smallest != SMALLEST else []
         shown += [f"blocks={self.blocks}"] if self.blocks is not None else []
@@ -60,6 +63,7 @@ class Recompute:
 
     def __str__(self) -> str:
         policy = str(getattr(self.policy, "__qualname__", self.policy))
+        policy += f" but for {', '.join(self.save)}" if self.save else ""
         of = "" if self.blocks is None else f" of the first {self.blocks} blocks"
         return f"{policy}{of}" + (f", from inputs in store {' and '.join(self.store)}" if self.store else "")
 

@@ -29,6 +29,7 @@ class Remat(Transform):
 def remat(
     policy: str | Callable[..., Any] = "full",
     *,
+    save: Sequence[str] = (),
     store: str | Sequence[str] = "device",
     smallest: int = SMALLEST,
     blocks: int | None = None,
@@ -54,6 +55,8 @@ def remat(
             attention; or a policy function ``(context, op, *args, **kwargs) -> CheckpointPolicy`` of
             torch.utils.checkpoint. "auto" lets `make_plan` choose, by ``device_memory``, the fewest blocks to recompute in
             full; train with the ``blocks`` that its plan names.
+        save: names of values that "full" keeps: see `shardlib.nn.checkpoint_name`. The library's models name "attn/out" and
+            "mlp/hidden".
         smallest: bytes below which an input stays as it is.
         blocks: how many blocks of a micro-batch are recomputed, the first ones; with several stages, of each stage. By
             default all. (When backward comes to the first blocks, it has freed what the others kept.)
@@ -61,7 +64,8 @@ def remat(
     Raises:
         IllegalComposition: an unknown policy or store; when a plan is made, "sharded" without slices, and "auto" without
             a budget, or with one that is not enough.
-        HandleError: in the first step, "sharded", and ranks hold different inputs of a block.
+        HandleError: in the first step or trace: "sharded", and ranks hold different inputs of a block; a name that no value
+            has.
 
     >>> params = sl.shard({"w": torch.ones(8, 8)}, sl.make_mesh(), sl.chain(sl.zero(0), sl.remat("dots", store="host")))
     """
@@ -69,7 +73,9 @@ def remat(
         raise IllegalComposition(f"remat policy {policy!r} is not 'full', 'dots', 'auto' or a policy function")
     if blocks is not None and (policy == "auto" or blocks < 0):
         raise IllegalComposition(f"remat({policy!r}, blocks={blocks}): give a number of blocks, or 'auto'")
+    if save and policy != "full":
+        raise IllegalComposition(f"remat({policy!r}, save={list(save)}): names are for policy 'full'")
     stores = [store] if isinstance(store, str) else list(store)
     if stores != ["device"] and not (set(stores) <= {"sharded", "host"} and len(set(stores)) == len(stores) > 0):
         raise IllegalComposition(f"remat store {store!r} is not 'device', 'host', 'sharded' or ('sharded', 'host')")
-    return Remat(Recompute(policy, "sharded" in stores, "host" in stores, smallest, blocks))
+    return Remat(Recompute(policy, tuple(sorted(save)), "sharded" in stores, "host" in stores, smallest, blocks))

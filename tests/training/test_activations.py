@@ -1,5 +1,7 @@
 """Where the inputs of recomputed blocks are kept: refusals, values to the bit, payload, and what the plan says of them."""
 
+from collections import Counter
+
 import pytest
 import torch
 from helpers import training
@@ -7,6 +9,7 @@ from helpers.models import share, tiny_gpt, token_batches
 from helpers.trees import assert_same
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardlib as sl
 from shardlib.errors import HandleError, IllegalComposition
@@ -14,6 +17,7 @@ from shardlib.execute.activations.host import HostMemory, Imagined
 from shardlib.models import gpt
 from shardlib.plan.recompute import fewest
 
+AT = torch.ops.aten
 CONFIG = gpt.GPTConfig(vocab=29, layers=2, width=8, heads=2, sequence=5)
 RULES = sl.tensor_slicing(gpt.slicing_rules(CONFIG), axis="model")
 
@@ -176,3 +180,87 @@ def test_a_plan_recomputes_as_few_blocks_as_fit(stage):
     kept, some = train(), train(sl.remat(blocks=2))
     assert some[:2] == kept[:2]
     assert_same(some[2], kept[2])
+
+
+NAMED = {
+    "one device": ({"data": 1}, ()),
+    "stage 3": ({"data": 2}, (sl.zero(3),)),
+    "slices": ({"data": 1, "model": 2}, (RULES, sl.zero(1))),
+    "ring": ({"data": 1, "seq": 2}, (sl.sequence("seq", "ring"),)),
+}
+
+
+@pytest.mark.parametrize("case", NAMED)
+@pytest.mark.parametrize("save", [["attn/out"], ["attn/out", "mlp/hidden"]])
+def test_named_values_are_kept_and_change_nothing(case, save):
+    mesh, others = NAMED[case]
+    kept = trained(mesh, *others, dropout=0.2)
+    found = trained(mesh, *others, sl.remat(save=save, store="host"), dropout=0.2)
+    assert found[:2] == kept[:2]
+    assert_same(found[2], kept[2])
+
+
+class Counted(TorchDispatchMode):
+    """How often each operation is called meanwhile."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_makes_a_named_value_is_not_computed_again():
+    name = sl.nn.checkpoint_name
+    named = sl.block(lambda w, x: torch.tanh(name(torch.sin(x @ w) @ w, "second")) + name(x.cos(), "cosine"))
+
+    def loss_fn(params, x):
+        for w in params:
+            x = named(w, x)
+        return x.square().mean()
+
+    found, grads = {}, {}
+    for save in ((), ["second"], ["cosine", "second"]):
+        sharded = sl.shard([torch.eye(4) * 0.5] * 3, sl.make_mesh(), sl.remat(save=save))
+        with Counted() as counted:
+            _, grads[len(save)] = sl.value_and_grad(loss_fn)(sharded, torch.ones(2, 4))
+        found[len(save)] = [counted.calls[op] for op in (AT.mm.default, AT.sin.default, AT.cos.default)]
+    products, sines, cosines = found[0]
+    assert found[1] == [products - 3, sines, cosines]
+    assert found[2] == [products - 3, sines, cosines - 3]
+    assert_same(grads[1].tree, grads[0].tree)
+    assert_same(grads[2].tree, grads[0].tree)
+
+
+def test_a_named_value_that_was_written_to_is_copied():
+    def fn(w, x):
+        y = x @ w
+        y.mul_(2)
+        return torch.tanh(sl.nn.checkpoint_name(y, "twice")) * y
+
+    grads = {}
+    for save in ((), ["twice"]):
+        sharded = sl.shard([torch.eye(4) * 0.5] * 2, sl.make_mesh(), sl.remat(save=save))
+        loss_fn = lambda params, x: sl.block(fn)(params[1], sl.block(fn)(params[0], x)).square().mean()  # noqa: E731
+        _, grads[len(save)] = sl.value_and_grad(loss_fn)(sharded, torch.ones(2, 4))
+    assert_same(grads[1].tree, grads[0].tree)
+
+
+def test_names_that_no_value_has_are_refused():
+    loss_fn, params = tiny_gpt(width=8)
+    (batch,) = token_batches(1, rows=8)
+    wrong = sl.remat(save=["attn/out", "attn/in"])
+    with pytest.raises(HandleError, match=r"'attn/in', and no block.*there are 'attn/out', 'mlp/hidden'"):
+        sl.value_and_grad(loss_fn)(sl.shard(params, sl.make_mesh(), wrong), batch)
+    with pytest.raises(HandleError, match="'attn/in', and no block"):
+        sl.make_plan(params, sl.abstract_mesh(data=1), wrong, loss_fn=loss_fn, batch=batch)
+    blocks, pipe = gpt.make_sequential(CONFIG), sl.chain(sl.pipeline("1f1b", 2), wrong)
+    with pytest.raises(HandleError, match="'attn/in', and no block"):
+        sl.simulate(
+            lambda mesh: sl.value_and_grad(blocks)(sl.shard(gpt.to_blocks(gpt.init(CONFIG)), mesh, pipe), batch),
+            mesh={"pipe": 2, "data": 1},
+        )
+    with pytest.raises(IllegalComposition, match="names are for policy 'full'"):
+        sl.remat("dots", save=["attn/out"])

@@ -10,12 +10,19 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardlib.common._compat import FUSED_ATTENTIONS, pytree
+from shardlib.execute.activations.names import contexts
 from shardlib.execute.handles import Handle
 from shardlib.plan.recompute import Recompute
 
 
-def checkpointed(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], how: Recompute) -> Any:
-    """``fn(*args, **kwargs)``, which backward computes again."""
+def checkpointed(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], how: Recompute, names: set[str]
+) -> Any:
+    """``fn(*args, **kwargs)``, which backward computes again.
+
+    Args:
+        names: the names of values, which are added to where the policy keeps some by name.
+    """
     leaves, shape = pytree.tree_flatten((args, kwargs))
     # A checkpoint sees the tensors among its arguments alone: those in pytrees are given to it one by one.
     seen = [isinstance(leaf, torch.Tensor) and not isinstance(leaf, Handle) for leaf in leaves]
@@ -29,13 +36,16 @@ def checkpointed(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
     tensors = [leaf for tensor, leaf in zip(seen, leaves) if tensor]
     del args, kwargs, leaves  # what is kept elsewhere must not be kept here
-    return checkpoint(call, others, *tensors, use_reentrant=False, **_policy(how.policy))
+    return checkpoint(call, others, *tensors, use_reentrant=False, **_policy(how, names))
 
 
-def _policy(policy: str | Callable[..., Any]) -> dict[str, Any]:
-    if policy == "full":
+def _policy(how: Recompute, names: set[str]) -> dict[str, Any]:
+    if how.save:
+        return {"context_fn": partial(contexts, how.save, names)}
+    if how.policy == "full":
         return {}
-    return {"context_fn": partial(create_selective_checkpoint_contexts, _keep_dots if policy == "dots" else policy)}
+    keeps = _keep_dots if how.policy == "dots" else how.policy
+    return {"context_fn": partial(create_selective_checkpoint_contexts, keeps)}
 
 
 _DOTS = {

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shardlib.execute.activations.names import require_known
 from shardlib.execute.batches import split_batch
 from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Gradients, Turn, default_options
@@ -79,6 +80,8 @@ def _trace_stages(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: 
         carry = tree_map(fresh_leaf, result)
     if plan.step.sequence:
         require_whole_loss(plan.step.sequence, mesh, {step for run in runs for step in run.executor.record.done}, None)
+    if plan.step.remat:
+        require_known(plan.step.remat.save, {name for run in runs for name in run.executor.record.names})
     for run, grads, counts, alive in zip(reversed(runs), reversed(gradients), reversed(sent), reversed(live)):
         seeds = [torch.ones_like(output) for output in run.outputs]
         with _counting(mesh, counts), alive:
