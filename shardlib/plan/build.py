@@ -114,8 +114,9 @@ def _step(resolved: Resolved, splits: Splits, batch_axes: Sequence[str]) -> tupl
     sequence = asked.sequence if asked.sequence and resolved.sizes[asked.sequence.axis] > 1 else None
     prefetch, remat = asked.prefetch is not False, asked.remat
     if remat is not None:
-        styled = {use.style.axis: resolved.sizes[use.style.axis] for use in resolved.uses.values() if use.style}
-        remat, more = remat.over(styled, sequence)
+        remat, more = remat.over(
+            {use.style.axis for use in resolved.uses.values() if use.style}, resolved.sizes, sequence
+        )
         notes += more
     decided = StepPlan(microbatches, sync, remat, prefetch, asked.loss_scale, asked.cast_batch, sequence, total)
     return splits, decided, notes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,19 +67,22 @@ class Recompute:
         of = "" if self.blocks is None else f" of the first {self.blocks} blocks"
         return f"{policy}{of}" + (f", from inputs in store {' and '.join(self.store)}" if self.store else "")
 
-    def over(self, sizes: Mapping[str, int], sequence: SequenceKind | None) -> tuple[Recompute, list[str]]:
+    def over(
+        self, sliced: Iterable[str], sizes: Mapping[str, int], sequence: SequenceKind | None
+    ) -> tuple[Recompute, list[str]]:
         """With the axis over which inputs are divided; and notes for the plan's log.
 
         Args:
-            sizes: axis -> size, for the axes of slices.
+            sliced: the axes of slices.
+            sizes: axis -> size, for all axes.
             sequence: how sequences are cut; None if they are not.
 
         Raises:
             IllegalComposition: inputs are to be divided, and there is no axis along which ranks hold the same.
         """
-        axes = sorted(axis for axis, size in sizes.items() if size > 1)
-        if not self.sharded or (sizes and not axes):
-            return self, []
+        axes = sorted(axis for axis in sliced if sizes[axis] > 1)
+        if not self.sharded or (not axes and 1 in sizes.values()):
+            return self, []  # slices over an axis of one rank are whole leaves, like any others
         if sequence and axes in ([], [sequence.axis]):
             return self, [
                 f"inputs of blocks are parts of sequences over axis {sequence.axis!r} already: not divided further"

@@ -18,6 +18,8 @@ from shardlib.common._compat import TorchDispatchMode, pytree, storage_id, versi
 from shardlib.errors import HandleError
 from shardlib.nn.names import naming
 
+_UNCOUNTED = {torch.ops.aten.detach.default}  # a checkpoint itself detaches what backward saves
+
 
 class _Made(NamedTuple):
     """A tensor that an operation of the block made.
@@ -79,6 +81,8 @@ class Forward(_Numbering):
         self.copied: set[int] = set()  # numbers of the names whose values were copied
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _UNCOUNTED:
+            return func(*args, **(kwargs or {}))
         given = {storage_id(t.untyped_storage()) for t in pytree.tree_leaves((args, kwargs)) if _is_plain(t)}
         result = func(*args, **(kwargs or {}))
         # Of several results each would have to be kept.
@@ -120,6 +124,8 @@ class Again(_Numbering):
         self._first = first
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _UNCOUNTED:
+            return func(*args, **(kwargs or {}))
         number, self._next = self._next, self._next + 1
         earlier = self._first.functions[number : number + 1]
         if earlier != [func]:

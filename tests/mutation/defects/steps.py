@@ -319,7 +319,7 @@ DEFECTS = (
         "every rank keeps the first share of a block's input",
         "flat[mesh.coords[axis] * width :]",
         "flat[0 * width :]",
-        (f"{_ACTIVATIONS}::test_values_are_those_that_are_kept_without_a_store",),
+        (f"{_ACTIVATIONS}::test_values_are_those_that_are_kept_without_recomputation",),
     ),
     Defect(
         "gathers of inputs that nobody counts",
