@@ -1,6 +1,7 @@
 """shardlib: pure functions turn a parameter pytree into sharded state and a train step."""
 
 from shardlib import checkpoint, collectives, data, errors, init, models, nn, optim, plan, report, schedules, sparse
+from shardlib.common.version import VERSION
 from shardlib.evaluate import make_eval_step
 from shardlib.make_plan import make_plan
 from shardlib.mesh.launch import launch, simulate
@@ -31,10 +32,11 @@ from shardlib.transforms import (
     row,
     sequence,
     tensor_slicing,
+    tile,
     zero,
 )
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     # verbs
@@ -80,6 +82,7 @@ __all__ = [
     "row",
     "sequence",
     "tensor_slicing",
+    "tile",
     "zero",
     # rooms
     "checkpoint",

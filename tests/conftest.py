@@ -4,6 +4,7 @@ from collections import defaultdict
 
 import pytest
 import torch
+from helpers import gpu
 from helpers.pairwise import covering
 from helpers.pool import Pool
 from helpers.profile import NIGHTLY
@@ -13,6 +14,8 @@ from hypothesis import settings
 settings.register_profile("commit", max_examples=30, deadline=None, derandomize=True)
 settings.register_profile("nightly", max_examples=300, deadline=None, print_blob=True)
 settings.load_profile("nightly" if NIGHTLY else "commit")
+
+gpu.hide()
 
 # pytest runs a process a core: more threads than one each would only take turns.
 torch.set_num_threads(1)

@@ -6,6 +6,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import shardlib as sl
 from benchmarks.harness import rates, tables
 from benchmarks.harness.case import CUDA, Case, Result, Setting
-from benchmarks.harness.timing import medians
+from benchmarks.harness.timing import Times, medians
 from benchmarks.peers import fsdp
 from benchmarks.peers.gpt import GPT, SMALL, Config, make_loss, params_of
 from benchmarks.peers.shardlib import echo_mesh
@@ -27,7 +28,9 @@ _ADAMW = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-4}
 
 
 def measure(setting: Setting) -> Result:
-    """Seconds, tokens/s and MFU of a step of each provider, in turns, and the final loss of each from the same start.
+    """Seconds, tokens/s and MFU of a step of each provider, and the final loss of each from the same start.
+
+    The providers come one after the other, since a GPU does not hold all of them at once.
 
     MFU counts 6 floating-point operations for each parameter and token, and 6·layers·width·sequence for each token's
     causal attention, against the rate of a bf16 product of 8192 × 8192 matrices measured here.
@@ -35,14 +38,15 @@ def measure(setting: Setting) -> Result:
     config, device = SMALL if setting.small else _LARGE, setting.device
     batch = tuple(torch.randint(config.vocab, (config.batch, config.sequence), device=device) for _ in range(2))
     losses: dict[str, torch.Tensor] = {}
+    times: Times = {}
 
-    def keeping(name: str, step: Step) -> Callable[[int], None]:
-        return lambda _: losses.__setitem__(name, step())
+    def measured(name: str, step: Step) -> None:
+        times.update(setting.time({name: lambda _: losses.__setitem__(name, step())}, warm=rates.GPU_WARM))
 
     with _alone(device):
         backend = "eager" if setting.small else "inductor"
-        steps = {name: keeping(name, make(config, batch, device, backend)) for name, make in _PROVIDERS.items()}
-        times = setting.time(steps, warm=rates.GPU_WARM)
+        for name, make in _PROVIDERS.items():
+            measured(name, make(config, batch, device, backend))
     taken = medians(times)
     tokens, numbers = config.batch * config.sequence, sum(p.numel() for p in _start(config).parameters())
     work = tokens * (6 * numbers + 6 * config.layers * config.width * config.sequence)
@@ -67,13 +71,14 @@ def measure(setting: Setting) -> Result:
 
 
 def _plain(config: Config, batch: Any, device: torch.device, backend: str) -> Step:
-    """fp32 parameters under autocast, the model compiled, torch's fused AdamW."""
+    """fp32 parameters under autocast, every block compiled, torch's fused AdamW."""
     model = copy.deepcopy(_start(config)).to(device)
-    compiled = torch.compile(model, backend=backend)
+    for unit in fsdp.units(model):
+        unit.compile(backend=backend)
 
     def forward() -> torch.Tensor:
         with torch.autocast(device.type, torch.bfloat16):
-            return compiled(*batch)
+            return model(*batch)
 
     return _loop(model, forward)
 
@@ -102,11 +107,9 @@ def _loop(model: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> Step:
 
 
 def _shardlib(config: Config, batch: Any, device: torch.device, backend: str | None) -> Step:
-    """``precision("bf16")`` with fp32 masters, adamw; the loss compiled, unless there is no backend."""
+    """``precision("bf16")`` with fp32 masters, adamw; every block compiled, unless there is no backend."""
     params = params_of(copy.deepcopy(_start(config)).to(device))
-    loss_fn = make_loss(config)
-    if backend is not None:
-        loss_fn = torch.compile(loss_fn, backend=backend)
+    loss_fn = make_loss(config) if backend is None else make_loss(config, partial(torch.compile, backend=backend))
     sharded = sl.shard(params, echo_mesh(1, device), sl.chain(sl.zero(0), sl.precision("bf16")))
     state, train_step = sl.make_train_step(loss_fn, sharded, sl.optim.adamw(1e-4, weight_decay=1e-4))
     held = [state]

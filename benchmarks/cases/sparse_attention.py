@@ -8,6 +8,7 @@ import os
 import statistics
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -205,15 +206,18 @@ def _providers(
 
 def check(device: torch.device) -> Checks:
     """Checks of output and gradients against plain torch in float64, and of equal bits in two runs."""
-    checks = []
-    for dtype, tolerance in _TOLERANCES.items():
-        for size in (16, 64, 80, 128, 256) if device.type == CUDA else (16, 64):
-            for options in ("plain", "causal, masked", "bias, dropout"):
-                error, repeats = _compare(device, dtype, size, options)
-                detail = f"{error:.1e}{'' if repeats else ', other bits the second time'}"
-                what = f"sparse attention, {str(dtype)[6:]}, size {size}, {options}"
-                checks.append((what, rates.outcome(error <= tolerance and repeats, detail)))
-    return checks
+    sizes = (16, 64, 80, 128, 256) if device.type == CUDA else (16, 64)
+    cases = [*product(_TOLERANCES, sizes, ("plain", "causal, masked", "bias, dropout"))]
+
+    return rates.in_processes(partial(_checked, device), cases, device)
+
+
+def _checked(device: torch.device, case: tuple[torch.dtype, int, str]) -> tuple[str, str]:
+    dtype, size, options = case
+    error, repeats = _compare(device, dtype, size, options)
+    detail = f"{error:.1e}{'' if repeats else ', other bits the second time'}"
+    good = error <= _TOLERANCES[dtype] and repeats
+    return f"sparse attention, {str(dtype)[6:]}, size {size}, {options}", rates.outcome(good, detail)
 
 
 def _compare(device: torch.device, dtype: torch.dtype, size: int, options: str) -> tuple[float, bool]:

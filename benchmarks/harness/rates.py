@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
+from multiprocessing import get_context
 from typing import Any
 
 import torch
 
 from benchmarks.harness import tables
-from benchmarks.harness.case import CUDA, WRONG, Result, Setting
+from benchmarks.harness.case import CUDA, WRONG, Checks, Result, Setting
 from benchmarks.harness.timing import medians
 from shardlib.kernels.common.build import BuildError
 
@@ -21,6 +24,14 @@ GPU_ROUNDS, GPU_WARM = 10, 4  # rounds that are counted, and rounds before them
 def implementations(device: torch.device) -> tuple[str, ...]:
     """The names of a kernel's implementations on a device; some may not build there."""
     return ("cuda", "triton") if device.type == CUDA else ("cpu",)
+
+
+def in_processes(check: Callable[[Any], tuple[str, str]], cases: Sequence[Any], device: torch.device) -> Checks:
+    """The outcomes of checks. On a GPU processes share them, since most of their time goes into compiling kernels."""
+    if device.type != CUDA:
+        return [check(case) for case in cases]
+    with ProcessPoolExecutor(min(8, os.cpu_count() or 1), get_context("spawn")) as pool:
+        return [*pool.map(check, cases)]
 
 
 def outcome(good: bool, detail: str = "") -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -73,11 +74,13 @@ def run(
 def _checked(cases: Sequence[Case], setting: Setting) -> Outcome:
     rows = []
     for case in cases:
+        begun = time.monotonic()
         try:
             rows += case.check(setting.device) if case.check else []
         except Exception as error:
             traceback.print_exc()
             rows.append((case.name, f"{WRONG}: {error}"))
+        print(f"{case.name}: checked in {time.monotonic() - begun:.0f} s", flush=True)
     result = tables.listed("Checks", "", ["check", "result"], rows, {})
     print(result.text, flush=True)
     wrong = tuple(f"{what}: {result}" for what, result in rows if result.startswith(WRONG))
@@ -86,6 +89,7 @@ def _checked(cases: Sequence[Case], setting: Setting) -> Outcome:
 
 def _measured(case: Case, setting: Setting) -> Outcome:
     print(f"{case.name} …", flush=True)
+    begun = time.monotonic()
     full = case.rounds[setting.kind]
     setting = replace(setting, rounds=setting.rounds or full)
     try:
@@ -93,7 +97,7 @@ def _measured(case: Case, setting: Setting) -> Outcome:
     except Exception as error:
         traceback.print_exc()
         return Outcome(None, (f"failed: {error!r}",), True)
-    print(result.text, flush=True)
+    print(result.text, f"{case.name}: measured in {time.monotonic() - begun:.0f} s", sep="\n", flush=True)
     reasons = ["at a small size"] * setting.small
     if setting.rounds < full:
         reasons.append(f"{setting.rounds} of {full} rounds")

@@ -6,6 +6,7 @@ block and one for the head, which are also the modules that peers wrap.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,15 +96,19 @@ def params_of(module: GPT) -> Params:
     }
 
 
-def make_loss(config: Config) -> Any:
-    """``loss_fn(params, (tokens, targets))``: the forward of `GPT` as a pure function of the pytree."""
+def make_loss(config: Config, wrap: Callable[[Any], Any] = lambda part: part) -> Any:
+    """``loss_fn(params, (tokens, targets))``: the forward of `GPT` as a pure function of the pytree.
+
+    ``wrap`` is applied to the functions of the embedding, a block and the head, such as to compile them.
+    """
+    embed, run_block, scores = wrap(_embed), wrap(_block), wrap(_scores)
 
     def loss_fn(params: Params, batch: tuple[Tensor, Tensor]) -> Tensor:
         tokens, targets = batch
-        x = _embed(params["embed"], tokens)
+        x = embed(params["embed"], tokens)
         for block in params["blocks"]:
-            x = _block(block, x, config.heads)
-        return cross_entropy(_scores(params["head"], x), targets)
+            x = run_block(block, x, config.heads)
+        return cross_entropy(scores(params["head"], x), targets)
 
     return loss_fn
 

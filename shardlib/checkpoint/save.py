@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -17,6 +16,7 @@ from shardlib.checkpoint.manifest import Manifest
 from shardlib.checkpoint.packed import unpacked
 from shardlib.checkpoint.rank_local import diverged_axis, rank_local_fragments
 from shardlib.checkpoint.residuals import residual_fragments
+from shardlib.common.version import VERSION
 from shardlib.mesh.transport.activity import naming
 from shardlib.optim.ranges import check, is_step
 from shardlib.optim.train_state import TrainState
@@ -92,7 +92,7 @@ def facts(state: TrainState, notes: dict[str, Any]) -> Manifest:
         seed=state.rng.seed,
         scale=asdict(state.scale) if state.scale else None,
         mesh=dict(state.params.mesh.shape),
-        shardlib=importlib.metadata.version("shardlib"),
+        shardlib=VERSION,
         specs={placement.path: _specs(placement) for placement in plan.placements},
         notes=json.loads(written),
     )

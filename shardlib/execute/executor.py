@@ -26,10 +26,12 @@ from shardlib.execute.record import Record
 from shardlib.execute.saving import SavedTensors
 from shardlib.execute.sequence import SequenceParts
 from shardlib.execute.slicing import gathered, refuse_slices
+from shardlib.execute.tiles import TiledLeaf, refuse_tiles
 from shardlib.execute.units import BucketState, UnitState
 from shardlib.mesh.mesh import Mesh, current_mesh
 from shardlib.nn.blocks import block_runner
 from shardlib.nn.sequence import current_parts
+from shardlib.nn.tiled_modules import TiledModules, current_modules
 from shardlib.plan.plan import Plan
 from shardlib.plan.recompute import Recompute
 from shardlib.rng import restore_generators, states_of_generators
@@ -60,20 +62,30 @@ class Executor:
     ) -> None:
         self.plan, self.mesh, self._trained = plan, mesh, trained
         self._splits = trained and plan.stages.schedule.splits
+        run = plan.tiled
         states = {
             unit: [
-                BucketState(bucket, mesh, plan.routes[bucket.name], self._splits, plan.step.tree) for bucket in buckets
+                BucketState(bucket, mesh, run.routes[bucket.name], self._splits, plan.step.tree) for bucket in buckets
             ]
-            for unit, buckets in plan.buckets_of.items()
+            for unit, buckets in run.buckets_of.items()
         }
         self.record = Record(plan, mesh) if record is None else record
         self._parts = SequenceParts(plan.step.sequence, mesh, self.record.done) if plan.step.sequence else None
         self._slices = Slices(mesh, plan.step.sequence)
+        # In a stage, only the modules of its own parameters.
+        paths = [path for bucket in plan.buckets for path in bucket.paths]
+        modules = {m: n for m, n in plan.step.module_tiles.items() if any(path.startswith(f"{m}/") for path in paths)}
+        self._modules = TiledModules(modules) if modules else None
         self._units = {
             unit: UnitState(unit, members, self._touch, plan.placement_of, self._slices)
             for unit, members in states.items()
         }
         self._buckets = [state for members in states.values() for state in members]
+        self._tiles = [
+            TiledLeaf(bucket, self._units, plan.placement_of[bucket.paths[0]], self._slices, trained)
+            for bucket in plan.buckets
+            if bucket.tiles > 1
+        ]
         self._gathering = Gathering(dict(self._units), self.record, plan.step.prefetch)
         self._handles: dict[str, dict[str, Handle]] = {}
         self._trained_handles: list[Handle] = []
@@ -258,6 +270,8 @@ class Executor:
         try:
             result = fn(self._tree())
             self._require_unwritten()
+            if self._modules is not None:
+                self._modules.require_some()
             return result
         except (RuntimeError, ValueError) as error:
             self._require_unwritten(error)
@@ -292,14 +306,20 @@ class Executor:
             if not unit.gathers:
                 leaves.update(zip(unit.paths, unit.attached(), strict=True))
             leaves.update(self._handles[unit.name])
+        leaves.update({leaf.path: leaf.handle for leaf in self._tiles})
         return unflatten(self.plan.shape.treedef, [leaves.get(leaf.path) for leaf in self.plan.leaves])
 
     def _bind(self, params: Sharded, gradients: Gradients | None) -> None:
         """Bind this step's parameters and gradients to the buckets."""
         self._held = frozenset(storage_id(buffer.untyped_storage()) for buffer in params.buffers.values())
         self.blocks = 0
+        stored = {
+            cut.name: buffer
+            for bucket in self.plan.buckets
+            for cut, buffer in zip(bucket.cut, bucket.of_tiles(params.buffers[bucket.name]), strict=True)
+        }
         for state in self._buckets:
-            state.bind(params.buffers[state.bucket.name], gradients)
+            state.bind(stored[state.bucket.name], gradients)
         self._gathering.begin()
 
     @contextmanager
@@ -316,11 +336,13 @@ class Executor:
 
     @contextmanager
     def _surroundings(self) -> Iterator[None]:
-        """The context in which a model's functions find the mesh and their sequence parts."""
+        """The context in which a model's functions find the mesh, their sequence parts and the modules in tiles."""
         mesh, parts = current_mesh.set(self.mesh), current_parts.set(self._parts)
+        modules = current_modules.set(self._modules)
         try:
             yield
         finally:
+            current_modules.reset(modules)
             current_mesh.reset(mesh)
             current_parts.reset(parts)
 
@@ -347,8 +369,9 @@ class Executor:
             # Gathering does not belong to the block: a recompute policy must neither see nor keep its operations.
             with no_modes():
                 args, kwargs = gathered((args, kwargs))
-            if self.plan.styles and is_compiled(fn):
+            if (self.plan.styles or self._tiles) and is_compiled(fn):
                 refuse_slices((args, kwargs))
+                refuse_tiles((args, kwargs))
             return fn(*args, **kwargs)
 
         how = self.plan.step.remat

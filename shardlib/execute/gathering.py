@@ -4,6 +4,8 @@ Consecutive touches of one unit form a visit, and the visits of a micro-batch fo
 gather before it is made, and keep the unit in use and the one before it. A run that was the same on all ranks becomes the
 trace of the runs after it: at the first touch of a unit, all units but this one and the trace's next one are released, and
 the gather of the next one is started, so that at most two neighbouring units are alive. Both rules gather equally often.
+While a tile of a leaf is in use, the unit that the leaf belongs to stays as it is (gathered, or not): it is often used again
+right after the tiles.
 
 A rank whose touches leave the trace still makes the trace's gathers, since the other ranks wait for them, and computes with
 zeros: its results will be discarded. See `shardlib.execute.record`.
@@ -22,6 +24,7 @@ class Gatherable(Protocol):
     """A unit whose parameters are gathered and released."""
 
     name: str
+    home: str | None  # of a leaf's tile: the unit that the leaf belongs to
 
     @property
     def gathers(self) -> bool:
@@ -116,7 +119,7 @@ class Gathering:
 
     def touch(self, unit: Gatherable) -> None:
         """Make ``unit`` the current one, with its parameters gathered."""
-        previous = self.current.name if self.current else None
+        previous = self.current
         self.touched.add(unit.name)
         if self._trace is not None and not self._at(unit.name):
             self.strayed = True
@@ -125,7 +128,7 @@ class Gathering:
             return
         self._go_on()
         self.current = unit
-        self._keep({unit.name, previous})
+        self._keep({unit.name, *((previous.name, previous.home) if previous else ())})
         if self.strayed:
             if unit.name not in self._here:
                 self._here[unit.name] = unit
@@ -254,7 +257,7 @@ class Gathering:
         self._note(unit.name)
         self.current = unit
         upcoming = self._upcoming()
-        self._keep({unit.name, upcoming})
+        self._keep({unit.name, upcoming, unit.home})
         self._fetch(unit)
         unit.arrive()
         if upcoming is not None and self._prefetch:

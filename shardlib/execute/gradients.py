@@ -74,7 +74,9 @@ class Gradients:
     """
 
     def __init__(self, plan: Plan, mesh: Mesh, options: ReductionOptions) -> None:
-        self._plan, self._mesh, self._options = plan, mesh, options
+        self._stored, self._plan = plan, plan.tiled
+        self._leaf_of = {tile.name: bucket for bucket in plan.buckets for tile in bucket.cut}  # of the state
+        self._mesh, self._options = mesh, options
         self._held: dict[str, torch.Tensor] = {}
         self._trees: Trees | None = {} if plan.step.tree else None
         self._first = batch_index(plan, mesh) * plan.step.microbatches  # the first micro-batch of this rank, among all
@@ -91,6 +93,7 @@ class Gradients:
         self._complete: set[str] = set()
         self._added: set[str] = set()
         self._late: dict[str, torch.Tensor] = {}
+        self._landed: set[str] = set()  # buckets whose reductions have ended
         self._closed = False  # whether backward is over, so that gradients that are not there are zero
         self._flying: deque[tuple[Reduction, int]] = deque()
         self._to_free = 0  # elements of the whole gradients that are freed when the reductions under way have ended
@@ -200,7 +203,13 @@ class Gradients:
 
     def result(self) -> dict[str, torch.Tensor]:
         """Bucket name -> this rank's shard of the gradient, after the last micro-batch."""
-        return {bucket.name: self._held[bucket.name] for bucket in self._plan.trained}
+        return {bucket.name: self._joined(bucket) for bucket in self._stored.trained}
+
+    def _joined(self, bucket: Bucket) -> torch.Tensor:
+        """The gradient of a bucket of the state, from those of its tiles."""
+        if bucket.name not in self._held:
+            self._held[bucket.name] = torch.cat([self._held.pop(tile.name) for tile in bucket.cut])
+        return self._held[bucket.name]
 
     def _zeros(self, bucket: Bucket) -> torch.Tensor:
         return torch.zeros(bucket.size(0), dtype=bucket.reduce_dtype, device=self._mesh.device)
@@ -293,8 +302,12 @@ class Gradients:
         for reduced in reduction.wait():
             held = self._held.get(reduced.bucket.name)
             self._held[reduced.bucket.name] = reduced.buffer if held is None else held.add_(reduced.buffer)
-            if landing := self._landing(reduced.bucket):
-                self._held[reduced.bucket.name] = landing.take(reduced.bucket, self._held.pop(reduced.bucket.name))
+            self._landed.add(reduced.bucket.name)
+            leaf = self._leaf_of[reduced.bucket.name]
+            if (landing := self._landing(leaf)) and self._landed.issuperset(tile.name for tile in leaf.cut):
+                whole = self._joined(leaf)
+                del self._held[leaf.name]
+                self._held[leaf.name] = landing.take(leaf, whole)
 
     def _landing(self, bucket: Bucket) -> Landing | None:
         """What takes the bucket's gradient when its sum is complete; None if it stays, or if other stages add to it."""

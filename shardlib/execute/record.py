@@ -42,7 +42,7 @@ class Record:
     """
 
     def __init__(self, plan: Plan, mesh: Mesh) -> None:
-        self._plan, self._mesh = plan, mesh
+        self._plan, self._mesh = plan.tiled, mesh
         self.trace: list[Visit] | None = None
         self.order: list[str] | None = None
         self.late: tuple[str, ...] = ()

@@ -48,7 +48,7 @@ class SlicedHandle(Handle):
         if kind_of(func) == "operation" or (kind_of(func) == "in-place" and not isinstance(args[0], Handle)):
             values = [*args, *(kwargs or {}).values()]
             if func not in _ADDITIONS or not _adds_bias(*values[:2]):
-                _refuse(func, values)
+                refuse_operands(func, values)
         return super().__torch_function__(func, types, args, kwargs)
 
 
@@ -106,10 +106,10 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
 
 def _layer(compute: Compute, transposed: bool, x: Any, weight: Any, bias: Any) -> torch.Tensor:
     """``compute(x, weight, bias)``, or this rank's share of it if ``weight`` is sliced."""
-    _refuse("a layer as its input", [x])
+    refuse_operands("a layer as its input", [x])
     style = _style(weight)
     if style is None or style.sums:
-        _require_whole_layer(weight, bias)
+        require_whole_layer(weight, bias)
     x, bias = materialise(x), _held(bias)
     if style is None:
         return compute(x, materialise(weight), bias)
@@ -168,14 +168,15 @@ def _cuts_sequence(weight: SlicedHandle) -> bool:
     return weight._slices.cuts_sequence(weight._style.axis)
 
 
-def _require_whole_layer(weight: Any, bias: Any) -> None:
+def require_whole_layer(weight: Any, bias: Any) -> None:
     style = _style(bias)
     if style is not None and not style.sums:
         name = getattr(weight, "_path", "a tensor that is not sliced")
         raise HandleError(f"{bias._path} is sliced and its weight ({name}) is not; give both the same rule")
 
 
-def _refuse(func: Any, values: list[Any]) -> None:
+def refuse_operands(func: Any, values: list[Any]) -> None:
+    """Raise if one of ``values``, which ``func`` uses as they are, is a slice."""
     for handle in pytree.tree_leaves(values):
         if isinstance(handle, SlicedHandle) and not handle._style.sums:
             name, style = getattr(func, "__name__", None) or func, handle._style

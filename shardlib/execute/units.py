@@ -259,7 +259,7 @@ class UnitState:
         placements: Mapping[str, Placement],
         slices: Slices,
     ) -> None:
-        self.name = name
+        self.name, self.home = name, buckets[0].bucket.home
         self.buckets = buckets
         self._touch, self._placements, self._slices = touch, placements, slices
         self._positions = [(state, position) for state in buckets for position in range(len(state.bucket.paths))]
@@ -333,8 +333,13 @@ class UnitState:
         return state.root, read
 
     def handles(self, trained: bool) -> dict[str, Handle]:
-        """Path -> handle, for the leaves that need one: all leaves if the unit is gathered, else leaves with a style."""
+        """Path -> handle, for the leaves that need one: all leaves if the unit is gathered, else leaves with a style.
+
+        Leaves in tiles have handles of their own: see `shardlib.execute.tiles`.
+        """
         made: dict[str, Handle] = {}
+        if self.home is not None:
+            return made
         for index, (path, (state, position)) in enumerate(zip(self.paths, self._positions, strict=True)):
             style, compute = self._placements[path].style, self._placements[path].compute
             shape, wants_gradient = state.bucket.shapes[position], trained and state.bucket.trainable

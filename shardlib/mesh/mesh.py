@@ -92,7 +92,7 @@ class Mesh:
         self.shape = dict(shape)
         self.rank = rank
         self.coords = coordinates(self.shape, rank)
-        self.device = device
+        self.device = with_index(device)
         self.abstract = abstract
         self.traffic = Traffic()
         self.transfers = Transfers(device)
@@ -252,7 +252,7 @@ def as_mesh(mesh: Any) -> Mesh:
     if coordinate is None:
         raise MeshError(f"rank {dist.get_rank()} is not part of the DeviceMesh {mesh}")
     rank = rank_of(shape, dict(zip(names, coordinate, strict=True)))
-    return Mesh(shape, rank, groups, with_index(torch.device(mesh.device_type)))
+    return Mesh(shape, rank, groups, torch.device(mesh.device_type))
 
 
 def simulated_mesh(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import nn
 from shardlib.common._compat import no_modes, own_buffers, own_parameters, version_of, watch_checkpoints
 from shardlib.errors import REENTRANT, LossError, TreeError, listing
 from shardlib.models.refusals import require_copies
+from shardlib.nn.tiled_modules import current_modules
 from shardlib.tree import leaves_of
 
 Named = Mapping[str, torch.Tensor]
@@ -48,9 +49,10 @@ class Skeletons:
             with no_modes(), torch.inference_mode(False):
                 if ("", device) not in made:
                     pattern = _moved(self._pattern, device)
-                    made["", device] = Skeleton(copy.deepcopy(pattern), pattern)
+                    made["", device] = Skeleton(copy.deepcopy(pattern), pattern, "")
                 whole = made["", device]
-                made[name, device] = Skeleton(whole.module.get_submodule(name), whole.pattern.get_submodule(name))
+                module, pattern = whole.module.get_submodule(name), whole.pattern.get_submodule(name)
+                made[name, device] = Skeleton(module, pattern, name)
         return made[name, device]
 
 
@@ -91,10 +93,17 @@ class Skeleton:
 
     Args:
         pattern: an equal module, from which buffers are restored when a call has written to them.
+        name: the name of the module in a larger one; "" if it is not part of one.
+
+    Attributes:
+        by_path: path of a submodule's parameters -> submodule.
     """
 
-    def __init__(self, module: nn.Module, pattern: nn.Module) -> None:
+    def __init__(self, module: nn.Module, pattern: nn.Module, name: str) -> None:
         self.module, self.pattern = module, pattern
+        self.by_path = {
+            f"{name}.{inside}".strip(".").replace(".", "/"): submodule for inside, submodule in module.named_modules()
+        }
         self._modules = dict(module.named_modules(remove_duplicate=False))
         self._parameters = {
             f"{prefix}.{leaf}" if prefix else leaf: (owner, leaf)
@@ -207,7 +216,7 @@ class _Call:
     def __init__(self, skeleton: Skeleton, parameters: Named, buffers: Buffers, fresh: bool = False) -> None:
         skeleton.require_names(parameters, buffers)
         self._skeleton, self._parameters, self._given = skeleton, parameters, buffers
-        self._fresh = fresh
+        self._fresh, self._tiles = fresh, current_modules.get()
         self._held = {name: _copied(buffer) for name, buffer in buffers.items()} if fresh else dict(buffers)
         # Tensors made in inference mode or in compiled functions have no versions.
         self._versioned = not fresh or (torch.is_grad_enabled() and not torch.compiler.is_compiling())
@@ -217,7 +226,7 @@ class _Call:
         self._over = False
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self._skeleton.holding(self._parameters, self._held), self._under_way():
+        with self._skeleton.holding(self._parameters, self._held), self._under_way(), self._in_tiles():
             try:
                 return self._skeleton.module(*args, **kwargs)
             finally:
@@ -252,10 +261,13 @@ class _Call:
             buffers = dict(self._given) | seen
             written = self._written(buffers, self.changed) if self._over else set(buffers)
             buffers |= {name: _copied(buffers[name]) for name in written & buffers.keys()}
-            with self._skeleton.holding(self._parameters, buffers), self._under_way():
+            with self._skeleton.holding(self._parameters, buffers), self._under_way(), self._in_tiles():
                 yield
 
         return again
+
+    def _in_tiles(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._tiles is None else self._tiles.installed(self._skeleton.by_path)
 
     @contextmanager
     def _under_way(self) -> Iterator[None]:

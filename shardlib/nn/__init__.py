@@ -15,6 +15,7 @@ from shardlib.nn.functional import Mean, embedding, linear_cross_entropy
 from shardlib.nn.names import checkpoint_name
 from shardlib.nn.sequence import gather_sequence, shard_sequence, sum_sequence
 from shardlib.nn.sparse_attention import sparse_attention
+from shardlib.nn.tiled import tiled
 
 __all__ = [
     # attention and sequences
@@ -27,6 +28,7 @@ __all__ = [
     "Mean",
     "embedding",
     "linear_cross_entropy",
+    "tiled",
     # blocks of a model
     "block",
     "checkpoint_name",

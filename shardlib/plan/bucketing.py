@@ -32,9 +32,10 @@ class _Kind(NamedTuple):
     sums: tuple[str, ...]
     varying: tuple[str, ...]
     stages: tuple[int, ...]
+    tiles: int
 
     def order(self, units: Mapping[str, int]) -> tuple[object, ...]:
-        rest = (self.slices, self.sums, self.varying, self.stages)
+        rest = (self.slices, self.sums, self.varying, self.stages, self.tiles)
         return (units[self.unit], str(self.dtype), not self.trainable, str(self.master), self.alone, *rest)
 
 
@@ -71,7 +72,9 @@ def _kind(placement: Placement, resolved: Resolved, splits: Splits) -> _Kind:
     # A frozen leaf has no optimizer state: its bucket is split as the parameters are, and no further.
     axes = tuple(axis for axis in (splits.optimizer if trainable else splits.param) if axis not in slices)
     numel = math.prod(placement.compute.spec.local_shape(placement.compute.shape, sizes))
-    alone = placement.path if stands_alone(numel, math.prod(sizes[axis] for axis in axes)) else ""
+    # A leaf that is never gathered has no tiles.
+    tiles = (use.tiles or 1) if any(axis not in slices for axis in splits.param) else 1
+    alone = placement.path if tiles > 1 or stands_alone(numel, math.prod(sizes[axis] for axis in axes)) else ""
     return _Kind(
         unit=placement.unit,
         dtype=placement.param.dtype,
@@ -83,6 +86,7 @@ def _kind(placement: Placement, resolved: Resolved, splits: Splits) -> _Kind:
         sums=_sums(placement, use, slices, resolved),
         varying=use.varying or (),
         stages=use.stages or (0,),
+        tiles=tiles,
     )
 
 
@@ -141,6 +145,7 @@ def _bucket(
         short=_short(members, kind.slices, sizes),
         stages=kind.stages,
         homes=stages.homes(kind.stages),
+        tiles=kind.tiles,
     )
 
 

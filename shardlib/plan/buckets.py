@@ -107,6 +107,8 @@ class Bucket:
         stages: the stages that use the bucket.
         homes: coordinates along the stages' axis whose ranks hold the bucket.
         memory: memory of the stored parameters, of the gradients and of the optimizer state.
+        tiles: number of tiles in which the bucket's one leaf is gathered and reduced: see `cut`.
+        home: of a tile, the unit that the leaf belongs to; else None.
     """
 
     name: str
@@ -127,6 +129,26 @@ class Bucket:
     stages: tuple[int, ...] = (0,)
     homes: tuple[int, ...] = (0,)
     memory: Memory = DEVICE
+    tiles: int = 1
+    home: str | None = None
+
+    @cached_property
+    def cut(self) -> tuple[Bucket, ...]:
+        """The leaf's tiles, each a bucket and a unit of its own; the bucket itself if the leaf has no tiles.
+
+        Each owner's rows are cut into as many equal parts as there are tiles, and a tile is one part of every owner. So every
+        owner has a share of every tile, and its shares of all tiles, in order, are its chunk of the leaf.
+        """
+        if self.tiles == 1:
+            return (self,)
+        ((rows, *rest),) = self.shapes
+        tile = replace(self, shapes=((rows // self.tiles, *rest),), tiles=1, home=self.unit)
+        names = [f"{self.name} (tile {number} of {self.tiles})" for number in range(self.tiles)]
+        return tuple(replace(tile, name=name, unit=name) for name in names)
+
+    def of_tiles(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The parts of one owner's ``buffer`` that belong to the buckets of `cut`, in order (views)."""
+        return (buffer,) if self.tiles == 1 else buffer.chunk(self.tiles)
 
     @property
     def label(self) -> str:

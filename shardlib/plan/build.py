@@ -24,6 +24,7 @@ from shardlib.plan.reductions import Reductions
 from shardlib.plan.resolve import joined, members_of, resolve
 from shardlib.plan.resolved import Resolved
 from shardlib.plan.stages import Stages
+from shardlib.plan.tiles import check_tiles, idle_tiles
 from shardlib.plan.transform import Transform
 from shardlib.plan.units import unit_names
 from shardlib.plan.value import OptimizerNeeds, PlanValue, Shape, StepPlan
@@ -62,7 +63,8 @@ def build_plan(params: Tree, mesh: Mesh, transform: Transform, *, optimizer: Any
     batch_axes = tuple(axis for axis in mesh.shape if resolved.varies_over(axis) and axis != shared)
     splits, step, notes = _step(resolved, splits_of(resolved), batch_axes)
     stages = (resolved.step.stages or Stages.one(step.microbatches)).over_blocks(treedef)
-    resolved = resolved.noting([*notes, *_gathered_outputs(resolved), *padded_slices(resolved)])
+    notes += [*_gathered_outputs(resolved), *padded_slices(resolved), *idle_tiles(resolved, splits.param)]
+    resolved = resolved.noting(notes)
     units = unit_names(params)
     draft = [placed(info, units[index], resolved, splits) for info, index in zip(infos, aliases, strict=True)]
     check_dtypes(draft, resolved)
@@ -88,6 +90,7 @@ def build_plan(params: Tree, mesh: Mesh, transform: Transform, *, optimizer: Any
         ),
         claims=resolved,
     )
+    check_tiles(plan)
     return plan if optimizer is None else with_needs(with_owner(plan, optimizer), optimizer)
 
 
@@ -114,11 +117,11 @@ def _step(resolved: Resolved, splits: Splits, batch_axes: Sequence[str]) -> tupl
     sequence = asked.sequence if asked.sequence and resolved.sizes[asked.sequence.axis] > 1 else None
     prefetch, remat = asked.prefetch is not False, asked.remat
     if remat is not None:
-        remat, more = remat.over(
-            {use.style.axis for use in resolved.uses.values() if use.style}, resolved.sizes, sequence
-        )
+        sliced = {use.style.axis for use in resolved.uses.values() if use.style}
+        remat, more = remat.over(sliced, resolved.sizes, sequence)
         notes += more
-    decided = StepPlan(microbatches, sync, remat, prefetch, asked.loss_scale, asked.cast_batch, sequence, total)
+    tiles = {use.tokens.module: use.tokens.tiles for use in resolved.uses.values() if use.tokens}
+    decided = StepPlan(microbatches, sync, remat, prefetch, asked.loss_scale, asked.cast_batch, sequence, total, tiles)
     return splits, decided, notes
 
 

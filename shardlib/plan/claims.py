@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -24,6 +24,22 @@ from shardlib.plan.loss_scale import LossScale
 from shardlib.plan.recompute import Recompute
 from shardlib.plan.stages import Stages
 from shardlib.tree import matches
+
+
+class ModuleTiles(NamedTuple):
+    """A module that runs on one tile of its tokens after the other (see `shardlib.nn.tiled`).
+
+    Attributes:
+        module: the path of the module's parameters.
+        tiles: number of tiles.
+    """
+
+    module: str
+    tiles: int
+
+    def __str__(self) -> str:
+        return f"{self.module} in {self.tiles} tiles"
+
 
 SECOND = "second"  # the role of a further copy of the parameters, kept from forward to backward
 
@@ -114,6 +130,8 @@ class Use(Claim):
         stages: the stages that use the leaf.
         varying: axes of ``spec`` over which the batch varies too (experts). All ranks' batches reach every slice there, so a
             slice's gradient is complete and is not summed over these axes.
+        tiles: number of tiles of the leaf's first dimension that are gathered and used one after the other.
+        tokens: a module, to which the leaf belongs, that runs in tiles of its tokens.
     """
 
     subject_field = "path"
@@ -126,6 +144,8 @@ class Use(Claim):
     master: torch.dtype | None = None
     stages: tuple[int, ...] | None = None
     varying: tuple[str, ...] | None = None
+    tiles: int | None = None
+    tokens: ModuleTiles | None = None
 
     def axes(self) -> Iterable[tuple[str, AxisUse]]:
         varying = self.varying or ()

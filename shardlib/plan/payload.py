@@ -56,7 +56,7 @@ def payload(plan: PlanValue, *, owned: bool = False) -> dict[str, int]:
 def messages(plan: PlanValue, *, owned: bool = False) -> Iterator[Message]:
     """Every message that one rank sends in a step; ``plan`` is that rank's part of the plan."""
     for stage_plan in plan.stage_plans:
-        yield from _gathers(stage_plan)
+        yield from _gathers(stage_plan.tiled)
         yield from _activations(stage_plan)
     yield from _reductions(plan, owned)
     for bucket in plan.trained:
@@ -96,8 +96,8 @@ def _reductions(plan: PlanValue, owned: bool) -> Iterator[Message]:
     owner = plan.reductions.owner if owned else None
     each = plan.stages.schedule.microbatches if plan.step.sync == "each" else 1
     for stage_plan in plan.stage_plans:
-        for bucket in stage_plan.trained:
-            routes = stage_plan.routes[bucket.name]
+        for bucket in stage_plan.tiled.trained:
+            routes = stage_plan.tiled.routes[bucket.name]
             for exchange in routes.each:
                 yield _message("gradients", "each micro-batch", exchange, each)
             for exchange in unowned(routes.last, (owner.axis,) if owner else ()):

@@ -84,12 +84,11 @@ def predict_step(
     0.007
     """
     plan = plan.everywhere
+    units = plan.tiled.units
     unknown = [f"axis {axis!r}" for axis in bandwidth if axis not in plan.sizes]
-    unknown += [f"unit {unit!r}" for unit in forward if unit not in plan.units] if isinstance(forward, Mapping) else []
+    unknown += [f"unit {unit!r}" for unit in forward if unit not in units] if isinstance(forward, Mapping) else []
     if unknown:
-        raise MeshError(
-            f"the plan does not have\n{listing(unknown)}\nIt has axes {list(plan.sizes)} and units {plan.units}"
-        )
+        raise MeshError(f"the plan does not have\n{listing(unknown)}\nIt has axes {list(plan.sizes)} and units {units}")
     if owned and plan.reductions.owner is None:
         raise MeshError("no optimizer of this plan owns an axis; pass one that does to make_plan: optimizer=...")
     ranks = _run(plan, _stages(plan, forward), bandwidth, backward, update, owned)
@@ -111,7 +110,7 @@ class _Stage:
 
 def _stages(plan: PlanValue, forward: float | Mapping[str, float]) -> list[_Stage]:
     """The stages with their units' times. A unit that several stages use (of a tied leaf) computes in each of them."""
-    plans = plan.stage_plans
+    plans = [stage.tiled for stage in plan.stage_plans]
     if isinstance(forward, Mapping):
         return [_Stage(stage, {unit: forward.get(unit, 0.0) for unit in stage.units}) for stage in plans]
     elements = [

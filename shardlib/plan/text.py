@@ -85,9 +85,9 @@ def _rows(plan: PlanValue, messages: Callable[[PlanValue], Iterable[Message]]) -
 
 def _unused(plan: PlanValue) -> str:
     """A sentence on sharded units that the traced batch did not use; "" if it used all."""
-    sharded = {bucket.unit for bucket in plan.buckets if bucket.param_level}
+    sharded = {bucket.unit for bucket in plan.tiled.buckets if bucket.param_level}
     gathered = set(plan.gathers)
-    idle = [unit for unit in plan.units if unit in sharded and unit not in gathered]
+    idle = [unit for unit in plan.tiled.units if unit in sharded and unit not in gathered]
     if not idle:
         return ""
     return (
@@ -195,7 +195,7 @@ def _unit_rows(plan: PlanValue) -> list[tuple[str, ...]]:
     """One row per run of consecutive units with equal cells."""
     rows: list[tuple[list[str], tuple[str, ...]]] = []
     gathers = Counter(plan.gathers)
-    for unit, buckets in plan.buckets_of.items():
+    for unit, buckets in plan.tiled.buckets_of.items():
         elements = sum(math.prod(shape) for bucket in buckets for shape in bucket.shapes)
         param = sum(bucket.size(bucket.param_level) * bucket.dtype.itemsize for bucket in buckets)
         grad = sum(

@@ -86,6 +86,7 @@ class StepPlan:
     Attributes:
         total_microbatches: number of micro-batches of all ranks, which are summed in one binary tree; None where sums have no
             order.
+        module_tiles: path of a module's parameters -> number of tiles of tokens in which the module runs.
     """
 
     microbatches: int
@@ -96,6 +97,7 @@ class StepPlan:
     cast_batch: torch.dtype | None
     sequence: SequenceKind | None
     total_microbatches: int | None = None
+    module_tiles: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def tree(self) -> bool:
@@ -344,6 +346,16 @@ class PlanValue:
     # Exchanges.
 
     @cached_property
+    def tiled(self) -> Self:
+        """The plan as a step runs it: every tile of a leaf (see `Bucket.cut`) is a bucket and a unit.
+
+        The state is laid out by the plan itself, in which the leaf is one bucket.
+        """
+        if all(bucket.tiles == 1 for bucket in self.buckets):
+            return self
+        return replace(self, buckets=tuple(tile for bucket in self.buckets for tile in bucket.cut))
+
+    @cached_property
     def routes(self) -> dict[str, Routes]:
         """Bucket name -> the exchanges of the bucket in a step."""
         return {bucket.name: routes_of(bucket, self.reductions, self.sizes) for bucket in self.buckets}
@@ -353,8 +365,9 @@ class PlanValue:
         """Units in the order in which one micro-batch gathers them: as traced, or once forward and once backward each."""
         if self.traces is not None:
             return tuple(unit for stage in self.local_stages for unit in self.traces[stage].touches)
-        sharded = [unit for unit, buckets in self.buckets_of.items() if any(b.param_level for b in buckets)]
-        return (*sharded, *(unit for unit in reversed(sharded) if unit in self.trained_in))
+        plan = self.tiled
+        sharded = [unit for unit, buckets in plan.buckets_of.items() if any(b.param_level for b in buckets)]
+        return (*sharded, *(unit for unit in reversed(sharded) if unit in plan.trained_in))
 
     @cached_property
     def channels(self) -> tuple[Channel, ...]:

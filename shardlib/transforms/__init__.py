@@ -13,6 +13,7 @@ from shardlib.transforms.remat import remat
 from shardlib.transforms.reproducible import reproducible
 from shardlib.transforms.sequence import sequence
 from shardlib.transforms.tensor_slicing import column, row, tensor_slicing
+from shardlib.transforms.tile import tile
 from shardlib.transforms.zero import zero
 
 __all__ = [
@@ -31,5 +32,6 @@ __all__ = [
     "row",
     "sequence",
     "tensor_slicing",
+    "tile",
     "zero",
 ]

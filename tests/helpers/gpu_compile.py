@@ -31,15 +31,20 @@ class Case:
     exact: bool = True
 
 
-def check(case: Case, folder: Path) -> None:
-    """Compile, and fail where registers are spilled or shared memory does not suffice."""
+def compiled(case: Case) -> Any:
+    """What Triton makes of a kernel."""
     types = {name: "constexpr" if name in case.constants else case.types[name] for name in case.kernel.arg_names}
     constants = {name: value for name, value in case.constants.items() if name in types}
     # As the launcher finds them: torch's memory is aligned.
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types.values()) if kind[0] == "*"}
     options = {"enable_fp_fusion": not case.exact, "num_warps": case.warps, "num_stages": case.stages}
     source = ASTSource(case.kernel, types, constants, aligned)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def check(case: Case, folder: Path) -> None:
+    """Compile, and fail where registers are spilled or shared memory does not suffice."""
+    made = compiled(case)
     assert made.metadata.shared <= SHARED_BYTES
     if case.exact:
         assert "fma.rn.f32" not in made.asm["ptx"]

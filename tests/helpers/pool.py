@@ -16,6 +16,8 @@ from pathlib import Path
 
 import cloudpickle
 
+from helpers import gpu
+
 TIMEOUT = 40.0  # seconds for one collective
 
 
@@ -25,7 +27,7 @@ class Pool:
     def __init__(self, size, timeout=TIMEOUT, patience=TIMEOUT + 20, device="cpu"):
         """``timeout`` is that of a collective; after ``patience`` a function that has not come back is stopped.
 
-        ``device`` is that of the meshes: "cpu", or "rig" for `helpers.rig`.
+        ``device`` is that of the meshes: "cpu", "cuda" (all processes share the GPUs), or "rig" for `helpers.rig`.
         """
         self.size, self._timeout, self._patience, self._device = size, timeout, patience, device
         self._processes = []
@@ -76,7 +78,8 @@ class Pool:
             port = probe.getsockname()[1]
         here = Path(__file__).resolve()
         for rank in range(self.size):
-            environment = os.environ | {
+            seen = gpu.shown() if self._device == "cuda" else os.environ
+            environment = seen | {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(self.size),
                 "MASTER_ADDR": "127.0.0.1",

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton")
 from helpers import gpu_cases
-from helpers.gpu_compile import check
+from helpers.gpu_compile import check, compiled
 from triton.runtime.jit import JITFunction
 
 
@@ -41,6 +41,19 @@ def test_no_kernel_is_left_out():
         if not any(re.search(rf"(?<![\w.]){value.__name__}\(", source.partition("(")[2]) for source in sources)
     }
     assert kernels == listed
+
+
+@pytest.mark.parametrize("name", ["forward of 80 fp16, 64 × 64", "query of 80 fp16, 64 × 64"])
+def test_positions_are_compared_for_every_element(name):
+    """Triton 3.6 compared a sum of a number loaded ahead and a remainder once for 16 rows, which is wrong at the diagonal."""
+    case = gpu_cases.CASES[f"sparse {name} by 16"]
+
+    def comparisons(causal):
+        made = compiled(replace(case, constants=case.constants | {"CAUSAL": causal}))
+        return len(re.findall(r"setp\.[gl][et]\.s32", made.asm["ptx"]))
+
+    of_a_thread = 64 * 64 // (32 * case.warps)
+    assert comparisons(True) - comparisons(False) >= of_a_thread
 
 
 def test_spilled_registers_are_noticed(tmp_path):

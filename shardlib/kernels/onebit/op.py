@@ -26,7 +26,7 @@ from shardlib.kernels.common.arguments import one_device
 from shardlib.kernels.common.dispatch import on, serving
 from shardlib.kernels.onebit.segments import Segments
 
-IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
+IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton", "cuda")}  # Triton's were the faster ones on an H100
 
 
 def compress(

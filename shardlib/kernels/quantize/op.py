@@ -26,7 +26,7 @@ from shardlib.kernels.common.dispatch import on, serving
 from shardlib.kernels.quantize.arguments import Quantized
 from shardlib.kernels.quantize.blockwise import Blockwise
 
-IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
+IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton", "cuda")}  # Triton's were the faster ones on an H100
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from shardlib.common.devices import with_index
 from shardlib.mesh.mesh import check_shape, current_mesh, simulated_mesh
 from shardlib.mesh.transport import Simulation
 from shardlib.mesh.transport.activity import begin_rank
@@ -35,7 +34,7 @@ def simulate(
     >>> sl.simulate(lambda mesh, n: n * mesh.coords["data"], 10, mesh=dict(data=4))
     [0, 10, 20, 30]
     """
-    shape, where = check_shape(mesh), with_index(torch.device(device))
+    shape, where = check_shape(mesh), torch.device(device)
     ranks = math.prod(shape.values())
     simulation = Simulation(ranks)
     exchanges: dict[Any, Any] = {}

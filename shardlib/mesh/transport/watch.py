@@ -20,6 +20,7 @@ import time
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 
 import torch.distributed as dist
 
@@ -94,7 +95,7 @@ class Watch:
         self._raises = True
         self._wake.set()
         self._reported.wait(3 * _ANSWER)
-        return self._text(self._activity.state(), str(error).splitlines()[0])
+        return self._text(self._activity.state(), _reason(error))
 
     def stop(self) -> None:
         """Stop the thread."""
@@ -182,3 +183,10 @@ class Watch:
         if not self._over.wait(_GRACE) and not self._raises:
             print(f"shardlib: rank {self._rank} is ended with exit code {EXIT_HUNG}", file=sys.stderr, flush=True)
             os._exit(EXIT_HUNG)
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of an error; of NCCL's, whose first line names no cause, its last error too."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    causes = [line for before, line in pairwise(lines) if before.startswith("Last error")]
+    return ": ".join([*lines[:1], *causes])

@@ -46,7 +46,7 @@ DEFECTS = (
         "optim/optimizers/lamb.py",
         "LAMB's ratio of norms is that of a rank's own part of a parameter",
         "shards.leaf_sums(of_both, params, directions).sqrt()",
-        "Shards.leaf_sums(shards, of_both, params, directions).sqrt()",
+        "shards.summation.values(Shards._leaf_sums(shards, of_both, (params, directions))).sqrt()",
         ("tests/optim/test_onebit_optimizers.py::test_lamb_on_every_mesh_is_one_device",),
     ),
     Defect(

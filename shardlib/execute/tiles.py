@@ -1,0 +1,264 @@
+"""Leaves in tiles: the handles of leaves that are gathered tile by tile, and the layers that use them so.
+
+The rows of a leaf lie on its owners, and a tile is an equal part of every owner's rows (`shardlib.plan.buckets.Bucket.cut`).
+So the number of a row has three parts: the owner, the tile, and the row in both. The rows of a tile share the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from shardlib.collectives.styles.slices import Slices
+from shardlib.common._compat import pytree
+from shardlib.errors import HandleError
+from shardlib.execute.handles import Handle, kind_of, materialise, refuse_max_norm
+from shardlib.execute.slicing import SlicedHandle, refuse_operands, require_whole_layer
+from shardlib.execute.units import UnitState
+from shardlib.kernels.common.recompute import recomputed
+from shardlib.kernels.linear_cross_entropy.options import check_layer, widened
+from shardlib.nn.functional import embedding, linear_cross_entropy
+from shardlib.nn.sequence import current_parts, shard_sequence
+from shardlib.nn.tiles import Cut, Join
+from shardlib.plan.buckets import Bucket
+from shardlib.plan.placement import Placement
+
+
+class TiledLeaf:
+    """A leaf whose tiles are gathered one by one, each a unit; the source of the leaf's handle.
+
+    Args:
+        bucket: the leaf's bucket.
+        units: all units, by name.
+        trained: whether gradients are wanted.
+
+    Attributes:
+        count: number of tiles.
+        rows: number of the leaf's rows (of its slice, under tensor slicing).
+    """
+
+    def __init__(
+        self, bucket: Bucket, units: Mapping[str, UnitState], placement: Placement, slices: Slices, trained: bool
+    ) -> None:
+        self.bucket, self.path, self.count, self.rows = bucket, bucket.paths[0], bucket.tiles, bucket.shapes[0][0]
+        self._units = [units[tile.unit] for tile in bucket.cut]
+        self._placement, self._slices, self._trained = placement, slices, trained
+        self._index = bucket.ways, bucket.tiles, self.rows // (bucket.ways * bucket.tiles)
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        """The tile of this number, gathered, connected to the graph."""
+        return self._units[number].leaf(0)
+
+    def view(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        """Elements of the last dimension of ``x``, one per row of the leaf, for the rows of a tile: (..., owners, rows)."""
+        return x.unflatten(-1, self._index).select(-2, number)
+
+    def part(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        """`view`, with one last dimension: a copy, unless there is one owner."""
+        return self.view(x, number).flatten(-2)
+
+    def places(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The number of the tile that has each of these rows, and the row's number in it."""
+        _, tiles, height = self._index
+        owner, inside = rows // (tiles * height), rows % (tiles * height)
+        return inside // height, owner * height + inside % height
+
+    @cached_property
+    def handle(self) -> Handle:
+        """The handle that stands for the leaf in the loss."""
+        stored, trained = self._units[0].buckets[0].stored, self._trained and self.bucket.trainable
+        handle = TiledHandle(self, 0, self.path, self.bucket.shapes[0], stored, trained)
+        handle._tiles = self
+        style, compute, mesh = self._placement.style, self._placement.compute, self._slices.mesh
+        if style is None:
+            return handle
+        self._plain = handle
+        window = compute.spec.window(compute.shape, mesh.shape, mesh.coords)
+        return SlicedHandle.make(
+            self, 0, self.path, self.bucket.shapes[0], stored, trained, style, window, self._slices
+        )
+
+    # As the source of its handles. What a layer of slices computes with, and a block is given, is a handle as well.
+
+    def leaf(self, index: int) -> torch.Tensor:
+        return self._plain if self._placement.style is not None else self.handle
+
+    def data(self, index: int) -> torch.Tensor:
+        self.refuse("a torch.autograd.Function, or code outside of torch's functions,")
+
+    def root_gradient(self, index: int) -> tuple[torch.Tensor, Any]:
+        self.refuse("torch.autograd.grad")
+
+    def refuse(self, name: str) -> NoReturn:
+        raise HandleError(
+            f"{name} uses {self.path}, which is gathered in {self.count} tiles, one at a time. Use it by F.linear, x @ "
+            "weight, torch.addmm, F.embedding or sl.nn.linear_cross_entropy, or take it out of sl.tile's globs"
+        )
+
+
+class TiledHandle(Handle):
+    """A handle that stands for a leaf whose tiles are gathered one by one."""
+
+    _tiles: TiledLeaf
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        layer, kind = _LAYERS.get(func), kind_of(func)
+        if layer is not None and _uses_as_weight(func, args):
+            return layer(*args, **(kwargs or {}))
+        if layer is not None or kind == "operation" or (kind == "in-place" and not isinstance(args[0], TiledHandle)):
+            handles = pytree.tree_leaves((args, kwargs))
+            tiled = next(value for value in handles if isinstance(value, TiledHandle))
+            tiled._tiles.refuse(getattr(func, "__name__", None) or str(func))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def refuse_tiles(value: Any) -> None:
+    """Raise if a compiled block is given a leaf in tiles: their gathers are added at each call, unseen by compile."""
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, TiledHandle):
+            leaf._tiles.refuse("a compiled block")
+
+
+def _linear(x: Any, weight: TiledHandle, bias: Any = None) -> torch.Tensor:
+    x, bias, tiles = *_operands(x, weight, bias), weight._tiles
+    join: Join | None = None
+    for number in range(tiles.count):
+        y = F.linear(x, tiles[number], None if bias is None else tiles.part(bias, number))
+        join = join or Join(y.new_empty((*y.shape[:-1], tiles.rows)), tiles.view)
+        join.put(y)
+        del y
+    assert join is not None
+    return join.whole()
+
+
+def _matmul(x: Any, weight: TiledHandle) -> torch.Tensor:
+    return _sum_of_products(None, x, weight)
+
+
+def _addmm(bias: Any, x: Any, weight: TiledHandle, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
+    if beta != 1 or alpha != 1:
+        raise HandleError("addmm of a weight in tiles takes beta=1 and alpha=1; scale the factors instead")
+    return _sum_of_products(bias, x, weight)
+
+
+def _sum_of_products(bias: Any, x: Any, weight: TiledHandle) -> torch.Tensor:
+    """``x @ weight + bias``: each tile multiplies its share of the inputs, and its product is added to the sum in place."""
+    x, bias, tiles = *_operands(x, weight, bias), weight._tiles
+    cut, y = Cut(x.reshape(-1, tiles.rows), tiles.view), bias
+    for number in range(tiles.count):
+        taken = cut.take(number)
+        share = taken.flatten(-2)
+        with recomputed(share, _flat, taken):  # a copy of the inputs, which are there anyway
+            if number == 0:
+                y = share @ tiles[number] if bias is None else torch.addmm(bias, share, tiles[number])
+            else:
+                y = y.addmm_(share, tiles[number])
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _flat(taken: torch.Tensor) -> torch.Tensor:
+    return taken.flatten(-2)
+
+
+def _embedding(
+    ids: torch.Tensor,
+    weight: TiledHandle,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> torch.Tensor:
+    tiles = weight._tiles
+    if max_norm is not None:
+        refuse_max_norm(weight)
+    if scale_grad_by_freq or sparse:
+        tiles.refuse("F.embedding(scale_grad_by_freq or sparse)")
+    known = (ids >= 0) & (ids < tiles.rows)
+    numbers, rows = tiles.places(ids)
+    number_of_padding, padding = (-1, -1) if padding_idx is None else _place(tiles, padding_idx)
+    y: torch.Tensor | None = None
+    for number in range(tiles.count):
+        here = numbers == number
+        # -1 for an id outside of the table, which F.embedding refuses.
+        looked_up = F.embedding(
+            rows.where(here, 0).where(known, -1), tiles[number], padding if number == number_of_padding else None
+        ).masked_fill(~here[..., None], 0)
+        y = looked_up if y is None else y.add_(looked_up)
+    assert y is not None
+    return y
+
+
+def _place(tiles: TiledLeaf, row: int) -> tuple[int, int]:
+    number, inside = tiles.places(torch.tensor(row % tiles.rows))
+    return int(number), int(inside)
+
+
+def _embedding_of_part(ids: torch.Tensor, weight: TiledHandle) -> torch.Tensor:
+    return _embedding(shard_sequence(ids), weight)
+
+
+def _cross_entropy(
+    x: Any, weight: TiledHandle, targets: torch.Tensor, *, reduction: str, ignore_index: int, label_smoothing: float
+) -> torch.Tensor:
+    """The cross entropy by tiles of the words. Backward computes each tile's scores again."""
+    x, parts = materialise(x), current_parts.get()
+    check_layer("linear_cross_entropy", x, weight)
+
+    def losses(targets: torch.Tensor, reduction: str) -> torch.Tensor:
+        counts = targets != ignore_index
+        each = _word_losses(x, weight._tiles, targets.where(counts, 0), label_smoothing).masked_fill(~counts, 0)
+        if reduction == "none":
+            return each
+        return each.sum() if reduction == "sum" else each.sum() / counts.sum()
+
+    return losses(targets, reduction) if parts is None else parts.loss(losses, x, targets, ignore_index, reduction)
+
+
+def _word_losses(x: torch.Tensor, tiles: TiledLeaf, targets: torch.Tensor, smoothing: float) -> torch.Tensor:
+    """The loss of each token: log Σ e^z − (1 − s)·z of the target − s·mean(z), for scores z and smoothing s."""
+    numbers, rows = tiles.places(targets)
+    rows = rows.where((targets >= 0) & (targets < tiles.rows), -1)  # which gather refuses
+
+    def of_tile(x: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        scores, here = widened(F.linear(x, tiles[number])), numbers == number
+        wanted = scores.gather(-1, rows.where(here | (rows < 0), 0)[..., None])[..., 0].masked_fill(~here, 0)
+        return scores.logsumexp(-1), wanted, scores.sum(-1) if smoothing else torch.zeros_like(wanted)
+
+    parts = [
+        checkpoint(of_tile, x, number, use_reentrant=False, preserve_rng_state=False) for number in range(tiles.count)
+    ]
+    totals, wanted, sums = map(torch.stack, zip(*parts, strict=True))
+    return totals.logsumexp(0) - (1 - smoothing) * wanted.sum(0) - smoothing / tiles.rows * sums.sum(0)
+
+
+def _operands(x: Any, weight: TiledHandle, bias: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The input and the bias of a layer, as tensors."""
+    refuse_operands("a layer as its input", [x])
+    require_whole_layer(weight, bias)
+    return materialise(x), materialise(bias)
+
+
+def _uses_as_weight(func: Any, args: Any) -> bool:
+    """Whether a leaf in tiles is a layer's weight, and no other argument is one."""
+    place = 2 if func is torch.addmm else 1
+    tiled = [number for number, value in enumerate(args) if isinstance(value, TiledHandle)]
+    return tiled == [place]
+
+
+_LAYERS: dict[Any, Callable[..., Any]] = {
+    F.linear: _linear,
+    F.embedding: _embedding,
+    torch.matmul: _matmul,
+    torch.Tensor.matmul: _matmul,
+    torch.Tensor.__matmul__: _matmul,
+    torch.addmm: _addmm,
+    linear_cross_entropy: _cross_entropy,
+    embedding: _embedding_of_part,
+}

@@ -1,0 +1,83 @@
+"""Modules that a plan runs in tiles of their tokens (``sl.tile(..., along="tokens")``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardlib.errors import LossError, listing
+from shardlib.nn.tiled import tiled
+
+
+class TiledModules:
+    """The modules that run in tiles.
+
+    Args:
+        tiles: path of a module's parameters -> number of tiles.
+    """
+
+    def __init__(self, tiles: Mapping[str, int]) -> None:
+        self._tiles = dict(tiles)
+        self._ran = False
+
+    @contextmanager
+    def installed(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+        """A context in which those of ``modules`` (path -> module) that the plan names run in tiles.
+
+        The parameters of ``modules`` may be a part of a larger tree, so that paths here are the ends of paths in the plan.
+        """
+        before = []
+        try:
+            for path, module in modules.items():
+                count = next((n for named, n in self._tiles.items() if f"/{named}".endswith(f"/{path}")), 1)
+                if path and count > 1 and not isinstance(module.forward, _InTiles):
+                    before.append((module, module.__dict__.get("forward")))
+                    module.__dict__["forward"] = _InTiles(self, path, count, module.forward)
+            yield
+        finally:
+            for module, forward in before:
+                del module.__dict__["forward"]
+                if forward is not None:
+                    module.__dict__["forward"] = forward
+
+    def note(self) -> None:
+        """Note that a module ran in tiles."""
+        self._ran = True
+
+    def require_some(self) -> None:
+        """Refuse a loss in which none of the modules ran.
+
+        Raises:
+            LossError: see above.
+        """
+        if self._tiles and not self._ran:
+            raise LossError(
+                f"none of the modules that the plan runs in tiles ran:\n{listing(sorted(self._tiles))}\n"
+                "sl.tile(along='tokens') finds the modules of sl.from_module by the paths of their parameters; in functions "
+                "of your own call sl.nn.tiled"
+            )
+
+
+class _InTiles:
+    """The forward of a module, in tiles."""
+
+    def __init__(self, modules: TiledModules, path: str, count: int, forward: Callable[..., Any]) -> None:
+        self._modules, self._path, self._count, self._forward = modules, path, count, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._modules.note()
+        if len(args) != 1 or kwargs or not isinstance(args[0], torch.Tensor) or args[0].dim() < 2:
+            raise LossError(
+                f"{self._path} runs in tiles of its tokens and is called with {len(args)} arguments and {sorted(kwargs)}; it "
+                "must be called with one tensor, (batch, tokens, ...) or (tokens, width), and treat every token alone"
+            )
+        return tiled(self._forward, args[0], self._count, dim=1 if args[0].dim() > 2 else 0)
+
+
+# None without such a plan. The executor sets it for the duration of a run, and of a block's recomputation.
+current_modules: ContextVar[TiledModules | None] = ContextVar("current_modules", default=None)

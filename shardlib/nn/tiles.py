@@ -1,0 +1,104 @@
+"""Tensors that are read, and made, tile by tile, so that of a whole tensor and of its gradient there is one copy each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+# ``view(tensor, number)``: the tile of this number, as a view of a whole tensor. The views of all numbers cover the tensor.
+View = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+class Cut:
+    """A tensor whose tiles are taken one by one. Their gradients are written into one tensor, as backward makes them."""
+
+    def __init__(self, x: torch.Tensor, view: View) -> None:
+        self.x, self.view = x.detach(), view
+        self.gradient: torch.Tensor | None = None
+        self._stand_in = _Gradient.apply(x, self) if x.requires_grad and torch.is_grad_enabled() else None
+
+    def take(self, number: int) -> torch.Tensor:
+        return self.view(self.x, number) if self._stand_in is None else _Take.apply(self._stand_in, self, number)
+
+
+class _Gradient(torch.autograd.Function):
+    """A stand-in without memory for a tensor that is cut; its backward hands on the gradient that the tiles made up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cut: Cut) -> torch.Tensor:
+        ctx.cut = cut
+        ctx.set_materialize_grads(False)
+        return x.new_zeros(()).expand(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        gradient, ctx.cut.gradient = ctx.cut.gradient, None
+        return gradient, None
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, stand_in: torch.Tensor, cut: Cut, number: int) -> torch.Tensor:
+        ctx.cut, ctx.number = cut, number
+        ctx.set_materialize_grads(False)
+        return cut.view(cut.x, number)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, None, None]:
+        if grad is not None:
+            if ctx.cut.gradient is None:
+                ctx.cut.gradient = torch.zeros_like(ctx.cut.x)
+            ctx.cut.view(ctx.cut.gradient, ctx.number).copy_(grad)
+        return None, None, None
+
+
+class Join:
+    """A tensor that is made of tiles, each of which can be freed when it is in its place.
+
+    Args:
+        out: memory for the whole tensor.
+    """
+
+    def __init__(self, out: torch.Tensor, view: View) -> None:
+        self.out, self.view = out, view
+        self._stand_ins: list[torch.Tensor] = []
+
+    def put(self, tile: torch.Tensor) -> None:
+        """Put the next tile, of as many elements as its view, into its place."""
+        self._stand_ins.append(_Put.apply(tile, self, len(self._stand_ins)))
+
+    def whole(self) -> torch.Tensor:
+        return _Whole.apply(self.out, self.view, *self._stand_ins)
+
+
+class _Put(torch.autograd.Function):
+    """Writes a tile into its place, and returns a stand-in without memory for it."""
+
+    @staticmethod
+    def forward(ctx: Any, tile: torch.Tensor, join: Join, number: int) -> torch.Tensor:
+        ctx.shape = tile.shape
+        place = join.view(join.out, number)
+        place.copy_(tile.view(place.shape))
+        return tile.new_zeros(()).expand(place.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad.reshape(ctx.shape), None, None
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, view: View, *stand_ins: torch.Tensor) -> torch.Tensor:
+        ctx.view, ctx.count = view, len(stand_ins)
+        return out.view_as(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, None, *(ctx.view(grad, number) for number in range(ctx.count))

@@ -1,0 +1,249 @@
+"""Leaves in tiles train as whole ones over stages, axes and transforms, and send what the plan says."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import training
+from helpers.measure import count_payload
+from helpers.models import share, tiny_gpt, token_batches
+from helpers.trees import assert_close, assert_same
+
+import shardlib as sl
+from shardlib.errors import HandleError, IllegalComposition
+from shardlib.execute.batches import batch_index
+from shardlib.models import gpt
+from shardlib.plan.memory import live_bytes
+
+CONFIG = gpt.GPTConfig(vocab=32, layers=2, width=16, heads=4, sequence=8, dtype=torch.float64)
+RULES = gpt.slicing_rules(CONFIG)
+ALL = ["*/mlp/*", "*/attn/*", "head/weight", "embed/tokens"]
+TILES = sl.tile(ALL, 2)
+BATCHES = token_batches(3, rows=16, config=CONFIG)
+
+# name -> (transforms, mesh)
+PLANS = {
+    "stage 0": ([sl.zero(0), TILES], {"data": 2}),
+    "stage 2": ([sl.zero(2), TILES], {"data": 2}),
+    "stage 3": ([sl.zero(3), TILES], {"data": 4}),
+    "four tiles": ([sl.zero(3), sl.tile(ALL, 4)], {"data": 2}),
+    "without prefetch": ([sl.zero(3, prefetch=False), TILES], {"data": 2}),
+    "hybrid": ([sl.zero(3, replicate="node"), TILES], {"node": 2, "data": 2}),
+    "slices": ([sl.zero(3), sl.tensor_slicing(RULES), TILES], {"data": 2, "model": 2}),
+    "megatron": ([sl.zero(3), sl.tensor_slicing(RULES), sl.sequence("model", "megatron"), TILES], {"data": 2, "model": 2}),
+    "ulysses": ([sl.zero(3), sl.sequence("seq"), TILES], {"data": 2, "seq": 2}),
+    "ring": ([sl.zero(3), sl.sequence("seq", "ring"), TILES], {"data": 2, "seq": 2}),
+    "recomputed": ([sl.zero(3), sl.remat(), TILES], {"data": 2}),
+    "recomputed but for products": ([sl.zero(3), sl.remat("dots"), TILES], {"data": 2}),
+    "accumulated": ([sl.zero(3), sl.accumulate(2), TILES], {"data": 2}),
+    "frozen": ([sl.zero(3), sl.freeze("*/mlp/up/*"), TILES], {"data": 2}),
+    "reproducible": ([sl.zero(3), sl.reproducible(4), TILES], {"data": 2}),
+}  # fmt: skip
+
+
+def whole(transforms):
+    return sl.chain(*(each for each in transforms if type(each) is not type(TILES)))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_model_in_tiles_trains_as_whole(name):
+    transforms, mesh = PLANS[name]
+    loss_fn, params = tiny_gpt(**CONFIG.__dict__)
+    tx = training.optimizer(1.0)
+    found = training.simulate(mesh, loss_fn, params, BATCHES, sl.chain(*transforms), tx)
+    wanted = training.simulate(mesh, loss_fn, params, BATCHES, whole(transforms), tx)
+    assert found[0] == pytest.approx(wanted[0], rel=1e-12) and found[1] == pytest.approx(wanted[1], rel=1e-10)
+    assert_close(found[2], wanted[2], 1e-9)  # Adam divides by roots of second moments
+    assert_close(found[2]["head"], wanted[2]["head"], 1e-12)
+
+
+def test_a_tied_table_in_tiles_is_looked_up_and_scores():
+    loss_fn, params = tiny_gpt(**{**CONFIG.__dict__, "tie": True})
+    found, wanted = (
+        training.simulate({"data": 2}, loss_fn, params, BATCHES, transform, training.optimizer())
+        for transform in (sl.chain(sl.zero(3), sl.tile("embed/tokens", 4)), sl.zero(3))
+    )
+    assert found[0] == pytest.approx(wanted[0], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("quantized", "tolerance"), [(sl.quantize("int8"), 1e-3), (sl.quantize(gradients="int8", feedback=False), 1e-3)]
+)
+def test_tiles_are_compressed(quantized, tolerance):
+    loss_fn, params = tiny_gpt(**{**CONFIG.__dict__, "dtype": torch.float32})
+    transforms = [sl.zero(3), quantized, TILES]
+    found = training.simulate({"data": 2}, loss_fn, params, BATCHES, sl.chain(*transforms), training.optimizer())
+    wanted = training.simulate({"data": 2}, loss_fn, params, BATCHES, whole(transforms), training.optimizer())
+    assert found[0] == pytest.approx(wanted[0], rel=tolerance)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_tiles_in_stages(schedule):
+    config = CONFIG
+    loss_fn, params = gpt.make_sequential(config), gpt.to_blocks(tiny_gpt(**config.__dict__)[1])
+    transforms = [sl.zero(3), sl.pipeline(schedule, microbatches=4), sl.tile(["*/mlp/*", "*/attn/*", "3/weight"], 2)]
+    found, wanted = (
+        training.simulate({"pipe": 2, "data": 2}, loss_fn, params, BATCHES, transform, training.optimizer(1.0))
+        for transform in (sl.chain(*transforms), whole(transforms))
+    )
+    assert found[0] == pytest.approx(wanted[0], rel=1e-12) and found[1] == pytest.approx(wanted[1], rel=1e-10)
+
+
+@pytest.mark.parametrize("name", ["stage 3", "four tiles", "hybrid", "slices", "recomputed", "accumulated", "ulysses"])
+def test_what_is_sent_is_what_the_plan_says(name):
+    transforms, mesh = PLANS[name]
+    loss_fn, params = tiny_gpt(**CONFIG.__dict__)
+
+    def run(mesh):
+        sent = count_payload(mesh)
+        sharded = sl.shard(params, mesh, sl.chain(*transforms))
+        state, step = sl.make_train_step(loss_fn, sharded, training.optimizer(1.0))
+        mine = [share(batch, batch_index(sharded.plan, mesh), sharded.plan.batch_ranks) for batch in BATCHES]
+        counted = []
+        for batch in mine:
+            sent()
+            state, _ = step(state, batch)
+            counted.append(sent())
+        return counted[1:], mine[0]
+
+    results = sl.simulate(run, mesh=mesh)
+    plan = sl.make_plan(
+        params, sl.abstract_mesh(**mesh), sl.chain(*transforms), loss_fn=loss_fn, batch=results[0][1],
+        optimizer=training.optimizer(1.0),
+    )  # fmt: skip
+    assert any("tile" in unit for unit in plan.gathers)
+    for counted, _ in results:
+        assert counted == [plan.payload()] * 2
+
+
+def test_tiles_are_gathered_one_ahead_and_their_unit_stays():
+    """Each tile once forward and once backward; the rest of the block is not gathered again between its layers' tiles."""
+    loss_fn, params = tiny_gpt(**CONFIG.__dict__)
+    batch = share(BATCHES[0], 0, 2)
+    make = lambda tiles: sl.make_plan(  # noqa: E731
+        params, sl.abstract_mesh(data=2), sl.chain(sl.zero(3), *tiles), loss_fn=loss_fn, batch=batch
+    )
+    cut, uncut = make([sl.tile("*/mlp/*", 4)]), make([])
+    count = lambda plan, name: sum(unit.startswith(name) for unit in plan.gathers)  # noqa: E731
+    assert count(cut, "blocks/0/mlp/up/weight") == 8 and cut.gathers.count("blocks/0") == uncut.gathers.count(
+        "blocks/0"
+    )
+    assert cut.payload() == uncut.payload()
+
+
+@pytest.mark.parametrize("tiles", [4, 16])
+def test_what_is_gathered_at_a_time_is_two_tiles(tiles):
+    """A layer whose weight is nearly all there is, beside six activations: the tile in use, and the one after it."""
+    params = {"layer": {"weight": torch.empty(1024, 256, dtype=torch.float64, device="meta")}}
+    batch = torch.empty(1, 256, dtype=torch.float64, device="meta")
+
+    def loss_fn(params, x):
+        return F.linear(x, params["layer"]["weight"]).square().mean()
+
+    def live(*transforms):
+        plan = sl.make_plan(
+            params, sl.abstract_mesh(data=4), sl.chain(sl.zero(3), *transforms), loss_fn=loss_fn, batch=batch
+        )
+        return live_bytes(plan)
+
+    whole, activations = 1024 * 256 * 8, 6 * 1024 * 8
+    assert live() > whole
+    assert live(sl.tile("*", tiles)) <= 2 * whole // tiles + activations
+
+
+def test_a_checkpoint_knows_nothing_of_tiles(tmp_path):
+    loss_fn, params = tiny_gpt(**CONFIG.__dict__)
+    kinds = {"cut": [sl.zero(3), sl.tile(ALL, 4)], "uncut": [sl.zero(3)], "whole": [sl.zero(1), sl.tile(ALL, 2)]}
+
+    def run(mesh, kind, source=None):
+        sharded = sl.shard(params, mesh, sl.chain(*kinds[kind]))
+        state, step = sl.make_train_step(loss_fn, sharded, training.optimizer(1.0))
+        if source is not None:
+            return sl.unshard(sl.checkpoint.restore(tmp_path / source, state).params)
+        state, _ = step(state, share(BATCHES[0], mesh.coords["data"], mesh.shape["data"]))
+        with sl.checkpoint.Manager(tmp_path / kind) as manager:
+            manager.save(state)
+        return sl.unshard(state.params)
+
+    for kind in kinds:
+        saved = sl.simulate(run, kind, mesh={"data": 2})[0]
+        for other in kinds:
+            for ranks in (1, 4):
+                assert_same(sl.simulate(run, other, kind, mesh={"data": ranks})[0], saved)
+
+
+LAYERS = {
+    "linear": lambda x, w, b: F.linear(x, w, b),
+    "linear without bias": lambda x, w, b: F.linear(x, w),
+    "product": lambda x, w, b: x @ w,
+    "addmm": lambda x, w, b: torch.addmm(b[: w.shape[1]], x.flatten(0, 1), w),
+    "matmul": lambda x, w, b: torch.matmul(x, w),
+    "look-up": lambda x, w, b: F.embedding((x[..., 0] * 1000).long().abs() % 24, w, padding_idx=5),
+    "cross entropy": lambda x, w, b: sl.nn.linear_cross_entropy(
+        x, w, (x[..., 0] * 1000).long().abs() % 24 - (x[..., 1] > 1).long() * 200, ignore_index=-1, reduction="none"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_each_layer_in_tiles(name, ranks):
+    generator = torch.Generator().manual_seed(1)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    width = 24 if name in ("product", "addmm", "matmul") else 6
+    x, scale = draw(6, 3, width), draw(4096)
+    if name == "cross entropy":
+        x[..., 1] = 0
+    params = {"a": {"w": draw(24, 6), "b": draw(24)}, "x": {"scale": draw(width)}}
+
+    def loss_fn(params, x):
+        y = LAYERS[name](x * params["x"]["scale"].exp(), params["a"]["w"], params["a"]["b"])
+        return (y.flatten() * scale[: y.numel()]).square().sum() / 6
+
+    def grads(mesh, *tiles):
+        sharded = sl.shard(params, mesh, sl.chain(sl.zero(3), *tiles))
+        _, found = sl.value_and_grad(loss_fn)(sharded, x.chunk(ranks)[mesh.coords["data"]])
+        return sl.unshard(found)
+
+    mesh = {"data": ranks}
+    found, wanted = (sl.simulate(grads, *tiles, mesh=mesh)[0] for tiles in ([sl.tile("a/w", 4)], []))
+    assert_close(found, wanted, 1e-12)
+
+
+def test_other_uses_of_a_leaf_in_tiles_are_refused():
+    params = {"a": {"w": torch.ones(8, 4)}}
+    parallel = sl.chain(sl.zero(3), sl.tile("*", 2))
+
+    def run(mesh, loss_fn):
+        sl.value_and_grad(loss_fn)(sl.shard(params, mesh, parallel), torch.ones(2, 8))
+
+    uses = [
+        lambda p, x: (p["a"]["w"] * 2).sum(),
+        lambda p, x: (p["a"]["w"] @ torch.ones(4)).sum(),
+        lambda p, x: F.linear(torch.ones(1, 4), p["a"]["w"].t()).sum(),
+        lambda p, x: F.embedding(torch.tensor([1]), p["a"]["w"], sparse=True).sum(),
+        lambda p, x: (x @ p["a"]["w"] @ p["a"]["w"].T).sum(),
+    ]
+    for use in uses:
+        with pytest.raises(HandleError, match="a/w, which is gathered in 2 tiles"):
+            sl.simulate(run, use, mesh={"data": 2})
+    assert sl.simulate(
+        lambda mesh: run(mesh, lambda p, x: (x @ p["a"]["w"]).sum() * len(p["a"]["w"])), mesh={"data": 2}
+    )
+
+
+def test_tiles_that_do_not_fit_are_refused_together():
+    params = {"a": {"w": torch.ones(12, 4), "v": torch.ones(7, 4), "b": torch.ones(3)}}
+    plan = lambda *transforms, **mesh: sl.make_plan(params, sl.abstract_mesh(**mesh), sl.chain(*transforms))  # noqa: E731
+    with pytest.raises(IllegalComposition, match=r"(?s)a/v: 7 rows do not divide.*a/w: 12 rows .*give n=3"):
+        plan(sl.zero(3), sl.tile("*", 4), data=2)
+    with pytest.raises(IllegalComposition, match="keeps residuals of whole leaves"):
+        plan(sl.zero(3), sl.tile("a/w", 3), sl.quantize(gradients="int8"), data=2)
+    with pytest.raises(IllegalComposition, match="optimizer state is split over axis 'node' too"):
+        plan(sl.zero(3), sl.zero(1, axis="node"), sl.tile("a/w", 3), data=2, node=2)
+    with pytest.raises(IllegalComposition, match="matches no weight"):
+        plan(sl.zero(3), sl.tile("a/b", 3), data=2)
+    with pytest.raises(IllegalComposition, match="both claim"):
+        plan(sl.zero(3), sl.tile("a/w", 3), sl.tile("*/w", 2), data=2)
+    with pytest.raises(IllegalComposition, match="at least 2 tiles"):
+        sl.tile("*", 1)
+    assert "used whole instead of in tiles: a/w" in str(plan(sl.zero(2), sl.tile("a/w", 5), data=2))
