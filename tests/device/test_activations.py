@@ -224,8 +224,7 @@ def test_checkpoints_that_a_model_makes_itself(on_rig):
     assert moved.down - stay.down == moved.up - stay.up == inputs
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(("schedule", "stage"), [("1f1b", 3), ("zb-h1", 0)])
 def test_pipelines(on_rig, schedule, stage):
     """Micro-batches in flight have buffers of their own, as many as the plan says."""
 
@@ -239,7 +238,7 @@ def test_pipelines(on_rig, schedule, stage):
         from shardlib.models import gpt
         from shardlib.plan.memory import kept_on_host
 
-        config = gpt.GPTConfig(vocab=29, layers=4, width=16, heads=4, sequence=8, dropout=0.1)
+        config = gpt.GPTConfig(vocab=29, layers=2, width=16, heads=4, sequence=8)
         params, loss_fn = gpt.to_blocks(gpt.init(config)), gpt.make_sequential(config)
         drawn = torch.randint(29, (16, 9), generator=torch.Generator().manual_seed(4))
         batch = {"tokens": drawn[:, :-1], "targets": drawn[:, 1:]}
@@ -254,7 +253,7 @@ def test_pipelines(on_rig, schedule, stage):
                 )
                 rows = {name: leaf.to(mesh.device) for name, leaf in batch.items()}
                 losses = []
-                for _ in range(3):
+                for _ in range(2):
                     state, metrics = step(state, rows)
                     losses.append(metrics["loss"].item())
                 return losses, [leaf.cpu() for leaf in state.params.buffers.values()]
@@ -276,5 +275,5 @@ def test_pipelines(on_rig, schedule, stage):
 
     same, stay, counts, (down, up), held = on_rig(run, schedule, stage)
     assert same
-    assert (counts.down - stay.down, counts.up - stay.up) == (3 * down, 3 * up)
+    assert (counts.down - stay.down, counts.up - stay.up) == (2 * down, 2 * up)
     assert counts.pinned_peak == held

@@ -213,7 +213,11 @@ class Counted(TorchDispatchMode):
 
 def test_what_makes_a_named_value_is_not_computed_again():
     name = sl.nn.checkpoint_name
-    named = sl.block(lambda w, x: torch.tanh(name(torch.sin(x @ w) @ w, "second")) + name(x.cos(), "cosine"))
+
+    @sl.block
+    def named(w, x):
+        y = name(x.cos(), "cosine")
+        return torch.tanh(name(torch.sin(y @ w) @ w, "second")) * y
 
     def loss_fn(params, x):
         for w in params:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardlib.common._compat import TorchDispatchMode, pytree, storage_id, version_of
+from shardlib.common._compat import TorchDispatchMode, pytree, storage_id, version_of, without_top_mode
 from shardlib.errors import HandleError
 from shardlib.nn.names import naming
 
@@ -105,7 +105,7 @@ class Forward(_Numbering):
             made = self._maker(x)
             assert made is not None
         sizes, strides, offset, dtype = made.layout
-        with torch.no_grad():
+        with torch.no_grad(), without_top_mode():  # this is no operation of the block
             value = x.detach().view(dtype).as_strided(sizes, strides, offset)
         self.kept[made.operation] = _Kept(value, version_of(x))
         return x
