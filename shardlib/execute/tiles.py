@@ -71,7 +71,7 @@ class TiledLeaf:
     @cached_property
     def handle(self) -> Handle:
         """The handle that stands for the leaf in the loss."""
-        stored, trained = self._units[0].buckets[0].stored, self._trained and self.bucket.trainable
+        stored, trained = self._units[0].buckets[0].like, self._trained and self.bucket.trainable
         handle = TiledHandle(self, 0, self.path, self.bucket.shapes[0], stored, trained)
         handle._tiles = self
         style, compute, mesh = self._placement.style, self._placement.compute, self._slices.mesh

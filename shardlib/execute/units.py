@@ -106,6 +106,7 @@ class BucketState:
         gathers: whether the parameters must be gathered for use.
         first: the number of the bucket's first leaf among its unit's.
         stored: this rank's buffer, as stored.
+        like: a tensor of the buffer's dtype on the device.
         whole: the whole, leaf-major buffer while it is gathered.
         anchor: the graph input of the root, with respect to which backward differentiates.
         summing: set during the step's backward: gradients may be added to these sums directly. In a gradient that the loss
@@ -121,14 +122,14 @@ class BucketState:
         separate: bool = False,
         each_use: bool = False,
     ) -> None:
-        self.bucket, self.gathers, self.first = bucket, bucket.param_level > 0, 0
+        self.bucket, self.gathers, self.first = bucket, bucket.fetched, 0
         self.each_use = each_use and self.gathers
         self._stand_ins: tuple[torch.Tensor, ...] = ()
         self._mesh, self._routes, self._separate = mesh, routes, separate
         self._keeps_second = len(routes.again) < len(routes.gather)
         self._second: torch.Tensor | None = None
         self._differentiated = False  # whether a backward follows, which gathers the parameters again
-        self.stored: torch.Tensor = torch.empty(0)
+        self.stored = self.like = torch.empty(0)
         self.whole: torch.Tensor | None = None
         self.anchor: torch.Tensor | None = None
         self.root: torch.Tensor | None = None
@@ -141,13 +142,14 @@ class BucketState:
 
     def bind(self, stored: torch.Tensor, gradients: Gradients | None) -> None:
         self.stored = stored
+        self.like = torch.empty(0, dtype=stored.dtype, device=self._mesh.device)
         self.written = False
         self._hold(None if self.gathers else stored)
         self.anchor = self.root = self.summing = None
         self._stand_ins = ()
         self._differentiated = gradients is not None
         if gradients is not None and self.bucket.trainable:
-            self.anchor = torch.zeros((), requires_grad=True, device=stored.device)
+            self.anchor = torch.zeros((), requires_grad=True, device=self._mesh.device)
             self.root = run_first(_Root.apply(self.anchor, self.bucket, gradients))
 
     def unbind(self) -> None:
@@ -173,12 +175,14 @@ class BucketState:
     def stand_in(self) -> None:
         """Use zeros as the gathered parameters."""
         if self.gathers:
-            self._hold(self.stored.new_zeros(self.bucket.size(0)))
+            self._hold(self.like.new_zeros(self.bucket.size(0)))
 
     def _gather(self) -> Gather:
         if self._second is not None:
             return Gather(self._mesh, self._routes.again, self._second)
-        return Gather(self._mesh, self._routes.gather, self.stored)
+        # A trace has one memory, in which a copy stands for what comes from another.
+        copied = self._mesh.abstract and self.bucket.memory.param != "device"
+        return Gather(self._mesh, self._routes.gather, self.stored.clone() if copied else self.stored)
 
     def _land(self, coming: Gather) -> torch.Tensor:
         whole = coming.wait()
@@ -346,10 +350,10 @@ class UnitState:
             if style is not None:
                 window = compute.spec.window(compute.shape, self._slices.mesh.shape, self._slices.mesh.coords)
                 made[path] = SlicedHandle.make(
-                    self, index, path, shape, state.stored, wants_gradient, style, window, self._slices
+                    self, index, path, shape, state.like, wants_gradient, style, window, self._slices
                 )
             elif self.gathers:
-                made[path] = Handle(self, index, path, shape, state.stored, wants_gradient)
+                made[path] = Handle(self, index, path, shape, state.like, wants_gradient)
         return made
 
     def forget(self) -> None:

@@ -46,7 +46,7 @@ class Storing:
         stored = self._params.buffers[bucket.name]
         whole = bucket.owners(bucket.param_level) == 1
         transfer = Transfer()
-        if shard.device != stored.device:
+        if shard.device != stored.device and (whole or stored.device == self._mesh.device):
             target = stored if whole else torch.empty(shard.numel(), dtype=bucket.dtype, device=stored.device)
             transfer = self._mesh.transfers.copy(shard.to(bucket.dtype), target)
             shard = target
@@ -60,10 +60,17 @@ class Storing:
         gathers = []
         for bucket in self._params.plan.trained:
             shard, transfer = self._arriving.pop(bucket.name)
+            stored, route = self._params.buffers[bucket.name], self._params.plan.routes[bucket.name].restore
+            if stored.device != self._mesh.device:
+                transfer.wait()  # the host may read it next
             transfer.join()
-            if bucket.owners(bucket.param_level) > 1:
-                route, stored = self._params.plan.routes[bucket.name].restore, self._params.buffers[bucket.name]
+            if bucket.owners(bucket.param_level) == 1:
+                continue
+            if stored.device == self._mesh.device:
                 gathers.append(Gather(self._mesh, route, shard.to(bucket.dtype), stored))
+            else:
+                whole = Gather(self._mesh, route, shard.to(bucket.dtype)).wait()
+                self._mesh.transfers.copy(whole, stored).wait()
         for gather in gathers:
             gather.wait()
 

@@ -119,10 +119,12 @@ class Updates:
             written[bucket.name] = master
             if master.dtype == bucket.dtype:
                 copies[bucket.name] = master
-            elif self._staged(bucket):
-                copies[bucket.name] = slot.take(bucket.owned, bucket.dtype)
-            else:
+            elif not self._crosses(bucket):
                 copies[bucket.name] = optimizer_shard(params, bucket)
+            elif bucket.memory.optimizer == "device":
+                copies[bucket.name] = torch.empty(bucket.owned, dtype=bucket.dtype, device=self._mesh.device)
+            else:
+                copies[bucket.name] = slot.take(bucket.owned, bucket.dtype)
         if len(self._groups) > 1:
             some, state = {name: grads[name] for name in names}, self._separation.cut(opt.inner, names)
             factor = None if factor is None else _number(float(factor), written[names[0]].device)
@@ -133,14 +135,14 @@ class Updates:
             slot.sent(storing.put(bucket, copies[bucket.name]))
         return after
 
-    def _staged(self, bucket: Bucket) -> bool:
-        """Whether new parameters are written to a slot of pinned memory, beside the master of another dtype."""
+    def _crosses(self, bucket: Bucket) -> bool:
+        """Whether new parameters are written in one memory, beside the master of another dtype, and stored in another."""
         return self._mesh.transfers.apart and bucket.memory.optimizer != bucket.memory.param
 
     def _slot(self, group: Sequence[Bucket]) -> Slot:
         """Memory for the group's new parameters: the slots take turns."""
         self._slots.append(self._slots.pop(0))
-        staged = [bucket for bucket in group if self._staged(bucket) and bucket.master_dtype != bucket.dtype]
+        staged = [bucket for bucket in group if self._crosses(bucket) and bucket.master_dtype != bucket.dtype]
         return self._slots[-1].empty(sum(taken(bucket.owned, bucket.dtype) for bucket in staged))
 
 

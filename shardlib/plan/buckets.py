@@ -156,6 +156,12 @@ class Bucket:
         more = f" and {len(self.paths) - 1} more" if len(self.paths) > 1 else ""
         return self.unit or self.paths[0] + more
 
+    @property
+    def fetched(self) -> bool:
+        """Whether the stored parameters are brought to the device, whole, for each use: gathered, from another memory, or
+        both."""
+        return self.param_level > 0 or self.memory.param != "device"
+
     @cached_property
     def ways(self) -> int:
         """Number of owners: the product of the axes' sizes."""

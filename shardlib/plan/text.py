@@ -85,7 +85,7 @@ def _rows(plan: PlanValue, messages: Callable[[PlanValue], Iterable[Message]]) -
 
 def _unused(plan: PlanValue) -> str:
     """A sentence on sharded units that the traced batch did not use; "" if it used all."""
-    sharded = {bucket.unit for bucket in plan.tiled.buckets if bucket.param_level}
+    sharded = {bucket.unit for bucket in plan.tiled.buckets if bucket.fetched}
     gathered = set(plan.gathers)
     idle = [unit for unit in plan.tiled.units if unit in sharded and unit not in gathered]
     if not idle:

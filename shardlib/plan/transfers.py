@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardlib.common.dtypes import dtype_name
+from shardlib.plan.buckets import Bucket
 from shardlib.plan.payload import Message
 from shardlib.plan.value import PlanValue
 
@@ -13,20 +14,50 @@ DIRECTIONS = ("down", "up")  # from the device, to the device
 
 def transfers(plan: PlanValue) -> Iterator[Message]:
     """Every transfer of one rank in a step; ``plan`` is that rank's part of the plan. The axis is one of `DIRECTIONS`."""
+    for stage_plan in plan.stage_plans:
+        yield from _fetches(stage_plan)
+        yield from _inputs(stage_plan)
     for bucket in plan.trained:
-        if bucket.memory.optimizer != bucket.memory.grad:
+        if bucket.memory.optimizer != "device":
             form = dtype_name(bucket.reduce_dtype)
             sent = bucket.owned * bucket.reduce_dtype.itemsize
             yield Message("gradients", "down", "when summed", form, sent)
-        if bucket.memory.optimizer != bucket.memory.param:
-            sent = bucket.owned * bucket.dtype.itemsize
-            yield Message("parameters", "up", "after the update", dtype_name(bucket.dtype), sent)
-    times = plan.stages.schedule.microbatches
-    for stage in plan.local_stages if plan.traces else ():
-        assert plan.traces is not None
-        for way, sent in (("down", plan.traces[stage].down), ("up", plan.traces[stage].up)):
-            if sent:
-                yield Message("inputs of blocks", way, "each micro-batch", "as computed", sent, times)
+        yield from _stores(bucket)
+
+
+def _fetches(stage_plan: PlanValue) -> Iterator[Message]:
+    """The way up of parameters before their use."""
+    seen: set[str] = set()
+    microbatches, tiled = stage_plan.stages.schedule.microbatches, stage_plan.tiled
+    for unit in stage_plan.gathers:
+        for bucket in tiled.buckets_of[unit]:
+            routes = tiled.routes[bucket.name]
+            kept = unit in seen and len(routes.again) < len(routes.gather)  # the second shard is on the device
+            if bucket.memory.param != "device" and not kept:
+                sent = bucket.size(bucket.param_level) * bucket.dtype.itemsize
+                yield Message("parameters", "up", "before each use", dtype_name(bucket.dtype), sent, microbatches)
+        seen.add(unit)
+
+
+def _stores(bucket: Bucket) -> Iterator[Message]:
+    """The way of new parameters to where they are stored."""
+    form, size = dtype_name(bucket.dtype), bucket.dtype.itemsize
+    gathered = bucket.owners(bucket.param_level) > 1  # which is done on the device
+    there = "device" if gathered else bucket.memory.param
+    if bucket.memory.optimizer != there:
+        way = "up" if there == "device" else "down"
+        yield Message("parameters", way, "after the update", form, bucket.owned * size)
+    if there != bucket.memory.param:
+        yield Message("parameters", "down", "after the update", form, bucket.size(bucket.param_level) * size)
+
+
+def _inputs(stage_plan: PlanValue) -> Iterator[Message]:
+    """The ways of blocks' inputs, down in forward and up in backward."""
+    (stage,) = stage_plan.local_stages
+    trace, times = stage_plan.traces[stage] if stage_plan.traces else None, stage_plan.stages.schedule.microbatches
+    for way, sent in (("down", trace.down), ("up", trace.up)) if trace else ():
+        if sent:
+            yield Message("inputs of blocks", way, "each micro-batch", "as computed", sent, times)
 
 
 def moved(plan: PlanValue) -> dict[str, int]:

@@ -366,7 +366,7 @@ class PlanValue:
         if self.traces is not None:
             return tuple(unit for stage in self.local_stages for unit in self.traces[stage].touches)
         plan = self.tiled
-        sharded = [unit for unit, buckets in plan.buckets_of.items() if any(b.param_level for b in buckets)]
+        sharded = [unit for unit, buckets in plan.buckets_of.items() if any(b.fetched for b in buckets)]
         return (*sharded, *(unit for unit in reversed(sharded) if unit in plan.trained_in))
 
     @cached_property

@@ -1,6 +1,7 @@
 """The gathering of a bucket, along a route of all-gathers.
 
-The first exchange starts at once and runs while the caller computes. The others follow when the caller waits.
+A buffer in another memory is brought to the device first. What comes first starts at once and runs while the caller computes.
+The rest follows when the caller waits.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 
 from shardlib.collectives import primitives
 from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.transfers import Transfer
 from shardlib.mesh.transport.activity import naming
 from shardlib.plan.exchanges import Exchange
 
@@ -19,8 +21,8 @@ class Gather:
     """A leaf-major buffer that is being gathered.
 
     Args:
-        route: the gathers, at least one. Where values are packed, a rank's own values are decoded as the other ranks' are.
-        buffer: this rank's buffer at the level at which the route begins.
+        route: the gathers. Where values are packed, a rank's own values are decoded as the other ranks' are.
+        buffer: this rank's buffer at the level at which the route begins, in any memory.
         out: the buffer for the result; None for new memory.
 
     Attributes:
@@ -33,10 +35,20 @@ class Gather:
         self._mesh, self._todo = mesh, list(route)
         self._buffer, self._out = buffer, out
         self.passed: dict[int, torch.Tensor] = {}
-        self._launch()
+        self._under_way: Exchange | None = None
+        self._transfer: Transfer | None = None
+        if buffer.device != mesh.device:
+            self._buffer = torch.empty_like(buffer, device=mesh.device)
+            self._transfer = mesh.transfers.copy(buffer, self._buffer)
+        else:
+            self._launch()
 
     def _launch(self) -> None:
-        """Start the gather of the next level. Where several leaves share the bucket it is rank-major, to be reordered."""
+        """Start the gather of the next level, if there is one. Where several leaves share the bucket it is rank-major, to be
+        reordered."""
+        self._under_way = None
+        if not self._todo:
+            return
         self._under_way = exchange = self._todo.pop(0)
         bucket, ways = exchange.bucket, exchange.ways
         out = None if self._todo else self._out
@@ -55,6 +67,7 @@ class Gather:
 
     def _land(self) -> None:
         """Wait for the gather that is under way, decode it, and bring it in leaf-major order."""
+        assert self._under_way is not None
         self._work.wait()
         bucket, ways, packing = self._under_way.bucket, self._under_way.ways, self._under_way.packing
         if self._packed is not None and packing is not None:
@@ -69,9 +82,12 @@ class Gather:
         self.passed[self._under_way.target] = self._buffer
 
     def wait(self) -> torch.Tensor:
-        """The gathered, leaf-major buffer (``out``, if given)."""
-        self._land()
-        while self._todo:
+        """The gathered, leaf-major buffer (``out``, if given), for what the device does from now on."""
+        if self._transfer is not None:
+            self._transfer.join()
+            self._transfer = None
             self._launch()
+        while self._under_way is not None:
             self._land()
+            self._launch()
         return self._buffer

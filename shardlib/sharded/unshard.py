@@ -17,7 +17,8 @@ from shardlib.tree import Tree, unflatten
 
 
 def unshard(params: Sharded) -> Tree:
-    """Gather the full pytree on every rank. Tied leaves come back as one tensor; gradients of frozen leaves as None.
+    """Gather the full pytree on every rank, in the memory that the shards lie in. Tied leaves come back as one tensor;
+    gradients of frozen leaves as None.
 
     >>> params = {"w": torch.ones(8, 4)}
     >>> sl.simulate(lambda mesh: sl.unshard(sl.shard(params, mesh, stage=3))["w"].shape, mesh=dict(data=2))
@@ -28,7 +29,8 @@ def unshard(params: Sharded) -> Tree:
     compute = {placement.path: placement.compute for placement in plan.placements}
     for bucket, buffer in _whole_buffers(params):
         for path, leaf in zip(bucket.paths, bucket.leaves(buffer), strict=True):
-            whole[path] = _gather_slices(leaf, compute[path], params.mesh).clone()
+            where = params.mesh.device_for(params.memory(bucket))
+            whole[path] = _gather_slices(leaf, compute[path], params.mesh).to(where, copy=True)
     return unflatten(plan.shape.treedef, [whole.get(leaf.path) for leaf in plan.leaves])
 
 
@@ -56,7 +58,7 @@ def _whole_buffers(params: Sharded) -> Iterator[tuple[Bucket, torch.Tensor]]:
 
 def _gathered(params: Sharded, bucket: Bucket) -> torch.Tensor:
     buffer, level = params.buffers[bucket.name], params.level(bucket)
-    return Gather(params.mesh, gathers(bucket, 0, level, {}), buffer).wait() if level else buffer
+    return Gather(params.mesh, gathers(bucket, 0, level, {}), buffer).wait()
 
 
 def _gather_slices(local: torch.Tensor, leaf: Leaf, mesh: Mesh) -> torch.Tensor:

@@ -15,18 +15,22 @@ class Offload(Transform):
     """The transform that `offload` makes, with the arguments given there."""
 
     optimizer: str
+    params: str | None
     fraction: float
 
     @property
     def name(self) -> str:
+        params = f", params={self.params!r}" if self.params else ""
         share = f", fraction={self.fraction:g}" if self.fraction != 1 else ""
-        return f"offload({self.optimizer!r}{share})"
+        return f"offload({self.optimizer!r}{params}{share})"
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
+        if self.params:
+            yield Live("param", memory=self.params)
         yield Live("optimizer", memory=self.optimizer, share=self.fraction if self.fraction < 1 else None)
 
 
-def offload(optimizer: str = "host", *, fraction: float = 1.0) -> Offload:
+def offload(optimizer: str = "host", params: str | None = None, *, fraction: float = 1.0) -> Offload:
     """Keep the optimizer's states and the fp32 masters in another memory than the device's, and update them there.
 
     Gradients go down bucket by bucket while backward goes on, as soon as they are summed, and their device memory is freed.
@@ -35,6 +39,8 @@ def offload(optimizer: str = "host", *, fraction: float = 1.0) -> Offload:
 
     Args:
         optimizer: the memory of states and masters: "host".
+        params: the memory of parameters: "host", or None for the device. Units then come up for each use, one ahead, as at
+            ZeRO stage 3, where what comes up is a shard that is gathered on the device.
         fraction: the share of the states that lives there; the states whose gradients come last stay on the device.
 
     Raises:
@@ -48,4 +54,4 @@ def offload(optimizer: str = "host", *, fraction: float = 1.0) -> Offload:
     """
     if isinstance(fraction, bool) or not 0 <= fraction <= 1:
         raise IllegalComposition(f"offload(fraction={fraction!r}): use a number from 0 to 1")
-    return Offload(optimizer, float(fraction))
+    return Offload(optimizer, params, float(fraction))

@@ -62,8 +62,10 @@ def trained(plan, *more):
 @pytest.mark.parametrize("plan", PLANS)
 def test_training_is_the_same_to_the_last_bit(plan):
     losses, norms, numbers, final = trained(plan)
-    for fraction in (1.0, 0.5) if PLANS[plan][2] < STEPS or "stage 1" in plan else (1.0,):
-        again = trained(plan, sl.offload(fraction=fraction))
+    short = PLANS[plan][2] < STEPS
+    ways = [{}, {"params": "host"}, {"fraction": 0.5}, {"params": "host", "fraction": 0.5}]
+    for options in ways if short else ways[:2]:
+        again = trained(plan, sl.offload(**options))
         assert again[:2] == (losses, norms)
         assert_same(again[3], final)
     if "fp16" in plan:
@@ -129,7 +131,12 @@ def test_states_lie_where_the_plan_says():
         )
         assert held == plan.bytes("optimizer", memory) > 0
     assert plan.bytes("optimizer") == plan.bytes("optimizer", "host") + plan.bytes("optimizer", "device")
-    assert plan.bytes("param", "host") == 0 and plan.bytes("total", "host") > plan.bytes("optimizer", "host")
+    assert plan.bytes("param", "host") == 0 < plan.bytes("param", "device")
+    below = sl.make_plan(
+        params, sl.make_mesh(), sl.chain(sl.precision("bf16"), sl.offload(params="host")), optimizer=tx()
+    )
+    assert below.bytes("param", "host") == plan.bytes("param", "device") and below.bytes("param", "device") == 0
+    assert plan.bytes("total", "host") > plan.bytes("optimizer", "host")
 
 
 def test_the_plan_counts_what_moves():
@@ -145,13 +152,19 @@ def test_the_plan_counts_what_moves():
     mixed = sl.precision("bf16", reduce_dtype="bf16")
     assert moved(sl.zero(0), mixed, sl.offload()) == {"down": 2 * count, "up": 2 * count}  # the paper's 4P
     assert moved(sl.zero(1), mixed, sl.offload()) == {"down": count // 2, "up": count // 2}
+    # Of parameters on the host each unit comes up once forward and once backward.
+    down = sl.offload(params="host")
+    assert moved(sl.zero(0), mixed, down) == {"down": 2 * count, "up": 4 * count}
+    assert moved(sl.zero(3), mixed, down) == {"down": count // 2, "up": count}
+    # At stage 1 new parameters are gathered on the device before they are stored.
+    assert moved(sl.zero(1), mixed, down) == {"down": count // 2 + 2 * count, "up": 4 * count + count // 2}
     text = str(sl.make_plan(params, mesh, sl.chain(sl.zero(0), mixed, sl.offload()), optimizer=tx()))
     assert re.search(r"gradients +down +bfloat16 +when summed +2 +424 B", text)
     assert "In host memory: parameters 0 B" in text and "in host memory" in text
 
 
-@pytest.mark.parametrize("saved", [[], [sl.offload()]])
-@pytest.mark.parametrize("restored", [[], [sl.offload(fraction=0.5)]])
+@pytest.mark.parametrize("saved", [[], [sl.offload()], [sl.offload(params="host")]])
+@pytest.mark.parametrize("restored", [[], [sl.offload(fraction=0.5)], [sl.offload(params="host")]])
 def test_a_checkpoint_is_restored_with_and_without(saved, restored, tmp_path):
     loss_fn, params = mlp([6, 9, 4], torch.float32)
     data = regression_batch(4, 6, 4, torch.float32)

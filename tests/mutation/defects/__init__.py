@@ -1,7 +1,7 @@
 """All defects, by the rooms they are planted in."""
 
 from ..planting import Defect
-from . import checkpoints, communication, hangs, keys, optimizers, parts, plans, reproducible, runs, steps
+from . import checkpoints, communication, hangs, keys, offload, optimizers, parts, plans, reproducible, runs, steps
 
 DEFECTS: tuple[Defect, ...] = (
     *communication.DEFECTS,
@@ -10,6 +10,7 @@ DEFECTS: tuple[Defect, ...] = (
     *steps.DEFECTS,
     *keys.DEFECTS,
     *optimizers.DEFECTS,
+    *offload.DEFECTS,
     *parts.DEFECTS,
     *checkpoints.DEFECTS,
     *runs.DEFECTS,

@@ -15,8 +15,8 @@ DEFECTS = (
         "norm",
         "optim/shards.py",
         "what a transformation sums over all elements is a rank's own part",
-        "sum_over(self._mesh, tuple(self._mesh.shape), local)",
-        "sum_over(self._mesh, (), local)",
+        "self.summation.values(self._over_ranks(local))",
+        "self.summation.values(local)",
         (f"{_MESHES}::test_norms_counts_and_masks_of_drawn_trees",),
     ),
     Defect(
@@ -124,10 +124,10 @@ DEFECTS = (
     Defect(
         "masters that stay",
         "stale",
-        "train.py",
-        "steps go from 16-bit parameters on, and fp32 masters stay as they were",
-        "narrow | opt.masters,",
-        "opt.masters | narrow,",
+        "optim/updates.py",
+        "steps go from the first masters on, which stay as they were",
+        "written[bucket.name] = master\n",
+        "written[bucket.name] = master.clone()\n",
         (f"{_OPTIM}::test_mixed_precision_is_the_textbooks",),
     ),
     Defect(

@@ -62,8 +62,8 @@ DEFECTS = (
         "factor",
         "execute/step.py",
         "gradients are not divided by the loss scale",
-        "torch.full_like(sums.total, self._rest / loss_scale)",
-        "torch.full_like(sums.total, self._rest)",
+        "else self._rest / loss_scale)",
+        "else self._rest)",
         ("tests/optim/test_optimizers_on_one_device.py::test_mixed_precision_is_the_textbooks",),
     ),
     Defect(
@@ -137,8 +137,8 @@ DEFECTS = (
         "stale",
         "optim/storing.py",
         "what was gathered after an update does not reach the stored parameters",
-        "params.plan.routes[bucket.name].restore, narrow, stored)",
-        "params.plan.routes[bucket.name].restore, narrow, stored.clone())",
+        "shard.to(bucket.dtype), stored))",
+        "shard.to(bucket.dtype), stored.clone()))",
         (f"{_SAME}::test_every_stage_and_number_of_ranks",),
     ),
     Defect(
