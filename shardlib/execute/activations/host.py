@@ -141,13 +141,17 @@ class InHost:
         if self._changed is not None:
             raise self._changed
         assert self._here is not None
-        self._coming.join()
+        self._wait()
         return self._here.as_strided(*self._layout)
+
+    def _wait(self) -> None:
+        """Let what follows on the current stream use the memory that the tensor is copied to."""
+        self._coming.join()
 
     def release(self) -> None:
         """Let go of the tensor that was brought back."""
         if self._here is not None:
-            self._coming.join()  # the memory must not be used for anything else before the copy is done
+            self._wait()  # also for other uses of the memory
             self._here = None
 
     def free(self) -> None:
