@@ -13,7 +13,8 @@ def trained(mesh, *transforms, steps=2, layers=5, rates=0.0, **changes):
     import shardlib as sl
     from shardlib.models import gpt
 
-    gc.collect()  # an earlier run's memory would be counted
+    gc.collect()
+    before = rig.counts()  # what earlier runs still hold
     config = gpt.GPTConfig(vocab=29, layers=layers, width=32, heads=4, sequence=16, **changes)
     drawn = torch.randint(29, (32, 17), generator=torch.Generator().manual_seed(4)).to(mesh.device)
     batch = {"tokens": drawn[:, :-1].contiguous(), "targets": drawn[:, 1:].contiguous()}
@@ -27,6 +28,7 @@ def trained(mesh, *transforms, steps=2, layers=5, rates=0.0, **changes):
             state, metrics = step(state, batch)
             losses.append(metrics["loss"].item())
     counts = rig.counts()
+    counts = counts._replace(peak=counts.peak - before.live, pinned_peak=counts.pinned_peak - before.pinned)
     plan = sl.make_plan(gpt.init(config), mesh, parallel, loss_fn=loss_fn, optimizer=tx, batch=batch)
     weights = [leaf.cpu() for leaf in torch.utils._pytree.tree_leaves(sl.unshard(state.params))]
     return losses, weights, counts, plan, drawn.nbytes + sum(leaf.nbytes for leaf in batch.values())
