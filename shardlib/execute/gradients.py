@@ -76,6 +76,7 @@ class Gradients:
     def __init__(self, plan: Plan, mesh: Mesh, options: ReductionOptions) -> None:
         self._plan, self._mesh, self._options = plan, mesh, options
         self._held: dict[str, torch.Tensor] = {}
+        self._landed: dict[str, torch.Tensor] = {}  # what has left for the optimizer's memory
         self._trees: Trees | None = {} if plan.step.tree else None
         self._first = batch_index(plan, mesh) * plan.step.microbatches  # the first micro-batch of this rank, among all
 
@@ -188,7 +189,7 @@ class Gradients:
             whole = again[name] if name in again else self._zeros(bucket)
             for reduced in self._reduction([Sum(bucket, whole)], [(*each, *last) if self._last else each]).wait():
                 if landing := self._landing(bucket):
-                    landing.add(bucket, reduced.buffer)
+                    landing.take(bucket, reduced.buffer)
                 else:
                     self._held[name].add_(reduced.buffer)
 
@@ -200,7 +201,8 @@ class Gradients:
 
     def result(self) -> dict[str, torch.Tensor]:
         """Bucket name -> this rank's shard of the gradient, after the last micro-batch."""
-        return {bucket.name: self._held[bucket.name] for bucket in self._plan.trained}
+        held = self._held | self._landed
+        return {bucket.name: held[bucket.name] for bucket in self._plan.trained}
 
     def _zeros(self, bucket: Bucket) -> torch.Tensor:
         return torch.zeros(bucket.size(0), dtype=bucket.reduce_dtype, device=self._mesh.device)
@@ -228,6 +230,11 @@ class Gradients:
     def _reduce(self, buckets: list[Bucket], wholes: list[torch.Tensor | None]) -> None:
         """Start the exchanges of buckets whose routes have the same collectives."""
         each, last = (list(routes) for routes in zip(*map(self._routes, buckets), strict=True))
+        if not each[0] and self._plan.lands_each(buckets[0]) and self._landing(buckets[0]):
+            self._fly(
+                [Sum(b, whole, whole) for b, whole in zip(buckets, wholes, strict=True) if whole is not None], each
+            )
+            return
         if not each[0]:
             sums = [self._sum(bucket, whole) for bucket, whole in zip(buckets, wholes, strict=True)]
             if self._last:
@@ -294,9 +301,11 @@ class Gradients:
             held = self._held.get(reduced.bucket.name)
             self._held[reduced.bucket.name] = reduced.buffer if held is None else held.add_(reduced.buffer)
             if landing := self._landing(reduced.bucket):
-                self._held[reduced.bucket.name] = landing.take(reduced.bucket, self._held.pop(reduced.bucket.name))
+                self._landed[reduced.bucket.name] = landing.take(reduced.bucket, self._held.pop(reduced.bucket.name))
 
     def _landing(self, bucket: Bucket) -> Landing | None:
-        """What takes the bucket's gradient when its sum is complete; None if it stays, or if other stages add to it."""
+        """What takes the bucket's gradient now: when its sum is complete, or after each micro-batch if gradients are
+        accumulated there. None if it stays, or if other stages add to it."""
         landing = self._options.landing
-        return landing if self._last and landing and landing.moves(bucket) and len(bucket.stages) == 1 else None
+        now = self._last or self._plan.lands_each(bucket)
+        return landing if now and landing and landing.moves(bucket) and len(bucket.stages) == 1 else None
