@@ -16,21 +16,25 @@ class Offload(Transform):
 
     optimizer: str
     params: str | None
+    gradients: str | None
     fraction: float
 
     @property
     def name(self) -> str:
-        params = f", params={self.params!r}" if self.params else ""
-        share = f", fraction={self.fraction:g}" if self.fraction != 1 else ""
-        return f"offload({self.optimizer!r}{params}{share})"
+        given = {"params": self.params, "gradients": self.gradients, "fraction": self.fraction}
+        shown = [f", {name}={value!r}" for name, value in given.items() if value not in (None, 1)]
+        return f"offload({self.optimizer!r}{''.join(shown)})"
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
-        if self.params:
-            yield Live("param", memory=self.params)
+        for role, memory in (("param", self.params), ("grad", self.gradients)):
+            if memory:
+                yield Live(role, memory=memory)
         yield Live("optimizer", memory=self.optimizer, share=self.fraction if self.fraction < 1 else None)
 
 
-def offload(optimizer: str = "host", params: str | None = None, *, fraction: float = 1.0) -> Offload:
+def offload(
+    optimizer: str = "host", params: str | None = None, gradients: str | None = None, *, fraction: float = 1.0
+) -> Offload:
     """Keep the optimizer's states and the fp32 masters in another memory than the device's, and update them there.
 
     Gradients go down bucket by bucket while backward goes on, as soon as they are summed, and their device memory is freed.
@@ -41,6 +45,9 @@ def offload(optimizer: str = "host", params: str | None = None, *, fraction: flo
         optimizer: the memory of states and masters: "host".
         params: the memory of parameters: "host", or None for the device. Units then come up for each use, one ahead, as at
             ZeRO stage 3, where what comes up is a shard that is gathered on the device.
+        gradients: the memory in which gradients of several micro-batches are accumulated: "host", or None for the device.
+            Each micro-batch's gradient then goes down as soon as it is reduced, and the host adds it. Gradients that ranks
+            reduce once, after the last micro-batch (below ZeRO stage 2), are accumulated on the device all the same.
         fraction: the share of the states that lives there; the states whose gradients come last stay on the device.
 
     Raises:
@@ -54,4 +61,4 @@ def offload(optimizer: str = "host", params: str | None = None, *, fraction: flo
     """
     if isinstance(fraction, bool) or not 0 <= fraction <= 1:
         raise IllegalComposition(f"offload(fraction={fraction!r}): use a number from 0 to 1")
-    return Offload(optimizer, params, float(fraction))
+    return Offload(optimizer, params, gradients, float(fraction))
