@@ -49,6 +49,7 @@ def write(found: Soak, source: Mapping[str, str], page: Path) -> None:
         "",
         *(f"- {what}: {value}" for what, value in source.items()),
     ]
+    page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text("\n".join([*lines, "", _ABOUT, "", found.table()]))
 
 

@@ -9,7 +9,7 @@ from helpers.pool import Pool
 @pytest.fixture(scope="session")
 def rigs():
     """Two processes with a test device each, `helpers.rig`."""
-    pool = Pool(2, device="rig")
+    pool = Pool(2, device="rig", patience=300)
     yield pool
     pool.stop()
 
@@ -23,7 +23,7 @@ def on_rig(rigs):
 @pytest.fixture(scope="session")
 def gpus():
     """Two processes that share a GPU."""
-    pool = Pool(2, device="cuda", patience=200)
+    pool = Pool(2, device="cuda", patience=300)
     yield pool
     pool.stop()
 

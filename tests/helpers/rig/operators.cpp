@@ -4,6 +4,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/InferSize.h>
 #include <ATen/TensorUtils.h>
+#include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
 #include "device.h"
@@ -228,8 +229,46 @@ void on_the_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (size_t i = stack->size() - results; i < stack->size(); ++i) call.close((*stack)[i]);
 }
 
+// Convolutions, which torch leaves to devices that are not its own.
+
+Tensor landed(const Tensor& result) {
+  if (!result.defined()) return result;
+  auto copy = at::empty_strided(result.sizes(), result.strides(), result.options().device(device()));
+  opened(copy).copy_(result);
+  return copy;
+}
+
+Tensor convolution(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, c10::SymIntArrayRef stride,
+                   c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed,
+                   c10::SymIntArrayRef output_padding, c10::SymInt groups) {
+  streams()[current_stream].drain();
+  auto with = bias && bias->defined() ? std::optional<Tensor>(opened(*bias)) : std::nullopt;
+  return landed(at::convolution_symint(opened(x), opened(weight), with, stride, padding, dilation, transposed,
+                                       output_padding, groups));
+}
+
+std::tuple<Tensor, Tensor, Tensor> convolution_backward(
+    const Tensor& grad, const Tensor& x, const Tensor& weight, c10::SymIntArrayRef stride, c10::SymIntArrayRef padding,
+    c10::SymIntArrayRef dilation, bool transposed, c10::SymIntArrayRef output_padding, c10::SymInt groups,
+    std::array<bool, 3> wanted) {
+  streams()[current_stream].drain();
+  c10::SymInt channels = grad.size(1);
+  auto [of_x, of_weight, of_bias] =
+      at::convolution_backward_symint(opened(grad), opened(x), opened(weight), c10::SymIntArrayRef(&channels, 1), stride,
+                                      padding, dilation, transposed, output_padding, groups, wanted);
+  return {landed(of_x), landed(of_weight), landed(of_bias)};
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_the_host>()); }
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+
+// Under autocast the casts are those of every GPU.
+#define NARROW(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
+#define WIDE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+  AT_FORALL_LOWER_PRECISION_FP(NARROW)
+  AT_FORALL_FP32(WIDE)
+}
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &empty);
@@ -245,6 +284,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage", &set_whole_storage);
   m.impl("is_set_to", &is_set_to);
   m.impl("record_stream", &record_stream);
+  m.impl("convolution_overrideable", &convolution);
+  m.impl("convolution_backward_overrideable", &convolution_backward);
 }
 
 TORCH_LIBRARY(rig, m) { m.def("default_generator() -> Generator?", [] { return default_generator(); }); }
