@@ -9,6 +9,7 @@ from shardlib.mesh.mesh import Mesh, abstract_mesh, make_mesh
 from shardlib.mesh.specs import P
 from shardlib.models.from_module import from_module
 from shardlib.nn import Mean, block, dropout, sequential
+from shardlib.optim.moving import to_device, to_disk, to_host
 from shardlib.optim.train_state import TrainState, replace_params
 from shardlib.plan.transform import chain
 from shardlib.rng import Key
@@ -47,6 +48,9 @@ __all__ = [
     "make_plan",
     "value_and_grad",
     "replace_params",
+    "to_host",
+    "to_disk",
+    "to_device",
     "unused_params",
     "from_module",
     # meshes and ranks

@@ -131,6 +131,8 @@ def make_train_step(
     optimizer.require_locality(lifted)
     loss_step = LossStep(loss_fn, plan, mesh, buffers is not None, keeps=True)
     updates = Updates(optimizer, plan, mesh)
+    if not donate:
+        updates.require_copies()
     owned = OwnedExchange(plan, mesh) if plan.reductions.owner else None
     key = rng if isinstance(rng, Key) else Key(rng)
     sums = {f"buffers/{path}" if path else "buffers": checksum for path, checksum in checksums(buffers).items()}

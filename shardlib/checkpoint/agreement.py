@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardlib.collectives import primitives
-from shardlib.errors import CheckpointError, RankFailure, ShardlibError, listing
+from shardlib.collectives import attempts, primitives
+from shardlib.errors import CheckpointError, ShardlibError, listing
 from shardlib.mesh.mesh import Mesh
 
 _T = TypeVar("_T")
@@ -19,15 +19,7 @@ def on_all_ranks(mesh: Mesh, work: Callable[[], _T]) -> list[_T]:
     Raises:
         RankFailure: it failed on other ranks; lists them. Where it failed, its own error is raised.
     """
-    failure, problems, results = _attempted(mesh, work)
-    if failure is not None:
-        raise failure
-    if problems:
-        lines = [f"rank {rank}: {problem}" for rank, problem in problems]
-        raise RankFailure(
-            f"the checkpoint was not written:\n{listing(lines)}\nThe output of these ranks has the tracebacks."
-        )
-    return results
+    return attempts.on_all_ranks(mesh, work, "the checkpoint was not written")
 
 
 def read_on_all_ranks(mesh: Mesh, work: Callable[[], _T], problem: str, remedy: str) -> list[_T]:
@@ -37,7 +29,7 @@ def read_on_all_ranks(mesh: Mesh, work: Callable[[], _T], problem: str, remedy: 
         CheckpointError: it failed on some ranks. Equal on all ranks: the ``problem``, ranks and their errors, the ``remedy``.
             An error that all ranks have alike is raised as it is.
     """
-    failure, problems, results = _attempted(mesh, work)
+    failure, problems, results = attempts.attempted(mesh, work)
     if failure is not None and len(problems) == mesh.size and len({text for _, text in problems}) == 1:
         raise failure
     if problems:
@@ -66,16 +58,3 @@ def from_first_rank(mesh: Mesh, work: Callable[[], _T], folder: str | Path) -> _
     if failure is not None:
         raise failure
     return result
-
-
-def _attempted(mesh: Mesh, work: Callable[[], _T]) -> tuple[Exception | None, list[tuple[int, str]], list[_T]]:
-    """This rank's error, all ranks' errors as text, and all ranks' results."""
-    failure: Exception | None = None
-    result: Any = None
-    try:
-        result = work()
-    except Exception as error:
-        failure = error
-    problem = f"{type(failure).__name__}: {failure}" if failure else ""
-    reports = primitives.all_gather_object(mesh, list(mesh.shape), (mesh.rank, problem, result))
-    return failure, [(rank, text) for rank, text, _ in reports if text], [each for *_, each in reports]

@@ -5,8 +5,14 @@ import fcntl
 import os
 from pathlib import Path
 
+BLOCK = 4096  # offsets and lengths of direct I/O are multiples of a disk's block, which is this at most
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux's; Python has no name for it
 _BEGIN = 2  # SYNC_FILE_RANGE_WRITE
+
+
+def whole_blocks(size: int) -> int:
+    """``size`` bytes, padded to blocks."""
+    return -(-size // BLOCK) * BLOCK
 
 
 def begin_writing(fd: int, offset: int, length: int) -> None:

@@ -2,28 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 import torch
 
 from shardlib.common.devices import pins
+from shardlib.common.disk import whole_blocks
+
+AHEAD = 3  # groups of buffers that are read from disk ahead of the one in use
+_WRITING = 2  # groups that are on their way to disk
 
 
 class Memory(Protocol):
-    """A memory of a rank."""
+    """A memory of a rank.
+
+    Attributes:
+        works: the memory in which buffers of this one are worked on.
+        rests: whether that is another one: buffers are brought there, a few at a time, and taken back.
+        slots: copies of a buffer that this memory has room for.
+    """
+
+    works: str
+    rests: bool
+    slots: int
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A flat buffer of zeros in this memory, for a rank that computes on ``device``."""
         ...
 
     def device(self, device: torch.device) -> torch.device:
-        """The device by which torch calls this memory of a rank that computes on ``device``."""
+        """The device by which torch calls the memory where a rank that computes on ``device`` works on these buffers."""
+        ...
+
+    def held(self, size: int) -> int:
+        """Bytes that a buffer of ``size`` bytes takes here."""
         ...
 
 
 class DeviceMemory:
     """The memory of the device that a rank computes on."""
+
+    works, rests, slots = "device", False, 1
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype, device=device)
@@ -31,9 +51,14 @@ class DeviceMemory:
     def device(self, device: torch.device) -> torch.device:
         return device
 
+    def held(self, size: int) -> int:
+        return size
+
 
 class HostMemory:
     """The host's memory, pinned where the device has a memory of its own. Elsewhere both are one memory."""
+
+    works, rests, slots = "host", False, 1
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype, device=self.device(device), pin_memory=pins(device))
@@ -41,5 +66,23 @@ class HostMemory:
     def device(self, device: torch.device) -> torch.device:
         return torch.device("cpu") if pins(device) else device
 
+    def held(self, size: int) -> int:
+        return size
 
-MEMORIES: Mapping[str, Memory] = {"device": DeviceMemory(), "host": HostMemory()}
+
+class Disk(HostMemory):
+    """Files, whose buffers are worked on in the host's memory. A buffer takes two slots of whole blocks."""
+
+    rests, slots = True, 2
+
+    def held(self, size: int) -> int:
+        return self.slots * whole_blocks(size)
+
+
+MEMORIES: Mapping[str, Memory] = {"device": DeviceMemory(), "host": HostMemory(), "disk": Disk()}
+
+
+def window(groups: Collection[int]) -> int:
+    """Bytes of host memory that groups of buffers on disk pass through, from the bytes of each: what is read ahead, in use
+    and being written, at most."""
+    return min(sum(groups), (AHEAD + 1 + _WRITING) * max(groups, default=0))

@@ -47,13 +47,15 @@ class Holding(Protocol):
 
 
 class Packed(abc.ABC):
-    """A node of an optimizer's state that holds one tensor in fewer bits. Checkpoints hold the decoded tensor.
+    """A node of an optimizer's state that holds one tensor in fewer bits, or elsewhere. Checkpoints hold the decoded tensor.
 
     Attributes:
         block: elements that are encoded together: parts begin at multiples of it.
+        rounds: whether the tensor holds other values than its parts; False if it is only elsewhere.
     """
 
     block: int
+    rounds = True
 
     @property
     @abc.abstractmethod
@@ -260,7 +262,7 @@ def require_unpacked(plan: Plan, state: Tree) -> None:
         IllegalComposition: names the class of the packed tensors.
     """
     nodes = optree.tree_leaves(state, is_leaf=lambda node: isinstance(node, Packed))
-    packed = next((type(node).__name__ for node in nodes if isinstance(node, Packed)), None)
+    packed = next((type(node).__name__ for node in nodes if isinstance(node, Packed) and node.rounds), None)
     if plan.step.tree and packed:
         raise IllegalComposition(
             f"reproducible() cannot give the same bits on every mesh with this optimizer: its state is in {packed} tensors, "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import optree
@@ -10,6 +10,7 @@ import torch
 
 from shardlib.errors import IllegalComposition
 from shardlib.mesh.chunks import chunks
+from shardlib.optim.base import Packed
 from shardlib.optim.storing import optimizer_shards
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree
@@ -21,7 +22,10 @@ def following_masters(params: Sharded, masters: Mapping[str, torch.Tensor]) -> d
     Changes nothing in place.
     """
     shards = optimizer_shards(params)
-    return {name: _following(shards[name], master) for name, master in masters.items()}
+    return {
+        name: _changed(master, lambda old, name=name: _following(shards[name], old))  # type: ignore[misc]
+        for name, master in masters.items()
+    }
 
 
 def following_state(params: Sharded, masters: Mapping[str, torch.Tensor], state: Tree) -> Tree:
@@ -30,13 +34,15 @@ def following_state(params: Sharded, masters: Mapping[str, torch.Tensor], state:
     Raises:
         IllegalComposition: ranks have diverged.
     """
-    flat = optimizer_shards(params) | dict(masters)
+    flat = optimizer_shards(params) | {
+        name: master.unpacked() if isinstance(master, Packed) else master for name, master in masters.items()
+    }
 
-    def held(name: str, old: torch.Tensor) -> torch.Tensor:
+    def held(name: str, old: Any) -> Any:
         named = params.plan.numbering.run_named(name)
         assert named is not None, name  # names of a bucket or a run of its leaves
         bucket, start, stop = params.plan.numbering.span(named[1])
-        return flat[bucket][start:stop].to(old.dtype, copy=True)
+        return _changed(old, lambda tensor: flat[bucket][start:stop].to(tensor.dtype, copy=True))
 
     def followed(node: Any) -> Any:
         if not _holds(node):
@@ -57,6 +63,14 @@ def following_state(params: Sharded, masters: Mapping[str, torch.Tensor], state:
 
 def _holds(node: Any) -> bool:
     return hasattr(node, "held_trees")
+
+
+def _changed(held: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """What ``change`` makes of a tensor; one that is elsewhere gets its values there."""
+    if not isinstance(held, Packed):
+        return change(held)
+    held.pack(change(held.unpacked()))
+    return held
 
 
 def _following(param: torch.Tensor, master: torch.Tensor) -> torch.Tensor:

@@ -14,16 +14,17 @@ that reads across elements otherwise updates all buckets at once, where their st
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from shardlib.collectives.summation import sum_of_squares
 from shardlib.errors import IllegalComposition
+from shardlib.mesh.memories import MEMORIES
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.staging import Slot, taken
 from shardlib.mesh.transport.activity import naming
 from shardlib.optim.base import GradientTransformation
+from shardlib.optim.resting import resting_of
 from shardlib.optim.separate import Separation
 from shardlib.optim.shards import MeshShards
 from shardlib.optim.storing import Storing, optimizer_shard
@@ -45,21 +46,43 @@ class Updates:
         self._optimizer, self._plan, self._mesh = optimizer, plan, mesh
         self._separation = Separation(plan)
         self._groups = _groups(optimizer, plan)
+        self._resting = resting_of(optimizer, plan, mesh)
         self._shards = [MeshShards(plan, mesh).of(group) for group in self._groups]
         # The last group is in the other memory, if there is one: numbers for it must not take the device's link.
         self._numbers = mesh.device_for(self._groups[-1][0].memory.optimizer) if plan.trained else mesh.device
         # Two: while the parameters of one group are on their way, the next group is updated.
         self._slots = [Slot(mesh.transfers.apart) for _ in self._groups[:2]]
 
+    def require_copies(self) -> None:
+        """Refuse states of which there is one at a time, in a step that is to keep the state it is given."""
+        if not self._resting.at_once:
+            raise IllegalComposition(
+                "donate=False keeps the old state of every step, and states on disk are there once: leave donate=True, or "
+                "keep them in memory with offload('host')"
+            )
+
     def init(self, params: Sharded) -> OptimizerState:
         """The masters and the optimizer's state of new parameters."""
-        masters, flat = {}, {}
-        for bucket in self._plan.trained:
-            flat[bucket.name] = shard = optimizer_shard(params, bucket)
-            if bucket.master_dtype is not None:
-                master = self._mesh.zeros(bucket.owned, bucket.master_dtype, bucket.memory.optimizer)
-                flat[bucket.name] = masters[bucket.name] = master.copy_(shard)
-        return OptimizerState(masters, self._optimizer.init(flat, shards=MeshShards(self._plan, self._mesh)))
+        shards, states = MeshShards(self._plan, self._mesh), []
+        several = len(self._groups) > 1 and not self._resting.at_once
+        for group in self._groups if several else [self._plan.trained]:
+            # The optimizer is shown all parameters, those of other groups without memory.
+            flat = {
+                bucket.name: torch.empty(bucket.owned, dtype=bucket.master_dtype or bucket.dtype, device="meta")
+                for bucket in self._plan.trained
+            }
+            masters = {}
+            for bucket in group:
+                flat[bucket.name] = shard = optimizer_shard(params, bucket)
+                if bucket.master_dtype is not None:
+                    master = self._mesh.zeros(bucket.owned, bucket.master_dtype, bucket.memory.optimizer)
+                    flat[bucket.name] = masters[bucket.name] = master.copy_(shard)
+            state = OptimizerState(masters, self._optimizer.init(flat, shards=shards))
+            if several:
+                state = self._separation.cut(state, [bucket.name for bucket in group])
+            states.append(self._resting.asleep(state))
+        self._resting.commit()
+        return self._joined(states)
 
     @naming("the optimizer")
     def apply(
@@ -84,17 +107,27 @@ class Updates:
             shards.remember(sum_of_squares, grads, _number(squares, self._numbers))
             factor = None if scale is None else _number(scale, self._numbers)
             storing = Storing(params)
-            if len(self._groups) > 1:
+            several = len(self._groups) > 1
+            if several:
                 factor = self._optimizer.lead(grads, factor, shards)
-                states = [
-                    self._update(group, storing, params, opt, grads, factor, some, landing)
-                    for group, some in zip(self._groups, self._shards, strict=True)
-                ]
-                inner = self._separation.join(states)
-            else:
-                inner = self._update(self._groups[0], storing, params, opt, grads, factor, shards, landing)
+            states = []
+            resting = self._resting.awake(self._parts(opt))
+            for group, some, state in zip(self._groups, self._shards if several else [shards], resting, strict=True):
+                after = self._update(group, storing, params, state, grads, factor, some, landing)
+                states.append(self._resting.asleep(after))
             storing.finish()
-        return OptimizerState(opt.masters, inner)
+            self._resting.commit()
+        return self._joined(states)
+
+    def _parts(self, opt: OptimizerState) -> list[OptimizerState]:
+        """The state of each group."""
+        if len(self._groups) == 1:
+            return [opt]
+        return [self._separation.cut(opt, [bucket.name for bucket in group]) for group in self._groups]
+
+    def _joined(self, states: Sequence[OptimizerState]) -> OptimizerState:
+        """The state of which groups have ``states``."""
+        return self._separation.join(states) if len(states) > 1 else states[0]
 
     def _update(
         self,
@@ -106,8 +139,8 @@ class Updates:
         factor: torch.Tensor | None,
         shards: MeshShards,
         landing: Landing,
-    ) -> Any:
-        """Update the buckets of one group; returns their part of the optimizer's state."""
+    ) -> OptimizerState:
+        """Update the buckets of one group; ``opt`` is their part of the state, and so is the result."""
         names = [bucket.name for bucket in group]
         written, copies, slot = {}, {}, self._slot(group)
         for bucket in group:
@@ -126,14 +159,24 @@ class Updates:
             else:
                 copies[bucket.name] = slot.take(bucket.owned, bucket.dtype)
         if len(self._groups) > 1:
-            some, state = {name: grads[name] for name in names}, self._separation.cut(opt.inner, names)
+            some = {name: grads[name] for name in names}
             factor = None if factor is None else _number(float(factor), written[names[0]].device)
-            after = self._optimizer.body(written, some, state, scale=factor, shards=shards, copies=copies)
+            after = self._optimizer.body(written, some, opt.inner, scale=factor, shards=shards, copies=copies)
         else:
             after = self._optimizer.apply(written, grads, opt.inner, scale=factor, shards=shards, copies=copies)
         for bucket in group:
-            slot.sent(storing.put(bucket, copies[bucket.name]))
-        return after
+            shard = copies[bucket.name]
+            if self._lent(bucket) and shard is opt.masters[bucket.name]:
+                own = (
+                    slot.take(bucket.owned, bucket.dtype) if self._crosses(bucket) else optimizer_shard(params, bucket)
+                )
+                shard = own.copy_(shard)
+            slot.sent(storing.put(bucket, shard))
+        return OptimizerState(opt.masters, after)
+
+    def _lent(self, bucket: Bucket) -> bool:
+        """Whether the master's memory is another's as soon as the update is done."""
+        return MEMORIES[bucket.memory.optimizer].rests
 
     def _crosses(self, bucket: Bucket) -> bool:
         """Whether new parameters are written in one memory, beside the master of another dtype, and stored in another."""
@@ -142,7 +185,11 @@ class Updates:
     def _slot(self, group: Sequence[Bucket]) -> Slot:
         """Memory for the group's new parameters: the slots take turns."""
         self._slots.append(self._slots.pop(0))
-        staged = [bucket for bucket in group if self._crosses(bucket) and bucket.master_dtype != bucket.dtype]
+        staged = [
+            bucket
+            for bucket in group
+            if self._crosses(bucket) and (bucket.master_dtype != bucket.dtype or self._lent(bucket))
+        ]
         return self._slots[-1].empty(sum(taken(bucket.owned, bucket.dtype) for bucket in staged))
 
 

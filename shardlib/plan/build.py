@@ -11,10 +11,12 @@ import optree
 
 from shardlib.collectives.summation import IN_FLOAT64
 from shardlib.collectives.tree_sum import most_nodes
-from shardlib.mesh.memories import MEMORIES
+from shardlib.common.disk import whole_blocks
+from shardlib.mesh.memories import MEMORIES, window
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.specs import check_leaves
 from shardlib.plan.bucketing import buckets_of
+from shardlib.plan.buckets import Bucket
 from shardlib.plan.check_axes import check_axes
 from shardlib.plan.claims import LeafInfo
 from shardlib.plan.placement import check_dtypes
@@ -172,13 +174,26 @@ def with_needs(plan: Plan, optimizer: Any) -> Plan:
 def _optimizer_bytes(plan: PlanValue, state: Tree) -> dict[str, int]:
     """Memory -> bytes of master weights and of an optimizer's (fake) state, without its counters (0-d)."""
     held = dict.fromkeys(MEMORIES, 0)
+    passing: dict[str, dict[str, int]] = {}  # memory that buffers are brought to -> bucket -> bytes
+
+    def add(bucket: Bucket | None, memory: str, size: int) -> None:
+        kind = MEMORIES[memory]
+        held[memory] += kind.held(size)
+        if kind.rests and bucket is not None:
+            groups = passing.setdefault(kind.works, {})
+            groups[bucket.name] = groups.get(bucket.name, 0) + whole_blocks(size)
+
     # What a state has by parameter instead of by bucket lies with the first bucket: such states are in one memory.
     other = plan.trained[0].memory.optimizer if plan.trained else "device"
     paths, leaves, _ = optree.tree_flatten_with_path(state)
     for path, leaf in zip(paths, leaves, strict=True):
         run = next(filter(None, map(plan.numbering.run_named, reversed(path))), None)
-        memory = plan.bucket_of[run[0]].memory.optimizer if run else other
-        held[memory] += leaf.numel() * leaf.dtype.itemsize if leaf.dim() else 0
+        bucket = plan.bucket_of[run[0]] if run else None
+        if leaf.dim():
+            add(bucket, bucket.memory.optimizer if bucket else other, leaf.numel() * leaf.dtype.itemsize)
     for bucket in plan.trained:
-        held[bucket.memory.optimizer] += bucket.owned * bucket.master_dtype.itemsize if bucket.master_dtype else 0
+        if bucket.master_dtype is not None:
+            add(bucket, bucket.memory.optimizer, bucket.owned * bucket.master_dtype.itemsize)
+    for memory, groups in passing.items():
+        held[memory] += window(list(groups.values()))
     return held

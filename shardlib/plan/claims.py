@@ -209,17 +209,20 @@ class Live(Claim):
         axis: an axis that the tensors are split over.
         memory: one of `shardlib.mesh.memories.MEMORIES`.
         share: the share of the role's bytes that live in ``memory``, by default all; the others on the device.
+        folders: where the files of a memory on disk are.
     """
 
     subject_field = "role"
+    PLACES: ClassVar = ("memory", "share", "folders")  # slots that are no split over an axis
 
     role: str
     axis: str | None = None
     memory: str | None = None
     share: float | None = None
+    folders: tuple[str, ...] | None = None
 
     def slots(self) -> dict[str, Any]:
-        claimed = {f"axis {self.axis!r}": self.axis, "memory": self.memory, "share": self.share}
+        claimed = {f"axis {self.axis!r}": self.axis} | {slot: getattr(self, slot) for slot in Live.PLACES}
         return {slot: value for slot, value in claimed.items() if value is not None}
 
     def axes(self) -> Iterable[tuple[str, AxisUse]]:
@@ -227,7 +230,7 @@ class Live(Claim):
 
     @staticmethod
     def named(subject: str, slot: str) -> str:
-        kind = slot if slot in ("memory", "share") else "split"
+        kind = slot if slot in Live.PLACES else "split"
         return f"the {kind} of the {subject} state" + (f" over {slot}" if kind == "split" else "")
 
 

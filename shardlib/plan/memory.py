@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from shardlib.mesh.memories import MEMORIES
 from shardlib.plan.value import ROLES, PlanValue
 from shardlib.schedules import peak_of_stages
 
@@ -51,7 +52,7 @@ def _gradients(plan: PlanValue) -> Iterator[tuple[str, int]]:
         if bucket.memory.optimizer == "device":
             yield "device", accumulated
             continue
-        yield bucket.memory.optimizer, bucket.owned * size
+        yield MEMORIES[bucket.memory.optimizer].works, bucket.owned * size
         if plan.step.microbatches > 1 and not plan.lands_each(bucket):
             yield "device", accumulated
         else:

@@ -85,5 +85,9 @@ def _location(role: str, slots: Mapping[str, Any]) -> Location:
         raise IllegalComposition(
             f"the {role} state cannot live in memory {memory!r}; use one of {', '.join(map(repr, MEMORIES))}"
         )
-    axes = frozenset(axis for slot, axis in slots.items() if slot not in ("memory", "share"))
-    return Location(axes, memory, share)
+    if MEMORIES[memory].rests and role != "optimizer":
+        raise IllegalComposition(
+            f"the {role} state cannot live in memory {memory!r}, as the optimizer's can; use 'host'"
+        )
+    axes = frozenset(axis for slot, axis in slots.items() if slot not in Live.PLACES)
+    return Location(axes, memory, share, slots.get("folders", ()))

@@ -17,11 +17,12 @@ Slot = tuple[type[Claim], str, str]  # kind of claim, subject, slot
 @dataclass(frozen=True)
 class Location:
     """Where the tensors of one role live: the axes they are split over, in no order; the memory; the share of their bytes in
-    it."""
+    it; the folders of their files."""
 
     axes: frozenset[str] = frozenset()
     memory: str = "device"
     share: float = 1.0
+    folders: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,8 @@ def _summary(slots: Sequence[tuple[Slot, Any]]) -> str:
             uses[text] = uses.get(text, 0) + 1
         elif kind is Live and name == "memory":
             lines.append(f"{subject} in {value} memory")
+        elif kind is Live and name == "folders":
+            lines.append(f"files in {', '.join(value)}")
         elif kind is Live and name == "share":
             lines.append(f"{value:.0%} of {subject} there")
         elif kind is Live and subject == SECOND:

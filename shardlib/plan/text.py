@@ -131,6 +131,7 @@ def _stages(plan: PlanValue, axis: str) -> str:
 def _elsewhere(plan: PlanValue) -> list[str]:
     """The memories besides the device's in which something lives."""
     used = {memory for bucket in plan.everywhere.buckets for memory in bucket.memory}
+    used |= {MEMORIES[memory].works for memory in used}
     return [memory for memory in MEMORIES if memory in used and memory != "device"]
 
 

@@ -1,19 +1,22 @@
-"""What a rank moves between the device's memory and others in a step, and its bytes."""
+"""What a rank moves between memories in a step, and its bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from shardlib.common.dtypes import dtype_name
+from shardlib.mesh.memories import MEMORIES
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.payload import Message
 from shardlib.plan.value import PlanValue
 
 DIRECTIONS = ("down", "up")  # from the device, to the device
+_OF_FILES = {"read": "before the update", "written": "after the update"}
 
 
 def transfers(plan: PlanValue) -> Iterator[Message]:
-    """Every transfer of one rank in a step; ``plan`` is that rank's part of the plan. The axis is one of `DIRECTIONS`."""
+    """Every transfer of one rank in a step; ``plan`` is that rank's part of the plan. The axis is one of `DIRECTIONS`, or
+    "read" or "written" of what rests in files."""
     for stage_plan in plan.stage_plans:
         yield from _fetches(stage_plan)
     for bucket in plan.trained:
@@ -25,6 +28,11 @@ def transfers(plan: PlanValue) -> Iterator[Message]:
             else:
                 yield Message("gradients", "down", "when summed", form, sent)
         yield from _stores(bucket)
+    for needs in plan.needs or ():
+        for memory, held in needs.bytes.items():
+            if held and MEMORIES[memory].rests:
+                for way, when in _OF_FILES.items():
+                    yield Message("states", way, when, "whole blocks", held // MEMORIES[memory].slots)
 
 
 def _fetches(stage_plan: PlanValue) -> Iterator[Message]:
@@ -46,7 +54,7 @@ def _stores(bucket: Bucket) -> Iterator[Message]:
     form, size = dtype_name(bucket.dtype), bucket.dtype.itemsize
     gathered = bucket.owners(bucket.param_level) > 1  # which is done on the device
     there = "device" if gathered else bucket.memory.param
-    if bucket.memory.optimizer != there:
+    if MEMORIES[bucket.memory.optimizer].works != there:
         way = "up" if there == "device" else "down"
         yield Message("parameters", way, "after the update", form, bucket.owned * size)
     if there != bucket.memory.param:
@@ -54,12 +62,13 @@ def _stores(bucket: Bucket) -> Iterator[Message]:
 
 
 def moved(plan: PlanValue) -> dict[str, int]:
-    """Direction -> bytes that one rank moves in a step, without numbers such as the loss. With several stages, the maximum
-    over ranks."""
+    """Direction -> bytes that one rank moves in a step, without numbers such as the loss; "read" and "written" if the plan
+    knows of states in files. With several stages, the maximum over ranks."""
     totals = []
     for view in plan.views:
         total = dict.fromkeys(DIRECTIONS, 0)
         for transfer in transfers(view):
-            total[transfer.axis] += transfer.bytes
+            total[transfer.axis] = total.get(transfer.axis, 0) + transfer.bytes
         totals.append(total)
-    return {way: max(total[way] for total in totals) for way in DIRECTIONS}
+    ways = dict.fromkeys(way for total in totals for way in total)
+    return {way: max(total.get(way, 0) for total in totals) for way in ways}

@@ -76,7 +76,7 @@ class Sharded:
     def take(self, why: str) -> None:
         """Mark this tree as used up, because its memory belongs to a later state now. Later reads raise an error with
         ``why``."""
-        self._taken = why
+        self._taken, self._buffers, self._tree = why, None, None
         if self._origin is not None:
             self._origin.take(why)
 

@@ -1,9 +1,10 @@
-"""Training states in the host's memory (ZeRO-Offload, arXiv 2101.06840)."""
+"""Training states in the host's memory (ZeRO-Offload, arXiv 2101.06840), or on disk (ZeRO-Infinity, arXiv 2104.07857)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from shardlib.errors import IllegalComposition
 from shardlib.plan.claims import Claim, LeafInfo, Live
@@ -18,6 +19,7 @@ class Offload(Transform):
     params: str | None
     gradients: str | None
     fraction: float
+    folders: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -29,11 +31,17 @@ class Offload(Transform):
         for role, memory in (("param", self.params), ("grad", self.gradients)):
             if memory:
                 yield Live(role, memory=memory)
-        yield Live("optimizer", memory=self.optimizer, share=self.fraction if self.fraction < 1 else None)
+        share = self.fraction if self.fraction < 1 else None
+        yield Live("optimizer", memory=self.optimizer, share=share, folders=self.folders or None)
 
 
 def offload(
-    optimizer: str = "host", params: str | None = None, gradients: str | None = None, *, fraction: float = 1.0
+    optimizer: str = "host",
+    params: str | None = None,
+    gradients: str | None = None,
+    *,
+    fraction: float = 1.0,
+    folder: str | Path | Sequence[str | Path] = (),
 ) -> Offload:
     """Keep the optimizer's states and the fp32 masters in another memory than the device's, and update them there.
 
@@ -42,17 +50,22 @@ def offload(
     offload. Composes with every stage, axis, precision and codec.
 
     Args:
-        optimizer: the memory of states and masters: "host".
+        optimizer: the memory of states and masters: "host"; or "disk", from which a few buckets at a time come to the host,
+            for elementwise optimizers.
         params: the memory of parameters: "host", or None for the device. Units then come up for each use, one ahead, as at
             ZeRO stage 3, where what comes up is a shard that is gathered on the device.
         gradients: the memory in which gradients of several micro-batches are accumulated: "host", or None for the device.
             Each micro-batch's gradient then goes down as soon as it is reduced, and the host adds it. Gradients that ranks
             reduce once, after the last micro-batch (below ZeRO stage 2), are accumulated on the device all the same.
         fraction: the share of the states that lives there; the states whose gradients come last stay on the device.
+        folder: of the files on disk: one or several, on different disks. They are given space for two copies of the states,
+            and belong to one run at a time; what is to be kept goes into checkpoints.
 
     Raises:
-        IllegalComposition: a fraction outside 0 to 1; when a plan is made, an unknown memory; when a step is made, an
-            optimizer that reads across parameters with states in two memories.
+        IllegalComposition: a fraction outside 0 to 1; "disk" without a folder, or a folder without it; when a plan is made,
+            an unknown memory; when a step is made, an optimizer that reads across parameters with states in two memories or
+            on disk.
+        StorageError: when a step is made: the folder is in use, holds another plan's states, or has too little space.
 
     >>> params, parallel = {"w": torch.ones(256, 256)}, sl.chain(sl.zero(0), sl.precision("bf16"), sl.offload())
     >>> plan = sl.make_plan(params, sl.abstract_mesh(data=1), parallel, optimizer=sl.optim.adamw(1e-3))
@@ -61,4 +74,9 @@ def offload(
     """
     if isinstance(fraction, bool) or not 0 <= fraction <= 1:
         raise IllegalComposition(f"offload(fraction={fraction!r}): use a number from 0 to 1")
-    return Offload(optimizer, params, gradients, float(fraction))
+    folders = (str(folder),) if isinstance(folder, (str, Path)) else tuple(map(str, folder))
+    if (optimizer == "disk") != bool(folders):
+        raise IllegalComposition(
+            f"offload({optimizer!r}, folder={folder!r}): states on disk need a folder, others have none"
+        )
+    return Offload(optimizer, params, gradients, float(fraction), folders)

@@ -12,10 +12,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from shardlib.common.disk import locked, make_folder, sync_folder
+from shardlib.common.disk import BLOCK, locked, make_folder, sync_folder
 from shardlib.errors import StorageError, listing
 from shardlib.sharded.disk import record, requests
-from shardlib.sharded.disk.layout import BLOCK, Layout
+from shardlib.sharded.disk.layout import Layout
 
 _log = logging.getLogger("shardlib.disk")
 

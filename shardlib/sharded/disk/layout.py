@@ -9,15 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shardlib.common.disk import whole_blocks
 from shardlib.common.dtypes import dtype_name
 
-BLOCK = 4096  # offsets and lengths of direct I/O are multiples of a disk's block, which is this at most
 FORMAT = 1
-
-
-def whole_blocks(size: int) -> int:
-    """``size`` bytes, padded to blocks."""
-    return -(-size // BLOCK) * BLOCK
 
 
 class Flat(NamedTuple):

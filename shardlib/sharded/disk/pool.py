@@ -6,8 +6,8 @@ import threading
 
 import torch
 
+from shardlib.common.disk import BLOCK
 from shardlib.errors import StorageError
-from shardlib.sharded.disk.layout import BLOCK
 
 
 class Pool:

@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from shardlib.common.disk import sync_folder
+from shardlib.common.disk import sync_folder, whole_blocks
 from shardlib.errors import StorageError
 from shardlib.sharded.disk import requests
-from shardlib.sharded.disk.layout import Layout, whole_blocks
+from shardlib.sharded.disk.layout import Layout
 
 _log = logging.getLogger("shardlib.disk")
 

@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from shardlib.common.disk import BLOCK
 from shardlib.errors import StorageError
-from shardlib.sharded.disk.layout import BLOCK
 
 _REMEDIES = {
     errno.ENOSPC: "Free space there, or name further folders on other disks",

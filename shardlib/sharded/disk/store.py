@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardlib.common.disk import begin_writing
+from shardlib.common.disk import BLOCK, begin_writing
 from shardlib.errors import StorageError
 from shardlib.kernels.common.thresholds import Threshold
 from shardlib.sharded.disk import requests
 from shardlib.sharded.disk.files import Files
-from shardlib.sharded.disk.layout import BLOCK, Extent, Flat, Layout
+from shardlib.sharded.disk.layout import Extent, Flat, Layout
 from shardlib.sharded.disk.pool import Pool
 from shardlib.sharded.disk.record import NOTES, ZEROS, Record
 from shardlib.sharded.disk.transfers import Fetch, Write

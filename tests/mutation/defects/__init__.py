@@ -1,7 +1,20 @@
 """All defects, by the rooms they are planted in."""
 
 from ..planting import Defect
-from . import checkpoints, communication, hangs, keys, offload, optimizers, parts, plans, reproducible, runs, steps
+from . import (
+    checkpoints,
+    communication,
+    disk,
+    hangs,
+    keys,
+    offload,
+    optimizers,
+    parts,
+    plans,
+    reproducible,
+    runs,
+    steps,
+)
 
 DEFECTS: tuple[Defect, ...] = (
     *communication.DEFECTS,
@@ -13,6 +26,7 @@ DEFECTS: tuple[Defect, ...] = (
     *offload.DEFECTS,
     *parts.DEFECTS,
     *checkpoints.DEFECTS,
+    *disk.DEFECTS,
     *runs.DEFECTS,
     *reproducible.DEFECTS,
 )

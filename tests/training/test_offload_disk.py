@@ -1,0 +1,213 @@
+"""Offload: states on disk train to the last bit as states in memory, through files that are what the plan says."""
+
+import os
+import re
+
+import optree
+import pytest
+import torch
+from helpers import training
+from helpers.cuts import tiny_blocks
+from helpers.faults import BROKEN, FULL, Faults
+from helpers.models import mlp, regression_batch, share, tiny_gpt, token_batches
+from helpers.trees import assert_same
+
+import shardlib as sl
+from shardlib.errors import IllegalComposition, RankFailure, StorageError
+from shardlib.optim.resting import OnDisk
+from shardlib.plan.loss_scale import LossScale
+
+OVERFLOWING = sl.precision("fp16", loss_scale=LossScale(2.0**24, window=7, hysteresis=1))
+PLANS = {
+    "one device": ([sl.zero(0)], {"data": 1}),
+    "stage 1, fp16": ([sl.zero(1), OVERFLOWING], {"data": 2}),
+    "stage 3, bf16": ([sl.zero(3), sl.precision("bf16")], {"data": 2}),
+    "int8": ([sl.zero(3), sl.quantize("int8", "int8")], {"data": 2}),
+    "frozen": ([sl.zero(2), sl.freeze(["*mlp*"])], {"data": 2}),
+    "reproducible": ([sl.zero(2), sl.reproducible(4)], {"data": 2}),
+    "pipeline": ([sl.pipeline("1f1b", microbatches=4), sl.zero(2)], {"pipe": 2, "data": 2}),
+}  # fmt: skip
+
+
+def tx():
+    return sl.optim.chain(sl.optim.clip_by_global_norm(0.3), sl.optim.adamw(1e-2))
+
+
+def trained(plan, *more):
+    transforms, mesh = PLANS[plan]
+    loss_fn, params = tiny_blocks() if "pipe" in mesh else tiny_gpt()
+    transform = sl.chain(*transforms, *more)
+    losses, norms, final = sl.simulate(
+        lambda mesh: training.train(mesh, loss_fn, params, token_batches(10), transform, tx(), nonfinite="skip"),
+        mesh=mesh,
+    )[0]
+    return repr(losses), repr(norms), final
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_training_is_the_same_to_the_last_bit(plan, tmp_path):
+    losses, norms, final = trained(plan)
+    for number, more in enumerate([{}, {"fraction": 0.5}]):
+        folder = [tmp_path / f"{number}/{name}" for name in "ab"]
+        again = trained(plan, sl.offload("disk", folder=folder, **more))
+        assert again[:2] == (losses, norms)
+        assert_same(again[2], final)
+
+
+CHOOSING = {
+    "masked": lambda: sl.optim.masked(sl.optim.adam(1e-2), "layers/0/*"),
+    "slow weights": lambda: sl.optim.lookahead(sl.optim.adagrad(1e-2, 0.3), 2, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+def test_first_states_are_those_of_all_parameters(name, tmp_path):
+    """What an optimizer begins with depends on paths and values, though a few buckets at a time are in memory."""
+
+    def run(mesh, *offload):
+        return sl.unshard(stepped(*start(mesh, *offload, optimizer=CHOOSING[name]()), mesh, BATCHES).params)
+
+    assert_same(run(sl.make_mesh(), sl.offload("disk", folder=tmp_path)), run(sl.make_mesh()))
+
+
+LOSS, PARAMS = mlp([5, 7, 6, 3], torch.float32)
+BATCHES = [regression_batch(12, 5, 3, torch.float32, seed=seed) for seed in range(5)]
+
+
+def start(mesh, *transforms, optimizer=None, **options):
+    params = sl.shard(PARAMS, mesh, sl.chain(*transforms))
+    return sl.make_train_step(LOSS, params, optimizer or tx(), **options)
+
+
+def stepped(state, step, mesh, batches):
+    for batch in batches:
+        state, _ = step(state, share(batch, mesh.rank, mesh.size))
+    return state
+
+
+def test_the_files_and_the_memory_are_the_plans(tmp_path):
+    disk, mesh = sl.offload("disk", folder=tmp_path), sl.make_mesh()
+    state, _ = start(mesh, sl.precision("bf16"), disk)
+    plan = sl.make_plan(PARAMS, mesh, sl.chain(sl.precision("bf16"), disk), optimizer=tx())
+    tensors = [leaf for leaf in optree.tree_leaves(state.opt) if isinstance(leaf, torch.Tensor)]
+    assert all(leaf.dim() == 0 for leaf in tensors), "counters alone are in memory"
+    leaves = [leaf for leaf in optree.tree_leaves(state.opt) if isinstance(leaf, OnDisk)]
+    assert sum(leaf.like.nbytes for leaf in leaves) == 12 * plan.parameters
+    (file,) = tmp_path.glob("*.data")
+    assert file.stat().st_size == plan.bytes("optimizer", "disk") == 3 * 3 * 2 * 4096
+    assert plan.bytes("optimizer", "host") == leaves[0]._states.store._pool._limit == 3 * 3 * 4096
+    assert plan.bytes("grad", "disk") == 0 and plan.bytes("grad", "host") == 4 * plan.parameters
+    assert "disk" in str(plan) and f"files in {tmp_path}" in str(plan)
+
+
+def test_the_plan_counts_what_is_read_and_written(tmp_path, monkeypatch):
+    disk, mesh = sl.offload("disk", folder=[tmp_path / "a", tmp_path / "b"]), sl.make_mesh()
+    state, step = start(mesh, sl.precision("bf16"), disk)
+    plan = sl.make_plan(PARAMS, mesh, sl.chain(sl.precision("bf16"), disk), optimizer=tx())
+    moved = {"preadv": 0, "pwritev": 0}
+
+    def counted(call):
+        real = getattr(os, call)
+
+        def counting(fd, views, offset):
+            done = real(fd, views, offset)
+            moved[call] += done if os.readlink(f"/proc/self/fd/{fd}").endswith(".data") else 0
+            return done
+
+        monkeypatch.setattr(os, call, counting)
+
+    counted("preadv")
+    counted("pwritev")
+    stepped(state, step, mesh, BATCHES[:1])
+    transfers = plan.transfers()
+    assert (moved["preadv"], moved["pwritev"]) == (transfers["read"], transfers["written"]) == (3 * 3 * 4096,) * 2
+    assert re.search(r"states +read +whole blocks +before the update +1", str(plan))
+
+
+@pytest.mark.parametrize("back", ["disk", "host", "none"])
+def test_a_checkpoint_holds_what_is_on_disk(tmp_path, back):
+    """Saved from disk, restored to disk or to memory, and the other way round."""
+
+    def disk(name):
+        return [sl.offload("disk", folder=tmp_path / name)]
+
+    def run(mesh, kinds):
+        state, step = start(mesh, sl.zero(1), sl.precision("bf16"), *kinds[0])
+        state = stepped(state, step, mesh, BATCHES[:2])
+        sl.checkpoint.save(tmp_path / "run", state, keep=1)
+        state, step = start(mesh, sl.zero(2), sl.precision("bf16"), *kinds[1])
+        state = sl.checkpoint.restore(tmp_path / "run", state)
+        state = stepped(state, step, mesh, BATCHES[2:])
+        return sl.unshard(state.params)
+
+    wanted = sl.simulate(run, ([], []), mesh={"data": 2})
+    other = {"disk": disk("b"), "host": [sl.offload()], "none": []}[back]
+    assert_same(sl.simulate(run, (disk("a"), other), mesh={"data": 2}), wanted)
+    assert_same(sl.simulate(run, (other, disk("c")), mesh={"data": 2}), wanted)
+
+
+def test_replaced_parameters_are_what_the_next_step_starts_from(tmp_path):
+    def run(mesh, *offload):
+        state, step = start(mesh, sl.precision("bf16"), *offload)
+        state = stepped(state, step, mesh, BATCHES[:1])
+        doubled = optree.tree_map(lambda leaf: leaf * 2, sl.unshard(state.params))
+        state = stepped(sl.replace_params(state, doubled), step, mesh, BATCHES[1:])
+        return sl.unshard(state.params)
+
+    assert_same(run(sl.make_mesh(), sl.offload("disk", folder=tmp_path)), run(sl.make_mesh()))
+
+
+def test_a_moved_state_leaves_its_files_where_they_are(tmp_path):
+    mesh = sl.make_mesh()
+    wanted = stepped(*start(mesh), mesh, BATCHES)
+    state, step = start(mesh, sl.offload("disk", folder=tmp_path / "states"))
+    state = stepped(state, step, mesh, BATCHES[:2])
+    state = sl.to_device(sl.to_disk(state, tmp_path / "parked"))
+    assert_same(sl.unshard(stepped(state, step, mesh, BATCHES[2:]).params), sl.unshard(wanted.params))
+
+
+def test_what_cannot_be_on_disk_is_refused(tmp_path):
+    mesh, disk = sl.make_mesh(), sl.offload("disk", folder=tmp_path)
+    for transform in (lambda: sl.offload("disk"), lambda: sl.offload("host", folder=tmp_path)):
+        with pytest.raises(IllegalComposition, match="states on disk need a folder, others have none"):
+            transform()
+    with pytest.raises(
+        IllegalComposition, match=r"reads across parameters, so .* needs all of them; use offload\('host'"
+    ):
+        start(mesh, disk, optimizer=sl.optim.lamb(1e-3))
+    with pytest.raises(IllegalComposition, match="packs its state in few bits"):
+        params = {"w": torch.ones(100, 100)}
+        sl.make_train_step(LOSS, sl.shard(params, mesh, disk), sl.optim.adamw8bit(1e-3))
+    with pytest.raises(IllegalComposition, match="donate=False keeps the old state of every step"):
+        start(mesh, disk, donate=False)
+    state, _ = start(mesh, disk)
+    with pytest.raises(StorageError, match="is in use"):
+        start(mesh, disk)
+    del state
+
+
+def test_a_rank_without_space_is_an_error_of_all(tmp_path, monkeypatch):
+    def run(mesh):
+        with pytest.raises(StorageError if mesh.rank else RankFailure) as refused:
+            start(mesh, sl.zero(1), sl.offload("disk", folder=tmp_path))
+        return str(refused.value)
+
+    with monkeypatch.context() as patch:
+        Faults(patch).fails("posix_fallocate", FULL, "rank-1-")
+        first, own = sl.simulate(run, mesh={"data": 2})
+    assert "Free space there" in own and "could not be opened:\n  - rank 1: StorageError: making" in first
+
+
+def test_a_failing_disk_ends_the_step_and_the_last_one_is_whole(tmp_path, monkeypatch):
+    mesh = sl.make_mesh()
+    state, step = start(mesh, sl.offload("disk", folder=tmp_path))
+    state = stepped(state, step, mesh, BATCHES[:2])
+    store = next(leaf for leaf in optree.tree_leaves(state.opt) if isinstance(leaf, OnDisk))._states.store
+    before = store.step
+    with monkeypatch.context() as patch:
+        Faults(patch).fails("pwritev", BROKEN, ".data", after=2)
+        with pytest.raises(StorageError, match=r"writing .* of .*\.data: \[Errno 5\]"):
+            step(state, BATCHES[2])
+    assert store.step == before
+    store.roll_back()
+    assert store.damages() == []
