@@ -49,12 +49,12 @@ def _gradients(plan: PlanValue) -> Iterator[tuple[str, int]]:
     for bucket in plan.trained:
         size = bucket.reduce_dtype.itemsize
         accumulated = bucket.size(bucket.grad_level) * size * plan.step.partial_sums
-        if bucket.memory.optimizer == bucket.memory.grad:
-            yield bucket.memory.grad, accumulated
+        if bucket.memory.optimizer == "device":
+            yield "device", accumulated
             continue
         yield MEMORIES[bucket.memory.optimizer].works, bucket.owned * size
-        if plan.step.microbatches > 1:
-            yield bucket.memory.grad, accumulated
+        if plan.step.microbatches > 1 and not plan.lands_each(bucket):
+            yield "device", accumulated
         else:
             leaving += bucket.owned * size
     widest = max((bucket.reduce_dtype.itemsize for bucket in plan.trained), default=0)

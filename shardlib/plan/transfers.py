@@ -24,7 +24,10 @@ def transfers(plan: PlanValue) -> Iterator[Message]:
         if bucket.memory.optimizer != "device":
             form = dtype_name(bucket.reduce_dtype)
             sent = bucket.owned * bucket.reduce_dtype.itemsize
-            yield Message("gradients", "down", "when summed", form, sent)
+            if plan.lands_each(bucket):
+                yield Message("gradients", "down", "each micro-batch", form, sent, plan.step.microbatches)
+            else:
+                yield Message("gradients", "down", "when summed", form, sent)
         yield from _stores(bucket)
     for needs in plan.needs or ():
         for memory, held in needs.bytes.items():

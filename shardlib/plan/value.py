@@ -360,6 +360,12 @@ class PlanValue:
         """Bucket name -> the exchanges of the bucket in a step."""
         return {bucket.name: routes_of(bucket, self.reductions, self.sizes) for bucket in self.buckets}
 
+    def lands_each(self, bucket: Bucket) -> bool:
+        """Whether the bucket's gradients are accumulated in another memory than the device's, to which that of each
+        micro-batch goes: where no exchange is left for the last one."""
+        left = self.routes[bucket.name].last or self.step.tree or len(bucket.stages) > 1
+        return bucket.memory.grad != "device" and not left
+
     @cached_property
     def gathers(self) -> tuple[str, ...]:
         """Units in the order in which one micro-batch gathers them: as traced, or once forward and once backward each."""
