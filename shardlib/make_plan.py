@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from shardlib.common._compat import DataDependentOutputException, FakeTensorMode
+from shardlib.errors import IllegalComposition
 from shardlib.execute.batches import as_tensors
 from shardlib.execute.buffers import buffer_sizes
 from shardlib.execute.losses import require_function
@@ -19,12 +21,14 @@ from shardlib.mesh.transport import EchoGroup
 from shardlib.optim.wrapping import require_transformations
 from shardlib.plan.build import build_plan
 from shardlib.plan.plan import Plan
+from shardlib.plan.recompute import Recompute, fewest
 from shardlib.plan.reductions import Reductions
+from shardlib.plan.tables import size
 from shardlib.plan.transform import Transform
 from shardlib.rng import Key
 from shardlib.shard import default_transform
 from shardlib.sharded.tree import Sharded
-from shardlib.tree import Tree, tree_map
+from shardlib.tree import Tree, leaves_of, tree_map
 
 
 def make_plan(
@@ -37,6 +41,7 @@ def make_plan(
     optimizer: Any = None,
     batch: Any = None,
     buffers: Any = None,
+    device_memory: int | None = None,
 ) -> Plan:
     """Plan without running: specs, bytes and messages per rank. Moves no data and needs no ranks.
 
@@ -52,6 +57,7 @@ def make_plan(
         batch: one rank's share of a batch, on any device, the meta device included.
         optimizer: a gradient transformation, whose state and messages are counted.
         buffers: the buffers that ``loss_fn`` takes, if any.
+        device_memory: bytes of a rank's device, by which ``remat("auto")`` is decided.
 
     Raises:
         TreeError, IllegalComposition, SpecError: as `shard`.
@@ -70,18 +76,52 @@ def make_plan(
     tree = defer(params).tree if callable(params) else params
     plan = build_plan(tree, mesh, default_transform(transform, stage), optimizer=optimizer)
     plan = replace(plan, buffers=buffer_sizes(buffers))
+    how = plan.step.remat
     if loss_fn is None or batch is None:
+        if how:
+            how.require_decided()
         return plan
-    return _traced(plan, loss_fn, batch, buffers)
+    traced = partial(_traced, device=mesh.device, loss_fn=loss_fn, batch=batch, buffers=buffers)
+    if how is None or how.policy != "auto":
+        return traced(plan)
+    if device_memory is None:
+        how.require_decided()
+    held = sum(leaf.nbytes for leaf in leaves_of(batch) if hasattr(leaf, "nbytes"))
+    return _fitting(plan, how, traced, device_memory or 0, held)
+
+
+def _fitting(plan: Plan, how: Recompute, traced: Callable[[Plan], Plan], budget: int, batch: int) -> Plan:
+    """The traced plan that recomputes the fewest blocks of those whose peak, with the batch, stays within the budget."""
+    plans: dict[int, Plan] = {}
+
+    def planned(blocks: int) -> Plan:
+        if blocks not in plans:
+            remat = replace(how, policy="full", blocks=blocks)
+            plans[blocks] = traced(replace(plan, step=replace(plan.step, remat=remat)))
+        return plans[blocks]
+
+    def peak(blocks: int) -> int:
+        return (planned(blocks).peak_bytes or 0) + batch
+
+    count = max((trace.blocks for trace in planned(0).traces or ()), default=0)
+    chosen = fewest(count, lambda blocks: peak(blocks) <= budget)
+    if chosen is None:
+        raise IllegalComposition(
+            f"remat('auto'): a rank's peak is {size(peak(count))} with all of {count} blocks recomputed, {size(peak(0))} "
+            f"with none, and device_memory={budget} is {size(budget)}. Keep inputs of blocks by store='host', raise the "
+            "stage of sl.zero, add sl.offload(), or make micro-batches smaller by sl.accumulate"
+        )
+    note = f"remat('auto'): {chosen} of {count} blocks are recomputed, for a peak of {size(peak(chosen))} of {size(budget)}"
+    found = planned(chosen)
+    return replace(found, claims=found.claims and found.claims.noting([note]))
 
 
 _UNEVEN = "if values decide which units a rank uses, all ranks gather the units that any rank uses"
 
 
-def _traced(plan: Plan, loss_fn: Callable[..., Any], batch: Any, buffers: Any) -> Plan:
+def _traced(plan: Plan, device: torch.device, loss_fn: Callable[..., Any], batch: Any, buffers: Any) -> Plan:
     """The plan with its traces, from one micro-batch on fake tensors. If tracing fails, a note in the log says so."""
     require_function(loss_fn, "the loss function", "params, batch" if buffers is None else "params, buffers, batch")
-    device = torch.device("cpu")
     mesh = Mesh(plan.sizes, 0, {axis: EchoGroup(size) for axis, size in plan.sizes.items()}, device, abstract=True)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 

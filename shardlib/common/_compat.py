@@ -26,7 +26,7 @@ from torch._utils import _flatten_dense_tensors, _rebuild_tensor_v2, _rebuild_te
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _pop_mode_temporarily
 
 # The attention operators that keep no scores, for recompute policies.
 FUSED_ATTENTIONS = {
@@ -50,6 +50,7 @@ writes: Callable[[Any], bool] = attrgetter("_schema.is_mutable")  # whether an o
 
 # Contexts of operations, and queries about the present context.
 no_modes = _disable_current_modes
+without_top_mode = _pop_mode_temporarily  # without the mode that was entered last
 no_torch_function = torch._C.DisableTorchFunctionSubclass
 no_autocast = partial(torch._C._ExcludeDispatchKeyGuard, _AUTOCAST)
 below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -139,24 +140,34 @@ def cpu_multiplies_bf16() -> bool:
 
 
 def watch_checkpoints(
-    lasting: Callable[[Callable[..., Any]], Callable[..., Any]], before_reentrant: Callable[[], None]
+    change: Callable[[Callable[..., Any], Sequence[Any], bool], tuple[Callable[..., Any], Sequence[Any]]],
+    before_reentrant: Callable[[], None] | None = None,
 ) -> None:
-    """Make every `torch.utils.checkpoint` checkpoint ``lasting(fn)`` instead of ``fn``, for the rest of the process.
+    """Make every `torch.utils.checkpoint` keep and recompute what ``change`` returns, for the rest of the process.
 
-    ``lasting(fn)`` is called when a checkpoint is made, and ``before_reentrant()`` before a checkpoint with
-    ``use_reentrant=True``. (A ``context_fn`` would do if all callers of `checkpoint` accepted one.)
+    When a checkpoint of ``fn(*args)`` is made, ``change(fn, args, has_context)`` returns the function that backward calls in
+    place of ``fn``, and the arguments that are kept for it. ``has_context`` is whether recomputation has a context of its own
+    (a policy's). ``before_reentrant()`` is called before a checkpoint with ``use_reentrant=True``. Watchers add up.
+    (A ``context_fn`` would do if all callers of `checkpoint` accepted one.)
     """
     record, reentrant = checkpointing._checkpoint_without_reentrant_generator, checkpointing.CheckpointFunction.apply
 
-    def watched(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return record(lasting(fn), *args, **kwargs)
+    def watched(
+        fn: Any, preserve: Any = True, context_fn: Any = checkpointing.noop_context_fn, *args: Any, **kw: Any
+    ) -> Any:
+        (check, debug, early), args = args[:3], args[3:]
+        again, kept = change(fn, args, context_fn is not checkpointing.noop_context_fn)
+        return record(again, preserve, context_fn, check, debug, early, *kept, **kw)
+
+    checkpointing._checkpoint_without_reentrant_generator = watched  # type: ignore[assignment]
 
     def watched_reentrant(*args: Any) -> Any:
+        assert before_reentrant is not None
         before_reentrant()
         return reentrant(*args)
 
-    checkpointing._checkpoint_without_reentrant_generator = watched
-    checkpointing.CheckpointFunction.apply = watched_reentrant  # type: ignore[method-assign]
+    if before_reentrant is not None:
+        checkpointing.CheckpointFunction.apply = watched_reentrant  # type: ignore[method-assign]
 
 
 class _Described:

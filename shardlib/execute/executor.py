@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardlib.collectives.styles.slices import Slices
-from shardlib.common._compat import FUSED_ATTENTIONS, func_transform, grad, is_compiled, no_modes, storage_id
+from shardlib.common._compat import func_transform, grad, is_compiled, no_modes, storage_id
 from shardlib.errors import HandleError
+from shardlib.execute.activations.checkpointing import checkpointed
+from shardlib.execute.activations.host import HostMemory, host_memory
+from shardlib.execute.activations.keeper import Keeper, current_keeper
+from shardlib.execute.activations.names import require_known
+from shardlib.execute.activations.shards import store_of
 from shardlib.execute.gathering import Gathering
 from shardlib.execute.gradients import Gradients, ReductionOptions, Turn
 from shardlib.execute.halves import Halves
@@ -30,6 +33,7 @@ from shardlib.nn.blocks import block_runner
 from shardlib.nn.sequence import current_parts
 from shardlib.nn.tiled_modules import TiledModules, current_modules
 from shardlib.plan.plan import Plan
+from shardlib.plan.recompute import Recompute
 from shardlib.rng import restore_generators, states_of_generators
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, tree_map, unflatten
@@ -46,9 +50,16 @@ class Executor:
     Args:
         trained: whether gradients are wanted.
         record: the record that executors of the same function share; a new one by default.
+        host: the host memory that executors of the same function share; by default as the plan says.
+
+    Attributes:
+        host: the host memory in which inputs of blocks are kept; None if they stay on the device.
+        blocks: how many blocks have begun that may be recomputed, in this micro-batch.
     """
 
-    def __init__(self, plan: Plan, mesh: Mesh, trained: bool, record: Record | None = None) -> None:
+    def __init__(
+        self, plan: Plan, mesh: Mesh, trained: bool, record: Record | None = None, host: HostMemory | None = None
+    ) -> None:
         self.plan, self.mesh, self._trained = plan, mesh, trained
         self._splits = trained and plan.stages.schedule.splits
         run = plan.tiled
@@ -79,8 +90,12 @@ class Executor:
         self._handles: dict[str, dict[str, Handle]] = {}
         self._trained_handles: list[Handle] = []
         self._saved = SavedTensors(self._touch)
+        self.host = host_memory(plan.step.remat, mesh) if trained and host is None else host
+        store = store_of(plan.step.remat, mesh, self.host, lambda: self.record.order is None)
+        self._keeper = Keeper(plan.step.remat, store, self._in_parameters, self._saved.innermost)
+        self.blocks = 0
         self._halves: Halves | None = None
-        self._held: Iterable[torch.Tensor] = ()  # the buffers of all of this rank's parameters
+        self._held: frozenset[int] = frozenset()  # the storages of all of this rank's parameters
 
     @property
     def gathers(self) -> bool:
@@ -127,6 +142,7 @@ class Executor:
             total, rest = self._attempt(lambda: self.open(params, gradients, fn)) or (None, None)
             if total is not None and self.record.order is None:
                 refuse_reentrant_checkpoints(total)
+                self.require_names()
             self._gathering.turn()
             # The loss of one micro-batch may be a constant.
             outputs = [] if total is None or not total.requires_grad else [total]
@@ -147,7 +163,6 @@ class Executor:
         Tensors in the memory of parameters are copied, since the optimizer writes to that memory or it is released. Handles
         are gathered, on every rank; handles of slices are refused.
         """
-        held = {storage_id(buffer.untyped_storage()) for buffer in self._held}
 
         def kept(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
@@ -158,19 +173,29 @@ class Executor:
                 leaf = leaf.detach()
                 if leaf.layout is not torch.strided:
                     return leaf
-                shares = storage_id(leaf.untyped_storage()) in held or self._saved.bucket_with(leaf) is not None
-                return leaf.clone() if shares else leaf
+                return leaf.clone() if self._in_parameters(leaf) else leaf
 
         return tree_map(kept, tree) if tree is not None else None
+
+    def require_names(self) -> None:
+        """Refuse names of values to keep that no block has used so far."""
+        if self.plan.step.remat:
+            require_known(self.plan.step.remat.save, self.record.names)
+
+    def _in_parameters(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in the memory of parameters, as stored or as gathered."""
+        return storage_id(tensor.untyped_storage()) in self._held or self._saved.bucket_with(tensor) is not None
 
     def rest(self) -> None:
         """Release all gathered parameters until the backward starts."""
         self._gathering.rest()
+        self._keeper.rest()
 
     def inputs_gradient(
         self, outputs: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor | None, ...]:
         """The first half of a backward from ``outputs``: the gradients of ``inputs``. `weights_gradient` runs the second."""
+        self._keeper.turn()
         with self._running():
             self._halves = Halves(outputs, seeds, inputs)
         return self._halves.inputs
@@ -199,6 +224,7 @@ class Executor:
         anchors = [state.anchor for state in self._buckets if state.anchor is not None]
         wanted = [*anchors, *handles, *inputs]
         nothing = (None,) * len(wanted)
+        self._keeper.turn()
         with self._summing(gradients, turn) as reached:
             grads = self._attempt(lambda: grad(outputs, wanted, seeds)) if outputs and wanted else nothing
             grads = grads or nothing
@@ -231,12 +257,13 @@ class Executor:
     def close(self) -> None:
         """Free the graph and all gathered parameters."""
         self._halves = None
-        self._gathering.end()
+        self._keeper.close()
+        self._gathering.close()
         for unit in self._units.values():
             unit.forget()
         self._saved.clear()
         self._slices.clear()
-        self._held = ()
+        self._held = frozenset()
 
     def _call(self, fn: Callable[[Tree], Any]) -> Any:
         """``fn(parameters)``. Raises `HandleError` for uses of parameters that are not supported."""
@@ -284,7 +311,8 @@ class Executor:
 
     def _bind(self, params: Sharded, gradients: Gradients | None) -> None:
         """Bind this step's parameters and gradients to the buckets."""
-        self._held = params.buffers.values()
+        self._held = frozenset(storage_id(buffer.untyped_storage()) for buffer in params.buffers.values())
+        self.blocks = 0
         stored = {
             cut.name: buffer
             for bucket in self.plan.buckets
@@ -298,12 +326,13 @@ class Executor:
     def _running(self) -> Iterator[None]:
         """The context of the user's code, in forward and in recomputation during backward."""
         wraps_blocks = self.gathers or self.plan.step.remat or self.plan.styles
-        runner = block_runner.set(self._run_block if wraps_blocks else None)
+        runner, keeper = block_runner.set(self._run_block if wraps_blocks else None), current_keeper.set(self._keeper)
         try:
             with self._surroundings():
                 yield
         finally:
             block_runner.reset(runner)
+            current_keeper.reset(keeper)
 
     @contextmanager
     def _surroundings(self) -> Iterator[None]:
@@ -345,15 +374,23 @@ class Executor:
                 refuse_tiles((args, kwargs))
             return fn(*args, **kwargs)
 
-        if self.plan.step.remat is None or not self._trained:
+        how = self.plan.step.remat
+        if how is None or not self._recomputes(how):
             return call(*args, **kwargs)
 
         # The surroundings are part of the checkpointed function: recomputation may run in a thread of autograd.
-        def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        def surrounded(*args: Any, **kwargs: Any) -> Any:
             with self._surroundings(), readable_twice() if self._splits else nullcontext():
                 return call(*args, **kwargs)
 
-        return checkpoint(checkpointed, *args, use_reentrant=False, **_policy(self.plan.step.remat), **kwargs)
+        return checkpointed(surrounded, args, kwargs, how, self.record.names)
+
+    def _recomputes(self, how: Recompute) -> bool:
+        """Whether the block that begins now is recomputed in backward."""
+        if not self._trained or not self._saved.innermost():
+            return self._trained  # a block within one that is recomputed
+        self.blocks += 1
+        return how.blocks is None or self.blocks <= how.blocks
 
     def _late(self, reached: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Bucket name -> packed gradients of leaves that arrived at handles."""
@@ -363,22 +400,3 @@ class Executor:
             if any(leaf is not None for leaf in leaves):
                 late[state.bucket.name] = state.bucket.pack(leaves, state.bucket.reduce_dtype)
         return late
-
-
-def _policy(remat: Any) -> dict[str, Any]:
-    if remat == "full":
-        return {}
-    return {"context_fn": partial(create_selective_checkpoint_contexts, _keep_dots if remat == "dots" else remat)}
-
-
-_DOTS = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.bmm.default,
-    torch.ops.aten.baddbmm.default,
-    *FUSED_ATTENTIONS,
-}
-
-
-def _keep_dots(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _DOTS else CheckpointPolicy.PREFER_RECOMPUTE

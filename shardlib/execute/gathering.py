@@ -174,6 +174,11 @@ class Gathering:
         self._keep(set())
         self.current = None
 
+    def close(self) -> None:
+        """End the micro-batch, and let go of its gradients."""
+        self.end()
+        self.reductions = None
+
     def begin_reductions(self, reductions: Reductions) -> None:
         """Start a backward, whose gradients ``reductions`` reduces."""
         self.reductions = reductions

@@ -78,6 +78,7 @@ class Gradients:
         self._leaf_of = {tile.name: bucket for bucket in plan.buckets for tile in bucket.cut}  # of the state
         self._mesh, self._options = mesh, options
         self._held: dict[str, torch.Tensor] = {}
+        self._taken: dict[str, torch.Tensor] = {}  # what has left for the optimizer's memory
         self._trees: Trees | None = {} if plan.step.tree else None
         self._first = batch_index(plan, mesh) * plan.step.microbatches  # the first micro-batch of this rank, among all
 
@@ -190,8 +191,8 @@ class Gradients:
             each, last = self._routes(bucket)
             whole = again[name] if name in again else self._zeros(bucket)
             for reduced in self._reduction([Sum(bucket, whole)], [(*each, *last) if self._last else each]).wait():
-                if landing := self._landing(bucket):
-                    landing.add(bucket, reduced.buffer)
+                if landing := self._landing(self._leaf_of[name]):
+                    landing.take(self._leaf_of[name], reduced.buffer)
                 else:
                     self._held[name].add_(reduced.buffer)
 
@@ -203,7 +204,10 @@ class Gradients:
 
     def result(self) -> dict[str, torch.Tensor]:
         """Bucket name -> this rank's shard of the gradient, after the last micro-batch."""
-        return {bucket.name: self._joined(bucket) for bucket in self._stored.trained}
+        return {
+            bucket.name: self._taken[bucket.name] if bucket.name in self._taken else self._joined(bucket)
+            for bucket in self._stored.trained
+        }
 
     def _joined(self, bucket: Bucket) -> torch.Tensor:
         """The gradient of a bucket of the state, from those of its tiles."""
@@ -237,6 +241,12 @@ class Gradients:
     def _reduce(self, buckets: list[Bucket], wholes: list[torch.Tensor | None]) -> None:
         """Start the exchanges of buckets whose routes have the same collectives."""
         each, last = (list(routes) for routes in zip(*map(self._routes, buckets), strict=True))
+        leaf = self._leaf_of[buckets[0].name]
+        if not each[0] and self._stored.lands_each(leaf) and self._landing(leaf):
+            self._fly(
+                [Sum(b, whole, whole) for b, whole in zip(buckets, wholes, strict=True) if whole is not None], each
+            )
+            return
         if not each[0]:
             sums = [self._sum(bucket, whole) for bucket, whole in zip(buckets, wholes, strict=True)]
             if self._last:
@@ -289,7 +299,7 @@ class Gradients:
         # Whole gradients that are freed after their exchange must not pile up behind a slow network.
         while self._to_free > 2 * self._plan.largest_unit:
             self._land()
-        if any(self._landing(each.bucket) for each in sums):
+        if any(self._landing(self._leaf_of[each.bucket.name]) for each in sums):
             while self._flying and (len(self._flying) > 1 or self._flying[0][0].complete):
                 self._land()
 
@@ -307,9 +317,11 @@ class Gradients:
             if (landing := self._landing(leaf)) and self._landed.issuperset(tile.name for tile in leaf.cut):
                 whole = self._joined(leaf)
                 del self._held[leaf.name]
-                self._held[leaf.name] = landing.take(leaf, whole)
+                self._taken[leaf.name] = landing.take(leaf, whole)
 
     def _landing(self, bucket: Bucket) -> Landing | None:
-        """What takes the bucket's gradient when its sum is complete; None if it stays, or if other stages add to it."""
+        """What takes the bucket's gradient now: when its sum is complete, or after each micro-batch if gradients are
+        accumulated there. None if it stays, or if other stages add to it."""
         landing = self._options.landing
-        return landing if self._last and landing and landing.moves(bucket) and len(bucket.stages) == 1 else None
+        now = self._last or self._stored.lands_each(bucket)
+        return landing if now and landing and landing.moves(bucket) and len(bucket.stages) == 1 else None

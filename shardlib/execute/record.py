@@ -37,6 +37,7 @@ class Record:
         order: trained units in the order in which their reductions start; None before the first backward.
         late: buckets of which, in the trace, a gradient arrived at handles after the bucket's reduction had started.
         strayed: whether this rank left the trace in the present step.
+        names: the names that the function has given to values.
         done: the steps of `shardlib.execute.sequence` that the function took.
     """
 
@@ -46,6 +47,7 @@ class Record:
         self.order: list[str] | None = None
         self.late: tuple[str, ...] = ()
         self.strayed = False
+        self.names: set[str] = set()
         self.done: set[str] = set()
         self._equal_runs, self._needed = 0, 1  # equal runs in a row, and how many it takes to trust the trace
         self._warned: set[str] = set()  # units of which the log says that ranks use them differently

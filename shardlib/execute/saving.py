@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from shardlib.common._compat import is_view, storage_id, version_of
+from shardlib.common._compat import is_view, saving_hooks, storage_id, version_of
 from shardlib.execute.handles import Handle
 from shardlib.execute.units import BucketState, UnitState
 
@@ -45,6 +45,11 @@ class SavedTensors:
     def hooks(self) -> saved_tensors_hooks:
         """A context in which tensors in gathered storage are saved as notes, and gathered again in backward."""
         return saved_tensors_hooks(self._note, self._recall)
+
+    def innermost(self) -> bool:
+        """Whether no hooks but these stand for what is saved now."""
+        hooks = saving_hooks()
+        return hooks is None or hooks[0] == self._note
 
     def note_gathered(self, unit: UnitState) -> None:
         """Remember the storages of a unit that has been gathered."""

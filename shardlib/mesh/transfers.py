@@ -33,7 +33,7 @@ class Transfer:
     def join(self) -> None:
         """Make what the device is given from now on, on the current stream, wait for the copy. Returns at once."""
         if self._event is not None:
-            torch.accelerator.current_stream().wait_event(self._event)
+            torch.accelerator.current_stream(self._event.device).wait_event(self._event)
 
 
 class Transfers:
@@ -65,7 +65,7 @@ class Transfers:
         if way not in self._streams:
             self._streams[way] = torch.Stream(device=self._device)
         stream = self._streams[way]
-        stream.wait_stream(torch.accelerator.current_stream())
+        stream.wait_stream(torch.accelerator.current_stream(self._device))
         with stream:
             copies()
             event = torch.Event(self._device)

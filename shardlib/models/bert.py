@@ -19,6 +19,7 @@ from shardlib.models.layers import Fresh, Params, check_sizes, drop, layer_norm,
 from shardlib.nn.attention import attention
 from shardlib.nn.blocks import block as mark_block
 from shardlib.nn.functional import Mean, embedding, linear_cross_entropy
+from shardlib.nn.names import checkpoint_name
 from shardlib.nn.sequence import gather_sequence, shard_sequence
 from shardlib.rng import Key, uniform
 from shardlib.sparse import Layout
@@ -99,10 +100,10 @@ def _block(config: BERTConfig, params: Params, x: Tensor, key_mask: Tensor | Non
         a = self_attention(
             params["attn"], x, size, partial(attention, causal=False, key_mask=key_mask, layout=config.layout)
         )
-        return drop(config.dropout, a, rng, "attn")
+        return drop(config.dropout, checkpoint_name(a, "attn/out"), rng, "attn")
 
     def think(x: Tensor) -> Tensor:
-        h = F.gelu(linear(params["mlp"]["up"], x))
+        h = F.gelu(checkpoint_name(linear(params["mlp"]["up"], x), "mlp/hidden"))
         return drop(config.dropout, linear(params["mlp"]["down"], h), rng, "mlp")
 
     if config.pre_norm:

@@ -21,6 +21,7 @@ from shardlib.nn.attention import attention
 from shardlib.nn.blocks import Sequential, sequential
 from shardlib.nn.blocks import block as mark_block
 from shardlib.nn.functional import Mean, embedding, linear_cross_entropy
+from shardlib.nn.names import checkpoint_name
 from shardlib.nn.sequence import gather_sequence, shard_sequence
 from shardlib.rng import Key
 from shardlib.sparse import Layout
@@ -98,8 +99,9 @@ def _block(
     size = config.width // config.heads
     attend = partial(attention, causal=True, segments=segments) if seen is None else seen.attend
     a = self_attention(params["attn"], layer_norm(params["ln1"], x), size, partial(attend, layout=config.layout))
-    x = x + drop(config.dropout, a, rng, "attn")
-    h = F.gelu(linear(params["mlp"]["up"], layer_norm(params["ln2"], x)), approximate="tanh")
+    x = x + drop(config.dropout, checkpoint_name(a, "attn/out"), rng, "attn")
+    h = checkpoint_name(linear(params["mlp"]["up"], layer_norm(params["ln2"], x)), "mlp/hidden")
+    h = F.gelu(h, approximate="tanh")
     return x + drop(config.dropout, linear(params["mlp"]["down"], h), rng, "mlp")
 
 

@@ -283,11 +283,11 @@ def _copied(buffer: torch.Tensor | None) -> torch.Tensor | None:
     return None if buffer is None else buffer.clone()
 
 
-def _lasting(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _lasting(fn: Callable[..., Any], args: Any, has_context: bool) -> tuple[Callable[..., Any], Any]:
     """``fn``, a checkpointed segment of the running calls, such that it can run again after the calls are over."""
     calls = getattr(_calls, "under_way", ())
     if not calls:
-        return fn
+        return fn, args
     contexts = [call.remember() for call in calls]
 
     def again(*args: Any, **kwargs: Any) -> Any:
@@ -296,7 +296,7 @@ def _lasting(fn: Callable[..., Any]) -> Callable[..., Any]:
                 stack.enter_context(context())
             return fn(*args, **kwargs)
 
-    return again
+    return again, args
 
 
 def _refuse_reentrant() -> None:

@@ -12,6 +12,7 @@ from shardlib.nn.attention import attention
 from shardlib.nn.blocks import block, sequential
 from shardlib.nn.dropout import dropout
 from shardlib.nn.functional import Mean, embedding, linear_cross_entropy
+from shardlib.nn.names import checkpoint_name
 from shardlib.nn.sequence import gather_sequence, shard_sequence, sum_sequence
 from shardlib.nn.sparse_attention import sparse_attention
 from shardlib.nn.tiled import tiled
@@ -30,6 +31,7 @@ __all__ = [
     "tiled",
     # blocks of a model
     "block",
+    "checkpoint_name",
     "sequential",
     # fused operations
     "add_layer_norm",

@@ -169,6 +169,8 @@ def _in_memories(buckets: Sequence[Bucket], resolved: Resolved) -> list[Bucket]:
                 for at in map(resolved.location, Memory._fields)
             )
         )
+        if memory.optimizer == "device":
+            memory = memory._replace(grad="device")
         needs_master = bucket.trainable and memory.optimizer != memory.param
         master = bucket.master_dtype or (bucket.dtype if needs_master else None)
         placed.append(replace(bucket, memory=memory, master_dtype=master))

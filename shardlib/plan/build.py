@@ -117,11 +117,13 @@ def _step(resolved: Resolved, splits: Splits, batch_axes: Sequence[str]) -> tupl
     if total is not None:
         notes += _several_nodes(total, {axis: resolved.sizes[axis] for axis in batch_axes})
     sequence = asked.sequence if asked.sequence and resolved.sizes[asked.sequence.axis] > 1 else None
-    prefetch = asked.prefetch is not False
+    prefetch, remat = asked.prefetch is not False, asked.remat
+    if remat is not None:
+        sliced = {use.style.axis for use in resolved.uses.values() if use.style}
+        remat, more = remat.over(sliced, resolved.sizes, sequence)
+        notes += more
     tiles = {use.tokens.module: use.tokens.tiles for use in resolved.uses.values() if use.tokens}
-    decided = StepPlan(
-        microbatches, sync, asked.remat, prefetch, asked.loss_scale, asked.cast_batch, sequence, total, tiles
-    )
+    decided = StepPlan(microbatches, sync, remat, prefetch, asked.loss_scale, asked.cast_batch, sequence, total, tiles)
     return splits, decided, notes
 
 

@@ -21,6 +21,7 @@ from shardlib.collectives.styles.base import Style
 from shardlib.collectives.summation import Summation
 from shardlib.mesh.specs import P
 from shardlib.plan.loss_scale import LossScale
+from shardlib.plan.recompute import Recompute
 from shardlib.plan.stages import Stages
 from shardlib.tree import matches
 
@@ -242,7 +243,7 @@ class Step(Claim):
         microbatches: number of micro-batches per rank and step; gradients are summed over them.
         total_microbatches: number of micro-batches of all ranks together, which are summed in one binary tree.
         sync: "each" reduces gradients after every micro-batch, "last" only after the last.
-        remat: activation recompute policy of blocks.
+        remat: how blocks are recomputed.
         prefetch: whether a unit is gathered while the one before it computes.
         loss_scale: initial loss scale, and how it changes.
         cast_batch: dtype that floating batch leaves are cast to.
@@ -255,7 +256,7 @@ class Step(Claim):
     microbatches: int | None = None
     total_microbatches: int | None = None
     sync: str | None = None
-    remat: Any = None
+    remat: Recompute | None = None
     prefetch: bool | None = None
     loss_scale: LossScale | None = None
     cast_batch: torch.dtype | None = None

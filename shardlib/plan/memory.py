@@ -49,12 +49,12 @@ def _gradients(plan: PlanValue) -> Iterator[tuple[str, int]]:
     for bucket in plan.trained:
         size = bucket.reduce_dtype.itemsize
         accumulated = bucket.size(bucket.grad_level) * size * plan.step.partial_sums
-        if bucket.memory.optimizer == bucket.memory.grad:
-            yield bucket.memory.grad, accumulated
+        if bucket.memory.optimizer == "device":
+            yield "device", accumulated
             continue
         yield MEMORIES[bucket.memory.optimizer].works, bucket.owned * size
-        if plan.step.microbatches > 1:
-            yield bucket.memory.grad, accumulated
+        if plan.step.microbatches > 1 and not plan.lands_each(bucket):
+            yield "device", accumulated
         else:
             leaving += bucket.owned * size
     widest = max((bucket.reduce_dtype.itemsize for bucket in plan.trained), default=0)
@@ -76,3 +76,30 @@ def live_bytes(plan: PlanValue) -> int | None:
     in_flight, traces = peak_of_stages(plan.stages.schedule), plan.traces
     kept = sum(in_flight[stage] * traces[stage].kept for stage in plan.local_stages)
     return kept + max(traces[stage].live - traces[stage].kept for stage in plan.local_stages)
+
+
+def peak_bytes(plan: PlanValue) -> int | None:
+    """Peak bytes of the device's memory that a rank holds in a step, its batch left out; None when the plan was not traced.
+
+    `held_bytes` and `live_bytes` together; or less, in a step of one micro-batch in one stage, where gradients come into
+    being while activations go.
+    """
+    live = live_bytes(plan)
+    if live is None or plan.traces is None:
+        return None
+    total = held_bytes(plan, "total", "device")
+    leave = any(bucket.memory.optimizer != bucket.memory.grad for bucket in plan.trained)
+    if plan.stages.axes or plan.step.microbatches > 1 or leave:
+        return total + live
+    return total - held_bytes(plan, "grad", "device") + plan.traces[0].peak
+
+
+def kept_on_host(plan: PlanValue) -> int:
+    """Bytes of pinned host memory in which a rank keeps inputs of blocks; 0 when the plan was not traced.
+
+    With several stages, the maximum over ranks.
+    """
+    if len(plan.views) > 1:
+        return max(kept_on_host(view) for view in plan.views)
+    in_flight = peak_of_stages(plan.stages.schedule)
+    return sum(in_flight[stage] * plan.traces[stage].host for stage in plan.local_stages) if plan.traces else 0

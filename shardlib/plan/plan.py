@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardlib.plan.memory import held_bytes, live_bytes
+from shardlib.plan.memory import held_bytes, live_bytes, peak_bytes
 from shardlib.plan.payload import Message, messages, payload
 from shardlib.plan.text import describe
 from shardlib.plan.transfers import moved
@@ -29,6 +29,11 @@ class Plan(PlanValue):
     def live_bytes(self) -> int | None:
         """Peak bytes that a rank holds in addition to ``bytes("total")``: see `shardlib.plan.memory.live_bytes`."""
         return live_bytes(self)
+
+    @cached_property
+    def peak_bytes(self) -> int | None:
+        """Peak bytes that a rank holds in a step: see `shardlib.plan.memory.peak_bytes`."""
+        return peak_bytes(self)
 
     def payload(self, *, owned: bool = False) -> dict[str, int]:
         """Payload bytes one rank sends per step, by axis: see `shardlib.plan.payload.payload`."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from shardlib.common.dtypes import dtype_name
 from shardlib.mesh.memories import MEMORIES
 from shardlib.mesh.specs import Leaf
-from shardlib.plan.memory import held_bytes, live_bytes
+from shardlib.plan.memory import held_bytes, kept_on_host, live_bytes
 from shardlib.plan.payload import Message, messages, payload
 from shardlib.plan.placement import Placement
 from shardlib.plan.tables import count, size, table
@@ -153,6 +153,7 @@ def _live(plan: PlanValue) -> str:
     return (
         f"In addition, at most: activations of a micro-batch and gathered parameters {size(live)}   "
         f"total {size(held_bytes(plan, 'total', 'device') + live)}"
+        + (f"   inputs of blocks in host memory {size(kept)}" if (kept := kept_on_host(plan)) else "")
     )
 
 

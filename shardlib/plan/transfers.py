@@ -19,11 +19,15 @@ def transfers(plan: PlanValue) -> Iterator[Message]:
     "read" or "written" of what rests in files."""
     for stage_plan in plan.stage_plans:
         yield from _fetches(stage_plan)
+        yield from _inputs(stage_plan)
     for bucket in plan.trained:
         if bucket.memory.optimizer != "device":
             form = dtype_name(bucket.reduce_dtype)
             sent = bucket.owned * bucket.reduce_dtype.itemsize
-            yield Message("gradients", "down", "when summed", form, sent)
+            if plan.lands_each(bucket):
+                yield Message("gradients", "down", "each micro-batch", form, sent, plan.step.microbatches)
+            else:
+                yield Message("gradients", "down", "when summed", form, sent)
         yield from _stores(bucket)
     for needs in plan.needs or ():
         for memory, held in needs.bytes.items():
@@ -56,6 +60,15 @@ def _stores(bucket: Bucket) -> Iterator[Message]:
         yield Message("parameters", way, "after the update", form, bucket.owned * size)
     if there != bucket.memory.param:
         yield Message("parameters", "down", "after the update", form, bucket.size(bucket.param_level) * size)
+
+
+def _inputs(stage_plan: PlanValue) -> Iterator[Message]:
+    """The ways of blocks' inputs, down in forward and up in backward."""
+    (stage,) = stage_plan.local_stages
+    trace, times = stage_plan.traces[stage] if stage_plan.traces else None, stage_plan.stages.schedule.microbatches
+    for way, sent in (("down", trace.down), ("up", trace.up)) if trace else ():
+        if sent:
+            yield Message("inputs of blocks", way, "each micro-batch", "as computed", sent, times)
 
 
 def moved(plan: PlanValue) -> dict[str, int]:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -24,6 +24,7 @@ from shardlib.plan.exchanges import Routes, routes_of
 from shardlib.plan.loss_scale import LossScale
 from shardlib.plan.numbering import Numbering
 from shardlib.plan.placement import Placement
+from shardlib.plan.recompute import Recompute
 from shardlib.plan.reductions import Reductions
 from shardlib.plan.resolved import Resolved
 from shardlib.plan.stages import Stages
@@ -55,17 +56,27 @@ class Trace:
         touches: units in the order they are gathered, forward then backward.
         activations: axis -> payload bytes of the collectives inside the loss.
         live: peak bytes while the micro-batch is computed, gradients of parameters left out.
+        peak: the same with gradients of parameters as they come, if no earlier micro-batch has made them.
         kept: bytes held from the micro-batch's forward to its backward, the incoming carry included.
         forward: bytes of the carry that is sent to the next stage.
         backward: bytes of the gradient that comes back for that carry.
+        down: bytes copied to host memory.
+        up: bytes copied from host memory.
+        host: bytes held in host memory from the micro-batch's forward to its backward.
+        blocks: how many blocks could be recomputed.
     """
 
     touches: tuple[str, ...]
     activations: Mapping[str, int]
     live: int = 0
+    peak: int = 0
     kept: int = 0
     forward: int = 0
     backward: int = 0
+    down: int = 0
+    up: int = 0
+    host: int = 0
+    blocks: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,7 +91,7 @@ class StepPlan:
 
     microbatches: int
     sync: str
-    remat: Any
+    remat: Recompute | None
     prefetch: bool
     loss_scale: LossScale | None
     cast_batch: torch.dtype | None
@@ -348,6 +359,12 @@ class PlanValue:
     def routes(self) -> dict[str, Routes]:
         """Bucket name -> the exchanges of the bucket in a step."""
         return {bucket.name: routes_of(bucket, self.reductions, self.sizes) for bucket in self.buckets}
+
+    def lands_each(self, bucket: Bucket) -> bool:
+        """Whether the bucket's gradients are accumulated in another memory than the device's, to which that of each
+        micro-batch goes: where no exchange is left for the last one."""
+        left = self.routes[bucket.name].last or self.step.tree or len(bucket.stages) > 1
+        return bucket.memory.grad != "device" and not left
 
     @cached_property
     def gathers(self) -> tuple[str, ...]:

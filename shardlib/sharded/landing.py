@@ -2,7 +2,9 @@
 
 A bucket's gradient goes there as soon as its sum over micro-batches and ranks is complete, while backward goes on, and its
 device memory is freed: at most two units' gradients are on their way. The squares for the norm are summed before, on the
-device. The gradient of a bucket that the optimizer updates on the device stays where it is.
+device. Where gradients are accumulated in the other memory, that of each micro-batch goes there, and is added once it is
+there; the squares are then summed there too. The gradient of a bucket that the optimizer updates on the device stays where it
+is.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from shardlib.mesh.transfers import Transfer
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
 from shardlib.sharded.counting import Counting
+
+_ADDENDS = 2  # summands of a gradient that are on their way to the first
 
 
 class Landing:
@@ -36,20 +40,26 @@ class Landing:
         self._squares: dict[str, torch.Tensor] = {}
         self._flying: deque[tuple[Transfer, int]] = deque()
         self._in_flight = 0  # elements
+        self._addends: dict[str, torch.Tensor] = {}  # of buckets whose next summand is on its way
+        self._summed: set[str] = set()  # buckets of several summands
 
     def moves(self, bucket: Bucket) -> bool:
         """Whether the optimizer works on the bucket in another memory than the gradient comes in."""
         return self._mesh.transfers.apart and bucket.memory.optimizer != "device"
 
     def take(self, bucket: Bucket, grad: torch.Tensor) -> torch.Tensor:
-        """Take a complete gradient; returns it in the optimizer's memory, where it is complete after `wait`."""
-        self._squares[bucket.name] = self._counting.summand(sum_of_squares, bucket, grad)
+        """Take a gradient, complete or of one micro-batch; returns it in the optimizer's memory, where it is complete, with
+        what was taken of the bucket before, after `wait`."""
         if not self.moves(bucket):
+            self._squares[bucket.name] = self._counting.summand(sum_of_squares, bucket, grad)
             return grad
-        if bucket.name not in self._kept:
-            self._kept[bucket.name] = self._mesh.zeros(grad.numel(), grad.dtype, bucket.memory.optimizer)
-        landed = self._kept[bucket.name]
-        transfer = self._transfers[bucket.name] = self._mesh.transfers.copy(grad, landed)
+        landed = target = self._buffer(bucket.name, bucket, grad.dtype)
+        if bucket.name in self._squares:
+            self.wait(bucket.name)
+            target = self._addends[bucket.name] = self._spare(bucket, grad.dtype)
+        else:
+            self._squares[bucket.name] = self._counting.summand(sum_of_squares, bucket, grad)
+        transfer = self._transfers[bucket.name] = self._mesh.transfers.copy(grad, target)
         self._flying.append((transfer, grad.numel()))
         self._in_flight += grad.numel()
         while self._flying and (self._in_flight > 2 * self._plan.largest_unit or self._flying[0][0].done):
@@ -58,13 +68,18 @@ class Landing:
             self._in_flight -= numel
         return landed
 
-    def add(self, bucket: Bucket, grad: torch.Tensor) -> None:
-        """Add a part of a gradient that came after the gradient had been taken."""
-        self.wait(bucket.name)
-        landed = self._kept[bucket.name]
-        landed += grad.to(landed.device)
-        squares = self._counting.summand(sum_of_squares, bucket, landed)
-        self._squares[bucket.name] = squares.to(self._mesh.device)
+    def _buffer(self, name: str, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
+        if name not in self._kept:
+            self._kept[name] = self._mesh.zeros(bucket.owned, dtype, bucket.memory.optimizer)
+        return self._kept[name]
+
+    def _spare(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for a summand on its way, which buckets of one size share."""
+        while len(self._addends) >= _ADDENDS:
+            self.wait(next(iter(self._addends)))
+        taken = {id(addend) for addend in self._addends.values()}
+        names = (f"summand {number} of {bucket.owned} {dtype}" for number in range(_ADDENDS))
+        return next(spare for name in names if id(spare := self._buffer(name, bucket, dtype)) not in taken)
 
     def complete(self, grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Bucket name -> gradient in the optimizer's memory, from the sums of all buckets, of which some have been taken."""
@@ -75,12 +90,20 @@ class Landing:
 
     def squares(self) -> torch.Tensor:
         """This rank's summand of the sum of squares of all gradients, as the plan's `Summation` holds it."""
+        for name in list(self._addends):
+            self.wait(name)
+        for name in self._summed:
+            squares = self._counting.summand(sum_of_squares, self._plan.bucket_of[name], self._kept[name])
+            self._squares[name] = torch.full_like(self._squares[name], squares.item())
         return self._counting.total([self._squares[bucket.name] for bucket in self._plan.trained])
 
     def wait(self, name: str) -> None:
         """Return once the gradient of a bucket has landed."""
         if name in self._transfers:
             self._transfers.pop(name).wait()
+        if name in self._addends:
+            self._kept[name].add_(self._addends.pop(name))
+            self._summed.add(name)
 
     def wait_for_all(self) -> None:
         """Return once every gradient has landed."""

@@ -30,6 +30,8 @@ def shard_by(params: Tree | Callable[[], Tree], mesh: Mesh, transform: Transform
     source = defer(params) if callable(params) else None
     tree = source.tree if source else params
     plan = build_plan(tree, mesh, transform)
+    if plan.step.remat:
+        plan.step.remat.require_decided()
     _check_ranks_agree(plan, mesh)
     return _placed(plan.at(mesh.coords), mesh, tree, source)
 

@@ -17,18 +17,20 @@ class Offload(Transform):
 
     optimizer: str
     params: str | None
+    gradients: str | None
     fraction: float
     folders: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
-        params = f", params={self.params!r}" if self.params else ""
-        share = f", fraction={self.fraction:g}" if self.fraction != 1 else ""
-        return f"offload({self.optimizer!r}{params}{share})"
+        given = {"params": self.params, "gradients": self.gradients, "fraction": self.fraction}
+        shown = [f", {name}={value!r}" for name, value in given.items() if value not in (None, 1)]
+        return f"offload({self.optimizer!r}{''.join(shown)})"
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
-        if self.params:
-            yield Live("param", memory=self.params)
+        for role, memory in (("param", self.params), ("grad", self.gradients)):
+            if memory:
+                yield Live(role, memory=memory)
         share = self.fraction if self.fraction < 1 else None
         yield Live("optimizer", memory=self.optimizer, share=share, folders=self.folders or None)
 
@@ -36,6 +38,7 @@ class Offload(Transform):
 def offload(
     optimizer: str = "host",
     params: str | None = None,
+    gradients: str | None = None,
     *,
     fraction: float = 1.0,
     folder: str | Path | Sequence[str | Path] = (),
@@ -51,6 +54,9 @@ def offload(
             for elementwise optimizers.
         params: the memory of parameters: "host", or None for the device. Units then come up for each use, one ahead, as at
             ZeRO stage 3, where what comes up is a shard that is gathered on the device.
+        gradients: the memory in which gradients of several micro-batches are accumulated: "host", or None for the device.
+            Each micro-batch's gradient then goes down as soon as it is reduced, and the host adds it. Gradients that ranks
+            reduce once, after the last micro-batch (below ZeRO stage 2), are accumulated on the device all the same.
         fraction: the share of the states that lives there; the states whose gradients come last stay on the device.
         folder: of the files on disk: one or several, on different disks. They are given space for two copies of the states,
             and belong to one run at a time; what is to be kept goes into checkpoints.
@@ -73,4 +79,4 @@ def offload(
         raise IllegalComposition(
             f"offload({optimizer!r}, folder={folder!r}): states on disk need a folder, others have none"
         )
-    return Offload(optimizer, params, float(fraction), folders)
+    return Offload(optimizer, params, gradients, float(fraction), folders)

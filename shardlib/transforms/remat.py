@@ -8,38 +8,74 @@ from typing import Any
 
 from shardlib.errors import IllegalComposition
 from shardlib.plan.claims import Claim, LeafInfo, Step
+from shardlib.plan.recompute import SMALLEST, Recompute
 from shardlib.plan.transform import Transform
 
 
 @dataclass(frozen=True)
 class Remat(Transform):
-    """The transform that `remat` makes, with the arguments given there."""
+    """The transform that `remat` makes."""
 
-    policy: str | Callable[..., Any]
+    how: Recompute
 
     @property
     def name(self) -> str:
-        return (
-            f"remat({self.policy if isinstance(self.policy, str) else getattr(self.policy, '__name__', self.policy)!r})"
-        )
+        return f"remat({self.how.arguments})"
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
-        yield Step(remat=self.policy)
+        yield Step(remat=self.how)
 
 
-def remat(policy: str | Callable[..., Any] = "full") -> Remat:
+def remat(
+    policy: str | Callable[..., Any] = "full",
+    *,
+    save: Sequence[str] = (),
+    store: str | Sequence[str] = "device",
+    smallest: int = SMALLEST,
+    blocks: int | None = None,
+) -> Remat:
     """Recompute the activations of every `shardlib.block` in backward instead of keeping them.
+
+    ===========  ===========================================================================================================
+    store        where the inputs of blocks are between forward and backward
+    ===========  ===========================================================================================================
+    "device"     where they are made
+    "host"       in pinned host memory. An input goes down while its block computes, and comes back while the block after it
+                 is recomputed. On a mesh of the CPU, nothing is moved
+    "sharded"    divided over the axis of `tensor_slicing`, whose ranks hold the same; gathered again to recompute the block:
+                 one more all-gather per block (ZeRO-R's partitioned activations, arXiv 1910.02054, section 6.1)
+    ===========  ===========================================================================================================
+
+    ``store=("sharded", "host")`` divides them, and keeps the shares in host memory. What requires no gradient (batches,
+    masks) stays where it is, and an input that several blocks share is kept once. Checkpoints that a model makes itself
+    (transformers' ``gradient_checkpointing_enable``) keep their inputs in the same store.
 
     Args:
         policy: "full" keeps only a block's inputs; "dots" also keeps the results of matrix products and
             attention; or a policy function ``(context, op, *args, **kwargs) -> CheckpointPolicy`` of
-            torch.utils.checkpoint.
+            torch.utils.checkpoint. "auto" lets `make_plan` choose, by ``device_memory``, the fewest blocks to recompute in
+            full; train with the ``blocks`` that its plan names.
+        save: names of values that "full" keeps: see `shardlib.nn.checkpoint_name`. The library's models name "attn/out" and
+            "mlp/hidden".
+        smallest: bytes below which an input stays as it is.
+        blocks: how many blocks of a micro-batch are recomputed, the first ones; with several stages, of each stage. By
+            default all. (When backward comes to the first blocks, it has freed what the others kept.)
 
     Raises:
-        IllegalComposition: an unknown policy.
+        IllegalComposition: an unknown policy or store; when a plan is made, "sharded" without slices, and "auto" without
+            a budget, or with one that is not enough.
+        HandleError: in the first step or trace: "sharded", and ranks hold different inputs of a block; a name that no value
+            has.
 
-    >>> params = sl.shard({"w": torch.ones(8, 8)}, sl.make_mesh(), sl.chain(sl.zero(0), sl.remat("dots")))
+    >>> params = sl.shard({"w": torch.ones(8, 8)}, sl.make_mesh(), sl.chain(sl.zero(0), sl.remat("dots", store="host")))
     """
-    if policy not in ("full", "dots") and not callable(policy):
-        raise IllegalComposition(f"remat policy {policy!r} is not 'full', 'dots' or a policy function")
-    return Remat(policy)
+    if policy not in ("full", "dots", "auto") and not callable(policy):
+        raise IllegalComposition(f"remat policy {policy!r} is not 'full', 'dots', 'auto' or a policy function")
+    if blocks is not None and (policy == "auto" or blocks < 0):
+        raise IllegalComposition(f"remat({policy!r}, blocks={blocks}): give a number of blocks, or 'auto'")
+    if save and policy != "full":
+        raise IllegalComposition(f"remat({policy!r}, save={list(save)}): names are for policy 'full'")
+    stores = [store] if isinstance(store, str) else list(store)
+    if stores != ["device"] and not (set(stores) <= {"sharded", "host"} and len(set(stores)) == len(stores) > 0):
+        raise IllegalComposition(f"remat store {store!r} is not 'device', 'host', 'sharded' or ('sharded', 'host')")
+    return Remat(Recompute(policy, tuple(sorted(save)), "sharded" in stores, "host" in stores, smallest, blocks))

@@ -45,13 +45,13 @@ def trained(mesh, plan, rates, *more, steps=3):
     return losses, found, counts, planned, {leaf.device.type for leaf in held}
 
 
-@pytest.mark.parametrize("params", [None, "host"])
+@pytest.mark.parametrize("options", [{}, {"params": "host"}, {"gradients": "host"}], ids=str)
 @pytest.mark.parametrize("plan", PLANS)
-def test_bytes_at_the_links_are_the_plans_and_numbers_those_without(on_rig, plan, params):
+def test_bytes_at_the_links_are_the_plans_and_numbers_those_without(on_rig, plan, options):
     def run(mesh):
         slow = {"up": 1e6, "down": 1e6}  # a copy takes longer than what comes after it
         without = trained(mesh, plan, {})
-        return without, trained(mesh, plan, slow, lambda sl: sl.offload(params=params))
+        return without, trained(mesh, plan, slow, lambda sl: sl.offload(**options))
 
     (losses, final, before, nothing, there), (again, found, counts, planned, here) = on_rig(run)
     assert again == losses and found == final
@@ -126,9 +126,9 @@ def test_two_processes_update_their_shards_on_the_host(rigs):
             (2, []),
             (2, [sl.offload()]),
             (1, [sl.offload(params="host")]),
-            (3, [sl.offload(params="host")]),
+            (3, [sl.offload(params="host", gradients="host")]),
         ):
-            sharded = sl.shard(params, mesh, sl.chain(sl.zero(stage), sl.precision("bf16"), *more))
+            sharded = sl.shard(params, mesh, sl.chain(sl.zero(stage), sl.precision("bf16"), sl.accumulate(2), *more))
             state, step = sl.make_train_step(loss_fn, sharded, sl.optim.adamw(1e-2))
             with rig.limits(up=1e6, down=1e6):
                 losses = []

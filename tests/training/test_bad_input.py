@@ -233,7 +233,7 @@ def test_transforms_that_do_not_compose(transforms, message):
         (lambda: sl.accumulate(0), r"accumulate\(n=0\): the number of micro-batches is an integer of at least 1"),
         (lambda: sl.accumulate(2, sync="never"), r"sync='never'\): use 'each' or 'last'"),
         (lambda: sl.precision("fp8"), r"precision dtype 'fp8' is not one of 'bf16', 'fp16', 'fp32'"),
-        (lambda: sl.remat("some"), r"remat policy 'some' is not 'full', 'dots' or a policy function"),
+        (lambda: sl.remat("some"), r"remat policy 'some' is not 'full', 'dots', 'auto' or a policy function"),
     ],
 )
 def test_an_argument_out_of_range(make, message):

@@ -63,7 +63,7 @@ def trained(plan, *more):
 def test_training_is_the_same_to_the_last_bit(plan):
     losses, norms, numbers, final = trained(plan)
     short = PLANS[plan][2] < STEPS
-    ways = [{}, {"params": "host"}, {"fraction": 0.5}, {"params": "host", "fraction": 0.5}]
+    ways = [{}, {"params": "host", "gradients": "host"}, {"fraction": 0.5}, {"params": "host", "fraction": 0.5}]
     for options in ways if short else ways[:2]:
         again = trained(plan, sl.offload(**options))
         assert again[:2] == (losses, norms)
@@ -158,6 +158,10 @@ def test_the_plan_counts_what_moves():
     assert moved(sl.zero(3), mixed, down) == {"down": count // 2, "up": count}
     # At stage 1 new parameters are gathered on the device before they are stored.
     assert moved(sl.zero(1), mixed, down) == {"down": count // 2 + 2 * count, "up": 4 * count + count // 2}
+    # Gradients that are accumulated on the host go there after each micro-batch, if no exchange is left for the last one.
+    summed = sl.offload(gradients="host")
+    assert moved(sl.zero(2), sl.accumulate(3), summed) == {"down": 3 * count, "up": count}
+    assert moved(sl.zero(1), sl.accumulate(3), summed) == {"down": count, "up": count}
     text = str(sl.make_plan(params, mesh, sl.chain(sl.zero(0), mixed, sl.offload()), optimizer=tx()))
     assert re.search(r"gradients +down +bfloat16 +when summed +2 +424 B", text)
     assert "In host memory: parameters 0 B" in text and "in host memory" in text

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from shardlib.execute.activations.host import host_memory
 from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Gradients, Turn
 from shardlib.execute.handles import materialise
@@ -68,15 +69,19 @@ class Stage:
         self.plan, self._mesh, self._trained = plan, mesh, trained
         self._halved = frozenset(halved)
         self.records = Record(plan, mesh), Record(plan, mesh)  # of whole backwards, and of split ones
+        self._host = host_memory(plan.step.remat, mesh) if trained else None
         self._idle: tuple[list[Executor], list[Executor]] = [], []
         self.runs: dict[int, Run] = {}
 
     def begin(self, microbatch: int) -> Run:
         kind = microbatch in self._halved
         idle = self._idle[kind]
-        executor = idle.pop() if idle else Executor(self.plan, self._mesh, self._trained, self.records[kind])
+        executor = idle.pop() if idle else self._executor(kind)
         self.runs[microbatch] = Run(executor)
         return self.runs[microbatch]
+
+    def _executor(self, kind: bool) -> Executor:
+        return Executor(self.plan, self._mesh, self._trained, self.records[kind], self._host)
 
     def end(self, microbatch: int) -> None:
         run = self.runs.pop(microbatch)

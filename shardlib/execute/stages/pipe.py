@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from shardlib.collectives import primitives
 from shardlib.errors import BatchError, IllegalComposition, TreeError
+from shardlib.execute.activations.names import require_known
 from shardlib.execute.batches import rows_of
 from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Gradients, ReductionOptions
@@ -115,6 +117,10 @@ class Pipe:
             done = {step for record in self.records for step in record.done}
             loss = (outcomes[0].total, outcomes[0].weight) if outcomes else None
             require_whole_loss(sequence, self._mesh, done, loss, [self._axis])
+        if first and self._plan.step.remat and (save := self._plan.step.remat.save):
+            names = {name for record in self.records for name in record.names}
+            of_ranks = primitives.all_gather_object(self._mesh, [self._axis], names)
+            require_known(save, set().union(*of_ranks))
         for index in sorted(outcomes):
             totals.add(outcomes[index])
         return grads

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shardlib.execute.activations.names import require_known
 from shardlib.execute.batches import split_batch
 from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Gradients, Turn, default_options
@@ -35,20 +36,20 @@ def trace(
         return _trace_stages(loss_fn, plan, mesh, params, split_batch(batch, plan, mesh)[0], rng)
     runner = OneStage(loss_fn, plan, mesh, trained=True, with_buffers=buffers is not None)
 
-    def live_bytes() -> int:
-        """Peak bytes of a micro-batch, with the cast batch, without the sums of gradients."""
+    def live_bytes() -> tuple[int, int]:
+        """Peak bytes of a micro-batch, with the cast batch: without the sums of gradients, and with them."""
         live = LiveBytes()
         with live:
             microbatches = split_batch(batch, plan, mesh)
             call = Call(params, microbatches, keys_of(plan, mesh, microbatches, rng), buffers, 1.0, 1.0)
             gradients = runner.executor.gradients(default_options(mesh))
             runner.microbatch(call, 0, buffers, gradients)
-        return live.peak(without=gradients.held)
+        return live.peak(without=gradients.held), live.peak()
 
-    live, activations = live_bytes(), dict(mesh.traffic.activations)
+    peaks, activations, kept = live_bytes(), dict(mesh.traffic.activations), _kept(runner.executor)
     if runner.executor.gathers:  # the second run follows the first one's trace, and gathers the next unit ahead
-        live = max(live, live_bytes())
-    return (Trace(runner.executor.touches, activations, live),)
+        peaks = max(peaks, live_bytes())
+    return (Trace(runner.executor.touches, activations, *peaks, **kept),)
 
 
 def _trace_stages(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, rng: Key) -> tuple[Trace, ...]:
@@ -79,6 +80,8 @@ def _trace_stages(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: 
         carry = tree_map(fresh_leaf, result)
     if plan.step.sequence:
         require_whole_loss(plan.step.sequence, mesh, {step for run in runs for step in run.executor.record.done}, None)
+    if plan.step.remat:
+        require_known(plan.step.remat.save, {name for run in runs for name in run.executor.record.names})
     for run, grads, counts, alive in zip(reversed(runs), reversed(gradients), reversed(sent), reversed(live)):
         seeds = [torch.ones_like(output) for output in run.outputs]
         with _counting(mesh, counts), alive:
@@ -89,11 +92,20 @@ def _trace_stages(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: 
             else:
                 run.executor.differentiate(run.outputs, seeds, run.inputs, grads, Turn(0, last=False))
         run.executor.close()
-    peaks = [alive.peak(without=grads.held) for alive, grads in zip(live, gradients)]
+    peaks = [(alive.peak(without=grads.held), alive.peak()) for alive, grads in zip(live, gradients)]
     return tuple(
-        Trace(run.executor.touches, counts, peak + carry_bytes, kept + carry_bytes, *sizes)
-        for run, sizes, counts, (kept, carry_bytes), peak in zip(runs, passed, sent, memory, peaks)
-    )
+        Trace(
+            run.executor.touches, counts, peak + carry_bytes, with_sums + carry_bytes, kept + carry_bytes, *sizes,
+            **_kept(run.executor),
+        )
+        for run, sizes, counts, (kept, carry_bytes), (peak, with_sums) in zip(runs, passed, sent, memory, peaks)
+    )  # fmt: skip
+
+
+def _kept(executor: Executor) -> dict[str, int]:
+    """The number of blocks, and bytes of their inputs moved to host memory and back so far, and held there."""
+    host, blocks = executor.host, {"blocks": executor.blocks}
+    return blocks if host is None else blocks | {"down": host.down, "up": host.up, "host": host.held}
 
 
 @contextmanager

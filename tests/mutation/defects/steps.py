@@ -8,6 +8,8 @@ _PLAIN = f"{_SAME}::test_every_stage_and_number_of_ranks"
 _PIPELINE = "tests/training/test_pipeline.py"
 _SEQUENCE = "tests/training/test_sequence.py"
 _BYTES = "tests/training/test_bytes.py"
+_ACTIVATIONS = "tests/training/test_activations.py"
+_DEVICE = "tests/device/test_activations.py"
 
 DEFECTS = (
     Defect(
@@ -241,7 +243,7 @@ DEFECTS = (
     Defect(
         "products computed anew, all else kept",
         "bytes",
-        "execute/executor.py",
+        "execute/activations/checkpointing.py",
         "remat('dots') keeps what it is to compute again",
         "CheckpointPolicy.MUST_SAVE if op in _DOTS",
         "CheckpointPolicy.MUST_SAVE if op not in _DOTS",
@@ -282,5 +284,50 @@ DEFECTS = (
         "sums[path] = str(value) if isinstance(value, Draw) else checksum(value)",
         'sums[path] = ""',
         ("tests/training/test_bad_input.py::test_ranks_whose_parameters_differ",),
+    ),
+    Defect(
+        "an input that is not waited for",
+        "activations",
+        "execute/activations/host.py",
+        "a block is recomputed from memory to which its input is still being copied",
+        "        self._coming.join()\n",
+        "        pass\n",
+        (f"{_DEVICE}::test_values_copies_and_memory",),
+    ),
+    Defect(
+        "an input that is freed on its way",
+        "activations",
+        "execute/activations/host.py",
+        "an input's memory is used again while it is copied to the host",
+        "            self._gone.join()\n",
+        "",
+        (f"{_DEVICE}::test_values_copies_and_memory",),
+    ),
+    Defect(
+        "an input moved for each block",
+        "activations",
+        "execute/activations/keeper.py",
+        "a tensor that several blocks are given is moved several times",
+        "if known is None or known[0]() is None:",
+        "if True:",
+        (f"{_DEVICE}::test_a_tensor_that_blocks_share_is_moved_once",),
+    ),
+    Defect(
+        "the first rank's share",
+        "activations",
+        "execute/activations/shards.py",
+        "every rank keeps the first share of a block's input",
+        "flat[mesh.coords[axis] * width :]",
+        "flat[0 * width :]",
+        (f"{_ACTIVATIONS}::test_values_are_those_that_are_kept_without_recomputation",),
+    ),
+    Defect(
+        "gathers of inputs that nobody counts",
+        "bytes",
+        "execute/activations/shards.py",
+        "the plan leaves out the gathers of blocks' inputs",
+        ", self._mesh.traffic.by_the_loss():",
+        ":",
+        (f"{_ACTIVATIONS}::test_each_block_costs_one_more_gather",),
     ),
 )

@@ -1,0 +1,61 @@
+"""The checkpoint of a block, by the policy that a plan names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from shardlib.common._compat import FUSED_ATTENTIONS, pytree
+from shardlib.execute.activations.names import contexts
+from shardlib.execute.handles import Handle
+from shardlib.plan.recompute import Recompute
+
+
+def checkpointed(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], how: Recompute, names: set[str]
+) -> Any:
+    """``fn(*args, **kwargs)``, which backward computes again.
+
+    Args:
+        names: the names of values, which are added to where the policy keeps some by name.
+    """
+    leaves, shape = pytree.tree_flatten((args, kwargs))
+    # A checkpoint sees the tensors among its arguments alone: those in pytrees are given to it one by one.
+    seen = [isinstance(leaf, torch.Tensor) and not isinstance(leaf, Handle) for leaf in leaves]
+    others = [None if tensor else leaf for tensor, leaf in zip(seen, leaves)]
+
+    def call(others: list[Any], *tensors: torch.Tensor) -> Any:
+        given = iter(tensors)
+        whole = [next(given) if tensor else other for tensor, other in zip(seen, others)]
+        args, kwargs = pytree.tree_unflatten(whole, shape)
+        return fn(*args, **kwargs)
+
+    tensors = [leaf for tensor, leaf in zip(seen, leaves) if tensor]
+    del args, kwargs, leaves  # what is kept elsewhere must not be kept here
+    return checkpoint(call, others, *tensors, use_reentrant=False, **_policy(how, names))
+
+
+def _policy(how: Recompute, names: set[str]) -> dict[str, Any]:
+    if how.save:
+        return {"context_fn": partial(contexts, how.save, names)}
+    if how.policy == "full":
+        return {}
+    keeps = _keep_dots if how.policy == "dots" else how.policy
+    return {"context_fn": partial(create_selective_checkpoint_contexts, keeps)}
+
+
+_DOTS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default,
+    *FUSED_ATTENTIONS,
+}
+
+
+def _keep_dots(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _DOTS else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,110 @@
+"""How blocks are recomputed in backward, and where what they are recomputed from is kept meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardlib.collectives.sequence.base import SequenceKind
+from shardlib.errors import IllegalComposition
+
+SMALLEST = 1 << 16  # bytes; the latency of moving less costs more than its memory is worth
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """How blocks are recomputed in backward.
+
+    Attributes:
+        policy: "full", "dots", "auto" or a policy function.
+        save: names of values that are kept.
+        sharded: whether inputs of blocks are to be divided over the axis of slices.
+        host: whether they are kept in host memory.
+        smallest: bytes below which an input stays where it is.
+        blocks: how many of a micro-batch's blocks are recomputed, the first of each stage; None for all.
+        axis: the axis over which inputs are divided, once a plan has decided it.
+    """
+
+    policy: str | Callable[..., Any]
+    save: tuple[str, ...] = ()
+    sharded: bool = False
+    host: bool = False
+    smallest: int = SMALLEST
+    blocks: int | None = None
+    axis: str | None = None
+
+    @property
+    def store(self) -> tuple[str, ...]:
+        """The names of the stores, as `shardlib.remat` takes them."""
+        return ("sharded",) * self.sharded + ("host",) * self.host
+
+    @property
+    def arguments(self) -> str:
+        """The arguments of `shardlib.remat` that differ from their defaults."""
+        shown = [repr(getattr(self.policy, "__name__", self.policy))]
+        shown += [f"save={list(self.save)}"] if self.save else []
+        shown += [f"store={self.store[0] if len(self.store) == 1 else self.store!r}"] if self.store else []
+        shown += [f"smallest={self.smallest}"] if self.smallest != SMALLEST else []
+        shown += [f"blocks={self.blocks}"] if self.blocks is not None else []
+        return ", ".join(shown)
+
+    def require_decided(self) -> None:
+        """Refuse a policy that leaves the choice to a plan.
+
+        Raises:
+            IllegalComposition: the policy is "auto".
+        """
+        if self.policy == "auto":
+            raise IllegalComposition(
+                "remat('auto') needs a budget and a trace: plan = sl.make_plan(..., loss_fn=, batch=, device_memory=) "
+                "chooses. Shard with sl.remat(blocks=plan.step.remat.blocks)"
+            )
+
+    def __str__(self) -> str:
+        policy = str(getattr(self.policy, "__qualname__", self.policy))
+        policy += f" but for {', '.join(self.save)}" if self.save else ""
+        of = "" if self.blocks is None else f" of the first {self.blocks} blocks"
+        return f"{policy}{of}" + (f", from inputs in store {' and '.join(self.store)}" if self.store else "")
+
+    def over(
+        self, sliced: Iterable[str], sizes: Mapping[str, int], sequence: SequenceKind | None
+    ) -> tuple[Recompute, list[str]]:
+        """With the axis over which inputs are divided; and notes for the plan's log.
+
+        Args:
+            sliced: the axes of slices.
+            sizes: axis -> size, for all axes.
+            sequence: how sequences are cut; None if they are not.
+
+        Raises:
+            IllegalComposition: inputs are to be divided, and there is no axis along which ranks hold the same.
+        """
+        axes = sorted(axis for axis in sliced if sizes[axis] > 1)
+        if not self.sharded or (not axes and 1 in sizes.values()):
+            return self, []  # slices over an axis of one rank are whole leaves, like any others
+        if sequence and axes in ([], [sequence.axis]):
+            return self, [
+                f"inputs of blocks are parts of sequences over axis {sequence.axis!r} already: not divided further"
+            ]
+        if len(axes) != 1:
+            number = f"are several: {', '.join(axes)}" if axes else "is none"
+            raise IllegalComposition(
+                f"remat({self.arguments}) divides the inputs of blocks over the axis of tensor_slicing, along which ranks "
+                f"hold the same, and there {number}. Use store='host' or store='device', or tensor_slicing over one axis"
+            )
+        return replace(self, axis=axes[0]), []
+
+
+def fewest(count: int, fits: Callable[[int], bool]) -> int | None:
+    """The smallest number of ``count`` blocks that ``fits`` accepts, in few calls; None if not even all do.
+
+    More blocks must fit where fewer do.
+    """
+    if not fits(count):
+        return None
+    low, high = 0, count
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    return low
