@@ -9,7 +9,6 @@ _PIPELINE = "tests/training/test_pipeline.py"
 _SEQUENCE = "tests/training/test_sequence.py"
 _BYTES = "tests/training/test_bytes.py"
 _ACTIVATIONS = "tests/training/test_activations.py"
-_DEVICE = "tests/device/test_activations.py"
 
 DEFECTS = (
     Defect(
@@ -284,33 +283,6 @@ DEFECTS = (
         "sums[path] = str(value) if isinstance(value, Draw) else checksum(value)",
         'sums[path] = ""',
         ("tests/training/test_bad_input.py::test_ranks_whose_parameters_differ",),
-    ),
-    Defect(
-        "an input that is not waited for",
-        "activations",
-        "execute/activations/host.py",
-        "a block is recomputed from memory to which its input is still being copied",
-        "        self._coming.join()\n",
-        "        pass\n",
-        (f"{_DEVICE}::test_values_copies_and_memory",),
-    ),
-    Defect(
-        "an input that is freed on its way",
-        "activations",
-        "execute/activations/host.py",
-        "an input's memory is used again while it is copied to the host",
-        "            self._gone.join()\n",
-        "",
-        (f"{_DEVICE}::test_values_copies_and_memory",),
-    ),
-    Defect(
-        "an input moved for each block",
-        "activations",
-        "execute/activations/keeper.py",
-        "a tensor that several blocks are given is moved several times",
-        "if known is None or known[0]() is None:",
-        "if True:",
-        (f"{_DEVICE}::test_a_tensor_that_blocks_share_is_moved_once",),
     ),
     Defect(
         "the first rank's share",
