@@ -9,7 +9,7 @@ _PIPELINE = "tests/training/test_pipeline.py"
 _SEQUENCE = "tests/training/test_sequence.py"
 _BYTES = "tests/training/test_bytes.py"
 _ACTIVATIONS = "tests/training/test_activations.py"
-_DEVICE = "tests/device/test_activations.py"
+_DEVICE = "tests/device/test_kept_inputs.py"
 
 DEFECTS = (
     Defect(
