@@ -71,22 +71,27 @@ class TiledLeaf:
     @cached_property
     def handle(self) -> Handle:
         """The handle that stands for the leaf in the loss."""
-        stored, trained = self._units[0].buckets[0].like, self._trained and self.bucket.trainable
-        handle = TiledHandle(self, 0, self.path, self.bucket.shapes[0], stored, trained)
-        handle._tiles = self
         style, compute, mesh = self._placement.style, self._placement.compute, self._slices.mesh
         if style is None:
-            return handle
-        self._plain = handle
+            return self._of_rows
         window = compute.spec.window(compute.shape, mesh.shape, mesh.coords)
-        return SlicedHandle.make(
-            self, 0, self.path, self.bucket.shapes[0], stored, trained, style, window, self._slices
-        )
+        return SlicedHandle.make(*self._described, style, window, self._slices)
+
+    @cached_property
+    def _of_rows(self) -> TiledHandle:
+        handle = TiledHandle(*self._described)
+        handle._tiles = self
+        return handle
+
+    @property
+    def _described(self) -> tuple[TiledLeaf, int, str, tuple[int, ...], torch.Tensor, bool]:
+        trained = self._trained and self.bucket.trainable
+        return self, 0, self.path, self.bucket.shapes[0], self._units[0].buckets[0].like, trained
 
     # As the source of its handles. What a layer of slices computes with, and a block is given, is a handle as well.
 
     def leaf(self, index: int) -> torch.Tensor:
-        return self._plain if self._placement.style is not None else self.handle
+        return self._of_rows
 
     def data(self, index: int) -> torch.Tensor:
         self.refuse("a torch.autograd.Function, or code outside of torch's functions,")

@@ -24,6 +24,10 @@ class TiledModules:
     def __init__(self, tiles: Mapping[str, int]) -> None:
         self._tiles = dict(tiles)
         self._ran = False
+        ends = {path: path.split("/") for path in self._tiles}
+        self._by_end = {
+            "/".join(parts[i:]): self._tiles[path] for path, parts in ends.items() for i in range(len(parts))
+        }
 
     @contextmanager
     def installed(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
@@ -34,8 +38,8 @@ class TiledModules:
         before = []
         try:
             for path, module in modules.items():
-                count = next((n for named, n in self._tiles.items() if f"/{named}".endswith(f"/{path}")), 1)
-                if path and count > 1 and not isinstance(module.forward, _InTiles):
+                count = self._by_end.get(path)
+                if count is not None and not isinstance(module.forward, _InTiles):
                     before.append((module, module.__dict__.get("forward")))
                     module.__dict__["forward"] = _InTiles(self, path, count, module.forward)
             yield

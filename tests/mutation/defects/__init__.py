@@ -14,6 +14,7 @@ from . import (
     reproducible,
     runs,
     steps,
+    tiles,
 )
 
 DEFECTS: tuple[Defect, ...] = (
@@ -29,4 +30,5 @@ DEFECTS: tuple[Defect, ...] = (
     *disk.DEFECTS,
     *runs.DEFECTS,
     *reproducible.DEFECTS,
+    *tiles.DEFECTS,
 )

@@ -123,8 +123,8 @@ DEFECTS = (
         "order",
         "execute/executor.py",
         "at stage 3 the gradients of a leaf's uses are added before they reach the sums",
-        "BucketState(bucket, mesh, plan.routes[bucket.name], self._splits, plan.step.tree)",
-        "BucketState(bucket, mesh, plan.routes[bucket.name], self._splits, False)",
+        "BucketState(bucket, mesh, run.routes[bucket.name], self._splits, plan.step.tree)",
+        "BucketState(bucket, mesh, run.routes[bucket.name], self._splits, False)",
         (f"{_BITS}::test_tied_leaves_used_by_two_units",),
     ),
 )

@@ -146,8 +146,8 @@ DEFECTS = (
         "bytes",
         "execute/gathering.py",
         "the unit in use is let go of and gathered again",
-        "self._keep({unit.name, upcoming})",
-        "self._keep({upcoming})",
+        "self._keep({unit.name, upcoming, unit.home})",
+        "self._keep({upcoming, unit.home})",
         (f"{_BYTES}::test_payload_is_always_what_the_traced_plan_says",),
     ),
     Defect(
