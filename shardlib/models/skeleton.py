@@ -216,7 +216,8 @@ class _Call:
     def __init__(self, skeleton: Skeleton, parameters: Named, buffers: Buffers, fresh: bool = False) -> None:
         skeleton.require_names(parameters, buffers)
         self._skeleton, self._parameters, self._given = skeleton, parameters, buffers
-        self._fresh, self._tiles = fresh, current_modules.get()
+        # A compiled function reads no context: a plan with tiles refuses a loss in which no module ran in them.
+        self._fresh, self._tiles = fresh, None if torch.compiler.is_compiling() else current_modules.get()
         self._held = {name: _copied(buffer) for name, buffer in buffers.items()} if fresh else dict(buffers)
         # Tensors made in inference mode or in compiled functions have no versions.
         self._versioned = not fresh or (torch.is_grad_enabled() and not torch.compiler.is_compiling())
