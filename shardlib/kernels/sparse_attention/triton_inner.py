@@ -30,29 +30,23 @@ def slot_of(slot, slots, count):
 
 
 @triton.jit
-def position(cell, r, CELL: tl.constexpr):
-    """The position of row ``r`` of a tile, which lies in ``cell``; CELL is a power of two.
-
-    An "or", not a sum: of the sum of a number that was loaded ahead and r % CELL, Triton 3.6 takes every element for a
-    multiple of CELL, and then compares positions once for 16 rows, which is wrong next to the diagonal.
-    """
-    return cell * CELL | r % CELL
-
-
-@triton.jit
 def tile_rows(members, tile, size, ROWS: tl.constexpr, CELL: tl.constexpr):
     """Positions of a tile's rows, and each row's bit, 0 beyond the end."""
     r = tl.arange(0, ROWS * CELL)
-    at = position(tl.load(members + tile * ROWS + r // CELL), r, CELL)
+    at = tl.load(members + tile * ROWS + r // CELL) * CELL + r % CELL
     return at, tl.where(at < size, 1 << (r // CELL), 0)
 
 
 @triton.jit
 def step_rows(blocks, bits, step, WIDTH: tl.constexpr, CELL: tl.constexpr):
-    """Positions of a step's rows, and the bits of the tile's lists that hold them."""
+    """Positions of a step's rows, and the bits of the tile's lists that hold them. CELL is a power of two.
+
+    An "or" adds: of the sum of a number that is loaded ahead and r % CELL, Triton 3.6 takes every element for a multiple of
+    CELL, and then compares positions once for 16 rows, which is wrong next to the diagonal.
+    """
     r = tl.arange(0, WIDTH * CELL)
     offset = step * WIDTH + r // CELL
-    return position(tl.load(blocks + offset), r, CELL), tl.load(bits + offset)
+    return tl.load(blocks + offset) * CELL | r % CELL, tl.load(bits + offset)
 
 
 @triton.jit

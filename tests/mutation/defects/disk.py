@@ -2,7 +2,7 @@
 
 from ..planting import Defect
 
-_CRASHES = ("tests/disk/test_crashes.py::test_a_crash_leaves_a_whole_step",)
+_CRASHES = ("tests/disk/test_disk_crashes.py::test_a_crash_leaves_a_whole_step",)
 
 DEFECTS = (
     Defect(
