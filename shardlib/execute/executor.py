@@ -26,12 +26,12 @@ from shardlib.execute.record import Record
 from shardlib.execute.saving import SavedTensors
 from shardlib.execute.sequence import SequenceParts
 from shardlib.execute.slicing import gathered, refuse_slices
+from shardlib.execute.surroundings import Surroundings
 from shardlib.execute.tiles import TiledLeaf, refuse_tiles
 from shardlib.execute.units import BucketState, UnitState
-from shardlib.mesh.mesh import Mesh, current_mesh
+from shardlib.mesh.mesh import Mesh
 from shardlib.nn.blocks import block_runner
-from shardlib.nn.sequence import current_parts
-from shardlib.nn.tiled_modules import TiledModules, current_modules
+from shardlib.nn.tiled_modules import TiledModules
 from shardlib.plan.plan import Plan
 from shardlib.plan.recompute import Recompute
 from shardlib.rng import restore_generators, states_of_generators
@@ -70,12 +70,12 @@ class Executor:
             for unit, buckets in run.buckets_of.items()
         }
         self.record = Record(plan, mesh) if record is None else record
-        self._parts = SequenceParts(plan.step.sequence, mesh, self.record.done) if plan.step.sequence else None
+        parts = SequenceParts(plan.step.sequence, mesh, self.record.done) if plan.step.sequence else None
         self._slices = Slices(mesh, plan.step.sequence)
         # In a stage, only the modules of its own parameters.
         paths = [path for bucket in plan.buckets for path in bucket.paths]
         modules = {m: n for m, n in plan.step.module_tiles.items() if any(path.startswith(f"{m}/") for path in paths)}
-        self._modules = TiledModules(modules) if modules else None
+        self._surroundings = Surroundings(mesh, parts, TiledModules(modules) if modules else None)
         self._units = {
             unit: UnitState(unit, members, self._touch, plan.placement_of, self._slices)
             for unit, members in states.items()
@@ -270,8 +270,8 @@ class Executor:
         try:
             result = fn(self._tree())
             self._require_unwritten()
-            if self._modules is not None:
-                self._modules.require_some()
+            if self._surroundings.modules is not None and self._trained:
+                self._surroundings.modules.require_some()
             return result
         except (RuntimeError, ValueError) as error:
             self._require_unwritten(error)
@@ -328,23 +328,11 @@ class Executor:
         wraps_blocks = self.gathers or self.plan.step.remat or self.plan.styles
         runner, keeper = block_runner.set(self._run_block if wraps_blocks else None), current_keeper.set(self._keeper)
         try:
-            with self._surroundings():
+            with self._surroundings.installed():
                 yield
         finally:
             block_runner.reset(runner)
             current_keeper.reset(keeper)
-
-    @contextmanager
-    def _surroundings(self) -> Iterator[None]:
-        """The context in which a model's functions find the mesh, their sequence parts and the modules in tiles."""
-        mesh, parts = current_mesh.set(self.mesh), current_parts.set(self._parts)
-        modules = current_modules.set(self._modules)
-        try:
-            yield
-        finally:
-            current_modules.reset(modules)
-            current_mesh.reset(mesh)
-            current_parts.reset(parts)
 
     def _touch(self, unit: UnitState) -> None:
         if func_transform() is not None:
@@ -380,7 +368,7 @@ class Executor:
 
         # The surroundings are part of the checkpointed function: recomputation may run in a thread of autograd.
         def surrounded(*args: Any, **kwargs: Any) -> Any:
-            with self._surroundings(), readable_twice() if self._splits else nullcontext():
+            with self._surroundings.installed(), readable_twice() if self._splits else nullcontext():
                 return call(*args, **kwargs)
 
         return checkpointed(surrounded, args, kwargs, how, self.record.names)

@@ -1,19 +1,17 @@
 """Everything that user code may do with parameters inside a loss: each hazard of handles, at every stage."""
 
 import functools
-from collections import Counter
 
 import optree
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import training
-from helpers.measure import count_payload
+from helpers.measure import Counted, count_payload
 from helpers.models import mlp, regression_batch, share
 from helpers.trees import assert_close, assert_same, copy_of
 from oracle import one_device
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
@@ -372,18 +370,6 @@ def test_remat_of_blocks(stage, policy):
         return (x - y).square().mean()
 
     check(loss_fn, network(), stage, extra=sl.remat(policy))
-
-
-class Counted(TorchDispatchMode):
-    """How often each operation is called meanwhile."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls[func] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def test_what_remat_computes_again():

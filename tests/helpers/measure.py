@@ -1,6 +1,7 @@
 """Bytes measured from outside the library: sent through groups, sent by torch's own operators, alive in storages."""
 
 import weakref
+from collections import Counter
 
 import optree
 import torch
@@ -21,6 +22,18 @@ def stored_bytes(tree, counters=False):
     tensors = [tensor for tensor in tensors if tensor.dim() or not counters]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
+
+
+class Counted(TorchDispatchMode):
+    """How often each operation is called meanwhile."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[func] += 1
+        return func(*args, **(kwargs or {}))
 
 
 class CountingGroup:

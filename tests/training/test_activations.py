@@ -1,16 +1,15 @@
 """Where the inputs of recomputed blocks are kept: refusals, values to the bit, payload, and what the plan says of them."""
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 from helpers import training
+from helpers.measure import Counted
 from helpers.models import share, tiny_gpt, token_batches
 from helpers.trees import assert_same
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardlib as sl
 from shardlib.errors import HandleError, IllegalComposition
@@ -197,18 +196,6 @@ def test_named_values_are_kept_and_change_nothing(case):
     found = trained(mesh, *others, sl.remat(save=save, store="host"))
     assert found[:2] == kept[:2]
     assert_same(found[2], kept[2])
-
-
-class Counted(TorchDispatchMode):
-    """How often each operation is called meanwhile."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls[func] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def test_what_makes_a_named_value_is_not_computed_again():

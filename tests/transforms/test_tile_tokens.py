@@ -1,5 +1,6 @@
 """Functions and modules in tiles of their tokens: the values of the whole, the memory of a tile, gradients handed on once."""
 
+import optree
 import pytest
 import torch
 import torch.nn.functional as F
@@ -211,6 +212,10 @@ def test_tiles_of_tokens_that_cannot_be_are_refused():
         return sl.simulate(rank, mesh={"data": 1})
 
     run("net/mlp")
+    # What is no loss may use the parameters as it likes.
+    sharded = sl.shard({"net": params}, sl.make_mesh(), sl.tile("net/mlp", 2, along="tokens"))
+    norms = sl.make_eval_step(lambda p: sum(leaf.square().sum() for leaf in optree.tree_leaves(p)), sharded)
+    assert norms(sharded) > 0
     with pytest.raises(LossError, match=r"none of the modules that the plan runs in tiles ran:\n.*net/mlp"):
         run("net/mlp", "its weights")
     with pytest.raises(

@@ -9,6 +9,7 @@ copied, and the copy is kept.
 from __future__ import annotations
 
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -60,8 +61,9 @@ class _Numbering(TorchDispatchMode):
         naming.reset(self._token)
         return super().__exit__(*error)
 
+    @abstractmethod
     def _meet(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        raise NotImplementedError
+        """A value that the block names, as the block goes on with it."""
 
 
 class Forward(_Numbering):

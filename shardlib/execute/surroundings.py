@@ -1,0 +1,37 @@
+"""The context in which a model's functions find the mesh, their sequence parts and the modules that run in tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from shardlib.execute.sequence import SequenceParts
+from shardlib.mesh.mesh import Mesh, current_mesh
+from shardlib.nn.sequence import current_parts
+from shardlib.nn.tiled_modules import TiledModules, current_modules
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What is around the code of a function, in forward and in recomputation, which may run in a thread of autograd's.
+
+    Attributes:
+        parts: the sequence's parts; None if sequences are whole.
+        modules: the modules that run in tiles; None if there are none.
+    """
+
+    mesh: Mesh
+    parts: SequenceParts | None
+    modules: TiledModules | None
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        mesh, parts = current_mesh.set(self.mesh), current_parts.set(self.parts)
+        modules = current_modules.set(self.modules)
+        try:
+            yield
+        finally:
+            current_modules.reset(modules)
+            current_mesh.reset(mesh)
+            current_parts.reset(parts)
