@@ -57,11 +57,13 @@ def make_plan(
         batch: one rank's share of a batch, on any device, the meta device included.
         optimizer: a gradient transformation, whose state and messages are counted.
         buffers: the buffers that ``loss_fn`` takes, if any.
-        device_memory: bytes of a rank's device, by which ``remat("auto")`` is decided.
+        device_memory: bytes of a rank's device. A plan with a larger peak is refused; ``remat("auto")`` recomputes as few
+            blocks as fit. Needs ``loss_fn``, ``batch`` and ``optimizer``.
 
     Raises:
         TreeError, IllegalComposition, SpecError: as `shard`.
-        TypeError: an optimizer that is not a gradient transformation.
+        TypeError: an optimizer that is not a gradient transformation; ``device_memory`` without what it needs.
+        IllegalComposition: ``device_memory`` is not enough, or the loss cannot be traced, so that nobody knows.
 
     >>> params = {"w": torch.empty(1000, 1000, device="meta")}
     >>> plan = sl.make_plan(params, sl.abstract_mesh(data=8), sl.zero(2), optimizer=sl.optim.adamw(1e-3))
@@ -77,42 +79,49 @@ def make_plan(
     plan = build_plan(tree, mesh, default_transform(transform, stage), optimizer=optimizer)
     plan = replace(plan, buffers=buffer_sizes(buffers))
     how = plan.step.remat
+    if device_memory is not None and (loss_fn is None or batch is None or optimizer is None):
+        raise TypeError("make_plan(device_memory=) weighs a whole step: give loss_fn=, batch= and optimizer= too")
+    if how and device_memory is None:
+        how.require_decided()
     if loss_fn is None or batch is None:
-        if how:
-            how.require_decided()
         return plan
     traced = partial(_traced, device=mesh.device, loss_fn=loss_fn, batch=batch, buffers=buffers)
-    if how is None or how.policy != "auto":
-        return traced(plan)
     if device_memory is None:
-        how.require_decided()
+        return traced(plan)
     held = sum(leaf.nbytes for leaf in leaves_of(batch) if hasattr(leaf, "nbytes"))
-    return _fitting(plan, how, traced, device_memory or 0, held)
+    return _fitting(plan, how, traced, device_memory, held)
 
 
-def _fitting(plan: Plan, how: Recompute, traced: Callable[[Plan], Plan], budget: int, batch: int) -> Plan:
-    """The traced plan that recomputes the fewest blocks of those whose peak, with the batch, stays within the budget."""
+def _fitting(plan: Plan, how: Recompute | None, traced: Callable[[Plan], Plan], budget: int, batch: int) -> Plan:
+    """The traced plan, whose peak, with the batch, stays within the budget. "auto" recomputes the fewest blocks that do."""
+    auto = how is not None and how.policy == "auto"
     plans: dict[int, Plan] = {}
 
     def planned(blocks: int) -> Plan:
         if blocks not in plans:
-            remat = replace(how, policy="full", blocks=blocks)
+            remat = replace(how, policy="full", blocks=blocks) if how and auto else how
             plans[blocks] = traced(replace(plan, step=replace(plan.step, remat=remat)))
         return plans[blocks]
 
     def peak(blocks: int) -> int:
-        return (planned(blocks).peak_bytes or 0) + batch
+        found = planned(blocks).peak_bytes
+        if found is None:
+            raise IllegalComposition("device_memory= needs a loss that can be traced, and this one reads values")
+        return found + batch
 
-    count = max((trace.blocks for trace in planned(0).traces or ()), default=0)
+    count = max((trace.blocks for trace in planned(0).traces or ()), default=0) if auto else 0
     chosen = fewest(count, lambda blocks: peak(blocks) <= budget)
     if chosen is None:
+        least = f"with all of {count} blocks recomputed, {size(peak(0))} with none" if auto else "with its batch"
         raise IllegalComposition(
-            f"remat('auto'): a rank's peak is {size(peak(count))} with all of {count} blocks recomputed, {size(peak(0))} "
-            f"with none, and device_memory={budget} is {size(budget)}. Keep inputs of blocks by store='host', raise the "
-            "stage of sl.zero, add sl.offload(), or make micro-batches smaller by sl.accumulate"
+            f"a rank's peak is {size(peak(count))} {least}, and device_memory={budget} is {size(budget)}. Recompute blocks "
+            "(sl.remat), keep their inputs by store='host', raise the stage of sl.zero, add sl.offload(), or make "
+            "micro-batches smaller by sl.accumulate"
         )
-    note = f"remat('auto'): {chosen} of {count} blocks are recomputed, for a peak of {size(peak(chosen))} of {size(budget)}"
     found = planned(chosen)
+    if not auto:
+        return found
+    note = f"remat('auto'): {chosen} of {count} blocks are recomputed, for a peak of {size(peak(chosen))} of {size(budget)}"
     return replace(found, claims=found.claims and found.claims.noting([note]))
 
 

@@ -209,18 +209,20 @@ def check(device: torch.device) -> Checks:
     sizes = (16, 64, 80, 128, 256) if device.type == CUDA else (16, 64)
     cases = [*product(_TOLERANCES, sizes, ("plain", "causal, masked", "bias, dropout"))]
 
-    return rates.in_processes(partial(_checked, device), cases, device)
+    return rates.in_processes(partial(_checked, device, rates.implementations(device)[-1]), cases, device)
 
 
-def _checked(device: torch.device, case: tuple[torch.dtype, int, str]) -> tuple[str, str]:
+def _checked(device: torch.device, using: str | None, case: tuple[torch.dtype, int, str]) -> tuple[str, str]:
     dtype, size, options = case
-    error, repeats = _compare(device, dtype, size, options)
+    error, repeats = _compare(device, using, dtype, size, options)
     detail = f"{error:.1e}{'' if repeats else ', other bits the second time'}"
     good = error <= _TOLERANCES[dtype] and repeats
     return f"sparse attention, {str(dtype)[6:]}, size {size}, {options}", rates.outcome(good, detail)
 
 
-def _compare(device: torch.device, dtype: torch.dtype, size: int, options: str) -> tuple[float, bool]:
+def _compare(
+    device: torch.device, using: str | None, dtype: torch.dtype, size: int, options: str
+) -> tuple[float, bool]:
     """The largest error over the largest number, and whether two runs agree bit by bit."""
     length = 1100  # not a multiple of the block, and rows and columns long enough to be split into items
     generator = torch.Generator().manual_seed(0)
@@ -238,14 +240,14 @@ def _compare(device: torch.device, dtype: torch.dtype, size: int, options: str) 
     grad = normal(2, 4, length, size).to(dtype)
     layout = sl.sparse.bigbird(length, causal=given["causal"]).to(device)
 
-    def run(values: list[torch.Tensor], implementation: str) -> list[torch.Tensor]:
+    def run(values: list[torch.Tensor], implementation: str | None) -> list[torch.Tensor]:
         values = [value.detach().requires_grad_() for value in values]
         q, k, v, *bias = values
         out = sl.nn.sparse_attention(q, k, v, layout, bias=bias[0] if bias else None, using=implementation, **given)
         return [out.detach(), *torch.autograd.grad(out, values, grad.to(out.dtype))]
 
     wanted = run([value.double() for value in inputs], "reference")
-    found, again = (run(inputs, rates.implementations(device)[-1]) for _ in range(2))
+    found, again = (run(inputs, using) for _ in range(2))
     error = max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(found, wanted))
     return error, all(torch.equal(a, b) for a, b in zip(found, again))
 

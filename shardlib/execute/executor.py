@@ -9,31 +9,28 @@ from typing import Any, TypeVar
 import torch
 
 from shardlib.collectives.styles.slices import Slices
-from shardlib.common._compat import func_transform, grad, is_compiled, no_modes, storage_id
+from shardlib.common._compat import func_transform, grad, storage_id
 from shardlib.errors import HandleError
-from shardlib.execute.activations.checkpointing import checkpointed
 from shardlib.execute.activations.host import HostMemory, host_memory
 from shardlib.execute.activations.keeper import Keeper, current_keeper
 from shardlib.execute.activations.names import require_known
 from shardlib.execute.activations.shards import store_of
+from shardlib.execute.blocks import Blocks
 from shardlib.execute.gathering import Gathering
 from shardlib.execute.gradients import Gradients, ReductionOptions, Turn
 from shardlib.execute.halves import Halves
 from shardlib.execute.handles import MAX_NORM, Handle
 from shardlib.execute.losses import refuse_reentrant_checkpoints
-from shardlib.execute.products import readable_twice
 from shardlib.execute.record import Record
 from shardlib.execute.saving import SavedTensors
 from shardlib.execute.sequence import SequenceParts
-from shardlib.execute.slicing import gathered, refuse_slices
 from shardlib.execute.surroundings import Surroundings
-from shardlib.execute.tiles import TiledLeaf, refuse_tiles
+from shardlib.execute.tiles import TiledLeaf
 from shardlib.execute.units import BucketState, UnitState
 from shardlib.mesh.mesh import Mesh
 from shardlib.nn.blocks import block_runner
 from shardlib.nn.tiled_modules import TiledModules
 from shardlib.plan.plan import Plan
-from shardlib.plan.recompute import Recompute
 from shardlib.rng import restore_generators, states_of_generators
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, tree_map, unflatten
@@ -54,7 +51,7 @@ class Executor:
 
     Attributes:
         host: the host memory in which inputs of blocks are kept; None if they stay on the device.
-        blocks: how many blocks have begun that may be recomputed, in this micro-batch.
+        blocks: of the micro-batch.
     """
 
     def __init__(
@@ -75,7 +72,9 @@ class Executor:
         # In a stage, only the modules of its own parameters.
         paths = [path for bucket in plan.buckets for path in bucket.paths]
         modules = {m: n for m, n in plan.step.module_tiles.items() if any(path.startswith(f"{m}/") for path in paths)}
-        self._surroundings = Surroundings(mesh, parts, TiledModules(modules) if modules else None)
+        aliases = [path for placement in plan.placements for path in placement.aliases]
+        tiled = TiledModules(modules, {*paths, *aliases}) if modules else None
+        self._surroundings = Surroundings(mesh, parts, tiled)
         self._units = {
             unit: UnitState(unit, members, self._touch, plan.placement_of, self._slices)
             for unit, members in states.items()
@@ -93,7 +92,7 @@ class Executor:
         self.host = host_memory(plan.step.remat, mesh) if trained and host is None else host
         store = store_of(plan.step.remat, mesh, self.host, lambda: self.record.order is None)
         self._keeper = Keeper(plan.step.remat, store, self._in_parameters, self._saved.innermost)
-        self.blocks = 0
+        self.blocks = Blocks(plan, trained, self._surroundings, self.record.names)
         self._halves: Halves | None = None
         self._held: frozenset[int] = frozenset()  # the storages of all of this rank's parameters
 
@@ -312,7 +311,7 @@ class Executor:
     def _bind(self, params: Sharded, gradients: Gradients | None) -> None:
         """Bind this step's parameters and gradients to the buckets."""
         self._held = frozenset(storage_id(buffer.untyped_storage()) for buffer in params.buffers.values())
-        self.blocks = 0
+        self.blocks.begin()
         stored = {
             cut.name: buffer
             for bucket in self.plan.buckets
@@ -326,7 +325,7 @@ class Executor:
     def _running(self) -> Iterator[None]:
         """The context of the user's code, in forward and in recomputation during backward."""
         wraps_blocks = self.gathers or self.plan.step.remat or self.plan.styles
-        runner, keeper = block_runner.set(self._run_block if wraps_blocks else None), current_keeper.set(self._keeper)
+        runner, keeper = block_runner.set(self.blocks.run if wraps_blocks else None), current_keeper.set(self._keeper)
         try:
             with self._surroundings.installed():
                 yield
@@ -351,34 +350,6 @@ class Executor:
         with torch.inference_mode(False):  # the first touch may be in inference_mode and a later one outside
             self._gathering.touch(unit)
         self._saved.note_gathered(unit)
-
-    def _run_block(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            # Gathering does not belong to the block: a recompute policy must neither see nor keep its operations.
-            with no_modes():
-                args, kwargs = gathered((args, kwargs))
-            if (self.plan.styles or self._tiles) and is_compiled(fn):
-                refuse_slices((args, kwargs))
-                refuse_tiles((args, kwargs))
-            return fn(*args, **kwargs)
-
-        how = self.plan.step.remat
-        if how is None or not self._recomputes(how):
-            return call(*args, **kwargs)
-
-        # The surroundings are part of the checkpointed function: recomputation may run in a thread of autograd.
-        def surrounded(*args: Any, **kwargs: Any) -> Any:
-            with self._surroundings.installed(), readable_twice() if self._splits else nullcontext():
-                return call(*args, **kwargs)
-
-        return checkpointed(surrounded, args, kwargs, how, self.record.names)
-
-    def _recomputes(self, how: Recompute) -> bool:
-        """Whether the block that begins now is recomputed in backward."""
-        if not self._trained or not self._saved.innermost():
-            return self._trained  # a block within one that is recomputed
-        self.blocks += 1
-        return how.blocks is None or self.blocks <= how.blocks
 
     def _late(self, reached: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Bucket name -> packed gradients of leaves that arrived at handles."""

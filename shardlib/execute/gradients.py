@@ -228,7 +228,8 @@ class Gradients:
         groups: dict[tuple[Any, ...], list[Bucket]] = {}
         for bucket in self._plan.trained_in[unit]:
             each, last = self._routes(bucket)
-            collectives = len(each), *((exchange.op, exchange.axis) for exchange in (*each, *last))
+            lands = self._stored.lands_each(self._leaf_of[bucket.name])
+            collectives = lands, len(each), *((exchange.op, exchange.axis) for exchange in (*each, *last))
             groups.setdefault(collectives, []).append(bucket)
         for buckets in groups.values():
             self._reduce(buckets, [ready.pop(bucket.name) for bucket in buckets])

@@ -21,7 +21,7 @@ from shardlib.execute.handles import Handle, kind_of, materialise, refuse_max_no
 from shardlib.execute.slicing import SlicedHandle, refuse_operands, require_whole_layer
 from shardlib.execute.units import UnitState
 from shardlib.kernels.common.recompute import recomputed
-from shardlib.kernels.linear_cross_entropy.options import check_layer, widened
+from shardlib.kernels.linear_cross_entropy.options import check_layer, check_targets, widened
 from shardlib.nn.functional import embedding, linear_cross_entropy
 from shardlib.nn.sequence import current_parts, shard_sequence
 from shardlib.nn.tiles import Cut, Join
@@ -164,6 +164,7 @@ def _sum_of_products(bias: Any, x: Any, weight: TiledHandle) -> torch.Tensor:
                 y = share @ tiles[number] if bias is None else torch.addmm(bias, share, tiles[number])
             else:
                 y = y.addmm_(share, tiles[number])
+    cut.done()
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -215,6 +216,8 @@ def _cross_entropy(
     """The cross entropy by tiles of the words. Backward computes each tile's scores again."""
     x, parts = materialise(x), current_parts.get()
     check_layer("linear_cross_entropy", x, weight)
+    if parts is None:
+        check_targets("linear_cross_entropy", targets, x.shape[:-1], f"x of shape {tuple(x.shape)}")
 
     def losses(targets: torch.Tensor, reduction: str) -> torch.Tensor:
         counts = targets != ignore_index

@@ -97,6 +97,7 @@ class Skeleton:
 
     Attributes:
         by_path: path of a submodule's parameters -> submodule.
+        paths: of the parameters.
     """
 
     def __init__(self, module: nn.Module, pattern: nn.Module, name: str) -> None:
@@ -111,6 +112,7 @@ class Skeleton:
             for leaf, parameter in own_parameters(owner).items()
             if parameter is not None
         }
+        self.paths = tuple(f"{name}.{key}".strip(".").replace(".", "/") for key in self._parameters)
 
     def __call__(self, parameters: Named, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's output with ``parameters`` and the buffers it has.
@@ -268,7 +270,11 @@ class _Call:
         return again
 
     def _in_tiles(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._tiles is None else self._tiles.installed(self._skeleton.by_path)
+        return (
+            nullcontext()
+            if self._tiles is None
+            else self._tiles.installed(self._skeleton.by_path, self._skeleton.paths)
+        )
 
     @contextmanager
     def _under_way(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardlib.collectives.sequence.base import Attention
 from shardlib.errors import LossError
+from shardlib.nn.names import naming
 from shardlib.nn.sequence import Parts, current_parts
 from shardlib.nn.tiles import Cut, Join, View
 
@@ -25,7 +26,7 @@ def tiled(fn: Callable[..., Any], x: torch.Tensor | tuple[torch.Tensor, ...], n:
     """``fn(x)`` by ``n`` tiles along dimension ``dim``: what ``fn`` computes is in memory for one tile at a time.
 
     ``fn`` must treat every token alone: an MLP, a norm, a loss per token. It may use parameters. `sl.dropout` draws the mask
-    of the whole ``x``. Backward calls ``fn`` again.
+    of the whole ``x``. Backward calls ``fn`` again. Values that it names (`checkpoint_name`) are not kept.
 
     Args:
         fn: from a tile of each tensor of ``x`` to a tensor, or a tuple of tensors, as long as the tile along ``dim``; these
@@ -72,6 +73,9 @@ def tiled(fn: Callable[..., Any], x: torch.Tensor | tuple[torch.Tensor, ...], n:
         results = results or [_Result(output, dim, length, view) for output in outputs]
         for result in results:
             result.add(outputs.pop(0), stop - start)
+        del taken
+    for cut in cuts:
+        cut.done()
     values = tuple(result.value() for result in results)
     return values[0] if single else values
 
@@ -114,10 +118,11 @@ class _Tile:
         self._around, self._dim, self._start, self._stop, self._length = around, dim, start, stop, length
 
     def run(self, fn: Callable[..., Any], args: tuple[torch.Tensor, ...]) -> Any:
-        before = current_parts.set(self)
+        before, names = current_parts.set(self), naming.set(None)
         try:
             return fn(*(tensor.contiguous() for tensor in args))  # many functions ask for a view of their input
         finally:
+            naming.reset(names)
             current_parts.reset(before)
 
     def positions(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -19,26 +19,29 @@ class TiledModules:
 
     Args:
         tiles: path of a module's parameters -> number of tiles.
+        paths: the paths of all parameters.
     """
 
-    def __init__(self, tiles: Mapping[str, int]) -> None:
-        self._tiles = dict(tiles)
+    def __init__(self, tiles: Mapping[str, int], paths: Collection[str]) -> None:
+        self._tiles, self._paths = dict(tiles), frozenset(paths)
         self._ran = False
-        ends = {path: path.split("/") for path in self._tiles}
-        self._by_end = {
-            "/".join(parts[i:]): self._tiles[path] for path, parts in ends.items() for i in range(len(parts))
-        }
+        self._known: dict[tuple[str, ...], str] = {}  # names of a tree's parameters -> where the tree is in the plan's
 
     @contextmanager
-    def installed(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    def installed(self, modules: Mapping[str, nn.Module], names: tuple[str, ...]) -> Iterator[None]:
         """A context in which those of ``modules`` (path -> module) that the plan names run in tiles.
 
-        The parameters of ``modules`` may be a part of a larger tree, so that paths here are the ends of paths in the plan.
+        Args:
+            names: the paths of the modules' parameters, which may be a part of a larger tree.
+
+        Raises:
+            LossError: the plan has several such trees, whose modules run in other numbers of tiles.
         """
+        place = self._place(names, modules)
         before = []
         try:
             for path, module in modules.items():
-                count = self._by_end.get(path)
+                count = self._tiles.get(f"{place}{path}")
                 if count is not None and not isinstance(module.forward, _InTiles):
                     before.append((module, module.__dict__.get("forward")))
                     module.__dict__["forward"] = _InTiles(self, path, count, module.forward)
@@ -48,6 +51,22 @@ class TiledModules:
                 del module.__dict__["forward"]
                 if forward is not None:
                     module.__dict__["forward"] = forward
+
+    def _place(self, names: tuple[str, ...], modules: Iterable[str]) -> str:
+        """What stands before the paths of parameters, and of their modules, in the plan."""
+        if names not in self._known:
+            first = next(iter(names), "")
+            ends = [path for path in self._paths if f"/{path}".endswith(f"/{first}")] if first else []
+            before = [path[: len(path) - len(first)] for path in ends]
+            places = sorted(place for place in before if all(f"{place}{name}" in self._paths for name in names))
+            counts = {tuple(self._tiles.get(f"{place}{path}") for path in modules) for place in places}
+            if len(counts) > 1:
+                raise LossError(
+                    f"the modules of {' and '.join(place or '(the tree)' for place in places)} have parameters of the same "
+                    "names, and the plan runs them in other numbers of tiles; give both the same"
+                )
+            self._known[names] = places[0] if places else "/"  # which begins no path
+        return self._known[names]
 
     def note(self) -> None:
         """Note that a module ran in tiles."""

@@ -16,45 +16,68 @@ class Cut:
     """A tensor whose tiles are taken one by one. Their gradients are written into one tensor, as backward makes them."""
 
     def __init__(self, x: torch.Tensor, view: View) -> None:
-        self.x, self.view = x.detach(), view
-        self.gradient: torch.Tensor | None = None
-        self._stand_in = _Gradient.apply(x, self) if x.requires_grad and torch.is_grad_enabled() else None
+        self._x: torch.Tensor | None = x.detach()
+        # The graph keeps the sums, and must not keep what it is kept by, or the tensor, longer than a tile needs it.
+        self._sum = _Sum(x, view)
+        self._stand_in = _Gradient.apply(x, self._sum) if x.requires_grad and torch.is_grad_enabled() else None
 
     def take(self, number: int) -> torch.Tensor:
-        return self.view(self.x, number) if self._stand_in is None else _Take.apply(self._stand_in, self, number)
+        assert self._x is not None
+        if self._stand_in is None:
+            return self._sum.view(self._x, number)
+        return _Take.apply(self._stand_in, self._x, self._sum, number)
+
+    def done(self) -> None:
+        """Let go of the tensor, once all tiles have been taken."""
+        self._x = None
+
+
+class _Sum:
+    """The gradient of a tensor, which its tiles make up."""
+
+    def __init__(self, x: torch.Tensor, view: View) -> None:
+        self.view = view
+        self._like, self._device = torch.empty_like(x, device="meta", requires_grad=False), x.device
+        self._gradient: torch.Tensor | None = None
+
+    def put(self, grad: torch.Tensor, number: int) -> None:
+        if self._gradient is None:
+            self._gradient = torch.zeros_like(self._like, device=self._device)
+        self.view(self._gradient, number).copy_(grad)
+
+    def take(self) -> torch.Tensor | None:
+        gradient, self._gradient = self._gradient, None
+        return gradient
 
 
 class _Gradient(torch.autograd.Function):
     """A stand-in without memory for a tensor that is cut; its backward hands on the gradient that the tiles made up."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cut: Cut) -> torch.Tensor:
-        ctx.cut = cut
+    def forward(ctx: Any, x: torch.Tensor, total: _Sum) -> torch.Tensor:
+        ctx.total = total
         ctx.set_materialize_grads(False)
         return x.new_zeros(()).expand(x.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
-        gradient, ctx.cut.gradient = ctx.cut.gradient, None
-        return gradient, None
+        return ctx.total.take(), None
 
 
 class _Take(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, stand_in: torch.Tensor, cut: Cut, number: int) -> torch.Tensor:
-        ctx.cut, ctx.number = cut, number
+    def forward(ctx: Any, stand_in: torch.Tensor, x: torch.Tensor, total: _Sum, number: int) -> torch.Tensor:
+        ctx.total, ctx.number = total, number
         ctx.set_materialize_grads(False)
-        return cut.view(cut.x, number)
+        return total.view(x, number)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, None, None, None]:
         if grad is not None:
-            if ctx.cut.gradient is None:
-                ctx.cut.gradient = torch.zeros_like(ctx.cut.x)
-            ctx.cut.view(ctx.cut.gradient, ctx.number).copy_(grad)
-        return None, None, None
+            ctx.total.put(grad, ctx.number)
+        return None, None, None, None
 
 
 class Join:
@@ -96,7 +119,8 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, view: View, *stand_ins: torch.Tensor) -> torch.Tensor:
         ctx.view, ctx.count = view, len(stand_ins)
-        return out.view_as(out)
+        ctx.mark_dirty(out)  # the result is this tensor and no view of it, so that it may be written to
+        return out
 
     @staticmethod
     @once_differentiable

@@ -57,8 +57,8 @@ class Recompute:
         """
         if self.policy == "auto":
             raise IllegalComposition(
-                "remat('auto') needs a budget and a trace: plan = sl.make_plan(..., loss_fn=, batch=, device_memory=) "
-                "chooses. Shard with sl.remat(blocks=plan.step.remat.blocks)"
+                "remat('auto') needs a budget and a trace: plan = sl.make_plan(..., loss_fn=, batch=, optimizer=, "
+                "device_memory=) chooses. Shard with sl.remat(blocks=plan.step.remat.blocks)"
             )
 
     def __str__(self) -> str:

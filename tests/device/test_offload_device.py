@@ -199,6 +199,5 @@ def test_the_device_holds_no_more_of_a_deeper_model_whose_parameters_are_on_the_
 
         return peak(8), peak(24)
 
-    shallow, deep = on_rig(run)
-    # In units of a layer: parameters of three, gradients of four; and a row of activations for each further layer.
-    assert deep <= shallow + 1 <= 10
+    # In units of a layer: parameters of three, gradients of up to four, as copies go ahead or lag; and rows of activations.
+    assert all(peak <= 8 for peak in on_rig(run))

@@ -162,8 +162,11 @@ def test_a_plan_recomputes_as_few_blocks_as_fit():
 
     def plan(*transforms, **budget):
         parallel = sl.chain(sl.zero(0), *transforms)
-        return sl.make_plan(params, sl.abstract_mesh(data=1), parallel, loss_fn=loss_fn, batch=batch, **budget)
+        return sl.make_plan(
+            params, sl.abstract_mesh(data=1), parallel, loss_fn=loss_fn, batch=batch, optimizer=tx, **budget
+        )
 
+    tx = sl.optim.adamw(1e-3)
     plans = [plan(sl.remat(blocks=blocks)) for blocks in range(4)]
     peaks = [made.peak_bytes + sum(leaf.nbytes for leaf in batch.values()) for made in plans]
     assert peaks == sorted(peaks, reverse=True) and peaks[0] > 1.3 * peaks[3]
@@ -176,6 +179,22 @@ def test_a_plan_recomputes_as_few_blocks_as_fit():
     for decide in (plan, lambda auto: sl.shard(params, sl.make_mesh(), auto)):
         with pytest.raises(IllegalComposition, match=r"needs a budget and a trace.*sl\.remat\(blocks="):
             decide(sl.remat("auto"))
+    assert plan(sl.remat(), device_memory=peaks[3]) == plan(sl.remat())
+    with pytest.raises(IllegalComposition, match=r"a rank's peak is .* with its batch, and device_memory="):
+        plan(sl.remat(), device_memory=peaks[3] - 1)
+    with pytest.raises(TypeError, match="give loss_fn=, batch= and optimizer= too"):
+        sl.make_plan(params, sl.abstract_mesh(data=1), loss_fn=loss_fn, batch=batch, device_memory=peaks[0])
+    reads = lambda params, batch: loss_fn(params, batch) * (1 if batch["tokens"].sum().item() else 2)  # noqa: E731
+    with pytest.raises(IllegalComposition, match="a loss that can be traced"):
+        sl.make_plan(
+            params,
+            sl.abstract_mesh(data=1),
+            sl.remat("auto"),
+            loss_fn=reads,
+            batch=batch,
+            optimizer=tx,
+            device_memory=1 << 30,
+        )
     kept, some = trained({"data": 2}, sl.zero(3)), trained({"data": 2}, sl.zero(3), sl.remat(blocks=1))
     assert some[:2] == kept[:2]
     assert_same(some[2], kept[2])
@@ -196,6 +215,30 @@ def test_named_values_are_kept_and_change_nothing(case):
     found = trained(mesh, *others, sl.remat(save=save, store="host"))
     assert found[:2] == kept[:2]
     assert_same(found[2], kept[2])
+
+
+def test_blocks_that_are_recomputed_are_counted_by_the_outermost():
+    """Also where a user's hooks keep what is saved."""
+    calls = []
+    inner = sl.block(lambda w, x: torch.tanh(x @ w))
+
+    def fn(w, x):
+        calls.append(1)
+        return inner(w, inner(w, x))
+
+    outer, w = sl.block(fn), torch.eye(4)
+
+    def loss_fn(p, x):
+        with torch.autograd.graph.save_on_cpu():
+            return outer(p["w"], outer(p["w"], x)).sum()
+
+    for blocks in range(3):
+        parallel = sl.chain(sl.zero(0), sl.remat(blocks=blocks))
+        plan = sl.make_plan({"w": w}, sl.abstract_mesh(data=1), parallel, loss_fn=loss_fn, batch=torch.ones(2, 4))
+        assert plan.traces[0].blocks == 2
+        calls.clear()
+        sl.value_and_grad(loss_fn)(sl.shard({"w": w}, sl.make_mesh(), parallel), torch.ones(2, 4))
+        assert len(calls) == 2 + blocks
 
 
 def test_what_makes_a_named_value_is_not_computed_again():

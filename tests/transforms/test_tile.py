@@ -235,6 +235,15 @@ def test_other_uses_of_a_leaf_in_tiles_are_refused():
     )
 
 
+@pytest.mark.parametrize("shape", [(1, 3), (2, 1), (6,), (2, 3, 4)])
+def test_targets_of_another_shape_than_the_tokens_are_refused(shape):
+    """A product with a mask would broadcast them."""
+    sharded = sl.shard({"w": torch.ones(8, 4)}, sl.make_mesh(), sl.chain(sl.zero(3), sl.tile("w", 2)))
+    targets = torch.zeros(shape, dtype=torch.int64)
+    with pytest.raises(ValueError, match="targets"):
+        sl.value_and_grad(lambda p, x: sl.nn.linear_cross_entropy(x, p["w"], targets))(sharded, torch.ones(2, 3, 4))
+
+
 def test_tiles_that_do_not_fit_are_refused_together():
     params = {"a": {"w": torch.ones(12, 4), "v": torch.ones(7, 4), "b": torch.ones(3)}}
     plan = lambda *transforms, **mesh: sl.make_plan(params, sl.abstract_mesh(**mesh), sl.chain(*transforms))  # noqa: E731

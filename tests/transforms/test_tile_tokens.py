@@ -1,5 +1,7 @@
 """Functions and modules in tiles of their tokens: the values of the whole, the memory of a tile, gradients handed on once."""
 
+import weakref
+
 import optree
 import pytest
 import torch
@@ -63,6 +65,42 @@ def test_what_lies_between_exists_for_one_tile():
         # A tile's three or four activations; outside: output, its gradient, the input's, and twice the two weights'.
         forward, backward = peaks(lambda x, tiles=tiles: tiled(fn, x, tiles))
         assert forward <= 3 * hidden // tiles + 3 * outer and backward <= 5 * hidden // tiles + 8 * outer
+
+
+@pytest.mark.parametrize("tiles", [1, 4])
+def test_nothing_is_kept_after_backward(tiles):
+    up, down = weights(width=8, wide=16)
+    start = torch.randn(1, 16, 8, dtype=torch.float64, requires_grad=True)
+    x = start * 2
+    kept = weakref.ref(x.untyped_storage())
+    torch.autograd.grad(tiled(mlp(up, down), x, tiles).sum(), [start, up])
+    del x
+    assert kept() is None
+
+
+def test_what_tiles_made_may_be_written_to():
+    up, down = weights(width=8, wide=16)
+    x, results = torch.randn(1, 16, 8, dtype=torch.float64, requires_grad=True), []
+    for tiles in (1, 4):
+        y = tiled(mlp(up, down), x, tiles)
+        y += x
+        results.append((y.detach().clone(), *torch.autograd.grad(y.relu_().sum(), [x, up])))
+    assert_close(results[1], results[0], 1e-12)
+
+
+def test_names_inside_of_tiles_are_not_kept():
+    block = sl.block(lambda w, x: tiled(lambda x: torch.tanh(sl.nn.checkpoint_name(x @ w, "h")), x, 2))
+    w, x = torch.eye(4, dtype=torch.float64), torch.ones(1, 8, 4, dtype=torch.float64)
+
+    def loss_fn(p, x):
+        return (block(p["w"], sl.block(lambda x: sl.nn.checkpoint_name(x * 2, "h"))(x)) ** 2).sum()
+
+    found = [
+        sl.value_and_grad(loss_fn)(sl.shard({"w": w}, sl.make_mesh(), sl.chain(sl.zero(0), *remat)), x)
+        for remat in ([], [sl.remat(save=["h"])])
+    ]
+    assert found[0][0] == found[1][0]
+    assert_close(sl.unshard(found[1][1]), sl.unshard(found[0][1]), 1e-12)
 
 
 def test_sums_are_added_up_and_several_tensors_go_together():
@@ -224,6 +262,24 @@ def test_tiles_of_tokens_that_cannot_be_are_refused():
         run("net/mlp", "by name")
     with pytest.raises(IllegalComposition, match="matches no module"):
         run("*.attn")
+    two = {"a": params, "b": optree.tree_map(torch.clone, params), "mlp": {"0": {"weight": torch.ones(4, 4).double()}}}
+    both = lambda p, x: apply(p["b"], apply(p["a"], x)).sum()  # noqa: E731
+
+    def counted(*globs):
+        parallel = sl.chain(*(sl.tile(glob, n, along="tokens") for glob, n in globs))
+        sl.value_and_grad(both)(sl.shard(two, sl.make_mesh(), parallel), torch.ones(2, 4).double())
+
+    counted(("a/mlp", 2), ("b/mlp", 2))
+    with pytest.raises(LossError, match="the modules of a/ and b/ have parameters of the same names"):
+        counted(("a/mlp", 2))
+    with pytest.raises(LossError, match="none of the modules"):
+        counted(("mlp", 2))  # another one than those in a and b
+    adapted = build("llama")
+    adapted.lm_head.__class__ = type("Adapted", (torch.nn.Linear,), {})
+    with pytest.raises(TreeError, match="no lm_head, a plain Linear"):
+        huggingface.with_tiled_loss(adapted)
+    with pytest.raises(TreeError, match="it has an encoder"):
+        huggingface.with_tiled_loss(build("t5"))
     with pytest.raises(TreeError, match="no lm_head"):
         huggingface.with_tiled_loss(torch.nn.Linear(2, 2))
     with pytest.raises(TreeError, match="final_logit_softcapping"):

@@ -104,7 +104,7 @@ def _trace_stages(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: 
 
 def _kept(executor: Executor) -> dict[str, int]:
     """The number of blocks, and bytes of their inputs moved to host memory and back so far, and held there."""
-    host, blocks = executor.host, {"blocks": executor.blocks}
+    host, blocks = executor.host, {"blocks": executor.blocks.count}
     return blocks if host is None else blocks | {"down": host.down, "up": host.up, "host": host.held}
 
 

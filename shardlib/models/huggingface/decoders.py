@@ -153,10 +153,15 @@ class _Head(_Block):
 
     def forward(self, hidden: torch.Tensor | None, batch: Mapping[str, torch.Tensor]) -> Mean:
         x = super().forward(hidden, batch)
-        targets = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
+        targets = shifted(batch["labels"])
         # The output layer itself is not called, so that logits that are sliced by tokens are never gathered.
         total = linear_cross_entropy(x, self.lm_head.weight, targets, ignore_index=IGNORED, reduction="sum")
         return Mean(total, (targets != IGNORED).sum())
+
+
+def shifted(labels: torch.Tensor, ignored: int = IGNORED) -> torch.Tensor:
+    """The label of every position's next one, (..., S); ``ignored`` for the last position."""
+    return F.pad(labels, (0, 1), value=ignored)[..., 1:]
 
 
 def _check(batch: Any) -> None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardlib.errors import TreeError
-from shardlib.models.huggingface.decoders import IGNORED
+from shardlib.models.huggingface.decoders import IGNORED, shifted
 from shardlib.nn.functional import linear_cross_entropy
 
 
@@ -37,8 +37,8 @@ def with_tiled_loss(model: Any) -> Any:
     in place and returned; parameters and their names do not change. Call this before `shardlib.from_module`.
 
     Raises:
-        TreeError: the model has no output layer ``lm_head`` without bias, or changes logits (Gemma 2's
-            ``final_logit_softcapping``).
+        TreeError: the model has no output layer ``lm_head`` without bias (an adapter's is another layer), changes logits
+            (Gemma 2's ``final_logit_softcapping``), or has an encoder.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from shardlib.models import huggingface
@@ -52,10 +52,16 @@ def with_tiled_loss(model: Any) -> Any:
     changed = [
         name for name in ("final_logit_softcapping", "logits_scaling", "logit_scale") if getattr(config, name, None)
     ]
-    if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None or changed:
-        why = (
-            f"its logits are changed ({', '.join(changed)})" if changed else "it has no lm_head, a Linear without bias"
-        )
+    why = ""
+    if (
+        head is None or type(head) not in (nn.Linear, _Head) or head.bias is not None
+    ):  # a subclass may compute something else
+        why = "it has no lm_head, a plain Linear without bias"
+    elif changed:
+        why = f"its logits are changed ({', '.join(changed)})"
+    elif getattr(config, "is_encoder_decoder", False):
+        why = "it has an encoder, and its loss does not shift labels"
+    if why:
         raise TreeError(
             f"with_tiled_loss takes transformers' causal language models, and of {type(model).__name__} {why}; call "
             "sl.nn.linear_cross_entropy(hidden, weight, targets) on the base model's output instead"
@@ -80,7 +86,7 @@ def _loss(
     **_: Any,
 ) -> torch.Tensor:
     """The loss as transformers calls it: the mean over the labels, or their sum over ``num_items_in_batch``."""
-    targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
+    targets = shifted(labels, ignore_index) if shift_labels is None else shift_labels
     reduction = "mean" if num_items_in_batch is None else "sum"
     targets = targets.to(logits.hidden.device)
     loss = linear_cross_entropy(*logits, targets, ignore_index=ignore_index, reduction=reduction)

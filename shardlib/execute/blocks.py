@@ -1,0 +1,81 @@
+"""How the blocks of a function run: with gathered parameters, and recomputed in backward as the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from shardlib.common._compat import is_compiled, no_modes
+from shardlib.execute.activations.checkpointing import checkpointed
+from shardlib.execute.products import readable_twice
+from shardlib.execute.slicing import gathered, refuse_slices
+from shardlib.execute.surroundings import Surroundings
+from shardlib.execute.tiles import refuse_tiles
+from shardlib.plan.plan import Plan
+
+
+class Blocks:
+    """The blocks of one micro-batch.
+
+    Args:
+        trained: whether a backward follows.
+        surroundings: of the function. They are part of what is recomputed, which may run in a thread of autograd's.
+        names: the names of values, which are added to where the plan keeps some by name.
+
+    Attributes:
+        count: how many blocks have begun that may be recomputed; those within blocks are not counted.
+    """
+
+    def __init__(self, plan: Plan, trained: bool, surroundings: Surroundings, names: set[str]) -> None:
+        self._how, self._trained, self._surroundings, self._names = plan.step.remat, trained, surroundings, names
+        self._refuses = bool(plan.styles) or any(bucket.tiles > 1 for bucket in plan.buckets)
+        self._splits = trained and plan.stages.schedule.splits
+        self._around: bool | None = (
+            None  # whether the block around the present code is recomputed; None outside of blocks
+        )
+        self.count = 0
+
+    def begin(self) -> None:
+        """Begin a micro-batch."""
+        self.count, self._around = 0, None
+
+    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The value of a block."""
+        recomputes = self._recomputes()
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # Gathering does not belong to the block: a recompute policy must neither see nor keep its operations.
+            with no_modes():
+                args, kwargs = gathered((args, kwargs))
+            if self._refuses and is_compiled(fn):
+                refuse_slices((args, kwargs))
+                refuse_tiles((args, kwargs))
+            with self._within(recomputes):
+                return fn(*args, **kwargs)
+
+        if self._how is None or not recomputes:
+            return call(*args, **kwargs)
+
+        def surrounded(*args: Any, **kwargs: Any) -> Any:
+            with self._surroundings.installed(), readable_twice() if self._splits else nullcontext():
+                return call(*args, **kwargs)
+
+        return checkpointed(surrounded, args, kwargs, self._how, self._names)
+
+    def _recomputes(self) -> bool:
+        """Whether the block that begins now is recomputed in backward; one within another is if the other is."""
+        if not self._trained or self._how is None:
+            return False
+        if self._around is not None:
+            return self._around
+        self.count += 1
+        return self._how.blocks is None or self.count <= self._how.blocks
+
+    @contextmanager
+    def _within(self, recomputed: bool) -> Iterator[None]:
+        before, self._around = self._around, recomputed
+        try:
+            yield
+        finally:
+            self._around = before
