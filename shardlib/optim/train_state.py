@@ -172,8 +172,8 @@ def replace_params(state: TrainState, params: Any, *, donate: bool = True) -> Tr
         state.take("replace_params", "the state that it returned, or pass donate=False to keep this one")
         return after
     own = Sharded(plan, given.mesh, "param", copied(given.buffers))
-    kept = (copied(part) for part in (opt, state.comm, state.buffers))
-    return TrainState(state.step, own, *kept, state.scale, state.rng).fitting()
+    comm, buffers = copied(state.comm), copied(state.buffers)
+    return TrainState(state.step, own, copied(opt), comm, buffers, state.scale, state.rng).fitting()
 
 
 def _following(params: Sharded, opt: OptimizerState) -> OptimizerState:
