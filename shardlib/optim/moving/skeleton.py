@@ -12,6 +12,7 @@ import torch
 
 from shardlib.common.devices import pins
 from shardlib.common.dtypes import dtype_name
+from shardlib.common.pages import pages
 from shardlib.errors import TreeError
 from shardlib.mesh.mesh import Mesh
 from shardlib.optim.on_disk import OnDisk
@@ -46,11 +47,14 @@ class View:
 
     def home(self) -> torch.Tensor:
         """New memory where the storage belongs."""
-        return torch.empty(self.bytes, dtype=torch.uint8, device=self.device, pin_memory=self.pinned)
+        return pages(self.bytes, True) if self.pinned else self._plain(self.device)
 
     def on_host(self) -> torch.Tensor:
         """New host memory for the storage."""
-        return torch.empty(self.bytes, dtype=torch.uint8, pin_memory=self.pinned or pins(self.device))
+        return pages(self.bytes, True) if self.pinned or pins(self.device) else self._plain("cpu")
+
+    def _plain(self, device: torch.device | str) -> torch.Tensor:
+        return torch.empty(self.bytes, dtype=torch.uint8, device=device)
 
 
 class Skeleton:
