@@ -294,5 +294,6 @@ def test_names_that_no_value_has_are_refused():
             lambda mesh: sl.value_and_grad(blocks)(sl.shard(gpt.to_blocks(gpt.init(CONFIG)), mesh, pipe), batch),
             mesh={"pipe": 2, "data": 1},
         )
+    assert sl.remat(save="attn/out") == sl.remat(save=["attn/out"])
     with pytest.raises(IllegalComposition, match="names are for policy 'full'"):
         sl.remat("dots", save=["attn/out"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import training
 from helpers.cuts import tiny_blocks
-from helpers.faults import BROKEN, FULL, Faults
+from helpers.faults import BROKEN, FULL, Faults, damages
 from helpers.models import mlp, regression_batch, share, tiny_gpt, token_batches
 from helpers.trees import assert_same
 
@@ -212,4 +212,4 @@ def test_a_failing_disk_ends_the_step_and_the_last_one_is_whole(tmp_path, monkey
             step(state, BATCHES[2])
     assert store.step == before
     store.roll_back()
-    assert store.damages() == []
+    assert damages(store) == []

@@ -65,7 +65,7 @@ void free_pinned(void* address) { host().give(pinned().free(address)); }
 
 struct PinnedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
-    bytes = std::max<size_t>(bytes, 1);
+    bytes = Pinned::taken(bytes);
     take_of_host(bytes);
     void* at = pinned().allocate(bytes);
     return {at, at, &free_pinned, Device(c10::kCPU)};
@@ -206,6 +206,14 @@ void rig_reset() {
   rig::pinned().reset_peak();
   rig::host().reset_peak();
   for (auto* link : {&rig::up(), &rig::down()}) link->copies = link->moved = 0;
+}
+int rig_pin(void* address, size_t bytes) {
+  rig::pinned().add(address, bytes);
+  return 0;
+}
+int rig_unpin(void* address) {
+  rig::pinned().remove(address);
+  return 0;
 }
 int64_t rig_count(int what) {
   switch (what) {

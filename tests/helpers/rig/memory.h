@@ -7,6 +7,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <bit>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -126,15 +127,29 @@ class Memory {
 // Host memory from which, and to which, copies run behind.
 class Pinned {
  public:
-  // At least one byte.
+  // How much memory torch's allocator for CUDA takes for `bytes` bytes, and so does this one.
+  static size_t taken(size_t bytes) { return bytes ? std::bit_ceil(bytes) : 1; }
+
   void* allocate(size_t bytes) {
     void* at = nullptr;
     if (posix_memalign(&at, 4096, bytes) != 0) return nullptr;
+    add(at, bytes);
+    return at;
+  }
+
+  // Pin memory that the caller has allocated, and will free after `remove`.
+  void add(void* address, size_t bytes) {
     std::lock_guard<std::mutex> lock(mutex_);
-    blocks_[static_cast<char*>(at)] = {bytes, {}};
+    blocks_[static_cast<char*>(address)] = {bytes, {}};
     live_ += bytes;
     if (live_ > peak_) peak_ = live_;
-    return at;
+  }
+
+  void remove(void* address) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto block = blocks_.find(static_cast<char*>(address));
+    live_ -= block->second.bytes;
+    blocks_.erase(block);
   }
 
   // Returns the bytes that are free.
