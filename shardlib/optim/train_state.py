@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -101,6 +101,19 @@ class TrainState:
         self.params.take(why)
         self.__dict__.clear()
         self.__dict__["_donated"] = why
+
+    def keeping(self) -> Callable[[], None]:
+        """What makes this state its holder's again after `take`. It is for callers whose memory nobody has taken over."""
+        fields, params = dict(self.__dict__), self.__dict__.get("params")
+        give_back = params.keeping() if isinstance(params, Sharded) else None
+
+        def again() -> None:
+            self.__dict__.clear()
+            self.__dict__.update(fields)
+            if give_back is not None:
+                give_back()
+
+        return again
 
     def __getattr__(self, name: str) -> Any:
         if "_donated" in self.__dict__:
