@@ -55,6 +55,23 @@ def test_host_memory_is_counted_and_has_a_budget(on_rig, pinned):
     assert on_rig(run) == [4096, 4096 * pinned, 0, 4096]
 
 
+def test_pages_that_are_pinned_count_as_host_memory(on_rig):
+    def run(mesh):
+        from helpers import rig
+
+        from shardlib.common.pages import pages
+
+        before = rig.counts().host
+        x = pages(5000, pinned=True)
+        seen = [rig.counts().host - before]
+        with rig.limits(host=rig.counts().host + 100), pytest.raises(MemoryError, match="128 bytes"):
+            pages(128, pinned=True)
+        del x
+        return [*seen, rig.counts().host - before]
+
+    assert on_rig(run) == [5000, 0]
+
+
 def test_what_was_not_written_or_was_freed_is_nan(on_rig):
     def run(mesh):
         import torch

@@ -28,8 +28,8 @@ class Counts(NamedTuple):
     """What the device has counted since `reset`, in bytes and copies.
 
     ``live`` and ``peak``: bytes of the device's memory; ``pinned``, ``pinned_peak``: of pinned memory; ``up`` and ``down``:
-    bytes copied to the device and from it, in ``ups`` and ``downs`` copies; ``host``, ``host_peak``: bytes of all host memory
-    of torch's, pinned or not, that was taken since `start`.
+    bytes copied to the device and from it, in ``ups`` and ``downs`` copies; ``host``, ``host_peak``: bytes of host memory
+    that torch has taken since `start`, or that was pinned.
     """
 
     live: int
@@ -67,8 +67,8 @@ def reset() -> None:
 
 @contextmanager
 def limits(budget: int = 0, up: float = 0.0, down: float = 0.0, host: int = 0) -> Iterator[None]:
-    """Budgets of the device's memory and of torch's host memory in bytes, and the links' rates in bytes per second; 0 for
-    none."""
+    """Budgets of the device's memory and of the host's (see `Counts`) in bytes, and the links' rates in bytes per second; 0
+    for none."""
     library = _library()
     library.rig_set_budgets(budget, host)
     library.rig_set_rates(up, down)

@@ -208,11 +208,12 @@ void rig_reset() {
   for (auto* link : {&rig::up(), &rig::down()}) link->copies = link->moved = 0;
 }
 int rig_pin(void* address, size_t bytes) {
+  if (!rig::host().take(bytes)) return 2;  // CUDA's number for memory that could not be had
   rig::pinned().add(address, bytes);
   return 0;
 }
 int rig_unpin(void* address) {
-  rig::pinned().remove(address);
+  rig::host().give(rig::pinned().remove(address));
   return 0;
 }
 int64_t rig_count(int what) {

@@ -145,11 +145,14 @@ class Pinned {
     if (live_ > peak_) peak_ = live_;
   }
 
-  void remove(void* address) {
+  // Returns the bytes that were pinned.
+  size_t remove(void* address) {
     std::lock_guard<std::mutex> lock(mutex_);
     auto block = blocks_.find(static_cast<char*>(address));
-    live_ -= block->second.bytes;
+    auto bytes = block->second.bytes;
+    live_ -= bytes;
     blocks_.erase(block);
+    return bytes;
   }
 
   // Returns the bytes that are free.
@@ -199,7 +202,7 @@ class Pinned {
   int64_t live_ = 0, peak_ = 0;
 };
 
-// The bytes of host memory that torch has in use, pinned or not, and a budget for them.
+// The bytes of host memory that torch has in use or that are pinned, and a budget for them.
 class Host {
  public:
   // Whether the budget allows `bytes` more, which are then counted.
