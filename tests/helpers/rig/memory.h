@@ -16,7 +16,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "streams.h"
+#include "log.h"
 
 namespace rig {
 
@@ -48,6 +48,7 @@ class Memory {
     blocks_[at] = {bytes, length, {stream}};
     live_ += bytes;
     if (live_ > peak_) peak_ = live_;
+    note();
     memset(back_ + at, 0xff, length);
     return front_ + at;
   }
@@ -59,6 +60,7 @@ class Memory {
     Block block = blocks_.at(at);
     blocks_.erase(at);
     live_ -= block.bytes;
+    note();
     lock.unlock();
     when_reached(block.streams, [this, at, length = block.length] { release(at, length); });
   }
@@ -92,6 +94,11 @@ class Memory {
     size_t bytes, length;
     std::vector<int64_t> streams;
   };
+
+  void note() const {
+    auto now = Clock::now();
+    log().write(0, live_, now, now);
+  }
 
   static char* map(int file, int protection) {
     void* at = mmap(nullptr, kReserved, protection, MAP_SHARED | MAP_NORESERVE, file, 0);
