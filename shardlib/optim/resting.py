@@ -20,7 +20,7 @@ from shardlib.errors import IllegalComposition, StorageError
 from shardlib.mesh.memories import MEMORIES, window
 from shardlib.mesh.mesh import Mesh
 from shardlib.optim.base import GradientTransformation, Packed
-from shardlib.optim.on_disk import OnDisk
+from shardlib.optim.on_disk import OnDisk, rests
 from shardlib.optim.storing import Storing
 from shardlib.optim.train_state import OptimizerState
 from shardlib.optim.undone import Undone
@@ -201,7 +201,7 @@ def resting_of(optimizer: GradientTransformation, plan: Plan, mesh: Mesh) -> Res
         IllegalComposition: states on disk, and an optimizer that needs all of them at once or packs them itself.
         StorageError: the folders are in use, hold another plan's states, or have too little space.
     """
-    if not any(MEMORIES[bucket.memory.optimizer].rests for bucket in plan.everywhere.trained):
+    if not rests(plan):
         return InMemory()
     if not optimizer.separable:
         raise IllegalComposition(

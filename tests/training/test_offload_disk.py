@@ -2,6 +2,7 @@
 
 import os
 import re
+import weakref
 
 import optree
 import pytest
@@ -15,6 +16,7 @@ from helpers.trees import assert_same
 import shardlib as sl
 from shardlib.collectives import primitives
 from shardlib.errors import DonatedStateError, IllegalComposition, RankFailure, StorageError
+from shardlib.kernels.common.thresholds import small
 from shardlib.optim.on_disk import OnDisk
 from shardlib.plan.loss_scale import LossScale
 
@@ -158,6 +160,69 @@ def test_replaced_parameters_are_what_the_next_step_starts_from(tmp_path):
         return sl.unshard(state.params)
 
     assert_same(run(sl.make_mesh(), sl.offload("disk", folder=tmp_path)), run(sl.make_mesh()))
+
+
+def test_parameters_that_cannot_be_replaced_leave_the_state_before(tmp_path, monkeypatch):
+    """The old state is not kept beside the new one; and one that was not replaced on some rank is the old one on all."""
+
+    def run(mesh):
+        state, step = start(mesh, sl.zero(1), sl.precision("bf16"), sl.offload("disk", folder=tmp_path))
+        state = stepped(state, step, mesh, BATCHES[:1])
+        doubled = optree.tree_map(lambda leaf: leaf * 2, sl.unshard(state.params))
+        with pytest.raises(IllegalComposition, match="states on disk are there once: leave donate=True"):
+            sl.replace_params(state, doubled, donate=False)
+        masters = [leaf.unpacked() for leaf in state.opt.masters.values()]
+        primitives.all_gather_object(
+            mesh, ["data"], mesh.rank == 0 and Faults(monkeypatch).fails("pwritev", BROKEN, "rank-1-", after=1, times=1)
+        )
+        with pytest.raises(StorageError if mesh.rank else RankFailure, match=r"rank 1: StorageError|Errno 5"):
+            sl.replace_params(state, doubled)
+        assert all(map(torch.equal, masters, [leaf.unpacked() for leaf in state.opt.masters.values()]))
+        return sl.unshard(stepped(state, step, mesh, BATCHES[1:]).params)
+
+    def plain(mesh):
+        return sl.unshard(stepped(*start(mesh, sl.zero(1), sl.precision("bf16")), mesh, BATCHES).params)
+
+    assert_same(sl.simulate(run, mesh={"data": 2}), sl.simulate(plain, mesh={"data": 2}))
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """A list that gets, with each tensor that is read from disk outside of steps, how many of them are alive."""
+    alive, most, part = weakref.WeakSet(), [], OnDisk.part
+
+    def counted(self, first, stop):
+        values = part(self, first, stop)
+        alive.add(values)
+        most.append(len(alive))
+        return values
+
+    monkeypatch.setattr(OnDisk, "part", counted)
+    return most
+
+
+def test_replacing_reads_one_master_at_a_time(tmp_path, read):
+    """Also for trees that hold parameters: what was read is given back before the next."""
+    optimizer = sl.optim.lookahead(sl.optim.adam(1e-2), 2, 0.5)
+    state, _ = start(sl.make_mesh(), sl.offload("disk", folder=tmp_path), optimizer=optimizer)
+    sl.replace_params(state, optree.tree_map(lambda leaf: leaf * 2, PARAMS))
+    assert len(read) == 3 + 2 * 3 and max(read) <= 3  # old and new slow parameters, and their master
+
+
+@pytest.mark.parametrize("manager", [False, True])
+def test_a_checkpoint_reads_a_few_tensors_at_a_time(tmp_path, read, manager):
+    loss, params = mlp([5] * 12, torch.float32)
+    disk = sl.offload("disk", folder=tmp_path / "states")
+    state, step = sl.make_train_step(loss, sl.shard(params, sl.make_mesh(), disk), tx())
+    state, _ = step(state, regression_batch(12, 5, 5, torch.float32))
+    with small(256):
+        if manager:
+            with sl.checkpoint.Manager(tmp_path / "run") as managed:
+                managed.save(state)
+                assert managed.latest() is not None  # at once: a copy for later would be all of it
+        else:
+            sl.checkpoint.save(tmp_path / "run", state)
+    assert len(read) == 3 * 11 and max(read) <= 5  # two batches on their way, and one tensor between them
 
 
 def test_a_moved_state_leaves_its_files_where_they_are(tmp_path):
