@@ -16,7 +16,7 @@ nothing is clipped; or, delayed, from the gradients of the step before, whose fa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -78,7 +78,17 @@ class Updates:
 
     def init(self, params: Sharded) -> OptimizerState:
         """The masters and the optimizer's state of new parameters."""
-        shards, states = MeshShards(self._plan, self._mesh), []
+        states: list[OptimizerState] = []
+        self._resting.attempt(lambda _: states.extend(self._first(params)))
+        opt = self._joined(states)
+        if not self._delays:
+            return opt
+        grads = {b.name: self._mesh.zeros(b.owned, b.reduce_dtype, b.memory.optimizer) for b in self._plan.trained}
+        return opt._replace(pending=Pending(grads, _number(0.0, self._numbers)))
+
+    def _first(self, params: Sharded) -> Iterator[OptimizerState]:
+        """The first state of each group, given to rest."""
+        shards = MeshShards(self._plan, self._mesh)
         several = len(self._groups) > 1 and not self._resting.at_once
         for group in self._groups if several else [self._plan.trained]:
             # The optimizer is shown all parameters, those of other groups without memory.
@@ -95,13 +105,7 @@ class Updates:
             state = OptimizerState(masters, self._optimizer.init(flat, shards=shards))
             if several:
                 state = self._separation.cut(state, [bucket.name for bucket in group])
-            states.append(self._resting.asleep(state))
-        self._resting.commit()
-        opt = self._joined(states)
-        if not self._delays:
-            return opt
-        grads = {b.name: self._mesh.zeros(b.owned, b.reduce_dtype, b.memory.optimizer) for b in self._plan.trained}
-        return opt._replace(pending=Pending(grads, _number(0.0, self._numbers)))
+            yield self._resting.asleep(state)
 
     def begin(self, params: Sharded, opt: OptimizerState, scale: float | None) -> Follower | None:
         """Begin a step; returns what is to follow its gradients.
@@ -154,6 +158,9 @@ class Updates:
             taken: whether the gradients are to be used.
             scale: the factor of the gradients; None for 1.
             squares: Σ of the squares of ``grads`` over all ranks.
+
+        Raises:
+            Undone: it failed on some rank, and parameters and states are as they were on all.
         """
         with torch.no_grad():
             factor = self._factor(grads, shards, scale, squares) if taken else None
@@ -193,16 +200,19 @@ class Updates:
         landing: Landing,
     ) -> OptimizerState:
         """The state after an update, whose parameters are written in place."""
-        storing, states = Storing(params), []
-        resting = self._resting.awake(self._parts(opt))
-        for group, some, state in zip(self._groups, self._shards if self._separate else [shards], resting, strict=True):
-            after = self._made_ahead(group, storing, factor)
-            if after is None:
-                state = state if self._donates else copied(state)
-                after = self._update(group, storing, params, state, grads, factor, some, landing)
-            states.append(self._resting.asleep(after))
+        storing, states = Storing(params), list[OptimizerState]()
+
+        def update(parts: Iterator[OptimizerState]) -> None:
+            some_of = self._shards if self._separate else [shards]
+            for group, some, state in zip(self._groups, some_of, parts, strict=True):
+                after = self._made_ahead(group, storing, factor)
+                if after is None:
+                    state = state if self._donates else copied(state)
+                    after = self._update(group, storing, params, state, grads, factor, some, landing)
+                states.append(self._resting.asleep(after))
+
+        self._resting.attempt(update, self._parts(opt), params)
         storing.finish()
-        self._resting.commit()
         return self._joined(states)
 
     def _runs_ahead(self, group: Sequence[Bucket]) -> bool:
