@@ -22,6 +22,7 @@ HOST, DISK = "128GiB", "1TiB"
 _BF16 = sl.precision("bf16", reduce_dtype="bf16")
 _DOWN = {"params": "host", "gradients": "host"}
 _FOLDER = {"folder": "states"}
+_BATCH = 8  # rows for each rank
 _LARGEST = 128  # width 16,384 with 128 blocks: 412 billion parameters
 
 # name -> ranks of one host, and transforms
@@ -56,8 +57,8 @@ def measure(setting: Setting) -> Result:
         print(" | ".join(map(str, rows[-1])), flush=True)
     about = (
         f"Parameters of the largest GPT whose plan fits, and the memory that a larger one does not fit. k blocks of width "
-        f"{size.width}·k, so that both grow; {sequence} tokens, one row for each rank; AdamW. The ranks share one host, with "
-        f"{host} of memory and {disk} of disk. What an allocator loses to fragments, and workspace, are not counted."
+        f"{size.width}·k, so that both grow; {_BATCH} rows of {sequence} tokens for each rank; AdamW. The ranks share one host, "
+        f"with {host} of memory and {disk} of disk. What an allocator loses to fragments, and workspace, are not counted."
     )
     text = "\n".join([about, "", *grid(["", "ranks", *budgets], rows), ""])
     return Result(text, ("transforms", "ranks", "device", "blocks", "parameters", "limited by"), samples)
@@ -93,7 +94,7 @@ class Sizes:
         config = gpt.GPTConfig(
             vocab=self._vocab, layers=blocks, width=self.width * blocks, heads=blocks, sequence=self._sequence
         )
-        tokens = torch.empty(1, self._sequence, dtype=torch.int64, device="meta")
+        tokens = torch.empty(_BATCH, self._sequence, dtype=torch.int64, device="meta")
         job = {"loss_fn": gpt.make_loss(config), "batch": {"tokens": tokens, "targets": tokens}} if traced else {}
         params = gpt.init(config, device="meta")
         return sl.make_plan(params, self._mesh, self._transform, optimizer=sl.optim.adamw(1e-3), **job)
