@@ -23,7 +23,7 @@ _BF16 = sl.precision("bf16", reduce_dtype="bf16")
 _DOWN = {"params": "host", "gradients": "host"}
 _FOLDER = {"folder": "states"}
 _BATCH = 8  # rows for each rank
-_LARGEST = 128  # width 16,384 with 128 blocks: 412 billion parameters
+_LARGEST = 256  # of `Sizes`: 128 blocks of width 16,384, 412 billion parameters
 
 # name -> ranks of one host, and transforms
 ROWS: Mapping[str, tuple[int, tuple[Transform, ...]]] = {
@@ -46,26 +46,26 @@ def measure(setting: Setting) -> Result:
     sequence, vocab = (64, 256) if setting.small else (2048, 50304)
     samples, rows = [], []
     for name, (ranks, transforms) in ROWS.items():
-        size = Sizes(sl.chain(*transforms), ranks, sequence, vocab, 32 if setting.small else 128)
+        size = Sizes(sl.chain(*transforms), ranks, sequence, vocab, 16 if setting.small else 64)
         found = [size.largest(Limits.given(budget, host, disk, ranks, 0)) for budget in budgets]
         samples += [
-            (name, ranks, budget, blocks, size.parameters(blocks), limit)
-            for budget, (blocks, limit) in zip(budgets, found, strict=True)
+            (name, ranks, budget, n // 2, size.width * n, size.parameters(n), limit)
+            for budget, (n, limit) in zip(budgets, found, strict=True)
         ]
-        cells = [f"{count(size.parameters(blocks))}, {limit}" if blocks else "none" for blocks, limit in found]
-        rows.append((name, ranks, *cells))
+        rows.append((name, ranks, *(f"{count(size.parameters(n))}, {limit}" if n else "none" for n, limit in found)))
         print(" | ".join(map(str, rows[-1])), flush=True)
     about = (
-        f"Parameters of the largest GPT whose plan fits, and the memory that a larger one does not fit. k blocks of width "
-        f"{size.width}·k, so that both grow; {_BATCH} rows of {sequence} tokens for each rank; AdamW. The ranks share one host, "
-        f"with {host} of memory and {disk} of disk. What an allocator loses to fragments, and workspace, are not counted."
+        "Parameters of the largest GPT whose plan fits, and the memory that a larger one does not fit. A GPT has n blocks of "
+        f"width {2 * size.width}·n, so that both grow; {_BATCH} rows of {sequence} tokens for each rank; AdamW. The ranks share "
+        f"one host, with {host} of memory and {disk} of disk. What an allocator loses to fragments, and workspace inside "
+        "operations, are not counted."
     )
     text = "\n".join([about, "", *grid(["", "ranks", *budgets], rows), ""])
-    return Result(text, ("transforms", "ranks", "device", "blocks", "parameters", "limited by"), samples)
+    return Result(text, ("transforms", "ranks", "device", "blocks", "width", "parameters", "limited by"), samples)
 
 
 class Sizes:
-    """GPTs of k blocks of width ``width``·k on one plan.
+    """GPTs of n // 2 blocks of width ``width``·n on one plan, by n.
 
     Args:
         ranks: of one host.
@@ -77,23 +77,21 @@ class Sizes:
         self._sequence, self._vocab = sequence, vocab
         self._plan: Callable[[int, bool], Plan] = cache(self._planned)
 
-    def parameters(self, blocks: int) -> int:
-        return self._plan(blocks, False).parameters if blocks else 0
+    def parameters(self, n: int) -> int:
+        return self._plan(n, False).parameters if n else 0
 
     def largest(self, limits: Limits | None) -> tuple[int, str]:
-        """The most blocks that fit, and the memory that one block more does not fit."""
+        """The largest size that fits, from 2 on, and the memory that the next one does not fit; 0 if none fits."""
         assert limits is not None
-        fits = lambda blocks, traced: not limits.excess(self._plan(blocks, traced))  # noqa: E731
+        fits = lambda n, traced: not limits.excess(self._plan(n, traced))  # noqa: E731
         # What is held without a trace is a bound, for a fraction of the time.
-        bound = bisect_left(range(1, _LARGEST + 1), True, key=lambda blocks: not fits(blocks, False))
-        low = bisect_left(range(1, bound + 1), True, key=lambda blocks: not fits(blocks, True))
-        beyond = [use.tier.memory for use in limits.uses(self._plan(low + 1, True)) if not use.fits]
-        return low, " and ".join(beyond)
+        bound = bisect_left(range(_LARGEST + 1), True, lo=2, key=lambda n: not fits(n, False))
+        first = bisect_left(range(bound), True, lo=2, key=lambda n: not fits(n, True))
+        beyond = [use.tier.memory for use in limits.uses(self._plan(first, True)) if not use.fits]
+        return (first - 1 if first > 2 else 0), " and ".join(beyond)
 
-    def _planned(self, blocks: int, traced: bool) -> Plan:
-        config = gpt.GPTConfig(
-            vocab=self._vocab, layers=blocks, width=self.width * blocks, heads=blocks, sequence=self._sequence
-        )
+    def _planned(self, n: int, traced: bool) -> Plan:
+        config = gpt.GPTConfig(vocab=self._vocab, layers=n // 2, width=self.width * n, heads=n, sequence=self._sequence)
         tokens = torch.empty(_BATCH, self._sequence, dtype=torch.int64, device="meta")
         job = {"loss_fn": gpt.make_loss(config), "batch": {"tokens": tokens, "targets": tokens}} if traced else {}
         params = gpt.init(config, device="meta")
