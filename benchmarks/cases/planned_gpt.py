@@ -56,8 +56,8 @@ def measure(setting: Setting) -> Result:
         print(" | ".join(map(str, rows[-1])), flush=True)
     about = (
         "Parameters of the largest GPT whose plan fits, and the memory that a larger one does not fit. A GPT has n blocks of "
-        f"width {2 * size.width}·n, so that both grow; {_BATCH} rows of {sequence} tokens for each rank; AdamW. The ranks share "
-        f"one host, with {host} of memory and {disk} of disk. What an allocator loses to fragments, and workspace inside "
+        f"width {2 * size.width}·n, so that both grow; {_BATCH} rows of {sequence} tokens for each rank; AdamW. The ranks "
+        f"share one host, with {host} of memory and {disk} of disk. What an allocator loses to fragments, and workspace of "
         "operations, are not counted."
     )
     text = "\n".join([about, "", *grid(["", "ranks", *budgets], rows), ""])
