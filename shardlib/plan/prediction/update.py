@@ -45,7 +45,9 @@ def _elsewhere(view: PlanValue, rank: Rank, start: float) -> float:
     """
     buckets = [bucket for bucket in reversed(view.trained) if bucket.memory.optimizer != "device"]
     size = _state_bytes(view, buckets)
-    updated, sent, written, ends = [start], [], [], [start]
+    updated, ends = [start], [start]
+    sent: list[float] = []
+    written: list[float] = []
     for number, bucket in enumerate(buckets):
         ready = max(updated[-1], *(rank.landed.get(tile.name, start) for tile in bucket.cut))
         if number >= _SLOTS:
