@@ -75,7 +75,7 @@ class Rank:
             else:
                 self.now = max(self.now, self._kept[unit])
                 if after is not None:
-                    self._kept[after] = self.send("up", up, max(self.now, self._kept.get(after, 0.0)))
+                    self._kept[after] = self.send("up", up, self.now)
             self.compute(factor * seconds[unit])
             for axis, count in sent.items():
                 self.now = self.send(axis, count / 2 / len(units), self.now)

@@ -87,8 +87,8 @@ DEFECTS = (
         "time",
         "plan/prediction/rank.py",
         "inputs of blocks are predicted to come back before they have left",
-        "self._kept[after] = self.send(\"up\", up, max(self.now, self._kept.get(after, 0.0)))",
-        "self._kept[after] = self.send(\"up\", up, self.now)",
+        "max(self.now, self._kept.get(units[0], 0.0))",
+        "self.now",
         ("tests/plan/test_times_of_offload.py::test_inputs_of_blocks_go_down_and_come_back",),
     ),
     Defect(
