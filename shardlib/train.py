@@ -17,6 +17,7 @@ from shardlib.optim.base import GradientTransformation, require_unpacked
 from shardlib.optim.settings import injected, settings
 from shardlib.optim.shards import MeshShards
 from shardlib.optim.train_state import TrainState, copied, rescaled
+from shardlib.optim.undone import gives_back
 from shardlib.optim.updates import Updates
 from shardlib.optim.wrapping import require_transformations
 from shardlib.plan.build import with_owner
@@ -148,6 +149,7 @@ def make_train_step(
         return (owns.axis,) if owns is not None and owns.unreduced(inner) else ()
 
     @in_step
+    @gives_back
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         opt, params = state.settled().opt, state.params
         if params.plan is not plan and params.plan != plan:

@@ -13,7 +13,7 @@ that reads across elements otherwise updates all buckets at once, where their st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -63,7 +63,13 @@ class Updates:
 
     def init(self, params: Sharded) -> OptimizerState:
         """The masters and the optimizer's state of new parameters."""
-        shards, states = MeshShards(self._plan, self._mesh), []
+        states: list[OptimizerState] = []
+        self._resting.attempt(lambda _: states.extend(self._first(params)))
+        return self._joined(states)
+
+    def _first(self, params: Sharded) -> Iterator[OptimizerState]:
+        """The first state of each group, given to rest."""
+        shards = MeshShards(self._plan, self._mesh)
         several = len(self._groups) > 1 and not self._resting.at_once
         for group in self._groups if several else [self._plan.trained]:
             # The optimizer is shown all parameters, those of other groups without memory.
@@ -80,9 +86,7 @@ class Updates:
             state = OptimizerState(masters, self._optimizer.init(flat, shards=shards))
             if several:
                 state = self._separation.cut(state, [bucket.name for bucket in group])
-            states.append(self._resting.asleep(state))
-        self._resting.commit()
-        return self._joined(states)
+            yield self._resting.asleep(state)
 
     @naming("the optimizer")
     def apply(
@@ -102,6 +106,9 @@ class Updates:
             grads: bucket name -> gradient in the optimizer's memory, once ``landing`` says so.
             scale: the factor of the gradients; None for 1.
             squares: Σ of the squares of ``grads`` over all ranks.
+
+        Raises:
+            Undone: it failed on some rank, and parameters and states are as they were on all.
         """
         with torch.no_grad():
             shards.remember(sum_of_squares, grads, _number(squares, self._numbers))
@@ -110,13 +117,15 @@ class Updates:
             several = len(self._groups) > 1
             if several:
                 factor = self._optimizer.lead(grads, factor, shards)
-            states = []
-            resting = self._resting.awake(self._parts(opt))
-            for group, some, state in zip(self._groups, self._shards if several else [shards], resting, strict=True):
-                after = self._update(group, storing, params, state, grads, factor, some, landing)
-                states.append(self._resting.asleep(after))
+            states: list[OptimizerState] = []
+
+            def update(parts: Iterator[OptimizerState]) -> None:
+                for group, some, state in zip(self._groups, self._shards if several else [shards], parts, strict=True):
+                    after = self._update(group, storing, params, state, grads, factor, some, landing)
+                    states.append(self._resting.asleep(after))
+
+            self._resting.attempt(update, self._parts(opt), params)
             storing.finish()
-            self._resting.commit()
         return self._joined(states)
 
     def _parts(self, opt: OptimizerState) -> list[OptimizerState]:
