@@ -53,7 +53,7 @@ class _Raw:
 
 def passes(setting: Setting) -> Result:
     """Whole passes over the buffers: reads, writes with their commit, and both."""
-    count, elements = (3, 5000) if setting.small else (12, 4 << 20)
+    count, elements = (3, 5000) if setting.small else (32, 4 << 20)
     buffers = {f"exp_avg/{number}": Flat(elements, torch.float32) for number in range(count)}
     size = sum(flat.bytes for flat in buffers.values())
     with tempfile.TemporaryDirectory(prefix="shardlib-benchmark-") as folder, one_thread():
