@@ -87,7 +87,8 @@ def make_train_step(
     """Make the initial state, and ``train_step(state, batch) -> (state, metrics)``.
 
     ``metrics`` holds ``loss`` (mean over the global batch), ``grad_norm`` (global, before clipping; if the optimizer takes
-    gradients unreduced, the root mean square of the ranks' norms), ``finite``, and ``aux`` if the loss function returns it.
+    gradients unreduced, the root mean square of the ranks' norms), ``finite``, and ``aux`` if the loss function returns it;
+    under ``offload(speculate=True)`` also ``undone``, the number of this rank's buckets whose update was made in vain.
     A `Mean` in ``aux`` is averaged over all ranks and micro-batches (NaN for a weight of 0). Other leaves are those of the
     last micro-batch on this rank, or with several stages on the rank with the last stage. Tensors are detached; parameters
     among them are whole, with the values that they had in the loss.
