@@ -25,7 +25,27 @@ from shardlib.sharded.disk import Flat, Store
 from shardlib.tree import flatten, leaves_of, path_name, tree_map, unflatten
 
 
-class Resting(Protocol):
+class Changing(Protocol):
+    """What a step changes, wholly or not at all, where it is on disk."""
+
+    def settle(self) -> None:
+        """Make what was changed since the last step (restored, say) what `roll_back` goes back to."""
+        ...
+
+    def flush(self) -> None:
+        """See that the step can be committed."""
+        ...
+
+    def commit(self) -> None:
+        """Complete the step."""
+        ...
+
+    def roll_back(self) -> None:
+        """Take back a step that has failed."""
+        ...
+
+
+class Resting(Changing, Protocol):
     """The states of groups of buckets, between and during updates.
 
     Attributes:
@@ -42,10 +62,6 @@ class Resting(Protocol):
         """A group's state, given back after its update or its first values; the result belongs into a train state."""
         ...
 
-    def commit(self) -> None:
-        """Complete a step, of which every group was given back."""
-        ...
-
 
 class InMemory:
     """States that stay where the optimizer works on them."""
@@ -58,7 +74,16 @@ class InMemory:
     def asleep(self, state: OptimizerState) -> OptimizerState:
         return state
 
+    def settle(self) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
     def commit(self) -> None:
+        pass
+
+    def roll_back(self) -> None:
         pass
 
 
@@ -151,8 +176,18 @@ class StatesOnDisk:
             after.append(OnDisk(self, path, leaf.shape, self._buffers[path]))
         return unflatten(treedef, after)
 
+    def settle(self) -> None:
+        if self.store.changed:
+            self.commit()
+
+    def flush(self) -> None:
+        self.store.flush()
+
     def commit(self) -> None:
         self.store.commit((self.store.step or 0) + 1)
+
+    def roll_back(self) -> None:
+        self.store.roll_back()
 
 
 def resting_of(optimizer: GradientTransformation, plan: Plan, mesh: Mesh) -> Resting:

@@ -34,7 +34,7 @@ def optimizer_shard(params: Sharded, bucket: Bucket) -> torch.Tensor:
 class Storing:
     """The way of the optimizer's shards into the stored parameters, in place. Parameters that are stored whole are gathered.
 
-    A shard in another memory comes by a transfer, which goes on beside the caller.
+    A shard in another memory comes by a transfer, which goes on beside the caller. On disk, parameters are written behind.
     """
 
     def __init__(self, params: Sharded) -> None:
@@ -43,9 +43,14 @@ class Storing:
 
     def put(self, bucket: Bucket, shard: torch.Tensor) -> Transfer:
         """Take a shard. It must not change before the transfer, which is returned, and `finish` are over."""
+        whole, transfer = bucket.owners(bucket.param_level) == 1, Transfer()
+        if (on_disk := self._params.on_disk) is not None:
+            values = shard.to(bucket.dtype)
+            if not whole:
+                values = Gather(self._mesh, self._params.plan.routes[bucket.name].restore, values).wait()
+            on_disk.files.write(bucket.name, values)
+            return transfer
         stored = self._params.buffers[bucket.name]
-        whole = bucket.owners(bucket.param_level) == 1
-        transfer = Transfer()
         if shard.device != stored.device and (whole or stored.device == self._mesh.device):
             target = stored if whole else torch.empty(shard.numel(), dtype=bucket.dtype, device=stored.device)
             transfer = self._mesh.transfers.copy(shard.to(bucket.dtype), target)
@@ -58,7 +63,7 @@ class Storing:
     def finish(self) -> None:
         """Let what the device does from now on see the new parameters."""
         gathers = []
-        for bucket in self._params.plan.trained:
+        for bucket in self._params.plan.trained if self._params.on_disk is None else ():
             shard, transfer = self._arriving.pop(bucket.name)
             stored, route = self._params.buffers[bucket.name], self._params.plan.routes[bucket.name].restore
             if stored.device != self._mesh.device:

@@ -120,7 +120,7 @@ def _rebuild(static: tuple[int, LossScale | None, Key], children: Iterable[Any])
 
 def _versions(params: Sharded) -> dict[str, int]:
     """The version of each buffer, which changes when one of its parameters is written to in place."""
-    return {name: version_of(buffer) for name, buffer in params.buffers.items()}
+    return {name: version_of(buffer) for name, buffer in params.in_memory.items()}
 
 
 register_node(

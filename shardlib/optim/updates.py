@@ -19,12 +19,12 @@ import torch
 
 from shardlib.collectives.summation import sum_of_squares
 from shardlib.errors import IllegalComposition
-from shardlib.mesh.memories import MEMORIES
+from shardlib.mesh.memories import AHEAD, MEMORIES
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.staging import Slot, taken
 from shardlib.mesh.transport.activity import naming
 from shardlib.optim.base import GradientTransformation
-from shardlib.optim.resting import resting_of
+from shardlib.optim.resting import Changing, resting_of
 from shardlib.optim.separate import Separation
 from shardlib.optim.shards import MeshShards
 from shardlib.optim.storing import Storing, optimizer_shard
@@ -32,6 +32,7 @@ from shardlib.optim.train_state import OptimizerState
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
 from shardlib.sharded.landing import Landing
+from shardlib.sharded.on_disk import BufferOnDisk, rests
 from shardlib.sharded.tree import Sharded
 
 
@@ -55,11 +56,15 @@ class Updates:
 
     def require_copies(self) -> None:
         """Refuse states of which there is one at a time, in a step that is to keep the state it is given."""
-        if not self._resting.at_once:
+        if not self._resting.at_once or rests(self._plan):
             raise IllegalComposition(
-                "donate=False keeps the old state of every step, and states on disk are there once: leave donate=True, or "
-                "keep them in memory with offload('host')"
+                "donate=False keeps the old state of every step, and what is on disk is there once: leave donate=True, or "
+                "keep it in memory with offload('host')"
             )
+
+    def restores(self, params: Sharded) -> bool:
+        """Whether an update that fails leaves all as it was."""
+        return params.on_disk is not None and all(map(self._lent, self._plan.trained))
 
     def init(self, params: Sharded) -> OptimizerState:
         """The masters and the optimizer's state of new parameters."""
@@ -98,11 +103,39 @@ class Updates:
     ) -> OptimizerState:
         """Write the next parameters and optimizer state in place.
 
+        If it fails, what is on disk is again what it was before.
+
         Args:
             grads: bucket name -> gradient in the optimizer's memory, once ``landing`` says so.
             scale: the factor of the gradients; None for 1.
             squares: Σ of the squares of ``grads`` over all ranks.
         """
+        changing: list[Changing] = [self._resting] if params.on_disk is None else [self._resting, params.on_disk]
+        for each in changing:
+            each.settle()
+        try:
+            after = self._apply(params, opt, grads, shards, scale=scale, squares=squares, landing=landing)
+            for each in changing:
+                each.flush()
+        except BaseException:
+            for each in changing:
+                each.roll_back()
+            raise
+        for each in changing:
+            each.commit()
+        return after
+
+    def _apply(
+        self,
+        params: Sharded,
+        opt: OptimizerState,
+        grads: dict[str, torch.Tensor],
+        shards: MeshShards,
+        *,
+        scale: float | None,
+        squares: float,
+        landing: Landing,
+    ) -> OptimizerState:
         with torch.no_grad():
             shards.remember(sum_of_squares, grads, _number(squares, self._numbers))
             factor = None if scale is None else _number(scale, self._numbers)
@@ -112,11 +145,13 @@ class Updates:
                 factor = self._optimizer.lead(grads, factor, shards)
             states = []
             resting = self._resting.awake(self._parts(opt))
-            for group, some, state in zip(self._groups, self._shards if several else [shards], resting, strict=True):
+            for number, (group, some, state) in enumerate(
+                zip(self._groups, self._shards if several else [shards], resting, strict=True), 1
+            ):
+                self._announce(params, self._groups[number : number + AHEAD])
                 after = self._update(group, storing, params, state, grads, factor, some, landing)
                 states.append(self._resting.asleep(after))
             storing.finish()
-            self._resting.commit()
         return self._joined(states)
 
     def _parts(self, opt: OptimizerState) -> list[OptimizerState]:
@@ -166,7 +201,7 @@ class Updates:
             after = self._optimizer.apply(written, grads, opt.inner, scale=factor, shards=shards, copies=copies)
         for bucket in group:
             shard = copies[bucket.name]
-            if self._lent(bucket) and shard is opt.masters[bucket.name]:
+            if self._lent(bucket) and shard is opt.masters.get(bucket.name) and params.on_disk is None:
                 own = (
                     slot.take(bucket.owned, bucket.dtype) if self._crosses(bucket) else optimizer_shard(params, bucket)
                 )
@@ -174,13 +209,21 @@ class Updates:
             slot.sent(storing.put(bucket, shard))
         return OptimizerState(opt.masters, after)
 
+    def _announce(self, params: Sharded, groups: Sequence[Sequence[Bucket]]) -> None:
+        """Let parameters on disk that are updated in place be read while earlier groups are updated."""
+        for bucket in (bucket for group in groups for bucket in group if bucket.master_dtype is None):
+            for part in params.parts(bucket):
+                if isinstance(part, BufferOnDisk):
+                    part.announce()
+
     def _lent(self, bucket: Bucket) -> bool:
         """Whether the master's memory is another's as soon as the update is done."""
         return MEMORIES[bucket.memory.optimizer].rests
 
     def _crosses(self, bucket: Bucket) -> bool:
         """Whether new parameters are written in one memory, beside the master of another dtype, and stored in another."""
-        return self._mesh.transfers.apart and bucket.memory.optimizer != bucket.memory.param
+        apart = self._mesh.transfers.apart and bucket.memory.optimizer != bucket.memory.param
+        return apart or MEMORIES[bucket.memory.param].rests
 
     def _slot(self, group: Sequence[Bucket]) -> Slot:
         """Memory for the group's new parameters: the slots take turns."""
@@ -188,7 +231,7 @@ class Updates:
         staged = [
             bucket
             for bucket in group
-            if self._crosses(bucket) and (bucket.master_dtype != bucket.dtype or self._lent(bucket))
+            if self._crosses(bucket) and bucket.master_dtype and (bucket.master_dtype != bucket.dtype or self._lent(bucket))
         ]
         return self._slots[-1].empty(sum(taken(bucket.owned, bucket.dtype) for bucket in staged))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shardlib.common.disk import whole_blocks
 from shardlib.common.dtypes import dtype_name
 from shardlib.mesh.memories import MEMORIES
 from shardlib.plan.buckets import Bucket
@@ -12,6 +13,7 @@ from shardlib.plan.value import PlanValue
 
 DIRECTIONS = ("down", "up")  # from the device, to the device
 _OF_FILES = {"read": "before the update", "written": "after the update"}
+_BLOCKS = "whole blocks"
 
 
 def transfers(plan: PlanValue) -> Iterator[Message]:
@@ -29,11 +31,12 @@ def transfers(plan: PlanValue) -> Iterator[Message]:
             else:
                 yield Message("gradients", "down", "when summed", form, sent)
         yield from _stores(bucket)
+        yield from _files(bucket)
     for needs in plan.needs or ():
         for memory, held in needs.bytes.items():
             if held and MEMORIES[memory].rests:
                 for way, when in _OF_FILES.items():
-                    yield Message("states", way, when, "whole blocks", held // MEMORIES[memory].slots)
+                    yield Message("states", way, when, _BLOCKS, held // MEMORIES[memory].slots)
 
 
 def _fetches(stage_plan: PlanValue) -> Iterator[Message]:
@@ -46,6 +49,8 @@ def _fetches(stage_plan: PlanValue) -> Iterator[Message]:
             kept = unit in seen and len(routes.again) < len(routes.gather)  # the second shard is on the device
             if bucket.memory.param != "device" and not kept:
                 sent = bucket.size(bucket.param_level) * bucket.dtype.itemsize
+                if MEMORIES[bucket.memory.param].rests:
+                    yield Message("parameters", "read", "before each use", _BLOCKS, whole_blocks(sent), microbatches)
                 yield Message("parameters", "up", "before each use", dtype_name(bucket.dtype), sent, microbatches)
         seen.add(unit)
 
@@ -54,12 +59,21 @@ def _stores(bucket: Bucket) -> Iterator[Message]:
     """The way of new parameters to where they are stored."""
     form, size = dtype_name(bucket.dtype), bucket.dtype.itemsize
     gathered = bucket.owners(bucket.param_level) > 1  # which is done on the device
-    there = "device" if gathered else bucket.memory.param
+    stored = MEMORIES[bucket.memory.param].works
+    there = "device" if gathered else stored
     if MEMORIES[bucket.memory.optimizer].works != there:
         way = "up" if there == "device" else "down"
         yield Message("parameters", way, "after the update", form, bucket.owned * size)
-    if there != bucket.memory.param:
+    if there != stored:
         yield Message("parameters", "down", "after the update", form, bucket.size(bucket.param_level) * size)
+
+
+def _files(bucket: Bucket) -> Iterator[Message]:
+    """The ways of parameters that rest in files, in an update: new values, and old ones that no master stands for."""
+    if MEMORIES[bucket.memory.param].rests:
+        sizes = [part.size(part.param_level) * part.dtype.itemsize for part in bucket.cut]
+        for way in ("read", "written") if bucket.master_dtype is None else ("written",):
+            yield Message("parameters", way, _OF_FILES[way], _BLOCKS, sum(map(whole_blocks, sizes)))
 
 
 def _inputs(stage_plan: PlanValue) -> Iterator[Message]:
