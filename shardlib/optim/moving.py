@@ -16,6 +16,7 @@ import torch
 
 from shardlib.collectives.attempts import on_all_ranks
 from shardlib.common.devices import pins
+from shardlib.common.pages import pages
 from shardlib.errors import DonatedStateError, StorageError, TreeError
 from shardlib.mesh.mesh import Mesh
 from shardlib.optim.train_state import TrainState
@@ -55,7 +56,9 @@ class _View:
 
     def home(self) -> torch.Tensor:
         """New memory where the storage belongs."""
-        return torch.empty(self.bytes, dtype=torch.uint8, device=self.device, pin_memory=self.pinned)
+        if self.device.type == "cpu":
+            return pages(self.bytes, self.pinned)
+        return torch.empty(self.bytes, dtype=torch.uint8, device=self.device)
 
 
 class Moved:
@@ -270,7 +273,7 @@ def _donate(state: Any, what: str, by: str) -> None:
 
 def _on_host(view: _View) -> torch.Tensor:
     """Host memory for a storage."""
-    return torch.empty(view.bytes, dtype=torch.uint8, pin_memory=view.pinned or pins(view.device))
+    return pages(view.bytes, view.pinned or pins(view.device))
 
 
 def _several(folder: Folders) -> tuple[str | Path, ...]:

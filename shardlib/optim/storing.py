@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from shardlib.common.pages import cloned
 from shardlib.errors import TreeError
 from shardlib.mesh.transfers import Transfer
 from shardlib.plan.buckets import Bucket
@@ -114,6 +115,6 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
 
 def stored(params: Sharded, shards: dict[str, torch.Tensor]) -> Sharded:
     """New parameters with the optimizer's ``shards``, and the other values of ``params``. Changes nothing in place."""
-    result = Sharded(params.plan, params.mesh, "param", {name: b.clone() for name, b in params.buffers.items()})
+    result = Sharded(params.plan, params.mesh, "param", {name: cloned(b) for name, b in params.buffers.items()})
     store(result, shards)
     return result

@@ -222,8 +222,8 @@ class Updates:
 
     def _crosses(self, bucket: Bucket) -> bool:
         """Whether new parameters are written in one memory, beside the master of another dtype, and stored in another."""
-        apart = self._mesh.transfers.apart and bucket.memory.optimizer != bucket.memory.param
-        return apart or MEMORIES[bucket.memory.param].rests
+        works, stored = MEMORIES[bucket.memory.optimizer].works, bucket.memory.param
+        return MEMORIES[stored].rests or (self._mesh.transfers.apart and works != stored)
 
     def _slot(self, group: Sequence[Bucket]) -> Slot:
         """Memory for the group's new parameters: the slots take turns."""

@@ -49,6 +49,7 @@ def start() -> None:
     torch.utils.rename_privateuse1_backend("rig")
     torch._register_device_module("rig", _module())
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    torch.empty(0, pin_memory=True)  # before the first such call torch takes no memory for pinned
 
 
 def counts() -> Counts:
@@ -93,12 +94,15 @@ def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     library.rig_count.restype = ctypes.c_int64
     library.rig_set_budget.argtypes = [ctypes.c_int64]
+    library.rig_pin.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    library.rig_unpin.argtypes = [ctypes.c_void_p]
     library.rig_set_rates.argtypes = [ctypes.c_double, ctypes.c_double]
     return library
 
 
 def _module() -> types.ModuleType:
-    """What torch looks up under ``torch.rig``."""
+    """What torch looks up under ``torch.rig``, and what the library looks up as it does under ``torch.cuda``."""
+    library = _library()
     module = types.ModuleType("torch.rig")
     generator = torch.ops.rig.default_generator()
     facts = {
@@ -116,6 +120,10 @@ def _module() -> types.ModuleType:
         "synchronize": torch.accelerator.synchronize,
         "Stream": torch.Stream,
         "Event": torch.Event,
+        "cudart": lambda: types.SimpleNamespace(
+            cudaHostRegister=lambda address, size, flags: library.rig_pin(address, size),
+            cudaHostUnregister=library.rig_unpin,
+        ),
     }
     for name, fact in facts.items():
         setattr(module, name, fact)

@@ -170,6 +170,14 @@ void rig_reset() {
   rig::pinned().reset_peak();
   for (auto* link : {&rig::up(), &rig::down()}) link->copies = link->moved = 0;
 }
+int rig_pin(void* address, size_t bytes) {
+  rig::pinned().add(address, bytes);
+  return 0;
+}
+int rig_unpin(void* address) {
+  rig::pinned().remove(address);
+  return 0;
+}
 int64_t rig_count(int what) {
   switch (what) {
     case 0: return rig::memory().live();

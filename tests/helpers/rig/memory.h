@@ -7,6 +7,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <bit>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -128,12 +129,25 @@ class Pinned {
  public:
   void* allocate(size_t bytes) {
     void* at = nullptr;
-    if (posix_memalign(&at, 4096, bytes ? bytes : 1) != 0) return nullptr;
+    bytes = bytes ? std::bit_ceil(bytes) : 1;  // as torch's allocator for CUDA does
+    if (posix_memalign(&at, 4096, bytes) != 0) return nullptr;
+    add(at, bytes);
+    return at;
+  }
+
+  // Pin memory that the caller has allocated, and will free after `remove`.
+  void add(void* address, size_t bytes) {
     std::lock_guard<std::mutex> lock(mutex_);
-    blocks_[static_cast<char*>(at)] = {bytes ? bytes : 1, {}};
+    blocks_[static_cast<char*>(address)] = {bytes, {}};
     live_ += bytes;
     if (live_ > peak_) peak_ = live_;
-    return at;
+  }
+
+  void remove(void* address) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto block = blocks_.find(static_cast<char*>(address));
+    live_ -= block->second.bytes;
+    blocks_.erase(block);
   }
 
   void free(void* address) {
