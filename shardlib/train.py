@@ -144,7 +144,7 @@ def make_train_step(
         "Call make_train_step with the same optimizer, buffers, rng and options on every rank.",
     )
 
-    files = lifted.on_disk and lifted.on_disk.files
+    files = None if lifted.on_disk is None else lifted.on_disk.files
 
     def left_unreduced(inner: Any) -> tuple[str, ...]:
         owns = optimizer.owns

@@ -8,7 +8,7 @@ a train state `OnDisk` leaves stand for them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import Any, Protocol
 
 import optree
@@ -54,7 +54,7 @@ class Resting(Changing, Protocol):
 
     at_once: bool
 
-    def awake(self, groups: Iterable[OptimizerState]) -> Iterator[OptimizerState]:
+    def awake(self, groups: Iterable[OptimizerState]) -> Generator[OptimizerState]:
         """The groups' states as tensors, one after the other. The caller gives each back before it takes the next."""
         ...
 
@@ -68,8 +68,8 @@ class InMemory:
 
     at_once = True
 
-    def awake(self, groups: Iterable[OptimizerState]) -> Iterator[OptimizerState]:
-        return iter(groups)
+    def awake(self, groups: Iterable[OptimizerState]) -> Generator[OptimizerState]:
+        yield from groups
 
     def asleep(self, state: OptimizerState) -> OptimizerState:
         return state
@@ -147,7 +147,7 @@ class StatesOnDisk:
         on_all_ranks(mesh, open_files, "the files for states on disk could not be opened")
         weakref.finalize(self, self.store.close)
 
-    def awake(self, groups: Iterable[OptimizerState]) -> Iterator[OptimizerState]:
+    def awake(self, groups: Iterable[OptimizerState]) -> Generator[OptimizerState]:
         known = list(groups)
         resting = [[leaf.name for leaf in leaves_of(group) if isinstance(leaf, OnDisk)] for group in known]
         for group, tensors in zip(known, self.store.fetched(resting, AHEAD), strict=True):

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardlib.common._compat import version_of
 from shardlib.common.pages import cloned
 from shardlib.errors import DonatedStateError, TreeError
 from shardlib.optim.replaced import following_masters, following_state
@@ -68,7 +67,7 @@ class TrainState:
 
     def fitting(self) -> TrainState:
         """This state, with a record that the optimizer's copies of parameters fit the parameters' present values."""
-        self._fits = self.params, _versions(self.params)
+        self._fits = self.params, self.params.versions()
         return self
 
     def settled(self) -> TrainState:
@@ -88,7 +87,7 @@ class TrainState:
             return self._with(
                 self.params, OptimizerState(following_masters(self.params, self.opt.masters), self.opt.inner)
             )
-        fits = self.params is self._fits[0] and _versions(self.params) == self._fits[1]
+        fits = self.params is self._fits[0] and self.params.versions() == self._fits[1]
         return self if fits else self._with(self.params, _following(self.params, self.opt))
 
     def _with(self, params: Sharded, opt: OptimizerState) -> TrainState:
@@ -117,11 +116,6 @@ def _rebuild(static: tuple[int, LossScale | None, Key], children: Iterable[Any])
     step, scale, rng = static
     params, opt, comm, buffers = children
     return TrainState(step, params, opt, comm, buffers, scale, rng)
-
-
-def _versions(params: Sharded) -> dict[str, int]:
-    """The version of each buffer, which changes when one of its parameters is written to in place."""
-    return {name: version_of(buffer) for name, buffer in params.in_memory.items()}
 
 
 register_node(

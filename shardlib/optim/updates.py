@@ -14,6 +14,7 @@ that reads across elements otherwise updates all buckets at once, where their st
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 
 import torch
 
@@ -144,13 +145,13 @@ class Updates:
             if several:
                 factor = self._optimizer.lead(grads, factor, shards)
             states = []
-            resting = self._resting.awake(self._parts(opt))
-            for number, (group, some, state) in enumerate(
-                zip(self._groups, self._shards if several else [shards], resting, strict=True), 1
-            ):
-                self._announce(params, self._groups[number : number + AHEAD])
-                after = self._update(group, storing, params, state, grads, factor, some, landing)
-                states.append(self._resting.asleep(after))
+            with closing(self._resting.awake(self._parts(opt))) as resting:  # at once, in an update that fails
+                for number, (group, some, state) in enumerate(
+                    zip(self._groups, self._shards if several else [shards], resting, strict=True), 1
+                ):
+                    self._announce(params, self._groups[number : number + AHEAD])
+                    after = self._update(group, storing, params, state, grads, factor, some, landing)
+                    states.append(self._resting.asleep(after))
             storing.finish()
         return self._joined(states)
 
@@ -231,7 +232,9 @@ class Updates:
         staged = [
             bucket
             for bucket in group
-            if self._crosses(bucket) and bucket.master_dtype and (bucket.master_dtype != bucket.dtype or self._lent(bucket))
+            if self._crosses(bucket)
+            and bucket.master_dtype
+            and (bucket.master_dtype != bucket.dtype or self._lent(bucket))
         ]
         return self._slots[-1].empty(sum(taken(bucket.owned, bucket.dtype) for bucket in staged))
 

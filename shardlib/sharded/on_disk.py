@@ -35,6 +35,7 @@ class ParamsOnDisk:
     Attributes:
         mesh: the mesh of the rank.
         store: the files.
+        writes: how many there have been, without those that were taken back.
         version: the number of the trees that the values belong to; those of earlier ones are written over.
 
     Raises:
@@ -45,7 +46,7 @@ class ParamsOnDisk:
     def __init__(self, plan: Plan, mesh: Mesh) -> None:
         assert plan.claims is not None  # they say that the parameters are on disk
         self.mesh, self._buckets = mesh, plan.bucket_of
-        self.version = 0
+        self.version = self.writes = self._committed = 0
         self._begun: dict[str, Fetch] = {}  # announced and not asked for yet
         self._leaving: deque[tuple[torch.Tensor, Transfer]] = deque()  # on their way to the device
         folders = [Path(folder) / FOLDER for folder in plan.claims.location("param").folders]
@@ -56,9 +57,9 @@ class ParamsOnDisk:
         def open_files() -> None:
             memory, apart = window(list(resting_sizes(plan).values())), mesh.transfers.apart
             self.store = Store(folders, flats, memory, rank=mesh.rank, ranks=mesh.size, pinned=apart, durable=False)
+            weakref.finalize(self, self.store.close)  # also if another rank's cannot be opened
 
         on_all_ranks(mesh, open_files, "the files for parameters on disk could not be opened")
-        weakref.finalize(self, self.store.close)
 
     def part(self, bucket: Bucket) -> BufferOnDisk:
         """The buffer of a bucket, or of one of its tiles, for use."""
@@ -79,6 +80,7 @@ class ParamsOnDisk:
     def write(self, name: str, values: torch.Tensor) -> None:
         """Begin to write a bucket's buffer. The values, in any memory, are copied before this returns."""
         bucket = self._buckets[name]
+        self.writes += 1
         for part, view in zip(bucket.cut, bucket.of_tiles(values), strict=True):
             if part.name in self._begun:
                 self._begun.pop(part.name).cancel()
@@ -103,14 +105,17 @@ class ParamsOnDisk:
             self._leaving.append((lent, gather.transfer))
         return gather
 
+    def commit(self) -> None:
+        """Make what was written the values that `roll_back` goes back to."""
+        self.store.commit(self.version)
+        self._committed = self.writes
+
     def roll_back(self) -> None:
         """Take back what was written since the last commit."""
-        self._forget()
-        self.store.roll_back()
-
-    def _forget(self) -> None:
         while self._begun:
             self._begun.popitem()[1].cancel()
+        self.store.roll_back()
+        self.writes = self._committed
 
     def _fetch(self, name: str) -> Fetch:
         self._collect()
@@ -189,7 +194,7 @@ class BuffersOnDisk(Mapping[str, torch.Tensor]):
     def settle(self) -> None:
         """Commit what was written since the last step, so that the next one can be taken back to it."""
         if self._files.store.changed:
-            self._files.store.commit(self._version)
+            self._files.commit()
 
     def flush(self) -> None:
         """Wait for what is being written; raises an error if something could not be."""
@@ -197,8 +202,8 @@ class BuffersOnDisk(Mapping[str, torch.Tensor]):
 
     def commit(self) -> None:
         """Make what was written these buffers' values."""
-        self._files.store.commit(self._version)
         self._files.version = self._version
+        self._files.commit()
 
     def roll_back(self) -> None:
         """Take back what was written since the last commit."""

@@ -51,9 +51,7 @@ def shard_alike(params: Tree, like: Sharded) -> Sharded:
     return _placed(like.plan, like.mesh, params)
 
 
-def _placed(
-    plan: Plan, mesh: Mesh, tree: Tree, source: Deferred | None = None, *, to_disk: bool = False
-) -> Sharded:
+def _placed(plan: Plan, mesh: Mesh, tree: Tree, source: Deferred | None = None, *, to_disk: bool = False) -> Sharded:
     """This rank's shards of the values in ``tree``, or of the values that ``source`` makes."""
     held: _Buffers = _OnDisk(plan, mesh) if to_disk else _InMemory(plan, mesh)
     bucket_of = {path: bucket for bucket in plan.buckets for path in bucket.paths}

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shardlib.common._compat import version_of
 from shardlib.errors import DonatedStateError, TreeError, listing
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.buckets import Bucket
@@ -67,6 +68,12 @@ class Sharded:
     def in_memory(self) -> Mapping[str, torch.Tensor]:
         """`buffers`, if they are in memory; else none."""
         return self.buffers if self.on_disk is None else {}
+
+    def versions(self) -> dict[str, int]:
+        """Numbers that change when a parameter is written to in place."""
+        if self.on_disk is not None:
+            return {"on disk": self.on_disk.files.writes}
+        return {name: version_of(buffer) for name, buffer in self.buffers.items()}
 
     def parts(self, bucket: Bucket) -> Sequence[torch.Tensor | BufferOnDisk]:
         """What the buckets of `Bucket.cut` are made of: views of the bucket's buffer, or what reads them from disk."""

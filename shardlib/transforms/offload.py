@@ -78,8 +78,8 @@ def offload(
     folders = (str(folder),) if isinstance(folder, (str, Path)) else tuple(map(str, folder))
     if params == "disk" and optimizer != "disk":
         raise IllegalComposition(
-            f"offload({optimizer!r}, params='disk') has parameters on disk and their states, which are larger, in memory: use "
-            "offload('disk', params='disk', folder=...)"
+            f"offload({optimizer!r}, params='disk') has parameters on disk and their states, which are larger, in memory: "
+            "use offload('disk', params='disk', folder=...)"
         )
     if (optimizer == "disk") != bool(folders):
         raise IllegalComposition(
