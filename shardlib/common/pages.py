@@ -20,14 +20,16 @@ def pages(size: int, pinned: bool) -> torch.Tensor:
     Raises:
         MemoryError: the system does not pin as much.
     """
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
     accelerator = torch.accelerator.current_accelerator() if pinned else None
     runtime = getattr(torch.get_device_module(accelerator), "cudart", None) if accelerator else None
     if accelerator and runtime is None:
         return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
-    held = _Pages(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    held = _Pages(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = torch.frombuffer(held, dtype=torch.uint8)[:size]
     if runtime is not None:
-        held.pin(runtime(), memory.data_ptr(), max(size, 1))
+        held.pin(runtime(), memory.data_ptr(), size)
     return memory
 
 

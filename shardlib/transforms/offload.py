@@ -25,6 +25,8 @@ class Offload(Transform):
     def name(self) -> str:
         given = {"params": self.params, "gradients": self.gradients, "fraction": self.fraction}
         shown = [f", {name}={value!r}" for name, value in given.items() if value not in (None, 1)]
+        if self.folders:
+            shown.append(f", folder={(self.folders[0] if len(self.folders) == 1 else list(self.folders))!r}")
         return f"offload({self.optimizer!r}{''.join(shown)})"
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
