@@ -11,9 +11,8 @@ import torch
 from shardlib.common._compat import storage_id
 from shardlib.errors import TreeError, listing
 from shardlib.optim.base import Packed
+from shardlib.optim.on_disk import BucketOnDisk
 from shardlib.optim.train_state import OptimizerState, TrainState
-from shardlib.plan.buckets import Bucket
-from shardlib.sharded.on_disk import BuffersOnDisk
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import path_name
 
@@ -64,31 +63,10 @@ def outlined_params(params: Sharded) -> tuple[Sharded, dict[int, Packed]]:
     for."""
     if params.on_disk is None:
         return params, {}
-    nodes = {bucket.name: _BucketOnDisk(params.on_disk, bucket) for bucket in params.buckets}
+    nodes = {bucket.name: BucketOnDisk(params.on_disk, bucket) for bucket in params.buckets}
     outlines = {name: node.like for name, node in nodes.items()}
     packed: dict[int, Packed] = {storage_id(outlines[name].untyped_storage()): node for name, node in nodes.items()}
     return Sharded(params.plan, params.mesh, params.role, outlines), packed
-
-
-class _BucketOnDisk(Packed):
-    """A bucket of parameters on disk, which is read and written whole."""
-
-    rounds = False
-
-    def __init__(self, buffers: BuffersOnDisk, bucket: Bucket) -> None:
-        self._buffers, self._bucket = buffers, bucket
-        self.block = max(1, self.like.numel())
-
-    @property
-    def like(self) -> torch.Tensor:
-        return torch.empty(self._bucket.size(self._bucket.param_level), dtype=self._bucket.dtype, device="meta")
-
-    def part(self, first: int, stop: int) -> torch.Tensor:
-        return self._buffers[self._bucket.name][first:stop]
-
-    def pack(self, values: torch.Tensor, first: int = 0) -> None:
-        assert values.numel() == self.like.numel()
-        self._buffers.files.write(self._bucket.name, values)
 
 
 def _with(

@@ -25,7 +25,7 @@ def changes(transform: Transform, sizes: Mapping[str, int], rows: int, disk: boo
     Args:
         sizes: axis -> size of the mesh.
         rows: of a rank's batch.
-        disk: whether states may go to disk.
+        disk: whether states, and parameters, may go to disk.
     """
     members = transform.transforms if isinstance(transform, Chain) else (transform,)
 
@@ -68,7 +68,8 @@ def _stages(before: Zero | None, sizes: Mapping[str, int]) -> Iterator[Zero]:
 def _offloads(before: Offload | None, disk: bool) -> Iterator[Offload]:
     folders = (before.folders if before else ()) or (_FOLDER,)
     for optimizer in ("host", "disk") if disk else ("host",):
-        for params, gradients in ((None, None), ("host", None), ("host", "host")):
+        places = [(None, None), ("host", None), ("host", "host"), *([("disk", None)] if optimizer == "disk" else [])]
+        for params, gradients in places:
             yield offload(optimizer, params, gradients, folder=folders if optimizer == "disk" else ())
 
 
