@@ -287,7 +287,9 @@ def test_other_parameters_are_what_the_next_step_starts_from(tmp_path, monkeypat
         sl.checkpoint.export_safetensors("double", sl.shard(doubled, mesh))
         state = CHANGES[change](state, doubled)
         assert_same(sl.unshard(state.params), doubled)
-        return sl.unshard(stepped(state, step, mesh, BATCHES[1:]).params)
+        after = stepped(state, step, mesh, BATCHES[1:]).params
+        assert (after.on_disk is not None) == bool(offload)
+        return sl.unshard(after)
 
     assert_same(run(sl.make_mesh(), on_disk(tmp_path)), run(sl.make_mesh()))
 
