@@ -118,8 +118,8 @@ DEFECTS = (
         "mask",
         "optim/moving/skeleton.py",
         "a state that is moved to disk leaves out what lies in files of its own",
-        "for path, leaf in leaves if isinstance(leaf, OnDisk)}",
-        "for path, leaf in leaves if isinstance(leaf, str)}",
+        "for path, leaf in leaves if isinstance(leaf, (OnDisk, BucketOnDisk))",
+        "for path, leaf in leaves if isinstance(leaf, str)",
         ("tests/training/test_moved_whole.py::test_states_on_disk_go_along",),
     ),
     Defect(
