@@ -17,6 +17,7 @@ from shardlib.optim.base import GradientTransformation, require_unpacked
 from shardlib.optim.settings import injected, settings
 from shardlib.optim.shards import MeshShards
 from shardlib.optim.train_state import TrainState, copied, rescaled
+from shardlib.optim.undone import gives_back
 from shardlib.optim.updates import Updates
 from shardlib.optim.wrapping import require_transformations
 from shardlib.plan.build import with_owner
@@ -151,6 +152,7 @@ def make_train_step(
         return (owns.axis,) if owns is not None and owns.unreduced(inner) else ()
 
     @in_step
+    @gives_back
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         opt, params = state.settled().opt, state.params
         if params.plan is not plan and params.plan != plan:
@@ -183,17 +185,12 @@ def make_train_step(
             after = after.after(evaluation.finite)
         new = params.under(plan).next()
         step, state_rng = state.step + 1, state.rng
-
-        def take() -> None:
+        if donate:
             state.take(
                 "the step after it",
                 "the state that train_step returned, or make the step with donate=False to keep old states",
             )
-
-        restores = taken and updates.restores(new)
-        if donate and not restores:
-            take()
-        elif taken and not donate:
+        elif taken:
             new = Sharded(plan, mesh, "param", copied(new.buffers))
             opt = copied(opt)
         if taken:
@@ -207,8 +204,6 @@ def make_train_step(
                 landing=evaluation.landing,
             )
             comm = evaluation.residuals.after
-            if restores:
-                take()
         if after is not None and after.value != scale:
             comm = rescaled(plan, comm, after.value / scale)
         kept = evaluation.buffers if taken else old_buffers

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from shardlib.common.pages import cloned
@@ -41,15 +43,14 @@ class Storing:
     def __init__(self, params: Sharded) -> None:
         self._params, self._mesh = params, params.mesh
         self._arriving: dict[str, tuple[torch.Tensor, Transfer]] = {}
+        self._gathered: set[str] = set()  # of buckets on disk that are stored whole
 
     def put(self, bucket: Bucket, shard: torch.Tensor) -> Transfer:
         """Take a shard. It must not change before the transfer, which is returned, and `finish` are over."""
         whole, transfer = bucket.owners(bucket.param_level) == 1, Transfer()
         if (on_disk := self._params.on_disk) is not None:
             values = shard.to(bucket.dtype)
-            if not whole:
-                values = Gather(self._mesh, self._params.plan.routes[bucket.name].restore, values).wait()
-            on_disk.files.write(bucket.name, values)
+            on_disk.files.write(bucket.name, values if whole else self._whole(bucket, values))
             return transfer
         stored = self._params.buffers[bucket.name]
         if shard.device != stored.device and (whole or stored.device == self._mesh.device):
@@ -60,6 +61,23 @@ class Storing:
             stored.copy_(shard)
         self._arriving[bucket.name] = shard, transfer
         return transfer
+
+    def _whole(self, bucket: Bucket, shard: torch.Tensor) -> torch.Tensor:
+        """A bucket on the device, gathered."""
+        whole = Gather(self._mesh, self._params.plan.routes[bucket.name].restore, shard).wait()
+        self._gathered.add(bucket.name)
+        return whole
+
+    def go_along(self, groups: Iterable[Iterable[Bucket]]) -> None:
+        """On a rank whose update has failed: take part in the gathers that other ranks' updates make on their way.
+
+        Args:
+            groups: all buckets, in the order of their updates.
+        """
+        for bucket in (bucket for group in groups for bucket in group):
+            missing = bucket.owners(bucket.param_level) > 1 and bucket.name not in self._gathered
+            if self._params.on_disk is not None and missing:
+                self._whole(bucket, torch.zeros(bucket.owned, dtype=bucket.dtype, device=self._mesh.device))
 
     def finish(self) -> None:
         """Let what the device does from now on see the new parameters."""

@@ -13,8 +13,7 @@ that reads across elements otherwise updates all buckets at once, where their st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -25,7 +24,7 @@ from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.staging import Slot, taken
 from shardlib.mesh.transport.activity import naming
 from shardlib.optim.base import GradientTransformation
-from shardlib.optim.resting import Changing, resting_of
+from shardlib.optim.resting import resting_of
 from shardlib.optim.separate import Separation
 from shardlib.optim.shards import MeshShards
 from shardlib.optim.storing import Storing, optimizer_shard
@@ -63,13 +62,15 @@ class Updates:
                 "keep it in memory with offload('host')"
             )
 
-    def restores(self, params: Sharded) -> bool:
-        """Whether an update that fails leaves all as it was."""
-        return params.on_disk is not None and all(map(self._lent, self._plan.trained))
-
     def init(self, params: Sharded) -> OptimizerState:
         """The masters and the optimizer's state of new parameters."""
-        shards, states = MeshShards(self._plan, self._mesh), []
+        states: list[OptimizerState] = []
+        self._resting.attempt(lambda _: states.extend(self._first(params)))
+        return self._joined(states)
+
+    def _first(self, params: Sharded) -> Iterator[OptimizerState]:
+        """The first state of each group, given to rest."""
+        shards = MeshShards(self._plan, self._mesh)
         several = len(self._groups) > 1 and not self._resting.at_once
         for group in self._groups if several else [self._plan.trained]:
             # The optimizer is shown all parameters, those of other groups without memory.
@@ -86,9 +87,7 @@ class Updates:
             state = OptimizerState(masters, self._optimizer.init(flat, shards=shards))
             if several:
                 state = self._separation.cut(state, [bucket.name for bucket in group])
-            states.append(self._resting.asleep(state))
-        self._resting.commit()
-        return self._joined(states)
+            yield self._resting.asleep(state)
 
     @naming("the optimizer")
     def apply(
@@ -104,39 +103,14 @@ class Updates:
     ) -> OptimizerState:
         """Write the next parameters and optimizer state in place.
 
-        If it fails, what is on disk is again what it was before.
-
         Args:
             grads: bucket name -> gradient in the optimizer's memory, once ``landing`` says so.
             scale: the factor of the gradients; None for 1.
             squares: Σ of the squares of ``grads`` over all ranks.
-        """
-        changing: list[Changing] = [self._resting] if params.on_disk is None else [self._resting, params.on_disk]
-        for each in changing:
-            each.settle()
-        try:
-            after = self._apply(params, opt, grads, shards, scale=scale, squares=squares, landing=landing)
-            for each in changing:
-                each.flush()
-        except BaseException:
-            for each in changing:
-                each.roll_back()
-            raise
-        for each in changing:
-            each.commit()
-        return after
 
-    def _apply(
-        self,
-        params: Sharded,
-        opt: OptimizerState,
-        grads: dict[str, torch.Tensor],
-        shards: MeshShards,
-        *,
-        scale: float | None,
-        squares: float,
-        landing: Landing,
-    ) -> OptimizerState:
+        Raises:
+            Undone: it failed on some rank, and parameters and states are as they were on all.
+        """
         with torch.no_grad():
             shards.remember(sum_of_squares, grads, _number(squares, self._numbers))
             factor = None if scale is None else _number(scale, self._numbers)
@@ -144,14 +118,17 @@ class Updates:
             several = len(self._groups) > 1
             if several:
                 factor = self._optimizer.lead(grads, factor, shards)
-            states = []
-            with closing(self._resting.awake(self._parts(opt))) as resting:  # at once, in an update that fails
+            states: list[OptimizerState] = []
+
+            def update(parts: Iterator[OptimizerState]) -> None:
                 for number, (group, some, state) in enumerate(
-                    zip(self._groups, self._shards if several else [shards], resting, strict=True), 1
+                    zip(self._groups, self._shards if several else [shards], parts, strict=True), 1
                 ):
                     self._announce(params, self._groups[number : number + AHEAD])
                     after = self._update(group, storing, params, state, grads, factor, some, landing)
                     states.append(self._resting.asleep(after))
+
+            self._resting.attempt(update, self._parts(opt), params, lambda: storing.go_along(self._groups))
             storing.finish()
         return self._joined(states)
 

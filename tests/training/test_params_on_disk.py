@@ -394,6 +394,26 @@ def test_a_step_that_fails_leaves_the_last_one(tmp_path, monkeypatch, fault, par
     assert_same(sl.unshard(stepped(fresh, step, mesh, BATCHES[2:]).params), wanted)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("part", [f"{FOLDER}/rank-1-of-2", "files/rank-1-of-2"], ids=["parameters", "states"])
+def test_a_step_that_fails_on_a_rank_is_taken_back_on_all(tmp_path, monkeypatch, stage, part):
+    """The other rank reaches the end of its update, with its gathers, and both go on from the state before it."""
+
+    def run(mesh, fault, *offload):
+        state, step = start(mesh, sl.zero(stage), sl.precision("bf16"), *offload)
+        state = stepped(state, step, mesh, BATCHES[:2])
+        if fault:
+            with monkeypatch.context() as patch:
+                if mesh.rank:
+                    Faults(patch).fails("pwritev", BROKEN, part)
+                with pytest.raises(StorageError if mesh.rank else RankFailure):
+                    stepped(state, step, mesh, BATCHES[2:3])
+        return sl.unshard(stepped(state, step, mesh, BATCHES[2:]).params)
+
+    wanted = sl.simulate(run, False, mesh={"data": 2})
+    assert_same(sl.simulate(run, True, on_disk(tmp_path / "files"), mesh={"data": 2}), wanted)
+
+
 def test_a_file_that_is_cut_is_named(tmp_path):
     mesh = sl.make_mesh()
     state, step = start(mesh, on_disk(tmp_path))
