@@ -19,16 +19,31 @@ from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, register_node, tree_map
 
 
+class Pending(NamedTuple):
+    """The gradients of a step that the step after it applies, under ``offload(delay=True)``.
+
+    Attributes:
+        grads: bucket name -> the summed gradient.
+        factor: what gradients are multiplied by, 0-d: from the sum to the clipped gradient of the mean loss. 0 if there is no
+            update to make.
+    """
+
+    grads: dict[str, torch.Tensor]
+    factor: torch.Tensor
+
+
 class OptimizerState(NamedTuple):
     """The state of masters and optimizer.
 
     Attributes:
         masters: bucket name -> fp32 master weights (under `precision`).
         inner: the state of the gradient transformation.
+        pending: gradients that the next step applies; empty unless updates are delayed.
     """
 
     masters: dict[str, torch.Tensor]
     inner: Any
+    pending: Pending | tuple[()] = ()
 
 
 class TrainState:
@@ -85,9 +100,8 @@ class TrainState:
                 "sl.replace_params(state, params)"
             )
         if self._fits is None:
-            return self._with(
-                self.params, OptimizerState(following_masters(self.params, self.opt.masters), self.opt.inner)
-            )
+            masters = following_masters(self.params, self.opt.masters)
+            return self._with(self.params, self.opt._replace(masters=masters))
         fits = self.params is self._fits[0] and self.params.versions() == self._fits[1]
         return self if fits else self._with(self.params, _following(self.params, self.opt))
 
@@ -197,7 +211,7 @@ def replace_params(state: TrainState, params: Any, *, donate: bool = True) -> Tr
 
 def _following(params: Sharded, opt: OptimizerState) -> OptimizerState:
     masters = following_masters(params, opt.masters)
-    return OptimizerState(masters, following_state(params, masters, opt.inner))
+    return opt._replace(masters=masters, inner=following_state(params, masters, opt.inner))
 
 
 def copied(tree: Tree) -> Tree:

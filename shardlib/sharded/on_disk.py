@@ -243,6 +243,6 @@ class Filling:
         return BuffersOnDisk(self._files, self._files.version)
 
 
-def rests(plan: Plan) -> bool:
+def params_rest(plan: Plan) -> bool:
     """Whether the parameters are on disk between their uses."""
     return any(MEMORIES[bucket.memory.param].rests for bucket in plan.everywhere.buckets)

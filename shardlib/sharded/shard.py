@@ -21,7 +21,7 @@ from shardlib.plan.plan import Plan
 from shardlib.plan.transform import Transform
 from shardlib.plan.value import ROLES
 from shardlib.sharded.checksum import checksum
-from shardlib.sharded.on_disk import Filling, ParamsOnDisk, rests
+from shardlib.sharded.on_disk import Filling, ParamsOnDisk, params_rest
 from shardlib.sharded.tree import Sharded, check_same_tree, check_ties
 from shardlib.tree import Tree, check_tensors, flatten
 
@@ -34,7 +34,7 @@ def shard_by(params: Tree | Callable[[], Tree], mesh: Mesh, transform: Transform
     if plan.step.remat:
         plan.step.remat.require_decided()
     _check_ranks_agree(plan, mesh)
-    return _placed(plan.at(mesh.coords), mesh, tree, source, to_disk=rests(plan))
+    return _placed(plan.at(mesh.coords), mesh, tree, source, to_disk=params_rest(plan))
 
 
 def shard_alike(params: Tree, like: Sharded) -> Sharded:
@@ -156,7 +156,7 @@ def _shards(bucket: Bucket, buffer: torch.Tensor) -> Iterator[tuple[str, torch.T
 def at_rest(params: Sharded, files: ParamsOnDisk | None = None) -> Sharded:
     """``params``; if their plan has them on disk and they are not there, written to ``files``, or to new ones. Collective."""
     there = params.on_disk
-    if not rests(params.plan) or (there is not None and files in (None, there.files)):
+    if not params_rest(params.plan) or (there is not None and files in (None, there.files)):
         return params
     filling = Filling(files or ParamsOnDisk(params.plan, params.mesh))
     for bucket in params.buckets:

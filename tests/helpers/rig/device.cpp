@@ -52,6 +52,7 @@ struct HostAllocator final : c10::Allocator {
   void copy_data(void* to, const void* from, size_t bytes) const override { memcpy(to, from, bytes); }
 
   static void free(void* address) {
+    if (address == nullptr) return;  // of no bytes
     host().forget(address);
     own()->raw_deleter()(address);
   }
