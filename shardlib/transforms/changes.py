@@ -76,7 +76,7 @@ def _offloads(before: Offload | None, elementwise: bool, disk: bool) -> Iterator
             yield replace(present, fraction=share)
     for optimizer in ("host", "disk") if disk and elementwise else ("host",):
         folders = (present.folders or (_FOLDER,)) if optimizer == "disk" else ()
-        places = [("host", present.gradients), ("host", "host")]
+        places: list[tuple[str | None, str | None]] = [("host", present.gradients), ("host", "host")]
         if optimizer == "disk" or present.params != "disk":
             places.insert(0, (present.params, present.gradients))
         if optimizer == "disk":
