@@ -24,6 +24,7 @@ from shardlib.plan.build import with_owner
 from shardlib.rng import Key
 from shardlib.shard import lift
 from shardlib.sharded.checksum import checksums
+from shardlib.sharded.shard import at_rest
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, tree_map
 
@@ -126,7 +127,7 @@ def make_train_step(
     require_transformations("make_train_step", optimizer)
     lifted = lift(params)
     plan, mesh = with_owner(lifted.plan, optimizer), lifted.mesh
-    lifted = lifted.under(plan)
+    lifted = at_rest(lifted.under(plan))
     policy = nonfinite or ("skip" if plan.step.loss_scale else "raise")
     if policy not in ("raise", "skip"):
         raise ValueError(f"nonfinite={nonfinite!r}: use 'raise' or 'skip'")
@@ -143,6 +144,8 @@ def make_train_step(
         "Call make_train_step with the same optimizer, buffers, rng and options on every rank.",
     )
 
+    files = None if lifted.on_disk is None else lifted.on_disk.files
+
     def left_unreduced(inner: Any) -> tuple[str, ...]:
         owns = optimizer.owns
         return (owns.axis,) if owns is not None and owns.unreduced(inner) else ()
@@ -155,6 +158,7 @@ def make_train_step(
             raise TreeError(
                 "this state was sharded by another plan than the train step was made for; make a step for it"
             )
+        params = at_rest(params, files)
         scale = state.scale.value if state.scale else 1.0
         unreduced = left_unreduced(opt.inner)
         follower = updates.begin(params, opt, loss_step.expected_scale(scale))
@@ -181,7 +185,7 @@ def make_train_step(
         # A weight of 0, or one that is not finite, says nothing about overflow.
         if after is not None and math.isfinite(evaluation.weight) and evaluation.weight != 0:
             after = after.after(evaluation.finite)
-        new = Sharded(plan, mesh, "param", dict(params.buffers))
+        new = params.under(plan).next()
         step, state_rng = state.step + 1, state.rng
         if donate:
             state.take(
