@@ -44,12 +44,14 @@ class Resting(Protocol):
         update: Callable[[Iterator[OptimizerState]], None],
         groups: Sequence[OptimizerState] = (),
         params: Sharded | None = None,
+        go_along: Callable[[], None] = lambda: None,
     ) -> None:
         """Run an update: on all ranks, or on none where it can be taken back.
 
         Args:
             update: is given the groups' states as tensors, one after the other, and gives each back before the next.
             params: what the update writes.
+            go_along: called where the update fails, so that other ranks reach the end of theirs.
 
         Raises:
             Undone: it failed on some rank, and was taken back on all.
@@ -71,8 +73,12 @@ class InMemory:
         update: Callable[[Iterator[OptimizerState]], None],
         groups: Sequence[OptimizerState] = (),
         params: Sharded | None = None,
+        go_along: Callable[[], None] = lambda: None,
     ) -> None:
         update(iter(groups))
+        if params is not None and params.on_disk is not None:
+            params.on_disk.flush()
+            params.on_disk.commit()
 
     def asleep(self, state: OptimizerState) -> OptimizerState:
         return state
@@ -128,22 +134,33 @@ class StatesOnDisk:
         update: Callable[[Iterator[OptimizerState]], None],
         groups: Sequence[OptimizerState] = (),
         params: Sharded | None = None,
+        go_along: Callable[[], None] = lambda: None,
     ) -> None:
-        begun = False
+        begun, on_disk = False, None if params is None else params.on_disk
 
         def work() -> None:
             nonlocal begun
-            self._commit()  # of what replaced parameters or a checkpoint have written since
-            begun = True
-            with contextlib.closing(self._awoken(groups)) as states:
-                update(states)
+            try:
+                self._commit()  # of what replaced parameters or a checkpoint have written since
+                if on_disk is not None:
+                    on_disk.settle()
+                begun = True
+                with contextlib.closing(self._awoken(groups)) as states:
+                    update(states)
+            except Exception:
+                go_along()
+                raise
             self.store.flush()
+            if on_disk is not None:
+                on_disk.flush()
 
         def take_back() -> None:
             if not begun:
                 raise StorageError("the states that the step was to start from could not be written before")
             self.store.roll_back()
-            if params is not None:
+            if on_disk is not None:
+                on_disk.roll_back()
+            elif params is not None:
                 _as_before(params, groups)
 
         failure, problems, _ = attempted(self._mesh, work)
@@ -158,6 +175,8 @@ class StatesOnDisk:
             error.add_note("The state that the step was given is as it was: it can be saved, and used again")
             raise Undone(error)
         self._commit()
+        if on_disk is not None:
+            on_disk.commit()
 
     def _commit(self) -> None:
         self.store.commit((self.store.step or 0) + 1)

@@ -1,6 +1,7 @@
 """Offload's modes: updates that are made ahead, and dropped where they do not hold; and gradients applied a step later."""
 
 import math
+import threading
 
 import pytest
 import torch
@@ -223,3 +224,86 @@ def test_the_plan_counts_old_states_beside_new_ones(mode):
 
     assert held() == 12 * count
     assert held(**{mode: True}) == (24 + 2 + (4 if mode == "delay" else 0)) * count
+
+
+class Product(torch.autograd.Function):
+    """A user's own function, which is handed the parameter itself."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.T @ x
+
+
+def test_an_update_is_undone_if_a_gradient_comes_late():
+    """What reaches the parameter by a user's function is known after backward alone, and is summed on its own."""
+    whole = {"layers": [{"w": torch.randn(6, 6, generator=torch.Generator().manual_seed(i))} for i in range(2)]}
+
+    def loss_fn(params, x):
+        first, last = (layer["w"] for layer in params["layers"])
+        return (torch.tanh(Product.apply(x, first) + x @ first.T) @ last.T).square().mean()
+
+    def run(mesh, *more):
+        sharded = sl.shard(whole, mesh, sl.chain(sl.zero(3), *more))
+        state, step = sl.make_train_step(loss_fn, sharded, sl.optim.adamw(LR))
+        undone = []
+        for number in range(3):
+            draw = torch.Generator().manual_seed(10 * mesh.rank + number)
+            state, metrics = step(state, torch.randn(4, 6, generator=draw))
+            undone.append(metrics.get("undone"))
+        return sl.unshard(state.params), undone
+
+    wanted, _ = sl.simulate(run, mesh={"data": 2})[0]
+    found, undone = sl.simulate(run, sl.offload(speculate=True), mesh={"data": 2})[0]
+    assert_same(found, wanted)
+    assert undone == [1, 1, 1]
+
+
+class Meets(torch.autograd.Function):
+    """Waits for an event in forward or in backward, and notes whether it came."""
+
+    @staticmethod
+    def forward(ctx, x, event, where, seen):
+        ctx.waits = lambda: seen.append(event.wait(60))
+        if where == "forward":
+            ctx.waits()
+        ctx.where = where
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.where == "backward":
+            ctx.waits()
+        return grad, None, None, None
+
+
+@pytest.mark.parametrize(("mode", "where"), [("speculate", "backward"), ("delay", "forward")])
+def test_an_update_runs_while_the_step_computes(mode, where):
+    """The first layer's computation does not end before an update has begun."""
+    updated, waits, seen = threading.Event(), [False], []
+
+    def update(updates, state, params, *, shards):
+        updated.set()
+        return torch.utils._pytree.tree_map(lambda grad: -0.1 * grad, updates), state
+
+    def loss_fn(params, x):
+        for layer in params["layers"]:
+            x = torch.tanh(x @ layer["w"])
+            if waits[0] and layer is params["layers"][0]:
+                x = Meets.apply(x, updated, where, seen)
+        return x.square().mean()
+
+    optimizer = sl.optim.GradientTransformation(lambda params, shards: (), update, sl.optim.Locality.ELEMENTWISE)
+    params = {"layers": [{"w": torch.eye(4)} for _ in range(3)]}
+    sharded = sl.shard(params, sl.make_mesh(), sl.chain(sl.zero(0), sl.offload(**{mode: True})))
+    state, step = sl.make_train_step(loss_fn, sharded, optimizer)
+    state, _ = step(state, torch.ones(2, 4))
+    updated.clear()
+    waits[0] = True
+    step(state, torch.ones(2, 4))
+    assert seen == [True]
