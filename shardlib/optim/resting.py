@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import optree
 import torch
 
-from shardlib.collectives.attempts import attempted, error_of, on_all_ranks
+from shardlib.collectives.attempts import attempted, error_of
 from shardlib.errors import IllegalComposition, StorageError
 from shardlib.mesh.memories import MEMORIES, window
 from shardlib.mesh.mesh import Mesh
@@ -25,7 +25,7 @@ from shardlib.optim.storing import Storing, optimizer_shard
 from shardlib.optim.train_state import OptimizerState
 from shardlib.optim.undone import Undone
 from shardlib.plan.plan import Plan
-from shardlib.sharded.disk import Flat, Store
+from shardlib.sharded.disk import Flat, open_for_run
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import flatten, leaves_of, path_name, tree_map, unflatten
 
@@ -112,21 +112,8 @@ class StatesOnDisk:
         self._mesh, self._buffers, self._awake = mesh, buffers, dict[str, torch.Tensor]()
         # Other states are updated in place.
         self._undoes = all(MEMORIES[bucket.memory.optimizer].rests for bucket in plan.everywhere.trained)
-        opened: list[Store] = []
-
-        def open_files() -> None:
-            memory, pinned = window(list(sizes.values())), mesh.transfers.apart
-            opened.append(
-                Store(folders, buffers, memory, rank=mesh.rank, ranks=mesh.size, pinned=pinned, durable=False)
-            )
-
-        try:
-            on_all_ranks(mesh, open_files, "the files for states on disk could not be opened")
-        except BaseException:
-            for store in opened:  # for the next attempt
-                store.close()
-            raise
-        (self.store,) = opened
+        problem = "the files for states on disk could not be opened"
+        self.store = open_for_run(mesh, folders, buffers, window(list(sizes.values())), problem)
         weakref.finalize(self, self.store.close)
 
     def attempt(

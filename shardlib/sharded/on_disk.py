@@ -23,7 +23,7 @@ from shardlib.plan.buckets import Bucket
 from shardlib.plan.exchanges import Exchange
 from shardlib.plan.memory import resting_sizes
 from shardlib.plan.plan import Plan
-from shardlib.sharded.disk import Fetch, Flat, Store
+from shardlib.sharded.disk import Fetch, Flat, open_for_run
 from shardlib.sharded.gather import Gather
 
 FOLDER = "parameters"  # beside the files of the optimizer's states
@@ -53,13 +53,9 @@ class ParamsOnDisk:
         flats = {
             part.name: Flat(part.size(part.param_level), part.dtype) for bucket in plan.buckets for part in bucket.cut
         }
-
-        def open_files() -> None:
-            memory, apart = window(list(resting_sizes(plan).values())), mesh.transfers.apart
-            self.store = Store(folders, flats, memory, rank=mesh.rank, ranks=mesh.size, pinned=apart, durable=False)
-            weakref.finalize(self, self.store.close)  # also if another rank's cannot be opened
-
-        on_all_ranks(mesh, open_files, "the files for parameters on disk could not be opened")
+        problem = "the files for parameters on disk could not be opened"
+        self.store = open_for_run(mesh, folders, flats, window(list(resting_sizes(plan).values())), problem)
+        weakref.finalize(self, self.store.close)
 
     def part(self, bucket: Bucket) -> BufferOnDisk:
         """The buffer of a bucket, or of one of its tiles, for use."""
