@@ -21,7 +21,7 @@ from shardlib.mesh.memories import MEMORIES, window
 from shardlib.mesh.mesh import Mesh
 from shardlib.optim.base import GradientTransformation, Packed
 from shardlib.optim.on_disk import OnDisk, rests
-from shardlib.optim.storing import Storing
+from shardlib.optim.storing import Storing, optimizer_shard
 from shardlib.optim.train_state import OptimizerState
 from shardlib.optim.undone import Undone
 from shardlib.plan.plan import Plan
@@ -112,12 +112,21 @@ class StatesOnDisk:
         self._mesh, self._buffers, self._awake = mesh, buffers, dict[str, torch.Tensor]()
         # Other states are updated in place.
         self._undoes = all(MEMORIES[bucket.memory.optimizer].rests for bucket in plan.everywhere.trained)
+        opened: list[Store] = []
 
         def open_files() -> None:
             memory, pinned = window(list(sizes.values())), mesh.transfers.apart
-            self.store = Store(folders, buffers, memory, rank=mesh.rank, ranks=mesh.size, pinned=pinned, durable=False)
+            opened.append(
+                Store(folders, buffers, memory, rank=mesh.rank, ranks=mesh.size, pinned=pinned, durable=False)
+            )
 
-        on_all_ranks(mesh, open_files, "the files for states on disk could not be opened")
+        try:
+            on_all_ranks(mesh, open_files, "the files for states on disk could not be opened")
+        except BaseException:
+            for store in opened:  # for the next attempt
+                store.close()
+            raise
+        (self.store,) = opened
         weakref.finalize(self, self.store.close)
 
     def attempt(
@@ -204,13 +213,15 @@ class StatesOnDisk:
 
 
 def _as_before(params: Sharded, groups: Iterable[OptimizerState]) -> None:
-    """Give stored parameters the values of their masters. Those that are gathered have not changed yet."""
+    """Give stored parameters the values of their masters."""
     storing = Storing(params)
     masters: dict[str, Any] = {name: master for group in groups for name, master in group.masters.items()}
     for name, master in masters.items():
         bucket = params.plan.bucket_of[name]
         if bucket.owners(bucket.param_level) == 1:
             storing.put(bucket, master.unpacked()).wait()
+        else:  # not gathered yet; a bucket of one leaf may have the new shard, of which this is a view
+            optimizer_shard(params, bucket).copy_(master.unpacked())
 
 
 def resting_of(optimizer: GradientTransformation, plan: Plan, mesh: Mesh) -> Resting:
