@@ -14,11 +14,12 @@ class Undone(Exception):
 
     Attributes:
         error: why, for the caller of the step.
+        fits: whether this rank's copies of parameters follow the parameters of the step's state now.
     """
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: Exception, fits: bool = False) -> None:
         super().__init__(str(error))
-        self.error = error
+        self.error, self.fits = error, fits
 
 
 def gives_back(train_step: Callable[[TrainState, Any], Any]) -> Callable[[TrainState, Any], Any]:
@@ -30,9 +31,11 @@ def gives_back(train_step: Callable[[TrainState, Any], Any]) -> Callable[[TrainS
         try:
             return train_step(state, batch)
         except Undone as undone:
-            error = undone.error
+            error, fits = undone.error, undone.fits
         assert give_back is not None
         give_back()
+        if fits:
+            state.fitting()
         raise error
 
     return step
