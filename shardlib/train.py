@@ -154,6 +154,12 @@ def make_train_step(
     @in_step
     @gives_back
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        try:
+            return stepped(state, batch)
+        finally:
+            updates.end()
+
+    def stepped(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         opt, params = state.settled().opt, state.params
         if params.plan is not plan and params.plan != plan:
             raise TreeError(

@@ -53,6 +53,7 @@ class _Pages(mmap.mmap):
     """Pages that stay pinned until they are given back."""
 
     _runtime: Any = None
+    _device = 0  # whose copies are waited for
 
     def pin(self, runtime: Any, address: int, size: int) -> None:
         if failure := int(runtime.cudaHostRegister(address, size, _PORTABLE)):
@@ -60,10 +61,10 @@ class _Pages(mmap.mmap):
                 f"{size:,} bytes of host memory could not be pinned (error {failure}): the system allows less; raise the "
                 "limit of locked memory (ulimit -l), or keep less in host memory (offload(fraction=...))"
             )
-        self._runtime, self._address = runtime, address
+        self._runtime, self._address, self._device = runtime, address, torch.accelerator.current_device_index()
 
     def __del__(self) -> None:
         # The memory goes back when this returns, so no copy may be under way.
         if self._runtime is not None and not sys.is_finalizing():
-            torch.accelerator.synchronize()
+            torch.accelerator.synchronize(self._device)
             self._runtime.cudaHostUnregister(self._address)

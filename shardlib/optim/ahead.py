@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shardlib.common.devices import pins
 from shardlib.common.pages import cloned
 from shardlib.mesh.staging import Slot, taken
 from shardlib.mesh.transfers import Transfer
@@ -41,21 +42,20 @@ class Ahead:
     Args:
         body: ``body(bucket, params, grad, inner, factor, copy) -> inner`` updates a bucket: ``params`` in place, and ``copy``
             in the dtype in which parameters are stored. It may use up the memory of ``grad`` and ``inner``.
-        pinned: whether the device has a memory of its own.
+        device: the device that the rank computes on.
         donates: whether a step may reuse the memory of the state it is given.
-
-    Attributes:
-        undone: the number of this step's updates that did not hold.
     """
 
-    def __init__(self, body: Callable[..., Any], pinned: bool, donates: bool) -> None:
-        self._body, self._pinned, self._donates = body, pinned, donates
+    def __init__(self, body: Callable[..., Any], device: torch.device, donates: bool) -> None:
+        self._body, self._device, self._donates = body, device, donates
         self._pool: ThreadPoolExecutor | None = None
         self._jobs: dict[str, Future[Updated]] = {}
         self._spare: dict[str, OptimizerState] = {}
         self._slots: dict[str, Slot] = {}
+        self._params: Sharded | None = None
         self._parts: Mapping[str, OptimizerState] = {}
-        self.undone = 0
+        self._factor: torch.Tensor | None = None
+        self._left = 0
 
     def prepare(self, params: Sharded, parts: Mapping[str, OptimizerState], factor: torch.Tensor | None) -> None:
         """Begin a step, of which the state of each bucket is in ``parts``, and whose gradients are updated by ``factor``."""
@@ -67,24 +67,33 @@ class Ahead:
     def begin(self) -> None:
         """Leave all updates; their gradients are computed (again)."""
         self._leave_all()
-        self.undone = 0
+        self._left = 0
+
+    @property
+    def undone(self) -> int:
+        """The number of this step's updates that were left, or not asked for."""
+        return self._left + len(self._jobs)
 
     def landed(self, bucket: Bucket, grad: torch.Tensor, transfer: Transfer) -> None:
         """Update a bucket as soon as ``transfer`` is complete. ``grad`` does not change."""
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, "updates", torch.set_num_threads, (torch.get_num_threads(),))
+            self._pool = ThreadPoolExecutor(1, "updates", _begin, (torch.get_num_threads(), self._device))
         self._jobs[bucket.name] = self._pool.submit(self._update, bucket, grad, transfer)
 
     def changes(self, bucket: Bucket) -> None:
         """Leave the update of a bucket whose gradient changes now."""
         self._leave(bucket.name)
 
-    def result(self, bucket: Bucket, factor: torch.Tensor | None) -> Updated | None:
-        """A bucket's update, if it was made, and with this factor; else the bucket's state is still to be updated."""
-        if bucket.name not in self._jobs:
-            return None
+    def complete(self, factor: torch.Tensor | None) -> None:
+        """Return once all updates are made. Those with another factor are left. An update that failed raises its error."""
         if not _equal(factor, self._factor):
-            self._leave(bucket.name)
+            self._leave_all()
+        for job in self._jobs.values():
+            job.result()
+
+    def result(self, bucket: Bucket) -> Updated | None:
+        """A bucket's update, of those that are `complete`; else the bucket's state is still to be updated."""
+        if bucket.name not in self._jobs:
             return None
         updated = self._jobs.pop(bucket.name).result()
         if self._donates:
@@ -94,7 +103,7 @@ class Ahead:
     def slot(self, bucket: Bucket) -> Slot:
         """The empty memory for a bucket's new parameters."""
         kept = bucket.master_dtype == bucket.dtype  # the master itself is sent
-        slot = self._slots.setdefault(bucket.name, Slot(self._pinned))
+        slot = self._slots.setdefault(bucket.name, Slot(pins(self._device)))
         return slot.empty(0 if kept else taken(bucket.owned, bucket.dtype))
 
     def sent(self, bucket: Bucket, transfer: Transfer) -> None:
@@ -102,9 +111,9 @@ class Ahead:
         self._slots[bucket.name].sent(transfer)
 
     def end(self) -> None:
-        """End a step, and leave the updates that were not asked for."""
+        """End a step, or one that raised: leave the updates that were not asked for, and the memory of its state."""
         self._leave_all()
-        self._parts = {}
+        self._params, self._parts, self._factor = None, {}, None
 
     def _leave_all(self) -> None:
         for job in self._jobs.values():
@@ -116,7 +125,7 @@ class Ahead:
         job = self._jobs.pop(name, None)
         if job is None:
             return
-        self.undone += 1
+        self._left += 1
         if not job.cancel():
             wait([job])
             if job.exception() is None:
@@ -131,9 +140,17 @@ class Ahead:
         slot = self.slot(bucket)
         shard = master if master is not None and master.dtype == bucket.dtype else slot.take(bucket.owned, bucket.dtype)
         if master is None:
+            assert self._params is not None  # the step has not ended
             master = shard.copy_(optimizer_shard(self._params, bucket))
         inner = self._body(bucket, master, grad.clone(), opt.inner, self._factor, shard)
         return Updated(OptimizerState(opt.masters, inner), shard)
+
+
+def _begin(threads: int, device: torch.device) -> None:
+    """Let the present thread compute as its rank does."""
+    torch.set_num_threads(threads)
+    if pins(device):
+        torch.accelerator.set_device_index(device.index)
 
 
 def _copied(opt: OptimizerState, spare: OptimizerState | None) -> OptimizerState:

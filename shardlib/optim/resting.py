@@ -200,7 +200,6 @@ class StatesOnDisk:
             if lost:
                 error.add_note(f"The states are lost ({lost[0][1]}): restore a checkpoint")
                 raise error
-            error.add_note("The state that the step was given is as it was: it can be saved, and used again")
             raise Undone(error, fits)
         self.commit()
         self.version = self._next

@@ -24,12 +24,13 @@ class Pending(NamedTuple):
 
     Attributes:
         grads: bucket name -> the summed gradient.
-        factor: what gradients are multiplied by, 0-d: from the sum to the clipped gradient of the mean loss. 0 if there is no
-            update to make.
+        factor: what gradients are multiplied by, 0-d: from the sum to the clipped gradient of the mean loss.
+        due: whether there is an update to make, 0-d.
     """
 
     grads: dict[str, torch.Tensor]
     factor: torch.Tensor
+    due: torch.Tensor
 
 
 class OptimizerState(NamedTuple):

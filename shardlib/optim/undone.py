@@ -10,7 +10,7 @@ from shardlib.optim.train_state import TrainState
 
 
 class Undone(Exception):
-    """An update that failed on some rank, and was taken back on all.
+    """An update that failed on some rank, and was not made, or taken back, on all.
 
     Attributes:
         error: why, for the caller of the step.
@@ -19,6 +19,7 @@ class Undone(Exception):
 
     def __init__(self, error: Exception, fits: bool = False) -> None:
         super().__init__(str(error))
+        error.add_note("The state that the step was given is as it was: it can be saved, and used again")
         self.error, self.fits = error, fits
 
 

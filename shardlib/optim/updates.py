@@ -21,7 +21,10 @@ from typing import Any
 
 import torch
 
+from shardlib.collectives.attempts import attempted, error_of
 from shardlib.collectives.summation import sum_of_squares
+from shardlib.common._compat import storage_id
+from shardlib.common.pages import cloned
 from shardlib.errors import IllegalComposition
 from shardlib.mesh.memories import AHEAD, MEMORIES
 from shardlib.mesh.mesh import Mesh
@@ -35,11 +38,13 @@ from shardlib.optim.separate import Separation
 from shardlib.optim.shards import MeshShards
 from shardlib.optim.storing import Storing, optimizer_shard
 from shardlib.optim.train_state import OptimizerState, Pending, copied
+from shardlib.optim.undone import Undone
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
 from shardlib.sharded.landing import Follower, Landing
 from shardlib.sharded.on_disk import BufferOnDisk, params_rest
 from shardlib.sharded.tree import Sharded
+from shardlib.tree import tree_map
 
 
 class Updates:
@@ -71,7 +76,7 @@ class Updates:
         self._separate = optimizer.separable and bool(_elsewhere(plan))  # updates groups one after the other
         self._shards = [MeshShards(plan, mesh).of(group) for group in self._groups]
         self._shards_of = {group[0].name: of for group, of in zip(self._groups, self._shards, strict=True) if group}
-        self._ahead = Ahead(self._body, mesh.transfers.apart, donates) if plan.step.ahead else None
+        self._ahead = Ahead(self._body, mesh.device, donates) if plan.step.ahead else None
         self._delays = plan.step.update == "delay"
         self.landed: dict[str, torch.Tensor] = {}
         # The last group is in the other memory, if there is one: numbers for it must not take the device's link.
@@ -87,7 +92,9 @@ class Updates:
         if not self._delays:
             return opt
         grads = {b.name: self._mesh.zeros(b.owned, b.reduce_dtype, b.memory.optimizer) for b in self._plan.trained}
-        return opt._replace(pending=Pending(grads, _number(0.0, self._numbers)))
+        return opt._replace(
+            pending=Pending(grads, _number(1.0, self._numbers), torch.tensor(False, device=self._numbers))
+        )
 
     def _first(self, params: Sharded) -> Iterator[OptimizerState]:
         """The first state of each group, given to rest."""
@@ -127,7 +134,7 @@ class Updates:
             return self._ahead
         pending = _pending(opt)
         self._ahead.prepare(params, ahead, pending.factor)
-        if pending.factor:
+        if pending.due:
             for group in self._groups:
                 for bucket in group:
                     self._ahead.landed(bucket, pending.grads[bucket.name], Transfer())
@@ -135,7 +142,7 @@ class Updates:
 
     def changes(self, opt: OptimizerState, taken: bool) -> bool:
         """Whether the step changes parameters, if its gradients are ``taken``."""
-        return bool(_pending(opt).factor) if self._delays else taken
+        return bool(_pending(opt).due) if self._delays else taken
 
     @property
     def undone(self) -> int:
@@ -170,7 +177,7 @@ class Updates:
             factor = self._factor(grads, shards, scale, squares) if taken else None
             if self._delays:
                 pending = _pending(opt)
-                if pending.factor:
+                if pending.due:
                     opt = self._applied(params, opt, pending.grads, shards, pending.factor, landing)
                 landing.wait_for_all()
                 opt = opt._replace(pending=self._delayed(pending, grads, factor) if taken else _applied(pending))
@@ -178,15 +185,20 @@ class Updates:
                 opt = self._applied(params, opt, grads, shards, factor, landing)
             else:
                 opt = self._resting.skipped(opt, params)
-            if self._ahead is not None:
-                self._ahead.end()
         return opt
+
+    def end(self) -> None:
+        """End a step, also one that raised."""
+        if self._ahead is not None:
+            self._ahead.end()
 
     def _delayed(self, before: Pending, grads: dict[str, torch.Tensor], factor: torch.Tensor | None) -> Pending:
         """What the next step applies. The next gradients land where those ``before`` are, if they may."""
         free = before.grads if self._donates and self._mesh.transfers.apart else {}
         self.landed = {name: kept for name, kept in self.landed.items() if name not in grads} | free
-        return Pending(grads, _number(1.0, self._numbers) if factor is None else factor)
+        grads = {name: grad if _fills(grad) else cloned(grad) for name, grad in grads.items()}
+        factor = _number(1.0, self._numbers) if factor is None else factor
+        return Pending(grads, factor, torch.ones_like(before.due))
 
     def _factor(
         self, grads: dict[str, torch.Tensor], shards: MeshShards, scale: float | None, squares: float
@@ -207,12 +219,14 @@ class Updates:
     ) -> OptimizerState:
         """The state after an update, whose parameters are written in place."""
         storing, states = Storing(params), list[OptimizerState]()
+        if self._ahead is not None:
+            self._complete(self._ahead, factor)
 
         def update(parts: Iterator[OptimizerState]) -> None:
             some_of = self._shards if self._separate else [shards]
             for number, (group, some, state) in enumerate(zip(self._groups, some_of, parts, strict=True), 1):
                 self._announce(params, self._groups[number : number + AHEAD])
-                after = self._made_ahead(group, storing, factor)
+                after = self._made_ahead(group, storing)
                 if after is None:
                     state = state if self._donates else copied(state)
                     after = self._update(group, storing, params, state, grads, factor, some, landing)
@@ -225,14 +239,18 @@ class Updates:
     def _runs_ahead(self, group: Sequence[Bucket]) -> bool:
         return self._ahead is not None and any(bucket.memory.optimizer != "device" for bucket in group)
 
-    def _made_ahead(
-        self, group: Sequence[Bucket], storing: Storing, factor: torch.Tensor | None
-    ) -> OptimizerState | None:
-        """The state of a bucket that was updated ahead, with this factor; its parameters are on their way."""
+    def _complete(self, ahead: Ahead, factor: torch.Tensor | None) -> None:
+        """Return once the updates ahead are made on all ranks: what follows writes parameters."""
+        failure, problems, _ = attempted(self._mesh, lambda: ahead.complete(factor))
+        if problems:
+            raise Undone(error_of(failure, problems, "the step was not made"))
+
+    def _made_ahead(self, group: Sequence[Bucket], storing: Storing) -> OptimizerState | None:
+        """The state of a bucket that was updated ahead; its parameters are on their way."""
         if self._ahead is None or not self._runs_ahead(group):
             return None
         (bucket,) = group
-        updated = self._ahead.result(bucket, factor)
+        updated = self._ahead.result(bucket)
         if updated is None:
             return None
         self._ahead.sent(bucket, storing.put(bucket, updated.shard))
@@ -300,6 +318,7 @@ class Updates:
             after = self._optimizer.body(written, some, opt.inner, scale=factor, shards=shards, copies=copies)
         else:
             after = self._optimizer.apply(written, grads, opt.inner, scale=factor, shards=shards, copies=copies)
+        after = _apart(after, [grads[bucket.name] for bucket in group if landing.moves(bucket)])
         for bucket in group:
             shard = copies[bucket.name]
             if self._lent(bucket) and shard is opt.masters.get(bucket.name) and params.on_disk is None:
@@ -372,7 +391,23 @@ def _pending(opt: OptimizerState) -> Pending:
 
 def _applied(pending: Pending) -> Pending:
     """``pending`` once it was applied, where nothing follows it."""
-    return pending._replace(factor=torch.zeros_like(pending.factor))
+    return pending._replace(due=torch.zeros_like(pending.due))
+
+
+def _fills(tensor: torch.Tensor) -> bool:
+    """Whether a tensor keeps no memory but its own elements'."""
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
+
+
+def _apart(state: Any, grads: Sequence[torch.Tensor]) -> Any:
+    """An optimizer's state that is not in the memory of ``grads``, which the next step's are written to."""
+    theirs = {storage_id(grad.untyped_storage()) for grad in grads}
+
+    def apart(leaf: Any) -> Any:
+        there = isinstance(leaf, torch.Tensor) and storage_id(leaf.untyped_storage()) in theirs
+        return cloned(leaf) if there else leaf
+
+    return tree_map(apart, state)
 
 
 def _number(value: float, device: torch.device) -> torch.Tensor:

@@ -91,3 +91,55 @@ def test_pinned_memory_is_the_plans(on_rig, mode):
         moments = 2 * 8 * count
         staged = 3 * 64  # new parameters of a bucket end at a multiple of 64 bytes
         assert 0 <= pinned - (states - moments + grads) <= staged
+
+
+def test_a_state_is_not_where_the_next_gradients_land(on_rig):
+    """The optimizer's state is the gradient that it was given."""
+
+    def run(mesh):
+        import torch
+        from helpers.models import mlp, regression_batch
+
+        import shardlib as sl
+        from shardlib.tree import tree_map
+
+        def update(grads, state, params, *, shards):
+            return tree_map(lambda grad, before: -0.1 * grad - 0.05 * (grad - before), grads, state), grads
+
+        tx = sl.optim.GradientTransformation(
+            lambda params, shards: tree_map(torch.zeros_like, params), update, sl.optim.Locality.ELEMENTWISE
+        )
+        x, y = (leaf.to(mesh.device) for leaf in regression_batch(4, 6, 4, torch.float32))
+        found = []
+        for more in ([], [sl.offload()], [sl.offload(speculate=True)]):
+            loss_fn, params = mlp([6, 9, 4], torch.float32)
+            state, step = sl.make_train_step(loss_fn, sl.shard(params, mesh, sl.chain(sl.zero(0), *more)), tx)
+            for number in range(4):
+                state, _ = step(state, (x.roll(number, 0), y))
+            found.append(sl.unshard(state.params)["layers"][0]["weight"].cpu())
+        return [(each - found[0]).abs().max().item() for each in found]
+
+    assert max(on_rig(run)) < 1e-6
+
+
+def test_updates_ahead_are_on_the_ranks_device(on_rig):
+    """A thread begins on the process's first device. Pages that it frees wait for the copies of their own."""
+
+    def run(mesh):
+        import pytest
+        import torch
+
+        from shardlib.common.pages import pages
+
+        calls = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.accelerator, "set_device_index", lambda index: calls.append(("set", index)))
+            trained(mesh, {"speculate": True}, steps=1)
+            patch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+            memory = pages(100, pinned=True)
+            patch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+            patch.setattr(torch.accelerator, "synchronize", lambda *device: calls.append(("wait", *device)))
+            del memory
+        return calls
+
+    assert on_rig(run) == [("set", 0), ("wait", 3)]

@@ -1,7 +1,10 @@
 """Offload's modes: updates that are made ahead, and dropped where they do not hold; and gradients applied a step later."""
 
+import contextlib
+import gc
 import math
 import threading
+import weakref
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from helpers.models import mlp, regression_batch, share, token_batches
 from helpers.trees import assert_same
 
 import shardlib as sl
-from shardlib.errors import IllegalComposition, NonFiniteError
+from shardlib.errors import IllegalComposition, NonFiniteError, RankFailure
 
 MAX_NORM, LR = 1.03, 1e-2  # of the gradients' norms some are below it, and others above
 
@@ -168,10 +171,10 @@ def test_pending_gradients_go_where_the_state_goes(way, tmp_path):
         return start(sl.make_mesh(), sl.zero(0), sl.offload(delay=True))
 
     state, step = begin()
-    assert not state.opt.pending.factor
+    assert not state.opt.pending.due
     for batch in inputs[:3]:
         state, _ = step(state, batch)
-    assert state.opt.pending.factor and any(grad.any() for grad in state.opt.pending.grads.values())
+    assert state.opt.pending.due and any(grad.any() for grad in state.opt.pending.grads.values())
     if way == "checkpoint":
         sl.checkpoint.save(tmp_path, state)
         fresh, again = begin()
@@ -307,3 +310,107 @@ def test_an_update_runs_while_the_step_computes(mode, where):
     waits[0] = True
     step(state, torch.ones(2, 4))
     assert seen == [True]
+
+
+def plain(update):
+    """A transformation without a state, elementwise."""
+    return sl.optim.GradientTransformation(lambda params, shards: (), update, sl.optim.Locality.ELEMENTWISE)
+
+
+@pytest.mark.parametrize("mode", ["speculate", "delay"])
+def test_an_update_that_fails_on_one_rank_is_made_on_none(mode):
+    """The last of three buckets fails, on rank 1."""
+
+    def run(mesh, fails):
+        calls = []
+
+        def update(updates, state, params, *, shards):
+            calls.append(len(calls))
+            if fails and mesh.rank == 1 and len(calls) == 6:
+                raise MemoryError("no more")
+            return torch.utils._pytree.tree_map(lambda grad: -0.1 * grad, updates), state
+
+        loss_fn, params = mlp([6, 9, 5, 4], torch.float64)
+        sharded = sl.shard(params, mesh, sl.chain(sl.zero(1), sl.offload(**{mode: True})))
+        state, step = sl.make_train_step(loss_fn, sharded, plain(update))
+        assert len(state.params.plan.trained) == 3
+        inputs, errors = [share(batch, mesh.rank, mesh.size) for batch in batches(4)], []
+        while state.step < 4:
+            try:
+                state, _ = step(state, inputs[state.step])
+            except (MemoryError, RankFailure) as error:
+                errors.append((type(error), state.step, *error.__notes__))
+        return sl.unshard(state.params), state.opt.pending, errors
+
+    wanted = sl.simulate(run, False, mesh={"data": 2})
+    found = sl.simulate(run, True, mesh={"data": 2})
+    note = "The state that the step was given is as it was: it can be saved, and used again"
+    at = 1 if mode == "speculate" else 2
+    assert [errors for *_, errors in found] == [[(RankFailure, at, note)], [(MemoryError, at, note)]]
+    for (params, pending, _), (right, due, _) in zip(found, wanted, strict=True):
+        assert_same((params, pending), (right, due))
+
+
+@pytest.mark.parametrize("mode", ["speculate", "delay"])
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_step_keeps_no_parameters(mode, raises, tmp_path):
+    """A state that is moved to disk leaves no parameters in memory, also after a step that raised."""
+    state, step = start(sl.make_mesh(), sl.zero(0), sl.offload(**{mode: True}))
+    (x, y), again = batches(2)
+    state, _ = step(state, again)
+    if raises:
+        with contextlib.suppress(NonFiniteError):
+            step(state, (x * math.inf, y))
+    held = [weakref.ref(buffer) for buffer in state.params.buffers.values()]
+    moved = sl.to_disk(state, tmp_path)
+    del state
+    gc.collect()
+    assert held and not any(buffer() is not None for buffer in held)
+    assert sl.to_device(moved).step == 1
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_delayed_gradients_keep_no_other_memory(stage, tmp_path):
+    """Below stage 2 a rank's gradient is a part of a whole one. A process that starts again takes up what was moved."""
+
+    def run(mesh):
+        inputs = [share(batch, mesh.rank, mesh.size) for batch in batches(4)]
+        state, step = start(mesh, sl.zero(stage), sl.offload(delay=True))
+        sl.to_device(sl.to_disk(state, tmp_path))
+        kept, on = start(mesh, sl.zero(stage), sl.offload(delay=True))
+        for batch in inputs[:2]:
+            kept, _ = on(kept, batch)
+        sizes = [grad.untyped_storage().nbytes() - grad.nbytes for grad in kept.opt.pending.grads.values()]
+        sl.to_disk(kept, tmp_path)
+        fresh, again = start(mesh, sl.zero(stage), sl.offload(delay=True))
+        other = sl.to_device(tmp_path, like=fresh)
+        for batch in inputs[2:]:
+            other, _ = again(other, batch)
+        right, step = start(mesh, sl.zero(stage), sl.offload(delay=True))
+        for batch in inputs:
+            right, _ = step(right, batch)
+        return sizes, sl.unshard(other.params), sl.unshard(right.params)
+
+    for sizes, found, wanted in sl.simulate(run, mesh={"data": 2}):
+        assert set(sizes) == {0}
+        assert_same(found, wanted)
+
+
+def test_a_factor_of_zero_is_a_factor():
+    """An update by gradients times 0 is made all the same, when it is delayed."""
+
+    def run(*more):
+        tx = sl.optim.GradientTransformation(
+            lambda params, shards: (),
+            lambda grads, state, params, *, shards: (torch.utils._pytree.tree_map(lambda grad: grad - 1, grads), state),
+            sl.optim.Locality.ELEMENTWISE,
+            lead=lambda grads, scale, shards: torch.zeros((), dtype=torch.float64),
+        )
+        params = {"w": torch.ones(3)}
+        sharded = sl.shard(params, sl.make_mesh(), sl.chain(sl.zero(0), *more))
+        state, step = sl.make_train_step(lambda params, x: (params["w"] * x).sum(), sharded, tx)
+        for _ in range(3):
+            state, _ = step(state, torch.ones(3))
+        return sl.unshard(state.params)["w"].tolist()
+
+    assert (run(sl.offload()), run(sl.offload(delay=True))) == ([-2.0] * 3, [-1.0] * 3)

@@ -57,8 +57,8 @@ DEFECTS = (
         "factor",
         "optim/updates.py",
         "a delayed update leaves out the factor of its step",
-        "return Pending(grads, _number(1.0, self._numbers) if factor is None else factor)",
-        "return Pending(grads, _number(1.0, self._numbers))",
+        "factor = _number(1.0, self._numbers) if factor is None else factor\n",
+        "factor = _number(1.0, self._numbers)\n",
         (f"{_MODES}::test_delayed_gradients_are_those_of_the_oracle",),
     ),
     Defect(
