@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
-from shardlib.common._compat import TorchDispatchMode, pytree, storage_id
+from shardlib.common._compat import TorchDispatchMode, no_modes, pytree, storage_id
 
 
 class LiveBytes(TorchDispatchMode):
@@ -59,3 +60,13 @@ class LiveBytes(TorchDispatchMode):
     def _free(self, key: int, number: int, size: int) -> None:
         self._numbers.pop(key, None)
         self._changes.append((number, -size))
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """A context that no dispatch mode sees, but those that count memory."""
+    with no_modes() as modes, ExitStack() as counting:
+        for mode in modes:
+            if isinstance(mode, LiveBytes):
+                counting.enter_context(mode)
+        yield

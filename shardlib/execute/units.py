@@ -180,9 +180,8 @@ class BucketState:
     def _gather(self) -> Gather:
         if self._second is not None:
             return Gather(self._mesh, self._routes.again, self._second)
-        # A trace has one memory, in which a copy stands for what comes from another.
-        copied = self._mesh.abstract and self.bucket.memory.param != "device"
-        return Gather(self._mesh, self._routes.gather, self.stored.clone() if copied else self.stored)
+        comes = self._mesh.abstract and self.bucket.memory.param != "device"
+        return Gather(self._mesh, self._routes.gather, self.stored, comes=comes)
 
     def _land(self, coming: Gather) -> torch.Tensor:
         whole = coming.wait()

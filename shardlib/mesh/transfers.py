@@ -39,17 +39,19 @@ class Transfer:
 class Transfers:
     """The copies of one rank. A copy comes after what the current stream was given before it.
 
-    Where the device's memory is the host's, a copy is complete when the call returns.
+    Where the device's memory is the host's, and in a trace, a copy is complete when the call returns.
+
+    Args:
+        abstract: whether there are no ranks, so that nothing is copied.
+
+    Attributes:
+        apart: whether the device has a memory of its own.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, abstract: bool = False) -> None:
         self._device = device
+        self.apart = pins(device) and not abstract
         self._streams: dict[str, torch.Stream] = {}
-
-    @property
-    def apart(self) -> bool:
-        """Whether the device has a memory of its own."""
-        return pins(self._device)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
         """Copy ``source`` to ``target``, one of which is in pinned memory and the other on the device."""

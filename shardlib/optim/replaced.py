@@ -9,7 +9,7 @@ import optree
 import torch
 
 from shardlib.errors import IllegalComposition
-from shardlib.mesh.chunks import chunks
+from shardlib.kernels.common.chunks import chunks
 from shardlib.optim.base import Packed
 from shardlib.optim.storing import optimizer_shards
 from shardlib.sharded.tree import Sharded

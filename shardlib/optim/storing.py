@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 
 from shardlib.errors import TreeError
@@ -56,8 +58,8 @@ class Storing:
         return transfer
 
     def finish(self) -> None:
-        """Let what the device does from now on see the new parameters."""
-        gathers = []
+        """Let what the device does from now on see the new parameters. Two gathers at most are under way."""
+        gathers: deque[Gather] = deque()
         for bucket in self._params.plan.trained:
             shard, transfer = self._arriving.pop(bucket.name)
             stored, route = self._params.buffers[bucket.name], self._params.plan.routes[bucket.name].restore
@@ -67,12 +69,14 @@ class Storing:
             if bucket.owners(bucket.param_level) == 1:
                 continue
             if stored.device == self._mesh.device:
+                if len(gathers) == 2:
+                    gathers.popleft().wait()
                 gathers.append(Gather(self._mesh, route, shard.to(bucket.dtype), stored))
             else:
                 whole = Gather(self._mesh, route, shard.to(bucket.dtype)).wait()
                 self._mesh.transfers.copy(whole, stored).wait()
-        for gather in gathers:
-            gather.wait()
+        while gathers:
+            gathers.popleft().wait()
 
 
 def store(params: Sharded, shards: dict[str, torch.Tensor]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 
 from shardlib.mesh.memories import MEMORIES
+from shardlib.plan.buckets import Bucket
 from shardlib.plan.value import ROLES, PlanValue
 from shardlib.schedules import peak_of_stages
 
@@ -81,17 +83,48 @@ def live_bytes(plan: PlanValue) -> int | None:
 def peak_bytes(plan: PlanValue) -> int | None:
     """Peak bytes of the device's memory that a rank holds in a step, its batch left out; None when the plan was not traced.
 
-    `held_bytes` and `live_bytes` together; or less, in a step of one micro-batch in one stage, where gradients come into
-    being while activations go.
+    That of the micro-batches, or of the update if it is higher. In one stage micro-batches are as traced, with gradients that
+    come into being while activations go, and leave for another memory. With several stages, and in a tree of sums, at most
+    `held_bytes` and `live_bytes` together.
     """
     live = live_bytes(plan)
     if live is None or plan.traces is None:
         return None
     total = held_bytes(plan, "total", "device")
-    leave = any(bucket.memory.optimizer != bucket.memory.grad for bucket in plan.trained)
-    if plan.stages.axes or plan.step.microbatches > 1 or leave:
-        return total + live
-    return total - held_bytes(plan, "grad", "device") + plan.traces[0].peak
+    state = total - held_bytes(plan, "grad", "device")
+    whole = plan.stages.axes or plan.step.tree
+    return max(total + live if whole else state + plan.traces[0].peak, state + max(map(_updating, plan.views)))
+
+
+def _updating(plan: PlanValue) -> int:
+    """Peak bytes that the update holds on the device beside the state: gradients, and new parameters that are gathered.
+
+    All shards are there before the first gather, and two gathers at most are under way: see `shardlib.optim.storing`.
+    """
+    stays = [bucket for bucket in plan.trained if bucket.memory.optimizer == "device"]
+    gathered = [bucket for bucket in plan.trained if bucket.owners(bucket.param_level) > 1]
+    live = sum(bucket.owned * bucket.reduce_dtype.itemsize for bucket in stays)
+    live += sum(map(_new_shard, gathered))
+    peak, under_way = live, deque[Bucket]()
+    for bucket in gathered:
+        if len(under_way) == 2:
+            first = under_way.popleft()
+            live -= _rank_major(first) + _new_shard(first)
+        under_way.append(bucket)
+        live += _rank_major(bucket)
+        peak = max(peak, live)
+    return peak
+
+
+def _new_shard(bucket: Bucket) -> int:
+    """Bytes of a copy of this rank's share of new parameters, beside those that are stored."""
+    in_place = bucket.alone and bucket.memory.optimizer == bucket.memory.param
+    return 0 if in_place else bucket.owned * bucket.dtype.itemsize
+
+
+def _rank_major(bucket: Bucket) -> int:
+    """Bytes of a gathered buffer before its leaves are put in order."""
+    return 0 if bucket.alone else bucket.size(bucket.param_level) * bucket.dtype.itemsize
 
 
 def kept_on_host(plan: PlanValue) -> int:

@@ -24,20 +24,26 @@ class Gather:
         route: the gathers. Where values are packed, a rank's own values are decoded as the other ranks' are.
         buffer: this rank's buffer at the level at which the route begins, in any memory.
         out: the buffer for the result; None for new memory.
+        comes: whether the buffer counts as one in another memory, though it is not (in a trace, which has one memory).
 
     Attributes:
         passed: level -> the buffer at that level, for the levels that `wait` has reached.
     """
 
     def __init__(
-        self, mesh: Mesh, route: Sequence[Exchange], buffer: torch.Tensor, out: torch.Tensor | None = None
+        self,
+        mesh: Mesh,
+        route: Sequence[Exchange],
+        buffer: torch.Tensor,
+        out: torch.Tensor | None = None,
+        comes: bool = False,
     ) -> None:
         self._mesh, self._todo = mesh, list(route)
         self._buffer, self._out = buffer, out
         self.passed: dict[int, torch.Tensor] = {}
         self._under_way: Exchange | None = None
         self._transfer: Transfer | None = None
-        if buffer.device != mesh.device:
+        if comes or buffer.device != mesh.device:
             self._buffer = torch.empty_like(buffer, device=mesh.device)
             self._transfer = mesh.transfers.copy(buffer, self._buffer)
         else:

@@ -51,15 +51,15 @@ class Landing:
         """Take a gradient, complete or of one micro-batch; returns it in the optimizer's memory, where it is complete, with
         what was taken of the bucket before, after `wait`."""
         if not self.moves(bucket):
-            self._squares[bucket.name] = self._counting.summand(sum_of_squares, bucket, grad)
+            self._squares[bucket.name] = self._squares_of(bucket, grad)
             return grad
         landed = target = self._buffer(bucket.name, bucket, grad.dtype)
         if bucket.name in self._squares:
             self.wait(bucket.name)
             target = self._addends[bucket.name] = self._spare(bucket, grad.dtype)
         else:
-            self._squares[bucket.name] = self._counting.summand(sum_of_squares, bucket, grad)
-        transfer = self._transfers[bucket.name] = self._mesh.transfers.copy(grad, target)
+            self._squares[bucket.name] = self._squares_of(bucket, grad)
+        transfer = self._transfers[bucket.name] = self._copy(grad, target)
         self._flying.append((transfer, grad.numel()))
         self._in_flight += grad.numel()
         while self._flying and (self._in_flight > 2 * self._plan.largest_unit or self._flying[0][0].done):
@@ -67,6 +67,12 @@ class Landing:
             first.wait()
             self._in_flight -= numel
         return landed
+
+    def _squares_of(self, bucket: Bucket, grad: torch.Tensor) -> torch.Tensor:
+        return self._counting.summand(sum_of_squares, bucket, grad)
+
+    def _copy(self, grad: torch.Tensor, target: torch.Tensor) -> Transfer:
+        return self._mesh.transfers.copy(grad, target)
 
     def _buffer(self, name: str, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
         if name not in self._kept:
@@ -109,3 +115,27 @@ class Landing:
         """Return once every gradient has landed."""
         for name in list(self._transfers):
             self.wait(name)
+
+
+class Imagined(Landing):
+    """Landing for planning: tensors have no values, and links are so slow that gradients stay for as long as they may."""
+
+    def moves(self, bucket: Bucket) -> bool:
+        return bucket.memory.optimizer != "device"
+
+    def _squares_of(self, bucket: Bucket, grad: torch.Tensor) -> torch.Tensor:
+        return torch.empty(0, device="meta")
+
+    def _copy(self, grad: torch.Tensor, target: torch.Tensor) -> Transfer:
+        return _Waiting(source=grad)
+
+    def _buffer(self, name: str, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
+        return self._kept.setdefault(name, torch.empty(bucket.owned, dtype=dtype, device="meta"))
+
+
+class _Waiting(Transfer):
+    """A transfer that takes until somebody waits for it."""
+
+    @property
+    def done(self) -> bool:
+        return self._source is None

@@ -24,6 +24,7 @@ from shardlib.mesh.mesh import Mesh
 from shardlib.plan.plan import Plan
 from shardlib.plan.value import Trace
 from shardlib.rng import Key
+from shardlib.sharded.landing import Imagined
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, leaves_of, tree_map
 
@@ -36,20 +37,23 @@ def trace(
         return _trace_stages(loss_fn, plan, mesh, params, split_batch(batch, plan, mesh)[0], rng)
     runner = OneStage(loss_fn, plan, mesh, trained=True, with_buffers=buffers is not None)
 
-    def live_bytes() -> tuple[int, int]:
-        """Peak bytes of a micro-batch, with the cast batch: without the sums of gradients, and with them."""
+    def live_bytes(*indices: int) -> tuple[int, int]:
+        """Peak bytes of some micro-batches, with the cast batch: without the sums of gradients, and with them."""
         live = LiveBytes()
         with live:
             microbatches = split_batch(batch, plan, mesh)
             call = Call(params, microbatches, keys_of(plan, mesh, microbatches, rng), buffers, 1.0, 1.0)
-            gradients = runner.executor.gradients(default_options(mesh))
-            runner.microbatch(call, 0, buffers, gradients)
+            gradients = runner.executor.gradients(default_options(mesh, Imagined(plan, mesh, ())))
+            for index in indices:
+                runner.microbatch(call, index, buffers, gradients)
         return live.peak(without=gradients.held), live.peak()
 
-    peaks, activations, kept = live_bytes(), dict(mesh.traffic.activations), _kept(runner.executor)
+    (live, peak), activations, kept = live_bytes(0), dict(mesh.traffic.activations), _kept(runner.executor)
     if runner.executor.gathers:  # the second run follows the first one's trace, and gathers the next unit ahead
-        peaks = max(peaks, live_bytes())
-    return (Trace(runner.executor.touches, activations, *peaks, **kept),)
+        live, peak = map(max, (live, peak), live_bytes(0))
+    if plan.step.microbatches > 1:  # the last one finds the sums of all others, and ends with the step's exchanges
+        peak = max(peak, live_bytes(0, plan.step.microbatches - 1)[1])
+    return (Trace(runner.executor.touches, activations, live, peak, **kept),)
 
 
 def _trace_stages(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, rng: Key) -> tuple[Trace, ...]:

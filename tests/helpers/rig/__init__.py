@@ -63,7 +63,10 @@ def reset() -> None:
 
 @contextmanager
 def limits(budget: int = 0, up: float = 0.0, down: float = 0.0) -> Iterator[None]:
-    """A budget of the device's memory in bytes, and the links' rates in bytes per second; 0 for none."""
+    """A budget of the device's memory in bytes, and the links' rates in bytes per second; 0 for none.
+
+    With a rate below 0 a copy that runs behind takes until somebody waits for it.
+    """
     library = _library()
     library.rig_set_budget(budget)
     library.rig_set_rates(up, down)

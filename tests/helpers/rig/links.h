@@ -15,6 +15,7 @@ class Link {
   void carry(int64_t bytes, const Job& copy) {
     ++copies;
     moved += bytes;
+    if (rate < 0 && Worker::here()) Worker::here()->until_wanted();
     if (rate <= 0) return copy();
     std::lock_guard<std::mutex> turn(mutex_);
     auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(bytes / rate));
@@ -23,7 +24,7 @@ class Link {
   }
 
   std::atomic<int64_t> copies{0}, moved{0};
-  std::atomic<double> rate{0};  // bytes per second; 0 for a link that takes no time
+  std::atomic<double> rate{0};  // bytes per second; 0: a copy takes no time; below 0: until somebody waits for it
 
  private:
   std::mutex mutex_;
