@@ -22,7 +22,7 @@ from shardlib.execute.batches import batch_index
 from shardlib.execute.gathering import Gathering
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.buckets import Bucket
-from shardlib.plan.exchanges import Exchange, Op, unowned
+from shardlib.plan.exchanges import Exchange, unowned
 from shardlib.plan.plan import Plan
 from shardlib.sharded.landing import Landing
 from shardlib.sharded.reduction import BoundCodecs, Reduction, Sum
@@ -245,7 +245,7 @@ class Gradients:
         leaf = self._leaf_of[buckets[0].name]
         if not each[0] and self._stored.lands_each(leaf) and self._landing(leaf):
             self._fly(
-                [Sum(b, whole) for b, whole in zip(buckets, wholes, strict=True) if whole is not None], each
+                [Sum(b, whole, whole) for b, whole in zip(buckets, wholes, strict=True) if whole is not None], each
             )
             return
         if not each[0]:
@@ -275,7 +275,13 @@ class Gradients:
             whole = whole.clone()  # the gradient of a single leaf was not packed, so it may be a tensor of the user's
         if not self._last:
             self._held[bucket.name] = whole
-        return Sum(bucket, whole)
+            return Sum(bucket, whole)
+        if held is not None or not bucket.levels:
+            return Sum(bucket, whole, whole)
+        if self._plan.routes[bucket.name].last[0].channel is not None:
+            return Sum(bucket, whole)  # a compressed sum is decoded into memory of its own
+        # The plan counts a whole gradient in this role, so the result may stay in a buffer of that size.
+        return Sum(bucket, whole, torch.empty_like(whole))
 
     def _tree_sum(self, trees: Trees, bucket: Bucket, whole: torch.Tensor | None) -> Sum:
         assert whole is not None and self._plan.step.total_microbatches is not None
@@ -288,7 +294,7 @@ class Gradients:
         return Sum(bucket, sums[0] if count == 1 else joined(sums, count))
 
     def _fly(self, sums: list[Sum], routes: Sequence[Sequence[Exchange]]) -> None:
-        freed = sum(each.buffer.numel() for each, route in zip(sums, routes, strict=True) if not _in_place(route))
+        freed = sum(each.buffer.numel() for each in sums if each.within is not each.buffer)
         self._flying.append((self._reduction(sums, routes), freed))
         self._to_free += freed
         # Whole gradients that are freed after their exchange must not pile up behind a slow network.
@@ -320,8 +326,3 @@ class Gradients:
         landing = self._options.landing
         now = self._last or self._stored.lands_each(bucket)
         return landing if now and landing and landing.moves(bucket) and len(bucket.stages) == 1 else None
-
-
-def _in_place(route: Sequence[Exchange]) -> bool:
-    """Whether a sum stays in its memory along a route."""
-    return all(exchange.op is Op.SUM and exchange.channel is None for exchange in route)

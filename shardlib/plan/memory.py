@@ -103,7 +103,7 @@ def _updating(plan: PlanValue) -> int:
     """
     stays = [bucket for bucket in plan.trained if bucket.memory.optimizer == "device"]
     gathered = [bucket for bucket in plan.trained if bucket.owners(bucket.param_level) > 1]
-    live = sum(bucket.owned * bucket.reduce_dtype.itemsize for bucket in stays)
+    live = sum(bucket.size(bucket.grad_level) * bucket.reduce_dtype.itemsize for bucket in stays)
     live += sum(map(_new_shard, gathered))
     peak, under_way = live, deque[Bucket]()
     for bucket in gathered:

@@ -55,12 +55,14 @@ class Sum:
 
     Attributes:
         bucket: the bucket.
-        buffer: the partial sums, rank-major; after each exchange of the route its result, in new memory except of all-reduces
-            that are not compressed.
+        buffer: the partial sums, rank-major; after each exchange of the route its result.
+        within: a buffer in whose range for this rank each result is left, up to the first compressed exchange; may be
+            ``buffer`` itself. None for new memory.
     """
 
     bucket: Bucket
     buffer: torch.Tensor
+    within: torch.Tensor | None = None
 
 
 class Reduction:
@@ -105,14 +107,19 @@ class Reduction:
                 self._codecs.item(channel, partial.buffer) for channel, partial in zip(channels, self.sums, strict=True)
             ]
             self._compressed = first.channel.codec.exchange(self._mesh, axis, items, self._residuals)
+            for partial in self.sums:
+                partial.within = None  # messages are decoded into new memory, and this may hold a residual by now
         elif first.op is Op.SCATTER:
             self._works = [self._scatter(axis, partial) for partial in self.sums]
         else:
             self._works = [primitives.all_reduce(self._mesh, axis, partial.buffer) for partial in self.sums]
 
     def _scatter(self, axis: str, partial: Sum) -> primitives.Work:
-        inp = partial.buffer
-        partial.buffer = inp.new_empty(inp.numel() // self._mesh.shape[axis])
+        inp, size = partial.buffer, self._mesh.shape[axis]
+        if partial.within is None:
+            partial.buffer = inp.new_empty(inp.numel() // size)
+        else:
+            partial.buffer = partial.within = partial.within.view(size, -1)[self._mesh.coords[axis]]
         return primitives.reduce_scatter(self._mesh, axis, partial.buffer, inp)
 
     @property

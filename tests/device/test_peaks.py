@@ -34,7 +34,7 @@ def cases(draw):
 @settings(max_examples=200 if NIGHTLY else 4)
 @given(case=cases())
 def test_the_peak_of_a_step_is_the_plans(rigs, case):
-    """Of the first step, in which ranks agree on each gather, and of the second, which gathers ahead, on the slowest links."""
+    """Of a first step, in which ranks agree on each gather, and of a second, which gathers ahead; on the slowest links."""
 
     def run(mesh):
         plan, batch, peaks = measured(mesh, case)

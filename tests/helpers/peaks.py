@@ -68,9 +68,9 @@ def measured(mesh, case, steps=2):
     from unittest import mock
 
     import torch
-    from helpers import rig
 
     import shardlib as sl
+    from helpers import rig
     from shardlib.kernels.common import chunks
     from shardlib.kernels.common.thresholds import Threshold
     from shardlib.models import gpt
@@ -78,9 +78,7 @@ def measured(mesh, case, steps=2):
     gc.collect()
     torch.accelerator.synchronize()
     before = rig.counts().live  # what earlier cases still hold
-    config = gpt.GPTConfig(
-        vocab=case.vocab, layers=case.layers, width=case.width, heads=4, sequence=case.sequence
-    )
+    config = gpt.GPTConfig(vocab=case.vocab, layers=case.layers, width=case.width, heads=4, sequence=case.sequence)
     params, loss_fn = gpt.init(config), gpt.make_loss(config)
     optimizer = sl.optim.adamw(1e-3)
     drawn = torch.randint(case.vocab, (case.samples * case.microbatches, case.sequence + 1))
@@ -93,7 +91,7 @@ def measured(mesh, case, steps=2):
         # On this device plain torch updates, whose intermediate results have the size of a chunk. Copies take as long as they
         # may, so that whether they have ended does not depend on how fast the machine is.
         with mock.patch.object(chunks, "_IN_MEMORY", Threshold(1 << 10)), rig.limits(up=-1, down=-1):
-            state, metrics = step(state, batch)
+            state, _ = step(state, batch)
             torch.accelerator.synchronize()
         peaks.append(rig.counts().peak - before)
     plan = sl.make_plan(params, mesh, parallel, loss_fn=loss_fn, optimizer=optimizer, batch=batch)

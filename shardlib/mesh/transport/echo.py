@@ -35,8 +35,11 @@ class EchoGroup:
         return _keeping(inp)
 
     def reduce_scatter(self, out: torch.Tensor, inp: torch.Tensor) -> Work:
+        in_place = storage_id(inp.untyped_storage()) == storage_id(out.untyped_storage())
+        # gloo, which serves all devices but GPUs, needs room for the other ranks' chunks.
+        room = inp.new_empty(inp.numel() - out.numel() if in_place and inp.device.type != "cuda" else 0)
         out.view(-1).copy_(inp.reshape(self.size, -1)[self.rank]).mul_(self.size)
-        return _keeping(inp)
+        return _keeping(inp, room)
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor) -> Work:
         out.view(self.size, -1).copy_(inp.reshape(self.size, -1)[self.rank])
@@ -62,10 +65,9 @@ class EchoGroup:
         return [value] * self.size
 
 
-def _keeping(inp: torch.Tensor) -> Work:
-    """An exchange that keeps its input until it is waited for, as one that takes time does: plans count its memory."""
+def _keeping(*tensors: torch.Tensor) -> Work:
+    """An exchange that keeps tensors until it is waited for, as one that takes time does: plans count their memory."""
+    return Work(partial(_let_go, tensors))
 
-    return Work(partial(_let_go, inp))
 
-
-def _let_go(inp: torch.Tensor) -> None: ...
+def _let_go(tensors: tuple[torch.Tensor, ...]) -> None: ...

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from shardlib.common import _compat
+from shardlib.common._compat import storage_id
 from shardlib.errors import RankFailure
 from shardlib.mesh.transport import activity, watch
 from shardlib.mesh.transport.activity import Call, Series
@@ -75,9 +76,13 @@ class ProcessGroup:
                 inp,
             )
         chunks = inp.view(self.size, -1)
-        # The chunk that is added last is received where the result will be.
+        # The chunk that is added last is received where the result will be, unless that is in ``inp``.
         added_last = 0 if self.rank == self.size - 1 else self.size - 1
-        received = {peer: out.view(-1) if peer == added_last else torch.empty_like(chunks[peer]) for peer in self._peers}
+        apart = storage_id(out.untyped_storage()) != storage_id(inp.untyped_storage())
+        received = {
+            peer: out.view(-1) if peer == added_last and apart else torch.empty_like(chunks[peer])
+            for peer in self._peers
+        }
 
         def start() -> list[Any]:
             return self._messages({peer: chunks[peer] for peer in self._peers}, received)
