@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 
 from benchmarks.cases import (
+    budget,
     checkpoints,
     communication,
     data,
     disk,
     large_gpt,
     layer_kernels,
+    offload_values,
     optimizer_kernels,
     pipeline,
     reproducible,
@@ -42,6 +44,8 @@ _OF_THE_CPU = (
     ),
     Table("checkpoints", "Checkpoints on one disk", checkpoints.CASES),
     Table("disk", "Buffers on one disk", (disk.CASE,)),
+    Table("budget", "Memory beyond the device", (budget.CASE,)),
+    Table("offload_values", "Offload against DeepSpeed's", (offload_values.CASE,)),
     Table("data", "Reading data", data.CASES),
     Table("reproducible", "The same bits on every mesh", reproducible.CASES),
     Table("sparse_cpu", "Sparse attention on one core", (sparse_attention.CASE,)),

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from shardlib.common._compat import DataDependentOutputException, FakeTensorMode
-from shardlib.errors import IllegalComposition
 from shardlib.execute.batches import as_tensors
 from shardlib.execute.buffers import buffer_sizes
 from shardlib.execute.losses import require_function
@@ -21,13 +20,15 @@ from shardlib.mesh.transport import EchoGroup
 from shardlib.optim.wrapping import require_transformations
 from shardlib.plan.build import build_plan
 from shardlib.plan.plan import Plan
-from shardlib.plan.recompute import Recompute, fewest
 from shardlib.plan.reductions import Reductions
-from shardlib.plan.tables import size
+from shardlib.plan.tiers.fitting import fitted
+from shardlib.plan.tiers.limits import Limits
+from shardlib.plan.tiers.remedies import Planner
 from shardlib.plan.transform import Transform
 from shardlib.rng import Key
 from shardlib.shard import default_transform
 from shardlib.sharded.tree import Sharded
+from shardlib.transforms.changes import changes
 from shardlib.tree import Tree, leaves_of, tree_map
 
 
@@ -41,7 +42,10 @@ def make_plan(
     optimizer: Any = None,
     batch: Any = None,
     buffers: Any = None,
-    device_memory: int | None = None,
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    disk: int | str | None = None,
+    ranks_per_host: int | None = None,
 ) -> Plan:
     """Plan without running: specs, bytes and messages per rank. Moves no data and needs no ranks.
 
@@ -57,13 +61,19 @@ def make_plan(
         batch: one rank's share of a batch, on any device, the meta device included.
         optimizer: a gradient transformation, whose state and messages are counted.
         buffers: the buffers that ``loss_fn`` takes, if any.
-        device_memory: bytes of a rank's device. A plan with a larger peak is refused; ``remat("auto")`` recomputes as few
-            blocks as fit. Needs ``loss_fn``, ``batch`` and ``optimizer``.
+        device_memory: what a rank's device has, in bytes or as text such as "24GiB". A plan with a larger peak, in device
+            memory or in another that is limited, is refused, with the cheapest change of its transforms that fits;
+            ``remat("auto")`` recomputes as few blocks as fit. Needs ``loss_fn``, ``batch`` and ``optimizer``.
+        host_memory: what a host has, for all of its ranks together.
+        disk: what a host's disks have for offloaded states.
+        ranks_per_host: ranks that share a host, neighbours in the mesh; by default as torchrun started them, and all ranks
+            of an abstract mesh.
 
     Raises:
         TreeError, IllegalComposition, SpecError: as `shard`.
-        TypeError: an optimizer that is not a gradient transformation; ``device_memory`` without what it needs.
-        IllegalComposition: ``device_memory`` is not enough, or the loss cannot be traced, so that nobody knows.
+        TypeError: an optimizer that is not a gradient transformation; a limit without what it needs.
+        ValueError: a limit that is no size.
+        IllegalComposition: the plan does not fit its limits, or the loss cannot be traced, so that nobody knows.
 
     >>> params = {"w": torch.empty(1000, 1000, device="meta")}
     >>> plan = sl.make_plan(params, sl.abstract_mesh(data=8), sl.zero(2), optimizer=sl.optim.adamw(1e-3))
@@ -76,53 +86,31 @@ def make_plan(
         require_transformations("make_plan", optimizer)
     mesh = as_mesh(mesh)
     tree = defer(params).tree if callable(params) else params
-    plan = build_plan(tree, mesh, default_transform(transform, stage), optimizer=optimizer)
-    plan = replace(plan, buffers=buffer_sizes(buffers))
-    how = plan.step.remat
-    if device_memory is not None and (loss_fn is None or batch is None or optimizer is None):
-        raise TypeError("make_plan(device_memory=) weighs a whole step: give loss_fn=, batch= and optimizer= too")
-    if how and device_memory is None:
-        how.require_decided()
-    if loss_fn is None or batch is None:
-        return plan
-    traced = partial(_traced, device=mesh.device, loss_fn=loss_fn, batch=batch, buffers=buffers)
-    if device_memory is None:
-        return traced(plan)
-    held = sum(leaf.nbytes for leaf in leaves_of(batch) if hasattr(leaf, "nbytes"))
-    return _fitting(plan, how, traced, device_memory, held)
+    sizes = [leaf.nbytes for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor)]
+    limits = Limits.given(device_memory, host_memory, disk, ranks_per_host or mesh.ranks_per_host, sum(sizes))
+    if limits and (loss_fn is None or batch is None or optimizer is None):
+        raise TypeError(f"make_plan({limits.arguments}) weighs a whole step: give loss_fn=, batch= and optimizer= too")
 
+    def rough(transform: Transform) -> Plan:
+        return replace(build_plan(tree, mesh, transform, optimizer=optimizer), buffers=buffer_sizes(buffers))
 
-def _fitting(plan: Plan, how: Recompute | None, traced: Callable[[Plan], Plan], budget: int, batch: int) -> Plan:
-    """The traced plan, whose peak, with the batch, stays within the budget. "auto" recomputes the fewest blocks that do."""
-    auto = how is not None and how.policy == "auto"
-    plans: dict[int, Plan] = {}
+    def traced(plan: Plan) -> Plan:
+        assert loss_fn is not None
+        return _traced(plan, mesh.device, loss_fn, batch, buffers)
 
-    def planned(blocks: int) -> Plan:
-        if blocks not in plans:
-            remat = replace(how, policy="full", blocks=blocks) if how and auto else how
-            plans[blocks] = traced(replace(plan, step=replace(plan.step, remat=remat)))
-        return plans[blocks]
-
-    def peak(blocks: int) -> int:
-        found = planned(blocks).peak_bytes
-        if found is None:
-            raise IllegalComposition("device_memory= needs a loss that can be traced, and this one reads values")
-        return found + batch
-
-    count = max((trace.blocks for trace in planned(0).traces or ()), default=0) if auto else 0
-    chosen = fewest(count, lambda blocks: peak(blocks) <= budget)
-    if chosen is None:
-        least = f"with all of {count} blocks recomputed, {size(peak(0))} with none" if auto else "with its batch"
-        raise IllegalComposition(
-            f"a rank's peak is {size(peak(count))} {least}, and device_memory={budget} is {size(budget)}. Recompute blocks "
-            "(sl.remat), keep their inputs by store='host', raise the stage of sl.zero, add sl.offload(), or make "
-            "micro-batches smaller by sl.accumulate"
-        )
-    found = planned(chosen)
-    if not auto:
-        return found
-    note = f"remat('auto'): {chosen} of {count} blocks are recomputed, for a peak of {size(peak(chosen))} of {size(budget)}"
-    return replace(found, claims=found.claims and found.claims.noting([note]))
+    transform = default_transform(transform, stage)
+    plan = rough(transform)
+    if limits is None:
+        if plan.step.remat:
+            plan.step.remat.require_decided()
+        return plan if loss_fn is None or batch is None else traced(plan)
+    plan = fitted(plan, traced, limits)
+    if not limits.excess(plan):
+        return replace(plan, claims=plan.claims and plan.claims.noting(map(str, limits.uses(plan))))
+    rows = min((leaf.shape[0] for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), default=1)
+    edits = partial(changes, sizes=mesh.shape, rows=rows, disk="disk" in limits.bytes)
+    planner = Planner(limits, edits, rough, lambda other: fitted(rough(other), traced, limits))
+    raise planner.refusal(transform, plan)
 
 
 _UNEVEN = "if values decide which units a rank uses, all ranks gather the units that any rank uses"

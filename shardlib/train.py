@@ -16,7 +16,7 @@ from shardlib.optim.axis_owner.owned_exchange import OwnedExchange
 from shardlib.optim.base import GradientTransformation, require_unpacked
 from shardlib.optim.settings import injected, settings
 from shardlib.optim.shards import MeshShards
-from shardlib.optim.train_state import TrainState, cloned, rescaled
+from shardlib.optim.train_state import TrainState, copied, rescaled
 from shardlib.optim.updates import Updates
 from shardlib.optim.wrapping import require_transformations
 from shardlib.plan.build import with_owner
@@ -185,8 +185,8 @@ def make_train_step(
                 "the state that train_step returned, or make the step with donate=False to keep old states",
             )
         elif taken:
-            new = Sharded(plan, mesh, "param", {name: buffer.clone() for name, buffer in new.buffers.items()})
-            opt = tree_map(cloned, opt)
+            new = Sharded(plan, mesh, "param", copied(new.buffers))
+            opt = copied(opt)
         if taken:
             opt = updates.apply(
                 new,

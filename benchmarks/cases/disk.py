@@ -12,11 +12,11 @@ import torch
 from benchmarks.harness import tables
 from benchmarks.harness.case import CPU, Case, Result, Setting
 from benchmarks.harness.timing import interleave, one_thread
+from shardlib.mesh.memories import AHEAD
 from shardlib.sharded.disk import Flat, Store, requests
 from shardlib.sharded.disk.store import DEPTH
 
 _TARGET = 1 / 0.8  # of raw direct I/O's time
-_AHEAD = 3
 
 
 class _Raw:
@@ -56,13 +56,13 @@ def passes(setting: Setting) -> Result:
     buffers = {f"exp_avg/{number}": Flat(elements, torch.float32) for number in range(count)}
     size = sum(flat.bytes for flat in buffers.values())
     with tempfile.TemporaryDirectory(prefix="shardlib-benchmark-") as folder, one_thread():
-        memory = (_AHEAD + 3) * max(flat.padded for flat in buffers.values())
+        memory = (AHEAD + 3) * max(flat.padded for flat in buffers.values())
         with Store([Path(folder)], buffers, memory) as store:
             groups = [[name] for name in buffers]
             values = torch.randn(elements)
 
             def read() -> None:
-                for group in store.fetched(groups, _AHEAD):
+                for group in store.fetched(groups):
                     store.release(*group.values())
 
             def write() -> None:
@@ -71,7 +71,7 @@ def passes(setting: Setting) -> Result:
                 store.commit((store.step or 0) + 1)
 
             def update() -> None:
-                for group in store.fetched(groups, _AHEAD):
+                for group in store.fetched(groups):
                     for name, tensor in group.items():
                         store.write(name, tensor)
                 store.commit((store.step or 0) + 1)

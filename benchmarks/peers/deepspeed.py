@@ -17,7 +17,7 @@ from benchmarks.peers.gpt import GPT, Config
 from benchmarks.peers.provider import ADAMW, Batch, Provider, Step
 
 
-def stage(number: int, **zero: Any) -> Provider:
+def stage(number: int, clip: float = 0.0, **zero: Any) -> Provider:
     def make(config: Config) -> Step:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         import deepspeed
@@ -28,8 +28,9 @@ def stage(number: int, **zero: Any) -> Provider:
             optimizer=torch.optim.AdamW(model.parameters(), fused=True, **ADAMW),
             config={
                 "train_micro_batch_size_per_gpu": config.batch,
-                "gradient_clipping": 0.0,
+                "gradient_clipping": clip,
                 "zero_allow_untested_optimizer": True,
+                "zero_force_ds_cpu_optimizer": False,  # with offload it would compile an AdamW of its own
                 "zero_optimization": {"stage": number, **zero},
             },
             dist_init_required=False,
@@ -44,11 +45,20 @@ def stage(number: int, **zero: Any) -> Provider:
         return step
 
     options = ", ".join(f"{option}={value}" for option, value in zero.items())
-    return Provider(f"DeepSpeed stage {number}", f"{options}, gradient_clipping=0.0, fused AdamW", make)
+    return Provider(f"DeepSpeed stage {number}", f"{options}, gradient_clipping={clip}, fused AdamW", make)
+
+
+def installed() -> bool:
+    return importlib.util.find_spec("deepspeed") is not None
+
+
+def offloaded(clip: float) -> Provider:
+    """ZeRO stage 2 with the optimizer's states and the update on the CPU, which is the device too."""
+    return stage(2, clip, reduce_bucket_size=10**7, offload_optimizer={"device": "cpu"})
 
 
 def providers() -> list[Provider]:
-    if importlib.util.find_spec("deepspeed") is None:
+    if not installed():
         return []
     small = {"reduce_bucket_size": 10**7}
     # Its own linear would replace torch's in the whole process, and so slow the other providers down.

@@ -8,6 +8,7 @@ import torch
 
 from shardlib.checkpoint.fragments import Fragment
 from shardlib.common.devices import pins
+from shardlib.common.pages import pages
 
 _ALIGNMENT = 64  # bytes
 
@@ -31,7 +32,7 @@ class Snapshot:
             total += -(-size // _ALIGNMENT) * _ALIGNMENT
         device = next((fragment.data.device for fragment in fragments if pins(fragment.data.device)), None)
         if self._memory.numel() < total:
-            self._memory = torch.empty(total, dtype=torch.uint8, pin_memory=device is not None)
+            self._memory = pages(total, pinned=device is not None)
         copies = []
         for fragment, at in zip(fragments, places, strict=True):
             data = fragment.data.detach()

@@ -14,7 +14,7 @@ from shardlib.common._compat import cpu_multiplies_bf16
 from shardlib.models import gpt
 from shardlib.models.gpt import GPTConfig
 from shardlib.plan.transform import Chain, Transform, chain
-from shardlib.transforms import accumulate, pipeline, precision, remat, tensor_slicing, zero
+from shardlib.transforms import accumulate, offload, pipeline, precision, remat, tensor_slicing, zero
 
 AXES = ("data", "pipe", "model")
 
@@ -37,7 +37,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"schedule of an axis pipe: {', '.join(schedules.NAMES)}, torch's name of a schedule, or a CSV file",
     )
     sharding.add_argument("--microbatches", type=int, default=1, help="micro-batches per rank and step")
-    sharding.add_argument("--remat", action="store_true", help="recompute activations block by block")
+    sharding.add_argument(
+        "--remat",
+        nargs="?",
+        const="device",
+        choices=("device", "host", "auto"),
+        help="recompute activations block by block, from inputs on the device or the host; auto: as few blocks as fit",
+    )
+    sharding.add_argument("--offload", choices=("host", "disk"), help="the memory of masters and optimizer states")
+    sharding.add_argument(
+        "--offload-params", action="store_true", help="parameters and gradients in the host's memory too"
+    )
+    sharding.add_argument("--offload-folder", default="states", help="of files on disk")
     sharding.add_argument("--precision", default="auto", choices=("auto", "bf16", "fp16", "fp32"))
 
 
@@ -70,8 +81,19 @@ def transform(args: argparse.Namespace, axes: Mapping[str, int]) -> Chain:
         *([tensor_slicing(gpt.slicing_rules(config(args), blocks="pipe" in axes))] if "model" in axes else []),
         *_microbatches(args, axes),
         *([precision(chosen)] if chosen != "fp32" else []),
-        *([remat()] if args.remat else []),
+        *([_remat(args.remat)] if args.remat else []),
+        *([_offload(args)] if args.offload or args.offload_params else []),
     )
+
+
+def _remat(where: str) -> Transform:
+    return remat("auto") if where == "auto" else remat(store=where)
+
+
+def _offload(args: argparse.Namespace) -> Transform:
+    """States in the host's memory or on disk, and parameters too if asked for."""
+    memory, params = args.offload or "host", "host" if args.offload_params else None
+    return offload(memory, params, params, folder=args.offload_folder if memory == "disk" else ())
 
 
 def _microbatches(args: argparse.Namespace, axes: Mapping[str, int]) -> list[Transform]:

@@ -44,6 +44,7 @@ storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")  # the 
 is_view = torch.Tensor._is_view
 read_backward_hooks = torch.Tensor._backward_hooks.__get__  # type: ignore[union-attr]
 wrapper_subclass = torch.Tensor._make_wrapper_subclass
+graph_task = torch._C._current_graph_task_id  # of the backward that runs in this thread; −1 if none does
 flatten_dense_tensors, unflatten_dense_tensors = _flatten_dense_tensors, _unflatten_dense_tensors
 add_to_each_ = torch._foreach_add_
 writes: Callable[[Any], bool] = attrgetter("_schema.is_mutable")  # whether an operator writes to its arguments

@@ -28,7 +28,7 @@ from shardlib.execute.surroundings import Surroundings
 from shardlib.execute.tiles import TiledLeaf
 from shardlib.execute.units import BucketState, UnitState
 from shardlib.mesh.mesh import Mesh
-from shardlib.nn.blocks import block_runner
+from shardlib.nn.blocks import Runner, block_runner
 from shardlib.nn.tiled_modules import TiledModules
 from shardlib.plan.plan import Plan
 from shardlib.rng import restore_generators, states_of_generators
@@ -52,7 +52,10 @@ class Executor:
     Attributes:
         host: the host memory in which inputs of blocks are kept; None if they stay on the device.
         blocks: of the micro-batch.
+        around: makes the runner of blocks from the runner that the plan needs, for a trace; None leaves it.
     """
+
+    around: Callable[[Runner | None], Runner] | None = None
 
     def __init__(
         self, plan: Plan, mesh: Mesh, trained: bool, record: Record | None = None, host: HostMemory | None = None
@@ -325,7 +328,9 @@ class Executor:
     def _running(self) -> Iterator[None]:
         """The context of the user's code, in forward and in recomputation during backward."""
         wraps_blocks = self.gathers or self.plan.step.remat or self.plan.styles
-        runner, keeper = block_runner.set(self.blocks.run if wraps_blocks else None), current_keeper.set(self._keeper)
+        run = self.blocks.run if wraps_blocks else None
+        runner = block_runner.set(self.around(run) if self.around else run)
+        keeper = current_keeper.set(self._keeper)
         try:
             with self._surroundings.installed():
                 yield

@@ -4,25 +4,37 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from shardlib.common._compat import TorchDispatchMode, no_modes, pytree, storage_id
 
 
+class Peak(NamedTuple):
+    """The most bytes that were alive at once, and the phase in which they were."""
+
+    bytes: int
+    phase: str
+
+
 class LiveBytes(TorchDispatchMode):
     """A mode that counts the storages that operations make, fake ones included, until they are freed. Re-entrant.
 
     Storages that existed before, and an operation's internal workspace, are not counted.
+
+    Args:
+        phase: returns the name of the phase that runs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, phase: Callable[[], str] = str) -> None:
         super().__init__()
+        self._phase = phase
         self._numbers: dict[int, int] = {}  # identity of a live storage -> its number; −1 if it is not counted
-        self._changes: list[tuple[int, int]] = []  # number of a storage, and its bytes; negative if it was freed
+        # The number of a storage, its bytes, negative if it was freed, and the phase in which it was made or freed.
+        self._changes: list[tuple[int, int, str]] = []
         self._count = itertools.count()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -36,14 +48,18 @@ class LiveBytes(TorchDispatchMode):
     @property
     def now(self) -> int:
         """Bytes of all counted storages that are alive."""
-        return sum(change for _, change in self._changes)
+        return sum(change for _, change, _ in self._changes)
 
-    def peak(self, without: Iterable[torch.Tensor] = ()) -> int:
-        """The most bytes that were alive at once, not counting the storages of the tensors in ``without``."""
+    def peak(self, without: Iterable[torch.Tensor] = ()) -> Peak:
+        """The peak, not counting the storages of the tensors in ``without``."""
         ignored = {self._numbers.get(storage_id(tensor.untyped_storage())) for tensor in without}
-        return max(
-            itertools.accumulate(0 if number in ignored else change for number, change in self._changes), default=0
-        )
+        counted = ((change, phase) for number, change, phase in self._changes if number not in ignored)
+        live, peak = 0, Peak(0, "")
+        for change, phase in counted:
+            live += change
+            if live > peak.bytes:
+                peak = Peak(live, phase)
+        return peak
 
     def _meet(self, value: Any, made: bool) -> None:
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.device.type == "meta":
@@ -54,12 +70,12 @@ class LiveBytes(TorchDispatchMode):
             return
         number, size = (next(self._count), storage.nbytes()) if made else (-1, 0)
         self._numbers[key] = number
-        self._changes.append((number, size))
+        self._changes.append((number, size, self._phase()))
         weakref.finalize(storage, self._free, key, number, size)
 
     def _free(self, key: int, number: int, size: int) -> None:
         self._numbers.pop(key, None)
-        self._changes.append((number, -size))
+        self._changes.append((number, -size, ""))
 
 
 @contextmanager

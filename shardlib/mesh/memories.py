@@ -9,6 +9,7 @@ import torch
 
 from shardlib.common.devices import pins
 from shardlib.common.disk import whole_blocks
+from shardlib.common.pages import pages
 
 AHEAD = 3  # groups of buffers that are read from disk ahead of the one in use
 _WRITING = 2  # groups that are on their way to disk
@@ -61,7 +62,9 @@ class HostMemory:
     works, rests, slots = "host", False, 1
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.zeros(numel, dtype=dtype, device=self.device(device), pin_memory=pins(device))
+        if pins(device):
+            return pages(numel * dtype.itemsize, pinned=True).view(dtype)
+        return torch.zeros(numel, dtype=dtype, device=device)
 
     def device(self, device: torch.device) -> torch.device:
         return torch.device("cpu") if pins(device) else device

@@ -103,6 +103,11 @@ class Mesh:
         return math.prod(self.shape.values())
 
     @property
+    def ranks_per_host(self) -> int:
+        """Ranks that share a host's memory: those that torchrun started beside this one; all of a mesh without ranks."""
+        return self.size if self.abstract else int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+
+    @property
     def alone(self) -> bool:
         """Whether no other rank exists: on a mesh of one, and on an abstract mesh."""
         return all(isinstance(group, EchoGroup) for group in self._groups.values())

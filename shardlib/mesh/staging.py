@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from shardlib.common.pages import pages
 from shardlib.mesh.transfers import Transfer
 
 _ALIGNMENT = 64  # bytes
@@ -27,7 +28,7 @@ class Slot:
             transfer.wait()
         self._transfers, self._used = [], 0
         if self._memory.numel() < size:
-            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+            self._memory = pages(size, self._pinned)
         return self
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import optree
 import torch
 
+from shardlib.common.pages import cloned
 from shardlib.errors import IllegalComposition
 from shardlib.kernels.common.chunks import chunks
 from shardlib.optim.base import Packed
@@ -75,7 +76,7 @@ def _changed(held: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 def _following(param: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
     """A new master, in memory as ``master`` is."""
-    result = torch.empty_like(master, pin_memory=master.is_pinned()).copy_(master)
+    result = cloned(master)
     for p, m in chunks([param, result]):
         m.copy_(torch.where(m.to(p.dtype) == p, m, p.to(m.dtype)))
     return result

@@ -19,6 +19,7 @@ from shardlib.errors import IllegalComposition
 from shardlib.mesh.memories import AHEAD, MEMORIES, window
 from shardlib.mesh.mesh import Mesh
 from shardlib.optim.base import GradientTransformation, Packed
+from shardlib.optim.on_disk import OnDisk
 from shardlib.optim.train_state import OptimizerState
 from shardlib.plan.plan import Plan
 from shardlib.sharded.disk import Flat, Store
@@ -60,36 +61,6 @@ class InMemory:
 
     def commit(self) -> None:
         pass
-
-
-class OnDisk(Packed):
-    """A tensor of a train state that lies on disk between updates. Checkpoints read it and write it whole."""
-
-    rounds = False
-
-    def __init__(self, states: StatesOnDisk, name: str, shape: torch.Size, flat: Flat) -> None:
-        self._states, self.name, self.shape, self._flat = states, name, shape, flat
-        self.block = max(1, flat.numel)
-
-    @property
-    def like(self) -> torch.Tensor:
-        return torch.empty(self.shape, dtype=self._flat.dtype, device="meta")
-
-    def part(self, first: int, stop: int) -> torch.Tensor:
-        store = self._states.store
-        lent = store.fetch(self.name).result()
-        values = lent[first:stop].clone()
-        store.release(lent)
-        return values
-
-    def pack(self, values: torch.Tensor, first: int = 0) -> None:
-        store = self._states.store
-        lent = store.fetch(self.name).result()
-        lent[first : first + values.numel()] = values.reshape(-1)
-        store.write(self.name, lent)
-
-    def __repr__(self) -> str:
-        return f"OnDisk({self.name}, {list(self.shape)}, {self._flat.dtype})"
 
 
 class StatesOnDisk:

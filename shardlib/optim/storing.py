@@ -6,6 +6,7 @@ from collections import deque
 
 import torch
 
+from shardlib.common.pages import cloned
 from shardlib.errors import TreeError
 from shardlib.mesh.transfers import Transfer
 from shardlib.plan.buckets import Bucket
@@ -113,6 +114,6 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
 
 def stored(params: Sharded, shards: dict[str, torch.Tensor]) -> Sharded:
     """New parameters with the optimizer's ``shards``, and the other values of ``params``. Changes nothing in place."""
-    result = Sharded(params.plan, params.mesh, "param", {name: b.clone() for name, b in params.buffers.items()})
+    result = Sharded(params.plan, params.mesh, "param", {name: cloned(b) for name, b in params.buffers.items()})
     store(result, shards)
     return result

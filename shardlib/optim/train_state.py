@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardlib.common._compat import version_of
+from shardlib.common.pages import cloned
 from shardlib.errors import DonatedStateError, TreeError
 from shardlib.optim.replaced import following_masters, following_state
 from shardlib.plan.loss_scale import LossScale
@@ -15,7 +16,7 @@ from shardlib.plan.plan import Plan
 from shardlib.rng import Key
 from shardlib.sharded.shard import require_same_copies, shard_alike
 from shardlib.sharded.tree import Sharded
-from shardlib.tree import register_node, tree_map
+from shardlib.tree import Tree, register_node, tree_map
 
 
 class OptimizerState(NamedTuple):
@@ -170,7 +171,9 @@ def replace_params(state: TrainState, params: Any, *, donate: bool = True) -> Tr
         after = state._with(given, opt)
         state.take("replace_params", "the state that it returned, or pass donate=False to keep this one")
         return after
-    return tree_map(cloned, state._with(given, opt)).fitting()
+    own = Sharded(plan, given.mesh, "param", copied(given.buffers))
+    comm, buffers = copied(state.comm), copied(state.buffers)
+    return TrainState(state.step, own, copied(opt), comm, buffers, state.scale, state.rng).fitting()
 
 
 def _following(params: Sharded, opt: OptimizerState) -> OptimizerState:
@@ -178,9 +181,9 @@ def _following(params: Sharded, opt: OptimizerState) -> OptimizerState:
     return OptimizerState(masters, following_state(params, masters, opt.inner))
 
 
-def cloned(leaf: Any) -> Any:
-    """A copy of a leaf of a state, with its own memory; values that are not tensors are returned as they are."""
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+def copied(tree: Tree) -> Tree:
+    """A copy of a state, or of a part of one, with its own memory; values that are not tensors are the same."""
+    return tree_map(lambda leaf: cloned(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
 def rescaled(plan: Plan, comm: dict[str, torch.Tensor], factor: float) -> dict[str, torch.Tensor]:

@@ -180,7 +180,8 @@ class Updates:
 
     def _crosses(self, bucket: Bucket) -> bool:
         """Whether new parameters are written in one memory, beside the master of another dtype, and stored in another."""
-        return self._mesh.transfers.apart and bucket.memory.optimizer != bucket.memory.param
+        works, stored = MEMORIES[bucket.memory.optimizer].works, bucket.memory.param
+        return self._mesh.transfers.apart and works != stored
 
     def _slot(self, group: Sequence[Bucket]) -> Slot:
         """Memory for the group's new parameters: the slots take turns."""

@@ -92,15 +92,17 @@ def peak_bytes(plan: PlanValue) -> int | None:
         return None
     total = held_bytes(plan, "total", "device")
     state = total - held_bytes(plan, "grad", "device")
-    whole = plan.stages.axes or plan.step.tree
-    return max(total + live if whole else state + plan.traces[0].peak, state + max(map(_updating, plan.views)))
+    added = bool(plan.stages.axes) or plan.step.tree
+    return max(total + live if added else state + plan.traces[0].peak, state + updating_bytes(plan))
 
 
-def _updating(plan: PlanValue) -> int:
+def updating_bytes(plan: PlanValue) -> int:
     """Peak bytes that the update holds on the device beside the state: gradients, and new parameters that are gathered.
 
     All shards are there before the first gather, and two gathers at most are under way: see `shardlib.optim.storing`.
     """
+    if len(plan.views) > 1:
+        return max(map(updating_bytes, plan.views))
     stays = [bucket for bucket in plan.trained if bucket.memory.optimizer == "device"]
     gathered = [bucket for bucket in plan.trained if bucket.owners(bucket.param_level) > 1]
     live = sum(bucket.size(bucket.grad_level) * bucket.reduce_dtype.itemsize for bucket in stays)

@@ -61,7 +61,8 @@ def _merged(before: Resolved, members: Sequence[Transform]) -> Resolved:
     if conflicts:
         raise IllegalComposition(
             "\n".join(
-                f"{first} and {second} both claim\n{listing(claims, 5)}\nKeep one of the two, or give them different axes."
+                f"{first} and {second} both claim\n{listing(claims, 5)}\n"
+                "Keep one, with the arguments of both, or give them different axes."
                 for (first, second), claims in conflicts.items()
             )
         )

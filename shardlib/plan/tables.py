@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
+
+_UNITS = {f"{letter}B": 1000**power for power, letter in enumerate(("", "k", "M", "G", "T"))}
+_UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate(("K", "M", "G", "T"), 1)}
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: int = 0) -> str:
@@ -32,3 +37,22 @@ def size(number: int) -> str:
         if number >= scale:
             return f"{number / scale:.4g} {letter}"
     return f"{number} B"
+
+
+def parse_size(given: int | str) -> int:
+    """Bytes, from a number of bytes or from text such as "24GiB", "24 GB" or "1.5TiB".
+
+    Raises:
+        ValueError: neither, or not a whole number of bytes above 0.
+    """
+    if isinstance(given, str):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", given.strip())
+        unit = _UNITS.get(match[2] or "B") if match else None
+        found = Fraction(match[1]) * unit if match and unit else Fraction(0)
+    else:
+        found = Fraction(given if isinstance(given, int) and not isinstance(given, bool) else 0)
+    if found <= 0 or found.denominator > 1:
+        raise ValueError(
+            f"{given!r} is not a size: give a whole number of bytes, or a number with one of {', '.join(_UNITS)}"
+        )
+    return int(found)

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from shardlib.common.dtypes import dtype_name
 from shardlib.mesh.memories import MEMORIES
 from shardlib.mesh.specs import Leaf
-from shardlib.plan.memory import held_bytes, kept_on_host, live_bytes
+from shardlib.plan.memory import held_bytes, live_bytes
 from shardlib.plan.payload import Message, messages, payload
 from shardlib.plan.placement import Placement
 from shardlib.plan.tables import count, size, table
+from shardlib.plan.tiers.held import peaks
 from shardlib.plan.transfers import transfers
 from shardlib.plan.value import PlanValue
 from shardlib.schedules import peak_in_flight, simulate
@@ -32,7 +33,7 @@ def describe(plan: PlanValue) -> str:
         *([_stages(plan, axis) for axis in plan.stages.axes]),
         ("Per rank: " if len(plan.views) == 1 else "Per rank, at most: ") + "   ".join(_memory(plan, "device")),
         *[f"In {memory} memory: " + "   ".join(_memory(plan, memory)) for memory in _elsewhere(plan)],
-        *([_live(plan)] if live_bytes(plan) is not None else []),
+        *([_peaks(plan)] if live_bytes(plan) is not None else []),
         f"Payload per step{_untraced(plan)}: " + _by_axis(payload(plan)),
     ]
     paragraphs += [rows for rows in (_messages(plan), _transfers(plan)) if rows]
@@ -147,14 +148,9 @@ def _memory(plan: PlanValue, memory: str) -> list[str]:
     return [*shown, f"total {size(held_bytes(plan, 'total', memory))}"]
 
 
-def _live(plan: PlanValue) -> str:
-    """A line on the memory of activations and gathered parameters, and the total with it."""
-    live = live_bytes(plan) or 0
-    return (
-        f"In addition, at most: activations of a micro-batch and gathered parameters {size(live)}   "
-        f"total {size(held_bytes(plan, 'total', 'device') + live)}"
-        + (f"   inputs of blocks in host memory {size(kept)}" if (kept := kept_on_host(plan)) else "")
-    )
+def _peaks(plan: PlanValue) -> str:
+    """A line for each memory on what it holds at its peak."""
+    return "\n".join(["At its peak a rank holds, without its batch,", *(f"  {tier}" for tier in peaks(plan))])
 
 
 def _leaf_rows(placements: Sequence[Placement]) -> list[tuple[str, ...]]:

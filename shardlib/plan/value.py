@@ -64,6 +64,9 @@ class Trace:
         up: bytes copied from host memory.
         host: bytes held in host memory from the micro-batch's forward to its backward.
         blocks: how many blocks could be recomputed.
+        flops: floating-point operations of matrix products: of forward; of backward, with what it recomputes.
+        live_in: the phase that ``live`` is reached in, such as "backward of block 3".
+        peak_in: the phase that ``peak`` is reached in.
     """
 
     touches: tuple[str, ...]
@@ -77,6 +80,9 @@ class Trace:
     up: int = 0
     host: int = 0
     blocks: int = 0
+    flops: tuple[int, int] = (0, 0)
+    live_in: str = ""
+    peak_in: str = ""
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ class Offload(Transform):
     def name(self) -> str:
         given = {"params": self.params, "gradients": self.gradients, "fraction": self.fraction}
         shown = [f", {name}={value!r}" for name, value in given.items() if value not in (None, 1)]
+        if self.folders:
+            shown.append(f", folder={(self.folders[0] if len(self.folders) == 1 else list(self.folders))!r}")
         return f"offload({self.optimizer!r}{''.join(shown)})"
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
@@ -62,9 +64,9 @@ def offload(
             and belong to one run at a time; what is to be kept goes into checkpoints.
 
     Raises:
-        IllegalComposition: a fraction outside 0 to 1; "disk" without a folder, or a folder without it; when a plan is made,
-            an unknown memory; when a step is made, an optimizer that reads across parameters with states in two memories or
-            on disk.
+        IllegalComposition: a fraction outside 0 to 1; "disk" without a folder, a folder without it, or one folder twice;
+            when a plan is made, an unknown memory; when a step is made, an optimizer that reads across parameters with
+            states in two memories or on disk.
         StorageError: when a step is made: the folder is in use, holds another plan's states, or has too little space.
 
     >>> params, parallel = {"w": torch.ones(256, 256)}, sl.chain(sl.zero(0), sl.precision("bf16"), sl.offload())
@@ -72,11 +74,15 @@ def offload(
     >>> plan.bytes("optimizer", "host"), plan.bytes("optimizer", "device")
     (786432, 0)
     """
-    if isinstance(fraction, bool) or not 0 <= fraction <= 1:
+    if isinstance(fraction, (bool, str)) or not 0 <= fraction <= 1:
         raise IllegalComposition(f"offload(fraction={fraction!r}): use a number from 0 to 1")
     folders = (str(folder),) if isinstance(folder, (str, Path)) else tuple(map(str, folder))
     if (optimizer == "disk") != bool(folders):
         raise IllegalComposition(
             f"offload({optimizer!r}, folder={folder!r}): states on disk need a folder, others have none"
+        )
+    if len({str(Path(each).resolve()) for each in folders}) < len(folders):
+        raise IllegalComposition(
+            f"offload({optimizer!r}, folder={list(folders)}) names a folder twice; name each disk once"
         )
     return Offload(optimizer, params, gradients, float(fraction), folders)

@@ -29,7 +29,7 @@ class Remat(Transform):
 def remat(
     policy: str | Callable[..., Any] = "full",
     *,
-    save: Sequence[str] = (),
+    save: str | Sequence[str] = (),
     store: str | Sequence[str] = "device",
     smallest: int = SMALLEST,
     blocks: int | None = None,
@@ -55,8 +55,8 @@ def remat(
             attention; or a policy function ``(context, op, *args, **kwargs) -> CheckpointPolicy`` of
             torch.utils.checkpoint. "auto" lets `make_plan` choose, by ``device_memory``, the fewest blocks to recompute in
             full; train with the ``blocks`` that its plan names.
-        save: names of values that "full" keeps: see `shardlib.nn.checkpoint_name`. The library's models name "attn/out" and
-            "mlp/hidden".
+        save: names (or one name) of values that "full" keeps: see `shardlib.nn.checkpoint_name`. The library's models name
+            "attn/out" and "mlp/hidden".
         smallest: bytes below which an input stays as it is.
         blocks: how many blocks of a micro-batch are recomputed, the first ones; with several stages, of each stage. By
             default all. (When backward comes to the first blocks, it has freed what the others kept.)
@@ -71,11 +71,12 @@ def remat(
     """
     if policy not in ("full", "dots", "auto") and not callable(policy):
         raise IllegalComposition(f"remat policy {policy!r} is not 'full', 'dots', 'auto' or a policy function")
-    if blocks is not None and (policy == "auto" or blocks < 0):
-        raise IllegalComposition(f"remat({policy!r}, blocks={blocks}): give a number of blocks, or 'auto'")
-    if save and policy != "full":
-        raise IllegalComposition(f"remat({policy!r}, save={list(save)}): names are for policy 'full'")
+    if blocks is not None and (policy == "auto" or not isinstance(blocks, int) or blocks < 0):
+        raise IllegalComposition(f"remat({policy!r}, blocks={blocks!r}): give a number of blocks, or 'auto'")
+    names = (save,) if isinstance(save, str) else tuple(sorted(save))
+    if names and policy != "full":
+        raise IllegalComposition(f"remat({policy!r}, save={list(names)}): names are for policy 'full'")
     stores = [store] if isinstance(store, str) else list(store)
     if stores != ["device"] and not (set(stores) <= {"sharded", "host"} and len(set(stores)) == len(stores) > 0):
         raise IllegalComposition(f"remat store {store!r} is not 'device', 'host', 'sharded' or ('sharded', 'host')")
-    return Remat(Recompute(policy, tuple(sorted(save)), "sharded" in stores, "host" in stores, smallest, blocks))
+    return Remat(Recompute(policy, names, "sharded" in stores, "host" in stores, smallest, blocks))

@@ -91,8 +91,8 @@ def tile(globs: str | Sequence[str], n: int, *, along: str = "outputs") -> Tile:
     >>> len(plan.gathers)  # four tiles, and the rest of the unit, in forward and backward
     10
     """
-    if along not in _ALONG or n < 2:
+    if along not in _ALONG or not isinstance(n, int) or n < 2:
         raise IllegalComposition(
             f"tile(n={n!r}, along={along!r}): give at least 2 tiles, along {' or '.join(map(repr, _ALONG))}"
         )
-    return Tile(globs_of(globs), int(n), along)
+    return Tile(globs_of(globs), n, along)

@@ -87,6 +87,22 @@ def test_plan_prints_what_each_rank_holds(capsys):
     assert "Plan on data=4" in out and "as traced" in out and "blocks/0…1/attn/qkv/weight" in out
 
 
+def test_plan_refuses_what_does_not_fit(capsys):
+    limits = ["--host-memory", "1GiB", "--disk", "1TiB", "--ranks-per-host", "2"]
+    sharding = ["plan", "--mesh", "data=4", "--stage", "2", "--precision", "fp32", *SIZES[:8]]
+    assert cli.main([*sharding, "--device-memory", "1GiB", *limits, "--offload", "disk", "--remat", "host"]) == 0
+    out = capsys.readouterr().out
+    assert "\n2 ranks of a host hold " in out and "disk=1099511627776 is 1.1 TB" in out
+    assert "offload('disk', folder='states')" in out and "remat('full', store='host')" in out
+    with pytest.raises(
+        SystemExit, match=r"^shardlib plan: this plan does not fit:\n  - a rank holds (.|\n)*change.* sl\."
+    ):
+        cli.main([*sharding, "--device-memory", "200kB", *limits])
+    with pytest.raises(SystemExit):
+        cli.main([*sharding, "--device-memory", "24 gigs"])
+    assert "'24 gigs' is not a size" in capsys.readouterr().err
+
+
 def test_a_mesh_that_cannot_be_read():
     with pytest.raises(SystemExit, match="write axes and sizes, such as data=4"):
         cli.main(["plan", "--mesh", "four"])

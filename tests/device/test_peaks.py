@@ -3,7 +3,7 @@
 import pytest
 from helpers.peaks import Case, measured
 from helpers.profile import NIGHTLY
-from hypothesis import example, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 
@@ -31,7 +31,7 @@ def cases(draw):
 @example(Case(stage=2, ranks=2, precision="bf16", microbatches=2, width=96, samples=2))
 @example(Case(stage=1, ranks=2, remat="host", samples=2, width=96))
 @example(Case(precision="bf16 sums", offload="all", microbatches=2, layers=3, samples=2, width=96))
-@settings(max_examples=200 if NIGHTLY else 4)
+@settings(max_examples=200 if NIGHTLY else 4, phases=list(Phase) if NIGHTLY else (Phase.explicit, Phase.generate))
 @given(case=cases())
 def test_the_peak_of_a_step_is_the_plans(rigs, case):
     """Of a first step, in which ranks agree on each gather, and of a second, which gathers ahead; on the slowest links."""

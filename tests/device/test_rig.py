@@ -33,6 +33,28 @@ def test_memory_is_counted_and_has_a_budget(on_rig):
     assert on_rig(run) == ((8000, 4000, 8000), 0)
 
 
+@pytest.mark.parametrize("pinned", [True, False])
+def test_host_memory_is_counted_and_has_a_budget(on_rig, pinned):
+    def run(mesh):
+        import torch
+        from helpers import rig
+
+        rig.reset()
+        before = rig.counts()
+        x = torch.empty(1024, pin_memory=pinned)
+        seen = [rig.counts().host - before.host, rig.counts().pinned - before.pinned]
+        del x
+        seen += [rig.counts().host - before.host, rig.counts().host_peak - before.host]
+        with (
+            rig.limits(host=rig.counts().host + 100),
+            pytest.raises(torch.OutOfMemoryError, match="128 bytes more than"),
+        ):
+            torch.empty(32, pin_memory=pinned)
+        return seen
+
+    assert on_rig(run) == [4096, 4096 * pinned, 0, 4096]
+
+
 def test_what_was_not_written_or_was_freed_is_nan(on_rig):
     def run(mesh):
         import torch

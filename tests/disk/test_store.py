@@ -76,9 +76,9 @@ def test_what_was_written_is_read(tmp_path, folders):
 def test_buffers_are_divided_over_the_folders(tmp_path):
     folders = [tmp_path / str(number) for number in range(3)]
     buffers = {str(number): Flat(4096, torch.uint8) for number in range(30)}
-    with Store(folders, buffers, MEMORY) as store:
+    with Store(folders, buffers, MEMORY):
         sizes = [path.stat().st_size for folder in folders for path in folder.glob("*.data")]
-        assert sizes == [2 * 10 * 4096] * 3 and store.disk_bytes == sum(sizes)
+        assert sizes == [2 * 10 * 4096] * 3
         assert len(list(tmp_path.glob("*/*"))) == 3 + 3 + 1  # data, locks and a header
 
 
@@ -135,6 +135,50 @@ def test_the_step_before_the_last_is_there_until_the_first_write(tmp_path):
         assert store.steps == [4]
         with pytest.raises(StorageError, match=r"step 2 is not on disk; \[4\] are"):
             store.return_to(2)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["rolled back", "opened again"])
+def test_a_step_that_was_written_over_is_not_offered(tmp_path, again):
+    store = Store([tmp_path], BUFFERS, MEMORY)
+    for step in (1, 2):
+        write_step(store, step)
+        store.commit(step)
+    store.write("one", value("one", 9))
+    if again:
+        store.close()
+        store = Store([tmp_path], BUFFERS, MEMORY)
+    else:
+        store.roll_back()
+    assert store.steps == [2] and holds(store, 2)
+    with pytest.raises(StorageError, match="step 1 is not on disk"):
+        store.return_to(1)
+    write_step(store, 3)
+    store.commit(3)
+    assert store.steps == [3, 2]
+    store.close()
+
+
+def test_states_of_one_run_alone_wait_for_no_disk(tmp_path, monkeypatch):
+    """Their commits sync nothing, and what was written since is taken back."""
+    import os
+
+    with Store([tmp_path], BUFFERS, MEMORY, durable=False) as store:
+        with monkeypatch.context() as patch:
+            for name in ("fsync", "fdatasync"):
+                patch.setattr(os, name, lambda fd: pytest.fail("it waits for the disk"))
+            for step in (1, 2, 3):
+                write_step(store, step)
+                store.commit(step)
+                assert store.steps == [step] and holds(store, step)
+            write_step(store, 4)
+            store.flush()
+            assert holds(store, 4)
+            store.roll_back()
+            assert store.step == 3 and holds(store, 3)
+    with Store([tmp_path], BUFFERS, MEMORY, durable=False) as store:
+        assert store.step is None and not any(read(store, name).any() for name in BUFFERS)
+    with pytest.raises(StorageError, match="  - states of a running step, here a state that was moved\n"):
+        Store([tmp_path], BUFFERS, MEMORY)
 
 
 def test_groups_are_read_ahead_as_far_as_memory_allows(tmp_path, monkeypatch):
@@ -288,7 +332,7 @@ def test_another_format_is_refused(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(layout, "FORMAT", 99)
         Store([tmp_path], BUFFERS, MEMORY).close()
-    with pytest.raises(StorageError, match="  - format 99, here 1\n"):
+    with pytest.raises(StorageError, match="  - format 99, here 2\n"):
         Store([tmp_path], BUFFERS, MEMORY)
 
 
@@ -298,15 +342,6 @@ def test_files_keep_the_size_of_requests_they_were_made_with(tmp_path):
         store.commit(1)
     with Store([tmp_path], BUFFERS, MEMORY) as store:
         assert store._layout.request in (4096, 8192) and holds(store, 1)
-
-
-def test_removed_files_leave_an_empty_folder(tmp_path):
-    store = Store([tmp_path / "a", tmp_path / "b"], BUFFERS, MEMORY)
-    write_step(store, 1)
-    store.remove()
-    assert list(tmp_path.rglob("*.*")) == []
-    with Store([tmp_path / "a", tmp_path / "b"], BUFFERS, MEMORY) as store:
-        assert store.step is None
 
 
 def test_without_direct_io_it_is_said_once(tmp_path, monkeypatch, caplog):

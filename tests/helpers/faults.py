@@ -3,6 +3,8 @@
 import errno
 import os
 
+from shardlib.errors import StorageError
+
 
 class Faults:
     """Patches ``os`` so that calls on files whose path contains ``part`` fail as told.
@@ -48,6 +50,17 @@ class Faults:
             return real(*args, **kwargs)
 
         self._patch.setattr(os, call, patched)
+
+
+def damages(store):
+    """What of a store's buffers cannot be read, a line each."""
+    found = []
+    for name in store._layout.buffers:
+        try:
+            store.release(store.fetch(name).result())
+        except StorageError as error:
+            found.append(str(error))
+    return found
 
 
 FULL, BROKEN, READ_ONLY, DENIED = errno.ENOSPC, errno.EIO, errno.EROFS, errno.EACCES

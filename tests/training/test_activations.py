@@ -174,13 +174,15 @@ def test_a_plan_recomputes_as_few_blocks_as_fit():
         chosen = plan(sl.remat("auto"), device_memory=peaks[blocks])
         assert chosen == plans[peaks.index(peaks[blocks])]
         assert f"{chosen.step.remat.blocks} of 3 blocks are recomputed, for a peak of" in str(chosen)
-    with pytest.raises(IllegalComposition, match=r"with all of 3 blocks recomputed.*store='host'"):
+    with pytest.raises(
+        IllegalComposition, match=r"remat\('auto'\): 3 of 3 blocks are recomputed, for a peak of .*; with none "
+    ):
         plan(sl.remat("auto"), device_memory=peaks[3] - 1)
     for decide in (plan, lambda auto: sl.shard(params, sl.make_mesh(), auto)):
         with pytest.raises(IllegalComposition, match=r"needs a budget and a trace.*sl\.remat\(blocks="):
             decide(sl.remat("auto"))
     assert plan(sl.remat(), device_memory=peaks[3]) == plan(sl.remat())
-    with pytest.raises(IllegalComposition, match=r"a rank's peak is .* with its batch, and device_memory="):
+    with pytest.raises(IllegalComposition, match=r"a rank holds .* in device memory, .* \+ batch .*; device_memory="):
         plan(sl.remat(), device_memory=peaks[3] - 1)
     with pytest.raises(TypeError, match="give loss_fn=, batch= and optimizer= too"):
         sl.make_plan(params, sl.abstract_mesh(data=1), loss_fn=loss_fn, batch=batch, device_memory=peaks[0])
@@ -294,5 +296,6 @@ def test_names_that_no_value_has_are_refused():
             lambda mesh: sl.value_and_grad(blocks)(sl.shard(gpt.to_blocks(gpt.init(CONFIG)), mesh, pipe), batch),
             mesh={"pipe": 2, "data": 1},
         )
+    assert sl.remat(save="attn/out") == sl.remat(save=["attn/out"])
     with pytest.raises(IllegalComposition, match="names are for policy 'full'"):
         sl.remat("dots", save=["attn/out"])

@@ -210,6 +210,7 @@ def test_an_invalid_stage(stage):
     ("transforms", "message"),
     [
         (lambda: (sl.zero(1), sl.zero(2)), r"zero\(stage=1.*zero\(stage=2.* both claim\n.*reduction over axis 'data'"),
+        (lambda: (sl.offload(), sl.offload(params="host")), r"both claim\n.*\nKeep one, with the arguments of both"),
         (lambda: (sl.accumulate(2), sl.accumulate(4)), r"the schedule's microbatches: 2 against 4"),
         (
             lambda: (sl.zero(), sl.precision("bf16"), sl.precision("fp16")),
@@ -232,6 +233,9 @@ def test_transforms_that_do_not_compose(transforms, message):
     [
         (lambda: sl.accumulate(0), r"accumulate\(n=0\): the number of micro-batches is an integer of at least 1"),
         (lambda: sl.accumulate(2, sync="never"), r"sync='never'\): use 'each' or 'last'"),
+        (lambda: sl.tile("*", 2.0), r"tile\(n=2\.0, .* at least 2 tiles"),
+        (lambda: sl.remat(blocks=1.0), r"blocks=1\.0\): give a number of blocks"),
+        (lambda: sl.offload("disk", folder=["a", "./a"]), r"names a folder twice"),
         (lambda: sl.precision("fp8"), r"precision dtype 'fp8' is not one of 'bf16', 'fp16', 'fp32'"),
         (lambda: sl.remat("some"), r"remat policy 'some' is not 'full', 'dots', 'auto' or a policy function"),
     ],

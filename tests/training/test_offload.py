@@ -204,7 +204,7 @@ def test_replaced_parameters_are_what_the_next_step_starts_from(donate):
     assert_same(run(sl.offload()), run())
 
 
-@pytest.mark.parametrize("fraction", [-0.1, 1.5, True])
+@pytest.mark.parametrize("fraction", [-0.1, 1.5, True, "0.5"])
 def test_a_fraction_out_of_range_is_refused(fraction):
     with pytest.raises(IllegalComposition, match="use a number from 0 to 1"):
         sl.offload(fraction=fraction)

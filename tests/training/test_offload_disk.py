@@ -8,13 +8,13 @@ import pytest
 import torch
 from helpers import training
 from helpers.cuts import tiny_blocks
-from helpers.faults import BROKEN, FULL, Faults
+from helpers.faults import BROKEN, FULL, Faults, damages
 from helpers.models import mlp, regression_batch, share, tiny_gpt, token_batches
 from helpers.trees import assert_same
 
 import shardlib as sl
 from shardlib.errors import IllegalComposition, RankFailure, StorageError
-from shardlib.optim.resting import OnDisk
+from shardlib.optim.on_disk import OnDisk
 from shardlib.plan.loss_scale import LossScale
 
 OVERFLOWING = sl.precision("fp16", loss_scale=LossScale(2.0**24, window=7, hysteresis=1))
@@ -95,7 +95,7 @@ def test_the_files_and_the_memory_are_the_plans(tmp_path):
     assert sum(leaf.like.nbytes for leaf in leaves) == 12 * plan.parameters
     (file,) = tmp_path.glob("*.data")
     assert file.stat().st_size == plan.bytes("optimizer", "disk") == 3 * 3 * 2 * 4096
-    assert plan.bytes("optimizer", "host") == leaves[0]._states.store._pool._limit == 3 * 3 * 4096
+    assert plan.bytes("optimizer", "host") == leaves[0].store._pool._limit == 3 * 3 * 4096
     assert plan.bytes("grad", "disk") == 0 and plan.bytes("grad", "host") == 4 * plan.parameters
     assert "disk" in str(plan) and f"files in {tmp_path}" in str(plan)
 
@@ -204,7 +204,7 @@ def test_a_failing_disk_ends_the_step_and_the_last_one_is_whole(tmp_path, monkey
     mesh = sl.make_mesh()
     state, step = start(mesh, sl.offload("disk", folder=tmp_path))
     state = stepped(state, step, mesh, BATCHES[:2])
-    store = next(leaf for leaf in optree.tree_leaves(state.opt) if isinstance(leaf, OnDisk))._states.store
+    store = next(leaf for leaf in optree.tree_leaves(state.opt) if isinstance(leaf, OnDisk)).store
     before = store.step
     with monkeypatch.context() as patch:
         Faults(patch).fails("pwritev", BROKEN, ".data", after=2)
@@ -212,4 +212,4 @@ def test_a_failing_disk_ends_the_step_and_the_last_one_is_whole(tmp_path, monkey
             step(state, BATCHES[2])
     assert store.step == before
     store.roll_back()
-    assert store.damages() == []
+    assert damages(store) == []

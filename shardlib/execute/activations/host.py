@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from shardlib.common._compat import version_of
+from shardlib.common.pages import pages
 from shardlib.execute.activations.layout import flattened
 from shardlib.execute.saving import Saved
 from shardlib.mesh.mesh import Mesh
@@ -38,7 +39,7 @@ class Pinned:
         self._transfers = transfers
 
     def buffer(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return pages(size, pinned=True)
 
     def copy(self, way: str, target: torch.Tensor, source: torch.Tensor) -> Transfer:
         return self._transfers.start(way, lambda: target.copy_(source, non_blocking=True))

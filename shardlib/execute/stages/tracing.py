@@ -13,8 +13,9 @@ from shardlib.execute.batches import split_batch
 from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Gradients, Turn, default_options
 from shardlib.execute.handles import materialise
-from shardlib.execute.live import LiveBytes
+from shardlib.execute.live import LiveBytes, Peak
 from shardlib.execute.losses import read_loss
+from shardlib.execute.phases import Phases, Work
 from shardlib.execute.sequence import require_whole_loss
 from shardlib.execute.stages.base import Call, keys_of
 from shardlib.execute.stages.interpreter import Run, differentiable, fresh_leaf
@@ -37,9 +38,10 @@ def trace(
         return _trace_stages(loss_fn, plan, mesh, params, split_batch(batch, plan, mesh)[0], rng)
     runner = OneStage(loss_fn, plan, mesh, trained=True, with_buffers=buffers is not None)
 
-    def live_bytes(*indices: int) -> tuple[int, int]:
-        """Peak bytes of some micro-batches, with the cast batch: without the sums of gradients, and with them."""
-        live = LiveBytes()
+    def live_bytes(*indices: int) -> tuple[Peak, Peak]:
+        """The peaks of some micro-batches, with the cast batch: without the sums of gradients, and with them."""
+        phases = Phases()
+        live, runner.executor.around = LiveBytes(lambda: phases.now), phases.around
         with live:
             microbatches = split_batch(batch, plan, mesh)
             call = Call(params, microbatches, keys_of(plan, mesh, microbatches, rng), buffers, 1.0, 1.0)
@@ -48,12 +50,15 @@ def trace(
                 runner.microbatch(call, index, buffers, gradients)
         return live.peak(without=gradients.held), live.peak()
 
-    (live, peak), activations, kept = live_bytes(0), dict(mesh.traffic.activations), _kept(runner.executor)
+    work = Work()
+    with work:
+        (live, peak), activations, kept = live_bytes(0), dict(mesh.traffic.activations), _kept(runner.executor)
     if runner.executor.gathers:  # the second run follows the first one's trace, and gathers the next unit ahead
         live, peak = map(max, (live, peak), live_bytes(0))
     if plan.step.microbatches > 1:  # the last one finds the sums of all others, and ends with the step's exchanges
         peak = max(peak, live_bytes(0, plan.step.microbatches - 1)[1])
-    return (Trace(runner.executor.touches, activations, live, peak, **kept),)
+    noted = _noted(work, live, peak)
+    return (Trace(runner.executor.touches, activations, live.bytes, peak.bytes, **noted, **kept),)
 
 
 def _trace_stages(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, rng: Key) -> tuple[Trace, ...]:
@@ -62,7 +67,9 @@ def _trace_stages(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: 
     carry: Any = None
     passed: list[tuple[int, int]] = []
     sent: list[dict[str, int]] = [{} for _ in spans]
-    live = [LiveBytes() for _ in spans]
+    phases = [Phases(start) for start, _ in spans]
+    alive = [LiveBytes(lambda phase=phase: phase.now) for phase in phases]  # type: ignore[misc]
+    work = [Work() for _ in spans]
     memory: list[tuple[int, int]] = []  # bytes that a stage keeps of its own, and bytes of the incoming carry
     gradients: list[Gradients] = []
     for stage, (start, stop) in enumerate(spans):
@@ -72,12 +79,13 @@ def _trace_stages(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: 
             return read_loss(result, False).total if stop == len(blocks) else result
 
         executor = Executor(plan.of_stage(stage), mesh, trained=True)
+        executor.around = phases[stage].around
         gradients.append(executor.gradients(default_options(mesh)))
-        with _counting(mesh, sent[stage]), live[stage]:
+        with _counting(mesh, sent[stage]), alive[stage], work[stage]:
             result = executor.open(params, gradients[stage], compute)
         executor.rest()
         arrived = [leaf for leaf in leaves_of(carry) if isinstance(leaf, torch.Tensor)]
-        memory.append((live[stage].now, sum(leaf.nbytes for leaf in arrived)))
+        memory.append((alive[stage].now, sum(leaf.nbytes for leaf in arrived)))
         runs.append(Run(executor, differentiable(carry), differentiable(result)))
         tensors = [leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)]
         passed.append((sum(leaf.nbytes for leaf in tensors), sum(leaf.nbytes for leaf in runs[-1].outputs)))
@@ -86,9 +94,9 @@ def _trace_stages(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: 
         require_whole_loss(plan.step.sequence, mesh, {step for run in runs for step in run.executor.record.done}, None)
     if plan.step.remat:
         require_known(plan.step.remat.save, {name for run in runs for name in run.executor.record.names})
-    for run, grads, counts, alive in zip(reversed(runs), reversed(gradients), reversed(sent), reversed(live)):
+    for run, grads, counts, watch, done in list(zip(runs, gradients, sent, alive, work))[::-1]:
         seeds = [torch.ones_like(output) for output in run.outputs]
-        with _counting(mesh, counts), alive:
+        with _counting(mesh, counts), watch, done:
             if plan.stages.schedule.splits and run.inputs and run.outputs:
                 run.executor.inputs_gradient(run.outputs, seeds, run.inputs)
                 run.executor.rest()
@@ -96,17 +104,23 @@ def _trace_stages(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: 
             else:
                 run.executor.differentiate(run.outputs, seeds, run.inputs, grads, Turn(0, last=False))
         run.executor.close()
-    peaks = [(alive.peak(without=grads.held), alive.peak()) for alive, grads in zip(live, gradients)]
+    peaks = [(watch.peak(without=grads.held), watch.peak()) for watch, grads in zip(alive, gradients)]
     return tuple(
         Trace(
-            run.executor.touches, counts, peak + carry_bytes, with_sums + carry_bytes, kept + carry_bytes, *sizes,
-            **_kept(run.executor),
+            run.executor.touches, counts, live.bytes + carry_bytes, peak.bytes + carry_bytes, kept + carry_bytes,
+            out, back, **_noted(done, live, peak), **_kept(run.executor),
         )
-        for run, sizes, counts, (kept, carry_bytes), (peak, with_sums) in zip(runs, passed, sent, memory, peaks)
+        for run, (out, back), counts, (kept, carry_bytes), (live, peak), done
+        in zip(runs, passed, sent, memory, peaks, work)
     )  # fmt: skip
 
 
-def _kept(executor: Executor) -> dict[str, int]:
+def _noted(work: Work, live: Peak, peak: Peak) -> dict[str, Any]:
+    """The operations that were counted, and the phases of the peaks."""
+    return {"flops": tuple(work.flops), "live_in": live.phase, "peak_in": peak.phase}
+
+
+def _kept(executor: Executor) -> dict[str, Any]:
     """The number of blocks, and bytes of their inputs moved to host memory and back so far, and held there."""
     host, blocks = executor.host, {"blocks": executor.blocks.count}
     return blocks if host is None else blocks | {"down": host.down, "up": host.up, "host": host.held}

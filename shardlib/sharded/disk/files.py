@@ -43,7 +43,9 @@ class Files:
                 self._lock(folder, layout)
             found = _recognised(folders[0], layout)
             if found is not None:
-                layout = Layout(layout.rank, layout.ranks, layout.buffers, layout.files, found["request"])
+                layout = Layout(
+                    layout.rank, layout.ranks, layout.buffers, layout.files, found["request"], layout.durable
+                )
             self.layout = layout
             self.paths = [
                 folder / f"{layout.stem}.{number + 1}of{layout.files}.data" for number, folder in enumerate(folders)
@@ -105,16 +107,6 @@ class Files:
     def close(self) -> None:
         """Close the files, for another run to open."""
         self._closing.close()
-
-    def remove(self) -> None:
-        """Close the files and delete them: a crash leaves all, or what the next run makes anew."""
-        header = self.paths[0].parent / f"{self.layout.stem}.header"
-        header.unlink()
-        sync_folder(header.parent)
-        for path in self.paths:
-            path.unlink()
-            (path.parent / f"rank-{self.layout.rank}.lock").unlink()
-        self.close()
 
 
 @contextlib.contextmanager

@@ -12,7 +12,8 @@ import torch
 from shardlib.common.disk import whole_blocks
 from shardlib.common.dtypes import dtype_name
 
-FORMAT = 1
+FORMAT = 2
+_KINDS = {True: "a state that was moved", False: "states of a running step"}
 
 
 class Flat(NamedTuple):
@@ -54,12 +55,16 @@ class Layout:
 
     Attributes:
         buffers: name -> `Flat`.
+        durable: whether the files are for another run to take up.
         extents: name -> its ranges, in order.
         halves: the bytes of half of each file.
     """
 
-    def __init__(self, rank: int, ranks: int, buffers: Mapping[str, Flat], files: int, request: int) -> None:
+    def __init__(
+        self, rank: int, ranks: int, buffers: Mapping[str, Flat], files: int, request: int, durable: bool
+    ) -> None:
         self.rank, self.ranks, self.buffers, self.request = rank, ranks, dict(buffers), request
+        self.durable = durable
         self.extents: dict[str, tuple[Extent, ...]] = {}
         filled = [0] * files
         for name, flat in self.buffers.items():
@@ -76,11 +81,6 @@ class Layout:
         return len(self.halves)
 
     @property
-    def bytes(self) -> int:
-        """Bytes of all files: two slots for every buffer."""
-        return 2 * sum(self.halves)
-
-    @property
     def stem(self) -> str:
         """What files are named by: the rank, and a hash of what they hold."""
         content = json.dumps(self.description() | {"request": 0}, sort_keys=True)
@@ -94,6 +94,7 @@ class Layout:
             "ranks": self.ranks,
             "files": self.files,
             "request": self.request,
+            "durable": self.durable,
             "buffers": {name: [flat.numel, dtype_name(flat.dtype)] for name, flat in self.buffers.items()},
         }
 
@@ -107,6 +108,8 @@ class Layout:
             for key, word in (("ranks", "ranks"), ("files", "folders"))
             if found[key] != mine[key]
         ]
+        if found["durable"] != self.durable:
+            lines.append(f"{_KINDS[found['durable']]}, here {_KINDS[self.durable]}")
         theirs, ours = found["buffers"], mine["buffers"]
         for name in sorted(theirs.keys() | ours.keys()):
             if theirs.get(name) != ours.get(name):

@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from shardlib.common.disk import BLOCK
+from shardlib.common.pages import pages
 from shardlib.errors import StorageError
 
 
@@ -78,11 +78,6 @@ class Pool:
             known = (self._lent.values(), self._sent.values(), self._idle)
             while self._idle and sum(block.numel() for blocks in known for block in blocks) + size > self._limit:
                 self._idle.pop(0)
-            block = self._allocated(size)
+            block = pages(size, self._pinned)
         self._lent[block.data_ptr()] = block
         return block
-
-    def _allocated(self, size: int) -> torch.Tensor:
-        memory = torch.empty(size + BLOCK, dtype=torch.uint8, pin_memory=self._pinned)
-        skipped = -memory.data_ptr() % BLOCK
-        return memory[skipped : skipped + size]

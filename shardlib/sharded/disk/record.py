@@ -102,12 +102,19 @@ class Header:
             head = (_TEXT.pack(len(text), zlib.crc32(text)) + text).ljust(self._begin, b"\0")
             _create(path, head + empty.packed().ljust(self._size, b"\0") + bytes(self._size))
         self._fd = os.open(path, os.O_RDWR)
-        content = os.pread(self._fd, self._begin + 2 * self._size, 0)
+        try:
+            self._read(layout)
+        except BaseException:
+            self.close()
+            raise
+
+    def _read(self, layout: Layout) -> None:
+        """Find the records."""
+        content, path = os.pread(self._fd, self._begin + 2 * self._size, 0), self._path
         areas = [content[self._begin + i * self._size :][: self._size].ljust(_HEAD.size, b"\0") for i in range(2)]
         found = [_unpacked(area, layout) for area in areas]
         self.records = sorted((record for record in found if record), key=lambda record: -record.sequence)
         if not self.records:
-            self.close()
             raise StorageError(f"{path} is damaged: neither of its records can be read. {_REMEDY}")
         if any(record is None and area.strip(b"\0") for record, area in zip(found, areas, strict=True)):
             _log.warning(

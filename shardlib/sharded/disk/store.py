@@ -15,6 +15,7 @@ import torch
 from shardlib.common.disk import BLOCK, begin_writing
 from shardlib.errors import StorageError
 from shardlib.kernels.common.thresholds import Threshold
+from shardlib.mesh.memories import AHEAD
 from shardlib.sharded.disk import requests
 from shardlib.sharded.disk.files import Files
 from shardlib.sharded.disk.layout import Extent, Flat, Layout
@@ -30,9 +31,13 @@ class Store:
     """Named flat buffers of one rank on disk, of which a step is there wholly or not at all.
 
     Every buffer has two slots. The last commit's slots are only read; writes go to the others, and a commit makes those the
-    step: it waits for the writes, syncs each file once, and then writes and syncs one record. A crash at any time leaves the
-    last step that was committed. This costs twice the space, no further writes, and one sync for each folder and one more.
-    Every read is compared with the checksum that was taken when it was written.
+    step. So what was written since can be taken back (`roll_back`), whatever has failed. This costs twice the space and no
+    further writes. Every read is compared with the checksum that was taken when it was written.
+
+    A *durable* store is for another run to take up: a commit waits for the writes, syncs each file once, and then writes and
+    syncs one record, and the first write after it syncs the header once, in which the step before is no longer named. A crash
+    at any time leaves the last step that was committed. Without it a commit waits for the writes alone, and what was
+    committed is this run's.
 
     A buffer that was never written holds zeros. Methods are for one thread at a time.
 
@@ -42,6 +47,7 @@ class Store:
         memory: bytes of host memory that buffers pass through, the largest at least.
         rank, ranks: this rank's number, and how many share the folders.
         pinned: whether an accelerator copies from and to fetched memory beside other work.
+        durable: whether a crash leaves the last commit.
 
     Attributes:
         step: the number of the last commit; None before the first.
@@ -60,12 +66,13 @@ class Store:
         rank: int = 0,
         ranks: int = 1,
         pinned: bool = False,
+        durable: bool = True,
     ) -> None:
         largest = max((flat.padded for flat in buffers.values()), default=0)
         if memory < largest:
             raise StorageError(f"{memory:,} bytes of host memory do not hold the largest buffer, of {largest:,}")
         request = max(BLOCK, _REQUEST() // BLOCK * BLOCK)
-        self._files = Files(list(map(Path, folders)), Layout(rank, ranks, buffers, len(folders), request))
+        self._files = Files(list(map(Path, folders)), Layout(rank, ranks, buffers, len(folders), request, durable))
         self._layout = self._files.layout
         self._pool = Pool(memory, pinned)
         self._threads = ThreadPoolExecutor(DEPTH, "shardlib-disk")
@@ -73,11 +80,6 @@ class Store:
         self._changed: set[int] = set()  # files with writes since the last commit
         self._failure: Exception | None = None
         self._take_up(self._files.header.records[0])
-
-    @property
-    def disk_bytes(self) -> int:
-        """Bytes of all data files."""
-        return self._layout.bytes
 
     @property
     def step(self) -> int | None:
@@ -93,8 +95,15 @@ class Store:
 
         Ranks that died while they committed may stand one step apart; the newest that all of them have is whole on each.
         """
-        records = self._files.header.records[: 1 if self._changed else 2]
-        return [record.step for record in records if record.step is not None]
+        return [record.step for record in self._records if record.step is not None]
+
+    def notes_of(self, step: int) -> bytes:
+        """What one of `steps` keeps beside the buffers."""
+        return next(record.notes for record in self._records if record.step == step)
+
+    @property
+    def _records(self) -> list[Record]:
+        return self._files.header.records if self._layout.durable else [self._committed]
 
     def fetch(self, name: str) -> Fetch:
         """Begin to read a buffer into memory of the store.
@@ -115,7 +124,7 @@ class Store:
         self._busy[name] = pending
         return Fetch(self._pool, block, flat, pending)
 
-    def fetched(self, groups: Iterable[Sequence[str]], ahead: int = 3) -> Iterator[dict[str, torch.Tensor]]:
+    def fetched(self, groups: Iterable[Sequence[str]], ahead: int = AHEAD) -> Iterator[dict[str, torch.Tensor]]:
         """Groups of buffers one after the other, of which ``ahead`` more are being read where memory allows.
 
         The caller writes or releases a group before it asks for the next.
@@ -127,31 +136,41 @@ class Store:
                     sizes = [max(self._layout.buffers[name].padded, BLOCK) for name in left[0]]
                     if begun and not self._pool.room(sizes):
                         break
-                    begun.append({name: self.fetch(name) for name in left.popleft()})
-                yield {name: fetch.result() for name, fetch in begun.popleft().items()}
+                    begun.append({})
+                    for name in left.popleft():
+                        begun[-1][name] = self.fetch(name)
+                tensors = {name: fetch.result() for name, fetch in begun[0].items()}
+                begun.popleft()  # the caller's from now on
+                yield tensors
         finally:
             for fetches in begun:
                 for fetch in fetches.values():
                     fetch.cancel()
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Begin to write a buffer. Memory that the store lent goes back to it; other memory is copied first.
+        """Begin to write a buffer. Memory that the store lent goes back to it, whatever fails; other memory is copied first.
 
         Raises:
             StorageError: an earlier write has failed, or a file was changed from outside.
         """
-        flat = self._layout.buffers[name]
-        if (tensor.numel(), tensor.dtype) != flat:
-            raise StorageError(f"{name} is a buffer of {flat}, and was given {Flat(tensor.numel(), tensor.dtype)}")
-        if not flat.numel:
-            return
-        self._finish(name)
-        self._raise_failure()
-        self._files.check()
-        block = self._pool.lent(tensor)
-        if block is None:
-            block = self._pool.take(max(flat.padded, BLOCK))
-            block[: flat.bytes].view(flat.dtype).copy_(tensor.view(-1))
+        flat, block = self._layout.buffers[name], self._pool.lent(tensor)
+        try:
+            if (tensor.numel(), tensor.dtype) != flat:
+                raise StorageError(f"{name} is a buffer of {flat}, and was given {Flat(tensor.numel(), tensor.dtype)}")
+            if not flat.numel:
+                return
+            self._finish(name)
+            self._raise_failure()
+            self._files.check()
+            if self._layout.durable and len(self._files.header.records) > 1:
+                self._files.header.settle()  # the step before the last one has the slots that are written to
+            if block is None:
+                block = self._pool.take(max(flat.padded, BLOCK))
+                block[: flat.bytes].view(flat.dtype).copy_(tensor.view(-1))
+        except BaseException:
+            if block is not None:
+                self._pool.give(block)
+            raise
         block[flat.bytes :].zero_()
         slot = 1 - self._committed.slots[name] if self._committed.slots[name] != ZEROS else 0
         self._slots[name], self._sums[name] = slot, np.zeros_like(self._sums[name])
@@ -170,32 +189,42 @@ class Store:
         if block is not None:
             self._pool.give(block)
 
+    def flush(self) -> None:
+        """Wait until all that was written is in the files, for this run to read; a commit can hardly fail then.
+
+        Raises:
+            StorageError: a write has failed, or a file was changed from outside.
+        """
+        self._finish()
+        self._raise_failure()
+        self._files.check()
+
     def commit(self, step: int, notes: bytes = b"") -> None:
-        """Make all that was written the step: when this returns, it is on the disk, and a crash leaves it.
+        """Make all that was written the step. In a durable store it is on the disk when this returns, and a crash leaves it.
 
         Raises:
             StorageError: a write has failed, or a file was changed from outside; the last commit stays.
         """
         if len(notes) > NOTES:
             raise StorageError(f"{len(notes):,} bytes of notes; {NOTES:,} is the most that a step may have")
-        self._finish()
-        self._raise_failure()
-        self._files.check()
-        try:
-            for done in [self._threads.submit(self._files.sync, number) for number in sorted(self._changed)]:
-                done.result()
-            made = Record(self._committed.sequence + 1, step, notes, dict(self._slots), dict(self._sums))
-            self._files.header.write(made)
-        except StorageError as error:
-            self._failure = error
-            raise
+        self.flush()
+        made = Record(self._committed.sequence + 1, step, notes, dict(self._slots), dict(self._sums))
+        if self._layout.durable:
+            try:
+                for done in [self._threads.submit(self._files.sync, number) for number in sorted(self._changed)]:
+                    done.result()
+                self._files.header.write(made)
+            except StorageError as error:
+                self._failure = error
+                raise
         self._take_up(made)
 
     def roll_back(self) -> None:
         """Take back what was written since the last commit, and errors with it."""
         self._finish()
         if self._failure is not None:
-            self._files.header.settle()
+            if self._layout.durable:
+                self._files.header.settle()
             self._failure = None
         self._take_up(self._committed)
 
@@ -208,27 +237,11 @@ class Store:
             self._files.header.forget_newest()
         self._take_up(self._files.header.records[0])
 
-    def damages(self) -> list[str]:
-        """What of the last commit cannot be read, a line each: empty if all is as it was written."""
-        found = []
-        for name in self._layout.buffers:
-            try:
-                self.release(self.fetch(name).result())
-            except StorageError as error:
-                found.append(str(error))
-        return found
-
     def close(self) -> None:
         """Wait for what was begun and close the files. What was not committed is lost."""
         self._finish()
         self._threads.shutdown()
         self._files.close()
-
-    def remove(self) -> None:
-        """Close the files and delete them."""
-        self._finish()
-        self._threads.shutdown()
-        self._files.remove()
 
     def __enter__(self) -> Store:
         return self
@@ -249,9 +262,10 @@ class Store:
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
+            whole = f"Step {self.step} is whole on disk" if self._layout.durable else "What was there before is whole"
             raise StorageError(
-                f"{self._failure}\nStep {self.step} is whole on disk; what was written since is not, and nothing more is "
-                "written before `roll_back` or a new run"
+                f"{self._failure}\n{whole}; what was written since is not, and nothing more is written before `roll_back` or "
+                "a new run"
             ) from self._failure
 
     def _place(self, slot: int, extent: Extent) -> tuple[int, int, Path]:

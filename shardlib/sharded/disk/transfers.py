@@ -17,6 +17,7 @@ class Fetch:
 
     def __init__(self, pool: Pool, block: torch.Tensor, flat: Flat, pending: Sequence[Future[None]]) -> None:
         self._pool, self._block, self._flat, self._pending = pool, block, flat, pending
+        self._held = True
 
     def result(self) -> torch.Tensor:
         """The buffer, in memory that is lent; waits for it.
@@ -29,17 +30,19 @@ class Fetch:
             for request in self._pending:
                 request.result()
         except BaseException:
-            self._pool.give(self._block)
+            self.cancel()
             raise
         if not self._flat.numel:  # an empty tensor has no address that it could be recognised by
-            self._pool.give(self._block)
+            self.cancel()
             return torch.empty(0, dtype=self._flat.dtype)
         return self._block[: self._flat.bytes].view(self._flat.dtype)
 
     def cancel(self) -> None:
-        """Give back the memory of a fetch whose result was not taken."""
+        """Give back the memory, of the result too. A second call does nothing."""
         wait(self._pending)
-        self._pool.give(self._block)
+        if self._held:
+            self._held = False
+            self._pool.give(self._block)
 
 
 class Write:

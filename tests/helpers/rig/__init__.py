@@ -28,7 +28,8 @@ class Counts(NamedTuple):
     """What the device has counted since `reset`, in bytes and copies.
 
     ``live`` and ``peak``: bytes of the device's memory; ``pinned``, ``pinned_peak``: of pinned memory; ``up`` and ``down``:
-    bytes copied to the device and from it, in ``ups`` and ``downs`` copies.
+    bytes copied to the device and from it, in ``ups`` and ``downs`` copies; ``host``, ``host_peak``: bytes of all host memory
+    of torch's, pinned or not, that was taken since `start`.
     """
 
     live: int
@@ -39,6 +40,8 @@ class Counts(NamedTuple):
     down: int
     ups: int
     downs: int
+    host: int
+    host_peak: int
 
 
 @functools.cache
@@ -49,6 +52,7 @@ def start() -> None:
     torch.utils.rename_privateuse1_backend("rig")
     torch._register_device_module("rig", _module())
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    torch.empty(0, pin_memory=True)  # before the first such call torch takes no memory for pinned
 
 
 def counts() -> Counts:
@@ -62,18 +66,16 @@ def reset() -> None:
 
 
 @contextmanager
-def limits(budget: int = 0, up: float = 0.0, down: float = 0.0) -> Iterator[None]:
-    """A budget of the device's memory in bytes, and the links' rates in bytes per second; 0 for none.
-
-    With a rate below 0 a copy that runs behind takes until somebody waits for it.
-    """
+def limits(budget: int = 0, up: float = 0.0, down: float = 0.0, host: int = 0) -> Iterator[None]:
+    """Budgets of the device's memory and of torch's host memory in bytes, and the links' rates in bytes per second; 0 for
+    none. With a rate below 0 a copy that runs behind takes until somebody waits for it."""
     library = _library()
-    library.rig_set_budget(budget)
+    library.rig_set_budgets(budget, host)
     library.rig_set_rates(up, down)
     try:
         yield
     finally:
-        library.rig_set_budget(0)
+        library.rig_set_budgets(0, 0)
         library.rig_set_rates(0.0, 0.0)
 
 
@@ -95,13 +97,16 @@ def _library() -> ctypes.CDLL:
     torch.ops.load_library(path)
     library = ctypes.CDLL(str(path))
     library.rig_count.restype = ctypes.c_int64
-    library.rig_set_budget.argtypes = [ctypes.c_int64]
+    library.rig_set_budgets.argtypes = [ctypes.c_int64, ctypes.c_int64]
+    library.rig_pin.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    library.rig_unpin.argtypes = [ctypes.c_void_p]
     library.rig_set_rates.argtypes = [ctypes.c_double, ctypes.c_double]
     return library
 
 
 def _module() -> types.ModuleType:
-    """What torch looks up under ``torch.rig``."""
+    """What torch looks up under ``torch.rig``, and what the library looks up as it does under ``torch.cuda``."""
+    library = _library()
     module = types.ModuleType("torch.rig")
     generator = torch.ops.rig.default_generator()
     facts = {
@@ -119,6 +124,10 @@ def _module() -> types.ModuleType:
         "synchronize": torch.accelerator.synchronize,
         "Stream": torch.Stream,
         "Event": torch.Event,
+        "cudart": lambda: types.SimpleNamespace(
+            cudaHostRegister=lambda address, size, flags: library.rig_pin(address, size),
+            cudaHostUnregister=library.rig_unpin,
+        ),
     }
     for name, fact in facts.items():
         setattr(module, name, fact)

@@ -1,6 +1,7 @@
 // torch's view of the test device: allocators, guard, generator, hooks. Its operators are in operators.cpp.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include "device.h"
@@ -32,10 +33,40 @@ struct DeviceAllocator final : c10::Allocator {
   }
 };
 
-void free_pinned(void* address) { pinned().free(address); }
+void take_of_host(size_t bytes) {
+  TORCH_CHECK_WITH(OutOfMemoryError, host().take(bytes), "rig: out of host memory: ", bytes, " bytes more than the ",
+                   host().live(), " in use exceed the budget of ", host().budget());
+}
+
+// The host's own allocator, whose memory is counted.
+struct HostAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    take_of_host(bytes);
+    auto data = own()->allocate(bytes);
+    if (!data) return data;
+    host().note(data.get(), bytes);
+    data.compare_exchange_deleter(own()->raw_deleter(), &free);
+    return data;
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free; }
+  void copy_data(void* to, const void* from, size_t bytes) const override { memcpy(to, from, bytes); }
+
+  static void free(void* address) {
+    host().forget(address);
+    own()->raw_deleter()(address);
+  }
+  static c10::Allocator* own() {
+    static auto* found = c10::GetCPUAllocator();
+    return found;
+  }
+};
+
+void free_pinned(void* address) { host().give(pinned().free(address)); }
 
 struct PinnedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
+    bytes = Pinned::taken(bytes);
+    take_of_host(bytes);
     void* at = pinned().allocate(bytes);
     return {at, at, &free_pinned, Device(c10::kCPU)};
   }
@@ -158,8 +189,13 @@ extern "C" {
 void rig_start() {
   at::RegisterPrivateUse1HooksInterface(&rig::hooks);
   rig::register_collectives();
+  rig::HostAllocator::own();  // before another takes its place
+  c10::SetCPUAllocator(new rig::HostAllocator(), 1);
 }
-void rig_set_budget(int64_t bytes) { rig::memory().set_budget(bytes); }
+void rig_set_budgets(int64_t device, int64_t host) {
+  rig::memory().set_budget(device);
+  rig::host().set_budget(host);
+}
 void rig_set_rates(double up, double down) {
   rig::up().rate = up;
   rig::down().rate = down;
@@ -168,7 +204,16 @@ void rig_reset() {
   rig::streams().drain();
   rig::memory().reset_peak();
   rig::pinned().reset_peak();
+  rig::host().reset_peak();
   for (auto* link : {&rig::up(), &rig::down()}) link->copies = link->moved = 0;
+}
+int rig_pin(void* address, size_t bytes) {
+  rig::pinned().add(address, bytes);
+  return 0;
+}
+int rig_unpin(void* address) {
+  rig::pinned().remove(address);
+  return 0;
 }
 int64_t rig_count(int what) {
   switch (what) {
@@ -179,7 +224,9 @@ int64_t rig_count(int what) {
     case 4: return rig::up().moved;
     case 5: return rig::down().moved;
     case 6: return rig::up().copies;
-    default: return rig::down().copies;
+    case 7: return rig::down().copies;
+    case 8: return rig::host().live();
+    default: return rig::host().peak();
   }
 }
 }

@@ -7,6 +7,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <bit>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -126,24 +127,42 @@ class Memory {
 // Host memory from which, and to which, copies run behind.
 class Pinned {
  public:
+  // How much memory torch's allocator for CUDA takes for `bytes` bytes, and so does this one.
+  static size_t taken(size_t bytes) { return bytes ? std::bit_ceil(bytes) : 1; }
+
   void* allocate(size_t bytes) {
     void* at = nullptr;
-    if (posix_memalign(&at, 4096, bytes ? bytes : 1) != 0) return nullptr;
-    std::lock_guard<std::mutex> lock(mutex_);
-    blocks_[static_cast<char*>(at)] = {bytes ? bytes : 1, {}};
-    live_ += bytes;
-    if (live_ > peak_) peak_ = live_;
+    if (posix_memalign(&at, 4096, bytes) != 0) return nullptr;
+    add(at, bytes);
     return at;
   }
 
-  void free(void* address) {
+  // Pin memory that the caller has allocated, and will free after `remove`.
+  void add(void* address, size_t bytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    blocks_[static_cast<char*>(address)] = {bytes, {}};
+    live_ += bytes;
+    if (live_ > peak_) peak_ = live_;
+  }
+
+  void remove(void* address) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto block = blocks_.find(static_cast<char*>(address));
+    live_ -= block->second.bytes;
+    blocks_.erase(block);
+  }
+
+  // Returns the bytes that are free.
+  size_t free(void* address) {
     std::unique_lock<std::mutex> lock(mutex_);
     auto block = blocks_.find(static_cast<char*>(address));
+    auto bytes = block->second.bytes;
     auto streams = block->second.streams;
-    live_ -= block->second.bytes;
+    live_ -= bytes;
     blocks_.erase(block);
     lock.unlock();
     when_reached(streams, [address] { ::free(address); });
+    return bytes;
   }
 
   void use_on(const void* address, int64_t stream) {
@@ -180,7 +199,54 @@ class Pinned {
   int64_t live_ = 0, peak_ = 0;
 };
 
-// Neither ends before the process does: tensors may be freed at any time up to then.
+// The bytes of host memory that torch has in use, pinned or not, and a budget for them.
+class Host {
+ public:
+  // Whether the budget allows `bytes` more, which are then counted.
+  bool take(int64_t bytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (budget_ && live_ + bytes > budget_) return false;
+    live_ += bytes;
+    if (live_ > peak_) peak_ = live_;
+    return true;
+  }
+
+  void give(int64_t bytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    live_ -= bytes;
+  }
+
+  // What lies at an address has been taken: `forget` gives it back.
+  void note(void* address, int64_t bytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    blocks_[address] = bytes;
+  }
+
+  void forget(void* address) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto block = blocks_.find(address);
+    live_ -= block->second;
+    blocks_.erase(block);
+  }
+
+  int64_t live() const { return live_; }
+  int64_t peak() const { return peak_; }
+  int64_t budget() const { return budget_; }
+  void set_budget(int64_t bytes) { budget_ = bytes; }
+  void reset_peak() { peak_ = live_; }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<void*, int64_t> blocks_;
+  int64_t live_ = 0, peak_ = 0, budget_ = 0;
+};
+
+// None ends before the process does: tensors may be freed at any time up to then.
+inline Host& host() {
+  static Host* made = new Host();
+  return *made;
+}
+
 inline Memory& memory() {
   static Memory* made = new Memory();
   return *made;

@@ -261,7 +261,7 @@ DEFECTS = (
         "stale",
         "train.py",
         "without donation the old state's optimizer moves on with the new one",
-        "opt = tree_map(cloned, opt)",
+        "opt = copied(opt)",
         "pass",
         ("tests/execute/test_hazards.py::test_without_donation_old_states_stay_valid",),
     ),

@@ -47,8 +47,8 @@ DEFECTS = (
         "offset",
         "nn/tiles.py",
         "the gradient of every tile of an input is written to the place of the first",
-        "ctx.cut.view(ctx.cut.gradient, ctx.number)",
-        "ctx.cut.view(ctx.cut.gradient, 0)",
+        "self.view(self._gradient, number)",
+        "self.view(self._gradient, 0)",
         (f"{_TOKENS}::test_values_and_gradients_are_those_of_the_whole",),
     ),
     Defect(

@@ -1,0 +1,192 @@
+"""States taken apart into storages and a skeleton, and put together again."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+
+from shardlib.common.devices import pins
+from shardlib.common.dtypes import dtype_name
+from shardlib.common.pages import pages
+from shardlib.errors import TreeError
+from shardlib.mesh.mesh import Mesh
+from shardlib.optim.on_disk import OnDisk
+from shardlib.optim.train_state import TrainState
+from shardlib.sharded.tree import Sharded
+from shardlib.tree import path_name
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor's place in a storage, and where the storage belongs.
+
+    Attributes:
+        storage: the path of the first tensor in the storage.
+        bytes: of the storage.
+        pinned: whether the storage is in host memory for a device's copies.
+    """
+
+    storage: str
+    bytes: int
+    device: torch.device
+    pinned: bool
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def of(self, storage: torch.Tensor) -> torch.Tensor:
+        """The tensor, over a storage's bytes."""
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage.untyped_storage(), self.offset, self.shape, self.stride)
+
+    def home(self) -> torch.Tensor:
+        """New memory where the storage belongs."""
+        return pages(self.bytes, True) if self.pinned else self._plain(self.device)
+
+    def on_host(self) -> torch.Tensor:
+        """New host memory for the storage."""
+        return pages(self.bytes, True) if self.pinned or pins(self.device) else self._plain("cpu")
+
+    def _plain(self, device: torch.device | str) -> torch.Tensor:
+        return torch.empty(self.bytes, dtype=torch.uint8, device=device)
+
+
+class Skeleton:
+    """A state in which views stand for tensors.
+
+    Attributes:
+        state: the state.
+        what: the state in words.
+        views: path of a storage -> a view of it.
+        resting: path -> a tensor that lies in files of its own.
+        mesh: of the state's sharded parts; None if it has none.
+    """
+
+    def __init__(self, state: Any, what: str) -> None:
+        self.state, self.what = state, what
+        leaves = list(_leaves(state))
+        self.views: dict[str, View] = {leaf.storage: leaf for _, leaf in reversed(leaves) if isinstance(leaf, View)}
+        self.resting: dict[str, OnDisk] = {path: leaf for path, leaf in leaves if isinstance(leaf, OnDisk)}
+        sharded = list(_sharded(state))
+        self.mesh: Mesh | None = sharded[0].mesh if sharded else None
+        if len(shapes := {tuple(part.mesh.shape.items()) for part in sharded}) > 1:
+            raise TreeError(
+                f"parts of this tree are sharded over different meshes ({', '.join(str(dict(s)) for s in sorted(shapes))}): "
+                "move them one by one"
+            )
+
+    @property
+    def step(self) -> int | None:
+        """The state's step; None for trees without one."""
+        return self.state.step if isinstance(self.state, TrainState) else None
+
+    @property
+    def form(self) -> str:
+        """A hash of what the bytes of the storages mean: two states of one form take each other's."""
+        lines = [
+            repr((path, dtype_name(v.dtype), v.offset, v.shape, v.stride)) for path, v in _leaves(self.state, View)
+        ]
+        lines += [repr((path, dtype_name(r.like.dtype), tuple(r.shape))) for path, r in self.resting.items()]
+        for part in _sharded(self.state):
+            lines.append(repr(dict(part.mesh.shape)))
+            lines += [
+                repr((each.path, each.param.shape, each.param.spec, each.optimizer and each.optimizer.spec))
+                for each in part.plan.placements
+            ]
+        return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
+
+    def whole(self, storages: dict[str, torch.Tensor]) -> Any:
+        """The state over storages."""
+        state = _rebuilt(self.state, lambda view: view.of(storages[view.storage]))
+        return state.fitting() if isinstance(state, TrainState) else state
+
+
+def apart(state: Any) -> tuple[Skeleton, dict[str, torch.Tensor]]:
+    """A state's skeleton, and path -> bytes of each storage."""
+    what = "this tree"
+    if isinstance(state, TrainState):
+        state, what = state.settled(), f"the state of step {state.step}"
+    storages: dict[str, torch.Tensor] = {}
+    known: dict[tuple[torch.device, int], str] = {}
+    for path, tensor in _leaves(state, torch.Tensor):
+        storage = tensor.untyped_storage()
+        if known.setdefault((tensor.device, storage.data_ptr()), path) == path:
+            flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            storages[path] = flat.set_(storage, 0, (storage.nbytes(),), (1,))
+
+    def view(tensor: torch.Tensor) -> View:
+        name = known[tensor.device, tensor.untyped_storage().data_ptr()]
+        return View(
+            storage=name,
+            bytes=storages[name].numel(),
+            device=tensor.device,
+            pinned=tensor.device.type == "cpu" and tensor.is_pinned(),
+            dtype=tensor.dtype,
+            offset=int(tensor.storage_offset()),
+            shape=tuple(tensor.shape),
+            stride=tensor.stride(),
+        )
+
+    return Skeleton(_rebuilt(state, view), what), storages
+
+
+def donate(state: Any, what: str, by: str) -> None:
+    """Mark the parts of a state as used up, so that they hold no memory."""
+    remedy = f"what sl.{by} returned"
+    for part in optree.tree_leaves(state, is_leaf=_is_part):
+        if isinstance(part, TrainState):
+            part.take(f"sl.{by}", remedy)
+        elif isinstance(part, Sharded):
+            part.take(f"{what} was donated: sl.{by} has moved it. Go on with {remedy}")
+
+
+def _is_part(node: Any) -> bool:
+    return isinstance(node, (Sharded, TrainState))
+
+
+def _rebuilt(state: Any, move: Callable[[Any], Any]) -> Any:
+    """A state with other tensors, or views in place of them."""
+    if isinstance(state, Sharded):
+        return Sharded(state.plan, state.mesh, state.role, {name: move(leaf) for name, leaf in state.buffers.items()})
+    if isinstance(state, TrainState):
+        parts = (_rebuilt(part, move) for part in (state.params, state.opt, state.comm, state.buffers))
+        params, opt, comm, buffers = parts
+        return TrainState(state.step, params, opt, comm, buffers, state.scale, state.rng)
+
+    def moved(node: Any) -> Any:
+        if _is_part(node):
+            return _rebuilt(node, move)
+        return move(node) if isinstance(node, (torch.Tensor, View)) else node
+
+    return optree.tree_map(moved, state, is_leaf=_is_part)
+
+
+def _leaves(state: Any, kind: type | tuple[type, ...] = object) -> Iterator[tuple[str, Any]]:
+    """(path, leaf) of all leaves of a kind, those of parts by the names of their buffers."""
+    if isinstance(state, Sharded):
+        found: Sequence[tuple[str, Any]] = list(state.buffers.items())
+    elif isinstance(state, TrainState):
+        parts = {"params": state.params, "opt": state.opt, "comm": state.comm, "buffers": state.buffers}
+        found = [(f"{name}/{path}", leaf) for name, part in parts.items() for path, leaf in _leaves(part)]
+    else:
+        paths, nodes, _ = optree.tree_flatten_with_path(state, is_leaf=_is_part)
+        found = []
+        for path, node in zip(paths, nodes, strict=True):
+            inner = _leaves(node) if _is_part(node) else [("", node)]
+            found += [(path_name((*path, name) if name else path), leaf) for name, leaf in inner]
+    yield from ((path, leaf) for path, leaf in found if isinstance(leaf, kind))
+
+
+def _sharded(state: Any) -> Iterator[Sharded]:
+    """The sharded trees in a state."""
+    for part in optree.tree_leaves(state, is_leaf=_is_part):
+        if isinstance(part, Sharded):
+            yield part
+        elif isinstance(part, TrainState):
+            yield part.params

@@ -1,0 +1,1 @@
+"""What every memory holds at its peak, and whether that fits."""

@@ -1,0 +1,94 @@
+"""Edits of a chain of transforms by which a rank holds less of its device's memory, or of its host's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+from shardlib.plan.plan import Plan
+from shardlib.plan.tiers.remedies import Change
+from shardlib.plan.transform import Chain, Transform, chain
+from shardlib.transforms.accumulate import Accumulate, accumulate
+from shardlib.transforms.offload import Offload, offload
+from shardlib.transforms.pipeline import Pipelined
+from shardlib.transforms.remat import Remat, remat
+from shardlib.transforms.zero import Zero, zero
+
+_FOLDER = "states"
+_T = TypeVar("_T", bound=Transform)
+
+
+def changes(transform: Transform, sizes: Mapping[str, int], rows: int, disk: bool) -> Iterator[Change]:
+    """Every edit of one transform: more recompute, a higher stage, more offload, smaller micro-batches.
+
+    Args:
+        sizes: axis -> size of the mesh.
+        rows: of a rank's batch.
+        disk: whether states may go to disk.
+    """
+    members = transform.transforms if isinstance(transform, Chain) else (transform,)
+
+    def edits(before: _T | None, candidates: Iterator[_T]) -> Iterator[Change]:
+        others = [member for member in members if member is not before]
+        for after in candidates:
+            if after != before:
+                yield Change(chain(*others, after), lambda plan, after=after: _code(before, after, plan))  # type: ignore[misc]
+
+    recomputed, split = _first(members, Remat), _first(members, Zero)
+    moved, cut, staged = _first(members, Offload), _first(members, Accumulate), _first(members, Pipelined)
+    yield from edits(recomputed, _remats(recomputed))
+    yield from edits(split, _stages(split, sizes))
+    yield from edits(moved, _offloads(moved, disk))
+    if staged is None:
+        yield from edits(cut, (_cut(cut, n) for n in _smaller(cut.microbatches if cut else 1, rows)))
+    else:
+        yield from edits(staged, (replace(staged, microbatches=n) for n in _smaller(staged.microbatches, rows)))
+
+
+def _remats(before: Remat | None) -> Iterator[Remat]:
+    if before is None:
+        yield remat("auto")
+        yield remat("auto", store="host")
+        return
+    how = before.how
+    for policy in dict.fromkeys((how.policy, "auto")):
+        for host in {how.host, True}:
+            save = how.save if policy == "full" else ()
+            yield Remat(replace(how, policy=policy, save=save, host=host, blocks=None))
+
+
+def _stages(before: Zero | None, sizes: Mapping[str, int]) -> Iterator[Zero]:
+    present = before or zero(0)
+    if sizes.get(present.axis, 1) > 1:
+        for stage in range(present.stage + 1, 4):
+            yield replace(present, stage=stage)
+
+
+def _offloads(before: Offload | None, disk: bool) -> Iterator[Offload]:
+    folders = (before.folders if before else ()) or (_FOLDER,)
+    for optimizer in ("host", "disk") if disk else ("host",):
+        for params, gradients in ((None, None), ("host", None), ("host", "host")):
+            yield offload(optimizer, params, gradients, folder=folders if optimizer == "disk" else ())
+
+
+def _smaller(present: int, rows: int) -> Iterator[int]:
+    """Numbers of micro-batches that rows divide into, beyond the present one: twice as many each time."""
+    while present and rows % (2 * present) == 0:
+        present *= 2
+        yield present
+
+
+def _cut(before: Accumulate | None, microbatches: int) -> Accumulate:
+    return replace(before, microbatches=microbatches) if before else accumulate(microbatches)
+
+
+def _first(members: tuple[Transform, ...], kind: type[_T]) -> _T | None:
+    return next((member for member in members if isinstance(member, kind)), None)
+
+
+def _code(before: Transform | None, after: Transform, plan: Plan) -> str:
+    """What a user writes."""
+    if isinstance(after, Remat) and plan.step.remat and after.how.policy == "auto":
+        after = Remat(replace(plan.step.remat, axis=None))  # with the number of blocks that the plan has chosen
+    return f"sl.{after.name} in place of sl.{before.name}" if before else f"add sl.{after.name}"

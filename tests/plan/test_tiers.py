@@ -1,0 +1,242 @@
+"""What every memory holds at its peak, limits that refuse a plan, and the changes that a refusal names."""
+
+import itertools
+import re
+
+import pytest
+import torch
+from helpers.cuts import tiny_blocks
+from helpers.models import token_batches
+
+import shardlib as sl
+from shardlib.errors import IllegalComposition
+from shardlib.plan.nominal import nominal_seconds
+from shardlib.plan.tables import parse_size
+from shardlib.plan.tiers.held import tiers_of
+from shardlib.plan.tiers.limits import Limits
+from shardlib.transforms.changes import changes
+
+ADAM = sl.optim.adamw(1e-3)
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (24, 24),
+        ("24", 24),
+        ("24 B", 24),
+        ("24GiB", 24 << 30),
+        ("24GB", 24 * 10**9),
+        ("1.5 TiB", 3 << 39),
+        ("0.5kB", 500),
+        ("2KiB", 2048),
+    ],
+)
+def test_sizes(given, found):
+    assert parse_size(given) == found
+
+
+@pytest.mark.parametrize(
+    "given", ["24 gigs", "24G", "24gb", "GiB", "", "-1", -1, 0, "0GB", True, 1.5, "0.3B", "1e9", "1,5GB"]
+)
+def test_what_is_no_size(given):
+    with pytest.raises(ValueError, match="is not a size: give a whole number of bytes, or a number with one of B, kB"):
+        parse_size(given)
+
+
+def layers(widths):
+    """Blocks ``x @ w`` from one width to the next, and the loss Σx."""
+    multiply = sl.block(lambda p, x: x @ p["w"])
+
+    def loss_fn(params, x):
+        for p in params:
+            x = multiply(p, x)
+        return x.sum()
+
+    return loss_fn, [{"w": torch.zeros(a, b, device="meta")} for a, b in itertools.pairwise(widths)]
+
+
+def planned(widths, *transforms, rows=4, ranks=1, **limits):
+    loss_fn, params = layers(widths)
+    batch = torch.empty(rows, widths[0])
+    parallel = sl.chain(*transforms) if transforms else None
+    return sl.make_plan(
+        params, sl.abstract_mesh(data=ranks), parallel, loss_fn=loss_fn, batch=batch, optimizer=ADAM, **limits
+    )
+
+
+def test_a_device_by_hand():
+    """Fp32 on one device: 16 × 8 and 8 × 32 weights, 4 rows."""
+    plan = planned([16, 8, 32])
+    weights = 4 * (16 * 8 + 8 * 32)
+    rows = 4 * 4  # bytes of a column of the batch
+    (tier,) = tiers_of(plan, batch=rows * 16).values()
+    # After the second block the first output is kept for backward. The gradient of the second output, one number that is
+    # expanded, then makes the second weight's gradient and the first output's.
+    parts = dict(tier.parts)
+    step = parts.pop("gradients, activations and gathered parameters")
+    assert parts == {"parameters": weights, "optimizer": 2 * weights, "batch": rows * 16}
+    assert weights < step <= weights + rows * (8 + 32) + 64
+    assert tier.bytes == plan.peak_bytes + rows * 16 and tier.memory == "device"
+
+
+def test_host_and_disk_by_hand():
+    """Two ranks with halves of the states on disk: two slots of whole blocks of 4,096 bytes for masters and moments each."""
+    widths, weights = [64, 128, 64], [64 * 128, 128 * 64]
+    plan = planned(
+        widths, sl.zero(2), sl.precision("bf16", reduce_dtype="bf16"), sl.offload("disk", folder="states"), ranks=2
+    )
+    tiers = tiers_of(plan)
+    halves = [count // 2 for count in weights]
+    states = sum(3 * 4 * half for half in halves)  # masters and two moments, all multiples of 4,096 bytes
+    assert tiers["disk"].parts == {"optimizer": 2 * states} and tiers["disk"].when == "at all times"
+    assert tiers["host"].parts == {"gradients": sum(2 * half for half in halves), "optimizer": states}
+    assert re.fullmatch(r"in the update of bucket [01]/bfloat16", tiers["host"].when)
+    assert tiers["device"].parts["parameters"] == 2 * sum(weights) and "optimizer" not in tiers["device"].parts
+
+
+@pytest.mark.parametrize(
+    ("widths", "when"),
+    [
+        ([4, 4, 4, 4096], "in backward of block 3"),  # the widest weight's gradient
+        ([4096, 4, 4, 4], "in backward of block 1"),
+    ],
+)
+def test_the_phase_of_the_peak(widths, when):
+    assert tiers_of(planned(widths, sl.remat()))["device"].when == when
+
+
+def test_phases_without_blocks():
+    params = {"w": torch.zeros(256, 256, device="meta")}
+    loss_fn = lambda p, x: (x @ p["w"]).square().mean()  # noqa: E731
+    plan = sl.make_plan(params, sl.abstract_mesh(data=1), loss_fn=loss_fn, batch=torch.empty(2, 256), optimizer=ADAM)
+    assert tiers_of(plan)["device"].when == "in backward"
+
+
+def test_operations_are_counted():
+    """A product of n × a and a × b takes 2nab, and its backward twice that; recompute adds a forward."""
+    forward = 2 * 4 * (16 * 8 + 8 * 32)
+    (trace,), (again,) = planned([16, 8, 32]).traces, planned([16, 8, 32], sl.remat()).traces
+    first = 2 * 4 * 16 * 8  # the batch needs no gradient
+    assert trace.flops == (forward, 2 * forward - first)
+    assert again.flops[0] == forward and again.flops[1] >= trace.flops[1]
+
+
+def test_every_memory_that_does_not_fit_is_named():
+    with pytest.raises(IllegalComposition) as refused:
+        planned(
+            [256] * 5, sl.zero(2), sl.offload("disk", folder="x"), ranks=8, rows=2,
+            device_memory="100kB", host_memory="300kB", disk="1MiB", ranks_per_host=2,
+        )  # fmt: skip
+    message = str(refused.value)
+    assert message.startswith("this plan does not fit:\n  - a rank holds ")
+    misfits = message.partition("\nNo change")[0].partition("\nThe cheapest")[0]
+    assert len(misfits.splitlines()) == 4
+    assert "in backward of block" in misfits and "device_memory=100000 is 100 kB" in misfits
+    assert "2 ranks of a host hold" in misfits and "host_memory=300000 is 300 kB" in misfits
+    assert "in disk memory, at all times: optimizer" in misfits and "disk=1048576 is 1.049 MB" in misfits
+
+
+def edited(message, parallel):
+    """The chain with the changes that a message names, made from their code."""
+    members = list(parallel.transforms)
+    codes = re.search(r"(?:that fit: |these do: )(.*)\. A step takes about", message)[1]
+    for code in codes.split("; "):
+        after, _, before = code.removeprefix("add ").partition(" in place of ")
+        members = [member for member in members if f"sl.{member.name}" != before]
+        members.append(eval(after, {"sl": sl}))
+    return sl.chain(*members)
+
+
+def waves(ranks):
+    """``plan(parallel, **limits)`` of three blocks that keep four activations each, and bytes of the batch."""
+    wave = sl.block(lambda p, x: (x @ p["w"]).sin().cos().sin().cos())
+
+    def loss_fn(params, x):
+        for p in params:
+            x = wave(p, x)
+        return x.sum()
+
+    params, batch = (
+        [{"w": torch.zeros(32, 32, device="meta")} for _ in range(3)],
+        torch.empty(34, 32),
+    )  # two halves, and no quarters
+
+    def plan(parallel, **limits):
+        return sl.make_plan(
+            params, sl.abstract_mesh(data=ranks), parallel, loss_fn=loss_fn, batch=batch, optimizer=ADAM, **limits
+        )
+
+    return plan, batch.nbytes
+
+
+def test_the_cheapest_change_is_named_and_fits():
+    plan, batch = waves(ranks=4)
+    parallel = sl.chain(sl.zero(1), sl.precision("bf16"))
+    budget = int(0.9 * (plan(parallel).peak_bytes + batch))
+    with pytest.raises(IllegalComposition) as refused:
+        plan(parallel, device_memory=budget)
+    named = edited(str(refused.value), parallel)
+    found = plan(named, device_memory=budget)
+    assert f"device_memory={budget} is" in str(found)
+    seconds = []
+    for change in changes(parallel, {"data": 4}, 34, disk=False):
+        try:
+            seconds.append(nominal_seconds(plan(change.transform, device_memory=budget)))
+        except IllegalComposition:
+            continue
+    assert len(seconds) > 2 and nominal_seconds(found) == min(seconds)
+    assert f"of {len(seconds)} that fit" in str(refused.value)
+
+
+def test_several_changes_together():
+    plan, batch = waves(ranks=1)
+    parallel = sl.chain(sl.zero(0))
+    alone = [plan(sl.chain(sl.zero(0), more)) for more in (sl.offload(params="host", gradients="host"), sl.remat())]
+    budget = int(0.7 * min(found.peak_bytes for found in alone) + batch)
+    with pytest.raises(IllegalComposition, match=r"No change fits alone, but together these do: .*; ") as refused:
+        plan(parallel, device_memory=budget)
+    assert plan(edited(str(refused.value), parallel), device_memory=budget).traces
+
+
+def test_what_nothing_makes_fit():
+    with pytest.raises(
+        IllegalComposition, match=r"No change fits alone, nor do several; the least is held with .*sl\."
+    ):
+        planned([64, 64, 64], sl.zero(0), device_memory=100)
+
+
+def test_ranks_of_a_host_share_its_memory():
+    """Two stages of a pipeline with different states: neighbours along the last axis are on one host."""
+    loss_fn, params = tiny_blocks()
+    batch = token_batches(1, rows=4)[0]
+
+    def plan(**limits):
+        parallel = sl.chain(sl.zero(0), sl.pipeline("1f1b", 2), sl.offload())
+        return sl.make_plan(
+            params, sl.abstract_mesh(data=2, pipe=2), parallel, loss_fn=loss_fn, batch=batch, optimizer=ADAM, **limits
+        )
+
+    made = plan()
+    first, second = (tiers_of(view)["host"].bytes for view in made.views)
+    assert first != second
+    for ranks, held in ((1, max(first, second)), (2, first + second), (4, 2 * (first + second))):
+        (use,) = Limits({"host": held}, ranks, 0).uses(made)
+        assert (use.bytes, use.ranks, use.fits) == (held, ranks, True)
+        assert plan(host_memory=held, ranks_per_host=ranks) == made
+        with pytest.raises(IllegalComposition, match=rf"host_memory={held - 1} is"):
+            plan(host_memory=held - 1, ranks_per_host=ranks)
+    assert plan(host_memory=2 * (first + second)) == made  # without ranks, all are on one host
+
+
+def test_limits_need_a_whole_step():
+    with pytest.raises(TypeError, match=r"make_plan\(host_memory=, disk=\) weighs a whole step: give loss_fn=, batch="):
+        sl.make_plan({"w": torch.ones(2)}, sl.abstract_mesh(data=1), host_memory="1GB", disk=10)
+    with pytest.raises(ValueError, match=r"'1 gig' is not a size"):
+        planned([2, 2], device_memory="1 gig")
+
+
+def test_a_plan_within_its_limits_says_what_is_left():
+    text = str(planned([16, 16], sl.zero(0), sl.offload(), device_memory="1MB", host_memory="1GiB"))
+    assert re.search(r"\na rank holds .* in device memory, in .*; device_memory=1000000 is 1 MB", text)
+    assert re.search(r"\na rank holds .* in host memory, at all times: gradients .*; host_memory=1073741824 is", text)
