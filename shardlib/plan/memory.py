@@ -87,13 +87,18 @@ def peak_bytes(plan: PlanValue) -> int | None:
     come into being while activations go, and leave for another memory. With several stages, and in a tree of sums, at most
     `held_bytes` and `live_bytes` together.
     """
+    stepping = microbatch_bytes(plan)
+    state = held_bytes(plan, "total", "device") - held_bytes(plan, "grad", "device")
+    return None if stepping is None else state + max(stepping, updating_bytes(plan))
+
+
+def microbatch_bytes(plan: PlanValue) -> int | None:
+    """Peak bytes that micro-batches hold on the device beside the state, gradients included; None without a trace."""
     live = live_bytes(plan)
     if live is None or plan.traces is None:
         return None
-    total = held_bytes(plan, "total", "device")
-    state = total - held_bytes(plan, "grad", "device")
-    added = bool(plan.stages.axes) or plan.step.tree
-    return max(total + live if added else state + plan.traces[0].peak, state + updating_bytes(plan))
+    added = plan.stages.axes or plan.step.tree
+    return held_bytes(plan, "grad", "device") + live if added else plan.traces[0].peak
 
 
 def updating_bytes(plan: PlanValue) -> int:

@@ -55,8 +55,8 @@ def trace(
         (live, peak), activations, kept = live_bytes(0), dict(mesh.traffic.activations), _kept(runner.executor)
     if runner.executor.gathers:  # the second run follows the first one's trace, and gathers the next unit ahead
         live, peak = map(max, (live, peak), live_bytes(0))
-    if plan.step.microbatches > 1:  # the last one finds the sums of all others, and ends with the step's exchanges
-        peak = max(peak, live_bytes(0, plan.step.microbatches - 1)[1])
+    if plan.step.microbatches > 1:  # the others find sums of earlier ones, and the last one ends with the step's exchanges
+        peak = max(peak, live_bytes(*sorted({0, 1, plan.step.microbatches - 1}))[1])
     noted = _noted(work, live, peak)
     return (Trace(runner.executor.touches, activations, live.bytes, peak.bytes, **noted, **kept),)
 

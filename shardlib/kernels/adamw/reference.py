@@ -17,8 +17,8 @@ def load(device: torch.device) -> str:
 
 def adamw_(step: Step) -> None:
     param, grad, mu, nu, copy, factors, scale = step
-    for tensors in chunks([param, grad, mu, nu, *([] if copy is None else [copy])]):
-        _step(Step(*tensors[:4], tensors[4] if copy is not None else None, factors, scale))
+    for p, g, m, v, *narrow in chunks([param, grad, mu, nu] if copy is None else [param, grad, mu, nu, copy]):
+        _step(Step(p, g, m, v, narrow[0] if narrow else None, factors, scale))
 
 
 def _step(step: Step) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from shardlib.mesh.memories import MEMORIES
-from shardlib.plan.memory import held_bytes, kept_on_host, live_bytes, peak_bytes, updating_bytes
+from shardlib.plan.memory import held_bytes, kept_on_host, live_bytes, microbatch_bytes, peak_bytes
 from shardlib.plan.tables import size
 from shardlib.plan.value import PlanValue
 from shardlib.schedules import peak_of_stages
@@ -82,7 +82,7 @@ def _device(view: PlanValue, batch: int) -> Tier:
     step = peak - sum(_state(view, "device", without="grad").values())
     together = peak == held_bytes(view, "total", "device") + (live_bytes(view) or 0)
     when = f"in {traces[stage].live_in if together else traces[stage].peak_in}"
-    if step == updating_bytes(view):
+    if step > (microbatch_bytes(view) or 0):
         when = "in the update"
     elif view.stages.axes:
         held = sum(in_flight[number] for number in view.local_stages)
