@@ -17,6 +17,7 @@ import torch
 
 from shardlib.collectives.codecs.base import Residuals
 from shardlib.collectives.tree_sum import Node, TreeSum, joined
+from shardlib.common._compat import storage_id
 from shardlib.errors import HandleError, listing
 from shardlib.execute.batches import batch_index
 from shardlib.execute.gathering import Gathering
@@ -223,7 +224,8 @@ class Gradients:
             if leaf.name not in self._joined:
                 self._joined[leaf.name] = grad.new_empty(leaf.tiles * grad.numel())
             part = leaf.of_tiles(self._joined[leaf.name])[leaf.cut.index(bucket)]
-            grad = part if part.data_ptr() == grad.data_ptr() else part.copy_(grad)
+            there = storage_id(part.untyped_storage()) == storage_id(grad.untyped_storage())
+            grad = part if there else part.copy_(grad)
         self._held[bucket.name] = grad
 
     def _zeros(self, bucket: Bucket) -> torch.Tensor:
@@ -308,8 +310,10 @@ class Gradients:
         freed = sum(each.buffer.numel() for each in sums if each.within is not each.buffer)
         self._flying.append((self._reduction(sums, routes), freed))
         self._to_free += freed
-        # Whole gradients that are freed after their exchange must not pile up behind a slow network.
-        while self._to_free > 2 * self._plan.largest_unit:
+        # Whole gradients that are freed after their exchange must not pile up behind a slow network. Those of tiles must not
+        # be there beside the next tile's.
+        tiles = any(self._leaf_of[each.bucket.name].tiles > 1 for each in sums)
+        while self._flying and (tiles or self._to_free > 2 * self._plan.largest_unit):
             self._land()
         if any(self._landing(self._leaf_of[each.bucket.name]) for each in sums):
             while self._flying and (len(self._flying) > 1 or self._flying[0][0].complete):

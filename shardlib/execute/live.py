@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 
-from shardlib.common._compat import TorchDispatchMode, no_modes, pytree, storage_id
+from shardlib.common._compat import TorchDispatchMode, pytree, storage_id
 
 
 class Peak(NamedTuple):
@@ -76,13 +75,3 @@ class LiveBytes(TorchDispatchMode):
     def _free(self, key: int, number: int, size: int) -> None:
         self._numbers.pop(key, None)
         self._changes.append((number, -size, ""))
-
-
-@contextmanager
-def unseen() -> Iterator[None]:
-    """A context that no dispatch mode sees, but those that count memory."""
-    with no_modes() as modes, ExitStack() as counting:
-        for mode in modes:
-            if isinstance(mode, LiveBytes):
-                counting.enter_context(mode)
-        yield

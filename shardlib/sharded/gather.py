@@ -69,7 +69,7 @@ class Gather:
                 message = exchange.packing.pack(self._buffer)
                 self._packed = message.new_empty((ways, len(message)))
                 self._work = primitives.all_gather(self._mesh, exchange.axis, self._packed, message)
-        self._buffer = whole
+        self._sent, self._buffer = self._buffer, whole  # what the exchange reads stays until it has ended
 
     def _land(self) -> None:
         """Wait for the gather that is under way, decode it, and bring it in leaf-major order."""
@@ -84,7 +84,7 @@ class Gather:
             leaves = [leaf.view(ways, -1) for leaf in bucket.leaf_segments(self._buffer, self._under_way.target)]
             widths = [leaf.shape[1] for leaf in leaves]
             torch.split_with_sizes_copy(self._gathered.view(ways, -1), widths, dim=1, out=leaves)
-        del self._gathered
+        del self._gathered, self._sent
         self.passed[self._under_way.target] = self._buffer
 
     def wait(self) -> torch.Tensor:

@@ -118,7 +118,7 @@ class Landing:
 
 
 class Imagined(Landing):
-    """Landing for planning: tensors have no values, and links are so slow that gradients stay for as long as they may."""
+    """Landing for planning: tensors have no values, and the other memory is that of the meta device."""
 
     def moves(self, bucket: Bucket) -> bool:
         return bucket.memory.optimizer != "device"
@@ -127,15 +127,7 @@ class Imagined(Landing):
         return torch.empty(0, device="meta")
 
     def _copy(self, grad: torch.Tensor, target: torch.Tensor) -> Transfer:
-        return _Waiting(source=grad)
+        return self._mesh.transfers.start("down", lambda: None, grad)
 
     def _buffer(self, name: str, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
         return self._kept.setdefault(name, torch.empty(bucket.owned, dtype=dtype, device="meta"))
-
-
-class _Waiting(Transfer):
-    """A transfer that takes until somebody waits for it."""
-
-    @property
-    def done(self) -> bool:
-        return self._source is None

@@ -71,7 +71,7 @@ def test_values_copies_and_memory(on_rig, others):
     assert (
         said[1][1] < said[0][1] or others == "bf16"
     )  # whose peak is at the end of backward, when all gradients are there
-    assert "inputs of blocks in host memory" in text and "inputs of blocks  down" in text
+    assert "in host memory, from the end of forward: inputs of blocks" in text and "inputs of blocks  down" in text
 
 
 def test_small_inputs_stay(on_rig):

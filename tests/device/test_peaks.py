@@ -86,15 +86,16 @@ def test_a_layer_in_tiles(rigs, others):
                     torch.accelerator.synchronize()
                 peaks.append(rig.counts().peak - before)
                 del result
-            shard = plan.bytes("grad", "device") if "offload" not in str(more) else 0
+            shard = plan.trained[0].owned * 4
             found.append((max(peaks) - shard, plan.peak_bytes - plan.bytes("param", "device") - shard))
-        return found, sum(leaf.nbytes for leaf in params["layer"].values())
+        weight = params["layer"]["weight"]
+        return found, weight.nbytes, 4 * weight.shape[0] * x.element_size() * len(x)
 
-    for found, weight in rigs.run(run, mesh={"data": 2}):
+    for found, weight, outputs in rigs.run(run, mesh={"data": 2}):
         for peak, planned in found:
             assert peak == pytest.approx(planned, rel=0.01)
         (whole, _), (quarter, _), (sixteenth, _) = found
-        assert quarter <= (whole + weight) / 4 and sixteenth <= (whole + weight) / 16
+        assert quarter <= (whole + weight) / 4 + outputs and sixteenth <= (whole + weight) / 16 + outputs
 
 
 def test_what_a_stage_receives_goes_to_host_memory_too(rigs):
@@ -128,8 +129,9 @@ def test_what_a_stage_receives_goes_to_host_memory_too(rigs):
             found[store] = rig.counts().peak - before, [trace.kept for trace in plan.traces]
         return found
 
-    _, found = rigs.run(run, mesh={"pipe": 2})
+    _, found = rigs.run(run, mesh={"pipe": 2, "data": 1})
     (stay, kept), (moved, less) = found["device"], found["host"]
-    carry, blocks = 8 * 32 * 64 * 4, 3  # two or three layers, and the head
-    assert kept[1] - less[1] >= blocks * carry
-    assert stay - moved >= (4 * blocks - 3) * carry  # at the peak one block computes, and the input of another arrives
+    carry = 8 * 32 * 64 * 4
+    assert kept[1] - less[1] >= 3 * carry  # two or three layers, and the head
+    # At its peak a rank holds three micro-batches' carries in the second one's backward, and inputs of later blocks.
+    assert stay - moved >= 3.5 * carry

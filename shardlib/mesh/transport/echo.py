@@ -32,18 +32,18 @@ class EchoGroup:
         if storage_id(inp.untyped_storage()) == storage_id(out.untyped_storage()):
             inp = inp.clone()  # a gather in place: the input is this rank's chunk of the output
         out.view(self.size, -1).copy_(inp.reshape(1, -1))
-        return _keeping(inp)
+        return Work()
 
     def reduce_scatter(self, out: torch.Tensor, inp: torch.Tensor) -> Work:
         in_place = storage_id(inp.untyped_storage()) == storage_id(out.untyped_storage())
         # gloo, which serves all devices but GPUs, needs room for the other ranks' chunks.
         room = inp.new_empty(inp.numel() - out.numel() if in_place and inp.device.type != "cuda" else 0)
         out.view(-1).copy_(inp.reshape(self.size, -1)[self.rank]).mul_(self.size)
-        return _keeping(inp, room)
+        return Work(partial(_let_go, room))
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor) -> Work:
         out.view(self.size, -1).copy_(inp.reshape(self.size, -1)[self.rank])
-        return _keeping(inp)
+        return Work()
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
         return Work()
@@ -65,9 +65,5 @@ class EchoGroup:
         return [value] * self.size
 
 
-def _keeping(*tensors: torch.Tensor) -> Work:
-    """An exchange that keeps tensors until it is waited for, as one that takes time does: plans count their memory."""
-    return Work(partial(_let_go, tensors))
-
-
-def _let_go(tensors: tuple[torch.Tensor, ...]) -> None: ...
+def _let_go(room: torch.Tensor) -> None:
+    """Wait for an exchange that needed room."""
