@@ -17,6 +17,7 @@ from shardlib.optim.base import GradientTransformation, require_unpacked
 from shardlib.optim.settings import injected, settings
 from shardlib.optim.shards import MeshShards
 from shardlib.optim.train_state import TrainState, copied, rescaled
+from shardlib.optim.undone import gives_back
 from shardlib.optim.updates import Updates
 from shardlib.optim.wrapping import require_transformations
 from shardlib.plan.build import with_owner
@@ -129,10 +130,8 @@ def make_train_step(
     if policy not in ("raise", "skip"):
         raise ValueError(f"nonfinite={nonfinite!r}: use 'raise' or 'skip'")
     optimizer.require_locality(lifted)
-    loss_step = LossStep(loss_fn, plan, mesh, buffers is not None, keeps=True)
-    updates = Updates(optimizer, plan, mesh)
-    if not donate:
-        updates.require_copies()
+    loss_step = LossStep(loss_fn, plan, mesh, buffers is not None)
+    updates = Updates(optimizer, plan, mesh, donate)
     owned = OwnedExchange(plan, mesh) if plan.reductions.owner else None
     key = rng if isinstance(rng, Key) else Key(rng)
     sums = {f"buffers/{path}" if path else "buffers": checksum for path, checksum in checksums(buffers).items()}
@@ -148,6 +147,7 @@ def make_train_step(
         return (owns.axis,) if owns is not None and owns.unreduced(inner) else ()
 
     @in_step
+    @gives_back
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         opt, params = state.settled().opt, state.params
         if params.plan is not plan and params.plan != plan:
@@ -156,6 +156,7 @@ def make_train_step(
             )
         scale = state.scale.value if state.scale else 1.0
         unreduced = left_unreduced(opt.inner)
+        follower = updates.begin(params, opt, loss_step.expected_scale(scale))
         evaluation = loss_step(
             params,
             batch,
@@ -165,6 +166,8 @@ def make_train_step(
             comm=state.comm,
             unreduced=unreduced,
             equal=injected(opt) | {"step": state.step, "rng": state.rng, "loss scale": repr(state.scale)},
+            kept=updates.landed,
+            follower=follower,
         )
         metrics = {"loss": evaluation.loss, "grad_norm": evaluation.norm, "finite": evaluation.finite}
         if evaluation.aux is not None:
@@ -184,20 +187,22 @@ def make_train_step(
                 "the step after it",
                 "the state that train_step returned, or make the step with donate=False to keep old states",
             )
-        elif taken:
+        elif updates.changes(opt, taken):
             new = Sharded(plan, mesh, "param", copied(new.buffers))
-            opt = copied(opt)
+        opt = updates.apply(
+            new,
+            opt,
+            evaluation.grads,
+            MeshShards(plan, mesh, unreduced, owned, evaluation.residuals),
+            taken=taken,
+            scale=evaluation.scale,
+            squares=evaluation.squares,
+            landing=evaluation.landing,
+        )
         if taken:
-            opt = updates.apply(
-                new,
-                opt,
-                evaluation.grads,
-                MeshShards(plan, mesh, unreduced, owned, evaluation.residuals),
-                scale=evaluation.scale,
-                squares=evaluation.squares,
-                landing=evaluation.landing,
-            )
             comm = evaluation.residuals.after
+        if follower is not None:
+            metrics["undone"] = updates.undone
         if after is not None and after.value != scale:
             comm = rescaled(plan, comm, after.value / scale)
         kept = evaluation.buffers if taken else old_buffers

@@ -114,7 +114,7 @@ def _largest(mesh: sl.Mesh, model: _Model, way: _Way) -> _Largest:
     for layers in depths(_planned(mesh, model, way), runs, limits):
         try:
             runs[layers] = _run(mesh, model, way, layers)
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, MemoryError) as error:
             limits[layers] = "host memory" if "host" in str(error) else "device memory"
     layers = max(runs)
     unlimited = _run(mesh, model._replace(budget=0), _WAYS[0], layers)
@@ -168,7 +168,7 @@ def _run(mesh: sl.Mesh, model: _Model, way: _Way, layers: int) -> _Run:
     """Train some steps within the budgets.
 
     Raises:
-        torch.OutOfMemoryError: one of them is exceeded.
+        torch.OutOfMemoryError, MemoryError: one of them is exceeded.
     """
     from helpers import rig
 

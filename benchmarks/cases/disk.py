@@ -12,6 +12,7 @@ import torch
 from benchmarks.harness import tables
 from benchmarks.harness.case import CPU, Case, Result, Setting
 from benchmarks.harness.timing import interleave, one_thread
+from shardlib.common.pages import pages
 from shardlib.mesh.memories import AHEAD
 from shardlib.sharded.disk import Flat, Store, requests
 from shardlib.sharded.disk.store import DEPTH
@@ -28,7 +29,7 @@ class _Raw:
     def __init__(self, store: Store) -> None:
         self._store, self._threads = store, ThreadPoolExecutor(DEPTH)
         layout = store._layout
-        self._memory = {name: store._pool._allocated(flat.padded) for name, flat in layout.buffers.items()}
+        self._memory = {name: pages(flat.padded, pinned=False) for name, flat in layout.buffers.items()}
 
     def move(self, *, read: bool, write: bool) -> None:
         """Read all buffers, write all, or each of them one after the other."""
@@ -52,7 +53,7 @@ class _Raw:
 
 def passes(setting: Setting) -> Result:
     """Whole passes over the buffers: reads, writes with their commit, and both."""
-    count, elements = (3, 5000) if setting.small else (12, 4 << 20)
+    count, elements = (3, 5000) if setting.small else (32, 4 << 20)
     buffers = {f"exp_avg/{number}": Flat(elements, torch.float32) for number in range(count)}
     size = sum(flat.bytes for flat in buffers.values())
     with tempfile.TemporaryDirectory(prefix="shardlib-benchmark-") as folder, one_thread():
@@ -86,15 +87,19 @@ def passes(setting: Setting) -> Result:
                 calls[_raw(name)] = lambda _, reads=reads, writes=writes: raw.move(read=reads, write=writes)
             times = interleave(calls, setting.rounds, warm=1)
             raw.close()
-    speed = {name: f"{size / statistics.median(seconds) / 1e6:,.0f}" for name, seconds in times.items()}
-    speeds = ", ".join(f"{name} {speed[name]} ({speed[_raw(name)]})" for name in kinds)
+    speed = {name: size / statistics.median(seconds) / 1e6 for name, seconds in times.items()}
+    rows = [tables.row(times, name, _raw(name), _TARGET) for name in kinds]
+    speeds = ", ".join(
+        f"{row.name} {speed[row.name]:,.0f} ({speed[row.reference]:,.0f}, of which {1 / row.ratio.median:.0%})"
+        for row in rows
+        if row.ratio
+    )
     about = (
         f"Passes over {count} buffers of {4 * elements / 1e6:,.0f} MB in one file, {DEPTH} requests at once, "
         f"{setting.rounds} rounds in which all take turns. Writing and updating end with the data on the disk, a commit's "
         "record included; every read is compared with its checksum. Raw I/O is of the same requests to the same file. MB of "
         f"buffers a second, raw in brackets: {speeds}."
     )
-    rows = [tables.row(times, name, _raw(name), _TARGET) for name in kinds]
     return tables.compared("Buffers on one disk", about, rows, times)
 
 

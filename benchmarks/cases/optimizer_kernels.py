@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ _ADAM = adamw.factors_at(3.0, 1e-5, b1=0.9, b2=0.999, **_HYPER)
 _DIRECTION = adamw.direction_at(3.0, b1=0.9, b2=0.999, **_HYPER)
 _LION = lion.factors_at(1e-5, b1=0.9, b2=0.99, weight_decay=0.1)
 _BF16, _FP32, _FROZEN = "AdamW, bf16 gradient in, bf16 parameter out", "AdamW, fp32", "1-bit Adam's frozen step"
+_COPIES = "copies of as many bytes"
 _NORMS = {"fp32": "norm and finite check, fp32", "bf16": "norm and finite check, bf16"}
 
 Operation = Callable[[str | None], Any]  # by one implementation, or by what serves the device
@@ -91,6 +93,12 @@ class _Buffers:
         self.fused(self.wide.copy_(self.narrow))
         self.copy.copy_(self.param)
 
+    def copies(self) -> None:
+        """Copies of 28 bytes for each element, as many as `_BF16` moves."""
+        for tensor in (self.param, self.mu, self.nu):
+            self.wide.copy_(tensor)
+        self.copy.copy_(self.narrow)
+
     def frozen(self) -> None:
         """1-bit Adam's step with a frozen variance, in operations of torch."""
         self.mu.mul_(self.nu.sign())
@@ -111,7 +119,10 @@ def measure(setting: Setting) -> Result:
 
 def _on_one_core(b: _Buffers, setting: Setting) -> Result:
     rivals: Mapping[str, list[_Rival]] = {
-        _BF16: [_Rival("torch's cast, fused step, cast", b.three_passes, 0.55)],
+        _BF16: [
+            _Rival("torch's cast, fused step, cast", b.three_passes, 0.55),
+            _Rival(_COPIES, b.copies, 1 / 0.8),
+        ],
         _FP32: [_Rival("torch's fused step", lambda: b.fused(b.grad), 1.03)],
         _NORMS["fp32"]: _norms(b.grad),
         _NORMS["bf16"]: _norms(b.narrow),
@@ -126,8 +137,10 @@ def _on_one_core(b: _Buffers, setting: Setting) -> Result:
     with one_thread():
         times = setting.time(calls)
     rows = [tables.row(times, name, rival.name, rival.target) for name, each in rivals.items() for rival in each]
+    share = statistics.median(copies / mine for mine, copies in zip(times[_BF16], times[_COPIES], strict=True))
     about = (
-        f"{len(b.param):,} elements, one thread, {setting.rounds} rounds, {dispatch.choose('adamw', b.param.device)}."
+        f"{len(b.param):,} elements, one thread, {setting.rounds} rounds, {dispatch.choose('adamw', b.param.device)}. "
+        f"{_BF16}: {share:.0%} of the bandwidth of copies."
     )
     return tables.compared("Kernels of optimizers", about, rows, times)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
+from shardlib.checkpoint.decoding import decoded
 from shardlib.checkpoint.fragments import Fragment, flat_bucket, named_leaves, whole
 from shardlib.checkpoint.packed import Parts
 from shardlib.checkpoint.writing import bytes_of
@@ -37,7 +38,7 @@ def owned_leaves(parts: Parts) -> list[Fragment]:
     mine = {name: whole(leaf, name) for name, leaf in common_leaves(parts)}
     if stages:
         place = {axis: mesh.coords[axis] for axis in stages}
-        sums = {name: zlib.crc32(bytes_of(fragment.data.cpu())) for name, fragment in mine.items()}
+        sums = {each.name: zlib.crc32(bytes_of(each.data.cpu())) for each in decoded(parts, mine.values())}
         held = primitives.all_gather_object(mesh, list(stages), (place, sums))
         first: dict[str, tuple[dict[str, int], int]] = {}
         differing = set()

@@ -19,6 +19,7 @@ from shardlib.mesh.launch.signals import STOPPING, Signals, exit_code
 from shardlib.mesh.launch.supervised import RESIZE, Supervisor
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport.activity import naming
+from shardlib.optim.on_disk import rests
 from shardlib.optim.ranges import is_step
 from shardlib.optim.train_state import TrainState
 
@@ -33,8 +34,9 @@ class Manager:
                 state, metrics = train_step(state, batch_at(state.step))
                 manager.step(state)
 
-    A save copies this rank's part of the state to host memory, and a thread writes the copy while training goes on. Every
-    rank must make the same calls after the same steps.
+    A save copies this rank's part of the state to host memory, and a thread writes the copy while training goes on. A state
+    that is on disk (``sl.offload("disk")``) does not fit there: it is saved before the call returns. Every rank must make the
+    same calls after the same steps.
 
     From the first `step` inside ``with`` on, in the main thread, a rank takes note of SIGTERM and SIGUSR1. At the end of the
     step in which one rank has received one, all ranks save and end with exit code 143 (SIGTERM) or 138 (SIGUSR1).
@@ -122,7 +124,7 @@ class Manager:
             RankFailure: without ``asynchronous``: other ranks could not write their files.
         """
         self.wait()
-        if not self._asynchronous:
+        if not self._asynchronous or rests(state.params.plan):
             save(self.folder, state, self._keep, notes, also)
             self._supervisor.saved(state.step)
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import optree
@@ -34,17 +34,13 @@ class Parts(NamedTuple):
     packed: Mapping[int, Packed]
 
 
-def unpacked(state: TrainState, also: Mapping[str, Any] | None = None) -> Parts:
-    """The trees of a state and of ``also``, with decoded tensors instead of packed ones; all others share memory with them.
+def outlined(state: TrainState, also: Mapping[str, Any] | None = None) -> Parts:
+    """The trees of a state and of ``also``, with tensors without memory instead of packed ones; all others share memory with
+    them.
 
     Raises:
         TreeError: ``also`` has leaves that are no tensors.
     """
-    return _with(state, also, lambda node: node.unpacked(), {})
-
-
-def outlined(state: TrainState, also: Mapping[str, Any] | None = None) -> Parts:
-    """As `unpacked`, with tensors without memory in place of decoded ones."""
     packed: dict[int, Packed] = {}
 
     def outline(node: Packed) -> torch.Tensor:
@@ -52,18 +48,8 @@ def outlined(state: TrainState, also: Mapping[str, Any] | None = None) -> Parts:
         packed[storage_id(like.untyped_storage())] = node
         return like
 
-    return _with(state, also, outline, packed)
-
-
-def _with(
-    state: TrainState,
-    also: Mapping[str, Any] | None,
-    instead: Callable[[Packed], torch.Tensor],
-    packed: Mapping[int, Packed],
-) -> Parts:
-    """The trees of a state and of ``also``, with other tensors instead of packed ones."""
     trees: Any = [state.opt, dict(also or {})]
-    replaced: Any = optree.tree_map(lambda node: instead(node) if _is_packed(node) else node, trees, is_leaf=_is_packed)
+    replaced: Any = optree.tree_map(lambda node: outline(node) if _is_packed(node) else node, trees, is_leaf=_is_packed)
     opt, further = replaced
     _require_tensors(further)
     return Parts(state.params, opt, state.comm, state.buffers, further, packed)

@@ -11,9 +11,10 @@ from typing import Any
 from shardlib.checkpoint.agreement import on_all_ranks
 from shardlib.checkpoint.commit import Commit
 from shardlib.checkpoint.common import owned_leaves
-from shardlib.checkpoint.fragments import Fragment, owned_fragments
+from shardlib.checkpoint.decoding import Saving
+from shardlib.checkpoint.fragments import owned_fragments
 from shardlib.checkpoint.manifest import Manifest
-from shardlib.checkpoint.packed import unpacked
+from shardlib.checkpoint.packed import outlined
 from shardlib.checkpoint.rank_local import diverged_axis, rank_local_fragments
 from shardlib.checkpoint.residuals import residual_fragments
 from shardlib.common.version import VERSION
@@ -124,9 +125,9 @@ def _specs(placement: Placement) -> str:
     return f"{placement.param.spec!r}{optimizer}"
 
 
-def saved_fragments(state: TrainState, also: Mapping[str, Any] | None) -> list[Fragment]:
+def saved_fragments(state: TrainState, also: Mapping[str, Any] | None) -> Saving:
     """The fragments of a state and further trees that this rank saves: views where they hold what is saved. Every
     rank must call it."""
-    whole = unpacked(state.settled(), also)
-    fragments = owned_fragments(whole, diverged_axis(whole))
-    return [*fragments, *owned_leaves(whole), *rank_local_fragments(whole), *residual_fragments(whole)]
+    parts = outlined(state.settled(), also)
+    fragments = owned_fragments(parts, diverged_axis(parts))
+    return Saving(parts, [*fragments, *owned_leaves(parts), *rank_local_fragments(parts), *residual_fragments(parts)])

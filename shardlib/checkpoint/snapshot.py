@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
+from shardlib.checkpoint.decoding import Saving
 from shardlib.checkpoint.fragments import Fragment
 from shardlib.common.devices import pins
 from shardlib.common.pages import pages
@@ -19,18 +18,18 @@ class Snapshot:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, fragments: Sequence[Fragment]) -> tuple[list[Fragment], torch.Event | None]:
+    def take(self, fragments: Saving) -> tuple[list[Fragment], torch.Event | None]:
         """The fragments with copies of their data, and an event after which copies from a device are complete.
 
         The copies are the values at the time of the call, whatever happens to the originals afterwards. They overwrite those
         of the call before.
         """
         places, total = [], 0
-        for fragment in fragments:
+        for fragment in fragments.outlines:
             places.append(total)
             size = fragment.data.numel() * fragment.data.element_size()
             total += -(-size // _ALIGNMENT) * _ALIGNMENT
-        device = next((fragment.data.device for fragment in fragments if pins(fragment.data.device)), None)
+        device = next((fragment.data.device for fragment in fragments.outlines if pins(fragment.data.device)), None)
         if self._memory.numel() < total:
             self._memory = pages(total, pinned=device is not None)
         copies = []

@@ -32,9 +32,12 @@ def on_all_ranks(mesh: Mesh, work: Callable[[], _T], problem: str) -> list[_T]:
         RankFailure: it failed on other ranks: the ``problem``, and their errors. Where it failed, its own error is raised.
     """
     failure, problems, results = attempted(mesh, work)
-    if failure is not None:
-        raise failure
     if problems:
-        lines = [f"rank {rank}: {text}" for rank, text in problems]
-        raise RankFailure(f"{problem}:\n{listing(lines)}\nThe output of these ranks has the tracebacks.")
+        raise error_of(failure, problems, problem)
     return results
+
+
+def error_of(failure: Exception | None, problems: list[tuple[int, str]], problem: str) -> Exception:
+    """This rank's error after an attempt that has failed: its own one, or a `RankFailure` with the others'."""
+    lines = [f"rank {rank}: {text}" for rank, text in problems]
+    return failure or RankFailure(f"{problem}:\n{listing(lines)}\nThe output of these ranks has the tracebacks.")

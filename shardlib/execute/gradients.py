@@ -341,4 +341,4 @@ class Gradients:
         accumulated there. None if it stays, or if other stages add to it."""
         landing = self._options.landing
         now = self._last or self._stored.lands_each(bucket)
-        return landing if now and landing and landing.moves(bucket) and len(bucket.stages) == 1 else None
+        return landing if now and landing and landing.takes(bucket) and len(bucket.stages) == 1 else None

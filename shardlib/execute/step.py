@@ -25,7 +25,7 @@ from shardlib.execute.totals import Sums, Totals
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.plan import Plan
 from shardlib.rng import Key, restore_generators, states_of_generators
-from shardlib.sharded.landing import Landing
+from shardlib.sharded.landing import Follower, Landing
 from shardlib.sharded.reduction import BoundCodecs
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree
@@ -69,18 +69,13 @@ class Evaluation:
 class LossStep:
     """A loss function bound to a plan.
 
-    Args:
-        keeps: whether gradients land in memory that the next call reuses.
-
     Raises:
         LossError: a loss function that is a module, or not callable.
         HandleError: a compiled loss function with a plan that gathers parameters.
         IllegalComposition: buffers on a plan whose bits must not depend on the mesh.
     """
 
-    def __init__(
-        self, loss_fn: Callable[..., Any], plan: Plan, mesh: Mesh, with_buffers: bool, keeps: bool = False
-    ) -> None:
+    def __init__(self, loss_fn: Callable[..., Any], plan: Plan, mesh: Mesh, with_buffers: bool) -> None:
         require_function(loss_fn, "the loss function", "params, buffers, batch" if with_buffers else "params, batch")
         if with_buffers and plan.step.tree:
             raise IllegalComposition(
@@ -91,7 +86,7 @@ class LossStep:
         self._codecs = BoundCodecs(mesh)
         self._runner = runner_of(loss_fn, plan, mesh, trained=True, with_buffers=with_buffers)
         self._inputs = Inputs(plan, mesh)
-        self._landed: dict[str, torch.Tensor] | None = {} if keeps else None
+        self._weight: float | None = None  # of the last batch, if losses had weights
         self._compared = False  # whether ranks with copies of parameters have compared gradients, as they do once
         # A scalar loss is divided by a power of two before backward, since that does not round 16-bit losses, and by the rest
         # when the sum is complete. With residuals it is divided by the exact number of shares before backward, so that they
@@ -115,6 +110,8 @@ class LossStep:
         unreduced: tuple[str, ...] = (),
         reached: set[str] | None = None,
         equal: Mapping[str, Any],
+        kept: dict[str, torch.Tensor] | None = None,
+        follower: Follower | None = None,
     ) -> Evaluation:
         """Evaluate the loss and its gradients. Collective.
 
@@ -123,6 +120,7 @@ class LossStep:
             unreduced: see `ReductionOptions`.
             reached: see `ReductionOptions`.
             equal: name -> value that must be equal on all ranks.
+            kept, follower: see `Landing`.
         """
         plan, mesh = self._plan, self._mesh
         if rng is None and needs(self._loss_fn, "rng"):
@@ -134,7 +132,7 @@ class LossStep:
         call = Call(params, microbatches, keys_of(plan, mesh, microbatches, rng), buffers, loss_scale, self._share)
         draws = states_of_generators(mesh.device)
         while True:
-            landing = Landing(plan, mesh, unreduced, self._landed)
+            landing = Landing(plan, mesh, unreduced, kept, follower)
             # New residuals are kept beside those in `comm`, so that the step can be repeated.
             options = ReductionOptions(self._codecs, Residuals(comm), unreduced, reached, landing)
             totals = Totals(plan, mesh)
@@ -157,7 +155,9 @@ class LossStep:
             require_alike(grads, totals.losses, plan, mesh)
             self._compared = True
         aux = self._runner.shared_aux(call, totals.aux, sums)
-        loss, scale, norm, finite = self._mean(sums, loss_scale, math.prod(mesh.shape[axis] for axis in unreduced))
+        self._weight = sums.numbers[1] if sums.weighted else None
+        scale = self._scale(self._weight, loss_scale, unreduced)
+        loss, norm, finite = self._mean(sums, 1.0 if scale is None else scale)
         return Evaluation(
             loss=loss,
             weight=sums.numbers[1],
@@ -165,7 +165,7 @@ class LossStep:
             aux=quotients(sum_means(aux, plan, mesh)),
             buffers=average_buffers(totals.buffers, plan, mesh),
             grads=grads,
-            scale=scale if sums.weighted or loss_scale != 1.0 or self._rest != 1.0 or unreduced else None,
+            scale=scale,
             norm=norm,
             finite=finite,
             squares=sums.numbers[2],
@@ -173,24 +173,33 @@ class LossStep:
             landing=landing,
         )
 
-    def _mean(self, sums: Sums, loss_scale: float, ranks: int) -> tuple[torch.Tensor, float, torch.Tensor, bool]:
-        """The loss, the gradients' scale, the gradient's norm, and whether all are finite: see `Evaluation`.
+    def expected_scale(self, loss_scale: float) -> float | None:
+        """The `Evaluation.scale` of the next call, if its losses' weights sum to what the last one's did."""
+        return self._scale(self._weight, loss_scale, ())
 
-        Args:
-            ranks: number of ranks whose gradients are left unreduced, to be averaged by the optimizer.
-        """
+    def _scale(self, weight: float | None, loss_scale: float, unreduced: tuple[str, ...]) -> float | None:
+        """`Evaluation.scale`, from the weight by which the loss is divided, if losses have weights."""
+        if weight is None and loss_scale == 1.0 and self._rest == 1.0 and not unreduced:
+            return None
+        if weight == 0:
+            return 0.0
+        # Gradients that are left unreduced are averaged by the optimizer.
+        ranks = math.prod(self._mesh.shape[axis] for axis in unreduced)
+        return ranks * (self._rest / loss_scale if weight is None else 1.0 / (weight * loss_scale))
+
+    def _mean(self, sums: Sums, scale: float) -> tuple[torch.Tensor, torch.Tensor, bool]:
+        """The loss, the gradient's norm, and whether all are finite: see `Evaluation`."""
         total, weight, squares = sums.numbers
         if weight == 0:
             nothing = torch.zeros_like(sums.total)
-            return nothing, 0.0, nothing, True
-        scale = ranks * (1.0 / (weight * loss_scale) if sums.weighted else self._rest / loss_scale)
+            return nothing, nothing, True
         if scale > self._largest:
             raise LossError(
                 f"the weights of sl.Mean sum to {weight:g}, by which gradients cannot be divided: {scale:g} is beyond their "
                 "dtype. Multiply total and weight by the same number"
             )
         finite = all(map(math.isfinite, (weight, total / weight))) and math.sqrt(squares) * scale <= self._largest
-        return sums.total / sums.weight, scale, sums.squares.sqrt() * scale, finite
+        return sums.total / sums.weight, sums.squares.sqrt() * scale, finite
 
 
 def first_bad_leaf(evaluation: Evaluation, plan: Plan, mesh: Mesh) -> str:

@@ -12,7 +12,7 @@ from shardlib.common.disk import whole_blocks
 from shardlib.common.pages import pages
 
 AHEAD = 3  # groups of buffers that are read from disk ahead of the one in use
-_WRITING = 2  # groups that are on their way to disk
+WRITING = 2  # groups that are on their way to disk
 
 
 class Memory(Protocol):
@@ -88,4 +88,4 @@ MEMORIES: Mapping[str, Memory] = {"device": DeviceMemory(), "host": HostMemory()
 def window(groups: Collection[int]) -> int:
     """Bytes of host memory that groups of buffers on disk pass through, from the bytes of each: what is read ahead, in use
     and being written, at most."""
-    return min(sum(groups), (AHEAD + 1 + _WRITING) * max(groups, default=0))
+    return min(sum(groups), (AHEAD + 1 + WRITING) * max(groups, default=0))

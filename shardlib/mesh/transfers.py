@@ -23,18 +23,19 @@ class Transfer:
 
     @property
     def done(self) -> bool:
-        return self._event is None or self._event.query()
+        event = self._event  # another thread may be waiting
+        return event is None or event.query()
 
     def wait(self) -> None:
         """Return once the copy is complete, so that the host may read or write its memory."""
-        if self._event is not None:
-            self._event.synchronize()
+        if (event := self._event) is not None:
+            event.synchronize()
         self._event = self._source = None
 
     def join(self) -> None:
         """Make what the device is given from now on, on the current stream, wait for the copy. Returns at once."""
-        if self._event is not None:
-            torch.accelerator.current_stream(self._event.device).wait_event(self._event)
+        if (event := self._event) is not None:
+            torch.accelerator.current_stream(event.device).wait_event(event)
 
 
 class Transfers:

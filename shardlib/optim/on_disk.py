@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import torch
 
+from shardlib.collectives.attempts import attempted, error_of
+from shardlib.mesh.memories import MEMORIES
+from shardlib.mesh.mesh import Mesh
 from shardlib.optim.base import Packed
+from shardlib.plan.plan import Plan
 from shardlib.sharded.disk import Flat, Store
 from shardlib.tree import leaves_of
+
+_T = TypeVar("_T")
 
 
 class HasStore(Protocol):
@@ -54,7 +61,30 @@ class OnDisk(Packed):
         return f"OnDisk({self.name}, {list(self.shape)}, {self._flat.dtype})"
 
 
-def stores_of(tree: Any) -> list[Store]:
-    """The stores in which tensors of a tree lie."""
-    stores = {id(leaf.store): leaf.store for leaf in leaves_of(tree) if isinstance(leaf, OnDisk)}
-    return list(stores.values())
+def rests(plan: Plan) -> bool:
+    """Whether states of a rank lie on disk between updates."""
+    return any(MEMORIES[bucket.memory.optimizer].rests for bucket in plan.everywhere.trained)
+
+
+def replaced_on_disk(plan: Plan, mesh: Mesh, states: Any, replace: Callable[[], _T]) -> _T:
+    """What ``replace`` makes of ``states``, of which it writes those on disk in place: on all ranks, or on none.
+
+    Raises:
+        RankFailure: it failed on other ranks. Where it failed, its own error is raised.
+    """
+    leaves = [leaf for leaf in leaves_of(states) if isinstance(leaf, OnDisk)]
+    stores = {id(leaf.store): leaf.store for leaf in leaves}.values()
+    begun, made = list[Store](), list[_T]()
+
+    def work() -> None:
+        for store in stores:
+            store.commit((store.step or 0) + 1)  # what was written before stays
+            begun.append(store)
+        made.append(replace())
+
+    failure, problems, _ = attempted(mesh, work)
+    if problems:
+        for store in begun:
+            store.roll_back()
+        raise error_of(failure, problems, "states on disk were not replaced, and are as they were")
+    return made[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from shardlib.common.pages import cloned
 from shardlib.errors import IllegalComposition
 from shardlib.kernels.common.chunks import chunks
 from shardlib.optim.base import Packed
-from shardlib.optim.storing import optimizer_shards
+from shardlib.optim.storing import optimizer_shard
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree
 
@@ -22,9 +23,9 @@ def following_masters(params: Sharded, masters: Mapping[str, torch.Tensor]) -> d
 
     Changes nothing in place.
     """
-    shards = optimizer_shards(params)
+    bucket_of = params.plan.bucket_of
     return {
-        name: _changed(master, lambda old, name=name: _following(shards[name], old))  # type: ignore[misc]
+        name: _changed(master, lambda old, name=name: _following(optimizer_shard(params, bucket_of[name]), old))  # type: ignore[misc]
         for name, master in masters.items()
     }
 
@@ -35,15 +36,19 @@ def following_state(params: Sharded, masters: Mapping[str, torch.Tensor], state:
     Raises:
         IllegalComposition: ranks have diverged.
     """
-    flat = optimizer_shards(params) | {
-        name: master.unpacked() if isinstance(master, Packed) else master for name, master in masters.items()
-    }
+
+    @functools.lru_cache(maxsize=1)  # what is elsewhere is brought here one bucket at a time
+    def flat(name: str) -> torch.Tensor:
+        master: Any = masters.get(name)
+        if master is None:
+            return optimizer_shard(params, params.plan.bucket_of[name])
+        return master.unpacked() if isinstance(master, Packed) else master
 
     def held(name: str, old: Any) -> Any:
         named = params.plan.numbering.run_named(name)
         assert named is not None, name  # names of a bucket or a run of its leaves
         bucket, start, stop = params.plan.numbering.span(named[1])
-        return _changed(old, lambda tensor: flat[bucket][start:stop].to(tensor.dtype, copy=True))
+        return _changed(old, lambda tensor: flat(bucket)[start:stop].to(tensor.dtype, copy=True))
 
     def followed(node: Any) -> Any:
         if not _holds(node):

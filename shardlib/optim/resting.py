@@ -1,28 +1,32 @@
 """Where masters and optimizer states are between updates: where the optimizer works on them, or on disk.
 
-An update asks for its groups of buckets one after the other (`awake`), and gives each back (`asleep`). States that stay where
-they are worked on pass through unchanged. States on disk are read groups ahead, written behind, and committed as one step. In
-a train state `OnDisk` leaves stand for them.
+An update is an `attempt`: it is given the states of its groups of buckets one after the other, and gives each back
+(`asleep`). States that stay where they are worked on pass through unchanged. States on disk are read groups ahead, written
+behind, and become the next step's on all ranks or on none. In a train state `OnDisk` leaves stand for them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import optree
 import torch
 
-from shardlib.collectives.attempts import on_all_ranks
-from shardlib.errors import IllegalComposition
-from shardlib.mesh.memories import AHEAD, MEMORIES, window
+from shardlib.collectives.attempts import attempted, error_of, on_all_ranks
+from shardlib.errors import IllegalComposition, StorageError
+from shardlib.mesh.memories import MEMORIES, window
 from shardlib.mesh.mesh import Mesh
 from shardlib.optim.base import GradientTransformation, Packed
-from shardlib.optim.on_disk import OnDisk
+from shardlib.optim.on_disk import OnDisk, rests
+from shardlib.optim.storing import Storing
 from shardlib.optim.train_state import OptimizerState
+from shardlib.optim.undone import Undone
 from shardlib.plan.plan import Plan
 from shardlib.sharded.disk import Flat, Store
+from shardlib.sharded.tree import Sharded
 from shardlib.tree import flatten, leaves_of, path_name, tree_map, unflatten
 
 
@@ -35,16 +39,25 @@ class Resting(Protocol):
 
     at_once: bool
 
-    def awake(self, groups: Iterable[OptimizerState]) -> Iterator[OptimizerState]:
-        """The groups' states as tensors, one after the other. The caller gives each back before it takes the next."""
+    def attempt(
+        self,
+        update: Callable[[Iterator[OptimizerState]], None],
+        groups: Sequence[OptimizerState] = (),
+        params: Sharded | None = None,
+    ) -> None:
+        """Run an update: on all ranks, or on none where it can be taken back.
+
+        Args:
+            update: is given the groups' states as tensors, one after the other, and gives each back before the next.
+            params: what the update writes.
+
+        Raises:
+            Undone: it failed on some rank, and was taken back on all.
+        """
         ...
 
     def asleep(self, state: OptimizerState) -> OptimizerState:
         """A group's state, given back after its update or its first values; the result belongs into a train state."""
-        ...
-
-    def commit(self) -> None:
-        """Complete a step, of which every group was given back."""
         ...
 
 
@@ -53,18 +66,24 @@ class InMemory:
 
     at_once = True
 
-    def awake(self, groups: Iterable[OptimizerState]) -> Iterator[OptimizerState]:
-        return iter(groups)
+    def attempt(
+        self,
+        update: Callable[[Iterator[OptimizerState]], None],
+        groups: Sequence[OptimizerState] = (),
+        params: Sharded | None = None,
+    ) -> None:
+        update(iter(groups))
 
     def asleep(self, state: OptimizerState) -> OptimizerState:
         return state
 
-    def commit(self) -> None:
-        pass
-
 
 class StatesOnDisk:
     """The states of all buckets whose memory rests on disk.
+
+    They are this run's alone: another one starts from a checkpoint, so that a step waits for its writes and for no sync of
+    the disk. The files hold the states before a step until it is made on every rank. A step that fails is taken back: its
+    states are, and parameters that it has written become what their masters round to, as they were.
 
     Args:
         planned: the masters and the optimizer's state as tensors without memory.
@@ -84,25 +103,67 @@ class StatesOnDisk:
                 sizes[named[0]] = sizes.get(named[0], 0) + flat.padded
         assert plan.claims is not None  # they say that the states are on disk
         folders = plan.claims.location("optimizer").folders
-        self._buffers, self._awake = buffers, dict[str, torch.Tensor]()
+        self._mesh, self._buffers, self._awake = mesh, buffers, dict[str, torch.Tensor]()
+        # Other states are updated in place.
+        self._undoes = all(MEMORIES[bucket.memory.optimizer].rests for bucket in plan.everywhere.trained)
 
         def open_files() -> None:
             memory, pinned = window(list(sizes.values())), mesh.transfers.apart
-            self.store = Store(folders, buffers, memory, rank=mesh.rank, ranks=mesh.size, pinned=pinned)
+            self.store = Store(folders, buffers, memory, rank=mesh.rank, ranks=mesh.size, pinned=pinned, durable=False)
 
         on_all_ranks(mesh, open_files, "the files for states on disk could not be opened")
         weakref.finalize(self, self.store.close)
 
-    def awake(self, groups: Iterable[OptimizerState]) -> Iterator[OptimizerState]:
-        known = list(groups)
-        resting = [[leaf.name for leaf in leaves_of(group) if isinstance(leaf, OnDisk)] for group in known]
-        for group, tensors in zip(known, self.store.fetched(resting, AHEAD), strict=True):
-            self._awake = tensors
-            try:
-                yield tree_map(self._tensor, group)
-            finally:  # of an update that failed
-                for lent in self._awake.values():
-                    self.store.release(lent)
+    def attempt(
+        self,
+        update: Callable[[Iterator[OptimizerState]], None],
+        groups: Sequence[OptimizerState] = (),
+        params: Sharded | None = None,
+    ) -> None:
+        begun = False
+
+        def work() -> None:
+            nonlocal begun
+            self._commit()  # of what replaced parameters or a checkpoint have written since
+            begun = True
+            with contextlib.closing(self._awoken(groups)) as states:
+                update(states)
+            self.store.flush()
+
+        def take_back() -> None:
+            if not begun:
+                raise StorageError("the states that the step was to start from could not be written before")
+            self.store.roll_back()
+            if params is not None:
+                _as_before(params, groups)
+
+        failure, problems, _ = attempted(self._mesh, work)
+        if problems:
+            error = error_of(failure, problems, "the step was not made")
+            if params is None or not self._undoes:
+                raise error
+            _, lost, _ = attempted(self._mesh, take_back)
+            if lost:
+                error.add_note(f"The states are lost ({lost[0][1]}): restore a checkpoint")
+                raise error
+            error.add_note("The state that the step was given is as it was: it can be saved, and used again")
+            raise Undone(error)
+        self._commit()
+
+    def _commit(self) -> None:
+        self.store.commit((self.store.step or 0) + 1)
+
+    def _awoken(self, groups: Sequence[OptimizerState]) -> Generator[OptimizerState]:
+        """The groups' states as tensors."""
+        resting = [[leaf.name for leaf in leaves_of(group) if isinstance(leaf, OnDisk)] for group in groups]
+        with contextlib.closing(self.store.fetched(resting)) as fetched:
+            for group, tensors in zip(groups, fetched, strict=True):
+                self._awake = tensors
+                try:
+                    yield tree_map(self._tensor, group)
+                finally:  # of an update that failed
+                    for lent in self._awake.values():
+                        self.store.release(lent)
 
     def _tensor(self, leaf: Any) -> Any:
         return self._awake[leaf.name].view(leaf.shape) if isinstance(leaf, OnDisk) else leaf
@@ -122,8 +183,15 @@ class StatesOnDisk:
             after.append(OnDisk(self, path, leaf.shape, self._buffers[path]))
         return unflatten(treedef, after)
 
-    def commit(self) -> None:
-        self.store.commit((self.store.step or 0) + 1)
+
+def _as_before(params: Sharded, groups: Iterable[OptimizerState]) -> None:
+    """Give stored parameters the values of their masters. Those that are gathered have not changed yet."""
+    storing = Storing(params)
+    masters: dict[str, Any] = {name: master for group in groups for name, master in group.masters.items()}
+    for name, master in masters.items():
+        bucket = params.plan.bucket_of[name]
+        if bucket.owners(bucket.param_level) == 1:
+            storing.put(bucket, master.unpacked()).wait()
 
 
 def resting_of(optimizer: GradientTransformation, plan: Plan, mesh: Mesh) -> Resting:
@@ -133,7 +201,7 @@ def resting_of(optimizer: GradientTransformation, plan: Plan, mesh: Mesh) -> Res
         IllegalComposition: states on disk, and an optimizer that needs all of them at once or packs them itself.
         StorageError: the folders are in use, hold another plan's states, or have too little space.
     """
-    if not any(MEMORIES[bucket.memory.optimizer].rests for bucket in plan.everywhere.trained):
+    if not rests(plan):
         return InMemory()
     if not optimizer.separable:
         raise IllegalComposition(

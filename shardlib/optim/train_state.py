@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 
 from shardlib.common._compat import version_of
 from shardlib.common.pages import cloned
-from shardlib.errors import DonatedStateError, TreeError
+from shardlib.errors import DonatedStateError, IllegalComposition, TreeError
+from shardlib.optim.on_disk import replaced_on_disk, rests
 from shardlib.optim.replaced import following_masters, following_state
 from shardlib.plan.loss_scale import LossScale
 from shardlib.plan.plan import Plan
@@ -19,16 +20,31 @@ from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, register_node, tree_map
 
 
+class Pending(NamedTuple):
+    """The gradients of a step that the step after it applies, under ``offload(delay=True)``.
+
+    Attributes:
+        grads: bucket name -> the summed gradient.
+        factor: what gradients are multiplied by, 0-d: from the sum to the clipped gradient of the mean loss. 0 if there is no
+            update to make.
+    """
+
+    grads: dict[str, torch.Tensor]
+    factor: torch.Tensor
+
+
 class OptimizerState(NamedTuple):
     """The state of masters and optimizer.
 
     Attributes:
         masters: bucket name -> fp32 master weights (under `precision`).
         inner: the state of the gradient transformation.
+        pending: gradients that the next step applies; empty unless updates are delayed.
     """
 
     masters: dict[str, torch.Tensor]
     inner: Any
+    pending: Pending | tuple[()] = ()
 
 
 class TrainState:
@@ -85,9 +101,8 @@ class TrainState:
                 "sl.replace_params(state, params)"
             )
         if self._fits is None:
-            return self._with(
-                self.params, OptimizerState(following_masters(self.params, self.opt.masters), self.opt.inner)
-            )
+            masters = following_masters(self.params, self.opt.masters)
+            return self._with(self.params, self.opt._replace(masters=masters))
         fits = self.params is self._fits[0] and _versions(self.params) == self._fits[1]
         return self if fits else self._with(self.params, _following(self.params, self.opt))
 
@@ -101,6 +116,19 @@ class TrainState:
         self.params.take(why)
         self.__dict__.clear()
         self.__dict__["_donated"] = why
+
+    def keeping(self) -> Callable[[], None]:
+        """What makes this state its holder's again after `take`. It is for callers whose memory nobody has taken over."""
+        fields, params = dict(self.__dict__), self.__dict__.get("params")
+        give_back = params.keeping() if isinstance(params, Sharded) else None
+
+        def again() -> None:
+            self.__dict__.clear()
+            self.__dict__.update(fields)
+            if give_back is not None:
+                give_back()
+
+        return again
 
     def __getattr__(self, name: str) -> Any:
         if "_donated" in self.__dict__:
@@ -145,12 +173,15 @@ def replace_params(state: TrainState, params: Any, *, donate: bool = True) -> Tr
     Args:
         params: `Sharded` by the state's plan (a ``tree_map`` over ``state.params``), or a whole pytree with the same values
             on every rank. Other dtypes are cast to the state's.
-        donate: whether the new state takes over the memory of ``state``, which may then not be used again.
+        donate: whether the new state takes over the memory of ``state``, which may then not be used again. States on disk
+            are replaced in their files.
 
     Raises:
         TreeError: a tree of other leaves or shapes, or sharded by another plan.
         RankMismatch: ranks that hold copies were given different values.
-        IllegalComposition: 0/1 Adam's ranks have diverged at this step.
+        IllegalComposition: 0/1 Adam's ranks have diverged at this step; or ``donate=False`` with states on disk.
+        StorageError: states on disk could not be written; all are as they were.
+        RankFailure: another rank could not write them.
 
     >>> state, _ = sl.make_train_step(lambda p, x: (p["w"] * x).sum(), {"w": torch.ones(2)}, sl.optim.sgd(0.1))
     >>> state = sl.replace_params(state, {"w": torch.zeros(2)})
@@ -158,6 +189,11 @@ def replace_params(state: TrainState, params: Any, *, donate: bool = True) -> Tr
     tensor([0., 0.])
     """
     plan = state.params.plan
+    if not donate and rests(plan):
+        raise IllegalComposition(
+            "replace_params(donate=False) keeps the old state, and states on disk are there once: leave donate=True, or keep "
+            "states in memory with offload('host')"
+        )
     given = params if isinstance(params, Sharded) else shard_alike(params, state.params)
     if given.role != "param" or (given.plan is not plan and given.plan.layout != plan.layout):
         raise TreeError(
@@ -166,7 +202,10 @@ def replace_params(state: TrainState, params: Any, *, donate: bool = True) -> Tr
         )
     require_same_copies(given)
     given = given.under(plan)
-    opt = _following(given, state.opt)
+    if rests(plan):
+        opt = replaced_on_disk(plan, given.mesh, state.opt, lambda: _following(given, state.opt))
+    else:
+        opt = _following(given, state.opt)
     if donate:
         after = state._with(given, opt)
         state.take("replace_params", "the state that it returned, or pass donate=False to keep this one")
@@ -178,7 +217,7 @@ def replace_params(state: TrainState, params: Any, *, donate: bool = True) -> Tr
 
 def _following(params: Sharded, opt: OptimizerState) -> OptimizerState:
     masters = following_masters(params, opt.masters)
-    return OptimizerState(masters, following_state(params, masters, opt.inner))
+    return opt._replace(masters=masters, inner=following_state(params, masters, opt.inner))
 
 
 def copied(tree: Tree) -> Tree:

@@ -9,11 +9,15 @@ other, in the order in which gradients land, so that the first new parameters ar
 
 Clips that come first in a chain take their factor from the squares that were summed as the gradients landed. An optimizer
 that reads across elements otherwise updates all buckets at once, where their states lie.
+
+Updates that run ahead (`shardlib.optim.ahead`) are made as each gradient lands, with the factor that gradients have where
+nothing is clipped; or, delayed, from the gradients of the step before, whose factor is known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -22,48 +26,69 @@ from shardlib.errors import IllegalComposition
 from shardlib.mesh.memories import MEMORIES
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.staging import Slot, taken
+from shardlib.mesh.transfers import Transfer
 from shardlib.mesh.transport.activity import naming
+from shardlib.optim.ahead import Ahead
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.resting import resting_of
 from shardlib.optim.separate import Separation
 from shardlib.optim.shards import MeshShards
 from shardlib.optim.storing import Storing, optimizer_shard
-from shardlib.optim.train_state import OptimizerState
+from shardlib.optim.train_state import OptimizerState, Pending, copied
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
-from shardlib.sharded.landing import Landing
+from shardlib.sharded.landing import Follower, Landing
 from shardlib.sharded.tree import Sharded
 
 
 class Updates:
     """The updates of one train step's states.
 
+    Args:
+        donates: whether a step may reuse the memory of the state it is given.
+
+    Attributes:
+        landed: see ``kept`` of `Landing`: memory for the next step's gradients.
+
     Raises:
-        IllegalComposition: an optimizer that is not elementwise, with states in two memories.
+        IllegalComposition: an optimizer that is not elementwise, with states in two memories or updates that run ahead; or
+            states of which there is one at a time, in a step that is to keep the state it is given.
     """
 
-    def __init__(self, optimizer: GradientTransformation, plan: Plan, mesh: Mesh) -> None:
-        self._optimizer, self._plan, self._mesh = optimizer, plan, mesh
+    def __init__(self, optimizer: GradientTransformation, plan: Plan, mesh: Mesh, donates: bool = True) -> None:
+        self._optimizer, self._plan, self._mesh, self._donates = optimizer, plan, mesh, donates
         self._separation = Separation(plan)
         self._groups = _groups(optimizer, plan)
         self._resting = resting_of(optimizer, plan, mesh)
+        if not donates and not self._resting.at_once:
+            raise IllegalComposition(
+                "donate=False keeps the old state of every step, and states on disk are there once: leave donate=True, or "
+                "keep them in memory with offload('host')"
+            )
+        self._separate = optimizer.separable and bool(_elsewhere(plan))  # updates groups one after the other
         self._shards = [MeshShards(plan, mesh).of(group) for group in self._groups]
+        self._shards_of = {group[0].name: of for group, of in zip(self._groups, self._shards, strict=True) if group}
+        self._ahead = Ahead(self._body, mesh.transfers.apart, donates) if plan.step.ahead else None
+        self._delays = plan.step.update == "delay"
+        self.landed: dict[str, torch.Tensor] = {}
         # The last group is in the other memory, if there is one: numbers for it must not take the device's link.
         self._numbers = mesh.device_for(self._groups[-1][0].memory.optimizer) if plan.trained else mesh.device
         # Two: while the parameters of one group are on their way, the next group is updated.
         self._slots = [Slot(mesh.transfers.apart) for _ in self._groups[:2]]
 
-    def require_copies(self) -> None:
-        """Refuse states of which there is one at a time, in a step that is to keep the state it is given."""
-        if not self._resting.at_once:
-            raise IllegalComposition(
-                "donate=False keeps the old state of every step, and states on disk are there once: leave donate=True, or "
-                "keep them in memory with offload('host')"
-            )
-
     def init(self, params: Sharded) -> OptimizerState:
         """The masters and the optimizer's state of new parameters."""
-        shards, states = MeshShards(self._plan, self._mesh), []
+        states: list[OptimizerState] = []
+        self._resting.attempt(lambda _: states.extend(self._first(params)))
+        opt = self._joined(states)
+        if not self._delays:
+            return opt
+        grads = {b.name: self._mesh.zeros(b.owned, b.reduce_dtype, b.memory.optimizer) for b in self._plan.trained}
+        return opt._replace(pending=Pending(grads, _number(0.0, self._numbers)))
+
+    def _first(self, params: Sharded) -> Iterator[OptimizerState]:
+        """The first state of each group, given to rest."""
+        shards = MeshShards(self._plan, self._mesh)
         several = len(self._groups) > 1 and not self._resting.at_once
         for group in self._groups if several else [self._plan.trained]:
             # The optimizer is shown all parameters, those of other groups without memory.
@@ -80,9 +105,38 @@ class Updates:
             state = OptimizerState(masters, self._optimizer.init(flat, shards=shards))
             if several:
                 state = self._separation.cut(state, [bucket.name for bucket in group])
-            states.append(self._resting.asleep(state))
-        self._resting.commit()
-        return self._joined(states)
+            yield self._resting.asleep(state)
+
+    def begin(self, params: Sharded, opt: OptimizerState, scale: float | None) -> Follower | None:
+        """Begin a step; returns what is to follow its gradients.
+
+        Args:
+            scale: the scale that gradients are expected to have.
+        """
+        if self._ahead is None:
+            return None
+        parts = zip(self._groups, self._parts(opt), strict=True)
+        ahead = {group[0].name: part for group, part in parts if self._runs_ahead(group)}
+        if not self._delays:
+            with torch.no_grad():
+                self._ahead.prepare(params, ahead, self._factor({}, MeshShards(self._plan, self._mesh), scale, 0.0))
+            return self._ahead
+        pending = _pending(opt)
+        self._ahead.prepare(params, ahead, pending.factor)
+        if pending.factor:
+            for group in self._groups:
+                for bucket in group:
+                    self._ahead.landed(bucket, pending.grads[bucket.name], Transfer())
+        return None
+
+    def changes(self, opt: OptimizerState, taken: bool) -> bool:
+        """Whether the step changes parameters, if its gradients are ``taken``."""
+        return bool(_pending(opt).factor) if self._delays else taken
+
+    @property
+    def undone(self) -> int:
+        """The number of buckets whose update of this step was made ahead in vain."""
+        return 0 if self._ahead is None else self._ahead.undone
 
     @naming("the optimizer")
     def apply(
@@ -92,36 +146,111 @@ class Updates:
         grads: dict[str, torch.Tensor],
         shards: MeshShards,
         *,
+        taken: bool,
         scale: float | None,
         squares: float,
         landing: Landing,
     ) -> OptimizerState:
-        """Write the next parameters and optimizer state in place.
+        """Write the next parameters in place; returns the next optimizer state.
 
         Args:
             grads: bucket name -> gradient in the optimizer's memory, once ``landing`` says so.
+            taken: whether the gradients are to be used.
             scale: the factor of the gradients; None for 1.
             squares: Σ of the squares of ``grads`` over all ranks.
+
+        Raises:
+            Undone: it failed on some rank, and parameters and states are as they were on all.
         """
         with torch.no_grad():
-            shards.remember(sum_of_squares, grads, _number(squares, self._numbers))
-            factor = None if scale is None else _number(scale, self._numbers)
-            storing = Storing(params)
-            several = len(self._groups) > 1
-            if several:
-                factor = self._optimizer.lead(grads, factor, shards)
-            states = []
-            resting = self._resting.awake(self._parts(opt))
-            for group, some, state in zip(self._groups, self._shards if several else [shards], resting, strict=True):
-                after = self._update(group, storing, params, state, grads, factor, some, landing)
+            factor = self._factor(grads, shards, scale, squares) if taken else None
+            if self._delays:
+                pending = _pending(opt)
+                if pending.factor:
+                    opt = self._applied(params, opt, pending.grads, shards, pending.factor, landing)
+                landing.wait_for_all()
+                opt = opt._replace(pending=self._delayed(pending, grads, factor) if taken else _applied(pending))
+            elif taken:
+                opt = self._applied(params, opt, grads, shards, factor, landing)
+            if self._ahead is not None:
+                self._ahead.end()
+        return opt
+
+    def _delayed(self, before: Pending, grads: dict[str, torch.Tensor], factor: torch.Tensor | None) -> Pending:
+        """What the next step applies. The next gradients land where those ``before`` are, if they may."""
+        free = before.grads if self._donates and self._mesh.transfers.apart else {}
+        self.landed = {name: kept for name, kept in self.landed.items() if name not in grads} | free
+        return Pending(grads, _number(1.0, self._numbers) if factor is None else factor)
+
+    def _factor(
+        self, grads: dict[str, torch.Tensor], shards: MeshShards, scale: float | None, squares: float
+    ) -> torch.Tensor | None:
+        """The factor of all gradients, clips included where buckets are updated one by one."""
+        shards.remember(sum_of_squares, grads, _number(squares, self._numbers))
+        factor = None if scale is None else _number(scale, self._numbers)
+        return self._optimizer.lead(grads, factor, shards) if self._separate else factor
+
+    def _applied(
+        self,
+        params: Sharded,
+        opt: OptimizerState,
+        grads: dict[str, torch.Tensor],
+        shards: MeshShards,
+        factor: torch.Tensor | None,
+        landing: Landing,
+    ) -> OptimizerState:
+        """The state after an update, whose parameters are written in place."""
+        storing, states = Storing(params), list[OptimizerState]()
+
+        def update(parts: Iterator[OptimizerState]) -> None:
+            some_of = self._shards if self._separate else [shards]
+            for group, some, state in zip(self._groups, some_of, parts, strict=True):
+                after = self._made_ahead(group, storing, factor)
+                if after is None:
+                    state = state if self._donates else copied(state)
+                    after = self._update(group, storing, params, state, grads, factor, some, landing)
                 states.append(self._resting.asleep(after))
-            storing.finish()
-            self._resting.commit()
+
+        self._resting.attempt(update, self._parts(opt), params)
+        storing.finish()
         return self._joined(states)
+
+    def _runs_ahead(self, group: Sequence[Bucket]) -> bool:
+        return self._ahead is not None and any(bucket.memory.optimizer != "device" for bucket in group)
+
+    def _made_ahead(
+        self, group: Sequence[Bucket], storing: Storing, factor: torch.Tensor | None
+    ) -> OptimizerState | None:
+        """The state of a bucket that was updated ahead, with this factor; its parameters are on their way."""
+        if self._ahead is None or not self._runs_ahead(group):
+            return None
+        (bucket,) = group
+        updated = self._ahead.result(bucket, factor)
+        if updated is None:
+            return None
+        self._ahead.sent(bucket, storing.put(bucket, updated.shard))
+        return updated.opt
+
+    def _body(
+        self,
+        bucket: Bucket,
+        params: torch.Tensor,
+        grad: torch.Tensor,
+        inner: Any,
+        factor: torch.Tensor | None,
+        copy: torch.Tensor,
+    ) -> Any:
+        """See `Ahead`."""
+        name = bucket.name
+        factor = None if factor is None else _number(float(factor), params.device)
+        return self._optimizer.body(
+            {name: params}, {name: grad}, inner, scale=factor, shards=self._shards_of[name], copies={name: copy}
+        )
 
     def _parts(self, opt: OptimizerState) -> list[OptimizerState]:
         """The state of each group."""
-        if len(self._groups) == 1:
+        opt = opt._replace(pending=())
+        if not self._separate:
             return [opt]
         return [self._separation.cut(opt, [bucket.name for bucket in group]) for group in self._groups]
 
@@ -158,7 +287,7 @@ class Updates:
                 copies[bucket.name] = torch.empty(bucket.owned, dtype=bucket.dtype, device=self._mesh.device)
             else:
                 copies[bucket.name] = slot.take(bucket.owned, bucket.dtype)
-        if len(self._groups) > 1:
+        if self._separate:
             some = {name: grads[name] for name in names}
             factor = None if factor is None else _number(float(factor), written[names[0]].device)
             after = self._optimizer.body(written, some, opt.inner, scale=factor, shards=shards, copies=copies)
@@ -184,7 +313,9 @@ class Updates:
         return self._mesh.transfers.apart and works != stored
 
     def _slot(self, group: Sequence[Bucket]) -> Slot:
-        """Memory for the group's new parameters: the slots take turns."""
+        """Memory for the group's new parameters: that of an update made ahead; otherwise slots take turns."""
+        if self._ahead is not None and self._runs_ahead(group):
+            return self._ahead.slot(group[0])
         self._slots.append(self._slots.pop(0))
         staged = [
             bucket
@@ -196,8 +327,13 @@ class Updates:
 
 def _groups(optimizer: GradientTransformation, plan: Plan) -> list[tuple[Bucket, ...]]:
     """The buckets that are updated together, in the order of their updates."""
-    elsewhere = [bucket for bucket in plan.trained if bucket.memory.optimizer != "device"]
+    elsewhere = _elsewhere(plan)
     on_device = tuple(bucket for bucket in plan.trained if bucket.memory.optimizer == "device")
+    if elsewhere and plan.step.ahead and not optimizer.separable:
+        raise IllegalComposition(
+            f"offload({plan.step.update}=True) updates one bucket at a time beside other work, and this optimizer reads "
+            f"across parameters; leave out {plan.step.update}, or use an elementwise optimizer, such as adamw"
+        )
     if not elsewhere or not (optimizer.separable or on_device):
         return [plan.trained]
     if not optimizer.separable:
@@ -206,6 +342,21 @@ def _groups(optimizer: GradientTransformation, plan: Plan) -> list[tuple[Bucket,
             "reads across parameters, so that it needs all of them in one memory; use offload(fraction=1.0)"
         )
     return [*([on_device] if on_device else []), *((bucket,) for bucket in reversed(elsewhere))]
+
+
+def _elsewhere(plan: Plan) -> list[Bucket]:
+    """The buckets whose states are in another memory than the device's."""
+    return [bucket for bucket in plan.trained if bucket.memory.optimizer != "device"]
+
+
+def _pending(opt: OptimizerState) -> Pending:
+    assert isinstance(opt.pending, Pending)  # updates are delayed
+    return opt.pending
+
+
+def _applied(pending: Pending) -> Pending:
+    """``pending`` once it was applied, where nothing follows it."""
+    return pending._replace(factor=torch.zeros_like(pending.factor))
 
 
 def _number(value: float, device: torch.device) -> torch.Tensor:

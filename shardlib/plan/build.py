@@ -123,7 +123,18 @@ def _step(resolved: Resolved, splits: Splits, batch_axes: Sequence[str]) -> tupl
         remat, more = remat.over(sliced, resolved.sizes, sequence)
         notes += more
     tiles = {use.tokens.module: use.tokens.tiles for use in resolved.uses.values() if use.tokens}
-    decided = StepPlan(microbatches, sync, remat, prefetch, asked.loss_scale, asked.cast_batch, sequence, total, tiles)
+    decided = StepPlan(
+        microbatches,
+        sync,
+        remat,
+        prefetch,
+        asked.loss_scale,
+        asked.cast_batch,
+        sequence,
+        total,
+        tiles,
+        asked.update or "exact",
+    )
     return splits, decided, notes
 
 
@@ -180,7 +191,9 @@ def _optimizer_bytes(plan: PlanValue, state: Tree) -> dict[str, int]:
 
     def add(bucket: Bucket | None, memory: str, size: int) -> None:
         kind = MEMORIES[memory]
-        held[memory] += kind.held(size)
+        held[memory] += kind.held(size) * (
+            2 if plan.step.ahead and memory != "device" else 1
+        )  # old values beside new ones
         if kind.rests and bucket is not None:
             groups = passing.setdefault(kind.works, {})
             groups[bucket.name] = groups.get(bucket.name, 0) + whole_blocks(size)
@@ -196,6 +209,12 @@ def _optimizer_bytes(plan: PlanValue, state: Tree) -> dict[str, int]:
     for bucket in plan.trained:
         if bucket.master_dtype is not None:
             add(bucket, bucket.memory.optimizer, bucket.owned * bucket.master_dtype.itemsize)
+        if plan.step.ahead and bucket.memory.optimizer != "device":
+            waiting = bucket.dtype.itemsize if bucket.master_dtype != bucket.dtype else 0  # new parameters
+            waiting += (
+                bucket.reduce_dtype.itemsize if plan.step.update == "delay" else 0
+            )  # gradients of the step before
+            held[bucket.memory.optimizer] += bucket.owned * waiting
     for memory, groups in passing.items():
         held[memory] += window(list(groups.values()))
     return held

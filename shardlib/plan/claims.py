@@ -41,6 +41,10 @@ class ModuleTiles(NamedTuple):
         return f"{self.module} in {self.tiles} tiles"
 
 
+# When states in host memory are updated: "exact", once the step has the norm of all gradients; "speculate", as each gradient
+# arrives, into other memory, which is dropped where the norm demands another factor; "delay", while the next step computes.
+UPDATES = ("exact", "speculate", "delay")
+
 SECOND = "second"  # the role of a further copy of the parameters, kept from forward to backward
 
 
@@ -249,6 +253,7 @@ class Step(Claim):
         cast_batch: dtype that floating batch leaves are cast to.
         stages: the stages along an axis.
         sequence: the axis along which sequences are cut into parts, and how the parts meet.
+        update: when states in host memory are updated: one of `UPDATES`.
     """
 
     subject_field = ""
@@ -262,6 +267,7 @@ class Step(Claim):
     cast_batch: torch.dtype | None = None
     stages: Stages | None = None
     sequence: SequenceKind | None = None
+    update: str | None = None
 
     def axes(self) -> Iterable[tuple[str, AxisUse]]:
         for axis in self.stages.axes if self.stages else ():

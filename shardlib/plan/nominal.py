@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardlib.plan.predict import predict_step
-from shardlib.plan.transfers import moved
+from shardlib.plan.prediction.step import predict_step
 from shardlib.plan.value import PlanValue
 
 FLOPS = 2e14  # operations per second, of one device
 AXIS = 5e10  # bytes per second that a rank sends along an axis of the mesh
-LINKS: Mapping[str, float] = {"down": 2e10, "up": 2e10, "read": 3e9, "written": 2e9}  # bytes per second of one rank
+# Bytes per second of one rank: between device and host, of its share of the disks, and of what its host updates.
+LINKS: Mapping[str, float] = {"down": 2e10, "up": 2e10, "read": 3e9, "written": 2e9, "update": 2e10}
 
 
 def nominal_seconds(plan: PlanValue) -> float:
     """The seconds of a step."""
     forward, backward = map(sum, zip(*(trace.flops for trace in plan.traces or ()), strict=True))
-    step = predict_step(
-        plan, forward / FLOPS, dict.fromkeys(plan.sizes, AXIS), backward=backward / forward if forward else 2.0
-    )
-    return step.total + sum(sent / LINKS[way] for way, sent in moved(plan).items())
+    rates = {**dict.fromkeys(plan.sizes, AXIS), **LINKS}
+    return predict_step(plan, forward / FLOPS, rates, backward=backward / forward if forward else 2.0).total

@@ -12,6 +12,7 @@ from shardlib.plan.value import PlanValue
 
 DIRECTIONS = ("down", "up")  # from the device, to the device
 _OF_FILES = {"read": "before the update", "written": "after the update"}
+WAYS = (*DIRECTIONS, *_OF_FILES)
 
 
 def transfers(plan: PlanValue) -> Iterator[Message]:
@@ -28,7 +29,7 @@ def transfers(plan: PlanValue) -> Iterator[Message]:
                 yield Message("gradients", "down", "each micro-batch", form, sent, plan.step.microbatches)
             else:
                 yield Message("gradients", "down", "when summed", form, sent)
-        yield from _stores(bucket)
+        yield from filter(None, stores(bucket))
     for needs in plan.needs or ():
         for memory, held in needs.bytes.items():
             if held and MEMORIES[memory].rests:
@@ -42,24 +43,35 @@ def _fetches(stage_plan: PlanValue) -> Iterator[Message]:
     microbatches, tiled = stage_plan.stages.schedule.microbatches, stage_plan.tiled
     for unit in stage_plan.gathers:
         for bucket in tiled.buckets_of[unit]:
-            routes = tiled.routes[bucket.name]
-            kept = unit in seen and len(routes.again) < len(routes.gather)  # the second shard is on the device
-            if bucket.memory.param != "device" and not kept:
-                sent = bucket.size(bucket.param_level) * bucket.dtype.itemsize
+            if sent := fetched(tiled, bucket, again=unit in seen):
                 yield Message("parameters", "up", "before each use", dtype_name(bucket.dtype), sent, microbatches)
         seen.add(unit)
 
 
-def _stores(bucket: Bucket) -> Iterator[Message]:
-    """The way of new parameters to where they are stored."""
+def fetched(plan: PlanValue, bucket: Bucket, *, again: bool) -> int:
+    """Bytes of a bucket's parameters that come up for a use; ``again``: after the micro-batch's first."""
+    routes = plan.routes[bucket.name]
+    kept = again and len(routes.again) < len(routes.gather)  # the second shard is on the device
+    if bucket.memory.param == "device" or kept:
+        return 0
+    return bucket.size(bucket.param_level) * bucket.dtype.itemsize
+
+
+def stores(bucket: Bucket) -> tuple[Message | None, Message | None]:
+    """The way of a bucket's new parameters from the optimizer's memory, before what gathers them on the device, and their
+    way after it to where they are stored."""
     form, size = dtype_name(bucket.dtype), bucket.dtype.itemsize
-    gathered = bucket.owners(bucket.param_level) > 1  # which is done on the device
-    there = "device" if gathered else bucket.memory.param
+    there = (
+        "device" if bucket.owners(bucket.param_level) > 1 else bucket.memory.param
+    )  # what is gathered is on the device
+    first = last = None
     if MEMORIES[bucket.memory.optimizer].works != there:
         way = "up" if there == "device" else "down"
-        yield Message("parameters", way, "after the update", form, bucket.owned * size)
+        first = Message("parameters", way, "after the update", form, bucket.owned * size)
     if there != bucket.memory.param:
-        yield Message("parameters", "down", "after the update", form, bucket.size(bucket.param_level) * size)
+        whole = bucket.size(bucket.param_level) * size
+        last = Message("parameters", "down", "after the update", form, whole)
+    return first, last
 
 
 def _inputs(stage_plan: PlanValue) -> Iterator[Message]:

@@ -104,6 +104,12 @@ class StepPlan:
     sequence: SequenceKind | None
     total_microbatches: int | None = None
     module_tiles: Mapping[str, int] = field(default_factory=dict)
+    update: str = "exact"
+
+    @property
+    def ahead(self) -> bool:
+        """Whether updates run beside a step's computation, into memory of their own."""
+        return self.update != "exact"
 
     @property
     def tree(self) -> bool:

@@ -10,6 +10,7 @@ is.
 from __future__ import annotations
 
 from collections import deque
+from typing import Protocol
 
 import torch
 
@@ -23,23 +24,49 @@ from shardlib.sharded.counting import Counting
 _ADDENDS = 2  # summands of a gradient that are on their way to the first
 
 
+class Follower(Protocol):
+    """What follows the landing of a step's gradients, while others are computed."""
+
+    def begin(self) -> None:
+        """Forget what landed before: the step's gradients are computed (again)."""
+        ...
+
+    def landed(self, bucket: Bucket, grad: torch.Tensor, transfer: Transfer) -> None:
+        """A bucket's gradient is complete once ``transfer`` is."""
+        ...
+
+    def changes(self, bucket: Bucket) -> None:
+        """A gradient that was complete gets a further summand, now."""
+        ...
+
+
 class Landing:
     """The landing of one step's gradients.
 
     Args:
         unreduced: axes over which gradients are left unsummed.
         kept: bucket name -> a buffer in the optimizer's memory, for steps to reuse; buffers that are missing are added.
+        follower: what is told of each gradient that the optimizer works on in host memory.
     """
 
     def __init__(
-        self, plan: Plan, mesh: Mesh, unreduced: tuple[str, ...], kept: dict[str, torch.Tensor] | None = None
+        self,
+        plan: Plan,
+        mesh: Mesh,
+        unreduced: tuple[str, ...],
+        kept: dict[str, torch.Tensor] | None = None,
+        follower: Follower | None = None,
     ) -> None:
         self._plan, self._mesh, self._kept = plan, mesh, {} if kept is None else kept
+        self._follower = follower
+        if follower is not None:
+            follower.begin()
         self._counting = Counting(plan, mesh, unreduced)
         self._transfers: dict[str, Transfer] = {}
         self._squares: dict[str, torch.Tensor] = {}
         self._flying: deque[tuple[Transfer, int]] = deque()
         self._in_flight = 0  # elements
+        self._here: dict[str, torch.Tensor] = {}  # gradients that the follower has where they came to be
         self._addends: dict[str, torch.Tensor] = {}  # of buckets whose next summand is on its way
         self._summed: set[str] = set()  # buckets of several summands
 
@@ -47,19 +74,33 @@ class Landing:
         """Whether the optimizer works on the bucket in another memory than the gradient comes in."""
         return self._mesh.transfers.apart and bucket.memory.optimizer != "device"
 
+    def takes(self, bucket: Bucket) -> bool:
+        """Whether a gradient is taken as soon as it is complete, not with all others after backward."""
+        return self.moves(bucket) or (self._follower is not None and bucket.memory.optimizer != "device")
+
     def take(self, bucket: Bucket, grad: torch.Tensor) -> torch.Tensor:
         """Take a gradient, complete or of one micro-batch; returns it in the optimizer's memory, where it is complete, with
         what was taken of the bucket before, after `wait`."""
+        further = bucket.name in self._squares
+        if further and self._follower is not None:
+            self._follower.changes(bucket)
         if not self.moves(bucket):
+            if further:
+                grad = self._here[bucket.name].add_(grad)
             self._squares[bucket.name] = self._squares_of(bucket, grad)
+            if self.takes(bucket) and not further:
+                self._here[bucket.name] = grad
+                self._follow(bucket, grad, Transfer())
             return grad
         landed = target = self._buffer(bucket.name, bucket, grad.dtype)
-        if bucket.name in self._squares:
+        if further:
             self.wait(bucket.name)
             target = self._addends[bucket.name] = self._spare(bucket, grad.dtype)
         else:
             self._squares[bucket.name] = self._squares_of(bucket, grad)
         transfer = self._transfers[bucket.name] = self._copy(grad, target)
+        if not further:
+            self._follow(bucket, landed, transfer)
         self._flying.append((transfer, grad.numel()))
         self._in_flight += grad.numel()
         while self._flying and (self._in_flight > 2 * self._plan.largest_unit or self._flying[0][0].done):
@@ -73,6 +114,10 @@ class Landing:
 
     def _copy(self, grad: torch.Tensor, target: torch.Tensor) -> Transfer:
         return self._mesh.transfers.copy(grad, target)
+
+    def _follow(self, bucket: Bucket, grad: torch.Tensor, transfer: Transfer) -> None:
+        if self._follower is not None:
+            self._follower.landed(bucket, grad, transfer)
 
     def _buffer(self, name: str, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
         if name not in self._kept:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,6 +79,18 @@ class Sharded:
         self._taken, self._buffers, self._tree = why, None, None
         if self._origin is not None:
             self._origin.take(why)
+
+    def keeping(self) -> Callable[[], None]:
+        """What undoes a later `take`."""
+        fields = self._taken, self._buffers, self._tree
+        origin = self._origin.keeping() if self._origin is not None else None
+
+        def again() -> None:
+            self._taken, self._buffers, self._tree = fields
+            if origin is not None:
+                origin()
+
+        return again
 
     def _check(self) -> None:
         if self._taken:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardlib.errors import IllegalComposition
-from shardlib.plan.claims import Claim, LeafInfo, Live
+from shardlib.plan.claims import Claim, LeafInfo, Live, Step
+from shardlib.plan.resolved import Resolved
 from shardlib.plan.transform import Transform
 
 
@@ -20,6 +21,7 @@ class Offload(Transform):
     gradients: str | None
     fraction: float
     folders: tuple[str, ...] = ()
+    update: str | None = None
 
     @property
     def name(self) -> str:
@@ -27,6 +29,7 @@ class Offload(Transform):
         shown = [f", {name}={value!r}" for name, value in given.items() if value not in (None, 1)]
         if self.folders:
             shown.append(f", folder={(self.folders[0] if len(self.folders) == 1 else list(self.folders))!r}")
+        shown += [f", {self.update}=True"] if self.update else []
         return f"offload({self.optimizer!r}{''.join(shown)})"
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
@@ -35,6 +38,16 @@ class Offload(Transform):
                 yield Live(role, memory=memory)
         share = self.fraction if self.fraction < 1 else None
         yield Live("optimizer", memory=self.optimizer, share=share, folders=self.folders or None)
+        if self.update:
+            yield Step(update=self.update)
+
+    def check(self, resolved: Resolved) -> None:
+        microbatches = max(resolved.step.microbatches or 1, resolved.step.total_microbatches or 1)
+        if self.update == "speculate" and self.gradients == "host" and microbatches > 1:
+            raise IllegalComposition(
+                f"{self.name} adds the gradients of {microbatches} micro-batches up in host memory, so that none is complete "
+                "before backward ends, and there is nothing to update ahead; leave out gradients='host'"
+            )
 
 
 def offload(
@@ -44,6 +57,8 @@ def offload(
     *,
     fraction: float = 1.0,
     folder: str | Path | Sequence[str | Path] = (),
+    speculate: bool = False,
+    delay: bool = False,
 ) -> Offload:
     """Keep the optimizer's states and the fp32 masters in another memory than the device's, and update them there.
 
@@ -62,11 +77,18 @@ def offload(
         fraction: the share of the states that lives there; the states whose gradients come last stay on the device.
         folder: of the files on disk: one or several, on different disks. They are given space for two copies of the states,
             and belong to one run at a time; what is to be kept goes into checkpoints.
+        speculate: whether a bucket is updated as soon as its gradient has arrived, beside backward, as if the step were
+            neither skipped nor clipped; where it is, the update is made again. The numbers stay the same. Until then old
+            states are kept beside new ones, so host memory holds them twice. For elementwise optimizers.
+        delay: whether a step's gradients are applied while the next step computes (ZeRO-Offload's delayed parameter update).
+            A step then computes with parameters that lack the gradients of the step before it, which are in
+            ``state.opt.pending``. Memory as with ``speculate``, and the gradients. For elementwise optimizers.
 
     Raises:
-        IllegalComposition: a fraction outside 0 to 1; "disk" without a folder, a folder without it, or one folder twice;
-            when a plan is made, an unknown memory; when a step is made, an optimizer that reads across parameters with
-            states in two memories or on disk.
+        IllegalComposition: both ``speculate`` and ``delay``, either of them with "disk", ``delay`` with a fraction, or
+            ``speculate`` with gradients accumulated on the host; a fraction outside 0 to 1; "disk" without a folder, a folder
+            without it, or one folder twice; when a plan is made, an unknown memory; when a step is made, an optimizer that
+            reads across parameters with states in two memories, on disk, or updated ahead.
         StorageError: when a step is made: the folder is in use, holds another plan's states, or has too little space.
 
     >>> params, parallel = {"w": torch.ones(256, 256)}, sl.chain(sl.zero(0), sl.precision("bf16"), sl.offload())
@@ -85,4 +107,19 @@ def offload(
         raise IllegalComposition(
             f"offload({optimizer!r}, folder={list(folders)}) names a folder twice; name each disk once"
         )
-    return Offload(optimizer, params, gradients, float(fraction), folders)
+    update = "speculate" if speculate else "delay" if delay else None
+    if speculate and delay:
+        raise IllegalComposition(
+            "offload(speculate=True, delay=True): the first updates while backward goes on, the second while the next step "
+            "computes; keep one"
+        )
+    if update and optimizer != "host":
+        raise IllegalComposition(
+            f"offload({optimizer!r}, {update}=True) would keep old states beside new ones in host memory; use "
+            f"offload('host', {update}=True), or leave {update} out"
+        )
+    if delay and fraction < 1:
+        raise IllegalComposition(
+            f"offload(fraction={fraction}, delay=True) would apply some gradients a step later than others; use fraction=1.0"
+        )
+    return Offload(optimizer, params, gradients, float(fraction), folders, update)

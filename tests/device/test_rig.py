@@ -55,6 +55,23 @@ def test_host_memory_is_counted_and_has_a_budget(on_rig, pinned):
     assert on_rig(run) == [4096, 4096 * pinned, 0, 4096]
 
 
+def test_pages_that_are_pinned_count_as_host_memory(on_rig):
+    def run(mesh):
+        from helpers import rig
+
+        from shardlib.common.pages import pages
+
+        before = rig.counts().host
+        x = pages(5000, pinned=True)
+        seen = [rig.counts().host - before]
+        with rig.limits(host=rig.counts().host + 100), pytest.raises(MemoryError, match="128 bytes"):
+            pages(128, pinned=True)
+        del x
+        return [*seen, rig.counts().host - before]
+
+    assert on_rig(run) == [5000, 0]
+
+
 def test_what_was_not_written_or_was_freed_is_nan(on_rig):
     def run(mesh):
         import torch
@@ -301,3 +318,25 @@ def test_collectives_between_two(rigs):
         return str(total.device), total.tolist(), both.tolist()
 
     assert rigs.run(run, mesh={"data": 2}) == [("rig:0", [3.0, 3.0], [1.0, 1.0, 2.0, 2.0])] * 2
+
+
+def test_what_happens_is_recorded(on_rig):
+    def run(mesh):
+        import torch
+        from helpers import rig
+
+        host = torch.ones(1000).pin_memory()
+        begun = time.monotonic()
+        with rig.limits(up=1e6), rig.recorded() as entries:
+            before = rig.counts().live
+            x = host.to("rig", non_blocking=True)
+            back = x.cpu()
+            del x
+        torch.ones(10, device="rig")  # after it
+        times = [time for entry in entries for time in (entry.begin, entry.end)]
+        in_order = begun <= min(times) and max(times) <= time.monotonic()
+        (up,) = (entry for entry in entries if entry.kind == "up")
+        memory = [entry.bytes - before for entry in entries if entry.kind == "memory"]
+        return in_order, up.bytes, up.end - up.begin >= 4e-3, memory, back.sum().item()
+
+    assert on_rig(run) == (True, 4000, True, [4000, 0], 1000.0)

@@ -63,8 +63,13 @@ def trained(plan, *more):
 def test_training_is_the_same_to_the_last_bit(plan):
     losses, norms, numbers, final = trained(plan)
     short = PLANS[plan][2] < STEPS
-    ways = [{}, {"params": "host", "gradients": "host"}, {"fraction": 0.5}, {"params": "host", "fraction": 0.5}]
-    for options in ways if short else ways[:2]:
+    ways = [{}, {"params": "host", "gradients": "host"}, {"speculate": True}]
+    further = [
+        {"fraction": 0.5},
+        {"params": "host", "fraction": 0.5},
+        {"params": "host", "fraction": 0.5, "speculate": True},
+    ]
+    for options in [*ways, *further] if short else ways:
         again = trained(plan, sl.offload(**options))
         assert again[:2] == (losses, norms)
         assert_same(again[3], final)

@@ -2,18 +2,21 @@
 
 import os
 import re
+import weakref
 
 import optree
 import pytest
 import torch
 from helpers import training
 from helpers.cuts import tiny_blocks
-from helpers.faults import BROKEN, FULL, Faults, damages
+from helpers.faults import BROKEN, FULL, Faults
 from helpers.models import mlp, regression_batch, share, tiny_gpt, token_batches
 from helpers.trees import assert_same
 
 import shardlib as sl
-from shardlib.errors import IllegalComposition, RankFailure, StorageError
+from shardlib.collectives import primitives
+from shardlib.errors import DonatedStateError, IllegalComposition, RankFailure, StorageError
+from shardlib.kernels.common.thresholds import small
 from shardlib.optim.on_disk import OnDisk
 from shardlib.plan.loss_scale import LossScale
 
@@ -159,6 +162,69 @@ def test_replaced_parameters_are_what_the_next_step_starts_from(tmp_path):
     assert_same(run(sl.make_mesh(), sl.offload("disk", folder=tmp_path)), run(sl.make_mesh()))
 
 
+def test_parameters_that_cannot_be_replaced_leave_the_state_before(tmp_path, monkeypatch):
+    """The old state is not kept beside the new one; and one that was not replaced on some rank is the old one on all."""
+
+    def run(mesh):
+        state, step = start(mesh, sl.zero(1), sl.precision("bf16"), sl.offload("disk", folder=tmp_path))
+        state = stepped(state, step, mesh, BATCHES[:1])
+        doubled = optree.tree_map(lambda leaf: leaf * 2, sl.unshard(state.params))
+        with pytest.raises(IllegalComposition, match="states on disk are there once: leave donate=True"):
+            sl.replace_params(state, doubled, donate=False)
+        masters = [leaf.unpacked() for leaf in state.opt.masters.values()]
+        primitives.all_gather_object(
+            mesh, ["data"], mesh.rank == 0 and Faults(monkeypatch).fails("pwritev", BROKEN, "rank-1-", after=1, times=1)
+        )
+        with pytest.raises(StorageError if mesh.rank else RankFailure, match=r"rank 1: StorageError|Errno 5"):
+            sl.replace_params(state, doubled)
+        assert all(map(torch.equal, masters, [leaf.unpacked() for leaf in state.opt.masters.values()]))
+        return sl.unshard(stepped(state, step, mesh, BATCHES[1:]).params)
+
+    def plain(mesh):
+        return sl.unshard(stepped(*start(mesh, sl.zero(1), sl.precision("bf16")), mesh, BATCHES).params)
+
+    assert_same(sl.simulate(run, mesh={"data": 2}), sl.simulate(plain, mesh={"data": 2}))
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """A list that gets, with each tensor that is read from disk outside of steps, how many of them are alive."""
+    alive, most, part = weakref.WeakSet(), [], OnDisk.part
+
+    def counted(self, first, stop):
+        values = part(self, first, stop)
+        alive.add(values)
+        most.append(len(alive))
+        return values
+
+    monkeypatch.setattr(OnDisk, "part", counted)
+    return most
+
+
+def test_replacing_reads_one_master_at_a_time(tmp_path, read):
+    """Also for trees that hold parameters: what was read is given back before the next."""
+    optimizer = sl.optim.lookahead(sl.optim.adam(1e-2), 2, 0.5)
+    state, _ = start(sl.make_mesh(), sl.offload("disk", folder=tmp_path), optimizer=optimizer)
+    sl.replace_params(state, optree.tree_map(lambda leaf: leaf * 2, PARAMS))
+    assert len(read) == 3 + 2 * 3 and max(read) <= 3  # old and new slow parameters, and their master
+
+
+@pytest.mark.parametrize("manager", [False, True])
+def test_a_checkpoint_reads_a_few_tensors_at_a_time(tmp_path, read, manager):
+    loss, params = mlp([5] * 12, torch.float32)
+    disk = sl.offload("disk", folder=tmp_path / "states")
+    state, step = sl.make_train_step(loss, sl.shard(params, sl.make_mesh(), disk), tx())
+    state, _ = step(state, regression_batch(12, 5, 5, torch.float32))
+    with small(256):
+        if manager:
+            with sl.checkpoint.Manager(tmp_path / "run") as managed:
+                managed.save(state)
+                assert managed.latest() is not None  # at once: a copy for later would be all of it
+        else:
+            sl.checkpoint.save(tmp_path / "run", state)
+    assert len(read) == 3 * 11 and max(read) <= 5  # two batches on their way, and one tensor between them
+
+
 def test_a_moved_state_leaves_its_files_where_they_are(tmp_path):
     mesh = sl.make_mesh()
     wanted = stepped(*start(mesh), mesh, BATCHES)
@@ -200,16 +266,85 @@ def test_a_rank_without_space_is_an_error_of_all(tmp_path, monkeypatch):
     assert "Free space there" in own and "could not be opened:\n  - rank 1: StorageError: making" in first
 
 
-def test_a_failing_disk_ends_the_step_and_the_last_one_is_whole(tmp_path, monkeypatch):
+FAILING = {
+    "one device": (0, {"data": 1}),
+    "stage 1": (1, {"data": 2}),
+    "stage 3": (3, {"data": 2}),
+}
+
+
+@pytest.mark.parametrize("fault", ["a write", "a read", "a later write", "memory"])
+@pytest.mark.parametrize("plan", FAILING)
+def test_a_step_that_fails_leaves_the_state_before_it(tmp_path, monkeypatch, plan, fault):
+    """On all ranks, to the bit: it can be saved, and trained on. The other ranks' errors name the one that failed."""
+    stage, sizes = FAILING[plan]
+
+    def arm(patch):
+        part = f"rank-{max(sizes.values()) - 1}-"
+        if fault == "memory":
+            return failing_update(patch, max(sizes.values()) - 1)
+        call, after = {"a write": ("pwritev", 0), "a read": ("preadv", 4), "a later write": ("pwritev", 7)}[fault]
+        return Faults(patch).fails(call, BROKEN, part, after=after, times=1)
+
+    def run(mesh, fails):
+        disk = sl.offload("disk", folder=tmp_path / ("states" if fails else "whole"))
+        memory = [sl.zero(stage), *([sl.precision("bf16")] if stage else [])]
+        state, step = start(mesh, *memory, disk)
+        state = stepped(state, step, mesh, BATCHES[:2])
+        if fails:
+            before = [buffer.clone() for buffer in state.params.buffers.values()]
+            primitives.all_gather_object(mesh, ["data"], mesh.rank == 0 and arm(monkeypatch))
+            with pytest.raises((StorageError, MemoryError, RankFailure)) as refused:
+                stepped(state, step, mesh, BATCHES[2:3])
+            primitives.all_gather_object(mesh, ["data"], mesh.rank == 0 and monkeypatch.undo())
+            assert "The state that the step was given is as it was" in refused.value.__notes__[0]
+            if mesh.rank + 1 < mesh.size:
+                assert re.search("the step was not made:\n  - rank 1: (StorageError|MemoryError)", str(refused.value))
+            assert all(map(torch.equal, before, state.params.buffers.values()))
+            sl.checkpoint.save(tmp_path / "run", state)
+            restored, again = start(mesh, *memory)
+            restored = stepped(sl.checkpoint.restore(tmp_path / "run", restored), again, mesh, BATCHES[2:])
+        state = stepped(state, step, mesh, BATCHES[2:])
+        if fails:
+            assert_same(sl.unshard(restored.params), sl.unshard(state.params))
+        return sl.unshard(state.params)
+
+    wanted = sl.simulate(run, False, mesh=sizes)
+    assert_same(sl.simulate(run, True, mesh=sizes), wanted)
+
+
+def failing_update(patch, rank):
+    """The second bucket's update runs out of memory on a rank."""
+    from shardlib.optim.updates import Updates
+
+    real, calls = Updates._update, []
+
+    def update(self, *args):
+        calls.append(self._mesh.rank)
+        if self._mesh.rank == rank and calls.count(rank) == 2:
+            raise MemoryError("out of memory")
+        return real(self, *args)
+
+    patch.setattr(Updates, "_update", update)
+
+
+def test_a_step_that_cannot_be_taken_back_says_so(tmp_path, monkeypatch):
+    """A disk that neither writes the new states nor reads the old ones; or a share of the states that is in memory."""
     mesh = sl.make_mesh()
-    state, step = start(mesh, sl.offload("disk", folder=tmp_path))
-    state = stepped(state, step, mesh, BATCHES[:2])
-    store = next(leaf for leaf in optree.tree_leaves(state.opt) if isinstance(leaf, OnDisk)).store
-    before = store.step
-    with monkeypatch.context() as patch:
-        Faults(patch).fails("pwritev", BROKEN, ".data", after=2)
-        with pytest.raises(StorageError, match=r"writing .* of .*\.data: \[Errno 5\]"):
+    for more, lost in (({}, "The states are lost .*reading.*: restore a checkpoint"), ({"fraction": 0.5}, None)):
+        state, step = start(mesh, sl.offload("disk", folder=tmp_path / str(len(more)), **more))
+        with monkeypatch.context() as patch:
+            Faults(patch).fails("pwritev", BROKEN, ".data")
+            Faults(patch).fails("preadv", BROKEN, ".data", after=3)
+            with pytest.raises(StorageError, match=r"(reading|writing) .* of .*\.data: \[Errno 5\]") as refused:
+                step(state, BATCHES[2])
+        assert bool(lost) == hasattr(refused.value, "__notes__") and re.search(lost or "", str(refused.value.__dict__))
+        with pytest.raises(DonatedStateError):
             step(state, BATCHES[2])
-    assert store.step == before
-    store.roll_back()
-    assert damages(store) == []
+
+
+def test_a_step_waits_for_no_sync(tmp_path, monkeypatch):
+    state, step = start(sl.make_mesh(), sl.offload("disk", folder=tmp_path))
+    for name in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, name, lambda fd: pytest.fail("it waits for the disk"))
+    stepped(state, step, sl.make_mesh(), BATCHES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,7 @@ class Store:
         self._busy[name] = pending
         return Fetch(self._pool, block, flat, pending)
 
-    def fetched(self, groups: Iterable[Sequence[str]], ahead: int = AHEAD) -> Iterator[dict[str, torch.Tensor]]:
+    def fetched(self, groups: Iterable[Sequence[str]], ahead: int = AHEAD) -> Generator[dict[str, torch.Tensor]]:
         """Groups of buffers one after the other, of which ``ahead`` more are being read where memory allows.
 
         The caller writes or releases a group before it asks for the next.

@@ -14,7 +14,7 @@ import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch.utils import cpp_extension
@@ -28,8 +28,8 @@ class Counts(NamedTuple):
     """What the device has counted since `reset`, in bytes and copies.
 
     ``live`` and ``peak``: bytes of the device's memory; ``pinned``, ``pinned_peak``: of pinned memory; ``up`` and ``down``:
-    bytes copied to the device and from it, in ``ups`` and ``downs`` copies; ``host``, ``host_peak``: bytes of all host memory
-    of torch's, pinned or not, that was taken since `start`.
+    bytes copied to the device and from it, in ``ups`` and ``downs`` copies; ``host``, ``host_peak``: bytes of host memory
+    that torch has taken since `start`, or that was pinned.
     """
 
     live: int
@@ -42,6 +42,24 @@ class Counts(NamedTuple):
     downs: int
     host: int
     host_peak: int
+
+
+class Entry(ctypes.Structure):
+    """What happened from ``begin`` to ``end``, in seconds of `time.monotonic`.
+
+    ``kind``: "memory", of which ``bytes`` were then in use; or "up" or "down", a copy of ``bytes``.
+    """
+
+    _fields_: ClassVar = [
+        ("_kind", ctypes.c_int64),
+        ("bytes", ctypes.c_int64),
+        ("begin", ctypes.c_double),
+        ("end", ctypes.c_double),
+    ]
+
+    @property
+    def kind(self) -> str:
+        return ("memory", "up", "down")[self._kind]
 
 
 @functools.cache
@@ -67,8 +85,8 @@ def reset() -> None:
 
 @contextmanager
 def limits(budget: int = 0, up: float = 0.0, down: float = 0.0, host: int = 0) -> Iterator[None]:
-    """Budgets of the device's memory and of torch's host memory in bytes, and the links' rates in bytes per second; 0 for
-    none. With a rate below 0 a copy that runs behind takes until somebody waits for it."""
+    """Budgets of the device's memory and of the host's (see `Counts`) in bytes, and the links' rates in bytes per second; 0
+    for none. With a rate below 0 a copy that runs behind takes until somebody waits for it."""
     library = _library()
     library.rig_set_budgets(budget, host)
     library.rig_set_rates(up, down)
@@ -77,6 +95,20 @@ def limits(budget: int = 0, up: float = 0.0, down: float = 0.0, host: int = 0) -
     finally:
         library.rig_set_budgets(0, 0)
         library.rig_set_rates(0.0, 0.0)
+
+
+@contextmanager
+def recorded() -> Iterator[list[Entry]]:
+    """A list that holds all that happened in the context, once it has ended."""
+    library, entries = _library(), list[Entry]()
+    library.rig_record(True)
+    try:
+        yield entries
+    finally:
+        library.rig_record(False)
+        for number in range(library.rig_recorded()):
+            entries.append(Entry())
+            library.rig_entry(number, ctypes.byref(entries[-1]))
 
 
 @functools.cache
@@ -98,6 +130,9 @@ def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     library.rig_count.restype = ctypes.c_int64
     library.rig_set_budgets.argtypes = [ctypes.c_int64, ctypes.c_int64]
+    library.rig_record.argtypes = [ctypes.c_bool]
+    library.rig_recorded.restype = ctypes.c_int64
+    library.rig_entry.argtypes = [ctypes.c_int64, ctypes.c_void_p]
     library.rig_pin.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     library.rig_unpin.argtypes = [ctypes.c_void_p]
     library.rig_set_rates.argtypes = [ctypes.c_double, ctypes.c_double]

@@ -52,6 +52,7 @@ struct HostAllocator final : c10::Allocator {
   void copy_data(void* to, const void* from, size_t bytes) const override { memcpy(to, from, bytes); }
 
   static void free(void* address) {
+    if (address == nullptr) return;  // of no bytes
     host().forget(address);
     own()->raw_deleter()(address);
   }
@@ -207,12 +208,20 @@ void rig_reset() {
   rig::host().reset_peak();
   for (auto* link : {&rig::up(), &rig::down()}) link->copies = link->moved = 0;
 }
+void rig_record(bool on) {
+  rig::streams().drain();
+  if (on) rig::log().clear();
+  rig::log().on = on;
+}
+int64_t rig_recorded() { return rig::log().size(); }
+void rig_entry(int64_t number, rig::Entry* entry) { *entry = rig::log().at(number); }
 int rig_pin(void* address, size_t bytes) {
+  if (!rig::host().take(bytes)) return 2;  // CUDA's number for memory that could not be had
   rig::pinned().add(address, bytes);
   return 0;
 }
 int rig_unpin(void* address) {
-  rig::pinned().remove(address);
+  rig::host().give(rig::pinned().remove(address));
   return 0;
 }
 int64_t rig_count(int what) {

@@ -16,7 +16,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "streams.h"
+#include "log.h"
 
 namespace rig {
 
@@ -48,6 +48,7 @@ class Memory {
     blocks_[at] = {bytes, length, {stream}};
     live_ += bytes;
     if (live_ > peak_) peak_ = live_;
+    note();
     memset(back_ + at, 0xff, length);
     return front_ + at;
   }
@@ -59,6 +60,7 @@ class Memory {
     Block block = blocks_.at(at);
     blocks_.erase(at);
     live_ -= block.bytes;
+    note();
     lock.unlock();
     when_reached(block.streams, [this, at, length = block.length] { release(at, length); });
   }
@@ -92,6 +94,11 @@ class Memory {
     size_t bytes, length;
     std::vector<int64_t> streams;
   };
+
+  void note() const {
+    auto now = Clock::now();
+    log().write(0, live_, now, now);
+  }
 
   static char* map(int file, int protection) {
     void* at = mmap(nullptr, kReserved, protection, MAP_SHARED | MAP_NORESERVE, file, 0);
@@ -145,11 +152,14 @@ class Pinned {
     if (live_ > peak_) peak_ = live_;
   }
 
-  void remove(void* address) {
+  // Returns the bytes that were pinned.
+  size_t remove(void* address) {
     std::lock_guard<std::mutex> lock(mutex_);
     auto block = blocks_.find(static_cast<char*>(address));
-    live_ -= block->second.bytes;
+    auto bytes = block->second.bytes;
+    live_ -= bytes;
     blocks_.erase(block);
+    return bytes;
   }
 
   // Returns the bytes that are free.
@@ -199,7 +209,7 @@ class Pinned {
   int64_t live_ = 0, peak_ = 0;
 };
 
-// The bytes of host memory that torch has in use, pinned or not, and a budget for them.
+// The bytes of host memory that torch has in use or that are pinned, and a budget for them.
 class Host {
  public:
   // Whether the budget allows `bytes` more, which are then counted.

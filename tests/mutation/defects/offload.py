@@ -3,6 +3,7 @@
 from ..planting import Defect
 
 _OFFLOAD = "tests/training/test_offload.py"
+_MODES = "tests/training/test_offload_modes.py"
 _SAME = f"{_OFFLOAD}::test_training_is_the_same_to_the_last_bit"
 
 DEFECTS = (
@@ -11,8 +12,8 @@ DEFECTS = (
         "factor",
         "optim/updates.py",
         "where buckets are updated one by one, gradients are not clipped",
-        "factor = self._optimizer.lead(grads, factor, shards)",
-        "factor = factor if scale is None else _number(scale, self._numbers)",
+        "return self._optimizer.lead(grads, factor, shards) if self._separate else factor",
+        "return factor",
         (f"{_SAME}[stage 1, fp16]",),
     ),
     Defect(
@@ -32,5 +33,41 @@ DEFECTS = (
         "merged = {name: leaf for node in nodes for name, leaf in node.items()}",
         "merged = {name: leaf for node in nodes[:1] for name, leaf in node.items()}",
         (f"{_SAME}[one device]",),
+    ),
+    Defect(
+        "an update ahead that is not undone",
+        "stale",
+        "optim/ahead.py",
+        "where gradients turn out to be clipped, updates made without the clip are kept",
+        "if not _equal(factor, self._factor):",
+        "if factor is None and self._factor is not None:",
+        (f"{_SAME}[stage 1, fp16]",),
+    ),
+    Defect(
+        "an update ahead in the memory of a state that is kept",
+        "aliasing",
+        "optim/ahead.py",
+        "with donate=False a later step writes into an old state",
+        "        if self._donates:\n            self._spare",
+        "        if True:\n            self._spare",
+        (f"{_MODES}::test_a_step_that_raises_or_is_repeated_finds_the_state_as_it_was",),
+    ),
+    Defect(
+        "delayed gradients without their clip",
+        "factor",
+        "optim/updates.py",
+        "a delayed update leaves out the factor of its step",
+        "return Pending(grads, _number(1.0, self._numbers) if factor is None else factor)",
+        "return Pending(grads, _number(1.0, self._numbers))",
+        (f"{_MODES}::test_delayed_gradients_are_those_of_the_oracle",),
+    ),
+    Defect(
+        "a delayed update that is made twice",
+        "order",
+        "optim/updates.py",
+        "after a skipped step the gradients before it are applied again",
+        "self._delayed(pending, grads, factor) if taken else _applied(pending)",
+        "self._delayed(pending, grads, factor) if taken else pending",
+        (f"{_MODES}::test_delayed_gradients_are_those_of_the_oracle",),
     ),
 )

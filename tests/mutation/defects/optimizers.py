@@ -259,9 +259,9 @@ DEFECTS = (
     Defect(
         "the old state's moments written over",
         "stale",
-        "train.py",
+        "optim/updates.py",
         "without donation the old state's optimizer moves on with the new one",
-        "opt = copied(opt)",
+        "state = state if self._donates else copied(state)",
         "pass",
         ("tests/execute/test_hazards.py::test_without_donation_old_states_stay_valid",),
     ),

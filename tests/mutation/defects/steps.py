@@ -61,8 +61,8 @@ DEFECTS = (
         "factor",
         "execute/step.py",
         "gradients are not divided by the loss scale",
-        "else self._rest / loss_scale)",
-        "else self._rest)",
+        "self._rest / loss_scale if weight is None",
+        "self._rest if weight is None",
         ("tests/optim/test_optimizers_on_one_device.py::test_mixed_precision_is_the_textbooks",),
     ),
     Defect(

@@ -1,0 +1,38 @@
+"""Steps whose update failed and was taken back, so that the state they were given can still be used."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from shardlib.optim.train_state import TrainState
+
+
+class Undone(Exception):
+    """An update that failed on some rank, and was taken back on all.
+
+    Attributes:
+        error: why, for the caller of the step.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def gives_back(train_step: Callable[[TrainState, Any], Any]) -> Callable[[TrainState, Any], Any]:
+    """``train_step``, whose state is its caller's again if its update is undone."""
+
+    @functools.wraps(train_step)
+    def step(state: TrainState, batch: Any) -> Any:
+        give_back = state.keeping() if isinstance(state, TrainState) else None
+        try:
+            return train_step(state, batch)
+        except Undone as undone:
+            error = undone.error
+        assert give_back is not None
+        give_back()
+        raise error
+
+    return step

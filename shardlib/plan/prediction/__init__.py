@@ -1,0 +1,1 @@
+"""The predicted time of a step."""

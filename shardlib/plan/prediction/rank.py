@@ -1,0 +1,134 @@
+"""The clocks of one rank in a predicted step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shardlib.plan.buckets import Bucket
+from shardlib.plan.exchanges import Exchange, Op
+from shardlib.plan.transfers import fetched
+from shardlib.plan.value import PlanValue
+
+
+@dataclass
+class Rank:
+    """The clocks of one rank.
+
+    Attributes:
+        bandwidth: link -> bytes per second.
+        owned: the axis that the optimizer sums over itself, or None.
+        now: the time on the processor.
+        computed: seconds that the processor has computed.
+        reduced: when the last reduction of gradients is done.
+        busy: link -> seconds that it was busy.
+        landed: bucket, or a tile of one -> when its last gradient is in the memory of its optimizer.
+    """
+
+    bandwidth: Mapping[str, float]
+    owned: str | None = None
+    now: float = 0.0
+    computed: float = 0.0
+    reduced: float = 0.0
+    busy: dict[str, float] = field(default_factory=dict)
+    landed: dict[str, float] = field(default_factory=dict)
+    _free: dict[str, float] = field(default_factory=dict)  # link -> when its last message is through
+    _arrival: dict[str, float] = field(default_factory=dict)  # unit -> when its gather is done
+
+    _kept: dict[str, float] = field(default_factory=dict)  # unit -> when its blocks' inputs are where they were sent
+    _landing: deque[tuple[float, int]] = field(default_factory=deque)  # when a gradient is down, and its elements
+
+    def walk(
+        self,
+        plan: PlanValue,
+        seconds: Mapping[str, float],
+        factor: float,
+        last: bool | None = None,
+        whole: bool = True,
+        first: bool = False,
+    ) -> None:
+        """Compute ``factor * seconds`` of each unit in turn, with the unit's gathers, activations and reductions.
+
+        Args:
+            last: None in a walk without gradients; else whether its gradients are the step's last.
+            whole: whether parameters are gathered and activations exchanged; not so for weight gradients alone.
+            first: whether this is the micro-batch's first walk.
+        """
+        units = list(seconds)
+        (stage,) = plan.local_stages
+        trace = plan.traces[stage] if whole and plan.traces else None
+        sent = trace.activations if trace else {}
+        # Inputs of blocks, which take equal shares: down before the next unit in forward, up one unit ahead in backward.
+        down, up = (trace.down / len(units), trace.up / len(units)) if trace and units else (0.0, 0.0)
+        if not first and units:
+            self._kept[units[0]] = self.send("up", up, max(self.now, self._kept.get(units[0], 0.0)))
+        for unit, after in zip(units, [*units[1:], None]):
+            asked = self.now
+            if whole:
+                self._gather(plan, unit, first, asked)
+                self.now = max(self.now, self._arrival[unit])
+                if after is not None and plan.step.prefetch:
+                    self._gather(plan, after, first, asked)
+            if first:
+                self._kept[unit] = self.send("down", down, self.now)
+            else:
+                self.now = max(self.now, self._kept[unit])
+                if after is not None:
+                    self._kept[after] = self.send("up", up, self.now)
+            self.compute(factor * seconds[unit])
+            for axis, count in sent.items():
+                self.now = self.send(axis, count / 2 / len(units), self.now)
+            if first and after is not None:
+                self.now = max(self.now, self._kept[unit])
+            if last is not None:
+                self._reduce(plan, unit, last)
+        self._arrival.clear()
+
+    def compute(self, seconds: float) -> None:
+        self.now += seconds
+        self.computed += seconds
+
+    def send(self, link: str, count: float, ready: float) -> float:
+        """The time at which ``count`` bytes, ready at time ``ready``, have gone over a link."""
+        if link not in self.bandwidth or not count:
+            return ready
+        seconds = count / self.bandwidth[link]
+        self._free[link] = max(ready, self._free.get(link, 0.0)) + seconds
+        self.busy[link] = self.busy.get(link, 0.0) + seconds
+        return self._free[link]
+
+    def along(self, route: Sequence[Exchange], ready: float) -> float:
+        """The time at which a bucket's exchanges are done that start at ``ready``; the optimizer's own sums take no time."""
+        for exchange in route:
+            owned = exchange.op is Op.SUM and exchange.axis == self.owned
+            ready = self.send(exchange.axis, 0 if owned else exchange.payload, ready)
+        return ready
+
+    def _gather(self, plan: PlanValue, unit: str, first: bool, asked: float) -> None:
+        """Start a unit's gather; what comes up for it is asked for at ``asked``, without waiting for the unit before."""
+        if unit in self._arrival:
+            return
+        ready = []
+        for bucket in plan.buckets_of[unit]:
+            routes = plan.routes[bucket.name]
+            up = self.send("up", fetched(plan, bucket, again=not first), asked)
+            ready.append(self.along(routes.gather if first else routes.again, max(up, self.now)))
+        self._arrival[unit] = max(ready)
+
+    def _reduce(self, plan: PlanValue, unit: str, last: bool) -> None:
+        for bucket in plan.trained_in.get(unit, ()):
+            route = plan.routes[bucket.name]
+            done = self.along(route.reductions if last else route.each, self.now)
+            self.reduced = max(self.reduced, done)
+            if bucket.memory.optimizer != "device" and (last or plan.lands_each(bucket)):
+                self._land(plan, bucket, done)
+
+    def _land(self, plan: PlanValue, bucket: Bucket, ready: float) -> None:
+        """A gradient goes down; the rank waits while more than two units are on their way."""
+        done = self.landed[bucket.name] = self.send("down", bucket.owned * bucket.reduce_dtype.itemsize, ready)
+        if plan.step.microbatches > 1 and plan.lands_each(bucket):
+            self.reduced = max(self.reduced, done)  # the host sums them, and the squares of the sum
+        self._landing.append((done, bucket.owned))
+        while sum(count for _, count in self._landing) > 2 * plan.largest_unit:
+            self.now = max(self.now, self._landing.popleft()[0])
