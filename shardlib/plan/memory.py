@@ -67,9 +67,9 @@ def live_bytes(plan: PlanValue) -> int | None:
     """Peak bytes that a rank holds in addition to `held_bytes` during a micro-batch; None when the plan was not traced.
 
     Counts the outputs of operations: activations and their gradients, temporary tensors, gathered parameters, gradients
-    before they are split. Measured on the first micro-batch. Leaves out workspace inside an operation, the optimizer's
-    temporary tensors, and gradients that wait for the network. With several stages an upper bound for the rank that holds
-    most: what all micro-batches in flight keep, plus what one needs in addition while it computes.
+    before they are split. Measured on the first micro-batch, with links and a network that take as long as they may. Leaves
+    out workspace inside an operation. With several stages an upper bound for the rank that holds most: what all micro-batches
+    in flight keep, plus what one needs in addition while it computes.
     """
     if plan.traces is None:
         return None
@@ -83,9 +83,9 @@ def live_bytes(plan: PlanValue) -> int | None:
 def peak_bytes(plan: PlanValue) -> int | None:
     """Peak bytes of the device's memory that a rank holds in a step, its batch left out; None when the plan was not traced.
 
-    That of the micro-batches, or of the update if it is higher. In one stage micro-batches are as traced, with gradients that
-    come into being while activations go, and leave for another memory. With several stages, and in a tree of sums, at most
-    `held_bytes` and `live_bytes` together.
+    That of the micro-batches, or of the update if it is higher; temporary tensors of the optimizer are left out. In one stage
+    micro-batches are as traced, with gradients that come into being while activations go, and leave for another memory. With
+    several stages, and in a tree of sums, at most `held_bytes` and `live_bytes` together.
     """
     stepping = microbatch_bytes(plan)
     state = held_bytes(plan, "total", "device") - held_bytes(plan, "grad", "device")
