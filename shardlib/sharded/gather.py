@@ -44,8 +44,8 @@ class Gather:
         self._under_way: Exchange | None = None
         self._transfer: Transfer | None = None
         if comes or buffer.device != mesh.device:
-            self._buffer = torch.empty_like(buffer, device=mesh.device)
-            self._transfer = mesh.transfers.copy(buffer, self._buffer)
+            self._buffer = up = torch.empty_like(buffer, device=mesh.device)
+            self._transfer = mesh.transfers.start("up", lambda: up.copy_(buffer, non_blocking=True), buffer)
         else:
             self._launch()
 
