@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import optree
 import torch
 
 from shardlib.common._compat import DataDependentOutputException, FakeTensorMode
@@ -17,6 +18,7 @@ from shardlib.execute.stages.tracing import trace
 from shardlib.init.deferred import defer
 from shardlib.mesh.mesh import Mesh, as_mesh
 from shardlib.mesh.transport import EchoGroup
+from shardlib.optim.base import Packed
 from shardlib.optim.wrapping import require_transformations
 from shardlib.plan.build import build_plan
 from shardlib.plan.plan import Plan
@@ -108,9 +110,17 @@ def make_plan(
     if not limits.excess(plan):
         return replace(plan, claims=plan.claims and plan.claims.noting(map(str, limits.uses(plan))))
     rows = min((leaf.shape[0] for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), default=1)
-    edits = partial(changes, sizes=mesh.shape, rows=rows, disk="disk" in limits.bytes)
+    elementwise, disk = optimizer.separable, "disk" in limits.bytes and not _packed(optimizer, plan)
+    edits = partial(changes, sizes=mesh.shape, rows=rows, elementwise=elementwise, disk=disk)
     planner = Planner(limits, edits, rough, lambda other: fitted(rough(other), traced, limits))
     raise planner.refusal(transform, plan)
+
+
+def _packed(optimizer: Any, plan: Plan) -> bool:
+    """Whether an optimizer packs states in few bits, which do not go to disk."""
+    state, _ = optimizer.planned(plan.views[0])
+    nodes = optree.tree_leaves(state, is_leaf=lambda node: isinstance(node, Packed))
+    return any(isinstance(node, Packed) for node in nodes)
 
 
 _UNEVEN = "if values decide which units a rank uses, all ranks gather the units that any rank uses"

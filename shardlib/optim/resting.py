@@ -175,10 +175,10 @@ class StatesOnDisk:
             if path not in self._buffers:
                 after.append(leaf)
                 continue
-            lent = self._awake.pop(path, None)
-            flat = leaf.reshape(-1)
+            lent, flat = self._awake.get(path), leaf.reshape(-1)
             if lent is not None and flat.data_ptr() != lent.data_ptr():
                 flat = lent.copy_(flat)
+            self._awake.pop(path, None)  # the store's again
             self.store.write(path, flat)
             after.append(OnDisk(self, path, leaf.shape, self._buffers[path]))
         return unflatten(treedef, after)

@@ -180,17 +180,19 @@ def with_needs(plan: Plan, optimizer: Any) -> Plan:
     needs = []
     for view in plan.views:
         state, payload = optimizer.planned(view)
-        needs.append(OptimizerNeeds(_optimizer_bytes(view, state), payload))
+        needs.append(OptimizerNeeds(*_optimizer_bytes(view, state), payload))
     return replace(plan, needs=tuple(needs))
 
 
-def _optimizer_bytes(plan: PlanValue, state: Tree) -> dict[str, int]:
-    """Memory -> bytes of master weights and of an optimizer's (fake) state, without its counters (0-d)."""
-    held = dict.fromkeys(MEMORIES, 0)
+def _optimizer_bytes(plan: PlanValue, state: Tree) -> tuple[dict[str, int], dict[str, int]]:
+    """Memory -> bytes that master weights and an optimizer's (fake) state take, without its counters (0-d); and memory ->
+    their own bytes."""
+    held, states = dict.fromkeys(MEMORIES, 0), dict.fromkeys(MEMORIES, 0)
     passing: dict[str, dict[str, int]] = {}  # memory that buffers are brought to -> bucket -> bytes
 
     def add(bucket: Bucket | None, memory: str, size: int) -> None:
         kind = MEMORIES[memory]
+        states[memory] += size
         held[memory] += kind.held(size) * (
             2 if plan.step.ahead and memory != "device" else 1
         )  # old values beside new ones
@@ -217,4 +219,4 @@ def _optimizer_bytes(plan: PlanValue, state: Tree) -> dict[str, int]:
             held[bucket.memory.optimizer] += bucket.owned * waiting
     for memory, groups in passing.items():
         held[memory] += window(list(groups.values()))
-    return held
+    return held, states

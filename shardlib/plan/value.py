@@ -132,11 +132,13 @@ class OptimizerNeeds:
     """What an optimizer needs on the ranks at one coordinate along the stages' axis.
 
     Attributes:
-        bytes: memory -> bytes of its state, master weights included.
+        bytes: memory -> bytes that its state takes, master weights included.
+        states: memory -> bytes of master weights and state alone, without what stands beside them (slots, copies, windows).
         payload: axis -> payload bytes that one rank sends in the update.
     """
 
     bytes: Mapping[str, int]
+    states: Mapping[str, int]
     payload: Mapping[str, int]
 
 

@@ -16,15 +16,19 @@ from shardlib.transforms.remat import Remat, remat
 from shardlib.transforms.zero import Zero, zero
 
 _FOLDER = "states"
+_SHARES = (0.25, 0.5, 0.75)  # of the states
 _T = TypeVar("_T", bound=Transform)
 
 
-def changes(transform: Transform, sizes: Mapping[str, int], rows: int, disk: bool) -> Iterator[Change]:
+def changes(
+    transform: Transform, sizes: Mapping[str, int], rows: int, *, elementwise: bool, disk: bool
+) -> Iterator[Change]:
     """Every edit of one transform: more recompute, a higher stage, more offload, smaller micro-batches.
 
     Args:
         sizes: axis -> size of the mesh.
         rows: of a rank's batch.
+        elementwise: whether the optimizer updates one bucket after the other.
         disk: whether states may go to disk.
     """
     members = transform.transforms if isinstance(transform, Chain) else (transform,)
@@ -39,7 +43,7 @@ def changes(transform: Transform, sizes: Mapping[str, int], rows: int, disk: boo
     moved, cut, staged = _first(members, Offload), _first(members, Accumulate), _first(members, Pipelined)
     yield from edits(recomputed, _remats(recomputed))
     yield from edits(split, _stages(split, sizes))
-    yield from edits(moved, _offloads(moved, disk))
+    yield from edits(moved, _offloads(moved, elementwise, disk))
     if staged is None:
         yield from edits(cut, (_cut(cut, n) for n in _smaller(cut.microbatches if cut else 1, rows)))
     else:
@@ -65,11 +69,17 @@ def _stages(before: Zero | None, sizes: Mapping[str, int]) -> Iterator[Zero]:
             yield replace(present, stage=stage)
 
 
-def _offloads(before: Offload | None, disk: bool) -> Iterator[Offload]:
-    folders = (before.folders if before else ()) or (_FOLDER,)
-    for optimizer in ("host", "disk") if disk else ("host",):
-        for params, gradients in ((None, None), ("host", None), ("host", "host")):
-            yield offload(optimizer, params, gradients, folder=folders if optimizer == "disk" else ())
+def _offloads(before: Offload | None, elementwise: bool, disk: bool) -> Iterator[Offload]:
+    present = before or offload()
+    for share in _SHARES if elementwise else ():
+        if before is None or before.fraction < share:
+            yield replace(present, fraction=share)
+    for optimizer in ("host", "disk") if disk and elementwise else ("host",):
+        folders = (present.folders or (_FOLDER,)) if optimizer == "disk" else ()
+        for params, gradients in ((present.params, present.gradients), ("host", present.gradients), ("host", "host")):
+            yield replace(
+                present, optimizer=optimizer, params=params, gradients=gradients, fraction=1.0, folders=folders
+            )
 
 
 def _smaller(present: int, rows: int) -> Iterator[int]:

@@ -89,7 +89,8 @@ def offload(
             ``speculate`` with gradients accumulated on the host; a fraction outside 0 to 1; "disk" without a folder, a folder
             without it, or one folder twice; when a plan is made, an unknown memory; when a step is made, an optimizer that
             reads across parameters with states in two memories, on disk, or updated ahead.
-        StorageError: when a step is made: the folder is in use, holds another plan's states, or has too little space.
+        StorageError: when a step is made: the folder is in use, holds another plan's states, or has too little space. When a
+            step runs: a disk fails; the state that the step was given is as it was, unless a ``fraction`` is elsewhere.
 
     >>> params, parallel = {"w": torch.ones(256, 256)}, sl.chain(sl.zero(0), sl.precision("bf16"), sl.offload())
     >>> plan = sl.make_plan(params, sl.abstract_mesh(data=1), parallel, optimizer=sl.optim.adamw(1e-3))

@@ -16,7 +16,6 @@ from oracle import eight_bits as oracle
 
 import shardlib as sl
 from shardlib import checkpoint
-from shardlib.checkpoint.packed import unpacked
 from shardlib.kernels.adamw8 import BLOCK, SIGNED, UNSIGNED
 from shardlib.optim.base import Packed
 from shardlib.optim.storing import optimizer_shards
@@ -81,12 +80,13 @@ def optimizer(decay=0.1):
 
 def moments(state):
     """This rank's shards of both, leaf by leaf, padding left out: ``{name: [leaf]}``."""
-    whole, recorded = unpacked(state), {}
-    plan, mesh = state.params.plan, state.params.mesh
+    recorded, plan, mesh = {}, state.params.plan, state.params.mesh
     for name in ("mu", "nu"):
         found = {}
         for bucket in plan.trained:
-            cuts = bucket.leaf_segments(getattr(whole.opt.inner, name)[bucket.name], bucket.levels)
+            held = getattr(state.opt.inner, name)[bucket.name]
+            whole = held.unpacked() if isinstance(held, Packed) else held
+            cuts = bucket.leaf_segments(whole, bucket.levels)
             spans = bucket.filled(mesh.coords, bucket.levels)
             for path, part, (first, last) in zip(bucket.paths, cuts, spans):
                 found[path] = part[: last - first].clone()

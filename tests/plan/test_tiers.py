@@ -180,7 +180,7 @@ def test_the_cheapest_change_is_named_and_fits():
     found = plan(named, device_memory=budget)
     assert f"device_memory={budget} is" in str(found)
     seconds = []
-    for change in changes(parallel, {"data": 4}, 34, disk=False):
+    for change in changes(parallel, {"data": 4}, 34, elementwise=True, disk=False):
         try:
             seconds.append(nominal_seconds(plan(change.transform, device_memory=budget)))
         except IllegalComposition:

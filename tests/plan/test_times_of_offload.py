@@ -47,6 +47,22 @@ def test_the_slots_for_new_parameters_take_turns():
     assert predicted(sl.offload(), 0.0, {"up": UNIT / 5, **{"update": 3 * UNIT}}, sl.zero(0)).total == 5 * UNITS + 1
 
 
+def test_updates_ahead_of_the_norm_run_beside_backward():
+    """A unit takes two seconds in backward and one to update; what is left is the way up."""
+    rates = {"up": UNIT / 2, "update": 3 * UNIT}
+    found = predicted(sl.offload(speculate=True), UNITS, rates, sl.zero(0))
+    assert found.total == pytest.approx(12 + 2 * UNITS) and found.links["update"] == UNITS
+    without = predicted(sl.offload(), UNITS, rates, sl.zero(0))
+    assert without.total == pytest.approx(12 + 1 + 2 * UNITS)
+
+
+def test_delayed_updates_run_beside_the_whole_step():
+    """The update of the step before takes as long as the step; then parameters go up."""
+    rates = {"up": UNIT, "update": UNIT}
+    assert predicted(sl.offload(delay=True), UNITS, rates, sl.zero(0)).total == pytest.approx(3 * UNITS + UNITS)
+    assert predicted(sl.offload(), UNITS, rates, sl.zero(0)).total == pytest.approx(6 * UNITS + 1)
+
+
 @pytest.mark.parametrize(("prefetch", "total"), [(True, 12 + 0.5 + 0.5), (False, 12 + UNITS)])
 def test_parameters_come_up_one_unit_ahead(prefetch, total):
     """A second of forward and two of backward for a unit, half a second for its way up, in both."""

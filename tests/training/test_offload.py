@@ -98,8 +98,9 @@ def test_every_optimizer_has_the_same_state(name):
     for rank, other in zip(states_of(name, [sl.offload()]), wanted, strict=True):
         assert_same(rank, other)
     if CASES[name].make().separable:
-        for rank, other in zip(states_of(name, [sl.offload(fraction=0.5)]), wanted, strict=True):
-            assert_same(rank, other)
+        for options in ({"fraction": 0.5}, {"speculate": True}):
+            for rank, other in zip(states_of(name, [sl.offload(**options)]), wanted, strict=True):
+                assert_same(rank, other)
     else:
         with pytest.raises(
             IllegalComposition, match=r"states of 1 of 2 buckets on the device.* use offload\(fraction=1"

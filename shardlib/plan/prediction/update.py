@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 from shardlib.mesh.memories import AHEAD, MEMORIES, WRITING
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.exchanges import tied_bytes
 from shardlib.plan.prediction.rank import Rank
 from shardlib.plan.transfers import stores
-from shardlib.plan.value import PlanValue
+from shardlib.plan.value import OptimizerNeeds, PlanValue
 
 _SLOTS = 2  # groups of new parameters that are on their way at once
 
@@ -41,28 +42,31 @@ def _elsewhere(view: PlanValue, rank: Rank, start: float) -> float:
     """The end of the host's updates: bucket by bucket, in the order in which gradients land.
 
     States on disk are read ahead and written behind, in memory for a few buckets, and the step ends when all are written.
-    New parameters go up from slots that take turns.
+    New parameters go up from slots that take turns. Updates that run ahead begin before ``start``: as gradients land, or at
+    once where they are those of the step before. They have memory of their own, and what they make goes up from ``start``.
     """
     buckets = [bucket for bucket in reversed(view.trained) if bucket.memory.optimizer != "device"]
-    size = _state_bytes(view, buckets)
-    updated, ends = [start], [start]
+    updates, moves = (_shares(view, buckets, of) for of in (_updated, _moved))
+    ahead, delayed = view.step.ahead, view.step.update == "delay"
+    arrived = {bucket.name: max(rank.landed.get(tile.name, start) for tile in bucket.cut) for bucket in buckets}
+    updated = [0.0 if ahead else start]
     sent: list[float] = []
     written: list[float] = []
+    ends = [start, *arrived.values()]
     for number, bucket in enumerate(buckets):
-        ready = max(updated[-1], *(rank.landed.get(tile.name, start) for tile in bucket.cut))
-        if number >= _SLOTS:
+        ready = updated[-1] if delayed else max(updated[-1], arrived[bucket.name])
+        if number >= _SLOTS and not ahead:
             ready = max(ready, sent[number - _SLOTS])
-        rests = MEMORIES[bucket.memory.optimizer].rests
-        if rests:
+        if MEMORIES[bucket.memory.optimizer].rests:
             asked = updated[max(0, number - AHEAD)]
             if number >= AHEAD + 1 + WRITING:
                 asked = max(asked, written[number - AHEAD - 1 - WRITING])
-            ready = max(ready, rank.send("read", size[bucket.name], asked))
-        updated.append(rank.send("update", size[bucket.name], ready))
-        written.append(rank.send("written", size[bucket.name] if rests else 0, updated[-1]))
-        moved, stored = _stored(view, rank, bucket, updated[-1])
+            ready = max(ready, rank.send("read", moves[bucket.name], asked))
+        updated.append(rank.send("update", updates[bucket.name], ready))
+        written.append(rank.send("written", moves[bucket.name], updated[-1]))
+        moved, stored = _stored(view, rank, bucket, max(start, updated[-1]))
         sent.append(moved)
-        ends.append(max(stored, written[-1]))
+        ends += [stored, written[-1]]
     return max(ends)
 
 
@@ -76,14 +80,25 @@ def _stored(view: PlanValue, rank: Rank, bucket: Bucket, ready: float) -> tuple[
     return moved, done if last is None else rank.send(last.axis, last.bytes, done)
 
 
-def _state_bytes(view: PlanValue, buckets: Sequence[Bucket]) -> dict[str, float]:
-    """Bucket name -> bytes of its masters and moments, in proportion to its elements."""
-    held = {memory: count for needs in view.needs or () for memory, count in needs.bytes.items()}
-    elements = {memory: sum(b.owned for b in buckets if b.memory.optimizer == memory) for memory in held}
+def _updated(needs: OptimizerNeeds, memory: str) -> int:
+    """Bytes of a memory that an update reads and writes."""
+    return needs.states[memory]
+
+
+def _moved(needs: OptimizerNeeds, memory: str) -> int:
+    """Bytes of a memory that an update brings there and back."""
+    return needs.bytes[memory] // MEMORIES[memory].slots if MEMORIES[memory].rests else 0
+
+
+def _shares(view: PlanValue, buckets: Sequence[Bucket], of: Callable[[OptimizerNeeds, str], int]) -> dict[str, float]:
+    """Bucket name -> its share of some bytes of its memory, in proportion to its elements."""
+    elements = Counter[str]()
+    for bucket in buckets:
+        elements[bucket.memory.optimizer] += bucket.owned
+    (needs,) = view.needs or (None,)
     return {
-        bucket.name: held.get(bucket.memory.optimizer, 0)
-        / MEMORIES[bucket.memory.optimizer].slots
-        * bucket.owned
-        / max(1, elements.get(bucket.memory.optimizer, 1))
+        bucket.name: of(needs, bucket.memory.optimizer) * bucket.owned / elements[bucket.memory.optimizer]
+        if needs
+        else 0
         for bucket in buckets
     }

@@ -135,7 +135,7 @@ class Header:
         self.settle()
 
     def settle(self) -> None:
-        """See that the newest record on the disk is the newest that was written: a write that failed may be there or not."""
+        """Make the newest record the only one on the disk, where a failed write or the step before may have left another."""
         self._put(self.records[0].sequence + 1, b"")
         del self.records[1:]
 
