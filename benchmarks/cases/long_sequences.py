@@ -19,8 +19,8 @@ from benchmarks.harness import tables
 from benchmarks.harness.case import CPU, Case, Result, Setting
 from benchmarks.harness.rig import on_rig
 
-_LAYERS, _WIDTH, _WORDS = 4, 64, 2048
-_TILE = 256  # tokens of a tile, and by which lengths differ
+_LAYERS, _WIDTH, _WORDS = 4, 64, 1024
+_TILE = 128  # tokens of a tile, and by which lengths differ
 _MB = 1_000_000
 _HEADER = ("section", "what", "round", "value")
 _TITLE = "The longest sequence on a device with a budget"
@@ -51,7 +51,7 @@ _WAYS = (
 
 
 def measure(setting: Setting) -> Result:
-    budget, ways = (12 * _MB, _WAYS[:2]) if setting.small else (24 * _MB, _WAYS)
+    budget, ways = (16 * _MB, _WAYS[:2]) if setting.small else (32 * _MB, _WAYS)
     (found,) = on_rig(_all, budget, ways)
     return _table(budget, dict(zip(ways, found, strict=True)))
 
