@@ -135,3 +135,50 @@ def test_what_a_stage_receives_goes_to_host_memory_too(rigs):
     assert kept[1] - less[1] >= 3 * carry  # two or three layers, and the head
     # At its peak a rank holds three micro-batches' carries in the second one's backward, and inputs of later blocks.
     assert stay - moved >= 3.5 * carry
+
+
+def test_divided_inputs_of_blocks(rigs):
+    """Each of two ranks with the same activations keeps half of every block's input, and sends it once more."""
+
+    def run(mesh):
+        import gc
+
+        import torch
+        from helpers import rig
+        from helpers.measure import CountingGroup
+
+        import shardlib as sl
+        from shardlib.models import gpt
+
+        config = gpt.GPTConfig(vocab=64, layers=10, width=64, heads=4, sequence=32)
+        params, loss_fn, tx = gpt.init(config), gpt.make_loss(config), sl.optim.sgd(0.1)
+        drawn = torch.randint(64, (32, 33), generator=torch.Generator().manual_seed(4))
+        batch = {"tokens": drawn[:, :-1].contiguous(), "targets": drawn[:, 1:].contiguous()}
+        batch = {name: rows.to(mesh.device) for name, rows in batch.items()}
+        found = []
+        for store in ("device", "sharded"):
+            groups = {}
+            counted = mesh.with_transport(
+                lambda axis, group, groups=groups: groups.setdefault(axis, CountingGroup(group))
+            )
+            rules = sl.tensor_slicing(gpt.slicing_rules(config))
+            parallel = sl.chain(sl.zero(0), rules, sl.remat(store=store, smallest=1))
+            state, step = sl.make_train_step(loss_fn, sl.shard(params, counted, parallel), tx)
+            for _ in range(2):
+                gc.collect()
+                groups["model"].sent = 0
+                rig.reset()
+                before = rig.counts().live
+                state, metrics = step(state, batch)
+                loss = metrics["loss"].item()
+            plan = sl.make_plan(params, mesh, parallel, loss_fn=loss_fn, batch=batch, optimizer=tx)
+            planned = plan.peak_bytes - plan.bytes("param", "device")
+            found.append((loss, groups["model"].sent, rig.counts().peak - before, planned))
+        return found
+
+    layers, each = 10, 32 * 32 * 64 * 4
+    for whole, divided in rigs.run(run, mesh={"data": 1, "model": 2}):
+        assert whole[0] == divided[0] and divided[1] - whole[1] == layers * each // 2
+        assert whole[2] - divided[2] >= (layers - 5) * each // 2  # one is gathered, and another on its way
+        for _, _, peak, planned in (whole, divided):
+            assert peak == pytest.approx(planned, rel=0.01)

@@ -158,6 +158,10 @@ class InHost:
             self._wait()  # also for other uses of the memory
             self._here = None
 
+    def spend(self) -> None:
+        """Let go of the tensor that was brought back, for good. Its host memory is for the next step."""
+        self.release()
+
     def free(self) -> None:
         """Give the host memory back; the tensor is not needed any more."""
         self.leave()
