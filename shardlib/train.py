@@ -24,6 +24,7 @@ from shardlib.plan.build import with_owner
 from shardlib.rng import Key
 from shardlib.shard import lift
 from shardlib.sharded.checksum import checksums
+from shardlib.sharded.shard import at_rest
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, tree_map
 
@@ -87,7 +88,8 @@ def make_train_step(
     """Make the initial state, and ``train_step(state, batch) -> (state, metrics)``.
 
     ``metrics`` holds ``loss`` (mean over the global batch), ``grad_norm`` (global, before clipping; if the optimizer takes
-    gradients unreduced, the root mean square of the ranks' norms), ``finite``, and ``aux`` if the loss function returns it.
+    gradients unreduced, the root mean square of the ranks' norms), ``finite``, and ``aux`` if the loss function returns it;
+    under ``offload(speculate=True)`` also ``undone``, the number of this rank's buckets whose update was made in vain.
     A `Mean` in ``aux`` is averaged over all ranks and micro-batches (NaN for a weight of 0). Other leaves are those of the
     last micro-batch on this rank, or with several stages on the rank with the last stage. Tensors are detached; parameters
     among them are whole, with the values that they had in the loss.
@@ -125,7 +127,7 @@ def make_train_step(
     require_transformations("make_train_step", optimizer)
     lifted = lift(params)
     plan, mesh = with_owner(lifted.plan, optimizer), lifted.mesh
-    lifted = lifted.under(plan)
+    lifted = at_rest(lifted.under(plan))
     policy = nonfinite or ("skip" if plan.step.loss_scale else "raise")
     if policy not in ("raise", "skip"):
         raise ValueError(f"nonfinite={nonfinite!r}: use 'raise' or 'skip'")
@@ -142,6 +144,8 @@ def make_train_step(
         "Call make_train_step with the same optimizer, buffers, rng and options on every rank.",
     )
 
+    files = None if lifted.on_disk is None else lifted.on_disk.files
+
     def left_unreduced(inner: Any) -> tuple[str, ...]:
         owns = optimizer.owns
         return (owns.axis,) if owns is not None and owns.unreduced(inner) else ()
@@ -154,6 +158,7 @@ def make_train_step(
             raise TreeError(
                 "this state was sharded by another plan than the train step was made for; make a step for it"
             )
+        params = at_rest(params, files)
         scale = state.scale.value if state.scale else 1.0
         unreduced = left_unreduced(opt.inner)
         follower = updates.begin(params, opt, loss_step.expected_scale(scale))
@@ -180,7 +185,7 @@ def make_train_step(
         # A weight of 0, or one that is not finite, says nothing about overflow.
         if after is not None and math.isfinite(evaluation.weight) and evaluation.weight != 0:
             after = after.after(evaluation.finite)
-        new = Sharded(plan, mesh, "param", dict(params.buffers))
+        new = params.under(plan).next()
         step, state_rng = state.step + 1, state.rng
         if donate:
             state.take(

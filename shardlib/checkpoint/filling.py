@@ -10,7 +10,7 @@ import torch
 from shardlib.checkpoint import rank_local, residuals
 from shardlib.checkpoint.agreement import read_on_all_ranks
 from shardlib.checkpoint.common import common_leaves
-from shardlib.checkpoint.fills import Fill, PackedFill
+from shardlib.checkpoint.fills import Fill, PackedFill, joined
 from shardlib.checkpoint.fragments import (
     MASTERS,
     PARAMS,
@@ -23,7 +23,6 @@ from shardlib.checkpoint.packed import Parts, outlined
 from shardlib.checkpoint.reading import Saved
 from shardlib.checkpoint.residuals import log_dropped, residual_fills
 from shardlib.collectives import primitives
-from shardlib.common._compat import storage_id
 from shardlib.errors import CheckpointError, TreeError, listing
 from shardlib.mesh.mesh import Mesh
 from shardlib.optim.train_state import TrainState
@@ -55,19 +54,18 @@ def run_fills(saved: Saved, mesh: Mesh, fill: Callable[[], None]) -> None:
 
 def planned(saved: Saved, parts: Parts) -> Iterator[Fill | PackedFill]:
     """All that this rank reads. ``parts`` are `outlined`."""
-    packed: dict[int, list[Fill]] = {}
+    yield from joined(_fills(saved, parts), parts.packed)
+    yield from residual_fills(parts, saved)
+
+
+def _fills(saved: Saved, parts: Parts) -> Iterator[Fill]:
+    """What fills each fragment that this rank holds."""
     ways = rank_local.ways_of(saved.tensors)
     for fragment, into in _needed(parts):
         canonical = source_of(fragment.name, saved.tensors)
         sources = rank_local.sources(parts, fragment.name, saved.tensors, ways) or ((canonical, 1.0),)
         if saved.has(fragment, sources[0][0]):
-            fill, storage = Fill(fragment, sources, into), storage_id(fragment.data.untyped_storage())
-            if storage in parts.packed:
-                packed.setdefault(storage, []).append(fill)
-            else:
-                yield fill
-    yield from (PackedFill(parts.packed[storage], fills) for storage, fills in packed.items())
-    yield from residual_fills(parts, saved)
+            yield Fill(fragment, sources, into)
 
 
 def _needed(parts: Parts) -> Iterator[tuple[Fragment, torch.Tensor | None]]:

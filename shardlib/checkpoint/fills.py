@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from shardlib.checkpoint.fragments import Fragment
 from shardlib.checkpoint.reading import BUFFER, Saved
+from shardlib.common._compat import storage_id
 from shardlib.optim.base import Packed
 
 
@@ -60,6 +61,22 @@ class Fill(NamedTuple):
         """The fragments that are filled one at a time: a sum needs memory beside the state."""
         fragment = fragment or self.fragment
         return [fragment] if self._plain else list(fragment.parts(max(1, BUFFER() // 32)))
+
+
+def joined(fills: Iterable[Fill], packed: Mapping[int, Packed]) -> Iterator[Fill | PackedFill]:
+    """The fills, those of each packed tensor together.
+
+    Args:
+        packed: storage of a tensor without memory -> what it stands for.
+    """
+    of_packed: dict[int, list[Fill]] = {}
+    for fill in fills:
+        storage = storage_id(fill.fragment.data.untyped_storage())
+        if storage in packed:
+            of_packed.setdefault(storage, []).append(fill)
+        else:
+            yield fill
+    yield from (PackedFill(packed[storage], some) for storage, some in of_packed.items())
 
 
 class PackedFill(NamedTuple):

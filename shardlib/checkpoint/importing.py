@@ -15,9 +15,10 @@ import torch
 
 from shardlib.checkpoint.common import common_leaves
 from shardlib.checkpoint.filling import check_intact, fill_state, run_fills
+from shardlib.checkpoint.fills import Fill, joined
 from shardlib.checkpoint.fragments import BUFFERS, MASTERS, PARAMS, needed_fragments, needed_params
 from shardlib.checkpoint.manifest import Entry, Manifest
-from shardlib.checkpoint.packed import Parts, outlined
+from shardlib.checkpoint.packed import Parts, outlined, outlined_params
 from shardlib.checkpoint.reading import Saved
 from shardlib.collectives import primitives
 from shardlib.errors import CheckpointError, TreeError, listing
@@ -160,7 +161,8 @@ def fill_params(saved: Saved, params: Sharded, prefix: str, partial: Sequence[st
     """
     mesh, names = params.mesh, _names(params.plan, prefix)
     source = {path: next((name for name in known if name in saved.tensors), known[0]) for path, known in names.items()}
-    fragments = [(fragment, source[fragment.name.removeprefix(PARAMS)]) for fragment in needed_params(params)]
+    outlines, packed = outlined_params(params)
+    fragments = [(fragment, source[fragment.name.removeprefix(PARAMS)]) for fragment in needed_params(outlines)]
     problems = {
         name: problem.replace(fragment.name, name)
         for fragment, name in fragments
@@ -178,9 +180,9 @@ def fill_params(saved: Saved, params: Sharded, prefix: str, partial: Sequence[st
     check_intact(saved, mesh)
 
     def fill() -> None:
-        for fragment, name in fragments:
-            if saved.has(fragment, name):
-                saved.fill(fragment, name)
+        fills = (Fill(fragment, ((name, 1.0),)) for fragment, name in fragments if saved.has(fragment, name))
+        for each in joined(fills, packed):
+            each.run(saved)
 
     with torch.no_grad():
         run_fills(saved, mesh, fill)

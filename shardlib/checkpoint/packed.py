@@ -11,6 +11,7 @@ import torch
 from shardlib.common._compat import storage_id
 from shardlib.errors import TreeError, listing
 from shardlib.optim.base import Packed
+from shardlib.optim.on_disk import BucketOnDisk
 from shardlib.optim.train_state import OptimizerState, TrainState
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import path_name
@@ -52,7 +53,19 @@ def outlined(state: TrainState, also: Mapping[str, Any] | None = None) -> Parts:
     replaced: Any = optree.tree_map(lambda node: outline(node) if _is_packed(node) else node, trees, is_leaf=_is_packed)
     opt, further = replaced
     _require_tensors(further)
-    return Parts(state.params, opt, state.comm, state.buffers, further, packed)
+    params, on_disk = outlined_params(state.params)
+    return Parts(params, opt, state.comm, state.buffers, further, packed | on_disk)
+
+
+def outlined_params(params: Sharded) -> tuple[Sharded, dict[int, Packed]]:
+    """The parameters, with tensors without memory in place of those on disk; and storage of such a tensor -> what it stands
+    for."""
+    if params.on_disk is None:
+        return params, {}
+    nodes = {bucket.name: BucketOnDisk(params.on_disk, bucket) for bucket in params.buckets}
+    outlines = {name: node.like for name, node in nodes.items()}
+    packed: dict[int, Packed] = {storage_id(outlines[name].untyped_storage()): node for name, node in nodes.items()}
+    return Sharded(params.plan, params.mesh, params.role, outlines), packed
 
 
 def _require_tensors(also: Any) -> None:

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 import torch
+from torch.autograd.graph import increment_version
 
 from shardlib.checkpoint import manifest
 from shardlib.checkpoint.boxes import boxes, overlap, runs
@@ -133,6 +134,7 @@ class Saved:
         plain = target.device.type == "cpu" and target.dtype == entry.torch_dtype and target.is_contiguous()
         if plain and transfer.read == transfer.wanted:
             self._read_runs(transfer, transfer.read, target.reshape(-1))
+            increment_version(target)  # as of every write that torch sees
             return
         # The elements go through a buffer, some rows at a time.
         for read, wanted in _slabs(transfer.read, transfer.wanted, max(1, BUFFER() // entry.torch_dtype.itemsize)):

@@ -313,12 +313,12 @@ class Executor:
 
     def _bind(self, params: Sharded, gradients: Gradients | None) -> None:
         """Bind this step's parameters and gradients to the buckets."""
-        self._held = frozenset(storage_id(buffer.untyped_storage()) for buffer in params.buffers.values())
+        self._held = frozenset(storage_id(buffer.untyped_storage()) for buffer in params.in_memory.values())
         self.blocks.begin()
         stored = {
-            cut.name: buffer
+            cut.name: part
             for bucket in self.plan.buckets
-            for cut, buffer in zip(bucket.cut, bucket.of_tiles(params.buffers[bucket.name]), strict=True)
+            for cut, part in zip(bucket.cut, params.parts(bucket), strict=True)
         }
         for state in self._buckets:
             state.bind(stored[state.bucket.name], gradients)

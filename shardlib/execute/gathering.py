@@ -3,9 +3,9 @@
 Consecutive touches of one unit form a visit, and the visits of a micro-batch form a run. At first the ranks agree on each
 gather before it is made, and keep the unit in use and the one before it. A run that was the same on all ranks becomes the
 trace of the runs after it: at the first touch of a unit, all units but this one and the trace's next one are released, and
-the gather of the next one is started, so that at most two neighbouring units are alive. Both rules gather equally often.
-While a tile of a leaf is in use, the unit that the leaf belongs to stays as it is (gathered, or not): it is often used again
-right after the tiles.
+the gather of the next one is started, so that at most two neighbouring units are alive. The next few units are announced,
+so that what is on disk is read meanwhile. Both rules gather equally often. While a tile of a leaf is in use, the unit that
+the leaf belongs to stays as it is (gathered, or not): it is often used again right after the tiles.
 
 A rank whose touches leave the trace still makes the trace's gathers, since the other ranks wait for them, and computes with
 zeros: its results will be discarded. See `shardlib.execute.record`.
@@ -13,11 +13,13 @@ zeros: its results will be discarded. See `shardlib.execute.record`.
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Sequence
 from typing import Protocol
 
 from shardlib.execute.record import Record, Visit
+from shardlib.mesh.memories import AHEAD
 
 
 class Gatherable(Protocol):
@@ -29,6 +31,10 @@ class Gatherable(Protocol):
     @property
     def gathers(self) -> bool:
         """Whether the parameters must be gathered for use; if not, the rank holds them all the time."""
+        ...
+
+    def announce(self) -> None:
+        """Prepare for a `fetch` that is a few units away."""
         ...
 
     def fetch(self) -> None:
@@ -107,6 +113,7 @@ class Gathering:
     def begin(self) -> None:
         """Start a micro-batch."""
         self._reset(None if self.record.agreeing else self.record.trace)
+        self._announce()
 
     @property
     def limit(self) -> int | None:
@@ -262,6 +269,16 @@ class Gathering:
         unit.arrive()
         if upcoming is not None and self._prefetch:
             self._fetch(self._units[upcoming])
+        self._announce()
+
+    def _announce(self) -> None:
+        """Announce the trace's next units, beyond a pause too."""
+        if self._trace is None or not self._prefetch:
+            return
+        following = (self._trace[position][0] for position in range(len(self._visits), len(self._trace)))
+        for name in itertools.islice((name for name in following if name is not None), AHEAD):
+            if name not in self._here:
+                self._units[name].announce()
 
     def _upcoming(self) -> str | None:
         """The trace's next unit; None at its end, or without a trace."""

@@ -24,6 +24,7 @@ from shardlib.plan.buckets import Bucket
 from shardlib.plan.exchanges import Routes
 from shardlib.plan.placement import Placement
 from shardlib.sharded.gather import Gather
+from shardlib.sharded.on_disk import BufferOnDisk
 
 
 class _Root(torch.autograd.Function):
@@ -105,7 +106,7 @@ class BucketState:
         each_use: as the argument, and parameters must be gathered for use.
         gathers: whether the parameters must be gathered for use.
         first: the number of the bucket's first leaf among its unit's.
-        stored: this rank's buffer, as stored.
+        stored: this rank's buffer, as stored, or what reads it from disk.
         like: a tensor of the buffer's dtype on the device.
         whole: the whole, leaf-major buffer while it is gathered.
         anchor: the graph input of the root, with respect to which backward differentiates.
@@ -129,7 +130,8 @@ class BucketState:
         self._keeps_second = len(routes.again) < len(routes.gather)
         self._second: torch.Tensor | None = None
         self._differentiated = False  # whether a backward follows, which gathers the parameters again
-        self.stored = self.like = torch.empty(0)
+        self.stored: torch.Tensor | BufferOnDisk = torch.empty(0)
+        self.like = torch.empty(0)
         self.whole: torch.Tensor | None = None
         self.anchor: torch.Tensor | None = None
         self.root: torch.Tensor | None = None
@@ -140,11 +142,11 @@ class BucketState:
         self._views: list[torch.Tensor] | None = None
         self._starts: dict[int | torch.SymInt, int] = {}  # offset in the whole buffer's storage -> leaf
 
-    def bind(self, stored: torch.Tensor, gradients: Gradients | None) -> None:
+    def bind(self, stored: torch.Tensor | BufferOnDisk, gradients: Gradients | None) -> None:
         self.stored = stored
         self.like = torch.empty(0, dtype=stored.dtype, device=self._mesh.device)
         self.written = False
-        self._hold(None if self.gathers else stored)
+        self._hold(None if isinstance(stored, BufferOnDisk) or self.gathers else stored)
         self.anchor = self.root = self.summing = None
         self._stand_ins = ()
         self._differentiated = gradients is not None
@@ -157,6 +159,10 @@ class BucketState:
         self.stored = torch.empty(0)
         self.whole = self.anchor = self.root = self.summing = self._coming = self._second = self._views = None
         self._stand_ins = ()
+
+    def announce(self) -> None:
+        if isinstance(self.stored, BufferOnDisk) and self._second is None:
+            self.stored.announce()
 
     def fetch(self) -> None:
         if self.gathers:
@@ -180,6 +186,8 @@ class BucketState:
     def _gather(self) -> Gather:
         if self._second is not None:
             return Gather(self._mesh, self._routes.again, self._second)
+        if isinstance(self.stored, BufferOnDisk):
+            return self.stored.gather(self._routes.gather)
         comes = self._mesh.abstract and self.bucket.memory.param != "device"
         return Gather(self._mesh, self._routes.gather, self.stored, comes=comes)
 
@@ -274,6 +282,10 @@ class UnitState:
     @property
     def paths(self) -> list[str]:
         return [path for state in self.buckets for path in state.bucket.paths]
+
+    def announce(self) -> None:
+        for state in self.buckets:
+            state.announce()
 
     def fetch(self) -> None:
         for state in self.buckets:

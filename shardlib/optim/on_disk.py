@@ -1,4 +1,4 @@
-"""`OnDisk`: what stands in a train state for a tensor that lies on disk between updates."""
+"""What stands for tensors that lie on disk: `OnDisk` for those of a train state, `BucketOnDisk` for parameters."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from shardlib.collectives.attempts import attempted, error_of
 from shardlib.mesh.memories import MEMORIES
 from shardlib.mesh.mesh import Mesh
 from shardlib.optim.base import Packed
+from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
 from shardlib.sharded.disk import Flat, Store
+from shardlib.sharded.on_disk import BuffersOnDisk
 from shardlib.tree import leaves_of
 
 _T = TypeVar("_T")
@@ -55,6 +57,31 @@ class OnDisk(Packed):
 
     def __repr__(self) -> str:
         return f"OnDisk({self.name}, {list(self.shape)}, {self._flat.dtype})"
+
+
+class BucketOnDisk(Packed):
+    """A bucket of parameters on disk. Checkpoints and moves read it and write it whole."""
+
+    rounds = False
+
+    def __init__(self, buffers: BuffersOnDisk, bucket: Bucket) -> None:
+        self._buffers, self._bucket = buffers, bucket
+        self.block = max(1, self.like.numel())
+
+    @property
+    def like(self) -> torch.Tensor:
+        return torch.empty(self._bucket.size(self._bucket.param_level), dtype=self._bucket.dtype, device="meta")
+
+    def part(self, first: int, stop: int) -> torch.Tensor:
+        return self._buffers[self._bucket.name][first:stop]
+
+    def pack(self, values: torch.Tensor, first: int = 0) -> None:
+        if values.numel() < self.like.numel():
+            whole = self._buffers[self._bucket.name]
+            whole[first : first + values.numel()] = values.reshape(-1)
+            values = whole
+        self._buffers.files.write(self._bucket.name, values.reshape(-1))
+        self._buffers.flush()  # what fails is this call's error
 
 
 def rests(plan: Plan) -> bool:

@@ -15,17 +15,17 @@ from typing import Any, Protocol
 import optree
 import torch
 
-from shardlib.collectives.attempts import attempted, error_of, on_all_ranks
+from shardlib.collectives.attempts import attempted, error_of
 from shardlib.errors import IllegalComposition, StorageError
 from shardlib.mesh.memories import MEMORIES, window
 from shardlib.mesh.mesh import Mesh
 from shardlib.optim.base import GradientTransformation, Packed
 from shardlib.optim.on_disk import OnDisk, rests
-from shardlib.optim.storing import Storing
+from shardlib.optim.storing import Storing, optimizer_shard
 from shardlib.optim.train_state import OptimizerState
 from shardlib.optim.undone import Undone
 from shardlib.plan.plan import Plan
-from shardlib.sharded.disk import Flat, Store
+from shardlib.sharded.disk import Flat, open_for_run
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import flatten, leaves_of, path_name, tree_map, unflatten
 
@@ -44,12 +44,14 @@ class Resting(Protocol):
         update: Callable[[Iterator[OptimizerState]], None],
         groups: Sequence[OptimizerState] = (),
         params: Sharded | None = None,
+        go_along: Callable[[], None] = lambda: None,
     ) -> None:
         """Run an update: on all ranks, or on none where it can be taken back.
 
         Args:
             update: is given the groups' states as tensors, one after the other, and gives each back before the next.
             params: what the update writes.
+            go_along: called where the update fails, so that other ranks reach the end of theirs.
 
         Raises:
             Undone: it failed on some rank, and was taken back on all.
@@ -71,8 +73,12 @@ class InMemory:
         update: Callable[[Iterator[OptimizerState]], None],
         groups: Sequence[OptimizerState] = (),
         params: Sharded | None = None,
+        go_along: Callable[[], None] = lambda: None,
     ) -> None:
         update(iter(groups))
+        if params is not None and params.on_disk is not None:
+            params.on_disk.flush()
+            params.on_disk.commit()
 
     def asleep(self, state: OptimizerState) -> OptimizerState:
         return state
@@ -106,12 +112,8 @@ class StatesOnDisk:
         self._mesh, self._buffers, self._awake = mesh, buffers, dict[str, torch.Tensor]()
         # Other states are updated in place.
         self._undoes = all(MEMORIES[bucket.memory.optimizer].rests for bucket in plan.everywhere.trained)
-
-        def open_files() -> None:
-            memory, pinned = window(list(sizes.values())), mesh.transfers.apart
-            self.store = Store(folders, buffers, memory, rank=mesh.rank, ranks=mesh.size, pinned=pinned, durable=False)
-
-        on_all_ranks(mesh, open_files, "the files for states on disk could not be opened")
+        problem = "the files for states on disk could not be opened"
+        self.store = open_for_run(mesh, folders, buffers, window(list(sizes.values())), problem)
         weakref.finalize(self, self.store.close)
 
     def attempt(
@@ -119,22 +121,33 @@ class StatesOnDisk:
         update: Callable[[Iterator[OptimizerState]], None],
         groups: Sequence[OptimizerState] = (),
         params: Sharded | None = None,
+        go_along: Callable[[], None] = lambda: None,
     ) -> None:
-        begun = False
+        begun, on_disk = False, None if params is None else params.on_disk
 
         def work() -> None:
             nonlocal begun
-            self._commit()  # of what replaced parameters or a checkpoint have written since
-            begun = True
-            with contextlib.closing(self._awoken(groups)) as states:
-                update(states)
+            try:
+                self._commit()  # of what replaced parameters or a checkpoint have written since
+                if on_disk is not None:
+                    on_disk.settle()
+                begun = True
+                with contextlib.closing(self._awoken(groups)) as states:
+                    update(states)
+            except Exception:
+                go_along()
+                raise
             self.store.flush()
+            if on_disk is not None:
+                on_disk.flush()
 
         def take_back() -> None:
             if not begun:
                 raise StorageError("the states that the step was to start from could not be written before")
             self.store.roll_back()
-            if params is not None:
+            if on_disk is not None:
+                on_disk.roll_back()
+            elif params is not None:
                 _as_before(params, groups)
 
         failure, problems, _ = attempted(self._mesh, work)
@@ -149,6 +162,8 @@ class StatesOnDisk:
             error.add_note("The state that the step was given is as it was: it can be saved, and used again")
             raise Undone(error)
         self._commit()
+        if on_disk is not None:
+            on_disk.commit()
 
     def _commit(self) -> None:
         self.store.commit((self.store.step or 0) + 1)
@@ -185,13 +200,15 @@ class StatesOnDisk:
 
 
 def _as_before(params: Sharded, groups: Iterable[OptimizerState]) -> None:
-    """Give stored parameters the values of their masters. Those that are gathered have not changed yet."""
+    """Give stored parameters the values of their masters."""
     storing = Storing(params)
     masters: dict[str, Any] = {name: master for group in groups for name, master in group.masters.items()}
     for name, master in masters.items():
         bucket = params.plan.bucket_of[name]
         if bucket.owners(bucket.param_level) == 1:
             storing.put(bucket, master.unpacked()).wait()
+        else:  # not gathered yet; a bucket of one leaf may have the new shard, of which this is a view
+            optimizer_shard(params, bucket).copy_(master.unpacked())
 
 
 def resting_of(optimizer: GradientTransformation, plan: Plan, mesh: Mesh) -> Resting:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 import torch
 
@@ -37,18 +38,22 @@ def optimizer_shard(params: Sharded, bucket: Bucket) -> torch.Tensor:
 class Storing:
     """The way of the optimizer's shards into the stored parameters, in place. Parameters that are stored whole are gathered.
 
-    A shard in another memory comes by a transfer, which goes on beside the caller.
+    A shard in another memory comes by a transfer, which goes on beside the caller. On disk, parameters are written behind.
     """
 
     def __init__(self, params: Sharded) -> None:
         self._params, self._mesh = params, params.mesh
         self._arriving: dict[str, tuple[torch.Tensor, Transfer]] = {}
+        self._gathered: set[str] = set()  # of buckets on disk that are stored whole
 
     def put(self, bucket: Bucket, shard: torch.Tensor) -> Transfer:
         """Take a shard. It must not change before the transfer, which is returned, and `finish` are over."""
+        whole, transfer = bucket.owners(bucket.param_level) == 1, Transfer()
+        if (on_disk := self._params.on_disk) is not None:
+            values = shard.to(bucket.dtype)
+            on_disk.files.write(bucket.name, values if whole else self._whole(bucket, values))
+            return transfer
         stored = self._params.buffers[bucket.name]
-        whole = bucket.owners(bucket.param_level) == 1
-        transfer = Transfer()
         if shard.device != stored.device and (whole or stored.device == self._mesh.device):
             target = stored if whole else torch.empty(shard.numel(), dtype=bucket.dtype, device=stored.device)
             transfer = self._mesh.transfers.copy(shard.to(bucket.dtype), target)
@@ -58,10 +63,27 @@ class Storing:
         self._arriving[bucket.name] = shard, transfer
         return transfer
 
+    def _whole(self, bucket: Bucket, shard: torch.Tensor) -> torch.Tensor:
+        """A bucket on the device, gathered."""
+        whole = Gather(self._mesh, self._params.plan.routes[bucket.name].restore, shard).wait()
+        self._gathered.add(bucket.name)
+        return whole
+
+    def go_along(self, groups: Iterable[Iterable[Bucket]]) -> None:
+        """On a rank whose update has failed: take part in the gathers that other ranks' updates make on their way.
+
+        Args:
+            groups: all buckets, in the order of their updates.
+        """
+        for bucket in (bucket for group in groups for bucket in group):
+            missing = bucket.owners(bucket.param_level) > 1 and bucket.name not in self._gathered
+            if self._params.on_disk is not None and missing:
+                self._whole(bucket, torch.zeros(bucket.owned, dtype=bucket.dtype, device=self._mesh.device))
+
     def finish(self) -> None:
         """Let what the device does from now on see the new parameters. Two gathers at most are under way."""
         gathers: deque[Gather] = deque()
-        for bucket in self._params.plan.trained:
+        for bucket in self._params.plan.trained if self._params.on_disk is None else ():
             shard, transfer = self._arriving.pop(bucket.name)
             stored, route = self._params.buffers[bucket.name], self._params.plan.routes[bucket.name].restore
             if stored.device != self._mesh.device:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardlib.common._compat import version_of
 from shardlib.common.pages import cloned
 from shardlib.errors import DonatedStateError, IllegalComposition, TreeError
 from shardlib.optim.on_disk import replaced_on_disk, rests
@@ -84,7 +83,7 @@ class TrainState:
 
     def fitting(self) -> TrainState:
         """This state, with a record that the optimizer's copies of parameters fit the parameters' present values."""
-        self._fits = self.params, _versions(self.params)
+        self._fits = self.params, self.params.versions()
         return self
 
     def settled(self) -> TrainState:
@@ -103,7 +102,7 @@ class TrainState:
         if self._fits is None:
             masters = following_masters(self.params, self.opt.masters)
             return self._with(self.params, self.opt._replace(masters=masters))
-        fits = self.params is self._fits[0] and _versions(self.params) == self._fits[1]
+        fits = self.params is self._fits[0] and self.params.versions() == self._fits[1]
         return self if fits else self._with(self.params, _following(self.params, self.opt))
 
     def _with(self, params: Sharded, opt: OptimizerState) -> TrainState:
@@ -145,11 +144,6 @@ def _rebuild(static: tuple[int, LossScale | None, Key], children: Iterable[Any])
     step, scale, rng = static
     params, opt, comm, buffers = children
     return TrainState(step, params, opt, comm, buffers, scale, rng)
-
-
-def _versions(params: Sharded) -> dict[str, int]:
-    """The version of each buffer, which changes when one of its parameters is written to in place."""
-    return {name: version_of(buffer) for name, buffer in params.buffers.items()}
 
 
 register_node(

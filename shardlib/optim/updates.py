@@ -23,7 +23,7 @@ import torch
 
 from shardlib.collectives.summation import sum_of_squares
 from shardlib.errors import IllegalComposition
-from shardlib.mesh.memories import MEMORIES
+from shardlib.mesh.memories import AHEAD, MEMORIES
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.staging import Slot, taken
 from shardlib.mesh.transfers import Transfer
@@ -38,6 +38,7 @@ from shardlib.optim.train_state import OptimizerState, Pending, copied
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
 from shardlib.sharded.landing import Follower, Landing
+from shardlib.sharded.on_disk import BufferOnDisk, params_rest
 from shardlib.sharded.tree import Sharded
 
 
@@ -60,10 +61,10 @@ class Updates:
         self._separation = Separation(plan)
         self._groups = _groups(optimizer, plan)
         self._resting = resting_of(optimizer, plan, mesh)
-        if not donates and not self._resting.at_once:
+        if not donates and (params_rest(plan) or not self._resting.at_once):
             raise IllegalComposition(
-                "donate=False keeps the old state of every step, and states on disk are there once: leave donate=True, or "
-                "keep them in memory with offload('host')"
+                "donate=False keeps the old state of every step, and what is on disk is there once: leave donate=True, or "
+                "keep it in memory with offload('host')"
             )
         self._separate = optimizer.separable and bool(_elsewhere(plan))  # updates groups one after the other
         self._shards = [MeshShards(plan, mesh).of(group) for group in self._groups]
@@ -204,14 +205,15 @@ class Updates:
 
         def update(parts: Iterator[OptimizerState]) -> None:
             some_of = self._shards if self._separate else [shards]
-            for group, some, state in zip(self._groups, some_of, parts, strict=True):
+            for number, (group, some, state) in enumerate(zip(self._groups, some_of, parts, strict=True), 1):
+                self._announce(params, self._groups[number : number + AHEAD])
                 after = self._made_ahead(group, storing, factor)
                 if after is None:
                     state = state if self._donates else copied(state)
                     after = self._update(group, storing, params, state, grads, factor, some, landing)
                 states.append(self._resting.asleep(after))
 
-        self._resting.attempt(update, self._parts(opt), params)
+        self._resting.attempt(update, self._parts(opt), params, lambda: storing.go_along(self._groups))
         storing.finish()
         return self._joined(states)
 
@@ -295,13 +297,20 @@ class Updates:
             after = self._optimizer.apply(written, grads, opt.inner, scale=factor, shards=shards, copies=copies)
         for bucket in group:
             shard = copies[bucket.name]
-            if self._lent(bucket) and shard is opt.masters[bucket.name]:
+            if self._lent(bucket) and shard is opt.masters.get(bucket.name) and params.on_disk is None:
                 own = (
                     slot.take(bucket.owned, bucket.dtype) if self._crosses(bucket) else optimizer_shard(params, bucket)
                 )
                 shard = own.copy_(shard)
             slot.sent(storing.put(bucket, shard))
         return OptimizerState(opt.masters, after)
+
+    def _announce(self, params: Sharded, groups: Sequence[Sequence[Bucket]]) -> None:
+        """Let parameters on disk that are updated in place be read while earlier groups are updated."""
+        for bucket in (bucket for group in groups for bucket in group if bucket.master_dtype is None):
+            for part in params.parts(bucket):
+                if isinstance(part, BufferOnDisk):
+                    part.announce()
 
     def _lent(self, bucket: Bucket) -> bool:
         """Whether the master's memory is another's as soon as the update is done."""
@@ -310,7 +319,7 @@ class Updates:
     def _crosses(self, bucket: Bucket) -> bool:
         """Whether new parameters are written in one memory, beside the master of another dtype, and stored in another."""
         works, stored = MEMORIES[bucket.memory.optimizer].works, bucket.memory.param
-        return self._mesh.transfers.apart and works != stored
+        return MEMORIES[stored].rests or (self._mesh.transfers.apart and works != stored)
 
     def _slot(self, group: Sequence[Bucket]) -> Slot:
         """Memory for the group's new parameters: that of an update made ahead; otherwise slots take turns."""
@@ -320,7 +329,9 @@ class Updates:
         staged = [
             bucket
             for bucket in group
-            if self._crosses(bucket) and (bucket.master_dtype != bucket.dtype or self._lent(bucket))
+            if self._crosses(bucket)
+            and bucket.master_dtype
+            and (bucket.master_dtype != bucket.dtype or self._lent(bucket))
         ]
         return self._slots[-1].empty(sum(taken(bucket.owned, bucket.dtype) for bucket in staged))
 

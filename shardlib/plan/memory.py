@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 
-from shardlib.mesh.memories import MEMORIES
+from shardlib.common.disk import whole_blocks
+from shardlib.mesh.memories import MEMORIES, window
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.value import ROLES, PlanValue
 from shardlib.schedules import peak_of_stages
@@ -23,8 +24,7 @@ def held_bytes(plan: PlanValue, role: str, memory: str | None = None) -> int:
     if len(plan.views) > 1:
         return max(held_bytes(view, role, memory) for view in plan.views)
     if role == "param":
-        stored = ((b.memory.param, b.size(b.param_level) * b.dtype.itemsize) for b in plan.buckets)
-        return _within(memory, stored)
+        return _within(memory, _parameters(plan))
     if role == "grad":
         return _within(memory, _gradients(plan))
     if role == "optimizer":
@@ -43,6 +43,26 @@ def held_bytes(plan: PlanValue, role: str, memory: str | None = None) -> int:
 
 def _within(memory: str | None, held: Iterable[tuple[str, int]]) -> int:
     return sum(count for where, count in held if memory in (None, where))
+
+
+def _parameters(plan: PlanValue) -> Iterator[tuple[str, int]]:
+    """Memories with the bytes of parameters that a rank holds there."""
+    for bucket in plan.buckets:
+        for part in bucket.cut:
+            size = part.size(part.param_level) * part.dtype.itemsize
+            yield bucket.memory.param, MEMORIES[bucket.memory.param].held(size)
+    if sizes := resting_sizes(plan):  # all parameters are in one memory
+        yield MEMORIES[plan.buckets[0].memory.param].works, window(list(sizes.values()))
+
+
+def resting_sizes(plan: PlanValue) -> dict[str, int]:
+    """Unit -> bytes of host memory that its parameters take while they pass through, for units on disk."""
+    sizes: dict[str, int] = {}
+    for bucket in plan.buckets:
+        if MEMORIES[bucket.memory.param].rests:
+            held = sum(whole_blocks(part.size(part.param_level) * part.dtype.itemsize) for part in bucket.cut)
+            sizes[bucket.unit] = sizes.get(bucket.unit, 0) + held
+    return sizes
 
 
 def _gradients(plan: PlanValue) -> Iterator[tuple[str, int]]:

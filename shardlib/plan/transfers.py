@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shardlib.common.disk import whole_blocks
 from shardlib.common.dtypes import dtype_name
 from shardlib.mesh.memories import MEMORIES
 from shardlib.plan.buckets import Bucket
@@ -12,6 +13,7 @@ from shardlib.plan.value import PlanValue
 
 DIRECTIONS = ("down", "up")  # from the device, to the device
 _OF_FILES = {"read": "before the update", "written": "after the update"}
+_BLOCKS = "whole blocks"
 WAYS = (*DIRECTIONS, *_OF_FILES)
 
 
@@ -30,11 +32,12 @@ def transfers(plan: PlanValue) -> Iterator[Message]:
             else:
                 yield Message("gradients", "down", "when summed", form, sent)
         yield from filter(None, stores(bucket))
+        yield from _files(bucket)
     for needs in plan.needs or ():
         for memory, held in needs.bytes.items():
             if held and MEMORIES[memory].rests:
                 for way, when in _OF_FILES.items():
-                    yield Message("states", way, when, "whole blocks", held // MEMORIES[memory].slots)
+                    yield Message("states", way, when, _BLOCKS, held // MEMORIES[memory].slots)
 
 
 def _fetches(stage_plan: PlanValue) -> Iterator[Message]:
@@ -44,6 +47,8 @@ def _fetches(stage_plan: PlanValue) -> Iterator[Message]:
     for unit in stage_plan.gathers:
         for bucket in tiled.buckets_of[unit]:
             if sent := fetched(tiled, bucket, again=unit in seen):
+                if MEMORIES[bucket.memory.param].rests:
+                    yield Message("parameters", "read", "before each use", _BLOCKS, whole_blocks(sent), microbatches)
                 yield Message("parameters", "up", "before each use", dtype_name(bucket.dtype), sent, microbatches)
         seen.add(unit)
 
@@ -61,17 +66,24 @@ def stores(bucket: Bucket) -> tuple[Message | None, Message | None]:
     """The way of a bucket's new parameters from the optimizer's memory, before what gathers them on the device, and their
     way after it to where they are stored."""
     form, size = dtype_name(bucket.dtype), bucket.dtype.itemsize
-    there = (
-        "device" if bucket.owners(bucket.param_level) > 1 else bucket.memory.param
-    )  # what is gathered is on the device
+    stored = MEMORIES[bucket.memory.param].works
+    there = "device" if bucket.owners(bucket.param_level) > 1 else stored  # what is gathered is on the device
     first = last = None
     if MEMORIES[bucket.memory.optimizer].works != there:
         way = "up" if there == "device" else "down"
         first = Message("parameters", way, "after the update", form, bucket.owned * size)
-    if there != bucket.memory.param:
+    if there != stored:
         whole = bucket.size(bucket.param_level) * size
         last = Message("parameters", "down", "after the update", form, whole)
     return first, last
+
+
+def _files(bucket: Bucket) -> Iterator[Message]:
+    """The ways of parameters that rest in files, in an update: new values, and old ones that no master stands for."""
+    if MEMORIES[bucket.memory.param].rests:
+        sizes = [part.size(part.param_level) * part.dtype.itemsize for part in bucket.cut]
+        for way in ("read", "written") if bucket.master_dtype is None else ("written",):
+            yield Message("parameters", way, _OF_FILES[way], _BLOCKS, sum(map(whole_blocks, sizes)))
 
 
 def _inputs(stage_plan: PlanValue) -> Iterator[Message]:

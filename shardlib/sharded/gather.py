@@ -28,6 +28,7 @@ class Gather:
 
     Attributes:
         passed: level -> the buffer at that level, for the levels that `wait` has reached.
+        transfer: the way of a buffer in another memory to the device, until `wait`.
     """
 
     def __init__(
@@ -42,10 +43,10 @@ class Gather:
         self._buffer, self._out = buffer, out
         self.passed: dict[int, torch.Tensor] = {}
         self._under_way: Exchange | None = None
-        self._transfer: Transfer | None = None
+        self.transfer: Transfer | None = None
         if comes or buffer.device != mesh.device:
             self._buffer = up = torch.empty_like(buffer, device=mesh.device)
-            self._transfer = mesh.transfers.start("up", lambda: up.copy_(buffer, non_blocking=True), buffer)
+            self.transfer = mesh.transfers.start("up", lambda: up.copy_(buffer, non_blocking=True), buffer)
         else:
             self._launch()
 
@@ -89,9 +90,9 @@ class Gather:
 
     def wait(self) -> torch.Tensor:
         """The gathered, leaf-major buffer (``out``, if given), for what the device does from now on."""
-        if self._transfer is not None:
-            self._transfer.join()
-            self._transfer = None
+        if self.transfer is not None:
+            self.transfer.join()
+            self.transfer = None
             self._launch()
         while self._under_way is not None:
             self._land()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 
@@ -21,6 +21,7 @@ from shardlib.plan.plan import Plan
 from shardlib.plan.transform import Transform
 from shardlib.plan.value import ROLES
 from shardlib.sharded.checksum import checksum
+from shardlib.sharded.on_disk import Filling, ParamsOnDisk, params_rest
 from shardlib.sharded.tree import Sharded, check_same_tree, check_ties
 from shardlib.tree import Tree, check_tensors, flatten
 
@@ -33,7 +34,7 @@ def shard_by(params: Tree | Callable[[], Tree], mesh: Mesh, transform: Transform
     if plan.step.remat:
         plan.step.remat.require_decided()
     _check_ranks_agree(plan, mesh)
-    return _placed(plan.at(mesh.coords), mesh, tree, source)
+    return _placed(plan.at(mesh.coords), mesh, tree, source, to_disk=params_rest(plan))
 
 
 def shard_alike(params: Tree, like: Sharded) -> Sharded:
@@ -50,17 +51,10 @@ def shard_alike(params: Tree, like: Sharded) -> Sharded:
     return _placed(like.plan, like.mesh, params)
 
 
-def _placed(plan: Plan, mesh: Mesh, tree: Tree, source: Deferred | None = None) -> Sharded:
+def _placed(plan: Plan, mesh: Mesh, tree: Tree, source: Deferred | None = None, *, to_disk: bool = False) -> Sharded:
     """This rank's shards of the values in ``tree``, or of the values that ``source`` makes."""
-    buffers = {
-        bucket.name: mesh.zeros(bucket.size(bucket.param_level), bucket.dtype, bucket.memory.param)
-        for bucket in plan.buckets
-    }
-    shards = {
-        path: (bucket, flat)
-        for bucket in plan.buckets
-        for path, flat in zip(bucket.paths, bucket.leaf_segments(buffers[bucket.name], bucket.param_level), strict=True)
-    }
+    held: _Buffers = _OnDisk(plan, mesh) if to_disk else _InMemory(plan, mesh)
+    bucket_of = {path: bucket for bucket in plan.buckets for path in bucket.paths}
     paths, leaves, _ = flatten(tree)
     compute = {placement.path: placement.compute.spec for placement in plan.placements}
     sums: dict[str, str] = {}
@@ -68,12 +62,13 @@ def _placed(plan: Plan, mesh: Mesh, tree: Tree, source: Deferred | None = None) 
     def take(path: str, value: torch.Tensor | Draw) -> None:
         if mesh.size > 1 and path in compute:
             sums[path] = str(value) if isinstance(value, Draw) else checksum(value)
-        if path in shards:
-            bucket, flat = shards[path]
+        if path in bucket_of:
+            bucket, flat = bucket_of[path], held.shard(path, bucket_of[path])
             if isinstance(value, Draw):
                 _draw(flat, value, compute[path], mesh, bucket)
             else:
                 _fill(flat, shard_of(value, compute[path], mesh.shape, mesh.coords), mesh, bucket)
+            held.filled(path, bucket)
 
     _check_values(paths, leaves, mesh)
     if source:
@@ -87,7 +82,86 @@ def _placed(plan: Plan, mesh: Mesh, tree: Tree, source: Deferred | None = None) 
         sums,
         "Start every rank from the same seed or checkpoint before sl.shard.",
     )
-    return Sharded(plan, mesh, "param", buffers)
+    return Sharded(plan, mesh, "param", held.finish())
+
+
+class _Buffers(Protocol):
+    """A rank's buffers while their leaves are filled in."""
+
+    def shard(self, path: str, bucket: Bucket) -> torch.Tensor:
+        """The flat memory of a leaf's shard, of zeros."""
+        ...
+
+    def filled(self, path: str, bucket: Bucket) -> None:
+        """Note that a leaf's shard is there."""
+        ...
+
+    def finish(self) -> Mapping[str, torch.Tensor]:
+        """Bucket name -> buffer, once all leaves are there."""
+        ...
+
+
+class _InMemory:
+    """Buffers that stay in memory."""
+
+    def __init__(self, plan: Plan, mesh: Mesh) -> None:
+        self._buffers = {
+            bucket.name: mesh.zeros(bucket.size(bucket.param_level), bucket.dtype, bucket.memory.param)
+            for bucket in plan.buckets
+        }
+        self._shards = {
+            path: flat for bucket in plan.buckets for path, flat in _shards(bucket, self._buffers[bucket.name])
+        }
+
+    def shard(self, path: str, bucket: Bucket) -> torch.Tensor:
+        return self._shards[path]
+
+    def filled(self, path: str, bucket: Bucket) -> None:
+        pass
+
+    def finish(self) -> Mapping[str, torch.Tensor]:
+        return self._buffers
+
+
+class _OnDisk:
+    """Buffers that go to disk as soon as their last leaf is there: in memory are those of which some leaves are."""
+
+    def __init__(self, plan: Plan, mesh: Mesh) -> None:
+        self._mesh, self._filling = mesh, Filling(ParamsOnDisk(plan, mesh))
+        self._open: dict[str, tuple[torch.Tensor, dict[str, torch.Tensor]]] = {}  # buffers, and shards that are missing
+
+    def shard(self, path: str, bucket: Bucket) -> torch.Tensor:
+        if bucket.name not in self._open:
+            where = self._mesh.device_for(bucket.memory.param)
+            buffer = torch.zeros(bucket.size(bucket.param_level), dtype=bucket.dtype, device=where)
+            self._open[bucket.name] = buffer, dict(_shards(bucket, buffer))
+        return self._open[bucket.name][1][path]
+
+    def filled(self, path: str, bucket: Bucket) -> None:
+        buffer, missing = self._open[bucket.name]
+        del missing[path]
+        if not missing:
+            del self._open[bucket.name]
+            self._filling.put(bucket.name, buffer)
+
+    def finish(self) -> Mapping[str, torch.Tensor]:
+        return self._filling.finish()
+
+
+def _shards(bucket: Bucket, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Path and flat shard of each leaf of a bucket, as views of its buffer."""
+    yield from zip(bucket.paths, bucket.leaf_segments(buffer, bucket.param_level), strict=True)
+
+
+def at_rest(params: Sharded, files: ParamsOnDisk | None = None) -> Sharded:
+    """``params``; if their plan has them on disk and they are not there, written to ``files``, or to new ones. Collective."""
+    there = params.on_disk
+    if not params_rest(params.plan) or (there is not None and files in (None, there.files)):
+        return params
+    filling = Filling(files or ParamsOnDisk(params.plan, params.mesh))
+    for bucket in params.buckets:
+        filling.put(bucket.name, params.buffers[bucket.name])
+    return Sharded(params.plan, params.mesh, "param", filling.finish())
 
 
 def _fill(out: torch.Tensor, value: torch.Tensor, mesh: Mesh, bucket: Bucket) -> None:

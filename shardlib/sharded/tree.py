@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from shardlib.common._compat import version_of
 from shardlib.errors import DonatedStateError, TreeError, listing
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
+from shardlib.sharded.on_disk import BufferOnDisk, BuffersOnDisk
 from shardlib.tree import Tree, flatten, register_node, unflatten
 
 
@@ -31,7 +33,7 @@ class Sharded:
     """
 
     def __init__(
-        self, plan: Plan, mesh: Mesh, role: str, buffers: dict[str, torch.Tensor] | None = None, tree: Tree = None
+        self, plan: Plan, mesh: Mesh, role: str, buffers: Mapping[str, torch.Tensor] | None = None, tree: Tree = None
     ) -> None:
         self.plan, self.mesh, self.role = plan, mesh, role
         self._buffers = buffers
@@ -42,17 +44,47 @@ class Sharded:
     @property
     def tree(self) -> Tree:
         self._check()
-        if self._tree is None:
-            self._tree = unflatten(self.plan.shape.treedef, self._leaves())
-        return self._tree
+        if self._tree is not None:
+            return self._tree
+        tree = unflatten(self.plan.shape.treedef, self._leaves())
+        if self.on_disk is None:  # what was read from disk is not kept
+            self._tree = tree
+        return tree
 
     @property
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """Bucket name -> this rank's flat buffer."""
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """Bucket name -> this rank's flat buffer; of parameters on disk each access reads a copy."""
         self._check()
         if self._buffers is None:
             self._buffers = self._pack()
         return self._buffers
+
+    @property
+    def on_disk(self) -> BuffersOnDisk | None:
+        """`buffers`, if they are in files."""
+        return buffers if isinstance(buffers := self.buffers, BuffersOnDisk) else None
+
+    @property
+    def in_memory(self) -> Mapping[str, torch.Tensor]:
+        """`buffers`, if they are in memory; else none."""
+        return self.buffers if self.on_disk is None else {}
+
+    def versions(self) -> dict[str, int]:
+        """Numbers that change when a parameter is written to in place."""
+        if self.on_disk is not None:
+            return {"on disk": self.on_disk.files.writes}
+        return {name: version_of(buffer) for name, buffer in self.buffers.items()}
+
+    def parts(self, bucket: Bucket) -> Sequence[torch.Tensor | BufferOnDisk]:
+        """What the buckets of `Bucket.cut` are made of: views of the bucket's buffer, or what reads them from disk."""
+        if self.on_disk is None:
+            return bucket.of_tiles(self.buffers[bucket.name])
+        return [self.on_disk.files.part(part) for part in bucket.cut]
+
+    def next(self) -> Sharded:
+        """A tree over this one's memory, for a step that writes the next values there."""
+        buffers = dict(self.buffers) if self.on_disk is None else self.on_disk.next()
+        return Sharded(self.plan, self.mesh, self.role, buffers)
 
     def memory(self, bucket: Bucket) -> str:
         """The memory of a bucket's buffer: one of `shardlib.mesh.memories.MEMORIES`."""

@@ -29,7 +29,7 @@ def changes(
         sizes: axis -> size of the mesh.
         rows: of a rank's batch.
         elementwise: whether the optimizer updates one bucket after the other.
-        disk: whether states may go to disk.
+        disk: whether states, and parameters, may go to disk.
     """
     members = transform.transforms if isinstance(transform, Chain) else (transform,)
 
@@ -76,7 +76,12 @@ def _offloads(before: Offload | None, elementwise: bool, disk: bool) -> Iterator
             yield replace(present, fraction=share)
     for optimizer in ("host", "disk") if disk and elementwise else ("host",):
         folders = (present.folders or (_FOLDER,)) if optimizer == "disk" else ()
-        for params, gradients in ((present.params, present.gradients), ("host", present.gradients), ("host", "host")):
+        places: list[tuple[str | None, str | None]] = [("host", present.gradients), ("host", "host")]
+        if optimizer == "disk" or present.params != "disk":
+            places.insert(0, (present.params, present.gradients))
+        if optimizer == "disk":
+            places.append(("disk", None))
+        for params, gradients in dict.fromkeys(places):
             yield replace(
                 present, optimizer=optimizer, params=params, gradients=gradients, fraction=1.0, folders=folders
             )

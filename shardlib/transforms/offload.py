@@ -35,7 +35,7 @@ class Offload(Transform):
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         for role, memory in (("param", self.params), ("grad", self.gradients)):
             if memory:
-                yield Live(role, memory=memory)
+                yield Live(role, memory=memory, folders=self.folders if memory == "disk" else None)
         share = self.fraction if self.fraction < 1 else None
         yield Live("optimizer", memory=self.optimizer, share=share, folders=self.folders or None)
         if self.update:
@@ -70,7 +70,8 @@ def offload(
         optimizer: the memory of states and masters: "host"; or "disk", from which a few buckets at a time come to the host,
             for elementwise optimizers.
         params: the memory of parameters: "host", or None for the device. Units then come up for each use, one ahead, as at
-            ZeRO stage 3, where what comes up is a shard that is gathered on the device.
+            ZeRO stage 3, where what comes up is a shard that is gathered on the device. "disk", with states there too: units
+            are read three ahead, and never are all parameters in host memory, from `shard` on.
         gradients: the memory in which gradients of several micro-batches are accumulated: "host", or None for the device.
             Each micro-batch's gradient then goes down as soon as it is reduced, and the host adds it. Gradients that ranks
             reduce once, after the last micro-batch (below ZeRO stage 2), are accumulated on the device all the same.
@@ -100,6 +101,11 @@ def offload(
     if isinstance(fraction, (bool, str)) or not 0 <= fraction <= 1:
         raise IllegalComposition(f"offload(fraction={fraction!r}): use a number from 0 to 1")
     folders = (str(folder),) if isinstance(folder, (str, Path)) else tuple(map(str, folder))
+    if params == "disk" and optimizer != "disk":
+        raise IllegalComposition(
+            f"offload({optimizer!r}, params='disk') has parameters on disk and their states, which are larger, in memory: "
+            "use offload('disk', params='disk', folder=...)"
+        )
     if (optimizer == "disk") != bool(folders):
         raise IllegalComposition(
             f"offload({optimizer!r}, folder={folder!r}): states on disk need a folder, others have none"

@@ -263,21 +263,32 @@ def test_a_rank_without_space_is_an_error_of_all(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         Faults(patch).fails("posix_fallocate", FULL, "rank-1-")
         first, own = sl.simulate(run, mesh={"data": 2})
+    sl.simulate(lambda mesh: start(mesh, sl.zero(1), sl.offload("disk", folder=tmp_path)) and None, mesh={"data": 2})
     assert "Free space there" in own and "could not be opened:\n  - rank 1: StorageError: making" in first
 
 
 FAILING = {
-    "one device": (0, {"data": 1}),
-    "stage 1": (1, {"data": 2}),
-    "stage 3": (3, {"data": 2}),
+    "one device": (0, {"data": 1}, PARAMS),
+    "stage 1": (1, {"data": 2}, PARAMS),
+    "stage 1, leaves alone": (1, {"data": 2}, {"layers": [{"weight": layer["weight"]} for layer in PARAMS["layers"]]}),
+    "stage 3": (3, {"data": 2}, PARAMS),
 }
+
+
+def without_bias(params, batch):
+    """`LOSS` of layers that may have weights alone."""
+    layers = [{"bias": layer["weight"].new_zeros(len(layer["weight"])), **layer} for layer in params["layers"]]
+    return LOSS({"layers": layers}, batch)
 
 
 @pytest.mark.parametrize("fault", ["a write", "a read", "a later write", "memory"])
 @pytest.mark.parametrize("plan", FAILING)
 def test_a_step_that_fails_leaves_the_state_before_it(tmp_path, monkeypatch, plan, fault):
     """On all ranks, to the bit: it can be saved, and trained on. The other ranks' errors name the one that failed."""
-    stage, sizes = FAILING[plan]
+    stage, sizes, params = FAILING[plan]
+
+    def start(mesh, *transforms):
+        return sl.make_train_step(without_bias, sl.shard(params, mesh, sl.chain(*transforms)), tx())
 
     def arm(patch):
         part = f"rank-{max(sizes.values()) - 1}-"

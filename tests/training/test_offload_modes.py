@@ -1,6 +1,7 @@
 """Offload's modes: updates that are made ahead, and dropped where they do not hold; and gradients applied a step later."""
 
 import math
+import threading
 
 import pytest
 import torch
@@ -261,3 +262,48 @@ def test_an_update_is_undone_if_a_gradient_comes_late():
     found, undone = sl.simulate(run, sl.offload(speculate=True), mesh={"data": 2})[0]
     assert_same(found, wanted)
     assert undone == [1, 1, 1]
+
+
+class Meets(torch.autograd.Function):
+    """Waits for an event in forward or in backward, and notes whether it came."""
+
+    @staticmethod
+    def forward(ctx, x, event, where, seen):
+        ctx.waits = lambda: seen.append(event.wait(60))
+        if where == "forward":
+            ctx.waits()
+        ctx.where = where
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.where == "backward":
+            ctx.waits()
+        return grad, None, None, None
+
+
+@pytest.mark.parametrize(("mode", "where"), [("speculate", "backward"), ("delay", "forward")])
+def test_an_update_runs_while_the_step_computes(mode, where):
+    """The first layer's computation does not end before an update has begun."""
+    updated, waits, seen = threading.Event(), [False], []
+
+    def update(updates, state, params, *, shards):
+        updated.set()
+        return torch.utils._pytree.tree_map(lambda grad: -0.1 * grad, updates), state
+
+    def loss_fn(params, x):
+        for layer in params["layers"]:
+            x = torch.tanh(x @ layer["w"])
+            if waits[0] and layer is params["layers"][0]:
+                x = Meets.apply(x, updated, where, seen)
+        return x.square().mean()
+
+    optimizer = sl.optim.GradientTransformation(lambda params, shards: (), update, sl.optim.Locality.ELEMENTWISE)
+    params = {"layers": [{"w": torch.eye(4)} for _ in range(3)]}
+    sharded = sl.shard(params, sl.make_mesh(), sl.chain(sl.zero(0), sl.offload(**{mode: True})))
+    state, step = sl.make_train_step(loss_fn, sharded, optimizer)
+    state, _ = step(state, torch.ones(2, 4))
+    updated.clear()
+    waits[0] = True
+    step(state, torch.ones(2, 4))
+    assert seen == [True]

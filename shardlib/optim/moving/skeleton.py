@@ -15,7 +15,7 @@ from shardlib.common.dtypes import dtype_name
 from shardlib.common.pages import pages
 from shardlib.errors import TreeError
 from shardlib.mesh.mesh import Mesh
-from shardlib.optim.on_disk import OnDisk
+from shardlib.optim.on_disk import BucketOnDisk, OnDisk
 from shardlib.optim.train_state import TrainState
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import path_name
@@ -72,7 +72,9 @@ class Skeleton:
         self.state, self.what = state, what
         leaves = list(_leaves(state))
         self.views: dict[str, View] = {leaf.storage: leaf for _, leaf in reversed(leaves) if isinstance(leaf, View)}
-        self.resting: dict[str, OnDisk] = {path: leaf for path, leaf in leaves if isinstance(leaf, OnDisk)}
+        self.resting: dict[str, OnDisk | BucketOnDisk] = {
+            path: leaf for path, leaf in leaves if isinstance(leaf, (OnDisk, BucketOnDisk))
+        }
         sharded = list(_sharded(state))
         self.mesh: Mesh | None = sharded[0].mesh if sharded else None
         if len(shapes := {tuple(part.mesh.shape.items()) for part in sharded}) > 1:
@@ -92,7 +94,7 @@ class Skeleton:
         lines = [
             repr((path, dtype_name(v.dtype), v.offset, v.shape, v.stride)) for path, v in _leaves(self.state, View)
         ]
-        lines += [repr((path, dtype_name(r.like.dtype), tuple(r.shape))) for path, r in self.resting.items()]
+        lines += [repr((path, dtype_name(r.like.dtype), tuple(r.like.shape))) for path, r in self.resting.items()]
         for part in _sharded(self.state):
             lines.append(repr(dict(part.mesh.shape)))
             lines += [
@@ -152,6 +154,8 @@ def _is_part(node: Any) -> bool:
 
 def _rebuilt(state: Any, move: Callable[[Any], Any]) -> Any:
     """A state with other tensors, or views in place of them."""
+    if isinstance(state, Sharded) and state.on_disk is not None:
+        return Sharded(state.plan, state.mesh, state.role, state.on_disk)
     if isinstance(state, Sharded):
         return Sharded(state.plan, state.mesh, state.role, {name: move(leaf) for name, leaf in state.buffers.items()})
     if isinstance(state, TrainState):
@@ -170,7 +174,9 @@ def _rebuilt(state: Any, move: Callable[[Any], Any]) -> Any:
 def _leaves(state: Any, kind: type | tuple[type, ...] = object) -> Iterator[tuple[str, Any]]:
     """(path, leaf) of all leaves of a kind, those of parts by the names of their buffers."""
     if isinstance(state, Sharded):
-        found: Sequence[tuple[str, Any]] = list(state.buffers.items())
+        found: Sequence[tuple[str, Any]] = list(state.in_memory.items())
+        if state.on_disk is not None:
+            found = [(bucket.name, BucketOnDisk(state.on_disk, bucket)) for bucket in state.buckets]
     elif isinstance(state, TrainState):
         parts = {"params": state.params, "opt": state.opt, "comm": state.comm, "buffers": state.buffers}
         found = [(f"{name}/{path}", leaf) for name, part in parts.items() for path, leaf in _leaves(part)]

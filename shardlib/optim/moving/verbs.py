@@ -17,7 +17,7 @@ Folders = str | Path | Sequence[str | Path]
 def to_host(state: Any) -> Moved:
     """Move a state to host memory (pinned, where there is an accelerator), so that its device memory is free.
 
-    A mesh on the CPU has one memory: there nothing is copied. States on disk (``sl.offload("disk")``) stay there.
+    A mesh on the CPU has one memory: there nothing is copied. What is on disk (``sl.offload("disk")``) stays there.
 
     Args:
         state: a `TrainState`, a `Sharded` tree or any pytree, which is donated; or a state that `to_disk` has moved.
@@ -49,7 +49,7 @@ def to_disk(state: Any, folder: Folders) -> Moved:
     """Move a state into files, so that all of its memory is free. When this returns, the state is on the disk, whole.
 
     A process that dies afterwards has lost nothing: ``sl.to_device(folder, like=state)`` takes the state up in another one.
-    That holds for states on disk too (``sl.offload("disk")``), which are copied from their files.
+    That holds for what is on disk too (``sl.offload("disk")``), which is copied from its files.
     The files stay when the state has come back, and the next call with the same folder writes beside what they hold, so that
     one of the two states is there whenever the process dies.
 

@@ -1,10 +1,12 @@
 """Flat buffers of one rank in a few large files: read ahead, written behind, and kept step by step.
 
-`store.Store` is what other rooms use. `layout` says where each buffer lies, `files` opens, reserves and locks, `requests`
-reads and writes ranges, `record` says which step is whole, and `pool` lends the host memory that all of it passes through.
+`store.Store` is what other rooms use, and `opening` opens those of all ranks. `layout` says where each buffer lies, `files`
+opens, reserves and locks, `requests` reads and writes ranges, `record` says which step is whole, and `pool` lends the host
+memory that all of it passes through.
 """
 
 from shardlib.sharded.disk.layout import Flat
+from shardlib.sharded.disk.opening import open_for_run
 from shardlib.sharded.disk.store import Fetch, Store
 
-__all__ = ["Fetch", "Flat", "Store"]
+__all__ = ["Fetch", "Flat", "Store", "open_for_run"]

@@ -105,6 +105,18 @@ class Store:
     def _records(self) -> list[Record]:
         return self._files.header.records if self._layout.durable else [self._committed]
 
+    @property
+    def changed(self) -> bool:
+        """Whether something was written since the last commit."""
+        return bool(self._changed)
+
+    def room(self, name: str) -> bool:
+        """Whether a buffer can be fetched now, without waiting for memory."""
+        return self._pool.room([self._block_size(name)])
+
+    def _block_size(self, name: str) -> int:
+        return max(self._layout.buffers[name].padded, BLOCK)
+
     def fetch(self, name: str) -> Fetch:
         """Begin to read a buffer into memory of the store.
 
@@ -113,7 +125,7 @@ class Store:
         self._finish(name)
         self._raise_failure()
         flat, slot = self._layout.buffers[name], self._slots[name]
-        block = self._pool.take(max(flat.padded, BLOCK))
+        block = self._pool.take(self._block_size(name))
         if slot == ZEROS:
             pending = [self._threads.submit(_clear, block)]
         else:
@@ -133,7 +145,7 @@ class Store:
         try:
             while left or begun:
                 while left and len(begun) <= ahead:
-                    sizes = [max(self._layout.buffers[name].padded, BLOCK) for name in left[0]]
+                    sizes = [self._block_size(name) for name in left[0]]
                     if begun and not self._pool.room(sizes):
                         break
                     begun.append({})
@@ -165,7 +177,7 @@ class Store:
             if self._layout.durable and len(self._files.header.records) > 1:
                 self._files.header.settle()  # the step before the last one has the slots that are written to
             if block is None:
-                block = self._pool.take(max(flat.padded, BLOCK))
+                block = self._pool.take(self._block_size(name))
                 block[: flat.bytes].view(flat.dtype).copy_(tensor.view(-1))
         except BaseException:
             if block is not None:

@@ -1,0 +1,39 @@
+"""The files of all ranks of a run, opened together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from shardlib.collectives.attempts import on_all_ranks
+from shardlib.mesh.mesh import Mesh
+from shardlib.sharded.disk.layout import Flat
+from shardlib.sharded.disk.store import Store
+
+
+def open_for_run(
+    mesh: Mesh, folders: Sequence[str | Path], buffers: Mapping[str, Flat], memory: int, problem: str
+) -> Store:
+    """A store that is this run's alone, open on every rank or on none. Collective.
+
+    Args:
+        folders, buffers, memory: as of `Store`.
+        problem: begins the error about other ranks.
+
+    Raises:
+        StorageError: as of `Store`.
+        RankFailure: it could not be opened on other ranks.
+    """
+    opened: list[Store] = []
+
+    def open_files() -> None:
+        apart = mesh.transfers.apart
+        opened.append(Store(folders, buffers, memory, rank=mesh.rank, ranks=mesh.size, pinned=apart, durable=False))
+
+    try:
+        on_all_ranks(mesh, open_files, problem)
+    except BaseException:
+        for store in opened:  # for the next attempt
+            store.close()
+        raise
+    return opened[0]
