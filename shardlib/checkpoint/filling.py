@@ -14,6 +14,7 @@ from shardlib.checkpoint.fills import Fill, PackedFill, joined
 from shardlib.checkpoint.fragments import (
     MASTERS,
     PARAMS,
+    PENDING,
     Fragment,
     needed_fragments,
     source_of,
@@ -25,7 +26,8 @@ from shardlib.checkpoint.residuals import log_dropped, residual_fills
 from shardlib.collectives import primitives
 from shardlib.errors import CheckpointError, TreeError, listing
 from shardlib.mesh.mesh import Mesh
-from shardlib.optim.train_state import TrainState
+from shardlib.optim.on_disk import InPlace
+from shardlib.optim.train_state import Pending, TrainState
 from shardlib.tree import matches
 
 
@@ -38,13 +40,27 @@ def fill_state(saved: Saved, state: TrainState, also: Mapping[str, Any] | None, 
     _check_alike(saved, parts, partial)
     check_intact(saved, mesh)
 
+    writes = InPlace(parts.packed.values())
+
     def fill() -> None:
+        writes.begin()
         for each in fills:
             each.run(saved)
 
     with torch.no_grad():
-        run_fills(saved, mesh, fill)
+        try:
+            run_fills(saved, mesh, fill)
+        except BaseException:
+            writes.take_back()  # with the error, so that another checkpoint can be restored
+            raise
+        if isinstance(state.opt.pending, Pending) and not _delayed(saved):
+            state.opt.pending.due.zero_()
     log_dropped(parts, saved)
+
+
+def _delayed(saved: Saved) -> bool:
+    """Whether the checkpoint is of a run under ``offload(delay=True)``. Others leave no gradient to be applied."""
+    return any(name.startswith(PENDING) for name in saved.names)
 
 
 def run_fills(saved: Saved, mesh: Mesh, fill: Callable[[], None]) -> None:
@@ -84,7 +100,9 @@ def _check_alike(saved: Saved, parts: Parts, partial: Sequence[str]) -> None:
     problems = {
         fragment.name: problem
         for fragment in needed
-        if fragment.data.numel() and (problem := saved.missing(fragment, source_of(fragment.name, saved.tensors)))
+        if fragment.data.numel()
+        and (_delayed(saved) or not fragment.name.startswith(PENDING))
+        and (problem := saved.missing(fragment, source_of(fragment.name, saved.tensors)))
     }
     wanted = {source_of(fragment.name, saved.tensors) for fragment in needed}
     # Residuals, and what ranks held for themselves, fit any plan; masters and parameters stand for each other.
@@ -103,6 +121,12 @@ def _check_alike(saved: Saved, parts: Parts, partial: Sequence[str]) -> None:
         found[name] = f"{name}: in the checkpoint, not in the state"
     lines = [line for name, line in found.items() if not matches(name, partial)]
     parameters = [line for line in lines if line.startswith(PARAMS)]
+    if lines and all(line.startswith(PENDING) for line in lines):
+        raise TreeError(
+            f"{saved.folder.name} has gradients that its next step is to apply, and this state none:\n{listing(lines)}\n"
+            "Restore it under offload(delay=True), make one step, which applies them, and save. What is left there are that "
+            f"step's own gradients: name them in partial=['{PENDING}*'] to go on without them."
+        )
     if lines:
         raise TreeError(
             f"{saved.folder.name} does not fit this state:\n{listing(parameters or lines)}\nMake the state with the model "

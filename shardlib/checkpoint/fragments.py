@@ -26,7 +26,7 @@ from shardlib.tree import path_name
 # Bytes: of a leaf with at least so many for each rank that holds a copy, each of these ranks saves a part.
 _DIVIDED = Threshold(1 << 16)
 
-PARAMS, MASTERS, BUFFERS = "params/", "opt/masters/", "buffers/"
+PARAMS, MASTERS, BUFFERS, PENDING = "params/", "opt/masters/", "buffers/", "opt/pending/"
 
 
 class Fragment(NamedTuple):

@@ -48,12 +48,12 @@ def test_the_slots_for_new_parameters_take_turns():
 
 
 def test_updates_ahead_of_the_norm_run_beside_backward():
-    """A unit takes two seconds in backward and one to update; what is left is the way up."""
-    rates = {"up": UNIT / 2, "update": 3 * UNIT}
+    """A unit takes two seconds in backward and to update; what is left is the last update, and then the way up."""
+    rates = {"up": UNIT, "update": 1.5 * UNIT}
     found = predicted(sl.offload(speculate=True), UNITS, rates, sl.zero(0))
-    assert found.total == pytest.approx(12 + 2 * UNITS) and found.links["update"] == UNITS
+    assert found.total == pytest.approx(12 + 2 + UNITS) and found.links["update"] == 2 * UNITS
     without = predicted(sl.offload(), UNITS, rates, sl.zero(0))
-    assert without.total == pytest.approx(12 + 1 + 2 * UNITS)
+    assert without.total == pytest.approx(12 + 2 * UNITS + 1)
 
 
 def test_delayed_updates_run_beside_the_whole_step():

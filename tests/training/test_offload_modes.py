@@ -13,7 +13,7 @@ from helpers.models import mlp, regression_batch, share, token_batches
 from helpers.trees import assert_same
 
 import shardlib as sl
-from shardlib.errors import IllegalComposition, NonFiniteError, RankFailure
+from shardlib.errors import IllegalComposition, NonFiniteError, RankFailure, TreeError
 
 MAX_NORM, LR = 1.03, 1e-2  # of the gradients' norms some are below it, and others above
 
@@ -188,6 +188,29 @@ def test_pending_gradients_go_where_the_state_goes(way, tmp_path):
         state, _ = step(state, batch)
         other, _ = again(other, batch)
     assert_same(sl.unshard(other.params), sl.unshard(state.params))
+
+
+def test_a_checkpoint_without_pending_gradients_begins_delayed_updates(tmp_path):
+    """What another run left pending in the state is not applied. The state fits no run that cannot apply it."""
+    inputs = list(batches(4))
+    state, step = start(sl.make_mesh(), sl.zero(0), sl.offload())
+    for batch in inputs[:2]:
+        state, _ = step(state, batch)
+    sl.checkpoint.save(tmp_path / "exact", state)
+    late, again = start(sl.make_mesh(), sl.zero(0), sl.offload(delay=True))
+    late, _ = again(late, inputs[3])
+    late = sl.checkpoint.restore(tmp_path / "exact", late)
+    late, _ = again(late, inputs[2])
+    assert_same(sl.unshard(late.params), sl.unshard(state.params))
+    late, _ = again(late, inputs[3])
+    state, _ = step(state, inputs[2])
+    assert_same(sl.unshard(late.params), sl.unshard(state.params))
+    sl.checkpoint.save(tmp_path / "late", late)
+    fresh, _ = start(sl.make_mesh(), sl.zero(0), sl.offload())
+    with pytest.raises(TreeError, match=r"make one step, which applies them, and save.* partial=\['opt/pending/\*'\]"):
+        sl.checkpoint.restore(tmp_path / "late", fresh)
+    fresh = sl.checkpoint.restore(tmp_path / "late", fresh, partial=["opt/pending/*"])
+    assert_same(sl.unshard(fresh.params), sl.unshard(state.params))
 
 
 @pytest.mark.parametrize(

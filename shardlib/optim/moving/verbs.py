@@ -46,7 +46,7 @@ def to_host(state: Any) -> Moved:
 
 
 def to_disk(state: Any, folder: Folders) -> Moved:
-    """Move a state into files, so that all of its memory is free. When this returns, the state is on the disk, whole.
+    """Move a state into files, so that its memory is free. When this returns, the state is on the disk, whole.
 
     A process that dies afterwards has lost nothing: ``sl.to_device(folder, like=state)`` takes the state up in another one.
     That holds for what is on disk too (``sl.offload("disk")``), which is copied from its files.

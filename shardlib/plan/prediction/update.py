@@ -43,7 +43,8 @@ def _elsewhere(view: PlanValue, rank: Rank, start: float) -> float:
 
     States on disk are read ahead and written behind, in memory for a few buckets, and the step ends when all are written.
     New parameters go up from slots that take turns. Updates that run ahead begin before ``start``: as gradients land, or at
-    once where they are those of the step before. They have memory of their own, and what they make goes up from ``start``.
+    once where they are those of the step before. They have memory of their own, and what they make goes up from ``start``,
+    once all are made.
     """
     buckets = [bucket for bucket in reversed(view.trained) if bucket.memory.optimizer != "device"]
     updates, moves = (_shares(view, buckets, of) for of in (_updated, _moved))
@@ -64,9 +65,13 @@ def _elsewhere(view: PlanValue, rank: Rank, start: float) -> float:
             ready = max(ready, rank.send("read", moves[bucket.name], asked))
         updated.append(rank.send("update", updates[bucket.name], ready))
         written.append(rank.send("written", moves[bucket.name], updated[-1]))
-        moved, stored = _stored(view, rank, bucket, max(start, updated[-1]))
-        sent.append(moved)
-        ends += [stored, written[-1]]
+        ends.append(written[-1])
+        if not ahead:
+            moved, stored = _stored(view, rank, bucket, updated[-1])
+            sent.append(moved)
+            ends.append(stored)
+    if ahead:
+        ends += [_stored(view, rank, bucket, max(start, updated[-1]))[1] for bucket in buckets]
     return max(ends)
 
 
