@@ -74,7 +74,7 @@ def make_plan(
     Raises:
         TreeError, IllegalComposition, SpecError: as `shard`.
         TypeError: an optimizer that is not a gradient transformation; a limit without what it needs.
-        ValueError: a limit that is no size.
+        ValueError: a limit that is no size, or fewer than one rank per host.
         IllegalComposition: the plan does not fit its limits, or the loss cannot be traced, so that nobody knows.
 
     >>> params = {"w": torch.empty(1000, 1000, device="meta")}
@@ -88,8 +88,10 @@ def make_plan(
         require_transformations("make_plan", optimizer)
     mesh = as_mesh(mesh)
     tree = defer(params).tree if callable(params) else params
-    sizes = [leaf.nbytes for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor)]
-    limits = Limits.given(device_memory, host_memory, disk, ranks_per_host or mesh.ranks_per_host, sum(sizes))
+    batch = as_tensors(batch, torch.device("cpu"))  # where an array's memory is a tensor's
+    leaves = [leaf for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor)]
+    sharing = mesh.ranks_per_host if ranks_per_host is None else ranks_per_host
+    limits = Limits.given(device_memory, host_memory, disk, sharing, sum(leaf.nbytes for leaf in leaves))
     if limits and (loss_fn is None or batch is None or optimizer is None):
         raise TypeError(f"make_plan({limits.arguments}) weighs a whole step: give loss_fn=, batch= and optimizer= too")
 
@@ -109,7 +111,7 @@ def make_plan(
     plan = fitted(plan, traced, limits)
     if not limits.excess(plan):
         return replace(plan, claims=plan.claims and plan.claims.noting(map(str, limits.uses(plan))))
-    rows = min((leaf.shape[0] for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), default=1)
+    rows = min((leaf.shape[0] for leaf in leaves if leaf.dim()), default=1)
     elementwise, disk = optimizer.separable, "disk" in limits.bytes and not _packed(optimizer, plan)
     edits = partial(changes, sizes=mesh.shape, rows=rows, elementwise=elementwise, disk=disk)
     planner = Planner(limits, edits, rough, lambda other: fitted(rough(other), traced, limits))
@@ -140,7 +142,7 @@ def _traced(plan: Plan, device: torch.device, loss_fn: Callable[..., Any], batch
         with fake:  # a tensor of another device, or without memory: the trace runs on one device
             return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
 
-    batch, buffers = tree_map(pretend, as_tensors(batch, device)), tree_map(pretend, buffers)
+    batch, buffers = tree_map(pretend, batch), tree_map(pretend, buffers)
     # Codecs' kernels do not run on tensors without values, so everything is sent uncompressed.
     plain = replace(plan, reductions=Reductions(second_level=plan.reductions.second_level))
     with fake:

@@ -145,6 +145,7 @@ def make_train_step(
     )
 
     files = None if lifted.on_disk is None else lifted.on_disk.files
+    remedy = "restore a checkpoint" if updates.alone else "make the step with donate=False to keep old states"
 
     def left_unreduced(inner: Any) -> tuple[str, ...]:
         owns = optimizer.owns
@@ -196,7 +197,7 @@ def make_train_step(
         if donate:
             state.take(
                 "the step after it",
-                "the state that train_step returned, or make the step with donate=False to keep old states",
+                f"the state that train_step returned, or {remedy}",
             )
         elif updates.changes(opt, taken):
             new = Sharded(plan, mesh, "param", copied(new.buffers))

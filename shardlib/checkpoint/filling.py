@@ -26,6 +26,7 @@ from shardlib.checkpoint.residuals import log_dropped, residual_fills
 from shardlib.collectives import primitives
 from shardlib.errors import CheckpointError, TreeError, listing
 from shardlib.mesh.mesh import Mesh
+from shardlib.optim.on_disk import InPlace
 from shardlib.optim.train_state import Pending, TrainState
 from shardlib.tree import matches
 
@@ -39,12 +40,19 @@ def fill_state(saved: Saved, state: TrainState, also: Mapping[str, Any] | None, 
     _check_alike(saved, parts, partial)
     check_intact(saved, mesh)
 
+    writes = InPlace(parts.packed.values())
+
     def fill() -> None:
+        writes.begin()
         for each in fills:
             each.run(saved)
 
     with torch.no_grad():
-        run_fills(saved, mesh, fill)
+        try:
+            run_fills(saved, mesh, fill)
+        except BaseException:
+            writes.take_back()  # with the error, so that another checkpoint can be restored
+            raise
         if isinstance(state.opt.pending, Pending) and not _delayed(saved):
             state.opt.pending.due.zero_()
     log_dropped(parts, saved)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -78,13 +78,13 @@ def split_batch(batch: Tree, plan: Plan, mesh: Mesh) -> list[Tree]:
     if n > 1:
         _require_rows(batch, tensors, n, mesh)
 
-    def rows(leaf: Any, index: int) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
+    def parts(leaf: Any) -> Sequence[Any]:
         leaf = cast(leaf, plan)
-        return leaf.tensor_split(n)[index] if leaf.dim() and n > 1 else leaf
+        cut = isinstance(leaf, torch.Tensor) and leaf.dim() and n > 1
+        return leaf.tensor_split(n) if cut else [leaf] * n
 
-    return [unflatten(treedef, [rows(leaf, index) for leaf in leaves]) for index in range(n)]
+    columns = [parts(leaf) for leaf in leaves]
+    return [unflatten(treedef, [column[index] for column in columns]) for index in range(n)]
 
 
 def rows_of(batch: Tree) -> int:

@@ -15,11 +15,12 @@ import optree
 import torch
 
 from shardlib.collectives.attempts import attempted, error_of
-from shardlib.errors import IllegalComposition, StorageError
+from shardlib.common._compat import storage_id
+from shardlib.errors import IllegalComposition, StorageError, TreeError
 from shardlib.mesh.memories import MEMORIES, window
 from shardlib.mesh.mesh import Mesh
 from shardlib.optim.base import GradientTransformation, Packed
-from shardlib.optim.on_disk import OnDisk, rests
+from shardlib.optim.on_disk import OnDisk, follow, followed, rests
 from shardlib.optim.storing import Storing, optimizer_shard
 from shardlib.optim.train_state import OptimizerState
 from shardlib.optim.undone import Undone
@@ -37,6 +38,15 @@ class Resting(Protocol):
     """
 
     at_once: bool
+
+    def require(self, state: OptimizerState) -> None:
+        """Refuse a state that an update could not start from.
+
+        Raises:
+            TreeError: it rests in the files of another train step.
+            DonatedStateError: a later state has been written over it.
+        """
+        ...
 
     def attempt(
         self,
@@ -57,6 +67,10 @@ class Resting(Protocol):
         """
         ...
 
+    def skipped(self, state: OptimizerState, params: Sharded) -> OptimizerState:
+        """The state after a step without an update."""
+        ...
+
     def asleep(self, state: OptimizerState) -> OptimizerState:
         """A group's state, given back after its update or its first values; the result belongs into a train state."""
         ...
@@ -66,6 +80,9 @@ class InMemory:
     """States that stay where the optimizer works on them."""
 
     at_once = True
+
+    def require(self, state: OptimizerState) -> None:
+        pass
 
     def attempt(
         self,
@@ -78,6 +95,9 @@ class InMemory:
         if params is not None and params.on_disk is not None:
             params.on_disk.flush()
             params.on_disk.commit()
+
+    def skipped(self, state: OptimizerState, params: Sharded) -> OptimizerState:
+        return state
 
     def asleep(self, state: OptimizerState) -> OptimizerState:
         return state
@@ -92,6 +112,10 @@ class StatesOnDisk:
 
     Args:
         planned: the masters and the optimizer's state as tensors without memory.
+
+    Attributes:
+        store: the files.
+        version: the number of the states that they hold.
     """
 
     at_once = False
@@ -111,9 +135,18 @@ class StatesOnDisk:
         self._mesh, self._buffers, self._awake = mesh, buffers, dict[str, torch.Tensor]()
         # Other states are updated in place.
         self._undoes = all(MEMORIES[bucket.memory.optimizer].rests for bucket in plan.everywhere.trained)
+        self.version = self._next = 0
         problem = "the files for states on disk could not be opened"
         self.store = open_for_run(mesh, folders, buffers, window(list(sizes.values())), problem)
         close_with(self, self.store)
+
+    def require(self, state: OptimizerState) -> None:
+        for leaf in leaves_of(followed(state)):
+            if isinstance(leaf, OnDisk) and leaf.store is not self.store:
+                raise TreeError(
+                    "this state lies on disk in the files of another train step, which alone can update it: go on with that "
+                    "step, or save a checkpoint of the state and restore it into the state that was made with this step"
+                )
 
     def attempt(
         self,
@@ -122,15 +155,20 @@ class StatesOnDisk:
         params: Sharded | None = None,
         go_along: Callable[[], None] = lambda: None,
     ) -> None:
-        begun, on_disk = False, None if params is None else params.on_disk
+        following, groups = groups, [followed(group) for group in groups]
+        on_disk = None if params is None else params.on_disk
+        begun = fits = False
 
         def work() -> None:
-            nonlocal begun
+            nonlocal begun, fits
             try:
-                self._commit()  # of what replaced parameters or a checkpoint have written since
+                self.commit()  # of what a checkpoint has written since
                 if on_disk is not None:
                     on_disk.settle()
                 begun = True
+                if follow(following):
+                    self.commit()  # before parameters are written: those that go back are what their masters round to
+                fits = True
                 with contextlib.closing(self._awoken(groups)) as states:
                     update(states)
             except Exception:
@@ -143,28 +181,44 @@ class StatesOnDisk:
         def take_back() -> None:
             if not begun:
                 raise StorageError("the states that the step was to start from could not be written before")
-            self.store.roll_back()
+            self.roll_back()
             if on_disk is not None:
                 on_disk.roll_back()
-            elif params is not None:
+            elif params is not None and fits:
                 _as_before(params, groups)
 
         failure, problems, _ = attempted(self._mesh, work)
         if problems:
             error = error_of(failure, problems, "the step was not made")
-            if params is None or not self._undoes:
+            if params is None:
+                raise error
+            if not self._undoes:
+                error.add_note("The states are lost (those in memory were updated in place): restore a checkpoint")
                 raise error
             _, lost, _ = attempted(self._mesh, take_back)
             if lost:
                 error.add_note(f"The states are lost ({lost[0][1]}): restore a checkpoint")
                 raise error
-            raise Undone(error)
-        self._commit()
+            raise Undone(error, fits)
+        self.commit()
+        self.version = self._next
         if on_disk is not None:
             on_disk.commit()
 
-    def _commit(self) -> None:
+    def skipped(self, state: OptimizerState, params: Sharded) -> OptimizerState:
+        after = followed(state)
+        if any(now is not before for now, before in zip(leaves_of(after), leaves_of(state), strict=True)):
+            self.attempt(lambda _: None, [state], params)
+        return after
+
+    def commit(self) -> None:
+        """Make what was written what `roll_back` goes back to."""
         self.store.commit((self.store.step or 0) + 1)
+
+    def roll_back(self) -> None:
+        """Take back what was written since the last commit, and errors with it."""
+        self.store.roll_back()
+        self._next = self.version
 
     def _awoken(self, groups: Sequence[OptimizerState]) -> Generator[OptimizerState]:
         """The groups' states as tensors."""
@@ -183,6 +237,8 @@ class StatesOnDisk:
 
     def asleep(self, state: OptimizerState) -> OptimizerState:
         paths, leaves, treedef = flatten(state)
+        leaves = [self._apart(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
+        self._next = self.version + 1
         after = []
         for path, leaf in zip(paths, leaves, strict=True):
             if path not in self._buffers:
@@ -193,8 +249,18 @@ class StatesOnDisk:
                 flat = lent.copy_(flat)
             self._awake.pop(path, None)  # the store's again
             self.store.write(path, flat)
-            after.append(OnDisk(self, path, leaf.shape, self._buffers[path]))
+            after.append(OnDisk(self, self._next, path, leaf.shape, self._buffers[path]))
         return unflatten(treedef, after)
+
+    def _apart(self, path: str, leaf: Any) -> Any:
+        """A leaf in memory that giving back the others does not change: an update may return an old leaf as another one."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        own = self._awake.get(path)
+        if own is not None and leaf.data_ptr() == own.data_ptr():
+            return leaf
+        lent = {storage_id(block.untyped_storage()) for block in self._awake.values()}
+        return leaf.clone() if storage_id(leaf.untyped_storage()) in lent else leaf
 
 
 def _as_before(params: Sharded, groups: Iterable[OptimizerState]) -> None:

@@ -90,7 +90,8 @@ class TrainState:
     def settled(self) -> TrainState:
         """This state; if its parameters were replaced since `fitting`, with copies that follow them: see `replace_params`.
 
-        A state without such a record, such as the result of a ``tree_map``, gets masters that round to its parameters.
+        A state without such a record, such as the result of a ``tree_map``, gets masters that round to its parameters. Copies
+        on disk follow where they are read, and nothing is written.
 
         Raises:
             TreeError: the parameters are no longer `Sharded`.
@@ -101,10 +102,23 @@ class TrainState:
                 "sl.replace_params(state, params)"
             )
         if self._fits is None:
-            masters = following_masters(self.params, self.opt.masters)
+            masters = following_masters(self._shared_params(), self.opt.masters)
             return self._with(self.params, self.opt._replace(masters=masters))
         fits = self.params is self._fits[0] and self.params.versions() == self._fits[1]
-        return self if fits else self._with(self.params, _following(self.params, self.opt))
+        return self if fits else self._with(self.params, _following(self._shared_params(), self.opt))
+
+    def _shared_params(self) -> Sharded:
+        """The parameters, for what follows them also after this state was taken."""
+        return self.params.under(self.params.plan)
+
+    def settled_on_disk(self) -> TrainState:
+        """`settled`, with copies on disk that were written. Collective where there are some."""
+        settled = self.settled()
+        if settled is not self and rests(self.params.plan):
+            opt = replaced_on_disk(self.params.plan, self.params.mesh, self.opt, lambda: settled.opt)
+            self.opt = opt  # of which there is one
+            return self.fitting()
+        return settled
 
     def _with(self, params: Sharded, opt: OptimizerState) -> TrainState:
         return TrainState(self.step, params, opt, self.comm, self.buffers, self.scale, self.rng).fitting()

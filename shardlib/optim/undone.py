@@ -14,12 +14,13 @@ class Undone(Exception):
 
     Attributes:
         error: why, for the caller of the step.
+        fits: whether this rank's copies of parameters follow the parameters of the step's state now.
     """
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: Exception, fits: bool = False) -> None:
         super().__init__(str(error))
         error.add_note("The state that the step was given is as it was: it can be saved, and used again")
-        self.error = error
+        self.error, self.fits = error, fits
 
 
 def gives_back(train_step: Callable[[TrainState, Any], Any]) -> Callable[[TrainState, Any], Any]:
@@ -31,9 +32,11 @@ def gives_back(train_step: Callable[[TrainState, Any], Any]) -> Callable[[TrainS
         try:
             return train_step(state, batch)
         except Undone as undone:
-            error = undone.error
+            error, fits = undone.error, undone.fits
         assert give_back is not None
         give_back()
+        if fits:
+            state.fitting()
         raise error
 
     return step

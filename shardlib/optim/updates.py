@@ -55,6 +55,7 @@ class Updates:
 
     Attributes:
         landed: see ``kept`` of `Landing`: memory for the next step's gradients.
+        alone: whether a state cannot be kept beside the next one.
 
     Raises:
         IllegalComposition: an optimizer that is not elementwise, with states in two memories or updates that run ahead; or
@@ -66,7 +67,8 @@ class Updates:
         self._separation = Separation(plan)
         self._groups = _groups(optimizer, plan)
         self._resting = resting_of(optimizer, plan, mesh)
-        if not donates and (params_rest(plan) or not self._resting.at_once):
+        self.alone = params_rest(plan) or not self._resting.at_once
+        if self.alone and not donates:
             raise IllegalComposition(
                 "donate=False keeps the old state of every step, and what is on disk is there once: leave donate=True, or "
                 "keep it in memory with offload('host')"
@@ -121,6 +123,7 @@ class Updates:
         Args:
             scale: the scale that gradients are expected to have.
         """
+        self._resting.require(opt)
         if self._ahead is None:
             return None
         parts = zip(self._groups, self._parts(opt), strict=True)
@@ -180,6 +183,8 @@ class Updates:
                 opt = opt._replace(pending=self._delayed(pending, grads, factor) if taken else _applied(pending))
             elif taken:
                 opt = self._applied(params, opt, grads, shards, factor, landing)
+            else:
+                opt = self._resting.skipped(opt, params)
         return opt
 
     def end(self) -> None:

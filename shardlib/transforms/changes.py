@@ -17,6 +17,7 @@ from shardlib.transforms.zero import Zero, zero
 
 _FOLDER = "states"
 _SHARES = (0.25, 0.5, 0.75)  # of the states
+_MICROBATCHES = 256  # at most: more of them hold hardly less, and a step of small ones is slow
 _T = TypeVar("_T", bound=Transform)
 
 
@@ -71,7 +72,7 @@ def _stages(before: Zero | None, sizes: Mapping[str, int]) -> Iterator[Zero]:
 
 def _offloads(before: Offload | None, elementwise: bool, disk: bool) -> Iterator[Offload]:
     present = before or offload()
-    for share in _SHARES if elementwise else ():
+    for share in _SHARES if elementwise and present.update != "delay" else ():
         if before is None or before.fraction < share:
             yield replace(present, fraction=share)
     for optimizer in ("host", "disk") if disk and elementwise else ("host",):
@@ -82,16 +83,15 @@ def _offloads(before: Offload | None, elementwise: bool, disk: bool) -> Iterator
         if optimizer == "disk":
             places.append(("disk", None))
         for params, gradients in dict.fromkeys(places):
-            yield replace(
-                present, optimizer=optimizer, params=params, gradients=gradients, fraction=1.0, folders=folders
-            )
+            yield Offload(optimizer, params, gradients, 1.0, folders, present.update if optimizer == "host" else None)
 
 
 def _smaller(present: int, rows: int) -> Iterator[int]:
-    """Numbers of micro-batches that rows divide into, beyond the present one: twice as many each time."""
-    while present and rows % (2 * present) == 0:
-        present *= 2
-        yield present
+    """Numbers of micro-batches that rows divide into, beyond the present one: at least twice as many each time."""
+    for n in range(2 * present, min(rows, _MICROBATCHES) + 1):
+        if n >= 2 * present and rows % n == 0:
+            present = n
+            yield n
 
 
 def _cut(before: Accumulate | None, microbatches: int) -> Accumulate:

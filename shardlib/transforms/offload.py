@@ -23,6 +23,28 @@ class Offload(Transform):
     folders: tuple[str, ...] = ()
     update: str | None = None
 
+    def __post_init__(self) -> None:
+        if isinstance(self.fraction, (bool, str)) or not 0 <= self.fraction <= 1:
+            raise IllegalComposition(f"offload(fraction={self.fraction!r}): use a number from 0 to 1")
+        if self.params == "disk" and self.optimizer != "disk":
+            raise IllegalComposition(
+                f"offload({self.optimizer!r}, params='disk') has parameters on disk and their states, which are larger, in "
+                "memory: use offload('disk', params='disk', folder=...)"
+            )
+        if (self.optimizer == "disk") != bool(self.folders):
+            raise IllegalComposition(f"{self.name}: states on disk need a folder, others have none")
+        if len({str(Path(each).resolve()) for each in self.folders}) < len(self.folders):
+            raise IllegalComposition(f"{self.name} names a folder twice; name each disk once")
+        if self.update and self.optimizer != "host":
+            raise IllegalComposition(
+                f"{self.name} would keep old states beside new ones in host memory; use offload('host', {self.update}=True), "
+                f"or leave {self.update} out"
+            )
+        if self.update == "delay" and self.fraction < 1:
+            raise IllegalComposition(
+                f"{self.name} would apply some gradients a step later than others; use fraction=1.0"
+            )
+
     @property
     def name(self) -> str:
         given = {"params": self.params, "gradients": self.gradients, "fraction": self.fraction}
@@ -98,35 +120,11 @@ def offload(
     >>> plan.bytes("optimizer", "host"), plan.bytes("optimizer", "device")
     (786432, 0)
     """
-    if isinstance(fraction, (bool, str)) or not 0 <= fraction <= 1:
-        raise IllegalComposition(f"offload(fraction={fraction!r}): use a number from 0 to 1")
-    folders = (str(folder),) if isinstance(folder, (str, Path)) else tuple(map(str, folder))
-    if params == "disk" and optimizer != "disk":
-        raise IllegalComposition(
-            f"offload({optimizer!r}, params='disk') has parameters on disk and their states, which are larger, in memory: "
-            "use offload('disk', params='disk', folder=...)"
-        )
-    if (optimizer == "disk") != bool(folders):
-        raise IllegalComposition(
-            f"offload({optimizer!r}, folder={folder!r}): states on disk need a folder, others have none"
-        )
-    if len({str(Path(each).resolve()) for each in folders}) < len(folders):
-        raise IllegalComposition(
-            f"offload({optimizer!r}, folder={list(folders)}) names a folder twice; name each disk once"
-        )
-    update = "speculate" if speculate else "delay" if delay else None
     if speculate and delay:
         raise IllegalComposition(
             "offload(speculate=True, delay=True): the first updates while backward goes on, the second while the next step "
             "computes; keep one"
         )
-    if update and optimizer != "host":
-        raise IllegalComposition(
-            f"offload({optimizer!r}, {update}=True) would keep old states beside new ones in host memory; use "
-            f"offload('host', {update}=True), or leave {update} out"
-        )
-    if delay and fraction < 1:
-        raise IllegalComposition(
-            f"offload(fraction={fraction}, delay=True) would apply some gradients a step later than others; use fraction=1.0"
-        )
-    return Offload(optimizer, params, gradients, float(fraction), folders, update)
+    folders = (str(folder),) if isinstance(folder, (str, Path)) else tuple(map(str, folder))
+    update = "speculate" if speculate else "delay" if delay else None
+    return Offload(optimizer, params, gradients, fraction, folders, update)

@@ -251,3 +251,19 @@ def test_doctor_says_what_a_missing_compiler_costs_and_how_to_name_one(capsys, m
     assert cli.main(["doctor"]) == 0
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("nvcc"))
     assert "no-such-compiler not found; install it or set NVCC" in row and "next implementation" in row
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--mesh", "data=0"],
+        ["--mesh", "data=2", "--batch", "8", "--microbatches", "3"],
+        ["--batch", "0"],
+        ["--device-memory", "1GB", "--ranks-per-host", "-1"],
+    ],
+)
+def test_a_plan_that_cannot_be_made_is_one_message(wrong, capsys):
+    small = ["--layers", "1", "--width", "16", "--heads", "2", "--sequence", "16"]
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["plan", *small, *wrong])
+    assert "shardlib plan: " in f"{stopped.value}{capsys.readouterr().err}"

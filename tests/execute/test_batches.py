@@ -12,6 +12,7 @@ from helpers.trees import assert_same
 
 import shardlib as sl
 from shardlib.errors import BatchError
+from shardlib.execute.batches import split_batch
 
 FIT, PARAMS = mlp([6, 9, 4])
 BATCH = regression_batch(8, 6, 4)
@@ -222,3 +223,13 @@ def test_without_micro_batches_a_batch_is_given_as_it_is():
     for kind, (batch, _) in UNCUT.items():
         if kind != "numpy's numbers":
             assert str(seen_by(batch)) == str(batch)
+
+
+def test_micro_batches_share_one_cast_batch():
+    """Each leaf is cast and cut once, so a step holds the batch and one copy of it, not a copy for each micro-batch."""
+    plan = sl.make_plan(PARAMS, sl.abstract_mesh(data=1), sl.chain(FOUR, sl.precision("bf16")))
+    mesh = sl.abstract_mesh(data=1)
+    parts = split_batch((BATCH[0], "name", torch.tensor(1.0)), plan, mesh)
+    assert len(parts) == 4 and all(part[1] == "name" and part[2].dtype == torch.bfloat16 for part in parts)
+    assert torch.equal(torch.cat([part[0] for part in parts]), BATCH[0].bfloat16())
+    assert len({part[0].untyped_storage().data_ptr() for part in parts}) == 1

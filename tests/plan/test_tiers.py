@@ -3,6 +3,7 @@
 import itertools
 import re
 
+import numpy as np
 import pytest
 import torch
 from helpers.cuts import tiny_blocks
@@ -240,3 +241,35 @@ def test_a_plan_within_its_limits_says_what_is_left():
     text = str(planned([16, 16], sl.zero(0), sl.offload(), device_memory="1MB", host_memory="1GiB"))
     assert re.search(r"\na rank holds .* in device memory, in .*; device_memory=1000000 is 1 MB", text)
     assert re.search(r"\na rank holds .* in host memory, at all times: gradients .*; host_memory=1073741824 is", text)
+
+
+@pytest.mark.parametrize("ranks", [-1, 0, True, 1.5])
+def test_ranks_per_host_are_a_number_of_ranks(ranks):
+    with pytest.raises(ValueError, match=r"ranks_per_host=.*: give the number of ranks that share a host, at least 1"):
+        planned([2, 2], sl.zero(0), sl.offload(), host_memory=1, ranks_per_host=ranks)
+
+
+def test_a_loss_that_runs_on_whole_batches_alone():
+    """What a candidate's trace raises is the loss's own error, and no one asked for that candidate."""
+
+    def loss_fn(params, x):
+        return (x.view(64, 128) @ params["w"]).sin().cos().sum()
+
+    params = {"w": torch.zeros(128, 128, device="meta")}
+    with pytest.raises(IllegalComposition, match="this plan does not fit"):
+        sl.make_plan(
+            params, sl.abstract_mesh(data=1), sl.zero(0), loss_fn=loss_fn, batch=torch.empty(64, 128), optimizer=ADAM,
+            device_memory=100_000,
+        )  # fmt: skip
+
+
+def test_a_batch_of_arrays_counts():
+    batch = np.zeros((4096, 128), dtype=np.float32)
+    params = {"w": torch.zeros(128, 8, device="meta")}
+    loss_fn = lambda p, x: (x @ p["w"]).sum()  # noqa: E731
+    for given in (batch, torch.from_numpy(batch)):
+        with pytest.raises(IllegalComposition, match=r"batch 2\.097 MB.*\n[^.]*sl\.accumulate"):
+            sl.make_plan(
+                params, sl.abstract_mesh(data=1), sl.zero(0), loss_fn=loss_fn, batch=given, optimizer=ADAM,
+                device_memory=batch.nbytes + 100_000,
+            )  # fmt: skip

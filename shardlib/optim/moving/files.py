@@ -17,6 +17,7 @@ from shardlib.common.devices import pins
 from shardlib.errors import StorageError, TreeError
 from shardlib.mesh.mesh import current_mesh
 from shardlib.optim.moving.skeleton import Skeleton, View
+from shardlib.optim.on_disk import InPlace
 from shardlib.optim.train_state import TrainState
 from shardlib.plan.loss_scale import LossScale
 from shardlib.rng import Key
@@ -138,11 +139,14 @@ class Files:
         return self._draw
 
     def read(self, make: Callable[[View], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The storages of the newest state, in memory that ``make`` makes. What rests in files of its own goes there."""
+        """The storages of the newest state, in memory that ``make`` makes. What rests in files of its own goes there; where
+        that fails on a rank, those files are as they were on all."""
         views, resting = self._skeleton.views, self._skeleton.resting
         storages: dict[str, torch.Tensor] = {}
+        writes = InPlace(resting.values())
 
         def work(store: Store) -> None:
+            writes.begin()
             for group in store.fetched([[name] for name in (*views, *resting)]):
                 for name, tensor in group.items():
                     if name in resting:
@@ -155,7 +159,11 @@ class Files:
             if not self.notes["taken"]:
                 store.commit(self._number, json.dumps(self.notes | {"taken": True}).encode())
 
-        self._with_newest(work)
+        try:
+            self._with_newest(work)
+        except BaseException:
+            writes.take_back()
+            raise
         return storages
 
     def restore_notes(self) -> None:

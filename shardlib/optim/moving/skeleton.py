@@ -113,7 +113,7 @@ def apart(state: Any) -> tuple[Skeleton, dict[str, torch.Tensor]]:
     """A state's skeleton, and path -> bytes of each storage."""
     what = "this tree"
     if isinstance(state, TrainState):
-        state, what = state.settled(), f"the state of step {state.step}"
+        state, what = state.settled_on_disk(), f"the state of step {state.step}"
     storages: dict[str, torch.Tensor] = {}
     known: dict[tuple[torch.device, int], str] = {}
     for path, tensor in _leaves(state, torch.Tensor):

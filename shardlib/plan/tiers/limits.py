@@ -61,8 +61,12 @@ class Limits:
         """The limits that arguments name; None if they name none.
 
         Raises:
-            ValueError: an argument that is no size.
+            ValueError: an argument that is no size, or fewer than one rank per host.
         """
+        if not isinstance(ranks_per_host, int) or isinstance(ranks_per_host, bool) or ranks_per_host < 1:
+            raise ValueError(
+                f"ranks_per_host={ranks_per_host!r}: give the number of ranks that share a host, at least 1"
+            )
         sizes = {"device": device, "host": host, "disk": disk}
         found = {memory: parse_size(given) for memory, given in sizes.items() if given is not None}
         return Limits(found, ranks_per_host, batch) if found else None

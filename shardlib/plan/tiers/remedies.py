@@ -106,7 +106,7 @@ class Planner:
         before, change, _ = edit
         try:
             plan = self.exact(change.transform)
-        except ShardlibError:  # the batch does not divide, say
+        except Exception:  # the loss does not run on smaller micro-batches, say; what it raises then is its own
             return None
         codes = (*before.codes, change.code(plan))
         return Candidate(self.limits.excess(plan), nominal_seconds(plan), codes, change.transform, plan)

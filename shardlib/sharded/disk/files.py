@@ -75,7 +75,8 @@ class Files:
         if not locked(fd):
             raise StorageError(
                 f"{folder} is in use: another run on this host, or another state of this process, holds {path.name}. "
-                "Give each a folder of its own, or end the other one"
+                "Give each a folder of its own, or end the other one. To go on with a state in another train step, save a "
+                "checkpoint of it, drop the state and its step (del), make the new step, and restore the checkpoint"
             )
 
     def check(self) -> None:

@@ -276,10 +276,7 @@ class Store:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             whole = f"Step {self.step} is whole on disk" if self._layout.durable else "What was there before is whole"
-            raise StorageError(
-                f"{self._failure}\n{whole}; what was written since is not, and nothing more is written before `roll_back` or "
-                "a new run"
-            ) from self._failure
+            raise StorageError(f"{self._failure}\n{whole}; what was written since is not") from self._failure
 
     def _place(self, slot: int, extent: Extent) -> tuple[int, int, Path]:
         """The descriptor, the offset and the path that a range of a slot lies at."""

@@ -70,4 +70,22 @@ DEFECTS = (
         "self._delayed(pending, grads, factor) if taken else pending",
         (f"{_MODES}::test_delayed_gradients_are_those_of_the_oracle",),
     ),
+    Defect(
+        "parameters written before all updates ahead are made",
+        "order",
+        "optim/updates.py",
+        "an update that fails on the thread leaves some parameters new and others old",
+        'raise Undone(error_of(failure, problems, "the step was not made"))',
+        "pass",
+        (f"{_MODES}::test_an_update_that_fails_on_one_rank_is_made_on_none",),
+    ),
+    Defect(
+        "gradients that wait beside a checkpoint without any",
+        "stale",
+        "checkpoint/filling.py",
+        "what another run left pending is applied to what was restored",
+        "            state.opt.pending.due.zero_()\n",
+        "            pass\n",
+        (f"{_MODES}::test_a_checkpoint_without_pending_gradients_begins_delayed_updates",),
+    ),
 )

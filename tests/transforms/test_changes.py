@@ -1,0 +1,63 @@
+"""The changes that a refusal weighs: each can be made, and the search for them ends."""
+
+import itertools
+
+import pytest
+
+import shardlib as sl
+from shardlib.errors import IllegalComposition
+from shardlib.plan.transform import Chain, Transform
+from shardlib.transforms.accumulate import Accumulate
+from shardlib.transforms.changes import changes
+from shardlib.transforms.offload import Offload
+
+
+def edits(transform: Transform, kind: type, rows: int = 1) -> list:
+    """What the changes of a chain make of its transform of one kind."""
+    found = itertools.islice(changes(transform, {"data": 4}, rows, elementwise=True, disk=True), 1000)
+    return [
+        member
+        for change in found
+        for member in (change.transform.transforms if isinstance(change.transform, Chain) else ())
+        if isinstance(member, kind) and member not in getattr(transform, "transforms", (transform,))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "cuts"),
+    [
+        (0, []),
+        (1, []),
+        (34, [2, 17, 34]),
+        (12, [2, 4, 12]),
+        (3087, [3, 7, 21, 49, 147]),
+        (1 << 20, [2, 4, 8, 16, 32, 64, 128, 256]),
+    ],
+)
+def test_micro_batches_are_divisors_of_the_rows(rows, cuts):
+    assert [cut.microbatches for cut in edits(sl.zero(0), Accumulate, rows)] == cuts
+
+
+@pytest.mark.parametrize("update", ["speculate", "delay"])
+def test_updates_ahead_stay_on_the_host(update):
+    parallel = sl.chain(sl.zero(0), sl.offload(**{update: True}))
+    found = edits(parallel, Offload)
+    assert {moved.optimizer for moved in found} == {"host", "disk"}
+    assert all(moved.update == (None if moved.optimizer == "disk" else update) for moved in found)
+
+
+@pytest.mark.parametrize(
+    "impossible",
+    [
+        {"update": "speculate", "optimizer": "disk", "folders": ("a",)},
+        {"update": "delay", "fraction": 0.5},
+        {"optimizer": "disk"},
+        {"folders": ("a",)},
+        {"params": "disk"},
+        {"fraction": 2.0},
+    ],
+)
+def test_no_one_builds_what_offload_refuses(impossible):
+    given = {"optimizer": "host", "params": None, "gradients": None, "fraction": 1.0}
+    with pytest.raises(IllegalComposition, match=r"^offload\("):
+        Offload(**{**given, **impossible})
