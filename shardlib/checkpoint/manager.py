@@ -19,7 +19,7 @@ from shardlib.mesh.launch.signals import STOPPING, Signals, exit_code
 from shardlib.mesh.launch.supervised import RESIZE, Supervisor
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport.activity import naming
-from shardlib.optim.on_disk import rests
+from shardlib.optim.on_disk import in_files
 from shardlib.optim.ranges import is_step
 from shardlib.optim.train_state import TrainState
 
@@ -124,7 +124,7 @@ class Manager:
             RankFailure: without ``asynchronous``: other ranks could not write their files.
         """
         self.wait()
-        if not self._asynchronous or rests(state.params.plan):
+        if not self._asynchronous or in_files(state.params.plan):
             save(self.folder, state, self._keep, notes, also)
             self._supervisor.saved(state.step)
             return

@@ -16,7 +16,7 @@ from shardlib.optim.base import Packed
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
 from shardlib.sharded.disk import Flat, Store
-from shardlib.sharded.on_disk import BuffersOnDisk
+from shardlib.sharded.on_disk import BuffersOnDisk, params_rest
 from shardlib.tree import Tree, leaves_of, tree_map
 
 
@@ -170,6 +170,11 @@ class BucketOnDisk(Packed):
 def rests(plan: Plan) -> bool:
     """Whether states of a rank lie on disk between updates."""
     return any(MEMORIES[bucket.memory.optimizer].rests for bucket in plan.everywhere.trained)
+
+
+def in_files(plan: Plan) -> bool:
+    """Whether something of a train state lies on disk between updates: states or parameters."""
+    return rests(plan) or params_rest(plan)
 
 
 class InPlace:

@@ -77,9 +77,12 @@ class Resting(Protocol):
 
 
 class InMemory:
-    """States that stay where the optimizer works on them."""
+    """States that stay where the optimizer works on them, and are updated in place; parameters may be on disk."""
 
     at_once = True
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
 
     def require(self, state: OptimizerState) -> None:
         pass
@@ -91,10 +94,27 @@ class InMemory:
         params: Sharded | None = None,
         go_along: Callable[[], None] = lambda: None,
     ) -> None:
-        update(iter(groups))
-        if params is not None and params.on_disk is not None:
-            params.on_disk.flush()
-            params.on_disk.commit()
+        on_disk = None if params is None else params.on_disk
+        if on_disk is None:
+            update(iter(groups))
+            return
+
+        def work() -> None:
+            try:
+                on_disk.settle()
+                update(iter(groups))
+            except Exception:
+                go_along()
+                raise
+            on_disk.flush()
+
+        failure, problems, _ = attempted(self._mesh, work)
+        if problems:
+            on_disk.roll_back()
+            error = error_of(failure, problems, "the step was not made")
+            error.add_note("The states are lost (they were updated in place): restore a checkpoint")
+            raise error
+        on_disk.commit()
 
     def skipped(self, state: OptimizerState, params: Sharded) -> OptimizerState:
         return state
@@ -283,7 +303,7 @@ def resting_of(optimizer: GradientTransformation, plan: Plan, mesh: Mesh) -> Res
         StorageError: the folders are in use, hold another plan's states, or have too little space.
     """
     if not rests(plan):
-        return InMemory()
+        return InMemory(mesh)
     if not optimizer.separable:
         raise IllegalComposition(
             "offload keeps states on disk, of which a few buckets are in memory at a time, and this optimizer reads across "

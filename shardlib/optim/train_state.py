@@ -9,7 +9,7 @@ import torch
 
 from shardlib.common.pages import cloned
 from shardlib.errors import DonatedStateError, IllegalComposition, TreeError
-from shardlib.optim.on_disk import replaced_on_disk, rests
+from shardlib.optim.on_disk import in_files, replaced_on_disk, rests
 from shardlib.optim.replaced import following_masters, following_state
 from shardlib.plan.loss_scale import LossScale
 from shardlib.plan.plan import Plan
@@ -177,7 +177,7 @@ def replace_params(state: TrainState, params: Any, *, donate: bool = True) -> Tr
     fp32 masters follow the parameters; where a parameter is what its master rounds to, the master stays unchanged. The
     parameters that an optimizer returns to (`lookahead`'s slow parameters, 0/1 Adam's last common ones) follow too. Moments,
     counters and residuals stay. Assigning to ``state.params``, or writing to its tensors in place, has the same effect at the
-    next step; writes through ``tensor.data`` go unnoticed.
+    next step; writes through ``tensor.data`` go unnoticed. Of parameters on disk a read is a copy, and writes to it are lost.
 
     Args:
         params: `Sharded` by the state's plan (a ``tree_map`` over ``state.params``), or a whole pytree with the same values
@@ -188,7 +188,7 @@ def replace_params(state: TrainState, params: Any, *, donate: bool = True) -> Tr
     Raises:
         TreeError: a tree of other leaves or shapes, or sharded by another plan.
         RankMismatch: ranks that hold copies were given different values.
-        IllegalComposition: 0/1 Adam's ranks have diverged at this step; or ``donate=False`` with states on disk.
+        IllegalComposition: 0/1 Adam's ranks have diverged at this step; or ``donate=False`` with states or parameters on disk.
         StorageError: states on disk could not be written; all are as they were.
         RankFailure: another rank could not write them.
 
@@ -198,10 +198,10 @@ def replace_params(state: TrainState, params: Any, *, donate: bool = True) -> Tr
     tensor([0., 0.])
     """
     plan = state.params.plan
-    if not donate and rests(plan):
+    if not donate and in_files(plan):
         raise IllegalComposition(
-            "replace_params(donate=False) keeps the old state, and states on disk are there once: leave donate=True, or keep "
-            "states in memory with offload('host')"
+            "replace_params(donate=False) keeps the old state, and what is on disk is there once: leave donate=True, or keep it "
+            "in memory with offload('host')"
         )
     given = params if isinstance(params, Sharded) else shard_alike(params, state.params)
     if given.role != "param" or (given.plan is not plan and given.plan.layout != plan.layout):
@@ -211,7 +211,7 @@ def replace_params(state: TrainState, params: Any, *, donate: bool = True) -> Tr
         )
     require_same_copies(given)
     given = given.under(plan)
-    if rests(plan):
+    if in_files(plan):
         opt = replaced_on_disk(plan, given.mesh, state.opt, lambda: _following(given, state.opt))
     else:
         opt = _following(given, state.opt)

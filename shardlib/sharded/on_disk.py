@@ -190,6 +190,9 @@ class BuffersOnDisk(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.files.read(name)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._files._buckets  # without a read
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._files._buckets)
 

@@ -43,7 +43,10 @@ def _whole_buffers(params: Sharded) -> Iterator[tuple[Bucket, torch.Tensor]]:
             yield bucket, _gathered(params, bucket)
         return
     (axis,) = axes
-    local = {name: buffer.dtype for name, buffer in buffers.items()}
+    if params.on_disk is None:
+        local = {name: buffer.dtype for name, buffer in buffers.items()}
+    else:  # without a read
+        local = {bucket.name: bucket.dtype for bucket in params.buckets}
     dtypes = {name: dtype for held in primitives.all_gather_object(mesh, [axis], local) for name, dtype in held.items()}
     for bucket in plan.everywhere.buckets:
         if bucket.name not in dtypes:

@@ -6,13 +6,14 @@ import time
 import optree
 import pytest
 import torch
+from helpers.cuts import tiny_blocks
 from helpers.faults import FULL, Faults
 from helpers.trees import assert_same
 
 import shardlib as sl
 from shardlib.errors import RankFailure, StorageError
 from shardlib.sharded.disk import transfers
-from shardlib.sharded.on_disk import FOLDER
+from shardlib.sharded.on_disk import FOLDER, ParamsOnDisk
 
 PARAMS = {"layers": [{"w": torch.eye(8) / (number + 2)} for number in range(8)]}
 X = torch.ones(4, 8)
@@ -138,3 +139,45 @@ def test_files_close_when_a_disk_thread_collects_them(tmp_path, monkeypatch):
         except StorageError:
             assert time.monotonic() < until
             time.sleep(0.01)
+
+
+def test_with_states_on_the_device_a_failed_write_ends_the_step_on_all_ranks(tmp_path, monkeypatch):
+    def run(mesh):
+        state, step = start(mesh, sl.zero(1), sl.precision("bf16"), on_disk(tmp_path / "files", fraction=0.0))
+        state, _ = step(state, X)
+        with monkeypatch.context() as patch:
+            if mesh.rank:
+                Faults(patch).fails("pwritev", FULL, f"{FOLDER}/rank-1", times=1)
+            with pytest.raises(StorageError if mesh.rank else RankFailure) as refused:
+                step(state, X)
+        return refused.value.__notes__[0]
+
+    for note in sl.simulate(run, mesh={"data": 2}):
+        assert note == "The states are lost (they were updated in place): restore a checkpoint"
+
+
+def test_parameters_alone_on_disk_are_there_once(tmp_path):
+    """The state is not copied: neither by a save that goes on beside the run, nor for two holders."""
+    state, step = start(sl.make_mesh(), on_disk(tmp_path / "files", fraction=0.0))
+    state, _ = step(state, X)
+    manager = sl.checkpoint.Manager(tmp_path / "run")
+    manager.save(state)
+    assert manager._running is None
+    with pytest.raises(sl.errors.IllegalComposition, match="what is on disk is there once"):
+        sl.replace_params(state, state.params, donate=False)
+
+
+def test_stages_read_each_bucket_once(tmp_path, monkeypatch):
+    read, real = {}, ParamsOnDisk.read
+    monkeypatch.setattr(
+        ParamsOnDisk, "read", lambda self, name: (read.setdefault(self.mesh.rank, []).append(name), real(self, name))[1]
+    )
+    _, params = tiny_blocks()
+
+    def run(mesh):
+        sharded = sl.shard(params, mesh, sl.chain(sl.pipeline("1f1b", microbatches=2), on_disk(tmp_path)))
+        sl.unshard(sharded)
+        return len(sharded.buffers)
+
+    held = sl.simulate(run, mesh={"pipe": 2})
+    assert [len(read[rank]) for rank in (0, 1)] == held
