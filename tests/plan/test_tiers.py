@@ -91,7 +91,11 @@ def test_host_and_disk_by_hand():
     halves = [count // 2 for count in weights]
     states = sum(3 * 4 * half for half in halves)  # masters and two moments, all multiples of 4,096 bytes
     assert tiers["disk"].parts == {"optimizer": 2 * states} and tiers["disk"].when == "at all times"
-    assert tiers["host"].parts == {"gradients": sum(2 * half for half in halves), "optimizer": states}
+    assert tiers["host"].parts == {
+        "gradients": sum(2 * half for half in halves),
+        "optimizer": states,
+        "parameters on their way": sum(2 * half for half in halves),  # two slots, for two buckets
+    }
     assert re.fullmatch(r"in the update of bucket [01]/bfloat16", tiers["host"].when)
     assert tiers["device"].parts["parameters"] == 2 * sum(weights) and "optimizer" not in tiers["device"].parts
 
@@ -273,3 +277,37 @@ def test_a_batch_of_arrays_counts():
                 params, sl.abstract_mesh(data=1), sl.zero(0), loss_fn=loss_fn, batch=given, optimizer=ADAM,
                 device_memory=batch.nbytes + 100_000,
             )  # fmt: skip
+
+
+def test_changes_are_those_that_the_optimizer_can_train_with():
+    """What reads across parameters has all states in one memory; what packs its states does not go to disk."""
+    for tx, disk, share in (
+        (ADAM, True, True),
+        (sl.optim.lamb(1e-3), False, False),
+        (sl.optim.adamw8bit(1e-3), False, True),
+    ):
+        found = make_plan_edits(tx)
+        assert ("offload('disk'" in found, "fraction=" in found) == (disk, share)
+
+
+def make_plan_edits(tx):
+    """The names of the edited transforms that a refusal plans."""
+    params, batch = [{"w": torch.zeros(64, 64, device="meta")}], torch.empty(4, 64)
+    planned = []
+
+    def loss_fn(params, x):
+        return (x @ params[0]["w"]).sum()
+
+    make = sl.make_plan.__globals__["changes"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(
+            sl.make_plan.__globals__,
+            "changes",
+            lambda *args, **options: planned.extend(edit.transform.name for edit in make(*args, **options)) or [],
+        )
+        with pytest.raises(IllegalComposition, match="There is no change that holds less"):
+            sl.make_plan(
+                params, sl.abstract_mesh(data=1), loss_fn=loss_fn, batch=batch, optimizer=tx,
+                device_memory=1, disk="1TB",
+            )  # fmt: skip
+    return " ".join(planned)
