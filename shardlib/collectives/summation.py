@@ -15,8 +15,8 @@ import torch
 
 from shardlib.errors import IllegalComposition
 from shardlib.kernels import exact_sum, global_norm
+from shardlib.kernels.common.chunks import chunks
 from shardlib.kernels.exact_sum import digits
-from shardlib.mesh.chunks import chunks
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ import io
 import math
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter, methodcaller
 from typing import Any
@@ -26,7 +27,7 @@ from torch._utils import _flatten_dense_tensors, _rebuild_tensor_v2, _rebuild_te
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes, _pop_mode_temporarily
+from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _pop_mode_temporarily, _push_mode
 
 # The attention operators that keep no scores, for recompute policies.
 FUSED_ATTENTIONS = {
@@ -51,6 +52,8 @@ writes: Callable[[Any], bool] = attrgetter("_schema.is_mutable")  # whether an o
 
 # Contexts of operations, and queries about the present context.
 no_modes = _disable_current_modes
+# The modes of selective recompute policies.
+SELECTIVE_MODES = checkpointing._CachingTorchDispatchMode, checkpointing._CachedTorchDispatchMode
 without_top_mode = _pop_mode_temporarily  # without the mode that was entered last
 no_torch_function = torch._C.DisableTorchFunctionSubclass
 no_autocast = partial(torch._C._ExcludeDispatchKeyGuard, _AUTOCAST)
@@ -79,6 +82,20 @@ def run_first(tensor: torch.Tensor) -> torch.Tensor:
     if set_number is not None:
         set_number(_FIRST)
     return tensor
+
+
+@contextmanager
+def without_modes(hidden: tuple[type[TorchDispatchMode], ...]) -> Iterator[None]:
+    """A context without the dispatch modes of these types."""
+    with _disable_current_modes() as modes:  # the one that was entered last is the first
+        kept = [mode for mode in reversed(modes) if not isinstance(mode, hidden)]
+        for mode in kept:
+            _push_mode(mode)
+        try:
+            yield
+        finally:
+            for _ in kept:
+                _pop_mode()
 
 
 def version_of(tensor: torch.Tensor) -> int:

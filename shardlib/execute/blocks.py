@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from shardlib.common._compat import is_compiled, no_modes
+from shardlib.common._compat import is_compiled, without_modes
 from shardlib.execute.activations.checkpointing import checkpointed
+from shardlib.execute.activations.names import RECOMPUTE_MODES
 from shardlib.execute.products import readable_twice
 from shardlib.execute.slicing import gathered, refuse_slices
 from shardlib.execute.surroundings import Surroundings
@@ -46,7 +47,7 @@ class Blocks:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             # Gathering does not belong to the block: a recompute policy must neither see nor keep its operations.
-            with no_modes():
+            with without_modes(RECOMPUTE_MODES):
                 args, kwargs = gathered((args, kwargs))
             if self._refuses and is_compiled(fn):
                 refuse_slices((args, kwargs))

@@ -197,7 +197,7 @@ class Executor:
         self, outputs: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor | None, ...]:
         """The first half of a backward from ``outputs``: the gradients of ``inputs``. `weights_gradient` runs the second."""
-        self._keeper.turn()
+        self._keeper.turn(last=False)
         with self._running():
             self._halves = Halves(outputs, seeds, inputs)
         return self._halves.inputs
@@ -226,7 +226,7 @@ class Executor:
         anchors = [state.anchor for state in self._buckets if state.anchor is not None]
         wanted = [*anchors, *handles, *inputs]
         nothing = (None,) * len(wanted)
-        self._keeper.turn()
+        self._keeper.turn(last=True)
         with self._summing(gradients, turn) as reached:
             grads = self._attempt(lambda: grad(outputs, wanted, seeds)) if outputs and wanted else nothing
             grads = grads or nothing

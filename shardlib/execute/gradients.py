@@ -17,6 +17,7 @@ import torch
 
 from shardlib.collectives.codecs.base import Residuals
 from shardlib.collectives.tree_sum import Node, TreeSum, joined
+from shardlib.common._compat import storage_id
 from shardlib.errors import HandleError, listing
 from shardlib.execute.batches import batch_index
 from shardlib.execute.gathering import Gathering
@@ -61,9 +62,9 @@ class Turn(NamedTuple):
     last: bool
 
 
-def default_options(mesh: Mesh) -> ReductionOptions:
+def default_options(mesh: Mesh, landing: Landing | None = None) -> ReductionOptions:
     """The options of reductions over all axes, without residuals of earlier steps."""
-    return ReductionOptions(BoundCodecs(mesh), Residuals({}))
+    return ReductionOptions(BoundCodecs(mesh), Residuals({}), landing=landing)
 
 
 class Gradients:
@@ -78,6 +79,9 @@ class Gradients:
         self._leaf_of = {tile.name: bucket for bucket in plan.buckets for tile in bucket.cut}  # of the state
         self._mesh, self._options = mesh, options
         self._held: dict[str, torch.Tensor] = {}
+        self._joined: dict[
+            str, torch.Tensor
+        ] = {}  # buffers of leaves in tiles, in which those of their tiles are views
         self._taken: dict[str, torch.Tensor] = {}  # what has left for the optimizer's memory
         self._trees: Trees | None = {} if plan.step.tree else None
         self._first = batch_index(plan, mesh) * plan.step.microbatches  # the first micro-batch of this rank, among all
@@ -205,15 +209,24 @@ class Gradients:
     def result(self) -> dict[str, torch.Tensor]:
         """Bucket name -> this rank's shard of the gradient, after the last micro-batch."""
         return {
-            bucket.name: self._taken[bucket.name] if bucket.name in self._taken else self._joined(bucket)
+            bucket.name: self._taken[bucket.name] if bucket.name in self._taken else self._buffers(bucket)[bucket.name]
             for bucket in self._stored.trained
         }
 
-    def _joined(self, bucket: Bucket) -> torch.Tensor:
-        """The gradient of a bucket of the state, from those of its tiles."""
-        if bucket.name not in self._held:
-            self._held[bucket.name] = torch.cat([self._held.pop(tile.name) for tile in bucket.cut])
-        return self._held[bucket.name]
+    def _buffers(self, bucket: Bucket) -> dict[str, torch.Tensor]:
+        """Those of `_held` and `_joined` that the gradient of a bucket of the state is in."""
+        return self._held if bucket.tiles == 1 else self._joined
+
+    def _hold(self, bucket: Bucket, grad: torch.Tensor) -> None:
+        """Keep a gradient; that of a tile where the leaf's other tiles are, so that the leaf's is never there twice."""
+        leaf = self._leaf_of[bucket.name]
+        if leaf.tiles > 1:
+            if leaf.name not in self._joined:
+                self._joined[leaf.name] = grad.new_empty(leaf.tiles * grad.numel())
+            part = leaf.of_tiles(self._joined[leaf.name])[leaf.cut.index(bucket)]
+            there = storage_id(part.untyped_storage()) == storage_id(grad.untyped_storage())
+            grad = part if there else part.copy_(grad)
+        self._held[bucket.name] = grad
 
     def _zeros(self, bucket: Bucket) -> torch.Tensor:
         return torch.zeros(bucket.size(0), dtype=bucket.reduce_dtype, device=self._mesh.device)
@@ -274,7 +287,7 @@ class Gradients:
         if held is None and bucket.alone and not (self._last and bucket.levels):
             whole = whole.clone()  # the gradient of a single leaf was not packed, so it may be a tensor of the user's
         if not self._last:
-            self._held[bucket.name] = whole
+            self._hold(bucket, whole)
             return Sum(bucket, whole)
         if held is not None or not bucket.levels:
             return Sum(bucket, whole, whole)
@@ -297,8 +310,10 @@ class Gradients:
         freed = sum(each.buffer.numel() for each in sums if each.within is not each.buffer)
         self._flying.append((self._reduction(sums, routes), freed))
         self._to_free += freed
-        # Whole gradients that are freed after their exchange must not pile up behind a slow network.
-        while self._to_free > 2 * self._plan.largest_unit:
+        # Whole gradients that are freed after their exchange must not pile up behind a slow network. Those of tiles must not
+        # be there beside the next tile's.
+        tiles = any(self._leaf_of[each.bucket.name].tiles > 1 for each in sums)
+        while self._flying and (tiles or self._to_free > 2 * self._plan.largest_unit):
             self._land()
         if any(self._landing(self._leaf_of[each.bucket.name]) for each in sums):
             while self._flying and (len(self._flying) > 1 or self._flying[0][0].complete):
@@ -312,12 +327,13 @@ class Gradients:
         self._to_free -= freed
         for reduced in reduction.wait():
             held = self._held.get(reduced.bucket.name)
-            self._held[reduced.bucket.name] = reduced.buffer if held is None else held.add_(reduced.buffer)
+            self._hold(reduced.bucket, reduced.buffer if held is None else held.add_(reduced.buffer))
             self._landed.add(reduced.bucket.name)
             leaf = self._leaf_of[reduced.bucket.name]
             if (landing := self._landing(leaf)) and self._landed.issuperset(tile.name for tile in leaf.cut):
-                whole = self._joined(leaf)
-                del self._held[leaf.name]
+                whole = self._buffers(leaf).pop(leaf.name)
+                for tile in leaf.cut:
+                    self._held.pop(tile.name, None)
                 self._taken[leaf.name] = landing.take(leaf, whole)
 
     def _landing(self, bucket: Bucket) -> Landing | None:

@@ -188,9 +188,8 @@ class BucketState:
             return Gather(self._mesh, self._routes.again, self._second)
         if isinstance(self.stored, BufferOnDisk):
             return self.stored.gather(self._routes.gather)
-        # A trace has one memory, in which a copy stands for what comes from another.
-        copied = self._mesh.abstract and self.bucket.memory.param != "device"
-        return Gather(self._mesh, self._routes.gather, self.stored.clone() if copied else self.stored)
+        comes = self._mesh.abstract and self.bucket.memory.param != "device"
+        return Gather(self._mesh, self._routes.gather, self.stored, comes=comes)
 
     def _land(self, coming: Gather) -> torch.Tensor:
         whole = coming.wait()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardlib.mesh.chunks import chunks
+from shardlib.kernels.common.chunks import chunks
 from shardlib.mesh.specs import Window
 
 

@@ -95,7 +95,7 @@ class Mesh:
         self.device = with_index(device)
         self.abstract = abstract
         self.traffic = Traffic()
-        self.transfers = Transfers(device)
+        self.transfers = Transfers(device, abstract)
         self._groups = dict(groups)
 
     @property

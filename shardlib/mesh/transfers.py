@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -40,17 +41,21 @@ class Transfer:
 class Transfers:
     """The copies of one rank. A copy comes after what the current stream was given before it.
 
-    Where the device's memory is the host's, a copy is complete when the call returns.
+    Where the device's memory is the host's, a copy is complete when the call returns. In a trace it takes as long as it may.
+
+    Args:
+        abstract: whether there are no ranks, so that nothing is copied.
+
+    Attributes:
+        apart: whether the device has a memory of its own.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, abstract: bool = False) -> None:
         self._device = device
+        self.apart = pins(device) and not abstract
+        self._abstract = abstract
         self._streams: dict[str, torch.Stream] = {}
-
-    @property
-    def apart(self) -> bool:
-        """Whether the device has a memory of its own."""
-        return pins(self._device)
+        self._lines: dict[str, _Line] = {}
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
         """Copy ``source`` to ``target``, one of which is in pinned memory and the other on the device."""
@@ -60,6 +65,9 @@ class Transfers:
 
     def start(self, way: str, copies: Callable[[], object], source: torch.Tensor | None = None) -> Transfer:
         """Start ``copies()``, which all go one ``way``: "up" to the device, or "down" to the host."""
+        if self._abstract:
+            copies()
+            return _Slow(self._lines.setdefault(way, _Line()), source)
         if not self.apart:
             copies()
             return Transfer()
@@ -72,3 +80,31 @@ class Transfers:
             event = torch.Event(self._device)
             event.record(stream)
         return Transfer(event, source)
+
+
+@dataclass
+class _Line:
+    """The copies of a trace that go one way: how many have begun, and how many of the first have ended."""
+
+    begun: int = 0
+    ended: int = 0
+
+
+class _Slow(Transfer):
+    """A copy of a trace. It takes until somebody waits for it, or for a later one that goes the same way."""
+
+    def __init__(self, line: _Line, source: torch.Tensor | None) -> None:
+        super().__init__(source=source)
+        line.begun += 1
+        self._line, self._number = line, line.begun
+
+    @property
+    def done(self) -> bool:
+        return self._number <= self._line.ended
+
+    def wait(self) -> None:
+        self.join()
+        super().wait()
+
+    def join(self) -> None:
+        self._line.ended = max(self._line.ended, self._number)

@@ -11,7 +11,7 @@ import torch
 
 from shardlib.common.pages import cloned
 from shardlib.errors import IllegalComposition
-from shardlib.mesh.chunks import chunks
+from shardlib.kernels.common.chunks import chunks
 from shardlib.optim.base import Packed
 from shardlib.optim.on_disk import Following, OnDisk
 from shardlib.optim.storing import optimizer_shard

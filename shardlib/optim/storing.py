@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
 import torch
@@ -80,8 +81,8 @@ class Storing:
                 self._whole(bucket, torch.zeros(bucket.owned, dtype=bucket.dtype, device=self._mesh.device))
 
     def finish(self) -> None:
-        """Let what the device does from now on see the new parameters."""
-        gathers = []
+        """Let what the device does from now on see the new parameters. Two gathers at most are under way."""
+        gathers: deque[Gather] = deque()
         for bucket in self._params.plan.trained if self._params.on_disk is None else ():
             shard, transfer = self._arriving.pop(bucket.name)
             stored, route = self._params.buffers[bucket.name], self._params.plan.routes[bucket.name].restore
@@ -91,12 +92,14 @@ class Storing:
             if bucket.owners(bucket.param_level) == 1:
                 continue
             if stored.device == self._mesh.device:
+                if len(gathers) == 2:
+                    gathers.popleft().wait()
                 gathers.append(Gather(self._mesh, route, shard.to(bucket.dtype), stored))
             else:
                 whole = Gather(self._mesh, route, shard.to(bucket.dtype)).wait()
                 self._mesh.transfers.copy(whole, stored).wait()
-        for gather in gathers:
-            gather.wait()
+        while gathers:
+            gathers.popleft().wait()
 
 
 def store(params: Sharded, shards: dict[str, torch.Tensor]) -> None:

@@ -17,6 +17,7 @@ from shardlib.plan.placement import Placement
 from shardlib.plan.placing import Splits
 from shardlib.plan.resolved import Resolved
 from shardlib.plan.stages import Stages
+from shardlib.plan.tiles import comes
 
 
 class _Kind(NamedTuple):
@@ -72,8 +73,8 @@ def _kind(placement: Placement, resolved: Resolved, splits: Splits) -> _Kind:
     # A frozen leaf has no optimizer state: its bucket is split as the parameters are, and no further.
     axes = tuple(axis for axis in (splits.optimizer if trainable else splits.param) if axis not in slices)
     numel = math.prod(placement.compute.spec.local_shape(placement.compute.shape, sizes))
-    # A leaf that is never gathered has no tiles.
-    tiles = (use.tiles or 1) if any(axis not in slices for axis in splits.param) else 1
+    # A leaf that is on the device, whole, has no tiles.
+    tiles = (use.tiles or 1) if comes(resolved, splits.param, slices) else 1
     alone = placement.path if tiles > 1 or stands_alone(numel, math.prod(sizes[axis] for axis in axes)) else ""
     return _Kind(
         unit=placement.unit,

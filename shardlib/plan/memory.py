@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 
 from shardlib.common.disk import whole_blocks
 from shardlib.mesh.memories import MEMORIES, window
+from shardlib.plan.buckets import Bucket
 from shardlib.plan.value import ROLES, PlanValue
 from shardlib.schedules import peak_of_stages
 
@@ -85,9 +87,9 @@ def live_bytes(plan: PlanValue) -> int | None:
     """Peak bytes that a rank holds in addition to `held_bytes` during a micro-batch; None when the plan was not traced.
 
     Counts the outputs of operations: activations and their gradients, temporary tensors, gathered parameters, gradients
-    before they are split. Measured on the first micro-batch. Leaves out workspace inside an operation, the optimizer's
-    temporary tensors, and gradients that wait for the network. With several stages an upper bound for the rank that holds
-    most: what all micro-batches in flight keep, plus what one needs in addition while it computes.
+    before they are split. Measured on the first micro-batch, with links and a network that take as long as they may. Leaves
+    out workspace inside an operation. With several stages an upper bound for the rank that holds most: what all micro-batches
+    in flight keep, plus what one needs in addition while it computes.
     """
     if plan.traces is None:
         return None
@@ -101,17 +103,55 @@ def live_bytes(plan: PlanValue) -> int | None:
 def peak_bytes(plan: PlanValue) -> int | None:
     """Peak bytes of the device's memory that a rank holds in a step, its batch left out; None when the plan was not traced.
 
-    `held_bytes` and `live_bytes` together; or less, in a step of one micro-batch in one stage, where gradients come into
-    being while activations go.
+    That of the micro-batches, or of the update if it is higher; temporary tensors of the optimizer are left out. In one stage
+    micro-batches are as traced, with gradients that come into being while activations go, and leave for another memory. With
+    several stages, and in a tree of sums, at most `held_bytes` and `live_bytes` together.
     """
+    stepping = microbatch_bytes(plan)
+    state = held_bytes(plan, "total", "device") - held_bytes(plan, "grad", "device")
+    return None if stepping is None else state + max(stepping, updating_bytes(plan))
+
+
+def microbatch_bytes(plan: PlanValue) -> int | None:
+    """Peak bytes that micro-batches hold on the device beside the state, gradients included; None without a trace."""
     live = live_bytes(plan)
     if live is None or plan.traces is None:
         return None
-    total = held_bytes(plan, "total", "device")
-    leave = any(bucket.memory.optimizer != bucket.memory.grad for bucket in plan.trained)
-    if plan.stages.axes or plan.step.microbatches > 1 or leave:
-        return total + live
-    return total - held_bytes(plan, "grad", "device") + plan.traces[0].peak
+    added = plan.stages.axes or plan.step.tree
+    return held_bytes(plan, "grad", "device") + live if added else plan.traces[0].peak
+
+
+def updating_bytes(plan: PlanValue) -> int:
+    """Peak bytes that the update holds on the device beside the state: gradients, and new parameters that are gathered.
+
+    All shards are there before the first gather, and two gathers at most are under way: see `shardlib.optim.storing`.
+    """
+    if len(plan.views) > 1:
+        return max(map(updating_bytes, plan.views))
+    stays = [bucket for bucket in plan.trained if bucket.memory.optimizer == "device"]
+    gathered = [bucket for bucket in plan.trained if bucket.owners(bucket.param_level) > 1]
+    live = sum(bucket.size(bucket.grad_level) * bucket.reduce_dtype.itemsize for bucket in stays)
+    live += sum(map(_new_shard, gathered))
+    peak, under_way = live, deque[Bucket]()
+    for bucket in gathered:
+        if len(under_way) == 2:
+            first = under_way.popleft()
+            live -= _rank_major(first) + _new_shard(first)
+        under_way.append(bucket)
+        live += _rank_major(bucket)
+        peak = max(peak, live)
+    return peak
+
+
+def _new_shard(bucket: Bucket) -> int:
+    """Bytes of a copy of this rank's share of new parameters, beside those that are stored."""
+    in_place = bucket.alone and bucket.memory.optimizer == bucket.memory.param
+    return 0 if in_place else bucket.owned * bucket.dtype.itemsize
+
+
+def _rank_major(bucket: Bucket) -> int:
+    """Bytes of a gathered buffer before its leaves are put in order."""
+    return 0 if bucket.alone else bucket.size(bucket.param_level) * bucket.dtype.itemsize
 
 
 def kept_on_host(plan: PlanValue) -> int:

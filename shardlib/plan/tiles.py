@@ -43,11 +43,21 @@ def _failures(plan: PlanValue, bucket: Bucket) -> Iterator[str]:
         )
 
 
+def comes(resolved: Resolved, split: Iterable[str], sliced: Iterable[str]) -> bool:
+    """Whether a leaf is brought to the device for use: gathered along axes, from another memory, or both.
+
+    Args:
+        split: the axes that parameters lie on.
+        sliced: the axes of the leaf's slices.
+    """
+    return bool(set(split) - set(sliced)) or resolved.location("param").memory != "device"
+
+
 def idle_tiles(resolved: Resolved, split: Iterable[str]) -> list[str]:
-    """A line for the log on leaves that have tiles and are never gathered. ``split``: the axes that parameters lie on."""
+    """A line for the log on leaves that have tiles and are on the device, whole. ``split``: as in `comes`."""
     idle = [
         path
         for path, use in resolved.uses.items()
-        if (use.tiles or 1) > 1 and not set(split) - set(use.spec.axes if use.spec else ())
+        if (use.tiles or 1) > 1 and not comes(resolved, split, use.spec.axes if use.spec else ())
     ]
     return [f"not gathered, so used whole instead of in tiles: {', '.join(idle)}"] if idle else []

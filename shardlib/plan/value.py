@@ -56,8 +56,8 @@ class Trace:
         touches: units in the order they are gathered, forward then backward.
         activations: axis -> payload bytes of the collectives inside the loss.
         live: peak bytes while the micro-batch is computed, gradients of parameters left out.
-        peak: the same with gradients of parameters as they come, if no earlier micro-batch has made them.
-        kept: bytes held from the micro-batch's forward to its backward, the incoming carry included.
+        peak: the same with gradients of parameters as they come; in one stage the peak of all of a step's micro-batches.
+        kept: bytes held from the micro-batch's forward to its backward, the incoming carry included if it stays.
         forward: bytes of the carry that is sent to the next stage.
         backward: bytes of the gradient that comes back for that carry.
         down: bytes copied to host memory.

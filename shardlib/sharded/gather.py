@@ -24,6 +24,7 @@ class Gather:
         route: the gathers. Where values are packed, a rank's own values are decoded as the other ranks' are.
         buffer: this rank's buffer at the level at which the route begins, in any memory.
         out: the buffer for the result; None for new memory.
+        comes: whether the buffer counts as one in another memory, though it is not (in a trace, which has one memory).
 
     Attributes:
         passed: level -> the buffer at that level, for the levels that `wait` has reached.
@@ -31,16 +32,21 @@ class Gather:
     """
 
     def __init__(
-        self, mesh: Mesh, route: Sequence[Exchange], buffer: torch.Tensor, out: torch.Tensor | None = None
+        self,
+        mesh: Mesh,
+        route: Sequence[Exchange],
+        buffer: torch.Tensor,
+        out: torch.Tensor | None = None,
+        comes: bool = False,
     ) -> None:
         self._mesh, self._todo = mesh, list(route)
         self._buffer, self._out = buffer, out
         self.passed: dict[int, torch.Tensor] = {}
         self._under_way: Exchange | None = None
         self.transfer: Transfer | None = None
-        if buffer.device != mesh.device:
-            self._buffer = torch.empty_like(buffer, device=mesh.device)
-            self.transfer = mesh.transfers.copy(buffer, self._buffer)
+        if comes or buffer.device != mesh.device:
+            self._buffer = up = torch.empty_like(buffer, device=mesh.device)
+            self.transfer = mesh.transfers.start("up", lambda: up.copy_(buffer, non_blocking=True), buffer)
         else:
             self._launch()
 
@@ -64,7 +70,7 @@ class Gather:
                 message = exchange.packing.pack(self._buffer)
                 self._packed = message.new_empty((ways, len(message)))
                 self._work = primitives.all_gather(self._mesh, exchange.axis, self._packed, message)
-        self._buffer = whole
+        self._sent, self._buffer = self._buffer, whole  # what the exchange reads stays until it has ended
 
     def _land(self) -> None:
         """Wait for the gather that is under way, decode it, and bring it in leaf-major order."""
@@ -79,7 +85,7 @@ class Gather:
             leaves = [leaf.view(ways, -1) for leaf in bucket.leaf_segments(self._buffer, self._under_way.target)]
             widths = [leaf.shape[1] for leaf in leaves]
             torch.split_with_sizes_copy(self._gathered.view(ways, -1), widths, dim=1, out=leaves)
-        del self._gathered
+        del self._gathered, self._sent
         self.passed[self._under_way.target] = self._buffer
 
     def wait(self) -> torch.Tensor:

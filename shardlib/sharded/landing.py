@@ -87,7 +87,7 @@ class Landing:
         if not self.moves(bucket):
             if further:
                 grad = self._here[bucket.name].add_(grad)
-            self._squares[bucket.name] = self._counting.summand(sum_of_squares, bucket, grad)
+            self._squares[bucket.name] = self._squares_of(bucket, grad)
             if self.takes(bucket) and not further:
                 self._here[bucket.name] = grad
                 self._follow(bucket, grad, Transfer())
@@ -97,8 +97,8 @@ class Landing:
             self.wait(bucket.name)
             target = self._addends[bucket.name] = self._spare(bucket, grad.dtype)
         else:
-            self._squares[bucket.name] = self._counting.summand(sum_of_squares, bucket, grad)
-        transfer = self._transfers[bucket.name] = self._mesh.transfers.copy(grad, target)
+            self._squares[bucket.name] = self._squares_of(bucket, grad)
+        transfer = self._transfers[bucket.name] = self._copy(grad, target)
         if not further:
             self._follow(bucket, landed, transfer)
         self._flying.append((transfer, grad.numel()))
@@ -108,6 +108,12 @@ class Landing:
             first.wait()
             self._in_flight -= numel
         return landed
+
+    def _squares_of(self, bucket: Bucket, grad: torch.Tensor) -> torch.Tensor:
+        return self._counting.summand(sum_of_squares, bucket, grad)
+
+    def _copy(self, grad: torch.Tensor, target: torch.Tensor) -> Transfer:
+        return self._mesh.transfers.copy(grad, target)
 
     def _follow(self, bucket: Bucket, grad: torch.Tensor, transfer: Transfer) -> None:
         if self._follower is not None:
@@ -154,3 +160,19 @@ class Landing:
         """Return once every gradient has landed."""
         for name in list(self._transfers):
             self.wait(name)
+
+
+class Imagined(Landing):
+    """Landing for planning: tensors have no values, and the other memory is that of the meta device."""
+
+    def moves(self, bucket: Bucket) -> bool:
+        return bucket.memory.optimizer != "device"
+
+    def _squares_of(self, bucket: Bucket, grad: torch.Tensor) -> torch.Tensor:
+        return torch.empty(0, device="meta")
+
+    def _copy(self, grad: torch.Tensor, target: torch.Tensor) -> Transfer:
+        return self._mesh.transfers.start("down", lambda: None, grad)
+
+    def _buffer(self, name: str, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
+        return self._kept.setdefault(name, torch.empty(bucket.owned, dtype=dtype, device="meta"))

@@ -91,6 +91,7 @@ class Reduction:
 
     def _launch(self) -> None:
         self._works: list[primitives.Work] = []
+        self._sent: list[torch.Tensor] = []  # what the exchange under way reads
         self._compressed: CompressedSum | None = None
         self._under_way = bool(self._todo)
         if not self._todo:
@@ -110,6 +111,7 @@ class Reduction:
             for partial in self.sums:
                 partial.within = None  # messages are decoded into new memory, and this may hold a residual by now
         elif first.op is Op.SCATTER:
+            self._sent = [partial.buffer for partial in self.sums]
             self._works = [self._scatter(axis, partial) for partial in self.sums]
         else:
             self._works = [primitives.all_reduce(self._mesh, axis, partial.buffer) for partial in self.sums]

@@ -7,6 +7,7 @@ PLANS = {
     "outputs": lambda sl: [sl.zero(3), sl.tile(["*/mlp/*", "*/attn/*", "head/weight", "embed/tokens"], 2)],
     "outputs, sliced": lambda sl: [sl.zero(3), sl.tile(["*/mlp/*", "*/attn/*"], 2)],
     "outputs, offloaded": lambda sl: [sl.zero(3), sl.accumulate(2), sl.offload(), sl.tile("*/mlp/*", 4)],
+    "outputs, in another memory": lambda sl: [sl.zero(0), sl.offload(params="host"), sl.tile("*/mlp/*", 4)],
     "outputs, in bf16": lambda sl: [sl.zero(3), sl.precision("bf16"), sl.tile("*/mlp/*", 4)],
 }
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import shardlib as sl
 from shardlib.errors import HandleError, IllegalComposition
 from shardlib.execute.activations.host import HostMemory, Imagined
+from shardlib.mesh.transfers import Transfers
 from shardlib.models import gpt
 from shardlib.plan.recompute import fewest
 
@@ -133,7 +134,7 @@ def test_blocks_that_begin_between_column_and_row_are_refused():
 
 def test_buffers_are_used_again():
     """As many as are in use at once: a longer batch takes larger ones in the place of those that it cannot use."""
-    memory = HostMemory(Imagined())
+    memory = HostMemory(Imagined(Transfers(torch.device("cpu"), abstract=True)))
     first = [memory.take(size) for size in (10, 30, 20)]
     assert memory.held == 60
     for buffer in first:

@@ -154,6 +154,19 @@ def test_what_is_gathered_at_a_time_is_two_tiles(tiles):
     assert live(sl.tile("*", tiles)) <= 2 * whole // tiles + activations
 
 
+def test_what_comes_from_another_memory_comes_in_tiles():
+    """Also where it is whole there; with a state that is split otherwise it is refused."""
+    params = {"w": torch.empty(32, 8, device="meta")}
+    parallel = sl.chain(sl.zero(0), sl.offload(params="host"), sl.tile("w", 4))
+    for ranks in (1, 2):
+        plan = sl.make_plan(params, sl.abstract_mesh(data=ranks), parallel)
+        tiles = [f"w (tile {number} of 4)" for number in range(4)]
+        assert plan.gathers == (*tiles, *reversed(tiles))
+    assert "not gathered" in str(sl.make_plan(params, sl.abstract_mesh(data=1), sl.chain(sl.zero(0), sl.tile("w", 4))))
+    with pytest.raises(IllegalComposition, match=r"w: its optimizer state is split over axis 'data' too.*zero\(3"):
+        sl.make_plan(params, sl.abstract_mesh(data=2), sl.chain(sl.zero(1), *parallel.transforms[1:]))
+
+
 def test_a_checkpoint_knows_nothing_of_tiles(tmp_path):
     loss_fn, params = tiny_gpt(**CONFIG.__dict__)
     kinds = {"cut": [sl.zero(3), sl.tile(ALL, 4)], "uncut": [sl.zero(3)], "whole": [sl.zero(1), sl.tile(ALL, 2)]}

@@ -48,11 +48,14 @@ class Pinned:
 class Imagined:
     """A link for planning: tensors have no values, and host memory is that of the meta device."""
 
+    def __init__(self, transfers: Transfers) -> None:
+        self._transfers = transfers
+
     def buffer(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device="meta")
 
     def copy(self, way: str, target: torch.Tensor, source: torch.Tensor) -> Transfer:
-        return Transfer()
+        return self._transfers.start(way, lambda: None)
 
 
 class HostMemory:
@@ -155,6 +158,10 @@ class InHost:
             self._wait()  # also for other uses of the memory
             self._here = None
 
+    def spend(self) -> None:
+        """Let go of the tensor that was brought back, for good. Its host memory is for the next step."""
+        self.release()
+
     def free(self) -> None:
         """Give the host memory back; the tensor is not needed any more."""
         self.leave()
@@ -166,4 +173,4 @@ def host_memory(how: Recompute | None, mesh: Mesh) -> HostMemory | None:
     """Host memory for inputs of blocks; None if they stay on the device, which on the CPU is the host."""
     if how is None or not how.host or not (mesh.abstract or mesh.transfers.apart):
         return None
-    return HostMemory(Imagined() if mesh.abstract else Pinned(mesh.transfers))
+    return HostMemory(Imagined(mesh.transfers) if mesh.abstract else Pinned(mesh.transfers))

@@ -45,6 +45,10 @@ class Kept(Protocol):
         """Let go of the tensor that was brought back. It can be fetched again."""
         ...
 
+    def spend(self) -> None:
+        """Give up what the device holds: the tensor is not needed again."""
+        ...
+
     def free(self) -> None:
         """Give up what the store holds."""
         ...
@@ -66,10 +70,12 @@ class _Entry:
 
     Attributes:
         first: the number of the first block that was given it, which is the last to be recomputed.
+        users: how many blocks that were given it have not been recomputed in the last backward.
     """
 
     kept: Kept
     first: int
+    users: int = 0
 
 
 class Keeper:
@@ -94,6 +100,7 @@ class Keeper:
         self._blocks: list[list[_Entry]] = []
         self._known: dict[Any, tuple[Callable[[], Any], _Entry]] = {}
         self._here: dict[_Entry, None] = {}  # those that are back, or on their way
+        self._last = False  # whether the last backward runs
 
     def keep(self, fn: Function, args: Arguments, has_context: bool) -> tuple[Function, Arguments]:
         """What a checkpoint is to recompute, and to keep for it, in place of ``fn(*args)``.
@@ -110,6 +117,8 @@ class Keeper:
         number = len(self._blocks)
         entries = [self._entry(args[position], number) for position in taken]
         self._blocks.append(entries)
+        for entry in dict.fromkeys(entries):
+            entry.users += 1
         # A tensor without elements tells the checkpoint whose generators it has to restore.
         sign = torch.empty(0, device=args[taken[0]].device)
         left = [None if position in taken else arg for position, arg in enumerate(args)]
@@ -129,9 +138,14 @@ class Keeper:
         if self._store is not None:
             self._store.settle()
 
-    def turn(self) -> None:
-        """Begin the backward: start to bring back what it needs first."""
+    def turn(self, last: bool) -> None:
+        """Begin a backward: start to bring back what it needs first.
+
+        Args:
+            last: whether no block is recomputed again after this backward.
+        """
         self.rest()
+        self._last = last
         if self._blocks:
             self._fetch(self._blocks[-1])
 
@@ -142,6 +156,7 @@ class Keeper:
         self._blocks.clear()
         self._known.clear()
         self._here.clear()
+        self._last = False
 
     def _takes(self, arg: Any) -> bool:
         return (
@@ -172,6 +187,10 @@ class Keeper:
             for entry in [entry for entry in self._here if entry.first >= number]:
                 entry.kept.release()  # blocks before this one do not need it
                 del self._here[entry]
+            for entry in dict.fromkeys(entries) if self._last else ():
+                entry.users -= 1
+                if entry.users == 0:
+                    entry.kept.spend()
             if number:
                 self._fetch(self._blocks[number - 1])
         return tensors

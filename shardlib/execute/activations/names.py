@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardlib.common._compat import TorchDispatchMode, pytree, storage_id, version_of, without_top_mode
+from shardlib.common._compat import SELECTIVE_MODES, TorchDispatchMode, pytree, storage_id, version_of, without_top_mode
 from shardlib.errors import HandleError
 from shardlib.nn.names import naming
 
@@ -64,6 +64,10 @@ class _Numbering(TorchDispatchMode):
     @abstractmethod
     def _meet(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """A value that the block names, as the block goes on with it."""
+
+
+# The dispatch modes by which policies see what a block computes.
+RECOMPUTE_MODES = (*SELECTIVE_MODES, _Numbering)
 
 
 class Forward(_Numbering):

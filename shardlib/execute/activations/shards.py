@@ -56,8 +56,11 @@ class _Held:
 
     def release(self) -> None: ...
 
-    def free(self) -> None:
+    def spend(self) -> None:
         self._tensor = None
+
+    def free(self) -> None:
+        self.spend()
 
 
 class Shards:
@@ -130,6 +133,10 @@ class _Share:
         self._gathering.wait()  # the memory must not be used for anything else before it has been written to
         self._share.release()
         self._whole = None
+
+    def spend(self) -> None:
+        self.release()
+        self._share.spend()
 
     def free(self) -> None:
         self.release()

@@ -18,6 +18,7 @@ from shardlib.execute.gradients import Gradients, Turn
 from shardlib.execute.handles import materialise
 from shardlib.execute.losses import refuse_reentrant_checkpoints
 from shardlib.execute.record import Record
+from shardlib.execute.stages.entry import entered
 from shardlib.execute.stages.messages import (
     TAGS,
     IncomingTensors,
@@ -44,7 +45,7 @@ class Run:
     """One micro-batch in one stage, between its forward and the end of its backward.
 
     Attributes:
-        inputs: differentiable tensors of the incoming carry.
+        inputs: leaves that stand for the differentiable tensors of the incoming carry.
         outputs: differentiable tensors of the result.
         seeds: gradients of the outputs.
         halved: whether the first half of a split backward is done; inputs, outputs and seeds are then empty.
@@ -163,8 +164,7 @@ class Interpreter:
         number, _, microbatch = action
         stage = self._position.stages[number]
         run = stage.begin(microbatch)
-        carry = self._carry(action)
-        run.inputs = differentiable(carry)
+        carry, run.inputs = entered(self._carry(action))
         assert self._gradients is not None
         result = run.executor.open(
             self._params,

@@ -104,8 +104,10 @@ class IncomingTensors:
             self._buffers.append((group, buffer, link.recv(buffer, tag + number) if numel else None))
 
     def wait(self) -> list[torch.Tensor]:
+        """The tensors, once: they are then the caller's alone."""
         tensors: dict[int, torch.Tensor] = {}
-        for group, buffer, work in self._buffers:
+        buffers, self._buffers = self._buffers, []
+        for group, buffer, work in buffers:
             if work is not None:
                 work.wait()
             shapes = [self._facts[index].shape for index in group]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -18,6 +19,7 @@ from shardlib.execute.losses import read_loss
 from shardlib.execute.phases import Phases, Work
 from shardlib.execute.sequence import require_whole_loss
 from shardlib.execute.stages.base import Call, keys_of
+from shardlib.execute.stages.entry import entered
 from shardlib.execute.stages.interpreter import Run, differentiable, fresh_leaf
 from shardlib.execute.stages.one import OneStage
 from shardlib.execute.stages.pipe import require_blocks
@@ -25,6 +27,7 @@ from shardlib.mesh.mesh import Mesh
 from shardlib.plan.plan import Plan
 from shardlib.plan.value import Trace
 from shardlib.rng import Key
+from shardlib.sharded.landing import Imagined
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, leaves_of, tree_map
 
@@ -37,22 +40,27 @@ def trace(
         return _trace_stages(loss_fn, plan, mesh, params, split_batch(batch, plan, mesh)[0], rng)
     runner = OneStage(loss_fn, plan, mesh, trained=True, with_buffers=buffers is not None)
 
-    def live_bytes() -> tuple[Peak, Peak]:
-        """The peaks of a micro-batch, with the cast batch: without the sums of gradients, and with them."""
+    def live_bytes(*indices: int) -> tuple[Peak, Peak]:
+        """The peaks of some micro-batches, with the cast batch: without the sums of gradients, and with them."""
         phases = Phases()
         live, runner.executor.around = LiveBytes(lambda: phases.now), phases.around
         with live:
             microbatches = split_batch(batch, plan, mesh)
             call = Call(params, microbatches, keys_of(plan, mesh, microbatches, rng), buffers, 1.0, 1.0)
-            gradients = runner.executor.gradients(default_options(mesh))
-            runner.microbatch(call, 0, buffers, gradients)
+            gradients = runner.executor.gradients(default_options(mesh, Imagined(plan, mesh, ())))
+            for index in indices:
+                runner.microbatch(call, index, buffers, gradients)
         return live.peak(without=gradients.held), live.peak()
 
     work = Work()
     with work:
-        (live, peak), activations, kept = live_bytes(), dict(mesh.traffic.activations), _kept(runner.executor)
+        (live, peak), activations, kept = live_bytes(0), dict(mesh.traffic.activations), _kept(runner.executor)
     if runner.executor.gathers:  # the second run follows the first one's trace, and gathers the next unit ahead
-        live, peak = max((live, peak), live_bytes())
+        live, peak = map(max, (live, peak), live_bytes(0))
+    if (
+        plan.step.microbatches > 1
+    ):  # the others find sums of earlier ones, and the last one ends with the step's exchanges
+        peak = max(peak, live_bytes(*sorted({0, 1, plan.step.microbatches - 1}))[1])
     noted = _noted(work, live, peak)
     return (Trace(runner.executor.touches, activations, live.bytes, peak.bytes, **noted, **kept),)
 
@@ -66,12 +74,18 @@ def _trace_stages(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: 
     phases = [Phases(start) for start, _ in spans]
     alive = [LiveBytes(lambda phase=phase: phase.now) for phase in phases]  # type: ignore[misc]
     work = [Work() for _ in spans]
-    memory: list[tuple[int, int]] = []  # bytes that a stage keeps of its own, and bytes of the incoming carry
+    memory: list[tuple[int, int]] = []  # bytes that a stage keeps, and bytes of the incoming carry
     gradients: list[Gradients] = []
     for stage, (start, stop) in enumerate(spans):
+        given, inputs = entered(carry)
+        arrived = [leaf.untyped_storage() for leaf in leaves_of(given) if isinstance(leaf, torch.Tensor)]
+        arriving, storages = sum(storage.nbytes() for storage in arrived), [*map(ref, arrived)]
+        carries = [given]  # from here the function's alone
+        del given, arrived
+        carry = None
 
-        def compute(tree: Tree, start: int = start, stop: int = stop, carry: Any = carry) -> Any:
-            result = materialise(blocks.run(tree, carry, batch, start, stop, rng))
+        def compute(tree: Tree, start: int = start, stop: int = stop, carries: list[Any] = carries) -> Any:
+            result = materialise(blocks.run(tree, carries.pop(), batch, start, stop, rng))
             return read_loss(result, False).total if stop == len(blocks) else result
 
         executor = Executor(plan.of_stage(stage), mesh, trained=True)
@@ -80,12 +94,13 @@ def _trace_stages(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: 
         with _counting(mesh, sent[stage]), alive[stage], work[stage]:
             result = executor.open(params, gradients[stage], compute)
         executor.rest()
-        arrived = [leaf for leaf in leaves_of(carry) if isinstance(leaf, torch.Tensor)]
-        memory.append((alive[stage].now, sum(leaf.nbytes for leaf in arrived)))
-        runs.append(Run(executor, differentiable(carry), differentiable(result)))
+        stays = sum(storage.nbytes() for each in storages if (storage := each()) is not None)
+        memory.append((alive[stage].now + stays, arriving))
+        runs.append(Run(executor, inputs, differentiable(result)))
         tensors = [leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)]
         passed.append((sum(leaf.nbytes for leaf in tensors), sum(leaf.nbytes for leaf in runs[-1].outputs)))
-        carry = tree_map(fresh_leaf, result)
+        # As from another rank: in memory of its own.
+        carry = tree_map(lambda leaf: fresh_leaf(leaf.clone()) if isinstance(leaf, torch.Tensor) else leaf, result)
     if plan.step.sequence:
         require_whole_loss(plan.step.sequence, mesh, {step for run in runs for step in run.executor.record.done}, None)
     if plan.step.remat:
@@ -103,7 +118,7 @@ def _trace_stages(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: 
     peaks = [(watch.peak(without=grads.held), watch.peak()) for watch, grads in zip(alive, gradients)]
     return tuple(
         Trace(
-            run.executor.touches, counts, live.bytes + carry_bytes, peak.bytes + carry_bytes, kept + carry_bytes,
+            run.executor.touches, counts, live.bytes + carry_bytes, peak.bytes + carry_bytes, kept,
             out, back, **_noted(done, live, peak), **_kept(run.executor),
         )
         for run, (out, back), counts, (kept, carry_bytes), (live, peak), done

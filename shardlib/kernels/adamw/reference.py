@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from shardlib.kernels.adamw.arguments import Direction, DirectionFactors, Factors, Step
+from shardlib.kernels.common.chunks import chunks
 
 
 def load(device: torch.device) -> str:
@@ -15,6 +16,12 @@ def load(device: torch.device) -> str:
 
 
 def adamw_(step: Step) -> None:
+    param, grad, mu, nu, copy, factors, scale = step
+    for p, g, m, v, *narrow in chunks([param, grad, mu, nu] if copy is None else [param, grad, mu, nu, copy]):
+        _step(Step(p, g, m, v, narrow[0] if narrow else None, factors, scale))
+
+
+def _step(step: Step) -> None:
     param, grad, mu, nu, copy, factors, scale = step
     m, v, moved = changes(grad, mu, nu, factors, scale)
     p = param.to(m.dtype) * factors.decay - moved

@@ -6,6 +6,7 @@ Planning uses it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,8 +35,11 @@ class EchoGroup:
         return Work()
 
     def reduce_scatter(self, out: torch.Tensor, inp: torch.Tensor) -> Work:
+        in_place = storage_id(inp.untyped_storage()) == storage_id(out.untyped_storage())
+        # gloo, which serves all devices but GPUs, needs room for the other ranks' chunks.
+        room = inp.new_empty(inp.numel() - out.numel() if in_place and inp.device.type != "cuda" else 0)
         out.view(-1).copy_(inp.reshape(self.size, -1)[self.rank]).mul_(self.size)
-        return Work()
+        return Work(partial(_let_go, room))
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor) -> Work:
         out.view(self.size, -1).copy_(inp.reshape(self.size, -1)[self.rank])
@@ -59,3 +63,7 @@ class EchoGroup:
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value] * self.size
+
+
+def _let_go(room: torch.Tensor) -> None:
+    """Wait for an exchange that needed room."""

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from shardlib.common import _compat
+from shardlib.common._compat import storage_id
 from shardlib.errors import RankFailure
 from shardlib.mesh.transport import activity, watch
 from shardlib.mesh.transport.activity import Call, Series
@@ -75,22 +76,28 @@ class ProcessGroup:
                 inp,
             )
         chunks = inp.view(self.size, -1)
-        received = {peer: torch.empty_like(chunks[peer]) for peer in self._peers}
+        # The chunk that is added last is received where the result will be, unless that is in ``inp``.
+        added_last = 0 if self.rank == self.size - 1 else self.size - 1
+        apart = storage_id(out.untyped_storage()) != storage_id(inp.untyped_storage())
+        received = {
+            peer: out.view(-1) if peer == added_last and apart else torch.empty_like(chunks[peer])
+            for peer in self._peers
+        }
 
         def start() -> list[Any]:
             return self._messages({peer: chunks[peer] for peer in self._peers}, received)
 
         def total() -> None:
             ordered = [received.get(rank, chunks[self.rank]) for rank in range(self.size)]
-            if out.dtype.itemsize >= 4:
-                # ``out`` may be this rank's chunk of ``inp``, so nothing is written to it before the chunk was read.
+            if out.dtype.itemsize >= 4 or self.size == 2:
+                # ``out`` may be one of the summands, so nothing is written to it before that was read.
                 *first, last = ordered
                 so_far = first[0]
                 for chunk in first[1:]:
                     so_far = torch.add(so_far, chunk, out=first[0] if self.rank else first[1])
                 torch.add(so_far, last, out=out.view(-1))
             else:
-                # torch.sum accumulates 16-bit floats in fp32; repeated additions would round each time.
+                # torch.sum accumulates 16-bit floats in fp32; more than one addition would round each time.
                 torch.sum(torch.stack(ordered), 0, out=out.view(-1))
 
         return self._guard("reduce_scatter", start, inp, then=total)

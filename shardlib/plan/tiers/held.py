@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from shardlib.mesh.memories import MEMORIES
-from shardlib.plan.memory import held_bytes, kept_on_host, live_bytes, peak_bytes
+from shardlib.plan.memory import held_bytes, kept_on_host, live_bytes, microbatch_bytes, peak_bytes
 from shardlib.plan.tables import size
 from shardlib.plan.value import PlanValue
 from shardlib.schedules import peak_of_stages
@@ -79,12 +79,14 @@ def _device(view: PlanValue, batch: int) -> Tier:
         return Tier("device", "at all times", parts)
     in_flight, traces = peak_of_stages(view.stages.schedule), view.traces
     stage = max(view.local_stages, key=lambda stage: traces[stage].live - traces[stage].kept)
+    step = peak - sum(_state(view, "device", without="grad").values())
     together = peak == held_bytes(view, "total", "device") + (live_bytes(view) or 0)
     when = f"in {traces[stage].live_in if together else traces[stage].peak_in}"
-    if view.stages.axes:
+    if step > (microbatch_bytes(view) or 0):
+        when = "in the update"
+    elif view.stages.axes:
         held = sum(in_flight[number] for number in view.local_stages)
         when += f", with {held} micro-batch{'es' * (held > 1)} in flight"
-    step = peak - sum(_state(view, "device", without="grad").values())
     return Tier("device", when, parts | {_STEP: step})
 
 

@@ -86,7 +86,7 @@ def reset() -> None:
 @contextmanager
 def limits(budget: int = 0, up: float = 0.0, down: float = 0.0, host: int = 0) -> Iterator[None]:
     """Budgets of the device's memory and of the host's (see `Counts`) in bytes, and the links' rates in bytes per second; 0
-    for none."""
+    for none. With a rate below 0 a copy that runs behind takes until somebody waits for it."""
     library = _library()
     library.rig_set_budgets(budget, host)
     library.rig_set_rates(up, down)

@@ -17,6 +17,7 @@ class Link {
   void carry(int64_t bytes, const Job& copy) {
     ++copies;
     moved += bytes;
+    if (rate < 0 && Worker::here()) Worker::here()->until_wanted();
     auto begin = Clock::now();
     if (rate <= 0) {
       copy();
@@ -31,7 +32,7 @@ class Link {
   }
 
   std::atomic<int64_t> copies{0}, moved{0};
-  std::atomic<double> rate{0};  // bytes per second; 0 for a link that takes no time
+  std::atomic<double> rate{0};  // bytes per second; 0: a copy takes no time; below 0: until somebody waits for it
 
  private:
   int64_t kind_;

@@ -1,5 +1,6 @@
 // Streams of the test device: each is a thread with a queue of jobs. Number 0 is the default stream.
 #pragma once
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -31,7 +32,21 @@ class Worker {
   // Wait until job number `job` has ended.
   void wait(uint64_t job) {
     std::unique_lock<std::mutex> lock(mutex_);
+    wanted_ = std::max(wanted_, job);
+    changed_.notify_all();
     changed_.wait(lock, [&] { return done_ >= job; });
+  }
+
+  // In a job: wait until somebody waits for it.
+  void until_wanted() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [&] { return wanted_ > done_; });
+  }
+
+  // The worker whose job this thread does; null in other threads.
+  static Worker*& here() {
+    static thread_local Worker* worker = nullptr;
+    return worker;
   }
 
   bool reached(uint64_t job) {
@@ -50,6 +65,7 @@ class Worker {
 
  private:
   void run() {
+    here() = this;
     for (;;) {
       Job job;
       {
@@ -69,7 +85,7 @@ class Worker {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Job> queue_;
-  uint64_t given_ = 0, done_ = 0;
+  uint64_t given_ = 0, done_ = 0, wanted_ = 0;
 };
 
 class Streams {
