@@ -158,8 +158,13 @@ class BucketOnDisk(Packed):
             whole = self._buffers[self._bucket.name]
             whole[first : first + values.numel()] = values.reshape(-1)
             values = whole
-        self._buffers.files.write(self._bucket.name, values.reshape(-1))
-        self._buffers.flush()  # what fails is this call's error
+        files = self._buffers.files
+        try:
+            files.write(self._bucket.name, values.reshape(-1))
+            self._buffers.flush()  # what fails is this call's error
+        except BaseException:
+            files.roll_back()  # for the next attempt
+            raise
 
 
 def rests(plan: Plan) -> bool:

@@ -8,7 +8,6 @@ behind, and become the next step's on all ranks or on none. In a train state `On
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -26,7 +25,7 @@ from shardlib.optim.storing import Storing, optimizer_shard
 from shardlib.optim.train_state import OptimizerState
 from shardlib.optim.undone import Undone
 from shardlib.plan.plan import Plan
-from shardlib.sharded.disk import Flat, open_for_run
+from shardlib.sharded.disk import Flat, close_with, open_for_run
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import flatten, leaves_of, path_name, tree_map, unflatten
 
@@ -139,7 +138,7 @@ class StatesOnDisk:
         self.version = self._next = 0
         problem = "the files for states on disk could not be opened"
         self.store = open_for_run(mesh, folders, buffers, window(list(sizes.values())), problem)
-        weakref.finalize(self, self.store.close)
+        close_with(self, self.store)
 
     def require(self, state: OptimizerState) -> None:
         for leaf in leaves_of(followed(state)):

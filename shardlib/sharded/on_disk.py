@@ -7,14 +7,13 @@ from which units that are announced are read before they are asked for. A tile o
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from shardlib.collectives.attempts import on_all_ranks
+from shardlib.collectives.attempts import attempted, error_of
 from shardlib.errors import DonatedStateError
 from shardlib.mesh.memories import MEMORIES, window
 from shardlib.mesh.mesh import Mesh
@@ -23,7 +22,7 @@ from shardlib.plan.buckets import Bucket
 from shardlib.plan.exchanges import Exchange
 from shardlib.plan.memory import resting_sizes
 from shardlib.plan.plan import Plan
-from shardlib.sharded.disk import Fetch, Flat, open_for_run
+from shardlib.sharded.disk import Fetch, Flat, close_with, open_for_run
 from shardlib.sharded.gather import Gather
 
 FOLDER = "parameters"  # beside the files of the optimizer's states
@@ -37,6 +36,7 @@ class ParamsOnDisk:
         store: the files.
         writes: how many there have been, without those that were taken back.
         version: the number of the trees that the values belong to; those of earlier ones are written over.
+        given: the last number that was given to a tree; trees of skipped and failed steps have theirs too.
 
     Raises:
         StorageError: the folders are in use, hold other parameters, cannot be written to, or have too little space.
@@ -46,7 +46,7 @@ class ParamsOnDisk:
     def __init__(self, plan: Plan, mesh: Mesh) -> None:
         assert plan.claims is not None  # they say that the parameters are on disk
         self.mesh, self._buckets = mesh, plan.bucket_of
-        self.version = self.writes = self._committed = 0
+        self.version = self.given = self.writes = self._committed = 0
         self._begun: dict[str, Fetch] = {}  # announced and not asked for yet
         self._leaving: deque[tuple[torch.Tensor, Transfer]] = deque()  # on their way to the device
         folders = [Path(folder) / FOLDER for folder in plan.claims.location("param").folders]
@@ -55,7 +55,12 @@ class ParamsOnDisk:
         }
         problem = "the files for parameters on disk could not be opened"
         self.store = open_for_run(mesh, folders, flats, window(list(resting_sizes(plan).values())), problem)
-        weakref.finalize(self, self.store.close)
+        close_with(self, self.store)
+
+    def tree(self) -> BuffersOnDisk:
+        """The buffers of a further tree, which a commit makes the files' content."""
+        self.given += 1
+        return BuffersOnDisk(self, self.given)
 
     def part(self, bucket: Bucket) -> BufferOnDisk:
         """The buffer of a bucket, or of one of its tiles, for use."""
@@ -69,8 +74,10 @@ class ParamsOnDisk:
         )
         for part, view in zip(bucket.cut, bucket.of_tiles(values), strict=True):
             lent = self._fetch(part.name).result()
-            view.copy_(lent)
-            self.store.release(lent)
+            try:
+                view.copy_(lent)
+            finally:
+                self.store.release(lent)
         return values
 
     def write(self, name: str, values: torch.Tensor) -> None:
@@ -93,10 +100,16 @@ class ParamsOnDisk:
         """Read a buffer, and start to bring it to the device and to gather it."""
         lent = self._fetch(name).result()
         if not self.mesh.transfers.apart:
-            values = lent.clone()  # what the loss function is given must not change when other buffers are read
-            self.store.release(lent)
+            try:
+                values = lent.clone()  # what the loss function is given must not change when other buffers are read
+            finally:
+                self.store.release(lent)
             return Gather(self.mesh, route, values)
-        gather = Gather(self.mesh, route, lent)
+        try:
+            gather = Gather(self.mesh, route, lent)
+        except BaseException:  # such as a device without memory
+            self.store.release(lent)
+            raise
         if gather.transfer is not None:
             self._leaving.append((lent, gather.transfer))
         return gather
@@ -185,7 +198,7 @@ class BuffersOnDisk(Mapping[str, torch.Tensor]):
 
     def next(self) -> BuffersOnDisk:
         """The buffers that a step makes of these."""
-        return BuffersOnDisk(self.files, self._version + 1)
+        return self.files.tree()
 
     def settle(self) -> None:
         """Commit what was written since the last step, so that the next one can be taken back to it."""
@@ -207,16 +220,20 @@ class BuffersOnDisk(Mapping[str, torch.Tensor]):
 
 
 class Filling:
-    """Files that are filled with parameters, bucket by bucket. What they held before becomes invalid."""
+    """Files that are filled with parameters, bucket by bucket. What they held before becomes invalid, if none fails."""
 
     def __init__(self, files: ParamsOnDisk) -> None:
         self._files = files
+        self._begun = False
         self._failure: Exception | None = None
 
     def put(self, name: str, values: torch.Tensor) -> None:
         """Write a bucket's buffer. An error is raised by `finish`, on all ranks."""
         if self._failure is None:
             try:
+                if not self._begun and self._files.store.changed:
+                    self._files.commit()  # what a checkpoint or an import has written stays, whatever fails
+                self._begun = True
                 self._files.write(name, values)
             except Exception as error:
                 self._failure = error
@@ -225,8 +242,8 @@ class Filling:
         """The buffers, in the files. Collective.
 
         Raises:
-            StorageError: they could not be written.
-            RankFailure: those of another rank could not.
+            StorageError: they could not be written; the files of all ranks hold what they held before.
+            RankFailure: those of another rank could not; likewise.
         """
 
         def complete() -> None:
@@ -234,9 +251,14 @@ class Filling:
                 raise self._failure
             self._files.store.flush()
 
-        on_all_ranks(self._files.mesh, complete, "the parameters could not be written to disk")
-        self._files.version += 1
-        return BuffersOnDisk(self._files, self._files.version)
+        failure, problems, _ = attempted(self._files.mesh, complete)
+        if problems:
+            if self._begun:
+                self._files.roll_back()
+            raise error_of(failure, problems, "the parameters could not be written to disk")
+        filled = self._files.tree()
+        filled.commit()
+        return filled
 
 
 def params_rest(plan: Plan) -> bool:

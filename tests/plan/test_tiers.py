@@ -148,8 +148,11 @@ def edited(message, parallel):
     codes = re.search(r"(?:that fit: |these do: )(.*)\. A step takes about", message)[1]
     for code in codes.split("; "):
         after, _, before = code.removeprefix("add ").partition(" in place of ")
+        if code.startswith("leave out "):
+            after, before = "", code.removeprefix("leave out ")
+        assert not before or before in [f"sl.{member.name}" for member in members]
         members = [member for member in members if f"sl.{member.name}" != before]
-        members.append(eval(after, {"sl": sl}))
+        members += [eval(after, {"sl": sl})] if after else []
     return sl.chain(*members)
 
 
@@ -185,9 +188,9 @@ def test_the_cheapest_change_is_named_and_fits():
     found = plan(named, device_memory=budget)
     assert f"device_memory={budget} is" in str(found)
     seconds = []
-    for change in changes(parallel, {"data": 4}, 34, elementwise=True, disk=False):
+    for changed in changes(parallel, {"device"}, {"data": 4}, 34, elementwise=True, disk=False):
         try:
-            seconds.append(nominal_seconds(plan(change.transform, device_memory=budget)))
+            seconds.append(nominal_seconds(plan(changed, device_memory=budget)))
         except IllegalComposition:
             continue
     assert len(seconds) > 2 and nominal_seconds(found) == min(seconds)
@@ -311,3 +314,38 @@ def make_plan_edits(tx):
                 device_memory=1, disk="1TB",
             )  # fmt: skip
     return " ".join(planned)
+
+
+@pytest.mark.parametrize(
+    "moved",
+    [
+        {"params": "host", "gradients": "host"},
+        {"fraction": 0.75},
+        {"speculate": True},
+        {"delay": True},
+    ],
+)
+def test_a_host_that_is_too_small_is_given_less(moved):
+    plan, _ = waves(ranks=1)
+    parallel = sl.chain(sl.zero(0), sl.offload(**moved))
+    limits = {"device_memory": "1GB", "host_memory": int(0.9 * tiers_of(plan(parallel))["host"].bytes)}
+    with pytest.raises(IllegalComposition, match=r"The cheapest change, of \d+ that fit") as refused:
+        plan(parallel, **limits)
+    assert plan(edited(str(refused.value), parallel), **limits).traces
+
+
+def test_states_on_disk_may_take_parameters_along_without_a_limit_of_the_disk():
+    widths, rest = [128] * 13, (sl.zero(0), sl.remat())
+    states = sl.offload("disk", folder="f")
+    both, host = (
+        planned(widths, *rest, sl.offload("disk", params=params, folder="f"), rows=1) for params in ("disk", "host")
+    )
+    held = [tiers_of(plan)["host"].bytes for plan in (both, host)]
+    assert held[0] < held[1]
+    limits = {
+        "device_memory": int(0.8 * planned(widths, *rest, states, rows=1).peak_bytes),
+        "host_memory": sum(held) // 2,
+    }
+    with pytest.raises(IllegalComposition, match=r"add|in place of") as refused:
+        planned(widths, *rest, states, rows=1, **limits)
+    assert planned(widths, *edited(str(refused.value), sl.chain(*rest, states)).transforms, rows=1, **limits).traces

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from shardlib.collectives.attempts import on_all_ranks
 from shardlib.mesh.mesh import Mesh
 from shardlib.sharded.disk.layout import Flat
-from shardlib.sharded.disk.store import Store
+from shardlib.sharded.disk.store import THREADS, Store
 
 
 def open_for_run(
@@ -37,3 +40,15 @@ def open_for_run(
             store.close()
         raise
     return opened[0]
+
+
+def close_with(holder: Any, store: Store) -> None:
+    """Close a store when what holds it is collected, on whichever thread that is."""
+    weakref.finalize(holder, _close, store)
+
+
+def _close(store: Store) -> None:
+    if threading.current_thread().name.startswith(THREADS):  # may be the store's own, which it cannot wait for
+        threading.Thread(target=store.close).start()
+    else:
+        store.close()

@@ -24,6 +24,7 @@ from shardlib.sharded.disk.record import NOTES, ZEROS, Record
 from shardlib.sharded.disk.transfers import Fetch, Write
 
 DEPTH = 8  # requests at once
+THREADS = "shardlib-disk"  # begins the names of their threads
 _REQUEST = Threshold(1 << 21)  # bytes of a request
 
 
@@ -75,7 +76,7 @@ class Store:
         self._files = Files(list(map(Path, folders)), Layout(rank, ranks, buffers, len(folders), request, durable))
         self._layout = self._files.layout
         self._pool = Pool(memory, pinned)
-        self._threads = ThreadPoolExecutor(DEPTH, "shardlib-disk")
+        self._threads = ThreadPoolExecutor(DEPTH, THREADS)
         self._busy: dict[str, list[Future[None]]] = {}  # requests of a buffer that may not be done
         self._changed: set[int] = set()  # files with writes since the last commit
         self._failure: Exception | None = None

@@ -25,8 +25,8 @@ class Fetch:
         Raises:
             StorageError: it could not be read; the memory is given back.
         """
-        wait(self._pending)
         try:
+            wait(self._pending)
             for request in self._pending:
                 request.result()
         except BaseException:
