@@ -306,7 +306,7 @@ def make_plan_edits(tx):
         patch.setitem(
             sl.make_plan.__globals__,
             "changes",
-            lambda *args, **options: planned.extend(edit.transform.name for edit in make(*args, **options)) or [],
+            lambda *args, **options: planned.extend(edit.name for edit in make(*args, **options)) or [],
         )
         with pytest.raises(IllegalComposition, match="There is no change that holds less"):
             sl.make_plan(
