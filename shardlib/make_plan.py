@@ -30,7 +30,7 @@ from shardlib.plan.transform import Transform
 from shardlib.rng import Key
 from shardlib.shard import default_transform
 from shardlib.sharded.tree import Sharded
-from shardlib.transforms.changes import changes
+from shardlib.transforms.changes import changes, difference
 from shardlib.tree import Tree, leaves_of, tree_map
 
 
@@ -112,9 +112,10 @@ def make_plan(
     if not limits.excess(plan):
         return replace(plan, claims=plan.claims and plan.claims.noting(map(str, limits.uses(plan))))
     rows = min((leaf.shape[0] for leaf in leaves if leaf.dim()), default=1)
-    elementwise, disk = optimizer.separable, "disk" in limits.bytes and not _packed(optimizer, plan)
-    edits = partial(changes, sizes=mesh.shape, rows=rows, elementwise=elementwise, disk=disk)
-    planner = Planner(limits, edits, rough, lambda other: fitted(rough(other), traced, limits))
+    storing = "disk" in limits.bytes or any(bucket.memory.optimizer == "disk" for bucket in plan.everywhere.buckets)
+    disk = storing and not _packed(optimizer, plan)
+    edits = partial(changes, sizes=mesh.shape, rows=rows, elementwise=optimizer.separable, disk=disk)
+    planner = Planner(limits, edits, difference, rough, lambda other: fitted(rough(other), traced, limits))
     raise planner.refusal(transform, plan)
 
 

@@ -46,7 +46,9 @@ def run(args: argparse.Namespace) -> int:
             ranks_per_host=args.ranks_per_host,
         )
     except ShardlibError as refusal:
-        raise SystemExit(f"shardlib plan: {refusal}") from None
+        limited = any((args.device_memory, args.host_memory, args.disk))
+        note = "\nWhat begins with sl. is Python, for sl.make_plan and sl.shard" if limited else ""
+        raise SystemExit(f"shardlib plan: {refusal}{note}") from None
     print(plan)
     if plan.stages.axes:
         timeline = schedules.simulate(plan.stages.schedule)

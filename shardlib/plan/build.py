@@ -15,6 +15,7 @@ from shardlib.common.disk import whole_blocks
 from shardlib.mesh.memories import MEMORIES, window
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.specs import check_leaves
+from shardlib.mesh.staging import taken
 from shardlib.plan.bucketing import buckets_of
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.check_axes import check_axes
@@ -180,8 +181,33 @@ def with_needs(plan: Plan, optimizer: Any) -> Plan:
     needs = []
     for view in plan.views:
         state, payload = optimizer.planned(view)
-        needs.append(OptimizerNeeds(*_optimizer_bytes(view, state), payload))
+        staged = _staged_bytes(view, optimizer.separable)
+        needs.append(OptimizerNeeds(*_optimizer_bytes(view, state), staged, payload))
     return replace(plan, needs=tuple(needs))
+
+
+def _staged_bytes(plan: PlanValue, separable: bool) -> int:
+    """Bytes of the slots for new parameters, which groups of buckets take in turns from step to step.
+
+    Args:
+        separable: whether buckets are updated one after the other.
+    """
+
+    def staged(bucket: Bucket) -> int:
+        here, there = (MEMORIES[memory] for memory in (bucket.memory.optimizer, bucket.memory.param))
+        passes = here.works != there.works and (bucket.master_dtype != bucket.dtype or here.rests)
+        return taken(bucket.owned, bucket.dtype) if passes else 0
+
+    elsewhere = [bucket for bucket in plan.trained if bucket.memory.optimizer != "device"]
+    if plan.step.ahead or not elsewhere:
+        return 0  # updates that run ahead have memory of their own
+    if not separable:
+        return sum(map(staged, plan.trained))
+    others = [bucket for bucket in plan.trained if bucket.memory.optimizer == "device"]
+    groups = [*([sum(map(staged, others))] if others else []), *map(staged, reversed(elsewhere))]
+    if len(groups) % 2 and len(groups) > 1:  # the next step begins with the other slot
+        return 2 * max(groups)
+    return sum(max(turn, default=0) for turn in (groups[::2], groups[1::2]))
 
 
 def _optimizer_bytes(plan: PlanValue, state: Tree) -> tuple[dict[str, int], dict[str, int]]:

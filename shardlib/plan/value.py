@@ -134,11 +134,13 @@ class OptimizerNeeds:
     Attributes:
         bytes: memory -> bytes that its state takes, master weights included.
         states: memory -> bytes of master weights and state alone, without what stands beside them (slots, copies, windows).
+        staged: bytes of host memory through which new parameters pass on their way to where they are stored.
         payload: axis -> payload bytes that one rank sends in the update.
     """
 
     bytes: Mapping[str, int]
     states: Mapping[str, int]
+    staged: int
     payload: Mapping[str, int]
 
 

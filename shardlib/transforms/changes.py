@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
 from shardlib.plan.plan import Plan
-from shardlib.plan.tiers.remedies import Change
 from shardlib.plan.transform import Chain, Transform, chain
 from shardlib.transforms.accumulate import Accumulate, accumulate
 from shardlib.transforms.offload import Offload, offload
@@ -22,43 +21,47 @@ _T = TypeVar("_T", bound=Transform)
 
 
 def changes(
-    transform: Transform, sizes: Mapping[str, int], rows: int, *, elementwise: bool, disk: bool
-) -> Iterator[Change]:
-    """Every edit of one transform: more recompute, a higher stage, more offload, smaller micro-batches.
+    transform: Transform, full: Collection[str], sizes: Mapping[str, int], rows: int, *, elementwise: bool, disk: bool
+) -> Iterator[Chain]:
+    """The chains with one transform edited: more recompute, a higher stage, more offload, smaller micro-batches.
 
     Args:
+        full: the memories that hold too much. Where the host's or the disk is one, less offload is an edit too.
         sizes: axis -> size of the mesh.
         rows: of a rank's batch.
         elementwise: whether the optimizer updates one bucket after the other.
         disk: whether states, and parameters, may go to disk.
     """
-    members = transform.transforms if isinstance(transform, Chain) else (transform,)
+    members, moved_too_much = _members(transform), not {"host", "disk"}.isdisjoint(full)
 
-    def edits(before: _T | None, candidates: Iterator[_T]) -> Iterator[Change]:
+    def edits(before: _T | None, candidates: Iterator[_T]) -> Iterator[Chain]:
         others = [member for member in members if member is not before]
         for after in candidates:
             if after != before:
-                yield Change(chain(*others, after), lambda plan, after=after: _code(before, after, plan))  # type: ignore[misc]
+                yield chain(*others, after)
 
     recomputed, split = _first(members, Remat), _first(members, Zero)
     moved, cut, staged = _first(members, Offload), _first(members, Accumulate), _first(members, Pipelined)
-    yield from edits(recomputed, _remats(recomputed))
+    yield from edits(recomputed, _remats(recomputed, "host" in full))
     yield from edits(split, _stages(split, sizes))
     yield from edits(moved, _offloads(moved, elementwise, disk))
+    if moved and moved_too_much:
+        yield chain(*(member for member in members if member is not moved))
+        yield from edits(moved, _less(moved, elementwise))
     if staged is None:
         yield from edits(cut, (_cut(cut, n) for n in _smaller(cut.microbatches if cut else 1, rows)))
     else:
         yield from edits(staged, (replace(staged, microbatches=n) for n in _smaller(staged.microbatches, rows)))
 
 
-def _remats(before: Remat | None) -> Iterator[Remat]:
+def _remats(before: Remat | None, full: bool) -> Iterator[Remat]:
     if before is None:
         yield remat("auto")
         yield remat("auto", store="host")
         return
     how = before.how
     for policy in dict.fromkeys((how.policy, "auto")):
-        for host in {how.host, True}:
+        for host in dict.fromkeys((how.host, True, not full)):
             save = how.save if policy == "full" else ()
             yield Remat(replace(how, policy=policy, save=save, host=host, blocks=None))
 
@@ -86,6 +89,17 @@ def _offloads(before: Offload | None, elementwise: bool, disk: bool) -> Iterator
             yield Offload(optimizer, params, gradients, 1.0, folders, present.update if optimizer == "host" else None)
 
 
+def _less(before: Offload, elementwise: bool) -> Iterator[Offload]:
+    """Offload of less than before."""
+    if before.update:
+        yield replace(before, update=None)
+    for params, gradients in dict.fromkeys(((None, before.gradients), (before.params, None), (None, None))):
+        yield replace(before, params=params, gradients=gradients)
+    for share in _SHARES if elementwise and before.update != "delay" else ():
+        if share < before.fraction:
+            yield replace(before, fraction=share)
+
+
 def _smaller(present: int, rows: int) -> Iterator[int]:
     """Numbers of micro-batches that rows divide into, beyond the present one: at least twice as many each time."""
     for n in range(2 * present, min(rows, _MICROBATCHES) + 1):
@@ -102,8 +116,19 @@ def _first(members: tuple[Transform, ...], kind: type[_T]) -> _T | None:
     return next((member for member in members if isinstance(member, kind)), None)
 
 
-def _code(before: Transform | None, after: Transform, plan: Plan) -> str:
-    """What a user writes."""
-    if isinstance(after, Remat) and plan.step.remat and after.how.policy == "auto":
-        after = Remat(replace(plan.step.remat, axis=None))  # with the number of blocks that the plan has chosen
-    return f"sl.{after.name} in place of sl.{before.name}" if before else f"add sl.{after.name}"
+def _members(transform: Transform) -> tuple[Transform, ...]:
+    return transform.transforms if isinstance(transform, Chain) else (transform,)
+
+
+def difference(before: Transform, after: Transform, plan: Plan) -> str:
+    """What a user changes to come from one chain to another, as code. ``plan`` has decided what the other left open."""
+    old, new = _members(before), _members(after)
+    gone, come = [each for each in old if each not in new], [each for each in new if each not in old]
+    replaced = {type(each): each for each in gone}
+    codes = []
+    for each in come:
+        former = replaced.pop(type(each), None)
+        if isinstance(each, Remat) and plan.step.remat and each.how.policy == "auto":
+            each = Remat(replace(plan.step.remat, axis=None))  # with the number of blocks that the plan has chosen
+        codes.append(f"sl.{each.name} in place of sl.{former.name}" if former else f"add sl.{each.name}")
+    return "; ".join([*codes, *(f"leave out sl.{each.name}" for each in replaced.values())])

@@ -91,7 +91,11 @@ def test_host_and_disk_by_hand():
     halves = [count // 2 for count in weights]
     states = sum(3 * 4 * half for half in halves)  # masters and two moments, all multiples of 4,096 bytes
     assert tiers["disk"].parts == {"optimizer": 2 * states} and tiers["disk"].when == "at all times"
-    assert tiers["host"].parts == {"gradients": sum(2 * half for half in halves), "optimizer": states}
+    assert tiers["host"].parts == {
+        "gradients": sum(2 * half for half in halves),
+        "optimizer": states,
+        "parameters on their way": sum(2 * half for half in halves),  # two slots, for two buckets
+    }
     assert re.fullmatch(r"in the update of bucket [01]/bfloat16", tiers["host"].when)
     assert tiers["device"].parts["parameters"] == 2 * sum(weights) and "optimizer" not in tiers["device"].parts
 
@@ -144,8 +148,11 @@ def edited(message, parallel):
     codes = re.search(r"(?:that fit: |these do: )(.*)\. A step takes about", message)[1]
     for code in codes.split("; "):
         after, _, before = code.removeprefix("add ").partition(" in place of ")
+        if code.startswith("leave out "):
+            after, before = "", code.removeprefix("leave out ")
+        assert not before or before in [f"sl.{member.name}" for member in members]
         members = [member for member in members if f"sl.{member.name}" != before]
-        members.append(eval(after, {"sl": sl}))
+        members += [eval(after, {"sl": sl})] if after else []
     return sl.chain(*members)
 
 
@@ -181,9 +188,9 @@ def test_the_cheapest_change_is_named_and_fits():
     found = plan(named, device_memory=budget)
     assert f"device_memory={budget} is" in str(found)
     seconds = []
-    for change in changes(parallel, {"data": 4}, 34, elementwise=True, disk=False):
+    for changed in changes(parallel, {"device"}, {"data": 4}, 34, elementwise=True, disk=False):
         try:
-            seconds.append(nominal_seconds(plan(change.transform, device_memory=budget)))
+            seconds.append(nominal_seconds(plan(changed, device_memory=budget)))
         except IllegalComposition:
             continue
     assert len(seconds) > 2 and nominal_seconds(found) == min(seconds)
@@ -273,3 +280,72 @@ def test_a_batch_of_arrays_counts():
                 params, sl.abstract_mesh(data=1), sl.zero(0), loss_fn=loss_fn, batch=given, optimizer=ADAM,
                 device_memory=batch.nbytes + 100_000,
             )  # fmt: skip
+
+
+def test_changes_are_those_that_the_optimizer_can_train_with():
+    """What reads across parameters has all states in one memory; what packs its states does not go to disk."""
+    for tx, disk, share in (
+        (ADAM, True, True),
+        (sl.optim.lamb(1e-3), False, False),
+        (sl.optim.adamw8bit(1e-3), False, True),
+    ):
+        found = make_plan_edits(tx)
+        assert ("offload('disk'" in found, "fraction=" in found) == (disk, share)
+
+
+def make_plan_edits(tx):
+    """The names of the edited transforms that a refusal plans."""
+    params, batch = [{"w": torch.zeros(64, 64, device="meta")}], torch.empty(4, 64)
+    planned = []
+
+    def loss_fn(params, x):
+        return (x @ params[0]["w"]).sum()
+
+    make = sl.make_plan.__globals__["changes"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(
+            sl.make_plan.__globals__,
+            "changes",
+            lambda *args, **options: planned.extend(edit.name for edit in make(*args, **options)) or [],
+        )
+        with pytest.raises(IllegalComposition, match="There is no change that holds less"):
+            sl.make_plan(
+                params, sl.abstract_mesh(data=1), loss_fn=loss_fn, batch=batch, optimizer=tx,
+                device_memory=1, disk="1TB",
+            )  # fmt: skip
+    return " ".join(planned)
+
+
+@pytest.mark.parametrize(
+    "moved",
+    [
+        {"params": "host", "gradients": "host"},
+        {"fraction": 0.75},
+        {"speculate": True},
+        {"delay": True},
+    ],
+)
+def test_a_host_that_is_too_small_is_given_less(moved):
+    plan, _ = waves(ranks=1)
+    parallel = sl.chain(sl.zero(0), sl.offload(**moved))
+    limits = {"device_memory": "1GB", "host_memory": int(0.9 * tiers_of(plan(parallel))["host"].bytes)}
+    with pytest.raises(IllegalComposition, match=r"The cheapest change, of \d+ that fit") as refused:
+        plan(parallel, **limits)
+    assert plan(edited(str(refused.value), parallel), **limits).traces
+
+
+def test_states_on_disk_may_take_parameters_along_without_a_limit_of_the_disk():
+    widths, rest = [128] * 13, (sl.zero(0), sl.remat())
+    states = sl.offload("disk", folder="f")
+    both, host = (
+        planned(widths, *rest, sl.offload("disk", params=params, folder="f"), rows=1) for params in ("disk", "host")
+    )
+    held = [tiers_of(plan)["host"].bytes for plan in (both, host)]
+    assert held[0] < held[1]
+    limits = {
+        "device_memory": int(0.8 * planned(widths, *rest, states, rows=1).peak_bytes),
+        "host_memory": sum(held) // 2,
+    }
+    with pytest.raises(IllegalComposition, match=r"add|in place of") as refused:
+        planned(widths, *rest, states, rows=1, **limits)
+    assert planned(widths, *edited(str(refused.value), sl.chain(*rest, states)).transforms, rows=1, **limits).traces

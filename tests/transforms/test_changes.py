@@ -3,22 +3,23 @@
 import itertools
 
 import pytest
+import torch
 
 import shardlib as sl
 from shardlib.errors import IllegalComposition
-from shardlib.plan.transform import Chain, Transform
+from shardlib.plan.transform import Transform
 from shardlib.transforms.accumulate import Accumulate
-from shardlib.transforms.changes import changes
+from shardlib.transforms.changes import changes, difference
 from shardlib.transforms.offload import Offload
 
 
 def edits(transform: Transform, kind: type, rows: int = 1) -> list:
     """What the changes of a chain make of its transform of one kind."""
-    found = itertools.islice(changes(transform, {"data": 4}, rows, elementwise=True, disk=True), 1000)
+    found = itertools.islice(changes(transform, {"device"}, {"data": 4}, rows, elementwise=True, disk=True), 1000)
     return [
         member
-        for change in found
-        for member in (change.transform.transforms if isinstance(change.transform, Chain) else ())
+        for changed in found
+        for member in changed.transforms
         if isinstance(member, kind) and member not in getattr(transform, "transforms", (transform,))
     ]
 
@@ -61,3 +62,14 @@ def test_no_one_builds_what_offload_refuses(impossible):
     given = {"optimizer": "host", "params": None, "gradients": None, "fraction": 1.0}
     with pytest.raises(IllegalComposition, match=r"^offload\("):
         Offload(**{**given, **impossible})
+
+
+def test_several_edits_are_told_as_one_difference():
+    """From the first chain to the last: what came between is nobody's."""
+    first = sl.chain(sl.zero(0), sl.remat(), sl.offload())
+    last = sl.chain(sl.zero(2), sl.remat(store="host"))
+    plan = sl.make_plan({"w": torch.ones(8)}, sl.abstract_mesh(data=4), last)
+    assert difference(first, last, plan) == (
+        "sl.zero(stage=2, axis='data') in place of sl.zero(stage=0, axis='data'); "
+        "sl.remat('full', store='host') in place of sl.remat('full'); leave out sl.offload('host')"
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,25 +15,12 @@ from shardlib.plan.transform import Transform
 _TOGETHER = 4  # changes that are made together, at most
 
 
-@dataclass(frozen=True)
-class Change:
-    """One edit of a chain of transforms.
-
-    Attributes:
-        transform: the edited chain.
-        code: what a user writes, once the plan has decided what the edit left open.
-    """
-
-    transform: Transform
-    code: Callable[[Plan], str]
-
-
 class Candidate(NamedTuple):
-    """A planned chain: what it holds beyond the limits, the seconds of a step, the code of its changes, and its plan."""
+    """A planned chain: what it holds beyond the limits, the seconds of a step, the number of its edits, and its plan."""
 
     excess: float
     seconds: float
-    codes: tuple[str, ...]
+    edits: int
     transform: Transform
     plan: Plan
 
@@ -44,13 +31,15 @@ class Planner:
 
     Attributes:
         limits: what they are to fit.
-        changes: returns the edits of a chain that may save memory.
+        changes: returns the chains, of one edit each, that may hold less in the memories that hold too much.
+        difference: what a user changes to come from one chain to another.
         rough: plans without a trace, and so counts too little.
         exact: plans with one.
     """
 
     limits: Limits
-    changes: Callable[[Transform], Iterable[Change]]
+    changes: Callable[[Transform, Collection[str]], Iterable[Transform]]
+    difference: Callable[[Transform, Transform, Plan], str]
     rough: Callable[[Transform], Plan]
     exact: Callable[[Transform], Plan]
 
@@ -58,7 +47,7 @@ class Planner:
         """The error that names every memory which ``plan`` does not fit, and the cheapest change that fits."""
         misfits = listing([str(use) for use in self.limits.uses(plan) if not use.fits])
         notes = [note for note in (plan.claims.notes if plan.claims else ()) if note.startswith("remat('auto')")]
-        start = Candidate(self.limits.excess(plan), nominal_seconds(plan), (), transform, plan)
+        start = Candidate(self.limits.excess(plan), nominal_seconds(plan), 0, transform, plan)
         return IllegalComposition("\n".join(["this plan does not fit:", misfits, *notes, self._advice(start)]))
 
     def _advice(self, start: Candidate) -> str:
@@ -67,12 +56,12 @@ class Planner:
             best = min(fitting, key=lambda candidate: candidate.seconds)
             return f"The cheapest change, of {len(fitting)} that fit: {self._shown(best, start)}"
         best = self._least([start, *planned], skipped)
-        while best.codes and best.excess and len(best.codes) < _TOGETHER:
+        while best.edits and best.excess and best.edits < _TOGETHER:
             after = self._least([best], self._edits(best))
             if after is best:
                 break
             best = after
-        if not best.codes:
+        if not best.edits:
             return "There is no change that holds less"
         how = "nor do several; the least is held with" if best.excess else "but together these do:"
         return f"No change fits alone, {how} {self._shown(best, start)}"
@@ -96,30 +85,31 @@ class Planner:
         return best
 
     def _edits(self, before: Candidate) -> Iterator[_Edit]:
-        for change in self.changes(before.transform):
+        full = {use.tier.memory for use in self.limits.uses(before.plan) if not use.fits}
+        for after in self.changes(before.transform, full):
             try:
-                yield _Edit(before, change, self.limits.excess(self.rough(change.transform)))
+                yield _Edit(before, after, self.limits.excess(self.rough(after)))
             except ShardlibError:  # it does not compose with the other transforms
                 continue
 
     def _planned(self, edit: _Edit) -> Candidate | None:
-        before, change, _ = edit
+        before, after, _ = edit
         try:
-            plan = self.exact(change.transform)
+            plan = self.exact(after)
         except Exception:  # the loss does not run on smaller micro-batches, say; what it raises then is its own
             return None
-        codes = (*before.codes, change.code(plan))
-        return Candidate(self.limits.excess(plan), nominal_seconds(plan), codes, change.transform, plan)
+        return Candidate(self.limits.excess(plan), nominal_seconds(plan), before.edits + 1, after, plan)
 
     def _shown(self, candidate: Candidate, start: Candidate) -> str:
         held = listing([str(use) for use in self.limits.uses(candidate.plan)])
-        slower = candidate.seconds / start.seconds if start.seconds else 1.0
-        return f"{'; '.join(candidate.codes)}. A step takes about {slower:.2f} times as long, and\n{held}"
+        code = self.difference(start.transform, candidate.transform, candidate.plan)
+        slower = f"about {candidate.seconds / start.seconds:.2f} times as long" if start.seconds else "an unknown time"
+        return f"{code}. A step takes {slower}, and\n{held}"
 
 
 class _Edit(NamedTuple):
-    """A change of a candidate, and what it holds beyond the limits, at least."""
+    """A candidate, its chain with one edit, and what that holds beyond the limits, at least."""
 
     before: Candidate
-    change: Change
+    after: Transform
     excess: float

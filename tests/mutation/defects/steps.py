@@ -97,8 +97,8 @@ DEFECTS = (
         "data",
         "execute/batches.py",
         "every micro-batch is made of the first rows",
-        "leaf.tensor_split(n)[index]",
-        "leaf.tensor_split(n)[0]",
+        "column[index] for column",
+        "column[0] for column",
         (_PLAIN,),
     ),
     Defect(

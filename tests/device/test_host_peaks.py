@@ -1,0 +1,54 @@
+"""Bytes of host memory at their peak, as plans say: `shardlib.plan.tiers`."""
+
+import pytest
+
+CASES = {
+    "states": lambda sl: [sl.offload()],
+    "bf16": lambda sl: [sl.precision("bf16"), sl.offload()],
+    "a share": lambda sl: [sl.precision("bf16"), sl.offload(fraction=0.5)],
+    "parameters and gradients too": lambda sl: [sl.precision("bf16"), sl.offload(params="host", gradients="host")],
+    "inputs of blocks": lambda sl: [sl.offload(), sl.remat(store="host", smallest=1)],
+    "on disk": lambda sl: [sl.precision("bf16"), sl.offload("disk", folder="states")],
+}
+
+
+@pytest.mark.parametrize("layers", [3, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_the_host_holds_what_the_plan_says(on_rig, case, layers, tmp_path):
+    def run(mesh):
+        import gc
+        import os
+
+        import optree
+        import torch
+        from helpers import rig
+
+        import shardlib as sl
+        from shardlib.plan.tiers.held import tiers_of
+
+        os.chdir(tmp_path)
+        params = [{"w": torch.eye(64)} for _ in range(layers)]
+        layer = sl.block(lambda p, x: torch.tanh(x @ p["w"]))
+
+        def loss_fn(params, x):
+            for p in params:
+                x = layer(p, x)
+            return x.float().square().mean()
+
+        parallel, tx = sl.chain(sl.zero(0), *CASES[case](sl)), sl.optim.adamw(1e-3)
+        batch = torch.ones(16, 64, device=mesh.device)
+        there = sl.abstract_mesh(data=1)
+        plan = sl.make_plan(params, there, parallel, loss_fn=loss_fn, batch=batch.cpu(), optimizer=tx)
+        gc.collect()
+        before = rig.counts().pinned
+        state, step = sl.make_train_step(loss_fn, sl.shard(params, mesh, parallel), tx)
+        for _ in range(3):
+            state, _ = step(state, batch)
+        torch.accelerator.synchronize()
+        # Moments stay where they are, so they need not be pinned.
+        leaves = [leaf for leaf in optree.tree_leaves(state.opt.inner) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+        pageable = sum(leaf.nbytes for leaf in leaves if leaf.device.type == "cpu" and not leaf.is_pinned())
+        return rig.counts().pinned - before + pageable, tiers_of(plan)["host"].bytes
+
+    held, planned = on_rig(run)
+    assert held == planned > 0
