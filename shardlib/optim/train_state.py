@@ -188,7 +188,7 @@ def replace_params(state: TrainState, params: Any, *, donate: bool = True) -> Tr
     Raises:
         TreeError: a tree of other leaves or shapes, or sharded by another plan.
         RankMismatch: ranks that hold copies were given different values.
-        IllegalComposition: 0/1 Adam's ranks have diverged at this step; or ``donate=False`` with states or parameters on disk.
+        IllegalComposition: 0/1 Adam's ranks have diverged at this step; or ``donate=False`` with anything on disk.
         StorageError: states on disk could not be written; all are as they were.
         RankFailure: another rank could not write them.
 
@@ -200,8 +200,8 @@ def replace_params(state: TrainState, params: Any, *, donate: bool = True) -> Tr
     plan = state.params.plan
     if not donate and in_files(plan):
         raise IllegalComposition(
-            "replace_params(donate=False) keeps the old state, and what is on disk is there once: leave donate=True, or keep it "
-            "in memory with offload('host')"
+            "replace_params(donate=False) keeps the old state, and what is on disk is there once: leave donate=True, or keep "
+            "it in memory with offload('host')"
         )
     given = params if isinstance(params, Sharded) else shard_alike(params, state.params)
     if given.role != "param" or (given.plan is not plan and given.plan.layout != plan.layout):

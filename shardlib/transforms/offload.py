@@ -99,7 +99,8 @@ def offload(
             reduce once, after the last micro-batch (below ZeRO stage 2), are accumulated on the device all the same.
         fraction: the share of the states that lives there; the states whose gradients come last stay on the device.
         folder: of the files on disk: one or several, on different disks. They are given space for two copies of the states
-            (and of the parameters, if they are there), and belong to one run at a time; what is to be kept goes into checkpoints.
+            (and of the parameters, if they are there), and belong to one run at a time; what is to be kept goes into
+            checkpoints.
         speculate: whether a bucket is updated as soon as its gradient has arrived, beside backward, as if the step were
             neither skipped nor clipped; where it is, the update is made again. The numbers stay the same. Until then old
             states are kept beside new ones, so host memory holds them twice. For elementwise optimizers.
@@ -113,7 +114,8 @@ def offload(
             without it, or one folder twice; when a plan is made, an unknown memory; when a step is made, an optimizer that
             reads across parameters with states in two memories, on disk, or updated ahead.
         StorageError: when a step is made, or by `shard` with parameters on disk: the folder is in use, holds another plan's
-            states, or has too little space. When a step runs: a disk fails; the state that the step was given is as it was, unless a ``fraction`` is elsewhere.
+            states, or has too little space. When a step runs: a disk fails; the state that the step was given is as it was,
+            unless a ``fraction`` is elsewhere.
 
     >>> params, parallel = {"w": torch.ones(256, 256)}, sl.chain(sl.zero(0), sl.precision("bf16"), sl.offload())
     >>> plan = sl.make_plan(params, sl.abstract_mesh(data=1), parallel, optimizer=sl.optim.adamw(1e-3))

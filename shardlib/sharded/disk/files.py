@@ -74,8 +74,8 @@ class Files:
         self._closing.callback(os.close, fd)
         if not locked(fd):
             raise StorageError(
-                f"{folder} is in use: another run on this host, or another state of this process, holds {path.name}: what was "
-                "made earlier is kept by variables, a train step, a forked child, or the last traceback (in a notebook "
+                f"{folder} is in use: another run on this host, or another state of this process, holds {path.name}: what "
+                "was made earlier is kept by variables, a train step, a forked child, or the last traceback (in a notebook "
                 "sys.last_value = sys.last_traceback = None drops it). "
                 "Give each a folder of its own, or end the other one. To go on with a state in another train step, save a "
                 "checkpoint of it, drop the state and its step (del), make the new step, and restore the checkpoint"
