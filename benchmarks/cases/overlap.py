@@ -81,8 +81,8 @@ def measure(setting: Setting) -> Result:
         "down and of parameters up, AdamW behind a clip that is not reached; medians, in milliseconds. The device is the "
         f"tests' own; its layers wait for {1e3 * model.waits:g} ms in forward and twice as long in backward, and it computes "
         "the rest (gradients' norms, copies) on the host's processor, which a GPU would not. Compute is loss and gradients "
-        "without an optimizer or offload; transfer the bytes of one direction at the link's rate; update that of the "
-        "optimizer alone, on the host."
+        "without an optimizer or offload; transfer the bytes of one direction at the link's rate; update the "
+        "optimizer's alone, on the host."
     )
     columns = ["link", "mode", "step", "compute", "transfer", "update", "step / longest", "target"]
     samples = [(_TITLE, what, n, f"{t:.9f}") for what, seconds in times.items() for n, t in enumerate(seconds)]

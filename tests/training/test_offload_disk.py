@@ -169,7 +169,7 @@ def test_parameters_that_cannot_be_replaced_leave_the_state_before(tmp_path, mon
         state, step = start(mesh, sl.zero(1), sl.precision("bf16"), sl.offload("disk", folder=tmp_path))
         state = stepped(state, step, mesh, BATCHES[:1])
         doubled = optree.tree_map(lambda leaf: leaf * 2, sl.unshard(state.params))
-        with pytest.raises(IllegalComposition, match="states on disk are there once: leave donate=True"):
+        with pytest.raises(IllegalComposition, match="what is on disk is there once: leave donate=True"):
             sl.replace_params(state, doubled, donate=False)
         masters = [leaf.unpacked() for leaf in state.opt.masters.values()]
         primitives.all_gather_object(
