@@ -79,9 +79,7 @@ class Gradients:
         self._leaf_of = {tile.name: bucket for bucket in plan.buckets for tile in bucket.cut}  # of the state
         self._mesh, self._options = mesh, options
         self._held: dict[str, torch.Tensor] = {}
-        self._joined: dict[
-            str, torch.Tensor
-        ] = {}  # buffers of leaves in tiles, in which those of their tiles are views
+        self._joined: dict[str, torch.Tensor] = {}  # of leaves in tiles: in a leaf's, its tiles' are views
         self._taken: dict[str, torch.Tensor] = {}  # what has left for the optimizer's memory
         self._trees: Trees | None = {} if plan.step.tree else None
         self._first = batch_index(plan, mesh) * plan.step.microbatches  # the first micro-batch of this rank, among all
@@ -214,7 +212,7 @@ class Gradients:
         }
 
     def _buffers(self, bucket: Bucket) -> dict[str, torch.Tensor]:
-        """Those of `_held` and `_joined` that the gradient of a bucket of the state is in."""
+        """The buffers among which a bucket of the state has its gradient: `_held`, or for a leaf in tiles `_joined`."""
         return self._held if bucket.tiles == 1 else self._joined
 
     def _hold(self, bucket: Bucket, grad: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import optree
 import torch
@@ -29,15 +29,21 @@ from shardlib.sharded.disk import Flat, close_with, open_for_run
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import flatten, leaves_of, path_name, tree_map, unflatten
 
+Update = Callable[[Iterator[OptimizerState]], None]
 
-class Resting(Protocol):
-    """The states of groups of buckets, between and during updates.
+
+class Resting:
+    """The states of groups of buckets, between and during updates: they stay where the optimizer works on them, and are
+    updated in place. Parameters may be on disk.
 
     Attributes:
         at_once: whether there is memory for all states at once, and for old ones beside new ones.
     """
 
-    at_once: bool
+    at_once = True
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
 
     def require(self, state: OptimizerState) -> None:
         """Refuse a state that an update could not start from.
@@ -46,11 +52,10 @@ class Resting(Protocol):
             TreeError: it rests in the files of another train step.
             DonatedStateError: a later state has been written over it.
         """
-        ...
 
     def attempt(
         self,
-        update: Callable[[Iterator[OptimizerState]], None],
+        update: Update,
         groups: Sequence[OptimizerState] = (),
         params: Sharded | None = None,
         go_along: Callable[[], None] = lambda: None,
@@ -65,35 +70,6 @@ class Resting(Protocol):
         Raises:
             Undone: it failed on some rank, and was taken back on all.
         """
-        ...
-
-    def skipped(self, state: OptimizerState, params: Sharded) -> OptimizerState:
-        """The state after a step without an update."""
-        ...
-
-    def asleep(self, state: OptimizerState) -> OptimizerState:
-        """A group's state, given back after its update or its first values; the result belongs into a train state."""
-        ...
-
-
-class InMemory:
-    """States that stay where the optimizer works on them, and are updated in place; parameters may be on disk."""
-
-    at_once = True
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-
-    def require(self, state: OptimizerState) -> None:
-        pass
-
-    def attempt(
-        self,
-        update: Callable[[Iterator[OptimizerState]], None],
-        groups: Sequence[OptimizerState] = (),
-        params: Sharded | None = None,
-        go_along: Callable[[], None] = lambda: None,
-    ) -> None:
         on_disk = None if params is None else params.on_disk
         if on_disk is None:
             update(iter(groups))
@@ -117,13 +93,15 @@ class InMemory:
         on_disk.commit()
 
     def skipped(self, state: OptimizerState, params: Sharded) -> OptimizerState:
+        """The state after a step without an update."""
         return state
 
     def asleep(self, state: OptimizerState) -> OptimizerState:
+        """A group's state, given back after its update or its first values; the result belongs into a train state."""
         return state
 
 
-class StatesOnDisk:
+class StatesOnDisk(Resting):
     """The states of all buckets whose memory rests on disk.
 
     They are this run's alone: another one starts from a checkpoint, so that a step waits for its writes and for no sync of
@@ -152,7 +130,8 @@ class StatesOnDisk:
                 sizes[named[0]] = sizes.get(named[0], 0) + flat.padded
         assert plan.claims is not None  # they say that the states are on disk
         folders = plan.claims.location("optimizer").folders
-        self._mesh, self._buffers, self._awake = mesh, buffers, dict[str, torch.Tensor]()
+        super().__init__(mesh)
+        self._buffers, self._awake = buffers, dict[str, torch.Tensor]()
         # Other states are updated in place.
         self._undoes = all(MEMORIES[bucket.memory.optimizer].rests for bucket in plan.everywhere.trained)
         self.version = self._next = 0
@@ -170,7 +149,7 @@ class StatesOnDisk:
 
     def attempt(
         self,
-        update: Callable[[Iterator[OptimizerState]], None],
+        update: Update,
         groups: Sequence[OptimizerState] = (),
         params: Sharded | None = None,
         go_along: Callable[[], None] = lambda: None,
@@ -303,7 +282,7 @@ def resting_of(optimizer: GradientTransformation, plan: Plan, mesh: Mesh) -> Res
         StorageError: the folders are in use, hold another plan's states, or have too little space.
     """
     if not rests(plan):
-        return InMemory(mesh)
+        return Resting(mesh)
     if not optimizer.separable:
         raise IllegalComposition(
             "offload keeps states on disk, of which a few buckets are in memory at a time, and this optimizer reads across "

@@ -33,6 +33,7 @@ from shardlib.mesh.transfers import Transfer
 from shardlib.mesh.transport.activity import naming
 from shardlib.optim.ahead import Ahead
 from shardlib.optim.base import GradientTransformation
+from shardlib.optim.grouping import elsewhere, update_groups
 from shardlib.optim.resting import resting_of
 from shardlib.optim.separate import Separation
 from shardlib.optim.shards import MeshShards
@@ -65,7 +66,7 @@ class Updates:
     def __init__(self, optimizer: GradientTransformation, plan: Plan, mesh: Mesh, donates: bool = True) -> None:
         self._optimizer, self._plan, self._mesh, self._donates = optimizer, plan, mesh, donates
         self._separation = Separation(plan)
-        self._groups = _groups(optimizer, plan)
+        self._groups = update_groups(optimizer, plan)
         self._resting = resting_of(optimizer, plan, mesh)
         self.alone = params_rest(plan) or not self._resting.at_once
         if self.alone and not donates:
@@ -73,7 +74,7 @@ class Updates:
                 "donate=False keeps the old state of every step, and what is on disk is there once: leave donate=True, or "
                 "keep it in memory with offload('host')"
             )
-        self._separate = optimizer.separable and bool(_elsewhere(plan))  # updates groups one after the other
+        self._separate = optimizer.separable and bool(elsewhere(plan))  # updates groups one after the other
         self._shards = [MeshShards(plan, mesh).of(group) for group in self._groups]
         self._shards_of = {group[0].name: of for group, of in zip(self._groups, self._shards, strict=True) if group}
         self._ahead = Ahead(self._body, mesh.device, donates) if plan.step.ahead else None
@@ -358,30 +359,6 @@ class Updates:
             and (bucket.master_dtype != bucket.dtype or self._lent(bucket))
         ]
         return self._slots[-1].empty(sum(taken(bucket.owned, bucket.dtype) for bucket in staged))
-
-
-def _groups(optimizer: GradientTransformation, plan: Plan) -> list[tuple[Bucket, ...]]:
-    """The buckets that are updated together, in the order of their updates."""
-    elsewhere = _elsewhere(plan)
-    on_device = tuple(bucket for bucket in plan.trained if bucket.memory.optimizer == "device")
-    if elsewhere and plan.step.ahead and not optimizer.separable:
-        raise IllegalComposition(
-            f"offload({plan.step.update}=True) updates one bucket at a time beside other work, and this optimizer reads "
-            f"across parameters; leave out {plan.step.update}, or use an elementwise optimizer, such as adamw"
-        )
-    if not elsewhere or not (optimizer.separable or on_device):
-        return [plan.trained]
-    if not optimizer.separable:
-        raise IllegalComposition(
-            f"offload leaves the states of {len(on_device)} of {len(plan.trained)} buckets on the device, and this optimizer "
-            "reads across parameters, so that it needs all of them in one memory; use offload(fraction=1.0)"
-        )
-    return [*([on_device] if on_device else []), *((bucket,) for bucket in reversed(elsewhere))]
-
-
-def _elsewhere(plan: Plan) -> list[Bucket]:
-    """The buckets whose states are in another memory than the device's."""
-    return [bucket for bucket in plan.trained if bucket.memory.optimizer != "device"]
 
 
 def _pending(opt: OptimizerState) -> Pending:

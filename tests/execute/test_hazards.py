@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from helpers import training
 from helpers.measure import Counted, count_payload
-from helpers.models import mlp, regression_batch, share
+from helpers.models import Linear, mlp, regression_batch, share
 from helpers.trees import assert_close, assert_same, copy_of
 from oracle import one_device
 from torch import nn
@@ -61,20 +61,6 @@ def run_step(loss_fn, stage, params=None, batch=BATCHES[0], ranks=RANKS):
 
 
 # --- code below __torch_function__ -----------------------------------------------------------------------------
-
-
-class Linear(torch.autograd.Function):
-    """A user's own function, which is handed the parameter itself."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x @ weight.T
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        return grad @ weight, grad.T @ x
 
 
 @STAGES

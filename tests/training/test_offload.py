@@ -6,28 +6,15 @@ import re
 import optree
 import pytest
 import torch
-from helpers import training
-from helpers.cuts import tiny_blocks
-from helpers.models import mlp, regression_batch, share, tiny_gpt, token_batches
+from helpers.models import mlp, regression_batch, share, tiny_gpt
+from helpers.offloaded import MAX_NORM, OVERFLOWING, assert_alike, trained, tx
 from helpers.optimizer_cases import CASES, VECTORS, batches, model
 from helpers.trees import assert_same
 
 import shardlib as sl
 from shardlib.errors import IllegalComposition
-from shardlib.plan.loss_scale import LossScale
 
 STEPS = 50
-# The scale overflows at first, and again whenever it has grown.
-OVERFLOWING = sl.precision("fp16", loss_scale=LossScale(2.0**24, window=7, hysteresis=1))
-
-
-MAX_NORM = 0.3
-
-
-def tx():
-    return sl.optim.chain(sl.optim.clip_by_global_norm(MAX_NORM), sl.optim.adamw(1e-2))
-
-
 # name -> (transforms, mesh, steps)
 PLANS = {
     "one device": ([sl.zero(0)], {"data": 1}, 8),
@@ -47,21 +34,9 @@ PLANS = {
 }  # fmt: skip
 
 
-def trained(plan, *more):
-    """Losses and norms (as text, since NaN differs from itself) and parameters."""
-    transforms, mesh, steps = PLANS[plan]
-    loss_fn, params = tiny_blocks() if "pipe" in mesh else tiny_gpt()
-    transform = sl.chain(*transforms, *more)
-    losses, norms, final = sl.simulate(
-        lambda mesh: training.train(mesh, loss_fn, params, token_batches(steps), transform, tx(), nonfinite="skip"),
-        mesh=mesh,
-    )[0]
-    return repr(losses), repr(norms), norms, final
-
-
 @pytest.mark.parametrize("plan", PLANS)
 def test_training_is_the_same_to_the_last_bit(plan):
-    losses, norms, numbers, final = trained(plan)
+    wanted = trained(*PLANS[plan])
     short = PLANS[plan][2] < STEPS
     ways = [{}, {"params": "host", "gradients": "host"}, {"speculate": True}]
     further = [
@@ -70,12 +45,11 @@ def test_training_is_the_same_to_the_last_bit(plan):
         {"params": "host", "fraction": 0.5, "speculate": True},
     ]
     for options in [*ways, *further] if short else ways:
-        again = trained(plan, sl.offload(**options))
-        assert again[:2] == (losses, norms)
-        assert_same(again[3], final)
+        assert_alike(trained(*PLANS[plan], sl.offload(**options)), wanted)
     if "fp16" in plan:
-        finite = [number for number in numbers if math.isfinite(number)]
-        assert len(finite) < len(numbers), "no step was skipped"
+        norms = wanted[1]
+        finite = [number for number in norms if math.isfinite(number)]
+        assert len(finite) < len(norms), "no step was skipped"
         assert min(finite) < MAX_NORM < max(finite), "clipping must act in some steps and not in others"
 
 

@@ -7,10 +7,9 @@ import weakref
 import optree
 import pytest
 import torch
-from helpers import training
-from helpers.cuts import tiny_blocks
 from helpers.faults import BROKEN, FULL, Faults
-from helpers.models import mlp, regression_batch, share, tiny_gpt, token_batches
+from helpers.models import mlp, regression_batch, share
+from helpers.offloaded import OVERFLOWING, assert_alike, trained, tx
 from helpers.trees import assert_same
 
 import shardlib as sl
@@ -18,9 +17,7 @@ from shardlib.collectives import primitives
 from shardlib.errors import DonatedStateError, IllegalComposition, RankFailure, StorageError
 from shardlib.kernels.common.thresholds import small
 from shardlib.optim.on_disk import OnDisk
-from shardlib.plan.loss_scale import LossScale
 
-OVERFLOWING = sl.precision("fp16", loss_scale=LossScale(2.0**24, window=7, hysteresis=1))
 PLANS = {
     "one device": ([sl.zero(0)], {"data": 1}),
     "stage 1, fp16": ([sl.zero(1), OVERFLOWING], {"data": 2}),
@@ -32,29 +29,12 @@ PLANS = {
 }  # fmt: skip
 
 
-def tx():
-    return sl.optim.chain(sl.optim.clip_by_global_norm(0.3), sl.optim.adamw(1e-2))
-
-
-def trained(plan, *more):
-    transforms, mesh = PLANS[plan]
-    loss_fn, params = tiny_blocks() if "pipe" in mesh else tiny_gpt()
-    transform = sl.chain(*transforms, *more)
-    losses, norms, final = sl.simulate(
-        lambda mesh: training.train(mesh, loss_fn, params, token_batches(10), transform, tx(), nonfinite="skip"),
-        mesh=mesh,
-    )[0]
-    return repr(losses), repr(norms), final
-
-
 @pytest.mark.parametrize("plan", PLANS)
 def test_training_is_the_same_to_the_last_bit(plan, tmp_path):
-    losses, norms, final = trained(plan)
+    wanted = trained(*PLANS[plan], 10)
     for number, more in enumerate([{}, {"fraction": 0.5}]):
         folder = [tmp_path / f"{number}/{name}" for name in "ab"]
-        again = trained(plan, sl.offload("disk", folder=folder, **more))
-        assert again[:2] == (losses, norms)
-        assert_same(again[2], final)
+        assert_alike(trained(*PLANS[plan], 10, sl.offload("disk", folder=folder, **more)), wanted)
 
 
 CHOOSING = {

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 from helpers.cuts import tiny_blocks
-from helpers.models import mlp, regression_batch, share, token_batches
+from helpers.models import Linear, mlp, regression_batch, share, token_batches
 from helpers.trees import assert_same
 
 import shardlib as sl
@@ -252,27 +252,13 @@ def test_the_plan_counts_old_states_beside_new_ones(mode):
     assert held(**{mode: True}) == (24 + 2 + (4 if mode == "delay" else 0)) * count
 
 
-class Product(torch.autograd.Function):
-    """A user's own function, which is handed the parameter itself."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x @ weight.T
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        return grad @ weight, grad.T @ x
-
-
 def test_an_update_is_undone_if_a_gradient_comes_late():
     """What reaches the parameter by a user's function is known after backward alone, and is summed on its own."""
     whole = {"layers": [{"w": torch.randn(6, 6, generator=torch.Generator().manual_seed(i))} for i in range(2)]}
 
     def loss_fn(params, x):
         first, last = (layer["w"] for layer in params["layers"])
-        return (torch.tanh(Product.apply(x, first) + x @ first.T) @ last.T).square().mean()
+        return (torch.tanh(Linear.apply(x, first) + x @ first.T) @ last.T).square().mean()
 
     def run(mesh, *more):
         sharded = sl.shard(whole, mesh, sl.chain(sl.zero(3), *more))

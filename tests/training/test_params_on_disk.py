@@ -7,21 +7,18 @@ import threading
 import optree
 import pytest
 import torch
-from helpers import training
-from helpers.cuts import tiny_blocks
 from helpers.faults import BROKEN, FULL, Faults, damages
-from helpers.models import mlp, regression_batch, share, tiny_gpt, token_batches
+from helpers.models import mlp, regression_batch, share
+from helpers.offloaded import OVERFLOWING, assert_alike, trained, tx
 from helpers.trees import assert_same
 
 import shardlib as sl
 from shardlib.common._compat import FakeTensor
 from shardlib.errors import DonatedStateError, IllegalComposition, RankFailure, StorageError
 from shardlib.execute.live import LiveBytes
-from shardlib.plan.loss_scale import LossScale
 from shardlib.plan.transfers import transfers
 from shardlib.sharded.on_disk import FOLDER, ParamsOnDisk
 
-OVERFLOWING = sl.precision("fp16", loss_scale=LossScale(2.0**24, window=7, hysteresis=1))
 PLANS = {
     "one device": ([sl.zero(0)], {"data": 1}),
     "stage 0, bf16": ([sl.zero(0), sl.precision("bf16")], {"data": 2}),
@@ -44,29 +41,12 @@ def on_disk(folder, **options):
     return sl.offload("disk", params="disk", folder=folder, **options)
 
 
-def tx():
-    return sl.optim.chain(sl.optim.clip_by_global_norm(0.3), sl.optim.adamw(1e-2))
-
-
-def trained(plan, *more):
-    transforms, mesh = PLANS[plan]
-    loss_fn, params = tiny_blocks() if "pipe" in mesh else tiny_gpt()
-    transform = sl.chain(*transforms, *more)
-    losses, norms, final = sl.simulate(
-        lambda mesh: training.train(mesh, loss_fn, params, token_batches(5), transform, tx(), nonfinite="skip"),
-        mesh=mesh,
-    )[0]
-    return repr(losses), repr(norms), final
-
-
 @pytest.mark.parametrize("plan", PLANS)
 def test_training_is_the_same_to_the_last_bit(plan, tmp_path):
-    losses, norms, final = trained(plan)
+    wanted = trained(*PLANS[plan], 5)
     for number, more in enumerate([{}, {"fraction": 0.5}]):
         folder = [tmp_path / f"{number}/{name}" for name in "ab"]
-        again = trained(plan, on_disk(folder, **more))
-        assert again[:2] == (losses, norms)
-        assert_same(again[2], final)
+        assert_alike(trained(*PLANS[plan], 5, on_disk(folder, **more)), wanted)
 
 
 LOSS, PARAMS = mlp([5, 7, 6, 3], torch.float32)
