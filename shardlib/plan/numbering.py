@@ -60,7 +60,7 @@ class Numbering:
         return match[1], self._bucket_of[match[1]].run(int(match[2]), int(match[3]))
 
     def run_along(self, path: Sequence[object]) -> tuple[str, Bucket] | None:
-        """`run_named` of the last entry of a tree's path that is such a name: a leaf may be a part of what stands for a run."""
+        """`run_named` of the last entry of a path that is such a name: a leaf may be a part of what stands for a run."""
         return next(filter(None, map(self.run_named, reversed(path))), None)
 
     def span(self, run: Bucket) -> tuple[str, int, int]:

@@ -12,7 +12,9 @@ import shardlib as sl
 from shardlib.optim.on_disk import OnDisk
 from shardlib.optim.optimizers.coded import Coded
 
-LOSS, PARAMS = mlp([64, 160, 72, 3], torch.float32)  # the first two layers' halves are large enough for moments in 8 bits
+LOSS, PARAMS = mlp(
+    [64, 160, 72, 3], torch.float32
+)  # the first two layers' halves are large enough for moments in 8 bits
 BATCHES = [regression_batch(12, 64, 3, torch.float32, seed=seed) for seed in range(5)]
 CLIP = sl.optim.clip_by_global_norm(0.1)
 

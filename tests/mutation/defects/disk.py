@@ -203,4 +203,16 @@ DEFECTS = (
         "return leaf",
         ("tests/training/test_states_there_once.py::test_an_update_may_return_an_old_tensor_as_another_one",),
     ),
+    Defect(
+        "moments in 8 bits that are not taken back",
+        "order",
+        "optim/on_disk.py",
+        "a checkpoint that cannot be read leaves codes on disk that it has written",
+        "for leaf in leaves_of(tree))\n        found",
+        "for leaf in [tree])\n        found",
+        (
+            "tests/training/test_optimizers_on_disk.py::"
+            "test_a_checkpoint_that_cannot_be_read_leaves_moments_in_8_bits_as_they_were",
+        ),
+    ),
 )
