@@ -33,6 +33,12 @@ class Coded(Packed):
         return self.codes.block if isinstance(self.codes, Packed) else BLOCK
 
     @property
+    def in_memory(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes and scales, during an update."""
+        assert isinstance(self.codes, torch.Tensor) and isinstance(self.scales, torch.Tensor)
+        return self.codes, self.scales
+
+    @property
     def like(self) -> torch.Tensor:
         codes = self.codes.like if isinstance(self.codes, Packed) else self.codes
         return torch.empty(codes.shape, dtype=torch.float32, device="meta")
