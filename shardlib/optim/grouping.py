@@ -21,9 +21,10 @@ def update_groups(optimizer: GradientTransformation, plan: Plan) -> list[tuple[B
             f"offload({plan.step.update}=True) updates one bucket at a time beside other work, and this optimizer reads "
             f"across parameters; leave out {plan.step.update}, or use an elementwise optimizer, such as adamw"
         )
-    if not moved or not (optimizer.separable or on_device):
+    in_turn = optimizer.in_turn(plan)
+    if not moved or not (in_turn or on_device):
         return [plan.trained]
-    if not optimizer.separable:
+    if not in_turn:
         raise IllegalComposition(
             f"offload leaves the states of {len(on_device)} of {len(plan.trained)} buckets on the device, and this optimizer "
             "reads across parameters, so that it needs all of them in one memory; use offload(fraction=1.0)"
