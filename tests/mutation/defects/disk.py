@@ -212,4 +212,22 @@ DEFECTS = (
         "for leaf in [tree])\n        found",
         ("tests/training/test_optimizers_on_disk.py::test_moments_in_8_bits_are_taken_back_where_a_write_fails",),
     ),
+    Defect(
+        "a failed update's exchanges are made twice",
+        "agreement",
+        "optim/shards.py",
+        "a rank that failed between two exchanges of a bucket makes the first once more",
+        "return self._made > self._left_out",
+        "return True",
+        ("tests/training/test_optimizers_on_disk.py::test_a_rank_that_fails_does_not_keep_others_waiting",),
+    ),
+    Defect(
+        "what is kept by path goes with every bucket",
+        "stale",
+        "optim/separate.py",
+        "Adafactor's factors of all parameters decay at the update of each bucket",
+        "return found[0] if found else self._plan.numbering.bucket_with(name)",
+        "return found[0] if found else None",
+        ("tests/training/test_optimizers_on_disk.py::test_training_is_the_same_to_the_last_bit",),
+    ),
 )
