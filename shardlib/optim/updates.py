@@ -8,7 +8,8 @@ other, in the order in which gradients land, so that the first new parameters ar
     parameters                     | up 3  | up 2  | up 1  |
 
 Clips that come first in a chain take their factor from the squares that were summed as the gradients landed. An optimizer
-that reads across elements otherwise updates all buckets at once, where their states lie.
+that reads across elements otherwise updates all buckets at once, where their states lie; or one after the other if they rest on
+disk, where all ranks make the exchanges of each bucket.
 
 Updates that run ahead (`shardlib.optim.ahead`) are made as each gradient lands, with the factor that gradients have where
 nothing is clipped; or, delayed, from the gradients of the step before, whose factor is known.
