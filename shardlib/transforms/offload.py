@@ -31,6 +31,11 @@ class Offload(Transform):
                 f"offload({self.optimizer!r}, params='disk') has parameters on disk and their states, which are larger, in "
                 "memory: use offload('disk', params='disk', folder=...)"
             )
+        if self.gradients == "disk" and self.optimizer != "disk":
+            raise IllegalComposition(
+                f"offload({self.optimizer!r}, gradients='disk') has gradients on disk and the states that they update, which "
+                "are larger, in memory: use offload('disk', gradients='disk', folder=...)"
+            )
         if (self.optimizer == "disk") != bool(self.folders):
             raise IllegalComposition(f"{self.name}: states on disk need a folder, others have none")
         if len({str(Path(each).resolve()) for each in self.folders}) < len(self.folders):
@@ -96,10 +101,12 @@ def offload(
             are read three ahead, and never are all parameters in host memory, from `shard` on.
         gradients: the memory in which gradients of several micro-batches are accumulated: "host", or None for the device.
             Each micro-batch's gradient then goes down as soon as it is reduced, and the host adds it. Gradients that ranks
-            reduce once, after the last micro-batch (below ZeRO stage 2), are accumulated on the device all the same.
+            reduce once, after the last micro-batch (below ZeRO stage 2), are accumulated on the device all the same. "disk",
+            with states there too: gradients are written as they land, and read again by the update (and by each further
+            micro-batch), so that never are all in host memory.
         fraction: the share of the states that lives there; the states whose gradients come last stay on the device.
         folder: of the files on disk: one or several, on different disks. They are given space for two copies of the states
-            (and of the parameters, if they are there), and belong to one run at a time; what is to be kept goes into
+            (and of the parameters, if they are there; for one of the gradients), and belong to one run at a time; what is to be kept goes into
             checkpoints.
         speculate: whether a bucket is updated as soon as its gradient has arrived, beside backward, as if the step were
             neither skipped nor clipped; where it is, the update is made again. The numbers stay the same. Until then old
