@@ -195,8 +195,10 @@ def _staged_bytes(plan: PlanValue, separable: bool) -> int:
 
     def staged(bucket: Bucket) -> int:
         here, there = (MEMORIES[memory] for memory in (bucket.memory.optimizer, bucket.memory.param))
-        passes = here.works != there.works and (bucket.master_dtype != bucket.dtype or here.rests)
-        return taken(bucket.owned, bucket.dtype) if passes else 0
+        passes = (there.rests or here.works != there.works) and bucket.master_dtype is not None
+        return (
+            taken(bucket.owned, bucket.dtype) if passes and (bucket.master_dtype != bucket.dtype or here.rests) else 0
+        )
 
     elsewhere = [bucket for bucket in plan.trained if bucket.memory.optimizer != "device"]
     if plan.step.ahead or not elsewhere:

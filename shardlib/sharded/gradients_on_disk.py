@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 from shardlib.collectives.attempts import attempted, error_of
-from shardlib.collectives.summation import sum_of_squares
 from shardlib.mesh.memories import MEMORIES
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.buckets import Bucket

@@ -106,8 +106,8 @@ def offload(
             micro-batch), so that never are all in host memory.
         fraction: the share of the states that lives there; the states whose gradients come last stay on the device.
         folder: of the files on disk: one or several, on different disks. They are given space for two copies of the states
-            (and of the parameters, if they are there; for one of the gradients), and belong to one run at a time; what is to be kept goes into
-            checkpoints.
+            (and of the parameters, if they are there) and for one of the gradients, and belong to one run at a time; what is
+            to be kept goes into checkpoints.
         speculate: whether a bucket is updated as soon as its gradient has arrived, beside backward, as if the step were
             neither skipped nor clipped; where it is, the update is made again. The numbers stay the same. Until then old
             states are kept beside new ones, so host memory holds them twice. For elementwise optimizers.

@@ -31,9 +31,7 @@ def open_for_run(
 
     def open_files() -> None:
         apart, rank, ranks = mesh.transfers.apart, mesh.rank, mesh.size
-        opened.append(
-            Store(folders, buffers, memory, rank=rank, ranks=ranks, pinned=apart, durable=False, slots=slots)
-        )
+        opened.append(Store(folders, buffers, memory, rank=rank, ranks=ranks, pinned=apart, durable=False, slots=slots))
 
     try:
         on_all_ranks(mesh, open_files, problem)
