@@ -57,7 +57,7 @@ def build_plan(params: Tree, mesh: Mesh, transform: Transform, *, optimizer: Any
         for index, also in aliases.items()
     ]
     resolved = resolve(transform, mesh.shape, infos)
-    check_axes(resolved, mesh)
+    check_axes(resolved, mesh, members_of(transform))
     for member in members_of(transform):
         member.check(resolved)
     # Along the sequence's axis zero sums gradients of sequence parts; the ranks share one batch.
