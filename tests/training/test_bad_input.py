@@ -87,7 +87,7 @@ def test_a_device_mesh_without_names(pool):
 def test_an_unknown_axis():
     with pytest.raises(
         sl.errors.IllegalComposition,
-        match=r"axis 'model', which .*data=2.* does not have; use 'data' instead: zero\(1, axis='data'\)",
+        match=r"axis 'model', which .*data=2.* does not have; use 'data' instead: zero\(1\)",
     ):
         sl.make_plan(PARAMS, sl.abstract_mesh(data=2), sl.zero(1, axis="model"))
 
