@@ -230,7 +230,7 @@ def _optimizer_bytes(plan: PlanValue, state: Tree) -> tuple[dict[str, int], dict
     other = plan.trained[0].memory.optimizer if plan.trained else "device"
     paths, leaves, _ = optree.tree_flatten_with_path(state)
     for path, leaf in zip(paths, leaves, strict=True):
-        run = next(filter(None, map(plan.numbering.run_named, reversed(path))), None)
+        run = plan.numbering.run_along(path)
         bucket = plan.bucket_of[run[0]] if run else None
         if leaf.dim():
             add(bucket, bucket.memory.optimizer if bucket else other, leaf.numel() * leaf.dtype.itemsize)

@@ -203,4 +203,13 @@ DEFECTS = (
         "return leaf",
         ("tests/training/test_states_there_once.py::test_an_update_may_return_an_old_tensor_as_another_one",),
     ),
+    Defect(
+        "moments in 8 bits that are not taken back",
+        "order",
+        "optim/on_disk.py",
+        "codes on disk that were written in place stay when the rest fails",
+        "for leaf in leaves_of(tree))\n        found",
+        "for leaf in [tree])\n        found",
+        ("tests/training/test_optimizers_on_disk.py::test_moments_in_8_bits_are_taken_back_where_a_write_fails",),
+    ),
 )
