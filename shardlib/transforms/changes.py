@@ -131,5 +131,5 @@ def difference(before: Transform, after: Transform, plan: Plan) -> str:
         former = replaced.pop(type(each), None)
         if isinstance(each, Remat) and plan.step.remat and each.how.policy == "auto":
             each = Remat(replace(plan.step.remat, axis=None))  # with the number of blocks that the plan has chosen
-        codes.append(f"sl.{each.name} in place of sl.{former.name}" if former else f"add sl.{each.name}")
-    return "; ".join([*codes, *(f"leave out sl.{each.name}" for each in replaced.values())])
+        codes.append(f"{each!r} in place of {former!r}" if former else f"add {each!r}")
+    return "; ".join([*codes, *(f"leave out {each!r}" for each in replaced.values())])

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from shardlib.errors import IllegalComposition
 from shardlib.plan.claims import Claim, LeafInfo, Live, Step
+from shardlib.plan.code import Call, Coded, one_or_list
 from shardlib.plan.resolved import Resolved
-from shardlib.plan.transform import Transform
 
 
-@dataclass(frozen=True)
-class Offload(Transform):
+@dataclass(frozen=True, repr=False)
+class Offload(Coded):
     """The transform that `offload` makes, with the arguments given there."""
 
     optimizer: str
@@ -51,13 +51,10 @@ class Offload(Transform):
             )
 
     @property
-    def name(self) -> str:
-        given = {"params": self.params, "gradients": self.gradients, "fraction": self.fraction}
-        shown = [f", {name}={value!r}" for name, value in given.items() if value not in (None, 1)]
-        if self.folders:
-            shown.append(f", folder={(self.folders[0] if len(self.folders) == 1 else list(self.folders))!r}")
-        shown += [f", {self.update}=True"] if self.update else []
-        return f"offload({self.optimizer!r}{''.join(shown)})"
+    def call(self) -> Call:
+        states = {"optimizer": self.optimizer, "params": self.params, "gradients": self.gradients}
+        updates = {"speculate": self.update == "speculate", "delay": self.update == "delay"}
+        return Call(offload, {**states, "fraction": self.fraction, "folder": one_or_list(self.folders), **updates})
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         for role, memory in (("param", self.params), ("grad", self.gradients)):

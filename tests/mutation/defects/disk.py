@@ -230,4 +230,13 @@ DEFECTS = (
         "before = None",
         ("tests/training/test_gradients_on_disk.py::test_training_is_the_same_to_the_last_bit",),
     ),
+    Defect(
+        "moments in 8 bits that are not taken back",
+        "order",
+        "optim/on_disk.py",
+        "codes on disk that were written in place stay when the rest fails",
+        "for leaf in leaves_of(tree))\n        found",
+        "for leaf in [tree])\n        found",
+        ("tests/training/test_optimizers_on_disk.py::test_moments_in_8_bits_are_taken_back_where_a_write_fails",),
+    ),
 )
