@@ -57,7 +57,7 @@ def build_plan(params: Tree, mesh: Mesh, transform: Transform, *, optimizer: Any
         for index, also in aliases.items()
     ]
     resolved = resolve(transform, mesh.shape, infos)
-    check_axes(resolved, mesh)
+    check_axes(resolved, mesh, members_of(transform))
     for member in members_of(transform):
         member.check(resolved)
     # Along the sequence's axis zero sums gradients of sequence parts; the ranks share one batch.
@@ -195,8 +195,10 @@ def _staged_bytes(plan: PlanValue, in_turn: bool) -> int:
 
     def staged(bucket: Bucket) -> int:
         here, there = (MEMORIES[memory] for memory in (bucket.memory.optimizer, bucket.memory.param))
-        passes = here.works != there.works and (bucket.master_dtype != bucket.dtype or here.rests)
-        return taken(bucket.owned, bucket.dtype) if passes else 0
+        passes = (there.rests or here.works != there.works) and bucket.master_dtype is not None
+        return (
+            taken(bucket.owned, bucket.dtype) if passes and (bucket.master_dtype != bucket.dtype or here.rests) else 0
+        )
 
     elsewhere = [bucket for bucket in plan.trained if bucket.memory.optimizer != "device"]
     if plan.step.ahead or not elsewhere:
