@@ -21,6 +21,7 @@ from shardlib.mesh.memories import MEMORIES
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport import EchoGroup
 from shardlib.optim.locality import Locality
+from shardlib.optim.separate import turns
 from shardlib.optim.shards import WHOLE, MeshShards, Shards
 from shardlib.optim.storing import optimizer_shards, stored
 from shardlib.plan.claims import AxisOwner, Claim, LeafInfo, Reduce
@@ -184,7 +185,7 @@ class GradientTransformation:
         groups = {axis: EchoGroup(size) for axis, size in plan.sizes.items()}
         shards = MeshShards(plan, Mesh(plan.sizes, 0, groups, torch.device("cpu"), abstract=True))
         flat = {b.name: torch.empty(b.owned, dtype=b.master_dtype or b.dtype, device="meta") for b in plan.trained}
-        parts = [shards.of([bucket], self.rest) for bucket in plan.trained] if self.in_turn(plan) else [shards]
+        parts = [shards.of(group, self.rest) for group in turns(plan)] if self.in_turn(plan) else [shards]
         sent = Counter[str]()
         for part in parts:
             sent.update(self.sends(part))

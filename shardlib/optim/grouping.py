@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardlib.errors import IllegalComposition
 from shardlib.optim.base import GradientTransformation
+from shardlib.optim.separate import turns
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
 
@@ -14,7 +15,7 @@ def update_groups(optimizer: GradientTransformation, plan: Plan) -> list[tuple[B
     Raises:
         IllegalComposition: an optimizer that is not elementwise, with states in two memories or updates that run ahead.
     """
-    moved = elsewhere(plan)
+    moved = any(bucket.memory.optimizer != "device" for bucket in plan.trained)
     on_device = tuple(bucket for bucket in plan.trained if bucket.memory.optimizer == "device")
     if moved and plan.step.ahead and not optimizer.separable:
         raise IllegalComposition(
@@ -29,9 +30,4 @@ def update_groups(optimizer: GradientTransformation, plan: Plan) -> list[tuple[B
             f"offload leaves the states of {len(on_device)} of {len(plan.trained)} buckets on the device, and this optimizer "
             "reads across parameters, so that it needs all of them in one memory; use offload(fraction=1.0)"
         )
-    return [*([on_device] if on_device else []), *((bucket,) for bucket in reversed(moved))]
-
-
-def elsewhere(plan: Plan) -> list[Bucket]:
-    """The buckets whose states are in another memory than the device's."""
-    return [bucket for bucket in plan.trained if bucket.memory.optimizer != "device"]
+    return turns(plan)

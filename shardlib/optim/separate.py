@@ -12,8 +12,18 @@ from typing import Any
 
 import optree
 
+from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
+from shardlib.plan.value import PlanValue
 from shardlib.tree import Tree
+
+
+def turns(plan: PlanValue) -> list[tuple[Bucket, ...]]:
+    """The groups of buckets of an optimizer that takes them one after the other: those whose states are on the device, and
+    each of the others, in the order in which gradients land."""
+    on_device = tuple(bucket for bucket in plan.trained if bucket.memory.optimizer == "device")
+    moved = [bucket for bucket in plan.trained if bucket.memory.optimizer != "device"]
+    return [*([on_device] if on_device else []), *((bucket,) for bucket in reversed(moved))]
 
 
 class Separation:
