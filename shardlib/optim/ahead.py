@@ -1,12 +1,13 @@
 """Updates of buckets that run beside a step's computation, on a thread of their own.
 
-They are made in memory of their own: a bucket's state is copied, and the copy is updated. So a state stays what it is until
-the step takes the new one, and an update that does not hold is undone by leaving it. Where a step donates its state, the old
-memory serves the next step.
+They are made in memory of their own: an update reads a bucket's state, and writes the next one elsewhere. So a state stays
+what it is until the step takes the new one, and an update that does not hold is undone by leaving it. Where a step donates
+its state, the old memory serves the next step.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
@@ -14,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 
 from shardlib.common.devices import pins
-from shardlib.common.pages import cloned
+from shardlib.common.pages import alike, cloned
 from shardlib.mesh.staging import Slot, taken
 from shardlib.mesh.transfers import Transfer
 from shardlib.optim.storing import optimizer_shard
-from shardlib.optim.train_state import OptimizerState, copied
+from shardlib.optim.train_state import OptimizerState
 from shardlib.plan.buckets import Bucket
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import flatten, unflatten
@@ -40,8 +41,8 @@ class Ahead:
     """The updates of one step after the other that run ahead.
 
     Args:
-        body: ``body(bucket, params, grad, inner, factor, copy) -> inner`` updates a bucket: ``params`` in place, and ``copy``
-            in the dtype in which parameters are stored. It may use up the memory of ``grad`` and ``inner``.
+        body: ``body(bucket, params, grad, inner, factor, copy, old) -> inner`` updates a bucket from ``old``, its parameters
+            and state: writes the new ones to ``params``, ``inner`` and, in the dtype in which they are stored, ``copy``.
         device: the device that the rank computes on.
         donates: whether a step may reuse the memory of the state it is given.
     """
@@ -135,14 +136,15 @@ class Ahead:
     def _update(self, bucket: Bucket, grad: torch.Tensor, transfer: Transfer) -> Updated:
         name = bucket.name
         transfer.wait()
-        opt = _copied(self._parts[name], self._spare.pop(name, None))
-        master = opt.masters.get(name)
+        old = self._parts[name]
+        opt = _memory(old, self._spare.pop(name, None))
+        before, master = old.masters.get(name), opt.masters.get(name)
         slot = self.slot(bucket)
         shard = master if master is not None and master.dtype == bucket.dtype else slot.take(bucket.owned, bucket.dtype)
         if master is None:
             assert self._params is not None  # the step has not ended
-            master = shard.copy_(optimizer_shard(self._params, bucket))
-        inner = self._body(bucket, master, grad.clone(), opt.inner, self._factor, shard)
+            before, master = optimizer_shard(self._params, bucket), shard
+        inner = self._body(bucket, master, grad, opt.inner, self._factor, shard, (before, old.inner))
         return Updated(OptimizerState(opt.masters, inner), shard)
 
 
@@ -153,23 +155,21 @@ def _begin(threads: int, device: torch.device) -> None:
         torch.accelerator.set_device_index(device.index)
 
 
-def _copied(opt: OptimizerState, spare: OptimizerState | None) -> OptimizerState:
-    """A copy of a bucket's state, in the memory of ``spare`` where that fits."""
-    if spare is None:
-        return copied(opt)
+def _memory(opt: OptimizerState, spare: OptimizerState | None) -> OptimizerState:
+    """Memory for the next state of a bucket, that of ``spare`` where it fits. Numbers have their values."""
     _, values, treedef = flatten(opt)
-    _, memory, other = flatten(spare)
-    return unflatten(treedef, map(_copied_leaf, values, memory)) if treedef == other else copied(opt)
+    others = flatten(spare) if spare is not None else None
+    free = others[1] if others is not None and others[2] == treedef else itertools.repeat(None)
+    return unflatten(treedef, map(_memory_of_leaf, values, free))
 
 
-def _copied_leaf(value: Any, memory: Any) -> Any:
+def _memory_of_leaf(value: Any, memory: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    # Buckets share numbers.
-    fits = (
-        value.dim() and isinstance(memory, torch.Tensor) and (value.shape, value.dtype) == (memory.shape, memory.dtype)
-    )
-    return memory.copy_(value) if fits else cloned(value)
+    if not value.dim():  # buckets share numbers
+        return cloned(value)
+    fits = isinstance(memory, torch.Tensor) and (value.shape, value.dtype) == (memory.shape, memory.dtype)
+    return memory if fits else alike(value)
 
 
 def _equal(factor: torch.Tensor | None, other: torch.Tensor | None) -> bool:

@@ -30,7 +30,7 @@ from shardlib.plan.resolved import Resolved
 from shardlib.plan.transform import Transform
 from shardlib.plan.value import ROLES, PlanValue
 from shardlib.sharded.tree import Sharded
-from shardlib.tree import Tree, check_alike, check_trained, tree_map
+from shardlib.tree import Tree, check_alike, check_trained, leaves_of, tree_map
 
 
 class RankLocal(Protocol):
@@ -141,6 +141,7 @@ class GradientTransformation:
         apply: with a locality, ``update`` and the addition in one pass, in place: ``apply(params, updates, state, scale,
             shards, copies) -> state`` for ``updates * scale``. It may use up the memory of ``updates`` and ``state``.
             ``copies`` are as in the method `apply`.
+        reads_old: whether ``apply`` also takes ``old=``, as `body` does; it then does not change ``updates``.
         owns: the axis over which the transformation reduces gradients itself, through ``shards.compressed_mean``.
         lead: for a transformation that is elementwise but for one number by which it multiplies the gradients first (a chain
             of clips and an elementwise rest): ``lead(updates, scale, shards)`` returns that number times ``scale``. ``apply``
@@ -163,10 +164,11 @@ class GradientTransformation:
         last: str | None = None,
         lead: Callable[[Tree, torch.Tensor | None, Shards], torch.Tensor | None] | None = None,
         rest: Locality | None = None,
+        reads_old: bool = False,
     ) -> None:
         self._init, self._update, self.owns, self._sends, self.last = init, update, owns, sends, last
         self.locality, self.factor, self._apply, self._lead = locality, factor, apply, lead
-        self.rest = locality if rest is None else rest
+        self.rest, self.reads_old = locality if rest is None else rest, reads_old
 
     def init(self, params: Tree, *, shards: Shards = WHOLE) -> Tree:
         """The state for ``params``: a pytree, or `Sharded` (then over this rank's flat shards)."""
@@ -249,12 +251,30 @@ class GradientTransformation:
         return self._lead(updates, scale, shards.allowing(self.locality))
 
     def body(
-        self, params: Tree, updates: Tree, state: Tree, *, scale: torch.Tensor | None, shards: Shards, copies: Tree
+        self,
+        params: Tree,
+        updates: Tree,
+        state: Tree,
+        *,
+        scale: torch.Tensor | None,
+        shards: Shards,
+        copies: Tree,
+        old: tuple[Tree, Tree] | None = None,
     ) -> Tree:
-        """`apply` after `lead`, which has returned ``scale``."""
+        """`apply` after `lead`, which has returned ``scale``.
+
+        Args:
+            old: parameters and state before the update, which stay, and so do ``updates``; ``params`` and ``state`` are
+                memory for the new ones, in which only the numbers of the state (0-d tensors) have their values.
+        """
         copies = params if copies is None else copies
+        if old is not None and not self.reads_old:
+            updates = tree_map(torch.clone, updates)
+            _copy_values((params, state), old)
+            old = None
         if self._apply is not None and self.locality is not None:
-            return self._apply(params, updates, state, scale, shards.allowing(self.locality), copies)
+            given = (params, updates, state, scale, shards.allowing(self.locality), copies)
+            return self._apply(*given) if old is None else self._apply(*given, old=old)
         updates, state = self.update(scaled(updates, scale), state, params, shards=shards)
         tree_map(torch.Tensor.add_, params, updates)
         write_copies(copies, params)
@@ -289,6 +309,12 @@ def require_unpacked(plan: Plan, state: Tree) -> None:
             f"reproducible() cannot give the same bits on every mesh with this optimizer: its state is in {packed} tensors, "
             "whose rounding depends on which elements a rank's shard holds; use one with moments in fp32, such as adamw"
         )
+
+
+def _copy_values(memory: Tree, values: Tree) -> None:
+    for to, value in zip(leaves_of(memory), leaves_of(values), strict=True):
+        if isinstance(to, torch.Tensor) and to.dim():
+            to.copy_(value)
 
 
 def scaled(updates: Tree, scale: torch.Tensor | None) -> Tree:

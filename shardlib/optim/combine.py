@@ -103,7 +103,19 @@ def _in_turn(
             scale = factor if scale is None else scale * factor
         return scale
 
-    def apply(params, updates, state, scale, shards, copies):
+    def apply(params, updates, state, scale, shards, copies, old=None):
+        if old is not None:
+            before = unpack(old[1])
+            after = last.body(
+                params,
+                updates,
+                unpack(state)[-1],
+                scale=scale,
+                shards=shards,
+                copies=copies,
+                old=(old[0], before[-1]),
+            )
+            return pack([*before[:-1], after])
         states, new_state = unpack(state), list(unpack(state)[: len(factors)])
         for tx, tx_state in zip(first[len(factors) :], states[len(factors) :], strict=False):
             if tx.factor is not None:
@@ -143,6 +155,7 @@ def _in_turn(
         last=last.last,
         lead=lead if factors else None,
         rest=Locality.GLOBAL if beyond else widest(*(tx.locality for tx in rest)),
+        reads_old=last.reads_old and len(rest) == 1,
     )
 
 

@@ -300,12 +300,19 @@ class Updates:
         inner: Any,
         factor: torch.Tensor | None,
         copy: torch.Tensor,
+        old: tuple[torch.Tensor, Any],
     ) -> Any:
         """See `Ahead`."""
         name = bucket.name
         factor = None if factor is None else _number(float(factor), params.device)
         return self._optimizer.body(
-            {name: params}, {name: grad}, inner, scale=factor, shards=self._shards_of[name], copies={name: copy}
+            {name: params},
+            {name: grad},
+            inner,
+            scale=factor,
+            shards=self._shards_of[name],
+            copies={name: copy},
+            old=({name: old[0]}, old[1]),
         )
 
     def _parts(self, opt: OptimizerState) -> list[OptimizerState]:

@@ -56,24 +56,27 @@ def check_adamw(
     offset: int = 0,
     scale: float | None = 0.3,
     spoiled: bool = False,
+    elsewhere: bool = False,
 ) -> None:
-    """Parameter, moments and copy against the reference, bit by bit."""
+    """Parameter, moments and copy against the reference, bit by bit; ``elsewhere``: in memory of their own."""
     kept, read, narrow = dtypes
     start = [buffer(elements, kept, seed + k, offset) for k in range(3)]
     start[2].abs_()
-    grad = buffer(elements, read, seed + 3, offset, spoiled)
+    before, grad = [tensor.clone() for tensor in start], buffer(elements, read, seed + 3, offset, spoiled)
     results = []
     for name in ("reference", using):
-        param, mu, nu = (buffer(elements, kept, 0, offset).copy_(tensor) for tensor in start)
+        old = adamw.Old(*start) if elsewhere and name == using else None
+        param, mu, nu = (buffer(elements, kept, 0, offset).copy_(torch.zeros(()) if old else x) for x in start)
         copy = None if narrow is None else buffer(elements, narrow, 0, offset)
         with flushed(using) if name == "reference" else contextlib.nullcontext():
             adamw.adamw_(
-                param, grad, mu, nu, adamw.factors_at(3.0, 0.01, **ADAM), copy=copy, using=name,
+                param, grad, mu, nu, adamw.factors_at(3.0, 0.01, **ADAM), copy=copy, using=name, old=old,
                 scale=None if scale is None else torch.tensor(scale, dtype=F64),
             )  # fmt: skip
         results.append([param, mu, nu] + ([] if copy is None else [copy]))
     for wanted, found in zip(*results):
         same(wanted, found, using)
+    assert all(map(torch.equal, start, before))
 
 
 def check_adamw8(
@@ -139,25 +142,26 @@ def check_lion(
     offset: int = 0,
     scale: float | None = 0.3,
     spoiled: bool = False,
+    elsewhere: bool = False,
 ) -> None:
-    """Parameter, momentum and copy against the reference, bit by bit."""
+    """Parameter, momentum and copy against the reference, bit by bit; ``elsewhere``: in memory of their own."""
     kept, read, narrow = dtypes
-    start, grad = (
-        [buffer(elements, kept, seed + k, offset) for k in range(2)],
-        buffer(elements, read, seed + 2, offset, spoiled),
-    )
+    start = [buffer(elements, kept, seed + k, offset) for k in range(2)]
+    before, grad = [tensor.clone() for tensor in start], buffer(elements, read, seed + 2, offset, spoiled)
     results = []
     for name in ("reference", using):
-        param, mu = (buffer(elements, kept, 0, offset).copy_(tensor) for tensor in start)
+        old = lion.Old(*start) if elsewhere and name == using else None
+        param, mu = (buffer(elements, kept, 0, offset).copy_(torch.zeros(()) if old else x) for x in start)
         copy = None if narrow is None else buffer(elements, narrow, 0, offset)
         with flushed(using) if name == "reference" else contextlib.nullcontext():
             lion.lion_(
-                param, grad, mu, lion.factors_at(0.01, b1=0.9, b2=0.99, weight_decay=0.1), copy=copy,
+                param, grad, mu, lion.factors_at(0.01, b1=0.9, b2=0.99, weight_decay=0.1), copy=copy, old=old,
                 scale=None if scale is None else torch.tensor(scale, dtype=F64), using=name,
             )  # fmt: skip
         results.append([param, mu] + ([] if copy is None else [copy]))
     for wanted, found in zip(*results):
         same(wanted, found, using)
+    assert all(map(torch.equal, start, before))
 
 
 def check_frozen_adam(

@@ -45,22 +45,23 @@ def test_an_example_by_hand():
     assert torch.equal(copy, param.bfloat16())
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
 @pytest.mark.parametrize("dtypes", DTYPES)
 @pytest.mark.parametrize("name", kernels.IMPLEMENTATIONS)
-def test_every_implementation_is_the_reference(name, dtypes):
+def test_every_implementation_is_the_reference(name, dtypes, elsewhere):
     with kernels.served_by(name) as using:
-        step_kernels.check_adamw(using, 5003, dtypes, seed=3)
+        step_kernels.check_adamw(using, 5003, dtypes, seed=3, elsewhere=elsewhere)
 
 
 @pytest.mark.parametrize("name", kernels.IMPLEMENTATIONS)
 @given(
     elements=st.integers(0, 700), dtypes=st.sampled_from(DTYPES), seed=st.integers(0, 2**30),
     offset=st.integers(0, 40), scale=st.sampled_from([None, 1 / 3, 1e-20, 1e20]),
-    spoiled=st.booleans(),
+    spoiled=st.booleans(), elsewhere=st.booleans(),
 )  # fmt: skip
-def test_drawn_buffers(name, elements, dtypes, seed, offset, scale, spoiled):
+def test_drawn_buffers(name, elements, dtypes, seed, offset, scale, spoiled, elsewhere):
     with kernels.served_by(name) as using:
-        step_kernels.check_adamw(using, elements, dtypes, seed, offset, scale, spoiled)
+        step_kernels.check_adamw(using, elements, dtypes, seed, offset, scale, spoiled, elsewhere)
 
 
 @pytest.mark.parametrize("name", kernels.IMPLEMENTATIONS)

@@ -26,11 +26,11 @@ def test_an_example_by_hand():
 @given(
     elements=st.one_of(st.integers(0, 700), st.just(5003)), dtypes=st.sampled_from(DTYPES), seed=st.integers(0, 2**30),
     offset=st.integers(0, 40), scale=st.sampled_from([None, 1 / 3, 1e-20, 1e20]),
-    spoiled=st.booleans(),
+    spoiled=st.booleans(), elsewhere=st.booleans(),
 )  # fmt: skip
-def test_drawn_buffers(name, elements, dtypes, seed, offset, scale, spoiled):
+def test_drawn_buffers(name, elements, dtypes, seed, offset, scale, spoiled, elsewhere):
     with kernels.served_by(name) as using:
-        step_kernels.check_lion(using, elements, dtypes, seed, offset, scale, spoiled)
+        step_kernels.check_lion(using, elements, dtypes, seed, offset, scale, spoiled, elsewhere)
 
 
 def test_triton_is_the_reference():

@@ -3,23 +3,23 @@
 
 namespace {
 
-template <typename Kept, typename Grad, typename Copy>
+template <typename Kept, typename Grad, typename Copy, bool elsewhere>
 struct AdamW {
-    typename Kept::Element* param;
+    State<Kept> param;
     const typename Grad::Element* grad;
-    typename Kept::Element *mu, *nu;
+    State<Kept> mu, nu;
     typename Copy::Element* copy;
     float b1, rest1, b2, rest2, decay, size, root, eps, scale;
 
     template <typename Lanes>
     void at(int64_t i) const {
         auto g = Lanes::template get<Grad>(grad + i) * scale;
-        auto m = Lanes::template get<Kept>(mu + i) * b1 + g * rest1;
-        auto v = Lanes::template get<Kept>(nu + i) * b2 + g * g * rest2;
-        auto p = Lanes::template get<Kept>(param + i) * decay - m * size / (Lanes::root(v) * root + eps);
-        Lanes::template put<Kept>(mu + i, m);
-        Lanes::template put<Kept>(nu + i, v);
-        Lanes::template put<Kept>(param + i, p);
+        auto m = mu.template get<Lanes>(i) * b1 + g * rest1;
+        auto v = nu.template get<Lanes>(i) * b2 + g * g * rest2;
+        auto p = param.template get<Lanes>(i) * decay - m * size / (Lanes::root(v) * root + eps);
+        mu.template put<Lanes, elsewhere>(i, m);
+        nu.template put<Lanes, elsewhere>(i, v);
+        param.template put<Lanes, elsewhere>(i, p);
         Lanes::template stream<Copy>(copy + i, p);
     }
 };
@@ -50,21 +50,24 @@ EXPORT(adam_direction)(const float* param, float* grad, float* mu, float* nu, in
     sweep(op, count, nullptr, threads);
 }
 
-// dtypes: 0 float, 1 bfloat16, 2 half; of the copy -1 for none.
-EXPORT(adamw_step)(void* param, int dtype, const void* grad, int grad_dtype, void* mu, void* nu, uint16_t* copy,
-                   int copy_dtype, int64_t count, float b1, float rest1, float b2, float rest2, float decay, float size,
-                   float root, float eps, float scale, int threads) {
+// dtypes: 0 float, 1 bfloat16, 2 half; of the copy -1 for none. States are read at `from_` and written at the others, which
+// may be the same.
+EXPORT(adamw_step)(const void* from_param, const void* from_mu, const void* from_nu, void* param, int dtype,
+                   const void* grad, int grad_dtype, void* mu, void* nu, uint16_t* copy, int copy_dtype, int64_t count,
+                   float b1, float rest1, float b2, float rest2, float decay, float size, float root, float eps,
+                   float scale, int threads) {
     with_type(dtype, [&](auto kept) {
         with_type(grad_dtype, [&](auto read) {
             with_copy(copy_dtype, [&](auto narrow) {
                 typedef decltype(kept) Kept;
                 typedef decltype(read) Grad;
-                typedef typename Kept::Element Element;
-                AdamW<Kept, Grad, decltype(narrow)> op = {
-                    static_cast<Element*>(param), static_cast<const typename Grad::Element*>(grad),
-                    static_cast<Element*>(mu), static_cast<Element*>(nu), copy,
-                    b1, rest1, b2, rest2, decay, size, root, eps, scale};
-                sweep(op, count, copy, threads);
+                State<Kept> p(from_param, param), m(from_mu, mu), v(from_nu, nu);
+                with_states(copy, [&](auto elsewhere) {
+                    AdamW<Kept, Grad, decltype(narrow), decltype(elsewhere)::value> op = {
+                        p, static_cast<const typename Grad::Element*>(grad), m, v, copy,
+                        b1, rest1, b2, rest2, decay, size, root, eps, scale};
+                    sweep(op, count, copy, threads);
+                }, p, m, v);
             });
         });
     });

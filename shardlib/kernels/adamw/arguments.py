@@ -54,6 +54,14 @@ class Step(NamedTuple):
     scale: torch.Tensor | None
 
 
+class Old(NamedTuple):
+    """The values before a step that writes its tensors elsewhere."""
+
+    param: torch.Tensor
+    mu: torch.Tensor
+    nu: torch.Tensor
+
+
 class Direction(NamedTuple):
     """Adam's direction on flat tensors of one shape and dtype."""
 

@@ -6,20 +6,31 @@ from typing import Any
 
 import torch
 
-from shardlib.kernels.adamw.arguments import Direction, Step
+from shardlib.kernels.adamw.arguments import Direction, Old, Step
 from shardlib.kernels.common import native
 from shardlib.kernels.common.thresholds import threads
 
-_SIGNATURES = {"adamw_step": "pipipppil" + "f" * 9 + "i", "adam_direction": "ppppl" + "f" * 9 + "i"}
+READS_OLD = True  # states may be read elsewhere than they are written
+
+_SIGNATURES = {"adamw_step": "ppppipipppil" + "f" * 9 + "i", "adam_direction": "ppppl" + "f" * 9 + "i"}
 
 
 def load(device: torch.device) -> str:
     return native.description("adamw")
 
 
-def adamw_(step: Step) -> None:
+def adamw_(step: Step, old: Old | None = None) -> None:
     param, grad, mu, nu, copy, factors, scale = step
-    buffers = (param, native.DTYPES[param.dtype], grad, native.DTYPES[grad.dtype], mu, nu, *native.copied(copy))
+    buffers = (
+        *(old or (param, mu, nu)),
+        param,
+        native.DTYPES[param.dtype],
+        grad,
+        native.DTYPES[grad.dtype],
+        mu,
+        nu,
+        *native.copied(copy),
+    )
     _library().adamw_step(*buffers, param.numel(), *factors, native.factor(scale), threads())
 
 

@@ -22,9 +22,9 @@ from __future__ import annotations
 import torch
 
 from shardlib.kernels.adamw import reference
-from shardlib.kernels.adamw.arguments import Direction, DirectionFactors, Factors, Step
+from shardlib.kernels.adamw.arguments import Direction, DirectionFactors, Factors, Old, Step
 from shardlib.kernels.common.dispatch import on
-from shardlib.kernels.common.flat import FLOATS, check, serving
+from shardlib.kernels.common.flat import FLOATS, check, read_elsewhere, serving
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
 
@@ -38,14 +38,16 @@ def adamw_(
     *,
     scale: torch.Tensor | None = None,
     copy: torch.Tensor | None = None,
+    old: Old | None = None,
     using: str | None = None,
 ) -> None:
-    """One AdamW step in place on tensors of one shape. May overwrite ``grad``.
+    """One AdamW step in place on tensors of one shape.
 
     Args:
         factors: of the step, by `factors_at` of numbers.
         scale: multiplies the gradient first, a 0-d float64 tensor: unscaling and clipping take no pass of their own.
         copy: receives the new parameter, bf16 or fp16.
+        old: the values before the step, which stay; ``param``, ``mu`` and ``nu`` are then only written.
         using: names one implementation ("cpu", "cuda", "triton", "reference"), for tests.
 
     Raises:
@@ -53,11 +55,12 @@ def adamw_(
         TypeError: a dtype is not supported.
     """
     tensors = {"param": param, "grad": grad, "mu": mu, "nu": nu} | ({} if copy is None else {"copy": copy})
+    tensors |= {} if old is None else {f"old.{name}": tensor for name, tensor in old._asdict().items()}
     check(tensors, "param", scale, read=("grad",))
     tensors["grad"] = grad = grad.contiguous()
     with on(param.device):
         module = serving("adamw", reference, tensors, "param", FLOATS, using)
-        module.adamw_(Step(param, grad, mu, nu, copy, factors, scale))
+        module.adamw_(Step(param, grad, mu, nu, copy, factors, scale), *read_elsewhere(module, (param, mu, nu), old))
 
 
 def adam_direction_(

@@ -5,9 +5,13 @@
 // Denormals are read and written as zero: a moment whose gradients have become zero decays through them, and an operation on
 // one takes a hundred cycles or more.
 #pragma once
+#include <type_traits>
+
 #include "halves.h"
 
 namespace {
+
+constexpr int64_t LINE = 64 / sizeof(uint16_t);  // elements of 16 bits in a line of the caches
 
 // The type of a copy that is not asked for: nothing is written.
 struct Nothing {
@@ -35,6 +39,22 @@ struct Wide {
 #endif
     }
 
+    // The same for a buffer of the states' dtype.
+    template <typename Type>
+    static void pass(typename Type::Element* to, Floats values) {
+        if constexpr (sizeof(typename Type::Element) == 2) {
+            stream<Type>(to, values);
+        } else {
+#if defined(__AVX512F__)
+            _mm512_stream_ps(to, bitcast<__m512>(values));
+#elif defined(__AVX2__)
+            _mm256_stream_ps(to, bitcast<__m256>(values));
+#else
+            put<Type>(to, values);
+#endif
+        }
+    }
+
     static Floats root(Floats values) {
 #if defined(__AVX512F__)
         return _mm512_sqrt_ps(values);
@@ -54,6 +74,8 @@ struct One {
     static void put(typename Type::Element* to, float value) { Type::put(to, value); }
     template <typename Type>
     static void stream(typename Type::Element* to, float value) { Type::put(to, value); }
+    template <typename Type>
+    static void pass(typename Type::Element* to, float value) { Type::put(to, value); }
     static float root(float value) { return __builtin_sqrtf(value); }
 };
 
@@ -88,10 +110,42 @@ public:
 #endif
 };
 
+// A tensor of a step's state: where it is read, and where it is written, which is elsewhere if the old state is to stay.
+template <typename Type>
+struct State {
+    typedef typename Type::Element Element;
+    const Element* from;
+    Element* to;
+
+    State(const void* from, void* to) : from(static_cast<const Element*>(from)), to(static_cast<Element*>(to)) {}
+
+    template <typename Lanes>
+    auto get(int64_t i) const { return Lanes::template get<Type>(from + i); }
+
+    // Memory that is only written is written past the caches.
+    template <typename Lanes, bool elsewhere, typename Values>
+    void put(int64_t i, Values values) const {
+        if constexpr (elsewhere) Lanes::template pass<Type>(to + i, values);
+        else Lanes::template put<Type>(to + i, values);
+    }
+
+    // Whether lines of `to` begin where those of a buffer of 16-bit elements do, or at its first element if that is null.
+    bool elsewhere(const uint16_t* streamed) const {
+        int64_t head = -(reinterpret_cast<uintptr_t>(streamed) / sizeof(uint16_t)) % LINE;
+        return from != to && reinterpret_cast<uintptr_t>(to + head) % 64 == 0;
+    }
+};
+
+// Calls visit(std::bool_constant) for whether all of a step's states are written past the caches.
+template <typename Visit, typename... States>
+inline void with_states(const uint16_t* streamed, Visit visit, const States&... states) {
+    if ((states.elsewhere(streamed) && ...)) visit(std::true_type{});
+    else visit(std::false_type{});
+}
+
 // Calls op.at<Lanes>(i) over all elements. `streamed` is the buffer that the operation streams to, or null.
 template <typename Op>
 inline void sweep(const Op& op, int64_t count, const uint16_t* streamed, int threads) {
-    constexpr int64_t LINE = 64 / sizeof(uint16_t);
     const int64_t grain = threads < 0 ? LINE : 1 << 15;
     int64_t head = smaller(count, int64_t(-(reinterpret_cast<uintptr_t>(streamed) / sizeof(uint16_t)) % LINE));
     int64_t grains = (count - head + grain - 1) / grain;

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -66,3 +66,17 @@ def serving(
             raise TypeError(f"{first.dtype} or strided tensors are served by plain torch, not by {using}")
         return reference
     return (choose(operation, first.device) if using is None else load(operation, using, first.device)).module
+
+
+def read_elsewhere(
+    module: Any, states: Sequence[torch.Tensor], old: tuple[torch.Tensor, ...] | None
+) -> tuple[Any, ...]:
+    """The further argument of a step whose ``states`` have their values in ``old``: that, where the implementation reads it
+    there; where it works in place alone, none, and ``states`` have the values."""
+    if old is None:
+        return ()
+    if getattr(module, "READS_OLD", False):
+        return (old,)
+    for state, value in zip(states, old, strict=True):
+        state.copy_(value)
+    return ()

@@ -35,6 +35,13 @@ class Step(NamedTuple):
     scale: torch.Tensor | None
 
 
+class Old(NamedTuple):
+    """The values before a step that writes its tensors elsewhere."""
+
+    param: torch.Tensor
+    mu: torch.Tensor
+
+
 def factors_at(lr: Any, b1: float, b2: float, weight_decay: float) -> Factors:
     """The factors of a step at rate ``lr``, a number or a differentiable 0-d float64 tensor."""
     return Factors(b1, 1 - b1, b2, 1 - b2, 1 - lr * weight_decay, lr)

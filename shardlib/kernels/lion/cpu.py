@@ -8,18 +8,28 @@ import torch
 
 from shardlib.kernels.common import native
 from shardlib.kernels.common.thresholds import threads
-from shardlib.kernels.lion.arguments import Step
+from shardlib.kernels.lion.arguments import Old, Step
 
-_SIGNATURES = {"lion_step": "pipippil" + "f" * 7 + "i"}
+READS_OLD = True  # states may be read elsewhere than they are written
+
+_SIGNATURES = {"lion_step": "pppipippil" + "f" * 7 + "i"}
 
 
 def load(device: torch.device) -> str:
     return native.description("lion")
 
 
-def lion_(step: Step) -> None:
+def lion_(step: Step, old: Old | None = None) -> None:
     param, grad, mu, copy, factors, scale = step
-    buffers = (param, native.DTYPES[param.dtype], grad, native.DTYPES[grad.dtype], mu, *native.copied(copy))
+    buffers = (
+        *(old or (param, mu)),
+        param,
+        native.DTYPES[param.dtype],
+        grad,
+        native.DTYPES[grad.dtype],
+        mu,
+        *native.copied(copy),
+    )
     _library().lion_step(*buffers, param.numel(), *factors, native.factor(scale), threads())
 
 

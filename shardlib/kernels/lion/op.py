@@ -17,9 +17,9 @@ from __future__ import annotations
 import torch
 
 from shardlib.kernels.common.dispatch import on
-from shardlib.kernels.common.flat import FLOATS, check, serving
+from shardlib.kernels.common.flat import FLOATS, check, read_elsewhere, serving
 from shardlib.kernels.lion import reference
-from shardlib.kernels.lion.arguments import Factors, Step
+from shardlib.kernels.lion.arguments import Factors, Old, Step
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
 
@@ -32,17 +32,19 @@ def lion_(
     *,
     scale: torch.Tensor | None = None,
     copy: torch.Tensor | None = None,
+    old: Old | None = None,
     using: str | None = None,
 ) -> None:
     """One Lion step in place on tensors of one shape.
 
     Args:
         factors: of the step, by `factors_at` of numbers.
-        scale, copy, using: as for `shardlib.kernels.adamw.adamw_`, which raises the same errors.
+        scale, copy, old, using: as for `shardlib.kernels.adamw.adamw_`, which raises the same errors.
     """
     tensors = {"param": param, "grad": grad, "mu": mu} | ({} if copy is None else {"copy": copy})
+    tensors |= {} if old is None else {f"old.{name}": tensor for name, tensor in old._asdict().items()}
     check(tensors, "param", scale, read=("grad",))
     tensors["grad"] = grad = grad.contiguous()
     with on(param.device):
         module = serving("lion", reference, tensors, "param", FLOATS, using)
-        module.lion_(Step(param, grad, mu, copy, factors, scale))
+        module.lion_(Step(param, grad, mu, copy, factors, scale), *read_elsewhere(module, (param, mu), old))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
 
-from shardlib.kernels.adamw import adamw_, changes, factors_at
+from shardlib.kernels.adamw import Old, adamw_, changes, factors_at
 from shardlib.optim.base import GradientTransformation, separate_copy
 from shardlib.optim.locality import Locality
 from shardlib.optim.ranges import check_adam
@@ -89,13 +90,20 @@ def _adam(
         return updates, AdamState(count, mu, nu)
 
     def apply(
-        params: Tree, updates: Tree, state: AdamState, scale: torch.Tensor | None, shards: Shards, copies: Tree
+        params: Tree,
+        updates: Tree,
+        state: AdamState,
+        scale: torch.Tensor | None,
+        shards: Shards,
+        copies: Tree,
+        old: tuple[Tree, AdamState] | None = None,
     ) -> AdamState:
         after = state._replace(count=state.count + 1)
         factors = factors_at(float(after.count), float(rate(state.count)), b1, b2, eps, weight_decay)
         trees = (params, updates, state.mu, state.nu, copies)
-        for p, g, m, v, copy in zip(*map(leaves_of, trees), strict=True):
-            adamw_(p, g, m, v, factors, scale=scale, copy=separate_copy(copy, p))
+        before = map(Old, *map(leaves_of, (old[0], old[1].mu, old[1].nu))) if old else itertools.repeat(None)
+        for (p, g, m, v, copy), values in zip(zip(*map(leaves_of, trees), strict=True), before):
+            adamw_(p, g, m, v, factors, scale=scale, copy=separate_copy(copy, p), old=values)
         return after
 
-    return GradientTransformation(init, update, Locality.ELEMENTWISE, apply=apply)
+    return GradientTransformation(init, update, Locality.ELEMENTWISE, apply=apply, reads_old=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
 
-from shardlib.kernels.lion import changes, factors_at, lion_
+from shardlib.kernels.lion import Old, changes, factors_at, lion_
 from shardlib.optim.base import GradientTransformation, separate_copy
 from shardlib.optim.locality import Locality
 from shardlib.optim.ranges import check, is_share, is_size
@@ -67,11 +68,19 @@ def lion(lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: 
         return updates, LionState(state.count + 1, mu)
 
     def apply(
-        params: Tree, updates: Tree, state: LionState, scale: torch.Tensor | None, shards: Shards, copies: Tree
+        params: Tree,
+        updates: Tree,
+        state: LionState,
+        scale: torch.Tensor | None,
+        shards: Shards,
+        copies: Tree,
+        old: tuple[Tree, LionState] | None = None,
     ) -> LionState:
         factors = factors_at(float(rate(state.count)), b1, b2, weight_decay)
-        for p, g, m, copy in zip(*map(leaves_of, (params, updates, state.mu, copies)), strict=True):
-            lion_(p, g, m, factors, scale=scale, copy=separate_copy(copy, p))
+        trees = (params, updates, state.mu, copies)
+        before = map(Old, *map(leaves_of, (old[0], old[1].mu))) if old else itertools.repeat(None)
+        for (p, g, m, copy), values in zip(zip(*map(leaves_of, trees), strict=True), before):
+            lion_(p, g, m, factors, scale=scale, copy=separate_copy(copy, p), old=values)
         return state._replace(count=state.count + 1)
 
-    return GradientTransformation(init, update, Locality.ELEMENTWISE, apply=apply)
+    return GradientTransformation(init, update, Locality.ELEMENTWISE, apply=apply, reads_old=True)

@@ -53,6 +53,15 @@ DEFECTS = (
         (f"{_MODES}::test_a_step_that_raises_or_is_repeated_finds_the_state_as_it_was",),
     ),
     Defect(
+        "an update ahead that reads the memory it writes",
+        "stale",
+        "optim/optimizers/adam.py",
+        "an update beside the computation starts from what is left in its memory, not from the step's state",
+        "copy=separate_copy(copy, p), old=values)",
+        "copy=separate_copy(copy, p))",
+        (f"{_SAME}[stage 1, fp16]",),
+    ),
+    Defect(
         "delayed gradients without their clip",
         "factor",
         "optim/updates.py",
