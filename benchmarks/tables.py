@@ -13,6 +13,7 @@ from benchmarks.cases import (
     large_gpt,
     layer_kernels,
     long_sequences,
+    offload,
     offload_values,
     optimizer_kernels,
     overlap,
@@ -63,6 +64,7 @@ _OF_THE_CPU = (
 _OF_A_GPU = (
     small_gpt.CASE,
     large_gpt.CASE,
+    offload.CASE,
     communication.CASE,
     optimizer_kernels.CASE,
     layer_kernels.CASE,
