@@ -250,8 +250,8 @@ class Executor:
             gradients.finish(self._late(reached))
 
     def _attempt(self, run: Callable[[], T]) -> T | None:
-        """``run()``; None if it fails after this rank left the trace, or could not read parameters of a training step: it then
-        computes with zeros."""
+        """``run()``; None if it fails on a rank that computes with zeros: one that has left the trace, or that could not read
+        parameters of a training step."""
         try:
             return run()
         except Exception:

@@ -6,6 +6,7 @@ from shardlib.errors import IllegalComposition
 from shardlib.optim.base import GradientTransformation
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
+from shardlib.sharded.on_disk import params_rest
 
 
 def update_groups(optimizer: GradientTransformation, plan: Plan) -> list[tuple[Bucket, ...]]:
@@ -16,6 +17,8 @@ def update_groups(optimizer: GradientTransformation, plan: Plan) -> list[tuple[B
     """
     moved = elsewhere(plan)
     on_device = tuple(bucket for bucket in plan.trained if bucket.memory.optimizer == "device")
+    if one_by_one(optimizer, plan) and params_rest(plan):  # a bucket's parameters are in memory in its turn alone
+        return [(bucket,) for bucket in (*reversed(on_device), *reversed(moved))] or [plan.trained]
     if moved and plan.step.ahead and not optimizer.separable:
         raise IllegalComposition(
             f"offload({plan.step.update}=True) updates one bucket at a time beside other work, and this optimizer reads "
@@ -29,6 +32,11 @@ def update_groups(optimizer: GradientTransformation, plan: Plan) -> list[tuple[B
             "reads across parameters, so that it needs all of them in one memory; use offload(fraction=1.0)"
         )
     return [*([on_device] if on_device else []), *((bucket,) for bucket in reversed(moved))]
+
+
+def one_by_one(optimizer: GradientTransformation, plan: Plan) -> bool:
+    """Whether groups are updated one after the other."""
+    return optimizer.separable and (params_rest(plan) or bool(elsewhere(plan)))
 
 
 def elsewhere(plan: Plan) -> list[Bucket]:

@@ -33,7 +33,7 @@ from shardlib.mesh.transfers import Transfer
 from shardlib.mesh.transport.activity import naming
 from shardlib.optim.ahead import Ahead
 from shardlib.optim.base import GradientTransformation
-from shardlib.optim.grouping import elsewhere, update_groups
+from shardlib.optim.grouping import one_by_one, update_groups
 from shardlib.optim.resting import resting_of
 from shardlib.optim.separate import Separation
 from shardlib.optim.shards import MeshShards
@@ -74,7 +74,7 @@ class Updates:
                 "donate=False keeps the old state of every step, and what is on disk is there once: leave donate=True, or "
                 "keep it in memory with offload('host')"
             )
-        self._separate = optimizer.separable and bool(elsewhere(plan))  # updates groups one after the other
+        self._separate = one_by_one(optimizer, plan)
         self._shards = [MeshShards(plan, mesh).of(group) for group in self._groups]
         self._shards_of = {group[0].name: of for group, of in zip(self._groups, self._shards, strict=True) if group}
         self._ahead = Ahead(self._body, mesh.device, donates) if plan.step.ahead else None
@@ -355,6 +355,7 @@ class Updates:
             bucket
             for bucket in group
             if self._crosses(bucket)
+            and bucket.memory.optimizer != "device"
             and bucket.master_dtype
             and (bucket.master_dtype != bucket.dtype or self._lent(bucket))
         ]

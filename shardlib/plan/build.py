@@ -195,7 +195,7 @@ def _staged_bytes(plan: PlanValue, separable: bool) -> int:
 
     def staged(bucket: Bucket) -> int:
         here, there = (MEMORIES[memory] for memory in (bucket.memory.optimizer, bucket.memory.param))
-        passes = here.works != there.works and (bucket.master_dtype != bucket.dtype or here.rests)
+        passes = here.works not in ("device", there.works) and (bucket.master_dtype != bucket.dtype or here.rests)
         return taken(bucket.owned, bucket.dtype) if passes else 0
 
     elsewhere = [bucket for bucket in plan.trained if bucket.memory.optimizer != "device"]
@@ -204,7 +204,9 @@ def _staged_bytes(plan: PlanValue, separable: bool) -> int:
     if not separable:
         return sum(map(staged, plan.trained))
     others = [bucket for bucket in plan.trained if bucket.memory.optimizer == "device"]
-    groups = [*([sum(map(staged, others))] if others else []), *map(staged, reversed(elsewhere))]
+    apart = [bucket for bucket in others if MEMORIES[bucket.memory.param].rests]
+    before = len(apart) or min(len(others), 1)  # groups on the device
+    groups = [*[0] * before, *map(staged, reversed(elsewhere))]
     if len(groups) % 2 and len(groups) > 1:  # the next step begins with the other slot
         return 2 * max(groups)
     return sum(max(turn, default=0) for turn in (groups[::2], groups[1::2]))

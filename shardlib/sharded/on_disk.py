@@ -101,8 +101,10 @@ class ParamsOnDisk:
                 self._begun[name] = self.store.fetch(name)
 
     def gather(self, bucket: Bucket, route: Sequence[Exchange]) -> Gather:
-        """Read the buffer of a bucket or a tile, and start to bring it to the device and to gather it. Where it cannot be read
-        and other ranks would wait for it, zeros are gathered, and the error is kept."""
+        """Read the buffer of a bucket or a tile, and start to bring it to the device and to gather it.
+
+        Where it cannot be read, and other ranks would wait for it, zeros are gathered, and the error is kept.
+        """
         apart = self.mesh.transfers.apart
         try:
             lent = self._fetch(bucket.name).result()

@@ -1,5 +1,7 @@
 """Parameters on disk that one rank cannot read in forward or backward: an error of all ranks, none of which waits."""
 
+from functools import partial
+
 import pytest
 import torch
 from helpers.faults import BROKEN, Faults
@@ -20,7 +22,9 @@ def last(params, x):
     return layer(params, x).square().mean()
 
 
-FN = sl.sequential([lambda p, carry, x: layer(p, x), *[lambda p, carry, x: layer(p, carry)] * 2, lambda p, carry, x: last(p, carry)])
+FN = sl.sequential(
+    [lambda p, carry, x: layer(p, x), *[lambda p, carry, x: layer(p, carry)] * 2, lambda p, carry, x: last(p, carry)]
+)
 PARAMS = [{"w": torch.eye(8) / (number + 2)} for number in range(4)]
 
 
@@ -36,7 +40,9 @@ def fails_to_read(patch, mesh, after, run):
     """``run()``, in which rank 1 alone cannot read its parameters once; all ranks raise, with the file, and the rank."""
     if mesh.rank == 1:
         Faults(patch).fails("preadv", BROKEN, f"{FOLDER}/rank-1", after=after, times=1)
-    with pytest.raises(StorageError if mesh.rank == 1 else RankFailure, match=r"reading .*rank-1.*use another disk") as met:
+    with pytest.raises(
+        StorageError if mesh.rank == 1 else RankFailure, match=r"reading .*rank-1.*use another disk"
+    ) as met:
         run()
     assert mesh.rank == 1 or "rank 1: StorageError: " in str(met.value)
     return met.value
@@ -64,7 +70,7 @@ def test_a_step_ends_on_all_ranks_and_its_state_trains_further(tmp_path, monkeyp
         for number in range(4):
             if fault and number == steps:
                 with monkeypatch.context() as patch:
-                    error = fails_to_read(patch, mesh, after, lambda: step(state, X))
+                    error = fails_to_read(patch, mesh, after, partial(step, state, X))
                 assert any("the state that were given can be" in note for note in error.__notes__)
                 assert state.step == number
             state, _ = step(state, X)
@@ -88,7 +94,7 @@ def test_a_loss_that_refuses_zeros_is_not_what_is_said(tmp_path, monkeypatch, st
         for number in range(4):
             if fault and number == steps:
                 with monkeypatch.context() as patch:
-                    fails_to_read(patch, mesh, 1, lambda: step(state, X))
+                    fails_to_read(patch, mesh, 1, partial(step, state, X))
             state, _ = step(state, X)
         return sl.unshard(state.params)
 
@@ -111,10 +117,10 @@ def test_an_evaluation_ends_on_all_ranks(tmp_path, monkeypatch, calls, stage, me
         for _ in range(calls):
             evaluate(params, X)
         with monkeypatch.context() as patch:
-            fails_to_read(patch, mesh, 1, lambda: evaluate(params, X))
+            fails_to_read(patch, mesh, 1, partial(evaluate, params, X))
         if means:
             with monkeypatch.context() as patch:
-                fails_to_read(patch, mesh, 5, lambda: evaluate.over(params, [X, X, X]))
+                fails_to_read(patch, mesh, 5, partial(evaluate.over, params, [X, X, X]))
         return float(evaluate(params, X))
 
     assert sl.simulate(run, mesh={"data": 2}) == [float(FN(PARAMS, X))] * 2
@@ -125,7 +131,7 @@ def test_gradients_without_a_step_too(tmp_path, monkeypatch):
         params = sl.shard(PARAMS, mesh, sl.chain(sl.zero(3), on_disk(tmp_path)))
         grad = sl.value_and_grad(FN)
         with monkeypatch.context() as patch:
-            fails_to_read(patch, mesh, 1, lambda: grad(params, X))
+            fails_to_read(patch, mesh, 1, partial(grad, params, X))
         return float(grad(params, X)[0])
 
     assert sl.simulate(run, mesh={"data": 2}) == [float(FN(PARAMS, X))] * 2
