@@ -171,7 +171,7 @@ def test_an_update_has_one_bucket_of_parameters_in_memory(tmp_path, fraction):
     """Of states on the device too. What is made besides is a step's gradients."""
     init, loss_fn, layer = deep()
     params = sl.shard(init, sl.make_mesh(), on_disk(tmp_path, fraction=fraction))
-    state, step = sl.make_train_step(loss_fn, params, sl.optim.sgd(0.1, momentum=0.9))
+    state, step = sl.make_train_step(loss_fn, params, sl.optim.sgd(0.1))
     state, _ = step(state, torch.ones(2, 64))
     with RealBytes() as live:
         state, _ = step(state, torch.ones(2, 64))

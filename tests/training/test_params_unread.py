@@ -150,8 +150,17 @@ def test_alone_the_loss_function_does_not_go_on(tmp_path, monkeypatch):
     state, step = start(sl.make_mesh(), on_disk(tmp_path), loss=loss)
     state, _ = step(state, X)
     seen.clear()
-    Faults(monkeypatch).fails("preadv", BROKEN, FOLDER, after=1, times=1)
-    with pytest.raises(StorageError, match="reading"):
-        step(state, X)
+    files = state.params.on_disk.files
+    third, fetch = list(state.params.buffers)[2], files._fetch  # which is asked for when the second is used
+
+    def broken(name):
+        if name == third:
+            raise StorageError(f"reading {name}")
+        return fetch(name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "_fetch", broken)
+        with pytest.raises(StorageError, match="reading"):
+            step(state, X)
     assert seen == [0]
     step(state, X)
