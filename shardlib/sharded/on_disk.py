@@ -59,6 +59,7 @@ class ParamsOnDisk:
         problem = "the files for parameters on disk could not be opened"
         self.store = open_for_run(mesh, folders, flats, window(list(resting_sizes(plan).values())), problem)
         close_with(self, self.store)
+        mesh.kept.add(self)
 
     def tree(self) -> BuffersOnDisk:
         """The buffers of a further tree, which a commit makes the files' content."""
@@ -140,6 +141,13 @@ class ParamsOnDisk:
             self._begun.popitem()[1].cancel()
         self.store.roll_back()
         self.writes = self._committed
+
+    def give_back(self) -> None:
+        """Free the memory that values pass through; the next use makes it anew."""
+        while self._begun:
+            self._begun.popitem()[1].cancel()
+        self._collect()
+        self.store.give_back()
 
     def _fetch(self, name: str) -> Fetch:
         self._collect()

@@ -313,6 +313,19 @@ def test_a_moved_state_comes_back(tmp_path, way):
     assert_same(sl.unshard(stepped(state, step, mesh, BATCHES[2:]).params), sl.unshard(wanted.params))
 
 
+def test_a_moved_state_leaves_no_memory_of_its_step(tmp_path):
+    """Through which states and parameters pass; the next step makes it anew."""
+    mesh = sl.make_mesh()
+    state, step = start(mesh, sl.precision("bf16"), on_disk(tmp_path))
+    state = stepped(state, step, mesh, BATCHES[:2])
+    stores = [state.params.on_disk.files.store, next(iter(state.opt.masters.values())).store]
+    assert all(store._pool._idle for store in stores)
+    moved = sl.to_host(state)
+    assert not any(store._pool._idle or store._pool._lent for store in stores)
+    wanted = stepped(*start(mesh, sl.precision("bf16")), mesh, BATCHES)
+    assert_same(sl.unshard(stepped(sl.to_device(moved), step, mesh, BATCHES[2:]).params), sl.unshard(wanted.params))
+
+
 def test_gradients_and_updates_without_a_step(tmp_path):
     def run(*transforms):
         params = sl.shard(PARAMS, sl.make_mesh(), sl.chain(sl.zero(0), *transforms))

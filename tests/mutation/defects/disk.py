@@ -168,6 +168,15 @@ DEFECTS = (
         ("tests/training/test_params_on_disk.py::test_an_update_has_one_bucket_of_parameters_in_memory",),
     ),
     Defect(
+        "memory of a state that has left",
+        "mask",
+        "optim/moving/verbs.py",
+        "a state that is moved away leaves the host memory that its step keeps for it",
+        "        skeleton.mesh.kept.give_back()",
+        "        pass",
+        ("tests/training/test_params_on_disk.py::test_a_moved_state_leaves_no_memory_of_its_step",),
+    ),
+    Defect(
         "parameters of a step that failed",
         "mask",
         "optim/resting.py",
