@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import optree
 import torch
 
 from shardlib.common._compat import DataDependentOutputException, FakeTensorMode
@@ -18,7 +17,6 @@ from shardlib.execute.stages.tracing import trace
 from shardlib.init.deferred import defer
 from shardlib.mesh.mesh import Mesh, as_mesh
 from shardlib.mesh.transport import EchoGroup
-from shardlib.optim.base import Packed
 from shardlib.optim.wrapping import require_transformations
 from shardlib.plan.build import build_plan
 from shardlib.plan.plan import Plan
@@ -112,18 +110,10 @@ def make_plan(
     if not limits.excess(plan):
         return replace(plan, claims=plan.claims and plan.claims.noting(map(str, limits.uses(plan))))
     rows = min((leaf.shape[0] for leaf in leaves if leaf.dim()), default=1)
-    storing = "disk" in limits.bytes or any(bucket.memory.optimizer == "disk" for bucket in plan.everywhere.buckets)
-    disk = storing and not _packed(optimizer, plan)
+    disk = "disk" in limits.bytes or any(bucket.memory.optimizer == "disk" for bucket in plan.everywhere.buckets)
     edits = partial(changes, sizes=mesh.shape, rows=rows, elementwise=optimizer.separable, disk=disk)
     planner = Planner(limits, edits, difference, rough, lambda other: fitted(rough(other), traced, limits))
     raise planner.refusal(transform, plan)
-
-
-def _packed(optimizer: Any, plan: Plan) -> bool:
-    """Whether an optimizer packs states in few bits, which do not go to disk."""
-    state, _ = optimizer.planned(plan.views[0])
-    nodes = optree.tree_leaves(state, is_leaf=lambda node: isinstance(node, Packed))
-    return any(isinstance(node, Packed) for node in nodes)
 
 
 _UNEVEN = "if values decide which units a rank uses, all ranks gather the units that any rank uses"

@@ -29,13 +29,8 @@ def pool():
     made.stop()
 
 
-# Files whose tests take longest, 15 to 35 s each. Begun last, one of them would keep a core waiting for the other's end.
-_LONG = ("test_notebooks.py", "test_three_dimensions.py", "test_cli.py", "test_run.py")
-
-
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.path.name not in _LONG)
     products = defaultdict(list)
     for item in items:
         if item.get_closest_marker("pairwise"):
@@ -45,3 +40,44 @@ def pytest_collection_modifyitems(items):
         for number, case in enumerate(cases):
             if number not in kept:
                 case.add_marker("nightly")
+
+
+# Files whose tests take longest, 10 to 30 s each. Begun last, one of them would keep a core waiting for the other's end.
+_LONG = (
+    "test_any_plan.py",
+    "test_build_and_dispatch.py",
+    "test_cli.py",
+    "test_learning.py",
+    "test_memory.py",
+    "test_notebooks.py",
+    "test_peers.py",
+    "test_run.py",
+    "test_three_dimensions.py",
+    "test_torchrun.py",
+)
+
+
+class InOrder:
+    """The order for two workers, of which each begins with its half (``--dist worksteal``).
+
+    The first begins with the tests that share the pool of processes, the second with those that share the test device's, so
+    that each is started once; then come the longest. Who has none left takes from the end of the other's.
+    """
+
+    @pytest.hookimpl(trylast=True)  # of those that remain
+    def pytest_collection_modifyitems(self, items):
+        pooled, on_devices, long, short = [], [], [], []
+        for item in items:
+            if "pool" in item.fixturenames:
+                pooled.append(item)
+            elif item.path.parent.name == "device":
+                on_devices.append(item)
+            else:
+                (long if item.path.name in _LONG else short).append(item)
+        others = long + short
+        half = max(0, len(items) // 2 - len(pooled))
+        items[:] = [*pooled, *others[:half], *on_devices, *others[half:]]
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(InOrder())

@@ -50,12 +50,15 @@ class Packed(abc.ABC):
     """A node of an optimizer's state that holds one tensor in fewer bits, or elsewhere. Checkpoints hold the decoded tensor.
 
     Attributes:
-        block: elements that are encoded together: parts begin at multiples of it.
         rounds: whether the tensor holds other values than its parts; False if it is only elsewhere.
     """
 
-    block: int
     rounds = True
+
+    @property
+    @abc.abstractmethod
+    def block(self) -> int:
+        """Elements that are encoded, or read and written, together: parts begin at multiples of it."""
 
     @property
     @abc.abstractmethod

@@ -55,7 +55,10 @@ class OnDisk(Packed):
 
     def __init__(self, files: StateFiles, version: int, name: str, shape: torch.Size, flat: Flat) -> None:
         self.files, self._version, self.name, self.shape, self._flat = files, version, name, shape, flat
-        self.block = max(1, flat.numel)
+
+    @property
+    def block(self) -> int:
+        return max(1, self._flat.numel)
 
     @property
     def store(self) -> Store:
@@ -106,7 +109,10 @@ class Following(Packed):
 
     def __init__(self, leaf: OnDisk, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.leaf, self._change = leaf, change
-        self.block = leaf.block
+
+    @property
+    def block(self) -> int:
+        return self.leaf.block
 
     @property
     def like(self) -> torch.Tensor:
@@ -139,7 +145,10 @@ class BucketOnDisk(Packed):
 
     def __init__(self, buffers: BuffersOnDisk, bucket: Bucket) -> None:
         self._buffers, self._bucket = buffers, bucket
-        self.block = max(1, self.like.numel())
+
+    @property
+    def block(self) -> int:
+        return max(1, self.like.numel())
 
     @property
     def files(self) -> Committing:
@@ -178,13 +187,14 @@ def in_files(plan: Plan) -> bool:
 
 
 class InPlace:
-    """Writes to some leaves' files, which are taken back where one fails.
+    """Writes to the files of some trees' leaves, which are taken back where one fails.
 
     Args:
-        leaves: those of other kinds are left out.
+        trees: leaves of other kinds are left out.
     """
 
-    def __init__(self, leaves: Iterable[Any]) -> None:
+    def __init__(self, trees: Iterable[Any]) -> None:
+        leaves = (leaf for tree in trees for leaf in leaves_of(tree))
         found = [leaf.files for leaf in leaves if isinstance(leaf, (OnDisk, BucketOnDisk))]
         self._files: list[Committing] = list({id(files): files for files in found}.values())
         self._begun: list[Committing] = []

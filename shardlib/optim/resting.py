@@ -19,7 +19,7 @@ from shardlib.common._compat import storage_id
 from shardlib.errors import IllegalComposition, StorageError, TreeError
 from shardlib.mesh.memories import MEMORIES, window
 from shardlib.mesh.mesh import Mesh
-from shardlib.optim.base import GradientTransformation, Packed
+from shardlib.optim.base import GradientTransformation
 from shardlib.optim.on_disk import OnDisk, follow, followed, rests
 from shardlib.optim.storing import Storing, optimizer_shard
 from shardlib.optim.train_state import OptimizerState
@@ -124,7 +124,7 @@ class StatesOnDisk(Resting):
         tree: Any = planned
         paths, leaves, _ = optree.tree_flatten_with_path(tree)
         for path, leaf in zip(paths, leaves, strict=True):
-            named = plan.numbering.run_named(path[-1])
+            named = plan.numbering.run_along(path)
             if named is not None and leaf.dim() and MEMORIES[plan.bucket_of[named[0]].memory.optimizer].rests:
                 flat = buffers[path_name(path)] = Flat(leaf.numel(), leaf.dtype)
                 sizes[named[0]] = sizes.get(named[0], 0) + flat.padded
@@ -279,7 +279,7 @@ def resting_of(optimizer: GradientTransformation, plan: Plan, mesh: Mesh) -> Res
     """How the states of a train step rest between its updates.
 
     Raises:
-        IllegalComposition: states on disk, and an optimizer that needs all of them at once or packs them itself.
+        IllegalComposition: states on disk, and an optimizer that needs all of them at once.
         StorageError: the folders are in use, hold another plan's states, or have too little space.
     """
     if not rests(plan):
@@ -290,13 +290,6 @@ def resting_of(optimizer: GradientTransformation, plan: Plan, mesh: Mesh) -> Res
             "parameters, so that it needs all of them; use offload('host')"
         )
     inner, _ = optimizer.planned(plan)
-    if any(
-        isinstance(node, Packed) for node in optree.tree_leaves(inner, is_leaf=lambda node: isinstance(node, Packed))
-    ):
-        raise IllegalComposition(
-            "offload keeps states on disk, and this optimizer packs its state in few bits; use offload('host') with it, or "
-            "an optimizer with plain moments, such as adamw"
-        )
     masters = {
         bucket.name: torch.empty(bucket.owned, dtype=bucket.master_dtype, device="meta")
         for bucket in plan.trained

@@ -16,7 +16,8 @@ nothing is clipped; or, delayed, from the gradients of the step before, whose fa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ from shardlib.optim.train_state import OptimizerState, Pending, copied
 from shardlib.optim.undone import Undone
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
+from shardlib.sharded.gradients_on_disk import GradientsOnDisk, LandingOnDisk, gradients_rest
 from shardlib.sharded.landing import Follower, Landing
 from shardlib.sharded.on_disk import BufferOnDisk, params_rest
 from shardlib.sharded.tree import Sharded
@@ -55,7 +57,6 @@ class Updates:
         donates: whether a step may reuse the memory of the state it is given.
 
     Attributes:
-        landed: see ``kept`` of `Landing`: memory for the next step's gradients.
         alone: whether a state cannot be kept beside the next one.
 
     Raises:
@@ -79,7 +80,8 @@ class Updates:
         self._shards_of = {group[0].name: of for group, of in zip(self._groups, self._shards, strict=True) if group}
         self._ahead = Ahead(self._body, mesh.device, donates) if plan.step.ahead else None
         self._delays = plan.step.update == "delay"
-        self.landed: dict[str, torch.Tensor] = {}
+        self._landed: dict[str, torch.Tensor] = {}  # memory for the next step's gradients
+        self._scratch = GradientsOnDisk(plan, mesh) if gradients_rest(plan) else None
         # The last group is in the other memory, if there is one: numbers for it must not take the device's link.
         self._numbers = mesh.device_for(self._groups[-1][0].memory.optimizer) if plan.trained else mesh.device
         # Two: while the parameters of one group are on their way, the next group is updated.
@@ -142,6 +144,12 @@ class Updates:
                     self._ahead.landed(bucket, pending.grads[bucket.name], Transfer())
         return None
 
+    def landing(self, unreduced: tuple[str, ...], follower: Follower | None) -> Landing:
+        """The landing of a step's gradients, in what steps share: memory, or files."""
+        if self._scratch is not None:
+            return LandingOnDisk(self._plan, self._mesh, unreduced, self._scratch)
+        return Landing(self._plan, self._mesh, unreduced, self._landed, follower)
+
     def changes(self, opt: OptimizerState, taken: bool) -> bool:
         """Whether the step changes parameters, if its gradients are ``taken``."""
         return bool(_pending(opt).due) if self._delays else taken
@@ -156,7 +164,7 @@ class Updates:
         self,
         params: Sharded,
         opt: OptimizerState,
-        grads: dict[str, torch.Tensor],
+        grads: Mapping[str, torch.Tensor],
         shards: MeshShards,
         *,
         taken: bool,
@@ -196,22 +204,22 @@ class Updates:
 
     def give_back(self) -> None:
         """Free the host memory that is kept for the next step, which makes it anew."""
-        self.landed.clear()
+        self._landed.clear()
         for slot in self._slots:
             slot.give_back()
         if self._ahead is not None:
             self._ahead.give_back()
 
-    def _delayed(self, before: Pending, grads: dict[str, torch.Tensor], factor: torch.Tensor | None) -> Pending:
+    def _delayed(self, before: Pending, grads: Mapping[str, torch.Tensor], factor: torch.Tensor | None) -> Pending:
         """What the next step applies. The next gradients land where those ``before`` are, if they may."""
         free = before.grads if self._donates and self._mesh.transfers.apart else {}
-        self.landed = {name: kept for name, kept in self.landed.items() if name not in grads} | free
+        self._landed = {name: kept for name, kept in self._landed.items() if name not in grads} | free
         grads = {name: grad if _fills(grad) else cloned(grad) for name, grad in grads.items()}
         factor = _number(1.0, self._numbers) if factor is None else factor
         return Pending(grads, factor, torch.ones_like(before.due))
 
     def _factor(
-        self, grads: dict[str, torch.Tensor], shards: MeshShards, scale: float | None, squares: float
+        self, grads: Mapping[str, torch.Tensor], shards: MeshShards, scale: float | None, squares: float
     ) -> torch.Tensor | None:
         """The factor of all gradients, clips included where buckets are updated one by one."""
         shards.remember(sum_of_squares, grads, _number(squares, self._numbers))
@@ -222,7 +230,7 @@ class Updates:
         self,
         params: Sharded,
         opt: OptimizerState,
-        grads: dict[str, torch.Tensor],
+        grads: Mapping[str, torch.Tensor],
         shards: MeshShards,
         factor: torch.Tensor | None,
         landing: Landing,
@@ -234,13 +242,15 @@ class Updates:
 
         def update(parts: Iterator[OptimizerState]) -> None:
             some_of = self._shards if self._separate else [shards]
-            for number, (group, some, state) in enumerate(zip(self._groups, some_of, parts, strict=True), 1):
-                self._announce(params, self._groups[number : number + AHEAD])
-                after = self._made_ahead(group, storing)
-                if after is None:
-                    state = state if self._donates else copied(state)
-                    after = self._update(group, storing, params, state, grads, factor, some, landing)
-                states.append(self._resting.asleep(after))
+            with contextlib.closing(landing.arriving(grads, self._groups)) as arriving:
+                turns = zip(self._groups, some_of, parts, arriving, strict=True)
+                for number, (group, some, state, landed) in enumerate(turns, 1):
+                    self._announce(params, self._groups[number : number + AHEAD])
+                    after = self._made_ahead(group, storing)
+                    if after is None:
+                        state = state if self._donates else copied(state)
+                        after = self._update(group, storing, params, state, landed, factor, some, landing)
+                    states.append(self._resting.asleep(after))
 
         self._resting.attempt(update, self._parts(opt), params, lambda: storing.go_along(self._groups))
         storing.finish()
@@ -299,7 +309,7 @@ class Updates:
         storing: Storing,
         params: Sharded,
         opt: OptimizerState,
-        grads: dict[str, torch.Tensor],
+        grads: Mapping[str, torch.Tensor],
         factor: torch.Tensor | None,
         shards: MeshShards,
         landing: Landing,
@@ -308,7 +318,6 @@ class Updates:
         names = [bucket.name for bucket in group]
         written, copies, slot = {}, {}, self._slot(group)
         for bucket in group:
-            landing.wait(bucket.name)
             master = opt.masters.get(bucket.name)
             if master is None:
                 written[bucket.name] = copies[bucket.name] = optimizer_shard(params, bucket)

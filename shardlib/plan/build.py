@@ -57,7 +57,7 @@ def build_plan(params: Tree, mesh: Mesh, transform: Transform, *, optimizer: Any
         for index, also in aliases.items()
     ]
     resolved = resolve(transform, mesh.shape, infos)
-    check_axes(resolved, mesh)
+    check_axes(resolved, mesh, members_of(transform))
     for member in members_of(transform):
         member.check(resolved)
     # Along the sequence's axis zero sums gradients of sequence parts; the ranks share one batch.
@@ -195,7 +195,8 @@ def _staged_bytes(plan: PlanValue, separable: bool) -> int:
 
     def staged(bucket: Bucket) -> int:
         here, there = (MEMORIES[memory] for memory in (bucket.memory.optimizer, bucket.memory.param))
-        passes = here.works not in ("device", there.works) and (bucket.master_dtype != bucket.dtype or here.rests)
+        crosses = here.works != "device" and (there.rests or here.works != there.works)
+        passes = crosses and bucket.master_dtype is not None and (bucket.master_dtype != bucket.dtype or here.rests)
         return taken(bucket.owned, bucket.dtype) if passes else 0
 
     elsewhere = [bucket for bucket in plan.trained if bucket.memory.optimizer != "device"]
@@ -232,7 +233,7 @@ def _optimizer_bytes(plan: PlanValue, state: Tree) -> tuple[dict[str, int], dict
     other = plan.trained[0].memory.optimizer if plan.trained else "device"
     paths, leaves, _ = optree.tree_flatten_with_path(state)
     for path, leaf in zip(paths, leaves, strict=True):
-        run = next(filter(None, map(plan.numbering.run_named, reversed(path))), None)
+        run = plan.numbering.run_along(path)
         bucket = plan.bucket_of[run[0]] if run else None
         if leaf.dim():
             add(bucket, bucket.memory.optimizer if bucket else other, leaf.numel() * leaf.dtype.itemsize)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 
 from shardlib.errors import IllegalComposition, listing
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.claims import AxisUse
 from shardlib.plan.resolved import Resolved
+from shardlib.plan.transform import Transform
 
 
-def check_axes(resolved: Resolved, mesh: Mesh) -> None:
+def check_axes(resolved: Resolved, mesh: Mesh, members: Sequence[Transform]) -> None:
     """Refuse axes that the mesh does not have, axes with two uses that exclude each other, and axes without a use.
 
     Raises:
         IllegalComposition: lists all failures of one kind, with the transforms' names.
     """
-    _refuse_unknown(resolved, mesh)
+    _refuse_unknown(resolved, mesh, {member.name: member for member in members})
     twice = [
         f"axis {axis!r}: {uses[one]} {one.does}, and {uses[other]} {other.does}"
         for axis, uses in resolved.axes.items()
@@ -37,7 +38,7 @@ def check_axes(resolved: Resolved, mesh: Mesh) -> None:
         )
 
 
-def _refuse_unknown(resolved: Resolved, mesh: Mesh) -> None:
+def _refuse_unknown(resolved: Resolved, mesh: Mesh, transforms: Mapping[str, Transform]) -> None:
     idle = [axis for axis in mesh.shape if axis not in resolved.axes]
     failures = []
     for axis in sorted(set(resolved.axes) - set(mesh.shape)):
@@ -49,9 +50,8 @@ def _refuse_unknown(resolved: Resolved, mesh: Mesh) -> None:
             candidate = candidates[0] if candidates else None
             if candidates is idle and idle:
                 idle.pop(0)
-            failures.append(
-                f"{uses[use]} uses axis {axis!r}, which {mesh} does not have; {_remedy(uses[use], axis, candidate)}"
-            )
+            remedy = _remedy(transforms[uses[use]], axis, candidate)
+            failures.append(f"{uses[use]} uses axis {axis!r}, which {mesh} does not have; {remedy}")
     if failures:
         raise IllegalComposition("\n".join(failures))
 
@@ -65,8 +65,8 @@ def _by_name(uses: Iterable[AxisUse]) -> list[AxisUse]:
     return list(by_name.values())
 
 
-def _remedy(name: str, axis: str, candidate: str | None) -> str:
+def _remedy(transform: Transform, axis: str, candidate: str | None) -> str:
     """The remedy for a transform whose axis the mesh does not have; ``candidate`` is an axis that it could use instead."""
     if candidate is not None:
-        return f"use {candidate!r} instead: {name.replace(repr(axis), repr(candidate))}"
-    return f"add {axis}=1 to the mesh, or leave {name.partition('(')[0]} out"
+        return f"use {candidate!r} instead: {transform.over(axis, candidate)}"
+    return f"add {axis}=1 to the mesh, or leave {transform.name.partition('(')[0]} out"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 from shardlib.plan.buckets import Bucket
@@ -58,6 +58,10 @@ class Numbering:
         if match is None or match[1] not in self._bucket_of:
             return None
         return match[1], self._bucket_of[match[1]].run(int(match[2]), int(match[3]))
+
+    def run_along(self, path: Sequence[object]) -> tuple[str, Bucket] | None:
+        """`run_named` of the last entry of a path that is such a name: a leaf may be a part of what stands for a run."""
+        return next(filter(None, map(self.run_named, reversed(path))), None)
 
     def span(self, run: Bucket) -> tuple[str, int, int]:
         """The name of the bucket that holds ``run``, and the run's start and stop in one rank's elements of that bucket."""

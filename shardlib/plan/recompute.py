@@ -39,16 +39,6 @@ class Recompute:
         """The names of the stores, as `shardlib.remat` takes them."""
         return ("sharded",) * self.sharded + ("host",) * self.host
 
-    @property
-    def arguments(self) -> str:
-        """The arguments of `shardlib.remat` that differ from their defaults."""
-        shown = [repr(getattr(self.policy, "__name__", self.policy))]
-        shown += [f"save={list(self.save)}"] if self.save else []
-        shown += [f"store={self.store[0] if len(self.store) == 1 else self.store!r}"] if self.store else []
-        shown += [f"smallest={self.smallest}"] if self.smallest != SMALLEST else []
-        shown += [f"blocks={self.blocks}"] if self.blocks is not None else []
-        return ", ".join(shown)
-
     def require_decided(self) -> None:
         """Refuse a policy that leaves the choice to a plan.
 
@@ -90,8 +80,9 @@ class Recompute:
         if len(axes) != 1:
             number = f"are several: {', '.join(axes)}" if axes else "is none"
             raise IllegalComposition(
-                f"remat({self.arguments}) divides the inputs of blocks over the axis of tensor_slicing, along which ranks "
-                f"hold the same, and there {number}. Use store='host' or store='device', or tensor_slicing over one axis"
+                f"remat(store={self.store!r}) divides the inputs of blocks over the axis of tensor_slicing, along which "
+                f"ranks hold the same, and there {number}. Use store='host' or store='device', or tensor_slicing over one "
+                "axis"
             )
         return replace(self, axis=axes[0]), []
 

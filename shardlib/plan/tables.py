@@ -23,6 +23,12 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: int = 0) 
     return "\n".join([line(lines[0]), "  ".join("─" * width for width in widths), *map(line, lines[1:])])
 
 
+def shortened(text: str, most: int) -> str:
+    """A text of at most ``most`` characters: of a longer one, most of the beginning, and the end."""
+    tail = most // 3
+    return text if len(text) <= most else f"{text[: most - tail - 3]} … {text[-tail:]}"
+
+
 def count(number: int) -> str:
     """A number in decimal units, such as "1.5B"."""
     for scale, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):

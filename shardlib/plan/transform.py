@@ -14,7 +14,7 @@ class Transform(ABC):
     """A value that contributes claims to a plan.
 
     Attributes:
-        name: the transform as a user writes it, such as "zero(stage=3, axis='data')", for messages and the plan's log.
+        name: the transform as a user writes it, such as "zero(3, replicate='node')", for messages and the plan's log.
     """
 
     @property
@@ -25,11 +25,15 @@ class Transform(ABC):
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         """The claims on these leaves, for a mesh with axes of these sizes. Pure."""
 
+    def over(self, axis: str, other: str) -> str:
+        """The transform as a user writes it, with another axis in the place of one."""
+        return self.name.replace(repr(axis), repr(other))
+
     def check(self, resolved: Resolved) -> None:  # noqa: B027  # most transforms depend on no other
         """Raise `IllegalComposition` if the claims of all transforms together do not suit this one."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Chain(Transform):
     """Several transforms as one. Every order of them gives the same plan."""
 
@@ -38,6 +42,9 @@ class Chain(Transform):
     @property
     def name(self) -> str:
         return f"chain({', '.join(transform.name for transform in self.transforms)})"
+
+    def __repr__(self) -> str:
+        return f"sl.chain({', '.join(map(repr, self.transforms))})"
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         for transform in self.transforms:

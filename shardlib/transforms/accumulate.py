@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 from shardlib.errors import IllegalComposition
 from shardlib.plan.claims import Claim, LeafInfo, Step
+from shardlib.plan.code import Call, Coded
 from shardlib.plan.conditions import require_split_gradients
 from shardlib.plan.resolved import Resolved
-from shardlib.plan.transform import Transform
 
 
-@dataclass(frozen=True)
-class Accumulate(Transform):
+@dataclass(frozen=True, repr=False)
+class Accumulate(Coded):
     """The transform that `accumulate` makes, with the arguments given there."""
 
     microbatches: int
     sync: str | None
 
     @property
-    def name(self) -> str:
-        return f"accumulate({self.microbatches}{f', sync={self.sync!r}' if self.sync else ''})"
+    def call(self) -> Call:
+        return Call(accumulate, {"n": self.microbatches, "sync": self.sync})
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         yield Step(microbatches=self.microbatches, sync=self.sync)

@@ -7,22 +7,20 @@ from dataclasses import dataclass
 
 from shardlib.errors import IllegalComposition
 from shardlib.plan.claims import Claim, LeafInfo, Use
-from shardlib.plan.transform import Transform
+from shardlib.plan.code import Call, Coded, one_or_list
 from shardlib.tree import globs_of
 
-_SHOWN = 3  # patterns in a plan's print-out
 
-
-@dataclass(frozen=True)
-class Freeze(Transform):
+@dataclass(frozen=True, repr=False)
+class Freeze(Coded):
     """The transform that `freeze` makes, with the arguments given there."""
 
     globs: tuple[str, ...]
     exclude: tuple[str, ...] = ()
 
     @property
-    def name(self) -> str:
-        return f"freeze({_short(self.globs)}{', exclude=' + _short(self.exclude) if self.exclude else ''})"
+    def call(self) -> Call:
+        return Call(freeze, {"globs": one_or_list(self.globs), "exclude": one_or_list(self.exclude)})
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         for pattern in (*self.globs, *self.exclude):
@@ -32,11 +30,6 @@ class Freeze(Transform):
         for leaf in leaves:
             if leaf.matches(self.globs) and not leaf.matches(self.exclude):
                 yield Use(leaf.path, trainable=False)
-
-
-def _short(globs: tuple[str, ...]) -> str:
-    more = f", and {len(globs) - _SHOWN} more" if len(globs) > _SHOWN else ""
-    return ", ".join(map(repr, globs[:_SHOWN])) + more
 
 
 def freeze(globs: str | Sequence[str], *, exclude: str | Sequence[str] = ()) -> Freeze:

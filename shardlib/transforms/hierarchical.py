@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 from shardlib.errors import IllegalComposition, axes_named
 from shardlib.plan.claims import SECOND, Claim, LeafInfo, Live
+from shardlib.plan.code import Call, Coded
 from shardlib.plan.resolved import Resolved
-from shardlib.plan.transform import Transform
 
 
-@dataclass(frozen=True)
-class Hierarchical(Transform):
+@dataclass(frozen=True, repr=False)
+class Hierarchical(Coded):
     """The transform that `hierarchical` makes, with the arguments given there."""
 
     axis: str
 
     @property
-    def name(self) -> str:
-        return f"hierarchical(axis={self.axis!r})"
+    def call(self) -> Call:
+        return Call(hierarchical, vars(self))
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         yield Live(SECOND, self.axis)

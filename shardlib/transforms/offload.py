@@ -8,12 +8,12 @@ from pathlib import Path
 
 from shardlib.errors import IllegalComposition
 from shardlib.plan.claims import Claim, LeafInfo, Live, Step
+from shardlib.plan.code import Call, Coded, one_or_list
 from shardlib.plan.resolved import Resolved
-from shardlib.plan.transform import Transform
 
 
-@dataclass(frozen=True)
-class Offload(Transform):
+@dataclass(frozen=True, repr=False)
+class Offload(Coded):
     """The transform that `offload` makes, with the arguments given there."""
 
     optimizer: str
@@ -31,6 +31,11 @@ class Offload(Transform):
                 f"offload({self.optimizer!r}, params='disk') has parameters on disk and their states, which are larger, in "
                 "memory: use offload('disk', params='disk', folder=...)"
             )
+        if self.gradients == "disk" and self.optimizer != "disk":
+            raise IllegalComposition(
+                f"offload({self.optimizer!r}, gradients='disk') has gradients on disk and the states that they update, which "
+                "are larger, in memory: use offload('disk', gradients='disk', folder=...)"
+            )
         if (self.optimizer == "disk") != bool(self.folders):
             raise IllegalComposition(f"{self.name}: states on disk need a folder, others have none")
         if len({str(Path(each).resolve()) for each in self.folders}) < len(self.folders):
@@ -46,13 +51,10 @@ class Offload(Transform):
             )
 
     @property
-    def name(self) -> str:
-        given = {"params": self.params, "gradients": self.gradients, "fraction": self.fraction}
-        shown = [f", {name}={value!r}" for name, value in given.items() if value not in (None, 1)]
-        if self.folders:
-            shown.append(f", folder={(self.folders[0] if len(self.folders) == 1 else list(self.folders))!r}")
-        shown += [f", {self.update}=True"] if self.update else []
-        return f"offload({self.optimizer!r}{''.join(shown)})"
+    def call(self) -> Call:
+        states = {"optimizer": self.optimizer, "params": self.params, "gradients": self.gradients}
+        updates = {"speculate": self.update == "speculate", "delay": self.update == "delay"}
+        return Call(offload, {**states, "fraction": self.fraction, "folder": one_or_list(self.folders), **updates})
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         for role, memory in (("param", self.params), ("grad", self.gradients)):
@@ -96,11 +98,13 @@ def offload(
             are read three ahead, and never are all parameters in host memory, from `shard` on.
         gradients: the memory in which gradients of several micro-batches are accumulated: "host", or None for the device.
             Each micro-batch's gradient then goes down as soon as it is reduced, and the host adds it. Gradients that ranks
-            reduce once, after the last micro-batch (below ZeRO stage 2), are accumulated on the device all the same.
+            reduce once, after the last micro-batch (below ZeRO stage 2), are accumulated on the device all the same. "disk",
+            with states there too: gradients are written as they land, and read again by the update (and by each further
+            micro-batch), so that never are all in host memory.
         fraction: the share of the states that lives there; the states whose gradients come last stay on the device.
         folder: of the files on disk: one or several, on different disks. They are given space for two copies of the states
-            (and of the parameters, if they are there), and belong to one run at a time; what is to be kept goes into
-            checkpoints.
+            (and of the parameters, if they are there) and for one of the gradients, and belong to one run at a time; what is
+            to be kept goes into checkpoints.
         speculate: whether a bucket is updated as soon as its gradient has arrived, beside backward, as if the step were
             neither skipped nor clipped; where it is, the update is made again. The numbers stay the same. Until then old
             states are kept beside new ones, so host memory holds them twice. For elementwise optimizers.

@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 from shardlib.collectives.codecs.integers import OneBit, check_scales
 from shardlib.plan.claims import Claim, LeafInfo, Reduce
+from shardlib.plan.code import Call, Coded
 from shardlib.plan.conditions import require_no_float64, require_summed
 from shardlib.plan.resolved import Resolved
-from shardlib.plan.transform import Transform
 
 
-@dataclass(frozen=True)
-class OneBitGradients(Transform):
+@dataclass(frozen=True, repr=False)
+class OneBitGradients(Coded):
     """The transform that `onebit` makes, with the arguments given there."""
 
     axis: str
     codec: OneBit
 
     @property
-    def name(self) -> str:
-        return f"onebit(axis={self.axis!r}, scales={self.codec.scales!r})"
+    def call(self) -> Call:
+        return Call(onebit, {"axis": self.axis, "scales": self.codec.scales, "feedback": self.codec.feedback})
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         yield Reduce(self.axis, codec=self.codec)

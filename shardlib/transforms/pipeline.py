@@ -11,18 +11,18 @@ from pathlib import Path
 from shardlib import schedules
 from shardlib.errors import IllegalComposition, listing
 from shardlib.plan.claims import Claim, LeafInfo, Step, Use
+from shardlib.plan.code import Call, Coded
 from shardlib.plan.conditions import require_split_gradients
 from shardlib.plan.resolved import Resolved
 from shardlib.plan.stages import NO_BLOCKS, Stages
-from shardlib.plan.transform import Transform
 from shardlib.schedules.make import Spec
 from shardlib.schedules.partition import Spans
 
 Partition = str | tuple[float, ...] | re.Pattern[str]
 
 
-@dataclass(frozen=True)
-class Pipelined(Transform):
+@dataclass(frozen=True, repr=False)
+class Pipelined(Coded):
     """The transform that `pipeline` makes, with the arguments given there."""
 
     schedule: Spec
@@ -33,9 +33,8 @@ class Pipelined(Transform):
     sync: str | None
 
     @property
-    def name(self) -> str:
-        given = schedules.named_schedule(self.schedule) or "custom"
-        return f"pipeline({given!r}, microbatches={self.microbatches}, axis={self.axis!r})"
+    def call(self) -> Call:
+        return Call(pipeline, vars(self))
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         if self.axis not in sizes:
@@ -143,4 +142,5 @@ def pipeline(
         schedule = tuple(schedule[rank] for rank in sorted(schedule))
     if not isinstance(schedule, (str, Path, schedules.Schedule)):
         schedule = tuple(tuple(order) for order in schedule)
+    schedule = schedules.named_schedule(schedule) or schedule
     return Pipelined(schedule, microbatches, axis, chunks, partition, sync)

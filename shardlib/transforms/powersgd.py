@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from shardlib.collectives.codecs.low_rank import LowRank
 from shardlib.errors import IllegalComposition
 from shardlib.plan.claims import Claim, LeafInfo, Reduce
+from shardlib.plan.code import Call, Coded
 from shardlib.plan.conditions import require_no_float64, require_summed, require_whole_leaves
 from shardlib.plan.resolved import Resolved
-from shardlib.plan.transform import Transform
 
 
-@dataclass(frozen=True)
-class PowerSGD(Transform):
+@dataclass(frozen=True, repr=False)
+class PowerSGD(Coded):
     """The transform that `powersgd` makes, with the arguments given there."""
 
     axis: str
     codec: LowRank
 
     @property
-    def name(self) -> str:
-        return f"powersgd(rank={self.codec.rank}, axis={self.axis!r})"
+    def call(self) -> Call:
+        return Call(powersgd, {"axis": self.axis, "rank": self.codec.rank})
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         yield Reduce(self.axis, codec=self.codec)

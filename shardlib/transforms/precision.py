@@ -9,14 +9,14 @@ import torch
 
 from shardlib.errors import IllegalComposition, listing
 from shardlib.plan.claims import Claim, LeafInfo, Reduce, Step, Use
+from shardlib.plan.code import Call, Coded, one_or_list
 from shardlib.plan.loss_scale import LossScale
-from shardlib.plan.transform import Transform
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-@dataclass(frozen=True)
-class Precision(Transform):
+@dataclass(frozen=True, repr=False)
+class Precision(Coded):
     """The transform that `precision` makes, with the arguments given there."""
 
     compute: str
@@ -27,8 +27,15 @@ class Precision(Transform):
     loss_scale: LossScale | None
 
     @property
-    def name(self) -> str:
-        return f"precision({self.compute!r}, reduce_dtype={self.reduce_dtype!r})"
+    def call(self) -> Call:
+        scale: LossScale | float | None = self.loss_scale
+        if self.loss_scale == LossScale():
+            scale = None
+        elif self.loss_scale and self.loss_scale == LossScale.static(self.loss_scale.value):
+            scale = self.loss_scale.value
+        leaves = dict(self.leaves) or None
+        given = {**vars(self), "keep": one_or_list(self.keep), "leaves": leaves, "loss_scale": scale}
+        return Call(precision, given)
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         used: set[str] = set()

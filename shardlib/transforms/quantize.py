@@ -10,15 +10,15 @@ from shardlib.collectives.codecs.integers import Integers
 from shardlib.errors import IllegalComposition
 from shardlib.kernels.quantize import Blockwise
 from shardlib.plan.claims import Claim, LeafInfo, Reduce
+from shardlib.plan.code import Call, Coded
 from shardlib.plan.conditions import require_no_float64, require_split_parameters, require_summed
 from shardlib.plan.resolved import Resolved
-from shardlib.plan.transform import Transform
 
 _FORMS = ("int8", "int4", "fp8")
 
 
-@dataclass(frozen=True)
-class Quantize(Transform):
+@dataclass(frozen=True, repr=False)
+class Quantize(Coded):
     """The transform that `quantize` makes, with the arguments given there."""
 
     weights: str | None
@@ -28,11 +28,8 @@ class Quantize(Transform):
     feedback: bool
 
     @property
-    def name(self) -> str:
-        given = [
-            f"{name}={value!r}" for name, value in (("weights", self.weights), ("gradients", self.gradients)) if value
-        ]
-        return f"quantize({', '.join(given)}, axis={self.axis!r})"
+    def call(self) -> Call:
+        return Call(quantize, vars(self))
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         yield Reduce(self.axis, codec=self._codec, gathered=self._packing)

@@ -8,19 +8,22 @@ from typing import Any
 
 from shardlib.errors import IllegalComposition
 from shardlib.plan.claims import Claim, LeafInfo, Step
+from shardlib.plan.code import Call, Coded, one_or_list
 from shardlib.plan.recompute import SMALLEST, Recompute
-from shardlib.plan.transform import Transform
 
 
-@dataclass(frozen=True)
-class Remat(Transform):
+@dataclass(frozen=True, repr=False)
+class Remat(Coded):
     """The transform that `remat` makes."""
 
     how: Recompute
 
     @property
-    def name(self) -> str:
-        return f"remat({self.how.arguments})"
+    def call(self) -> Call:
+        how = self.how
+        store = one_or_list(how.store) or "device"
+        given = {"policy": how.policy, "save": one_or_list(how.save), "store": store}
+        return Call(remat, {**given, "smallest": how.smallest, "blocks": how.blocks})
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         yield Step(remat=self.how)

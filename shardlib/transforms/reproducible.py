@@ -10,20 +10,20 @@ from shardlib.collectives.codecs.in_order import InOrder
 from shardlib.collectives.summation import EXACT
 from shardlib.errors import IllegalComposition, axes_named, listing
 from shardlib.plan.claims import Claim, LeafInfo, Reduce, Step
+from shardlib.plan.code import Call, Coded
 from shardlib.plan.placing import reduce_dtype, splits_of
 from shardlib.plan.resolved import Resolved
-from shardlib.plan.transform import Transform
 
 
-@dataclass(frozen=True)
-class Reproducible(Transform):
+@dataclass(frozen=True, repr=False)
+class Reproducible(Coded):
     """The transform that `reproducible` makes, with the arguments given there."""
 
     microbatches: int
 
     @property
-    def name(self) -> str:
-        return f"reproducible({self.microbatches})"
+    def call(self) -> Call:
+        return Call(reproducible, vars(self))
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         yield Step(total_microbatches=self.microbatches)

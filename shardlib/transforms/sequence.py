@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from shardlib.collectives.sequence import KINDS, SequenceKind
 from shardlib.errors import IllegalComposition
 from shardlib.plan.claims import Claim, LeafInfo, Step
+from shardlib.plan.code import Call, Coded, options_of
 from shardlib.plan.resolved import Resolved
-from shardlib.plan.transform import Transform
 
 
-@dataclass(frozen=True)
-class SequenceParallel(Transform):
+@dataclass(frozen=True, repr=False)
+class SequenceParallel(Coded):
     """The transform that `sequence` makes, with the arguments given there."""
 
     kind: SequenceKind
 
     @property
-    def name(self) -> str:
-        return f"sequence(axis={self.kind.axis!r}, kind={self.kind.name!r})"
+    def call(self) -> Call:
+        kind, known = type(self.kind), KINDS.get(self.kind.name)
+        given = {name: value for name, value in options_of(self.kind).items() if name != "axis"}
+        named = self.kind.name if kind is known else kind
+        return Call(sequence, {"axis": self.kind.axis, "kind": partial(kind, **given) if given else named})
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         yield Step(sequence=self.kind)

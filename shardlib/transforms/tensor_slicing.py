@@ -10,7 +10,7 @@ from shardlib.collectives.styles import Column, Row, Shared, Style, Vocab
 from shardlib.errors import IllegalComposition, listing
 from shardlib.mesh.specs import P
 from shardlib.plan.claims import Claim, LeafInfo, Use
-from shardlib.plan.transform import Transform
+from shardlib.plan.code import Call, Coded
 from shardlib.transforms.misfits import (
     Misfit,
     matches_nothing,
@@ -73,16 +73,17 @@ STYLES: dict[str, Style | None] = {
 }
 
 
-@dataclass(frozen=True)
-class TensorSlicing(Transform):
+@dataclass(frozen=True, repr=False)
+class TensorSlicing(Coded):
     """The transform that `tensor_slicing` makes, with the arguments given there."""
 
     rules: tuple[tuple[str, Style | None], ...]
     axis: str
 
     @property
-    def name(self) -> str:
-        return f"tensor_slicing(axis={self.axis!r})"
+    def call(self) -> Call:
+        rules = {glob: next((name for name, s in STYLES.items() if s == style), style) for glob, style in self.rules}
+        return Call(tensor_slicing, {"rules": rules, "axis": self.axis})
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         uses, misfits = self._read(sizes, leaves)

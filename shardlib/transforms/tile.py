@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shardlib.errors import IllegalComposition, listing
 from shardlib.plan.claims import Claim, LeafInfo, ModuleTiles, Use
-from shardlib.plan.transform import Transform
+from shardlib.plan.code import Call, Coded, one_or_list
 from shardlib.transforms.misfits import matches_nothing
 from shardlib.transforms.tensor_slicing import matches_rule
 from shardlib.tree import globs_of, matches
@@ -15,8 +15,8 @@ from shardlib.tree import globs_of, matches
 _ALONG = ("outputs", "tokens")
 
 
-@dataclass(frozen=True)
-class Tile(Transform):
+@dataclass(frozen=True, repr=False)
+class Tile(Coded):
     """The transform that `tile` makes, with the arguments given there."""
 
     globs: tuple[str, ...]
@@ -24,8 +24,8 @@ class Tile(Transform):
     along: str
 
     @property
-    def name(self) -> str:
-        return f"tile({', '.join(map(repr, self.globs))}, {self.n}, along={self.along!r})"
+    def call(self) -> Call:
+        return Call(tile, {**vars(self), "globs": one_or_list(self.globs)})
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         match = _matches_weight if self.along == "outputs" else _module_of

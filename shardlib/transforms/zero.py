@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from shardlib.errors import IllegalComposition
 from shardlib.plan.claims import Claim, LeafInfo, Live, Reduce, Step
-from shardlib.plan.transform import Transform
+from shardlib.plan.code import Call, Coded
 
 _SPLIT = {0: (), 1: ("optimizer",), 2: ("grad", "optimizer"), 3: ("param", "grad", "optimizer")}
 
 
-@dataclass(frozen=True)
-class Zero(Transform):
+@dataclass(frozen=True, repr=False)
+class Zero(Coded):
     """The transform that `zero` makes, with the arguments given there."""
 
     stage: int
@@ -22,9 +22,8 @@ class Zero(Transform):
     prefetch: bool
 
     @property
-    def name(self) -> str:
-        hybrid = f", replicate={self.replicate!r}" if self.replicate else ""
-        return f"zero(stage={self.stage}, axis={self.axis!r}{hybrid})"
+    def call(self) -> Call:
+        return Call(zero, vars(self))
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         yield Reduce(self.axis, method="sum")

@@ -93,7 +93,7 @@ def test_plan_refuses_what_does_not_fit(capsys):
     assert cli.main([*sharding, "--device-memory", "1GiB", *limits, "--offload", "disk", "--remat", "host"]) == 0
     out = capsys.readouterr().out
     assert "\n2 ranks of a host hold " in out and "disk=1099511627776 is 1.1 TB" in out
-    assert "offload('disk', folder='states')" in out and "remat('full', store='host')" in out
+    assert "offload('disk', folder='states')" in out and "remat(store='host')" in out
     with pytest.raises(
         SystemExit, match=r"^shardlib plan: this plan does not fit:\n  - a rank holds (.|\n)*change.* sl\."
     ):

@@ -9,6 +9,7 @@ CASES = {
     "delay": "[sl.precision('bf16'), sl.offload(delay=True)]",
     "states on disk": "[sl.precision('bf16'), sl.offload('disk', folder=folder)]",
     "all on disk": "[sl.precision('bf16'), sl.offload('disk', params='disk', folder=folder)]",
+    "gradients on disk": "[sl.precision('bf16'), sl.offload('disk', params='disk', gradients='disk', folder=folder)]",
     "inputs of blocks": "[sl.remat(store='host', smallest=1)]",
 }
 

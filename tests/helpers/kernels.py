@@ -49,7 +49,7 @@ def served_by(name: str):
             yield "cpu"
         return
     if name == "cuda on cpu":
-        with patch.object(native, "cuda_path", _cuda_on_cpu), patch.object(native, "stream", lambda device: 0):
+        with patch.object(native, "cuda_path", cuda_on_cpu), patch.object(native, "stream", lambda device: 0):
             yield "cuda"
         return
     best = native.instruction_set
@@ -74,7 +74,7 @@ def threads(count: int):
         torch.set_num_threads(before)
 
 
-def _cuda_on_cpu(name: str) -> Path:
+def cuda_on_cpu(name: str) -> Path:
     recipe = native.cuda_recipe(name, (9, 0))
     emulator = _HERE / "cuda_on_cpu.h"
     flags = ("-O2", "-std=c++17", "-fPIC", "-ffp-contract=off", "-Wno-unknown-pragmas")

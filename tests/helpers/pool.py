@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
+import signal
 import socket
 import struct
 import subprocess
@@ -19,6 +21,7 @@ import cloudpickle
 from helpers import gpu
 
 TIMEOUT = 40.0  # seconds for one collective
+_IMPORTED_ONCE = ("shardlib", "helpers.decoders")  # which take most of a process's start
 
 
 class Pool:
@@ -30,7 +33,8 @@ class Pool:
         ``device`` is that of the meshes: "cpu", "cuda" (all processes share the GPUs), or "rig" for `helpers.rig`.
         """
         self.size, self._timeout, self._patience, self._device = size, timeout, patience, device
-        self._processes = []
+        self._ends = []  # of a connection with each process
+        self._parent = None
 
     def run(self, fn, *args, mesh):
         """The ranks' values. What a rank raised is raised here, with the other ranks' outcomes as a note."""
@@ -43,16 +47,19 @@ class Pool:
 
     def outcomes(self, fn, *args, mesh):
         """``(True, value)`` or ``(False, error)`` per rank."""
-        if not self._processes:
+        if not self._ends:
             self._start()
         message = cloudpickle.dumps((fn, args, dict(mesh)))
         answers = [None] * self.size
 
         def ask(rank):
-            process = self._processes[rank]
-            process.stdin.write(struct.pack("q", len(message)) + message)
-            process.stdin.flush()
-            answers[rank] = _receive(process.stdout)
+            end = self._ends[rank]
+            try:
+                end.write(struct.pack("q", len(message)) + message)
+                end.flush()
+                answers[rank] = _receive(end)
+            except OSError:
+                answers[rank] = _ended()
 
         threads = [threading.Thread(target=ask, args=(rank,), daemon=True) for rank in range(self.size)]
         for thread in threads:
@@ -67,37 +74,42 @@ class Pool:
         return [answer for answer in answers if answer != "not part of the mesh"]
 
     def stop(self):
-        for process in self._processes:
-            process.kill()
-            process.wait()
-        self._processes = []
+        if self._parent:
+            os.killpg(self._parent.pid, signal.SIGKILL)
+            self._parent.wait()
+        self._ends, self._parent = [], None
 
     def _start(self):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         here = Path(__file__).resolve()
-        for rank in range(self.size):
-            seen = gpu.shown() if self._device == "cuda" else os.environ
-            environment = seen | {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(self.size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": os.pathsep.join([str(here.parents[1]), *filter(None, sys.path)]),
-            }
-            self._processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "helpers.pool", str(self._timeout), self._device],
-                    env=environment,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                )
-            )
+        environment = (gpu.shown() if self._device == "cuda" else os.environ) | {
+            "WORLD_SIZE": str(self.size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(here.parents[1]), *filter(None, sys.path)]),
+        }
+        pairs = [socket.socketpair() for _ in range(self.size)]
+        theirs = [their.fileno() for _, their in pairs]
+        self._parent = subprocess.Popen(
+            [sys.executable, "-m", "helpers.pool", str(self._timeout), self._device, *map(str, theirs)],
+            env=environment,
+            pass_fds=theirs,
+            start_new_session=True,
+        )
+        for ours, their in pairs:
+            their.close()
+            self._ends.append(ours.makefile("rwb"))
+            ours.close()
         # Starting may take long on a busy machine, and is no hang: the clock runs from here.
-        for process in self._processes:
-            _receive(process.stdout)
+        for end in self._ends:
+            _receive(end)
+
+
+def _ended():
+    return False, RuntimeError("the process ended")
 
 
 def _send(stream, value):
@@ -109,11 +121,30 @@ def _send(stream, value):
 def _receive(stream):
     header = stream.read(8)
     if len(header) < 8:
-        return False, RuntimeError("the process ended")
+        return _ended()
     return pickle.loads(stream.read(struct.unpack("q", header)[0]))
 
 
-def _serve(timeout, device):
+def _fork(timeout, device, ends):
+    """One process a connection, each of which takes its imports over from this one."""
+    os.dup2(2, 1)  # under pytest's workers what tests print would mix with what those say to each other
+    for module in _IMPORTED_ONCE:
+        importlib.import_module(module)
+    for rank, end in enumerate(ends):
+        if os.fork() == 0:
+            for other in {*ends} - {end}:  # the tests' process sees a connection's end when this one has ended
+                os.close(other)
+            os.environ["RANK"] = str(rank)
+            with socket.socket(fileno=end) as ours, ours.makefile("rwb") as connection:
+                _serve(timeout, device, connection)
+            return
+    for end in ends:
+        os.close(end)
+    for _ in ends:
+        os.wait()
+
+
+def _serve(timeout, device, connection):
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
@@ -125,13 +156,11 @@ def _serve(timeout, device):
 
         rig.start()  # before torch's engine of gradients, which makes its threads once for all devices
     torch.set_num_threads(1)
-    answers, requests = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
-    os.dup2(2, 1)  # what tests print must not mix with answers
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
-    _send(answers, (True, "ready"))
+    _send(connection, (True, "ready"))
     meshes = {}
-    while header := requests.read(8):
-        fn, args, shape = pickle.loads(requests.read(struct.unpack("q", header)[0]))
+    while header := connection.read(8):
+        fn, args, shape = pickle.loads(connection.read(struct.unpack("q", header)[0]))
         key = tuple(shape.items())
         if key not in meshes:  # every process makes every group, members or not
             ranks = torch.arange(torch.Size(shape.values()).numel()).view(*shape.values())
@@ -147,8 +176,8 @@ def _serve(timeout, device):
             except Exception as error:
                 error.add_note(traceback.format_exc())
                 answer = False, error
-        _send(answers, answer)
+        _send(connection, answer)
 
 
 if __name__ == "__main__":
-    _serve(float(sys.argv[1]), sys.argv[2])
+    _fork(float(sys.argv[1]), sys.argv[2], [int(end) for end in sys.argv[3:]])

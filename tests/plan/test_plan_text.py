@@ -69,8 +69,8 @@ Gathers per micro-batch: 8 (assuming each unit once forward and once backward)
 
 accumulate(2): microbatches=2
 freeze('*/b'): trainable=False on 2 leaves
-precision('bf16', reduce_dtype='fp32'): reduces in float32; cast_batch=bfloat16; dtype=bfloat16 on 5 leaves; master=float32 on 5 leaves
-zero(stage=3, axis='local', replicate='node'): reduces over axis 'local' by sum; reduces over axis 'node' by sum; splits param, grad, optimizer over axis 'local'
+precision(keep='*/gain'): reduces in float32; cast_batch=bfloat16; dtype=bfloat16 on 5 leaves; master=float32 on 5 leaves
+zero(3, axis='local', replicate='node'): reduces over axis 'local' by sum; reduces over axis 'node' by sum; splits param, grad, optimizer over axis 'local'
 """  # noqa: E501
 
 

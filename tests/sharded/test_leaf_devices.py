@@ -70,7 +70,7 @@ def test_a_device_holds_the_shards_and_no_more(mesh, transform, given):
 
     for peak, held in sl.simulate(run, mesh=mesh):
         assert held <= peak <= held + LEAF
-        assert transform.name != "zero(stage=3, axis='data')" or peak < LEAF * (LAYERS + 1) / 4 + 2 * LEAF
+        assert transform.name != "zero(3)" or peak < LEAF * (LAYERS + 1) / 4 + 2 * LEAF
 
 
 def test_tied_leaves_stay_tied():

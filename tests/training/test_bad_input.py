@@ -87,7 +87,7 @@ def test_a_device_mesh_without_names(pool):
 def test_an_unknown_axis():
     with pytest.raises(
         sl.errors.IllegalComposition,
-        match=r"axis 'model', which .*data=2.* does not have; use 'data' instead: zero\(stage=1, axis='data'\)",
+        match=r"axis 'model', which .*data=2.* does not have; use 'data' instead: zero\(1\)",
     ):
         sl.make_plan(PARAMS, sl.abstract_mesh(data=2), sl.zero(1, axis="model"))
 
@@ -118,29 +118,29 @@ PIPE, SLICES = sl.pipeline("1f1b", microbatches=2), sl.tensor_slicing({"*w": "co
         ({"data": 2}, [sl.zero(1), SLICES], "add model=1 to the mesh, or leave tensor_slicing out", [sl.zero(1)]),
         ({"data": 2}, [sl.zero(1), PIPE], "add pipe=1 to the mesh, or leave pipeline out", [sl.zero(1)]),
         # An axis by another name.
-        ({"dp": 2}, [sl.zero(3)], r"use 'dp' instead: zero\(stage=3, axis='dp'\)", [sl.zero(3, axis="dp")]),
+        ({"dp": 2}, [sl.zero(3)], r"use 'dp' instead: zero\(3, axis='dp'\)", [sl.zero(3, axis="dp")]),
         (
             {"dp": 2},
             [sl.zero(1, axis="dp"), sl.onebit()],
-            r"use 'dp' instead: onebit\(axis='dp'",
+            r"use 'dp' instead: onebit\('dp'",
             [sl.zero(1, axis="dp"), sl.onebit(axis="dp")],
         ),
         (
             {"tp": 2, "rack": 2},
             [SLICES, sl.zero(1, axis="rack")],
-            r"use 'tp' instead: tensor_slicing\(axis='tp'\)",
+            r"use 'tp' instead: tensor_slicing\(.*, axis='tp'\)",
             [sl.tensor_slicing({"*w": "column"}, axis="tp"), sl.zero(1, axis="rack")],
         ),
         (
             {"rack": 2, "node": 2},
             [sl.zero(1, axis="node", replicate="data")],
-            r"use 'rack' instead: zero\(stage=1, axis='node', replicate='rack'\)",
+            r"use 'rack' instead: zero\(1, axis='node', replicate='rack'\)",
             [sl.zero(1, axis="node", replicate="rack")],
         ),
         (
             {"pipe": 2, "model": 2},
             [PIPE, SLICES, sl.sequence("seq", kind="megatron")],
-            r"use 'model' instead: sequence\(axis='model', kind='megatron'\)",
+            r"use 'model' instead: sequence\('model', kind='megatron'\)",
             [PIPE, SLICES, sl.sequence("model", kind="megatron")],
         ),
     ],
@@ -158,7 +158,7 @@ def test_all_unknown_axes_are_named_and_each_gets_one_of_its_own():
     with pytest.raises(sl.errors.IllegalComposition) as raised:
         sl.make_plan(BLOCKS, sl.abstract_mesh(dp=2), sl.chain(sl.zero(3), SLICES))
     first, second = str(raised.value).splitlines()
-    assert first.endswith("use 'dp' instead: zero(stage=3, axis='dp')")
+    assert first.endswith("use 'dp' instead: zero(3, axis='dp')")
     assert second.endswith("add model=1 to the mesh, or leave tensor_slicing out")
     sl.make_plan(BLOCKS, sl.abstract_mesh(dp=2, model=1), sl.chain(sl.zero(3, axis="dp"), SLICES))
 
@@ -209,12 +209,12 @@ def test_an_invalid_stage(stage):
 @pytest.mark.parametrize(
     ("transforms", "message"),
     [
-        (lambda: (sl.zero(1), sl.zero(2)), r"zero\(stage=1.*zero\(stage=2.* both claim\n.*reduction over axis 'data'"),
+        (lambda: (sl.zero(1), sl.zero(2)), r"zero\(1\).*zero\(2\).* both claim\n.*reduction over axis 'data'"),
         (lambda: (sl.offload(), sl.offload(params="host")), r"both claim\n.*\nKeep one, with the arguments of both"),
         (lambda: (sl.accumulate(2), sl.accumulate(4)), r"the schedule's microbatches: 2 against 4"),
         (
             lambda: (sl.zero(), sl.precision("bf16"), sl.precision("fp16")),
-            r"the dtype of layers/0/bias: bfloat16 against",
+            r"the dtype of layers/0/bias: float16 against bfloat16",
         ),
         (lambda: (sl.zero(1), sl.accumulate(2, sync="each")), r"use sync='last'.* or stage 2 or 3"),
         (

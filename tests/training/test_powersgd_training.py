@@ -185,7 +185,7 @@ def test_specs_say_over_which_axes_residuals_and_factors_differ():
 
 def test_the_plan_prints_what_is_sent():
     plan = sl.make_plan(params(), sl.abstract_mesh(data=2), sl.chain(sl.zero(0), sl.powersgd(2)))
-    assert "powersgd(rank=2, axis='data'): gradients travel over axis 'data' in factors of rank 2" in str(plan)
+    assert "powersgd(2): gradients travel over axis 'data' in factors of rank 2" in str(plan)
 
 
 def test_a_bad_gradient_is_refused_by_name_and_changes_nothing():

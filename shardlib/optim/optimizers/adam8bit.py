@@ -63,8 +63,8 @@ def adamw8bit(
         trees = (*map(leaves_of, (params, updates, copies)), *map(_moments, (state.mu, state.nu)))
         for p, g, copy, m, v in zip(*trees, strict=True):
             if isinstance(m, Coded):
-                coded = (m.codes, m.scales, v.codes, v.scales)
-                adamw8_(p, g, *coded, factors, scale=scale, copy=separate_copy(copy, p))
+                assert isinstance(v, Coded)
+                adamw8_(p, g, *m.in_memory, *v.in_memory, factors, scale=scale, copy=separate_copy(copy, p))
             else:
                 adamw_(p, g, m, v, factors, scale=scale, copy=separate_copy(copy, p))
         return after

@@ -16,7 +16,7 @@ _SMALL = 4096  # elements; moments of smaller tensors stay in fp32, as in the pa
 
 @dataclass(frozen=True)
 class Coded(Packed):
-    """A coded moment. A pytree.
+    """A coded moment. A pytree, whose tensors may lie elsewhere (on disk) between updates.
 
     Attributes:
         codes: uint8, in the shape of the parameter.
@@ -24,26 +24,44 @@ class Coded(Packed):
         coding: the map from codes to numbers.
     """
 
-    codes: torch.Tensor
-    scales: torch.Tensor
+    codes: torch.Tensor | Packed
+    scales: torch.Tensor | Packed
     coding: DynamicMap
 
-    block = BLOCK
+    @property
+    def block(self) -> int:
+        return self.codes.block if isinstance(self.codes, Packed) else BLOCK
+
+    @property
+    def in_memory(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes and scales, during an update."""
+        assert isinstance(self.codes, torch.Tensor) and isinstance(self.scales, torch.Tensor)
+        return self.codes, self.scales
 
     @property
     def like(self) -> torch.Tensor:
-        return torch.empty(self.codes.shape, dtype=torch.float32, device="meta")
+        codes = self.codes.like if isinstance(self.codes, Packed) else self.codes
+        return torch.empty(codes.shape, dtype=torch.float32, device="meta")
 
     def part(self, first: int, stop: int) -> torch.Tensor:
-        return self.coding.decode(*self._coded(first, stop))
+        codes = _part(self.codes, first, stop)
+        return self.coding.decode(codes, _part(self.scales, first // BLOCK, -(-stop // BLOCK)))
 
     def pack(self, values: torch.Tensor, first: int = 0) -> None:
-        for held, new in zip(self._coded(first, first + values.numel()), self.coding.encode(values), strict=True):
-            held.copy_(new.view(-1))
+        codes, scales = self.coding.encode(values)
+        _pack(self.codes, codes.view(-1), first)
+        _pack(self.scales, scales.view(-1), first // BLOCK)
 
-    def _coded(self, first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The codes and scales of elements ``first`` to ``stop``: views."""
-        return self.codes.view(-1)[first:stop], self.scales[first // BLOCK : -(-stop // BLOCK)]
+
+def _part(held: torch.Tensor | Packed, first: int, stop: int) -> torch.Tensor:
+    return held.part(first, stop) if isinstance(held, Packed) else held.view(-1)[first:stop]
+
+
+def _pack(held: torch.Tensor | Packed, values: torch.Tensor, first: int) -> None:
+    if isinstance(held, Packed):
+        held.pack(values, first)
+    else:
+        held.view(-1)[first : first + values.numel()] = values
 
 
 def zero_moment(param: torch.Tensor, coding: DynamicMap) -> Coded | torch.Tensor:

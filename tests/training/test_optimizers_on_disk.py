@@ -1,0 +1,120 @@
+"""Every optimizer's states on disk: they train, and are saved, as states in memory, to the last bit."""
+
+import os
+
+import optree
+import pytest
+import torch
+from helpers.models import mlp, regression_batch, share
+from helpers.trees import assert_same
+
+import shardlib as sl
+from shardlib.optim.on_disk import InPlace, OnDisk
+from shardlib.optim.optimizers.coded import Coded
+
+LOSS, PARAMS = mlp(
+    [64, 160, 72, 3], torch.float32
+)  # the first two layers' halves are large enough for moments in 8 bits
+BATCHES = [regression_batch(12, 64, 3, torch.float32, seed=seed) for seed in range(5)]
+CLIP = sl.optim.clip_by_global_norm(0.1)
+
+OPTIMIZERS = {
+    "adamw8bit": lambda: sl.optim.chain(CLIP, sl.optim.adamw8bit(1e-2)),
+    "a rate to change": lambda: sl.optim.inject_hyperparams(sl.optim.adamw8bit)(lr=1e-2),
+    "masked": lambda: sl.optim.masked(sl.optim.adamw8bit(1e-2), "layers/0/*"),
+    "slow weights": lambda: sl.optim.lookahead(sl.optim.adamw8bit(1e-2), 2, 0.5),
+    "lion": lambda: sl.optim.chain(CLIP, sl.optim.lion(1e-2)),
+}
+
+
+def start(mesh, optimizer, *transforms):
+    params = sl.shard(PARAMS, mesh, sl.chain(*transforms))
+    return sl.make_train_step(LOSS, params, OPTIMIZERS[optimizer]())
+
+
+def stepped(state, step, batches):
+    mesh = state.params.mesh
+    for batch in batches:
+        state, _ = step(state, share(batch, mesh.rank, mesh.size))
+    return state
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_training_is_the_same_to_the_last_bit(optimizer, stage, tmp_path):
+    """And states that are saved from disk go on in memory, and the other way round."""
+
+    def run(mesh, before, after):
+        first, then = ([sl.offload("disk", folder=tmp_path / name)] if name else [] for name in (before, after))
+        memory = [sl.zero(stage), sl.precision("bf16")]
+        state = stepped(*start(mesh, optimizer, *memory, *first), BATCHES[:2])
+        sl.checkpoint.save(tmp_path / "run", state, keep=1)
+        state, step = start(mesh, optimizer, *memory, *then)
+        state = stepped(sl.checkpoint.restore(tmp_path / "run", state), step, BATCHES[2:])
+        return sl.unshard(state.params)
+
+    wanted = sl.simulate(run, "", "", mesh={"data": 2})
+    assert_same(sl.simulate(run, "a", "", mesh={"data": 2}), wanted)
+    assert_same(sl.simulate(run, "", "b", mesh={"data": 2}), wanted)
+    assert_same(sl.simulate(run, "c", "d", mesh={"data": 2}), wanted)
+
+
+def coded(state):
+    return [m for m in optree.tree_leaves(state.opt, is_leaf=lambda n: isinstance(n, Coded)) if isinstance(m, Coded)]
+
+
+def test_moments_in_8_bits_are_what_the_plan_counts_and_moves(tmp_path, monkeypatch):
+    """Codes and scales lie on disk, and nothing else is read or written in a step."""
+    mesh, transform = sl.make_mesh(), sl.chain(sl.precision("bf16"), sl.offload("disk", folder=tmp_path))
+    state, step = start(mesh, "adamw8bit", transform)
+    plan = sl.make_plan(PARAMS, mesh, transform, optimizer=OPTIMIZERS["adamw8bit"]())
+    moments = coded(state)
+    assert len(moments) == 4 and all(isinstance(part, OnDisk) for m in moments for part in (m.codes, m.scales))
+    (file,) = tmp_path.glob("*.data")
+    assert file.stat().st_size == plan.bytes("optimizer", "disk")
+    moved: dict[str, list[int]] = {"preadv": [], "pwritev": []}
+
+    def counted(call):
+        real = getattr(os, call)
+
+        def counting(fd, views, offset):
+            moved[call].append(done := real(fd, views, offset))  # by eight threads
+            return done
+
+        monkeypatch.setattr(os, call, counting)
+
+    counted("preadv")
+    counted("pwritev")
+    stepped(state, step, BATCHES[:1])
+    transfers = plan.transfers()
+    # A master, codes and scales of two layers; a master and two moments of the last.
+    assert transfers["read"] == 4096 * (11 + 2 * 3 + 2 * 1 + 12 + 2 * 3 + 2 * 1 + 3)
+    assert {way: sum(sizes) for way, sizes in moved.items()} == {
+        "preadv": transfers["read"],
+        "pwritev": transfers["written"],
+    }
+
+
+def test_moments_in_8_bits_move_and_come_back(tmp_path):
+    mesh, disk = sl.make_mesh(), sl.offload("disk", folder=tmp_path / "states")
+    wanted = stepped(*start(mesh, "adamw8bit"), BATCHES)
+    state, step = start(mesh, "adamw8bit", disk)
+    state = stepped(state, step, BATCHES[:2])
+    before = [moment.unpacked() for moment in coded(state)]
+    state = sl.to_device(sl.to_disk(sl.to_host(state), tmp_path / "parked"))
+    assert all(map(torch.equal, before, [moment.unpacked() for moment in coded(state)]))
+    assert_same(sl.unshard(stepped(state, step, BATCHES[2:]).params), sl.unshard(wanted.params))
+
+
+def test_moments_in_8_bits_are_taken_back_where_a_write_fails(tmp_path):
+    """What was decoded, changed and coded in place is what it was."""
+    state, _ = start(sl.make_mesh(), "adamw8bit", sl.offload("disk", folder=tmp_path))
+    moment = coded(state)[0]
+    moment.pack(torch.linspace(-1, 1, moment.like.numel()))
+    before = moment.unpacked()
+    writes = InPlace([moment])
+    writes.begin()
+    moment.pack(before.flip(0))
+    assert not torch.equal(moment.unpacked(), before)
+    writes.take_back()
+    assert torch.equal(moment.unpacked(), before)
