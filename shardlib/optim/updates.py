@@ -8,7 +8,8 @@ other, in the order in which gradients land, so that the first new parameters ar
     parameters                     | up 3  | up 2  | up 1  |
 
 Clips that come first in a chain take their factor from the squares that were summed as the gradients landed. An optimizer
-that reads across elements otherwise updates all buckets at once, where their states lie.
+that reads across elements otherwise updates all buckets at once, where their states lie; or, if they rest on disk, one after
+the other, and all ranks make the exchanges of each bucket.
 
 Updates that run ahead (`shardlib.optim.ahead`) are made as each gradient lands, with the factor that gradients have where
 nothing is clipped; or, delayed, from the gradients of the step before, whose factor is known.
@@ -34,7 +35,7 @@ from shardlib.mesh.transfers import Transfer
 from shardlib.mesh.transport.activity import naming
 from shardlib.optim.ahead import Ahead
 from shardlib.optim.base import GradientTransformation
-from shardlib.optim.grouping import one_by_one, update_groups
+from shardlib.optim.grouping import update_groups
 from shardlib.optim.resting import resting_of
 from shardlib.optim.separate import Separation
 from shardlib.optim.shards import MeshShards
@@ -75,8 +76,8 @@ class Updates:
                 "donate=False keeps the old state of every step, and what is on disk is there once: leave donate=True, or "
                 "keep it in memory with offload('host')"
             )
-        self._separate = one_by_one(optimizer, plan)
-        self._shards = [MeshShards(plan, mesh).of(group) for group in self._groups]
+        self._separate = optimizer.in_turn(plan)
+        self._shards = [MeshShards(plan, mesh).of(group, optimizer.rest) for group in self._groups]
         self._shards_of = {group[0].name: of for group, of in zip(self._groups, self._shards, strict=True) if group}
         self._ahead = Ahead(self._body, mesh.device, donates) if plan.step.ahead else None
         self._delays = plan.step.update == "delay"
@@ -241,6 +242,8 @@ class Updates:
             self._complete(self._ahead, factor)
 
         def update(parts: Iterator[OptimizerState]) -> None:
+            for some in self._shards:
+                some.exchanges.begin()
             some_of = self._shards if self._separate else [shards]
             with contextlib.closing(landing.arriving(grads, self._groups)) as arriving:
                 turns = zip(self._groups, some_of, parts, arriving, strict=True)
@@ -252,9 +255,31 @@ class Updates:
                         after = self._update(group, storing, params, state, landed, factor, some, landing)
                     states.append(self._resting.asleep(after))
 
-        self._resting.attempt(update, self._parts(opt), params, lambda: storing.go_along(self._groups))
+        self._resting.attempt(update, self._parts(opt), params, lambda: self._go_along(storing))
         storing.finish()
         return self._joined(states)
+
+    def _go_along(self, storing: Storing) -> None:
+        """On a rank whose update has failed: take part in what other ranks' updates exchange on their way."""
+        for group, shards in zip(self._groups, self._shards, strict=True):
+            if self._separate and not self._optimizer.separable:
+                with contextlib.suppress(Exception):  # the first error is reported
+                    self._imitate(group, shards)
+            storing.go_along([group])
+
+    def _imitate(self, group: Sequence[Bucket], shards: MeshShards) -> None:
+        """Update a group's buckets of zeros, for the exchanges that this rank has not made."""
+        planned, _ = self._optimizer.planned(self._plan)
+        device = self._mesh.device_for(group[0].memory.optimizer)
+        inner = tree_map(
+            lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype, device=device),
+            self._separation.cut(planned, [bucket.name for bucket in group]),
+        )
+        params, grads = (
+            {b.name: torch.zeros(b.owned, dtype=b.master_dtype or b.dtype, device=device) for b in group} for _ in "pg"
+        )
+        shards.exchanges.again()
+        self._optimizer.body(params, grads, inner, scale=None, shards=shards, copies=None)
 
     def _runs_ahead(self, group: Sequence[Bucket]) -> bool:
         return self._ahead is not None and any(bucket.memory.optimizer != "device" for bucket in group)

@@ -92,7 +92,7 @@ def offload(
 
     Args:
         optimizer: the memory of states and masters: "host"; or "disk", from which a few buckets at a time come to the host,
-            for elementwise optimizers.
+            for optimizers that read no further than one parameter.
         params: the memory of parameters: "host", or None for the device. Units then come up for each use, one ahead, as at
             ZeRO stage 3, where what comes up is a shard that is gathered on the device. "disk", with states there too: units
             are read three ahead, and never are all parameters in host memory, from `shard` on.
@@ -116,7 +116,7 @@ def offload(
         IllegalComposition: both ``speculate`` and ``delay``, either of them with "disk", ``delay`` with a fraction, or
             ``speculate`` with gradients accumulated on the host; a fraction outside 0 to 1; "disk" without a folder, a folder
             without it, or one folder twice; when a plan is made, an unknown memory; when a step is made, an optimizer that
-            reads across parameters with states in two memories, on disk, or updated ahead.
+            reads across elements with states in two memories or updated ahead, or across parameters with states on disk.
         StorageError: when a step is made, or by `shard` with parameters on disk: the folder is in use, holds another plan's
             states, or has too little space. When a step runs: a disk fails; the state that the step was given is as it was,
             unless a ``fraction`` is elsewhere.
