@@ -21,7 +21,7 @@ from shardlib.tree import Tree
 
 def turns(plan: PlanValue) -> list[tuple[Bucket, ...]]:
     """The groups of buckets of an optimizer that takes them one after the other: those whose states are on the device, and
-    each of the others, in the order in which gradients land. A bucket of parameters on disk is in memory in its turn alone."""
+    each of the others, in the order in which gradients land. Parameters on disk are in memory in their turn alone."""
     on_device = tuple(bucket for bucket in plan.trained if bucket.memory.optimizer == "device")
     moved = [bucket for bucket in plan.trained if bucket.memory.optimizer != "device"]
     if any(MEMORIES[bucket.memory.param].rests for bucket in on_device):  # then those of all are
