@@ -25,7 +25,7 @@ from shardlib.execute.stages.one import OneStage
 from shardlib.execute.stages.pipe import require_blocks
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.plan import Plan
-from shardlib.plan.value import Trace
+from shardlib.plan.records import Trace
 from shardlib.rng import Key
 from shardlib.sharded.landing import Imagined
 from shardlib.sharded.tree import Sharded

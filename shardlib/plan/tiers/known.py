@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from shardlib.plan.plan import Plan
-from shardlib.plan.value import Trace
+from shardlib.plan.records import Trace
 
 
 @dataclass(frozen=True)
