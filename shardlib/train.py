@@ -178,8 +178,7 @@ def make_train_step(
             comm=state.comm,
             unreduced=unreduced,
             equal=injected(opt) | {"step": state.step, "rng": state.rng, "loss scale": repr(state.scale)},
-            kept=updates.landed,
-            follower=follower,
+            land=lambda: updates.landing(unreduced, follower),
         )
         metrics = {"loss": evaluation.loss, "grad_norm": evaluation.norm, "finite": evaluation.finite}
         if evaluation.aux is not None:

@@ -2,12 +2,14 @@
 
 The device is the tests' own: its memory raises `torch.OutOfMemoryError` past a budget, as a GPU's does, and so does the
 host's. Depth is searched from what a plan says. At the largest depth that trains, losses must be those of a run without
-offload on a device without a budget, and one block more must be refused by one of the memories.
+offload on a device without a budget, and one block more must be refused by one of the memories. With everything on disk
+neither memory limits the depth, and a model trains whose parameters alone are a given multiple of the host's budget.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -35,12 +37,14 @@ class _Way(NamedTuple):
         transforms: of a folder for files.
         host: the host's budget, in budgets of the device; None for no bound.
         target: parameters, in those that train without offload.
+        holds: bytes of the parameters that are to train, in budgets of the host; None to search for the most.
     """
 
     name: str
     transforms: Callable[[str], list[Any]]
     host: float | None
     target: float | None
+    holds: float | None = None
 
 
 _KEPT = {"store": "host", "smallest": 0}
@@ -62,6 +66,17 @@ _WAYS = (
         ],
         5.5,
         20,
+    ),
+    _Way(
+        "everything on disk",
+        lambda folder: [
+            sl.zero(3),
+            sl.offload("disk", params="disk", gradients="disk", folder=folder),
+            sl.remat(),
+        ],
+        0.375,
+        None,
+        holds=10,
     ),
 )
 
@@ -90,7 +105,7 @@ class _Run(NamedTuple):
 
 
 class _Largest(NamedTuple):
-    """The largest depth that trains, its run, and which memory one block more exceeds."""
+    """The largest depth that trains, its run, and which memory one block more exceeds; of a depth that is given, ""."""
 
     layers: int
     run: _Run
@@ -111,7 +126,10 @@ def _all(mesh: sl.Mesh, model: _Model, ways: Sequence[_Way]) -> list[_Largest]:
 def _largest(mesh: sl.Mesh, model: _Model, way: _Way) -> _Largest:
     """Search the largest depth from what a plan says, by runs."""
     runs, limits = dict[int, _Run](), dict[int, str]()
-    for layers in depths(_planned(mesh, model, way), runs, limits):
+    if way.holds:
+        layers = _holding(model, way)
+        runs, limits = {layers: _run(mesh, model, way, layers)}, {layers + 1: ""}
+    for layers in () if way.holds else depths(_planned(mesh, model, way), runs, limits):
         try:
             runs[layers] = _run(mesh, model, way, layers)
         except (torch.OutOfMemoryError, MemoryError) as error:
@@ -123,6 +141,14 @@ def _largest(mesh: sl.Mesh, model: _Model, way: _Way) -> _Largest:
             f"{way.name}: losses {runs[layers].losses}, and {unlimited.losses} without offload or budget"
         )
     return _Largest(layers, runs[layers], limits[layers + 1])
+
+
+def _holding(model: _Model, way: _Way) -> int:
+    """The depth whose parameters, in 16 bits, are as many host budgets as the way is to hold."""
+    assert way.holds and way.host
+    wanted = way.holds * way.host * model.budget
+    few, more = (2 * gpt.parameters_count(model.config(layers)) for layers in (4, 5))
+    return 4 + math.ceil((wanted - few) / (more - few))
 
 
 def depths(first: int, runs: Mapping[int, Any], limits: Mapping[int, str]) -> Iterator[int]:
@@ -189,7 +215,7 @@ def _run(mesh: sl.Mesh, model: _Model, way: _Way, layers: int) -> _Run:
             state, metrics = train_step(state, batch)
             losses.append(metrics["loss"].item())
         torch.accelerator.synchronize()
-        after, files = rig.counts(), sum(path.stat().st_size for path in Path(folder).iterdir())
+        after, files = rig.counts(), sum(path.stat().st_size for path in Path(folder).rglob("*.*"))
         return _Run(losses, after.peak - before.live, after.host_peak - before.host, files)
 
 
@@ -199,12 +225,26 @@ def _table(model: _Model, found: Mapping[_Way, _Largest]) -> Result:
         counts.append(gpt.parameters_count(model.config(largest.layers)))
         count, run = counts[-1], largest.run
         times = count / counts[0]
-        reached = "" if way.target is None else ("met" if times >= way.target else "missed")
+        budgets = 2 * count / (way.host * model.budget) if way.host else None
+        aims = ((times, way.target, "without"), (budgets, way.holds, "host"))
+        verdicts = [
+            f"≥ {aim:g} × {what} {'met' if (found or 0) >= aim else 'missed'}" for found, aim, what in aims if aim
+        ]
         held = (f"{size / _MIB:,.1f} ({size / count:.2f})" for size in (run.device, run.host, run.disk))
-        host = "" if way.host is None else f"{way.host * model.budget / _MIB:,.0f}"
-        aim = "" if way.target is None else f"≥ {way.target:g}"
+        host = "" if way.host is None else f"{way.host * model.budget / _MIB:g}"
+        of_host = "" if budgets is None else f"{budgets:.2f}"
         cells.append(
-            [way.name, host, largest.layers, f"{count:,}", f"{times:.1f}", *held, largest.limit, f"{aim} {reached}"]
+            [
+                way.name,
+                host,
+                largest.layers,
+                f"{count:,}",
+                f"{times:.1f}",
+                of_host,
+                *held,
+                largest.limit,
+                *(verdicts or [""]),
+            ]
         )
         samples += [(_TITLE, f"{way.name}, loss", step, loss) for step, loss in enumerate(run.losses)]
         samples += [(_TITLE, f"{way.name}, {name}", 0, value) for name, value in (("parameters", count), *_sizes(run))]
@@ -213,11 +253,12 @@ def _table(model: _Model, found: Mapping[_Way, _Largest]) -> Result:
         f"budget. The GPT has blocks of width {model.width} and {model.config(1).sequence} tokens a step, in bf16 with fp32 "
         f"masters and AdamW behind a clip, gradients summed in bf16, every block recomputed. The largest number of blocks "
         f"that trains {_STEPS} steps, with the losses of a run without offload and budget to the last bit; with one block "
-        "more a memory refuses. In brackets bytes for each parameter; the host's include all tensors of the process. AdamW "
+        "more a memory refuses. With everything on disk the number is given: parameters ten times the host's budget. In "
+        "brackets bytes for each parameter; the host's include all tensors of the process. AdamW "
         "on this device is plain torch, whose temporary tensors a GPU's kernel does not need: without them about one block "
         "in ten more would train without offload."
     )
-    columns = ["", "host budget, MiB", "blocks", "parameters", "× without"]
+    columns = ["", "host budget, MiB", "blocks", "parameters", "× without", "their bytes, × host budget"]
     columns += ["device peak, MiB", "host peak, MiB", "on disk, MiB", "limited by", "target"]
     return Result(tables.section(_TITLE, about, tables.grid(columns, cells)), _HEADER, samples)
 

@@ -6,8 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
+
 from shardlib.common._compat import is_compiled, without_modes
 from shardlib.execute.activations.checkpointing import checkpointed
+from shardlib.execute.activations.draws import Draws
 from shardlib.execute.activations.names import RECOMPUTE_MODES
 from shardlib.execute.products import readable_twice
 from shardlib.execute.slicing import gathered, refuse_slices
@@ -23,13 +26,17 @@ class Blocks:
         trained: whether a backward follows.
         surroundings: of the function. They are part of what is recomputed, which may run in a thread of autograd's.
         names: the names of values, which are added to where the plan keeps some by name.
+        device: the device that the rank computes on.
 
     Attributes:
         count: how many blocks have begun that may be recomputed; those within blocks are not counted.
     """
 
-    def __init__(self, plan: Plan, trained: bool, surroundings: Surroundings, names: set[str]) -> None:
+    def __init__(
+        self, plan: Plan, trained: bool, surroundings: Surroundings, names: set[str], device: torch.device
+    ) -> None:
         self._how, self._trained, self._surroundings, self._names = plan.step.remat, trained, surroundings, names
+        self._draws = Draws(device)
         self._refuses = bool(plan.styles) or any(bucket.tiles > 1 for bucket in plan.buckets)
         self._splits = trained and plan.stages.schedule.splits
         self._around: bool | None = (
@@ -62,7 +69,7 @@ class Blocks:
             with self._surroundings.installed(), readable_twice() if self._splits else nullcontext():
                 return call(*args, **kwargs)
 
-        return checkpointed(surrounded, args, kwargs, self._how, self._names)
+        return checkpointed(surrounded, args, kwargs, self._how, self._names, self._draws)
 
     def _recomputes(self) -> bool:
         """Whether the block that begins now is recomputed in backward; one within another is if the other is."""

@@ -25,7 +25,7 @@ from shardlib.execute.totals import Sums, Totals
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.plan import Plan
 from shardlib.rng import Key, restore_generators, states_of_generators
-from shardlib.sharded.landing import Follower, Landing
+from shardlib.sharded.landing import Landing
 from shardlib.sharded.reduction import BoundCodecs
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree
@@ -57,7 +57,7 @@ class Evaluation:
     losses: list[tuple[torch.Tensor, torch.Tensor]]
     aux: Any
     buffers: Any
-    grads: dict[str, torch.Tensor]
+    grads: Mapping[str, torch.Tensor]
     scale: float | None
     norm: torch.Tensor
     finite: bool
@@ -110,8 +110,7 @@ class LossStep:
         unreduced: tuple[str, ...] = (),
         reached: set[str] | None = None,
         equal: Mapping[str, Any],
-        kept: dict[str, torch.Tensor] | None = None,
-        follower: Follower | None = None,
+        land: Callable[[], Landing] | None = None,
     ) -> Evaluation:
         """Evaluate the loss and its gradients. Collective.
 
@@ -120,7 +119,7 @@ class LossStep:
             unreduced: see `ReductionOptions`.
             reached: see `ReductionOptions`.
             equal: name -> value that must be equal on all ranks.
-            kept, follower: see `Landing`.
+            land: makes the landing of the gradients; without it they land in memory of their own.
         """
         plan, mesh = self._plan, self._mesh
         if rng is None and needs(self._loss_fn, "rng"):
@@ -132,11 +131,12 @@ class LossStep:
         call = Call(params, microbatches, keys_of(plan, mesh, microbatches, rng), buffers, loss_scale, self._share)
         draws = states_of_generators(mesh.device)
         while True:
-            landing = Landing(plan, mesh, unreduced, kept, follower)
+            landing = Landing(plan, mesh, unreduced) if land is None else land()
             # New residuals are kept beside those in `comm`, so that the step can be repeated.
             options = ReductionOptions(self._codecs, Residuals(comm), unreduced, reached, landing)
             totals = Totals(plan, mesh)
             grads = landing.complete(self._runner.train(call, totals, options))
+            landing.settle()
             strayed = any(record.strayed for record in records)
             sums = totals.over_ranks(landing.squares(), share + strayed)
             if not sums.differ:

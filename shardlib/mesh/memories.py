@@ -89,3 +89,9 @@ def window(groups: Collection[int]) -> int:
     """Bytes of host memory that groups of buffers on disk pass through, from the bytes of each: what is read ahead, in use
     and being written, at most."""
     return min(sum(groups), (AHEAD + 1 + WRITING) * max(groups, default=0))
+
+
+def scratch_window(groups: Collection[int], largest: int) -> int:
+    """Bytes of host memory that groups of scratch buffers pass through: read ahead and in use, or before that on their way
+    and being written. The ``largest`` buffer fits beside a summand of it."""
+    return max(2 * largest, min(sum(groups), (AHEAD + 1) * max(groups, default=0)))

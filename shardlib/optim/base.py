@@ -7,6 +7,7 @@ pytrees. A train step runs them on flat shards: a dictionary from bucket name to
 from __future__ import annotations
 
 import abc
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,16 +17,18 @@ import torch
 
 from shardlib.collectives.codecs.base import Codec
 from shardlib.errors import IllegalComposition
+from shardlib.mesh.memories import MEMORIES
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport import EchoGroup
 from shardlib.optim.locality import Locality
+from shardlib.optim.separate import turns
 from shardlib.optim.shards import WHOLE, MeshShards, Shards
 from shardlib.optim.storing import optimizer_shards, stored
 from shardlib.plan.claims import AxisOwner, Claim, LeafInfo, Reduce
 from shardlib.plan.plan import Plan
 from shardlib.plan.resolved import Resolved
 from shardlib.plan.transform import Transform
-from shardlib.plan.value import ROLES
+from shardlib.plan.value import ROLES, PlanValue
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, check_alike, check_trained, tree_map
 
@@ -145,6 +148,7 @@ class GradientTransformation:
         sends: ``sends(shards) -> {axis: bytes}``: the bytes that one rank sends in a step through ``shards.whole`` and
             ``shards.total``; none by default.
         last: why no transformation may follow in a chain, for updates that state new values of parameters, not changes.
+        rest: the locality of what is left after ``lead``; that of all by default.
     """
 
     def __init__(
@@ -158,9 +162,11 @@ class GradientTransformation:
         sends: Callable[[Shards], Mapping[str, int]] | None = None,
         last: str | None = None,
         lead: Callable[[Tree, torch.Tensor | None, Shards], torch.Tensor | None] | None = None,
+        rest: Locality | None = None,
     ) -> None:
         self._init, self._update, self.owns, self._sends, self.last = init, update, owns, sends, last
         self.locality, self.factor, self._apply, self._lead = locality, factor, apply, lead
+        self.rest = locality if rest is None else rest
 
     def init(self, params: Tree, *, shards: Shards = WHOLE) -> Tree:
         """The state for ``params``: a pytree, or `Sharded` (then over this rank's flat shards)."""
@@ -179,7 +185,11 @@ class GradientTransformation:
         groups = {axis: EchoGroup(size) for axis, size in plan.sizes.items()}
         shards = MeshShards(plan, Mesh(plan.sizes, 0, groups, torch.device("cpu"), abstract=True))
         flat = {b.name: torch.empty(b.owned, dtype=b.master_dtype or b.dtype, device="meta") for b in plan.trained}
-        return self.init(flat, shards=shards), self.sends(shards)
+        parts = [shards.of(group, self.rest) for group in turns(plan)] if self.in_turn(plan) else [shards]
+        sent = Counter[str]()
+        for part in parts:
+            sent.update(self.sends(part))
+        return self.init(flat, shards=shards), dict(sent)
 
     def update(self, updates: Tree, state: Tree, params: Tree = None, *, shards: Shards = WHOLE) -> tuple[Tree, Tree]:
         """The transformed ``updates`` (at first gradients) and the new state. Changes nothing in place.
@@ -222,7 +232,15 @@ class GradientTransformation:
     @property
     def separable(self) -> bool:
         """Whether `body` may run on some of the parameters alone, once `lead` has seen all gradients."""
-        return self.owns is None and (self.locality is Locality.ELEMENTWISE or self._lead is not None)
+        return self.owns is None and self.rest is Locality.ELEMENTWISE
+
+    def in_turn(self, plan: PlanValue) -> bool:
+        """Whether groups of buckets are updated one after the other under a plan: where states are elsewhere than on the
+        device, if `separable`; and where they rest on disk, if no update reads beyond one parameter. All ranks then make
+        exchanges for each group."""
+        memories = {bucket.memory.optimizer for bucket in plan.trained} - {"device"}
+        by_leaf = self.owns is None and self.rest not in (None, Locality.GLOBAL)
+        return bool(memories) and (self.separable or (by_leaf and any(MEMORIES[name].rests for name in memories)))
 
     def lead(self, updates: Tree, scale: torch.Tensor | None, shards: Shards) -> torch.Tensor | None:
         """The factor of all elements for `body`: ``scale``, times the factors of clips."""

@@ -91,7 +91,9 @@ def _in_turn(
 
     # Clips that come first make no difference between elements, so what follows may run on some parameters at a time.
     factors = list(itertools.takewhile(lambda tx: tx.factor is not None, first))
-    if any(tx.locality is not Locality.ELEMENTWISE for tx in transformations[len(factors) :]):
+    rest = transformations[len(factors) :]
+    beyond = any(tx.locality in (None, Locality.GLOBAL) or tx.rest is not tx.locality for tx in rest)
+    if beyond:
         factors = []
 
     def lead(updates, scale, shards):
@@ -132,7 +134,15 @@ def _in_turn(
         return added(tx.sends(shards) for tx in transformations)
 
     return GradientTransformation(
-        init, update, locality, apply=apply, owns=owns, sends=sends, last=last.last, lead=lead if factors else None
+        init,
+        update,
+        locality,
+        apply=apply,
+        owns=owns,
+        sends=sends,
+        last=last.last,
+        lead=lead if factors else None,
+        rest=Locality.GLOBAL if beyond else widest(*(tx.locality for tx in rest)),
     )
 
 

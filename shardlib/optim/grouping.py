@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardlib.errors import IllegalComposition
 from shardlib.optim.base import GradientTransformation
+from shardlib.optim.separate import turns
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
 
@@ -14,23 +15,19 @@ def update_groups(optimizer: GradientTransformation, plan: Plan) -> list[tuple[B
     Raises:
         IllegalComposition: an optimizer that is not elementwise, with states in two memories or updates that run ahead.
     """
-    moved = elsewhere(plan)
+    moved = any(bucket.memory.optimizer != "device" for bucket in plan.trained)
     on_device = tuple(bucket for bucket in plan.trained if bucket.memory.optimizer == "device")
     if moved and plan.step.ahead and not optimizer.separable:
         raise IllegalComposition(
             f"offload({plan.step.update}=True) updates one bucket at a time beside other work, and this optimizer reads "
             f"across parameters; leave out {plan.step.update}, or use an elementwise optimizer, such as adamw"
         )
-    if not moved or not (optimizer.separable or on_device):
+    in_turn = optimizer.in_turn(plan)
+    if not moved or not (in_turn or on_device):
         return [plan.trained]
-    if not optimizer.separable:
+    if not in_turn:
         raise IllegalComposition(
             f"offload leaves the states of {len(on_device)} of {len(plan.trained)} buckets on the device, and this optimizer "
             "reads across parameters, so that it needs all of them in one memory; use offload(fraction=1.0)"
         )
-    return [*([on_device] if on_device else []), *((bucket,) for bucket in reversed(moved))]
-
-
-def elsewhere(plan: Plan) -> list[Bucket]:
-    """The buckets whose states are in another memory than the device's."""
-    return [bucket for bucket in plan.trained if bucket.memory.optimizer != "device"]
+    return turns(plan)

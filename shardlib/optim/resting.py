@@ -283,10 +283,17 @@ def resting_of(optimizer: GradientTransformation, plan: Plan, mesh: Mesh) -> Res
     """
     if not rests(plan):
         return Resting(mesh)
-    if not optimizer.separable:
+    if not optimizer.in_turn(plan):
+        why = "sums gradients itself" if optimizer.owns else "reads across parameters"
         raise IllegalComposition(
-            "offload keeps states on disk, of which a few buckets are in memory at a time, and this optimizer reads across "
-            "parameters, so that it needs all of them; use offload('host')"
+            f"offload keeps states on disk, of which a few buckets are in memory at a time, and this optimizer {why}, so "
+            "that it needs all of them; put clips first in a chain, or use offload('host')"
+        )
+    if plan.everywhere.stages.axes and not optimizer.separable:
+        raise IllegalComposition(
+            "offload keeps states on disk, and this optimizer sums over each parameter while its bucket is in memory, in "
+            "exchanges of all ranks; the stages of a pipeline have different buckets. Use offload('host'), or an elementwise "
+            "optimizer, such as adamw"
         )
     inner, _ = optimizer.planned(plan)
     masters = {

@@ -1,7 +1,8 @@
 """Trees of buckets, cut to some of the buckets and joined again.
 
 In a train step a tree of parameters is a dictionary from the name of a bucket, or of a run of its leaves, to a flat tensor.
-An optimizer's state consists of such dictionaries, and of counters, which all buckets share.
+An optimizer's state consists of such dictionaries, of dictionaries from a leaf's path to what is kept for it, and of
+counters, which all buckets share.
 """
 
 from __future__ import annotations
@@ -11,8 +12,18 @@ from typing import Any
 
 import optree
 
+from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
+from shardlib.plan.value import PlanValue
 from shardlib.tree import Tree
+
+
+def turns(plan: PlanValue) -> list[tuple[Bucket, ...]]:
+    """The groups of buckets of an optimizer that takes them one after the other: those whose states are on the device, and
+    each of the others, in the order in which gradients land."""
+    on_device = tuple(bucket for bucket in plan.trained if bucket.memory.optimizer == "device")
+    moved = [bucket for bucket in plan.trained if bucket.memory.optimizer != "device"]
+    return [*([on_device] if on_device else []), *((bucket,) for bucket in reversed(moved))]
 
 
 class Separation:
@@ -47,11 +58,12 @@ class Separation:
         return isinstance(node, dict) and all(self._bucket(name) is not None for name in node)
 
     def _position(self, name: str) -> tuple[int, int]:
-        found = self._plan.numbering.run_named(name)
-        assert found is not None
-        bucket, start, _ = self._plan.numbering.span(found[1])
-        return self._number[bucket], start
+        found, bucket = self._plan.numbering.run_named(name), self._bucket(name)
+        assert bucket is not None
+        if found is None:
+            return self._number[bucket], self._plan.bucket_of[bucket].paths.index(name)
+        return self._number[bucket], self._plan.numbering.span(found[1])[1]
 
     def _bucket(self, name: object) -> str | None:
         found = self._plan.numbering.run_named(name)
-        return found and found[0]
+        return found[0] if found else self._plan.numbering.bucket_with(name)

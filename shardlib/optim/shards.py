@@ -191,6 +191,26 @@ class Shards:
 WHOLE = Shards()
 
 
+class Exchanges:
+    """A count of the exchanges of one update, by which a rank that fails in it makes those that other ranks wait for."""
+
+    def __init__(self) -> None:
+        self._made = self._left_out = 0
+
+    def begin(self) -> None:
+        """Count from 0."""
+        self._made = self._left_out = 0
+
+    def again(self) -> None:
+        """Leave out those that were made: the update is made once more."""
+        self._left_out, self._made = self._made, 0
+
+    def due(self) -> bool:
+        """Whether the next exchange is to be made."""
+        self._made += 1
+        return self._made > self._left_out
+
+
 class MeshShards(Shards):
     """`Shards` of flat shards on a mesh. In sums each element counts once, however many ranks hold it.
 
@@ -212,6 +232,8 @@ class MeshShards(Shards):
         self._owned, self._residuals = owned, residuals
         self._counting = Counting(plan, mesh, unreduced)
         self._known: list[tuple[Any, Any, torch.Tensor]] = []
+        self._partial = False
+        self.exchanges = Exchanges()
 
     def compressed_mean(
         self, tree: dict[str, torch.Tensor], out: dict[str, torch.Tensor] | None = None
@@ -224,9 +246,11 @@ class MeshShards(Shards):
         means = self._owned.mean(sent, self._residuals, out if device_of(tree) == self._mesh.device else None)
         return {name: mean.to(tree[name].device) for name, mean in means.items()}
 
-    def of(self, buckets: Sequence[Bucket]) -> MeshShards:
-        """The shards of some buckets of the plan, for an elementwise transformation."""
-        return MeshShards(replace(self._plan, buckets=tuple(buckets)), self._mesh).allowing(Locality.ELEMENTWISE)
+    def of(self, buckets: Sequence[Bucket], locality: Locality | None) -> MeshShards:
+        """The shards of some buckets of the plan, for a transformation that reads no other ones."""
+        some = MeshShards(replace(self._plan, buckets=tuple(buckets)), self._mesh)
+        some._partial = True
+        return some.allowing(locality or Locality.ELEMENTWISE)
 
     def reset_residuals(self) -> None:
         if self._owned is not None and self._residuals is not None:
@@ -248,7 +272,9 @@ class MeshShards(Shards):
                 mixed[bucket][start:stop] = some[name]
             return tree | mixed
 
-        return Selection(MeshShards(plan, self._mesh, self._unreduced).allowing(self._allowed), take, put)
+        shards = MeshShards(plan, self._mesh, self._unreduced).allowing(self._allowed)
+        shards._partial, shards.exchanges = self._partial, self.exchanges
+        return Selection(shards, take, put)
 
     @property
     def summation(self) -> Summation:
@@ -261,6 +287,8 @@ class MeshShards(Shards):
         self, sums: torch.Tensor, axes: tuple[str, ...] | None = None, *, scalars: bool = True
     ) -> torch.Tensor:
         """The sums over all ranks (along ``axes``), exchanged from their devices. May use up the memory of ``sums``."""
+        if not self.exchanges.due():
+            return sums
         there = sums.to(self._mesh.device)
         sum_over(self._mesh, tuple(self._mesh.shape) if axes is None else axes, there, scalars=scalars)
         return there.to(sums.device)
@@ -271,6 +299,8 @@ class MeshShards(Shards):
 
     def whole(self, fn: Callable[[int, torch.Tensor], torch.Tensor], tree: Tree) -> Tree:
         self._require(Locality.WHOLE, "whole parameters")
+        if not self.exchanges.due():
+            return {name: torch.zeros_like(leaf) for name, leaf in tree.items()}
         return WholeLeaves(self._plan, self._mesh).map(fn, tree)
 
     def whole_sends(self) -> Mapping[str, int]:
@@ -278,6 +308,11 @@ class MeshShards(Shards):
 
     def sum(self, fn: Callable[[torch.Tensor], torch.Tensor], tree: Tree) -> torch.Tensor:
         self._require(Locality.GLOBAL, "a sum over all elements")
+        if self._partial:
+            raise IllegalComposition(
+                "an optimizer sums over all elements after other transformations, and its states are on disk, of which a few "
+                "buckets are in memory at a time: put clips first in the outermost chain, or use offload('host')"
+            )
         for known_fn, known_tree, value in self._known:
             if known_fn is fn and known_tree is tree:
                 return value
@@ -356,5 +391,6 @@ def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def device_of(tree: Tree) -> torch.device | None:
-    """The device of a tree's first tensor; None for a tree without tensors."""
-    return next((leaf.device for leaf in leaves_of(tree)), None)
+    """The device of a tree's first tensor that has memory; None for a tree without tensors."""
+    devices = [leaf.device for leaf in leaves_of(tree)]
+    return next((device for device in devices if device.type != "meta"), next(iter(devices), None))

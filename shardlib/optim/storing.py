@@ -73,7 +73,7 @@ class Storing:
         """On a rank whose update has failed: take part in the gathers that other ranks' updates make on their way.
 
         Args:
-            groups: all buckets, in the order of their updates.
+            groups: buckets, in the order of their updates.
         """
         for bucket in (bucket for group in groups for bucket in group):
             missing = bucket.owners(bucket.param_level) > 1 and bucket.name not in self._gathered

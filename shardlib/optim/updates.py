@@ -8,7 +8,8 @@ other, in the order in which gradients land, so that the first new parameters ar
     parameters                     | up 3  | up 2  | up 1  |
 
 Clips that come first in a chain take their factor from the squares that were summed as the gradients landed. An optimizer
-that reads across elements otherwise updates all buckets at once, where their states lie.
+that reads across elements otherwise updates all buckets at once, where their states lie; or, if they rest on disk, one after
+the other, and all ranks make the exchanges of each bucket.
 
 Updates that run ahead (`shardlib.optim.ahead`) are made as each gradient lands, with the factor that gradients have where
 nothing is clipped; or, delayed, from the gradients of the step before, whose factor is known.
@@ -16,7 +17,8 @@ nothing is clipped; or, delayed, from the gradients of the step before, whose fa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +35,7 @@ from shardlib.mesh.transfers import Transfer
 from shardlib.mesh.transport.activity import naming
 from shardlib.optim.ahead import Ahead
 from shardlib.optim.base import GradientTransformation
-from shardlib.optim.grouping import elsewhere, update_groups
+from shardlib.optim.grouping import update_groups
 from shardlib.optim.resting import resting_of
 from shardlib.optim.separate import Separation
 from shardlib.optim.shards import MeshShards
@@ -42,6 +44,7 @@ from shardlib.optim.train_state import OptimizerState, Pending, copied
 from shardlib.optim.undone import Undone
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
+from shardlib.sharded.gradients_on_disk import GradientsOnDisk, LandingOnDisk, gradients_rest
 from shardlib.sharded.landing import Follower, Landing
 from shardlib.sharded.on_disk import BufferOnDisk, params_rest
 from shardlib.sharded.tree import Sharded
@@ -55,7 +58,6 @@ class Updates:
         donates: whether a step may reuse the memory of the state it is given.
 
     Attributes:
-        landed: see ``kept`` of `Landing`: memory for the next step's gradients.
         alone: whether a state cannot be kept beside the next one.
 
     Raises:
@@ -74,12 +76,13 @@ class Updates:
                 "donate=False keeps the old state of every step, and what is on disk is there once: leave donate=True, or "
                 "keep it in memory with offload('host')"
             )
-        self._separate = optimizer.separable and bool(elsewhere(plan))  # updates groups one after the other
-        self._shards = [MeshShards(plan, mesh).of(group) for group in self._groups]
+        self._separate = optimizer.in_turn(plan)
+        self._shards = [MeshShards(plan, mesh).of(group, optimizer.rest) for group in self._groups]
         self._shards_of = {group[0].name: of for group, of in zip(self._groups, self._shards, strict=True) if group}
         self._ahead = Ahead(self._body, mesh.device, donates) if plan.step.ahead else None
         self._delays = plan.step.update == "delay"
-        self.landed: dict[str, torch.Tensor] = {}
+        self._landed: dict[str, torch.Tensor] = {}  # memory for the next step's gradients
+        self._scratch = GradientsOnDisk(plan, mesh) if gradients_rest(plan) else None
         # The last group is in the other memory, if there is one: numbers for it must not take the device's link.
         self._numbers = mesh.device_for(self._groups[-1][0].memory.optimizer) if plan.trained else mesh.device
         # Two: while the parameters of one group are on their way, the next group is updated.
@@ -141,6 +144,12 @@ class Updates:
                     self._ahead.landed(bucket, pending.grads[bucket.name], Transfer())
         return None
 
+    def landing(self, unreduced: tuple[str, ...], follower: Follower | None) -> Landing:
+        """The landing of a step's gradients, in what steps share: memory, or files."""
+        if self._scratch is not None:
+            return LandingOnDisk(self._plan, self._mesh, unreduced, self._scratch)
+        return Landing(self._plan, self._mesh, unreduced, self._landed, follower)
+
     def changes(self, opt: OptimizerState, taken: bool) -> bool:
         """Whether the step changes parameters, if its gradients are ``taken``."""
         return bool(_pending(opt).due) if self._delays else taken
@@ -155,7 +164,7 @@ class Updates:
         self,
         params: Sharded,
         opt: OptimizerState,
-        grads: dict[str, torch.Tensor],
+        grads: Mapping[str, torch.Tensor],
         shards: MeshShards,
         *,
         taken: bool,
@@ -193,16 +202,16 @@ class Updates:
         if self._ahead is not None:
             self._ahead.end()
 
-    def _delayed(self, before: Pending, grads: dict[str, torch.Tensor], factor: torch.Tensor | None) -> Pending:
+    def _delayed(self, before: Pending, grads: Mapping[str, torch.Tensor], factor: torch.Tensor | None) -> Pending:
         """What the next step applies. The next gradients land where those ``before`` are, if they may."""
         free = before.grads if self._donates and self._mesh.transfers.apart else {}
-        self.landed = {name: kept for name, kept in self.landed.items() if name not in grads} | free
+        self._landed = {name: kept for name, kept in self._landed.items() if name not in grads} | free
         grads = {name: grad if _fills(grad) else cloned(grad) for name, grad in grads.items()}
         factor = _number(1.0, self._numbers) if factor is None else factor
         return Pending(grads, factor, torch.ones_like(before.due))
 
     def _factor(
-        self, grads: dict[str, torch.Tensor], shards: MeshShards, scale: float | None, squares: float
+        self, grads: Mapping[str, torch.Tensor], shards: MeshShards, scale: float | None, squares: float
     ) -> torch.Tensor | None:
         """The factor of all gradients, clips included where buckets are updated one by one."""
         shards.remember(sum_of_squares, grads, _number(squares, self._numbers))
@@ -213,7 +222,7 @@ class Updates:
         self,
         params: Sharded,
         opt: OptimizerState,
-        grads: dict[str, torch.Tensor],
+        grads: Mapping[str, torch.Tensor],
         shards: MeshShards,
         factor: torch.Tensor | None,
         landing: Landing,
@@ -224,18 +233,44 @@ class Updates:
             self._complete(self._ahead, factor)
 
         def update(parts: Iterator[OptimizerState]) -> None:
+            for some in self._shards:
+                some.exchanges.begin()
             some_of = self._shards if self._separate else [shards]
-            for number, (group, some, state) in enumerate(zip(self._groups, some_of, parts, strict=True), 1):
-                self._announce(params, self._groups[number : number + AHEAD])
-                after = self._made_ahead(group, storing)
-                if after is None:
-                    state = state if self._donates else copied(state)
-                    after = self._update(group, storing, params, state, grads, factor, some, landing)
-                states.append(self._resting.asleep(after))
+            with contextlib.closing(landing.arriving(grads, self._groups)) as arriving:
+                turns = zip(self._groups, some_of, parts, arriving, strict=True)
+                for number, (group, some, state, landed) in enumerate(turns, 1):
+                    self._announce(params, self._groups[number : number + AHEAD])
+                    after = self._made_ahead(group, storing)
+                    if after is None:
+                        state = state if self._donates else copied(state)
+                        after = self._update(group, storing, params, state, landed, factor, some, landing)
+                    states.append(self._resting.asleep(after))
 
-        self._resting.attempt(update, self._parts(opt), params, lambda: storing.go_along(self._groups))
+        self._resting.attempt(update, self._parts(opt), params, lambda: self._go_along(storing))
         storing.finish()
         return self._joined(states)
+
+    def _go_along(self, storing: Storing) -> None:
+        """On a rank whose update has failed: take part in what other ranks' updates exchange on their way."""
+        for group, shards in zip(self._groups, self._shards, strict=True):
+            if self._separate and not self._optimizer.separable:
+                with contextlib.suppress(Exception):  # the first error is reported
+                    self._imitate(group, shards)
+            storing.go_along([group])
+
+    def _imitate(self, group: Sequence[Bucket], shards: MeshShards) -> None:
+        """Update a group's buckets of zeros, for the exchanges that this rank has not made."""
+        planned, _ = self._optimizer.planned(self._plan)
+        device = self._mesh.device_for(group[0].memory.optimizer)
+        inner = tree_map(
+            lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype, device=device),
+            self._separation.cut(planned, [bucket.name for bucket in group]),
+        )
+        params, grads = (
+            {b.name: torch.zeros(b.owned, dtype=b.master_dtype or b.dtype, device=device) for b in group} for _ in "pg"
+        )
+        shards.exchanges.again()
+        self._optimizer.body(params, grads, inner, scale=None, shards=shards, copies=None)
 
     def _runs_ahead(self, group: Sequence[Bucket]) -> bool:
         return self._ahead is not None and any(bucket.memory.optimizer != "device" for bucket in group)
@@ -290,7 +325,7 @@ class Updates:
         storing: Storing,
         params: Sharded,
         opt: OptimizerState,
-        grads: dict[str, torch.Tensor],
+        grads: Mapping[str, torch.Tensor],
         factor: torch.Tensor | None,
         shards: MeshShards,
         landing: Landing,
@@ -299,7 +334,6 @@ class Updates:
         names = [bucket.name for bucket in group]
         written, copies, slot = {}, {}, self._slot(group)
         for bucket in group:
-            landing.wait(bucket.name)
             master = opt.masters.get(bucket.name)
             if master is None:
                 written[bucket.name] = copies[bucket.name] = optimizer_shard(params, bucket)

@@ -182,27 +182,29 @@ def with_needs(plan: Plan, optimizer: Any) -> Plan:
     needs = []
     for view in plan.views:
         state, payload = optimizer.planned(view)
-        staged = _staged_bytes(view, optimizer.separable)
+        staged = _staged_bytes(view, optimizer.in_turn(view))
         needs.append(OptimizerNeeds(*_optimizer_bytes(view, state), staged, payload))
     return replace(plan, needs=tuple(needs))
 
 
-def _staged_bytes(plan: PlanValue, separable: bool) -> int:
+def _staged_bytes(plan: PlanValue, in_turn: bool) -> int:
     """Bytes of the slots for new parameters, which groups of buckets take in turns from step to step.
 
     Args:
-        separable: whether buckets are updated one after the other.
+        in_turn: whether buckets are updated one after the other.
     """
 
     def staged(bucket: Bucket) -> int:
         here, there = (MEMORIES[memory] for memory in (bucket.memory.optimizer, bucket.memory.param))
-        passes = here.works != there.works and (bucket.master_dtype != bucket.dtype or here.rests)
-        return taken(bucket.owned, bucket.dtype) if passes else 0
+        passes = (there.rests or here.works != there.works) and bucket.master_dtype is not None
+        return (
+            taken(bucket.owned, bucket.dtype) if passes and (bucket.master_dtype != bucket.dtype or here.rests) else 0
+        )
 
     elsewhere = [bucket for bucket in plan.trained if bucket.memory.optimizer != "device"]
     if plan.step.ahead or not elsewhere:
         return 0  # updates that run ahead have memory of their own
-    if not separable:
+    if not in_turn:
         return sum(map(staged, plan.trained))
     others = [bucket for bucket in plan.trained if bucket.memory.optimizer == "device"]
     groups = [*([sum(map(staged, others))] if others else []), *map(staged, reversed(elsewhere))]
@@ -227,14 +229,18 @@ def _optimizer_bytes(plan: PlanValue, state: Tree) -> tuple[dict[str, int], dict
             groups = passing.setdefault(kind.works, {})
             groups[bucket.name] = groups.get(bucket.name, 0) + whole_blocks(size)
 
-    # What a state has by parameter instead of by bucket lies with the first bucket: such states are in one memory.
-    other = plan.trained[0].memory.optimizer if plan.trained else "device"
+    def by_path(path: Sequence[object]) -> str:
+        """The memory of what a state has by parameter instead of by bucket: where its bucket is worked on."""
+        names = filter(None, map(plan.numbering.bucket_with, reversed(path)))
+        bucket = next((plan.bucket_of[name] for name in names), plan.trained[0])
+        return MEMORIES[bucket.memory.optimizer].works
+
     paths, leaves, _ = optree.tree_flatten_with_path(state)
     for path, leaf in zip(paths, leaves, strict=True):
         run = plan.numbering.run_along(path)
         bucket = plan.bucket_of[run[0]] if run else None
         if leaf.dim():
-            add(bucket, bucket.memory.optimizer if bucket else other, leaf.numel() * leaf.dtype.itemsize)
+            add(bucket, bucket.memory.optimizer if bucket else by_path(path), leaf.numel() * leaf.dtype.itemsize)
     for bucket in plan.trained:
         if bucket.master_dtype is not None:
             add(bucket, bucket.memory.optimizer, bucket.owned * bucket.master_dtype.itemsize)

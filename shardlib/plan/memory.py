@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 from shardlib.common.disk import whole_blocks
-from shardlib.mesh.memories import MEMORIES, window
+from shardlib.mesh.memories import MEMORIES, scratch_window, window
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.value import ROLES, PlanValue
 from shardlib.schedules import peak_of_stages
@@ -74,13 +74,29 @@ def _gradients(plan: PlanValue) -> Iterator[tuple[str, int]]:
         if bucket.memory.optimizer == "device":
             yield "device", accumulated
             continue
-        yield MEMORIES[bucket.memory.optimizer].works, bucket.owned * size
+        if MEMORIES[bucket.memory.grad].rests:
+            yield bucket.memory.grad, whole_blocks(bucket.owned * size)
+        else:
+            yield MEMORIES[bucket.memory.optimizer].works, bucket.owned * size
         if plan.step.microbatches > 1 and not plan.lands_each(bucket):
             yield "device", accumulated
         else:
             leaving += bucket.owned * size
     widest = max((bucket.reduce_dtype.itemsize for bucket in plan.trained), default=0)
     yield "device", min(leaving, 2 * plan.largest_unit * widest)
+    yield MEMORIES["disk"].works, resting_gradients(plan)
+
+
+def resting_gradients(plan: PlanValue) -> int:
+    """Bytes of host memory that gradients on disk pass through. They are scratch, which takes one slot of whole blocks."""
+    sizes: dict[str, int] = {}
+    largest = 0
+    for bucket in plan.trained:
+        if MEMORIES[bucket.memory.grad].rests:
+            held = whole_blocks(bucket.owned * bucket.reduce_dtype.itemsize)
+            sizes[bucket.unit] = sizes.get(bucket.unit, 0) + held
+            largest = max(largest, held)
+    return scratch_window(list(sizes.values()), largest)
 
 
 def live_bytes(plan: PlanValue) -> int | None:

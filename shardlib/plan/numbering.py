@@ -63,6 +63,10 @@ class Numbering:
         """`run_named` of the last entry of a path that is such a name: a leaf may be a part of what stands for a run."""
         return next(filter(None, map(self.run_named, reversed(path))), None)
 
+    def bucket_with(self, path: object) -> str | None:
+        """The name of the bucket that holds the leaf at ``path``; None for what is no such path."""
+        return self._bucket_with[str(path)].name if path in self._bucket_with else None
+
     def span(self, run: Bucket) -> tuple[str, int, int]:
         """The name of the bucket that holds ``run``, and the run's start and stop in one rank's elements of that bucket."""
         bucket = self._bucket_with[run.paths[0]]

@@ -86,9 +86,5 @@ def _location(role: str, slots: Mapping[str, Any]) -> Location:
         raise IllegalComposition(
             f"the {role} state cannot live in memory {memory!r}; use one of {', '.join(map(repr, MEMORIES))}"
         )
-    if MEMORIES[memory].rests and role == "grad":
-        raise IllegalComposition(
-            f"gradients cannot live in memory {memory!r}, as parameters and states can; use 'host'"
-        )
     axes = frozenset(axis for slot, axis in slots.items() if slot not in Live.PLACES)
     return Location(axes, memory, share, slots.get("folders", ()))

@@ -27,10 +27,17 @@ def transfers(plan: PlanValue) -> Iterator[Message]:
         if bucket.memory.optimizer != "device":
             form = dtype_name(bucket.reduce_dtype)
             sent = bucket.owned * bucket.reduce_dtype.itemsize
-            if plan.lands_each(bucket):
-                yield Message("gradients", "down", "each micro-batch", form, sent, plan.step.microbatches)
-            else:
-                yield Message("gradients", "down", "when summed", form, sent)
+            when, times = (
+                ("each micro-batch", plan.step.microbatches) if plan.lands_each(bucket) else ("when summed", 1)
+            )
+            yield Message("gradients", "down", when, form, sent, times)
+            if MEMORIES[bucket.memory.grad].rests:
+                yield Message("gradients", "written", when, _BLOCKS, whole_blocks(sent), times)
+                if times > 1:
+                    yield Message(
+                        "gradients", "read", "each further micro-batch", _BLOCKS, whole_blocks(sent), times - 1
+                    )
+                yield Message("gradients", "read", _OF_FILES["read"], _BLOCKS, whole_blocks(sent))
         yield from filter(None, stores(bucket))
         yield from _files(bucket)
     for needs in plan.needs or ():

@@ -10,7 +10,8 @@ is.
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
+from collections.abc import Generator, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -40,6 +41,14 @@ class Follower(Protocol):
         ...
 
 
+class Flight(NamedTuple):
+    """A gradient, or a summand of one, that is on its way from the device."""
+
+    bucket: Bucket
+    transfer: Transfer
+    numel: int
+
+
 class Landing:
     """The landing of one step's gradients.
 
@@ -64,7 +73,7 @@ class Landing:
         self._counting = Counting(plan, mesh, unreduced)
         self._transfers: dict[str, Transfer] = {}
         self._squares: dict[str, torch.Tensor] = {}
-        self._flying: deque[tuple[Transfer, int]] = deque()
+        self._flying: deque[Flight] = deque()
         self._in_flight = 0  # elements
         self._here: dict[str, torch.Tensor] = {}  # gradients that the follower has where they came to be
         self._addends: dict[str, torch.Tensor] = {}  # of buckets whose next summand is on its way
@@ -92,22 +101,36 @@ class Landing:
                 self._here[bucket.name] = grad
                 self._follow(bucket, grad, Transfer())
             return grad
+        if not further:
+            self._squares[bucket.name] = self._squares_of(bucket, grad)
+        landed = self._depart(bucket, grad, further)
+        while self._flying and (self._in_flight > 2 * self._plan.largest_unit or self._flying[0].transfer.done):
+            self._arrive()
+        return landed
+
+    def _depart(self, bucket: Bucket, grad: torch.Tensor, further: bool) -> torch.Tensor:
+        """Send a gradient on its way, or a ``further`` summand of one; returns where it lands."""
         landed = target = self._buffer(bucket.name, bucket, grad.dtype)
         if further:
             self.wait(bucket.name)
             target = self._addends[bucket.name] = self._spare(bucket, grad.dtype)
-        else:
-            self._squares[bucket.name] = self._squares_of(bucket, grad)
-        transfer = self._transfers[bucket.name] = self._copy(grad, target)
+        self._transfers[bucket.name] = transfer = self._fly(bucket, grad, target)
         if not further:
             self._follow(bucket, landed, transfer)
-        self._flying.append((transfer, grad.numel()))
-        self._in_flight += grad.numel()
-        while self._flying and (self._in_flight > 2 * self._plan.largest_unit or self._flying[0][0].done):
-            first, numel = self._flying.popleft()
-            first.wait()
-            self._in_flight -= numel
         return landed
+
+    def _fly(self, bucket: Bucket, grad: torch.Tensor, target: torch.Tensor) -> Transfer:
+        transfer = self._copy(grad, target)
+        self._flying.append(Flight(bucket, transfer, grad.numel()))
+        self._in_flight += grad.numel()
+        return transfer
+
+    def _arrive(self) -> Bucket:
+        """Wait for the first of those that are on their way."""
+        first = self._flying.popleft()
+        first.transfer.wait()
+        self._in_flight -= first.numel
+        return first.bucket
 
     def _squares_of(self, bucket: Bucket, grad: torch.Tensor) -> torch.Tensor:
         return self._counting.summand(sum_of_squares, bucket, grad)
@@ -132,12 +155,15 @@ class Landing:
         names = (f"summand {number} of {bucket.owned} {dtype}" for number in range(_ADDENDS))
         return next(spare for name in names if id(spare := self._buffer(name, bucket, dtype)) not in taken)
 
-    def complete(self, grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def complete(self, grads: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Bucket name -> gradient in the optimizer's memory, from the sums of all buckets, of which some have been taken."""
         return {
             name: grad if name in self._squares else self.take(self._plan.bucket_of[name], grad)
             for name, grad in grads.items()
         }
+
+    def settle(self) -> None:
+        """Return once what was taken is safe, on all ranks. Collective."""
 
     def squares(self) -> torch.Tensor:
         """This rank's summand of the sum of squares of all gradients, as the plan's `Summation` holds it."""
@@ -160,6 +186,16 @@ class Landing:
         """Return once every gradient has landed."""
         for name in list(self._transfers):
             self.wait(name)
+
+    def arriving(
+        self, grads: Mapping[str, torch.Tensor], groups: Sequence[Sequence[Bucket]]
+    ) -> Generator[Mapping[str, torch.Tensor]]:
+        """Gradients among which are those of each group of buckets in turn, which have landed. They may be gone when the next
+        are asked for."""
+        for group in groups:
+            for bucket in group:
+                self.wait(bucket.name)
+            yield grads
 
 
 class Imagined(Landing):

@@ -81,10 +81,11 @@ def _offloads(before: Offload | None, elementwise: bool, disk: bool) -> Iterator
     for optimizer in ("host", "disk") if disk and elementwise else ("host",):
         folders = (present.folders or (_FOLDER,)) if optimizer == "disk" else ()
         places: list[tuple[str | None, str | None]] = [("host", present.gradients), ("host", "host")]
-        if optimizer == "disk" or present.params != "disk":
-            places.insert(0, (present.params, present.gradients))
+        places.insert(0, (present.params, present.gradients))
         if optimizer == "disk":
-            places.append(("disk", None))
+            places += [("disk", None), ("disk", "disk")]
+        else:  # what is on disk is with its states
+            places = [place for place in places if "disk" not in place]
         for params, gradients in dict.fromkeys(places):
             yield Offload(optimizer, params, gradients, 1.0, folders, present.update if optimizer == "host" else None)
 

@@ -31,6 +31,11 @@ class Offload(Coded):
                 f"offload({self.optimizer!r}, params='disk') has parameters on disk and their states, which are larger, in "
                 "memory: use offload('disk', params='disk', folder=...)"
             )
+        if self.gradients == "disk" and self.optimizer != "disk":
+            raise IllegalComposition(
+                f"offload({self.optimizer!r}, gradients='disk') has gradients on disk and the states that they update, which "
+                "are larger, in memory: use offload('disk', gradients='disk', folder=...)"
+            )
         if (self.optimizer == "disk") != bool(self.folders):
             raise IllegalComposition(f"{self.name}: states on disk need a folder, others have none")
         if len({str(Path(each).resolve()) for each in self.folders}) < len(self.folders):
@@ -87,17 +92,19 @@ def offload(
 
     Args:
         optimizer: the memory of states and masters: "host"; or "disk", from which a few buckets at a time come to the host,
-            for elementwise optimizers.
+            for optimizers that read no further than one parameter.
         params: the memory of parameters: "host", or None for the device. Units then come up for each use, one ahead, as at
             ZeRO stage 3, where what comes up is a shard that is gathered on the device. "disk", with states there too: units
             are read three ahead, and never are all parameters in host memory, from `shard` on.
         gradients: the memory in which gradients of several micro-batches are accumulated: "host", or None for the device.
             Each micro-batch's gradient then goes down as soon as it is reduced, and the host adds it. Gradients that ranks
-            reduce once, after the last micro-batch (below ZeRO stage 2), are accumulated on the device all the same.
+            reduce once, after the last micro-batch (below ZeRO stage 2), are accumulated on the device all the same. "disk",
+            with states there too: gradients are written as they land, and read again by the update (and by each further
+            micro-batch), so that never are all in host memory.
         fraction: the share of the states that lives there; the states whose gradients come last stay on the device.
         folder: of the files on disk: one or several, on different disks. They are given space for two copies of the states
-            (and of the parameters, if they are there), and belong to one run at a time; what is to be kept goes into
-            checkpoints.
+            (and of the parameters, if they are there) and for one of the gradients, and belong to one run at a time; what is
+            to be kept goes into checkpoints.
         speculate: whether a bucket is updated as soon as its gradient has arrived, beside backward, as if the step were
             neither skipped nor clipped; where it is, the update is made again. The numbers stay the same. Until then old
             states are kept beside new ones, so host memory holds them twice. For elementwise optimizers.
@@ -109,7 +116,7 @@ def offload(
         IllegalComposition: both ``speculate`` and ``delay``, either of them with "disk", ``delay`` with a fraction, or
             ``speculate`` with gradients accumulated on the host; a fraction outside 0 to 1; "disk" without a folder, a folder
             without it, or one folder twice; when a plan is made, an unknown memory; when a step is made, an optimizer that
-            reads across parameters with states in two memories, on disk, or updated ahead.
+            reads across elements with states in two memories or updated ahead, or across parameters with states on disk.
         StorageError: when a step is made, or by `shard` with parameters on disk: the folder is in use, holds another plan's
             states, or has too little space. When a step runs: a disk fails; the state that the step was given is as it was,
             unless a ``fraction`` is elsewhere.

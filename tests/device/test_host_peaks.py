@@ -9,6 +9,8 @@ CASES = {
     "parameters and gradients too": lambda sl: [sl.precision("bf16"), sl.offload(params="host", gradients="host")],
     "inputs of blocks": lambda sl: [sl.offload(), sl.remat(store="host", smallest=1)],
     "on disk": lambda sl: [sl.precision("bf16"), sl.offload("disk", folder="states")],
+    "gradients on disk": lambda sl: [sl.precision("bf16"), sl.offload("disk", gradients="disk", folder="all")],
+    "all on disk": lambda sl: [sl.precision("bf16"), sl.offload("disk", params="disk", gradients="disk", folder="all")],
 }
 
 

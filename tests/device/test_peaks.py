@@ -1,5 +1,7 @@
 """Peaks of device memory are the plan's: counted at the test device, for every transform, alone and together."""
 
+import tempfile
+
 import pytest
 from helpers.peaks import Case, measured
 from helpers.profile import NIGHTLY
@@ -11,9 +13,9 @@ from hypothesis import strategies as st
 def cases(draw):
     """Steps in which parameters, gradients, activations or the optimizer's state may be what is most."""
     stage, ranks, tokens = draw(st.integers(0, 3)), draw(st.integers(1, 2)), draw(st.sampled_from([32, 128]))
-    offload = draw(st.sampled_from(["", "states", "half", "params", "all"]))
+    offload = draw(st.sampled_from(["", "states", "half", "params", "all", "disk"]))
     # Parameters that are whole in another memory have tiles where the optimizer's state is whole too.
-    divides = offload not in ("params", "all") or ranks == 1 or stage in (0, 3)
+    divides = offload not in ("params", "all", "disk") or ranks == 1 or stage in (0, 3)
     return Case(
         stage=stage,
         ranks=ranks,
@@ -34,16 +36,19 @@ def cases(draw):
 @example(Case(stage=2, ranks=2, precision="bf16", microbatches=2, width=96, samples=2))
 @example(Case(stage=1, ranks=2, remat="host", samples=2, width=96))
 @example(Case(precision="bf16 sums", offload="all", microbatches=2, layers=3, samples=2, width=96))
+@example(Case(precision="bf16", offload="disk", microbatches=2, layers=4, samples=2, width=96))
 @settings(max_examples=200 if NIGHTLY else 4, phases=list(Phase) if NIGHTLY else (Phase.explicit, Phase.generate))
 @given(case=cases())
 def test_the_peak_of_a_step_is_the_plans(rigs, case):
     """Of a first step, in which ranks agree on each gather, and of a second, which gathers ahead; on the slowest links."""
 
-    def run(mesh):
-        plan, batch, peaks = measured(mesh, case)
+    def run(mesh, folder):
+        plan, batch, peaks = measured(mesh, case, folder)
         return plan.peak_bytes + batch, max(peaks)
 
-    for planned, peak in rigs.run(run, mesh={"data": case.ranks}):
+    with tempfile.TemporaryDirectory() as folder:
+        found = rigs.run(run, folder, mesh={"data": case.ranks})
+    for planned, peak in found:
         assert peak == pytest.approx(planned, rel=0.01)
 
 

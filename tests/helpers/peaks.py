@@ -13,7 +13,7 @@ class Case:
         precision: "", "bf16", or "bf16 sums" for gradients that are summed in bf16 too.
         remat: "", "full", "dots", "host", or "names" for full recomputation but for named values.
         tiles: tiles of each weight of an MLP; 1 for none.
-        offload: "", "states", "half" of the states, "params", or "all" for parameters and gradients too.
+        offload: "", "states", "half" of the states, "params", "all" for parameters and gradients too, or all on "disk".
         microbatches: how many a step has.
     """
 
@@ -31,7 +31,7 @@ class Case:
     samples: int = 8
 
 
-def transforms(case):
+def transforms(case, folder):
     import shardlib as sl
 
     made = [sl.zero(case.stage)]
@@ -55,6 +55,7 @@ def transforms(case):
                 "half": lambda: sl.offload(fraction=0.5),
                 "params": lambda: sl.offload(params="host"),
                 "all": lambda: sl.offload(params="host", gradients="host"),
+                "disk": lambda: sl.offload("disk", params="disk", gradients="disk", folder=folder),
             }[case.offload]()
         )
     if case.microbatches > 1:
@@ -62,7 +63,7 @@ def transforms(case):
     return sl.chain(*made)
 
 
-def measured(mesh, case, steps=2):
+def measured(mesh, case, folder, steps=2):
     """The plan, bytes of the batch, and the peak that the device counts in each of some steps."""
     import gc
     from unittest import mock
@@ -83,7 +84,7 @@ def measured(mesh, case, steps=2):
     optimizer = sl.optim.adamw(1e-3)
     drawn = torch.randint(case.vocab, (case.samples * case.microbatches, case.sequence + 1))
     batch = {"tokens": drawn[:, :-1].contiguous().to(mesh.device), "targets": drawn[:, 1:].contiguous().to(mesh.device)}
-    parallel = transforms(case)
+    parallel = transforms(case, folder)
     state, step = sl.make_train_step(loss_fn, sl.shard(params, mesh, parallel), optimizer)
     peaks = []
     for _ in range(steps):

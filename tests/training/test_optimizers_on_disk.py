@@ -5,10 +5,14 @@ import os
 import optree
 import pytest
 import torch
+from helpers.cuts import tiny_blocks
+from helpers.faults import BROKEN, Faults
 from helpers.models import mlp, regression_batch, share
 from helpers.trees import assert_same
 
 import shardlib as sl
+from shardlib.collectives import primitives
+from shardlib.errors import IllegalComposition, RankFailure, StorageError
 from shardlib.optim.on_disk import InPlace, OnDisk
 from shardlib.optim.optimizers.coded import Coded
 
@@ -24,6 +28,12 @@ OPTIMIZERS = {
     "masked": lambda: sl.optim.masked(sl.optim.adamw8bit(1e-2), "layers/0/*"),
     "slow weights": lambda: sl.optim.lookahead(sl.optim.adamw8bit(1e-2), 2, 0.5),
     "lion": lambda: sl.optim.chain(CLIP, sl.optim.lion(1e-2)),
+    "lamb": lambda: sl.optim.chain(CLIP, sl.optim.lamb(1e-2)),
+    "adafactor": lambda: sl.optim.chain(CLIP, sl.optim.adafactor(1e-2, 64, momentum=0.9)),
+    "muon": lambda: sl.optim.partition(
+        {"muon": sl.optim.muon(1e-2), "rest": sl.optim.lamb(1e-2)}, {"*weight": "muon", "*": "rest"}
+    ),
+    "lamb of a layer": lambda: sl.optim.masked(sl.optim.lamb(1e-2), "layers/0/*"),
 }
 
 
@@ -57,6 +67,62 @@ def test_training_is_the_same_to_the_last_bit(optimizer, stage, tmp_path):
     assert_same(sl.simulate(run, "a", "", mesh={"data": 2}), wanted)
     assert_same(sl.simulate(run, "", "b", mesh={"data": 2}), wanted)
     assert_same(sl.simulate(run, "c", "d", mesh={"data": 2}), wanted)
+
+
+@pytest.mark.parametrize("call, after", [("preadv", 0), ("preadv", 2), ("pwritev", 0)])
+@pytest.mark.parametrize("optimizer", ["lamb", "adafactor", "muon"])
+def test_a_rank_that_fails_does_not_keep_others_waiting(optimizer, call, after, tmp_path, monkeypatch):
+    """It makes the exchanges of the buckets that are left; all ranks raise, and the state is as it was."""
+
+    def run(mesh, fails):
+        disk = sl.offload("disk", folder=tmp_path / str(fails))
+        state, step = start(mesh, optimizer, sl.zero(2), sl.precision("bf16"), disk)
+        state = stepped(state, step, BATCHES[:1])
+        if fails:
+            primitives.all_gather_object(
+                mesh,
+                ["data"],
+                mesh.rank == 0 and Faults(monkeypatch).fails(call, BROKEN, "rank-1-", after=after, times=1),
+            )
+            with pytest.raises(StorageError if mesh.rank else RankFailure) as refused:
+                stepped(state, step, BATCHES[1:2])
+            assert "The state that the step was given is as it was" in refused.value.__notes__[0]
+        return sl.unshard(stepped(state, step, BATCHES[1:3]).params)
+
+    assert_same(sl.simulate(run, True, mesh={"data": 2}), sl.simulate(run, False, mesh={"data": 2}))
+
+
+def test_each_parameter_is_made_whole_while_its_bucket_is_in_memory(tmp_path):
+    """The plan counts what is then sent: the longest message of each bucket."""
+    kinds = [[], *([sl.offload("disk", folder=tmp_path / str(share), fraction=share)] for share in (1, 0.5))]
+
+    def sent(mesh, *transforms):
+        state, step = start(mesh, "muon", sl.zero(2), *transforms)
+        mesh.traffic.reset()
+        stepped(state, step, BATCHES[:1])
+        return dict(mesh.traffic.payload)
+
+    mesh, tx = sl.abstract_mesh(data=2), OPTIMIZERS["muon"]()
+    plans = [sl.make_plan(PARAMS, mesh, sl.chain(sl.zero(2), *more), optimizer=tx) for more in kinds]
+    found = [sl.simulate(sent, *more, mesh={"data": 2})[0] for more in kinds]
+    assert found == [plan.payload() for plan in plans]
+    assert len({sent["data"] for sent in found}) > 1
+
+
+def test_what_cannot_go_bucket_by_bucket_is_refused(tmp_path):
+    mesh, disk = sl.make_mesh(), sl.offload("disk", folder=tmp_path)
+    within = sl.optim.masked(sl.optim.chain(CLIP, sl.optim.lamb(1e-3)), "layers/0/*")
+    state, step = sl.make_train_step(LOSS, sl.shard(PARAMS, mesh, disk), within)
+    with pytest.raises(IllegalComposition, match=r"put clips first in the outermost chain, or use offload\('host'\)"):
+        stepped(state, step, BATCHES[:1])
+    loss_fn, params = tiny_blocks()
+
+    def staged(mesh):
+        transform = sl.chain(sl.pipeline("1f1b", microbatches=2), sl.offload("disk", folder=tmp_path / "stages"))
+        with pytest.raises(IllegalComposition, match="the stages of a pipeline have different buckets"):
+            sl.make_train_step(loss_fn, sl.shard(params, mesh, transform), sl.optim.lamb(1e-3))
+
+    sl.simulate(staged, mesh={"pipe": 2})
 
 
 def coded(state):

@@ -316,8 +316,6 @@ def test_what_cannot_be_on_disk_is_refused(tmp_path):
     mesh = sl.make_mesh()
     with pytest.raises(IllegalComposition, match=r"use offload\('disk', params='disk', folder=\.\.\.\)"):
         sl.offload(params="disk")
-    with pytest.raises(IllegalComposition, match="gradients cannot live in memory 'disk'"):
-        sl.make_plan(PARAMS, mesh, sl.offload("disk", gradients="disk", folder=tmp_path))
     with pytest.raises(IllegalComposition, match="donate=False keeps the old state of every step"):
         start(mesh, on_disk(tmp_path), donate=False)
     with pytest.raises(IllegalComposition, match="donate=False keeps the old state of every step"):

@@ -10,19 +10,27 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardlib.common._compat import FUSED_ATTENTIONS, pytree
+from shardlib.execute.activations.draws import Draws
 from shardlib.execute.activations.names import contexts
 from shardlib.execute.handles import Handle
 from shardlib.plan.recompute import Recompute
 
 
 def checkpointed(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], how: Recompute, names: set[str]
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    how: Recompute,
+    names: set[str],
+    draws: Draws,
 ) -> Any:
-    """``fn(*args, **kwargs)``, which backward computes again.
+    """``fn(*args, **kwargs)``, which backward computes again, with the same draws.
 
     Args:
         names: the names of values, which are added to where the policy keeps some by name.
     """
+    compiles = torch.compiler.is_compiling()  # torch's own way to keep generators' states is known to its compiler
+    fn = fn if compiles else draws.repeated(fn)
     leaves, shape = pytree.tree_flatten((args, kwargs))
     # A checkpoint sees the tensors among its arguments alone: those in pytrees are given to it one by one.
     seen = [isinstance(leaf, torch.Tensor) and not isinstance(leaf, Handle) for leaf in leaves]
@@ -36,7 +44,7 @@ def checkpointed(
 
     tensors = [leaf for tensor, leaf in zip(seen, leaves) if tensor]
     del args, kwargs, leaves  # what is kept elsewhere must not be kept here
-    return checkpoint(call, others, *tensors, use_reentrant=False, **_policy(how, names))
+    return checkpoint(call, others, *tensors, use_reentrant=False, preserve_rng_state=compiles, **_policy(how, names))
 
 
 def _policy(how: Recompute, names: set[str]) -> dict[str, Any]:

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from shardlib.common.disk import whole_blocks
+from shardlib.mesh.memories import MEMORIES
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.exchanges import Exchange, Op
 from shardlib.plan.transfers import fetched
@@ -125,10 +127,16 @@ class Rank:
                 self._land(plan, bucket, done)
 
     def _land(self, plan: PlanValue, bucket: Bucket, ready: float) -> None:
-        """A gradient goes down; the rank waits while more than two units are on their way."""
-        done = self.landed[bucket.name] = self.send("down", bucket.owned * bucket.reduce_dtype.itemsize, ready)
+        """A gradient goes down, and to disk if it rests there; the rank waits while more than two units are on their way."""
+        size = bucket.owned * bucket.reduce_dtype.itemsize
+        done = landed = self.send("down", size, ready)
+        if MEMORIES[bucket.memory.grad].rests:
+            if bucket.name in self.landed:  # the sum so far
+                landed = self.send("read", whole_blocks(size), landed)
+            landed = self.send("written", whole_blocks(size), landed)
+        self.landed[bucket.name] = landed
         if plan.step.microbatches > 1 and plan.lands_each(bucket):
-            self.reduced = max(self.reduced, done)  # the host sums them, and the squares of the sum
+            self.reduced = max(self.reduced, landed)  # the host sums them, and the squares of the sum
         self._landing.append((done, bucket.owned))
         while sum(count for _, count in self._landing) > 2 * plan.largest_unit:
             self.now = max(self.now, self._landing.popleft()[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from shardlib.common.disk import whole_blocks
 from shardlib.mesh.memories import AHEAD, MEMORIES, WRITING
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.exchanges import tied_bytes
@@ -64,6 +65,9 @@ def _elsewhere(view: PlanValue, rank: Rank, start: float) -> float:
             if number >= AHEAD + 1 + WRITING:
                 asked = max(asked, written[number - AHEAD - 1 - WRITING])
             ready = max(ready, rank.send("read", moves[bucket.name], asked))
+            if MEMORIES[bucket.memory.grad].rests:
+                gradient = whole_blocks(bucket.owned * bucket.reduce_dtype.itemsize)
+                ready = max(ready, rank.send("read", gradient, max(asked, arrived[bucket.name])))
         updated.append(rank.send("update", updates[bucket.name], ready))
         written.append(rank.send("written", moves[bucket.name], updated[-1]))
         ends.append(written[-1])

@@ -44,16 +44,23 @@ class Files:
             found = _recognised(folders[0], layout)
             if found is not None:
                 layout = Layout(
-                    layout.rank, layout.ranks, layout.buffers, layout.files, found["request"], layout.durable
+                    layout.rank,
+                    layout.ranks,
+                    layout.buffers,
+                    layout.files,
+                    found["request"],
+                    layout.durable,
+                    layout.slots,
                 )
             self.layout = layout
             self.paths = [
                 folder / f"{layout.stem}.{number + 1}of{layout.files}.data" for number, folder in enumerate(folders)
             ]
             if found is None:
-                for path, half in zip(self.paths, layout.halves, strict=True):
-                    with _said(f"making {path}, of {2 * half:,} bytes for two copies of every buffer"):
-                        _reserve(path, 2 * half)
+                copies = "two copies" if layout.slots > 1 else "one copy"
+                for path, size in zip(self.paths, layout.sizes, strict=True):
+                    with _said(f"making {path}, of {size:,} bytes for {copies} of every buffer"):
+                        _reserve(path, size)
             self.fds, self.direct = [], []
             for path in self.paths:
                 with _said(f"opening {path}"):
@@ -88,10 +95,10 @@ class Files:
             StorageError: some are not; lists them.
         """
         problems = []
-        for path, fd, half in zip(self.paths, self.fds, self.layout.halves, strict=True):
-            size = os.fstat(fd).st_size
-            if size < 2 * half:
-                problems.append(f"{path} was cut to {size:,} of {2 * half:,} bytes")
+        for path, fd, size in zip(self.paths, self.fds, self.layout.sizes, strict=True):
+            found = os.fstat(fd).st_size
+            if found < size:
+                problems.append(f"{path} was cut to {found:,} of {size:,} bytes")
             elif not path.exists() or os.stat(path).st_ino != os.fstat(fd).st_ino:
                 problems.append(f"{path} was removed or replaced")
         if problems:

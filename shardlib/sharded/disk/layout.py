@@ -48,7 +48,8 @@ class Extent(NamedTuple):
 
 
 class Layout:
-    """The places of named buffers in files. Every file has two halves, and every buffer a slot in both.
+    """The places of named buffers in files. Every file has two halves, and every buffer a slot in both. (With one slot a file
+    has the first half alone.)
 
     A buffer is cut into ranges of ``request`` bytes, each of which goes to the file that has least, so that files in several
     folders are read and written at once.
@@ -56,15 +57,24 @@ class Layout:
     Attributes:
         buffers: name -> `Flat`.
         durable: whether the files are for another run to take up.
+        slots: copies of a buffer that there is room for.
         extents: name -> its ranges, in order.
         halves: the bytes of half of each file.
+        sizes: the bytes of each file.
     """
 
     def __init__(
-        self, rank: int, ranks: int, buffers: Mapping[str, Flat], files: int, request: int, durable: bool
+        self,
+        rank: int,
+        ranks: int,
+        buffers: Mapping[str, Flat],
+        files: int,
+        request: int,
+        durable: bool,
+        slots: int = 2,
     ) -> None:
         self.rank, self.ranks, self.buffers, self.request = rank, ranks, dict(buffers), request
-        self.durable = durable
+        self.durable, self.slots = durable, slots
         self.extents: dict[str, tuple[Extent, ...]] = {}
         filled = [0] * files
         for name, flat in self.buffers.items():
@@ -75,6 +85,7 @@ class Layout:
                 filled[file] += length
             self.extents[name] = tuple(extents)
         self.halves = tuple(filled)
+        self.sizes = tuple(slots * half for half in filled)
 
     @property
     def files(self) -> int:

@@ -15,12 +15,12 @@ from shardlib.sharded.disk.store import THREADS, Store
 
 
 def open_for_run(
-    mesh: Mesh, folders: Sequence[str | Path], buffers: Mapping[str, Flat], memory: int, problem: str
+    mesh: Mesh, folders: Sequence[str | Path], buffers: Mapping[str, Flat], memory: int, problem: str, slots: int = 2
 ) -> Store:
     """A store that is this run's alone, open on every rank or on none. Collective.
 
     Args:
-        folders, buffers, memory: as of `Store`.
+        folders, buffers, memory, slots: as of `Store`.
         problem: begins the error about other ranks.
 
     Raises:
@@ -30,8 +30,8 @@ def open_for_run(
     opened: list[Store] = []
 
     def open_files() -> None:
-        apart = mesh.transfers.apart
-        opened.append(Store(folders, buffers, memory, rank=mesh.rank, ranks=mesh.size, pinned=apart, durable=False))
+        apart, rank, ranks = mesh.transfers.apart, mesh.rank, mesh.size
+        opened.append(Store(folders, buffers, memory, rank=rank, ranks=ranks, pinned=apart, durable=False, slots=slots))
 
     try:
         on_all_ranks(mesh, open_files, problem)

@@ -42,6 +42,8 @@ class Store:
 
     A buffer that was never written holds zeros. Methods are for one thread at a time.
 
+    With one slot, buffers are scratch: nothing is committed, and `roll_back` forgets all of it.
+
     Args:
         folders: where the files are, one in each; buffers are divided over all.
         buffers: name -> `Flat`.
@@ -49,6 +51,7 @@ class Store:
         rank, ranks: this rank's number, and how many share the folders.
         pinned: whether an accelerator copies from and to fetched memory beside other work.
         durable: whether a crash leaves the last commit.
+        slots: 2; or 1 for scratch, which is not durable.
 
     Attributes:
         step: the number of the last commit; None before the first.
@@ -68,12 +71,14 @@ class Store:
         ranks: int = 1,
         pinned: bool = False,
         durable: bool = True,
+        slots: int = 2,
     ) -> None:
         largest = max((flat.padded for flat in buffers.values()), default=0)
         if memory < largest:
             raise StorageError(f"{memory:,} bytes of host memory do not hold the largest buffer, of {largest:,}")
         request = max(BLOCK, _REQUEST() // BLOCK * BLOCK)
-        self._files = Files(list(map(Path, folders)), Layout(rank, ranks, buffers, len(folders), request, durable))
+        layout = Layout(rank, ranks, buffers, len(folders), request, durable, slots)
+        self._files = Files(list(map(Path, folders)), layout)
         self._layout = self._files.layout
         self._pool = Pool(memory, pinned)
         self._threads = ThreadPoolExecutor(DEPTH, THREADS)
@@ -111,9 +116,9 @@ class Store:
         """Whether something was written since the last commit."""
         return bool(self._changed)
 
-    def room(self, name: str) -> bool:
-        """Whether a buffer can be fetched now, without waiting for memory."""
-        return self._pool.room([self._block_size(name)])
+    def room(self, name: str, times: int = 1) -> bool:
+        """Whether a buffer can be fetched or lent now, so many ``times``, without waiting for memory."""
+        return self._pool.room([self._block_size(name)] * times)
 
     def _block_size(self, name: str) -> int:
         return max(self._layout.buffers[name].padded, BLOCK)
@@ -159,6 +164,13 @@ class Store:
             for fetches in begun:
                 for fetch in fetches.values():
                     fetch.cancel()
+
+    def lend(self, name: str) -> torch.Tensor:
+        """Memory of the store for a buffer, with no values yet, as `fetch` lends it."""
+        flat = self._layout.buffers[name]
+        if not flat.numel:  # an empty tensor has no address that it could be recognised by
+            return torch.empty(0, dtype=flat.dtype)
+        return self._pool.take(self._block_size(name))[: flat.bytes].view(flat.dtype)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Begin to write a buffer. Memory that the store lent goes back to it, whatever fails; other memory is copied first.
@@ -274,6 +286,8 @@ class Store:
         wait(pending)
 
     def _raise_failure(self) -> None:
+        if self._failure is not None and self._layout.slots == 1:
+            raise StorageError(str(self._failure)) from self._failure
         if self._failure is not None:
             whole = f"Step {self.step} is whole on disk" if self._layout.durable else "What was there before is whole"
             raise StorageError(f"{self._failure}\n{whole}; what was written since is not") from self._failure

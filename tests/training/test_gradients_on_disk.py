@@ -1,0 +1,207 @@
+"""Offload: gradients on disk train to the last bit as gradients in memory, and a few buckets at most are in memory."""
+
+import os
+import re
+
+import pytest
+import torch
+from helpers.faults import BROKEN, FULL, Faults
+from helpers.models import mlp, regression_batch, share
+from helpers.offloaded import OVERFLOWING, assert_alike, trained, tx
+from helpers.trees import assert_same
+
+import shardlib as sl
+from shardlib.errors import IllegalComposition, NonFiniteError, RankFailure, StorageError
+from shardlib.execute.live import LiveBytes
+from shardlib.plan.transfers import transfers
+from shardlib.sharded.gradients_on_disk import FOLDER
+
+PLANS = {
+    "one device": ([sl.zero(0)], {"data": 1}),
+    "stage 0, bf16": ([sl.zero(0), sl.precision("bf16")], {"data": 2}),
+    "stage 0, bf16 sums": ([sl.zero(0), sl.precision("bf16", reduce_dtype="bf16")], {"data": 1}),
+    "stage 1": ([sl.zero(1)], {"data": 2}),
+    "stage 1, fp16": ([sl.zero(1), OVERFLOWING], {"data": 2}),
+    "stage 2, bf16": ([sl.zero(2), sl.precision("bf16")], {"data": 2}),
+    "stage 3": ([sl.zero(3)], {"data": 2}),
+    "int8": ([sl.zero(3), sl.quantize("int8", "int8")], {"data": 2}),
+    "frozen": ([sl.zero(2), sl.freeze(["*mlp*"])], {"data": 2}),
+    "accumulated": ([sl.zero(3), sl.accumulate(3)], {"data": 2}),
+    "accumulated on one device": ([sl.zero(0), sl.precision("bf16"), sl.accumulate(4)], {"data": 1}),
+    "accumulated on the device": ([sl.zero(1), sl.accumulate(2)], {"data": 2}),
+    "recomputed": ([sl.zero(3), sl.remat("full")], {"data": 1}),
+    "tiles": ([sl.zero(3), sl.tile(["*mlp/up/weight"], 2)], {"data": 2}),
+    "reproducible": ([sl.zero(2), sl.reproducible(4)], {"data": 2}),
+    "pipeline": ([sl.pipeline("1f1b", microbatches=4), sl.zero(2)], {"pipe": 2, "data": 2}),
+}  # fmt: skip
+
+
+def on_disk(folder, params="disk", **options):
+    return sl.offload("disk", params=params, gradients="disk", folder=folder, **options)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_training_is_the_same_to_the_last_bit(plan, tmp_path):
+    wanted = trained(*PLANS[plan], 5)
+    for number, more in enumerate([{}, {"fraction": 0.5, "params": None}]):
+        folder = [tmp_path / f"{number}/{name}" for name in "ab"]
+        assert_alike(trained(*PLANS[plan], 5, on_disk(folder, **more)), wanted)
+
+
+LOSS, PARAMS = mlp([5, 7, 6, 3], torch.float32)
+BATCHES = [regression_batch(12, 5, 3, torch.float32, seed=seed) for seed in range(5)]
+
+
+def start(mesh, *transforms, **options):
+    return sl.make_train_step(LOSS, sl.shard(PARAMS, mesh, sl.chain(*transforms)), tx(), **options)
+
+
+def stepped(state, step, mesh, batches):
+    for batch in batches:
+        state, _ = step(state, share(batch, mesh.rank, mesh.size))
+    return state
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("params", ["disk", None])
+def test_bytes_are_the_plans(tmp_path, monkeypatch, microbatches, params):
+    """Files of one copy, and what is written and read: micro-batch by micro-batch, and by the update."""
+    moved = {"preadv": [], "pwritev": []}  # by many threads
+
+    def counted(call):
+        real = getattr(os, call)
+
+        def counting(fd, views, offset):
+            done = real(fd, views, offset)
+            moved[call] += [done] if f"/{FOLDER}/" in os.readlink(f"/proc/self/fd/{fd}") else []
+            return done
+
+        monkeypatch.setattr(os, call, counting)
+
+    mesh = sl.make_mesh()
+    more = [sl.precision("bf16"), *([sl.accumulate(microbatches)] if microbatches > 1 else [])]
+    transform = sl.chain(sl.zero(0), *more, on_disk(tmp_path, params))
+    plan = sl.make_plan(PARAMS, mesh, transform, optimizer=tx(), loss_fn=LOSS, batch=BATCHES[0])
+    state, step = start(mesh, *more, on_disk(tmp_path, params))
+    (file,) = (tmp_path / FOLDER).glob("*.data")
+    assert file.stat().st_size == plan.bytes("grad", "disk") == 3 * 4096 == plan.bytes("grad", "host")
+    state = stepped(state, step, mesh, BATCHES[:1])
+    counted("preadv")
+    counted("pwritev")
+    state = stepped(state, step, mesh, BATCHES[1:2])
+    monkeypatch.undo()
+    for way, call in (("read", "preadv"), ("written", "pwritev")):
+        planned = sum(sent.bytes for sent in transfers(plan) if (sent.what, sent.axis) == ("gradients", way))
+        assert sum(moved[call]) == planned == microbatches * 3 * 4096
+    assert re.search(r"gradients +written +whole blocks +each micro-batch", str(plan))
+    assert re.search(r"gradients +read +whole blocks +before the update", str(plan))
+
+
+@pytest.mark.parametrize("accumulated", [[], [sl.accumulate(2)]], ids=["one", "several"])
+def test_never_are_all_gradients_in_memory(tmp_path, accumulated):
+    layers, width = 24, 64
+    layer = 4 * width**2
+
+    def loss_fn(params, x):
+        for each in params["layers"]:
+            x = torch.tanh(x @ each["w"])
+        return x.square().mean()
+
+    params = {"layers": [{"w": torch.randn(width, width) / width**0.5} for _ in range(layers)]}
+    transform = sl.chain(sl.zero(0), *accumulated, on_disk(tmp_path))
+    state, step = sl.make_train_step(loss_fn, sl.shard(lambda: params, sl.make_mesh(), transform), tx())
+    x = torch.ones(2, width)
+    state, _ = step(state, x)
+    with LiveBytes() as live:
+        state, _ = step(state, x)
+    assert live.peak().bytes < 8 * layer  # pools have their memory by now
+    plan = sl.make_plan(params, sl.make_mesh(), transform)
+    assert plan.bytes("grad", "host") == 4 * layer and plan.bytes("grad", "disk") == layers * layer
+
+
+def test_gradients_are_not_read_for_the_norm(tmp_path, monkeypatch):
+    """A skipped step reads none of them."""
+    mesh = sl.make_mesh()
+    state, step = start(mesh, on_disk(tmp_path), nonfinite="skip")
+    state = stepped(state, step, mesh, BATCHES[:1])
+    x, y = BATCHES[1]
+    with monkeypatch.context() as patch:
+        Faults(patch).fails("preadv", BROKEN, f"/{FOLDER}/")
+        state, metrics = step(state, (x * float("inf"), y))
+    assert not metrics["finite"] and state.step == 2
+    with pytest.raises(NonFiniteError, match=r"the gradient of layers/0/bias is not finite"):
+        other, raises = start(mesh, on_disk(tmp_path / "other"))
+        raises(other, (x * float("inf"), y))
+
+
+FAULTS = {
+    "disk full": lambda faults: faults.fails("pwritev", FULL, f"/{FOLDER}/rank-1", after=1, times=2),
+    "cannot be read": lambda faults: faults.fails("preadv", BROKEN, f"/{FOLDER}/rank-1", after=1, times=1),
+    "short read": lambda faults: faults.short("preadv", 100, f"/{FOLDER}/rank-1", after=2, times=2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_step_that_fails_on_a_rank_is_none_on_all(tmp_path, monkeypatch, fault, microbatches):
+    """In backward, where other ranks wait in their exchanges, and in the update; both go on from the state before it."""
+
+    def run(mesh, fails, *offload):
+        state, step = start(mesh, sl.zero(3), sl.precision("bf16"), sl.accumulate(microbatches), *offload)
+        state = stepped(state, step, mesh, BATCHES[:2])
+        if fails:
+            with monkeypatch.context() as patch:
+                if mesh.rank:
+                    FAULTS[fault](Faults(patch))
+                with pytest.raises(StorageError if mesh.rank else RankFailure) as refused:
+                    stepped(state, step, mesh, BATCHES[2:3])
+            assert FOLDER in str(refused.value)
+            assert "as it was" in refused.value.__notes__[0]
+        return sl.unshard(stepped(state, step, mesh, BATCHES[2:]).params)
+
+    wanted = sl.simulate(run, False, mesh={"data": 2})
+    assert_same(sl.simulate(run, True, on_disk(tmp_path / "files"), mesh={"data": 2}), wanted)
+
+
+def test_a_step_that_is_left_in_backward_gives_its_memory_back(tmp_path):
+    """The next one lands in the same files."""
+    mesh, fails = sl.make_mesh(), []
+
+    def loss_fn(params, batch):
+        loss = LOSS(params, batch)
+        if fails:
+            params["layers"][0]["weight"].register_hook(lambda grad: 1 / 0)
+        return loss
+
+    def run(*offload):
+        state, step = sl.make_train_step(loss_fn, sl.shard(PARAMS, mesh, sl.chain(sl.zero(0), *offload)), tx())
+        for batch in BATCHES[:3]:
+            if offload:
+                fails.append(True)
+                with pytest.raises(ZeroDivisionError):
+                    step(state, batch)
+                fails.clear()
+            state, _ = step(state, batch)
+        return sl.unshard(state.params)
+
+    assert_same(run(on_disk(tmp_path, None)), run())
+
+
+def test_gradients_without_a_step_are_in_memory(tmp_path):
+    def run(*transforms):
+        params = sl.shard(PARAMS, sl.make_mesh(), sl.chain(sl.zero(0), *transforms))
+        return sl.unshard(sl.value_and_grad(LOSS)(params, BATCHES[0])[1])
+
+    assert_same(run(on_disk(tmp_path)), run())
+    assert not (tmp_path / FOLDER).exists()
+
+
+def test_what_cannot_be_is_refused(tmp_path):
+    with pytest.raises(IllegalComposition, match=r"use offload\('disk', gradients='disk', folder=\.\.\.\)"):
+        sl.offload(gradients="disk")
+    with pytest.raises(IllegalComposition, match=r"offload\('host', speculate=True\)"):
+        sl.offload("disk", gradients="disk", folder=tmp_path, speculate=True)
+    state, _ = start(sl.make_mesh(), on_disk(tmp_path / "used", None))
+    with pytest.raises(StorageError, match="is in use"):
+        start(sl.make_mesh(), on_disk(tmp_path / "used", None))
+    del state
