@@ -23,6 +23,7 @@ from shardlib.plan.claims import LeafInfo
 from shardlib.plan.placement import check_dtypes
 from shardlib.plan.placing import Splits, in_bucket, padded_slices, placed, second_level, splits_of
 from shardlib.plan.plan import Plan
+from shardlib.plan.records import OptimizerNeeds, Shape, StepPlan
 from shardlib.plan.reductions import Reductions
 from shardlib.plan.resolve import joined, members_of, resolve
 from shardlib.plan.resolved import Resolved
@@ -30,7 +31,7 @@ from shardlib.plan.stages import Stages
 from shardlib.plan.tiles import check_tiles, idle_tiles
 from shardlib.plan.transform import Transform
 from shardlib.plan.units import unit_names
-from shardlib.plan.value import OptimizerNeeds, PlanValue, Shape, StepPlan
+from shardlib.plan.value import PlanValue
 from shardlib.tree import Tree, check_tensors, flatten, ties
 
 
