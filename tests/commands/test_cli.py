@@ -123,6 +123,19 @@ def test_plan_and_train_sliced(text, tmp_path, capsys):
     assert len(rows) == 3 and all(predicted == measured for _, predicted, measured in rows), out
 
 
+@pytest.mark.parametrize("params", [[], ["--offload-params"]], ids=["", "parameters"])
+@pytest.mark.parametrize("memory", ["host", "disk"])
+def test_train_with_offload(text, tmp_path, capsys, monkeypatch, memory, params):
+    """What memory or files hold is what the plan says."""
+    monkeypatch.chdir(tmp_path)
+    options = ["--data", str(text), "--out", "out", "--steps", "3", "--offload", memory, *params]
+    assert cli.main(["train", *SIZES, *options]) == 0
+    out = capsys.readouterr().out
+    what = "optimizer on disk" if memory == "disk" else "optimizer"
+    rows = re.findall(rf"^(parameters|{what})\s+(\d.*? \w+)\s{{2,}}(\d.*? \w+)\s*$", out, re.MULTILINE)
+    assert len(rows) == 2 and all(predicted == measured for _, predicted, measured in rows), out
+
+
 def test_plan_and_train_in_stages(text, tmp_path, capsys):
     picture = tmp_path / "timeline.png"
     sharding = ["--mesh", "data=2,pipe=2,model=2", "--schedule", "zb-h1", "--microbatches", "4", "--stage", "2"]
