@@ -22,6 +22,7 @@ from shardlib.execute.stages.runner import runner_of
 from shardlib.optim.train_state import TrainState
 from shardlib.plan.plan import Plan
 from shardlib.shard import lift
+from shardlib.sharded.reads import Reads
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import path_name
 
@@ -47,8 +48,9 @@ class EvalStep:
         current, results = self._current(params), self._results()
         if self._inputs.axes:
             self._divided(True, self._together, self._inputs.share(args, {}))
+        reads = Reads(current)
         results.add(self._run(current, *args))
-        return self._reduced(results)
+        return self._reduced(results, reads)
 
     def over(self, params: Any, batches: Iterable[Any]) -> Any:
         """The function's means over several batches. Totals and weights are summed over batches first, then over ranks once.
@@ -63,7 +65,7 @@ class EvalStep:
             RankMismatch: as in a call.
         """
         current, results = self._current(params), self._results()
-        rest = iter(batches)
+        rest, reads = iter(batches), Reads(current)
         for taken in itertools.count():
             if not self._agreed(batch := next(rest, _NONE), taken):
                 break
@@ -73,20 +75,25 @@ class EvalStep:
             results.add(result)
         if results.tree is None and not results.faults:
             results.faults.append("evaluation over no batches has no mean; give each rank at least one")
-        return self._reduced(results)
+        return self._reduced(results, reads)
 
     def _results(self) -> Results:
         return Results(self._mesh.device, self._plan.reductions.summation, "batch", "the result")
 
-    def _reduced(self, results: Results) -> Any:
-        """The results with each `Mean` as a number over all ranks. Not collective if there are no means."""
+    def _reduced(self, results: Results, reads: Reads) -> Any:
+        """The results with each `Mean` as a number over all ranks. Without means, collective over ranks that take batches
+        together at most."""
         if not results.paths and not results.faults:
+            reads.require(self._together)
             return results.tree
         plan, mesh = self._plan, self._mesh
         agreement = Agreement(results.form if results.paths else None, tuple(results.faults))
-        sums = torch.tensor(agreement.numbers(), dtype=torch.float64, device=mesh.device)
+        sums = torch.tensor([reads.failed, *agreement.numbers()], dtype=torch.float64, device=mesh.device)
         sum_over(mesh, tuple(mesh.shape), sums)
-        if not agree(sums.tolist()):
+        unread, *numbers = sums.tolist()
+        if unread:
+            reads.explain(list(mesh.shape))
+        if not agree(numbers):
             agreement.refuse(
                 mesh, "Return the same sl.Mean on every rank, sl.Mean(0, 0) where there is nothing to count."
             )

@@ -22,6 +22,7 @@ from shardlib.plan.build import build_plan
 from shardlib.plan.plan import Plan
 from shardlib.plan.reductions import Reductions
 from shardlib.plan.tiers.fitting import fitted
+from shardlib.plan.tiers.known import Traced
 from shardlib.plan.tiers.limits import Limits
 from shardlib.plan.tiers.remedies import Planner
 from shardlib.plan.transform import Transform
@@ -100,19 +101,19 @@ def make_plan(
         assert loss_fn is not None
         return _traced(plan, mesh.device, loss_fn, batch, buffers)
 
-    transform = default_transform(transform, stage)
+    transform, known = default_transform(transform, stage), Traced(traced)
     plan = rough(transform)
     if limits is None:
         if plan.step.remat:
             plan.step.remat.require_decided()
         return plan if loss_fn is None or batch is None else traced(plan)
-    plan = fitted(plan, traced, limits)
+    plan = fitted(plan, known, limits)
     if not limits.excess(plan):
         return replace(plan, claims=plan.claims and plan.claims.noting(map(str, limits.uses(plan))))
     rows = min((leaf.shape[0] for leaf in leaves if leaf.dim()), default=1)
     disk = "disk" in limits.bytes or any(bucket.memory.optimizer == "disk" for bucket in plan.everywhere.buckets)
     edits = partial(changes, sizes=mesh.shape, rows=rows, elementwise=optimizer.separable, disk=disk)
-    planner = Planner(limits, edits, difference, rough, lambda other: fitted(rough(other), traced, limits))
+    planner = Planner(limits, edits, difference, rough, lambda other: fitted(rough(other), known, limits))
     raise planner.refusal(transform, plan)
 
 

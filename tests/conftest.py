@@ -1,5 +1,6 @@
 """Settings for all tests: how many cases hypothesis draws, and how many threads torch takes."""
 
+import gc
 from collections import defaultdict
 
 import pytest
@@ -40,6 +41,16 @@ def pytest_collection_modifyitems(items):
         for number, case in enumerate(cases):
             if number not in kept:
                 case.add_marker("nightly")
+
+
+def pytest_collection_finish():
+    """What is imported and collected stays to the end: tests that collect garbage need not look through it each time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()  # Triton complains at the interpreter's end of what is left
 
 
 # Files whose tests take longest, 10 to 30 s each. Begun last, one of them would keep a core waiting for the other's end.

@@ -23,7 +23,7 @@ from pathlib import Path
 from shardlib.checkpoint import manifest, metadata, writing
 from shardlib.checkpoint.fragments import Fragment
 from shardlib.checkpoint.manifest import Manifest
-from shardlib.common.disk import locked, make_folder, sync_folder
+from shardlib.common.disk import Lock, locked, make_folder, sync_folder
 from shardlib.errors import CheckpointError, RankFailure, listing
 
 _NAMED = re.compile(r"step-(\d+)(?:\.(\d+))?")
@@ -106,7 +106,7 @@ class Commit:
             self.begin(token)
             os.mkdir(self._partial)
             lock = _locked(self._partial)
-        self._unlock = weakref.finalize(self, os.close, lock)
+        self._unlock = weakref.finalize(self, lock.close)
         return token
 
     def begin(self, token: str) -> None:
@@ -216,13 +216,10 @@ def remove(checkpoint: str | Path) -> None:
     _discard(deleted)
 
 
-def _locked(folder: Path) -> int | None:
-    """A file descriptor that holds a lock on a folder; None if another one does."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    if not locked(fd):  # without locks nobody is kept from removing the folder, and its writers notice
-        os.close(fd)
-        return None
-    return fd
+def _locked(folder: Path) -> Lock | None:
+    """A lock on a folder; None if another one holds it."""
+    # Without locks nobody is kept from removing the folder, and its writers notice.
+    return locked(folder, os.O_RDONLY | os.O_DIRECTORY)
 
 
 def _discard_abandoned(partial: Path) -> None:
@@ -233,7 +230,7 @@ def _discard_abandoned(partial: Path) -> None:
             try:
                 shutil.rmtree(partial)
             finally:
-                os.close(lock)
+                lock.close()
 
 
 def _discard(folder: Path) -> None:

@@ -17,6 +17,7 @@ from shardlib.commands import job, model, pictures
 from shardlib.common._compat import storage_id
 from shardlib.mesh.mesh import Mesh, make_mesh
 from shardlib.optim.train_state import TrainState
+from shardlib.plan.plan import Plan
 from shardlib.plan.tables import size, table
 from shardlib.report.log import Log, Writer
 from shardlib.report.ngram import ngram_losses
@@ -149,11 +150,15 @@ def _train(args: argparse.Namespace, mesh: Mesh, work: job.Job, state: TrainStat
 
 
 def _measured(work: job.Job, mesh: Mesh, state: TrainState) -> str:
-    """A table of predicted and measured bytes of this rank, after the second step (the first one is traced)."""
+    """A table of predicted and measured bytes of this rank, after the second step (the first one is traced). What is on disk
+    is measured by its files, of which memory holds a window."""
     plan, traffic = work.plan, mesh.traffic
+    on_disk = plan.bytes("optimizer", "disk")
     rows = [
         ("parameters", plan.bytes("param"), _held(state.params.buffers)),
-        ("optimizer", plan.bytes("optimizer"), _held(state.opt)),
+        ("optimizer on disk", on_disk, _in_files(plan, mesh))
+        if on_disk
+        else ("optimizer", plan.bytes("optimizer"), _held(state.opt)),
         *((f"sent on {axis}", sent, traffic.payload.get(axis, 0)) for axis, sent in plan.payload().items()),
     ]
     cells = [(name, size(planned), size(measured)) for name, planned, measured in rows]
@@ -161,10 +166,16 @@ def _measured(work: job.Job, mesh: Mesh, state: TrainState) -> str:
 
 
 def _held(tree: Any) -> int:
-    """Bytes of the distinct storages of a pytree's tensors, without 0-d ones (counters)."""
-    storages = {
-        storage_id(leaf.untyped_storage()): leaf.untyped_storage().nbytes()
-        for leaf in leaves_of(tree)
-        if isinstance(leaf, torch.Tensor) and leaf.dim()
-    }
+    """Bytes that a pytree's tensors have of their storages, without 0-d ones (counters): pinned ones are whole pages."""
+    storages: dict[int, int] = {}
+    for leaf in leaves_of(tree):
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            key = storage_id(leaf.untyped_storage())
+            storages[key] = max(storages.get(key, 0), int(leaf.storage_offset() + leaf.numel()) * leaf.itemsize)
     return sum(storages.values())
+
+
+def _in_files(plan: Plan, mesh: Mesh) -> int:
+    """Bytes of this rank's files of states on disk."""
+    folders = map(Path, plan.claims.location("optimizer").folders if plan.claims else ())
+    return sum(path.stat().st_size for folder in folders for path in folder.glob(f"rank-{mesh.rank}-of-*.data"))

@@ -3,6 +3,7 @@
 import ctypes
 import fcntl
 import os
+import weakref
 from pathlib import Path
 
 BLOCK = 4096  # offsets and lengths of direct I/O are multiples of a disk's block, which is this at most
@@ -41,15 +42,45 @@ def make_folder(folder: Path) -> None:
         sync_folder(path.parent)
 
 
-def locked(fd: int) -> bool:
-    """Lock an open file or folder until it is closed or the process ends; False if another one holds the lock.
+class Lock:
+    """A lock on a file or a folder, held until `close` or the end of the process. A forked child does not hold it."""
 
-    On a file system without locks every caller gets one.
+    def __init__(self, fd: int) -> None:
+        self._fd: int | None = fd
+        _held.add(self)
+
+    def close(self) -> None:
+        """Let go of the lock. A second call does nothing."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+
+_held: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    """Close a child's descriptors of locks, which are held as long as any process has one open."""
+    for lock in list(_held):
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+def locked(path: Path, flags: int) -> Lock | None:
+    """A lock on a file or a folder; None if another one holds it. On a file system without locks every caller gets one.
+
+    Args:
+        flags: of the call that opens it.
     """
+    fd = os.open(path, flags, 0o666)
+    lock = Lock(fd)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return False
+        lock.close()
+        return None
     except OSError:
         pass
-    return True
+    return lock

@@ -32,6 +32,7 @@ from shardlib.nn.blocks import Runner, block_runner
 from shardlib.nn.tiled_modules import TiledModules
 from shardlib.plan.plan import Plan
 from shardlib.rng import restore_generators, states_of_generators
+from shardlib.sharded.on_disk import BuffersOnDisk
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, tree_map, unflatten
 
@@ -97,6 +98,7 @@ class Executor:
         self._keeper = Keeper(plan.step.remat, store, self._in_parameters, self._saved.innermost)
         self.blocks = Blocks(plan, trained, self._surroundings, self.record.names, mesh.device)
         self._halves: Halves | None = None
+        self._on_disk: BuffersOnDisk | None = None  # this step's parameters, if they are there
         self._held: frozenset[int] = frozenset()  # the storages of all of this rank's parameters
 
     @property
@@ -248,11 +250,13 @@ class Executor:
             gradients.finish(self._late(reached))
 
     def _attempt(self, run: Callable[[], T]) -> T | None:
-        """``run()``; None if it fails after this rank left the trace, since it then computes with zeros."""
+        """``run()``; None if it fails on a rank that computes with zeros: one that has left the trace, or that could not read
+        parameters of a training step."""
         try:
             return run()
         except Exception:
-            if not self._gathering.strayed:
+            unread = self._trained and self._on_disk is not None and self._on_disk.files.unread is not None
+            if not (self._gathering.strayed or unread):
                 raise
             return None
 
@@ -265,7 +269,7 @@ class Executor:
             unit.forget()
         self._saved.clear()
         self._slices.clear()
-        self._held = frozenset()
+        self._on_disk, self._held = None, frozenset()
 
     def _call(self, fn: Callable[[Tree], Any]) -> Any:
         """``fn(parameters)``. Raises `HandleError` for uses of parameters that are not supported."""
@@ -313,6 +317,7 @@ class Executor:
 
     def _bind(self, params: Sharded, gradients: Gradients | None) -> None:
         """Bind this step's parameters and gradients to the buckets."""
+        self._on_disk = params.on_disk
         self._held = frozenset(storage_id(buffer.untyped_storage()) for buffer in params.in_memory.values())
         self.blocks.begin()
         stored = {

@@ -5,18 +5,24 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from shardlib.common._compat import TorchDispatchMode, pytree, storage_id
 
 
-class Peak(NamedTuple):
-    """The most bytes that were alive at once, and the phase in which they were."""
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes that were alive at once, and the phase in which they were. Of several phases, the first."""
 
     bytes: int
     phase: str
+
+    def or_higher(self, other: Peak) -> Peak:
+        """The higher of two peaks; of equal ones, this one."""
+        return other if other.bytes > self.bytes else self
 
 
 class LiveBytes(TorchDispatchMode):

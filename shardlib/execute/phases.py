@@ -21,7 +21,12 @@ class Phases:
     """
 
     def __init__(self, first: int = 0) -> None:
-        self._number, self._inside, self._begun = first, False, False
+        self._first = first
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a micro-batch."""
+        self._number, self._inside, self._begun = self._first, False, False
         self._forward = self._backward = ""
 
     @property

@@ -26,6 +26,7 @@ from shardlib.mesh.mesh import Mesh
 from shardlib.plan.plan import Plan
 from shardlib.rng import Key, restore_generators, states_of_generators
 from shardlib.sharded.landing import Landing
+from shardlib.sharded.reads import Reads
 from shardlib.sharded.reduction import BoundCodecs
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree
@@ -126,8 +127,10 @@ class LossStep:
             raise TreeError("the loss function has a parameter rng and none was given; pass rng=sl.Key(seed)")
         batch = as_tensors(batch, mesh.device)
         microbatches = split_batch(batch, plan, mesh)
-        share = self._inputs.share(batch, equal)
+        share, reads = self._inputs.share(batch, equal), Reads(params)
         records = self._runner.records
+        for record in records:
+            record.strayed = False  # of a step that raised
         call = Call(params, microbatches, keys_of(plan, mesh, microbatches, rng), buffers, loss_scale, self._share)
         draws = states_of_generators(mesh.device)
         while True:
@@ -138,10 +141,11 @@ class LossStep:
             grads = landing.complete(self._runner.train(call, totals, options))
             landing.settle()
             strayed = any(record.strayed for record in records)
-            sums = totals.over_ranks(landing.squares(), share + strayed)
+            sums = totals.over_ranks(landing.squares(), share + strayed + reads.failed)
             if not sums.differ:
                 break
             landing.wait_for_all()
+            reads.explain(list(mesh.shape))
             self._inputs.explain()
             share = 0.0  # the inputs agree, so a rank left the trace
             for record in records:

@@ -27,7 +27,8 @@ class Sums:
         total: the losses' totals; 0-d.
         weight: the losses' weights; 0-d.
         squares: the squares of the gradients' elements; 0-d.
-        differ: whether a rank left the trace (see `shardlib.execute.record`), or ranks were given different inputs.
+        differ: whether a rank left the trace (see `shardlib.execute.record`) or could not read parameters, or ranks were
+            given different inputs.
         weighted: whether the loss is a `Mean`.
         with_aux: whether any rank has aux.
         numbers: total, weight and squares as numbers on the host.
@@ -86,7 +87,8 @@ class Totals:
 
         Args:
             squares: this rank's sum of squares of gradients, as the plan's `Summation` holds it.
-            strays: `Inputs.share`, plus 1 if this rank strayed. Its sum is 0 if no rank did and inputs are equal.
+            strays: `Inputs.share`, plus 1 if this rank strayed, and 1 if it could not read parameters. Its sum is 0 if no
+                rank did or could not, and inputs are equal.
         """
         mesh, plan, width = self._mesh, self._plan, self._summation.width
         known = [strays, float(bool(self._weighted)), float(self.aux is not None), *self._agreement().numbers()]

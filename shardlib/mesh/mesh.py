@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardlib.common.devices import default_device, with_index
 from shardlib.errors import MeshError
 from shardlib.mesh import rendezvous
+from shardlib.mesh.kept import Kept
 from shardlib.mesh.memories import MEMORIES
 from shardlib.mesh.transfers import Transfers
 from shardlib.mesh.transport import EchoGroup, Group, ProcessGroup, SimulatedGroup, Simulation
@@ -79,6 +80,7 @@ class Mesh:
         abstract: whether the mesh has no ranks, and serves for plans alone.
         traffic: payload bytes this rank has sent so far.
         transfers: copies between the device's memory and the host's.
+        kept: host memory that this rank keeps between steps.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Mesh:
         self.abstract = abstract
         self.traffic = Traffic()
         self.transfers = Transfers(device, abstract)
+        self.kept = Kept(self.transfers)
         self._groups = dict(groups)
 
     @property

@@ -31,6 +31,10 @@ class Slot:
             self._memory = pages(size, self._pinned)
         return self
 
+    def give_back(self) -> None:
+        """Free the memory, of which nothing is on its way."""
+        self.empty(0)._memory = torch.empty(0, dtype=torch.uint8)
+
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat tensor of the slot's memory, with no values yet."""
         start, self._used = self._used, self._used + taken(numel, dtype)

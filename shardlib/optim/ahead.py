@@ -116,6 +116,11 @@ class Ahead:
         self._leave_all()
         self._params, self._parts, self._factor = None, {}, None
 
+    def give_back(self) -> None:
+        """Free the memory for the next step's states and parameters."""
+        self._spare.clear()
+        self._slots.clear()
+
     def _leave_all(self) -> None:
         for job in self._jobs.values():
             job.cancel()

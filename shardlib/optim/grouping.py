@@ -22,12 +22,11 @@ def update_groups(optimizer: GradientTransformation, plan: Plan) -> list[tuple[B
             f"offload({plan.step.update}=True) updates one bucket at a time beside other work, and this optimizer reads "
             f"across parameters; leave out {plan.step.update}, or use an elementwise optimizer, such as adamw"
         )
-    in_turn = optimizer.in_turn(plan)
-    if not moved or not (in_turn or on_device):
-        return [plan.trained]
-    if not in_turn:
+    if optimizer.in_turn(plan):
+        return turns(plan)
+    if moved and on_device:
         raise IllegalComposition(
             f"offload leaves the states of {len(on_device)} of {len(plan.trained)} buckets on the device, and this optimizer "
             "reads across parameters, so that it needs all of them in one memory; use offload(fraction=1.0)"
         )
-    return turns(plan)
+    return [plan.trained]

@@ -138,6 +138,7 @@ class StatesOnDisk(Resting):
         problem = "the files for states on disk could not be opened"
         self.store = open_for_run(mesh, folders, buffers, window(list(sizes.values())), problem)
         close_with(self, self.store)
+        mesh.kept.add(self.store)
 
     def require(self, state: OptimizerState) -> None:
         for leaf in leaves_of(followed(state)):

@@ -12,6 +12,7 @@ from typing import Any
 
 import optree
 
+from shardlib.mesh.memories import MEMORIES
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
 from shardlib.plan.value import PlanValue
@@ -20,9 +21,11 @@ from shardlib.tree import Tree
 
 def turns(plan: PlanValue) -> list[tuple[Bucket, ...]]:
     """The groups of buckets of an optimizer that takes them one after the other: those whose states are on the device, and
-    each of the others, in the order in which gradients land."""
+    each of the others, in the order in which gradients land. Parameters on disk are in memory in their turn alone."""
     on_device = tuple(bucket for bucket in plan.trained if bucket.memory.optimizer == "device")
     moved = [bucket for bucket in plan.trained if bucket.memory.optimizer != "device"]
+    if any(MEMORIES[bucket.memory.param].rests for bucket in on_device):  # then those of all are
+        return [(bucket,) for bucket in (*reversed(on_device), *reversed(moved))]
     return [*([on_device] if on_device else []), *((bucket,) for bucket in reversed(moved))]
 
 

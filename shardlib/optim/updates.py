@@ -87,6 +87,7 @@ class Updates:
         self._numbers = mesh.device_for(self._groups[-1][0].memory.optimizer) if plan.trained else mesh.device
         # Two: while the parameters of one group are on their way, the next group is updated.
         self._slots = [Slot(mesh.transfers.apart) for _ in self._groups[:2]]
+        mesh.kept.add(self)
 
     def init(self, params: Sharded) -> OptimizerState:
         """The masters and the optimizer's state of new parameters."""
@@ -201,6 +202,14 @@ class Updates:
         """End a step, also one that raised."""
         if self._ahead is not None:
             self._ahead.end()
+
+    def give_back(self) -> None:
+        """Free the host memory that is kept for the next step, which makes it anew."""
+        self._landed.clear()
+        for slot in self._slots:
+            slot.give_back()
+        if self._ahead is not None:
+            self._ahead.give_back()
 
     def _delayed(self, before: Pending, grads: Mapping[str, torch.Tensor], factor: torch.Tensor | None) -> Pending:
         """What the next step applies. The next gradients land where those ``before`` are, if they may."""
@@ -396,6 +405,7 @@ class Updates:
             bucket
             for bucket in group
             if self._crosses(bucket)
+            and bucket.memory.optimizer != "device"
             and bucket.master_dtype
             and (bucket.master_dtype != bucket.dtype or self._lent(bucket))
         ]

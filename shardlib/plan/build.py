@@ -23,6 +23,7 @@ from shardlib.plan.claims import LeafInfo
 from shardlib.plan.placement import check_dtypes
 from shardlib.plan.placing import Splits, in_bucket, padded_slices, placed, second_level, splits_of
 from shardlib.plan.plan import Plan
+from shardlib.plan.records import OptimizerNeeds, Shape, StepPlan
 from shardlib.plan.reductions import Reductions
 from shardlib.plan.resolve import joined, members_of, resolve
 from shardlib.plan.resolved import Resolved
@@ -30,7 +31,7 @@ from shardlib.plan.stages import Stages
 from shardlib.plan.tiles import check_tiles, idle_tiles
 from shardlib.plan.transform import Transform
 from shardlib.plan.units import unit_names
-from shardlib.plan.value import OptimizerNeeds, PlanValue, Shape, StepPlan
+from shardlib.plan.value import PlanValue
 from shardlib.tree import Tree, check_tensors, flatten, ties
 
 
@@ -195,10 +196,9 @@ def _staged_bytes(plan: PlanValue, in_turn: bool) -> int:
 
     def staged(bucket: Bucket) -> int:
         here, there = (MEMORIES[memory] for memory in (bucket.memory.optimizer, bucket.memory.param))
-        passes = (there.rests or here.works != there.works) and bucket.master_dtype is not None
-        return (
-            taken(bucket.owned, bucket.dtype) if passes and (bucket.master_dtype != bucket.dtype or here.rests) else 0
-        )
+        crosses = here.works != "device" and (there.rests or here.works != there.works)
+        passes = crosses and bucket.master_dtype is not None and (bucket.master_dtype != bucket.dtype or here.rests)
+        return taken(bucket.owned, bucket.dtype) if passes else 0
 
     elsewhere = [bucket for bucket in plan.trained if bucket.memory.optimizer != "device"]
     if plan.step.ahead or not elsewhere:
@@ -206,7 +206,9 @@ def _staged_bytes(plan: PlanValue, in_turn: bool) -> int:
     if not in_turn:
         return sum(map(staged, plan.trained))
     others = [bucket for bucket in plan.trained if bucket.memory.optimizer == "device"]
-    groups = [*([sum(map(staged, others))] if others else []), *map(staged, reversed(elsewhere))]
+    apart = [bucket for bucket in others if MEMORIES[bucket.memory.param].rests]
+    before = len(apart) or min(len(others), 1)  # groups on the device
+    groups = [*[0] * before, *map(staged, reversed(elsewhere))]
     if len(groups) % 2 and len(groups) > 1:  # the next step begins with the other slot
         return 2 * max(groups)
     return sum(max(turn, default=0) for turn in (groups[::2], groups[1::2]))

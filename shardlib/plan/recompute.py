@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -87,15 +89,25 @@ class Recompute:
         return replace(self, axis=axes[0]), []
 
 
-def fewest(count: int, fits: Callable[[int], bool]) -> int | None:
-    """The smallest number of ``count`` blocks that ``fits`` accepts, in few calls; None if not even all do.
+def fewest(count: int, peak: Callable[[int], int], budget: int) -> int | None:
+    """The smallest number of ``count`` blocks whose ``peak`` is within the budget, in few calls; None if not even all do.
 
-    More blocks must fit where fewer do.
+    More blocks must not have a higher peak. Most models' blocks save alike, so the next number tried is where a line between
+    the known peaks meets the budget. Every third is the middle one, for models whose blocks do not.
     """
-    if not fits(count):
+    low, high = 0, count  # the first is too few, and the last is enough
+    above, below = peak(0), peak(count)
+    if above <= budget:
+        return 0
+    if below > budget:
         return None
-    low, high = 0, count
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle + 1, high)
-    return low
+    calls = itertools.count()
+    while high - low > 1:
+        share = (above - budget) / (above - below) if next(calls) % 3 < 2 else 0.5
+        number = min(max(low + math.ceil(share * (high - low)), low + 1), high - 1)
+        found = peak(number)
+        if found <= budget:
+            high, below = number, found
+        else:
+            low, above = number, found
+    return high

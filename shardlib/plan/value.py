@@ -13,135 +13,20 @@ from typing import Self
 
 import torch
 
-from shardlib.collectives.sequence.base import SequenceKind
 from shardlib.collectives.styles.base import Style
-from shardlib.collectives.tree_sum import most_held, most_nodes
 from shardlib.mesh.specs import Leaf
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.channels import Channel
 from shardlib.plan.claims import LeafInfo
 from shardlib.plan.exchanges import Routes, routes_of
-from shardlib.plan.loss_scale import LossScale
 from shardlib.plan.numbering import Numbering
 from shardlib.plan.placement import Placement
-from shardlib.plan.recompute import Recompute
+from shardlib.plan.records import OptimizerNeeds, Shape, StepPlan, Trace
 from shardlib.plan.reductions import Reductions
 from shardlib.plan.resolved import Resolved
 from shardlib.plan.stages import Stages
-from shardlib.tree import TreeDef
 
 ROLES = ("param", "grad", "optimizer")
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The shape of the parameters' pytree.
-
-    Attributes:
-        treedef: the structure of the pytree.
-        paths: the path of every leaf, tied leaves included.
-        owners: for each path the index of the leaf's placement.
-    """
-
-    treedef: TreeDef
-    paths: tuple[str, ...]
-    owners: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Trace:
-    """What one micro-batch does in one stage.
-
-    Attributes:
-        touches: units in the order they are gathered, forward then backward.
-        activations: axis -> payload bytes of the collectives inside the loss.
-        live: peak bytes while the micro-batch is computed, gradients of parameters left out.
-        peak: the same with gradients of parameters as they come; in one stage the peak of all of a step's micro-batches.
-        kept: bytes held from the micro-batch's forward to its backward, the incoming carry included if it stays.
-        forward: bytes of the carry that is sent to the next stage.
-        backward: bytes of the gradient that comes back for that carry.
-        down: bytes copied to host memory.
-        up: bytes copied from host memory.
-        host: bytes held in host memory from the micro-batch's forward to its backward.
-        blocks: how many blocks could be recomputed.
-        flops: floating-point operations of matrix products: of forward; of backward, with what it recomputes.
-        live_in: the phase that ``live`` is reached in, such as "backward of block 3".
-        peak_in: the phase that ``peak`` is reached in.
-    """
-
-    touches: tuple[str, ...]
-    activations: Mapping[str, int]
-    live: int = 0
-    peak: int = 0
-    kept: int = 0
-    forward: int = 0
-    backward: int = 0
-    down: int = 0
-    up: int = 0
-    host: int = 0
-    blocks: int = 0
-    flops: tuple[int, int] = (0, 0)
-    live_in: str = ""
-    peak_in: str = ""
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """How the step is scheduled, with every choice made. For the fields see `shardlib.plan.claims.Step`.
-
-    Attributes:
-        total_microbatches: number of micro-batches of all ranks, which are summed in one binary tree; None where sums have no
-            order.
-        module_tiles: path of a module's parameters -> number of tiles of tokens in which the module runs.
-    """
-
-    microbatches: int
-    sync: str
-    remat: Recompute | None
-    prefetch: bool
-    loss_scale: LossScale | None
-    cast_batch: torch.dtype | None
-    sequence: SequenceKind | None
-    total_microbatches: int | None = None
-    module_tiles: Mapping[str, int] = field(default_factory=dict)
-    update: str = "exact"
-
-    @property
-    def ahead(self) -> bool:
-        """Whether updates run beside a step's computation, into memory of their own."""
-        return self.update != "exact"
-
-    @property
-    def tree(self) -> bool:
-        """Whether micro-batches are summed in one binary tree."""
-        return self.total_microbatches is not None
-
-    @property
-    def nodes(self) -> int:
-        """The largest number of nodes of the tree that a rank's micro-batches make up, each of which it sends."""
-        return 1 if self.total_microbatches is None else most_nodes(self.total_microbatches, self.microbatches)
-
-    @property
-    def partial_sums(self) -> int:
-        """The largest number of sums over micro-batches that a rank holds of one gradient."""
-        return 1 if self.total_microbatches is None else most_held(self.total_microbatches, self.microbatches)
-
-
-@dataclass(frozen=True)
-class OptimizerNeeds:
-    """What an optimizer needs on the ranks at one coordinate along the stages' axis.
-
-    Attributes:
-        bytes: memory -> bytes that its state takes, master weights included.
-        states: memory -> bytes of master weights and state alone, without what stands beside them (slots, copies, windows).
-        staged: bytes of host memory through which new parameters pass on their way to where they are stored.
-        payload: axis -> payload bytes that one rank sends in the update.
-    """
-
-    bytes: Mapping[str, int]
-    states: Mapping[str, int]
-    staged: int
-    payload: Mapping[str, int]
 
 
 @dataclass(frozen=True)

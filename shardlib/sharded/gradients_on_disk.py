@@ -47,6 +47,7 @@ class GradientsOnDisk:
         self._apart = mesh.transfers.apart
         self.held: deque[tuple[torch.Tensor, Fetch | None]] = deque()
         close_with(self, self.store)
+        mesh.kept.add(self)
 
     def begin(self) -> None:
         """Forget the gradients of the step before, also of one that failed on its way."""
@@ -58,6 +59,11 @@ class GradientsOnDisk:
             if before is not None:
                 before.cancel()
         self.store.roll_back()
+
+    def give_back(self) -> None:
+        """Free the memory that gradients pass through; the next step makes it anew."""
+        self.begin()
+        self.store.give_back()
 
 
 class LandingOnDisk(Landing):

@@ -7,6 +7,7 @@ from which units that are announced are read before they are asked for. A tile o
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 
 from shardlib.collectives.attempts import attempted, error_of
-from shardlib.errors import DonatedStateError
+from shardlib.errors import DonatedStateError, StorageError
 from shardlib.mesh.memories import MEMORIES, window
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transfers import Transfer
@@ -37,6 +38,7 @@ class ParamsOnDisk:
         writes: how many there have been, without those that were taken back.
         version: the number of the trees that the values belong to; those of earlier ones are written over.
         given: the last number that was given to a tree; trees of skipped and failed steps have theirs too.
+        unread: the first error of a `gather`; see `shardlib.sharded.reads`.
 
     Raises:
         StorageError: the folders are in use, hold other parameters, cannot be written to, or have too little space.
@@ -47,6 +49,7 @@ class ParamsOnDisk:
         assert plan.claims is not None  # they say that the parameters are on disk
         self.mesh, self._buckets = mesh, plan.bucket_of
         self.version = self.given = self.writes = self._committed = 0
+        self.unread: Exception | None = None
         self._begun: dict[str, Fetch] = {}  # announced and not asked for yet
         self._leaving: deque[tuple[torch.Tensor, Transfer]] = deque()  # on their way to the device
         folders = [Path(folder) / FOLDER for folder in plan.claims.location("param").folders]
@@ -56,6 +59,7 @@ class ParamsOnDisk:
         problem = "the files for parameters on disk could not be opened"
         self.store = open_for_run(mesh, folders, flats, window(list(resting_sizes(plan).values())), problem)
         close_with(self, self.store)
+        mesh.kept.add(self)
 
     def tree(self) -> BuffersOnDisk:
         """The buffers of a further tree, which a commit makes the files' content."""
@@ -93,13 +97,25 @@ class ParamsOnDisk:
     def announce(self, name: str) -> None:
         """Begin to read a buffer that will be asked for, if there is memory for it."""
         self._collect()
-        if name not in self._begun and self.store.room(name):
-            self._begun[name] = self.store.fetch(name)
+        with contextlib.suppress(StorageError, MemoryError):  # its use tries again, and says what fails
+            if name not in self._begun and self.store.room(name):
+                self._begun[name] = self.store.fetch(name)
 
-    def gather(self, name: str, route: Sequence[Exchange]) -> Gather:
-        """Read a buffer, and start to bring it to the device and to gather it."""
-        lent = self._fetch(name).result()
-        if not self.mesh.transfers.apart:
+    def gather(self, bucket: Bucket, route: Sequence[Exchange]) -> Gather:
+        """Read the buffer of a bucket or a tile, and start to bring it to the device and to gather it.
+
+        Where it cannot be read, and other ranks would wait for it, zeros are gathered, and the error is kept.
+        """
+        apart = self.mesh.transfers.apart
+        try:
+            lent = self._fetch(bucket.name).result()
+        except Exception as error:
+            if self.mesh.alone:
+                raise
+            self.unread = self.unread or error
+            zeros = torch.zeros(bucket.size(bucket.param_level), dtype=bucket.dtype, device=self.mesh.device)
+            return Gather(self.mesh, route, zeros, comes=apart)  # no sooner than where they come from the host
+        if not apart:
             try:
                 values = lent.clone()  # what the loss function is given must not change when other buffers are read
             finally:
@@ -125,6 +141,13 @@ class ParamsOnDisk:
             self._begun.popitem()[1].cancel()
         self.store.roll_back()
         self.writes = self._committed
+
+    def give_back(self) -> None:
+        """Free the memory that values pass through; the next use makes it anew."""
+        while self._begun:
+            self._begun.popitem()[1].cancel()
+        self._collect()
+        self.store.give_back()
 
     def _fetch(self, name: str) -> Fetch:
         self._collect()
@@ -153,13 +176,13 @@ class BufferOnDisk:
     """The buffer of a bucket or a tile, which is read for each use."""
 
     def __init__(self, files: ParamsOnDisk, bucket: Bucket) -> None:
-        self._files, self._name, self.dtype = files, bucket.name, bucket.dtype
+        self._files, self._bucket, self.dtype = files, bucket, bucket.dtype
 
     def announce(self) -> None:
-        self._files.announce(self._name)
+        self._files.announce(self._bucket.name)
 
     def gather(self, route: Sequence[Exchange]) -> Gather:
-        return self._files.gather(self._name, route)
+        return self._files.gather(self._bucket, route)
 
 
 class BuffersOnDisk(Mapping[str, torch.Tensor]):

@@ -40,7 +40,7 @@ def text(tmp_path_factory):
 
 
 def test_an_interrupted_training_resumes(text, tmp_path):
-    options = ["--data", text, "--out", tmp_path, "--steps", 120, "--save-every", 20, "--validate-every", 40]
+    options = ["--data", text, "--out", tmp_path, "--steps", 60, "--save-every", 10, "--validate-every", 20]
     options += ["--metrics", "csv", "jsonl"]
     first = torchrun(*options)
     deadline = time.monotonic() + 120
@@ -56,21 +56,21 @@ def test_an_interrupted_training_resumes(text, tmp_path):
     assert second.returncode == 0, out
     assert f"resuming from {found}" in out
     assert re.search(r"order 0 \d\.\d{3}, order 1 \d\.\d{3}, order 2 \d\.\d{3}", out)
-    assert re.search(r"step 120/120  loss \d\.\d{3}", out)
+    assert re.search(r"step 60/60  loss \d\.\d{3}", out)
     # The plan's bytes come true: each row shows the same number twice.
-    assert re.search(r"step 80: validation loss \d\.\d{4}  bits per byte \d\.\d{4}  perplexity \d+\.\d{4}", out)
+    assert re.search(r"step 40: validation loss \d\.\d{4}  bits per byte \d\.\d{4}  perplexity \d+\.\d{4}", out)
     assert re.search(r"validation loss \d\.\d{4} nats per byte \(\d\.\d{3} bits, perplexity", out)
     with (tmp_path / "metrics.csv").open(newline="") as file:
         table = list(csv.DictReader(file))
-    assert [int(row["step"]) for row in table] == list(range(1, 121))
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 120
-    assert float(table[-1]["loss"]) < float(table[0]["loss"]) and table[79]["validation/perplexity"]
+    assert [int(row["step"]) for row in table] == list(range(1, 61))
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 60
+    assert float(table[-1]["loss"]) < float(table[0]["loss"]) and table[39]["validation/perplexity"]
     rows = re.findall(r"^(parameters|optimizer|sent on data)\s+(\d.*? \w+)\s{2,}(\d.*? \w+)\s*$", out, re.MULTILINE)
     assert len(rows) == 3 and all(predicted == measured for _, predicted, measured in rows), out
     assert "A sample:" in out and (tmp_path / "loss.png").stat().st_size > 10_000
     # The last line is the command that goes on from here.
     *_, last = out.strip().splitlines()
-    assert "--nproc-per-node=2 -m shardlib.commands train" in last and last.endswith(" --steps 240")
+    assert "--nproc-per-node=2 -m shardlib.commands train" in last and last.endswith(" --steps 120")
     assert last.count("--steps") == 1 and str(tmp_path) in last
 
 
@@ -89,7 +89,7 @@ def test_plan_prints_what_each_rank_holds(capsys):
 
 def test_plan_refuses_what_does_not_fit(capsys):
     limits = ["--host-memory", "1GiB", "--disk", "1TiB", "--ranks-per-host", "2"]
-    sharding = ["plan", "--mesh", "data=4", "--stage", "2", "--precision", "fp32", *SIZES[:8]]
+    sharding = ["plan", "--mesh", "data=4", "--stage", "2", "--precision", "fp32", *SIZES[2:8], "--layers", "1"]
     assert cli.main([*sharding, "--device-memory", "1GiB", *limits, "--offload", "disk", "--remat", "host"]) == 0
     out = capsys.readouterr().out
     assert "\n2 ranks of a host hold " in out and "disk=1099511627776 is 1.1 TB" in out
@@ -121,6 +121,19 @@ def test_plan_and_train_sliced(text, tmp_path, capsys):
     assert run.returncode == 0, out
     rows = re.findall(r"^(parameters|optimizer|sent on model)\s+(\d.*? \w+)\s{2,}(\d.*? \w+)\s*$", out, re.MULTILINE)
     assert len(rows) == 3 and all(predicted == measured for _, predicted, measured in rows), out
+
+
+@pytest.mark.parametrize("params", [[], ["--offload-params"]], ids=["", "parameters"])
+@pytest.mark.parametrize("memory", ["host", "disk"])
+def test_train_with_offload(text, tmp_path, capsys, monkeypatch, memory, params):
+    """What memory or files hold is what the plan says."""
+    monkeypatch.chdir(tmp_path)
+    options = ["--data", str(text), "--out", "out", "--steps", "3", "--offload", memory, *params]
+    assert cli.main(["train", *SIZES, *options]) == 0
+    out = capsys.readouterr().out
+    what = "optimizer on disk" if memory == "disk" else "optimizer"
+    rows = re.findall(rf"^(parameters|{what})\s+(\d.*? \w+)\s{{2,}}(\d.*? \w+)\s*$", out, re.MULTILINE)
+    assert len(rows) == 2 and all(predicted == measured for _, predicted, measured in rows), out
 
 
 def test_plan_and_train_in_stages(text, tmp_path, capsys):

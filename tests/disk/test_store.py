@@ -1,5 +1,6 @@
 """Buffers on disk: what was written is read, in bounded memory, over steps, runs and folders."""
 
+import os
 import random
 import subprocess
 import sys
@@ -394,3 +395,26 @@ def test_syncs_of_a_commit_are_few(tmp_path, monkeypatch):
         del synced[:]
         store.commit(2)
         assert len(synced) == 1
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_does_not_hold_the_folder(tmp_path):
+    """One that lives on when the store is closed, and closes nothing of it itself."""
+    store = Store([tmp_path], BUFFERS, MEMORY)
+    ready, told = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(ready[1], b"x")
+        os.read(told[0], 1)
+        os._exit(0)
+    try:
+        os.read(ready[0], 1)
+        with pytest.raises(StorageError, match="is in use"):
+            Store([tmp_path], BUFFERS, MEMORY)
+        store.close()
+        Store([tmp_path], BUFFERS, MEMORY).close()
+    finally:
+        os.write(told[1], b"x")
+        os.waitpid(child, 0)
+        for end in (*ready, *told):
+            os.close(end)

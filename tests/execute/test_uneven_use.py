@@ -11,7 +11,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 import shardlib as sl
-from shardlib.plan.value import Trace
+from shardlib.plan.records import Trace
 
 TOLERANCE = 1e-10
 EXPERTS = 3

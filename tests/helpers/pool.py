@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import pickle
@@ -130,6 +131,7 @@ def _fork(timeout, device, ends):
     os.dup2(2, 1)  # under pytest's workers what tests print would mix with what those say to each other
     for module in _IMPORTED_ONCE:
         importlib.import_module(module)
+    gc.freeze()  # which stays as it is: no collection looks through it
     for rank, end in enumerate(ends):
         if os.fork() == 0:
             for other in {*ends} - {end}:  # the tests' process sees a connection's end when this one has ended

@@ -21,7 +21,7 @@ CHAINS = {
     "stage 3, int8": sl.chain(sl.zero(3), sl.quantize(weights="int8", gradients="int8")),
     "stage 2, micro-batches": sl.chain(sl.zero(2), sl.accumulate(2)),
 }
-UNITS = (12, 24, 36)
+UNITS = (6, 12, 18)
 EVERY_CHAIN = pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
 
 
@@ -57,9 +57,9 @@ def calls(run):
 
 
 def assert_linear(cost):
-    """The third dozen of units costs no more than the second."""
+    """The last six units cost no more than the six before."""
     few, more, most = (cost(units) for units in UNITS)
-    assert most - more <= 1.01 * (more - few), (few, more, most)
+    assert most - more <= 1.005 * (more - few), (few, more, most)
 
 
 @functools.cache
@@ -84,7 +84,7 @@ def test_printing(chain):
 
 @EVERY_CHAIN
 def test_more_ranks_cost_nothing(chain):
-    assert sum(planned(12, chain, 4096)) == pytest.approx(sum(planned(12, chain)), rel=0.1)
+    assert sum(planned(6, chain, 4096)) == pytest.approx(sum(planned(6, chain)), rel=0.1)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -8,8 +8,8 @@ import torch
 from helpers.models import mlp, regression_batch, share, tiny_gpt, token_batches
 
 import shardlib as sl
+from shardlib.plan.records import Trace
 from shardlib.plan.tables import count, size
-from shardlib.plan.value import Trace
 
 
 def meta(*shape, dtype=torch.float32):

@@ -11,6 +11,7 @@ from helpers.models import token_batches
 
 import shardlib as sl
 from shardlib.errors import IllegalComposition
+from shardlib.execute.live import Peak
 from shardlib.plan.nominal import nominal_seconds
 from shardlib.plan.tables import parse_size
 from shardlib.plan.tiers.held import tiers_of
@@ -145,13 +146,13 @@ def test_every_memory_that_does_not_fit_is_named():
 def edited(message, parallel):
     """The chain with the changes that a message names, made from their code."""
     members = list(parallel.transforms)
-    codes = re.search(r"(?:that fit: |these do: )(.*)\. A step takes about", message)[1]
+    codes = re.search(r"(?:that fits: |these do: )(.*)\. A step takes about", message)[1]
     for code in codes.split("; "):
         after, _, before = code.removeprefix("add ").partition(" in place of ")
         if code.startswith("leave out "):
             after, before = "", code.removeprefix("leave out ")
-        assert not before or before in [f"sl.{member.name}" for member in members]
-        members = [member for member in members if f"sl.{member.name}" != before]
+        assert not before or before in [repr(member) for member in members]
+        members = [member for member in members if repr(member) != before]
         members += [eval(after, {"sl": sl})] if after else []
     return sl.chain(*members)
 
@@ -194,7 +195,6 @@ def test_the_cheapest_change_is_named_and_fits():
         except IllegalComposition:
             continue
     assert len(seconds) > 2 and nominal_seconds(found) == min(seconds)
-    assert f"of {len(seconds)} that fit" in str(refused.value)
 
 
 def test_several_changes_together():
@@ -329,7 +329,7 @@ def test_a_host_that_is_too_small_is_given_less(moved):
     plan, _ = waves(ranks=1)
     parallel = sl.chain(sl.zero(0), sl.offload(**moved))
     limits = {"device_memory": "1GB", "host_memory": int(0.9 * tiers_of(plan(parallel))["host"].bytes)}
-    with pytest.raises(IllegalComposition, match=r"The cheapest change, of \d+ that fit") as refused:
+    with pytest.raises(IllegalComposition, match=r"The cheapest change that fits") as refused:
         plan(parallel, **limits)
     assert plan(edited(str(refused.value), parallel), **limits).traces
 
@@ -349,3 +349,28 @@ def test_states_on_disk_may_take_parameters_along_without_a_limit_of_the_disk():
     with pytest.raises(IllegalComposition, match=r"add|in place of") as refused:
         planned(widths, *rest, states, rows=1, **limits)
     assert planned(widths, *edited(str(refused.value), sl.chain(*rest, states)).transforms, rows=1, **limits).traces
+
+
+def test_the_phase_of_the_peak_of_a_later_micro_batch():
+    """The second micro-batch finds the sums of the first, so its peak is the higher one; blocks count from 1 in each."""
+    (trace,) = planned([4096, 4, 4, 4], sl.zero(0), sl.remat(), sl.accumulate(2)).traces
+    assert trace.peak > trace.live and trace.peak_in == "backward of block 1"
+
+
+def test_of_equal_peaks_the_first_is_told():
+    late, early = Peak(5, "forward of block 1"), Peak(5, "backward of block 3")
+    assert early.or_higher(late) is early and late.or_higher(early) is late
+    assert early.or_higher(Peak(6, "")) == Peak(6, "") and Peak(4, "").or_higher(early) is early
+
+
+def test_a_refusal_traces_no_more_than_it_must(monkeypatch):
+    """Candidates that would take longer than one that fits are not traced."""
+    plan, batch = waves(ranks=4)
+    parallel = sl.chain(sl.zero(1), sl.precision("bf16"))
+    budget = int(0.9 * (plan(parallel).peak_bytes + batch))
+    module, traced = sl.make_plan.__globals__, []
+    trace = module["_traced"]
+    monkeypatch.setitem(module, "_traced", lambda *args: traced.append(args[0]) or trace(*args))
+    with pytest.raises(IllegalComposition, match="The cheapest change that fits"):
+        plan(parallel, device_memory=budget)
+    assert 1 < len(traced) <= 6  # all that fit take 36 with their searches

@@ -87,6 +87,16 @@ def test_states_on_disk_are_read_ahead_and_written_behind():
     assert predicted(on_disk, 0.0, {"read": rate, "written": rate, "update": rate}, sl.zero(0)).total == UNITS + 2
 
 
+def test_gradients_on_disk_are_written_before_the_update_and_read_by_it():
+    """A unit's gradient is a block of 4,096 bytes, its states are three."""
+    on_disk = sl.offload("disk", gradients="disk", folder="states")
+    assert predicted(on_disk, 0.0, {"written": 4096}, sl.zero(0)).total == UNITS + 3 * UNITS
+    assert predicted(on_disk, 0.0, {"read": 4096}, sl.zero(0)).total == 4 * UNITS
+    assert predicted(on_disk, UNITS, {"written": 4096, "read": 1e9}, sl.zero(0)).total == pytest.approx(12 + 1 + 12)
+    twice = predicted(on_disk, 0.0, {"read": 4096}, sl.zero(0), sl.accumulate(2))
+    assert twice.links["read"] == 5 * UNITS
+
+
 def test_disks_wait_for_memory():
     """Eight units have memory for six: the seventh is read when the first is written, after 1 s + 10 s."""
     params = {"blocks": [{"w": torch.zeros(NUMEL)} for _ in range(8)]}

@@ -39,8 +39,15 @@ def expected(dtype, steps):
     return one_device.train(*tiny_gpt(dtype), token_batches(steps), max_norm=0.3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("mesh", "transform"), CASES)
+# Every case in float64, whose tolerance shows most; one of each stage and a hybrid in float32 too, nightly all.
+EXACT = [(*case, torch.float64) for case in CASES]
+ROUNDED = [
+    pytest.param(*case, torch.float32, marks=[] if number in (1, 3, 4, 5, 9) else pytest.mark.nightly)
+    for number, case in enumerate(CASES)
+]
+
+
+@pytest.mark.parametrize(("mesh", "transform", "dtype"), [*EXACT, *ROUNDED])
 def test_real_processes_train_like_one_device(pool, mesh, transform, dtype):
     loss_fn, params = tiny_gpt(dtype)
     batches = token_batches(STEPS)

@@ -17,6 +17,7 @@ from shardlib.execute.activations.host import HostMemory, Imagined
 from shardlib.mesh.transfers import Transfers
 from shardlib.models import gpt
 from shardlib.plan.recompute import fewest
+from shardlib.plan.tiers.remedies import Planner
 
 AT = torch.ops.aten
 CONFIG = gpt.GPTConfig(vocab=29, layers=2, width=8, heads=2, sequence=4)
@@ -149,15 +150,23 @@ def test_buffers_are_used_again():
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=30), st.integers(0, 600))
 def test_the_fewest_blocks_that_fit(savings, budget):
-    """As trying all numbers finds, in as many calls as bisecting takes."""
+    """As trying all numbers finds, in at most three times the calls of bisecting."""
     peaks = [sum(savings[blocks:]) for blocks in range(len(savings) + 1)]
     calls = []
-    found = fewest(len(savings), lambda blocks: calls.append(blocks) or peaks[blocks] <= budget)
+    found = fewest(len(savings), lambda blocks: calls.append(blocks) or peaks[blocks], budget)
     assert found == next((blocks for blocks, peak in enumerate(peaks) if peak <= budget), None)
-    assert len(calls) <= 2 + len(savings).bit_length()
+    assert len(calls) <= 2 + 3 * len(savings).bit_length()
 
 
-def test_a_plan_recomputes_as_few_blocks_as_fit():
+@given(st.integers(2, 1000), st.integers(1, 100), st.integers(0, 100_000))
+def test_blocks_that_save_alike_take_four_calls(count, saving, budget):
+    calls = []
+    found = fewest(count, lambda blocks: calls.append(blocks) or (count - blocks) * saving, budget)
+    assert found == max(0, count - budget // saving) and len(calls) <= 4
+
+
+def test_a_plan_recomputes_as_few_blocks_as_fit(monkeypatch):
+    monkeypatch.setattr(Planner, "_advice", lambda *_: "")  # the search for a remedy, which test_tiers.py tests
     loss_fn, params = tiny_gpt(layers=3, width=8)
     (batch,) = token_batches(1, rows=8)
 

@@ -134,6 +134,36 @@ def test_gradients_are_not_read_for_the_norm(tmp_path, monkeypatch):
         raises(other, (x * float("inf"), y))
 
 
+OTHERS = {
+    "lamb": lambda: sl.optim.chain(sl.optim.clip_by_global_norm(0.1), sl.optim.lamb(1e-2)),
+    "muon": lambda: sl.optim.partition(
+        {"muon": sl.optim.muon(1e-2), "rest": sl.optim.adamw8bit(1e-2)}, {"*weight": "muon", "*": "rest"}
+    ),
+    "momentum": lambda: sl.optim.sgd(1e-2, momentum=0.9),  # whose first state is the gradient itself
+}
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["trains", "fails"])
+@pytest.mark.parametrize("optimizer", OTHERS)
+def test_other_optimizers(tmp_path, monkeypatch, optimizer, fails):
+    """Those whose updates exchange end them together, also where one rank cannot read a gradient."""
+
+    def run(mesh, fails, *offload):
+        transform = sl.chain(sl.zero(3), sl.precision("bf16"), *offload)
+        state, step = sl.make_train_step(LOSS, sl.shard(PARAMS, mesh, transform), OTHERS[optimizer]())
+        state = stepped(state, step, mesh, BATCHES[:2])
+        if fails:
+            with monkeypatch.context() as patch:
+                if mesh.rank:
+                    Faults(patch).fails("preadv", BROKEN, f"/{FOLDER}/rank-1", after=1)
+                with pytest.raises(StorageError if mesh.rank else RankFailure):
+                    stepped(state, step, mesh, BATCHES[2:3])
+        return sl.unshard(stepped(state, step, mesh, BATCHES[2:]).params)
+
+    wanted = sl.simulate(run, False, mesh={"data": 2})
+    assert_same(sl.simulate(run, fails, on_disk(tmp_path), mesh={"data": 2}), wanted)
+
+
 FAULTS = {
     "disk full": lambda faults: faults.fails("pwritev", FULL, f"/{FOLDER}/rank-1", after=1, times=2),
     "cannot be read": lambda faults: faults.fails("preadv", BROKEN, f"/{FOLDER}/rank-1", after=1, times=1),

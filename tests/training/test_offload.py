@@ -9,12 +9,13 @@ import torch
 from helpers.models import mlp, regression_batch, share, tiny_gpt
 from helpers.offloaded import MAX_NORM, OVERFLOWING, assert_alike, trained, tx
 from helpers.optimizer_cases import CASES, VECTORS, batches, model
+from helpers.profile import NIGHTLY
 from helpers.trees import assert_same
 
 import shardlib as sl
 from shardlib.errors import IllegalComposition
 
-STEPS = 50
+STEPS = 50 if NIGHTLY else 24
 # name -> (transforms, mesh, steps)
 PLANS = {
     "one device": ([sl.zero(0)], {"data": 1}, 8),

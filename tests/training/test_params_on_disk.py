@@ -44,7 +44,7 @@ def on_disk(folder, **options):
 @pytest.mark.parametrize("plan", PLANS)
 def test_training_is_the_same_to_the_last_bit(plan, tmp_path):
     wanted = trained(*PLANS[plan], 5)
-    for number, more in enumerate([{}, {"fraction": 0.5}]):
+    for number, more in enumerate([{}, {"fraction": 0.5}, {"fraction": 0.0}]):
         folder = [tmp_path / f"{number}/{name}" for name in "ab"]
         assert_alike(trained(*PLANS[plan], 5, on_disk(folder, **more)), wanted)
 
@@ -164,6 +164,18 @@ def test_never_are_all_parameters_in_memory(tmp_path):
     assert params.on_disk.files.store._pool._limit == 6 * layer
     whole = sl.checkpoint.import_safetensors(tmp_path / "out", sl.shard(init, mesh))
     assert found == [sl.make_eval_step(lambda p, x: loss_fn(p, x), whole)(whole, x)] * 3
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5])
+def test_an_update_has_one_bucket_of_parameters_in_memory(tmp_path, fraction):
+    """Of states on the device too. What is made besides is a step's gradients."""
+    init, loss_fn, layer = deep()
+    params = sl.shard(init, sl.make_mesh(), on_disk(tmp_path, fraction=fraction))
+    state, step = sl.make_train_step(loss_fn, params, sl.optim.sgd(0.1))
+    state, _ = step(state, torch.ones(2, 64))
+    with RealBytes() as live:
+        state, _ = step(state, torch.ones(2, 64))
+    assert 24 * layer < live.peak().bytes < (24 + 6) * layer
 
 
 def test_units_are_read_three_ahead(tmp_path, monkeypatch):
@@ -299,6 +311,19 @@ def test_a_moved_state_comes_back(tmp_path, way):
         state = sl.to_device(moved)
     assert state.step == 2
     assert_same(sl.unshard(stepped(state, step, mesh, BATCHES[2:]).params), sl.unshard(wanted.params))
+
+
+def test_a_moved_state_leaves_no_memory_of_its_step(tmp_path):
+    """Through which states and parameters pass; the next step makes it anew."""
+    mesh = sl.make_mesh()
+    state, step = start(mesh, sl.precision("bf16"), on_disk(tmp_path))
+    state = stepped(state, step, mesh, BATCHES[:2])
+    stores = [state.params.on_disk.files.store, next(iter(state.opt.masters.values())).store]
+    assert all(store._pool._idle for store in stores)
+    moved = sl.to_host(state)
+    assert not any(store._pool._idle or store._pool._lent for store in stores)
+    wanted = stepped(*start(mesh, sl.precision("bf16")), mesh, BATCHES)
+    assert_same(sl.unshard(stepped(sl.to_device(moved), step, mesh, BATCHES[2:]).params), sl.unshard(wanted.params))
 
 
 def test_gradients_and_updates_without_a_step(tmp_path):

@@ -243,8 +243,9 @@ def test_weighted_losses_and_aux(where):
     ids=str,
 )
 def test_bytes_sent_are_the_plans(where, total):
+    config = replace(CONFIG, dropout=0.0)
+
     def run(mesh):
-        config = replace(CONFIG, dropout=0.0)
         params = sl.shard(gpt.to_blocks(gpt.init(config)), mesh, transform)
         mesh, plan = params.mesh, params.plan
         mine = share(token_batches(1, ROWS)[0], batch_index(plan, mesh), plan.batch_ranks)
@@ -253,15 +254,17 @@ def test_bytes_sent_are_the_plans(where, total):
         state, _ = step(state, mine)
         sent = count_payload(mesh, scalars=1000)
         step(state, mine)
-        whole_plan = sl.make_plan(
-            gpt.to_blocks(gpt.init(config)), mesh, transform, loss_fn=loss_fn, batch=mine, optimizer=adamw()
-        )
-        return sent(), whole_plan.at(mesh.coords).payload()
+        return sent(), mesh.coords, mine
 
     mesh, transforms = on(**where, total=total)
     transform = sl.chain(*transforms, sl.reproducible(total))
-    for sent, planned in sl.simulate(run, mesh=mesh):
-        assert sent == planned
+    ranks = sl.simulate(run, mesh=mesh)
+    params, loss_fn = gpt.to_blocks(gpt.init(config)), gpt.make_sequential(config)
+    plan = sl.make_plan(
+        params, sl.abstract_mesh(**mesh), transform, loss_fn=loss_fn, batch=ranks[0][2], optimizer=adamw()
+    )
+    for sent, coords, _ in ranks:
+        assert sent == plan.at(coords).payload()
 
 
 def test_partial_sums_are_planned():

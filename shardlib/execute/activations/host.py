@@ -101,6 +101,11 @@ class HostMemory:
     def give(self, buffer: torch.Tensor) -> None:
         self._free.append(buffer)
 
+    def give_back(self) -> None:
+        """Free the buffers that hold nothing."""
+        self.held -= sum(map(len, self._free))
+        self._free = []
+
 
 class InHost:
     """A tensor that was moved to host memory, and may be brought back, several times."""
@@ -173,4 +178,6 @@ def host_memory(how: Recompute | None, mesh: Mesh) -> HostMemory | None:
     """Host memory for inputs of blocks; None if they stay on the device, which on the CPU is the host."""
     if how is None or not how.host or not (mesh.abstract or mesh.transfers.apart):
         return None
-    return HostMemory(Imagined(mesh.transfers) if mesh.abstract else Pinned(mesh.transfers))
+    memory = HostMemory(Imagined(mesh.transfers) if mesh.abstract else Pinned(mesh.transfers))
+    mesh.kept.add(memory)
+    return memory

@@ -25,7 +25,7 @@ from shardlib.execute.stages.one import OneStage
 from shardlib.execute.stages.pipe import require_blocks
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.plan import Plan
-from shardlib.plan.value import Trace
+from shardlib.plan.records import Trace
 from shardlib.rng import Key
 from shardlib.sharded.landing import Imagined
 from shardlib.sharded.tree import Sharded
@@ -49,6 +49,7 @@ def trace(
             call = Call(params, microbatches, keys_of(plan, mesh, microbatches, rng), buffers, 1.0, 1.0)
             gradients = runner.executor.gradients(default_options(mesh, Imagined(plan, mesh, ())))
             for index in indices:
+                phases.begin()
                 runner.microbatch(call, index, buffers, gradients)
         return live.peak(without=gradients.held), live.peak()
 
@@ -56,11 +57,11 @@ def trace(
     with work:
         (live, peak), activations, kept = live_bytes(0), dict(mesh.traffic.activations), _kept(runner.executor)
     if runner.executor.gathers:  # the second run follows the first one's trace, and gathers the next unit ahead
-        live, peak = map(max, (live, peak), live_bytes(0))
+        live, peak = map(Peak.or_higher, (live, peak), live_bytes(0))
     if (
         plan.step.microbatches > 1
     ):  # the others find sums of earlier ones, and the last one ends with the step's exchanges
-        peak = max(peak, live_bytes(*sorted({0, 1, plan.step.microbatches - 1}))[1])
+        peak = peak.or_higher(live_bytes(*sorted({0, 1, plan.step.microbatches - 1}))[1])
     noted = _noted(work, live, peak)
     return (Trace(runner.executor.touches, activations, live.bytes, peak.bytes, **noted, **kept),)
 

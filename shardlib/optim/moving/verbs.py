@@ -9,7 +9,7 @@ from typing import Any
 from shardlib.errors import TreeError
 from shardlib.optim.moving.files import Files
 from shardlib.optim.moving.moved import Moved, Parked
-from shardlib.optim.moving.skeleton import View, apart, donate
+from shardlib.optim.moving.skeleton import Skeleton, View, apart, donate
 
 Folders = str | Path | Sequence[str | Path]
 
@@ -42,6 +42,7 @@ def to_host(state: Any) -> Moved:
         if view.device.type != "cpu":
             storages[name] = view.on_host().copy_(storages[name])
     donate(state, skeleton.what, "to_host")
+    _give_back(skeleton)
     return Moved(skeleton, "host memory", storages)
 
 
@@ -86,6 +87,7 @@ def to_disk(state: Any, folder: Folders) -> Moved:
         state.take()
     else:
         donate(state, skeleton.what, "to_disk")
+    _give_back(skeleton)
     return Moved(skeleton, where, Parked(folders, move))
 
 
@@ -134,6 +136,12 @@ def _taken_up(folders: tuple[str | Path, ...], like: Any) -> Any:
         files.restore_notes()
     donate(like, "this state", "to_device")
     return skeleton.whole(storages)
+
+
+def _give_back(skeleton: Skeleton) -> None:
+    """Free the host memory that steps keep for states that have left."""
+    if skeleton.mesh is not None:
+        skeleton.mesh.kept.give_back()
 
 
 def _several(folder: Folders) -> tuple[str | Path, ...]:

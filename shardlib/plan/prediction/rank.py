@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardlib.common.disk import whole_blocks
-from shardlib.mesh.memories import MEMORIES
+from shardlib.mesh.memories import AHEAD, MEMORIES
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.exchanges import Exchange, Op
 from shardlib.plan.transfers import fetched
@@ -40,6 +40,7 @@ class Rank:
 
     _kept: dict[str, float] = field(default_factory=dict)  # unit -> when its blocks' inputs are where they were sent
     _landing: deque[tuple[float, int]] = field(default_factory=deque)  # when a gradient is down, and its elements
+    _writing: deque[tuple[float, int]] = field(default_factory=deque)  # when it is on disk
 
     def walk(
         self,
@@ -134,9 +135,13 @@ class Rank:
             if bucket.name in self.landed:  # the sum so far
                 landed = self.send("read", whole_blocks(size), landed)
             landed = self.send("written", whole_blocks(size), landed)
+            self.reduced = max(self.reduced, landed)  # all are written before the first update
+            self._writing.append((landed, bucket.owned))
+            while sum(count for _, count in self._writing) > (AHEAD + 1) * plan.largest_unit:
+                self.now = max(self.now, self._writing.popleft()[0])
         self.landed[bucket.name] = landed
         if plan.step.microbatches > 1 and plan.lands_each(bucket):
-            self.reduced = max(self.reduced, landed)  # the host sums them, and the squares of the sum
+            self.reduced = max(self.reduced, done)  # the host sums them, and the squares of the sum
         self._landing.append((done, bucket.owned))
         while sum(count for _, count in self._landing) > 2 * plan.largest_unit:
             self.now = max(self.now, self._landing.popleft()[0])

@@ -10,8 +10,9 @@ from shardlib.mesh.memories import AHEAD, MEMORIES, WRITING
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.exchanges import tied_bytes
 from shardlib.plan.prediction.rank import Rank
+from shardlib.plan.records import OptimizerNeeds
 from shardlib.plan.transfers import stores
-from shardlib.plan.value import OptimizerNeeds, PlanValue
+from shardlib.plan.value import PlanValue
 
 _SLOTS = 2  # groups of new parameters that are on their way at once
 

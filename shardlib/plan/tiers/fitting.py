@@ -34,7 +34,8 @@ def fitted(plan: Plan, traced: Callable[[Plan], Plan], limits: Limits) -> Plan:
     if how is None or how.policy != "auto":
         return planned(None)
     count = max(trace.blocks for trace in planned(0).traces or ())
-    chosen = fewest(count, lambda blocks: limits.device_fits(planned(blocks)))
+    budget = limits.bytes.get("device")
+    chosen = 0 if budget is None else fewest(count, lambda blocks: limits.peak(planned(blocks)), budget)
     found = planned(count if chosen is None else chosen)
     note = f"remat('auto'): {found.step.remat.blocks if found.step.remat else 0} of {count} blocks are recomputed"
     note += f", for a peak of {size(limits.peak(found))}; with none {size(limits.peak(planned(0)))}"

@@ -80,10 +80,6 @@ class Limits:
         """The peak of a rank's device memory, with its batch."""
         return max(tiers_of(view, self.batch)["device"].bytes for view in plan.views)
 
-    def device_fits(self, plan: PlanValue) -> bool:
-        """Whether the device's peak is within its limit."""
-        return "device" not in self.bytes or self.peak(plan) <= self.bytes["device"]
-
     def excess(self, plan: PlanValue) -> float:
         """What is held beyond the limits, in shares of them, over all memories; 0 if the plan fits."""
         return sum(max(0, use.bytes - use.limit) / use.limit for use in self.uses(plan))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shardlib.errors import IllegalComposition, ShardlibError, listing
 from shardlib.plan.nominal import nominal_seconds
 from shardlib.plan.plan import Plan
+from shardlib.plan.tiers.known import assumed
 from shardlib.plan.tiers.limits import Limits
 from shardlib.plan.transform import Transform
 
@@ -54,7 +56,7 @@ class Planner:
         planned, skipped = self._alone(start)
         if fitting := [candidate for candidate in planned if not candidate.excess]:
             best = min(fitting, key=lambda candidate: candidate.seconds)
-            return f"The cheapest change, of {len(fitting)} that fit: {self._shown(best, start)}"
+            return f"The cheapest change that fits: {self._shown(best, start)}"
         best = self._least([start, *planned], skipped)
         while best.edits and best.excess and best.edits < _TOGETHER:
             after = self._least([best], self._edits(best))
@@ -67,13 +69,15 @@ class Planner:
         return f"No change fits alone, {how} {self._shown(best, start)}"
 
     def _alone(self, start: Candidate) -> tuple[list[Candidate], list[_Edit]]:
-        """The changes that may fit, planned; and those that hold too much even without a trace."""
-        planned, skipped = [], []
-        for edit in self._edits(start):
+        """The changes that may fit, planned up to those that take longer than one that fits; and those that hold too much
+        even without a trace."""
+        planned, skipped, least = [], [], math.inf
+        for edit in sorted(self._edits(start), key=lambda edit: edit.seconds):
             if edit.excess:
                 skipped.append(edit)
-            elif candidate := self._planned(edit):
+            elif edit.seconds < least and (candidate := self._planned(edit)):
                 planned.append(candidate)
+                least = least if candidate.excess else min(least, candidate.seconds)
         return planned, skipped
 
     def _least(self, planned: list[Candidate], edits: Iterable[_Edit]) -> Candidate:
@@ -88,12 +92,14 @@ class Planner:
         full = {use.tier.memory for use in self.limits.uses(before.plan) if not use.fits}
         for after in self.changes(before.transform, full):
             try:
-                yield _Edit(before, after, self.limits.excess(self.rough(after)))
+                plan = self.rough(after)
             except ShardlibError:  # it does not compose with the other transforms
                 continue
+            plan = replace(plan, traces=assumed(before.plan, plan))
+            yield _Edit(before, after, self.limits.excess(plan), nominal_seconds(plan))
 
     def _planned(self, edit: _Edit) -> Candidate | None:
-        before, after, _ = edit
+        before, after, *_ = edit
         try:
             plan = self.exact(after)
         except Exception:  # the loss does not run on smaller micro-batches, say; what it raises then is its own
@@ -108,8 +114,9 @@ class Planner:
 
 
 class _Edit(NamedTuple):
-    """A candidate, its chain with one edit, and what that holds beyond the limits, at least."""
+    """A candidate, its chain with one edit, and what that holds beyond the limits and the seconds of a step, at least."""
 
     before: Candidate
     after: Transform
     excess: float
+    seconds: float

@@ -77,16 +77,16 @@ class Files:
     def _lock(self, folder: Path, layout: Layout) -> None:
         path = folder / f"rank-{layout.rank}.lock"
         with _said(f"opening {path}"):
-            fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        self._closing.callback(os.close, fd)
-        if not locked(fd):
+            lock = locked(path, os.O_RDWR | os.O_CREAT)
+        if lock is None:
             raise StorageError(
                 f"{folder} is in use: another run on this host, or another state of this process, holds {path.name}: what "
-                "was made earlier is kept by variables, a train step, a forked child, or the last traceback (in a notebook "
+                "was made earlier is kept by variables, a train step, or the last traceback (in a notebook "
                 "sys.last_value = sys.last_traceback = None drops it). "
                 "Give each a folder of its own, or end the other one. To go on with a state in another train step, save a "
                 "checkpoint of it, drop the state and its step (del), make the new step, and restore the checkpoint"
             )
+        self._closing.callback(lock.close)
 
     def check(self) -> None:
         """See that the files are still there, and whole.

@@ -66,6 +66,11 @@ class Pool:
             self._idle.append((self._lent if block.data_ptr() in self._lent else self._sent).pop(block.data_ptr()))
             self._changed.notify_all()
 
+    def give_back(self) -> None:
+        """Free the blocks that are neither lent nor sent."""
+        with self._changed:
+            self._idle = []
+
     def _fits(self, size: int) -> bool:
         held = sum(block.numel() for blocks in (self._lent, self._sent) for block in blocks.values())
         return held + size <= self._limit

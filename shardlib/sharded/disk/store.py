@@ -268,6 +268,11 @@ class Store:
         self._threads.shutdown()
         self._files.close()
 
+    def give_back(self) -> None:
+        """Free the memory that buffers pass through, but for what is lent; what needs it again makes it anew."""
+        self._finish()
+        self._pool.give_back()
+
     def __enter__(self) -> Store:
         return self
 

@@ -1,0 +1,67 @@
+"""The search for the cheapest change that fits, over plans that are numbers."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from shardlib.plan.tiers import remedies
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What the search asks of a plan."""
+
+    excess: float
+    seconds: float
+    traces: Any = None
+    claims: Any = None
+
+
+class Limits:
+    def excess(self, plan):
+        return plan.excess
+
+    def uses(self, plan):
+        return []
+
+
+@pytest.fixture
+def searched(monkeypatch):
+    """``searched(name -> (seconds at least, seconds, excess))``: the refusal, and the names that were planned in full."""
+    monkeypatch.setattr(remedies, "nominal_seconds", lambda plan: plan.seconds)
+
+    def search(candidates):
+        planned = []
+
+        def exact(name):
+            planned.append(name)
+            _, seconds, excess = candidates[name]
+            return Numbers(excess, seconds)
+
+        planner = remedies.Planner(
+            Limits(),
+            lambda before, full: candidates if before == "start" else (),
+            lambda before, after, plan: after,
+            lambda name: Numbers(0.0, candidates[name][0]),
+            exact,
+        )
+        return str(planner.refusal("start", Numbers(1.0, 1.0))), planned
+
+    return search
+
+
+def test_what_fits_first_is_not_the_cheapest(searched):
+    refusal, planned = searched({"slow": (2.5, 2.5, 0.0), "later": (2.0, 2.0, 0.0), "first": (1.0, 3.0, 0.0)})
+    assert "The cheapest change that fits: later. A step takes about 2.00 times" in refusal
+    assert planned == ["first", "later"]  # to plan the slow one changes nothing
+
+
+def test_what_does_not_fit_ends_no_search(searched):
+    refusal, planned = searched({"tight": (1.0, 1.0, 0.5), "roomy": (4.0, 4.0, 0.0)})
+    assert "that fits: roomy." in refusal and planned == ["tight", "roomy"]
+
+
+def test_where_none_fits_the_least_is_told(searched):
+    refusal, planned = searched({"tight": (1.0, 1.0, 0.5), "tighter": (4.0, 4.0, 0.7)})
+    assert "the least is held with tight." in refusal and planned == ["tight", "tighter"]
