@@ -157,7 +157,7 @@ def test_a_batch_without_tokens():
     y, routing = sl.nn.moe(params, x, sl.nn.MoEConfig(routers.top_k(2)), sl.Key(0))
     assert y.shape == (0, WIDTH) and routing.experts.shape == (0, 2)
     y.sum().backward()
-    assert all(leaf.grad is not None and not leaf.grad.any() for leaf in leaves if leaf is not params["router"]["bias"])
+    assert all(leaf.grad is not None and not leaf.grad.any() for leaf in leaves)
 
 
 def test_a_routing_is_replayed():
@@ -191,7 +191,7 @@ def test_jitter_is_of_the_routers_input_alone():
     torch.testing.assert_close(y, per_token(params, x, "relu", routing, weights), rtol=1e-10, atol=1e-10)
     assert not torch.equal(routing.weights, sl.nn.moe(params, x, config)[1].weights)
     halves = [sl.nn.moe(params, half, config, sl.Key(0, slot))[0] for slot, half in enumerate(x.split(4))]
-    assert torch.equal(torch.cat(halves), y)
+    torch.testing.assert_close(torch.cat(halves), y, rtol=1e-10, atol=1e-10)
 
 
 def test_an_expert_function_of_ones_own():

@@ -58,8 +58,7 @@ def unpermute(rows: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor
     """``[T, W]``: each token's ``rows`` ``[R, W]`` times ``weights`` ``[T, k]``, summed in order of k, in fp32 or wider."""
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
     total = wide.new_zeros(len(positions), rows.shape[1])
-    if len(rows):
-        for j in range(positions.shape[1]):
-            found = wide.index_select(0, positions[:, j].clamp(min=0)) * weights[:, j : j + 1].to(wide.dtype)
-            total = total + found.masked_fill(positions[:, j : j + 1] < 0, 0)
+    for j in range(positions.shape[1]):
+        found = wide.index_select(0, positions[:, j].clamp(min=0)) * weights[:, j : j + 1].to(wide.dtype)
+        total = total + found.masked_fill(positions[:, j : j + 1] < 0, 0)
     return total.to(rows.dtype)
