@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from shardlib.common._compat import FakeTensor
 from shardlib.nn.moe.routing import Routing
 
 
@@ -48,7 +49,10 @@ def permute(x: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tenso
 
 def grouped_matmul(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """``[R, out]``: row r of ``rows`` times ``weight[e].T``, where expert e has the rows before ``ends[e]``; 0 after all."""
-    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    if isinstance(ends, FakeTensor):  # a plan has no values: as many products, whoever's they are
+        sizes = [len(rows)] + [0] * (len(weight) - 1)
+    else:
+        sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
     pieces = rows.split([*sizes, len(rows) - sum(sizes)])
     products = [piece @ matrix.T for piece, matrix in zip(pieces, weight.unbind())]
     return torch.cat([*products, rows.new_zeros(len(pieces[-1]), weight.shape[1])])

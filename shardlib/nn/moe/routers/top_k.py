@@ -38,7 +38,9 @@ class TopK(Router):
         return logits.softmax(1) if self.score == "softmax" else logits.sigmoid()
 
     def probabilities(self, scores: torch.Tensor) -> torch.Tensor:
-        return scores if self.score == "softmax" else renormalised("chosen", scores, scores >= 0)
+        if self.score == "softmax":
+            return scores
+        return renormalised("chosen", scores, torch.ones_like(scores, dtype=torch.bool))
 
     def choose(
         self, logits: torch.Tensor, tokens: Tokens | None, balance: torch.Tensor | None
