@@ -286,18 +286,8 @@ def resting_of(optimizer: GradientTransformation, plan: Plan, mesh: Mesh) -> Res
     """
     if not rests(plan):
         return Resting(mesh)
-    if not optimizer.in_turn(plan):
-        why = "sums gradients itself" if optimizer.owns else "reads across parameters"
-        raise IllegalComposition(
-            f"offload keeps states on disk, of which a few buckets are in memory at a time, and this optimizer {why}, so "
-            "that it needs all of them; put clips first in a chain, or use offload('host')"
-        )
-    if plan.everywhere.stages.axes and not optimizer.separable:
-        raise IllegalComposition(
-            "offload keeps states on disk, and this optimizer sums over each parameter while its bucket is in memory, in "
-            "exchanges of all ranks; the stages of a pipeline have different buckets. Use offload('host'), or an elementwise "
-            "optimizer, such as adamw"
-        )
+    if fault := fault_on_disk(optimizer, plan):
+        raise IllegalComposition(fault)
     inner, _ = optimizer.planned(plan)
     masters = {
         bucket.name: torch.empty(bucket.owned, dtype=bucket.master_dtype, device="meta")
@@ -305,3 +295,20 @@ def resting_of(optimizer: GradientTransformation, plan: Plan, mesh: Mesh) -> Res
         if bucket.master_dtype is not None
     }
     return StatesOnDisk(plan, mesh, OptimizerState(masters, inner))
+
+
+def fault_on_disk(optimizer: GradientTransformation, plan: Plan) -> str | None:
+    """Why an optimizer of a plan's parameters cannot have its states on disk; None if it can."""
+    if not optimizer.by_leaf:
+        why = "sums gradients itself" if optimizer.owns else "reads across parameters"
+        return (
+            f"offload keeps states on disk, of which a few buckets are in memory at a time, and this optimizer {why}, so "
+            "that it needs all of them; put clips first in a chain, or use offload('host')"
+        )
+    if plan.everywhere.stages.axes and not optimizer.separable:
+        return (
+            "offload keeps states on disk, and this optimizer sums over each parameter while its bucket is in memory, in "
+            "exchanges of all ranks; the stages of a pipeline have different buckets. Use offload('host'), or an elementwise "
+            "optimizer, such as adamw"
+        )
+    return None
