@@ -181,8 +181,8 @@ DEFECTS = (
         "mask",
         "optim/resting.py",
         "a step that fails takes back its states, and not its parameters",
-        "                on_disk.roll_back()",
-        "                pass",
+        "            for each in files:\n                each.roll_back()",
+        "            for each in self._files():\n                each.roll_back()",
         ("tests/training/test_params_on_disk.py::test_a_step_that_fails_leaves_the_last_one",),
     ),
     Defect(
@@ -217,8 +217,8 @@ DEFECTS = (
         "stale",
         "optim/resting.py",
         "ranks whose own update was made keep its states when another rank's has failed",
-        "            self.roll_back()\n",
-        "",
+        "            for each in files:\n                each.roll_back()",
+        "            for each in files[len(self._files()) :]:\n                each.roll_back()",
         ("tests/training/test_offload_disk.py::test_a_step_that_fails_leaves_the_state_before_it",),
     ),
     Defect(
