@@ -28,6 +28,8 @@ BATCH = {"x": normal(4, 8, 4, seed=5)}
 
 @sl.block
 def layer(params, x, rng):
+    heads = x.unflatten(-1, (2, 2)).transpose(1, 2)
+    x = x + sl.nn.attention(heads, heads, heads).transpose(1, 2).flatten(2)
     return x + sl.nn.moe(params, x, CONFIG, rng)[0]
 
 
