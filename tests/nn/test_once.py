@@ -106,6 +106,24 @@ def test_blocks_within_blocks_decide_once():
     assert_same(results[0][2], results[1][2])
 
 
+def test_layers_of_one_block_take_over_their_own_decisions():
+    results = []
+    for transforms in ((), (sl.remat(),)):
+        router = Counting()
+        config = sl.nn.MoEConfig(router)
+
+        @sl.block
+        def both(params, x, config=config):
+            for one in params:
+                x = x + sl.nn.moe(one, x, config)[0]
+            return x
+
+        results.append(trained(lambda p, batch, rng, f=both: f(p, batch["x"]).square().mean(), sl.zero(0), *transforms))
+        assert router.decisions == 4
+    assert results[0][0] == results[1][0]
+    assert_same(results[0][2], results[1][2])
+
+
 def test_a_plan_is_made_without_values():
     """The trace of a plan routes nothing, and counts the units and gathers of the step."""
     params, mesh = params_of(), sl.abstract_mesh(data=2)
