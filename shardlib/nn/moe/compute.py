@@ -32,10 +32,10 @@ class Rows(NamedTuple):
         ends = torch.searchsorted(experts, torch.arange(number, device=kept.device), right=True)
         return cls(positions, experts.clamp(max=number - 1), ends)
 
-    def __call__(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def product(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``rows`` ``[R, in]`` times their experts' ``weight`` ``[E, out, in]``, plus their ``bias`` ``[E, out]``."""
-        product = grouped_matmul(rows, weight, self.ends)
-        return product if bias is None else product + bias[self.experts]
+        y = grouped_matmul(rows, weight, self.ends)
+        return y if bias is None else y + bias[self.experts]
 
 
 def permute(x: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:

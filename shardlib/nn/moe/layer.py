@@ -82,7 +82,7 @@ def moe(
         )
     rows = Rows.of(routing)
     inputs = permute(flat, rows.positions, len(rows.experts))
-    y = unpermute(config.compute(params["experts"], inputs, rows), rows.positions, routing.weights)
+    y = unpermute(config.compute(params["experts"], inputs, rows.product), rows.positions, routing.weights)
     if "residual" in params:
         y = _mixed(params["residual"], flat, y, config)
     if "shared" in params:
