@@ -12,7 +12,7 @@ CONFIG = sl.nn.MoEConfig(routers.top_k(2, renormalise="chosen", sampled=True), j
 
 
 def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) / 2
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) / 3
 
 
 PARAMS = [
@@ -42,7 +42,7 @@ def loss_fn(params, batch, rng):
 
 def trained(mesh, *transforms):
     chain = sl.chain(*transforms)
-    return training.simulate(mesh, loss_fn, PARAMS, [BATCH] * 2, chain, sl.optim.sgd(0.1), rng=1)
+    return training.simulate(mesh, loss_fn, PARAMS, [BATCH] * 2, chain, sl.optim.sgd(1e-3), rng=1)
 
 
 MESHES = {
