@@ -98,12 +98,12 @@ def test_gradients_on_disk_are_written_before_the_update_and_read_by_it():
 
 
 def test_parameters_on_disk_are_read_three_units_ahead():
-    """A unit's parameters are a block of 4,096 bytes, read for forward, for backward and for the update, and its moments are two."""
+    """A unit's parameters are a block of 4,096 bytes, read for forward, for backward and for the update; its moments are two."""
     on_disk, update, read = sl.offload("disk", params="disk", folder="states"), 3 * UNITS, {"read": 4096}
     assert predicted(on_disk, 0.0, read, sl.zero(0)).total == 2 * UNITS + update
     assert predicted(on_disk, 0.0, {"written": 4096}, sl.zero(0)).total == update
-    # A second of forward and two of backward for a unit. Forward waits for the first two units' parameters. Backward waits for
-    # the last one's, which are read behind the two that forward has announced: they were in memory then.
+    # A second of forward and two of backward for a unit. Forward waits for the first two units' parameters. Backward
+    # waits for the last one's, which are read behind the two that forward has announced: they were in memory then.
     assert predicted(on_disk, UNITS, read, sl.zero(0)).total == pytest.approx(2 + 12 + 2 + update)
     alone = predicted(on_disk, UNITS, read, sl.zero(0, prefetch=False))
     assert alone.total == pytest.approx(2 * UNITS + 12 + update)
