@@ -98,7 +98,7 @@ def test_gradients_on_disk_are_written_before_the_update_and_read_by_it():
 
 
 def test_parameters_on_disk_are_read_three_units_ahead():
-    """A unit's parameters are a block of 4,096 bytes, read for forward, for backward and for the update; its moments are two."""
+    """A unit's parameters are a block of 4,096 bytes, read for forward, backward and update; its moments are two."""
     on_disk, update, read = sl.offload("disk", params="disk", folder="states"), 3 * UNITS, {"read": 4096}
     assert predicted(on_disk, 0.0, read, sl.zero(0)).total == 2 * UNITS + update
     assert predicted(on_disk, 0.0, {"written": 4096}, sl.zero(0)).total == update
