@@ -72,14 +72,14 @@ class Resting:
         update: Update,
         groups: Sequence[OptimizerState] = (),
         params: Sharded | None = None,
-        go_along: Callable[[], None] = lambda: None,
+        go_along: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         """Run an update: on all ranks, or on none where it can be taken back.
 
         Args:
             update: is given the groups' states as tensors, one after the other, and gives each back before the next.
             params: what the update writes; None while first states are made.
-            go_along: called where the update fails, so that other ranks reach the end of theirs.
+            go_along: called with the error where the update fails, so that other ranks reach the end of theirs.
 
         Raises:
             Undone: it failed on some rank, and was taken back on all.
@@ -106,8 +106,8 @@ class Resting:
                 fits = True
                 with contextlib.closing(self._awoken(groups)) as states:
                     update(states)
-            except Exception:
-                go_along()
+            except Exception as error:
+                go_along(error)
                 raise
             for each in files:
                 each.flush()

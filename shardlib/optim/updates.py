@@ -34,7 +34,7 @@ from shardlib.mesh.staging import Slot, taken
 from shardlib.mesh.transfers import Transfer
 from shardlib.mesh.transport.activity import naming
 from shardlib.optim.ahead import Ahead
-from shardlib.optim.base import GradientTransformation
+from shardlib.optim.base import GradientTransformation, Packed
 from shardlib.optim.grouping import update_groups
 from shardlib.optim.resting import resting_of
 from shardlib.optim.separate import Separation
@@ -242,8 +242,6 @@ class Updates:
             self._complete(self._ahead, factor)
 
         def update(parts: Iterator[OptimizerState]) -> None:
-            for some in self._shards:
-                some.exchanges.begin()
             some_of = self._shards if self._separate else [shards]
             with contextlib.closing(landing.arriving(grads, self._groups)) as arriving:
                 turns = zip(self._groups, some_of, parts, arriving, strict=True)
@@ -255,31 +253,46 @@ class Updates:
                         after = self._update(group, storing, params, state, landed, factor, some, landing)
                     states.append(self._resting.asleep(after))
 
-        self._resting.attempt(update, self._parts(opt), params, lambda: self._go_along(storing))
+        parts = self._parts(opt)
+        for some in self._shards:
+            some.exchanges.begin()  # not in `update`: an attempt may fail before it
+        self._resting.attempt(update, parts, params, lambda error: self._go_along(error, parts, storing))
         storing.finish()
         return self._joined(states)
 
-    def _go_along(self, storing: Storing) -> None:
-        """On a rank whose update has failed: take part in what other ranks' updates exchange on their way."""
-        for group, shards in zip(self._groups, self._shards, strict=True):
+    def _go_along(self, error: Exception, parts: Sequence[OptimizerState], storing: Storing) -> None:
+        """On a rank whose update has failed: take part in what other ranks' updates exchange on their way.
+
+        Args:
+            error: why it has failed, which is reported.
+            parts: the groups' states before the update.
+        """
+        for number, (group, shards) in enumerate(zip(self._groups, self._shards, strict=True)):
             if self._separate and not self._optimizer.separable:
-                with contextlib.suppress(Exception):  # the first error is reported
-                    self._imitate(group, shards)
+                try:
+                    self._imitate(group, parts[number].inner, shards)
+                except Exception as other:
+                    if type(other) is not type(error):
+                        error.add_note(
+                            f"Exchanges that other ranks wait for were not made: {type(other).__name__}: {other}"
+                        )
             storing.go_along([group])
 
-    def _imitate(self, group: Sequence[Bucket], shards: MeshShards) -> None:
-        """Update a group's buckets of zeros, for the exchanges that this rank has not made."""
-        planned, _ = self._optimizer.planned(self._plan)
+    def _imitate(self, group: Sequence[Bucket], inner: Any, shards: MeshShards) -> None:
+        """Update a group's buckets of zeros, for the exchanges that this rank has not made. Numbers of the state ``inner``
+        keep their values, which an optimizer may refuse otherwise."""
         device = self._mesh.device_for(group[0].memory.optimizer)
-        inner = tree_map(
-            lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype, device=device),
-            self._separation.cut(planned, [bucket.name for bucket in group]),
-        )
+
+        def imitated(leaf: Any) -> Any:
+            if isinstance(leaf, Packed):  # on disk
+                return torch.zeros_like(leaf.like, device=device)
+            return leaf.clone() if not leaf.dim() else torch.zeros_like(leaf, device=device)
+
         params, grads = (
             {b.name: torch.zeros(b.owned, dtype=b.master_dtype or b.dtype, device=device) for b in group} for _ in "pg"
         )
         shards.exchanges.again()
-        self._optimizer.body(params, grads, inner, scale=None, shards=shards, copies=None)
+        self._optimizer.body(params, grads, tree_map(imitated, inner), scale=None, shards=shards, copies=None)
 
     def _runs_ahead(self, group: Sequence[Bucket]) -> bool:
         return self._ahead is not None and any(bucket.memory.optimizer != "device" for bucket in group)
