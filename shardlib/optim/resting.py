@@ -49,7 +49,7 @@ class Resting:
     updated in place. Parameters may be on disk.
 
     Attributes:
-        at_once: whether there is memory for all states at once, and for old ones beside new ones.
+        at_once: whether there is memory for all states at once.
         in_place: the states that updates cannot take back, in words; empty if there are none.
     """
 
@@ -151,6 +151,9 @@ class Resting:
         """A group's state, given back after its update or its first values; the result belongs into a train state."""
         return state
 
+    def close(self) -> None:
+        """Close the files, of a train step that is not made."""
+
 
 class StatesOnDisk(Resting):
     """The states of all buckets whose memory rests on disk.
@@ -204,6 +207,9 @@ class StatesOnDisk(Resting):
         if any(now is not before for now, before in zip(leaves_of(after), leaves_of(state), strict=True)):
             self.attempt(lambda _: None, [state], params)
         return after
+
+    def close(self) -> None:
+        self.store.close()
 
     def _files(self) -> Sequence[StepFiles]:
         return [self]

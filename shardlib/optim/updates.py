@@ -36,6 +36,7 @@ from shardlib.mesh.transport.activity import naming
 from shardlib.optim.ahead import Ahead
 from shardlib.optim.base import GradientTransformation, Packed
 from shardlib.optim.grouping import update_groups
+from shardlib.optim.on_disk import in_files
 from shardlib.optim.resting import resting_of
 from shardlib.optim.separate import Separation
 from shardlib.optim.shards import MeshShards
@@ -46,7 +47,7 @@ from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
 from shardlib.sharded.gradients_on_disk import GradientsOnDisk, LandingOnDisk, gradients_rest
 from shardlib.sharded.landing import Follower, Landing
-from shardlib.sharded.on_disk import BufferOnDisk, params_rest
+from shardlib.sharded.on_disk import BufferOnDisk
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import tree_map
 
@@ -69,20 +70,24 @@ class Updates:
         self._optimizer, self._plan, self._mesh, self._donates = optimizer, plan, mesh, donates
         self._separation = Separation(plan)
         self._groups = update_groups(optimizer, plan)
-        self._resting = resting_of(optimizer, plan, mesh)
-        self.alone = params_rest(plan) or not self._resting.at_once
+        self.alone = in_files(plan)
         if self.alone and not donates:
             raise IllegalComposition(
                 "donate=False keeps the old state of every step, and what is on disk is there once: leave donate=True, or "
                 "keep it in memory with offload('host')"
             )
+        self._resting = resting_of(optimizer, plan, mesh)
+        try:
+            self._scratch = GradientsOnDisk(plan, mesh) if gradients_rest(plan) else None
+        except BaseException:
+            self._resting.close()  # for the next attempt, while this one's traceback is held
+            raise
         self._separate = optimizer.in_turn(plan)
         self._shards = [MeshShards(plan, mesh).of(group, optimizer.rest) for group in self._groups]
         self._shards_of = {group[0].name: of for group, of in zip(self._groups, self._shards, strict=True) if group}
         self._ahead = Ahead(self._body, mesh.device, donates) if plan.step.ahead else None
         self._delays = plan.step.update == "delay"
         self._landed: dict[str, torch.Tensor] = {}  # memory for the next step's gradients
-        self._scratch = GradientsOnDisk(plan, mesh) if gradients_rest(plan) else None
         # The last group is in the other memory, if there is one: numbers for it must not take the device's link.
         self._numbers = mesh.device_for(self._groups[-1][0].memory.optimizer) if plan.trained else mesh.device
         # Two: while the parameters of one group are on their way, the next group is updated.
