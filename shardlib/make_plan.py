@@ -17,6 +17,7 @@ from shardlib.execute.stages.tracing import trace
 from shardlib.init.deferred import defer
 from shardlib.mesh.mesh import Mesh, as_mesh
 from shardlib.mesh.transport import EchoGroup
+from shardlib.optim.resting import fault_on_disk
 from shardlib.optim.wrapping import require_transformations
 from shardlib.plan.build import build_plan
 from shardlib.plan.plan import Plan
@@ -111,8 +112,9 @@ def make_plan(
     if not limits.excess(plan):
         return replace(plan, claims=plan.claims and plan.claims.noting(map(str, limits.uses(plan))))
     rows = min((leaf.shape[0] for leaf in leaves if leaf.dim()), default=1)
-    disk = "disk" in limits.bytes or any(bucket.memory.optimizer == "disk" for bucket in plan.everywhere.buckets)
-    edits = partial(changes, sizes=mesh.shape, rows=rows, elementwise=optimizer.separable, disk=disk)
+    wanted = "disk" in limits.bytes or any(bucket.memory.optimizer == "disk" for bucket in plan.everywhere.buckets)
+    on_disk = wanted and fault_on_disk(optimizer, plan) is None
+    edits = partial(changes, sizes=mesh.shape, rows=rows, elementwise=optimizer.separable, disk=on_disk)
     planner = Planner(limits, edits, difference, rough, lambda other: fitted(rough(other), known, limits))
     raise planner.refusal(transform, plan)
 

@@ -45,7 +45,6 @@ _WAYS: Mapping[str, _Way] = {
     "`offload()`": _Way((sl.zero(0), sl.offload())),
     "`offload(speculate=True)`": _Way((sl.zero(0), sl.offload(speculate=True))),
     "`offload(delay=True)`": _Way((sl.zero(0), sl.offload(delay=True))),
-    "`offload(fraction=0.5)`": _Way((sl.zero(0), sl.offload(fraction=0.5))),
     '`offload(params="host", gradients="host")`': _Way((sl.zero(3), sl.offload(**_DOWN))),
     "`offload()`, `remat()`": _Way((sl.zero(0), sl.offload(), sl.remat()), _LARGER, 2),
 }

@@ -34,6 +34,11 @@ class Phases:
         """The phase, such as "backward of block 3". Blocks count from 1; without blocks, "forward" or "backward"."""
         return f"backward{self._backward}" if graph_task() != -1 else f"forward{self._forward}"
 
+    @property
+    def blocks(self) -> int:
+        """How many blocks have begun in the micro-batch; those within blocks are not counted."""
+        return self._number - self._first
+
     def around(self, runner: Runner | None) -> Runner:
         """A runner of blocks that notes which block runs; ``runner`` then runs it."""
 

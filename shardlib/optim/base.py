@@ -236,14 +236,18 @@ class GradientTransformation:
         """Whether `body` may run on some of the parameters alone, once `lead` has seen all gradients."""
         return self.owns is None and self.rest is Locality.ELEMENTWISE
 
+    @property
+    def by_leaf(self) -> bool:
+        """Whether no update reads beyond one parameter, so that states may rest on disk; `separable` ones do not either."""
+        return self.owns is None and self.rest not in (None, Locality.GLOBAL)
+
     def in_turn(self, plan: PlanValue) -> bool:
         """Whether groups of buckets are updated one after the other under a plan: where states are elsewhere than on the
-        device, or parameters rest on disk, if `separable`; and where states rest on disk, if no update reads beyond one
-        parameter. All ranks then make exchanges for each group."""
+        device, or parameters rest on disk, if `separable`; and where states rest on disk, if `by_leaf`. All ranks then make
+        exchanges for each group."""
         memories = {bucket.memory.optimizer for bucket in plan.trained} - {"device"}
         apart = bool(memories) or any(MEMORIES[bucket.memory.param].rests for bucket in plan.trained)
-        by_leaf = self.owns is None and self.rest not in (None, Locality.GLOBAL)
-        return (self.separable and apart) or (by_leaf and any(MEMORIES[name].rests for name in memories))
+        return (self.separable and apart) or (self.by_leaf and any(MEMORIES[name].rests for name in memories))
 
     def lead(self, updates: Tree, scale: torch.Tensor | None, shards: Shards) -> torch.Tensor | None:
         """The factor of all elements for `body`: ``scale``, times the factors of clips."""

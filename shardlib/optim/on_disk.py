@@ -163,13 +163,9 @@ class BucketOnDisk(Packed):
         return self._buffers[self._bucket.name][first:stop]
 
     def pack(self, values: torch.Tensor, first: int = 0) -> None:
-        if values.numel() < self.like.numel():
-            whole = self._buffers[self._bucket.name]
-            whole[first : first + values.numel()] = values.reshape(-1)
-            values = whole
         files = self._buffers.files
         try:
-            files.write(self._bucket.name, values.reshape(-1))
+            files.write(self._bucket.name, values.reshape(-1))  # all of it: a part is a block, and this is one
             self._buffers.flush()  # what fails is this call's error
         except BaseException:
             files.roll_back()  # for the next attempt

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import optree
 import torch
@@ -20,7 +20,7 @@ from shardlib.errors import IllegalComposition, StorageError, TreeError
 from shardlib.mesh.memories import MEMORIES, window
 from shardlib.mesh.mesh import Mesh
 from shardlib.optim.base import GradientTransformation
-from shardlib.optim.on_disk import OnDisk, follow, followed, rests
+from shardlib.optim.on_disk import Committing, OnDisk, follow, followed, rests
 from shardlib.optim.storing import Storing, optimizer_shard
 from shardlib.optim.train_state import OptimizerState
 from shardlib.optim.undone import Undone
@@ -32,15 +32,29 @@ from shardlib.tree import flatten, leaves_of, path_name, tree_map, unflatten
 Update = Callable[[Iterator[OptimizerState]], None]
 
 
+class StepFiles(Committing, Protocol):
+    """Files that a step writes."""
+
+    def settle(self) -> None:
+        """Commit what was written since the last step, so that the next one can be taken back to it."""
+        ...
+
+    def flush(self) -> None:
+        """Wait for what is being written; raises an error if something could not be."""
+        ...
+
+
 class Resting:
     """The states of groups of buckets, between and during updates: they stay where the optimizer works on them, and are
     updated in place. Parameters may be on disk.
 
     Attributes:
-        at_once: whether there is memory for all states at once, and for old ones beside new ones.
+        at_once: whether there is memory for all states at once.
+        in_place: the states that updates cannot take back, in words; empty if there are none.
     """
 
     at_once = True
+    in_place = "they"
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -58,39 +72,76 @@ class Resting:
         update: Update,
         groups: Sequence[OptimizerState] = (),
         params: Sharded | None = None,
-        go_along: Callable[[], None] = lambda: None,
+        go_along: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         """Run an update: on all ranks, or on none where it can be taken back.
 
         Args:
             update: is given the groups' states as tensors, one after the other, and gives each back before the next.
-            params: what the update writes.
-            go_along: called where the update fails, so that other ranks reach the end of theirs.
+            params: what the update writes; None while first states are made.
+            go_along: called with the error where the update fails, so that other ranks reach the end of theirs.
 
         Raises:
             Undone: it failed on some rank, and was taken back on all.
         """
         on_disk = None if params is None else params.on_disk
-        if on_disk is None:
+        files = [*self._files(), *([] if on_disk is None else [on_disk])]
+        if not files:
             update(iter(groups))
             return
+        following, groups = groups, [followed(group) for group in groups]
+        begun = fits = False
+
+        def settle() -> None:
+            for each in files:
+                each.settle()
 
         def work() -> None:
+            nonlocal begun, fits
             try:
-                on_disk.settle()
-                update(iter(groups))
-            except Exception:
-                go_along()
+                settle()
+                begun = True
+                if follow(following):
+                    settle()  # before parameters are written: those that go back are what their masters round to
+                fits = True
+                with contextlib.closing(self._awoken(groups)) as states:
+                    update(states)
+            except Exception as error:
+                go_along(error)
                 raise
-            on_disk.flush()
+            for each in files:
+                each.flush()
+
+        def take_back() -> None:
+            for each in files:
+                each.roll_back()
+            if not begun:
+                raise StorageError("what the step was to start from could not be written before")
+            if params is not None and on_disk is None and fits and not self.in_place:
+                _as_before(params, groups)
 
         failure, problems, _ = attempted(self._mesh, work)
-        if problems:
-            on_disk.roll_back()
-            error = error_of(failure, problems, "the step was not made")
-            error.add_note("The states are lost (they were updated in place): restore a checkpoint")
+        if not problems:
+            for each in files:
+                each.commit()
+            return
+        error = error_of(failure, problems, "the step was not made")
+        _, lost, _ = attempted(self._mesh, take_back)
+        if params is None:
             raise error
-        on_disk.commit()
+        why = lost[0][1] if lost else self.in_place and f"{self.in_place} were updated in place"
+        if why:
+            error.add_note(f"The states are lost ({why}): restore a checkpoint")
+            raise error
+        raise Undone(error, fits)
+
+    def _files(self) -> Sequence[StepFiles]:
+        """What an update writes beside parameters."""
+        return ()
+
+    def _awoken(self, groups: Sequence[OptimizerState]) -> Generator[OptimizerState]:
+        """The groups' states as tensors."""
+        yield from groups
 
     def skipped(self, state: OptimizerState, params: Sharded) -> OptimizerState:
         """The state after a step without an update."""
@@ -99,6 +150,9 @@ class Resting:
     def asleep(self, state: OptimizerState) -> OptimizerState:
         """A group's state, given back after its update or its first values; the result belongs into a train state."""
         return state
+
+    def close(self) -> None:
+        """Close the files, of a train step that is not made."""
 
 
 class StatesOnDisk(Resting):
@@ -132,9 +186,9 @@ class StatesOnDisk(Resting):
         folders = plan.claims.location("optimizer").folders
         super().__init__(mesh)
         self._buffers, self._awake = buffers, dict[str, torch.Tensor]()
-        # Other states are updated in place.
-        self._undoes = all(MEMORIES[bucket.memory.optimizer].rests for bucket in plan.everywhere.trained)
-        self.version = self._next = 0
+        all_rest = all(MEMORIES[bucket.memory.optimizer].rests for bucket in plan.everywhere.trained)
+        self.in_place = "" if all_rest else "those in memory"
+        self.version, self._given_back = 0, False
         problem = "the files for states on disk could not be opened"
         self.store = open_for_run(mesh, folders, buffers, window(list(sizes.values())), problem)
         close_with(self, self.store)
@@ -148,80 +202,34 @@ class StatesOnDisk(Resting):
                     "step, or save a checkpoint of the state and restore it into the state that was made with this step"
                 )
 
-    def attempt(
-        self,
-        update: Update,
-        groups: Sequence[OptimizerState] = (),
-        params: Sharded | None = None,
-        go_along: Callable[[], None] = lambda: None,
-    ) -> None:
-        following, groups = groups, [followed(group) for group in groups]
-        on_disk = None if params is None else params.on_disk
-        begun = fits = False
-
-        def work() -> None:
-            nonlocal begun, fits
-            try:
-                self.commit()  # of what a checkpoint has written since
-                if on_disk is not None:
-                    on_disk.settle()
-                begun = True
-                if follow(following):
-                    self.commit()  # before parameters are written: those that go back are what their masters round to
-                fits = True
-                with contextlib.closing(self._awoken(groups)) as states:
-                    update(states)
-            except Exception:
-                go_along()
-                raise
-            self.store.flush()
-            if on_disk is not None:
-                on_disk.flush()
-
-        def take_back() -> None:
-            if not begun:
-                raise StorageError("the states that the step was to start from could not be written before")
-            self.roll_back()
-            if on_disk is not None:
-                on_disk.roll_back()
-            elif params is not None and fits:
-                _as_before(params, groups)
-
-        failure, problems, _ = attempted(self._mesh, work)
-        if problems:
-            error = error_of(failure, problems, "the step was not made")
-            if params is None:
-                raise error
-            if not self._undoes:
-                error.add_note("The states are lost (those in memory were updated in place): restore a checkpoint")
-                raise error
-            _, lost, _ = attempted(self._mesh, take_back)
-            if lost:
-                error.add_note(f"The states are lost ({lost[0][1]}): restore a checkpoint")
-                raise error
-            raise Undone(error, fits)
-        self.commit()
-        self.version = self._next
-        if on_disk is not None:
-            on_disk.commit()
-
     def skipped(self, state: OptimizerState, params: Sharded) -> OptimizerState:
         after = followed(state)
         if any(now is not before for now, before in zip(leaves_of(after), leaves_of(state), strict=True)):
             self.attempt(lambda _: None, [state], params)
         return after
 
+    def close(self) -> None:
+        self.store.close()
+
+    def _files(self) -> Sequence[StepFiles]:
+        return [self]
+
+    def settle(self) -> None:
+        self.commit()
+
+    def flush(self) -> None:
+        self.store.flush()
+
     def commit(self) -> None:
-        """Make what was written what `roll_back` goes back to."""
         self.store.commit((self.store.step or 0) + 1)
+        self.version += self._given_back
+        self._given_back = False
 
     def roll_back(self) -> None:
-        """Take back what was written since the last commit, and errors with it."""
         self.store.roll_back()
-        self._next = self.version
+        self._given_back = False
 
     def _awoken(self, groups: Sequence[OptimizerState]) -> Generator[OptimizerState]:
-        """The groups' states as tensors."""
         resting = [[leaf.name for leaf in leaves_of(group) if isinstance(leaf, OnDisk)] for group in groups]
         with contextlib.closing(self.store.fetched(resting)) as fetched:
             for group, tensors in zip(groups, fetched, strict=True):
@@ -238,7 +246,7 @@ class StatesOnDisk(Resting):
     def asleep(self, state: OptimizerState) -> OptimizerState:
         paths, leaves, treedef = flatten(state)
         leaves = [self._apart(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
-        self._next = self.version + 1
+        self._given_back, version = True, self.version + 1  # that of the commit
         after = []
         for path, leaf in zip(paths, leaves, strict=True):
             if path not in self._buffers:
@@ -249,7 +257,7 @@ class StatesOnDisk(Resting):
                 flat = lent.copy_(flat)
             self._awake.pop(path, None)  # the store's again
             self.store.write(path, flat)
-            after.append(OnDisk(self, self._next, path, leaf.shape, self._buffers[path]))
+            after.append(OnDisk(self, version, path, leaf.shape, self._buffers[path]))
         return unflatten(treedef, after)
 
     def _apart(self, path: str, leaf: Any) -> Any:
@@ -284,18 +292,8 @@ def resting_of(optimizer: GradientTransformation, plan: Plan, mesh: Mesh) -> Res
     """
     if not rests(plan):
         return Resting(mesh)
-    if not optimizer.in_turn(plan):
-        why = "sums gradients itself" if optimizer.owns else "reads across parameters"
-        raise IllegalComposition(
-            f"offload keeps states on disk, of which a few buckets are in memory at a time, and this optimizer {why}, so "
-            "that it needs all of them; put clips first in a chain, or use offload('host')"
-        )
-    if plan.everywhere.stages.axes and not optimizer.separable:
-        raise IllegalComposition(
-            "offload keeps states on disk, and this optimizer sums over each parameter while its bucket is in memory, in "
-            "exchanges of all ranks; the stages of a pipeline have different buckets. Use offload('host'), or an elementwise "
-            "optimizer, such as adamw"
-        )
+    if fault := fault_on_disk(optimizer, plan):
+        raise IllegalComposition(fault)
     inner, _ = optimizer.planned(plan)
     masters = {
         bucket.name: torch.empty(bucket.owned, dtype=bucket.master_dtype, device="meta")
@@ -303,3 +301,20 @@ def resting_of(optimizer: GradientTransformation, plan: Plan, mesh: Mesh) -> Res
         if bucket.master_dtype is not None
     }
     return StatesOnDisk(plan, mesh, OptimizerState(masters, inner))
+
+
+def fault_on_disk(optimizer: GradientTransformation, plan: Plan) -> str | None:
+    """Why an optimizer of a plan's parameters cannot have its states on disk; None if it can."""
+    if not optimizer.by_leaf:
+        why = "sums gradients itself" if optimizer.owns else "reads across parameters"
+        return (
+            f"offload keeps states on disk, of which a few buckets are in memory at a time, and this optimizer {why}, so "
+            "that it needs all of them; put clips first in a chain, or use offload('host')"
+        )
+    if plan.everywhere.stages.axes and not optimizer.separable:
+        return (
+            "offload keeps states on disk, and this optimizer sums over each parameter while its bucket is in memory, in "
+            "exchanges of all ranks; the stages of a pipeline have different buckets. Use offload('host'), or an elementwise "
+            "optimizer, such as adamw"
+        )
+    return None

@@ -39,21 +39,24 @@ class Storing:
     """The way of the optimizer's shards into the stored parameters, in place. Parameters that are stored whole are gathered.
 
     A shard in another memory comes by a transfer, which goes on beside the caller. On disk, parameters are written behind.
+
+    Attributes:
+        params: the stored parameters.
     """
 
     def __init__(self, params: Sharded) -> None:
-        self._params, self._mesh = params, params.mesh
+        self.params, self._mesh = params, params.mesh
         self._arriving: dict[str, tuple[torch.Tensor, Transfer]] = {}
         self._gathered: set[str] = set()  # of buckets on disk that are stored whole
 
     def put(self, bucket: Bucket, shard: torch.Tensor) -> Transfer:
         """Take a shard. It must not change before the transfer, which is returned, and `finish` are over."""
         whole, transfer = bucket.owners(bucket.param_level) == 1, Transfer()
-        if (on_disk := self._params.on_disk) is not None:
+        if (on_disk := self.params.on_disk) is not None:
             values = shard.to(bucket.dtype)
             on_disk.files.write(bucket.name, values if whole else self._whole(bucket, values))
             return transfer
-        stored = self._params.buffers[bucket.name]
+        stored = self.params.buffers[bucket.name]
         if shard.device != stored.device and (whole or stored.device == self._mesh.device):
             target = stored if whole else torch.empty(shard.numel(), dtype=bucket.dtype, device=stored.device)
             transfer = self._mesh.transfers.copy(shard.to(bucket.dtype), target)
@@ -65,7 +68,7 @@ class Storing:
 
     def _whole(self, bucket: Bucket, shard: torch.Tensor) -> torch.Tensor:
         """A bucket on the device, gathered."""
-        whole = Gather(self._mesh, self._params.plan.routes[bucket.name].restore, shard).wait()
+        whole = Gather(self._mesh, self.params.plan.routes[bucket.name].restore, shard).wait()
         self._gathered.add(bucket.name)
         return whole
 
@@ -77,15 +80,15 @@ class Storing:
         """
         for bucket in (bucket for group in groups for bucket in group):
             missing = bucket.owners(bucket.param_level) > 1 and bucket.name not in self._gathered
-            if self._params.on_disk is not None and missing:
+            if self.params.on_disk is not None and missing:
                 self._whole(bucket, torch.zeros(bucket.owned, dtype=bucket.dtype, device=self._mesh.device))
 
     def finish(self) -> None:
         """Let what the device does from now on see the new parameters. Two gathers at most are under way."""
         gathers: deque[Gather] = deque()
-        for bucket in self._params.plan.trained if self._params.on_disk is None else ():
+        for bucket in self.params.plan.trained if self.params.on_disk is None else ():
             shard, transfer = self._arriving.pop(bucket.name)
-            stored, route = self._params.buffers[bucket.name], self._params.plan.routes[bucket.name].restore
+            stored, route = self.params.buffers[bucket.name], self.params.plan.routes[bucket.name].restore
             if stored.device != self._mesh.device:
                 transfer.wait()  # the host may read it next
             transfer.join()

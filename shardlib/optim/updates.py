@@ -1,4 +1,4 @@
-"""The update of a train state: of masters, the optimizer's state and the stored parameters, each in its memory.
+"""The update of a train state: which buckets are updated when, and from which gradients. `group_update` makes each.
 
 Where the optimizer works in another memory than the parameters lie in, an elementwise optimizer takes one bucket after the
 other, in the order in which gradients land, so that the first new parameters are on their way while later gradients arrive:
@@ -25,17 +25,17 @@ import torch
 
 from shardlib.collectives.attempts import attempted, error_of
 from shardlib.collectives.summation import sum_of_squares
-from shardlib.common._compat import storage_id
 from shardlib.common.pages import cloned
 from shardlib.errors import IllegalComposition
-from shardlib.mesh.memories import AHEAD, MEMORIES
+from shardlib.mesh.memories import AHEAD
 from shardlib.mesh.mesh import Mesh
-from shardlib.mesh.staging import Slot, taken
 from shardlib.mesh.transfers import Transfer
 from shardlib.mesh.transport.activity import naming
 from shardlib.optim.ahead import Ahead
 from shardlib.optim.base import GradientTransformation
+from shardlib.optim.group_update import GroupUpdate, scalar
 from shardlib.optim.grouping import update_groups
+from shardlib.optim.on_disk import in_files
 from shardlib.optim.resting import resting_of
 from shardlib.optim.separate import Separation
 from shardlib.optim.shards import MeshShards
@@ -46,9 +46,8 @@ from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
 from shardlib.sharded.gradients_on_disk import GradientsOnDisk, LandingOnDisk, gradients_rest
 from shardlib.sharded.landing import Follower, Landing
-from shardlib.sharded.on_disk import BufferOnDisk, params_rest
+from shardlib.sharded.on_disk import BufferOnDisk
 from shardlib.sharded.tree import Sharded
-from shardlib.tree import tree_map
 
 
 class Updates:
@@ -69,24 +68,27 @@ class Updates:
         self._optimizer, self._plan, self._mesh, self._donates = optimizer, plan, mesh, donates
         self._separation = Separation(plan)
         self._groups = update_groups(optimizer, plan)
-        self._resting = resting_of(optimizer, plan, mesh)
-        self.alone = params_rest(plan) or not self._resting.at_once
+        self.alone = in_files(plan)
         if self.alone and not donates:
             raise IllegalComposition(
                 "donate=False keeps the old state of every step, and what is on disk is there once: leave donate=True, or "
                 "keep it in memory with offload('host')"
             )
+        self._resting = resting_of(optimizer, plan, mesh)
+        try:
+            self._scratch = GradientsOnDisk(plan, mesh) if gradients_rest(plan) else None
+        except BaseException:
+            self._resting.close()  # for the next attempt, while this one's traceback is held
+            raise
         self._separate = optimizer.in_turn(plan)
         self._shards = [MeshShards(plan, mesh).of(group, optimizer.rest) for group in self._groups]
         self._shards_of = {group[0].name: of for group, of in zip(self._groups, self._shards, strict=True) if group}
         self._ahead = Ahead(self._body, mesh.device, donates) if plan.step.ahead else None
         self._delays = plan.step.update == "delay"
         self._landed: dict[str, torch.Tensor] = {}  # memory for the next step's gradients
-        self._scratch = GradientsOnDisk(plan, mesh) if gradients_rest(plan) else None
         # The last group is in the other memory, if there is one: numbers for it must not take the device's link.
         self._numbers = mesh.device_for(self._groups[-1][0].memory.optimizer) if plan.trained else mesh.device
-        # Two: while the parameters of one group are on their way, the next group is updated.
-        self._slots = [Slot(mesh.transfers.apart) for _ in self._groups[:2]]
+        self._update = GroupUpdate(optimizer, mesh, self._groups, self._separate)
         mesh.kept.add(self)
 
     def init(self, params: Sharded) -> OptimizerState:
@@ -98,7 +100,7 @@ class Updates:
             return opt
         grads = {b.name: self._mesh.zeros(b.owned, b.reduce_dtype, b.memory.optimizer) for b in self._plan.trained}
         return opt._replace(
-            pending=Pending(grads, _number(1.0, self._numbers), torch.tensor(False, device=self._numbers))
+            pending=Pending(grads, scalar(1.0, self._numbers), torch.tensor(False, device=self._numbers))
         )
 
     def _first(self, params: Sharded) -> Iterator[OptimizerState]:
@@ -206,8 +208,7 @@ class Updates:
     def give_back(self) -> None:
         """Free the host memory that is kept for the next step, which makes it anew."""
         self._landed.clear()
-        for slot in self._slots:
-            slot.give_back()
+        self._update.give_back()
         if self._ahead is not None:
             self._ahead.give_back()
 
@@ -216,15 +217,15 @@ class Updates:
         free = before.grads if self._donates and self._mesh.transfers.apart else {}
         self._landed = {name: kept for name, kept in self._landed.items() if name not in grads} | free
         grads = {name: grad if _fills(grad) else cloned(grad) for name, grad in grads.items()}
-        factor = _number(1.0, self._numbers) if factor is None else factor
+        factor = scalar(1.0, self._numbers) if factor is None else factor
         return Pending(grads, factor, torch.ones_like(before.due))
 
     def _factor(
         self, grads: Mapping[str, torch.Tensor], shards: MeshShards, scale: float | None, squares: float
     ) -> torch.Tensor | None:
         """The factor of all gradients, clips included where buckets are updated one by one."""
-        shards.remember(sum_of_squares, grads, _number(squares, self._numbers))
-        factor = None if scale is None else _number(scale, self._numbers)
+        shards.remember(sum_of_squares, grads, scalar(squares, self._numbers))
+        factor = None if scale is None else scalar(scale, self._numbers)
         return self._optimizer.lead(grads, factor, shards) if self._separate else factor
 
     def _applied(
@@ -242,8 +243,6 @@ class Updates:
             self._complete(self._ahead, factor)
 
         def update(parts: Iterator[OptimizerState]) -> None:
-            for some in self._shards:
-                some.exchanges.begin()
             some_of = self._shards if self._separate else [shards]
             with contextlib.closing(landing.arriving(grads, self._groups)) as arriving:
                 turns = zip(self._groups, some_of, parts, arriving, strict=True)
@@ -252,34 +251,34 @@ class Updates:
                     after = self._made_ahead(group, storing)
                     if after is None:
                         state = state if self._donates else copied(state)
-                        after = self._update(group, storing, params, state, landed, factor, some, landing)
+                        slot = self._ahead.slot(group[0]) if self._ahead and self._runs_ahead(group) else None
+                        after = self._update.run(group, storing, state, landed, factor, some, landing, slot)
                     states.append(self._resting.asleep(after))
 
-        self._resting.attempt(update, self._parts(opt), params, lambda: self._go_along(storing))
+        parts = self._parts(opt)
+        for some in self._shards:
+            some.exchanges.begin()  # not in `update`: an attempt may fail before it
+        self._resting.attempt(update, parts, params, lambda error: self._go_along(error, parts, storing))
         storing.finish()
         return self._joined(states)
 
-    def _go_along(self, storing: Storing) -> None:
-        """On a rank whose update has failed: take part in what other ranks' updates exchange on their way."""
-        for group, shards in zip(self._groups, self._shards, strict=True):
-            if self._separate and not self._optimizer.separable:
-                with contextlib.suppress(Exception):  # the first error is reported
-                    self._imitate(group, shards)
-            storing.go_along([group])
+    def _go_along(self, error: Exception, parts: Sequence[OptimizerState], storing: Storing) -> None:
+        """On a rank whose update has failed: take part in what other ranks' updates exchange on their way.
 
-    def _imitate(self, group: Sequence[Bucket], shards: MeshShards) -> None:
-        """Update a group's buckets of zeros, for the exchanges that this rank has not made."""
-        planned, _ = self._optimizer.planned(self._plan)
-        device = self._mesh.device_for(group[0].memory.optimizer)
-        inner = tree_map(
-            lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype, device=device),
-            self._separation.cut(planned, [bucket.name for bucket in group]),
-        )
-        params, grads = (
-            {b.name: torch.zeros(b.owned, dtype=b.master_dtype or b.dtype, device=device) for b in group} for _ in "pg"
-        )
-        shards.exchanges.again()
-        self._optimizer.body(params, grads, inner, scale=None, shards=shards, copies=None)
+        Args:
+            error: why it has failed, which is reported.
+            parts: the groups' states before the update.
+        """
+        for number, (group, shards) in enumerate(zip(self._groups, self._shards, strict=True)):
+            if self._separate and not self._optimizer.separable:
+                try:
+                    self._update.imitate(group, parts[number], shards)
+                except Exception as other:
+                    if type(other) is not type(error):
+                        error.add_note(
+                            f"Exchanges that other ranks wait for were not made: {type(other).__name__}: {other}"
+                        )
+            storing.go_along([group])
 
     def _runs_ahead(self, group: Sequence[Bucket]) -> bool:
         return self._ahead is not None and any(bucket.memory.optimizer != "device" for bucket in group)
@@ -313,7 +312,7 @@ class Updates:
     ) -> Any:
         """See `Ahead`."""
         name = bucket.name
-        factor = None if factor is None else _number(float(factor), params.device)
+        factor = None if factor is None else scalar(float(factor), params.device)
         return self._optimizer.body(
             {name: params},
             {name: grad},
@@ -323,6 +322,13 @@ class Updates:
             copies={name: copy},
             old=({name: old[0]}, old[1]),
         )
+
+    def _announce(self, params: Sharded, groups: Sequence[Sequence[Bucket]]) -> None:
+        """Let parameters on disk that are updated in place be read while earlier groups are updated."""
+        for bucket in (bucket for group in groups for bucket in group if bucket.master_dtype is None):
+            for part in params.parts(bucket):
+                if isinstance(part, BufferOnDisk):
+                    part.announce()
 
     def _parts(self, opt: OptimizerState) -> list[OptimizerState]:
         """The state of each group."""
@@ -334,82 +340,6 @@ class Updates:
     def _joined(self, states: Sequence[OptimizerState]) -> OptimizerState:
         """The state of which groups have ``states``."""
         return self._separation.join(states) if len(states) > 1 else states[0]
-
-    def _update(
-        self,
-        group: Sequence[Bucket],
-        storing: Storing,
-        params: Sharded,
-        opt: OptimizerState,
-        grads: Mapping[str, torch.Tensor],
-        factor: torch.Tensor | None,
-        shards: MeshShards,
-        landing: Landing,
-    ) -> OptimizerState:
-        """Update the buckets of one group; ``opt`` is their part of the state, and so is the result."""
-        names = [bucket.name for bucket in group]
-        written, copies, slot = {}, {}, self._slot(group)
-        for bucket in group:
-            master = opt.masters.get(bucket.name)
-            if master is None:
-                written[bucket.name] = copies[bucket.name] = optimizer_shard(params, bucket)
-                continue
-            written[bucket.name] = master
-            if master.dtype == bucket.dtype:
-                copies[bucket.name] = master
-            elif not self._crosses(bucket):
-                copies[bucket.name] = optimizer_shard(params, bucket)
-            elif bucket.memory.optimizer == "device":
-                copies[bucket.name] = torch.empty(bucket.owned, dtype=bucket.dtype, device=self._mesh.device)
-            else:
-                copies[bucket.name] = slot.take(bucket.owned, bucket.dtype)
-        if self._separate:
-            some = {name: grads[name] for name in names}
-            factor = None if factor is None else _number(float(factor), written[names[0]].device)
-            after = self._optimizer.body(written, some, opt.inner, scale=factor, shards=shards, copies=copies)
-        else:
-            after = self._optimizer.apply(written, grads, opt.inner, scale=factor, shards=shards, copies=copies)
-        after = _apart(after, [grads[bucket.name] for bucket in group if landing.moves(bucket)])
-        for bucket in group:
-            shard = copies[bucket.name]
-            if self._lent(bucket) and shard is opt.masters.get(bucket.name) and params.on_disk is None:
-                own = (
-                    slot.take(bucket.owned, bucket.dtype) if self._crosses(bucket) else optimizer_shard(params, bucket)
-                )
-                shard = own.copy_(shard)
-            slot.sent(storing.put(bucket, shard))
-        return OptimizerState(opt.masters, after)
-
-    def _announce(self, params: Sharded, groups: Sequence[Sequence[Bucket]]) -> None:
-        """Let parameters on disk that are updated in place be read while earlier groups are updated."""
-        for bucket in (bucket for group in groups for bucket in group if bucket.master_dtype is None):
-            for part in params.parts(bucket):
-                if isinstance(part, BufferOnDisk):
-                    part.announce()
-
-    def _lent(self, bucket: Bucket) -> bool:
-        """Whether the master's memory is another's as soon as the update is done."""
-        return MEMORIES[bucket.memory.optimizer].rests
-
-    def _crosses(self, bucket: Bucket) -> bool:
-        """Whether new parameters are written in one memory, beside the master of another dtype, and stored in another."""
-        works, stored = MEMORIES[bucket.memory.optimizer].works, bucket.memory.param
-        return MEMORIES[stored].rests or (self._mesh.transfers.apart and works != stored)
-
-    def _slot(self, group: Sequence[Bucket]) -> Slot:
-        """Memory for the group's new parameters: that of an update made ahead; otherwise slots take turns."""
-        if self._ahead is not None and self._runs_ahead(group):
-            return self._ahead.slot(group[0])
-        self._slots.append(self._slots.pop(0))
-        staged = [
-            bucket
-            for bucket in group
-            if self._crosses(bucket)
-            and bucket.memory.optimizer != "device"
-            and bucket.master_dtype
-            and (bucket.master_dtype != bucket.dtype or self._lent(bucket))
-        ]
-        return self._slots[-1].empty(sum(taken(bucket.owned, bucket.dtype) for bucket in staged))
 
 
 def _pending(opt: OptimizerState) -> Pending:
@@ -425,18 +355,3 @@ def _applied(pending: Pending) -> Pending:
 def _fills(tensor: torch.Tensor) -> bool:
     """Whether a tensor keeps no memory but its own elements'."""
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
-
-
-def _apart(state: Any, grads: Sequence[torch.Tensor]) -> Any:
-    """An optimizer's state that is not in the memory of ``grads``, which the next step's are written to."""
-    theirs = {storage_id(grad.untyped_storage()) for grad in grads}
-
-    def apart(leaf: Any) -> Any:
-        there = isinstance(leaf, torch.Tensor) and storage_id(leaf.untyped_storage()) in theirs
-        return cloned(leaf) if there else leaf
-
-    return tree_map(apart, state)
-
-
-def _number(value: float, device: torch.device) -> torch.Tensor:
-    return torch.full((), value, dtype=torch.float64, device=device)

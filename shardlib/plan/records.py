@@ -44,7 +44,7 @@ class Trace:
         down: bytes copied to host memory.
         up: bytes copied from host memory.
         host: bytes held in host memory from the micro-batch's forward to its backward.
-        blocks: how many blocks could be recomputed.
+        blocks: how many blocks run, those within blocks not counted, which could be recomputed.
         flops: floating-point operations of matrix products: of forward; of backward, with what it recomputes.
         live_in: the phase that ``live`` is reached in, such as "backward of block 3".
         peak_in: the phase that ``peak`` is reached in.

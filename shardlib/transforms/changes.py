@@ -29,8 +29,8 @@ def changes(
         full: the memories that hold too much. Where the host's or the disk is one, less offload is an edit too.
         sizes: axis -> size of the mesh.
         rows: of a rank's batch.
-        elementwise: whether the optimizer updates one bucket after the other.
-        disk: whether states, and parameters, may go to disk.
+        elementwise: whether the optimizer's states may be in two memories.
+        disk: whether its states, and parameters, may go to disk.
     """
     members, moved_too_much = _members(transform), not {"host", "disk"}.isdisjoint(full)
 
@@ -78,7 +78,7 @@ def _offloads(before: Offload | None, elementwise: bool, disk: bool) -> Iterator
     for share in _SHARES if elementwise and present.update != "delay" else ():
         if before is None or before.fraction < share:
             yield replace(present, fraction=share)
-    for optimizer in ("host", "disk") if disk and elementwise else ("host",):
+    for optimizer in ("host", "disk") if disk else ("host",):
         folders = (present.folders or (_FOLDER,)) if optimizer == "disk" else ()
         places: list[tuple[str | None, str | None]] = [("host", present.gradients), ("host", "host")]
         places.insert(0, (present.params, present.gradients))

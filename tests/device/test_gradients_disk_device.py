@@ -17,58 +17,29 @@ def test_bytes_at_the_links_are_the_plans_and_numbers_those_without(rigs, tmp_pa
     transforms, ranks = CASES[case]
     fraction = 0.5 if case == "a share" else 1.0
 
-    def run(mesh, transforms, fraction):
-        import torch
+    def run(mesh):
         from helpers import rig
-        from helpers.models import mlp, regression_batch, share
+        from helpers.linked import compared
 
         import shardlib as sl
 
-        failing = []
-        loss_of, params = mlp([16, 64, 64, 64, 64, 4], torch.float32)
+        def left_in_backward(step, state, batch):
+            """With gradients on their way."""
+            with rig.limits(up=1e6, down=1e5):
+                try:
+                    step(state, batch)
+                except ZeroDivisionError:
+                    return
+            raise AssertionError("the step did not fail")
 
-        def loss_fn(params, batch):
-            if failing:
-                params["layers"][0]["weight"].register_hook(lambda grad: 1 / 0)
-            return loss_of(params, batch)
+        plan = eval(transforms)
+        disk = sl.offload("disk", params="disk", gradients="disk", folder=tmp_path, fraction=fraction)
+        failing = left_in_backward if mesh.size == 1 else None
+        return compared(mesh, [16, 64, 64, 64, 64, 4], 12, [plan, [*plan, disk]], failing)
 
-        whole = share(regression_batch(12, 16, 4, torch.float32), mesh.rank, mesh.size)
-        batch = tuple(leaf.to(mesh.device) for leaf in whole)
-        seen = []
-        below = sl.offload("disk", params="disk", gradients="disk", folder=tmp_path, fraction=fraction)
-        for more in ([], [below]):
-            tx = sl.optim.chain(sl.optim.clip_by_global_norm(0.5), sl.optim.adamw(1e-2))
-            sharded = sl.shard(params, mesh, sl.chain(*eval(transforms), *more))
-            state, step = sl.make_train_step(loss_fn, sharded, tx)
-            losses, norms = [], []
-            for number in range(4):
-                torch.accelerator.synchronize()
-                if number == 2 and mesh.size == 1:  # left in backward, with gradients on their way
-                    failing.append(True)
-                    with rig.limits(up=1e6, down=1e5):
-                        try:
-                            step(state, batch)
-                        except ZeroDivisionError:
-                            failing.clear()
-                    assert not failing
-                rig.reset()
-                with rig.limits(up=1e6, down=1e6):
-                    state, metrics = step(state, batch)
-                    torch.accelerator.synchronize()
-                counts = rig.counts()
-                losses.append(metrics["loss"].item())
-                norms.append(metrics["grad_norm"].item())
-            transform = sl.chain(*eval(transforms), *more)
-            plan = sl.make_plan(params, mesh, transform, optimizer=tx, loss_fn=loss_of, batch=batch)
-            final = [leaf.cpu().tolist() for leaf in sl.unshard(state.params)["layers"][1].values()]
-            held = plan.bytes("grad", "disk")
-            seen.append((losses, final, counts.down, counts.up, plan.transfers(), held, norms))
-            del state, step, sharded
-        return seen
-
-    for without, found in rigs.run(run, transforms, fraction, mesh={"data": ranks}):
-        assert found[:2] == without[:2]
+    for without, found in rigs.run(run, mesh={"data": ranks}):
+        found.assert_moves_what_is_planned(without)
         # The host squares sums of several micro-batches, and rounds their sum in another order.
-        assert found[6] == (pytest.approx(without[6], rel=1e-14) if case == "accumulated" else without[6])
-        assert without[5] == 0 < found[5]
-        assert (found[2] - without[2], found[3] - without[3]) == (found[4]["down"], found[4]["up"])
+        accumulated = case == "accumulated"
+        assert found.norms == (pytest.approx(without.norms, rel=1e-14) if accumulated else without.norms)
+        assert without.grads == 0 < found.grads

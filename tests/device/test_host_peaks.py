@@ -17,9 +17,22 @@ CASES = {
 @pytest.mark.parametrize("layers", [3, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_the_host_holds_what_the_plan_says(on_rig, case, layers, tmp_path):
+    assert_as_planned(on_rig, case, layers, tmp_path)
+
+
+@pytest.mark.parametrize("writes", ["at once", "late"])
+@pytest.mark.parametrize("case", ["on disk", "all on disk"])
+def test_it_does_so_however_quick_the_disk_is(on_rig, case, writes, tmp_path):
+    assert_as_planned(on_rig, case, 4, tmp_path, writes)
+
+
+def assert_as_planned(on_rig, case, layers, tmp_path, writes=None):
     def run(mesh):
+        import contextlib
         import gc
         import os
+        import time
+        from unittest import mock
 
         import optree
         import torch
@@ -27,7 +40,19 @@ def test_the_host_holds_what_the_plan_says(on_rig, case, layers, tmp_path):
 
         import shardlib as sl
         from shardlib.plan.tiers.held import tiers_of
+        from shardlib.sharded.disk import Store
 
+        write, pwritev = Store.write, os.pwritev
+
+        def at_once(store, *args):
+            write(store, *args)
+            store.flush()
+
+        def late(*args):
+            time.sleep(0.02)
+            return pwritev(*args)
+
+        patches = {"at once": mock.patch.object(Store, "write", at_once), "late": mock.patch("os.pwritev", late)}
         os.chdir(tmp_path)
         params = [{"w": torch.eye(64)} for _ in range(layers)]
         layer = sl.block(lambda p, x: torch.tanh(x @ p["w"]))
@@ -44,8 +69,9 @@ def test_the_host_holds_what_the_plan_says(on_rig, case, layers, tmp_path):
         gc.collect()
         before = rig.counts().pinned
         state, step = sl.make_train_step(loss_fn, sl.shard(params, mesh, parallel), tx)
-        for _ in range(3):
-            state, _ = step(state, batch)
+        with patches.get(writes, contextlib.nullcontext()):
+            for _ in range(3):
+                state, _ = step(state, batch)
         torch.accelerator.synchronize()
         # Moments stay where they are, so they need not be pinned.
         leaves = [leaf for leaf in optree.tree_leaves(state.opt.inner) if isinstance(leaf, torch.Tensor) and leaf.dim()]

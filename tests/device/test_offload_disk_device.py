@@ -6,43 +6,19 @@ import pytest
 @pytest.mark.parametrize("reduce", ["bf16", "fp32", None])
 def test_bytes_at_the_links_are_the_plans_and_numbers_those_without(on_rig, tmp_path, reduce):
     def run(mesh):
-        import torch
-        from helpers import rig
-        from helpers.models import mlp, regression_batch
+        from helpers.linked import compared
 
         import shardlib as sl
 
-        loss_fn, params = mlp([16, 64, 64, 4], torch.float32)
-        batch = tuple(leaf.to(mesh.device) for leaf in regression_batch(8, 16, 4, torch.float32))
-        precision = [sl.precision("bf16", reduce_dtype=reduce)] if reduce else []
-        seen = []
-        for more in (
-            [],
-            [sl.offload("disk", folder=tmp_path)],
-            [sl.offload("disk", fraction=0.5, folder=tmp_path / "b")],
-        ):
-            tx = sl.optim.chain(sl.optim.clip_by_global_norm(0.5), sl.optim.adamw(1e-2))
-            state, step = sl.make_train_step(
-                loss_fn, sl.shard(params, mesh, sl.chain(sl.zero(0), *precision, *more)), tx
-            )
-            losses = []
-            for _ in range(4):
-                torch.accelerator.synchronize()
-                rig.reset()
-                with rig.limits(up=1e6, down=1e6):
-                    state, metrics = step(state, batch)
-                    torch.accelerator.synchronize()
-                counts = rig.counts()
-                losses.append(metrics["loss"].item())
-            final = [buffer.cpu().tolist() for buffer in state.params.buffers.values()]
-            seen.append((losses, final, counts.down, counts.up, counts.live, state.params.plan.transfers()))
-        return seen
+        plan = [sl.precision("bf16", reduce_dtype=reduce)] if reduce else []
+        whole = sl.offload("disk", folder=tmp_path)
+        half = sl.offload("disk", fraction=0.5, folder=tmp_path / "b")
+        return compared(mesh, [16, 64, 64, 4], 8, [plan, [*plan, whole], [*plan, half]])
 
     without, *others = on_rig(run)
     for found in others:
-        assert found[:2] == without[:2]
-        assert (found[2] - without[2], found[3] - without[3]) == (found[5]["down"], found[5]["up"])
-        assert found[5]["down"] > 0 and found[4] < without[4]
+        found.assert_moves_what_is_planned(without)
+        assert found.planned["down"] > 0 and found.live < without.live
 
 
 @pytest.mark.parametrize("stage", [1, 2])

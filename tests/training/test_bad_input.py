@@ -128,7 +128,7 @@ PIPE, SLICES = sl.pipeline("1f1b", microbatches=2), sl.tensor_slicing({"*w": "co
         (
             {"tp": 2, "rack": 2},
             [SLICES, sl.zero(1, axis="rack")],
-            r"use 'tp' instead: tensor_slicing\(.*, axis='tp'\)",
+            r"use 'tp' instead: tensor_slicing\({'\*w': 'column'}, axis='tp'\)",
             [sl.tensor_slicing({"*w": "column"}, axis="tp"), sl.zero(1, axis="rack")],
         ),
         (

@@ -302,9 +302,9 @@ def test_a_step_that_fails_leaves_the_state_before_it(tmp_path, monkeypatch, pla
 
 def failing_update(patch, rank):
     """The second bucket's update runs out of memory on a rank."""
-    from shardlib.optim.updates import Updates
+    from shardlib.optim.group_update import GroupUpdate
 
-    real, calls = Updates._update, []
+    real, calls = GroupUpdate.run, []
 
     def update(self, *args):
         calls.append(self._mesh.rank)
@@ -312,7 +312,7 @@ def failing_update(patch, rank):
             raise MemoryError("out of memory")
         return real(self, *args)
 
-    patch.setattr(Updates, "_update", update)
+    patch.setattr(GroupUpdate, "run", update)
 
 
 def test_a_step_that_cannot_be_taken_back_says_so(tmp_path, monkeypatch):

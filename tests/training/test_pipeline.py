@@ -625,7 +625,7 @@ def plan(transform, params=None, **mesh):
         ),
         (
             lambda: plan(sl.chain(sl.pipeline(), sl.tensor_slicing({"*/qkv": "column"}, axis="pipe"))),
-            IllegalComposition, r"tensor_slicing\(.*, axis='pipe'\) slices layers, and pipeline\(",
+            IllegalComposition, r"tensor_slicing\({'\*/qkv': 'column'}, axis='pipe'\) slices layers, and pipeline\(",
         ),
         (
             lambda: plan(sl.chain(sl.pipeline(), sl.sequence("pipe", "ring"))),

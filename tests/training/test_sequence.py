@@ -564,12 +564,12 @@ def plan_of(transform, **mesh):
         (
             sl.chain(sl.sequence("seq", "ring"), sl.tensor_slicing(RULES, axis="seq")),
             {"seq": 2},
-            r"'seq': sequence\(.*kind='ring'\) cuts .*, and tensor_slicing\(.*, axis='seq'\) slices(.|\n)*kind='megatron'",
+            r"'seq': sequence\('seq', kind='ring'\) cuts .*, and tensor_slicing\({.*'}, axis='seq'\) (.|\n)*='megatron'",
         ),
         (
             cut("megatron", sl.zero(3, axis="seq")),
             {"seq": 2},
-            r"zero\(3, axis='seq'\) divides .*, and sequence\(.*\n.*, and tensor_slicing\(.*\nGive each an axis",
+            r"zero\(3, axis='seq'\) divides .*, and sequence\('seq', kind='megatron'\) .*\n.*, and tensor_slicing\({'b",
         ),
     ],
 )

@@ -75,6 +75,19 @@ def test_parameters_that_were_put_in_stay_where_a_step_is_skipped(tmp_path):
     assert same(run(sl.offload("disk", folder=tmp_path)), run())
 
 
+def test_a_state_whose_parameters_were_replaced_and_put_in_goes_on_after_a_skipped_step(tmp_path):
+    def run(*offload):
+        params = sl.shard(PARAMS, sl.make_mesh(), sl.chain(sl.precision("bf16"), *offload))
+        state, step = sl.make_train_step(LOSS, params, sl.optim.adamw(1e-2), nonfinite="skip")
+        state = stepped(state, step, BATCHES[:1])
+        state = sl.replace_params(state, halves(state.params))
+        state.params = halves(state.params)
+        state = stepped(state, step, [(BATCHES[0][0] * torch.inf, BATCHES[0][1]), *BATCHES[2:4]])
+        return sl.unshard(state.params)
+
+    assert same(run(sl.offload("disk", folder=tmp_path)), run())
+
+
 def test_parameters_that_were_put_in_are_taken_up_on_all_ranks_or_on_none(tmp_path, monkeypatch):
     """A disk that is full for a moment is an error of all ranks, and of this step alone."""
 

@@ -38,11 +38,10 @@ def trace(
     """The trace of each stage, from the first of a rank's micro-batches. ``params`` holds the buckets of all stages."""
     if plan.stages.axes:
         return _trace_stages(loss_fn, plan, mesh, params, split_batch(batch, plan, mesh)[0], rng)
-    runner = OneStage(loss_fn, plan, mesh, trained=True, with_buffers=buffers is not None)
+    runner, phases = OneStage(loss_fn, plan, mesh, trained=True, with_buffers=buffers is not None), Phases()
 
     def live_bytes(*indices: int) -> tuple[Peak, Peak]:
         """The peaks of some micro-batches, with the cast batch: without the sums of gradients, and with them."""
-        phases = Phases()
         live, runner.executor.around = LiveBytes(lambda: phases.now), phases.around
         with live:
             microbatches = split_batch(batch, plan, mesh)
@@ -55,7 +54,7 @@ def trace(
 
     work = Work()
     with work:
-        (live, peak), activations, kept = live_bytes(0), dict(mesh.traffic.activations), _kept(runner.executor)
+        (live, peak), activations, kept = live_bytes(0), dict(mesh.traffic.activations), _kept(runner.executor, phases)
     if runner.executor.gathers:  # the second run follows the first one's trace, and gathers the next unit ahead
         live, peak = map(Peak.or_higher, (live, peak), live_bytes(0))
     if (
@@ -120,10 +119,10 @@ def _trace_stages(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: 
     return tuple(
         Trace(
             run.executor.touches, counts, live.bytes + carry_bytes, peak.bytes + carry_bytes, kept,
-            out, back, **_noted(done, live, peak), **_kept(run.executor),
+            out, back, **_noted(done, live, peak), **_kept(run.executor, phase),
         )
-        for run, (out, back), counts, (kept, carry_bytes), (live, peak), done
-        in zip(runs, passed, sent, memory, peaks, work)
+        for run, (out, back), counts, (kept, carry_bytes), (live, peak), done, phase
+        in zip(runs, passed, sent, memory, peaks, work, phases)
     )  # fmt: skip
 
 
@@ -132,9 +131,9 @@ def _noted(work: Work, live: Peak, peak: Peak) -> dict[str, Any]:
     return {"flops": tuple(work.flops), "live_in": live.phase, "peak_in": peak.phase}
 
 
-def _kept(executor: Executor) -> dict[str, Any]:
+def _kept(executor: Executor, phases: Phases) -> dict[str, Any]:
     """The number of blocks, and bytes of their inputs moved to host memory and back so far, and held there."""
-    host, blocks = executor.host, {"blocks": executor.blocks.count}
+    host, blocks = executor.host, {"blocks": phases.blocks}
     return blocks if host is None else blocks | {"down": host.down, "up": host.up, "host": host.held}
 
 

@@ -154,7 +154,10 @@ def differentiable(
         def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             gradients = gradients[: len(gradients) - backward_only]
             gradients = tuple(gradient.contiguous() for gradient in gradients)
-            computed = _backwards[name].apply(*_saved(ctx), *gradients)
+            values = (*_saved(ctx), *gradients)
+            # Seldom does anything differentiate a gradient, and applying the Function takes as long as a small kernel.
+            plain = _without_derivatives()
+            computed = _computed(backward_pass, values) if plain else _backwards[name].apply(*values)
             return _replaced((None,) * ctx.count, ctx.positions, per_input(computed, gradients))
 
     _backwards[name] = Backward

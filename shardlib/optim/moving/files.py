@@ -21,7 +21,7 @@ from shardlib.optim.on_disk import InPlace
 from shardlib.optim.train_state import TrainState
 from shardlib.plan.loss_scale import LossScale
 from shardlib.rng import Key
-from shardlib.sharded.disk import Flat, Store
+from shardlib.sharded.disk import Flat, Store, open_on_all_ranks
 
 _T = TypeVar("_T")
 
@@ -49,10 +49,9 @@ class Files:
         _require_mesh(skeleton)
         self._skeleton, self._problem = skeleton, problem
         self.where = ", ".join(map(str, folders))
-        self._store: Store | None = None
+        self._store = store = _opened(skeleton, folders, problem)
 
         def look() -> tuple[str, dict[int, dict[str, Any]]]:
-            self._store = store = _opened(skeleton, folders)
             return secrets.token_hex(8), {number: json.loads(store.notes_of(number)) for number in store.steps}
 
         try:
@@ -79,8 +78,7 @@ class Files:
 
     def close(self) -> None:
         """Close the files, for others to open."""
-        if self._store is not None:
-            self._store.close()
+        self._store.close()
 
     def require_free(self) -> None:
         """Refuse to replace a state that no run has gone on with.
@@ -179,7 +177,6 @@ class Files:
         """Run ``work`` on every rank, from the newest state that all ranks have."""
 
         def on_rank() -> None:
-            assert self._store is not None
             if self._number is not None:
                 self._store.return_to(self._number)
             work(self._store)
@@ -192,14 +189,17 @@ class Files:
         return [work()] if mesh is None else on_all_ranks(mesh, work, self._problem)
 
 
-def _opened(skeleton: Skeleton, folders: Sequence[str | Path]) -> Store:
+def _opened(skeleton: Skeleton, folders: Sequence[str | Path], problem: str) -> Store:
     sizes = {name: view.bytes for name, view in skeleton.views.items()}
     sizes |= {name: leaf.like.nbytes for name, leaf in skeleton.resting.items()}
     buffers = {name: Flat(size, torch.uint8) for name, size in sizes.items()}
     memory = 2 * max((flat.padded for flat in buffers.values()), default=0)
     pinned = any(pins(view.device) for view in skeleton.views.values())
-    rank, ranks = (skeleton.mesh.rank, skeleton.mesh.size) if skeleton.mesh else (0, 1)
-    return Store(folders, buffers, memory, rank=rank, ranks=ranks, pinned=pinned)
+
+    def open_store(rank: int, ranks: int) -> Store:
+        return Store(folders, buffers, memory, rank=rank, ranks=ranks, pinned=pinned)
+
+    return open_on_all_ranks(skeleton.mesh, open_store, problem)
 
 
 def _require_mesh(skeleton: Skeleton) -> None:

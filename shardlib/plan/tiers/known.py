@@ -48,23 +48,12 @@ def _seen(plan: Plan) -> Plan:
 def assumed(before: Plan, after: Plan) -> tuple[Trace, ...] | None:
     """At most what a trace of ``after`` would find, from the traces of a plan with one transform less or other.
 
-    A step has the same operations in forward, and no fewer in backward, but for what ``before`` recomputes. Where blocks run
-    alike, on as many rows and from the same memory of parameters, activations take the same bytes, within a tenth.
+    A step has the same operations in forward, and no fewer in backward, but for what ``before`` recomputes; smaller
+    micro-batches have their share of them, as each row is computed alone. Nobody knows how little activations may take.
     """
     if before.traces is None or len(before.traces) != after.stages.count:
         return None
     share = before.step.microbatches / after.step.microbatches
-    alike = share == 1 and before.step == replace(after.step, update=before.step.update)
-    alike &= [(b.memory.param, b.param_level) for b in before.buckets] == [
-        (b.memory.param, b.param_level) for b in after.buckets
-    ]
     again = before.step.remat is not None
-    return tuple(
-        Trace(
-            (), {}, live=live, peak=live,
-            flops=(int(share * forward), int(share * max(0, backward - again * forward))),
-        )
-        for (forward, backward), live in (
-            (trace.flops, int(0.9 * trace.live) if alike else 0) for trace in before.traces
-        )
-    )  # fmt: skip
+    flops = [(forward, max(0, backward - again * forward)) for forward, backward in (t.flops for t in before.traces)]
+    return tuple(Trace((), {}, flops=(int(share * forward), int(share * backward))) for forward, backward in flops)

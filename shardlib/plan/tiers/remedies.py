@@ -65,7 +65,8 @@ class Planner:
             best = after
         if not best.edits:
             return "There is no change that holds less"
-        how = "nor do several; the least is held with" if best.excess else "but together these do:"
+        none = "nor do several together that were tried; the least is held with"
+        how = none if best.excess else "but together these do:"
         return f"No change fits alone, {how} {self._shown(best, start)}"
 
     def _alone(self, start: Candidate) -> tuple[list[Candidate], list[_Edit]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,32 +14,44 @@ from shardlib.sharded.disk.layout import Flat
 from shardlib.sharded.disk.store import THREADS, Store
 
 
-def open_for_run(
-    mesh: Mesh, folders: Sequence[str | Path], buffers: Mapping[str, Flat], memory: int, problem: str, slots: int = 2
-) -> Store:
-    """A store that is this run's alone, open on every rank or on none. Collective.
+def open_on_all_ranks(mesh: Mesh | None, open_store: Callable[[int, int], Store], problem: str) -> Store:
+    """A store that is open on every rank or on none. Collective.
 
     Args:
-        folders, buffers, memory, slots: as of `Store`.
+        mesh: None for what one rank alone has.
+        open_store: ``open_store(rank, ranks)`` opens that of a rank.
         problem: begins the error about other ranks.
 
     Raises:
         StorageError: as of `Store`.
         RankFailure: it could not be opened on other ranks.
     """
+    if mesh is None:
+        return open_store(0, 1)
     opened: list[Store] = []
-
-    def open_files() -> None:
-        apart, rank, ranks = mesh.transfers.apart, mesh.rank, mesh.size
-        opened.append(Store(folders, buffers, memory, rank=rank, ranks=ranks, pinned=apart, durable=False, slots=slots))
-
     try:
-        on_all_ranks(mesh, open_files, problem)
+        on_all_ranks(mesh, lambda: opened.append(open_store(mesh.rank, mesh.size)), problem)
     except BaseException:
         for store in opened:  # for the next attempt
             store.close()
         raise
     return opened[0]
+
+
+def open_for_run(
+    mesh: Mesh, folders: Sequence[str | Path], buffers: Mapping[str, Flat], memory: int, problem: str, slots: int = 2
+) -> Store:
+    """A store that is this run's alone, as `open_on_all_ranks` opens it.
+
+    Args:
+        folders, buffers, memory, slots: as of `Store`.
+    """
+    pinned = mesh.transfers.apart
+
+    def open_store(rank: int, ranks: int) -> Store:
+        return Store(folders, buffers, memory, rank=rank, ranks=ranks, pinned=pinned, durable=False, slots=slots)
+
+    return open_on_all_ranks(mesh, open_store, problem)
 
 
 def close_with(holder: Any, store: Store) -> None:

@@ -14,7 +14,8 @@ class Pool:
     """Blocks of host memory, of ``limit`` bytes together at most.
 
     A block is *lent* until it is given back, or *sent*: then it will come back by itself. `take` waits for blocks that were
-    sent, which is what holds a writer back that is quicker than its disk.
+    sent, which is what holds a writer back that is quicker than its disk. Blocks are used again once there are as many as the
+    limit allows, so that what is held does not depend on how quick the disk is.
 
     Args:
         limit: bytes of all blocks.
@@ -76,13 +77,14 @@ class Pool:
         return held + size <= self._limit
 
     def _new(self, size: int) -> torch.Tensor:
-        block = next((idle for idle in self._idle if idle.numel() == size), None)
+        known = (self._lent.values(), self._sent.values(), self._idle)
+        free = self._limit - sum(block.numel() for blocks in known for block in blocks)
+        block = None if size <= free else next((idle for idle in self._idle if idle.numel() == size), None)
         if block is not None:
             self._idle = [idle for idle in self._idle if idle is not block]
         else:
-            known = (self._lent.values(), self._sent.values(), self._idle)
-            while self._idle and sum(block.numel() for blocks in known for block in blocks) + size > self._limit:
-                self._idle.pop(0)
+            while self._idle and size > free:
+                free += self._idle.pop(0).numel()
             block = pages(size, self._pinned)
         self._lent[block.data_ptr()] = block
         return block

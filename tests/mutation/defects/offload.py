@@ -66,8 +66,8 @@ DEFECTS = (
         "factor",
         "optim/updates.py",
         "a delayed update leaves out the factor of its step",
-        "factor = _number(1.0, self._numbers) if factor is None else factor\n",
-        "factor = _number(1.0, self._numbers)\n",
+        "factor = scalar(1.0, self._numbers) if factor is None else factor\n",
+        "factor = scalar(1.0, self._numbers)\n",
         (f"{_MODES}::test_delayed_gradients_are_those_of_the_oracle",),
     ),
     Defect(

@@ -124,7 +124,7 @@ DEFECTS = (
     Defect(
         "masters that stay",
         "stale",
-        "optim/updates.py",
+        "optim/group_update.py",
         "steps go from the first masters on, which stay as they were",
         "written[bucket.name] = master\n",
         "written[bucket.name] = master.clone()\n",

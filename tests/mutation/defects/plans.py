@@ -7,6 +7,7 @@ _HYBRID = (f"{_SAME}::test_hybrid",)
 _PLAIN = f"{_SAME}::test_every_stage_and_number_of_ranks"
 _PIPELINE = "tests/training/test_pipeline.py"
 _SEQUENCE = "tests/training/test_sequence.py"
+_CHEAPEST = "tests/plan/test_tiers.py::test_the_cheapest_change_is_named_and_fits"
 _BYTES = "tests/training/test_bytes.py"
 
 DEFECTS = (
@@ -92,6 +93,24 @@ DEFECTS = (
         ("tests/plan/test_remedies.py::test_what_fits_first_is_not_the_cheapest",),
     ),
     Defect(
+        "activations of other plans",
+        "choice",
+        "plan/tiers/known.py",
+        "a change is taken to hold the activations of the plan without it, so that recompute is skipped where it fits",
+        "Trace((), {}, flops=",
+        "Trace((), {}, live=before.traces[0].live, peak=before.traces[0].peak, flops=",
+        (f"{_CHEAPEST}[2-parallel1-0.8]",),
+    ),
+    Defect(
+        "blocks that nobody counts",
+        "choice",
+        "execute/stages/tracing.py",
+        "a trace without recompute has no blocks, and a search that begins there recomputes none",
+        '{"blocks": phases.blocks}',
+        '{"blocks": executor.blocks.count}',
+        (f"{_CHEAPEST}[2-parallel1-0.8]",),
+    ),
+    Defect(
         "an option that code leaves out",
         "choice",
         "plan/code.py",
@@ -108,6 +127,15 @@ DEFECTS = (
         "max(self.now, self._kept.get(units[0], 0.0))",
         "self.now",
         ("tests/plan/test_times_of_offload.py::test_inputs_of_blocks_go_down_and_come_back",),
+    ),
+    Defect(
+        "parameters that no disk writes",
+        "time",
+        "plan/prediction/update.py",
+        "a predicted step ends before new parameters are on disk",
+        'rank.send("written", files(bucket).get("written", 0), done)',
+        "done",
+        ("tests/plan/test_times_of_offload.py::test_parameters_on_disk_are_read_three_units_ahead",),
     ),
     Defect(
         "parts of a sequence are not summed",

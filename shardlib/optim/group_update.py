@@ -1,0 +1,151 @@
+"""The update of one group of buckets: of masters, the optimizer's state and the stored parameters, each in its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardlib.common._compat import storage_id
+from shardlib.common.pages import cloned
+from shardlib.mesh.memories import MEMORIES
+from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.staging import Slot, taken
+from shardlib.optim.base import GradientTransformation, Packed
+from shardlib.optim.shards import MeshShards
+from shardlib.optim.storing import Storing, optimizer_shard
+from shardlib.optim.train_state import OptimizerState
+from shardlib.plan.buckets import Bucket
+from shardlib.sharded.landing import Landing
+from shardlib.tree import tree_map
+
+
+class GroupUpdate:
+    """The update of one group after the other.
+
+    Args:
+        groups: the buckets that are updated together.
+        separate: whether groups are updated one by one; else the only one has all buckets.
+    """
+
+    def __init__(
+        self,
+        optimizer: GradientTransformation,
+        mesh: Mesh,
+        groups: Sequence[Sequence[Bucket]],
+        separate: bool,
+    ) -> None:
+        self._optimizer, self._mesh, self._separate = optimizer, mesh, separate
+        # Two: while the parameters of one group are on their way, the next group is updated.
+        self._slots = [Slot(mesh.transfers.apart) for _ in groups[:2]]
+
+    def run(
+        self,
+        group: Sequence[Bucket],
+        storing: Storing,
+        opt: OptimizerState,
+        grads: Mapping[str, torch.Tensor],
+        factor: torch.Tensor | None,
+        shards: MeshShards,
+        landing: Landing,
+        slot: Slot | None = None,
+    ) -> OptimizerState:
+        """Update the buckets of a group; ``opt`` is their part of the state, and so is the result.
+
+        Args:
+            slot: empty memory for new parameters; None for this object's own.
+        """
+        names, params = [bucket.name for bucket in group], storing.params
+        slot = self._slot(group) if slot is None else slot
+        written, copies = {}, {}
+        for bucket in group:
+            master = opt.masters.get(bucket.name)
+            if master is None:
+                written[bucket.name] = copies[bucket.name] = optimizer_shard(params, bucket)
+                continue
+            written[bucket.name] = master
+            if master.dtype == bucket.dtype:
+                copies[bucket.name] = master
+            elif not self._crosses(bucket):
+                copies[bucket.name] = optimizer_shard(params, bucket)
+            elif bucket.memory.optimizer == "device":
+                copies[bucket.name] = torch.empty(bucket.owned, dtype=bucket.dtype, device=self._mesh.device)
+            else:
+                copies[bucket.name] = slot.take(bucket.owned, bucket.dtype)
+        if self._separate:
+            some = {name: grads[name] for name in names}
+            factor = None if factor is None else scalar(float(factor), written[names[0]].device)
+            after = self._optimizer.body(written, some, opt.inner, scale=factor, shards=shards, copies=copies)
+        else:
+            after = self._optimizer.apply(written, grads, opt.inner, scale=factor, shards=shards, copies=copies)
+        after = _apart(after, [grads[bucket.name] for bucket in group if landing.moves(bucket)])
+        for bucket in group:
+            shard = copies[bucket.name]
+            if _lent(bucket) and shard is opt.masters.get(bucket.name) and params.on_disk is None:
+                own = (
+                    slot.take(bucket.owned, bucket.dtype) if self._crosses(bucket) else optimizer_shard(params, bucket)
+                )
+                shard = own.copy_(shard)
+            slot.sent(storing.put(bucket, shard))
+        return OptimizerState(opt.masters, after)
+
+    def imitate(self, group: Sequence[Bucket], opt: OptimizerState, shards: MeshShards) -> None:
+        """Update a group's buckets of zeros, for the exchanges that this rank has not made. Numbers among their part ``opt``
+        of the state keep their values, since an optimizer may refuse others."""
+        device = self._mesh.device_for(group[0].memory.optimizer)
+
+        def imitated(leaf: Any) -> Any:
+            if isinstance(leaf, Packed):  # on disk
+                return torch.zeros_like(leaf.like, device=device)
+            return torch.zeros_like(leaf, device=device) if leaf.dim() else leaf.clone()
+
+        params, grads = (
+            {b.name: torch.zeros(b.owned, dtype=b.master_dtype or b.dtype, device=device) for b in group} for _ in "pg"
+        )
+        shards.exchanges.again()
+        self._optimizer.body(params, grads, tree_map(imitated, opt.inner), scale=None, shards=shards, copies=None)
+
+    def give_back(self) -> None:
+        """Free the host memory that is kept for the next step, which makes it anew."""
+        for slot in self._slots:
+            slot.give_back()
+
+    def _crosses(self, bucket: Bucket) -> bool:
+        """Whether new parameters are written in one memory, beside the master of another dtype, and stored in another."""
+        works, stored = MEMORIES[bucket.memory.optimizer].works, bucket.memory.param
+        return MEMORIES[stored].rests or (self._mesh.transfers.apart and works != stored)
+
+    def _slot(self, group: Sequence[Bucket]) -> Slot:
+        """Memory for the group's new parameters; slots take turns."""
+        self._slots.append(self._slots.pop(0))
+        staged = [
+            bucket
+            for bucket in group
+            if self._crosses(bucket)
+            and bucket.memory.optimizer != "device"
+            and bucket.master_dtype
+            and (bucket.master_dtype != bucket.dtype or _lent(bucket))
+        ]
+        return self._slots[-1].empty(sum(taken(bucket.owned, bucket.dtype) for bucket in staged))
+
+
+def _lent(bucket: Bucket) -> bool:
+    """Whether the master's memory is another's as soon as the update is done."""
+    return MEMORIES[bucket.memory.optimizer].rests
+
+
+def _apart(state: Any, grads: Sequence[torch.Tensor]) -> Any:
+    """An optimizer's state that is not in the memory of ``grads``, which the next step's are written to."""
+    theirs = {storage_id(grad.untyped_storage()) for grad in grads}
+
+    def apart(leaf: Any) -> Any:
+        there = isinstance(leaf, torch.Tensor) and storage_id(leaf.untyped_storage()) in theirs
+        return cloned(leaf) if there else leaf
+
+    return tree_map(apart, state)
+
+
+def scalar(value: float, device: torch.device) -> torch.Tensor:
+    """A 0-d float64 tensor."""
+    return torch.full((), value, dtype=torch.float64, device=device)
