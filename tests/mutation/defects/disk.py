@@ -278,7 +278,7 @@ DEFECTS = (
     Defect(
         "a failed update's exchanges are made twice",
         "agreement",
-        "optim/shards.py",
+        "optim/exchanges.py",
         "a rank that failed between two exchanges of a bucket makes the first once more",
         "return self._made > self._left_out",
         "return True",
