@@ -49,6 +49,15 @@ class Holding(Protocol):
         ...
 
 
+class KeptByPath(Protocol):
+    """A state (a NamedTuple) of an optimizer that keeps something for each parameter under the parameter's path. In an update
+    of some of the parameters the state has what is kept for these alone."""
+
+    def by_path(self) -> tuple[str, ...]:
+        """The fields that are dictionaries from paths of parameters."""
+        ...
+
+
 class Packed(abc.ABC):
     """A node of an optimizer's state that holds one tensor in fewer bits, or elsewhere. Checkpoints hold the decoded tensor.
 

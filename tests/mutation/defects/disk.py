@@ -287,10 +287,19 @@ DEFECTS = (
     Defect(
         "what is kept by path goes with every bucket",
         "stale",
-        "optim/separate.py",
+        "optim/optimizers/adafactor.py",
         "Adafactor's factors of all parameters decay at the update of each bucket",
-        "return found[0] if found else self._plan.numbering.bucket_with(name)",
-        "return found[0] if found else None",
+        'return ("factors",)',
+        "return ()",
         ("tests/training/test_optimizers_on_disk.py::test_training_is_the_same_to_the_last_bit",),
+    ),
+    Defect(
+        "a hyper-parameter with the name of a parameter",
+        "mask",
+        "optim/separate.py",
+        "what all buckets share is cut as what is kept by path, where its keys are paths",
+        "all(self._plan.numbering.run_named(name) is not None for name in node)",
+        "all(self._bucket(name) is not None for name in node)",
+        ("tests/training/test_optimizers_on_disk.py::test_what_all_buckets_share_may_have_the_name_of_a_parameter",),
     ),
 )
