@@ -21,12 +21,13 @@ from shardlib.tree import Tree
 
 def turns(plan: PlanValue) -> list[tuple[Bucket, ...]]:
     """The groups of buckets of an optimizer that takes them one after the other: those whose states are on the device, and
-    each of the others, in the order in which gradients land. Parameters on disk are in memory in their turn alone."""
+    each of the others, in the order in which gradients land. Parameters on disk are in memory in their turn alone. A rank
+    that trains none has one empty group, for what all buckets share."""
     on_device = tuple(bucket for bucket in plan.trained if bucket.memory.optimizer == "device")
     moved = [bucket for bucket in plan.trained if bucket.memory.optimizer != "device"]
     if any(MEMORIES[bucket.memory.param].rests for bucket in on_device):  # then those of all are
         return [(bucket,) for bucket in (*reversed(on_device), *reversed(moved))]
-    return [*([on_device] if on_device else []), *((bucket,) for bucket in reversed(moved))]
+    return [*([on_device] if on_device or not moved else []), *((bucket,) for bucket in reversed(moved))]
 
 
 class Separation:
@@ -62,7 +63,9 @@ class Separation:
             if not _keeps_by_path(nodes[0]):
                 return nodes[-1]
             kept, fields = nodes[0].by_path(), zip(nodes[0]._fields, *nodes, strict=True)
-            return type(nodes[0])(*(fn(*parts) if field in kept else self._mapped(fn, *parts) for field, *parts in fields))
+            return type(nodes[0])(
+                *(fn(*parts) if field in kept else self._mapped(fn, *parts) for field, *parts in fields)
+            )
 
         return optree.tree_map(mapped, *trees, is_leaf=lambda node: self._by_bucket(node) or _keeps_by_path(node))
 
