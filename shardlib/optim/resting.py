@@ -303,7 +303,7 @@ def fault_on_disk(optimizer: GradientTransformation, plan: Plan) -> str | None:
         if optimizer.owns:
             why, remedy = "sums gradients itself", ""
         elif optimizer.locality is None:
-            why, remedy = "declares no locality", "pass locality=sl.optim.Locality.LEAF if it reads within parameters, or "
+            why, remedy = "declares no locality", "pass locality= (sl.optim.Locality) where it has a narrow one, or "
         else:
             why = "reads across parameters"
             remedy = "put clips first in a chain, take make_train_step(nonfinite='skip') for skip_nonfinite, or "
