@@ -80,11 +80,15 @@ NAMED = {
 @pytest.mark.parametrize("memory", ["host", "disk"])
 @pytest.mark.parametrize("name", NAMED)
 def test_what_all_buckets_share_may_have_the_name_of_a_parameter(name, memory, tmp_path):
-    params = {"first": torch.randn(4, 4), "lr": torch.ones(()), "second": torch.randn(4, 2)}
+    layers = [{"weight": torch.randn(4, 4)} for _ in range(2)]  # a bucket each, beside one of the others
+    params = {"first": torch.randn(4, 4), "layers": layers, "lr": torch.ones(()), "second": torch.randn(4, 2)}
     x = torch.randn(3, 4)
 
     def loss_fn(params, x):
-        return (torch.tanh(x @ params["first"]) @ params["second"]).square().mean() * params["lr"]
+        x = torch.tanh(x @ params["first"])
+        for layer in params["layers"]:
+            x = torch.tanh(x @ layer["weight"])
+        return (x @ params["second"]).square().mean() * params["lr"]
 
     def run(*offload):
         sharded = sl.shard(params, sl.make_mesh(), sl.chain(sl.zero(0), *offload))
