@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from shardlib.collectives.styles.slices import Slices
-from shardlib.common._compat import func_transform, grad, storage_id
-from shardlib.errors import HandleError
+from shardlib.common._compat import grad, storage_id
 from shardlib.execute.activations.host import HostMemory, host_memory
 from shardlib.execute.activations.keeper import Keeper, current_keeper
 from shardlib.execute.activations.names import require_known
@@ -19,9 +18,10 @@ from shardlib.execute.blocks import Blocks
 from shardlib.execute.gathering import Gathering
 from shardlib.execute.gradients import Gradients, ReductionOptions, Turn
 from shardlib.execute.halves import Halves
-from shardlib.execute.handles import MAX_NORM, Handle
+from shardlib.execute.handles import Handle
 from shardlib.execute.losses import refuse_reentrant_checkpoints
 from shardlib.execute.record import Record
+from shardlib.execute.refusals import explain_hooks, refuse_autocast, refuse_func, require_unwritten
 from shardlib.execute.saving import SavedTensors
 from shardlib.execute.sequence import SequenceParts
 from shardlib.execute.surroundings import Surroundings
@@ -275,33 +275,16 @@ class Executor:
         """``fn(parameters)``. Raises `HandleError` for uses of parameters that are not supported."""
         try:
             result = fn(self._tree())
-            self._require_unwritten()
+            require_unwritten(self._buckets, self.gathers)
             if self._surroundings.modules is not None and self._trained:
                 self._surroundings.modules.require_some()
             return result
         except (RuntimeError, ValueError) as error:
-            self._require_unwritten(error)
-            if explained := self._slices.explain(error):
+            require_unwritten(self._buckets, self.gathers, error)
+            explained = self._slices.explain(error) or (explain_hooks(error) if self.gathers else None)
+            if explained:
                 raise explained from error
-            # torch.func's grad refuses to start where tensors are saved through hooks.
-            if self.gathers and "saved tensor hooks" in str(error):
-                raise HandleError(
-                    "torch.func inside the loss differentiates while parameters are gathered on use (ZeRO stage 3), which "
-                    "its transforms do not support. Use torch.autograd.grad there, or zero(stage=2)"
-                ) from error
             raise
-
-    def _require_unwritten(self, error: Exception | None = None) -> None:
-        """Refuse functions that have written to parameters in place; ``error`` is what the function raised, if anything."""
-        for state in self._buckets:
-            state.note_writes()
-        written = [path for state in self._buckets if state.written for path in state.bucket.paths]
-        if written and not isinstance(error, HandleError):
-            whole = "" if self.gathers else " This state holds what was written: go on from another."
-            raise HandleError(
-                f"the function writes in place to a parameter, one of {', '.join(written)}; parameters are inputs of a pure "
-                f"function. Return the change as an output (buffers=), or work on a copy: p.clone(). {MAX_NORM}{whole}"
-            ) from error
 
     def _tree(self) -> Tree:
         leaves: dict[str, torch.Tensor] = {}
@@ -344,19 +327,10 @@ class Executor:
             current_keeper.reset(keeper)
 
     def _touch(self, unit: UnitState) -> None:
-        if func_transform() is not None:
-            raise HandleError(
-                f"torch.func inside the loss reaches unit {unit.name!r}, whose parameters are gathered on use (ZeRO stage "
-                "3), and its transforms cannot cross the gather. Use zero(stage=2), or take the parameters first: "
-                "w = p.clone() outside the torch.func call"
-            )
+        refuse_func(unit.name)
         if unit is self._gathering.current:
             return
-        if torch.is_autocast_enabled(self.mesh.device.type):
-            raise HandleError(
-                f"autocast is on while unit {unit.name!r} is gathered (ZeRO stage 3); its casts would keep whole parameters "
-                "alive. Use sl.precision('bf16') in the plan instead, with keep=[...] for what must stay in fp32"
-            )
+        refuse_autocast(unit.name, self.mesh.device)
         with torch.inference_mode(False):  # the first touch may be in inference_mode and a later one outside
             self._gathering.touch(unit)
         self._saved.note_gathered(unit)

@@ -39,7 +39,8 @@ def transfers(plan: PlanValue) -> Iterator[Message]:
                     )
                 yield Message("gradients", "read", _OF_FILES["read"], _BLOCKS, whole_blocks(sent))
         yield from filter(None, stores(bucket))
-        yield from _files(bucket)
+        for way, sent in files(bucket).items():
+            yield Message("parameters", way, _OF_FILES[way], _BLOCKS, sent)
     for needs in plan.needs or ():
         for memory, held in needs.bytes.items():
             if held and MEMORIES[memory].rests:
@@ -85,12 +86,14 @@ def stores(bucket: Bucket) -> tuple[Message | None, Message | None]:
     return first, last
 
 
-def _files(bucket: Bucket) -> Iterator[Message]:
-    """The ways of parameters that rest in files, in an update: new values, and old ones that no master stands for."""
-    if MEMORIES[bucket.memory.param].rests:
-        sizes = [part.size(part.param_level) * part.dtype.itemsize for part in bucket.cut]
-        for way in ("read", "written") if bucket.master_dtype is None else ("written",):
-            yield Message("parameters", way, _OF_FILES[way], _BLOCKS, sum(map(whole_blocks, sizes)))
+def files(bucket: Bucket) -> dict[str, int]:
+    """Way -> bytes of parameters that rest in files, in an update: new values, and old ones that no master stands for."""
+    if not MEMORIES[bucket.memory.param].rests:
+        return {}
+    sizes = [part.size(part.param_level) * part.dtype.itemsize for part in bucket.cut]
+    return dict.fromkeys(
+        ("read", "written") if bucket.master_dtype is None else ("written",), sum(map(whole_blocks, sizes))
+    )
 
 
 def _inputs(stage_plan: PlanValue) -> Iterator[Message]:

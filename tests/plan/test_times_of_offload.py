@@ -97,6 +97,18 @@ def test_gradients_on_disk_are_written_before_the_update_and_read_by_it():
     assert twice.links["read"] == 5 * UNITS
 
 
+def test_parameters_on_disk_are_read_three_units_ahead():
+    """A unit's parameters are a block of 4,096 bytes, read for forward, backward and update; its moments are two."""
+    on_disk, update, read = sl.offload("disk", params="disk", folder="states"), 3 * UNITS, {"read": 4096}
+    assert predicted(on_disk, 0.0, read, sl.zero(0)).total == 2 * UNITS + update
+    assert predicted(on_disk, 0.0, {"written": 4096}, sl.zero(0)).total == update
+    # A second of forward and two of backward for a unit. Forward waits for the first two units' parameters. Backward
+    # waits for the last one's, which are read behind the two that forward has announced: they were in memory then.
+    assert predicted(on_disk, UNITS, read, sl.zero(0)).total == pytest.approx(2 + 12 + 2 + update)
+    alone = predicted(on_disk, UNITS, read, sl.zero(0, prefetch=False))
+    assert alone.total == pytest.approx(2 * UNITS + 12 + update)
+
+
 def test_disks_wait_for_memory():
     """Eight units have memory for six: the seventh is read when the first is written, after 1 s + 10 s."""
     params = {"blocks": [{"w": torch.zeros(NUMEL)} for _ in range(8)]}
@@ -132,15 +144,18 @@ def test_inputs_of_blocks_go_down_and_come_back():
 @given(
     stage=st.integers(0, 3),
     places=st.sampled_from(["host", "disk"]),
-    params=st.sampled_from([None, "host"]),
-    gradients=st.sampled_from([None, "host"]),
+    params=st.sampled_from([None, "host", "disk"]),
+    gradients=st.sampled_from([None, "host", "disk"]),
+    fraction=st.sampled_from([0.5, 1.0]),
     microbatches=st.integers(1, 3),
     narrow=st.booleans(),
     rate=st.floats(1e3, 1e6),
 )
-def test_every_link_is_as_busy_as_the_plan_says(stage, places, params, gradients, microbatches, narrow, rate):
+def test_every_link_is_as_busy_as_the_plan_says(stage, params, gradients, fraction, microbatches, narrow, rate, places):
+    places = "disk" if "disk" in (params, gradients) else places
     folder = ["states"] if places == "disk" else []
-    transforms = [sl.zero(stage), sl.accumulate(microbatches), sl.offload(places, params, gradients, folder=folder)]
+    moved = sl.offload(places, params, gradients, fraction=fraction, folder=folder)
+    transforms = [sl.zero(stage), sl.accumulate(microbatches), moved]
     plan = sl.make_plan(
         PARAMS, sl.abstract_mesh(data=2), sl.chain(*transforms, *[sl.precision("bf16")] * narrow), optimizer=ADAM
     )

@@ -38,6 +38,7 @@ class Rank:
     _free: dict[str, float] = field(default_factory=dict)  # link -> when its last message is through
     _arrival: dict[str, float] = field(default_factory=dict)  # unit -> when its gather is done
 
+    _read: dict[str, float] = field(default_factory=dict)  # unit -> when its parameters are read
     _kept: dict[str, float] = field(default_factory=dict)  # unit -> when its blocks' inputs are where they were sent
     _landing: deque[tuple[float, int]] = field(default_factory=deque)  # when a gradient is down, and its elements
     _writing: deque[tuple[float, int]] = field(default_factory=deque)  # when it is on disk
@@ -66,13 +67,18 @@ class Rank:
         down, up = (trace.down / len(units), trace.up / len(units)) if trace and units else (0.0, 0.0)
         if not first and units:
             self._kept[units[0]] = self.send("up", up, max(self.now, self._kept.get(units[0], 0.0)))
-        for unit, after in zip(units, [*units[1:], None]):
+        following = [(unit, not first) for unit in units]
+        following += [(unit, True) for unit in reversed(units) if first]  # forward reads ahead for backward too
+        for number, (unit, after) in enumerate(zip(units, [*units[1:], None]), 1):
             asked = self.now
             if whole:
                 self._gather(plan, unit, first, asked)
                 self.now = max(self.now, self._arrival[unit])
                 if after is not None and plan.step.prefetch:
                     self._gather(plan, after, first, asked)
+                for coming, again in following[number : number + AHEAD] if plan.step.prefetch else ():
+                    if coming not in (unit, after):  # which are here
+                        self._fetch(plan, coming, again, self.now)
             if first:
                 self._kept[unit] = self.send("down", down, self.now)
             else:
@@ -112,12 +118,22 @@ class Rank:
         """Start a unit's gather; what comes up for it is asked for at ``asked``, without waiting for the unit before."""
         if unit in self._arrival:
             return
+        self._fetch(plan, unit, not first, asked)
+        here = self._read.pop(unit)
+        self.now, asked = max(self.now, here), max(asked, here)  # the rank waits for its disks
         ready = []
         for bucket in plan.buckets_of[unit]:
             routes = plan.routes[bucket.name]
             up = self.send("up", fetched(plan, bucket, again=not first), asked)
             ready.append(self.along(routes.gather if first else routes.again, max(up, self.now)))
         self._arrival[unit] = max(ready)
+
+    def _fetch(self, plan: PlanValue, unit: str, again: bool, asked: float) -> None:
+        """Start to read a unit's parameters, if they are on disk, unless they are read or on their way."""
+        if unit not in self._read:
+            resting = [bucket for bucket in plan.buckets_of[unit] if MEMORIES[bucket.memory.param].rests]
+            sizes = [whole_blocks(fetched(plan, bucket, again=again)) for bucket in resting]
+            self._read[unit] = self.send("read", sum(sizes), asked) if sum(sizes) else 0.0
 
     def _reduce(self, plan: PlanValue, unit: str, last: bool) -> None:
         for bucket in plan.trained_in.get(unit, ()):

@@ -11,7 +11,7 @@ from shardlib.plan.buckets import Bucket
 from shardlib.plan.exchanges import tied_bytes
 from shardlib.plan.prediction.rank import Rank
 from shardlib.plan.records import OptimizerNeeds
-from shardlib.plan.transfers import stores
+from shardlib.plan.transfers import files, stores
 from shardlib.plan.value import PlanValue
 
 _SLOTS = 2  # groups of new parameters that are on their way at once
@@ -36,6 +36,8 @@ def run_update(plan: PlanValue, ranks: Sequence[Rank], seconds: float) -> None:
             rank.now = rank.send(axis, sent, rank.now)
         rank.compute(seconds)
         here = [bucket for bucket in view.trained if bucket.memory.optimizer == "device"]
+        read = [rank.send("read", files(bucket).get("read", 0), start) for bucket in here]
+        rank.now = max([rank.now, *read])
         stored = [_stored(view, rank, bucket, rank.now)[1] for bucket in here]
         rank.now = max([rank.now, *stored, _elsewhere(view, rank, start)])
 
@@ -68,26 +70,28 @@ def _elsewhere(view: PlanValue, rank: Rank, start: float) -> float:
             if MEMORIES[bucket.memory.grad].rests:
                 gradient = whole_blocks(bucket.owned * bucket.reduce_dtype.itemsize)
                 ready = max(ready, rank.send("read", gradient, max(asked, arrived[bucket.name])))
+            ready = max(ready, rank.send("read", files(bucket).get("read", 0), asked))
         updated.append(rank.send("update", updates[bucket.name], ready))
-        written.append(rank.send("written", moves[bucket.name], updated[-1]))
-        ends.append(written[-1])
         if not ahead:
             moved, stored = _stored(view, rank, bucket, updated[-1])
             sent.append(moved)
             ends.append(stored)
+        written.append(rank.send("written", moves[bucket.name], updated[-1]))
+        ends.append(written[-1])
     if ahead:
         ends += [_stored(view, rank, bucket, max(start, updated[-1]))[1] for bucket in buckets]
     return max(ends)
 
 
 def _stored(view: PlanValue, rank: Rank, bucket: Bucket, ready: float) -> tuple[float, float]:
-    """When a bucket's new parameters have left the optimizer's memory, and when they are stored."""
+    """When a bucket's new parameters have left the optimizer's memory, and when they are stored (or on disk)."""
     first, last = stores(bucket)
     moved = ready
     if first is not None:
         moved = rank.send(first.axis, first.bytes, ready)
     done = rank.along(view.routes[bucket.name].restore, moved)
-    return moved, done if last is None else rank.send(last.axis, last.bytes, done)
+    done = done if last is None else rank.send(last.axis, last.bytes, done)
+    return moved, rank.send("written", files(bucket).get("written", 0), done)
 
 
 def _updated(needs: OptimizerNeeds, memory: str) -> int:

@@ -129,6 +129,15 @@ DEFECTS = (
         ("tests/plan/test_times_of_offload.py::test_inputs_of_blocks_go_down_and_come_back",),
     ),
     Defect(
+        "parameters that no disk writes",
+        "time",
+        "plan/prediction/update.py",
+        "a predicted step ends before new parameters are on disk",
+        'rank.send("written", files(bucket).get("written", 0), done)',
+        "done",
+        ("tests/plan/test_times_of_offload.py::test_parameters_on_disk_are_read_three_units_ahead",),
+    ),
+    Defect(
         "parts of a sequence are not summed",
         "reduction",
         "plan/bucketing.py",

@@ -1,0 +1,61 @@
+"""`Routing`: which experts each token goes to, as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+
+class Routing(NamedTuple):
+    """Which experts each token goes to: what a router hands out, and `moe` computes by.
+
+    An assignment is a token's j-th choice. It has the number ``token · k + j``.
+
+    Attributes:
+        experts: ``[T, k]``, int64: the chosen experts.
+        weights: ``[T, k]``, at least fp32: the share of each expert's output; 0 where the assignment was dropped.
+        counts: ``[E]``, int64: assignments per expert, before drops.
+        kept: ``[R]``, int64: the numbers of the assignments that were kept, by expert and then by number. R depends on
+            sizes alone; what is left over at the end is ``T · k``.
+        aux: numbers without dimensions. "load", the auxiliary load loss, and "z", the z-loss, have gradients; add them to a
+            loss with a coefficient. "entropy" is the mean over tokens of the entropy of the router's probabilities, and
+            "dropped" the share of assignments that were dropped (of tokens that no expert took, where experts choose).
+
+    >>> routing = sl.nn.routers.top_k(1)(torch.tensor([[0.0, 1.0], [2.0, 0.0], [0.0, 3.0]]))
+    >>> routing.experts[:, 0].tolist(), routing.counts.tolist(), routing.kept.tolist()
+    ([1, 0, 1], [1, 2], [1, 0, 2])
+    """
+
+    experts: torch.Tensor
+    weights: torch.Tensor
+    counts: torch.Tensor
+    kept: torch.Tensor
+    aux: Mapping[str, torch.Tensor]
+
+
+def tally(experts: torch.Tensor, wanted: torch.Tensor, number: int) -> torch.Tensor:
+    """``[number]``: how many of the assignments that are ``wanted`` each expert gets."""
+    counts = torch.zeros(number, dtype=torch.int64, device=experts.device)
+    return counts.scatter_add_(0, experts.flatten(), wanted.flatten().long())
+
+
+def by_expert(experts: torch.Tensor, wanted: torch.Tensor, number: int, rows: int) -> torch.Tensor:
+    """``[rows]``: the numbers of the assignments that are ``wanted``, by expert and then by number, and T · k after them.
+
+    Args:
+        number: of experts.
+        rows: no fewer than are wanted.
+    """
+    last = experts.numel()
+    keys = torch.where(wanted, experts, number).flatten()
+    order = keys.argsort(stable=True)[:rows]
+    total = wanted.sum()
+    return torch.where(torch.arange(len(order), device=order.device) < total, order, last)
+
+
+def is_kept(kept: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    """``[T, k]``: whether each assignment is among those that are ``kept``."""
+    found = torch.zeros(experts.numel() + 1, dtype=torch.bool, device=experts.device)
+    return found.index_fill(0, kept, True)[:-1].view(experts.shape)
