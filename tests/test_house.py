@@ -72,6 +72,7 @@ ADDITIONS = {
     "optimizer": ("optim.optimizers.lion", ["optim"]),
     "optimizer that reduces an axis itself": ("optim.axis_owner.onebit_adam", ["optim"]),
     "wrapper of optimizers": ("optim.wrappers.masked", ["optim"]),
+    "router": ("nn.moe.routers.gshard", ["nn.moe.routers"]),
     "pipeline schedule": ("schedules.dualpipe", ["schedules", "schedules.make"]),
     "operation with a kernel": ("kernels.rotary", ["nn"]),
     "transform": ("transforms.hierarchical", ["", "transforms"]),

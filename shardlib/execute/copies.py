@@ -10,6 +10,7 @@ from shardlib.collectives import primitives
 from shardlib.errors import HandleError, listing
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.plan import Plan
+from shardlib.sharded.landing import Landing
 
 # _TOLERANCE: relative difference up to which two ranks' sums over the same numbers count as equal. _ROUNDING: a gradient with
 # a norm below this share of the whole gradient's is rounding error, and so is a difference of losses below it.
@@ -17,13 +18,14 @@ _TOLERANCE, _ROUNDING = 1e-3, 1e-6
 _Losses = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
-def require_alike(grads: Mapping[str, torch.Tensor], losses: _Losses, plan: Plan, mesh: Mesh) -> None:
+def require_alike(grads: Mapping[str, torch.Tensor], landing: Landing, losses: _Losses, plan: Plan, mesh: Mesh) -> None:
     """Refuse losses that ranks compute from their slices, and whole parameters that layers apply to slices.
 
     Ranks would otherwise train on different losses, or with partial gradients of whole parameters.
 
     Args:
         grads: bucket name -> this rank's shard of the gradient, summed over the batch.
+        landing: that of ``grads``.
         losses: total and weight of each micro-batch on this rank.
 
     Raises:
@@ -34,8 +36,8 @@ def require_alike(grads: Mapping[str, torch.Tensor], losses: _Losses, plan: Plan
         return
     _require_one_loss(losses, [axis for axis in axes if axis not in plan.loss_axes], mesh)
     bad: list[str] = []
-    for axis in axes:
-        sums = _sums(grads, plan, axis)
+    found = landing.examined(lambda: [_sums(grads, plan, axis) for axis in axes])
+    for axis, sums in zip(axes, found, strict=True):
         of_ranks = primitives.all_gather_object(mesh, [axis], sums)
         smallest = _ROUNDING**2 * max(squares for of_rank in of_ranks for squares, _, _ in of_rank.values())
         for path in sums:

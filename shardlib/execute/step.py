@@ -155,8 +155,7 @@ class LossStep:
                 reached.clear()
         totals.require_agreement()
         if not self._compared:
-            landing.wait_for_all()
-            require_alike(grads, totals.losses, plan, mesh)
+            require_alike(grads, landing, totals.losses, plan, mesh)
             self._compared = True
         aux = self._runner.shared_aux(call, totals.aux, sums)
         self._weight = sums.numbers[1] if sums.weighted else None
@@ -208,12 +207,16 @@ class LossStep:
 
 def first_bad_leaf(evaluation: Evaluation, plan: Plan, mesh: Mesh) -> str:
     """The path of the first leaf, in the plan's order, whose gradient is not finite on any rank; "" if all are finite."""
-    evaluation.landing.wait_for_all()
     order = {placement.path: number for number, placement in enumerate(plan.placements)}
-    bad = []
-    for bucket in plan.trained:
-        grads = bucket.leaf_segments(evaluation.grads[bucket.name], bucket.levels)
-        bad += [path for path, grad in zip(bucket.paths, grads, strict=True) if not torch.isfinite(grad).all()]
+
+    def examine() -> list[str]:
+        bad = []
+        for bucket in plan.trained:
+            grads = bucket.leaf_segments(evaluation.grads[bucket.name], bucket.levels)
+            bad += [path for path, grad in zip(bucket.paths, grads, strict=True) if not torch.isfinite(grad).all()]
+        return bad
+
+    bad = evaluation.landing.examined(examine)
     everyone = [path for paths in primitives.all_gather_object(mesh, list(mesh.shape), bad) for path in paths]
     return min(everyone, key=order.__getitem__, default="")
 

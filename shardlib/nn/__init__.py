@@ -1,4 +1,4 @@
-"""Functions that losses are made of: attention, sequence parts, losses, dropout, blocks, and fused operations.
+"""Functions that losses are made of: attention, sequence parts, losses, dropout, blocks, experts, and fused operations.
 
 On one device all of them are plain PyTorch. On a mesh the same calls handle sliced parameters and sequence parts.
 """
@@ -12,6 +12,9 @@ from shardlib.nn.attention import attention
 from shardlib.nn.blocks import block, sequential
 from shardlib.nn.dropout import dropout
 from shardlib.nn.functional import Mean, embedding, linear_cross_entropy
+from shardlib.nn.moe import routers
+from shardlib.nn.moe.config import MoEConfig
+from shardlib.nn.moe.layer import moe
 from shardlib.nn.names import checkpoint_name
 from shardlib.nn.sequence import gather_sequence, shard_sequence, sum_sequence
 from shardlib.nn.sparse_attention import sparse_attention
@@ -33,6 +36,10 @@ __all__ = [
     "block",
     "checkpoint_name",
     "sequential",
+    # experts
+    "MoEConfig",
+    "moe",
+    "routers",
     # fused operations
     "add_layer_norm",
     "add_rms_norm",

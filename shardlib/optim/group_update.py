@@ -12,13 +12,11 @@ from shardlib.common.pages import cloned
 from shardlib.mesh.memories import MEMORIES
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.staging import Slot, taken
-from shardlib.optim.base import GradientTransformation
-from shardlib.optim.separate import Separation
+from shardlib.optim.base import GradientTransformation, Packed
 from shardlib.optim.shards import MeshShards
 from shardlib.optim.storing import Storing, optimizer_shard
 from shardlib.optim.train_state import OptimizerState
 from shardlib.plan.buckets import Bucket
-from shardlib.plan.plan import Plan
 from shardlib.sharded.landing import Landing
 from shardlib.tree import tree_map
 
@@ -34,12 +32,11 @@ class GroupUpdate:
     def __init__(
         self,
         optimizer: GradientTransformation,
-        plan: Plan,
         mesh: Mesh,
         groups: Sequence[Sequence[Bucket]],
         separate: bool,
     ) -> None:
-        self._optimizer, self._plan, self._mesh, self._separate = optimizer, plan, mesh, separate
+        self._optimizer, self._mesh, self._separate = optimizer, mesh, separate
         # Two: while the parameters of one group are on their way, the next group is updated.
         self._slots = [Slot(mesh.transfers.apart) for _ in groups[:2]]
 
@@ -78,7 +75,7 @@ class GroupUpdate:
                 copies[bucket.name] = slot.take(bucket.owned, bucket.dtype)
         if self._separate:
             some = {name: grads[name] for name in names}
-            factor = None if factor is None else scalar(float(factor), written[names[0]].device)
+            factor = None if factor is None or not group else scalar(float(factor), written[names[0]].device)
             after = self._optimizer.body(written, some, opt.inner, scale=factor, shards=shards, copies=copies)
         else:
             after = self._optimizer.apply(written, grads, opt.inner, scale=factor, shards=shards, copies=copies)
@@ -93,19 +90,21 @@ class GroupUpdate:
             slot.sent(storing.put(bucket, shard))
         return OptimizerState(opt.masters, after)
 
-    def imitate(self, group: Sequence[Bucket], shards: MeshShards) -> None:
-        """Update a group's buckets of zeros, for the exchanges that this rank has not made."""
-        planned, _ = self._optimizer.planned(self._plan)
+    def imitate(self, group: Sequence[Bucket], opt: OptimizerState, shards: MeshShards) -> None:
+        """Update a group's buckets of zeros, for the exchanges that this rank has not made. Numbers among their part ``opt``
+        of the state keep their values, since an optimizer may refuse others."""
         device = self._mesh.device_for(group[0].memory.optimizer)
-        inner = tree_map(
-            lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype, device=device),
-            Separation(self._plan).cut(planned, [bucket.name for bucket in group]),
-        )
+
+        def imitated(leaf: Any) -> Any:
+            if isinstance(leaf, Packed):  # on disk
+                return torch.zeros_like(leaf.like, device=device)
+            return torch.zeros_like(leaf, device=device) if leaf.dim() else leaf.clone()
+
         params, grads = (
             {b.name: torch.zeros(b.owned, dtype=b.master_dtype or b.dtype, device=device) for b in group} for _ in "pg"
         )
         shards.exchanges.again()
-        self._optimizer.body(params, grads, inner, scale=None, shards=shards, copies=None)
+        self._optimizer.body(params, grads, tree_map(imitated, opt.inner), scale=None, shards=shards, copies=None)
 
     def give_back(self) -> None:
         """Free the host memory that is kept for the next step, which makes it anew."""

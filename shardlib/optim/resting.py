@@ -49,7 +49,7 @@ class Resting:
     updated in place. Parameters may be on disk.
 
     Attributes:
-        at_once: whether there is memory for all states at once, and for old ones beside new ones.
+        at_once: whether there is memory for all states at once.
         in_place: the states that updates cannot take back, in words; empty if there are none.
     """
 
@@ -72,14 +72,14 @@ class Resting:
         update: Update,
         groups: Sequence[OptimizerState] = (),
         params: Sharded | None = None,
-        go_along: Callable[[], None] = lambda: None,
+        go_along: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         """Run an update: on all ranks, or on none where it can be taken back.
 
         Args:
             update: is given the groups' states as tensors, one after the other, and gives each back before the next.
             params: what the update writes; None while first states are made.
-            go_along: called where the update fails, so that other ranks reach the end of theirs.
+            go_along: called with the error where the update fails, so that other ranks reach the end of theirs.
 
         Raises:
             Undone: it failed on some rank, and was taken back on all.
@@ -106,8 +106,8 @@ class Resting:
                 fits = True
                 with contextlib.closing(self._awoken(groups)) as states:
                     update(states)
-            except Exception:
-                go_along()
+            except Exception as error:
+                go_along(error)
                 raise
             for each in files:
                 each.flush()
@@ -150,6 +150,9 @@ class Resting:
     def asleep(self, state: OptimizerState) -> OptimizerState:
         """A group's state, given back after its update or its first values; the result belongs into a train state."""
         return state
+
+    def close(self) -> None:
+        """Close the files, of a train step that is not made."""
 
 
 class StatesOnDisk(Resting):
@@ -204,6 +207,9 @@ class StatesOnDisk(Resting):
         if any(now is not before for now, before in zip(leaves_of(after), leaves_of(state), strict=True)):
             self.attempt(lambda _: None, [state], params)
         return after
+
+    def close(self) -> None:
+        self.store.close()
 
     def _files(self) -> Sequence[StepFiles]:
         return [self]
@@ -300,10 +306,16 @@ def resting_of(optimizer: GradientTransformation, plan: Plan, mesh: Mesh) -> Res
 def fault_on_disk(optimizer: GradientTransformation, plan: Plan) -> str | None:
     """Why an optimizer of a plan's parameters cannot have its states on disk; None if it can."""
     if not optimizer.by_leaf:
-        why = "sums gradients itself" if optimizer.owns else "reads across parameters"
+        if optimizer.owns:
+            why, remedy = "sums gradients itself", ""
+        elif optimizer.locality is None:
+            why, remedy = "declares no locality", "pass locality= (sl.optim.Locality) where it has a narrow one, or "
+        else:
+            why = "reads across parameters"
+            remedy = "put clips first in a chain, take make_train_step(nonfinite='skip') for skip_nonfinite, or "
         return (
             f"offload keeps states on disk, of which a few buckets are in memory at a time, and this optimizer {why}, so "
-            "that it needs all of them; put clips first in a chain, or use offload('host')"
+            f"that it needs all of them; {remedy}use offload('host')"
         )
     if plan.everywhere.stages.axes and not optimizer.separable:
         return (

@@ -18,6 +18,7 @@ from shardlib.kernels.common.chunks import chunks
 from shardlib.mesh.index_map import IndexMap
 from shardlib.mesh.mesh import Mesh
 from shardlib.optim.axis_owner.owned_exchange import OwnedExchange
+from shardlib.optim.exchanges import Exchanges
 from shardlib.optim.locality import Locality
 from shardlib.optim.whole import WholeLeaves
 from shardlib.plan.buckets import Bucket
@@ -191,26 +192,6 @@ class Shards:
 WHOLE = Shards()
 
 
-class Exchanges:
-    """A count of the exchanges of one update, by which a rank that fails in it makes those that other ranks wait for."""
-
-    def __init__(self) -> None:
-        self._made = self._left_out = 0
-
-    def begin(self) -> None:
-        """Count from 0."""
-        self._made = self._left_out = 0
-
-    def again(self) -> None:
-        """Leave out those that were made: the update is made once more."""
-        self._left_out, self._made = self._made, 0
-
-    def due(self) -> bool:
-        """Whether the next exchange is to be made."""
-        self._made += 1
-        return self._made > self._left_out
-
-
 class MeshShards(Shards):
     """`Shards` of flat shards on a mesh. In sums each element counts once, however many ranks hold it.
 
@@ -299,12 +280,10 @@ class MeshShards(Shards):
 
     def whole(self, fn: Callable[[int, torch.Tensor], torch.Tensor], tree: Tree) -> Tree:
         self._require(Locality.WHOLE, "whole parameters")
-        if not self.exchanges.due():
-            return {name: torch.zeros_like(leaf) for name, leaf in tree.items()}
-        return WholeLeaves(self._plan, self._mesh).map(fn, tree)
+        return WholeLeaves(self._plan, self._mesh, self.exchanges).map(fn, tree)
 
     def whole_sends(self) -> Mapping[str, int]:
-        return WholeLeaves(self._plan, self._mesh).sends()
+        return WholeLeaves(self._plan, self._mesh, self.exchanges).sends()
 
     def sum(self, fn: Callable[[torch.Tensor], torch.Tensor], tree: Tree) -> torch.Tensor:
         self._require(Locality.GLOBAL, "a sum over all elements")

@@ -35,6 +35,7 @@ from shardlib.optim.ahead import Ahead
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.group_update import GroupUpdate, scalar
 from shardlib.optim.grouping import update_groups
+from shardlib.optim.on_disk import in_files
 from shardlib.optim.resting import resting_of
 from shardlib.optim.separate import Separation
 from shardlib.optim.shards import MeshShards
@@ -45,7 +46,7 @@ from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
 from shardlib.sharded.gradients_on_disk import GradientsOnDisk, LandingOnDisk, gradients_rest
 from shardlib.sharded.landing import Follower, Landing
-from shardlib.sharded.on_disk import BufferOnDisk, params_rest
+from shardlib.sharded.on_disk import BufferOnDisk
 from shardlib.sharded.tree import Sharded
 
 
@@ -67,23 +68,27 @@ class Updates:
         self._optimizer, self._plan, self._mesh, self._donates = optimizer, plan, mesh, donates
         self._separation = Separation(plan)
         self._groups = update_groups(optimizer, plan)
-        self._resting = resting_of(optimizer, plan, mesh)
-        self.alone = params_rest(plan) or not self._resting.at_once
+        self.alone = in_files(plan)
         if self.alone and not donates:
             raise IllegalComposition(
                 "donate=False keeps the old state of every step, and what is on disk is there once: leave donate=True, or "
                 "keep it in memory with offload('host')"
             )
+        self._resting = resting_of(optimizer, plan, mesh)
+        try:
+            self._scratch = GradientsOnDisk(plan, mesh) if gradients_rest(plan) else None
+        except BaseException:
+            self._resting.close()  # for the next attempt, while this one's traceback is held
+            raise
         self._separate = optimizer.in_turn(plan)
         self._shards = [MeshShards(plan, mesh).of(group, optimizer.rest) for group in self._groups]
         self._shards_of = {group[0].name: of for group, of in zip(self._groups, self._shards, strict=True) if group}
         self._ahead = Ahead(self._body, mesh.device, donates) if plan.step.ahead else None
         self._delays = plan.step.update == "delay"
         self._landed: dict[str, torch.Tensor] = {}  # memory for the next step's gradients
-        self._scratch = GradientsOnDisk(plan, mesh) if gradients_rest(plan) else None
         # The last group is in the other memory, if there is one: numbers for it must not take the device's link.
         self._numbers = mesh.device_for(self._groups[-1][0].memory.optimizer) if plan.trained else mesh.device
-        self._update = GroupUpdate(optimizer, plan, mesh, self._groups, self._separate)
+        self._update = GroupUpdate(optimizer, mesh, self._groups, self._separate)
         mesh.kept.add(self)
 
     def init(self, params: Sharded) -> OptimizerState:
@@ -238,8 +243,6 @@ class Updates:
             self._complete(self._ahead, factor)
 
         def update(parts: Iterator[OptimizerState]) -> None:
-            for some in self._shards:
-                some.exchanges.begin()
             some_of = self._shards if self._separate else [shards]
             with contextlib.closing(landing.arriving(grads, self._groups)) as arriving:
                 turns = zip(self._groups, some_of, parts, arriving, strict=True)
@@ -252,16 +255,29 @@ class Updates:
                         after = self._update.run(group, storing, state, landed, factor, some, landing, slot)
                     states.append(self._resting.asleep(after))
 
-        self._resting.attempt(update, self._parts(opt), params, lambda: self._go_along(storing))
+        parts = self._parts(opt)
+        for some in self._shards:
+            some.exchanges.begin()  # not in `update`: an attempt may fail before it
+        self._resting.attempt(update, parts, params, lambda error: self._go_along(error, parts, storing))
         storing.finish()
         return self._joined(states)
 
-    def _go_along(self, storing: Storing) -> None:
-        """On a rank whose update has failed: take part in what other ranks' updates exchange on their way."""
-        for group, shards in zip(self._groups, self._shards, strict=True):
+    def _go_along(self, error: Exception, parts: Sequence[OptimizerState], storing: Storing) -> None:
+        """On a rank whose update has failed: take part in what other ranks' updates exchange on their way.
+
+        Args:
+            error: why it has failed, which is reported.
+            parts: the groups' states before the update.
+        """
+        for number, (group, shards) in enumerate(zip(self._groups, self._shards, strict=True)):
             if self._separate and not self._optimizer.separable:
-                with contextlib.suppress(Exception):  # the first error is reported
-                    self._update.imitate(group, shards)
+                try:
+                    self._update.imitate(group, parts[number], shards)
+                except Exception as other:
+                    if type(other) is not type(error):
+                        error.add_note(
+                            f"Exchanges that other ranks wait for were not made: {type(other).__name__}: {other}"
+                        )
             storing.go_along([group])
 
     def _runs_ahead(self, group: Sequence[Bucket]) -> bool:

@@ -24,6 +24,7 @@ import torch
 from shardlib.collectives import primitives
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.specs import shard_of
+from shardlib.optim.exchanges import Exchanges
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.payload import share
 from shardlib.plan.plan import Plan
@@ -79,10 +80,14 @@ class Group:
 
 
 class WholeLeaves:
-    """Functions of the trained parameters of a plan, as whole tensors."""
+    """Functions of the trained parameters of a plan, as whole tensors.
 
-    def __init__(self, plan: Plan, mesh: Mesh) -> None:
-        self._plan, self._mesh = plan, mesh
+    Args:
+        exchanges: counts the messages. Nothing is computed where they are ``repeated``, since it may be what has failed.
+    """
+
+    def __init__(self, plan: Plan, mesh: Mesh, exchanges: Exchanges) -> None:
+        self._plan, self._mesh, self._exchanges = plan, mesh, exchanges
 
     def map(
         self, fn: Callable[[int, torch.Tensor], torch.Tensor], tree: Mapping[str, torch.Tensor]
@@ -98,7 +103,7 @@ class WholeLeaves:
             results = torch.zeros_like(held)
             rows, result_rows = (message.view(ways, owners, group.width) for message in (held, results))
             for member in group.members:
-                if member.computer == self._rank(group):
+                if member.computer == self._rank(group) and not self._exchanges.repeated:
                     whole = self._assembled(member, group, rows[:, :, member.span])
                     self._cut(
                         fn(self._plan.numbering.numbers[member.path], whole),
@@ -152,6 +157,8 @@ class WholeLeaves:
         axes = (*group.slices, *group.axes)
         message = message.view(*(self._mesh.shape[axis] for axis in axes), group.width)
         for dim, axis in enumerate(axes):
+            if not self._exchanges.due():
+                continue
             rows = message.movedim(dim, 0).contiguous()
             out = torch.empty_like(rows)
             primitives.all_to_all(self._mesh, axis, out, rows).wait()

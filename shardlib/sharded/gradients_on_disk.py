@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -22,6 +23,7 @@ from shardlib.plan.plan import Plan
 from shardlib.sharded.disk import Fetch, Flat, Store, close_with, open_for_run
 from shardlib.sharded.landing import Landing
 
+_T = TypeVar("_T")
 FOLDER = "gradients"  # beside the files of the optimizer's states
 
 
@@ -109,9 +111,12 @@ class LandingOnDisk(Landing):
         """The sum of a summand, whose memory is given back, and what was there before it."""
         try:
             total = before.result().add_(lent)
+            squares = self._squares_of(bucket, total).item()
+        except BaseException:
+            before.cancel()
+            raise
         finally:
             self._store.release(lent)
-        squares = self._squares_of(bucket, total).item()
         self._squares[bucket.name] = torch.full_like(self._squares[bucket.name], squares)
         return total
 
@@ -140,9 +145,24 @@ class LandingOnDisk(Landing):
                 raise self._failure
             self._store.flush()
 
+        self._together(work, "written to disk")
+
+    def examined(self, examine: Callable[[], _T]) -> _T:
+        """As of `Landing`, where a read may fail.
+
+        Raises:
+            StorageError: a gradient could not be read.
+            RankFailure: one of another rank.
+        """
+        found: list[_T] = []
+        self._together(lambda: found.append(examine()), "read from disk")
+        return found[0]
+
+    def _together(self, work: Callable[[], None], doing: str) -> None:
+        """Do work before the step's update, on all ranks or on none."""
         failure, problems, _ = attempted(self._mesh, work)
         if problems:
-            error = error_of(failure, problems, "the step's gradients could not be written to disk")
+            error = error_of(failure, problems, f"the step's gradients could not be {doing}")
             error.add_note("The state that the step was given is as it was: it can be saved, and used again")
             raise error
 

@@ -10,8 +10,8 @@ is.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -22,6 +22,7 @@ from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
 from shardlib.sharded.counting import Counting
 
+_T = TypeVar("_T")
 _ADDENDS = 2  # summands of a gradient that are on their way to the first
 
 
@@ -164,6 +165,11 @@ class Landing:
 
     def settle(self) -> None:
         """Return once what was taken is safe, on all ranks. Collective."""
+
+    def examined(self, examine: Callable[[], _T]) -> _T:
+        """What ``examine`` finds, which reads gradients of this rank and is no collective itself. Collective."""
+        self.wait_for_all()
+        return examine()
 
     def squares(self) -> torch.Tensor:
         """This rank's summand of the sum of squares of all gradients, as the plan's `Summation` holds it."""

@@ -9,7 +9,19 @@ import torch
 
 import shardlib as sl
 
-ROOMS = ("nn", "collectives", "init", "sparse", "schedules", "report", "checkpoint", "data", "optim", "kernels.common")
+ROOMS = (
+    "nn",
+    "nn.routers",
+    "collectives",
+    "init",
+    "sparse",
+    "schedules",
+    "report",
+    "checkpoint",
+    "data",
+    "optim",
+    "kernels.common",
+)
 
 
 def public():

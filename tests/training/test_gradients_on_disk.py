@@ -14,7 +14,7 @@ import shardlib as sl
 from shardlib.errors import IllegalComposition, NonFiniteError, RankFailure, StorageError
 from shardlib.execute.live import LiveBytes
 from shardlib.plan.transfers import transfers
-from shardlib.sharded.gradients_on_disk import FOLDER
+from shardlib.sharded.gradients_on_disk import FOLDER, LandingOnDisk
 
 PLANS = {
     "one device": ([sl.zero(0)], {"data": 1}),
@@ -33,6 +33,7 @@ PLANS = {
     "tiles": ([sl.zero(3), sl.tile(["*mlp/up/weight"], 2)], {"data": 2}),
     "reproducible": ([sl.zero(2), sl.reproducible(4)], {"data": 2}),
     "pipeline": ([sl.pipeline("1f1b", microbatches=4), sl.zero(2)], {"pipe": 2, "data": 2}),
+    "frozen stage": ([sl.pipeline("1f1b", microbatches=4), sl.freeze(["0/*", "1/*"])], {"pipe": 2, "data": 1}),
 }  # fmt: skip
 
 
@@ -215,6 +216,90 @@ def test_a_step_that_is_left_in_backward_gives_its_memory_back(tmp_path):
         return sl.unshard(state.params)
 
     assert_same(run(on_disk(tmp_path, None)), run())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_gradient_that_names_what_is_not_finite_cannot_be_read(tmp_path, monkeypatch, stage):
+    """All ranks raise the error of the disk, and go on from the state before."""
+
+    def run(mesh, fails, *offload):
+        state, step = start(mesh, sl.zero(stage), *offload)
+        state = stepped(state, step, mesh, BATCHES[:1])
+        if fails:
+            with monkeypatch.context() as patch:
+                if mesh.rank:
+                    Faults(patch).fails("preadv", BROKEN, f"/{FOLDER}/rank-1")
+                x, y = BATCHES[1]
+                with pytest.raises(StorageError if mesh.rank else RankFailure) as refused:
+                    stepped(state, step, mesh, [(x * float("inf"), y)])
+            assert "as it was" in refused.value.__notes__[0]
+        return sl.unshard(stepped(state, step, mesh, BATCHES[1:3]).params)
+
+    wanted = sl.simulate(run, False, mesh={"data": 2})
+    assert_same(sl.simulate(run, True, on_disk(tmp_path, None), mesh={"data": 2}), wanted)
+
+
+def test_gradients_that_ranks_compare_cannot_be_read(tmp_path, monkeypatch):
+    """Where layers are sliced, in the first step."""
+    rules = {"up": "column", "down": "row"}
+    draw = torch.Generator().manual_seed(0)
+    params = {
+        "up": {"weight": torch.randn(8, 4, generator=draw)},
+        "down": {"weight": torch.randn(4, 8, generator=draw)},
+        "scale": torch.ones(4),
+    }
+
+    def loss_fn(params, x):
+        up = torch.tanh(torch.nn.functional.linear(x * params["scale"], params["up"]["weight"]))
+        return torch.nn.functional.linear(up, params["down"]["weight"]).square().mean()
+
+    def run(mesh, fails, *offload):
+        sliced = sl.chain(sl.tensor_slicing(rules, axis="model"), *offload)
+        state, step = sl.make_train_step(loss_fn, sl.shard(params, mesh, sliced), tx())
+        if fails:
+            with monkeypatch.context() as patch:
+                if mesh.rank:
+                    Faults(patch).fails("preadv", BROKEN, f"/{FOLDER}/rank-1")
+                with pytest.raises(StorageError if mesh.rank else RankFailure):
+                    step(state, torch.ones(2, 4))
+        return sl.unshard(step(state, torch.ones(2, 4))[0].params)
+
+    wanted = sl.simulate(run, False, mesh={"model": 2})
+    assert_same(sl.simulate(run, True, on_disk(tmp_path, None), mesh={"model": 2}), wanted)
+
+
+def test_a_sum_that_fails_gives_its_memory_back(tmp_path, monkeypatch):
+    """As often as it fails, there is memory for the next step."""
+    mesh = sl.make_mesh()
+    state, step = start(mesh, sl.accumulate(2), on_disk(tmp_path, None))
+    real = LandingOnDisk._squares_of
+
+    def full(self, bucket, grad):
+        if bucket.name in self._squares:  # of a sum
+            raise torch.OutOfMemoryError("no memory for squares")
+        return real(self, bucket, grad)
+
+    for _ in range(4):
+        with monkeypatch.context() as patch:
+            patch.setattr(LandingOnDisk, "_squares_of", full)
+            with pytest.raises(torch.OutOfMemoryError):
+                stepped(state, step, mesh, BATCHES[:1])
+    stepped(state, step, mesh, BATCHES[:1])
+
+
+def test_a_step_that_cannot_be_made_leaves_no_files_open(tmp_path, monkeypatch):
+    """While its error is held, the next attempt opens the same folders."""
+    mesh, disk = sl.make_mesh(), on_disk(tmp_path, None)
+    params = sl.shard(PARAMS, mesh, disk)
+    with pytest.raises(IllegalComposition, match="donate=False") as keeping:
+        sl.make_train_step(LOSS, params, tx(), donate=False)
+    with monkeypatch.context() as patch:
+        Faults(patch).fails("posix_fallocate", FULL, f"/{FOLDER}/")
+        with pytest.raises(StorageError) as full:
+            sl.make_train_step(LOSS, params, tx())
+    state, step = sl.make_train_step(LOSS, params, tx())
+    stepped(state, step, mesh, BATCHES[:1])
+    assert keeping.tb is not None and full.tb is not None
 
 
 def test_gradients_without_a_step_are_in_memory(tmp_path):

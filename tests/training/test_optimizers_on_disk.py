@@ -15,6 +15,7 @@ from shardlib.collectives import primitives
 from shardlib.errors import IllegalComposition, RankFailure, StorageError
 from shardlib.optim.on_disk import InPlace, OnDisk
 from shardlib.optim.optimizers.coded import Coded
+from shardlib.optim.whole import WholeLeaves
 
 LOSS, PARAMS = mlp(
     [64, 160, 72, 3], torch.float32
@@ -33,6 +34,7 @@ OPTIMIZERS = {
     "muon": lambda: sl.optim.partition(
         {"muon": sl.optim.muon(1e-2), "rest": sl.optim.lamb(1e-2)}, {"*weight": "muon", "*": "rest"}
     ),
+    "lamb with a rate to change": lambda: sl.optim.inject_hyperparams(sl.optim.lamb)(1e-2),
     "lamb of a layer": lambda: sl.optim.masked(sl.optim.lamb(1e-2), "layers/0/*"),
 }
 
@@ -69,8 +71,42 @@ def test_training_is_the_same_to_the_last_bit(optimizer, stage, tmp_path):
     assert_same(sl.simulate(run, "c", "d", mesh={"data": 2}), wanted)
 
 
+NAMED = {
+    "a label": lambda: sl.optim.partition(
+        {"first": sl.optim.adamw(1e-2), "second": sl.optim.sgd(1e-2, momentum=0.9)}, {"second": "second", "*": "first"}
+    ),
+    "a rate": lambda: sl.optim.inject_hyperparams(sl.optim.sgd, static_args="momentum")(0.1),
+}
+
+
+@pytest.mark.parametrize("memory", ["host", "disk"])
+@pytest.mark.parametrize("name", NAMED)
+def test_what_all_buckets_share_may_have_the_name_of_a_parameter(name, memory, tmp_path):
+    layers = [{"weight": torch.randn(4, 4)} for _ in range(2)]  # a bucket each, beside one of the others
+    params = {"first": torch.randn(4, 4), "layers": layers, "lr": torch.ones(()), "second": torch.randn(4, 2)}
+    x = torch.randn(3, 4)
+
+    def loss_fn(params, x):
+        x = torch.tanh(x @ params["first"])
+        for layer in params["layers"]:
+            x = torch.tanh(x @ layer["weight"])
+        return (x @ params["second"]).square().mean() * params["lr"]
+
+    def run(*offload):
+        sharded = sl.shard(params, sl.make_mesh(), sl.chain(sl.zero(0), *offload))
+        state, step = sl.make_train_step(loss_fn, sharded, NAMED[name]())
+        for rate in (0.1, 0.5, 0.2):
+            if name == "a rate":
+                state.opt.inner.hyperparams["lr"].fill_(rate)
+            state, _ = step(state, x)
+        return sl.unshard(state.params)
+
+    wanted = run()
+    assert_same(run(sl.offload(memory, **({"folder": tmp_path} if memory == "disk" else {}))), wanted)
+
+
 @pytest.mark.parametrize("call, after", [("preadv", 0), ("preadv", 2), ("pwritev", 0)])
-@pytest.mark.parametrize("optimizer", ["lamb", "adafactor", "muon"])
+@pytest.mark.parametrize("optimizer", ["lamb", "adafactor", "muon", "lamb with a rate to change"])
 def test_a_rank_that_fails_does_not_keep_others_waiting(optimizer, call, after, tmp_path, monkeypatch):
     """It makes the exchanges of the buckets that are left; all ranks raise, and the state is as it was."""
 
@@ -90,6 +126,42 @@ def test_a_rank_that_fails_does_not_keep_others_waiting(optimizer, call, after, 
         return sl.unshard(stepped(state, step, BATCHES[1:3]).params)
 
     assert_same(sl.simulate(run, True, mesh={"data": 2}), sl.simulate(run, False, mesh={"data": 2}))
+
+
+def failed(optimizer, folder, fail, error):
+    """Train a step, let ``fail()`` spoil the next on rank 0, and see it raise on all."""
+
+    def run(mesh):
+        disk = sl.offload("disk", folder=folder)
+        state, step = start(mesh, optimizer, sl.zero(2), sl.precision("bf16"), disk)
+        state = stepped(state, step, BATCHES[:1])
+        primitives.all_gather_object(mesh, ["data"], mesh.rank == 0 and fail())
+        with pytest.raises(RankFailure if mesh.rank else error):
+            stepped(state, step, BATCHES[1:2])
+
+    sl.simulate(run, mesh={"data": 2})
+
+
+def test_files_cut_between_steps_keep_nobody_waiting(tmp_path):
+    """The step fails on a rank before it has begun its update."""
+
+    def cut():
+        (file,) = tmp_path.glob("rank-0-*.data")
+        os.truncate(file, 4096)
+
+    failed("lamb", tmp_path, cut, StorageError)
+
+
+def test_a_rank_without_memory_for_a_whole_parameter_keeps_nobody_waiting(tmp_path, monkeypatch):
+    """It fails between the two exchanges of a bucket, and would again."""
+    real = WholeLeaves._assembled
+
+    def full(self, *args):
+        if self._mesh.rank == 0:
+            raise torch.OutOfMemoryError("no memory for a whole parameter")
+        return real(self, *args)
+
+    failed("muon", tmp_path, lambda: monkeypatch.setattr(WholeLeaves, "_assembled", full), torch.OutOfMemoryError)
 
 
 def test_each_parameter_is_made_whole_while_its_bucket_is_in_memory(tmp_path):

@@ -10,8 +10,9 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardlib.common._compat import FUSED_ATTENTIONS, pytree
+from shardlib.execute.activations.decisions import decided_once
 from shardlib.execute.activations.draws import Draws
-from shardlib.execute.activations.names import contexts
+from shardlib.execute.activations.names import RECOMPUTE_MODES, contexts
 from shardlib.execute.handles import Handle
 from shardlib.plan.recompute import Recompute
 
@@ -24,13 +25,13 @@ def checkpointed(
     names: set[str],
     draws: Draws,
 ) -> Any:
-    """``fn(*args, **kwargs)``, which backward computes again, with the same draws.
+    """``fn(*args, **kwargs)``, which backward computes again, with the same draws and decisions.
 
     Args:
         names: the names of values, which are added to where the policy keeps some by name.
     """
     compiles = torch.compiler.is_compiling()  # torch's own way to keep generators' states is known to its compiler
-    fn = fn if compiles else draws.repeated(fn)
+    fn = fn if compiles else decided_once(draws.repeated(fn), RECOMPUTE_MODES)
     leaves, shape = pytree.tree_flatten((args, kwargs))
     # A checkpoint sees the tensors among its arguments alone: those in pytrees are given to it one by one.
     seen = [isinstance(leaf, torch.Tensor) and not isinstance(leaf, Handle) for leaf in leaves]

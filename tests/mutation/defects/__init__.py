@@ -5,6 +5,7 @@ from . import (
     checkpoints,
     communication,
     disk,
+    experts,
     hangs,
     keys,
     offload,
@@ -31,4 +32,5 @@ DEFECTS: tuple[Defect, ...] = (
     *runs.DEFECTS,
     *reproducible.DEFECTS,
     *tiles.DEFECTS,
+    *experts.DEFECTS,
 )

@@ -1,0 +1,1 @@
+"""Mixture of experts: `moe`, a layer, over routers (`routers/`) that hand out a `Routing`."""

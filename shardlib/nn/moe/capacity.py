@@ -1,0 +1,84 @@
+"""`Capacity`: how many assignments an expert takes, and which ones it drops."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+
+from shardlib.kernels.routing import by_expert
+from shardlib.nn.moe.noise import Tokens
+
+PRIORITIES = ("position", "choice", "probability", "random")
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The number of assignments an expert takes of a batch, ``max(ceil(factor · k · T / E), minimum)``; it drops the others.
+
+    Every rank counts its own tokens.
+
+    Attributes:
+        factor: 1 suffices where loads are equal.
+        minimum: the least capacity.
+        priority: which assignments are kept: "position", the first tokens'; "choice", first choices before second ones, and
+            in each the first tokens' (GShard, DeepSpeed's top-2); "probability", those of the highest scores (DeepSpeed's
+            top-k); "random", drawn by counted numbers (DeepSpeed's random token selection). Without a key, as in evaluation,
+            "random" keeps the first tokens' assignments. Of equals, the first.
+
+    Raises:
+        ValueError: a factor that is not positive, a negative minimum, or an unknown priority.
+
+    >>> sl.nn.routers.Capacity(1.25, minimum=4).of(tokens=1000, choices=2, experts=8)
+    313
+    """
+
+    factor: float
+    minimum: int = 4
+    priority: str = "position"
+
+    def __post_init__(self) -> None:
+        if not self.factor > 0 or self.minimum < 0:
+            raise ValueError(f"{self}: the factor must be positive, and the minimum 0 or more")
+        if self.priority not in PRIORITIES:
+            raise ValueError(f"{self}: use one of {', '.join(map(repr, PRIORITIES))} as priority")
+
+    def of(self, tokens: int, choices: int, experts: int) -> int:
+        """The capacity of an expert."""
+        # The factor as it is written: 1.1 is 11/10, and not the binary number next to it, which is a little more.
+        return max(math.ceil(Fraction(str(self.factor)) * choices * tokens / experts), self.minimum)
+
+    def keeps(
+        self,
+        experts: torch.Tensor,
+        wanted: torch.Tensor,
+        scores: torch.Tensor,
+        number: int,
+        tokens: Tokens | None,
+    ) -> torch.Tensor:
+        """``[T, k]``: which of the assignments that are ``wanted`` their experts keep.
+
+        Args:
+            experts, scores: ``[T, k]``: the choices, and their scores.
+            number: of experts.
+            tokens: what random numbers are drawn by.
+        """
+        count, choices = experts.shape
+        order = self._order(experts, scores, number, tokens)
+        keys = torch.where(wanted, experts, -1).flatten()[order]
+        counts, positions = by_expert(keys, number)
+        rank = positions - (counts.cumsum(0) - counts)[keys]
+        fits = (keys >= 0) & (rank < self.of(count, choices, number))
+        return torch.empty_like(fits).scatter_(0, order, fits).view(experts.shape)
+
+    def _order(self, experts: torch.Tensor, scores: torch.Tensor, number: int, tokens: Tokens | None) -> torch.Tensor:
+        """The numbers of all assignments, the ones to be kept first."""
+        if self.priority == "choice":
+            return torch.arange(experts.numel(), device=experts.device).view(experts.shape).T.flatten()
+        if self.priority == "probability":
+            return scores.flatten().argsort(descending=True, stable=True)
+        if self.priority == "random" and tokens is not None:
+            return tokens.bits("capacity", number).gather(1, experts).flatten().argsort(stable=True)
+        return torch.arange(experts.numel(), device=experts.device)

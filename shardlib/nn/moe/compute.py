@@ -1,0 +1,49 @@
+"""The experts' computation: rows of tokens by expert, products of each expert's rows with its matrix, and back to tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from shardlib.common._compat import FakeTensor
+from shardlib.nn.moe.routing import Routing
+
+
+class Rows(NamedTuple):
+    """Where the assignments of a routing lie among rows that are sorted by expert.
+
+    Attributes:
+        positions: ``[T, k]``, int64: the row of each assignment, −1 where it was dropped.
+        experts: ``[R]``, int64: the expert of each row. Rows at the end may be left over; they have the last expert.
+        ends: ``[E]``, int64: the row after each expert's last one.
+    """
+
+    positions: torch.Tensor
+    experts: torch.Tensor
+    ends: torch.Tensor
+
+    @classmethod
+    def of(cls, routing: Routing) -> Rows:
+        kept, shape, number = routing.kept, routing.experts.shape, len(routing.counts)
+        positions = kept.new_full((shape.numel() + 1,), -1)
+        positions = positions.scatter(0, kept, torch.arange(len(kept), device=kept.device))[:-1].view(shape)
+        experts = torch.cat([routing.experts.flatten(), routing.experts.new_full((1,), number)])[kept]
+        ends = torch.searchsorted(experts, torch.arange(number, device=kept.device), right=True)
+        return cls(positions, experts.clamp(max=number - 1), ends)
+
+    def product(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """``rows`` ``[R, in]`` times their experts' ``weight`` ``[E, out, in]``, plus their ``bias`` ``[E, out]``."""
+        y = grouped_matmul(rows, weight, self.ends)
+        return y if bias is None else y + bias[self.experts]
+
+
+def grouped_matmul(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """``[R, out]``: row r of ``rows`` times ``weight[e].T``, where expert e has the rows before ``ends[e]``; 0 after all."""
+    if isinstance(ends, FakeTensor):  # a plan has no values: as many products, whoever's they are
+        sizes = [len(rows)] + [0] * (len(weight) - 1)
+    else:
+        sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    pieces = rows.split([*sizes, len(rows) - sum(sizes)])
+    products = [piece @ matrix.T for piece, matrix in zip(pieces, weight.unbind())]
+    return torch.cat([*products, rows.new_zeros(len(pieces[-1]), weight.shape[1])])

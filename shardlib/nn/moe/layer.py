@@ -1,0 +1,113 @@
+"""`moe`: a layer of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from shardlib.kernels.permute import permute, unpermute
+from shardlib.nn.moe.compute import Rows
+from shardlib.nn.moe.config import MoEConfig
+from shardlib.nn.moe.noise import Tokens, tokens_of
+from shardlib.nn.moe.routing import Routing
+from shardlib.rng import Key, require_key
+
+
+def moe(
+    params: Mapping[str, Any],
+    x: torch.Tensor,
+    config: MoEConfig,
+    rng: Key | None = None,
+    routing: Routing | None = None,
+) -> tuple[torch.Tensor, Routing]:
+    """A layer of experts, of which each token uses a few: ``y_t = Σ_j w_tj · expert_e(x_t)``, e the token's j-th choice.
+
+    ===============  ===================================================================================================
+    in ``params``
+    ===============  ===================================================================================================
+    ``"router"``     "weight" ``(E, W)``; "bias" ``(E)`` of the logits, if there is one; "balance" ``(E)``, if there is one,
+                     is added to scores where experts are chosen, and has no gradient (`shardlib.nn.routers.balanced`)
+    ``"experts"``    "up" ``(E, H, W)``, "down" ``(E, W, H)``, for SwiGLU "gate" ``(E, H, W)``; or what ``config.expert``
+                     takes, the experts along dimension 0
+    ``"shared"``     the same of one expert that sees every token, without dimension 0. With a "scale" ``(1, W)`` its output
+                     is multiplied by ``sigmoid(x · scale)``, as in Qwen2-MoE
+    ``"residual"``   the same of one expert, and "mix": "weight" ``(2, W)``, "bias" ``(2)``. The output is
+                     ``c_0 · y + c_1 · residual(x)``, c the softmax of mix (PR-MoE, arXiv 2201.05596, section 4.1.2)
+    ===============  ===================================================================================================
+
+    Logits are computed in fp32 or wider, the sum over choices in order of j. An expert without tokens has gradients of 0.
+
+    Args:
+        x: ``[..., W]``; dimension 0 is the batch, and under a sequence plan dimension 1 this rank's part.
+        rng: a key for jitter and for random choices; None in evaluation, which has neither.
+        routing: a routing to compute by, in place of the router's: of another call, or from a file. Its weights are taken as
+            they are, with their gradient if they have one.
+
+    Returns:
+        ``y`` like ``x``, and the routing: who went where, and auxiliary losses (`shardlib.nn.routers.Routing`).
+
+    Raises:
+        ValueError: sizes of ``params``, ``x`` and ``routing`` that do not fit.
+        TypeError: an ``rng`` that is no key.
+
+    >>> params = {
+    ...     "router": {"weight": torch.eye(2)},
+    ...     "experts": {"up": torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]]), "down": torch.ones(2, 2, 1)},
+    ... }
+    >>> config = sl.nn.MoEConfig(sl.nn.routers.top_k(1, renormalise="chosen"), expert="relu")
+    >>> y, routing = sl.nn.moe(params, torch.tensor([[3.0, 1.0], [1.0, 2.0]]), config)
+    >>> y.tolist(), routing.counts.tolist()
+    ([[3.0, 3.0], [2.0, 2.0]], [1, 1])
+    """
+    if rng is not None:
+        require_key("moe", "rng", rng)
+    router = params["router"]
+    flat = x.reshape(-1, x.shape[-1])
+    if router["weight"].shape[1:] != x.shape[-1:]:
+        raise ValueError(
+            f"moe: x is {tuple(x.shape)} and the router's weight {tuple(router['weight'].shape)}; the weight must be "
+            "[experts, width]"
+        )
+    if routing is None:
+        tokens = tokens_of(x, rng)
+        logits = _logits(router, _jittered(flat, config.jitter, tokens))
+        balance = router.get("balance")
+        routing = config.router(logits, tokens, None if balance is None else balance.detach())
+    elif len(routing.experts) != len(flat) or len(routing.counts) != len(router["weight"]):
+        raise ValueError(
+            f"moe: the routing is of {len(routing.experts)} tokens among {len(routing.counts)} experts, and the layer has "
+            f"{len(flat)} among {len(router['weight'])}"
+        )
+    rows = Rows.of(routing)
+    inputs = permute(flat, rows.positions, len(rows.experts))
+    y = unpermute(config.compute(params["experts"], inputs, rows.product), rows.positions, routing.weights)
+    if "residual" in params:
+        y = _mixed(params["residual"], flat, y, config)
+    if "shared" in params:
+        y = y + _shared(params["shared"], flat, config)
+    return y.view(x.shape), routing
+
+
+def _logits(router: Mapping[str, Any], x: torch.Tensor) -> torch.Tensor:
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    bias = router.get("bias")
+    return F.linear(x.to(dtype), router["weight"].to(dtype), None if bias is None else bias.to(dtype))
+
+
+def _jittered(x: torch.Tensor, jitter: float, tokens: Tokens | None) -> torch.Tensor:
+    if jitter == 0 or tokens is None:
+        return x
+    return x * (1 - jitter + 2 * jitter * tokens.uniform("jitter", x.shape[1])).to(x.dtype)
+
+
+def _shared(params: Mapping[str, Any], x: torch.Tensor, config: MoEConfig) -> torch.Tensor:
+    y = config.compute(params, x, F.linear)
+    return y * F.linear(x, params["scale"]).sigmoid() if "scale" in params else y
+
+
+def _mixed(params: Mapping[str, Any], x: torch.Tensor, y: torch.Tensor, config: MoEConfig) -> torch.Tensor:
+    shares = F.linear(x, params["mix"]["weight"], params["mix"]["bias"]).softmax(-1)
+    return shares[:, :1] * y + shares[:, 1:] * config.compute(params, x, F.linear)

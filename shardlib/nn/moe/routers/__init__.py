@@ -1,0 +1,24 @@
+"""Routers: functions ``router(logits, tokens=None, balance=None) -> Routing``, and what they are made of."""
+
+from shardlib.nn.moe.capacity import Capacity
+from shardlib.nn.moe.losses import balanced, entropy, load_loss, z_loss
+from shardlib.nn.moe.routers.base import Router
+from shardlib.nn.moe.routers.expert_choice import expert_choice
+from shardlib.nn.moe.routers.gshard import gshard
+from shardlib.nn.moe.routers.switch import switch
+from shardlib.nn.moe.routers.top_k import top_k
+from shardlib.nn.moe.routing import Routing
+
+__all__ = [
+    "Capacity",
+    "Router",
+    "Routing",
+    "balanced",
+    "entropy",
+    "expert_choice",
+    "gshard",
+    "load_loss",
+    "switch",
+    "top_k",
+    "z_loss",
+]

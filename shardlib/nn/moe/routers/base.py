@@ -1,0 +1,148 @@
+"""`Router`: what the routers share, from logits to a `Routing`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from shardlib.kernels import routing
+from shardlib.nn.moe.capacity import Capacity
+from shardlib.nn.moe.losses import CONVENTIONS, entropy, load_loss, z_loss
+from shardlib.nn.moe.noise import Tokens, tokens_of
+from shardlib.nn.moe.routing import Routing, in_order, is_kept
+from shardlib.nn.once import once
+from shardlib.rng import Key
+
+RENORMALISED = (None, "chosen", "kept")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Router(ABC):
+    """A function ``router(logits, rng=None, balance=None) -> Routing``. A router of one's own defines `choose`.
+
+    Choices are made once: a recomputed block takes over those of its first run (`shardlib.remat`). Weights and losses are
+    computed again, from the same choices, and gradients pass through them to the logits.
+
+    Attributes:
+        capacity: drops assignments; None keeps all.
+        load: the convention of the auxiliary loss; see `load_loss`.
+
+    Raises:
+        ValueError: an unknown convention.
+    """
+
+    capacity: Capacity | None = None
+    load: str = "mean"
+
+    def __post_init__(self) -> None:
+        if self.load not in CONVENTIONS:
+            raise ValueError(f"load={self.load!r}: use one of {', '.join(map(repr, CONVENTIONS))}")
+
+    def __call__(
+        self, logits: torch.Tensor, rng: Key | Tokens | None = None, balance: torch.Tensor | None = None
+    ) -> Routing:
+        """The routing by ``logits`` ``[T, E]``.
+
+        Args:
+            rng: a key for random choices; None in evaluation, where nothing is random.
+            balance: ``[E]``, added to scores where experts are chosen, not to weights; see `balanced`.
+
+        Raises:
+            ValueError: logits that are no matrix, or fewer experts than choices.
+        """
+        if logits.dim() != 2:
+            raise ValueError(f"a router takes logits [tokens, experts], not a tensor of shape {tuple(logits.shape)}")
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        tokens = tokens_of(logits, rng) if isinstance(rng, Key) else rng
+        scores = self.scores(logits)
+        experts, counts, kept = once(lambda: self._decide(logits, scores, tokens, balance))
+        keeps = is_kept(kept, experts)
+        probabilities = self.probabilities(scores)
+        aux = {
+            "load": load_loss(probabilities, experts, self.load),
+            "z": z_loss(logits),
+            "entropy": entropy(probabilities.detach()),
+            "dropped": self.dropped(keeps, counts),
+        }
+        return Routing(experts, self.weights(logits, scores, experts, keeps), counts, kept, aux)
+
+    def _decide(
+        self, logits: torch.Tensor, scores: torch.Tensor, tokens: Tokens | None, balance: torch.Tensor | None
+    ) -> list[torch.Tensor]:
+        """The experts, their counts, and the numbers of the assignments that are kept."""
+        number = logits.shape[1]
+        experts, wanted = self.choose(logits, tokens, balance)
+        counts, positions = routing.by_expert(torch.where(wanted, experts, -1), number)
+        if self.capacity is not None:
+            keeps = self.capacity.keeps(experts, wanted, scores.gather(1, experts), number, tokens)
+            _, positions = routing.by_expert(torch.where(keeps, experts, -1), number)
+        return [experts, counts, in_order(positions, self.rows(experts.shape, number))]
+
+    @abstractmethod
+    def choose(
+        self, logits: torch.Tensor, tokens: Tokens | None, balance: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The experts of each token, best first, and whether each of these choices is wanted, both ``[T, k]``."""
+        ...
+
+    @abstractmethod
+    def weights(
+        self, logits: torch.Tensor, scores: torch.Tensor, experts: torch.Tensor, keeps: torch.Tensor
+    ) -> torch.Tensor:
+        """``[T, k]``: the weights of the choices, 0 where one is not among those that its expert ``keeps``."""
+        ...
+
+    def scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """``[T, E]``: the scores of which weights are made."""
+        return logits.softmax(1)
+
+    def probabilities(self, scores: torch.Tensor) -> torch.Tensor:
+        """``[T, E]``: the scores as the auxiliary loss takes them; rows sum to 1."""
+        return scores
+
+    def rows(self, shape: tuple[int, ...], number: int) -> int:
+        """The most assignments that are kept, of choices of ``shape`` ``(T, k)`` among a ``number`` of experts."""
+        count, choices = shape
+        taken = count * choices
+        return taken if self.capacity is None else min(taken, number * self.capacity.of(count, choices, number))
+
+    def dropped(self, keeps: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """The share of the wanted assignments that was dropped."""
+        return 1 - keeps.sum() / counts.sum().clamp(min=1) if keeps.numel() else keeps.sum().float()
+
+
+def best(scores: torch.Tensor, number: int) -> torch.Tensor:
+    """``[T, number]``: the columns of the largest scores of each row, the largest first; of equals the first.
+
+    Raises:
+        ValueError: there are fewer columns.
+    """
+    if not 0 < number <= scores.shape[1]:
+        raise ValueError(f"a router cannot choose {number} of {scores.shape[1]} experts")
+    return routing.top_k(scores, number)[0]
+
+
+def require_renormalised(how: str | None) -> None:
+    """Refuse an unknown way to renormalise.
+
+    Raises:
+        ValueError: there is no such way.
+    """
+    if how not in RENORMALISED:
+        raise ValueError(f"renormalise={how!r}: use None, 'chosen' or 'kept'")
+
+
+def renormalised(how: str | None, chosen: torch.Tensor, keeps: torch.Tensor) -> torch.Tensor:
+    """Weights of the scores of the experts that were ``chosen``.
+
+    Args:
+        how: None keeps scores; "chosen" divides by the sum over the token's choices, "kept" by the sum over those of them
+            that were not dropped.
+    """
+    weights = torch.where(keeps, chosen, 0)
+    if how is None:
+        return weights
+    total = (weights if how == "kept" else chosen).sum(1, keepdim=True)
+    return weights / torch.where(total > 0, total, 1)

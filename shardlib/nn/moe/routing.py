@@ -1,0 +1,49 @@
+"""`Routing`: which experts each token goes to, as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+
+class Routing(NamedTuple):
+    """Which experts each token goes to: what a router hands out, and `moe` computes by.
+
+    An assignment is a token's j-th choice. It has the number ``token · k + j``.
+
+    Attributes:
+        experts: ``[T, k]``, int64: the chosen experts.
+        weights: ``[T, k]``, at least fp32: the share of each expert's output; 0 where the assignment was dropped.
+        counts: ``[E]``, int64: assignments per expert, before drops.
+        kept: ``[R]``, int64: the numbers of the assignments that were kept, by expert and then by number. R depends on
+            sizes alone; what is left over at the end is ``T · k``.
+        aux: numbers without dimensions. "load", the auxiliary load loss, and "z", the z-loss, have gradients; add them to a
+            loss with a coefficient. "entropy" is the mean over tokens of the entropy of the router's probabilities, and
+            "dropped" the share of assignments that were dropped (of tokens that no expert took, where experts choose).
+
+    >>> routing = sl.nn.routers.top_k(1)(torch.tensor([[0.0, 1.0], [2.0, 0.0], [0.0, 3.0]]))
+    >>> routing.experts[:, 0].tolist(), routing.counts.tolist(), routing.kept.tolist()
+    ([1, 0, 1], [1, 2], [1, 0, 2])
+    """
+
+    experts: torch.Tensor
+    weights: torch.Tensor
+    counts: torch.Tensor
+    kept: torch.Tensor
+    aux: Mapping[str, torch.Tensor]
+
+
+def in_order(positions: torch.Tensor, rows: int) -> torch.Tensor:
+    """``[rows]``: the numbers of assignments by their ``positions`` ``[T, k]``, of which −1 is none, and T · k after them."""
+    last = positions.numel()
+    numbers = torch.arange(last, device=positions.device)
+    places = positions.where(positions >= 0, rows).flatten()
+    return positions.new_full((rows + 1,), last).scatter_(0, places, numbers)[:rows]
+
+
+def is_kept(kept: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    """``[T, k]``: whether each assignment is among those that are ``kept``."""
+    found = torch.zeros(experts.numel() + 1, dtype=torch.bool, device=experts.device)
+    return found.index_fill(0, kept, True)[:-1].view(experts.shape)
