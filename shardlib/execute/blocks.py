@@ -29,7 +29,7 @@ class Blocks:
         device: the device that the rank computes on.
 
     Attributes:
-        count: how many blocks have begun that may be recomputed; those within blocks are not counted.
+        count: how many blocks have begun, recomputed or not; those within blocks are not counted.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class Blocks:
 
     def _recomputes(self) -> bool:
         """Whether the block that begins now is recomputed in backward; one within another is if the other is."""
-        if not self._trained or self._how is None:
-            return False
         if self._around is not None:
             return self._around
         self.count += 1
+        if not self._trained or self._how is None:
+            return False
         return self._how.blocks is None or self.count <= self._how.blocks
 
     @contextmanager

@@ -155,7 +155,7 @@ def _in_turn(
         last=last.last,
         lead=lead if factors else None,
         rest=Locality.GLOBAL if beyond else widest(*(tx.locality for tx in rest)),
-        reads_old=last.reads_old and len(rest) == 1,
+        reads_old=last.reads_old and len(rest) == 1 and not beyond,
     )
 
 

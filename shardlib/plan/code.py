@@ -6,6 +6,7 @@ import re
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import partial
@@ -17,6 +18,7 @@ from shardlib.collectives.styles.layer import LayerStyle
 from shardlib.plan.tables import shortened
 from shardlib.plan.transform import Transform
 
+_AXES = ("axis", "replicate")  # arguments that name an axis
 _NAME = 160  # characters of a name
 
 
@@ -58,7 +60,8 @@ class Coded(Transform):
 
     def over(self, axis: str, other: str) -> str:
         function, arguments = self.call
-        return str(Call(function, {name: other if value == axis else value for name, value in arguments.items()}))
+        moved = {name: other for name in _AXES if arguments.get(name) == axis}
+        return str(Call(function, {**arguments, **moved}))
 
     def __repr__(self) -> str:
         return f"sl.{self.call}"
@@ -101,9 +104,16 @@ def options_of(value: Any) -> dict[str, Any]:
     found = {option.name: (getattr(value, option.name), option.default) for option in fields(value) if option.init}
     given = {name: each for name, (each, usual) in found.items() if each != usual}
     for name in [name for name in given if found[name][1] is not MISSING]:
-        if type(value)(**{other: each for other, each in given.items() if other != name}) == value:
+        if _made(type(value), {other: each for other, each in given.items() if other != name}) == value:
             del given[name]  # it follows from the others
     return given
+
+
+def _made(cls: type, given: Mapping[str, Any]) -> Any:
+    """The value of a dataclass with some of its fields; None where they do not go together."""
+    with suppress(Exception):  # of a user's class, too
+        return cls(**given)
+    return None
 
 
 def _named(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 
@@ -29,9 +30,12 @@ class LossScale:
     tolerance: int = 0
 
     def __post_init__(self) -> None:
-        if not (0 < self.minimum <= self.value and self.factor >= 1 and self.window >= 1 and self.hysteresis >= 1):
+        if not (
+            0 < self.minimum <= self.value < math.inf and self.factor >= 1 and self.window >= 1 and self.hysteresis >= 1
+        ):
             raise ValueError(
-                f"{self!r}: minimum lies above 0 and not above value, and factor, window and hysteresis are at least 1"
+                f"{self!r}: value is finite, minimum lies above 0 and not above value, and factor, window and "
+                "hysteresis are at least 1"
             )
         if not self.tolerance:
             object.__setattr__(self, "tolerance", self.hysteresis)

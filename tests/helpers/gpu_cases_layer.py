@@ -14,7 +14,7 @@ def cases() -> dict[str, Case]:
     """Name -> case; the name has the operation, the kernel and the constants."""
     return {
         f"{name}, {dtype}": case
-        for make in (_gelu, _norm, _swiglu, _dropout, _softmax, _rotary, _linear_cross_entropy)
+        for make in (_gelu, _norm, _swiglu, _dropout, _softmax, _rotary, _linear_cross_entropy, _routing, _permute)
         for dtype in ("bf16", "fp32")
         for name, case in make(dtype)
     }
@@ -107,3 +107,31 @@ def _linear_cross_entropy(dtype: str) -> Iterator[tuple[str, Case]]:
     types = {"logits": "x", "targets": "*i64", "losses": "*fp32", "words": "i32", "ignored": "i64", "smoothing": "fp32"}
     constants = {"GRADIENTS": True, "BLOCK": 4096, "num_warps": 8}
     yield _case("linear_cross_entropy", "_losses", types, constants, dtype, exact=False)
+
+
+def _routing(dtype: str) -> Iterator[tuple[str, Case]]:
+    from shardlib.kernels.routing.triton import sort_shape_of, top_shape_of
+
+    for count in (8, 256):
+        types = {"scores": "x", "experts": "*i64", "tokens": "i64", "count": "i32", "k": "i32"}
+        yield _case("routing", "_best", types, top_shape_of(count), dtype, exact=False)
+        types = {"experts": "*i64", "first": "*i64", "positions": "*i64", "size": "i64"}
+        types |= {"count": "i32", "programs": "i32"}
+        for name in ("_count", "_place"):
+            yield _case("routing", name, types, sort_shape_of(count), dtype)
+
+
+def _permute(dtype: str) -> Iterator[tuple[str, Case]]:
+    from shardlib.kernels.permute.triton import STEP, block_of
+
+    sizes = {"count": "i32", "columns": "i32", "k": "i32"}
+    yield _case(
+        "permute", "_invert", {"positions": "*i64", "assigned": "*i64", "size": "i64"} | sizes, {"STEP": STEP}, dtype
+    )
+    for weighted in (False, True):
+        constants = {"WEIGHTED": weighted, "BLOCK": block_of(4096)}
+        types = {"x": "x", "out": "x", "assigned": "*i64"} | sizes
+        types |= {"rows": "x", "weights": "*fp32", "dweights": "*fp32"} if weighted else {}
+        yield _case("permute", "_spread", types, constants, dtype)
+        types = {"rows": "x", "positions": "*i64", "y": "x"} | sizes | ({"weights": "*fp32"} if weighted else {})
+        yield _case("permute", "_gather", types, constants, dtype)

@@ -14,7 +14,9 @@ from shardlib.kernels.gelu import gelu
 from shardlib.kernels.global_norm import sum_of_squares
 from shardlib.kernels.linear_cross_entropy import linear_cross_entropy as chunked
 from shardlib.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from shardlib.kernels.permute import permute, unpermute
 from shardlib.kernels.rotary import rotary
+from shardlib.kernels.routing import by_expert, top_k
 from shardlib.kernels.softmax import softmax
 from shardlib.kernels.swiglu import swiglu
 
@@ -31,6 +33,11 @@ def layer(dtype=torch.float32):
     return {"x": x(3, 4), "weight": x(5, 4), "targets": torch.zeros(3, dtype=torch.int64)}
 
 
+def assigned():
+    """Two tokens, each with an expert of its own."""
+    return torch.tensor([[1], [0]])
+
+
 def heads():
     return {name: x(1, 2, 16, 8) for name in "qkv"} | {"layout": sl.sparse.dense(16, block=16)}
 
@@ -45,6 +52,10 @@ FUNCTIONS = {
     swiglu: ({"gate": x(), "up": x()}, {}),
     softmax: ({"x": x(1, 1, 2, 4), "lengths": torch.tensor([2])}, {}),
     rotary: ({"x": x(), "cos": x(2, 2), "sin": x(2, 2)}, {}),
+    top_k: ({"scores": x()}, {"k": 2}),
+    by_expert: ({"experts": assigned()}, {"count": 2}),
+    permute: ({"x": x(), "positions": assigned()}, {}),
+    unpermute: ({"rows": x(), "positions": assigned(), "weights": x(2, 1)}, {}),
     sl.dropout: ({"x": x(), "bias": x(4), "residual": x()}, {"p": 0.1, "key": KEY}),
     dropout_kernel: ({"x": x(), "bias": x(4), "residual": x()}, {"draw": Draw(0.1, 3)}),
     sl.nn.linear_cross_entropy: (layer(), {}),
@@ -76,7 +87,7 @@ CASES = [(function, name) for function, (tensors, _) in FUNCTIONS.items() for na
 
 
 def optional(function, name):
-    return name in ("bias", "lengths") or (name == "residual" and function in (sl.dropout, dropout_kernel))
+    return name in ("bias", "lengths", "weights") or (name == "residual" and function in (sl.dropout, dropout_kernel))
 
 
 @pytest.mark.parametrize("wrong", WRONG)

@@ -157,7 +157,7 @@ def edited(message, parallel):
     return sl.chain(*members)
 
 
-def waves(ranks):
+def waves(ranks, shape=(34, 32)):
     """``plan(parallel, **limits)`` of three blocks that keep four activations each, and bytes of the batch."""
     wave = sl.block(lambda p, x: (x @ p["w"]).sin().cos().sin().cos())
 
@@ -168,7 +168,7 @@ def waves(ranks):
 
     params, batch = (
         [{"w": torch.zeros(32, 32, device="meta")} for _ in range(3)],
-        torch.empty(34, 32),
+        torch.empty(shape),
     )  # two halves, and no quarters
 
     def plan(parallel, **limits):
@@ -199,6 +199,17 @@ def test_the_cheapest_change_is_named_and_fits(ranks, parallel, share):
         except IllegalComposition:
             continue
     assert len(seconds) > 2 and nominal_seconds(found) == min(seconds)
+
+
+def test_recomputing_is_named_where_it_is_the_cheapest():
+    plan, batch = waves(ranks=1, shape=(1, 34, 32))  # one row, which no micro-batches share
+    parallel = sl.chain(sl.zero(0))
+    budget = int(0.8 * (plan(parallel).peak_bytes + batch))
+    with pytest.raises(
+        IllegalComposition, match=r"The cheapest change that fits: add sl.remat\(blocks=\d\)"
+    ) as refused:
+        plan(parallel, device_memory=budget)
+    plan(edited(str(refused.value), parallel), device_memory=budget)
 
 
 def test_several_changes_together():

@@ -53,7 +53,10 @@ def made(function, *arguments, **values):
 
 TABLE = sl.schedules.write_table(sl.schedules.one_f_one_b(2, 4))
 GPIPE = sl.schedules.gpipe(2, 4)
-SCALES = (None, 8, 0.5, sl.plan.LossScale(), sl.plan.LossScale(window=7), sl.plan.LossScale(4.0, hysteresis=3))
+SCALES = (
+    *(None, 8, 0.5, sl.plan.LossScale(), sl.plan.LossScale(window=7), sl.plan.LossScale(4.0, hysteresis=3)),
+    *(sl.plan.LossScale(0.5, minimum=0.25), sl.plan.LossScale(2.0**20, minimum=2.0**17)),
+)
 RULES = (
     {"*/up": "column", "*/down": sl.row()},
     {"*/up": "shared", "*/down": "replicated"},

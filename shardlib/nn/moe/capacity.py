@@ -8,6 +8,7 @@ from fractions import Fraction
 
 import torch
 
+from shardlib.kernels.routing import by_expert
 from shardlib.nn.moe.noise import Tokens
 
 PRIORITIES = ("position", "choice", "probability", "random")
@@ -66,12 +67,11 @@ class Capacity:
         """
         count, choices = experts.shape
         order = self._order(experts, scores, number, tokens)
-        keys = torch.where(wanted, experts, number).flatten()[order]
-        by_key = keys.argsort(stable=True)
-        sorted_keys = keys[by_key]
-        rank = torch.arange(len(keys), device=keys.device) - torch.searchsorted(sorted_keys, sorted_keys)
-        fits = (rank < self.of(count, choices, number)) & (sorted_keys < number)
-        return torch.empty_like(fits).scatter_(0, order[by_key], fits).view(experts.shape)
+        keys = torch.where(wanted, experts, -1).flatten()[order]
+        counts, positions = by_expert(keys, number)
+        rank = positions - (counts.cumsum(0) - counts)[keys]
+        fits = (keys >= 0) & (rank < self.of(count, choices, number))
+        return torch.empty_like(fits).scatter_(0, order, fits).view(experts.shape)
 
     def _order(self, experts: torch.Tensor, scores: torch.Tensor, number: int, tokens: Tokens | None) -> torch.Tensor:
         """The numbers of all assignments, the ones to be kept first."""

@@ -38,15 +38,6 @@ class Rows(NamedTuple):
         return y if bias is None else y + bias[self.experts]
 
 
-def permute(x: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
-    """``[count, W]``: the rows of ``x`` ``[T, W]`` at the ``positions`` ``[T, k]`` of their assignments, 0 elsewhere."""
-    places = positions.where(positions >= 0, count)
-    rows = x.new_zeros(count + 1, x.shape[1])
-    for j in range(positions.shape[1]):
-        rows = rows.index_copy(0, places[:, j], x)
-    return rows[:-1]
-
-
 def grouped_matmul(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """``[R, out]``: row r of ``rows`` times ``weight[e].T``, where expert e has the rows before ``ends[e]``; 0 after all."""
     if isinstance(ends, FakeTensor):  # a plan has no values: as many products, whoever's they are
@@ -56,13 +47,3 @@ def grouped_matmul(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor)
     pieces = rows.split([*sizes, len(rows) - sum(sizes)])
     products = [piece @ matrix.T for piece, matrix in zip(pieces, weight.unbind())]
     return torch.cat([*products, rows.new_zeros(len(pieces[-1]), weight.shape[1])])
-
-
-def unpermute(rows: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """``[T, W]``: each token's ``rows`` ``[R, W]`` times ``weights`` ``[T, k]``, summed in order of k, in fp32 or wider."""
-    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    total = wide.new_zeros(len(positions), rows.shape[1])
-    for j in range(positions.shape[1]):
-        found = wide.index_select(0, positions[:, j].clamp(min=0)) * weights[:, j : j + 1].to(wide.dtype)
-        total = total + found.masked_fill(positions[:, j : j + 1] < 0, 0)
-    return total.to(rows.dtype)

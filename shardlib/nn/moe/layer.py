@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shardlib.nn.moe.compute import Rows, permute, unpermute
+from shardlib.kernels.permute import permute, unpermute
+from shardlib.nn.moe.compute import Rows
 from shardlib.nn.moe.config import MoEConfig
 from shardlib.nn.moe.noise import Tokens, tokens_of
 from shardlib.nn.moe.routing import Routing

@@ -35,24 +35,12 @@ class Routing(NamedTuple):
     aux: Mapping[str, torch.Tensor]
 
 
-def tally(experts: torch.Tensor, wanted: torch.Tensor, number: int) -> torch.Tensor:
-    """``[number]``: how many of the assignments that are ``wanted`` each expert gets."""
-    counts = torch.zeros(number, dtype=torch.int64, device=experts.device)
-    return counts.scatter_add_(0, experts.flatten(), wanted.flatten().long())
-
-
-def by_expert(experts: torch.Tensor, wanted: torch.Tensor, number: int, rows: int) -> torch.Tensor:
-    """``[rows]``: the numbers of the assignments that are ``wanted``, by expert and then by number, and T · k after them.
-
-    Args:
-        number: of experts.
-        rows: no fewer than are wanted.
-    """
-    last = experts.numel()
-    keys = torch.where(wanted, experts, number).flatten()
-    order = keys.argsort(stable=True)[:rows]
-    total = wanted.sum()
-    return torch.where(torch.arange(len(order), device=order.device) < total, order, last)
+def in_order(positions: torch.Tensor, rows: int) -> torch.Tensor:
+    """``[rows]``: the numbers of assignments by their ``positions`` ``[T, k]``, of which −1 is none, and T · k after them."""
+    last = positions.numel()
+    numbers = torch.arange(last, device=positions.device)
+    places = positions.where(positions >= 0, rows).flatten()
+    return positions.new_full((rows + 1,), last).scatter_(0, places, numbers)[:rows]
 
 
 def is_kept(kept: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+from shardlib.kernels import routing
 from shardlib.nn.moe.capacity import Capacity
 from shardlib.nn.moe.losses import CONVENTIONS, entropy, load_loss, z_loss
 from shardlib.nn.moe.noise import Tokens, tokens_of
-from shardlib.nn.moe.routing import Routing, by_expert, is_kept, tally
+from shardlib.nn.moe.routing import Routing, in_order, is_kept
 from shardlib.nn.once import once
 from shardlib.rng import Key
 
@@ -73,14 +74,11 @@ class Router(ABC):
         """The experts, their counts, and the numbers of the assignments that are kept."""
         number = logits.shape[1]
         experts, wanted = self.choose(logits, tokens, balance)
-        keeps = wanted
+        counts, positions = routing.by_expert(torch.where(wanted, experts, -1), number)
         if self.capacity is not None:
             keeps = self.capacity.keeps(experts, wanted, scores.gather(1, experts), number, tokens)
-        return [
-            experts,
-            tally(experts, wanted, number),
-            by_expert(experts, keeps, number, self.rows(experts.shape, number)),
-        ]
+            _, positions = routing.by_expert(torch.where(keeps, experts, -1), number)
+        return [experts, counts, in_order(positions, self.rows(experts.shape, number))]
 
     @abstractmethod
     def choose(
@@ -123,7 +121,7 @@ def best(scores: torch.Tensor, number: int) -> torch.Tensor:
     """
     if not 0 < number <= scores.shape[1]:
         raise ValueError(f"a router cannot choose {number} of {scores.shape[1]} experts")
-    return scores.argsort(dim=1, descending=True, stable=True)[:, :number]
+    return routing.top_k(scores, number)[0]
 
 
 def require_renormalised(how: str | None) -> None:

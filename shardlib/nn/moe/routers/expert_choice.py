@@ -9,7 +9,7 @@ from fractions import Fraction
 import torch
 
 from shardlib.nn.moe.noise import Tokens
-from shardlib.nn.moe.routers.base import Router, best
+from shardlib.nn.moe.routers.base import Router
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +29,8 @@ class ExpertChoice(Router):
         scores = self.scores(logits) if balance is None else self.scores(logits) + balance
         count, number = scores.shape
         wanted = torch.zeros_like(scores, dtype=torch.bool)
-        if count:
-            wanted.scatter_(0, best(scores.T, self.tokens_of_one(count, number)).T, True)
+        order = scores.argsort(dim=0, descending=True, stable=True)
+        wanted.scatter_(0, order[: self.tokens_of_one(count, number)], True)
         return torch.arange(number, device=scores.device).expand(count, number), wanted
 
     def tokens_of_one(self, count: int, number: int) -> int:

@@ -1,0 +1,97 @@
+"""The k experts with the largest scores for each token, and a stable counting sort of what is assigned, in one pass.
+
+Token t of T is assigned to the experts e_t0, e_t1, …, by falling score, where of equal scores the lower index comes first
+(NaN before all numbers, and −0 equals 0). Assignment (t, j) has the number a = t·k + j, and
+
+- counts_e = |{a : e_a = e}|;
+- position_a = Σ_{f < e_a} counts_f + |{b < a : e_b = e_a}|: its row once all are sorted by expert, stably. An assignment to
+  no expert (a number outside of [0, E)) has the position −1 and is not counted.
+
+Scores are ``[T, E]`` in fp32, bf16 or fp16 (float64 by plain torch). Bytes moved: the scores, 16 for an assignment, and 8
+that are read again; plain torch sorts twice. Operations: a comparison for each score, and k more where it is among the k
+largest so far. Nothing has gradients: weights are ``scores.gather(-1, experts)``.
+
+``using`` names one implementation ("cpu", "triton", "reference"), for tests.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shardlib.kernels.common.arguments import check_tensors
+from shardlib.kernels.common.dispatch import on, serving
+from shardlib.kernels.common.operators import opaque
+
+IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
+
+
+def top_k(scores: torch.Tensor, k: int, *, using: str | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The ``k`` best experts of each token, by falling score, and their order by expert.
+
+    Args:
+        scores: ``[T, E]``.
+
+    Returns:
+        experts ``[T, k]``, counts ``[E]`` and positions ``[T, k]``, all int64.
+
+    Raises:
+        ValueError: ``scores`` is no matrix, or ``k`` is outside of 1 to E.
+
+    >>> from shardlib.kernels.routing import top_k
+    >>> experts, counts, positions = top_k(torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.0, 0.5]]), 2)
+    >>> experts.tolist(), counts.tolist(), positions.tolist()
+    ([[1, 2], [0, 2]], [1, 1, 2], [[1, 2], [0, 3]])
+    """
+    check_tensors("top_k", {"scores": scores})
+    if scores.dim() != 2 or not 1 <= k <= scores.shape[1]:
+        raise ValueError(
+            f"scores {tuple(scores.shape)} and k {k}: scores must be [tokens, experts], and k in 1 to experts"
+        )
+    experts, counts, positions = _top_k(scores.detach(), k, using)
+    return experts, counts, positions
+
+
+def by_expert(experts: torch.Tensor, count: int, *, using: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The order of assignments by expert, of any routing.
+
+    Args:
+        experts: int64, of any shape: the expert of each assignment; a number outside of [0, count) is none.
+        count: of the experts.
+
+    Returns:
+        counts int64 ``[count]``, and positions int64 of the shape of ``experts``.
+
+    >>> from shardlib.kernels.routing import by_expert
+    >>> by_expert(torch.tensor([[2, 0], [-1, 2]]), 3)  # one assignment was dropped
+    (tensor([1, 0, 2]), tensor([[ 1,  0],
+            [-1,  2]]))
+    """
+    check_tensors("by_expert", {"experts": experts}, exactly={"experts": torch.int64})
+    if count < 1:
+        raise ValueError(f"count is {count}: there must be an expert")
+    counts, positions = _by_expert(experts, count, using)
+    return counts, positions
+
+
+def _best(scores: torch.Tensor, k: int, using: str | None) -> list[torch.Tensor]:
+    with on(scores.device):
+        return serving("routing", scores, using).top_k(scores, k)
+
+
+def _sorted(experts: torch.Tensor, count: int, using: str | None) -> list[torch.Tensor]:
+    with on(experts.device):
+        return serving("routing", experts, using).by_expert(experts, count)
+
+
+def _best_fake(scores: torch.Tensor, k: int, using: str | None) -> list[torch.Tensor]:
+    return [
+        scores.new_empty(size, dtype=torch.int64) for size in ((len(scores), k), scores.shape[1:], (len(scores), k))
+    ]
+
+
+def _sorted_fake(experts: torch.Tensor, count: int, using: str | None) -> list[torch.Tensor]:
+    return [experts.new_empty(count), experts.new_empty(experts.shape)]
+
+
+_top_k = opaque("routing_top_k", _best, _best_fake)
+_by_expert = opaque("routing_by_expert", _sorted, _sorted_fake)
