@@ -49,6 +49,15 @@ class Holding(Protocol):
         ...
 
 
+class KeptByPath(Protocol):
+    """A state (a NamedTuple) of an optimizer that keeps something for each parameter under the parameter's path. In an update
+    of some of the parameters the state has what is kept for these alone."""
+
+    def by_path(self) -> tuple[str, ...]:
+        """The fields that are dictionaries from paths of parameters."""
+        ...
+
+
 class Packed(abc.ABC):
     """A node of an optimizer's state that holds one tensor in fewer bits, or elsewhere. Checkpoints hold the decoded tensor.
 
@@ -242,11 +251,12 @@ class GradientTransformation:
         return self.owns is None and self.rest not in (None, Locality.GLOBAL)
 
     def in_turn(self, plan: PlanValue) -> bool:
-        """Whether groups of buckets are updated one after the other under a plan: where states are elsewhere than on the
-        device, or parameters rest on disk, if `separable`; and where states rest on disk, if `by_leaf`. All ranks then make
-        exchanges for each group."""
-        memories = {bucket.memory.optimizer for bucket in plan.trained} - {"device"}
-        apart = bool(memories) or any(MEMORIES[bucket.memory.param].rests for bucket in plan.trained)
+        """Whether groups of buckets are updated one after the other under a plan: where states of some rank are elsewhere
+        than on the device, or its parameters rest on disk, if `separable`; and where states rest on disk, if `by_leaf`. All
+        ranks then make exchanges for each group."""
+        everyones = plan.everywhere.trained
+        memories = {bucket.memory.optimizer for bucket in everyones} - {"device"}
+        apart = bool(memories) or any(MEMORIES[bucket.memory.param].rests for bucket in everyones)
         return (self.separable and apart) or (self.by_leaf and any(MEMORIES[name].rests for name in memories))
 
     def lead(self, updates: Tree, scale: torch.Tensor | None, shards: Shards) -> torch.Tensor | None:

@@ -75,7 +75,7 @@ class GroupUpdate:
                 copies[bucket.name] = slot.take(bucket.owned, bucket.dtype)
         if self._separate:
             some = {name: grads[name] for name in names}
-            factor = None if factor is None else scalar(float(factor), written[names[0]].device)
+            factor = None if factor is None or not group else scalar(float(factor), written[names[0]].device)
             after = self._optimizer.body(written, some, opt.inner, scale=factor, shards=shards, copies=copies)
         else:
             after = self._optimizer.apply(written, grads, opt.inner, scale=factor, shards=shards, copies=copies)

@@ -306,10 +306,16 @@ def resting_of(optimizer: GradientTransformation, plan: Plan, mesh: Mesh) -> Res
 def fault_on_disk(optimizer: GradientTransformation, plan: Plan) -> str | None:
     """Why an optimizer of a plan's parameters cannot have its states on disk; None if it can."""
     if not optimizer.by_leaf:
-        why = "sums gradients itself" if optimizer.owns else "reads across parameters"
+        if optimizer.owns:
+            why, remedy = "sums gradients itself", ""
+        elif optimizer.locality is None:
+            why, remedy = "declares no locality", "pass locality= (sl.optim.Locality) where it has a narrow one, or "
+        else:
+            why = "reads across parameters"
+            remedy = "put clips first in a chain, take make_train_step(nonfinite='skip') for skip_nonfinite, or "
         return (
             f"offload keeps states on disk, of which a few buckets are in memory at a time, and this optimizer {why}, so "
-            "that it needs all of them; put clips first in a chain, or use offload('host')"
+            f"that it needs all of them; {remedy}use offload('host')"
         )
     if plan.everywhere.stages.axes and not optimizer.separable:
         return (

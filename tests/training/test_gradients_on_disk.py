@@ -33,6 +33,7 @@ PLANS = {
     "tiles": ([sl.zero(3), sl.tile(["*mlp/up/weight"], 2)], {"data": 2}),
     "reproducible": ([sl.zero(2), sl.reproducible(4)], {"data": 2}),
     "pipeline": ([sl.pipeline("1f1b", microbatches=4), sl.zero(2)], {"pipe": 2, "data": 2}),
+    "frozen stage": ([sl.pipeline("1f1b", microbatches=4), sl.freeze(["0/*", "1/*"])], {"pipe": 2, "data": 1}),
 }  # fmt: skip
 
 

@@ -219,9 +219,17 @@ def test_what_cannot_be_on_disk_is_refused(tmp_path):
     for transform in (lambda: sl.offload("disk"), lambda: sl.offload("host", folder=tmp_path)):
         with pytest.raises(IllegalComposition, match="states on disk need a folder, others have none"):
             transform()
-    across = sl.optim.chain(sl.optim.adam(1e-3), sl.optim.clip_by_global_norm(1.0))
-    with pytest.raises(IllegalComposition, match=r"reads across parameters, so .* put clips first .* offload\('host'"):
-        start(mesh, disk, optimizer=across)
+    late_clip = sl.optim.chain(sl.optim.adam(1e-3), sl.optim.clip_by_global_norm(1.0))
+    across = r"reads across parameters, so .* put clips first .* for skip_nonfinite.* offload\('host'"
+    undeclared = sl.optim.GradientTransformation(lambda params: (), lambda updates, state, params: (updates, state))
+    for optimizer, message in {
+        late_clip: across,
+        sl.optim.skip_nonfinite(sl.optim.adam(1e-3), 3): across,
+        undeclared: "declares no locality, so .*; pass locality=",
+        sl.optim.onebit_adam(1e-3, 10): r"sums gradients itself, so that it needs all of them; use offload\('host'\)",
+    }.items():
+        with pytest.raises(IllegalComposition, match=message):
+            start(mesh, disk, optimizer=optimizer)
     with pytest.raises(IllegalComposition, match="donate=False keeps the old state of every step"):
         start(mesh, disk, donate=False)
     state, _ = start(mesh, disk)

@@ -71,6 +71,40 @@ def test_training_is_the_same_to_the_last_bit(optimizer, stage, tmp_path):
     assert_same(sl.simulate(run, "c", "d", mesh={"data": 2}), wanted)
 
 
+NAMED = {
+    "a label": lambda: sl.optim.partition(
+        {"first": sl.optim.adamw(1e-2), "second": sl.optim.sgd(1e-2, momentum=0.9)}, {"second": "second", "*": "first"}
+    ),
+    "a rate": lambda: sl.optim.inject_hyperparams(sl.optim.sgd, static_args="momentum")(0.1),
+}
+
+
+@pytest.mark.parametrize("memory", ["host", "disk"])
+@pytest.mark.parametrize("name", NAMED)
+def test_what_all_buckets_share_may_have_the_name_of_a_parameter(name, memory, tmp_path):
+    layers = [{"weight": torch.randn(4, 4)} for _ in range(2)]  # a bucket each, beside one of the others
+    params = {"first": torch.randn(4, 4), "layers": layers, "lr": torch.ones(()), "second": torch.randn(4, 2)}
+    x = torch.randn(3, 4)
+
+    def loss_fn(params, x):
+        x = torch.tanh(x @ params["first"])
+        for layer in params["layers"]:
+            x = torch.tanh(x @ layer["weight"])
+        return (x @ params["second"]).square().mean() * params["lr"]
+
+    def run(*offload):
+        sharded = sl.shard(params, sl.make_mesh(), sl.chain(sl.zero(0), *offload))
+        state, step = sl.make_train_step(loss_fn, sharded, NAMED[name]())
+        for rate in (0.1, 0.5, 0.2):
+            if name == "a rate":
+                state.opt.inner.hyperparams["lr"].fill_(rate)
+            state, _ = step(state, x)
+        return sl.unshard(state.params)
+
+    wanted = run()
+    assert_same(run(sl.offload(memory, **({"folder": tmp_path} if memory == "disk" else {}))), wanted)
+
+
 @pytest.mark.parametrize("call, after", [("preadv", 0), ("preadv", 2), ("pwritev", 0)])
 @pytest.mark.parametrize("optimizer", ["lamb", "adafactor", "muon", "lamb with a rate to change"])
 def test_a_rank_that_fails_does_not_keep_others_waiting(optimizer, call, after, tmp_path, monkeypatch):

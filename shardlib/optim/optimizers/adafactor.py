@@ -46,6 +46,10 @@ class AdafactorState(NamedTuple):
     v: Tree
     mu: Tree
 
+    def by_path(self) -> tuple[str, ...]:
+        """See `shardlib.optim.base.KeptByPath`."""
+        return ("factors",)
+
 
 @dataclass(frozen=True)
 class Unfactored:
