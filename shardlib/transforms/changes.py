@@ -128,6 +128,8 @@ def difference(before: Transform, after: Transform, plan: Plan) -> str:
     replaced = {type(each): each for each in gone}
     codes = []
     for each in come:
+        if isinstance(each, Remat) and plan.step.remat and plan.step.remat.blocks == 0:
+            continue  # nothing is recomputed: what was, is left out
         former = replaced.pop(type(each), None)
         if isinstance(each, Remat) and plan.step.remat and each.how.policy == "auto":
             each = Remat(replace(plan.step.remat, axis=None))  # with the number of blocks that the plan has chosen

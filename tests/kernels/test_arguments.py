@@ -12,6 +12,7 @@ from shardlib.kernels.dropout import dropout as dropout_kernel
 from shardlib.kernels.exact_sum import digits_of_squares
 from shardlib.kernels.gelu import gelu
 from shardlib.kernels.global_norm import sum_of_squares
+from shardlib.kernels.grouped_matmul import grouped_matmul
 from shardlib.kernels.linear_cross_entropy import linear_cross_entropy as chunked
 from shardlib.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from shardlib.kernels.permute import permute, unpermute
@@ -56,6 +57,7 @@ FUNCTIONS = {
     by_expert: ({"experts": assigned()}, {"count": 2}),
     permute: ({"x": x(), "positions": assigned()}, {}),
     unpermute: ({"rows": x(), "positions": assigned(), "weights": x(2, 1)}, {}),
+    grouped_matmul: ({"x": x(), "weight": x(3, 5, 4), "offsets": torch.tensor([1, 1, 2])}, {}),
     sl.dropout: ({"x": x(), "bias": x(4), "residual": x()}, {"p": 0.1, "key": KEY}),
     dropout_kernel: ({"x": x(), "bias": x(4), "residual": x()}, {"draw": Draw(0.1, 3)}),
     sl.nn.linear_cross_entropy: (layer(), {}),

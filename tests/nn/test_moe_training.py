@@ -26,22 +26,21 @@ PARAMS = [
 BATCH = {"x": normal(4, 8, 4, seed=5)}
 
 
-@sl.block
 def layer(params, x, rng):
     heads = x.unflatten(-1, (2, 2)).transpose(1, 2)
     x = x + sl.nn.attention(heads, heads, heads).transpose(1, 2).flatten(2)
     return x + sl.nn.moe(params, x, CONFIG, rng)[0]
 
 
-def loss_fn(params, batch, rng):
-    x = sl.nn.shard_sequence(batch["x"])
-    for index, one in enumerate(params):
-        x = layer(one, x, rng.fold_in(index))
-    return sl.nn.sum_sequence(x.square().sum()) / batch["x"].numel()
+def trained(mesh, *transforms, wrap=sl.block):
+    marked, chain = wrap(layer), sl.chain(*transforms)
 
+    def loss_fn(params, batch, rng):
+        x = sl.nn.shard_sequence(batch["x"])
+        for index, one in enumerate(params):
+            x = marked(one, x, rng.fold_in(index))
+        return sl.nn.sum_sequence(x.square().sum()) / batch["x"].numel()
 
-def trained(mesh, *transforms):
-    chain = sl.chain(*transforms)
     return training.simulate(mesh, loss_fn, PARAMS, [BATCH] * 2, chain, sl.optim.sgd(0.1), rng=1)
 
 
@@ -59,4 +58,10 @@ def test_training_on_meshes(mesh):
     """Jitter and sampled choices are drawn by a token's index in the global batch. Without drops its routing is its own."""
     alone, found = trained({"data": 1}, sl.zero(0)), trained(MESHES[mesh][0], *MESHES[mesh][1])
     assert found[0] == pytest.approx(alone[0], rel=1e-10) and found[1] == pytest.approx(alone[1], rel=1e-10)
+    assert_close(found[2], alone[2], 1e-10)
+
+
+def test_layers_that_are_no_blocks():
+    alone, found = trained({"data": 1}, sl.zero(0)), trained({"data": 2}, sl.zero(3), wrap=lambda layer: layer)
+    assert found[1] == pytest.approx(alone[1], rel=1e-10)
     assert_close(found[2], alone[2], 1e-10)

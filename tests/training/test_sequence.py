@@ -587,7 +587,7 @@ def test_an_unknown_kind(kind):
 
 def test_the_plan_prints_the_kind():
     plan = plan_of(cut("ring"), seq=2)
-    assert "sequence(axis='seq', kind='ring'): sequence=ring over axis 'seq'" in str(plan)
+    assert "sequence('seq', kind='ring'): sequence=ring over axis 'seq'" in str(plan)
     assert plan != plan_of(cut("ulysses"), seq=2) and plan == plan_of(cut("ring"), seq=2)
 
 

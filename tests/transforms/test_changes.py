@@ -72,3 +72,9 @@ def test_several_edits_are_told_as_one_difference():
     assert difference(first, last, plan) == (
         "sl.zero(2) in place of sl.zero(); sl.remat(store='host') in place of sl.remat(); leave out sl.offload()"
     )
+
+
+def test_recompute_of_no_block_is_told_as_left_out():
+    before, after = (sl.chain(sl.zero(0), sl.remat(policy, store="host")) for policy in ("full", "auto"))
+    made = sl.make_plan({"w": torch.ones(8)}, sl.abstract_mesh(data=1), sl.chain(sl.zero(0), sl.remat(blocks=0)))
+    assert difference(before, after, made) == "leave out sl.remat(store='host')"

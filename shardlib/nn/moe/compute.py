@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardlib.common._compat import FakeTensor
+from shardlib.kernels.grouped_matmul import grouped_matmul
 from shardlib.nn.moe.routing import Routing
 
 
@@ -36,14 +36,3 @@ class Rows(NamedTuple):
         """``rows`` ``[R, in]`` times their experts' ``weight`` ``[E, out, in]``, plus their ``bias`` ``[E, out]``."""
         y = grouped_matmul(rows, weight, self.ends)
         return y if bias is None else y + bias[self.experts]
-
-
-def grouped_matmul(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """``[R, out]``: row r of ``rows`` times ``weight[e].T``, where expert e has the rows before ``ends[e]``; 0 after all."""
-    if isinstance(ends, FakeTensor):  # a plan has no values: as many products, whoever's they are
-        sizes = [len(rows)] + [0] * (len(weight) - 1)
-    else:
-        sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    pieces = rows.split([*sizes, len(rows) - sum(sizes)])
-    products = [piece @ matrix.T for piece, matrix in zip(pieces, weight.unbind())]
-    return torch.cat([*products, rows.new_zeros(len(pieces[-1]), weight.shape[1])])

@@ -1,0 +1,80 @@
+"""y_r = x_r W_eᵀ for the rows r of expert e, which are a range: as one product, or with a product for each expert.
+
+With o_e the end of the rows of expert e, and o_(e−1) their beginning (0 for the first):
+
+- forward: y_r = x_r W_eᵀ for o_(e−1) ≤ r < o_e, and 0 for rows from the last end on.
+- backward: dx_r = dy_r W_e, 0 for rows from the last end on;  dW_e = Σ_r dy_rᵀ x_r over the expert's rows, 0 without any.
+
+x is ``[R, inner]``, W ``[E, outer, inner]`` and y ``[R, outer]``, of one dtype: fp32, bf16, fp16 or float64. Operations:
+2·R·inner·outer, and twice that in backward. Bytes moved beside those of one product: the matrices of the other experts that
+have rows, and of all of them in dW.
+
+Each expert's product is one of torch's, written where the result belongs. (torch 2.13's ``F.grouped_mm`` refuses float64
+and rows of other than a multiple of 16 bytes; on a CPU it was slower than this in fp32.)
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shardlib.kernels.common import rows
+from shardlib.kernels.common.arguments import check_tensors
+from shardlib.kernels.common.dispatch import on, serving
+from shardlib.kernels.common.operators import autocast_as_a_product, differentiable
+from shardlib.kernels.grouped_matmul import reference
+
+IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {}
+
+
+def grouped_matmul(
+    x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, *, using: str | None = None
+) -> torch.Tensor:
+    """``F.linear`` of each expert's rows with its matrix, ``[R, outer]``. Autocast as in `F.linear`.
+
+    Args:
+        x: ``[R, inner]``, sorted by expert.
+        weight: ``[E, outer, inner]``, of the dtype of ``x``.
+        offsets: int64 ``[E]``, the end of each expert's rows, such as ``counts.cumsum(0)``.
+
+    Raises:
+        ValueError: shapes, dtypes or offsets do not fit.
+
+    >>> from shardlib.kernels.grouped_matmul import grouped_matmul
+    >>> x, weight = torch.ones(3, 1), torch.tensor([[[1.0]], [[2.0]], [[3.0]]])
+    >>> grouped_matmul(x, weight, torch.tensor([2, 2, 3])).flatten()  # the second expert has no row
+    tensor([1., 1., 3.])
+    """
+    given = {"x": x, "weight": weight, "offsets": offsets}
+    check_tensors("grouped_matmul", given, exactly={"offsets": torch.int64})
+    fits = x.dim() == 2 and weight.dim() == 3 and offsets.dim() == 1 and len(offsets) == len(weight) > 0
+    if not fits or x.shape[1] != weight.shape[2]:
+        raise ValueError(
+            f"x {tuple(x.shape)}, weight {tuple(weight.shape)} and offsets {tuple(offsets.shape)}: they must be "
+            "[rows, inner], [experts, outer, inner] and [experts]"
+        )
+    x, weight = autocast_as_a_product(x, weight)
+    if x.dtype != weight.dtype:
+        raise ValueError(f"x is {x.dtype}, and weight {weight.dtype}: they must agree; cast one of them")
+    return _grouped_matmul(x, weight, offsets, using)[0]
+
+
+def _forward(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, using: str | None) -> list[torch.Tensor]:
+    with on(x.device):
+        return [serving("grouped_matmul", x, using).forward(x, weight, offsets)]
+
+
+def _backward(
+    x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, using: str | None, dy: torch.Tensor
+) -> list[torch.Tensor]:
+    with on(x.device):
+        return serving("grouped_matmul", x, using).backward(x, weight, offsets, dy)
+
+
+_grouped_matmul = differentiable(
+    "grouped_matmul",
+    forward=_forward,
+    forward_fake=lambda x, weight, *_: [x.new_empty(len(x), weight.shape[1])],
+    backward=_backward,
+    backward_fake=lambda x, weight, *_: [rows.like(x), rows.like(weight)],
+    backward_reference=lambda x, weight, offsets, using, dy: reference.plain_backward(x, weight, offsets, dy),
+)

@@ -1,0 +1,135 @@
+"""Products by expert against a product for each row in float64, and every way to a gradient."""
+
+import pytest
+import torch
+from helpers.layer_kernels import outputs_and_gradients
+from helpers.rounding import rounding
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from shardlib.kernels.grouped_matmul import grouped_matmul
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def drawn(counts, inner, outer, dtype, seed=0, spare=0):
+    """x with ``spare`` rows of no expert, weights, and offsets."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(sum(counts) + spare, inner, generator=generator).to(dtype)
+    weight = torch.randn(len(counts), outer, inner, generator=generator).to(dtype)
+    return x, weight, torch.tensor(counts).cumsum(0)
+
+
+def row_by_row(offsets):
+    def product(x, weight):
+        experts = torch.searchsorted(offsets, torch.arange(len(x)), right=True)
+        known = experts < len(weight)
+        return torch.einsum("ri,roi->ro", x, weight[experts.clamp(max=len(weight) - 1)]) * known[:, None]
+
+    return product
+
+
+def check(counts, inner, outer, dtype, seed=0, spare=0):
+    x, weight, offsets = drawn(counts, inner, outer, dtype, seed, spare)
+    found = outputs_and_gradients(lambda x, w: grouped_matmul(x, w, offsets), (x, weight), dtype, seed)
+    doubles = (x.double(), weight.double())
+    wanted = outputs_and_gradients(row_by_row(offsets), doubles, dtype, seed)
+    # The magnitudes that are summed: of products of absolute values, whose cotangents are absolute too.
+    generator = torch.Generator().manual_seed(seed + 1)
+    dy = torch.randn(wanted[0].shape, generator=generator).to(dtype).double().abs()
+    leaves = [value.abs().requires_grad_() for value in doubles]
+    size = row_by_row(offsets)(*leaves)
+    sizes = [size, *torch.autograd.grad(size, leaves, dy)]
+    unit = rounding(dtype)
+    for mine, exact, summed in zip(found, wanted, sizes, strict=True):
+        assert mine.dtype == dtype and mine.shape == exact.shape and mine.is_contiguous()
+        assert ((mine.double() - exact).abs() <= unit.stored(exact, unit.summed * summed)).all()
+    for expert, count in enumerate(counts):
+        assert count or not found[2][expert].any()
+    assert not found[0][offsets[-1] :].any() and not found[1][offsets[-1] :].any()
+
+
+@given(
+    counts=st.lists(st.one_of(st.just(0), st.integers(0, 12)), min_size=1, max_size=5),
+    inner=st.integers(1, 40),
+    outer=st.integers(1, 40),
+    dtype=st.sampled_from(DTYPES),
+    spare=st.sampled_from((0, 0, 3)),
+    seed=st.integers(0, 2**30),
+)
+@example([0, 0, 0], 3, 5, torch.float32, 0, 0)  # no row at all
+@example([0, 9, 0], 17, 5, torch.bfloat16, 0, 0)  # one expert has all
+@example([4, 0, 5], 17, 33, torch.float32, 3, 0)
+def test_drawn(counts, inner, outer, dtype, spare, seed):
+    check(counts, inner, outer, dtype, seed, spare)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gradient_that_is_no_memory_of_its_own(dtype):
+    """That of a sum is one number, expanded."""
+    x, weight, offsets = drawn([2, 3], 16, 8, dtype)
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    found = torch.autograd.grad(grouped_matmul(*leaves, offsets).sum(), leaves)
+    wanted = torch.autograd.grad(grouped_matmul(*leaves, offsets), leaves, torch.ones(5, 8, dtype=dtype))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted))
+
+
+def test_strided_inputs():
+    x, weight, offsets = drawn([2, 0, 3], 6, 4, torch.float32)
+    turned = weight.transpose(1, 2).contiguous().transpose(1, 2)
+    wide = torch.cat([x, x], -1)[:, :6]
+    inputs = ((x, weight), (wide, turned))
+    assert not wide.is_contiguous() and not turned.is_contiguous()
+    one, other = (outputs_and_gradients(lambda x, w: grouped_matmul(x, w, offsets), v, x.dtype, 0) for v in inputs)
+    torch.testing.assert_close(one, other)
+
+
+def test_second_derivatives():
+    x, weight, offsets = drawn([2, 0, 3], 3, 2, torch.float64, spare=1)
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    assert torch.autograd.gradcheck(lambda x, w: grouped_matmul(x, w, offsets), leaves)
+    assert torch.autograd.gradgradcheck(lambda x, w: grouped_matmul(x, w, offsets), leaves)
+
+
+def test_every_way_to_a_gradient_is_the_same():
+    torch._dynamo.reset()
+    x, weight, offsets = drawn([2, 0, 3], 7, 5, torch.float32)
+
+    def loss(x, weight):
+        return grouped_matmul(x, weight, offsets).sin().square().sum()
+
+    leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    wanted = torch.autograd.grad(loss(*leaves), leaves)
+    torch.testing.assert_close(torch.func.grad(loss, (0, 1))(x, weight), wanted, rtol=0, atol=0)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(torch.autograd.grad(compiled(*leaves), leaves), wanted)
+    batched = torch.func.vmap(torch.func.grad(loss, (0, 1)), (0, None))(torch.stack([x, 2 * x]), weight)
+    torch.testing.assert_close([value[0] for value in batched], list(wanted), rtol=0, atol=0)
+
+
+def test_autocast_is_that_of_a_product():
+    x, weight, offsets = drawn([2, 3], 8, 4, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = grouped_matmul(x, weight, offsets)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, grouped_matmul(x.bfloat16(), weight.bfloat16(), offsets))
+
+
+def test_opcheck():
+    x, weight, offsets = drawn([2, 0, 3], 7, 5, torch.float32)
+    library = torch.ops.shardlib
+    torch.library.opcheck(library.grouped_matmul.default, (x, weight, offsets, None))
+    dy = torch.randn(5, 5)
+    torch.library.opcheck(library.grouped_matmul_backward.default, (x, weight, offsets, None, dy))
+
+
+def test_wrong_arguments():
+    x, weight, offsets = drawn([2, 3], 7, 5, torch.float32)
+    for wrong in ((x[:, :6], weight, offsets), (x, weight[0], offsets), (x, weight, offsets[:1])):
+        with pytest.raises(ValueError, match=r"\[rows, inner\], \[experts, outer, inner\] and \[experts\]"):
+            grouped_matmul(*wrong)
+    with pytest.raises(ValueError, match=r"x is torch.float32, and weight torch.float64: they must agree"):
+        grouped_matmul(x, weight.double(), offsets)
+    for ends in ([3, 2], [2, 6], [-1, 5]):
+        with pytest.raises(ValueError, match=r"must not fall, and lie in 0 to the 5 rows of x"):
+            grouped_matmul(x, weight, torch.tensor(ends))
