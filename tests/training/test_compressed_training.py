@@ -385,7 +385,7 @@ def test_the_plan_prints_what_is_compressed():
     assert "residuals 512 B" in str(plan)
     assert plan.bytes("comm") == sum(leaf.local_bytes(plan.sizes) for leaf in plan.residuals) == 512
     nodes = sl.make_plan(params(torch.float32), sl.abstract_mesh(**NODES), PLUS_PLUS)
-    assert "hierarchical('local'): keeps a second shard of parameters over axis 'local'" in str(nodes)
+    assert "hierarchical(): keeps a second shard of parameters over axis 'local'" in str(nodes)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])

@@ -49,6 +49,12 @@ def test_training_is_the_same_to_the_last_bit(plan, tmp_path):
         assert_alike(trained(*PLANS[plan], 5, on_disk(folder, **more)), wanted)
 
 
+def test_stages_with_states_on_disk_and_without_update_alike(tmp_path):
+    """Some of the last stage's states are on disk, and none of the first one's."""
+    plan = [sl.pipeline("1f1b", microbatches=4), sl.zero(2)], {"pipe": 2, "data": 1}
+    assert_alike(trained(*plan, 3, on_disk(tmp_path, None, fraction=0.3)), trained(*plan, 3))
+
+
 LOSS, PARAMS = mlp([5, 7, 6, 3], torch.float32)
 BATCHES = [regression_batch(12, 5, 3, torch.float32, seed=seed) for seed in range(5)]
 

@@ -323,4 +323,37 @@ DEFECTS = (
             "test_a_state_whose_parameters_were_replaced_and_put_in_goes_on_after_a_skipped_step",
         ),
     ),
+    Defect(
+        "exchanges counted from the step before",
+        "agreement",
+        "optim/updates.py",
+        "a rank that fails before it begins its update makes none of the exchanges that others wait for",
+        "            some.exchanges.begin()  #",
+        "            pass  #",
+        ("tests/training/test_optimizers_on_disk.py::test_files_cut_between_steps_keep_nobody_waiting",),
+    ),
+    Defect(
+        "what has failed is computed again",
+        "agreement",
+        "optim/whole.py",
+        "a rank without memory for a whole parameter has none for it in place of the update either, and leaves exchanges out",
+        " and not self._exchanges.repeated:",
+        ":",
+        (
+            "tests/training/test_optimizers_on_disk.py"
+            "::test_a_rank_without_memory_for_a_whole_parameter_keeps_nobody_waiting",
+        ),
+    ),
+    Defect(
+        "a gradient that one rank cannot read",
+        "agreement",
+        "sharded/gradients_on_disk.py",
+        "an error in a read outside of the update is raised on that rank alone, and the others wait",
+        'self._together(lambda: found.append(examine()), "read from disk")',
+        "found.append(examine())",
+        (
+            "tests/training/test_gradients_on_disk.py::test_a_gradient_that_names_what_is_not_finite_cannot_be_read",
+            "tests/training/test_gradients_on_disk.py::test_gradients_that_ranks_compare_cannot_be_read",
+        ),
+    ),
 )
