@@ -418,3 +418,13 @@ def test_a_forked_child_does_not_hold_the_folder(tmp_path):
         os.waitpid(child, 0)
         for end in (*ready, *told):
             os.close(end)
+
+
+def test_a_store_is_closed_within_threadings_own_locks(tmp_path, monkeypatch):
+    """A collection may close a store anywhere, also where a thread begins: waiting for a thread to end takes locks there."""
+    store = Store([tmp_path], BUFFERS, MEMORY)
+    write_step(store, 1)
+    monkeypatch.setattr(threading.Thread, "join", lambda *_: pytest.fail("waited for a thread to end"))
+    store.close()
+    with Store([tmp_path], BUFFERS, MEMORY):
+        monkeypatch.undo()

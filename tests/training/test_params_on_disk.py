@@ -235,7 +235,7 @@ class _OneByOne:
     def submit(self, *args):
         return self._pool.submit(*args)
 
-    def shutdown(self):
+    def shutdown(self, wait=True):
         self._pool.shutdown()
 
 

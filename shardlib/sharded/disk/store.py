@@ -265,7 +265,8 @@ class Store:
     def close(self) -> None:
         """Wait for what was begun and close the files. What was not committed is lost."""
         self._finish()
-        self._threads.shutdown()
+        # Not waiting for idle threads to end: a collection may close a store within threading's own locks, which that takes.
+        self._threads.shutdown(wait=False)
         self._files.close()
 
     def give_back(self) -> None:
