@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from shardlib.collectives.styles.slices import Slices
-from shardlib.common._compat import pytree
+from shardlib.common._compat import pytree, without_modes
 from shardlib.errors import HandleError
+from shardlib.execute.activations.names import RECOMPUTE_MODES
 from shardlib.execute.handles import Handle, kind_of, materialise, refuse_max_norm
 from shardlib.execute.slicing import SlicedHandle, refuse_operands, require_whole_layer
 from shardlib.execute.units import UnitState
@@ -52,7 +53,8 @@ class TiledLeaf:
 
     def __getitem__(self, number: int) -> torch.Tensor:
         """The tile of this number, gathered, connected to the graph."""
-        return self._units[number].leaf(0)
+        with without_modes(RECOMPUTE_MODES):  # a recompute policy must see no gathering: it may have been done before
+            return self._units[number].leaf(0)
 
     def view(self, x: torch.Tensor, number: int) -> torch.Tensor:
         """Elements of the last dimension of ``x``, one per row of the leaf, for the rows of a tile: (..., owners, rows)."""
