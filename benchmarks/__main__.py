@@ -4,7 +4,7 @@
     python -m benchmarks run [names …] [--device cpu|cuda] …      measures some, or all of a kind of device
     python -m benchmarks soak [--seconds 3600]                    kills ranks of a supervised run at random times
 
-On a GPU everything is checked before anything is measured; all of it takes less than eight minutes. A table in
+On a GPU everything is checked before anything is measured; all of it takes eight to nine minutes. A table in
 ``results/`` is written where all its cases were measured in full, and left as it is otherwise.
 """
 

@@ -1,4 +1,4 @@
-"""Which buckets an optimizer updates together, and in which order."""
+"""The groups of buckets that an optimizer updates together, in the order of their updates."""
 
 from __future__ import annotations
 

@@ -219,6 +219,7 @@ def test_bf16_routes_in_fp32():
     logits = F.linear(x.float(), params["router"]["weight"].float(), params["router"]["bias"].float())
     assert torch.equal(routing.weights, routers.top_k(2)(logits).weights)
     wide, _ = sl.nn.moe(pytree.tree_map(torch.Tensor.double, params), x.double(), sl.nn.MoEConfig(routers.top_k(2)))
+    # Each product, activation and output is rounded to bf16, by 2^-9, of sums whose terms are larger than they are.
     torch.testing.assert_close(y.double(), wide, rtol=0.05, atol=0.05)
 
 

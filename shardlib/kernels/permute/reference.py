@@ -45,7 +45,7 @@ def _spread(terms: torch.Tensor, positions: torch.Tensor, count: int) -> torch.T
 
 
 def _found(rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which assignments have a row, and ``[T, k, columns]``: those rows, others 0."""
+    """A mask of the assignments that have a row, and ``[T, k, columns]``: those rows, others 0."""
     wide, inside = lines.wide(rows), _inside(positions, len(rows))
     padded = torch.cat([wide, wide.new_zeros(1, rows.shape[1])])
     return inside, padded[positions.where(inside, len(rows))]

@@ -9,7 +9,7 @@ import torch
 
 
 class Routing(NamedTuple):
-    """Which experts each token goes to: what a router hands out, and `moe` computes by.
+    """The experts that each token goes to: a router hands it out, and `moe` computes by it.
 
     An assignment is a token's j-th choice. It has the number ``token · k + j``.
 
