@@ -69,7 +69,7 @@ class MoEConfig:
         if not 0 <= self.jitter < 1:
             raise ValueError(f"MoEConfig(jitter={self.jitter!r}): a jitter is in [0, 1)")
 
-    def compute(self, params: Mapping[str, Any], rows: torch.Tensor, product: Product) -> torch.Tensor:
-        """The outputs of experts, of which ``product`` multiplies rows by their matrices."""
-        expert = EXPERTS[self.expert] if isinstance(self.expert, str) else self.expert
-        return expert(params, rows, product)
+    @property
+    def compute(self) -> Expert:
+        """The experts' function."""
+        return EXPERTS[self.expert] if isinstance(self.expert, str) else self.expert
