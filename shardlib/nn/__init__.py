@@ -14,6 +14,7 @@ from shardlib.nn.dropout import dropout
 from shardlib.nn.functional import Mean, embedding, linear_cross_entropy
 from shardlib.nn.moe import routers
 from shardlib.nn.moe.config import MoEConfig
+from shardlib.nn.moe.experts import run_experts
 from shardlib.nn.moe.fresh import init_moe
 from shardlib.nn.moe.layer import moe
 from shardlib.nn.names import checkpoint_name
@@ -42,6 +43,7 @@ __all__ = [
     "init_moe",
     "moe",
     "routers",
+    "run_experts",
     # fused operations
     "add_layer_norm",
     "add_rms_norm",

@@ -88,10 +88,10 @@ class MoEConfig:
         if not 0 <= self.jitter < 1:
             raise ValueError(f"MoEConfig(jitter={self.jitter!r}): a jitter is in [0, 1)")
 
-    def compute(self, params: Mapping[str, Any], rows: torch.Tensor, product: Product) -> torch.Tensor:
-        """The outputs of experts, of which ``product`` multiplies rows by their matrices."""
-        expert = EXPERTS[self.expert].compute if isinstance(self.expert, str) else self.expert
-        return expert(params, rows, product)
+    @property
+    def compute(self) -> Expert:
+        """The experts' function."""
+        return EXPERTS[self.expert].compute if isinstance(self.expert, str) else self.expert
 
     def shapes(self, width: int, hidden: int) -> dict[str, tuple[int, ...]]:
         """Parameter -> shape, for one expert of these widths.

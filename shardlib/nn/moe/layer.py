@@ -8,9 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shardlib.kernels.permute import permute, unpermute
-from shardlib.nn.moe.compute import Rows
 from shardlib.nn.moe.config import MoEConfig
+from shardlib.nn.moe.experts import run_experts
 from shardlib.nn.moe.noise import Tokens, tokens_of
 from shardlib.nn.moe.routing import Routing
 from shardlib.rng import Key, require_key
@@ -84,9 +83,7 @@ def moe(
             f"moe: the routing is of {len(routing.experts)} tokens among {len(routing.counts)} experts, and the layer has "
             f"{len(flat)} among {len(router['weight'])}"
         )
-    rows = Rows.of(routing)
-    inputs = permute(flat, rows.positions, len(rows.experts))
-    y = unpermute(config.compute(params["experts"], inputs, rows.product), rows.positions, routing.weights)
+    y = run_experts(params["experts"], flat, routing, config.compute)
     if "residual" in params:
         y = _mixed(params["residual"], flat, y, config)
     if "shared" in params:
