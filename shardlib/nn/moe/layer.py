@@ -8,9 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shardlib.kernels.permute import permute, unpermute
-from shardlib.nn.moe.compute import Rows
 from shardlib.nn.moe.config import MoEConfig
+from shardlib.nn.moe.experts import run_experts
 from shardlib.nn.moe.noise import Tokens, tokens_of
 from shardlib.nn.moe.routing import Routing
 from shardlib.rng import Key, require_key
@@ -22,6 +21,7 @@ def moe(
     config: MoEConfig,
     rng: Key | None = None,
     routing: Routing | None = None,
+    mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Routing]:
     """A layer of experts, of which each token uses a few: ``y_t = Σ_j w_tj · expert_e(x_t)``, e the token's j-th choice.
 
@@ -45,6 +45,7 @@ def moe(
         rng: a key for jitter and for random choices; None in evaluation, which has neither.
         routing: a routing to compute by, in place of the router's: of another call, or from a file. Its weights are taken as
             they are, with their gradient if they have one.
+        mask: ``x.shape[:-1]``, bool: the tokens to route; the others, padding, go to no expert and are in no loss or count.
 
     Returns:
         ``y`` like ``x``, and the routing: who went where, and auxiliary losses (`shardlib.nn.routers.Routing`).
@@ -75,15 +76,14 @@ def moe(
         tokens = tokens_of(x, rng)
         logits = _logits(router, _jittered(flat, config.jitter, tokens))
         balance = router.get("balance")
-        routing = config.router(logits, tokens, None if balance is None else balance.detach())
+        counted = None if mask is None else mask.flatten()
+        routing = config.router(logits, tokens, None if balance is None else balance.detach(), counted)
     elif len(routing.experts) != len(flat) or len(routing.counts) != len(router["weight"]):
         raise ValueError(
             f"moe: the routing is of {len(routing.experts)} tokens among {len(routing.counts)} experts, and the layer has "
             f"{len(flat)} among {len(router['weight'])}"
         )
-    rows = Rows.of(routing)
-    inputs = permute(flat, rows.positions, len(rows.experts))
-    y = unpermute(config.compute(params["experts"], inputs, rows.product), rows.positions, routing.weights)
+    y = run_experts(params["experts"], flat, routing, config.compute)
     if "residual" in params:
         y = _mixed(params["residual"], flat, y, config)
     if "shared" in params:
