@@ -21,6 +21,7 @@ from shardlib.train import make_train_step, unused_params, value_and_grad
 from shardlib.transforms import (
     accumulate,
     column,
+    experts,
     freeze,
     hierarchical,
     offload,
@@ -75,6 +76,7 @@ __all__ = [
     "chain",
     "accumulate",
     "column",
+    "experts",
     "freeze",
     "hierarchical",
     "offload",

@@ -20,6 +20,7 @@ from shardlib.collectives.codecs.integers import Packing
 from shardlib.collectives.sequence.base import SequenceKind
 from shardlib.collectives.styles.base import Style
 from shardlib.collectives.summation import Summation
+from shardlib.collectives.tokens import TokenExchange
 from shardlib.mesh.specs import P
 from shardlib.plan.loss_scale import LossScale
 from shardlib.plan.recompute import Recompute
@@ -266,6 +267,7 @@ class Step(Claim):
         cast_batch: dtype that floating batch leaves are cast to.
         stages: the stages along an axis.
         sequence: the axis along which sequences are cut into parts, and how the parts meet.
+        tokens: how tokens travel to experts that are dealt out over axes of the mesh.
         update: when states in host memory are updated: one of `UPDATES`.
     """
 
@@ -280,6 +282,7 @@ class Step(Claim):
     cast_batch: torch.dtype | None = None
     stages: Stages | None = None
     sequence: SequenceKind | None = None
+    tokens: TokenExchange | None = None
     update: str | None = None
 
     def axes(self) -> Iterable[tuple[str, AxisUse]]:

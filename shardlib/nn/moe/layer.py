@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from shardlib.nn.moe.config import MoEConfig
-from shardlib.nn.moe.experts import run_experts
+from shardlib.nn.moe.experts import Visit
 from shardlib.nn.moe.noise import Tokens, tokens_of
 from shardlib.nn.moe.routing import Routing
 from shardlib.rng import Key, require_key
@@ -83,12 +83,15 @@ def moe(
             f"moe: the routing is of {len(routing.experts)} tokens among {len(routing.counts)} experts, and the layer has "
             f"{len(flat)} among {len(router['weight'])}"
         )
-    y = run_experts(params["experts"], flat, routing, config.compute)
-    if "residual" in params:
-        y = _mixed(params["residual"], flat, y, config)
-    if "shared" in params:
-        y = y + _shared(params["shared"], flat, config)
-    return y.view(x.shape), routing
+    visit = Visit(params["experts"], flat, routing)
+    # What needs no other rank is computed while tokens travel.
+    residual = _residual(params["residual"], flat, config) if "residual" in params else None
+    shared = _shared(params["shared"], flat, config) if "shared" in params else None
+    y = visit.outputs(config.compute)
+    if residual is not None:
+        shares, other = residual
+        y = shares[:, :1] * y + shares[:, 1:] * other
+    return (y if shared is None else y + shared).view(x.shape), routing
 
 
 def _logits(router: Mapping[str, Any], x: torch.Tensor) -> torch.Tensor:
@@ -108,6 +111,7 @@ def _shared(params: Mapping[str, Any], x: torch.Tensor, config: MoEConfig) -> to
     return y * F.linear(x, params["scale"]).sigmoid() if "scale" in params else y
 
 
-def _mixed(params: Mapping[str, Any], x: torch.Tensor, y: torch.Tensor, config: MoEConfig) -> torch.Tensor:
+def _residual(params: Mapping[str, Any], x: torch.Tensor, config: MoEConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """The shares ``[T, 2]`` of the experts and of the residual expert, and the latter's output."""
     shares = F.linear(x, params["mix"]["weight"], params["mix"]["bias"]).softmax(-1)
-    return shares[:, :1] * y + shares[:, 1:] * config.compute(params, x, F.linear)
+    return shares, config.compute(params, x, F.linear)
