@@ -15,6 +15,7 @@ from shardlib.nn.functional import Mean, embedding, linear_cross_entropy
 from shardlib.nn.moe import routers
 from shardlib.nn.moe.config import MoEConfig
 from shardlib.nn.moe.experts import run_experts
+from shardlib.nn.moe.fresh import init_moe
 from shardlib.nn.moe.layer import moe
 from shardlib.nn.names import checkpoint_name
 from shardlib.nn.sequence import gather_sequence, shard_sequence, sum_sequence
@@ -39,6 +40,7 @@ __all__ = [
     "sequential",
     # experts
     "MoEConfig",
+    "init_moe",
     "moe",
     "routers",
     "run_experts",

@@ -1,7 +1,9 @@
-"""The experts' computation: rows of tokens by expert, products of each expert's rows with its matrix, and back to tokens."""
+"""The experts' computation: rows of tokens by expert, and products of each expert's rows with its matrix."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -15,13 +17,13 @@ class Rows(NamedTuple):
 
     Attributes:
         positions: ``[T, k]``, int64: the row of each assignment, −1 where it was dropped.
-        experts: ``[R]``, int64: the expert of each row. Rows at the end may be left over; they have the last expert.
-        ends: ``[E]``, int64: the row after each expert's last one.
+        counts: ``[E]``, int64: rows of each expert. Rows at the end may be left over.
+        number: of rows.
     """
 
     positions: torch.Tensor
-    experts: torch.Tensor
-    ends: torch.Tensor
+    counts: torch.Tensor
+    number: int
 
     @classmethod
     def of(cls, routing: Routing) -> Rows:
@@ -30,7 +32,26 @@ class Rows(NamedTuple):
         positions = positions.scatter(0, kept, torch.arange(len(kept), device=kept.device))[:-1].view(shape)
         experts = torch.cat([routing.experts.flatten(), routing.experts.new_full((1,), number)])[kept]
         ends = torch.searchsorted(experts, torch.arange(number, device=kept.device), right=True)
-        return cls(positions, experts.clamp(max=number - 1), ends)
+        return cls(positions, ends.diff(prepend=ends.new_zeros(1)), len(kept))
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Rows that are sorted by the expert that computes on them.
+
+    Attributes:
+        ends: ``[E]``, int64: the row after each expert's last one.
+        number: of rows. Those after the last end have the last expert.
+    """
+
+    ends: torch.Tensor
+    number: int
+
+    @cached_property
+    def experts(self) -> torch.Tensor:
+        """``[R]``: the expert of each row."""
+        rows = torch.arange(self.number, device=self.ends.device)
+        return torch.searchsorted(self.ends, rows, right=True).clamp(max=len(self.ends) - 1)
 
     def product(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``rows`` ``[R, in]`` times their experts' ``weight`` ``[E, out, in]``, plus their ``bias`` ``[E, out]``."""
