@@ -3,6 +3,7 @@
 from shardlib import checkpoint, collectives, data, errors, init, models, nn, optim, plan, report, schedules, sparse
 from shardlib.common.version import VERSION
 from shardlib.evaluate import make_eval_step
+from shardlib.generate import generate
 from shardlib.make_plan import make_plan
 from shardlib.mesh.launch import launch, simulate
 from shardlib.mesh.mesh import Mesh, abstract_mesh, make_mesh
@@ -46,6 +47,7 @@ __all__ = [
     "unshard",
     "make_train_step",
     "make_eval_step",
+    "generate",
     "make_plan",
     "value_and_grad",
     "replace_params",

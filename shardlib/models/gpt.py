@@ -7,7 +7,7 @@ the parameters.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.models.experts import Experts, Routed, with_losses
-from shardlib.models.kv_cache import Seen
 from shardlib.models.layers import Fresh, Params, check_sizes, drop, layer_norm, layer_rules, linear, self_attention
 from shardlib.nn.attention import attention
 from shardlib.nn.blocks import Sequential, sequential
@@ -27,7 +26,8 @@ from shardlib.nn.sequence import gather_sequence, shard_sequence
 from shardlib.rng import Key
 from shardlib.sparse import Layout
 
-Cache = list[Seen]  # one per layer
+# ``attend(q, k, v, layout=...)``, (B, heads, S, size) each: the attention of a layer.
+Attend = Callable[..., Tensor]
 Layers = tuple[Routed | None, ...]  # what the layers so far say beside the residual stream: those with experts
 
 
@@ -110,12 +110,12 @@ def _block(
     params: Params,
     x: Tensor,
     rng: Key | None,
-    seen: Seen | None = None,
+    attend: Attend | None = None,
     segments: Tensor | None = None,
 ) -> tuple[Tensor, Routed | None]:
     """One transformer block: (B, S, W) -> (B, S, W), and what its experts say. Dropout needs ``rng``."""
     size = config.width // config.heads
-    attend = partial(attention, causal=True, segments=segments) if seen is None else seen.attend
+    attend = attend or partial(attention, causal=True, segments=segments)
     a = self_attention(params["attn"], layer_norm(params["ln1"], x), size, partial(attend, layout=config.layout))
     x = x + drop(config.dropout, checkpoint_name(a, "attn/out"), rng, "attn")
     h, routed = layer_norm(params["ln2"], x), None
@@ -139,21 +139,19 @@ def embed(
     params: Params,
     tokens: Tensor,
     rng: Key | None = None,
-    start: int = 0,
     positions: Tensor | None = None,
 ) -> Tensor:
     """The residual stream before the first block: tokens (B, S) int64 -> (B, S, W).
 
-    The tokens stand at ``positions``, (B, S) int64, or one after the other from ``start`` on.
+    The tokens stand at ``positions``, (B, S) int64 below ``config.sequence``, or one after the other from 0 on.
 
     Raises:
-        ValueError: positions reach beyond ``config.sequence``.
+        ValueError: more tokens than ``config.sequence``, without ``positions``.
     """
-    stop = start + tokens.shape[1]
-    if stop > config.sequence:
-        raise ValueError(f"{stop} tokens are more than the model's sequence of {config.sequence}")
-    table = params["embed"]["positions"]
-    places = shard_sequence(table[start:stop], 0) if positions is None else embedding(positions, table)
+    length, table = tokens.shape[1], params["embed"]["positions"]
+    if positions is None and length > config.sequence:
+        raise ValueError(f"{length} tokens are more than the model's sequence of {config.sequence}")
+    places = shard_sequence(table[:length], 0) if positions is None else embedding(positions, table)
     return drop(config.dropout, embedding(tokens, params["embed"]["tokens"]) + places, rng, "embed")
 
 
@@ -162,15 +160,16 @@ def hidden(
     params: Params,
     tokens: Tensor,
     rng: Key | None = None,
-    cache: Cache | None = None,
+    attend: Callable[[int], Attend] | None = None,
     segments: Tensor | None = None,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """The input of the output layer: tokens (B, S) int64 -> (B, S, W). Tokens continue those in ``cache``, if given.
+    """The input of the output layer: tokens (B, S) int64 -> (B, S, W).
 
-    ``segments`` and ``positions`` (B, S), of packed documents, are without a cache.
+    ``attend`` gives the attention of each layer in place of causal attention among the tokens: to a cache. ``segments`` and
+    ``positions`` (B, S) are those of packed documents.
     """
-    return _hidden(config, params, tokens, rng, cache, segments, positions)[0]
+    return _hidden(config, params, tokens, rng, attend, segments, positions)[0]
 
 
 def _hidden(
@@ -178,23 +177,21 @@ def _hidden(
     params: Params,
     tokens: Tensor,
     rng: Key | None,
-    cache: Cache | None = None,
+    attend: Callable[[int], Attend] | None = None,
     segments: Tensor | None = None,
     positions: Tensor | None = None,
 ) -> tuple[Tensor, Layers]:
-    x, layers = embed(config, params, tokens, rng, cache[0].length if cache else 0, positions), []
+    x, layers = embed(config, params, tokens, rng, positions), []
     for i, params_i in enumerate(params["blocks"]):
         key = rng.fold_in(i) if rng is not None else None
-        x, routed = block(config, params_i, x, key, cache[i] if cache else None, segments)
+        x, routed = block(config, params_i, x, key, None if attend is None else attend(i), segments)
         layers.append(routed)
     return layer_norm(params["head"]["norm"], x), tuple(layers)
 
 
-def logits(
-    config: GPTConfig, params: Params, tokens: Tensor, rng: Key | None = None, cache: Cache | None = None
-) -> Tensor:
-    """Logits of the next token at every position: tokens (B, S) int64 -> (B, S, V). ``cache`` as in `hidden`."""
-    return gather_sequence(F.linear(hidden(config, params, tokens, rng, cache), params["head"]["weight"]))
+def logits(config: GPTConfig, params: Params, tokens: Tensor, rng: Key | None = None) -> Tensor:
+    """Logits of the next token at every position: tokens (B, S) int64 -> (B, S, V)."""
+    return gather_sequence(F.linear(hidden(config, params, tokens, rng), params["head"]["weight"]))
 
 
 def make_loss(config: GPTConfig) -> Callable[..., Any]:
@@ -269,54 +266,6 @@ def slicing_rules(config: GPTConfig, blocks: bool = False) -> dict[str, Any]:
     rules = layer_rules(f"{layers}/", config.heads) | {f"{first}/tokens": "vocab", f"{last}/weight": "vocab"}
     has_mlp = not all(map(config.experts_of, range(config.layers)))
     return rules if has_mlp else {glob: style for glob, style in rules.items() if "/mlp/" not in glob}
-
-
-def new_cache(config: GPTConfig) -> Cache:
-    """An empty cache for `logits` of a sequence token by token, with room for ``config.sequence`` tokens.
-
-    Raises:
-        ValueError: ``config.layout`` is for fewer tokens.
-    """
-    layout = config.layout
-    if layout is not None and layout.size * layout.block < config.sequence:
-        raise ValueError(
-            f"GPTConfig: a layout of {layout.size} blocks of {layout.block} is for fewer tokens than "
-            f"sequence={config.sequence}; to sample, make it for that length, or lower sequence"
-        )
-    return [Seen(config.sequence) for _ in range(config.layers)]
-
-
-def generate(
-    config: GPTConfig, params: Params, prompt: Tensor, length: int, temperature: float = 1.0, seed: int = 0
-) -> Tensor:
-    """Appends ``length`` sampled tokens to ``prompt``: (B, S₀) int64, S₀ ≥ 1 -> (B, S₀ + length).
-
-    The context is the last ``config.sequence`` tokens, with a ``layout`` those in each token's row; there is no dropout.
-    ``temperature`` divides the logits; at 0 the most likely token is taken. The same seed gives the same text on every rank,
-    also from sharded parameters in `make_eval_step`.
-
-    Raises:
-        ValueError: ``temperature`` is negative, or ``config.layout`` is for fewer tokens than ``config.sequence``.
-    """
-    if temperature < 0:
-        raise ValueError(f"generate: temperature={temperature}, but it must not be negative")
-    config = replace(config, dropout=0.0)
-    generator = torch.Generator(prompt.device).manual_seed(seed)
-    tokens, cache = prompt, new_cache(config)
-    with torch.no_grad():
-        for _ in range(length):
-            new = tokens[:, cache[0].length :]
-            if tokens.shape[1] > config.sequence:
-                # Positions are absolute: when the window moves, every token's position changes, and the cache is invalid.
-                new, cache = tokens[:, -config.sequence :], new_cache(config)
-            scores = logits(config, params, new, cache=cache)[:, -1]
-            if temperature == 0:
-                chosen = scores.argmax(-1, keepdim=True)
-            else:
-                odds = torch.softmax(scores.float() / temperature, -1)
-                chosen = torch.multinomial(odds, 1, generator=generator)
-            tokens = torch.cat([tokens, chosen], 1)
-    return tokens
 
 
 def parameters_count(config: GPTConfig) -> int:

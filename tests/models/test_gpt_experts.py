@@ -177,11 +177,33 @@ def test_a_layer_is_drawn_shard_by_shard():
 
 
 def test_sampling():
-    prompt = batch_of(2)["tokens"][:, :3]
-    params = drawn()
-    text = gpt.generate(CONFIG, params, prompt, 4, temperature=0)
-    for end in range(3, 7):
-        assert torch.equal(text[:, end], gpt.logits(CONFIG, params, text[:, :end])[:, -1].argmax(-1))
+    prompts, params = batch_of(2)["tokens"][:, :3].tolist(), drawn()
+    for prompt, new in zip(prompts, sl.generate(CONFIG, params, prompts, 4, temperature=0)):
+        for token in new.tolist():
+            assert token == gpt.logits(CONFIG, params, torch.tensor([prompt]))[0, -1].argmax()
+            prompt.append(token)
+
+
+def test_no_token_is_dropped_in_generating():
+    """An expert with room for one token; alone, every token has it."""
+    router = sl.nn.routers.top_k(1, capacity=sl.nn.routers.Capacity(1e-9, minimum=1))
+    experts = dataclasses.replace(CONFIG.moe, config=dataclasses.replace(CONFIG.moe.config, router=router))
+    config, params = dataclasses.replace(CONFIG, moe=experts), drawn()
+    whole = dataclasses.replace(
+        config, moe=dataclasses.replace(experts, config=sl.nn.MoEConfig(sl.nn.routers.top_k(1), experts.config.expert))
+    )
+    prompts = batch_of(3)["tokens"][:, :5].tolist()
+    assert not torch.equal(
+        gpt.logits(config, params, torch.tensor(prompts)), gpt.logits(whole, params, torch.tensor(prompts))
+    )
+    found, wanted = (sl.generate(c, params, prompts, 6, seed=2) for c in (config, whole))
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_a_choice_by_experts_cannot_generate():
+    config = dataclasses.replace(CONFIG.moe.config, router=sl.nn.routers.expert_choice(1.0))
+    with pytest.raises(ValueError, match="see tokens that are not drawn yet"):
+        sl.generate(dataclasses.replace(CONFIG, moe=dataclasses.replace(CONFIG.moe, config=config)), drawn(), [[1]], 1)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -35,6 +36,8 @@ class Router(ABC):
 
     capacity: Capacity | None = None
     load: str = "mean"
+
+    causal: ClassVar[bool] = True  # whether the experts of a token, without a capacity, depend on it alone
 
     def __post_init__(self) -> None:
         if self.load not in CONVENTIONS:

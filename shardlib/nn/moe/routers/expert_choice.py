@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import ClassVar
 
 import torch
 
@@ -17,6 +18,8 @@ class ExpertChoice(Router):
     """The router that `expert_choice` makes. Each token has an assignment per expert, of which most are not wanted."""
 
     factor: float
+
+    causal: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
