@@ -92,7 +92,7 @@ def test_what_is_no_copy_is_refused(options, message):
 
 def test_a_model_with_experts_is_refused():
     made = sl.models.upcycle(dense_params(), experts(), sl.Key(0))
-    with pytest.raises(ValueError, match="layer 1 has no MLP, but .*moe"):
+    with pytest.raises(ValueError, match=r"layer 1 has no MLP, but .*moe"):
         sl.models.upcycle(made, experts(), sl.Key(0))
     with pytest.raises(TypeError, match="Key"):
         sl.models.upcycle(dense_params(), experts(), 0)
