@@ -13,9 +13,11 @@ from helpers.trees import assert_same
 import shardlib as sl
 from shardlib.collectives import primitives
 from shardlib.errors import IllegalComposition, RankFailure, StorageError
+from shardlib.kernels.common.thresholds import Threshold
 from shardlib.optim.on_disk import InPlace, OnDisk
 from shardlib.optim.optimizers.coded import Coded
 from shardlib.optim.whole import WholeLeaves
+from shardlib.plan import buckets
 
 LOSS, PARAMS = mlp(
     [64, 160, 72, 3], torch.float32
@@ -103,6 +105,39 @@ def test_what_all_buckets_share_may_have_the_name_of_a_parameter(name, memory, t
 
     wanted = run()
     assert_same(run(sl.offload(memory, **({"folder": tmp_path} if memory == "disk" else {}))), wanted)
+
+
+SHARED = {
+    "labels": lambda: sl.optim.partition(
+        {"embed/float32": sl.optim.lamb(1e-2), "head": sl.optim.adafactor(1e-2, 2)},
+        {"embed/*": "embed/float32", "head": "head"},
+    ),
+    "by parameter": lambda: sl.optim.adafactor(1e-2, 2),
+}
+
+
+@pytest.mark.parametrize("memory", ["host", "disk"])
+@pytest.mark.parametrize("name", SHARED)
+def test_parameters_may_have_names_that_buckets_would_have(name, memory, tmp_path, monkeypatch):
+    """A large leaf has a bucket of its own; one is named as a dtype, in a unit whose leaves share a bucket."""
+    monkeypatch.setattr(buckets, "_ALONE", Threshold(32))
+    params = {"embed": {"float32": torch.randn(4, 4), "small": torch.randn(4, 3)}, "head": torch.randn(4, 16)}
+
+    def loss_fn(params, x):
+        x = torch.tanh(x @ params["embed"]["float32"])
+        return (x @ params["head"]).square().mean() + (x @ params["embed"]["small"]).square().mean()
+
+    def run(mesh, *offload):
+        sharded = sl.shard(params, mesh, sl.chain(sl.zero(1), *offload))
+        assert not {bucket.name for bucket in sharded.plan.buckets} & {*sharded.plan.shape.paths}
+        state, step = sl.make_train_step(loss_fn, sharded, SHARED[name]())
+        for seed in range(3):
+            state, _ = step(state, torch.randn(3, 4, generator=torch.Generator().manual_seed(mesh.rank + 2 * seed)))
+        return sl.unshard(state.params)
+
+    folder = {"folder": tmp_path} if memory == "disk" else {}
+    moved = sl.simulate(run, sl.offload(memory, **folder), mesh={"data": 2})
+    assert_same(moved, sl.simulate(run, mesh={"data": 2}))
 
 
 @pytest.mark.parametrize("call, after", [("preadv", 0), ("preadv", 2), ("pwritev", 0)])
